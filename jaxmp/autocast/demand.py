@@ -1,0 +1,108 @@
+"""Backward pass of the plan: what is each value wanted for?
+
+A value may be wanted by a contraction (through `follow` and `transparent` ops), by something that
+runs in float32 (a `full` op, an op run as written, the function's result), or both, or neither.
+Only float32 values are considered; everything else is not ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp.autocast import jaxpr_compat
+from jaxmp.autocast.rules import FLOAT32, Rules, author_keeps, region_rules
+
+NOTHING, CONTRACTION, FULL = 0, 1, 2  # bits of a demand
+
+
+class Demand(NamedTuple):
+    """What the operands of a jaxpr and each of its variables are wanted for."""
+
+    ins: tuple[int, ...]
+    of: dict[Any, int]
+
+
+def ours(atom: Any) -> bool:
+    """Whether autocast may change the dtype of a value: float32 arrays only."""
+    return getattr(atom.aval, "dtype", None) == FLOAT32 and not _is_ref(atom.aval)
+
+
+def _is_ref(aval: Any) -> bool:
+    return hasattr(aval, "inner_aval")
+
+
+class Demands:
+    """Computes demands, remembering them per inner jaxpr and wanted results."""
+
+    def __init__(self) -> None:
+        self._memo: dict[Any, tuple[Any, Demand]] = {}
+
+    def __call__(self, jaxpr: Any, outs: Sequence[int], rules: Rules) -> Demand:
+        """The demand on every variable of an open jaxpr whose results are wanted for `outs`."""
+        key = (id(jaxpr), tuple(outs), rules)
+        if key not in self._memo:
+            # The jaxpr is kept beside its demand: an id is only unique while the object lives.
+            self._memo[key] = (jaxpr, self._compute(jaxpr, outs, rules))
+        return self._memo[key][1]
+
+    def _compute(self, jaxpr: Any, outs: Sequence[int], rules: Rules) -> Demand:
+        of: dict[Any, int] = {}
+
+        def want(atom: Any, demand: int) -> None:
+            if demand and not isinstance(atom, Literal) and ours(atom):
+                of[atom] = of.get(atom, NOTHING) | demand
+
+        for atom, demand in zip(jaxpr.outvars, outs, strict=True):
+            want(atom, demand)
+        for eqn in reversed(jaxpr.eqns):
+            wanted = [of.get(v, NOTHING) for v in eqn.outvars]
+            for atom, demand in zip(eqn.invars, self._of_operands(eqn, wanted, rules), strict=True):
+                want(atom, demand)
+        return Demand(tuple(of.get(v, NOTHING) for v in jaxpr.invars), of)
+
+    def _of_operands(self, eqn: JaxprEqn, wanted: list[int], rules: Rules) -> Sequence[int]:
+        name = eqn.primitive.name
+        if rules.looks_inside(eqn):
+            if name == "scan":
+                return self.of_scan(eqn, wanted, rules).ins
+            if name == "while":  # its carry stays float32
+                return [FULL] * len(eqn.invars)
+            if name == "cond":
+                branches = [
+                    self(jaxpr_compat.closed(b).jaxpr, wanted, rules).ins
+                    for b in eqn.params["branches"]
+                ]
+                return [NOTHING, *(_union(d) for d in zip(*branches, strict=True))]
+            if name in jaxpr_compat.CALLS:
+                inner = jaxpr_compat.closed(jaxpr_compat.call_jaxpr(eqn)).jaxpr
+                return self(inner, wanted, region_rules(eqn) or rules).ins
+        kind = rules.op_class(eqn)
+        if kind == "low" and rules.low is not None and not author_keeps(eqn):
+            return [CONTRACTION] * len(eqn.invars)
+        if kind in ("follow", "transparent"):
+            return [_union(wanted)] * len(eqn.invars)
+        return [FULL] * len(eqn.invars)
+
+    def of_scan(self, eqn: JaxprEqn, wanted: Sequence[int], rules: Rules) -> Demand:
+        """The demand on a scan's body: what a carry is wanted for, the next iteration wants it for."""
+        body = jaxpr_compat.closed(eqn.params["jaxpr"]).jaxpr
+        n_consts, n_carry = jaxpr_compat.scan_split(eqn)
+        carry = list(wanted[:n_carry])
+        while True:
+            demand = self(body, [*carry, *wanted[n_carry:]], rules)
+            grown = [
+                c | d for c, d in zip(carry, demand.ins[n_consts : n_consts + n_carry], strict=True)
+            ]
+            if grown == carry:  # demands only grow, so this ends
+                return demand
+            carry = grown
+
+
+def _union(demands: Any) -> int:
+    result = NOTHING
+    for demand in demands:
+        result |= demand
+    return result

@@ -1,0 +1,164 @@
+"""`explain`: the plan as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax.extend.source_info_util as source_info_util
+import jmp
+import numpy as np
+
+from jaxmp.autocast.flat import Flattened
+from jaxmp.autocast.ops import LOW
+from jaxmp.autocast.plan import Plan, Step
+from jaxmp.autocast.rules import FLOAT32
+from jaxmp.autocast.transform import plan_program, trace_program
+from jaxmp.policy import Policy, get_policy
+
+
+class Row(NamedTuple):
+    """One equation of the program.
+
+    Attributes:
+      op: the primitive's name.
+      path: the name stack: Flax module path, named scopes, transformations.
+      source: ``file.py:line`` in the user's code.
+      dtype: the dtype the op runs in.
+      reason: why.
+      count: how often it runs per call (lengths of scans around it multiplied; a while loop's body
+        and each branch of a cond count once).
+    """
+
+    op: str
+    path: str
+    source: str
+    dtype: str
+    reason: str
+    count: int
+
+
+class Explanation(NamedTuple):
+    """What a policy does to a program. Print it for the whole table."""
+
+    rows: tuple[Row, ...]
+    policy: str
+
+    def contractions(self) -> dict[str, int]:
+        """How many contractions run per call in each dtype, most first."""
+        counts: Counter[str] = Counter()
+        for row in self.rows:
+            if row.op in LOW:
+                counts[row.dtype] += row.count
+        return dict(counts.most_common())
+
+    def summary(self) -> str:
+        """A few lines: ops per dtype, contractions per dtype, and each float32 contraction."""
+        total: Counter[str] = Counter()
+        for row in self.rows:
+            total[row.dtype] += row.count
+        lines = [
+            f"policy        {self.policy}",
+            f"contractions  {_counts(self.contractions())}",
+            f"all ops       {_counts(dict(total.most_common()))}",
+        ]
+        lines += [
+            f"  {row.dtype} {row.op} at {row.source} {row.path}: {row.reason}"
+            for row in self.rows
+            if row.op in LOW and row.dtype == "float32"
+        ]
+        unknown = sorted({row.op for row in self.rows if row.reason.startswith("not classified")})
+        if unknown:
+            lines.append(f"not classified, run as written: {', '.join(unknown)}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        header = ("op", "dtype", "times", "source", "path", "reason")
+        cells = [header] + [
+            (r.op, r.dtype, str(r.count), r.source, r.path, r.reason) for r in self.rows
+        ]
+        widths = [min(max(len(row[i]) for row in cells), 48) for i in range(len(header))]
+        table = "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        )
+        return f"{table}\n\n{self.summary()}"
+
+
+def explain(
+    fn: Callable[..., Any], policy: str | Policy | jmp.Policy
+) -> Callable[..., Explanation]:
+    """What `autocast(fn, policy)` would do, equation by equation, and why. Nothing is computed.
+
+    Args:
+      fn: a function of any pytrees, as for `autocast`.
+      policy: anything `get_policy` takes.
+
+    Returns:
+      A function with the arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) that returns an
+      `Explanation`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmp
+      >>> def layer(x, w):
+      ...     return jnp.mean(jax.nn.relu(x @ w) @ w)
+      >>> w = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+      >>> jaxmp.explain(layer, "mixed_bfloat16")(w, w).contractions()
+      {'bfloat16': 2}
+    """
+    policy = get_policy(policy)
+    flattened = Flattened(fn)
+
+    def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
+        flat, arrays = flattened(args, kwargs)
+        jaxpr, reusable = trace_program(flat, arrays)
+        rows = tuple(_rows(plan_program(jaxpr, policy), 1, ""))
+        if not reusable:
+            flattened.forget()
+        return Explanation(rows, str(policy))
+
+    return explain_fn
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n} {dtype}" for dtype, n in counts.items()) or "none"
+
+
+def _rows(plan: Plan, count: int, path: str) -> Iterator[Row]:
+    for step in plan.steps:
+        here = "/".join(filter(None, (path, str(step.eqn.source_info.name_stack))))
+        if step.plans:
+            times = step.eqn.params.get("length", 1) if step.action == "scan" else 1
+            for inner in step.plans:
+                yield from _rows(inner, count * times, here)
+        else:
+            yield Row(
+                op=step.eqn.primitive.name,
+                path=here,
+                source=_source(step),
+                dtype=_dtype(step),
+                reason=step.reason,
+                count=count,
+            )
+
+
+def _source(step: Step) -> str:
+    """``file.py:line`` of an equation, without folders."""
+    place = source_info_util.summarize(step.eqn.source_info).split(" ")[0]
+    return ":".join(place.rsplit("/", 1)[-1].split(":")[:2])
+
+
+def _dtype(step: Step) -> str:
+    """The dtype a first-order equation runs in."""
+    read = [d for d in step.ins if d is not None and d != FLOAT32]
+    if read and not step.widen:
+        return str(read[0])
+    kept = [d for d in step.outs if d is not None]
+    if step.widen and kept:
+        return str(kept[0])
+    if FLOAT32 in step.ins:
+        return FLOAT32.name
+    atoms = [*step.eqn.outvars, *step.eqn.invars]
+    dtypes = [v.aval.dtype for v in atoms if hasattr(v.aval, "dtype")]
+    return str(dtypes[0] if dtypes else np.dtype("V"))

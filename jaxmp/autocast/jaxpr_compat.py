@@ -1,0 +1,107 @@
+"""Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else.
+
+* Inner jaxprs are `ClosedJaxpr` in some parameters and open `Jaxpr` in others up to 0.11; one merged
+  class from 0.12 on.
+* scan says how its operands split with ``num_consts``/``num_carry`` (0.10) or with the trees
+  ``ft_in``/``ft_out`` (0.12).
+* The primitives that merely call a jaxpr have come and gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import jax.extend.source_info_util as source_info_util
+
+# Primitives that run one jaxpr once, operands and results one to one → the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "shard_map": "jaxpr",
+}
+
+
+class Closed(NamedTuple):
+    """A jaxpr with its constants, whichever class this JAX keeps them in."""
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+
+
+def closed(jaxpr: Any) -> Closed:
+    """The open jaxpr and the constants of an inner jaxpr."""
+    return Closed(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
+
+
+def like(new: Any, old: Any) -> Any:
+    """`new` (as traced) in the class in which the equation held `old`.
+
+    Raises:
+      TypeError: if `old` is open and `new` needs constants; autocast creates none.
+    """
+    if isinstance(new, type(old)):
+        return new
+    if closed(new).consts:
+        raise TypeError("autocast: a transformed inner jaxpr needs constants where JAX allows none")
+    return closed(new).jaxpr
+
+
+def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """The closed jaxpr of `fn` (flat arrays to flat arrays) at `avals`, through jit's trace cache.
+
+    The cache is JAX's own, so it is keyed on everything a trace depends on: avals, mesh, axis names,
+    x64, matmul precision. `fn` may be a `jax.jit` function, which keeps its cache between calls.
+    """
+    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
+    return jitted.trace(*avals).jaxpr
+
+
+def call_jaxpr(eqn: jex_core.JaxprEqn) -> Any:
+    """The inner jaxpr of a primitive in `CALLS`."""
+    return eqn.params[CALLS[eqn.primitive.name]]
+
+
+def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan are constants and how many are the carry."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"]
+    return _leaves(consts), _leaves(carry)
+
+
+def _leaves(tree: Any) -> int:
+    """The number of leaves of a flat tree of 0.12, which is no pytree."""
+    return sum(map(_leaves, tree.elts)) if hasattr(tree, "elts") else 1
+
+
+def wrote_dtype(source_info: Any) -> bool:
+    """Whether a conversion was written by the author (`x.astype(…)`), not by type promotion.
+
+    jnp's promotion happens inside jnp's own jitted functions, Flax's in `promote_dtype`: neither
+    leaves an `astype` or `convert_element_type` frame next to the equation.
+    """
+    traceback = getattr(source_info, "traceback", None)
+    if traceback is None:
+        return True
+    names = [frame.function_name.rsplit(".", 1)[-1] for frame in traceback.frames[:24]]
+    if "promote_dtype" in names:
+        return False
+    return any(name in ("astype", "_astype", "convert_element_type", "asarray") for name in names)
+
+
+def source_of(eqn: jex_core.JaxprEqn) -> Any:
+    """A context in which what is bound carries the source line and name stack of `eqn`."""
+    return source_info_util.user_context(
+        eqn.source_info.traceback,
+        name_stack=source_info_util.current_name_stack() + eqn.source_info.name_stack,
+    )

@@ -1,0 +1,121 @@
+"""The table: what autocast does with each JAX primitive. Data, and nothing else.
+
+Five classes:
+
+* ``low``: a contraction. Its float32 operands are multiplied in the compute dtype.
+* ``full``: numerically sensitive; runs in float32.
+* ``follow``: elementwise; runs low beside a low operand when a contraction wants the result.
+* ``transparent``: moves or selects values without changing them; runs in the dtype they have.
+* ``own``: runs exactly as written. Also what happens to a primitive nobody listed.
+
+A policy's ``ops`` overrides the table by primitive name. Higher-order primitives (scan, cond, …)
+are not classified here: `jaxmp.autocast.plan` looks inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Multiply-accumulate: what the matrix units of a TPU or GPU are for.
+LOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+# Wide dynamic range, cancellation or long sums: the lists of torch.amp and of the Micikevicius et al.
+# (2018) recipe, extended to every primitive of jax.lax.
+FULL = frozenset(
+    # exponentials, logarithms, powers
+    "exp exp2 expm1 log log1p log2 logaddexp pow sqrt rsqrt cbrt polynomial "
+    # trigonometric and hyperbolic (tanh is bounded and follows)
+    "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh "
+    # special functions
+    "erfc erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a "
+    "regularized_incomplete_beta bessel_i0e bessel_i1e random_gamma "
+    # sums, products and everything that accumulates
+    "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum reduce_window reduce "
+    "select_and_scatter_add select_and_scatter select_and_gather_add "
+    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add "
+    # sums across devices
+    "psum psum_invariant psum2 reduce_scatter unreduced_psum unreduced_reduce_scatter "
+    # order and rounding: a rounded key permutes near-ties, and the author's rounding is his own
+    "sort top_k approx_top_k rem nextafter reduce_precision mulhi".split()
+)
+
+# Elementwise, bounded error: as good in 16 bits as their operands are.
+FOLLOW = frozenset(
+    "add add_any add_jaxvals sub mul div max min tanh logistic erf square integer_pow "
+    "one_minus_square select_n clamp concatenate pad stack".split()
+)
+
+# Exact on whatever they are given.
+TRANSPARENT = frozenset(
+    "neg abs sign floor ceil round is_finite "
+    "eq ne lt le gt ge eq_to le_to lt_to argmax argmin "
+    "reshape transpose broadcast_in_dim squeeze expand_dims rev slice split unstack tile copy copy_p "
+    "dynamic_slice dynamic_update_slice gather "
+    "reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin "
+    "stop_gradient optimization_barrier name "
+    "sharding_constraint device_put reshard mesh_cast layout_constraint "
+    "pmax pmin ppermute pbroadcast pvary all_gather all_gather_invariant all_to_all pcast".split()
+)
+
+# As written, on purpose: another kind of number, a solver, randomness, state, tokens, callbacks.
+OWN = frozenset(
+    "convert_element_type bitcast_convert_type iota empty empty2 "
+    "and or xor not shift_left shift_right_arithmetic shift_right_logical clz population_count "
+    "reduce_and reduce_or reduce_xor "
+    "complex real imag conj fft "
+    "cholesky eig eigh hessenberg householder_product lu lu_pivots_to_permutation qr schur svd "
+    "triangular_solve tridiagonal tridiagonal_solve linear_solve custom_linear_solve "
+    "random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone "
+    "rng_bit_generator rng_uniform threefry2x32 "
+    "axis_index platform_index create_token after_all dce_sink stage "
+    "ragged_all_to_all get swap addupdate new_ref freeze "
+    "pure_callback io_callback debug_callback debug_print custom_lin".split()
+)
+
+_TABLE: dict[str, str] = {
+    name: kind
+    for kind, names in (
+        ("low", LOW),
+        ("full", FULL),
+        ("follow", FOLLOW),
+        ("transparent", TRANSPARENT),
+        ("own", OWN),
+    )
+    for name in names
+}
+
+# `x - mean(x)`, `x * rsqrt(var(x))`, `x / norm(x)`: where a value meets a float32 statistic of its own.
+NORMALISING = frozenset({"sub", "mul", "div"})
+
+# The affine end of a normalisation. The first `follow` op outside this set, on the way to a
+# contraction, is where a float32 value may be narrowed (`relu(batch_norm(x))`).
+AFFINE = frozenset({"add", "add_any", "add_jaxvals", "sub", "mul", "div", "neg", "pad", "stack"})
+
+# Their transpose sums over what they repeat, so a 16-bit operand is widened around them: the values
+# are the same and the sum in the backward pass is float32.
+REPEATING = frozenset({"broadcast_in_dim", "gather", "tile", "reduce_max", "reduce_min"})
+
+# Ops that write one operand into another keep the dtype of the first.
+WRITING = frozenset({"dynamic_update_slice"})
+
+
+def classify(
+    name: str, params: Mapping[str, Any], overrides: Mapping[str, str] | None = None
+) -> str | None:
+    """The class of a primitive, or None when nobody listed it (it then runs as written).
+
+    Args:
+      name: the primitive's name, as printed in a jaxpr.
+      params: the equation's parameters: `x ** -2` is a division in disguise and runs in float32.
+      overrides: primitive name → class, from the policy's ``ops``.
+
+    Example:
+      >>> classify("dot_general", {}), classify("integer_pow", {"y": -2}), classify("frobnicate", {})
+      ('low', 'full', None)
+    """
+    if overrides and name in overrides:
+        return overrides[name]
+    if name == "integer_pow" and params["y"] < 0:
+        return "full"
+    return _TABLE.get(name)

@@ -1,0 +1,94 @@
+"""A policy made ready for planning: the low dtype, and the class of each equation under it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jaxmp.autocast.ops import classify
+from jaxmp.policy import Policy, get_policy
+
+FLOAT32 = np.dtype("float32")
+LOW_DTYPES = (np.dtype("bfloat16"), np.dtype("float16"))
+
+# A region with a policy of its own is a jitted function of this name: the one marker that survives
+# scan, remat, vmap, cond, grad and custom derivative rules.
+REGION = "jaxmp:"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rules:
+    """What a policy says about equations. One object per policy, compared by identity.
+
+    Attributes:
+      low: the 16-bit dtype contractions run in, or None when the compute dtype is float32.
+      low_softmax: whether a softmax's exp and division run low.
+      overrides: primitive name → class.
+    """
+
+    low: np.dtype[Any] | None
+    low_softmax: bool
+    overrides: Mapping[str, str]
+
+    def op_class(self, eqn: JaxprEqn) -> str | None:
+        """The class of an equation, or None for a primitive that nobody listed."""
+        name = eqn.primitive.name
+        kind = classify(name, eqn.params, self.overrides)
+        if name == "exp" and kind == "full" and self.low_softmax:
+            # A softmax's exp is the one whose result reaches a contraction; exp in a loss does not,
+            # and an exp without a low operand stays float32 like any other `follow` op.
+            return "follow"
+        return kind
+
+    def looks_inside(self, eqn: JaxprEqn) -> bool:
+        """Whether a higher-order equation is planned from the inside: unless it is overridden."""
+        return eqn.primitive.name not in self.overrides
+
+
+@functools.lru_cache(maxsize=256)
+def rules_for(policy: Policy) -> Rules:
+    """The rules of a policy.
+
+    Raises:
+      ValueError: if the compute dtype is neither float32 nor a 16-bit float.
+    """
+    compute = np.dtype(policy.compute_dtype)
+    if compute != FLOAT32 and compute not in LOW_DTYPES:
+        raise ValueError(
+            f"autocast: compute_dtype is {compute.name}, and autocast computes in bfloat16, float16 "
+            "or float32; use e.g. get_policy('mixed_bfloat16')"
+        )
+    return Rules(
+        low=None if compute == FLOAT32 else compute,
+        low_softmax=np.dtype(policy.softmax_dtype) != FLOAT32,
+        overrides=dict(policy.ops or ()),
+    )
+
+
+def region_rules(eqn: JaxprEqn) -> Rules | None:
+    """The rules of the region that `eqn` marks, or None if it marks none."""
+    name = eqn.params.get("name")
+    if isinstance(name, str) and name.startswith(REGION) and eqn.primitive.name in ("jit", "pjit"):
+        return rules_for(get_policy(name.removeprefix(REGION)))
+    return None
+
+
+def author_keeps(eqn: JaxprEqn) -> str | None:
+    """Why a contraction runs as written whatever its operands are, or None."""
+    precision = eqn.params.get("precision")
+    for p in precision if isinstance(precision, tuple) else (precision,):
+        name = str(getattr(p, "name", p))
+        if p is not None and name.upper() != "DEFAULT":
+            return f"precision={name}, as the author asked"
+    dtypes = {np.dtype(v.aval.dtype) for v in eqn.invars[:2]}
+    if FLOAT32 not in dtypes:
+        return f"operands are {' and '.join(sorted(d.name for d in dtypes))}, not float32"
+    for dtype in dtypes - {FLOAT32}:
+        if dtype not in LOW_DTYPES:
+            return f"multiplies float32 by {dtype.name}"
+    return None

@@ -1,0 +1,185 @@
+"""`autocast` and `full_precision`: trace, plan, execute."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jmp
+import numpy as np
+from jax import lax
+
+from jaxmp.autocast import jaxpr_compat
+from jaxmp.autocast.demand import CONTRACTION, FULL, ours
+from jaxmp.autocast.execute import cast, execute
+from jaxmp.autocast.flat import FlatFunction, Flattened
+from jaxmp.autocast.plan import Plan, Planner, Value
+from jaxmp.autocast.region import inside_autocast, is_inside_autocast
+from jaxmp.autocast.rules import FLOAT32, REGION, rules_for
+from jaxmp.policy import Policy, get_policy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
+    """Runs a float32 function in mixed precision, decided with the whole function in view.
+
+    Contractions (matmuls, convolutions) multiply in ``policy.compute_dtype`` and accumulate in
+    float32; softmax, normalisation statistics, losses and everything else that is sensitive stay
+    float32; what lies between follows whichever side needs it. Differentiate the result, and the
+    backward pass follows too.
+
+    It is a pure function transformation like `jax.grad`: it composes with jit, grad, vmap, scan,
+    remat, shard_map, in any order, and keeps no state. Like `jax.jit`, it traces `fn` once per
+    shapes and static arguments, so `fn` should have no side effects in Python.
+
+    Args:
+      fn: a function of any pytrees. Arrays are traced; every other leaf (Python numbers, booleans,
+        strings, callables, None) is passed on as it is.
+      policy: anything `get_policy` takes.
+
+    Returns:
+      A function with the signature of `fn`. Only float32 values are autocast's to change:
+
+      * float32 arguments are stored in ``param_dtype`` before they are used (float32 in the "mixed"
+        policies: as they are). Arguments in any other dtype are used as they are.
+      * results that `fn` returns in float32 are returned in ``output_dtype``. All others keep the
+        dtype `fn` gives them.
+      * a float32 policy returns `fn`'s own results, bitwise.
+
+      Inside another autocast the inner policy wins: the region runs under it, and its result stays
+      in whichever dtype the enclosing program wants.
+
+    Raises:
+      ValueError: if the policy is malformed or computes in anything but 16 bits or float32.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmp
+      >>> def loss(w, x):
+      ...     return jnp.mean(jax.nn.softmax(x @ w))
+      >>> fast = jaxmp.autocast(loss, "mixed_bfloat16")
+      >>> grads = jax.jit(jax.grad(fast))(jnp.ones((4, 4)), jnp.ones((2, 4)))
+      >>> grads.dtype
+      dtype('float32')
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2018); torch.amp.autocast.
+    """
+    policy = get_policy(policy)
+    rules_for(policy)  # a policy that cannot be computed in is refused here, not at the first call
+    if not callable(fn):
+        raise TypeError(f"autocast: fn must be callable, got {type(fn).__name__}")
+    flattened = Flattened(fn)
+    plans = functools.lru_cache(maxsize=64)(functools.partial(plan_program, policy=policy))
+
+    @functools.wraps(fn)
+    def autocast_fn(*args: Any, **kwargs: Any) -> Any:
+        if is_inside_autocast():
+            return _in_region(fn, policy)(*args, **kwargs)
+        if is_identity(policy):
+            return fn(*args, **kwargs)
+        flat, arrays = flattened(args, kwargs)
+        jaxpr, reusable = trace_program(flat, arrays)
+        plan = (plans if reusable else plans.__wrapped__)(jaxpr)
+        outs = flat.rebuild(jaxpr, run_program(plan, arrays, policy))
+        if not reusable:
+            flattened.forget()
+        return outs
+
+    return autocast_fn  # type: ignore[return-value]
+
+
+def full_precision(fn: F) -> F:
+    """Marks a function whose body stays float32 under any autocast around it.
+
+    The mark survives jit, grad, vmap, scan, remat and custom derivative rules, and holds for the
+    backward pass as well. Outside an autocast the function computes what it did.
+
+    Args:
+      fn: a function of any pytrees, as for `autocast`.
+
+    Returns:
+      A function with the signature of `fn`. Values that are kept in 16 bits where it is called reach
+      it in float32.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp
+      >>> router = jaxmp.full_precision(lambda x, w: x @ w)
+      >>> fn = jaxmp.autocast(lambda x, w: router(x, w), "mixed_bfloat16")
+      >>> jaxmp.explain(fn, "float32")(jnp.ones((2, 4)), jnp.ones((4, 8))).contractions()
+      {'float32': 1}
+    """
+    if not callable(fn):
+        raise TypeError(f"full_precision: fn must be callable, got {type(fn).__name__}")
+    return _in_region(fn, get_policy("float32"))
+
+
+def _in_region(fn: F, policy: Policy) -> F:
+    """`fn` under a jit whose name tells the plan its policy."""
+    flattened = Flattened(fn, f"{REGION}{policy}")
+
+    @functools.wraps(fn)
+    def region_fn(*args: Any, **kwargs: Any) -> Any:
+        flat, arrays = flattened(args, kwargs)
+        jaxpr, reusable = flat.trace(arrays)
+        outs = flat.rebuild(jaxpr, flat.jitted(*arrays))
+        if not reusable:
+            flattened.forget()
+        return outs
+
+    return region_fn  # type: ignore[return-value]
+
+
+def is_identity(policy: Policy) -> bool:
+    """Whether a policy is float32 throughout."""
+    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    return all(np.dtype(d) == FLOAT32 for d in dtypes)
+
+
+def trace_program(flat: FlatFunction, arrays: Sequence[Any]) -> tuple[Any, bool]:
+    """The program as written, and whether its trace may be used again."""
+    with inside_autocast():
+        return flat.trace(arrays)
+
+
+def plan_program(jaxpr: Any, policy: Policy) -> Plan:
+    """The plan of a whole program under a policy."""
+    rules = rules_for(policy)
+    planner = Planner()
+    stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
+    open_jaxpr = jaxpr_compat.closed(jaxpr).jaxpr
+    ins = [
+        None
+        if not ours(var)
+        else Value(rules.low, frozenset({planner.fresh()}), argument=True)
+        if stored == rules.low
+        else Value(argument=True)
+        for var in open_jaxpr.invars
+    ]
+    low_output = output == rules.low
+    wanted = [CONTRACTION if low_output else FULL] * len(open_jaxpr.outvars)
+    outs = [rules.low if low_output and ours(var) else None for var in open_jaxpr.outvars]
+    return planner.plan(jaxpr, ins, wanted, rules, outs)
+
+
+def run_program(plan: Plan, arrays: Sequence[Any], policy: Policy) -> list[Any]:
+    """The planned program on concrete or traced arrays, with the dtypes at its boundary."""
+    stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
+    args = []
+    for var, array, dtype in zip(plan.jaxpr.invars, arrays, plan.ins, strict=True):
+        if ours(var):
+            array = _as_stored(array, stored)
+            array = lax.convert_element_type(array, dtype or FLOAT32)
+        args.append(array)
+    outs = execute(plan, args)
+    return [
+        cast(out, output, saturate=True) if ours(var) and out.dtype != output else out
+        for var, out in zip(plan.jaxpr.outvars, outs, strict=True)
+    ]
+
+
+def _as_stored(array: Any, dtype: np.dtype[Any]) -> Any:
+    """An argument in the dtype its policy stores it in."""
+    array = jax.numpy.asarray(array)
+    return array if array.dtype == dtype else cast(array, dtype, saturate=True)

@@ -1,0 +1,194 @@
+"""Names of floating dtypes, and which half-precision format a device multiplies natively."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+__all__ = [
+    "DTYPE_NAMES",
+    "did_you_mean",
+    "dtype_name",
+    "half_dtype",
+    "is_dtype_name",
+    "parse_dtype",
+    "short_dtype_name",
+]
+
+# Every dtype a policy can hold, the name it prints as first (jmp prints float32 as "full", and so
+# do we: a policy without refinements prints exactly as jmp's). The keys are JAX's scalar types
+# because those are what jmp policies hold: unlike `np.dtype` objects they hash like the
+# `jnp.float32` people write, can be called, and compare equal to every other spelling.
+DTYPE_NAMES: Final[dict[Any, tuple[str, ...]]] = {
+    jnp.bfloat16: ("bf16", "bfloat16"),
+    jnp.float16: ("f16", "float16"),
+    jnp.float32: ("full", "f32", "float32"),
+    jnp.float64: ("f64", "float64"),
+}
+
+# "half" is a name too, but what it means depends on the device.
+_DTYPE_BY_NAME = {name: dtype for dtype, names in DTYPE_NAMES.items() for name in names}
+_DTYPE_BY_SCALAR = {np.dtype(dtype).type: dtype for dtype in DTYPE_NAMES}
+
+# NVIDIA's tensor cores multiply bfloat16 since Ampere (compute capability 8.0); before it XLA
+# converts the operands to float32 first.
+_BFLOAT16_COMPUTE_CAPABILITY = (8, 0)
+
+
+def parse_dtype(value: DTypeLike, what: str = "dtype") -> Any:
+    """Returns the JAX scalar type, such as `jnp.bfloat16`, that a name or dtype object stands for.
+
+    Args:
+      value: A name ("bf16", "bfloat16", "f16", "float16", "half", "full", "f32", "float32", "f64",
+        "float64"), an `np.dtype`, or a scalar type such as `jnp.float32` or `np.float32`.
+      what: What the dtype is for; error messages start with it.
+
+    Returns:
+      One of `jnp.bfloat16`, `jnp.float16`, `jnp.float32`, `jnp.float64`.
+
+    Raises:
+      ValueError: If the name is unknown, or the dtype is not a real floating one of 16, 32 or 64
+        bits.
+      TypeError: If `value` is neither a name nor a dtype. Python's `float` is refused because NumPy
+        reads it as float64 and JAX, by default, as float32.
+
+    Example:
+      >>> parse_dtype("bf16").__name__, parse_dtype(np.dtype("float32")).__name__
+      ('bfloat16', 'float32')
+    """
+    if isinstance(value, str):
+        return _parse_name(value, what)
+    scalar = _scalar_type(value)
+    if scalar is None:
+        kind = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise TypeError(
+            f"{what}: takes a dtype or the name of one ({_all_names()}); got "
+            f"{'the class' if isinstance(value, type) else 'a value of type'} {kind!r}."
+        )
+    if scalar in _DTYPE_BY_SCALAR:
+        return _DTYPE_BY_SCALAR[scalar]
+    raise ValueError(_unsupported(getattr(scalar, "__name__", str(scalar)), what))
+
+
+def dtype_name(dtype: DTypeLike) -> str:
+    """Returns the full name of a dtype, as NumPy spells it.
+
+    Example:
+      >>> dtype_name("bf16")
+      'bfloat16'
+    """
+    return DTYPE_NAMES[parse_dtype(dtype)][-1]
+
+
+def short_dtype_name(dtype: DTypeLike) -> str:
+    """Returns the name a policy prints for a dtype: jmp's.
+
+    Example:
+      >>> short_dtype_name(jnp.bfloat16), short_dtype_name(jnp.float32)
+      ('bf16', 'full')
+    """
+    return DTYPE_NAMES[parse_dtype(dtype)][0]
+
+
+def is_dtype_name(name: str) -> bool:
+    """Whether JAX knows a dtype by this name, be it one that policies take or not.
+
+    Example:
+      >>> is_dtype_name("bf16"), is_dtype_name("complex64"), is_dtype_name("mixed_bfloat16")
+      (True, True, False)
+    """
+    if name == "half" or name in _DTYPE_BY_NAME:
+        return True
+    # `jnp` has more classes and attributes than dtypes; these are what dtypes' names start with.
+    looks_like_one = name.startswith(("bool", "int", "uint", "float", "complex"))
+    return looks_like_one and _scalar_type(getattr(jnp, name, None)) is not None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns " (did you mean 'x'?)" for the known name nearest to an unknown one, or nothing.
+
+    Example:
+      >>> did_you_mean("b16", ["bf16", "f64"])
+      " (did you mean 'bf16'?)"
+    """
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def half_dtype(device: Any = None) -> Any:
+    """Returns the 16-bit dtype that a device multiplies natively: bfloat16 where it can.
+
+    bfloat16 has float32's range, so it needs no loss scaling; float16 is the answer only for GPUs
+    that would emulate bfloat16: NVIDIA's before compute capability 8.0, and GPUs whose compute
+    capability is not of the form "major.minor".
+
+    Args:
+      device: A `jax.Device`, or a device of a topology description. By default the one that
+        `jax.default_device` names, else the first local device, which starts the backend.
+
+    Returns:
+      `jnp.bfloat16` or `jnp.float16`.
+
+    Example:
+      >>> half_dtype(jax.local_devices(backend="cpu")[0]).__name__
+      'bfloat16'
+    """
+    if device is None:
+        default = getattr(jax.config, "jax_default_device", None)
+        device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
+    if device.platform in ("cpu", "tpu"):
+        return jnp.bfloat16
+    capability = _compute_capability(device)
+    native = capability is not None and capability >= _BFLOAT16_COMPUTE_CAPABILITY
+    return jnp.bfloat16 if native else jnp.float16
+
+
+def _compute_capability(device: Any) -> tuple[int, int] | None:
+    """The device's CUDA compute capability; None where it has none ("gfx90a", other platforms)."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        return None
+    return int(major), int(minor)
+
+
+def _scalar_type(value: Any) -> type | None:
+    """The NumPy scalar type behind a dtype object or scalar type; None if `value` is neither."""
+    if isinstance(value, np.dtype):
+        return value.type
+    if isinstance(value, type):
+        # `jnp.float32` is a class that carries its dtype. Instances that do (arrays) are not
+        # dtypes, though `np.dtype` would take them for one.
+        if isinstance(getattr(value, "dtype", None), np.dtype):
+            return np.dtype(value).type
+        if issubclass(value, np.generic):
+            return value
+    return None
+
+
+def _parse_name(name: str, what: str) -> Any:
+    if name == "half":
+        return half_dtype()
+    if name in _DTYPE_BY_NAME:
+        return _DTYPE_BY_NAME[name]
+    if is_dtype_name(name):
+        raise ValueError(_unsupported(name, what))
+    names = [*_DTYPE_BY_NAME, "half"]
+    raise ValueError(
+        f"{what}: Unknown dtype {name!r}{did_you_mean(name, names)}; the names are {_all_names()}."
+    )
+
+
+def _unsupported(name: str, what: str) -> str:
+    return (
+        f"{what}: takes a real floating dtype of 16, 32 or 64 bits ({_all_names()}); got {name!r}."
+    )
+
+
+def _all_names() -> str:
+    return ", ".join(sorted([*_DTYPE_BY_NAME, "half"]))

@@ -1,0 +1,74 @@
+"""Reading jaxprs in tests: every equation, however deeply nested, and the contractions among them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
+
+
+class Contraction(NamedTuple):
+    """One contraction equation: what it multiplies and what it returns."""
+
+    primitive: str
+    in_dtypes: tuple[str, ...]
+    out_dtype: str
+    highest: bool
+
+    @property
+    def exempt(self) -> bool:
+        """Whether the author asked for this dtype: HIGHEST precision, complex, integer or float64."""
+        return self.highest or any(
+            not np.issubdtype(np.dtype(d), np.floating) and d not in ("bfloat16",) or d == "float64"
+            for d in self.in_dtypes
+        )
+
+
+def iter_eqns(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
+    """Yields every equation of a jaxpr (closed or open), those of nested jaxprs included."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from iter_eqns(inner)
+
+
+def jaxpr_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The closed jaxpr of `fn`, non-array arguments kept static."""
+    return jax.make_jaxpr(lambda *a: fn(*a, **kwargs))(*args)
+
+
+def contractions(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Contraction]:
+    """Every contraction in `fn`'s jaxpr, nested ones included."""
+    found = []
+    for eqn in iter_eqns(jaxpr_of(fn, *args, **kwargs)):
+        if eqn.primitive.name in CONTRACTIONS:
+            found.append(
+                Contraction(
+                    eqn.primitive.name,
+                    tuple(str(v.aval.dtype) for v in eqn.invars[:2]),
+                    str(eqn.outvars[0].aval.dtype),
+                    "HIGH" in str(eqn.params.get("precision")),
+                )
+            )
+    return found
+
+
+def contraction_dtypes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Counter[str]:
+    """How many contractions multiply in each dtype; mixed operands read `a*b`."""
+    return Counter("*".join(sorted(set(c.in_dtypes))) for c in contractions(fn, *args, **kwargs))
+
+
+def primitives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Counter[tuple[str, str]]:
+    """How often each (primitive, output dtype) stands in `fn`'s jaxpr, nested equations included."""
+    return Counter(
+        (eqn.primitive.name, str(eqn.outvars[0].aval.dtype))
+        for eqn in iter_eqns(jaxpr_of(fn, *args, **kwargs))
+        if eqn.outvars and hasattr(eqn.outvars[0].aval, "dtype")
+    )
