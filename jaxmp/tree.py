@@ -82,7 +82,7 @@ def _cast_leaf(leaf: Any, dtype: np.dtype[Any]) -> Any:
     if leaf.dtype == dtype and not getattr(leaf, "weak_type", False):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(dtype=dtype, weak_type=False)  # type: ignore[no-untyped-call]
+        return leaf.update(dtype=dtype, weak_type=False)
     return leaf.astype(dtype)
 
 

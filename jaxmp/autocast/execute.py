@@ -16,15 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Primitive
 
 from jaxmp.autocast import custom_rules, jaxpr_compat
+from jaxmp.autocast.ops import BROADCASTING
 from jaxmp.autocast.plan import DType, Plan, Step
 from jaxmp.autocast.rules import FLOAT32
-
-# Two-operand elementwise ops broadcast operands of size 1 by themselves.
-_BROADCASTING = frozenset({"add", "add_any", "sub", "mul", "div", "max", "min"})
-
 
 def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     """The results of a planned jaxpr.
@@ -43,7 +40,7 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
             outs = _ACTIONS[step.action](plan, step, env)
             for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
                 if dtype is not None and out.dtype != dtype:
-                    out = lax.convert_element_type(out, dtype)
+                    out = cast(out, dtype)
                 env.arrays[var] = out
     return [
         env.result(atom, dtype, saturate=value is not None and not value.tangent)
@@ -57,66 +54,87 @@ class _Environment:
     def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
         self.arrays: dict[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
         self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
-        self.copies: dict[tuple[Any, DType, bool], Any] = {}
+        self.copies: dict[Any, Any] = {}
 
-    def operands(self, step: Step) -> list[Any]:
-        """The operands of a step, in the dtypes it reads them in."""
-        saturate = step.saturate or (False,) * len(step.ins)
+    def operands(self, step: Step, shape: tuple[int, ...] | None = None) -> list[Any]:
+        """The operands of a step, in the dtypes it reads them in, broadcast to `shape` if given."""
         return [
-            self.read(atom, dtype, saturate=s, share=share)
-            for atom, dtype, s, share in zip(
-                step.eqn.invars, step.ins, saturate, step.share, strict=True
+            self.read(atom, dtype, saturate=saturate, share=share, shape=shape)
+            for atom, dtype, saturate, share in zip(
+                step.eqn.invars, step.ins, step.saturate, step.share, strict=True
             )
         ]
 
-    def read(self, atom: Any, dtype: DType | None, *, saturate: bool, share: bool) -> Any:
+    def read(
+        self,
+        atom: Any,
+        dtype: DType | None,
+        *,
+        saturate: bool = False,
+        share: bool = True,
+        shape: tuple[int, ...] | None = None,
+    ) -> Any:
         """One operand in `dtype` (None: as it is)."""
         if isinstance(atom, Literal):
             if dtype is None or dtype == FLOAT32:
                 return atom.val
             return narrow_constant(atom.val, dtype)
         array = self.arrays[atom]
-        if dtype is None or array.dtype == dtype:
-            return array
-        key = (atom, dtype, saturate)
+        if shape is None or atom.aval.shape == shape:
+            if dtype is None or array.dtype == dtype:
+                return array
+            shape = None
+        key = (atom, dtype, saturate, shape)
         if key not in self.copies or not share:
-            self.copies[key] = cast(array, dtype, saturate=saturate)
+            self.copies[key] = cast(array, dtype, saturate=saturate, shape=shape)
         return self.copies[key]
 
     def result(self, atom: Any, dtype: DType | None, *, saturate: bool) -> Any:
         """A result of the jaxpr in `dtype` (None: in float32, or not ours)."""
         if dtype is None and getattr(atom.aval, "dtype", None) == FLOAT32:
             dtype = FLOAT32
-        return self.read(atom, dtype, saturate=saturate, share=True)
+        return self.read(atom, dtype, saturate=saturate)
 
 
-# Conversions.
+# Conversions. Each is a jitted function of its own: a shape is then traced and differentiated once
+# however often it occurs, which halves the time a big model takes to trace.
 
 
-def cast(array: Any, dtype: DType, *, saturate: bool) -> Any:
-    """`array` in `dtype`; if `saturate`, finite values stay finite."""
-    if saturate and dtype.itemsize < array.dtype.itemsize:
-        array = _saturate(dtype)(array)
-    return lax.convert_element_type(array, dtype)
+def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None) -> Any:
+    """`array` in `dtype`.
 
-
-@functools.cache
-def _saturate(dtype: DType) -> Callable[[Any], Any]:
-    """Clips finite float32 values to the finite range of `dtype`; infinities and NaN pass.
-
-    finfo(float32).min, the usual attention mask, is -inf in bfloat16, and a row of nothing but -inf
-    is NaN after softmax. The tangent passes straight through: to the gradient this is a conversion.
-    Under jit so that a shape is traced once however often it occurs.
+    Args:
+      array: a floating array.
+      dtype: the dtype to convert to.
+      saturate: whether finite values stay finite where `dtype` has a smaller range.
+      shape: a shape to broadcast to. Done in float32, so that the gradient is summed in float32.
     """
+    return _caster(dtype, saturate and dtype.itemsize < array.dtype.itemsize, shape)(array)
+
+
+@functools.lru_cache(maxsize=4096)
+def _caster(dtype: DType, saturates: bool, shape: Any) -> Callable[[Any], Any]:
     limit = np.float32(jnp.finfo(dtype).max)
 
     @jax.custom_jvp
     def saturate(x: Any) -> Any:
+        # Infinities and NaN pass. finfo(float32).min, the usual attention mask, is -inf in bfloat16,
+        # and a row of nothing but -inf is NaN after softmax.
         infinite = lax.eq(lax.abs(x), np.float32(np.inf))
         return lax.select(infinite, x, lax.clamp(-limit, x, limit))
 
+    # Straight through: to the gradient this is a conversion.
     saturate.defjvps(lambda tangent, out, x: tangent)
-    return jax.jit(saturate)
+
+    def convert(x: Any) -> Any:
+        if saturates:
+            x = saturate(x)
+        if shape is not None:
+            x = jnp.broadcast_to(lax.convert_element_type(x, FLOAT32), shape)
+        return lax.convert_element_type(x, dtype)
+
+    convert.__name__ = "widen" if dtype == FLOAT32 else "narrow"
+    return jax.jit(convert)
 
 
 def narrow_constant(value: Any, dtype: DType) -> Any:
@@ -131,25 +149,33 @@ def narrow_constant(value: Any, dtype: DType) -> Any:
 
 def _bind(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     """The equation on operands of the planned dtypes."""
-    operands = env.operands(step)
-    shape = getattr(step.eqn.outvars[0].aval, "shape", None) if step.eqn.outvars else None
-    if step.eqn.primitive.name in _BROADCASTING and any(
-        d is not None and d != FLOAT32 for d in step.ins
-    ):
-        operands = [
-            _repeat(x, atom, shape) if getattr(atom.aval, "shape", shape) != shape else x
-            for x, atom in zip(operands, step.eqn.invars, strict=True)
-        ]
-    outs = bind(step.eqn, operands)
-    return outs
+    eqn = step.eqn
+    if eqn.primitive.name in BROADCASTING and step.outs[0] not in (None, FLOAT32):
+        shape = eqn.outvars[0].aval.shape
+        if any(v.aval.shape != shape and not isinstance(v, Literal) for v in eqn.invars):
+            if eqn.primitive.name in ("mul", "div"):
+                return [_scale(eqn, *env.operands(step))]
+            return bind(eqn, env.operands(step, shape))
+    return bind(eqn, env.operands(step))
 
 
-def _repeat(x: Any, atom: Any, shape: tuple[int, ...]) -> Any:
-    """`x` broadcast to `shape` in float32 and then narrowed: its gradient is summed in float32."""
-    if isinstance(atom, Literal) or x.dtype == FLOAT32:
-        return x
-    wide = lax.convert_element_type(x, FLOAT32)
-    return lax.convert_element_type(jnp.broadcast_to(wide, shape), x.dtype)
+def _scale(eqn: JaxprEqn, x: Any, y: Any) -> Any:
+    """A product or quotient that broadcasts an operand.
+
+    The small operand is saved small for the backward pass; only its tangent is broadcast, in
+    float32, so that its gradient is summed in float32.
+    """
+    shape = eqn.outvars[0].aval.shape
+
+    def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
+        a, b = primals
+        if dx.shape != shape:
+            dx = cast(dx, dx.dtype, shape=shape)
+        if eqn.primitive.name == "mul":
+            return lax.mul(dx, b) if i == 0 else lax.mul(a, dx)
+        return lax.div(dx, b) if i == 0 else lax.neg(lax.mul(lax.div(lax.div(a, b), b), dx))
+
+    return _bilinear(lambda *operands: bind(eqn, operands)[0], tangent)(x, y)
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
@@ -165,40 +191,54 @@ def _contract(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     if "preferred_element_type" not in eqn.params or step.outs[0] is None:
         return bind(eqn, operands)
     low = next(d for d in step.ins if d is not None)
-    params = dict(preferred_element_type=low)
     if step.outs[0] != FLOAT32:
-        return bind(eqn, operands, **params)
-    key = f"contract {id(eqn)}"
-    if key not in plan.built:
-        plan.built[key] = _contract_to_float32(eqn, low)
-    return [plan.built[key](*operands)]
+        return bind(eqn, operands, preferred_element_type=low)
+    site = eqn.source_info.traceback
+    return [_wide_contraction(eqn.primitive, low, tuple(eqn.params.items()), site)(*operands)]
 
 
-def _contract_to_float32(eqn: JaxprEqn, low: DType) -> Callable[..., Any]:
-    """A bilinear primitive with a float32 result whose cotangent is narrowed.
+@functools.lru_cache(maxsize=1024)
+def _wide_contraction(
+    primitive: Primitive, low: DType, params: tuple[tuple[str, Any], ...], site: Any
+) -> Callable[..., Any]:
+    """A contraction of low operands with a float32 result, whose cotangent is narrowed.
 
     The transpose of a low × low → float32 contraction would multiply a float32 cotangent by a low
     operand: a float32 contraction on a GPU. So the tangent is computed low, then widened.
+
+    One jitted function per place in the user's code (`site`), which keeps its source line.
     """
 
+    def product(dtype: DType, *operands: Any) -> Any:
+        return primitive.bind(*operands, **dict(params) | {"preferred_element_type": dtype})
+
+    def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
+        return lax.convert_element_type(product(low, *primals[:i], dx, *primals[i + 1 :]), FLOAT32)
+
+    contract = _bilinear(lambda *operands: product(FLOAT32, *operands), tangent)
+    return jax.jit(contract)
+
+
+def _bilinear(
+    fn: Callable[..., Any], tangent: Callable[[int, Sequence[Any], Any], Any]
+) -> Callable[..., Any]:
+    """`fn` with the tangent `sum_i tangent(i, operands, tangents[i])` over its first two operands."""
+
     @jax.custom_jvp
-    def contract(*operands: Any) -> Any:
-        return bind(eqn, operands, preferred_element_type=FLOAT32)[0]
+    def call(*operands: Any) -> Any:
+        return fn(*operands)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        out = contract(*primals)
-        total = None
-        for i in (0, 1):
-            if not isinstance(tangents[i], SymbolicZero):
-                operands = [*primals[:i], tangents[i], *primals[i + 1 :]]
-                [term] = bind(eqn, operands, preferred_element_type=low)
-                total = term if total is None else total + term
-        return out, (
-            lax.convert_element_type(total, FLOAT32) if total is not None else jnp.zeros_like(out)
-        )
+        terms = [
+            tangent(i, primals, dx)
+            for i, dx in enumerate(tangents[:2])
+            if not isinstance(dx, SymbolicZero)
+        ]
+        out = call(*primals)
+        return out, functools.reduce(lax.add, terms) if terms else jnp.zeros_like(out)
 
-    contract.defjvp(jvp, symbolic_zeros=True)
-    return contract
+    call.defjvp(jvp, symbolic_zeros=True)
+    return call
 
 
 # Higher-order equations.

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +20,10 @@ import jax.extend.source_info_util as source_info_util
 # Primitives that run one jaxpr once, operands and results one to one → the parameter that holds it.
 CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
+    "call": "call_jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "eval_jaxpr": "jaxpr",
     "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "shard_map": "jaxpr",
@@ -75,7 +74,7 @@ def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are constants and how many are the carry."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"]
+    consts, carry, _ = eqn.params["ft_in"].elts  # iterating it yields leaves
     return _leaves(consts), _leaves(carry)
 
 
@@ -99,7 +98,7 @@ def wrote_dtype(source_info: Any) -> bool:
     return any(name in ("astype", "_astype", "convert_element_type", "asarray") for name in names)
 
 
-def source_of(eqn: jex_core.JaxprEqn) -> Any:
+def source_of(eqn: jex_core.JaxprEqn) -> AbstractContextManager[Any]:
     """A context in which what is bound carries the source line and name stack of `eqn`."""
     return source_info_util.user_context(
         eqn.source_info.traceback,

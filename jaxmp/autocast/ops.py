@@ -24,7 +24,7 @@ LOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # (2018) recipe, extended to every primitive of jax.lax.
 FULL = frozenset(
     # exponentials, logarithms, powers
-    "exp exp2 expm1 log log1p log2 logaddexp pow sqrt rsqrt cbrt polynomial "
+    "exp exp2 expm1 log log1p log2 pow sqrt rsqrt cbrt polynomial "
     # trigonometric and hyperbolic (tanh is bounded and follows)
     "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh "
     # special functions
@@ -33,16 +33,16 @@ FULL = frozenset(
     # sums, products and everything that accumulates
     "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum reduce_window reduce "
     "select_and_scatter_add select_and_scatter select_and_gather_add "
-    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max scatter_add "
+    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max "
     # sums across devices
-    "psum psum_invariant psum2 reduce_scatter unreduced_psum unreduced_reduce_scatter "
+    "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter "
     # order and rounding: a rounded key permutes near-ties, and the author's rounding is his own
     "sort top_k approx_top_k rem nextafter reduce_precision mulhi".split()
 )
 
 # Elementwise, bounded error: as good in 16 bits as their operands are.
 FOLLOW = frozenset(
-    "add add_any add_jaxvals sub mul div max min tanh logistic erf square integer_pow "
+    "add add_any sub mul div max min tanh logistic erf square integer_pow "
     "one_minus_square select_n clamp concatenate pad stack".split()
 )
 
@@ -50,12 +50,12 @@ FOLLOW = frozenset(
 TRANSPARENT = frozenset(
     "neg abs sign floor ceil round is_finite "
     "eq ne lt le gt ge eq_to le_to lt_to argmax argmin "
-    "reshape transpose broadcast_in_dim squeeze expand_dims rev slice split unstack tile copy copy_p "
+    "reshape transpose broadcast_in_dim squeeze rev slice split unstack tile copy "
     "dynamic_slice dynamic_update_slice gather "
     "reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin "
     "stop_gradient optimization_barrier name "
-    "sharding_constraint device_put reshard mesh_cast layout_constraint "
-    "pmax pmin ppermute pbroadcast pvary all_gather all_gather_invariant all_to_all pcast".split()
+    "sharding_constraint device_put reshard layout_constraint "
+    "pmax pmin ppermute pbroadcast pvary all_gather all_gather_invariant all_to_all".split()
 )
 
 # As written, on purpose: another kind of number, a solver, randomness, state, tokens, callbacks.
@@ -64,8 +64,8 @@ OWN = frozenset(
     "and or xor not shift_left shift_right_arithmetic shift_right_logical clz population_count "
     "reduce_and reduce_or reduce_xor "
     "complex real imag conj fft "
-    "cholesky eig eigh hessenberg householder_product lu lu_pivots_to_permutation qr schur svd "
-    "triangular_solve tridiagonal tridiagonal_solve linear_solve custom_linear_solve "
+    "cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation ormqr qr schur svd symmetric_product "
+    "triangular_solve tridiagonal tridiagonal_solve custom_linear_solve "
     "random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone "
     "rng_bit_generator rng_uniform threefry2x32 "
     "axis_index platform_index create_token after_all dce_sink stage "
@@ -90,11 +90,14 @@ NORMALISING = frozenset({"sub", "mul", "div"})
 
 # The affine end of a normalisation. The first `follow` op outside this set, on the way to a
 # contraction, is where a float32 value may be narrowed (`relu(batch_norm(x))`).
-AFFINE = frozenset({"add", "add_any", "add_jaxvals", "sub", "mul", "div", "neg", "pad", "stack"})
+AFFINE = frozenset({"add", "add_any", "sub", "mul", "div", "neg", "pad", "stack"})
 
 # Their transpose sums over what they repeat, so a 16-bit operand is widened around them: the values
 # are the same and the sum in the backward pass is float32.
 REPEATING = frozenset({"broadcast_in_dim", "gather", "tile", "reduce_max", "reduce_min"})
+
+# Elementwise ops that broadcast operands of size 1 by themselves; so do their transposes sum.
+BROADCASTING = frozenset({"add", "add_any", "sub", "mul", "div", "max", "min"})
 
 # Ops that write one operand into another keep the dtype of the first.
 WRITING = frozenset({"dynamic_update_slice"})

@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.demand import CONTRACTION, FULL, NOTHING, Demands, ours
 from jaxmp.autocast.ops import AFFINE, LOW, NORMALISING, REPEATING, WRITING
-from jaxmp.autocast.rules import FLOAT32, Rules, author_keeps, region_rules
+from jaxmp.autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
 DType = np.dtype[Any]
 NO_ORIGINS: frozenset[int] = frozenset()
@@ -252,6 +252,8 @@ class _JaxprPlanner:
         if self.rules.low is None:
             return self.as_written(eqn, values, "float32 region")
         kind = self.rules.op_class(eqn)
+        if name == "convert_element_type" and kind == "own":
+            return self.convert(eqn, values)
         if not any(v is not None for v in values):
             return self.as_written(eqn, values, "no float32 operand")
         if kind == "low":
@@ -263,9 +265,7 @@ class _JaxprPlanner:
         if kind == "full":
             return self.as_written(eqn, values, "sensitive op: float32")
         if kind == "own":
-            return self.convert(eqn, values) if name == "convert_element_type" else (
-                self.as_written(eqn, values, "runs as written")
-            )
+            return self.as_written(eqn, values, "runs as written")
         return self.as_written(eqn, values, "not classified: runs as written")
 
     def step(
@@ -312,12 +312,18 @@ class _JaxprPlanner:
         return self.step(eqn, values, [None] * len(values), [out] * len(eqn.outvars), reason)
 
     def convert(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
-        """A conversion the program as written makes from float32."""
-        if ours(eqn.outvars[0]):  # float32 to float32: a change of weak type
+        """A conversion that the program as written makes."""
+        [value], [var] = values, eqn.outvars
+        if value is None:
+            upcast = ours(var) and np.dtype(eqn.invars[0].aval.dtype) in LOW_DTYPES
+            if upcast and jaxpr_compat.wrote_dtype(eqn.source_info):
+                return self.step(eqn, values, [None], [Value(pinned=True)], "the author's upcast")
+            return self.as_written(eqn, values, "no float32 operand")
+        if ours(var):  # float32 to float32: a change of weak type
             return self.transparent(eqn, values)
         # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
         narrows = np.dtype(eqn.params["new_dtype"]).itemsize <= 2
-        dtype = values[0].dtype if values[0] and narrows else None
+        dtype = value.dtype if narrows else None
         return self.step(eqn, values, [dtype], [None], "the author's conversion")
 
     def transparent(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:

@@ -73,7 +73,7 @@ def rules_for(policy: Policy) -> Rules:
 def region_rules(eqn: JaxprEqn) -> Rules | None:
     """The rules of the region that `eqn` marks, or None if it marks none."""
     name = eqn.params.get("name")
-    if isinstance(name, str) and name.startswith(REGION) and eqn.primitive.name in ("jit", "pjit"):
+    if isinstance(name, str) and name.startswith(REGION) and eqn.primitive.name == "jit":
         return rules_for(get_policy(name.removeprefix(REGION)))
     return None
 

@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import jax
+import jax.numpy as jnp
 import jmp
 import numpy as np
-from jax import lax
 
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.demand import CONTRACTION, FULL, ours
@@ -169,17 +168,12 @@ def run_program(plan: Plan, arrays: Sequence[Any], policy: Policy) -> list[Any]:
     args = []
     for var, array, dtype in zip(plan.jaxpr.invars, arrays, plan.ins, strict=True):
         if ours(var):
-            array = _as_stored(array, stored)
-            array = lax.convert_element_type(array, dtype or FLOAT32)
+            array = _as(_as(jnp.asarray(array), stored), dtype or FLOAT32)
         args.append(array)
     outs = execute(plan, args)
-    return [
-        cast(out, output, saturate=True) if ours(var) and out.dtype != output else out
-        for var, out in zip(plan.jaxpr.outvars, outs, strict=True)
-    ]
+    return [_as(x, output) if ours(v) else x for v, x in zip(plan.jaxpr.outvars, outs, strict=True)]
 
 
-def _as_stored(array: Any, dtype: np.dtype[Any]) -> Any:
-    """An argument in the dtype its policy stores it in."""
-    array = jax.numpy.asarray(array)
+def _as(array: Any, dtype: np.dtype[Any]) -> Any:
+    """An array in `dtype`, finite values kept finite."""
     return array if array.dtype == dtype else cast(array, dtype, saturate=True)
