@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
@@ -59,7 +60,7 @@ def custom_jvp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Calla
 
         avals = [*in_avals, *(in_avals[i].to_tangent_aval() for i in active)]
         with inside_autocast():
-            jaxpr = jaxpr_compat.trace(jvp, avals)
+            jaxpr = _trace(eqn, jvp, avals)
         planner = Planner()
         ins = [_kept(planner, a, d) for a, d in zip(in_avals, plan.ins, strict=True)]
         ins += [_kept(planner, in_avals[i], plan.ins[i], tangent=True) for i in active]
@@ -112,11 +113,11 @@ def custom_vjp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Calla
             return list(jax.tree.unflatten(pullbacks[0], residuals)(cotangents))
 
         with inside_autocast():
-            fwd_jaxpr = jaxpr_compat.trace(fwd, in_avals)
+            fwd_jaxpr = _trace(eqn, fwd, in_avals)
             n_out = len(eqn.outvars)
             residual_avals = [v.aval for v in jaxpr_compat.closed(fwd_jaxpr).jaxpr.outvars[n_out:]]
             ct_avals = [eqn.outvars[i].aval.to_tangent_aval() for i in results]
-            bwd_jaxpr = jaxpr_compat.trace(bwd, [*residual_avals, *ct_avals])
+            bwd_jaxpr = _trace(eqn, bwd, [*residual_avals, *ct_avals])
 
         planner = Planner()
         grads = [plan.ins[i] for i in active]
@@ -138,6 +139,25 @@ def custom_vjp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Calla
         return fwd_plan, bwd_plan
 
     return call
+
+
+def _trace(eqn: JaxprEqn, rule: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """The jaxpr of a derivative rule.
+
+    Raises:
+      ValueError: if the rule uses values of the function around it that are not its operands. Their
+        trace is over by the time the rule runs; under `jax.jit` JAX refuses such a rule as well.
+    """
+    jaxpr = jaxpr_compat.trace(rule, avals)
+    if len(jaxpr_compat.closed(jaxpr).jaxpr.invars) != len(avals):
+        name = eqn.params.get("name") or eqn.params["call_jaxpr"].debug_info.func_name
+        raise ValueError(
+            f"autocast: the derivative rule of {name} (at "
+            f"{source_info_util.summarize(eqn.source_info)}) closes over a traced value of the "
+            "function that calls it. JAX cannot differentiate that under jit, and autocast cannot "
+            "either: pass the value to the function as an argument."
+        )
+    return jaxpr
 
 
 def _is_inexact(aval: Any) -> bool:

@@ -1,8 +1,9 @@
 """Backward pass of the plan: what is each value wanted for?
 
 A value may be wanted by a contraction (through `follow` and `transparent` ops), by something that
-runs in float32 (a `full` op, an op run as written, the function's result), or both, or neither.
-Only float32 values are considered; everything else is not ours.
+runs in float32 (a `full` op, an op run as written, the function's result), or both, or neither; and
+what is computed from it in float32 may be wanted by a contraction later. Only float32 values are
+considered; everything else is not ours.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 
-NOTHING, CONTRACTION, FULL = 0, 1, 2  # bits of a demand
+NOTHING, CONTRACTION, FULL, LATER = 0, 1, 2, 4  # bits of a demand
 
 
 class Demand(NamedTuple):
@@ -82,9 +83,10 @@ class Demands:
         kind = rules.op_class(eqn)
         if kind == "low" and rules.low is not None and not author_keeps(eqn):
             return [CONTRACTION] * len(eqn.invars)
-        if kind in ("follow", "transparent"):
-            return [_union(wanted)] * len(eqn.invars)
-        return [FULL] * len(eqn.invars)
+        demand = _union(wanted)
+        if kind not in ("follow", "transparent"):
+            demand = FULL | (LATER if demand & (CONTRACTION | LATER) else NOTHING)
+        return [demand] * len(eqn.invars)
 
     def of_scan(self, eqn: JaxprEqn, wanted: Sequence[int], rules: Rules) -> Demand:
         """The demand on a scan's body: what a carry is wanted for, the next iteration wants it for."""

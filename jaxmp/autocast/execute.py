@@ -7,18 +7,14 @@ primitives are bound again with their inner jaxprs replaced and every other para
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.extend.core import Literal
 
 from jaxmp.autocast import custom_rules, jaxpr_compat
+from jaxmp.autocast.equations import apply, bind, cast, contract, narrow_constant, scale
 from jaxmp.autocast.ops import BROADCASTING
 from jaxmp.autocast.plan import DType, Plan, Step
 from jaxmp.autocast.rules import FLOAT32
@@ -96,54 +92,6 @@ class _Environment:
         return self.read(atom, dtype, saturate=saturate)
 
 
-# Conversions. Each is a jitted function of its own: a shape is then traced and differentiated once
-# however often it occurs, which halves the time a big model takes to trace.
-
-
-def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None) -> Any:
-    """`array` in `dtype`.
-
-    Args:
-      array: a floating array.
-      dtype: the dtype to convert to.
-      saturate: whether finite values stay finite where `dtype` has a smaller range.
-      shape: a shape to broadcast to. Done in float32, so that the gradient is summed in float32.
-    """
-    return _caster(dtype, saturate and dtype.itemsize < array.dtype.itemsize, shape)(array)
-
-
-@functools.lru_cache(maxsize=4096)
-def _caster(dtype: DType, saturates: bool, shape: Any) -> Callable[[Any], Any]:
-    limit = np.float32(jnp.finfo(dtype).max)
-
-    @jax.custom_jvp
-    def saturate(x: Any) -> Any:
-        # Infinities and NaN pass. finfo(float32).min, the usual attention mask, is -inf in bfloat16,
-        # and a row of nothing but -inf is NaN after softmax.
-        infinite = lax.eq(lax.abs(x), np.float32(np.inf))
-        return lax.select(infinite, x, lax.clamp(-limit, x, limit))
-
-    # Straight through: to the gradient this is a conversion.
-    saturate.defjvps(lambda tangent, out, x: tangent)
-
-    def convert(x: Any) -> Any:
-        if saturates:
-            x = saturate(x)
-        if shape is not None:
-            x = jnp.broadcast_to(lax.convert_element_type(x, FLOAT32), shape)
-        return lax.convert_element_type(x, dtype)
-
-    convert.__name__ = "widen" if dtype == FLOAT32 else "narrow"
-    return jax.jit(convert)
-
-
-def narrow_constant(value: Any, dtype: DType) -> Any:
-    """A constant in `dtype`, finite if it was."""
-    value = np.asarray(value)
-    limit = np.float32(jnp.finfo(dtype).max)
-    return np.where(np.isinf(value), value, np.clip(value, -limit, limit)).astype(dtype)
-
-
 # First-order equations.
 
 
@@ -154,91 +102,18 @@ def _bind(plan: Plan, step: Step, env: _Environment) -> list[Any]:
         shape = eqn.outvars[0].aval.shape
         if any(v.aval.shape != shape and not isinstance(v, Literal) for v in eqn.invars):
             if eqn.primitive.name in ("mul", "div"):
-                return [_scale(eqn, *env.operands(step))]
-            return bind(eqn, env.operands(step, shape))
-    return bind(eqn, env.operands(step))
-
-
-def _scale(eqn: JaxprEqn, x: Any, y: Any) -> Any:
-    """A product or quotient that broadcasts an operand.
-
-    The small operand is saved small for the backward pass; only its tangent is broadcast, in
-    float32, so that its gradient is summed in float32.
-    """
-    shape = eqn.outvars[0].aval.shape
-
-    def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
-        a, b = primals
-        if dx.shape != shape:
-            dx = cast(dx, dx.dtype, shape=shape)
-        if eqn.primitive.name == "mul":
-            return lax.mul(dx, b) if i == 0 else lax.mul(a, dx)
-        return lax.div(dx, b) if i == 0 else lax.neg(lax.mul(lax.div(lax.div(a, b), b), dx))
-
-    return _bilinear(lambda *operands: bind(eqn, operands)[0], tangent)(x, y)
-
-
-def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
-    """The equation's primitive on other operands, with some parameters replaced."""
-    params = eqn.primitive.get_bind_params(eqn.params | replaced)
-    out = eqn.primitive.bind(*operands, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
+                return [scale(eqn, *env.operands(step))]
+            return apply(eqn, env.operands(step, shape))
+    return apply(eqn, env.operands(step))
 
 
 def _contract(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    """A contraction of low operands that accumulates in float32."""
-    eqn, operands = step.eqn, env.operands(step)
-    if "preferred_element_type" not in eqn.params or step.outs[0] is None:
+    """A contraction; one without a `preferred_element_type` only gets its operands converted."""
+    eqn, operands, [out] = step.eqn, env.operands(step), step.outs
+    if "preferred_element_type" not in eqn.params or out is None:
         return bind(eqn, operands)
     low = next(d for d in step.ins if d is not None)
-    if step.outs[0] != FLOAT32:
-        return bind(eqn, operands, preferred_element_type=low)
-    site = eqn.source_info.traceback
-    return [_wide_contraction(eqn.primitive, low, tuple(eqn.params.items()), site)(*operands)]
-
-
-@functools.lru_cache(maxsize=1024)
-def _wide_contraction(
-    primitive: Primitive, low: DType, params: tuple[tuple[str, Any], ...], site: Any
-) -> Callable[..., Any]:
-    """A contraction of low operands with a float32 result, whose cotangent is narrowed.
-
-    The transpose of a low × low → float32 contraction would multiply a float32 cotangent by a low
-    operand: a float32 contraction on a GPU. So the tangent is computed low, then widened.
-
-    One jitted function per place in the user's code (`site`), which keeps its source line.
-    """
-
-    def product(dtype: DType, *operands: Any) -> Any:
-        return primitive.bind(*operands, **dict(params) | {"preferred_element_type": dtype})
-
-    def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
-        return lax.convert_element_type(product(low, *primals[:i], dx, *primals[i + 1 :]), FLOAT32)
-
-    contract = _bilinear(lambda *operands: product(FLOAT32, *operands), tangent)
-    return jax.jit(contract)
-
-
-def _bilinear(
-    fn: Callable[..., Any], tangent: Callable[[int, Sequence[Any], Any], Any]
-) -> Callable[..., Any]:
-    """`fn` with the tangent `sum_i tangent(i, operands, tangents[i])` over its first two operands."""
-
-    @jax.custom_jvp
-    def call(*operands: Any) -> Any:
-        return fn(*operands)
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        terms = [
-            tangent(i, primals, dx)
-            for i, dx in enumerate(tangents[:2])
-            if not isinstance(dx, SymbolicZero)
-        ]
-        out = call(*primals)
-        return out, functools.reduce(lax.add, terms) if terms else jnp.zeros_like(out)
-
-    call.defjvp(jvp, symbolic_zeros=True)
-    return call
+    return [contract(eqn, operands, low, out)]
 
 
 # Higher-order equations.

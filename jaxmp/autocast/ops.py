@@ -99,6 +99,15 @@ REPEATING = frozenset({"broadcast_in_dim", "gather", "tile", "reduce_max", "redu
 # Elementwise ops that broadcast operands of size 1 by themselves; so do their transposes sum.
 BROADCASTING = frozenset({"add", "add_any", "sub", "mul", "div", "max", "min"})
 
+# What `equations.apply` may trace once and reuse: no effects, no axis names, hashable parameters.
+TRACED_ONCE = (LOW | FULL | FOLLOW | TRANSPARENT) - frozenset(
+    "reduce reduce_window select_and_scatter select_and_scatter_add select_and_gather_add "
+    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max random_gamma "
+    "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter "
+    "name optimization_barrier sharding_constraint device_put reshard layout_constraint "
+    "pmax pmin ppermute pbroadcast pvary all_gather all_gather_invariant all_to_all".split()
+)
+
 # Ops that write one operand into another keep the dtype of the first.
 WRITING = frozenset({"dynamic_update_slice"})
 

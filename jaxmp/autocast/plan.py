@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.demand import CONTRACTION, FULL, NOTHING, Demands, ours
+from jaxmp.autocast.demand import CONTRACTION, FULL, LATER, NOTHING, Demands, ours
 from jaxmp.autocast.ops import AFFINE, LOW, NORMALISING, REPEATING, WRITING
 from jaxmp.autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
@@ -404,7 +404,11 @@ class _JaxprPlanner:
         return None
 
     def contraction(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
-        """Low operands; the result low if a contraction wants it, else accumulated to float32."""
+        """Low operands. The result is low unless nothing but float32 ops come after it.
+
+        Logits on their way into the loss are never rounded; attention scores, which come back to a
+        contraction after the softmax, are kept low: half the memory for the largest arrays there are.
+        """
         kept = author_keeps(eqn)
         if kept is not None and eqn.primitive.name in LOW:
             return self.as_written(eqn, values, kept)
@@ -416,12 +420,12 @@ class _JaxprPlanner:
             if dtype != FLOAT32 and dtype.itemsize == 2 and not ours(atom):
                 low = dtype
         tangent = any(v.tangent for v in values if v is not None)
-        if self.wanted(eqn) & CONTRACTION and low == self.rules.low:
+        if self.wanted(eqn) & (CONTRACTION | LATER) and low == self.rules.low:
             out = Value(low, frozenset({self.planner.fresh()}), tangent=tangent)
             reason = "contraction"
         else:
             out = Value(None, tangent=tangent)
-            reason = "contraction; its result is wanted in float32"
+            reason = "contraction; only float32 ops want the result"
         return self.step(
             eqn,
             values,
@@ -524,8 +528,9 @@ class _JaxprPlanner:
             else:
                 ins.append(value)
         inner = self.planner.demands.of_scan(eqn, wanted, self.rules)
+        # A float32 carry wants its summands in float32, whoever wants the sum.
         carried = [
-            inner.ins[n_consts + i] | (CONTRACTION if i in low else FULL) for i in range(n_carry)
+            inner.ins[n_consts + i] | CONTRACTION if i in low else FULL for i in range(n_carry)
         ]
         inner_wanted = [*carried, *wanted[n_carry:]]
         natural = self.planner.plan(body, ins, inner_wanted, self.rules)

@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.demand import CONTRACTION, FULL, ours
-from jaxmp.autocast.execute import cast, execute
+from jaxmp.autocast.equations import cast
+from jaxmp.autocast.execute import execute
 from jaxmp.autocast.flat import FlatFunction, Flattened
 from jaxmp.autocast.plan import Plan, Planner, Value
 from jaxmp.autocast.region import inside_autocast, is_inside_autocast

@@ -1,0 +1,178 @@
+"""Binding first-order equations again, in other dtypes.
+
+Conversions and primitives are bound through small jitted functions, inlined into the program that
+calls them. They leave no trace in it; but JAX remembers their jaxprs and derivatives, so that what
+occurs in every layer of a model is traced and differentiated once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn, Literal, Primitive
+
+from jaxmp.autocast.ops import TRACED_ONCE
+from jaxmp.autocast.rules import FLOAT32
+
+DType = np.dtype[Any]
+Params = tuple[tuple[str, Any], ...]
+
+
+# Conversions.
+
+
+def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None) -> Any:
+    """`array` in `dtype`.
+
+    Args:
+      array: a floating array.
+      dtype: the dtype to convert to.
+      saturate: whether finite values stay finite where `dtype` has a smaller range.
+      shape: a shape to broadcast to. Done in float32, so that the gradient is summed in float32.
+    """
+    return _caster(dtype, saturate and dtype.itemsize < array.dtype.itemsize, shape)(array)
+
+
+@functools.lru_cache(maxsize=4096)
+def _caster(dtype: DType, saturates: bool, shape: Any) -> Callable[[Any], Any]:
+    limit = np.float32(jnp.finfo(dtype).max)
+
+    @jax.custom_jvp
+    def saturate(x: Any) -> Any:
+        # Infinities and NaN pass. finfo(float32).min, the usual attention mask, is -inf in bfloat16,
+        # and a row of nothing but -inf is NaN after softmax.
+        infinite = lax.eq(lax.abs(x), np.float32(np.inf))
+        return lax.select(infinite, x, lax.clamp(-limit, x, limit))
+
+    # Straight through: to the gradient this is a conversion.
+    saturate.defjvps(lambda tangent, out, x: tangent)
+
+    def convert(x: Any) -> Any:
+        if saturates:
+            x = saturate(x)
+        if shape is not None:
+            x = jnp.broadcast_to(lax.convert_element_type(x, FLOAT32), shape)
+        return lax.convert_element_type(x, dtype)
+
+    return jax.jit(convert, inline=True)
+
+
+def narrow_constant(value: Any, dtype: DType) -> Any:
+    """A constant in `dtype`, finite if it was."""
+    value = np.asarray(value)
+    limit = np.float32(jnp.finfo(dtype).max)
+    return np.where(np.isinf(value), value, np.clip(value, -limit, limit)).astype(dtype)
+
+
+# Equations.
+
+
+def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
+    """The primitive of an equation on other operands, with some parameters replaced."""
+    params = eqn.primitive.get_bind_params(eqn.params | replaced)
+    out = eqn.primitive.bind(*operands, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
+    """`bind`, traced once per primitive, parameters and avals where the table says it may be."""
+    if eqn.primitive.name not in TRACED_ONCE:
+        return bind(eqn, operands, **replaced)
+    constants = tuple(
+        (i, np.asarray(x)) for i, (x, v) in enumerate(zip(operands, eqn.invars, strict=True))
+        if isinstance(v, Literal)
+    )
+    arrays = [x for x, v in zip(operands, eqn.invars, strict=True) if not isinstance(v, Literal)]
+    key = tuple((i, x.dtype, x.shape, x.tobytes()) for i, x in constants)
+    params = tuple((eqn.params | replaced).items())
+    out = _applier(eqn.primitive, params, key)(*arrays)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@functools.lru_cache(maxsize=4096)
+def _applier(
+    primitive: Primitive, params: Params, constants: tuple[tuple[int, DType, Any, bytes], ...]
+) -> Callable[..., Any]:
+    def apply(*arrays: Any) -> Any:
+        operands = list(arrays)
+        for i, dtype, shape, data in constants:  # in order, so each index is final when inserted
+            operands.insert(i, np.frombuffer(data, dtype).reshape(shape))
+        return primitive.bind(*operands, **dict(params))
+
+    return jax.jit(apply, inline=True)
+
+
+def contract(eqn: JaxprEqn, operands: Sequence[Any], low: DType, out: DType) -> Any:
+    """A contraction of `low` operands that accumulates in float32 and returns `out`."""
+    if out != FLOAT32:
+        return apply(eqn, operands, preferred_element_type=low)[0]
+    return _wide_contraction(eqn.primitive, low, tuple(eqn.params.items()))(*operands)
+
+
+@functools.lru_cache(maxsize=1024)
+def _wide_contraction(primitive: Primitive, low: DType, params: Params) -> Callable[..., Any]:
+    """A contraction of low operands with a float32 result, whose cotangent is narrowed.
+
+    The transpose of a low × low → float32 contraction would multiply a float32 cotangent by a low
+    operand: a float32 contraction on a GPU. So the tangent is computed low, then widened.
+    """
+
+    def product(dtype: DType, *operands: Any) -> Any:
+        return primitive.bind(*operands, **dict(params) | {"preferred_element_type": dtype})
+
+    def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
+        return lax.convert_element_type(product(low, *primals[:i], dx, *primals[i + 1 :]), FLOAT32)
+
+    contraction = _bilinear(lambda *operands: product(FLOAT32, *operands), tangent)
+    return jax.jit(contraction, inline=True)
+
+
+def scale(eqn: JaxprEqn, x: Any, y: Any) -> Any:
+    """A product or quotient that broadcasts an operand.
+
+    The small operand is saved small for the backward pass; only its tangent is broadcast, in
+    float32, so that its gradient is summed in float32.
+    """
+    return _scaler(eqn.primitive, eqn.outvars[0].aval.shape)(x, y)
+
+
+@functools.lru_cache(maxsize=1024)
+def _scaler(primitive: Primitive, shape: tuple[int, ...]) -> Callable[..., Any]:
+    def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
+        a, b = primals
+        if dx.shape != shape:
+            dx = cast(dx, dx.dtype, shape=shape)
+        if primitive.name == "mul":
+            return lax.mul(dx, b) if i == 0 else lax.mul(a, dx)
+        return lax.div(dx, b) if i == 0 else lax.neg(lax.mul(lax.div(lax.div(a, b), b), dx))
+
+    return jax.jit(_bilinear(primitive.bind, tangent), inline=True)
+
+
+def _bilinear(
+    fn: Callable[..., Any], tangent: Callable[[int, Sequence[Any], Any], Any]
+) -> Callable[..., Any]:
+    """`fn` with the tangent `sum_i tangent(i, operands, tangents[i])` over its first two operands."""
+
+    @jax.custom_jvp
+    def product(*operands: Any) -> Any:
+        return fn(*operands)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        terms = [
+            tangent(i, primals, dx)
+            for i, dx in enumerate(tangents[:2])
+            if not isinstance(dx, SymbolicZero)
+        ]
+        out = product(*primals)
+        return out, functools.reduce(lax.add, terms) if terms else jnp.zeros_like(out)
+
+    product.defjvp(jvp, symbolic_zeros=True)
+    return product
