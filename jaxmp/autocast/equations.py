@@ -18,6 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
+from jaxmp.autocast.jaxpr_compat import INLINE
 from jaxmp.autocast.ops import TRACED_ONCE
 from jaxmp.autocast.rules import FLOAT32
 
@@ -61,7 +62,7 @@ def _caster(dtype: DType, saturates: bool, shape: Any) -> Callable[[Any], Any]:
             x = jnp.broadcast_to(lax.convert_element_type(x, FLOAT32), shape)
         return lax.convert_element_type(x, dtype)
 
-    return jax.jit(convert, inline=True)
+    return jax.jit(convert, inline=INLINE)
 
 
 def narrow_constant(value: Any, dtype: DType) -> Any:
@@ -106,7 +107,7 @@ def _applier(
             operands.insert(i, np.frombuffer(data, dtype).reshape(shape))
         return primitive.bind(*operands, **dict(params))
 
-    return jax.jit(apply, inline=True)
+    return jax.jit(apply, inline=INLINE)
 
 
 def contract(eqn: JaxprEqn, operands: Sequence[Any], low: DType, out: DType) -> Any:
@@ -131,7 +132,7 @@ def _wide_contraction(primitive: Primitive, low: DType, params: Params) -> Calla
         return lax.convert_element_type(product(low, *primals[:i], dx, *primals[i + 1 :]), FLOAT32)
 
     contraction = _bilinear(lambda *operands: product(FLOAT32, *operands), tangent)
-    return jax.jit(contraction, inline=True)
+    return jax.jit(contraction, inline=INLINE)
 
 
 def scale(eqn: JaxprEqn, x: Any, y: Any) -> Any:
@@ -153,7 +154,7 @@ def _scaler(primitive: Primitive, shape: tuple[int, ...]) -> Callable[..., Any]:
             return lax.mul(dx, b) if i == 0 else lax.mul(a, dx)
         return lax.div(dx, b) if i == 0 else lax.neg(lax.mul(lax.div(lax.div(a, b), b), dx))
 
-    return jax.jit(_bilinear(primitive.bind, tangent), inline=True)
+    return jax.jit(_bilinear(primitive.bind, tangent), inline=INLINE)
 
 
 def _bilinear(

@@ -113,7 +113,7 @@ def explain(
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
         flat, arrays = flattened(args, kwargs)
         jaxpr, reusable = trace_program(flat, arrays)
-        rows = tuple(_rows(plan_program(jaxpr, policy), 1, ""))
+        rows = tuple(_rows(plan_program(jaxpr, policy), 1, "", ""))
         if not reusable:
             flattened.forget()
         return Explanation(rows, str(policy))
@@ -125,18 +125,20 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{n} {dtype}" for dtype, n in counts.items()) or "none"
 
 
-def _rows(plan: Plan, count: int, path: str) -> Iterator[Row]:
+def _rows(plan: Plan, count: int, path: str, source: str) -> Iterator[Row]:
     for step in plan.steps:
         here = "/".join(filter(None, (path, str(step.eqn.source_info.name_stack))))
+        # Ops inside JAX's own functions have no line of the user's: the call's line is theirs.
+        line = _source(step) or source
         if step.plans:
             times = step.eqn.params.get("length", 1) if step.action == "scan" else 1
             for inner in step.plans:
-                yield from _rows(inner, count * times, here)
+                yield from _rows(inner, count * times, here, line)
         else:
             yield Row(
                 op=step.eqn.primitive.name,
                 path=here,
-                source=_source(step),
+                source=line,
                 dtype=_dtype(step),
                 reason=step.reason,
                 count=count,
@@ -144,19 +146,16 @@ def _rows(plan: Plan, count: int, path: str) -> Iterator[Row]:
 
 
 def _source(step: Step) -> str:
-    """``file.py:line`` of an equation, without folders."""
+    """``file.py:line`` of an equation, without folders; empty if no frame is the user's."""
     place = source_info_util.summarize(step.eqn.source_info).split(" ")[0]
     return ":".join(place.rsplit("/", 1)[-1].split(":")[:2])
 
 
 def _dtype(step: Step) -> str:
     """The dtype a first-order equation runs in."""
-    read = [d for d in step.ins if d is not None and d != FLOAT32]
-    if read and not step.widen:
-        return str(read[0])
-    kept = [d for d in step.outs if d is not None]
-    if step.widen and kept:
-        return str(kept[0])
+    low = [d for d in step.ins if d is not None and d != FLOAT32]
+    if low:
+        return str(low[0])
     if FLOAT32 in step.ins:
         return FLOAT32.name
     atoms = [*step.eqn.outvars, *step.eqn.invars]

@@ -4,6 +4,7 @@
   class from 0.12 on.
 * scan says how its operands split with ``num_consts``/``num_carry`` (0.10) or with the trees
   ``ft_in``/``ft_out`` (0.12).
+* What `inline=True` means to `jax.jit`.
 * The primitives that merely call a jaxpr have come and gone.
 """
 
@@ -28,6 +29,10 @@ CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "shard_map": "jaxpr",
 }
+
+# `inline` of a jit that is to leave no trace in the jaxpr that calls it: an enum from 0.12 on, where
+# True came to mean "inlined when lowered".
+INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
 class Closed(NamedTuple):

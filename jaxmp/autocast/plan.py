@@ -25,6 +25,7 @@ from jaxmp.autocast.ops import AFFINE, LOW, NORMALISING, REPEATING, WRITING
 from jaxmp.autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
 DType = np.dtype[Any]
+MOVES = "moves values: as they are"
 NO_ORIGINS: frozenset[int] = frozenset()
 
 
@@ -61,7 +62,6 @@ class Step:
       reason: why, in words.
       saturate: which operands are clipped to the finite range when narrowed.
       share: which operands' narrowed copies serve other equations too.
-      widen: run in float32 around a low operand and narrow the result (see `ops.REPEATING`).
       plans: the plans of the inner jaxprs, in the order of the equation's parameters.
     """
 
@@ -72,7 +72,6 @@ class Step:
     reason: str
     saturate: tuple[bool, ...] = ()
     share: tuple[bool, ...] = ()
-    widen: bool = False
     plans: tuple[Plan, ...] = ()
 
 
@@ -278,7 +277,6 @@ class _JaxprPlanner:
         *,
         action: str = "bind",
         saturate: bool = False,
-        widen: bool = False,
         plans: tuple[Plan, ...] = (),
     ) -> Step:
         """Records the results and returns the step; `dtypes` says how the operands are read."""
@@ -300,7 +298,6 @@ class _JaxprPlanner:
                 saturate and v is not None and not v.tangent for v in values
             ),
             share=tuple(v is not None and not v.argument for v in values),
-            widen=widen,
             plans=plans,
         )
 
@@ -331,7 +328,7 @@ class _JaxprPlanner:
         mine = [v for v in values if v is not None]
         if len(eqn.outvars) == len(values) > 1:  # optimization_barrier: one to one
             dtypes = [v.dtype if v else None for v in values]
-            return self.step(eqn, values, dtypes, values, "moves values: as they are")
+            return self.step(eqn, values, dtypes, values, MOVES)
         if eqn.primitive.name in WRITING:
             dtype = values[0].dtype if values[0] else None
         else:
@@ -344,8 +341,7 @@ class _JaxprPlanner:
             values,
             [None if widen else dtype] * len(values),
             [out] * len(eqn.outvars),
-            "moves values: as they are",
-            widen=widen,
+            "repeats values: its gradient is summed in float32" if widen else MOVES,
         )
 
     def follow(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
