@@ -152,7 +152,8 @@ def _scaler(primitive: Primitive, shape: tuple[int, ...]) -> Callable[..., Any]:
             dx = cast(dx, dx.dtype, shape=shape)
         if primitive.name == "mul":
             return lax.mul(dx, b) if i == 0 else lax.mul(a, dx)
-        return lax.div(dx, b) if i == 0 else lax.neg(lax.mul(lax.div(lax.div(a, b), b), dx))
+        # -a dx / b², so that nothing is saved but a and b.
+        return lax.div(dx, b) if i == 0 else lax.neg(lax.div(lax.div(lax.mul(a, dx), b), b))
 
     return jax.jit(_bilinear(primitive.bind, tangent), inline=INLINE)
 
