@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.source_info_util as source_info_util
 import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
+from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.demand import CONTRACTION, FULL, ours
-from jaxmp.autocast.plan import DType, Plan, Planner, Value
+from jaxmp.autocast.plan import DType, Plan, Value
+from jaxmp.autocast.planner import Planner
 from jaxmp.autocast.region import inside_autocast
 
 Execute = Callable[[Plan, Sequence[Any]], list[Any]]
@@ -97,17 +98,18 @@ def custom_vjp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Calla
         pullbacks: list[Any] = []
 
         def fwd(*args: Any) -> list[Any]:
-            out, pullback = jax.vjp(
-                _partially(eqn, bind, args, active), *(args[i] for i in active)
-            )
+            out, pullback = jax.vjp(_partially(eqn, bind, args, active), *(args[i] for i in active))
             residuals, tree = jax.tree.flatten(pullback)
             pullbacks.append(tree)
             return [*out, *residuals]
 
         def bwd(*args: Any) -> list[Any]:
-            residuals, given = args[: len(args) - len(results)], iter(args[len(args) - len(results) :])
+            residuals, given = (
+                args[: len(args) - len(results)],
+                iter(args[len(args) - len(results) :]),
+            )
             cotangents = [
-                next(given) if i in results else np.zeros(v.aval.shape, dtypes.float0)
+                next(given) if i in results else np.zeros(jaxpr_compat.shape_of(v), dtypes.float0)
                 for i, v in enumerate(eqn.outvars)
             ]
             return list(jax.tree.unflatten(pullbacks[0], residuals)(cotangents))
@@ -179,7 +181,9 @@ def _partially(
     return call
 
 
-def _kept(planner: Planner, aval: Any, dtype: DType | None, tangent: bool = False) -> Value | None:
+def _kept(
+    planner: Planner, aval: Any, dtype: DType | None, *, tangent: bool = False
+) -> Value | None:
     """How an operand of a rule is kept: as the call's operand is."""
     if not ours(_Typed(aval)):
         return None

@@ -27,12 +27,8 @@ class Demand(NamedTuple):
 
 
 def ours(atom: Any) -> bool:
-    """Whether autocast may change the dtype of a value: float32 arrays only."""
-    return getattr(atom.aval, "dtype", None) == FLOAT32 and not _is_ref(atom.aval)
-
-
-def _is_ref(aval: Any) -> bool:
-    return hasattr(aval, "inner_aval")
+    """Whether autocast may change the dtype of a value: float32 arrays, not references to them."""
+    return jaxpr_compat.dtype_of(atom) == FLOAT32 and not hasattr(atom.aval, "inner_aval")
 
 
 class Demands:
@@ -89,7 +85,7 @@ class Demands:
         return [demand] * len(eqn.invars)
 
     def of_scan(self, eqn: JaxprEqn, wanted: Sequence[int], rules: Rules) -> Demand:
-        """The demand on a scan's body: what a carry is wanted for, the next iteration wants it for."""
+        """The demand on a scan's body: a carry is wanted by the next iteration as well."""
         body = jaxpr_compat.closed(eqn.params["jaxpr"]).jaxpr
         n_consts, n_carry = jaxpr_compat.scan_split(eqn)
         carry = list(wanted[:n_carry])

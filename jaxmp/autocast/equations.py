@@ -18,11 +18,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jaxmp.autocast.jaxpr_compat import INLINE
+from jaxmp.autocast.jaxpr_compat import INLINE, shape_of
 from jaxmp.autocast.ops import TRACED_ONCE
+from jaxmp.autocast.plan import DType
 from jaxmp.autocast.rules import FLOAT32
 
-DType = np.dtype[Any]
 Params = tuple[tuple[str, Any], ...]
 
 
@@ -38,25 +38,26 @@ def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None)
       saturate: whether finite values stay finite where `dtype` has a smaller range.
       shape: a shape to broadcast to. Done in float32, so that the gradient is summed in float32.
     """
-    return _caster(dtype, saturate and dtype.itemsize < array.dtype.itemsize, shape)(array)
+    limit = dtype if saturate and dtype.itemsize < array.dtype.itemsize else None
+    return _caster(dtype, limit, shape)(array)
 
 
 @functools.lru_cache(maxsize=4096)
-def _caster(dtype: DType, saturates: bool, shape: Any) -> Callable[[Any], Any]:
+def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any], Any]:
     limit = np.float32(jnp.finfo(dtype).max)
 
     @jax.custom_jvp
     def saturate(x: Any) -> Any:
-        # Infinities and NaN pass. finfo(float32).min, the usual attention mask, is -inf in bfloat16,
-        # and a row of nothing but -inf is NaN after softmax.
+        # Infinities and NaN pass. finfo(float32).min, the usual attention mask, is -inf in
+        # bfloat16, and a row of nothing but -inf is NaN after softmax.
         infinite = lax.eq(lax.abs(x), np.float32(np.inf))
         return lax.select(infinite, x, lax.clamp(-limit, x, limit))
 
     # Straight through: to the gradient this is a conversion.
-    saturate.defjvps(lambda tangent, out, x: tangent)
+    saturate.defjvps(lambda tangent, _out, _x: tangent)
 
     def convert(x: Any) -> Any:
-        if saturates:
+        if range_of is not None:
             x = saturate(x)
         if shape is not None:
             x = jnp.broadcast_to(lax.convert_element_type(x, FLOAT32), shape)
@@ -87,7 +88,8 @@ def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
     if eqn.primitive.name not in TRACED_ONCE:
         return bind(eqn, operands, **replaced)
     constants = tuple(
-        (i, np.asarray(x)) for i, (x, v) in enumerate(zip(operands, eqn.invars, strict=True))
+        (i, np.asarray(x))
+        for i, (x, v) in enumerate(zip(operands, eqn.invars, strict=True))
         if isinstance(v, Literal)
     )
     arrays = [x for x, v in zip(operands, eqn.invars, strict=True) if not isinstance(v, Literal)]
@@ -121,8 +123,8 @@ def contract(eqn: JaxprEqn, operands: Sequence[Any], low: DType, out: DType) -> 
 def _wide_contraction(primitive: Primitive, low: DType, params: Params) -> Callable[..., Any]:
     """A contraction of low operands with a float32 result, whose cotangent is narrowed.
 
-    The transpose of a low × low → float32 contraction would multiply a float32 cotangent by a low
-    operand: a float32 contraction on a GPU. So the tangent is computed low, then widened.
+    The transpose of a low × low → float32 contraction would multiply a float32 cotangent by a
+    low operand: a float32 contraction on a GPU. So the tangent is computed low, then widened.
     """
 
     def product(dtype: DType, *operands: Any) -> Any:
@@ -141,7 +143,7 @@ def scale(eqn: JaxprEqn, x: Any, y: Any) -> Any:
     The small operand is saved small for the backward pass; only its tangent is broadcast, in
     float32, so that its gradient is summed in float32.
     """
-    return _scaler(eqn.primitive, eqn.outvars[0].aval.shape)(x, y)
+    return _scaler(eqn.primitive, shape_of(eqn.outvars[0]))(x, y)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -161,7 +163,7 @@ def _scaler(primitive: Primitive, shape: tuple[int, ...]) -> Callable[..., Any]:
 def _bilinear(
     fn: Callable[..., Any], tangent: Callable[[int, Sequence[Any], Any], Any]
 ) -> Callable[..., Any]:
-    """`fn` with the tangent `sum_i tangent(i, operands, tangents[i])` over its first two operands."""
+    """`fn` of two operands, with the tangent `sum_i tangent(i, operands, tangents[i])`."""
 
     @jax.custom_jvp
     def product(*operands: Any) -> Any:

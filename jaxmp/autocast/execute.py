@@ -15,9 +15,11 @@ from jax.extend.core import Literal
 
 from jaxmp.autocast import custom_rules, jaxpr_compat
 from jaxmp.autocast.equations import apply, bind, cast, contract, narrow_constant, scale
+from jaxmp.autocast.jaxpr_compat import shape_of
 from jaxmp.autocast.ops import BROADCASTING
 from jaxmp.autocast.plan import DType, Plan, Step
 from jaxmp.autocast.rules import FLOAT32
+
 
 def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     """The results of a planned jaxpr.
@@ -76,8 +78,10 @@ class _Environment:
                 return atom.val
             return narrow_constant(atom.val, dtype)
         array = self.arrays[atom]
-        if shape is None or atom.aval.shape == shape:
-            if dtype is None or array.dtype == dtype:
+        if dtype is None:
+            return array
+        if shape is None or shape_of(atom) == shape:
+            if array.dtype == dtype:
                 return array
             shape = None
         key = (atom, dtype, saturate, shape)
@@ -99,8 +103,8 @@ def _bind(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     """The equation on operands of the planned dtypes."""
     eqn = step.eqn
     if eqn.primitive.name in BROADCASTING and step.outs[0] not in (None, FLOAT32):
-        shape = eqn.outvars[0].aval.shape
-        if any(v.aval.shape != shape and not isinstance(v, Literal) for v in eqn.invars):
+        shape = shape_of(eqn.outvars[0])
+        if any(shape_of(v) != shape and not isinstance(v, Literal) for v in eqn.invars):
             if eqn.primitive.name in ("mul", "div"):
                 return [scale(eqn, *env.operands(step))]
             return apply(eqn, env.operands(step, shape))
@@ -135,7 +139,7 @@ def transformed(plan: Plan) -> Any:
 
 
 def _call(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    """jit and remat keep every parameter; calls without parameters are run in place."""
+    """Jit and remat keep every parameter; calls without parameters are run in place."""
     eqn, [inner], operands = step.eqn, step.plans, env.operands(step)
     if inner.unchanged:
         return bind(eqn, operands)
@@ -149,7 +153,7 @@ def _shard_map(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     eqn, [inner], operands = step.eqn, step.plans, env.operands(step)
     if inner.unchanged:
         return bind(eqn, operands)
-    mapped = jax.shard_map(
+    mapped: Callable[..., Any] = jax.shard_map(
         lambda *args: execute(inner, args),
         mesh=eqn.params["mesh"],
         in_specs=tuple(eqn.params["in_specs"]),

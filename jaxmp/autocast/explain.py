@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.extend.source_info_util as source_info_util
 import jmp
 import numpy as np
+from jax.extend import source_info_util
 
 from jaxmp.autocast.flat import Flattened
 from jaxmp.autocast.ops import LOW
@@ -18,7 +19,8 @@ from jaxmp.autocast.transform import plan_program, trace_program
 from jaxmp.policy import Policy, get_policy
 
 
-class Row(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
     """One equation of the program.
 
     Attributes:
@@ -39,7 +41,8 @@ class Row(NamedTuple):
     count: int
 
 
-class Explanation(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
     """What a policy does to a program. Print it for the whole table."""
 
     rows: tuple[Row, ...]

@@ -1,12 +1,13 @@
 """A function of pytrees as a function of flat arrays, traced once per kind of call.
 
-Arrays are traced. Everything else (Python numbers, booleans, strings, callables, None, …) stays what
-it is, as in a plain call: a Python number keeps its weak type and may steer Python control flow.
+Arrays are traced. Everything else (Python numbers, booleans, strings, callables, None, …) stays
+what it is, as in a plain call: a Python number keeps its weak type and may steer control flow.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,17 +35,19 @@ class FlatFunction:
         self, fn: Callable[..., Any], tree: Any, static: tuple[_Static, ...], name: str
     ) -> None:
         self._outs: dict[int, tuple[Any, Any, list[Any]]] = {}
-        self._latest: tuple[Any, list[Any]] | None = None
+        self._latest = threading.local()  # two threads may trace at once
 
         def flat(*arrays: Any) -> list[Any]:
             given = iter(arrays)
             leaves = [next(given) if s.is_array else s.value for s in static]
             args, kwargs = jax.tree.unflatten(tree, leaves)
             out_leaves, out_tree = jax.tree.flatten(fn(*args, **kwargs))
-            self._latest = out_tree, [None if is_array(x) else _Static(x) for x in out_leaves]
+            static_outs = [None if is_array(x) else _Static(x) for x in out_leaves]
+            self._latest.outs = out_tree, static_outs
             return [x for x in out_leaves if is_array(x)]
 
         flat.__name__ = flat.__qualname__ = name
+        self._flat = flat
         self.jitted = jax.jit(flat)
 
     def trace(self, arrays: Sequence[Any]) -> tuple[Any, bool]:
@@ -53,13 +56,13 @@ class FlatFunction:
         What `fn` closes over may be other tracers, or arrays that change between calls; then the
         trace must not be used again.
         """
-        self._latest = None
+        self._latest.outs = None
         jaxpr = jaxpr_compat.trace(self.jitted, arrays)
         if len(jaxpr_compat.closed(jaxpr).jaxpr.invars) != len(arrays):
-            # jit lifts tracers that `fn` closes over to operands; make_jaxpr keeps them as constants.
-            jaxpr = jax.make_jaxpr(self.jitted.__wrapped__)(*arrays)
-        if self._latest is not None:
-            self._outs[id(jaxpr)] = (jaxpr, *self._latest)
+            # jit lifts tracers that `fn` closes over to operands; make_jaxpr keeps them constants.
+            jaxpr = jax.make_jaxpr(self._flat)(*arrays)
+        if self._latest.outs is not None:  # None: found in jit's cache, and here already
+            self._outs[id(jaxpr)] = (jaxpr, *self._latest.outs)
         return jaxpr, not jaxpr_compat.closed(jaxpr).consts
 
     def rebuild(self, jaxpr: Any, arrays: Sequence[Any]) -> Any:
@@ -73,10 +76,9 @@ class Flattened:
     """`fn` with its flat functions, one per tree structure and static leaves."""
 
     def __init__(self, fn: Callable[..., Any], name: str | None = None) -> None:
-        name = name or getattr(fn, "__name__", type(fn).__name__)
-        self._fn, self._name = fn, name
+        called = str(name or getattr(fn, "__name__", type(fn).__name__))
         self._cached = functools.lru_cache(maxsize=64)(
-            lambda tree, static: FlatFunction(fn, tree, static, name)
+            lambda tree, static: FlatFunction(fn, tree, static, called)
         )
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[FlatFunction, list[Any]]:

@@ -1,7 +1,7 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else.
 
-* Inner jaxprs are `ClosedJaxpr` in some parameters and open `Jaxpr` in others up to 0.11; one merged
-  class from 0.12 on.
+* Inner jaxprs are `ClosedJaxpr` in some parameters and open `Jaxpr` in others up to 0.11; one
+  merged class from 0.12 on.
 * scan says how its operands split with ``num_consts``/``num_carry`` (0.10) or with the trees
   ``ft_in``/``ft_out`` (0.12).
 * What `inline=True` means to `jax.jit`.
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
-import jax.extend.source_info_util as source_info_util
+import numpy as np
+from jax.extend import source_info_util
 
-# Primitives that run one jaxpr once, operands and results one to one → the parameter that holds it.
+# Primitives that run one jaxpr once, operands and results one to one → the parameter it is in.
 CALLS = {
     "jit": "jaxpr",
     "call": "call_jaxpr",
@@ -30,8 +31,8 @@ CALLS = {
     "shard_map": "jaxpr",
 }
 
-# `inline` of a jit that is to leave no trace in the jaxpr that calls it: an enum from 0.12 on, where
-# True came to mean "inlined when lowered".
+# `inline` of a jit that is to leave no trace in the jaxpr that calls it: an enum from 0.12 on,
+# where True came to mean "inlined when lowered".
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
@@ -45,6 +46,17 @@ class Closed(NamedTuple):
 def closed(jaxpr: Any) -> Closed:
     """The open jaxpr and the constants of an inner jaxpr."""
     return Closed(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
+
+
+def dtype_of(atom: Any) -> np.dtype[Any] | None:
+    """The dtype of a variable or literal; None if NumPy knows none for it (keys, tokens)."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype if isinstance(dtype, np.dtype) else None
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    return tuple(atom.aval.shape)
 
 
 def like(new: Any, old: Any) -> Any:
@@ -63,8 +75,9 @@ def like(new: Any, old: Any) -> Any:
 def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """The closed jaxpr of `fn` (flat arrays to flat arrays) at `avals`, through jit's trace cache.
 
-    The cache is JAX's own, so it is keyed on everything a trace depends on: avals, mesh, axis names,
-    x64, matmul precision. `fn` may be a `jax.jit` function, which keeps its cache between calls.
+    The cache is JAX's own, so it is keyed on everything a trace depends on: avals, mesh, axis
+    names, x64, matmul precision. `fn` may be a `jax.jit` function, which keeps its cache between
+    calls.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
     return jitted.trace(*avals).jaxpr

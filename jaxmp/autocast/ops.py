@@ -20,8 +20,8 @@ from typing import Any
 # Multiply-accumulate: what the matrix units of a TPU or GPU are for.
 LOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
-# Wide dynamic range, cancellation or long sums: the lists of torch.amp and of the Micikevicius et al.
-# (2018) recipe, extended to every primitive of jax.lax.
+# Wide dynamic range, cancellation or long sums: the lists of torch.amp and of Micikevicius et al.
+# (2018), extended to every primitive of jax.lax.
 FULL = frozenset(
     # exponentials, logarithms, powers
     "exp exp2 expm1 log log1p log2 pow sqrt rsqrt cbrt polynomial "
@@ -64,7 +64,8 @@ OWN = frozenset(
     "and or xor not shift_left shift_right_arithmetic shift_right_logical clz population_count "
     "reduce_and reduce_or reduce_xor "
     "complex real imag conj fft "
-    "cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation ormqr qr schur svd symmetric_product "
+    "cholesky cholesky_update eig eigh hessenberg householder_product lu "
+    "lu_pivots_to_permutation ormqr qr schur svd symmetric_product "
     "triangular_solve tridiagonal tridiagonal_solve custom_linear_solve "
     "random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone "
     "rng_bit_generator rng_uniform threefry2x32 "
@@ -85,7 +86,7 @@ _TABLE: dict[str, str] = {
     for name in names
 }
 
-# `x - mean(x)`, `x * rsqrt(var(x))`, `x / norm(x)`: where a value meets a float32 statistic of its own.
+# `x - mean(x)`, `x * rsqrt(var(x))`, `x / norm(x)`: where a value meets a statistic of its own.
 NORMALISING = frozenset({"sub", "mul", "div"})
 
 # The affine end of a normalisation. The first `follow` op outside this set, on the way to a
@@ -123,7 +124,7 @@ def classify(
       overrides: primitive name → class, from the policy's ``ops``.
 
     Example:
-      >>> classify("dot_general", {}), classify("integer_pow", {"y": -2}), classify("frobnicate", {})
+      >>> classify("dot_general", {}), classify("integer_pow", {"y": -2}), classify("hash", {})
       ('low', 'full', None)
     """
     if overrides and name in overrides:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 
-# Part of JAX's trace context and so of the key of every jit cache: what is traced inside an autocast
-# (where an inner autocast only leaves a marker) is never reused outside of one.
+# Part of JAX's trace context and so of the key of every jit cache: what is traced inside an
+# autocast (where an inner autocast only leaves a marker) is never reused outside of one.
 _INSIDE = jax.make_user_context(default_value=False)
 
 
-def inside_autocast() -> AbstractContextManager[None]:
+@contextmanager
+def inside_autocast() -> Iterator[None]:
     """While a function is traced to be planned: an autocast within it only marks its region."""
-    return _INSIDE(True)
+    with _INSIDE(True):  # noqa: FBT003 (JAX's signature)
+        yield
 
 
 def is_inside_autocast() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jaxmp.autocast.jaxpr_compat import dtype_of
 from jaxmp.autocast.ops import classify
 from jaxmp.policy import Policy, get_policy
 
@@ -60,8 +61,8 @@ def rules_for(policy: Policy) -> Rules:
     compute = np.dtype(policy.compute_dtype)
     if compute != FLOAT32 and compute not in LOW_DTYPES:
         raise ValueError(
-            f"autocast: compute_dtype is {compute.name}, and autocast computes in bfloat16, float16 "
-            "or float32; use e.g. get_policy('mixed_bfloat16')"
+            f"autocast: compute_dtype is {compute.name}, but autocast computes in bfloat16, "
+            "float16 or float32 only; use e.g. get_policy('mixed_bfloat16')"
         )
     return Rules(
         low=None if compute == FLOAT32 else compute,
@@ -85,7 +86,7 @@ def author_keeps(eqn: JaxprEqn) -> str | None:
         name = str(getattr(p, "name", p))
         if p is not None and name.upper() != "DEFAULT":
             return f"precision={name}, as the author asked"
-    dtypes = {np.dtype(v.aval.dtype) for v in eqn.invars[:2]}
+    dtypes = {np.dtype(dtype_of(v)) for v in eqn.invars[:2]}
     if FLOAT32 not in dtypes:
         return f"operands are {' and '.join(sorted(d.name for d in dtypes))}, not float32"
     for dtype in dtypes - {FLOAT32}:

@@ -15,7 +15,8 @@ from jaxmp.autocast.demand import CONTRACTION, FULL, ours
 from jaxmp.autocast.equations import cast
 from jaxmp.autocast.execute import execute
 from jaxmp.autocast.flat import FlatFunction, Flattened
-from jaxmp.autocast.plan import Plan, Planner, Value
+from jaxmp.autocast.plan import Plan, Value
+from jaxmp.autocast.planner import Planner
 from jaxmp.autocast.region import inside_autocast, is_inside_autocast
 from jaxmp.autocast.rules import FLOAT32, REGION, rules_for
 from jaxmp.policy import Policy, get_policy
@@ -100,8 +101,8 @@ def full_precision(fn: F) -> F:
       fn: a function of any pytrees, as for `autocast`.
 
     Returns:
-      A function with the signature of `fn`. Values that are kept in 16 bits where it is called reach
-      it in float32.
+      A function with the signature of `fn`. Values that are kept in 16 bits where it is called
+      reach it in float32.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp

@@ -1,0 +1,212 @@
+"""Forward pass over equations with jaxprs inside: calls, cond, while, scan.
+
+Each function plans the inner jaxprs for the values that enter them and returns the equation's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp.autocast import jaxpr_compat
+from jaxmp.autocast.demand import CONTRACTION, FULL, LATER, NOTHING
+from jaxmp.autocast.plan import Step, Value
+from jaxmp.autocast.rules import region_rules
+
+if TYPE_CHECKING:
+    from jaxmp.autocast.planner import JaxprPlanner
+
+LOOKED_INSIDE = "looked inside"
+
+# Through these the old carry goes into the new one unchanged, scaled, or with a summand.
+_LINEAR = frozenset(
+    "add add_any sub mul select_n convert_element_type copy dynamic_update_slice "
+    "reshape transpose squeeze broadcast_in_dim".split()
+)
+
+
+def _call(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+    """One inner jaxpr, called once."""
+    rules = region_rules(eqn) or here.rules
+    entering = values
+    reason = LOOKED_INSIDE
+    if rules is not here.rules:
+        reason = "region with a policy of its own"
+        entering = [
+            v._replace(dtype=None) if v and v.dtype not in (None, rules.low) else v for v in values
+        ]
+    wanted = here.demanded(eqn)
+    inner = jaxpr_compat.call_jaxpr(eqn)
+    name = eqn.primitive.name
+    if name == "custom_jvp_call" and rules.low is not None:
+        entering, wanted = _at_the_door(here, inner, entering, wanted)
+    plan = here.planner.plan(inner, entering, wanted, rules)
+    action = {"custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}.get(
+        name, name if name == "shard_map" else "call"
+    )
+    return here.step(
+        eqn, values, plan.ins, plan.values, reason, action=action, saturate=True, plans=(plan,)
+    )
+
+
+def _at_the_door(
+    here: JaxprPlanner, inner: Any, values: Sequence[Value | None], wanted: list[int]
+) -> tuple[list[Value | None], list[int]]:
+    """Narrows what would leave a normalisation inside a function with its own derivative (relu).
+
+    The derivative rule then works in 16 bits, and saves 16 bits, as in a hand-written model. That
+    is worth it as well where a contraction comes only after float32 ops (relu, then a mean).
+    """
+    if not any(demand & (CONTRACTION | LATER) for demand in wanted):
+        return list(values), wanted
+    asked = [CONTRACTION] * len(wanted)
+    narrowed = [
+        here.kept(here.rules.low, [v])
+        if v and not v.dtype and v.origins and d == CONTRACTION
+        else v
+        for v, d in zip(
+            values,
+            here.planner.demands(jaxpr_compat.closed(inner).jaxpr, asked, here.rules).ins,
+            strict=True,
+        )
+    ]
+    if any(here.planner.plan(inner, narrowed, asked, here.rules).outs):
+        return narrowed, asked
+    return list(values), wanted
+
+
+def _cond(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+    """Branches agree: a result is low if any branch makes it low."""
+    wanted = here.demanded(eqn)
+    branches = eqn.params["branches"]
+    plans = [here.planner.plan(b, values[1:], wanted, here.rules) for b in branches]
+    outs = [
+        next((d for d in dtypes if d is not None), None)
+        for dtypes in zip(*(p.outs for p in plans), strict=True)
+    ]
+    plans = [here.planner.plan(b, values[1:], wanted, here.rules, outs) for b in branches]
+    joined = [
+        here.kept(dtype, kept) if kept[0] is not None else None
+        for dtype, kept in zip(outs, zip(*(p.values for p in plans), strict=True), strict=True)
+    ]
+    dtypes = [v.dtype if v else None for v in values]
+    return here.step(eqn, values, dtypes, joined, LOOKED_INSIDE, action="cond", plans=tuple(plans))
+
+
+def _while(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+    """The carry stays float32: a solver's tolerance may be finer than 16 bits can meet."""
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    consts, init = values[: n_cond + n_body], values[n_cond + n_body :]
+    carry = [Value(argument=True) if v else None for v in init]
+    cond = here.planner.plan(
+        eqn.params["cond_jaxpr"], [*consts[:n_cond], *carry], [NOTHING], here.rules
+    )
+    body = here.planner.plan(
+        eqn.params["body_jaxpr"],
+        [*consts[n_cond:], *carry],
+        [FULL] * len(carry),
+        here.rules,
+        [None] * len(carry),
+    )
+    dtypes = [*(v.dtype if v else None for v in consts), *(None for _ in init)]
+    outs = [here.kept(None, [v]) if v else None for v in init]
+    return here.step(
+        eqn,
+        values,
+        dtypes,
+        outs,
+        f"{LOOKED_INSIDE}; a while loop carries float32",
+        action="while",
+        plans=(cond, body),
+    )
+
+
+def _scan(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+    """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
+    body = eqn.params["jaxpr"]
+    n_consts, n_carry = jaxpr_compat.scan_split(eqn)
+    wanted = here.demanded(eqn)
+    low = _low_carry(here, eqn, values, wanted) if here.rules.low is not None else ()
+    ins: list[Value | None] = []
+    for i, value in enumerate(values):
+        if value is None:
+            ins.append(None)
+        elif i < n_consts or (i < n_consts + n_carry and i - n_consts not in low):
+            # Float32 for what every iteration adds a gradient to, or a summand.
+            ins.append(Value(argument=True, tangent=value.tangent))
+        elif i < n_consts + n_carry:
+            ins.append(
+                Value(
+                    here.rules.low,
+                    frozenset({here.planner.fresh()}),
+                    tangent=value.tangent,
+                )
+            )
+        else:
+            ins.append(value)
+    inner = here.planner.demands.of_scan(eqn, wanted, here.rules)
+    # A float32 carry wants its summands in float32, whoever wants the sum.
+    carried = [inner.ins[n_consts + i] | CONTRACTION if i in low else FULL for i in range(n_carry)]
+    inner_wanted = [*carried, *wanted[n_carry:]]
+    natural = here.planner.plan(body, ins, inner_wanted, here.rules)
+    outs = [
+        *(v.dtype if v else None for v in ins[n_consts : n_consts + n_carry]),
+        *natural.outs[n_carry:],
+    ]
+    plan = here.planner.plan(body, ins, inner_wanted, here.rules, outs)
+    kept = [here.kept(v.dtype, [v]) if v is not None else None for v in plan.values]
+    return here.step(
+        eqn,
+        values,
+        [v.dtype if v else None for v in ins],
+        kept,
+        LOOKED_INSIDE,
+        action="scan",
+        saturate=True,
+        plans=(plan,),
+    )
+
+
+def _low_carry(
+    here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None], wanted: Sequence[int]
+) -> tuple[int, ...]:
+    """Which carries of a scan are low: those the body itself feeds to a contraction.
+
+    A carry that only sums up (`acc + x @ w`), that passes through unchanged, or that starts as
+    an argument of the program (parameters, a state to integrate) stays float32.
+    """
+    body = jaxpr_compat.closed(eqn.params["jaxpr"]).jaxpr
+    n_consts, n_carry = jaxpr_compat.scan_split(eqn)
+    own = here.planner.demands(body, [*[NOTHING] * n_carry, *wanted[n_carry:]], here.rules)
+    low = []
+    for i in range(n_carry):
+        value, var = values[n_consts + i], body.invars[n_consts + i]
+        if value is None or value.argument or not own.ins[n_consts + i] & CONTRACTION:
+            continue
+        if not _accumulates(body, var, body.outvars[i]):
+            low.append(i)
+    return tuple(low)
+
+
+def _accumulates(body: Any, carry_in: Any, carry_out: Any) -> bool:
+    """Whether a carry is the old one plus what does not depend on it, or the old one itself."""
+    depends = {carry_in}
+    summed = {carry_in}  # values that are the old carry, scaled, plus independent terms
+    for eqn in body.eqns:
+        inputs = [v for v in eqn.invars if not isinstance(v, Literal) and v in depends]
+        if not inputs:
+            continue
+        depends.update(eqn.outvars)
+        if eqn.primitive.name in _LINEAR and len(inputs) == 1 and inputs[0] in summed:
+            summed.update(eqn.outvars)
+    return carry_out in summed
+
+
+HIGHER_ORDER: dict[str, Callable[[JaxprPlanner, JaxprEqn, Sequence[Value | None]], Step]] = {
+    **dict.fromkeys(jaxpr_compat.CALLS, _call),
+    "cond": _cond,
+    "while": _while,
+    "scan": _scan,
+}

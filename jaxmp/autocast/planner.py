@@ -1,0 +1,373 @@
+"""Forward pass: decides for each equation in which dtype it runs, and why.
+
+A low value has an identity. A float32 value remembers the low values it derives from since the last
+contraction (its origins). That is what tells `x - mean(x)` (a normalisation: float32) from `x - y`
+(an elementwise op: low).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp.autocast import jaxpr_compat
+from jaxmp.autocast.demand import CONTRACTION, LATER, NOTHING, Demands, ours
+from jaxmp.autocast.higher_order import HIGHER_ORDER
+from jaxmp.autocast.jaxpr_compat import dtype_of, shape_of
+from jaxmp.autocast.ops import AFFINE, LOW, NORMALISING, REPEATING, WRITING
+from jaxmp.autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
+from jaxmp.autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps
+
+MOVES = "moves values: as they are"
+
+
+class Planner:
+    """Plans a jaxpr and those inside it, one plan per inner jaxpr and way of calling it."""
+
+    def __init__(self) -> None:
+        self.demands = Demands()
+        self._memo: dict[Any, Plan] = {}
+        self._ids = 0
+
+    def fresh(self) -> int:
+        """A new identity for a low value."""
+        self._ids += 1
+        return self._ids
+
+    def plan(
+        self,
+        jaxpr: Any,
+        ins: Sequence[Value | None],
+        wanted: Sequence[int],
+        rules: Rules,
+        outs: Sequence[DType | None] | None = None,
+    ) -> Plan:
+        """The plan of an inner jaxpr (open or closed).
+
+        Args:
+          jaxpr: the jaxpr.
+          ins: how each operand is kept.
+          wanted: the demand on each result.
+          rules: the policy in force.
+          outs: the dtype each result must leave in (None: as it comes, or not ours).
+        """
+        # Identities are renumbered in the order they appear, so that two calls that differ only in
+        # them share one plan, and what is traced from it.
+        names: dict[int, int] = {}
+        for value in ins:
+            for origin in sorted(value.origins) if value else ():
+                names.setdefault(origin, -1 - len(names))
+        local = tuple(_renamed(value, names) for value in ins)
+        key = (id(jaxpr), local, tuple(wanted), rules, None if outs is None else tuple(outs))
+        if key not in self._memo:
+            self._memo[key] = JaxprPlanner(self, jaxpr, local, wanted, rules, outs).run()
+        plan = self._memo[key]
+        if not plan.values or all(v is None or not v.origins for v in plan.values):
+            return plan
+        back = {there: here for here, there in names.items()}
+        for value in plan.values:
+            for origin in value.origins if value else ():
+                if origin not in back:
+                    back[origin] = self.fresh()
+        return dataclasses.replace(plan, values=tuple(_renamed(v, back) for v in plan.values))
+
+
+def _renamed(value: Value | None, names: dict[int, int]) -> Value | None:
+    if value is None or not value.origins:
+        return value
+    return value._replace(origins=frozenset(names[origin] for origin in value.origins))
+
+
+class JaxprPlanner:
+    """The forward pass over one jaxpr."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        jaxpr: Any,
+        ins: Sequence[Value | None],
+        wanted: Sequence[int],
+        rules: Rules,
+        outs: Sequence[DType | None] | None,
+    ) -> None:
+        self.planner = planner
+        self.held = jaxpr  # keeps id(jaxpr) unique while the plan lives
+        self.jaxpr, self.consts = jaxpr_compat.closed(jaxpr)
+        self.ins = ins
+        self.rules = rules
+        self.demand = planner.demands(self.jaxpr, wanted, rules)
+        self.forced = outs
+        # Low exponentials: dividing one by its own sum is no normalisation but the softmax itself.
+        self.exps: frozenset[int] = NO_ORIGINS
+        self.env: dict[Any, Value | None] = dict(zip(self.jaxpr.invars, ins, strict=True))
+        for var in self.jaxpr.constvars:
+            self.env[var] = Value(argument=True) if ours(var) else None
+
+    def run(self) -> Plan:
+        """Plans every equation in order."""
+        steps = tuple(self.equation(eqn) for eqn in self.jaxpr.eqns)
+        values = [self.read(atom) for atom in self.jaxpr.outvars]
+        outs = [value.dtype if value else None for value in values]
+        if self.forced is not None:
+            for i, (value, dtype) in enumerate(zip(values, self.forced, strict=True)):
+                if value is not None and value.dtype != dtype:
+                    values[i], outs[i] = self.kept(dtype, [value]), dtype
+        natural = [self.read(atom) for atom in self.jaxpr.outvars]
+        return Plan(
+            jaxpr=self.jaxpr,
+            consts=self.consts,
+            rules=self.rules,
+            steps=steps,
+            ins=tuple(v.dtype if v else None for v in self.ins),
+            outs=tuple(outs),
+            values=tuple(values),
+            unchanged=all(_unchanged(step, self.rules) for step in steps)
+            and all(v is None or v.dtype is None for v in (*self.ins, *natural, *values)),
+            built={"held": self.held},
+        )
+
+    # Reading and making values.
+
+    def read(self, atom: Any) -> Value | None:
+        """How an operand is kept; None for what is not ours."""
+        if isinstance(atom, Literal):
+            return Value() if ours(atom) else None
+        return self.env[atom]
+
+    def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
+        """A result kept in `dtype`, made from `operands`."""
+        values = [v for v in operands if v is not None]
+        origins: frozenset[int] = NO_ORIGINS
+        low = [v for v in values if v.dtype is not None]
+        if dtype is None:
+            origins = origins.union(*(v.origins for v in values))
+        else:
+            # One low operand: a masked or scaled copy of it, whose statistics are its own. Several:
+            # something new (a residual sum).
+            if len({v.origins for v in low}) == 1:
+                origins = low[0].origins
+            origins |= {self.planner.fresh()}
+        return Value(dtype, origins, tangent=any(v.tangent for v in values))
+
+    def demanded(self, eqn: JaxprEqn) -> list[int]:
+        """The demand on each result of an equation."""
+        return [self.demand.of.get(var, NOTHING) for var in eqn.outvars]
+
+    def is_wanted_by(self, eqn: JaxprEqn, demand: int) -> bool:
+        """Whether any result of an equation is demanded so."""
+        return any(wanted & demand for wanted in self.demanded(eqn))
+
+    def equation(self, eqn: JaxprEqn) -> Step:
+        """Decides one equation and records how its results are kept."""
+        name = eqn.primitive.name
+        values = [self.read(atom) for atom in eqn.invars]
+        if name in HIGHER_ORDER and self.rules.looks_inside(eqn):
+            return HIGHER_ORDER[name](self, eqn, values)
+        if self.rules.low is None:
+            return self.as_written(eqn, values, "float32 region")
+        kind = self.rules.op_class(eqn)
+        if name == "convert_element_type" and kind == "own":
+            return self.convert(eqn, values)
+        if not any(v is not None for v in values):
+            return self.as_written(eqn, values, "no float32 operand")
+        if kind == "low":
+            return self.contraction(eqn, values)
+        if kind == "follow":
+            return self.follow(eqn, values)
+        if kind == "transparent":
+            return self.transparent(eqn, values)
+        if kind == "full":
+            return self.as_written(eqn, values, "sensitive op: float32")
+        if kind == "own":
+            return self.as_written(eqn, values, "runs as written")
+        return self.as_written(eqn, values, "not classified: runs as written")
+
+    def step(
+        self,
+        eqn: JaxprEqn,
+        values: Sequence[Value | None],
+        dtypes: Sequence[DType | None],
+        outs: Sequence[Value | None],
+        reason: str,
+        *,
+        action: str = "bind",
+        saturate: bool = False,
+        plans: tuple[Plan, ...] = (),
+    ) -> Step:
+        """Records the results and returns the step; `dtypes` says how the operands are read."""
+        for var, value in zip(eqn.outvars, outs, strict=True):
+            self.env[var] = value if ours(var) else None
+        return Step(
+            eqn=eqn,
+            action=action,
+            ins=tuple(
+                None if v is None else (FLOAT32 if d is None else d)
+                for v, d in zip(values, dtypes, strict=True)
+            ),
+            outs=tuple(
+                None if not ours(var) or value is None else (value.dtype or FLOAT32)
+                for var, value in zip(eqn.outvars, outs, strict=True)
+            ),
+            reason=reason,
+            saturate=tuple(saturate and v is not None and not v.tangent for v in values),
+            share=tuple(v is not None and not v.argument for v in values),
+            plans=plans,
+        )
+
+    # One method per class of op.
+
+    def as_written(self, eqn: JaxprEqn, values: Sequence[Value | None], reason: str) -> Step:
+        """Operands and results in float32."""
+        out = self.kept(None, values)
+        return self.step(eqn, values, [None] * len(values), [out] * len(eqn.outvars), reason)
+
+    def convert(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+        """A conversion that the program as written makes."""
+        [value], [var] = values, eqn.outvars
+        if value is None:
+            upcast = ours(var) and dtype_of(eqn.invars[0]) in LOW_DTYPES
+            if upcast and jaxpr_compat.wrote_dtype(eqn.source_info):
+                return self.step(eqn, values, [None], [Value(pinned=True)], "the author's upcast")
+            return self.as_written(eqn, values, "no float32 operand")
+        if ours(var):  # float32 to float32: a change of weak type
+            return self.transparent(eqn, values)
+        # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
+        narrows = np.dtype(eqn.params["new_dtype"]).itemsize <= 2
+        dtype = value.dtype if narrows else None
+        return self.step(eqn, values, [dtype], [None], "the author's conversion")
+
+    def transparent(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+        """Runs in the dtype the operands are kept in; float32 if they differ."""
+        mine = [v for v in values if v is not None]
+        if len(eqn.outvars) == len(values) > 1:  # optimization_barrier: one to one
+            dtypes = [v.dtype if v else None for v in values]
+            return self.step(eqn, values, dtypes, values, MOVES)
+        if eqn.primitive.name in WRITING:
+            dtype = values[0].dtype if values[0] else None
+        else:
+            dtype = mine[0].dtype if len({v.dtype for v in mine}) == 1 else None
+        same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
+        out = mine[0]._replace(argument=False) if same else self.kept(dtype, values)
+        widen = dtype is not None and eqn.primitive.name in REPEATING and _repeats(eqn)
+        return self.step(
+            eqn,
+            values,
+            [None if widen else dtype] * len(values),
+            [out] * len(eqn.outvars),
+            "repeats values: its gradient is summed in float32" if widen else MOVES,
+        )
+
+    def follow(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+        """Low beside a low operand if a contraction wants the result; see the module docstring."""
+        mine = [v for v in values if v is not None]
+        low = [v for v in mine if v.dtype is not None]
+        full = [v for v in mine if v.dtype is None]
+        name = eqn.primitive.name
+        if not self.is_wanted_by(eqn, CONTRACTION):
+            return self.as_written(eqn, values, "only float32 ops want the result")
+        if not low:
+            if name in AFFINE or name == "exp" or not any(v.origins for v in full):
+                pinned = all(
+                    v.pinned
+                    for v, a in zip(values, eqn.invars, strict=True)
+                    if v is not None and not isinstance(a, Literal)
+                )
+                step = self.as_written(eqn, values, "no 16-bit operand")
+                if pinned and ours(eqn.outvars[0]):
+                    out = self.env[eqn.outvars[0]]
+                    self.env[eqn.outvars[0]] = out._replace(pinned=True) if out else None
+                return step
+            reason = "leaves a normalisation towards a contraction"
+        elif name in NORMALISING and self._normalises(name, low, full):
+            return self.as_written(eqn, values, "normalises: meets a statistic of its own operand")
+        else:
+            reason = "follows its 16-bit operand"
+        literal = self._vanishing(eqn)
+        if literal is not None:
+            return self.as_written(
+                eqn, values, f"the constant {literal:g} vanishes in {self.rules.low}"
+            )
+        out = self.kept(self.rules.low, values)
+        if name == "exp":
+            self.exps |= out.origins
+        return self.step(
+            eqn,
+            values,
+            [self.rules.low] * len(values),
+            [out] * len(eqn.outvars),
+            reason,
+            saturate=True,
+        )
+
+    def _normalises(self, name: str, low: list[Value], full: list[Value]) -> bool:
+        """Whether a low value meets a float32 value derived from that same low value."""
+        statistics: frozenset[int] = NO_ORIGINS.union(*(v.origins for v in full))
+        if name == "div":
+            statistics -= self.exps
+        return any(v.origins & statistics for v in low)
+
+    def _vanishing(self, eqn: JaxprEqn) -> float | None:
+        """A constant that is zero or subnormal in the low dtype but not as written."""
+        for atom in eqn.invars:
+            if isinstance(atom, Literal) and ours(atom):
+                value = abs(float(atom.val))
+                if 0.0 < value < _smallest_normal(self.rules.low):
+                    return float(atom.val)
+        return None
+
+    def contraction(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+        """Low operands. The result is low unless nothing but float32 ops come after it.
+
+        Logits on their way into the loss are never rounded; attention scores, which come back to a
+        contraction after the softmax, are kept low: half the memory for the largest arrays.
+        """
+        kept = author_keeps(eqn)
+        if kept is not None and eqn.primitive.name in LOW:
+            return self.as_written(eqn, values, kept)
+        if any(v.pinned for v in values if v is not None):
+            return self.as_written(eqn, values, "the author upcast an operand to float32")
+        low = self.rules.low
+        for atom in eqn.invars[:2]:  # an author's 16-bit operand decides for the other
+            dtype = dtype_of(atom)
+            if dtype in LOW_DTYPES:
+                low = dtype
+        tangent = any(v.tangent for v in values if v is not None)
+        if self.is_wanted_by(eqn, CONTRACTION | LATER) and low == self.rules.low:
+            out = Value(low, frozenset({self.planner.fresh()}), tangent=tangent)
+            reason = "contraction"
+        else:
+            out = Value(None, tangent=tangent)
+            reason = "contraction; only float32 ops want the result"
+        return self.step(
+            eqn,
+            values,
+            [low] * len(values),
+            [out] * len(eqn.outvars),
+            reason,
+            action="contract",
+        )
+
+
+def _unchanged(step: Step, rules: Rules) -> bool:
+    """Whether a step binds its equation as it is."""
+    if step.action in ("custom_jvp", "custom_vjp") and rules.low is not None:
+        return False  # its derivative rule, unseen yet, may hold contractions
+    dtypes = (*step.ins, *step.outs)
+    return all(d is None or d == FLOAT32 for d in dtypes) and all(p.unchanged for p in step.plans)
+
+
+def _repeats(eqn: JaxprEqn) -> bool:
+    """Whether an op of `REPEATING` really repeats or merges elements."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return True
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    return bool(np.prod(after) > np.prod(before))
+
+
+def _smallest_normal(dtype: DType | None) -> float:
+    return float(jnp.finfo(dtype).tiny)
