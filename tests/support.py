@@ -10,7 +10,9 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
+CONTRACTIONS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
+)
 
 
 class Contraction(NamedTuple):

@@ -57,7 +57,7 @@ class Explanation:
         return dict(counts.most_common())
 
     def summary(self) -> str:
-        """A few lines: ops per dtype, contractions per dtype, and each float32 contraction."""
+        """A few lines: contractions and all ops by dtype, and why any contraction is float32."""
         total: Counter[str] = Counter()
         for row in self.rows:
             total[row.dtype] += row.count
@@ -66,11 +66,14 @@ class Explanation:
             f"contractions  {_counts(self.contractions())}",
             f"all ops       {_counts(dict(total.most_common()))}",
         ]
-        lines += [
-            f"  {row.dtype} {row.op} at {row.source} {row.path}: {row.reason}"
-            for row in self.rows
-            if row.op in LOW and row.dtype == "float32"
-        ]
+        by_reason: dict[str, list[Row]] = {}
+        for row in self.rows:
+            if row.op in LOW and row.dtype == "float32":
+                by_reason.setdefault(row.reason, []).append(row)
+        for reason, rows in by_reason.items():
+            first = f"{rows[0].op} at {rows[0].source} {rows[0].path}".rstrip()
+            more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+            lines.append(f"  float32: {first}{more}: {reason}")
         unknown = sorted({row.op for row in self.rows if row.reason.startswith("not classified")})
         if unknown:
             lines.append(f"not classified, run as written: {', '.join(unknown)}")

@@ -1,0 +1,229 @@
+"""Trains a byte-level transformer on the source text of Python's standard library.
+
+The model is plain Flax Linen, written in float32: no layer is told a precision and nothing is
+cast by hand. `jaxmp.autocast` applies the precision policy to the loss function; see `train`.
+
+    python examples/train_lm.py
+    python examples/train_lm.py --compare float32
+    python examples/train_lm.py --size base --policy mixed_bfloat16,softmax=bf16  # an accelerator
+
+The second trains twice, from one initialisation on one sequence of batches. It prints what runs in
+which precision, a progress bar, what the model writes after "def ", draws `loss.png`, and ends with
+
+    policy               held-out loss  difference  tokens/s  contractions
+    mixed_bfloat16              1.8336     +0.112%    10,618  17 bfloat16
+    float32                     1.8316                10,290  17 float32
+
+on two busy CPU cores, where bfloat16 saves no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from lm_report import Result, plot, report
+from tqdm import tqdm
+
+import jaxmp
+
+
+class Size(NamedTuple):
+    """A model's shape, and the training that suits it."""
+
+    width: int
+    heads: int
+    layers: int
+    length: int
+    batch: int
+    steps: int
+    learning_rate: float
+
+
+# The small model's rate is one at which rounding does not decide where training ends: moving the
+# initial parameters by one part in a million moves its held-out loss by 0.14 % at a rate of 3e-3,
+# by 0.002 % at 2e-3.
+SIZES = {
+    "tiny": Size(64, 2, 2, 64, batch=8, steps=300, learning_rate=5e-3),
+    "small": Size(128, 2, 2, 128, batch=8, steps=600, learning_rate=2e-3),
+    "base": Size(1024, 16, 4, 1024, batch=8, steps=2000, learning_rate=3e-4),
+}
+
+
+def rotate(x):
+    """Rotary position embedding (https://arxiv.org/abs/2104.09864) of [batch, length, heads, n]."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None, None] / 1000 ** (jnp.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a LayerNorm, each added to the residual stream."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x, mask):
+        width = x.shape[-1]
+        h = nn.LayerNorm()(x)
+        q, k, v = (nn.DenseGeneral((self.heads, width // self.heads), name=n)(h) for n in "qkv")
+        h = nn.dot_product_attention(rotate(q), rotate(k), v, mask=mask)
+        x = x + nn.DenseGeneral(width, axis=(-2, -1))(h)
+        h = nn.LayerNorm()(x)
+        return x + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(h)))
+
+
+class LM(nn.Module):
+    """Bytes int[batch, length] to the logits of the byte after each: [batch, length, 256]."""
+
+    size: Size
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(256, self.size.width)
+        x = embed(tokens)
+        for _ in range(self.size.layers):
+            x = Block(self.size.heads)(x, nn.make_causal_mask(tokens))
+        return embed.attend(nn.LayerNorm()(x))
+
+
+def read_text() -> tuple[np.ndarray, np.ndarray]:
+    """The bytes to train on, and those held out: every twentieth file, in sorted order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "__pycache__", "test", "tests"}
+    files = sorted(f for f in root.rglob("*.py") if not skip & set(f.relative_to(root).parts))
+    if len(files) < 20:
+        raise SystemExit(f"train_lm.py: found {len(files)} source files in {root}, need 20")
+    texts = [f.read_bytes() for f in files]
+    held_out = b"".join(texts[::20])
+    del texts[::20]
+    return np.frombuffer(b"".join(texts), np.uint8), np.frombuffer(held_out, np.uint8)
+
+
+def windows(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """The pieces of `text` that begin at `starts`: uint8[len(starts), length + 1]."""
+    return text[starts[:, None] + np.arange(length + 1)]
+
+
+def batches(text: np.ndarray, size: Size, seed: int) -> Iterator[np.ndarray]:
+    """The training batches: the same in the same order for the same seed."""
+    rng = np.random.default_rng(seed)
+    for _ in range(size.steps):
+        yield windows(text, rng.integers(len(text) - size.length, size=size.batch), size.length)
+
+
+def generate(apply, params, size: Size, seed: int, prompt: bytes = b"def ") -> bytes:
+    """Samples 150 bytes to follow the prompt, one by one, from a window of fixed length."""
+
+    @jax.jit
+    def next_byte(params, window, filled, key):
+        return jax.random.categorical(key, apply(params, window)[0, filled - 1] / 0.7)
+
+    text = prompt
+    for key in jax.random.split(jax.random.key(seed), 150):
+        recent = text[-size.length :]
+        window = np.frombuffer(recent.ljust(size.length, b"\0"), np.uint8)[None]
+        text += bytes([int(next_byte(params, window, len(recent), key))])
+    return text
+
+
+def train(policy: str, size: Size, seed: int) -> Result:
+    """Trains under `policy`, from the parameters and on the batches that `seed` stands for."""
+    text, held_out_text = read_text()
+    starts = np.arange(256) * (len(held_out_text) - size.length) // 256
+    evaluation = np.split(windows(held_out_text, starts, size.length), 32)
+
+    model = LM(size)
+    params = model.init(jax.random.key(seed), evaluation[0][:, :-1])
+    schedule = optax.warmup_cosine_decay_schedule(
+        0, size.learning_rate, size.steps // 10, size.steps
+    )
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    opt_state = tx.init(params)
+
+    def loss_fn(params, tokens):
+        logits = model.apply(params, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    plan = jaxmp.explain(loss_fn, policy)(params, evaluation[0])
+
+    # Mixed precision is this line. The function above knows nothing of it.
+    loss_fn = jaxmp.autocast(loss_fn, policy)
+
+    def train_step(params, opt_state, tokens):
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    train_step = jax.jit(train_step, donate_argnums=(0, 1))
+    eval_step = jax.jit(loss_fn)
+    losses, seconds, held_out = [], [], {}
+
+    def evaluate():
+        held_out[len(losses)] = float(np.mean([eval_step(params, t) for t in evaluation]))
+
+    print(f"\n{policy}: what the loss function runs in\n{plan.summary()}")
+    total = size.steps * size.batch * size.length
+    with tqdm(desc=policy, total=total, unit=" tokens", unit_scale=True) as bar:
+        for tokens in batches(text, size, seed):
+            if len(losses) % -(-size.steps // 8) == 0:
+                evaluate()
+            started = time.perf_counter()
+            params, opt_state, loss = train_step(params, opt_state, tokens)
+            losses.append(float(loss))
+            seconds.append(time.perf_counter() - started)
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.update(size.batch * size.length)
+    evaluate()
+
+    print(f"{policy}: held-out loss {held_out[0]:.4f} -> {held_out[size.steps]:.4f}; it writes:")
+    sample = generate(jaxmp.autocast(model.apply, policy), params, size, seed)
+    for line in sample.split(b"\n"):
+        print("  |", repr(line)[2:-1])  # a byte that is not printable ASCII shows as \xNN
+    speed = size.batch * size.length / float(np.median(seconds))
+    return Result(losses, held_out, speed, plan.contractions())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--policy", default="mixed_bfloat16", help="default: %(default)s")
+    parser.add_argument("--compare", metavar="POLICY", help="train a second time, under this one")
+    parser.add_argument("--size", default="small", choices=SIZES, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, help="default: as suits the size")
+    parser.add_argument("--batch", type=int, help="default: as suits the size")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--plot", type=Path, default=Path("loss.png"), help="default: %(default)s")
+    args = parser.parse_args()
+    given = {k: v for k in ("steps", "batch") if (v := getattr(args, k)) is not None}
+    size = SIZES[args.size]._replace(**given)
+    if size.steps < 1 or size.batch < 1 or args.seed < 0:
+        parser.error("--steps and --batch must be at least 1, and --seed at least 0")
+    policies = [args.policy] if args.compare is None else [args.policy, args.compare]
+    try:
+        if len({jaxmp.get_policy(policy) for policy in policies}) < len(policies):
+            parser.error("--compare needs a policy other than --policy")
+    except ValueError as error:
+        parser.error(str(error))
+
+    if not args.plot.parent.is_dir():
+        parser.error(f"--plot: there is no folder {args.plot.parent}")
+
+    results = {policy: train(policy, size, args.seed) for policy in policies}
+    report(results)
+    plot(results, args.plot)
+    print(f"\nThe curves are in {args.plot}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Names of dtypes, and which half precision a device multiplies."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxmp import dtypes
+
+SPELLINGS = {
+    jnp.bfloat16: ("bf16", "bfloat16", jnp.bfloat16, ml_dtypes.bfloat16, jnp.dtype("bfloat16")),
+    jnp.float16: ("f16", "float16", jnp.float16, np.float16, np.dtype("float16")),
+    jnp.float32: ("full", "f32", "float32", jnp.float32, np.float32, np.dtype("float32")),
+    jnp.float64: ("f64", "float64", jnp.float64, np.float64, np.dtype("float64")),
+}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"),
+    [(spelling, dtype) for dtype, spellings in SPELLINGS.items() for spelling in spellings],
+)
+def test_every_spelling_gives_the_same_object(spelling, dtype):
+    assert dtypes.parse_dtype(spelling) is dtype
+
+
+def test_the_dtype_of_an_array_is_a_dtype():
+    assert dtypes.parse_dtype(jnp.ones(1, jnp.bfloat16).dtype) is jnp.bfloat16
+    assert dtypes.parse_dtype(np.dtype(">f4")) is jnp.float32
+
+
+@pytest.mark.parametrize("dtype", SPELLINGS)
+def test_names_round_trip(dtype):
+    assert dtypes.parse_dtype(dtypes.dtype_name(dtype)) is dtype
+    assert dtypes.parse_dtype(dtypes.short_dtype_name(dtype)) is dtype
+    assert dtypes.dtype_name(dtype) == np.dtype(dtype).name
+
+
+def test_no_name_means_two_dtypes():
+    names = list(itertools.chain(*dtypes.DTYPE_NAMES.values()))
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", ["bf17", "", "F32", "f8", "float", "single", "exp"])
+def test_an_unknown_name_lists_the_names(name):
+    with pytest.raises(ValueError, match=r"here: Unknown dtype .* the names are bf16, .*half"):
+        dtypes.parse_dtype(name, "here")
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(ValueError, match=r"Unknown dtype 'b16' \(did you mean 'bf16'\?\)"):
+        dtypes.parse_dtype("b16")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("complex64", "int8", "uint32", "bool", "bool_", "float8_e4m3fn", "int4", "floating"),
+        *(jnp.complex64, np.int32, jnp.bool_, jnp.float8_e5m2, np.longdouble, np.floating),
+        *(np.dtype("int8"), np.dtype("complex64"), np.dtype("U3"), np.dtype("datetime64[s]")),
+        np.dtype([("a", np.float32)]),
+    ],
+    ids=str,
+)
+def test_a_dtype_that_is_not_real_floating_is_named(dtype):
+    with pytest.raises(ValueError, match=r"here: takes a real floating dtype .*; got '\w+'"):
+        dtypes.parse_dtype(dtype, "here")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 16, 1.0, float, int, object, [], np.ones(2, np.float32), np.float32(1)],
+    ids=repr,
+)
+def test_what_is_no_dtype_is_a_type_error(value):
+    with pytest.raises(TypeError, match=r"here: takes a dtype or the name of one .*; got "):
+        dtypes.parse_dtype(value, "here")
+
+
+def test_a_jax_array_and_a_key_dtype_are_type_errors():
+    for value in (jnp.ones(2), jax.random.key(0).dtype):
+        with pytest.raises(TypeError, match="takes a dtype"):
+            dtypes.parse_dtype(value)
+
+
+def device(platform, capability=None):
+    described = SimpleNamespace(platform=platform)
+    if capability is not None:
+        described.compute_capability = capability
+    return described
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [
+        ("cpu", None, jnp.bfloat16),
+        ("tpu", None, jnp.bfloat16),
+        ("gpu", "8.0", jnp.bfloat16),
+        ("gpu", "9.0", jnp.bfloat16),
+        ("gpu", "10.0", jnp.bfloat16),  # as text "10.0" < "8.0"
+        ("gpu", "12.1", jnp.bfloat16),
+        ("gpu", "7.5", jnp.float16),
+        ("gpu", "7.0", jnp.float16),
+        ("gpu", "gfx90a", jnp.float16),
+        ("gpu", None, jnp.float16),
+        ("METAL", None, jnp.float16),
+    ],
+)
+def test_half_dtype_is_what_the_device_multiplies(platform, capability, expected):
+    assert dtypes.half_dtype(device(platform, capability)) is expected
+
+
+def test_half_dtype_asks_the_default_device(monkeypatch):
+    assert dtypes.half_dtype() is jnp.bfloat16
+    monkeypatch.setattr(jax, "local_devices", lambda: [device("gpu", "7.5")])
+    assert dtypes.half_dtype() is jnp.float16
+    assert dtypes.parse_dtype("half") is jnp.float16
+
+
+def test_half_dtype_honours_jax_default_device(monkeypatch):
+    cpu = jax.local_devices()[3]
+    monkeypatch.setattr(jax, "local_devices", lambda: [device("gpu", "7.5")])
+    with jax.default_device(cpu):
+        assert dtypes.half_dtype() is jnp.bfloat16
+
+
+@pytest.mark.gpu
+def test_half_dtype_on_this_gpu():
+    major = int(jax.local_devices()[0].compute_capability.split(".")[0])
+    assert dtypes.half_dtype() is (jnp.bfloat16 if major >= 8 else jnp.float16)

@@ -1,0 +1,157 @@
+"""The house's rules: what the root exports, what imports what, what an import loads."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import jaxmp
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
+
+# From the bottom up: a module imports only from those before it.
+LAYERS = ["dtypes", "tree", "policy", "autocast"]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in the file; names taken from packages too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def own_imports(name: str) -> set[str]:
+    """The modules of jaxmp that one of them imports; a submodule counts instead of its package."""
+    found = imports(MODULES[name]) & MODULES.keys()
+    return {m for m in found if not any(other.startswith(f"{m}.") for other in found)} - {name}
+
+
+def loaded_by(statement: str, *modules: str) -> set[str]:
+    """Those of `modules` that a fresh interpreter has loaded after an import statement."""
+    code = f"import sys\n{statement}\nprint(*(set({modules!r}) & sys.modules.keys()))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(run.stdout.split())
+
+
+def test_the_root_exports_these_names():
+    assert jaxmp.__all__ == [
+        "Policy",
+        "__version__",
+        "all_finite",
+        "autocast",
+        "explain",
+        "full_precision",
+        "get_policy",
+    ]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_is_sorted_and_exists(name):
+    __import__(name)
+    module = sys.modules[name]
+    exported = getattr(module, "__all__", [])
+    assert list(exported) == sorted(exported)
+    assert all(hasattr(module, export) for export in exported)
+
+
+def test_the_root_has_no_public_name_that_it_does_not_export():
+    public = {
+        name
+        for name, value in vars(jaxmp).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert public == set(jaxmp.__all__) - {"__version__"}
+
+
+def test_autocast_is_the_function_not_the_package():
+    assert inspect.isfunction(jaxmp.autocast)
+
+
+def test_every_export_has_a_docstring_with_an_example():
+    for name in jaxmp.__all__:
+        if name != "__version__":
+            assert ">>>" in (inspect.getdoc(getattr(jaxmp, name)) or ""), name
+
+
+def test_the_version_is_the_projects():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert jaxmp.__version__ == project["version"]
+
+
+def test_every_module_has_a_layer():
+    tops = {name.split(".")[1] for name in MODULES if "." in name}
+    assert tops == set(LAYERS)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "jaxmp"])
+def test_arrows_go_one_way(name):
+    layer = LAYERS.index(name.split(".")[1])
+    for imported in own_imports(name):
+        assert imported != "jaxmp", "a module imports from the root"
+        other = LAYERS.index(imported.split(".")[1])
+        assert other <= layer, f"{name} imports {imported}, which is above it"
+
+
+def test_no_two_modules_import_each_other():
+    # Raises CycleError, which names the cycle.
+    tuple(TopologicalSorter({name: own_imports(name) for name in MODULES}).static_order())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_private_module_of_jax(path):
+    assert not {name for name in imports(path) if name.startswith("jax._src")}
+    assert "jax._src" not in path.read_text(encoding="utf-8")
+
+
+def test_import_loads_neither_plots_nor_tables_nor_compilers():
+    assert loaded_by("import jaxmp", "jax", "jmp") == {"jax", "jmp"}  # the probe works
+    unwanted = ("matplotlib", "rich", "tqdm", "libtpu", "jax_cuda13_plugin", "haiku", "equinox")
+    # JAX itself loads a CUDA plugin that is installed.
+    assert loaded_by("import jaxmp", *unwanted) == loaded_by("import jax, jmp", *unwanted)
+
+
+def test_import_starts_no_backend():
+    code = "import jax, jaxmp; jax.config.update('jax_platforms', 'nonexistent'); jax.devices()"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "nonexistent" in run.stderr
+
+
+def test_the_package_is_typed():
+    assert (ROOT / "jaxmp" / "py.typed").exists()
+
+
+def test_the_readmes_example_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        scope = {}
+        exec(compile(block, "README.md", "exec"), scope)
+    assert scope["loss"].dtype == scope["grads"]["w1"].dtype == "float32"
+    assert "bfloat16" in capsys.readouterr().out

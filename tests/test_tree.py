@@ -1,0 +1,200 @@
+"""Which leaves a cast touches, and the exact finite test."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmp import all_finite
+from jaxmp.tree import cast_floating
+
+HALVES = (jnp.bfloat16, jnp.float16)
+TARGETS = (*HALVES, jnp.float32)
+
+
+class Opaque:
+    dtype = np.dtype("float32")  # looks like an array, is none
+
+
+FLOATING = {
+    "jax array": lambda: jnp.ones((2, 3)),
+    "jax 16-bit array": lambda: jnp.ones(3, jnp.bfloat16),
+    "weak jax array": lambda: jnp.asarray(2.0),
+    "numpy array": lambda: np.ones((2, 3), np.float32),
+    "numpy float64 array": lambda: np.ones(2),
+    "numpy 0-d array": lambda: np.ones([], np.float16),
+    "numpy bfloat16 array": lambda: np.ones(2, ml_dtypes.bfloat16),
+    "np.float32": lambda: np.float32(1.5),
+    "np.float64": lambda: np.float64(1.5),  # which is also a Python float
+    "bfloat16 scalar": lambda: ml_dtypes.bfloat16(1.5),
+    "empty array": lambda: jnp.ones((0, 4)),
+}
+OTHERS = {
+    "int array": lambda: jnp.ones(2, jnp.int32),
+    "numpy int array": lambda: np.ones(2, np.int64),
+    "np.int32": lambda: np.int32(3),
+    "bool array": lambda: jnp.ones(2, bool),
+    "key": lambda: jax.random.key(0),
+    "raw key": lambda: jax.random.PRNGKey(0),
+    "complex array": lambda: jnp.ones(2, jnp.complex64),
+    "np.complex64": lambda: np.complex64(1j),
+    "float8 array": lambda: jnp.ones(2, jnp.float8_e4m3fn),
+    "numpy float8 array": lambda: np.ones(2, ml_dtypes.float8_e5m2),
+    "float0": lambda: np.zeros(2, jax.dtypes.float0),
+    "Python float": lambda: 0.5,
+    "Python int": lambda: 10**400,
+    "Python complex": lambda: 1j,
+    "bool": lambda: True,
+    "str": lambda: "float32",
+    "numpy strings": lambda: np.array(["a", "b"]),
+    "numpy objects": lambda: np.array([1.0, None], object),
+    "callable": lambda: jnp.tanh,
+    "dtype": lambda: np.dtype("float32"),
+    "ref": lambda: jax.new_ref(jnp.ones(2)),
+    "opaque": Opaque,
+    "int spec": lambda: jax.ShapeDtypeStruct((2,), jnp.int32),
+    "float8 spec": lambda: jax.ShapeDtypeStruct((2,), jnp.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", FLOATING)
+def test_floating_leaves_are_cast(name, target):
+    leaf = FLOATING[name]()
+    cast = cast_floating({"x": [leaf]}, target)["x"][0]
+    assert cast.dtype == target
+    assert cast.shape == leaf.shape
+    assert isinstance(cast, jax.Array) == isinstance(leaf, jax.Array)
+    assert not getattr(cast, "weak_type", False)
+    np.testing.assert_array_equal(np.asarray(cast), np.asarray(leaf).astype(target))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_leaves_are_returned_as_they_are(name):
+    leaf = OTHERS[name]()
+    assert cast_floating([leaf], jnp.bfloat16)[0] is leaf
+
+
+def test_none_and_structure_are_kept():
+    tree = {"a": None, "b": (np.float32(1), [None]), "c": ()}
+    cast = cast_floating(tree, "bf16")
+    assert jax.tree.structure(cast) == jax.tree.structure(tree)
+    assert cast["a"] is None
+
+
+def test_a_leaf_of_the_dtype_is_not_copied():
+    for leaf in (np.ones(3, np.float32), jnp.ones(3), jax.ShapeDtypeStruct((3,), jnp.float32)):
+        assert cast_floating(leaf, jnp.float32) is leaf
+
+
+def test_a_shape_dtype_struct_keeps_its_sharding():
+    mesh = jax.make_mesh((8,), ("d",))
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    spec = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=sharding, weak_type=True)
+    cast = cast_floating(spec, jnp.bfloat16)
+    assert isinstance(cast, jax.ShapeDtypeStruct)
+    assert (cast.shape, cast.dtype, cast.sharding) == ((16,), jnp.bfloat16, sharding)
+    assert not cast.weak_type
+
+
+def test_an_array_keeps_its_sharding():
+    sharding = NamedSharding(jax.make_mesh((8,), ("d",)), PartitionSpec("d"))
+    cast = cast_floating(jax.device_put(jnp.ones(16), sharding), jnp.bfloat16)
+    assert cast.sharding.is_equivalent_to(sharding, cast.ndim)
+
+
+def test_casting_traces_and_differentiates():
+    def loss(tree):
+        return jnp.sum(cast_floating(tree, jnp.bfloat16)["w"].astype(jnp.float32) ** 2)
+
+    gradient = jax.jit(jax.grad(loss))({"w": jnp.full(3, 1.5), "b": None})
+    assert gradient["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(gradient["w"], np.full(3, 3.0))
+
+
+def test_weak_types_do_not_compile_twice():
+    traces = []
+
+    @jax.jit
+    def step(x):
+        traces.append(x)
+        return x * 2
+
+    step(cast_floating(jnp.asarray(2.0), jnp.float32))
+    step(jnp.float32(2.0) + jnp.zeros((), jnp.float32))
+    assert len(traces) == 1
+
+
+def test_an_unknown_dtype_names_the_function():
+    with pytest.raises(ValueError, match="cast_floating: dtype: Unknown dtype 'bf61'"):
+        cast_floating({}, "bf61")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [*TARGETS, jnp.complex64])
+@pytest.mark.parametrize("jit", [False, True])
+def test_one_bad_element_in_any_leaf_is_found(bad, dtype, jit):
+    check = jax.jit(all_finite) if jit else all_finite
+    good = {"a": jnp.ones(4, dtype), "b": (jnp.ones((2, 3), dtype), jnp.arange(3))}
+    assert check(good).item() is True
+    assert check({**good, "a": good["a"].at[3].set(bad)}).item() is False
+    assert check({**good, "b": (good["b"][0].at[1, 2].set(bad), good["b"][1])}).item() is False
+
+
+def test_all_finite_is_a_strong_scalar_bool():
+    for tree in ({}, {"a": 1}, {"a": jnp.ones(2)}, {"a": np.ones(2)}, 1.0):
+        flag = all_finite(tree)
+        assert isinstance(flag, jax.Array)
+        assert (flag.shape, flag.dtype, flag.weak_type) == ((), jnp.bool_, False)
+        assert flag
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        jnp.full(4, 1e20),  # whose sum of squares overflows
+        jnp.full(4, 3e38),
+        np.full(2, 1e300),  # infinite if narrowed to float32
+        [None, "inf", jax.random.key(0), 10**400, np.zeros(2, jax.dtypes.float0)],
+        jnp.zeros((0, 3)),
+        [jnp.full(2, 448, jnp.float8_e4m3fn)],
+        [np.array(["nan"]), np.array([None, np.nan], object)],
+    ],
+    ids=str,
+)
+def test_what_is_finite_is_not_mistaken(tree):
+    assert all_finite(tree)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        float("inf"),
+        complex(0, float("nan")),
+        np.float32(np.inf),
+        np.array([1, np.nan]),
+        np.array(1e5).astype(ml_dtypes.float8_e5m2),
+        jnp.full(2, jnp.nan, jnp.float8_e4m3fn),
+        jnp.full(2, jnp.inf, jnp.float8_e5m2),
+        ml_dtypes.bfloat16(np.nan),
+    ],
+    ids=repr,
+)
+def test_every_kind_of_number_is_tested(leaf):
+    assert not all_finite({"x": leaf, "y": jnp.ones(2)})
+
+
+def test_a_shape_dtype_struct_has_no_values():
+    with pytest.raises(TypeError, match=r"leaf at \['a'\]\[0\] is a ShapeDtypeStruct"):
+        all_finite({"a": [jax.ShapeDtypeStruct((2,), jnp.float32)]})
+
+
+def test_sharded_leaves_give_one_answer():
+    sharding = NamedSharding(jax.make_mesh((8,), ("d",)), PartitionSpec("d"))
+    bad = jax.device_put(jnp.ones(16).at[13].set(jnp.inf), sharding)
+    assert not all_finite([bad, jnp.ones(3)])
+    assert not jax.jit(all_finite)([bad, jnp.ones(3)])
