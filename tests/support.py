@@ -1,4 +1,4 @@
-"""Reading jaxprs in tests: every equation, however deeply nested, and the contractions among them."""
+"""Reading jaxprs in tests: every equation, however deeply nested, and the contractions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend import core as jex_core
 
+LOW_DTYPES = ("bfloat16", "float16")
 CONTRACTIONS = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
 )
@@ -25,11 +25,8 @@ class Contraction(NamedTuple):
 
     @property
     def exempt(self) -> bool:
-        """Whether the author asked for this dtype: HIGHEST precision, complex, integer or float64."""
-        return self.highest or any(
-            not np.issubdtype(np.dtype(d), np.floating) and d not in ("bfloat16",) or d == "float64"
-            for d in self.in_dtypes
-        )
+        """Whether the author asked for it: HIGHEST precision, complex, integer, float64."""
+        return self.highest or any(d not in ("float32", *LOW_DTYPES) for d in self.in_dtypes)
 
 
 def iter_eqns(jaxpr: Any) -> Iterator[jex_core.JaxprEqn]:
@@ -48,18 +45,16 @@ def jaxpr_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def contractions(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Contraction]:
     """Every contraction in `fn`'s jaxpr, nested ones included."""
-    found = []
-    for eqn in iter_eqns(jaxpr_of(fn, *args, **kwargs)):
-        if eqn.primitive.name in CONTRACTIONS:
-            found.append(
-                Contraction(
-                    eqn.primitive.name,
-                    tuple(str(v.aval.dtype) for v in eqn.invars[:2]),
-                    str(eqn.outvars[0].aval.dtype),
-                    "HIGH" in str(eqn.params.get("precision")),
-                )
-            )
-    return found
+    return [
+        Contraction(
+            eqn.primitive.name,
+            tuple(str(v.aval.dtype) for v in eqn.invars[:2]),
+            str(eqn.outvars[0].aval.dtype),
+            "HIGH" in str(eqn.params.get("precision")),
+        )
+        for eqn in iter_eqns(jaxpr_of(fn, *args, **kwargs))
+        if eqn.primitive.name in CONTRACTIONS
+    ]
 
 
 def contraction_dtypes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Counter[str]:
@@ -68,7 +63,7 @@ def contraction_dtypes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Cou
 
 
 def primitives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Counter[tuple[str, str]]:
-    """How often each (primitive, output dtype) stands in `fn`'s jaxpr, nested equations included."""
+    """How often each (primitive, output dtype) stands in `fn`'s jaxpr, nested ones included."""
     return Counter(
         (eqn.primitive.name, str(eqn.outvars[0].aval.dtype))
         for eqn in iter_eqns(jaxpr_of(fn, *args, **kwargs))

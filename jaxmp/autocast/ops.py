@@ -93,6 +93,9 @@ NORMALISING = frozenset({"sub", "mul", "div"})
 # contraction, is where a float32 value may be narrowed (`relu(batch_norm(x))`).
 AFFINE = frozenset({"add", "add_any", "sub", "mul", "div", "neg", "pad", "stack"})
 
+# `follow` ops that only choose among their operands: beside constants, exact on low ones.
+CHOOSING = frozenset({"max", "min", "select_n", "clamp", "concatenate", "pad", "stack"})
+
 # Their transpose sums over what they repeat, so a 16-bit operand is widened around them: the values
 # are the same and the sum in the backward pass is float32.
 REPEATING = frozenset({"broadcast_in_dim", "gather", "tile", "reduce_max", "reduce_min"})

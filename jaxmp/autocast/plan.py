@@ -28,6 +28,7 @@ class Value(NamedTuple):
       pinned: the author upcast it from 16 bits himself: contractions of it stay float32.
       argument: it came into the program as it is; its uses narrow it one by one, so that their
         gradients are added up in float32.
+      constant: it is a constant of the program, or one broadcast.
       tangent: it is a tangent or cotangent: narrowing it must stay linear.
     """
 
@@ -35,6 +36,7 @@ class Value(NamedTuple):
     origins: frozenset[int] = NO_ORIGINS
     pinned: bool = False
     argument: bool = False
+    constant: bool = False
     tangent: bool = False
 
 

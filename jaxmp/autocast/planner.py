@@ -19,7 +19,7 @@ from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.demand import CONTRACTION, LATER, NOTHING, Demands, ours
 from jaxmp.autocast.higher_order import HIGHER_ORDER
 from jaxmp.autocast.jaxpr_compat import dtype_of, shape_of
-from jaxmp.autocast.ops import AFFINE, LOW, NORMALISING, REPEATING, WRITING
+from jaxmp.autocast.ops import AFFINE, CHOOSING, LOW, NORMALISING, REPEATING, WRITING
 from jaxmp.autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp.autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps
 
@@ -136,7 +136,7 @@ class JaxprPlanner:
     def read(self, atom: Any) -> Value | None:
         """How an operand is kept; None for what is not ours."""
         if isinstance(atom, Literal):
-            return Value() if ours(atom) else None
+            return Value(constant=True) if ours(atom) else None
         return self.env[atom]
 
     def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
@@ -268,7 +268,8 @@ class JaxprPlanner:
         low = [v for v in mine if v.dtype is not None]
         full = [v for v in mine if v.dtype is None]
         name = eqn.primitive.name
-        if not self.is_wanted_by(eqn, CONTRACTION):
+        chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
+        if not chooses and not self.is_wanted_by(eqn, CONTRACTION):
             return self.as_written(eqn, values, "only float32 ops want the result")
         if not low:
             if name in AFFINE or name == "exp" or not any(v.origins for v in full):
@@ -285,6 +286,8 @@ class JaxprPlanner:
             reason = "leaves a normalisation towards a contraction"
         elif name in NORMALISING and self._normalises(name, low, full):
             return self.as_written(eqn, values, "normalises: meets a statistic of its own operand")
+        elif chooses:
+            reason = "chooses among 16-bit values"
         else:
             reason = "follows its 16-bit operand"
         literal = self._vanishing(eqn)

@@ -1,0 +1,130 @@
+"""Compiling for accelerators that are not there, and reading what the compilers say.
+
+TPU needs libtpu (jax >= 0.12, Python >= 3.12); GPU needs the CUDA plugin of jaxlib's own version,
+and neither a driver nor CUDA's libraries: `pip install -e ".[tpu-aot,gpu-aot]"`.
+
+What can be trusted: memory, HLO text, and on TPU bytes accessed and the sum of the schedule's
+`estimated_cycles`. On GPU nothing is autotuned and no cost model runs, so only memory is reported.
+A loop's body is counted once, however often it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.extend import core as jex_core
+
+TARGETS = ("tpu-v5e", "gpu-h100")
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a compiler says about a program; None where it says nothing.
+
+    Attributes:
+        gb_accessed: Bytes accessed, in 10^9.
+        temp_mib: Temporary memory, in 2^20 bytes.
+        peak_mib: The most memory at any time, arguments and results included, in 2^20 bytes.
+        mcycles: The schedule's estimated cycles, in 10^6.
+    """
+
+    gb_accessed: float | None
+    temp_mib: float
+    peak_mib: float
+    mcycles: float | None
+
+
+def target_device(target: str) -> Any:
+    """One described (not present) device of `target`."""
+    if target == "tpu-v5e":
+        import libtpu
+
+        os.environ["TPU_LIBRARY_PATH"] = libtpu.get_library_path()
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # ask no metadata server which TPU this is
+        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+        topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1")
+    elif target == "gpu-h100":
+        config = Path(__file__).parent / "targets" / "gpu-h100.txtpb"
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="",
+            target_config=config.read_text(),
+            topology="1x1x1",
+        )
+    else:
+        raise ValueError(f"target_device: unknown target {target!r}; there are {TARGETS}.")
+    return topology.devices[0]
+
+
+def compile_for(
+    target: str, fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...] = ()
+) -> Compiled:
+    """Compiles `fn` of `ShapeDtypeStruct`s for one device of `target`."""
+    sharding = jax.sharding.SingleDeviceSharding(target_device(target))
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    platform = "tpu" if target.startswith("tpu") else "cuda"
+    traced = jax.jit(fn, donate_argnums=donate).trace(*args)
+    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    memory = compiled.memory_analysis()
+    cost = compiled.cost_analysis()
+    cycles = re.findall(r'"estimated_cycles":"(\d+)"', compiled.as_text())
+    return Compiled(
+        gb_accessed=cost["bytes accessed"] / 1e9 if cost else None,
+        temp_mib=memory.temp_size_in_bytes / 2**20,
+        peak_mib=memory.peak_memory_in_bytes / 2**20,
+        mcycles=sum(map(int, cycles)) / 1e6 if cycles else None,
+    )
+
+
+def residual_mib(loss_fn: Callable[..., Any], params: Any, *rest: Any) -> float:
+    """What the forward pass of `loss_fn(params, *rest) -> (loss, aux)` saves, in 2^20 bytes.
+
+    These are the leaves of the function that `jax.vjp` returns, without those that are parameters
+    themselves: a float32 weight is there anyway, a 16-bit copy of it is not.
+    """
+    closed = jax.make_jaxpr(
+        lambda params, *rest: jax.vjp(lambda p: loss_fn(p, *rest), params, has_aux=True)[1]
+    )(params, *rest)
+    here_anyway = {id(v) for v in closed.jaxpr.invars[: len(jax.tree.leaves(params))]}
+    saved = {id(v): v.aval for v in closed.jaxpr.outvars if id(v) not in here_anyway}
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in saved.values()) / 2**20
+
+
+def contraction_counts(fn: Callable[..., Any], *args: Any) -> Counter[str]:
+    """How often each dtype is multiplied in one call of `fn`; mixed operands read "a*b"."""
+
+    def count(jaxpr: Any, times: int) -> None:
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if eqn.primitive.name in CONTRACTIONS:
+                dtypes = {str(v.aval.dtype) for v in eqn.invars[:2]}
+                counts["*".join(sorted(dtypes))] += times
+            inner_times = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+            for inner in jex_core.jaxprs_in_params(eqn.params):
+                count(inner, inner_times)
+
+    counts: Counter[str] = Counter()
+    count(jax.make_jaxpr(fn)(*args), 1)
+    return counts
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """The relative L2 error of a whole pytree, in float64."""
+    norm = error = 0.0
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        if g.dtype != jnp.float32:
+            raise TypeError(f"relative_error: a gradient is {g.dtype}, not float32.")
+        g, w = jax.device_get((g, w))
+        error += float(((g.astype("float64") - w) ** 2).sum())
+        norm += float((w.astype("float64") ** 2).sum())
+    return math.sqrt(error / norm)

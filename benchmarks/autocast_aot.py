@@ -1,0 +1,378 @@
+"""What autocast does to whole training steps, compiled ahead of time, beside hand-written bf16.
+
+    python benchmarks/autocast_aot.py                            # TPU v5e, every model
+    python benchmarks/autocast_aot.py --target gpu-h100 --models lm cnn
+    python benchmarks/autocast_aot.py --target none              # no compiler: residuals, errors
+    python benchmarks/autocast_aot.py --quick --models lm --cache hand.json   # while developing
+    python benchmarks/autocast_aot.py --trace-time
+
+It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a model:
+
+* float32, and the same class with `dtype=bfloat16` written into every layer ("hand"), with its
+  softmax in bfloat16 or in float32; `benchmarks/models.py` has both.
+* jaxmp: `jaxmp.autocast` of the float32 model's loss under `mixed_bfloat16` (its softmax in
+  float32) and `mixed_bfloat16,softmax=bf16`. Ratios are against the hand-written row with the same
+  softmax. Models without a softmax have one row of each.
+
+The columns:
+
+* `GB`, `temp`, `Mcycles` are of the whole donated AdamW step on one device (see `aot.py`).
+* `saved` is what the loss's forward pass keeps for its backward pass: the leaves of the function
+  that `jax.vjp` returns, without those that are parameters themselves.
+* `forward`, `backward`: contractions by the dtype multiplied, in the jaxpr of the loss, and of its
+  `value_and_grad` less the former; those in a scan are counted as often as it runs.
+* `grad err`: relative L2 error of the whole parameter gradient, and `loss err` of the loss, against
+  float32. At small size, on CPU, with every rounding the program asks for carried out
+  (`xla_allow_excess_precision` off) and dots summed in float32; root mean square over seeds.
+
+On TPU, "float32" multiplies in one bfloat16 pass unless told otherwise: a policy's gain there is
+memory and traffic. The errors are against true float32 on CPU.
+
+`--trace-time` measures the process CPU time (`time.process_time`) of
+`jax.jit(jax.value_and_grad(loss)).trace(params, ...)` for a 12-layer LM, float32 and jaxmp
+alternately. Each run makes a new model and loss, after `jax.clear_caches()` and a garbage
+collection outside the clock; a first, unmeasured run of each imports what is imported lazily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import hashlib
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
+# YNN, the CPU backend's matmul library since jaxlib 0.12, takes no bf16 dot that contracts its
+# first operand's first dimension: that one is then summed in bf16, which shows as an error of 1e-2
+# in some programs and not in others that are equal. Without YNN dots are summed in float32.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
+)
+
+import aot
+import jax
+import jax.numpy as jnp
+import optax
+from models import CASES, Case, trace_case
+
+import jaxmp
+
+LossFn = Callable[..., tuple[jax.Array, Any]]
+
+FLOAT32, HAND, HAND_F32, JAXMP, JAXMP_LOW = (
+    "float32",
+    "hand",
+    "hand, float32 softmax",
+    "jaxmp",
+    "jaxmp, softmax=bf16",
+)
+
+
+@dataclasses.dataclass
+class Row:
+    """One measured variant of a model; its fields are the columns of the module's docstring."""
+
+    model: str
+    variant: str
+    target: str
+    gb_accessed: float | None
+    temp_mib: float | None
+    peak_mib: float | None
+    mcycles: float | None
+    saved_mib: float
+    forward: dict[str, int]
+    backward: dict[str, int]
+    gradient_error: float
+    loss_error: float
+    seconds: float
+
+
+# (model, variant) -> the most that (GB accessed, saved residuals) may be of the hand-written
+# row's: what this library promises, checked with --check.
+LIMITS: dict[tuple[str, str], tuple[float, float]] = {
+    ("lm", JAXMP_LOW): (0.98, 1.00),
+    ("lm", JAXMP): (1.00, 1.00),
+    ("cnn", JAXMP): (0.95, 1.00),
+}
+
+
+def variants(case: Case) -> tuple[str, ...]:
+    if case.has_softmax:
+        return FLOAT32, HAND, HAND_F32, JAXMP, JAXMP_LOW
+    return FLOAT32, HAND, JAXMP
+
+
+def twin(case: Case, variant: str) -> str | None:
+    """The hand-written variant that a jaxmp variant is compared with."""
+    if variant == JAXMP:
+        return HAND_F32 if case.has_softmax else HAND
+    return HAND if variant == JAXMP_LOW else None
+
+
+def loss_of(case: Case, variant: str, *, small: bool = False) -> LossFn:
+    if variant in (HAND, HAND_F32):
+        return case.loss(small=small, dtype=jnp.bfloat16, float32_softmax=variant == HAND_F32)
+    loss = case.loss(small=small)
+    if variant == FLOAT32:
+        return loss
+    policy = "mixed_bfloat16" + (",softmax=bf16" if variant == JAXMP_LOW else "")
+    return jaxmp.autocast(loss, policy)
+
+
+def compile_step(target: str, case: Case, loss_fn: LossFn) -> aot.Compiled:
+    """The whole AdamW step: params, optimizer state and model state are donated."""
+    optimizer = optax.adamw(3e-4)
+    params, state, inputs, labels = case.shapes()
+    opt_state = jax.eval_shape(optimizer.init, params)
+
+    def step(params, opt_state, state, inputs, labels):
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, state), grads = grad_fn(params, state, inputs, labels)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, state, loss
+
+    args = (params, opt_state, state, inputs, labels)
+    return aot.compile_for(target, step, args, donate=(0, 1, 2))
+
+
+def small_results(case: Case, loss_fn: LossFn, seeds: int) -> list[tuple[float, Any]]:
+    """Each seed's loss and gradients at the small size on CPU, every rounding carried out."""
+    run = jax.jit(
+        jax.value_and_grad(loss_fn, has_aux=True),
+        compiler_options={"xla_allow_excess_precision": False},
+    )
+    results = []
+    for seed in range(seeds):
+        (loss, _), grads = run(*case.arrays(seed))
+        results.append((float(loss), jax.device_get(grads)))
+    return results
+
+
+@functools.cache
+def float32_results(case: Case, seeds: int) -> list[tuple[float, Any]]:
+    return small_results(case, case.loss(small=True), seeds)
+
+
+def errors(case: Case, loss_fn: LossFn, seeds: int) -> tuple[float, float]:
+    """Root mean square over seeds of the relative errors of the gradient and of the loss."""
+
+    def rms(values: list[float]) -> float:
+        return statistics.fmean(v * v for v in values) ** 0.5
+
+    pairs = list(
+        zip(small_results(case, loss_fn, seeds), float32_results(case, seeds), strict=True)
+    )
+    return (
+        rms([aot.relative_error(got, want) for (_, got), (_, want) in pairs]),
+        rms([(loss - want) / want for (loss, _), (want, _) in pairs]),
+    )
+
+
+def measure(case: Case, variant: str, target: str, seeds: int) -> Row:
+    start = time.perf_counter()
+    loss_fn = loss_of(case, variant)
+    shapes = case.shapes()
+    forward = aot.contraction_counts(loss_fn, *shapes)
+    both = aot.contraction_counts(jax.value_and_grad(loss_fn, has_aux=True), *shapes)
+    saved_mib = aot.residual_mib(loss_fn, *shapes)
+    compiled = None if target == "none" else compile_step(target, case, loss_fn)
+    gradient_error, loss_error = errors(case, loss_of(case, variant, small=True), seeds)
+    return Row(
+        model=case.name,
+        variant=variant,
+        target=target,
+        gb_accessed=compiled and compiled.gb_accessed,
+        temp_mib=compiled and compiled.temp_mib,
+        peak_mib=compiled and compiled.peak_mib,
+        mcycles=compiled and compiled.mcycles,
+        saved_mib=saved_mib,
+        forward=dict(forward),
+        backward=dict(both - forward),
+        gradient_error=gradient_error,
+        loss_error=loss_error,
+        seconds=time.perf_counter() - start,
+    )
+
+
+class Cache:
+    """Rows that do not depend on jaxmp, kept in a JSON file that the caller names."""
+
+    def __init__(self, path: Path | None, seeds: int):
+        self._path = path
+        self._rows = json.loads(path.read_text()) if path and path.exists() else {}
+        sources = [Path(__file__).with_name("models.py"), Path(__file__).with_name("aot.py")]
+        packages = ["jax", "jaxlib", "flax", "optax", "libtpu"]
+        # A row is stale once anything that made it has changed.
+        self._made_by = "|".join(
+            [f"seeds={seeds}", os.environ["XLA_FLAGS"]]
+            + [f"{p}={_version(p)}" for p in packages]
+            + [f"{s.name}={hash_text(s.read_text())}" for s in sources]
+        )
+
+    def get(self, *key: str) -> Row | None:
+        found = self._rows.get("|".join([*key, self._made_by]))
+        return Row(**found) if found else None
+
+    def put(self, row: Row) -> None:
+        key = f"{row.model}|{row.variant}|{row.target}|{self._made_by}"
+        self._rows[key] = dataclasses.asdict(row)
+        if self._path:
+            self._path.write_text(json.dumps(self._rows, indent=1))
+
+
+def hash_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def show(rows: list[Row]) -> None:
+    """Prints one model's rows, then jaxmp's ratios to its hand-written twins."""
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4g}" if value < 1 else f"{value:.2f}"
+
+    def counts(by_dtype: dict[str, int]) -> str:
+        return " + ".join(f"{n} {dtype}" for dtype, n in sorted(by_dtype.items()))
+
+    print(
+        f"\n{rows[0].model} on {rows[0].target}\n"
+        f"{'':23}{'GB':>8}{'temp MiB':>10}{'peak MiB':>10}{'Mcycles':>9}{'saved MiB':>11}"
+        f"{'grad err':>11}{'loss err':>10}  forward; backward"
+    )
+    for row in rows:
+        print(
+            f"{row.variant:23}{number(row.gb_accessed):>8}{number(row.temp_mib):>10}"
+            f"{number(row.peak_mib):>10}{number(row.mcycles):>9}{number(row.saved_mib):>11}"
+            f"{row.gradient_error:11.2e}{row.loss_error:10.1e}"
+            f"  {counts(row.forward)}; {counts(row.backward)}"
+        )
+
+
+def compare(case: Case, rows: list[Row]) -> list[str]:
+    """Prints each jaxmp row over its hand-written twin; returns what is over its limit."""
+    by_variant = {row.variant: row for row in rows}
+    failures = []
+    for row in rows:
+        hand = by_variant.get(twin(case, row.variant) or "")
+        if hand is None:
+            continue
+        ratios = {
+            name: getattr(row, name) / getattr(hand, name)
+            for name in ("gb_accessed", "temp_mib", "peak_mib", "mcycles", "saved_mib",
+                         "gradient_error")
+            if getattr(row, name) is not None and getattr(hand, name)
+        }  # fmt: skip
+        print(
+            f"  {row.variant} / {hand.variant}: "
+            + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+        )
+        bytes_limit, saved_limit = LIMITS.get((row.model, row.variant), (None, None))
+        limits = {"gb_accessed": bytes_limit, "saved_mib": saved_limit, "gradient_error": 1.0}
+        failures += [
+            f"{row.model}, {row.variant}: {name} is {ratios[name]:.4f} of hand-written, over {most}"
+            for name, most in limits.items()
+            if most is not None and name in ratios and ratios[name] > most
+        ]
+        failures += [
+            f"{row.model}, {row.variant}: {direction} contractions are {counts}"
+            for direction, counts in (("forward", row.forward), ("backward", row.backward))
+            if set(counts) != {"bfloat16"}
+        ]
+    return failures
+
+
+def trace_time(runs: int) -> float:
+    """Prints and returns the ratio of jaxmp's trace time to float32's."""
+    shapes = trace_case().shapes(small=True)
+
+    def once(variant: str) -> float:
+        loss_fn = loss_of(trace_case(), variant, small=True)
+        jax.clear_caches()
+        gc.collect()
+        start = time.process_time()
+        jax.jit(jax.value_and_grad(loss_fn, has_aux=True)).trace(*shapes)
+        return time.process_time() - start
+
+    times: dict[str, list[float]] = {FLOAT32: [], JAXMP: []}
+    for run in range(runs + 1):
+        for variant, values in times.items():
+            seconds = once(variant)
+            if run:
+                values.append(seconds)
+    for variant, values in times.items():
+        print(f"{variant:10} median {statistics.median(values):.3f} s of {runs} runs, "
+              f"{min(values):.3f} to {max(values):.3f} s of process CPU time")  # fmt: skip
+    ratio = statistics.median(times[JAXMP]) / statistics.median(times[FLOAT32])
+    print(f"jaxmp / float32: {ratio:.3f}")
+    return ratio
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--target", choices=(*aot.TARGETS, "none"), default="tpu-v5e")
+    parser.add_argument("--seeds", type=int, default=3, help="runs that errors are averaged over")
+    parser.add_argument("--json", type=Path, help="write every row to this file")
+    parser.add_argument(
+        "--cache", type=Path, help="keep float32 and hand-written rows in this file"
+    )
+    parser.add_argument("--quick", action="store_true", help="measure jaxmp's rows; needs --cache")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when over a limit")
+    parser.add_argument("--trace-time", action="store_true", help="time tracing and nothing else")
+    parser.add_argument("--runs", type=int, default=10, help="runs for --trace-time")
+    args = parser.parse_args()
+    if args.quick and not args.cache:
+        parser.error("--quick needs --cache, the file that has the other rows (or will)")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    if args.trace_time:
+        return int(trace_time(args.runs) > 1.35 and args.check)
+    cache = Cache(args.cache, args.seeds)
+    all_rows, failures = [], []
+    for name in args.models:
+        case = CASES[name]
+        rows = []
+        for variant in variants(case):
+            row = None
+            if variant in (FLOAT32, HAND, HAND_F32):
+                row = cache.get(name, variant, args.target)
+            if row is None:
+                print(f"{name}, {variant} ...", file=sys.stderr, flush=True)
+                row = measure(case, variant, args.target, args.seeds)
+                if variant in (FLOAT32, HAND, HAND_F32):
+                    cache.put(row)
+            rows.append(row)
+        show(rows)
+        failures += compare(case, rows)
+        all_rows += rows
+        sys.stdout.flush()
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(r) for r in all_rows], indent=1))
+    for failure in failures:
+        print(f"over the limit: {failure}")
+    return int(bool(failures) and args.check)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

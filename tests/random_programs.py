@@ -1,0 +1,759 @@
+"""Random differentiable programs, and what 16-bit rounding may do to each of them.
+
+A `Program` is drawn choice by choice (from hypothesis or from a seed) and is plain data;
+`Program.function()` is the JAX function it describes, with real `scan`, `cond`, `jit`,
+`checkpoint`, `custom_jvp`, ... inside. `evaluate` runs the jaxpr of such a function equation by
+equation, and can multiply every result by `1 ± unit` at random, cotangents included. The spread of
+the results over a few such runs is the error that rounding every value once makes *in this
+program*: it carries the program's own condition numbers, so a tolerance made of it needs no
+constant per operation, and is as tight for a well-conditioned program as it is forgiving for an
+ill-conditioned one.
+
+Decisions must not hang on rounding, or no tolerance holds. Operations with a kink or a jump (relu,
+max, sort, floor, comparisons) therefore take operands shifted well away from it (`_apart`), and
+branches are taken on integers. Operations with poles or overflow get operands squashed into their
+domain (`tanh`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp.autocast import jaxpr_compat
+
+ROWS, WIDTH = 4, 8
+SHAPES = {"m": (ROWS, WIDTH), "v": (WIDTH,), "w": (WIDTH, WIDTH)}
+INPUTS = ("m", "m", "v", "w", "w")  # then two int32 scalars: a branch index and a row index
+
+Value = Any
+_RNG = np.random.default_rng(0)
+_SIGNS = np.where(_RNG.random((ROWS, WIDTH)) < 0.5, -1.0, 1.0).astype(np.float32)
+_ORDER = np.stack([_RNG.permutation(WIDTH) for _ in range(ROWS)]).astype(np.float32)
+_MASK = _RNG.random((ROWS, WIDTH)) < 0.6
+_SEGMENTS = np.array([0, 2, 0, 1])
+
+
+def _like(table: np.ndarray, x: Value) -> np.ndarray:
+    return table if x.ndim == 2 else table[0]
+
+
+def _apart(x: Value) -> Value:
+    """`x` moved to at least 0.25 from zero: a constant decides the sign of each element."""
+    return jnp.tanh(x) + 1.25 * _like(_SIGNS, x)
+
+
+def _ranked(x: Value) -> Value:
+    """`x` with elements at least 1 apart along the last axis, in a constant order."""
+    return jnp.tanh(x) + 3.0 * _like(_ORDER, x)
+
+
+def _squash(x: Value) -> Value:
+    return jnp.tanh(x)
+
+
+class Op(NamedTuple):
+    """One first-order operation: operand kinds (`e` = m or v, the same throughout) and result."""
+
+    inputs: str
+    output: str
+    run: Callable[..., Value]
+
+
+OPS: dict[str, Op] = {}
+
+
+def _op(inputs: str, output: str) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
+    def register(run: Callable[..., Value]) -> Callable[..., Value]:
+        OPS[run.__name__.strip("_")] = Op(inputs, output, run)
+        return run
+
+    return register
+
+
+def _unary(
+    name: str, fn: Callable[[Value], Value], domain: Callable[..., Value] | None = None
+) -> None:
+    def run(x: Value) -> Value:
+        return fn(x if domain is None else domain(x))
+
+    OPS[name] = Op("e", "e", run)
+
+
+def _positive(x: Value) -> Value:
+    return 1.5 + _squash(x)
+
+
+def _half(x: Value) -> Value:
+    return 0.5 * _squash(x)
+
+
+for _name, _fn, _domain in [
+    ("tanh", jnp.tanh, None),
+    ("logistic", jax.nn.sigmoid, None),
+    ("sin", jnp.sin, None),
+    ("cos", jnp.cos, None),
+    ("erf", jax.scipy.special.erf, None),
+    ("neg", jnp.negative, None),
+    ("asinh", jnp.arcsinh, None),
+    ("atan", jnp.arctan, None),
+    ("silu", jax.nn.silu, None),
+    ("gelu", jax.nn.gelu, None),
+    ("softplus", jax.nn.softplus, None),
+    ("stop_gradient", lambda x: 0.5 * x + 0.5 * lax.stop_gradient(x), None),
+    ("copy", jnp.copy, None),
+    ("exp", jnp.exp, _squash),
+    ("exp2", jnp.exp2, _squash),
+    ("expm1", jnp.expm1, _squash),
+    ("sinh", jnp.sinh, _squash),
+    ("cosh", jnp.cosh, _squash),
+    ("cube", lambda x: x**3, _squash),
+    ("square", jnp.square, _squash),
+    ("log", jnp.log, _positive),
+    ("log1p", jnp.log1p, _positive),
+    ("sqrt", jnp.sqrt, _positive),
+    ("rsqrt", lax.rsqrt, _positive),
+    ("cbrt", jnp.cbrt, _positive),
+    ("reciprocal", jnp.reciprocal, _positive),
+    ("pow", lambda x: x**1.3, _positive),
+    ("lgamma", lax.lgamma, _positive),
+    ("digamma", lax.digamma, _positive),
+    ("tan", jnp.tan, _half),
+    ("asin", jnp.arcsin, _half),
+    ("acos", jnp.arccos, _half),
+    ("atanh", jnp.arctanh, _half),
+    ("erf_inv", lax.erf_inv, _half),
+    ("relu", jax.nn.relu, _apart),
+    ("abs", jnp.abs, _apart),
+    ("sign", lambda x: 0.3 * jnp.sign(x) * x, _apart),
+    ("clip", lambda x: jnp.clip(x, -1.0, 1.0) + 0.1 * x, lambda x: 1.5 * _apart(x)),
+    ("finite", lambda x: jnp.where(jnp.isfinite(x) & (x > 0), x, 0.1 * x), _apart),
+    ("floor", lambda x: x - jnp.floor(x), lambda x: 0.3 * _squash(x) + 0.5),
+    ("round", lambda x: x - 0.1 * jnp.round(x), lambda x: 0.3 * _squash(x) + 2.0),
+    ("reduce_max", lambda x: x.max(-1, keepdims=True) - 0.1 * x, _ranked),
+    ("reduce_min", lambda x: 0.3 * x.min(-1, keepdims=True) - 0.1 * x, _ranked),
+    ("argmax", lambda x: jax.nn.one_hot(jnp.argmax(x, -1), WIDTH) * x, _ranked),
+    ("sort", lambda x: 0.2 * jnp.sort(x, axis=-1), _ranked),
+    ("cummax", lambda x: 0.2 * lax.cummax(x, axis=x.ndim - 1), _ranked),
+    ("cummin", lambda x: 0.2 * lax.cummin(x, axis=x.ndim - 1), _ranked),
+    ("cumsum", lambda x: 0.3 * jnp.cumsum(x, axis=-1), None),
+    ("cumprod", lambda x: jnp.cumprod(x, axis=-1), lambda x: 1.0 + 0.2 * _squash(x)),
+    ("cumlogsumexp", lambda x: lax.cumlogsumexp(x, axis=x.ndim - 1), _squash),
+    ("reduce_prod", lambda x: jnp.prod(x, -1, keepdims=True) * x, lambda x: 1.0 + 0.2 * _squash(x)),
+    ("reduce_sum", lambda x: 0.2 * x.sum(-1, keepdims=True) * jnp.ones_like(x), None),
+    ("logsumexp", lambda x: jax.nn.logsumexp(x, -1, keepdims=True) - x, None),
+    ("softmax", lambda x: jax.nn.softmax(x, axis=-1), None),
+    ("log_softmax", lambda x: 0.3 * jax.nn.log_softmax(x, axis=-1), None),
+    ("standardize", lambda x: jax.nn.standardize(x, axis=-1, epsilon=0.1), None),
+    ("l2_normalize", lambda x: x / jnp.sqrt(1.0 + jnp.sum(x * x, -1, keepdims=True)), None),
+    ("rev", lambda x: x[..., ::-1], None),
+    ("roll", lambda x: jnp.roll(x, 3, -1), None),
+    ("pad", lambda x: jnp.pad(x[..., 2:], [(0, 0)] * (x.ndim - 1) + [(1, 1)]), None),
+    ("concatenate", lambda x: jnp.concatenate([x[..., 4:], 0.5 * x[..., :4]], -1), None),
+    ("take", lambda x: jnp.take(x, np.array([0, 3, 3, 1, 7, 6, 2, 2]), axis=-1), None),
+    ("scatter_add", lambda x: x.at[..., np.array([1, 1, 5])].add(0.5 * x[..., :3]), None),
+    ("scatter_set", lambda x: x.at[..., np.array([2, 6])].set(0.25), None),
+    ("reshape", lambda x: x.reshape(-1, 2).T.reshape(x.shape), None),
+    ("iota", lambda x: x + 0.1 * lax.iota(jnp.float32, WIDTH), None),
+    ("numpy_table", lambda x: x + _like(_SIGNS, x) * np.float32(0.3), None),
+    ("constant_mask", lambda x: jnp.where(_like(_MASK, x), x, 0.0), None),
+    (
+        "lowest_mask",
+        lambda x: jax.nn.softmax(jnp.where(_like(_MASK, x), x, jnp.finfo(jnp.float32).min), -1),
+        None,
+    ),
+    (
+        "dropout",
+        lambda x: jnp.where(jax.random.bernoulli(jax.random.key(1), 0.7, x.shape), x / 0.7, 0.0),
+        None,
+    ),
+    ("barrier", lax.optimization_barrier, None),
+    ("complex", lambda x: (lax.complex(x, 0.5 * x) * (0.6 - 0.8j)).real, None),
+    ("fourier", lambda x: jnp.fft.irfft(jnp.fft.rfft(x), WIDTH).astype(jnp.float32), None),
+    ("reduce_precision", lambda x: x + 0.0 * lax.reduce_precision(x, 8, 7), None),
+]:
+    _unary(_name, _fn, _domain)
+
+
+@_op("e", "e")
+def _cast_to_bfloat16(x: Value) -> Value:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+@_op("ee", "e")
+def _add(x: Value, y: Value) -> Value:
+    return 0.5 * (x + y)
+
+
+@_op("ee", "e")
+def _residual(x: Value, y: Value) -> Value:
+    return x + _squash(y)
+
+
+@_op("ee", "e")
+def _sub(x: Value, y: Value) -> Value:
+    return x - (0.5 * y)
+
+
+@_op("ee", "e")
+def _mul(x: Value, y: Value) -> Value:
+    return x * _squash(y)
+
+
+@_op("ee", "e")
+def _div(x: Value, y: Value) -> Value:
+    return x / (2.0 + _squash(y))
+
+
+@_op("ee", "e")
+def _max(x: Value, y: Value) -> Value:
+    return jnp.maximum(_squash(x), _squash(y) + 2.25 * _like(_SIGNS, y))
+
+
+@_op("ee", "e")
+def _min(x: Value, y: Value) -> Value:
+    return jnp.minimum(_squash(x), _squash(y) + 2.25 * _like(_SIGNS, y))
+
+
+@_op("ee", "e")
+def _select(x: Value, y: Value) -> Value:
+    return jnp.where(_apart(y) > 0, x, y)
+
+
+@_op("ee", "e")
+def _atan2(x: Value, y: Value) -> Value:
+    return jnp.arctan2(_squash(x), 2.0 + _squash(y))
+
+
+@_op("ee", "e")
+def _logaddexp(x: Value, y: Value) -> Value:
+    return jnp.logaddexp(x, y)
+
+
+@_op("ee", "e")
+def _power(x: Value, y: Value) -> Value:
+    return (1.5 + _squash(x)) ** _squash(y)
+
+
+@_op("mv", "m")
+def _bias(x: Value, b: Value) -> Value:
+    return x + b
+
+
+@_op("mv", "m")
+def _scale(x: Value, b: Value) -> Value:
+    return x * (1.0 + 0.3 * _squash(b))
+
+
+@_op("mv", "m")
+def _layer_norm(x: Value, b: Value) -> Value:
+    mean = x.mean(-1, keepdims=True)
+    centred = x - mean
+    return centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 0.1) * b + 0.1
+
+
+@_op("mv", "m")
+def _matrix_vector(x: Value, b: Value) -> Value:
+    return _squash(x @ b)[:, None] * x
+
+
+@_op("m", "v")
+def _column_mean(x: Value) -> Value:
+    return x.mean(0)
+
+
+@_op("m", "v")
+def _row(x: Value) -> Value:
+    return x[1] + 0.1 * x[3]
+
+
+@_op("m", "v")
+def _column_norm(x: Value) -> Value:
+    return jnp.sqrt(0.1 + jnp.sum(x * x, axis=0)) * 0.5
+
+
+@_op("m", "m")
+def _segment_sum(x: Value) -> Value:
+    return jax.ops.segment_sum(x, _SEGMENTS, 3)[_SEGMENTS] * 0.5
+
+
+@_op("m", "m")
+def _window(x: Value) -> Value:
+    return lax.reduce_window(x, 0.0, lax.add, (1, 3), (1, 1), "SAME") / 3.0
+
+
+@_op("m", "m")
+def _batch_norm(x: Value) -> Value:
+    mean = x.mean(0)
+    return (x - mean) * lax.rsqrt(jnp.square(x - mean).mean(0) + 0.1)
+
+
+@_op("mw", "m")
+def _matmul(x: Value, w: Value) -> Value:
+    return x @ w
+
+
+@_op("mw", "m")
+def _dense(x: Value, w: Value) -> Value:
+    return jnp.tanh(x @ w + 0.1)
+
+
+@_op("mw", "m")
+def _matmul_transposed(x: Value, w: Value) -> Value:
+    return jnp.einsum("ij,kj->ik", x, w)
+
+
+@_op("mw", "m")
+def _matmul_highest(x: Value, w: Value) -> Value:
+    return jnp.matmul(x, w, precision="highest")
+
+
+@_op("mw", "m")
+def _convolution(x: Value, w: Value) -> Value:
+    kernel = jnp.stack([0.7 * w, -0.7 * w.T])
+    return lax.conv_general_dilated(
+        x[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )[0]
+
+
+@_op("mw", "m")
+def _gated(x: Value, w: Value) -> Value:
+    u = x @ w
+    return jax.nn.silu(u) * _squash(x)
+
+
+@_op("vw", "v")
+def _vector_matrix(b: Value, w: Value) -> Value:
+    return b @ w
+
+
+@_op("mm", "m")
+def _attention(x: Value, y: Value) -> Value:
+    logits = (x @ y.T) * WIDTH**-0.5
+    return jax.nn.softmax(logits, axis=-1) @ x
+
+
+@_op("mm", "m")
+def _masked_attention(x: Value, y: Value) -> Value:
+    causal = np.tril(np.ones((ROWS, ROWS), bool))
+    logits = jnp.where(causal, (x @ y.T) * 0.3, jnp.finfo(jnp.float32).min)
+    return jax.nn.softmax(logits, axis=-1) @ y
+
+
+@_op("mm", "m")
+def _batched_matmul(x: Value, y: Value) -> Value:
+    a, b = x.reshape(2, ROWS, WIDTH // 2), y.reshape(2, WIDTH // 2, ROWS)
+    return 0.3 * jnp.einsum("bij,bjk->ibk", _squash(a), b).reshape(ROWS, WIDTH)
+
+
+@_op("w", "w")
+def _transpose(w: Value) -> Value:
+    return w.T
+
+
+@_op("w", "w")
+def _weight_norm(w: Value) -> Value:
+    return w * lax.rsqrt(0.5 + jnp.sum(w * w, axis=0))
+
+
+@_op("wv", "w")
+def _outer(w: Value, b: Value) -> Value:
+    return 0.5 * w + 0.2 * jnp.outer(_squash(b), _squash(b))
+
+
+@_op("ww", "w")
+def _weight_product(w: Value, u: Value) -> Value:
+    return 0.7 * (w @ u)
+
+
+# --- programs --------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """An operation on earlier values; higher-order ones (`blocks`) run inner programs."""
+
+    op: str
+    inputs: tuple[int, ...]
+    blocks: tuple[Block, ...] = ()
+    variant: int = 0
+
+
+class Block(NamedTuple):
+    """A straight-line program over `params`; its last value of kind `result` is returned."""
+
+    params: str
+    steps: tuple[Step, ...]
+    result: int
+
+
+# Higher-order operations: operand kinds, the blocks' parameter kinds and result kind.
+NESTED: dict[str, tuple[str, str, str, int]] = {
+    # name: (operands, parameters of each block, result, number of blocks)
+    "jit": ("mmw", "mmw", "m", 1),
+    "shared_jit": ("mmw", "mmw", "m", 0),
+    "remat": ("mvw", "mvw", "m", 1),
+    "custom_jvp": ("mw", "mw", "m", 1),
+    "custom_vjp": ("mw", "mw", "m", 1),
+    "scan": ("mmw", "mmw", "m", 1),
+    "scan_accumulate": ("mmw", "mw", "m", 1),
+    "scan_stacked_weights": ("mww", "mw", "m", 1),
+    "fori_loop": ("mw", "mw", "m", 1),
+    "while_loop": ("mw", "mw", "m", 1),
+    "cond": ("mvw", "mvw", "m", 2),
+    "switch": ("mmw", "mmw", "m", 3),
+    "map_rows": ("mw", "vw", "v", 1),
+    "vmap_rows": ("mw", "vw", "v", 1),
+    "dynamic_row": ("mm", "", "m", 0),
+}
+# Loops over carries and shared functions must not nest without bound.
+MAX_DEPTH = 2
+
+
+class _Draw:
+    """Draws programs; `choose(n)` returns an integer below n."""
+
+    def __init__(self, choose: Callable[[int], int]) -> None:
+        self.choose = choose
+
+    def block(self, params: str, length: int, depth: int, result: str = "m") -> Block:
+        kinds, steps = list(params), []
+        for _ in range(length):
+            step, kind = self._step(kinds, depth)
+            steps.append(step)
+            kinds.append(kind)
+        last = max(i for i, kind in enumerate(kinds) if kind == result)
+        return Block(params, tuple(steps), last)
+
+    def _step(self, kinds: list[str], depth: int) -> tuple[Step, str]:
+        # One step in three is a control-flow construct, one in three multiplies matrices.
+        category = self.choose(3)
+        if category == 0 and depth > 0:
+            names = [n for n, (operands, *_) in NESTED.items() if set(operands) <= set(kinds)]
+            if names:
+                return self._nested(names[self.choose(len(names))], kinds, depth)
+        names = [n for n, op in OPS.items() if self._fits(op, kinds)]
+        if category == 1:
+            names = [n for n in names if "w" in OPS[n].inputs or OPS[n].inputs == "mm"] or names
+        name = names[self.choose(len(names))]
+        op = OPS[name]
+        generic = "e"
+        if "e" in op.inputs:
+            options = [k for k in "mv" if k in kinds]
+            generic = options[self.choose(len(options))]
+        inputs = tuple(self._operand(kinds, generic if k == "e" else k) for k in op.inputs)
+        return Step(name, inputs), generic if op.output == "e" else op.output
+
+    def _nested(self, name: str, kinds: list[str], depth: int) -> tuple[Step, str]:
+        operands, params, result, count = NESTED[name]
+        inputs = tuple(self._operand(kinds, k) for k in operands)
+        blocks = tuple(
+            self.block(params, 1 + self.choose(4), depth - 1, result) for _ in range(count)
+        )
+        return Step(name, inputs, blocks, self.choose(4)), "m"
+
+    def _operand(self, kinds: list[str], kind: str) -> int:
+        """Recent values more often than old ones, so that programs are deep."""
+        candidates = [i for i, k in enumerate(kinds) if k == kind]
+        n = len(candidates)
+        return candidates[-1 - min(self.choose(n), self.choose(n))]
+
+    @staticmethod
+    def _fits(op: Op, kinds: list[str]) -> bool:
+        return all(k in kinds if k != "e" else ("m" in kinds or "v" in kinds) for k in op.inputs)
+
+
+def _project(y: Value) -> Value:
+    """A loss term with cotangents of order 1, different for every element."""
+    weights = np.cos(np.arange(y.size, dtype=np.float32)).reshape(y.shape)
+    return jnp.sum(y * weights + 0.1 * y * y)
+
+
+class Program(NamedTuple):
+    """A drawn program: `main` over the inputs, `shared` called from several places in it."""
+
+    main: Block
+    shared: Block
+    seed: int
+    branch: int
+
+    @classmethod
+    def draw(cls, choose: Callable[[int], int], *, length: int = 12) -> Program:
+        draw = _Draw(choose)
+        shared = draw.block("mmw", 1 + choose(4), 0)
+        main = draw.block("".join(INPUTS), 3 + choose(length - 2), MAX_DEPTH)
+        return cls(main, shared, choose(1000), choose(3))
+
+    @classmethod
+    def from_seed(cls, seed: int, *, length: int = 12) -> Program:
+        rng = np.random.default_rng(seed)
+        return cls.draw(lambda n: int(rng.integers(n)), length=length)
+
+    def arguments(self) -> tuple[Value, ...]:
+        rng = np.random.default_rng(self.seed)
+        scales = {"m": 1.0, "v": 1.0, "w": WIDTH**-0.5}
+        arrays = [jnp.asarray(rng.normal(size=SHAPES[k]) * scales[k], jnp.float32) for k in INPUTS]
+        return (*arrays, jnp.int32(self.branch), jnp.int32(rng.integers(ROWS)))
+
+    def function(self) -> Callable[..., tuple[Value, tuple[Value, ...]]]:
+        """The program as a JAX function of `arguments()`: a scalar loss and its ingredients."""
+
+        def fn(*args: Value) -> tuple[Value, tuple[Value, ...]]:
+            interpreter = _Interpreter(self.shared, args[-2], args[-1])
+            return self._finish(interpreter, args)
+
+        return fn
+
+    def value_and_grad(self, fn: Callable[..., Any]) -> Callable[..., list[Value]]:
+        """Loss, results and the gradients of every float input, as one flat list."""
+        differentiate = jax.value_and_grad(fn, argnums=tuple(range(len(INPUTS))), has_aux=True)
+        return lambda *args: jax.tree.leaves(differentiate(*args))
+
+    def _finish(self, interpreter: _Interpreter, args: Sequence[Value]) -> Any:
+        values = interpreter.values(self.main, args[: len(INPUTS)])
+        matrices = [v for v in values if v.ndim == 2 and v.shape[0] == ROWS]
+        vectors = [v for v in values if v.ndim == 1]
+        results = (matrices[-1], matrices[-2], vectors[-1])
+        loss = _project(matrices[-1]) + 0.3 * _project(matrices[-2]) + 0.1 * _project(vectors[-1])
+        return loss, results
+
+    def __str__(self) -> str:
+        """A listing to read when a case fails."""
+        lines = [f"seed {self.seed}, branch {self.branch}", "shared:"]
+        lines += _listing(self.shared, "  ")
+        return "\n".join([*lines, "main:", *_listing(self.main, "  ")])
+
+
+def _listing(block: Block, indent: str) -> list[str]:
+    lines = [indent + f"params {block.params}"]
+    for i, step in enumerate(block.steps, len(block.params)):
+        operands = ", ".join(f"%{j}" for j in step.inputs)
+        variant = f" variant {step.variant}" if step.op in NESTED else ""
+        lines.append(f"{indent}%{i} = {step.op}({operands}){variant}")
+        for inner in step.blocks:
+            lines += _listing(inner, indent + "    ")
+    return [*lines, f"{indent}return %{block.result}"]
+
+
+class _Interpreter:
+    """Runs blocks with JAX's own constructs."""
+
+    def __init__(self, shared: Block, branch: Value, row: Value) -> None:
+        self.branch, self.row = branch, row
+        # One jitted function for every call site: its jaxpr is shared between them.
+        self.shared_block = shared
+        self.shared = jax.jit(lambda *a: self(shared, *a))
+
+    def __call__(self, block: Block, *args: Value) -> Value:
+        return self.values(block, args)[block.result]
+
+    def values(self, block: Block, args: Sequence[Value]) -> list[Value]:
+        values = list(args)
+        for step in block.steps:
+            operands = [values[i] for i in step.inputs]
+            if step.op in OPS:
+                value = OPS[step.op].run(*operands)
+            else:
+                value = getattr(self, step.op)(step, *operands)
+            values.append(value)
+        return values
+
+    def jit(self, step: Step, x: Value, y: Value, w: Value) -> Value:
+        if step.variant % 2:
+            return jax.jit(lambda a: self(step.blocks[0], a, y, w))(x)
+        return jax.jit(lambda *a: self(step.blocks[0], *a))(x, y, w)
+
+    def shared_jit(self, step: Step, x: Value, y: Value, w: Value) -> Value:
+        return self.shared(self.shared(x, y, w), x, w) if step.variant % 2 else self.shared(x, y, w)
+
+    def remat(self, step: Step, x: Value, b: Value, w: Value) -> Value:
+        policies = (None, jax.checkpoint_policies.dots_saveable)
+        block = jax.checkpoint(
+            lambda *a: self(step.blocks[0], *a),
+            policy=policies[step.variant % 2],
+            prevent_cse=step.variant < 2,
+        )
+        return block(x, b, w)
+
+    def _rule_body(self, step: Step) -> Callable[..., Value]:
+        # JAX forbids rules to close over tracers, so here branch and row are Python integers.
+        inner = _Interpreter(self.shared_block, 1, 2)
+        return lambda *args: inner(step.blocks[0], *args)
+
+    def custom_jvp(self, step: Step, x: Value, w: Value) -> Value:
+        body = self._rule_body(step)
+        wrapped = jax.custom_jvp(body)
+
+        @wrapped.defjvp
+        def rule(primals, tangents):
+            y, dy = jax.jvp(body, primals, tangents)
+            return y, 0.5 * dy
+
+        return wrapped(x, w)
+
+    def custom_vjp(self, step: Step, x: Value, w: Value) -> Value:
+        body = self._rule_body(step)
+        wrapped = jax.custom_vjp(body)
+        wrapped.defvjp(
+            lambda *a: (body(*a), a),
+            lambda a, g: tuple(-2.0 * t for t in jax.vjp(body, *a)[1](g)),
+        )
+        return wrapped(x, w)
+
+    def scan(self, step: Step, x: Value, y: Value, w: Value) -> Value:
+        def body(carry, u):
+            new = 0.5 * carry + jnp.tanh(self(step.blocks[0], carry, u, w))
+            return new, new[0] * u
+
+        xs = jnp.stack([y, 0.5 * y, -y])
+        carry, ys = lax.scan(
+            body, x, xs, reverse=bool(step.variant % 2), unroll=1 + step.variant // 2
+        )
+        return carry + 0.1 * ys.sum(0)
+
+    def scan_accumulate(self, step: Step, x: Value, y: Value, w: Value) -> Value:
+        xs = jnp.stack([y, -0.5 * y, 0.3 * y])
+        add = lambda acc, u: (acc + self(step.blocks[0], u, w), None)  # noqa: E731
+        return 0.3 * lax.scan(add, x, xs)[0]
+
+    def scan_stacked_weights(self, step: Step, x: Value, w: Value, u: Value) -> Value:
+        body = lambda c, k: (0.5 * c + jnp.tanh(self(step.blocks[0], c, k)), None)  # noqa: E731
+        return lax.scan(body, x, jnp.stack([w, u]))[0]
+
+    def fori_loop(self, step: Step, x: Value, w: Value) -> Value:
+        body = lambda i, c: 0.5 * c + jnp.tanh(self(step.blocks[0], c, w)) * (i + 1)  # noqa: E731
+        return lax.fori_loop(0, 2, body, x)
+
+    def while_loop(self, step: Step, x: Value, w: Value) -> Value:
+        # Not differentiable in reverse: its operands are constants to the derivative.
+        frozen, weights = lax.stop_gradient((x, w))
+        body = lambda s: (s[0] + 1, 0.5 * s[1] + jnp.tanh(self(step.blocks[0], s[1], weights)))  # noqa: E731
+        return lax.while_loop(lambda s: s[0] < 2, body, (jnp.int32(0), frozen))[1] + 0.1 * x
+
+    def cond(self, step: Step, x: Value, b: Value, w: Value) -> Value:
+        yes, no = (lambda *a, k=k: self(k, *a) for k in step.blocks)
+        return lax.cond(self.branch > 0, yes, no, x, b, w)
+
+    def switch(self, step: Step, x: Value, y: Value, w: Value) -> Value:
+        branches = [lambda a, k=k: self(k, a, y, w) for k in step.blocks]
+        return lax.switch(self.branch, branches, x)
+
+    def map_rows(self, step: Step, x: Value, w: Value) -> Value:
+        return lax.map(lambda r: self(step.blocks[0], r, w), x)
+
+    def vmap_rows(self, step: Step, x: Value, w: Value) -> Value:
+        return jax.vmap(lambda r, u: self(step.blocks[0], r, u), in_axes=(0, None))(x, w)
+
+    def dynamic_row(self, step: Step, x: Value, y: Value) -> Value:
+        row = lax.dynamic_slice_in_dim(x, self.row, 1)
+        return lax.dynamic_update_slice_in_dim(y, 0.5 * row, (self.row + 1) % ROWS, 0)
+
+
+# --- evaluation, equation by equation --------------------------------------------------------
+
+# Results of these are copies, selections or integers: they carry no rounding of their own.
+_EXACT = frozenset(
+    """
+    abs and argmax argmin broadcast_in_dim clamp complex concatenate conj convert_element_type
+    copy copy_p cummax cummin dynamic_slice dynamic_update_slice empty2 eq expand_dims floor
+    gather ge gt imag iota is_finite le lt max min name ne neg not optimization_barrier or pad
+    real reduce_and reduce_max reduce_min reduce_or reduce_precision rem reshape rev round
+    scatter select_n sign slice sort split squeeze stack stop_gradient transpose unstack
+    """.split()  # noqa: SIM905
+)
+# Masks of the size of finfo.min must not become infinite.
+_LARGE = 1e30
+
+
+class Rounding:
+    """Multiplies what it sees by `1 ± unit` and adds `± tiny`, elementwise, with random signs.
+
+    `tiny` stands for the absolute error below the normal range (float16).
+    """
+
+    def __init__(self, seed: int, unit: float, tiny: float = 0.0) -> None:
+        self.rng, self.unit, self.tiny = np.random.default_rng(seed), unit, tiny
+
+    def __call__(self, x: Value, unit: float = 0.0) -> Value:
+        if x.dtype != np.float32:
+            return x
+        x = np.asarray(x)
+        signs = self.rng.integers(0, 2, size=x.shape).astype(np.float32) * 2 - 1
+        sizes = max(self.unit, unit) * np.abs(x) + (x != 0) * self.tiny
+        return (x + np.where(np.abs(x) < _LARGE, sizes, 0) * signs).astype(np.float32)
+
+    def constant(self, x: Value) -> Value:
+        """A literal or a captured table is rounded unless it is short enough to survive."""
+        return (
+            x
+            if x.dtype != np.float32 or (np.asarray(x).astype(jnp.bfloat16) == x).all()
+            else self(x)
+        )
+
+
+def evaluate(jaxpr: Any, args: Sequence[Value], rounding: Rounding | None = None) -> list[Value]:
+    """The results of a closed jaxpr at `args`: inner jaxprs inlined, loops run in Python."""
+    open_jaxpr, consts = jaxpr_compat.closed(jaxpr)
+    constant = rounding.constant if rounding else _identity
+    env = dict(zip(open_jaxpr.constvars, map(constant, consts), strict=True))
+    env.update(zip(open_jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Value:
+        return (
+            constant(np.asarray(atom.val, atom.aval.dtype)) if hasattr(atom, "val") else env[atom]
+        )
+
+    for eqn in open_jaxpr.eqns:
+        outs = _equation(eqn, [read(v) for v in eqn.invars], rounding)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in open_jaxpr.outvars]
+
+
+def _identity(x: Value) -> Value:
+    return x
+
+
+def _equation(eqn: Any, operands: list[Value], rounding: Rounding | None) -> list[Value]:
+    name, params = eqn.primitive.name, eqn.params
+    if name in jaxpr_compat.CALLS:
+        return evaluate(jaxpr_compat.call_jaxpr(eqn), operands, rounding)
+    if name == "cond":
+        return evaluate(params["branches"][int(operands[0])], operands[1:], rounding)
+    if name == "while":
+        return _while(params, operands, rounding)
+    if name == "scan":
+        return _scan(eqn, operands, rounding)
+    outs = eqn.primitive.bind(*operands, **params)
+    outs = list(outs) if eqn.primitive.multiple_results else [outs]
+    if rounding is None:
+        return outs
+    if name == "convert_element_type" and outs[0].dtype == jnp.bfloat16:
+        # The author's own rounding jumps by a whole spacing wherever a value is near a tie.
+        rounded = rounding(outs[0].astype(jnp.float32), float(jnp.finfo(jnp.bfloat16).eps) / 2)
+        return [jnp.asarray(rounded, jnp.bfloat16)]
+    return outs if name in _EXACT else [rounding(out) for out in outs]
+
+
+def _while(params: dict[str, Any], operands: list[Value], rounding: Rounding | None) -> list[Value]:
+    split, body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, consts = operands[:split], operands[split : split + body]
+    carry = operands[split + body :]
+    while bool(evaluate(params["cond_jaxpr"], [*cond_consts, *carry])[0]):
+        carry = evaluate(params["body_jaxpr"], [*consts, *carry], rounding)
+    return carry
+
+
+def _scan(eqn: Any, operands: list[Value], rounding: Rounding | None) -> list[Value]:
+    const_count, carry_count = jaxpr_compat.scan_split(eqn)
+    consts, rest = operands[:const_count], operands[const_count:]
+    carry, xs = rest[:carry_count], [np.asarray(x) for x in rest[carry_count:]]
+    length = eqn.params["length"]
+    rows: list[Any] = [None] * length
+    for i in range(length)[:: -1 if eqn.params["reverse"] else 1]:
+        outs = evaluate(eqn.params["jaxpr"], [*consts, *carry, *(x[i] for x in xs)], rounding)
+        carry, rows[i] = outs[:carry_count], [np.asarray(y) for y in outs[carry_count:]]
+    return [*carry, *map(np.stack, zip(*rows, strict=True))]

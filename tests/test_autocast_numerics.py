@@ -1,0 +1,751 @@
+"""What autocast computes, against float64.
+
+Most inputs are small integers or dyadic fractions, exact in 16 bits: a contraction that multiplies
+low and accumulates in float32 is then exact, and whatever error is left belongs to the op under
+test. Where inputs are random, every rounding is an error of at most eps/2, relative: about eps/√12
+in the 2-norm, independent of the others. A contraction rounds two operands and a result, so c
+contractions and p pointwise ops on a path add up to √(3 c + p) eps/√12.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+
+from support import contraction_dtypes, iter_eqns, jaxpr_of
+
+BF16, F16 = "mixed_bfloat16", "mixed_float16"
+BF16_LOW_SOFTMAX, F16_LOW_SOFTMAX = "mixed_bfloat16,softmax=bf16", "mixed_float16,softmax=f16"
+EPS32 = 2.0**-23
+FLOAT32_MIN = float(np.finfo(np.float32).min)
+
+
+def eps(policy: str) -> float:
+    return float(jnp.finfo(jaxmp.get_policy(policy).compute_dtype).eps)
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32)
+
+
+def integers(seed: int, *shape: int, high: int = 3) -> jax.Array:
+    """Small integers: exact in 16 bits, and so are their products and short sums."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-high, high + 1, shape), jnp.float32)
+
+
+def orthogonal(seed: int, n: int) -> jax.Array:
+    q, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(n, n)))
+    return jnp.asarray(q, jnp.float32)
+
+
+def in_float64(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn`'s results in float64 throughout."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda x: jnp.asarray(np.asarray(x, np.float64)) if x.dtype == np.float32 else x, args
+        )
+        return jax.tree.map(np.asarray, jax.jit(fn)(*wide))
+
+
+def relative(got: Any, want: Any) -> float:
+    """The distance of two pytrees in the 2-norm, relative to the second."""
+    a, b = (
+        np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)])
+        for t in (got, want)
+    )
+    assert np.isfinite(a).all()
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def greedily(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with everything in bfloat16: the rule that this library does not follow."""
+
+    def low(*args: Any) -> Any:
+        return fn(*(x.astype(jnp.bfloat16) for x in args))
+
+    return low
+
+
+# --- values and gradients of whole blocks --------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A function, its arguments, and how often a value is rounded on the longest way through it."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    contractions: int
+    pointwise: int = 0
+
+    def tolerance(self, policy: str) -> float:
+        # Twice what is expected: the blocks below amplify an error by less than two.
+        return 2 * (3 * self.contractions + self.pointwise) ** 0.5 * eps(policy) / 12**0.5
+
+
+def chain(x: jax.Array, *ws: jax.Array) -> jax.Array:
+    for w in ws:
+        x = x @ w
+    return x
+
+
+def residual_stream(x: jax.Array, ws: jax.Array) -> jax.Array:
+    for w in ws:
+        x = x + jnp.tanh(x @ w)
+    return x
+
+
+def residual_scan(x: jax.Array, ws: jax.Array) -> jax.Array:
+    return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ ws[0], ws)[0]
+
+
+def pre_norm_stream(x: jax.Array, ws: jax.Array) -> jax.Array:
+    for w in ws:
+        y = x - x.mean(-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6)
+        x = x + jax.nn.gelu(y @ w) @ w.T
+    return x
+
+
+def gated(x: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    return (jax.nn.silu(x @ a) * (x @ b)) @ c
+
+
+def glu(x: jax.Array, a: jax.Array, c: jax.Array) -> jax.Array:
+    return jax.nn.glu(x @ jnp.concatenate([a, c], -1)) @ c
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.softmax(q @ k.T / 16**0.5) @ v
+
+
+def mlp_loss(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    logits = jax.nn.gelu(x @ a) @ b
+    return -jnp.mean(jax.nn.log_softmax(logits)[:, 3])
+
+
+def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    dims = ("NWC", "WIO", "NWC")
+    for _ in range(3):
+        x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=dims))
+    return x
+
+
+def highway(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    gate = jax.nn.sigmoid(x @ a)
+    return (gate * jnp.tanh(x @ b) + (1 - gate) * x) @ a
+
+
+def recurrence(xs: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    def cell(h: jax.Array, x: jax.Array) -> Any:
+        h = jnp.tanh(h @ a + x @ b)
+        return h, h
+
+    return lax.scan(cell, jnp.zeros((2, 16)).astype(xs.dtype), xs)[1]
+
+
+X = normal(0, 8, 16)
+A, B, C = (normal(i, 16, 16, scale=0.25) for i in (1, 2, 3))
+STACK = normal(4, 6, 16, 16, scale=0.1)
+
+CASES = {
+    "matmul": Case(chain, (X, A), 1),
+    "chain of 4": Case(chain, (X, *(orthogonal(i, 16) for i in range(4))), 4),
+    "chain of 12": Case(chain, (X, *(orthogonal(i, 16) for i in range(12))), 12),
+    "residual stream": Case(residual_stream, (X, STACK), 6, 12),
+    "scanned residual stream": Case(residual_scan, (X, STACK), 7, 12),
+    "pre-norm stream": Case(pre_norm_stream, (X, STACK[:2]), 4, 10),
+    "gated unit": Case(gated, (X, A, B, C), 2, 3),
+    "glu": Case(glu, (X, A, C), 2, 3),
+    "attention": Case(attention, (X, normal(5, 8, 16), normal(6, 8, 16)), 2, 2),
+    "mlp and cross-entropy": Case(mlp_loss, (X, A, B), 2, 3),
+    "convolutions": Case(convolved, (normal(7, 2, 12, 4), normal(8, 3, 4, 4, scale=0.3)), 3, 3),
+    "highway": Case(highway, (X, A, B), 2, 4),
+    "recurrent cell": Case(recurrence, (normal(9, 6, 2, 16), A, B), 6, 12),
+}
+
+
+def projected(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of `fn`'s result against weights that differ from element to element."""
+
+    def loss(args: Any) -> jax.Array:
+        y = fn(*args)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+
+    return jax.grad(loss)
+
+
+@functools.cache
+def oracle(name: str) -> Any:
+    """A case's value and gradients in float64."""
+    case = CASES[name]
+    return in_float64(case.fn, *case.args), in_float64(projected(case.fn), case.args)
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_against_float64(name: str, policy: str) -> None:
+    case = CASES[name]
+    fast = jaxmp.autocast(case.fn, policy)
+    got = jax.jit(fast)(*case.args)
+    want, exact_gradient = oracle(name)
+    assert got.dtype == jnp.float32
+    assert relative(got, want) < case.tolerance(policy)
+    gradient = jax.jit(projected(fast))(case.args)
+    assert {str(g.dtype) for g in jax.tree.leaves(gradient)} == {"float32"}
+    # The way back is as long as the way there, and starts from what was rounded on it.
+    for mine, exact in zip(gradient, exact_gradient, strict=True):
+        assert relative(mine, exact) < 2 * case.tolerance(policy) + eps(policy)
+
+
+@pytest.mark.parametrize("policy", [BF16_LOW_SOFTMAX, F16_LOW_SOFTMAX])
+def test_low_softmax_against_float64(policy: str) -> None:
+    test_values_and_gradients_against_float64("attention", policy)
+
+
+def test_these_tolerances_would_see_a_lower_precision() -> None:
+    # bfloat16 fails float16's tolerance: the bounds above are not empty.
+    for name in ("chain of 4", "gated unit", "recurrent cell"):
+        case = CASES[name]
+        got = jax.jit(jaxmp.autocast(case.fn, BF16))(*case.args)
+        assert relative(got, oracle(name)[0]) > case.tolerance(F16)
+
+
+# --- normalisation statistics --------------------------------------------------------------------
+
+
+def layer_norm(x: jax.Array, w: jax.Array) -> jax.Array:
+    return nn.LayerNorm(use_bias=False, use_scale=False, use_fast_variance=False).apply({}, x) @ w
+
+
+def group_norm(x: jax.Array, w: jax.Array) -> jax.Array:
+    norm = nn.GroupNorm(2, use_bias=False, use_scale=False, use_fast_variance=False)
+    return norm.apply({}, x[:, None]).reshape(x.shape) @ w
+
+
+def batch_norm(x: jax.Array, w: jax.Array) -> jax.Array:
+    norm = nn.BatchNorm(False, use_bias=False, use_scale=False, use_fast_variance=False)
+    stats = {"mean": jnp.zeros(x.shape[-1]), "var": jnp.ones(x.shape[-1])}
+    return norm.apply({"batch_stats": stats}, x, mutable=["batch_stats"])[0] @ w
+
+
+def hand_norm(x: jax.Array, w: jax.Array) -> jax.Array:
+    mean = jnp.mean(x, -1, keepdims=True)
+    variance = jnp.mean((x - mean) ** 2, -1, keepdims=True)
+    return (x - mean) / jnp.sqrt(variance + 1e-6) @ w
+
+
+def single_pass_norm(x: jax.Array, w: jax.Array) -> jax.Array:
+    mean = jnp.mean(x, -1, keepdims=True)
+    variance = jnp.mean(x**2, -1, keepdims=True) - mean**2
+    return (x - mean) / jnp.sqrt(variance + 1e-6) @ w
+
+
+def standardize(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.nn.standardize(x, epsilon=1e-6) @ w
+
+
+NORMS = {
+    f.__name__: f
+    for f in (layer_norm, group_norm, batch_norm, hand_norm, single_pass_norm, standardize)
+}
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize("name", NORMS)
+def test_statistics_of_a_large_mean(name: str, policy: str) -> None:
+    # Mean 1000, deviation 1: a float16 sees steps of 0.5 here, a bfloat16 steps of 4.
+    norm = NORMS[name]
+    x, w = normal(10, 32, 64) + 1000.0, orthogonal(11, 64)
+    want = in_float64(norm, x, w)
+    # A single pass in float32 loses mean²/variance × eps32 of the variance: what it is written to.
+    single = name in ("single_pass_norm", "standardize")
+    own = 1e6 * EPS32 * 4 if single else 0.0
+    fast = jax.jit(jaxmp.autocast(norm, policy))
+    assert relative(fast(x, w), want) < 1.5 * eps(policy) + own
+    if not single:
+        with np.errstate(all="ignore"):
+            greedy = np.asarray(jax.jit(greedily(norm))(x, w), np.float64)
+        off = np.linalg.norm(np.nan_to_num(greedy) - want) / np.linalg.norm(want)
+        assert off > 0.3, "everything in bfloat16 must fail, or this test proves nothing"
+
+    def loss(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, w: jnp.sum(fn(x, w) ** 3)
+
+    got = jax.jit(jax.grad(jaxmp.autocast(loss(norm), policy), argnums=1))(x, w)
+    exact = in_float64(jax.grad(loss(norm), argnums=1), x, w)
+    assert relative(got, exact) < 6 * eps(policy) + 3 * own
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize("name", [n for n in NORMS if n != "batch_norm"])
+def test_statistics_of_a_16_bit_value_are_those_of_that_value(name: str, policy: str) -> None:
+    # The hidden value is low, with mean 16 and deviation 1, and exact: half steps below 32. What is
+    # left is the error of the statistics, which must be float32's, and one contraction.
+    norm = NORMS[name]
+    x = integers(12, 32, 64) * 0.5 + 16.0
+    identity, w = jnp.eye(64), orthogonal(13, 64)
+
+    def fn(x: jax.Array, identity: jax.Array, w: jax.Array) -> jax.Array:
+        return norm(x @ identity, w)
+
+    got = jax.jit(jaxmp.autocast(fn, policy))(x, identity, w)
+    assert relative(got, in_float64(fn, x, identity, w)) < 1.5 * eps(policy) + 256 * 4 * EPS32
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_rms_norm_of_large_values(policy: str) -> None:
+    # 1000² overflows float16: the square belongs to the statistic.
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        return (y * lax.rsqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6)) @ w
+
+    x, w = 1000 * X, orthogonal(14, 16)
+    fast = jax.jit(jaxmp.autocast(fn, policy))
+    assert relative(fast(x, w), in_float64(fn, x, w)) < 4 * eps(policy)
+    got = jax.jit(jax.grad(lambda x: jnp.sum(fast(x, w) ** 3)))(x)
+    assert relative(
+        got, in_float64(jax.grad(lambda x, w: jnp.sum(fn(x, w) ** 3)), x, w)
+    ) < 12 * eps(policy)
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-8])
+def test_an_epsilon_does_not_vanish(epsilon: float, policy: str) -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        y = y / (jnp.sqrt(jnp.sum(y * y, -1, keepdims=True)) + epsilon)
+        return (y / (jnp.abs(y) + epsilon)) @ w
+
+    x = X.at[0].set(0.0)  # 0 / 0 if the epsilon is lost
+    got = jaxmp.autocast(fn, policy)(x, orthogonal(15, 16))
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got[0], 0.0)
+
+
+# --- softmax, cross-entropy, masks ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [BF16, BF16_LOW_SOFTMAX, F16, F16_LOW_SOFTMAX])
+def test_a_softmax_sums_to_one_over_many_entries(policy: str) -> None:
+    # 4096 equal weights: a 16-bit sum would stop at 256 (bfloat16) or 2048 (float16).
+    n = 4096
+
+    def fn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.softmax(q @ k.T) @ v
+
+    q, k, v = jnp.ones((2, 4)), jnp.ones((n, 4)), jnp.ones((n, 2))
+    got = jax.jit(jaxmp.autocast(fn, policy))(q, k, v)
+    np.testing.assert_array_equal(got, 1.0)  # 1/4096 is a power of two
+
+
+@pytest.mark.parametrize("policy", [BF16, BF16_LOW_SOFTMAX, F16, F16_LOW_SOFTMAX])
+def test_a_softmax_of_large_scores(policy: str) -> None:
+    scores = jnp.asarray([[5000.0, 4999, 4998, 0], [-5000, -4999, 0, -2000]])
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.softmax(x @ w) @ w
+
+    got = jax.jit(jaxmp.autocast(fn, policy))(scores, jnp.eye(4))
+    rounded = np.asarray(scores.astype(jaxmp.get_policy(policy).compute_dtype), np.float64)
+    want = np.exp(rounded - rounded.max(-1, keepdims=True))
+    np.testing.assert_allclose(got, want / want.sum(-1, keepdims=True), atol=2 * eps(policy))
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize("scale", [1.0, 64.0, 1024.0])
+def test_cross_entropy_of_large_logits_is_float32s(scale: float, policy: str) -> None:
+    # Operands exact in 16 bits, products and sums exact in float32: so must the loss be. A 16-bit
+    # logit of 10,000 would be off by up to 32.
+    x = integers(16, 64, 16)
+    w = integers(17, 16, 32) * scale
+    labels = jnp.arange(64) % 32
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        logits = x @ w
+        picked = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+    got = jax.jit(jaxmp.autocast(loss, policy))(x, w)
+    want = in_float64(loss, x, w)
+    np.testing.assert_allclose(got, want, rtol=16 * EPS32)
+    gradient = jax.jit(jax.grad(jaxmp.autocast(loss, policy)))(x, w)
+    exact = in_float64(jax.grad(loss), x, w)
+    # The cotangent is softmax − one-hot, over the batch: rounded once, with w exact.
+    assert relative(gradient, exact) < 1.5 * eps(policy)
+
+
+@pytest.mark.parametrize("policy", [BF16, BF16_LOW_SOFTMAX, F16, F16_LOW_SOFTMAX])
+@pytest.mark.parametrize("mask", [FLOAT32_MIN, -1e9, -np.inf])
+@pytest.mark.parametrize("how", ["where", "add", "where="])
+def test_masks(how: str, mask: float, policy: str) -> None:
+    keep = jnp.asarray(np.tri(8, k=-1), bool)  # nothing is left of the first row
+
+    def fn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = q @ k.T / 4.0
+        if how == "where":
+            weights = jax.nn.softmax(jnp.where(keep, scores, mask))
+        elif how == "add":
+            weights = jax.nn.softmax(scores + jnp.where(keep, 0.0, mask).astype(scores.dtype))
+        else:
+            weights = jax.nn.softmax(scores, where=keep)
+        return weights @ v
+
+    args = X, normal(18, 8, 16), normal(19, 8, 16)
+    fast = jax.jit(jaxmp.autocast(fn, policy))
+    got, want = np.asarray(fast(*args)), np.asarray(jax.jit(fn)(*args))
+    # Non-finite exactly where float32 is: nowhere for finite masks, the empty row for −inf.
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    assert np.isfinite(want[1:]).all()
+    assert np.isfinite(want[0]).all() == (how == "where=" or np.isfinite(mask))
+    exact = in_float64(fn, *args)
+    assert relative(got[1:], exact[1:]) < 6 * eps(policy)
+    if np.isfinite(want[0]).all():
+        # The row that a mask empties: uniform over values, or nothing at all.
+        level = np.asarray(args[2], np.float64).mean(0) if how != "where=" else np.zeros(16)
+        if how != "add" or mask < -1e20:
+            np.testing.assert_allclose(got[0], level, atol=3 * eps(policy))
+    gradient, plain = (
+        jax.jit(jax.grad(lambda q, k, v, f=f: jnp.sum(f(q, k, v)[1:] ** 2), argnums=(0, 1, 2)))(
+            *args
+        )
+        for f in (fast, fn)
+    )
+    for mine, theirs in zip(gradient, plain, strict=True):
+        np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs))
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_logsumexp_over_many_entries(policy: str) -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.logsumexp(x @ w)
+
+    x, w = jnp.ones((100_000, 1)), jnp.ones((1, 1))
+    got = jax.jit(jaxmp.autocast(fn, policy))(x, w)
+    np.testing.assert_allclose(got, 1 + np.log(1e5), rtol=1e5**0.5 * EPS32)
+
+
+# --- sums and accumulators -----------------------------------------------------------------------
+
+N = 100_000
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize(
+    ("name", "reduce", "want"),
+    [
+        ("sum", jnp.sum, 3.0 * N),
+        ("mean", jnp.mean, 3.0),
+        ("mean of squares", lambda y: jnp.mean(y**2), 9.0),
+        ("norm", lambda y: jnp.linalg.norm(y), (9.0 * N) ** 0.5),
+        ("variance", lambda y: jnp.var(y), 0.0),
+        ("last of cumsum", lambda y: jnp.cumsum(y)[-1], 3.0 * N),
+        ("segment sum", lambda y: jax.ops.segment_sum(y, jnp.zeros(N, jnp.int32), 1)[0], 3.0 * N),
+        ("average pool", lambda y: nn.avg_pool(y[None, :, None], (N,))[0, 0, 0], 3.0),
+    ],
+)
+def test_sums_of_1e5_entries(name: str, reduce: Any, want: float, policy: str) -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return reduce((x @ w)[:, 0]) * jnp.full((1, 1), 2.0**-10) @ w  # within float16's range
+
+    x, w = jnp.full((N, 1), 3.0), jnp.ones((1, 1))
+    fast = jaxmp.autocast(fn, policy)
+    # The sum itself is an integer below 2^24, exact in float32 in any order; it is then rounded
+    # once for the product.
+    got = jax.jit(fast)(x, w)
+    np.testing.assert_allclose(got * 1024, want, rtol=0.5 * eps(policy) + 1e-6)
+    low = [
+        e.primitive.name
+        for e in iter_eqns(jaxpr_of(fast, x, w))
+        if e.primitive.name in ("reduce_sum", "cumsum", "scatter-add", "reduce_window_sum")
+        and str(e.outvars[0].aval.dtype) != "float32"
+    ]
+    assert not low
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize("bias", ["vector", "row", "scalar", "scale"])
+def test_gradients_of_broadcast_parameters_over_a_large_batch(bias: str, policy: str) -> None:
+    shape = {"vector": (8,), "row": (1, 8), "scalar": (), "scale": (8,)}[bias]
+
+    def fn(b: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        y = y * (1 + b) if bias == "scale" else y + b
+        return jnp.sum(y @ w)
+
+    x, w = jnp.ones((20_000, 8)), jnp.eye(8)
+    got = jax.jit(jax.grad(jaxmp.autocast(fn, policy)))(jnp.zeros(shape), x, w)
+    # A product reads its scale in 16 bits, so the sum, exact until then, is rounded once.
+    rounding = 0.5 * eps(policy) if bias == "scale" else 0.0
+    np.testing.assert_allclose(got, 160_000.0 if bias == "scalar" else 20_000.0, rtol=rounding)
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_embedding_gradients_are_summed_in_float32(policy: str) -> None:
+    def fn(table: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(table[jnp.zeros(20_000, jnp.int32)] @ w)
+
+    got = jax.jit(jax.grad(jaxmp.autocast(fn, policy)))(jnp.ones((4, 2)), jnp.eye(2))
+    np.testing.assert_array_equal(got, [[20_000.0] * 2] + [[0.0] * 2] * 3)
+
+
+STEPS = 10_000
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize("loop", ["scan", "fori_loop", "while_loop"])
+@pytest.mark.parametrize("wanted", ["result", "contraction"])
+def test_accumulators_over_ten_thousand_steps(wanted: str, loop: str, policy: str) -> None:
+    def step(total: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+        return total + x @ w
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        init = jnp.zeros_like(x)
+        if loop == "scan":
+            total = lax.scan(lambda c, _: (step(c, x, w), None), init, None, length=STEPS)[0]
+        elif loop == "fori_loop":
+            total = lax.fori_loop(0, STEPS, lambda _, c: step(c, x, w), init)
+        else:
+            total = lax.while_loop(
+                lambda s: s[0] < STEPS, lambda s: (s[0] + 1, step(s[1], x, w)), (0, init)
+            )[1]
+        return total @ w if wanted == "contraction" else total
+
+    x, w = jnp.ones((1, 2)), jnp.eye(2)
+    got = jax.jit(jaxmp.autocast(fn, policy))(x, w)
+    # 10,000 = 78.125 × 2^7 and rounds to 9984 in bfloat16; float16 has it exactly.
+    want = float(jnp.float32(STEPS).astype(jaxmp.get_policy(policy).compute_dtype))
+    np.testing.assert_array_equal(got, want if wanted == "contraction" else STEPS)
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_running_means_and_moments_of_a_scan(policy: str) -> None:
+    def fn(xs: jax.Array, w: jax.Array) -> Any:
+        def step(carry: Any, x: jax.Array) -> Any:
+            mean, moment = carry
+            y = (x @ w)[0]
+            return (mean * 0.999 + 0.001 * y, moment + y**2), None
+
+        return lax.scan(step, (jnp.zeros(2), jnp.zeros(2)), xs)[0]
+
+    xs, w = jnp.ones((STEPS, 1, 2)), jnp.eye(2)
+    mean, moment = jax.jit(jaxmp.autocast(fn, policy))(xs, w)
+    np.testing.assert_allclose(mean, 1 - 0.999**STEPS, rtol=1e-4)  # float32's own drift
+    np.testing.assert_array_equal(moment, STEPS)
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_cumulative_sums_before_a_contraction(policy: str) -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        positions = jnp.cumsum(x @ w, 0)
+        return (positions - positions[-1:]) @ w  # differences of neighbours survive in float32 only
+
+    x, w = jnp.ones((4096, 1)), jnp.ones((1, 1))
+    got = jax.jit(jaxmp.autocast(fn, policy))(x, w)[:, 0]
+    want = np.arange(1, 4097) - 4096.0
+    np.testing.assert_allclose(got, want, rtol=0.5 * eps(policy))
+
+
+# --- activations ---------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "silu": jax.nn.silu,
+    "softplus": jax.nn.softplus,
+    "mish": jax.nn.mish,
+    "elu": jax.nn.elu,
+    "selu": jax.nn.selu,
+    "celu": jax.nn.celu,
+    "log_sigmoid": jax.nn.log_sigmoid,
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+    "relu": jax.nn.relu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "hard_swish": jax.nn.hard_swish,
+    "squareplus": jax.nn.squareplus,
+    "soft_sign": jax.nn.soft_sign,
+    "relu squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "sine": jnp.sin,
+}
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_and_their_derivatives(name: str, policy: str) -> None:
+    # Pre-activations from −8 to 8 in steps of 1/8: exact in both types. The identity after it makes
+    # the activation towards a contraction.
+    activation = ACTIVATIONS[name]
+    x, identity = jnp.arange(-64.0, 64.0).reshape(8, 16) / 8, jnp.eye(16)
+
+    def fn(x: jax.Array, identity: jax.Array) -> jax.Array:
+        return activation(x @ identity) @ identity
+
+    got = np.asarray(jax.jit(jaxmp.autocast(fn, policy))(x, identity), np.float64)
+    want = in_float64(fn, x, identity)
+    # Up to six low ops; where they cancel (x Φ(x) for x ≪ 0) the error is relative to |x|.
+    bound = 3 * eps(policy) * (np.abs(want) + np.minimum(1.0, np.abs(np.asarray(x, np.float64))))
+    assert (np.abs(got - want) <= bound).all(), np.max(np.abs(got - want) / bound)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jaxmp.autocast(fn, policy)(x, identity))))(x)
+    exact = in_float64(jax.grad(lambda x, i: jnp.sum(fn(x, i))), x, identity)
+    # Derivatives are sums of up to three terms of order |x| φ(x).
+    assert relative(gradient, exact) < 4 * eps(policy)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - {"relu squared", "squareplus"}))
+def test_activations_of_large_values_make_no_infinities(name: str, policy: str) -> None:
+    def fn(x: jax.Array, identity: jax.Array) -> jax.Array:
+        return ACTIVATIONS[name](x @ identity) @ identity
+
+    # In float16 the cube in gelu overflows beyond 40, whoever writes the dtype, and its derivative
+    # beyond 147.
+    scale = 1.0 if (name, policy) != ("gelu_tanh", F16) else 2.0**-8
+    x = scale * jnp.asarray([[1e4, -1e4, 3e4, -3e4]])
+    fast = jaxmp.autocast(fn, policy)
+    assert np.isfinite(jax.jit(fast)(x, jnp.eye(4))).all()
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(fast(x, jnp.eye(4)))))(x)
+    assert np.isfinite(gradient).all()
+
+
+# --- randomness ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [BF16, "bfloat16"])
+def test_dropout_drops_the_same(policy: str) -> None:
+    model = nn.Sequential([nn.Dense(64), nn.Dropout(0.5, deterministic=False)])
+    x = jnp.abs(X) + 1
+    params = jax.tree.map(jnp.ones_like, jax.jit(model.init)(jax.random.key(0), x))
+
+    def fn(params: Any, x: jax.Array) -> jax.Array:
+        return model.apply(params, x, rngs={"dropout": jax.random.key(3)})
+
+    want = jax.jit(fn)(params, x)
+    assert 0.3 < float((want == 0).mean()) < 0.7
+    got = jax.jit(jaxmp.autocast(fn, policy))(params, x)
+    np.testing.assert_array_equal(got == 0, want == 0)
+    mine = jax.jit(jax.grad(lambda x: jnp.sum(jaxmp.autocast(fn, policy)(params, x) * 1.0)))(x)
+    theirs = jax.jit(jax.grad(lambda x: jnp.sum(fn(params, x))))(x)
+    assert relative(mine, theirs) < 4 * eps(policy)
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_random_numbers_are_bitwise_the_same(policy: str) -> None:
+    def fn(key: jax.Array, w: jax.Array) -> Any:
+        noise = jax.random.normal(key, (4, 16))
+        index = jax.random.categorical(key, noise)
+        return noise, index, jax.random.uniform(key, (8,)), noise @ w
+
+    fast = jax.jit(jaxmp.autocast(fn, policy))(jax.random.key(0), A)
+    plain = jax.jit(fn)(jax.random.key(0), A)
+    for mine, theirs in zip(fast[:3], plain[:3], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert relative(fast[3], plain[3]) < 1.5 * eps(policy)
+
+
+# --- dtypes at the boundary ----------------------------------------------------------------------
+
+
+class Boundary(NamedTuple):
+    spec: str
+    compute: str
+    output: str
+
+
+BOUNDARIES = [
+    Boundary("mixed_bfloat16", "bfloat16", "float32"),
+    Boundary("mixed_float16", "float16", "float32"),
+    Boundary("bfloat16", "bfloat16", "bfloat16"),
+    Boundary("float16", "float16", "float16"),
+    Boundary("p=bf16,c=bf16,o=f32", "bfloat16", "float32"),
+    Boundary("p=f32,c=bf16,o=f16", "bfloat16", "float16"),
+    Boundary("p=bf16,c=f32,o=f32", "float32", "float32"),
+    Boundary("p=f32,c=f32,o=bf16", "float32", "bfloat16"),
+]
+
+
+@functools.cache
+def boundary_model() -> Any:
+    """A small model and its parameters."""
+    model = nn.Sequential([nn.Dense(16), nn.gelu, nn.LayerNorm(), nn.Dense(4)])
+    return model, jax.jit(model.init)(jax.random.key(0), X)
+
+
+@functools.cache
+def boundary_oracle() -> Any:
+    """Its result, and the gradient of the squared result, in float64."""
+    model, params = boundary_model()
+    gradient = jax.grad(lambda p, x: jnp.sum(model.apply(p, x) ** 2))
+    return in_float64(model.apply, params, X), in_float64(gradient, params, X)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES, ids=lambda b: b.spec)
+def test_dtypes_at_the_boundary(boundary: Boundary) -> None:
+    model, params = boundary_model()
+    fast = jax.jit(jaxmp.autocast(model.apply, boundary.spec))
+    got = fast(params, X)
+    assert str(got.dtype) == boundary.output
+    assert set(contraction_dtypes(fast, params, X)) == {boundary.compute}
+    policy = jaxmp.get_policy(boundary.spec)
+    dtypes = policy.param_dtype, policy.compute_dtype, policy.output_dtype
+    coarsest = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+    want, exact = boundary_oracle()
+    assert relative(got, want) < 5 * coarsest  # two contractions, arguments and result rounded
+
+    def loss(params: Any) -> jax.Array:
+        return jnp.sum(fast(params, X).astype(jnp.float32) ** 2)
+
+    gradient = jax.jit(jax.grad(loss))(params)
+    # Masters are float32, whatever they are stored as inside: so are their gradients.
+    assert {str(g.dtype) for g in jax.tree.leaves(gradient)} == {"float32"}
+    assert relative(gradient, exact) < 12 * coarsest
+
+
+def test_masters_in_16_bits_have_gradients_in_16_bits() -> None:
+    params = {"w": A.astype(jnp.bfloat16), "b": jnp.zeros(16, jnp.bfloat16)}
+
+    def fn(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))
+
+    gradient = jax.grad(jaxmp.autocast(fn, BF16))(params, X)
+    assert {str(g.dtype) for g in gradient.values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("spec", ["bfloat16", "float16"])
+def test_a_16_bit_output_is_rounded_once(spec: str) -> None:
+    # The sum of squares ends in float32 and is exact there: the result is its rounding, no less.
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum((x @ w) ** 2, -1)
+
+    x, w = integers(20, 8, 16), jnp.eye(16)
+    got = jaxmp.autocast(fn, spec)(x, w)
+    want = jnp.asarray(np.sum(np.asarray(x, np.float64) ** 2, -1), jnp.float32).astype(spec)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_large_float32_result_does_not_overflow_float16() -> None:
+    # 1000 × 1000 does not fit into float16; the product is accumulated and returned in float32.
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w
+
+    x, w = jnp.full((2, 4), 1000.0), jnp.full((4, 2), 1000.0)
+    np.testing.assert_array_equal(jaxmp.autocast(fn, F16)(x, w), 4e6)
+
+
+def test_the_float32_policy_is_bitwise_the_function() -> None:
+    for name in ("pre-norm stream", "attention", "recurrent cell", "convolutions"):
+        case = CASES[name]
+        plain = jax.jit(case.fn)(*case.args)
+        np.testing.assert_array_equal(
+            jax.jit(jaxmp.autocast(case.fn, "float32"))(*case.args), plain, err_msg=name
+        )

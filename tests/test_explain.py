@@ -1,0 +1,495 @@
+"""`explain`: every row is true, the counts are right, and nothing is computed to find out."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxmp
+
+from support import contraction_dtypes, iter_eqns, jaxpr_of
+
+BF16, F16 = "mixed_bfloat16", "mixed_float16"
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 0.3, jnp.float32)
+
+
+X, W = normal(0, 4, 8), normal(1, 8, 8)
+STRUCT = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.mean(jax.nn.relu(x @ w) @ w)
+
+
+def line_of(fn: Callable[..., Any], text: str) -> str:
+    """``file.py:line`` of the line of `fn` that contains `text`."""
+    lines, start = inspect.getsourcelines(fn)
+    [offset] = [i for i, line in enumerate(lines) if text in line]
+    return f"test_explain.py:{start + offset}"
+
+
+def rows_of(fn: Callable[..., Any], op: str, *args: Any, policy: Any = BF16) -> list[Any]:
+    return [r for r in jaxmp.explain(fn, policy)(*args).rows if r.op == op]
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope("encoder"):
+            hidden = jnp.tanh(x @ w)  # low
+        return jnp.sum(jnp.exp(hidden @ w))  # into the loss
+
+    rows = jaxmp.explain(fn, BF16)(X, W).rows
+    assert [dataclasses.astuple(r) for r in rows] == [
+        ("dot_general", "encoder", line_of(fn, "# low"), "bfloat16", "contraction", 1),
+        ("tanh", "encoder", line_of(fn, "# low"), "bfloat16", "follows its 16-bit operand", 1),
+        (
+            "dot_general",
+            "",
+            line_of(fn, "# into"),
+            "bfloat16",
+            "contraction; only float32 ops want the result",
+            1,
+        ),
+        ("exp", "", line_of(fn, "# into"), "float32", "sensitive op: float32", 1),
+        ("reduce_sum", "", line_of(fn, "# into"), "float32", "sensitive op: float32", 1),
+    ]
+    fields = [field.name for field in dataclasses.fields(rows[0])]
+    assert fields == ["op", "path", "source", "dtype", "reason", "count"]
+
+
+def test_rows_keep_the_order_of_the_program() -> None:
+    found = [r.op for r in jaxmp.explain(layer, BF16)(X, W).rows]
+    want = [
+        e.primitive.name
+        for e in iter_eqns(jaxpr_of(layer, X, W))
+        if e.primitive.name not in ("jit", "custom_jvp_call")
+    ]
+    assert found == want
+
+
+def test_a_line_in_the_users_file_even_for_jaxs_own_functions() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        weights = jax.nn.softmax(x @ w)  # here
+        return jnp.linalg.norm(weights)  # there
+
+    sources = {r.op: r.source for r in jaxmp.explain(fn, BF16)(X, W).rows}
+    assert sources["exp"] == line_of(fn, "# here")
+    assert sources["sqrt"] == line_of(fn, "# there")
+
+
+def test_lines_inside_control_flow_and_derivatives() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        def body(c: jax.Array, _: None) -> Any:
+            return jax.checkpoint(lambda a: jnp.tanh(a @ w))(c), None  # body
+
+        return jnp.sum(lax.scan(body, x, None, length=3)[0])
+
+    found = jaxmp.explain(jax.grad(fn), BF16)(X, W)
+    dots = [r for r in found.rows if r.op == "dot_general"]
+    assert {r.source for r in dots} == {line_of(fn, "# body")}
+    assert all(r.count == 3 for r in dots)
+
+
+def test_scopes_of_the_program_are_joined_to_those_around_it() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        def body(c: jax.Array, _: None) -> Any:
+            with jax.named_scope("inside"):
+                return jnp.tanh(c @ w), None
+
+        with jax.named_scope("outside"):
+            return lax.scan(body, x, None, length=3)[0]
+
+    [row] = rows_of(fn, "dot_general", X, W)
+    parts = row.path.split("/")
+    assert "inside" in parts
+    assert "outside" in parts
+    assert parts.index("outside") < parts.index("inside")
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nn.Dense(8, name="out")(nn.relu(nn.Dense(16, name="in_")(nn.LayerNorm()(x))))
+
+
+class Tower(nn.Module):
+    remat: bool = False
+    scan: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        block = nn.remat(Block) if self.remat else Block
+        if self.scan:
+
+            class Step(nn.Module):
+                @nn.compact
+                def __call__(self, x: jax.Array, _: None) -> Any:
+                    return block(name="block")(x), None
+
+            steps = nn.scan(
+                Step, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+            )
+            return steps(name="layers")(x, None)[0]
+        for i in range(3):
+            x = block(name=f"layers_{i}")(x)
+        return x
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_path_is_the_flax_module_path(remat: bool) -> None:
+    model = Tower(remat=remat)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    dots = rows_of(model.apply, "dot_general", params, X)
+    assert len(dots) == 6
+    for row, (i, name) in zip(
+        dots, [(i, n) for i in range(3) for n in ("in_", "out")], strict=True
+    ):
+        parts = row.path.split("/")
+        assert [p for p in parts if p.startswith("layers_")] == [f"layers_{i}"]
+        assert name in parts
+
+
+def test_the_path_under_a_lifted_scan_and_its_count() -> None:
+    model = Tower(scan=True)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    found = jaxmp.explain(model.apply, BF16)(params, X)
+    dots = [r for r in found.rows if r.op == "dot_general"]
+    assert [r.count for r in dots] == [3, 3]
+    assert ["in_" in r.path.split("/") for r in dots] == [True, False]
+    assert all("layers" in r.path and "block" in r.path for r in dots)
+    assert found.contractions() == {"bfloat16": 6}
+
+
+# --- counts --------------------------------------------------------------------------------------
+
+
+def test_lengths_of_nested_scans_are_multiplied() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        def inner(c: jax.Array, _: None) -> Any:
+            return jnp.tanh(c @ w), None
+
+        def outer(c: jax.Array, _: None) -> Any:
+            return lax.scan(inner, c @ w, None, length=5)[0], None
+
+        return jax.jit(lambda a: lax.scan(outer, a, None, length=7)[0])(x) @ w
+
+    assert sorted(r.count for r in rows_of(fn, "dot_general", X, W)) == [1, 7, 35]
+    assert sum(jaxmp.explain(fn, BF16)(X, W).contractions().values()) == 43
+    assert [r.count for r in rows_of(fn, "tanh", X, W)] == [35]
+
+
+def test_branches_and_loop_bodies_count_once() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        x = lax.cond(x[0, 0] > 0, lambda a: a @ w, lambda a: jnp.tanh(a @ w) @ w, x)
+        return lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 1, s[1] @ w), (0, x))[1]
+
+    assert [r.count for r in rows_of(fn, "dot_general", X, W)] == [1, 1, 1, 1]
+
+
+def test_a_shared_function_counts_at_every_call() -> None:
+    inner = jax.jit(lambda a, w: jnp.tanh(a @ w))
+    found = jaxmp.explain(lambda x, w: inner(inner(inner(x, w), w), w), BF16)(X, W)
+    assert sum(found.contractions().values()) == 3
+
+
+def test_contractions_are_counted_by_dtype_most_first() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        exact = jnp.dot(x, w, precision="highest")
+        kernel = w[None]
+        convolved = lax.conv_general_dilated(
+            x[None], kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+        return exact + (x @ w) @ w + convolved[0]
+
+    found = jaxmp.explain(fn, F16)(X, W).contractions()
+    assert list(found.items()) == [("float16", 3), ("float32", 1)]
+    assert jaxmp.explain(jnp.sin, BF16)(X).contractions() == {}
+
+
+# --- summary and table ---------------------------------------------------------------------------
+
+
+def pinned(x: jax.Array, w: jax.Array) -> jax.Array:
+    exact = jnp.dot(x, w, precision="highest")  # pinned
+    region = jaxmp.full_precision(jnp.matmul)(x, w)  # region
+    return (x @ w) @ w + exact + region
+
+
+def test_the_summary_names_each_float32_contraction_and_why() -> None:
+    lines = jaxmp.explain(pinned, BF16)(X, W).summary().splitlines()
+    policy = str(jaxmp.get_policy(BF16))
+    assert lines[0].split() == ["policy", policy]
+    assert lines[1] in (
+        "contractions  2 bfloat16, 2 float32",
+        "contractions  2 float32, 2 bfloat16",
+    )
+    named = [line for line in lines if line.startswith("  float32: dot_general")]
+    assert len(named) == 2
+    assert any(
+        line_of(pinned, "# pinned") in line and "precision=HIGHEST, as the author asked" in line
+        for line in named
+    )
+    assert any(line_of(pinned, "# region") in line and "float32 region" in line for line in named)
+
+
+def test_the_summary_gathers_contractions_with_one_reason() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(12):
+            x = jnp.dot(x, w, precision="highest")  # all
+        return x
+
+    named = [
+        line
+        for line in jaxmp.explain(fn, BF16)(X, W).summary().splitlines()
+        if "dot_general" in line
+    ]
+    assert len(named) == 1
+    assert line_of(fn, "# all") in named[0]
+    assert "11 more" in named[0]
+
+
+def test_the_summary_is_silent_when_there_is_nothing_to_say() -> None:
+    summary = jaxmp.explain(layer, BF16)(X, W).summary()
+    assert "float32: dot_general" not in summary
+    assert "not classified" not in summary
+    assert "contractions  none" in jaxmp.explain(jnp.sin, BF16)(X).summary()
+
+
+def test_str_is_an_aligned_table_and_the_summary() -> None:
+    found = jaxmp.explain(pinned, BF16)(X, W)
+    table, summary = str(found).split("\n\n", 1)
+    assert summary == found.summary()
+    header, *body = table.splitlines()
+    assert len(body) == len(found.rows)
+    assert header.split() == ["op", "dtype", "times", "source", "path", "reason"]
+    columns = [m.start() for m in re.finditer(r"\S+", header)]
+    for line, row in zip(body, found.rows, strict=True):
+        cells = [line[a:b].strip() for a, b in zip(columns, [*columns[1:], None], strict=True)]
+        assert cells == [row.op, row.dtype, str(row.count), row.source, row.path, row.reason]
+
+
+# --- nothing is computed -------------------------------------------------------------------------
+
+
+def test_shapes_are_enough() -> None:
+    got = jaxmp.explain(layer, BF16)(STRUCT, STRUCT)
+    assert got == jaxmp.explain(layer, BF16)(W, W)
+    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)  # 4 TiB
+    assert jaxmp.explain(layer, BF16)(huge, huge).contractions() == {"bfloat16": 2}
+
+
+def test_nothing_runs() -> None:
+    called: list[int] = []
+
+    def callback(a: Any) -> Any:
+        called.append(1)
+        return np.asarray(a)
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: called.append(2))
+        y = jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x @ w)
+        return y @ w
+
+    found = jaxmp.explain(fn, BF16)(X, W)
+    jax.effects_barrier()
+    assert called == []
+    assert {r.op for r in found.rows} >= {"pure_callback", "debug_callback"}
+
+
+def test_static_and_keyword_arguments() -> None:
+    def fn(x: jax.Array, w: jax.Array, *, times: int, activation: str) -> jax.Array:
+        for _ in range(times):
+            x = getattr(jnp, activation)(x @ w)
+        return x
+
+    found = jaxmp.explain(fn, BF16)(X, W, times=3, activation="tanh")
+    assert found.contractions() == {"bfloat16": 3}
+
+
+def test_explanations_are_plain_data() -> None:
+    one, two = jaxmp.explain(layer, BF16)(X, W), jaxmp.explain(layer, "mixed_float16")(X, W)
+    assert one == jaxmp.explain(layer, BF16)(X, W)
+    assert one != two
+    assert isinstance(one.rows, tuple)
+    assert {type(cell) for row in one.rows for cell in dataclasses.astuple(row)} == {str, int}
+
+
+# --- every reason --------------------------------------------------------------------------------
+
+
+def normalised(x: jax.Array, w: jax.Array) -> jax.Array:
+    y = x @ w
+    y = (y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
+    return jnp.maximum(y * 2.0 + 1.0, 0.0) @ w
+
+
+def _scanned(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=2)[0]
+
+
+REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
+    # The reason: a program, the op it is given for, its dtype, the policy.
+    "contraction": (lambda x, w: (x @ w) @ w, "dot_general", "bfloat16", BF16),
+    "contraction; only float32 ops want the result": (
+        lambda x, w: x @ w, "dot_general", "bfloat16", BF16,
+    ),
+    "follows its 16-bit operand": (lambda x, w: jnp.tanh(x @ w) @ w, "tanh", "bfloat16", BF16),
+    "only float32 ops want the result": (lambda x, w: jnp.tanh(x @ w), "tanh", "float32", BF16),
+    "no 16-bit operand": (lambda x, w: (x * 2.0) @ w, "mul", "float32", BF16),
+    "leaves a normalisation towards a contraction": (normalised, "max", "bfloat16", BF16),
+    "normalises: meets a statistic of its own operand": (normalised, "sub", "float32", BF16),
+    "the constant 1e-08 vanishes in float16": (
+        lambda x, w: (x @ w + 1e-8) @ w, "add", "float32", F16,
+    ),
+    "sensitive op: float32": (lambda x, w: jnp.exp(x @ w) @ w, "exp", "float32", BF16),
+    "moves values: as they are": (
+        lambda x, w: (x @ w).reshape(8, 4).T @ w, "reshape", "bfloat16", BF16,
+    ),
+    "runs as written": (lambda x, w: jnp.linalg.cholesky(w @ w.T), "cholesky", "float32", BF16),
+    "not classified: runs as written": (
+        lambda x, w: lax.composite(lambda a: a * 2, "jaxmp.double")(x @ w), "composite", "float32",
+        BF16,
+    ),
+    "no float32 operand": (lambda x, w: jnp.arange(4) + 1, "add", "int32", BF16),
+    "float32 region": (
+        lambda x, w: jaxmp.full_precision(jnp.matmul)(x, w), "dot_general", "float32", BF16,
+    ),
+    "precision=HIGHEST, as the author asked": (
+        lambda x, w: jnp.dot(x, w, precision="highest"), "dot_general", "float32", BF16,
+    ),
+    "precision=HIGH, as the author asked": (
+        lambda x, w: jnp.dot(x, w, precision="high"), "dot_general", "float32", BF16,
+    ),
+    "multiplies float32 by complex64": (
+        lambda x, w: lax.dot_general(
+            x, w * 1j, (((1,), (0,)), ((), ())), preferred_element_type=jnp.complex64
+        ),
+        "dot_general", "float32", BF16,
+    ),
+    "the author's conversion": (
+        lambda x, w: (x @ w).astype(jnp.int32), "convert_element_type", "float32", BF16,
+    ),
+    "the author's upcast": (
+        lambda x, w: x.astype(jnp.bfloat16).astype(jnp.float32) @ w,
+        "convert_element_type", "float32", BF16,
+    ),
+    "repeats values: its gradient is summed in float32": (
+        lambda x, w: jnp.broadcast_to((x @ w)[:, None], (4, 3, 8)) @ w, "broadcast_in_dim",
+        "float32", BF16,
+    ),
+    "the author upcast an operand to float32": (
+        lambda x, w: x.astype(jnp.bfloat16).astype(jnp.float32) @ w, "dot_general", "float32", BF16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_reason_is_given_where_it_holds(reason: str) -> None:
+    fn, op, dtype, policy = REASONS[reason]
+    rows = rows_of(fn, op, X, W, policy=policy)
+    assert (dtype, reason) in [(r.dtype, r.reason) for r in rows], rows
+
+
+def test_no_reason_is_untested() -> None:
+    # Read off the planner's source: a new reason needs a case above.
+    from jaxmp.autocast import planner, rules
+
+    pieces = [planner.JaxprPlanner, rules.author_keeps]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(piece))) for piece in pieces]
+    given = {value for value in vars(planner).values() if isinstance(value, str) and " " in value}
+    given -= {planner.__doc__, planner.LOOKED_INSIDE if hasattr(planner, "LOOKED_INSIDE") else ""}
+    for tree in trees:
+        docstrings = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node)
+        }
+        inner = {
+            id(part) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for part in n.values
+        }
+        formats = {id(n.format_spec) for n in ast.walk(tree) if isinstance(n, ast.FormattedValue)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr) and id(node) not in formats:
+                given.add(
+                    "".join(p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if id(node) not in docstrings | inner and " " in node.value:
+                    given.add(node.value)
+    patterns = {text: re.escape(text).replace("\0", ".+").replace("\\.+", ".+") for text in given}
+    untested = {t for t, p in patterns.items() if not any(re.fullmatch(p, r) for r in REASONS)}
+    # Separators, and what `contraction` never sees: it is not asked without a float32 operand.
+    untested -= {" and ", "operands are \0, not float32"}
+    assert not untested
+    assert len(given) > 12
+
+
+# --- explain agrees with what runs ---------------------------------------------------------------
+
+
+def attention(x: jax.Array, w: jax.Array) -> jax.Array:
+    q, k, v = x @ w, x @ (w + 1), x @ (w * 2)
+    return jax.nn.softmax(q @ k.T / 8**0.5) @ v @ w
+
+
+def trained(x: jax.Array, w: jax.Array) -> jax.Array:
+    return w - 0.1 * jax.grad(lambda w: jnp.mean(normalised(x, w) ** 2))(w)
+
+
+def linen(x: jax.Array, w: jax.Array) -> jax.Array:
+    model = Tower(scan=True)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    return model.apply(jax.tree.map(lambda p: jnp.full(p.shape, 0.1), params), x)
+
+
+def nnx_mlp(x: jax.Array, w: jax.Array) -> jax.Array:
+    model = nnx.Sequential(
+        nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu, nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+    )
+    return model(x) @ w
+
+
+MODELS = {
+    f.__name__: f for f in (layer, normalised, attention, trained, linen, nnx_mlp, pinned, _scanned)
+}
+
+
+@pytest.mark.parametrize(
+    "policy", [BF16, F16, "mixed_bfloat16,softmax=bf16", "bfloat16", "float32"]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_explain_agrees_with_the_transformed_program(name: str, policy: str) -> None:
+    fn = MODELS[name]
+    found = jaxmp.explain(fn, policy)(X, W)
+    fast = jaxmp.autocast(fn, policy)
+    written = Counter(r.dtype for r in found.rows if r.op == "dot_general")
+    assert written == contraction_dtypes(fast, X, W)
+    # (reduce_max of a 16-bit value is exact in either dtype; bound in float32 for its transpose.)
+    for op in ("exp", "tanh", "rsqrt", "reduce_sum", "logistic", "sqrt", "log"):
+        said = Counter(r.dtype for r in found.rows if r.op == op)
+        runs = Counter(
+            str(e.invars[-1].aval.dtype)
+            for e in iter_eqns(jaxpr_of(fast, X, W))
+            if e.primitive.name == op
+        )
+        assert said == runs, op

@@ -1,0 +1,302 @@
+"""The table of primitives: complete on every supported JAX, without contradictions, overridable."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.extend.core.primitives as jex_primitives
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+import jaxmp
+from jaxmp.autocast import jaxpr_compat, ops
+
+from support import contraction_dtypes, primitives
+
+BF16 = "mixed_bfloat16"
+CLASSES = {
+    "low": ops.LOW,
+    "full": ops.FULL,
+    "follow": ops.FOLLOW,
+    "transparent": ops.TRANSPARENT,
+    "own": ops.OWN,
+}
+# What the plan looks inside; these are no rows of the table.
+HIGHER_ORDER = frozenset({"scan", "while", "cond", *jaxpr_compat.CALLS})
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
+
+
+def exported_primitives() -> dict[str, str]:
+    """Primitive name → where this JAX exports it."""
+    found: dict[str, str] = {}
+    for module in (lax, lax.linalg, jex_primitives):
+        for attribute in dir(module):
+            value = getattr(module, attribute, None)
+            if isinstance(value, Primitive):
+                found.setdefault(value.name, f"{module.__name__}.{attribute}")
+    return found
+
+
+EXPORTED = exported_primitives()
+
+
+def plan_rows(fn: Any, *args: Any, policy: Any = BF16) -> dict[str, Any]:
+    """The row of each primitive that occurs once."""
+    rows = jaxmp.explain(fn, policy)(*args).rows
+    names = [row.op for row in rows]
+    return {row.op: row for row in rows if names.count(row.op) == 1}
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def test_jax_exports_what_we_think_it_does() -> None:
+    # If JAX moved its primitives, the next test would pass on an empty list.
+    assert len(EXPORTED) > 150
+    assert {"dot_general", "exp", "scan", "custom_vjp_call", "cholesky"} <= set(EXPORTED)
+
+
+@pytest.mark.parametrize("name", sorted(EXPORTED))
+def test_every_exported_primitive_is_classified_on_purpose(name: str) -> None:
+    classified = ops.classify(name, {"y": 2}) is not None
+    assert classified or name in HIGHER_ORDER, f"{EXPORTED[name]} is in no class of the table"
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.combinations(sorted(CLASSES), 2)])
+def test_no_primitive_is_in_two_classes(one: str, other: str) -> None:
+    assert not CLASSES[one] & CLASSES[other]
+
+
+def test_no_higher_order_primitive_is_in_the_table() -> None:
+    # A class would only be read after the plan has looked inside: it would mean nothing.
+    assert not HIGHER_ORDER & frozenset().union(*CLASSES.values())
+
+
+def test_special_cases_name_primitives_of_the_class_they_refine() -> None:
+    assert ops.NORMALISING <= ops.FOLLOW
+    assert ops.AFFINE <= ops.FOLLOW | ops.TRANSPARENT
+    assert ops.REPEATING <= ops.TRANSPARENT
+    assert ops.WRITING <= ops.TRANSPARENT
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("low", "dot_general conv_general_dilated ragged_dot_general"),
+        ("full", "exp log log1p pow rsqrt reduce_sum cumsum cumlogsumexp reduce_window_sum"),
+        ("full", "scatter-add psum erf_inv lgamma sort top_k select_and_scatter_add"),
+        ("follow", "add sub mul div max tanh logistic erf select_n clamp concatenate"),
+        ("transparent", "reshape transpose broadcast_in_dim slice gather reduce_max all_gather"),
+        ("own", "fft cholesky random_bits complex convert_element_type pure_callback"),
+    ],
+)
+def test_classes_of_the_design(kind: str, names: str) -> None:
+    assert {ops.classify(name, {}) for name in names.split()} == {kind}
+
+
+@pytest.mark.parametrize(("exponent", "kind"), [(2, "follow"), (3, "follow"), (-1, "full")])
+def test_a_negative_power_is_a_division(exponent: int, kind: str) -> None:
+    assert ops.classify("integer_pow", {"y": exponent}) == kind
+
+
+def test_overrides_come_before_everything_else() -> None:
+    overrides = {"integer_pow": "transparent", "exp": "follow", "mine": "own"}
+    assert ops.classify("integer_pow", {"y": -1}, overrides) == "transparent"
+    assert ops.classify("exp", {}, overrides) == "follow"
+    assert ops.classify("mine", {}, overrides) == "own"
+    assert ops.classify("mine", {}) is None
+
+
+# --- a primitive that nobody listed --------------------------------------------------------------
+
+
+def make_primitive(name: str) -> Primitive:
+    """A differentiable elementwise primitive, `3 * x`, as a user's library would define it."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda x: x * 3)
+    primitive.def_abstract_eval(lambda aval: aval)
+    mlir.register_lowering(primitive, mlir.lower_fun(lambda x: x * 3, multiple_results=False))
+    ad.deflinear2(primitive, lambda cotangent, _: [cotangent * 3])
+    return primitive
+
+
+triple_p = make_primitive("jaxmp_test_triple")
+
+
+def product_p_impl(a: Any, b: Any) -> Any:
+    return jnp.dot(a, b)
+
+
+product_p = Primitive("jaxmp_test_product")
+product_p.def_impl(product_p_impl)
+product_p.def_abstract_eval(lambda a, b: a.update(shape=(a.shape[0], b.shape[1])))
+mlir.register_lowering(product_p, mlir.lower_fun(product_p_impl, multiple_results=False))
+
+
+def around_triple(x: jax.Array, w: jax.Array) -> jax.Array:
+    return triple_p.bind(x @ w) @ w
+
+
+def test_unknown_primitive_runs_as_written_and_says_so() -> None:
+    found = jaxmp.explain(around_triple, BF16)(X, X)
+    [row] = [row for row in found.rows if row.op == triple_p.name]
+    assert (row.dtype, row.reason) == ("float32", "not classified: runs as written")
+    assert f"not classified, run as written: {triple_p.name}" in found.summary()
+    assert primitives(jaxmp.autocast(around_triple, BF16), X, X)[triple_p.name, "float32"] == 1
+    assert contraction_dtypes(jaxmp.autocast(around_triple, BF16), X, X) == {"bfloat16": 2}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_unknown_primitive_computes_and_differentiates(jit: bool) -> None:
+    fast = jaxmp.autocast(lambda x, w: jnp.sum(around_triple(x, w)), BF16)
+    slow = lambda x, w: jnp.sum(around_triple(x, w))  # noqa: E731
+    transform = jax.jit if jit else (lambda f: f)
+    got = transform(jax.grad(fast))(X, X)
+    want = transform(jax.grad(slow))(X, X)
+    # Three contractions, each rounding two operands and a result by eps/2: 4.5 eps, doubled.
+    assert np.linalg.norm(got - want) <= 9 * 2.0**-7 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "reason"),
+    [
+        ("follow", "bfloat16", "follows its 16-bit operand"),
+        ("transparent", "bfloat16", "moves values: as they are"),
+        ("full", "float32", "sensitive op: float32"),
+        ("own", "float32", "runs as written"),
+    ],
+)
+@pytest.mark.parametrize("by", ["name", "primitive"])
+def test_a_policy_classifies_a_users_primitive(kind: str, dtype: str, reason: str, by: str) -> None:
+    key = triple_p.name if by == "name" else triple_p
+    policy = jaxmp.Policy("float32", "bfloat16", "float32", ops={key: kind})
+    row = plan_rows(around_triple, X, X, policy=policy)[triple_p.name]
+    assert (row.dtype, row.reason) == (dtype, reason)
+    fast = jaxmp.autocast(around_triple, policy)
+    assert primitives(fast, X, X)[triple_p.name, dtype] == 1
+    want = around_triple(X, X)
+    # Two contractions and the op between them: 3 × 1.5 eps, doubled.
+    assert np.linalg.norm(fast(X, X) - want) <= 9 * 2.0**-7 * np.linalg.norm(want)
+
+
+def test_a_users_contraction_can_be_low() -> None:
+    policy = jaxmp.Policy("float32", "bfloat16", "float32", ops={product_p: "low"})
+
+    def fn(x: jax.Array) -> jax.Array:
+        return product_p.bind(x, x)
+
+    row = plan_rows(fn, X, policy=policy)[product_p.name]
+    assert row.dtype == "bfloat16"
+    fast = jaxmp.autocast(fn, policy)
+    assert primitives(fast, X)[product_p.name, "bfloat16"] == 1
+    assert fast(X).dtype == jnp.float32
+    assert np.linalg.norm(fast(X) - X @ X) <= 4 * 2.0**-7 * np.linalg.norm(X @ X)
+
+
+# --- overrides of JAX's own primitives -----------------------------------------------------------
+
+
+def with_ops(**overrides: str) -> jaxmp.Policy:
+    return jaxmp.Policy("float32", "bfloat16", "float32", ops=overrides)
+
+
+def gated(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.exp(x @ w) @ w
+
+
+def test_exp_is_full_unless_overridden() -> None:
+    assert plan_rows(gated, X, X)["exp"].dtype == "float32"
+    row = plan_rows(gated, X, X, policy=with_ops(exp="follow"))["exp"]
+    assert (row.dtype, row.reason) == ("bfloat16", "follows its 16-bit operand")
+    assert primitives(jaxmp.autocast(gated, with_ops(exp="follow")), X, X)["exp", "bfloat16"] == 1
+
+
+def test_a_follow_op_can_be_full() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w) @ w
+
+    assert plan_rows(fn, X, X)["tanh"].dtype == "bfloat16"
+    assert plan_rows(fn, X, X, policy=with_ops(tanh="full"))["tanh"].dtype == "float32"
+    assert primitives(jaxmp.autocast(fn, with_ops(tanh="full")), X, X)["tanh", "float32"] == 1
+
+
+@pytest.mark.parametrize("kind", ["full", "own"])
+def test_contractions_can_be_kept_float32(kind: str) -> None:
+    policy = with_ops(dot_general=kind)
+    assert jaxmp.explain(gated, policy)(X, X).contractions() == {"float32": 2}
+    fast = jaxmp.autocast(gated, policy)
+    assert contraction_dtypes(fast, X, X) == {"float32": 2}
+    gradient = jax.grad(lambda x: jnp.sum(fast(x, X)))
+    assert set(contraction_dtypes(gradient, X)) == {"float32"}
+    np.testing.assert_array_equal(fast(X, X), gated(X, X))
+
+
+def test_one_kind_of_contraction_alone() -> None:
+    def fn(x: jax.Array, kernel: jax.Array, w: jax.Array) -> jax.Array:
+        y = lax.conv_general_dilated(
+            x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+        return y @ w
+
+    args = jnp.ones((2, 6, 4)), jnp.ones((3, 4, 4)), X
+    policy = with_ops(conv_general_dilated="full")
+    rows = plan_rows(fn, *args, policy=policy)
+    assert rows["conv_general_dilated"].dtype == "float32"
+    assert rows["dot_general"].dtype == "bfloat16"
+
+
+def scanned(x: jax.Array, w: jax.Array) -> jax.Array:
+    carry, _ = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)
+    return carry
+
+
+def branched(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.cond(x[0, 0] > 0, lambda a: a @ w, lambda a: -(a @ w), x)
+
+
+def looped(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] @ w), (0, x))[1]
+
+
+def called(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.jit(lambda a: a @ w)(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "fn"), [("scan", scanned), ("cond", branched), ("while", looped), ("jit", called)]
+)
+def test_overriding_a_higher_order_primitive_keeps_its_inside_as_written(
+    name: str, fn: Any
+) -> None:
+    looked_inside = jaxmp.autocast(fn, BF16)
+    assert set(contraction_dtypes(looked_inside, X, X)) == {"bfloat16"}
+    policy = with_ops(**{name: "own"})
+    kept = jaxmp.autocast(fn, policy)
+    assert set(contraction_dtypes(kept, X, X)) == {"float32"}
+    np.testing.assert_array_equal(jax.jit(kept)(X, X), jax.jit(fn)(X, X))
+    [row] = [r for r in jaxmp.explain(fn, policy)(X, X).rows if r.op == name]
+    assert (row.dtype, row.reason) == ("float32", "runs as written")
+    assert "dot_general" not in {r.op for r in jaxmp.explain(fn, policy)(X, X).rows}
+
+
+def test_overrides_hold_inside_higher_order_primitives_and_regions_of_their_own() -> None:
+    policy = with_ops(tanh="full")
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.checkpoint(scanned)(x, w) @ w
+
+    assert plan_rows(fn, X, X, policy=policy)["tanh"].dtype == "float32"
+    inner = jaxmp.autocast(scanned, policy)
+    assert plan_rows(lambda x, w: inner(x, w) @ w, X, X)["tanh"].dtype == "float32"
+
+
+def test_an_unknown_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="half"):
+        with_ops(exp="half")
