@@ -1,6 +1,13 @@
 """The transformation: `autocast`, its opposite `full_precision`, and `explain`."""
 
+from pathlib import Path
+
+from jax.extend import source_info_util
+
 from jaxmp.autocast.explain import Explanation, explain
 from jaxmp.autocast.transform import autocast, full_precision
+
+# The line of an operation is the user's, as for JAX's own frames; Flax does the same.
+source_info_util.register_exclusion(str(Path(__file__).parent))
 
 __all__ = ["Explanation", "autocast", "explain", "full_precision"]

@@ -30,7 +30,7 @@ Bind = Callable[..., list[Any]]
 def custom_jvp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Callable[..., Any]:
     """The transformed `jax.custom_jvp` function of an equation."""
     in_avals = [v.aval for v in eqn.invars]
-    active = [i for i, aval in enumerate(in_avals) if _is_inexact(aval)]
+    active = _differentiable(eqn)
     results = [i for i, v in enumerate(eqn.outvars) if _is_inexact(v.aval)]
     rule: list[Plan] = []  # planned when first differentiated
 
@@ -74,7 +74,7 @@ def custom_jvp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Calla
 def custom_vjp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Callable[..., Any]:
     """The transformed `jax.custom_vjp` function of an equation: primal, forward and backward."""
     in_avals = [v.aval for v in eqn.invars]
-    active = [i for i, aval in enumerate(in_avals) if _is_inexact(aval)]
+    active = _differentiable(eqn)
     results = [i for i, v in enumerate(eqn.outvars) if _is_inexact(v.aval)]
     rules: list[tuple[Plan, Plan]] = []  # forward and backward, planned when first differentiated
 
@@ -160,6 +160,15 @@ def _trace(eqn: JaxprEqn, rule: Callable[..., Any], avals: Sequence[Any]) -> Any
             "either: pass the value to the function as an argument."
         )
     return jaxpr
+
+
+def _differentiable(eqn: JaxprEqn) -> list[int]:
+    """Which operands a rule differentiates by: not those that the function closes over."""
+    return [
+        i
+        for i, v in enumerate(eqn.invars)
+        if i >= eqn.params.get("num_consts", 0) and _is_inexact(v.aval)
+    ]
 
 
 def _is_inexact(aval: Any) -> bool:

@@ -85,13 +85,13 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
 
 def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
     """`bind`, traced once per primitive, parameters and avals where the table says it may be."""
-    if eqn.primitive.name not in TRACED_ONCE:
-        return bind(eqn, operands, **replaced)
-    constants = tuple(
+    constants = [
         (i, np.asarray(x))
         for i, (x, v) in enumerate(zip(operands, eqn.invars, strict=True))
         if isinstance(v, Literal)
-    )
+    ]
+    if eqn.primitive.name not in TRACED_ONCE or any(not x.itemsize for _, x in constants):
+        return bind(eqn, operands, **replaced)
     arrays = [x for x, v in zip(operands, eqn.invars, strict=True) if not isinstance(v, Literal)]
     key = tuple((i, x.dtype, x.shape, x.tobytes()) for i, x in constants)
     params = tuple((eqn.params | replaced).items())
@@ -110,31 +110,6 @@ def _applier(
         return primitive.bind(*operands, **dict(params))
 
     return jax.jit(apply, inline=INLINE)
-
-
-def contract(eqn: JaxprEqn, operands: Sequence[Any], low: DType, out: DType) -> Any:
-    """A contraction of `low` operands that accumulates in float32 and returns `out`."""
-    if out != FLOAT32:
-        return apply(eqn, operands, preferred_element_type=low)[0]
-    return _wide_contraction(eqn.primitive, low, tuple(eqn.params.items()))(*operands)
-
-
-@functools.lru_cache(maxsize=1024)
-def _wide_contraction(primitive: Primitive, low: DType, params: Params) -> Callable[..., Any]:
-    """A contraction of low operands with a float32 result, whose cotangent is narrowed.
-
-    The transpose of a low × low → float32 contraction would multiply a float32 cotangent by a
-    low operand: a float32 contraction on a GPU. So the tangent is computed low, then widened.
-    """
-
-    def product(dtype: DType, *operands: Any) -> Any:
-        return primitive.bind(*operands, **dict(params) | {"preferred_element_type": dtype})
-
-    def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
-        return lax.convert_element_type(product(low, *primals[:i], dx, *primals[i + 1 :]), FLOAT32)
-
-    contraction = _bilinear(lambda *operands: product(FLOAT32, *operands), tangent)
-    return jax.jit(contraction, inline=INLINE)
 
 
 def scale(eqn: JaxprEqn, x: Any, y: Any) -> Any:

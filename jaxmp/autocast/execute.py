@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Literal
 
 from jaxmp.autocast import custom_rules, jaxpr_compat
-from jaxmp.autocast.equations import apply, bind, cast, contract, narrow_constant, scale
+from jaxmp.autocast.equations import apply, bind, cast, narrow_constant, scale
 from jaxmp.autocast.jaxpr_compat import shape_of
 from jaxmp.autocast.ops import BROADCASTING
 from jaxmp.autocast.plan import DType, Plan, Step
@@ -112,12 +112,12 @@ def _bind(plan: Plan, step: Step, env: _Environment) -> list[Any]:
 
 
 def _contract(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    """A contraction; one without a `preferred_element_type` only gets its operands converted."""
-    eqn, operands, [out] = step.eqn, env.operands(step), step.outs
-    if "preferred_element_type" not in eqn.params or out is None:
-        return bind(eqn, operands)
+    """A contraction of low operands that accumulates in float32 and returns their dtype."""
+    eqn, operands = step.eqn, env.operands(step)
+    if "preferred_element_type" not in eqn.params or step.outs[0] is None:
+        return apply(eqn, operands)
     low = next(d for d in step.ins if d is not None)
-    return [contract(eqn, operands, low, out)]
+    return apply(eqn, operands, preferred_element_type=low)
 
 
 # Higher-order equations.

@@ -98,8 +98,9 @@ class _Static:
     def __init__(self, value: Any, *, is_array: bool = False) -> None:
         self.value = value
         self.is_array = is_array
-        plain = isinstance(value, _BY_VALUE)
-        self._key = (type(value), value if plain else id(value), is_array)
+        # By representation: 0.0 == -0.0 and nan != nan.
+        key = repr(value) if isinstance(value, _BY_VALUE) else id(value)
+        self._key = (type(value), key, is_array)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Static) and self._key == other._key

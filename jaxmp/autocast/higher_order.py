@@ -6,17 +6,32 @@ Each function plans the inner jaxprs for the values that enter them and returns 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.demand import CONTRACTION, FULL, LATER, NOTHING
-from jaxmp.autocast.plan import Step, Value
-from jaxmp.autocast.rules import region_rules
+from jaxmp.autocast.plan import DType, Step, Value
+from jaxmp.autocast.rules import FLOAT32, Rules, region_rules
 
-if TYPE_CHECKING:
-    from jaxmp.autocast.planner import JaxprPlanner
+
+class Pass(Protocol):
+    """What these functions need of the pass that calls them: `planner.JaxprPlanner`."""
+
+    planner: Any
+    rules: Rules
+
+    def demanded(self, eqn: JaxprEqn) -> list[int]:
+        """The demand on each result of an equation."""
+
+    def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
+        """A result kept in `dtype`, made from `operands`."""
+
+    @property
+    def step(self) -> Callable[..., Step]:
+        """Records an equation's results and returns its step."""
+
 
 LOOKED_INSIDE = "looked inside"
 
@@ -27,7 +42,7 @@ _LINEAR = frozenset(
 )
 
 
-def _call(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def _call(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """One inner jaxpr, called once."""
     rules = region_rules(eqn) or here.rules
     entering = values
@@ -52,7 +67,7 @@ def _call(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> 
 
 
 def _at_the_door(
-    here: JaxprPlanner, inner: Any, values: Sequence[Value | None], wanted: list[int]
+    here: Pass, inner: Any, values: Sequence[Value | None], wanted: list[int]
 ) -> tuple[list[Value | None], list[int]]:
     """Narrows what would leave a normalisation inside a function with its own derivative (relu).
 
@@ -77,7 +92,7 @@ def _at_the_door(
     return list(values), wanted
 
 
-def _cond(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def _cond(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """Branches agree: a result is low if any branch makes it low."""
     wanted = here.demanded(eqn)
     branches = eqn.params["branches"]
@@ -95,7 +110,7 @@ def _cond(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> 
     return here.step(eqn, values, dtypes, joined, LOOKED_INSIDE, action="cond", plans=tuple(plans))
 
 
-def _while(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def _while(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """The carry stays float32: a solver's tolerance may be finer than 16 bits can meet."""
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     consts, init = values[: n_cond + n_body], values[n_cond + n_body :]
@@ -123,7 +138,7 @@ def _while(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) ->
     )
 
 
-def _scan(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
     body = eqn.params["jaxpr"]
     n_consts, n_carry = jaxpr_compat.scan_split(eqn)
@@ -152,7 +167,7 @@ def _scan(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> 
     inner_wanted = [*carried, *wanted[n_carry:]]
     natural = here.planner.plan(body, ins, inner_wanted, here.rules)
     outs = [
-        *(v.dtype if v else None for v in ins[n_consts : n_consts + n_carry]),
+        *(v and (v.dtype or FLOAT32) for v in ins[n_consts : n_consts + n_carry]),
         *natural.outs[n_carry:],
     ]
     plan = here.planner.plan(body, ins, inner_wanted, here.rules, outs)
@@ -170,7 +185,7 @@ def _scan(here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None]) -> 
 
 
 def _low_carry(
-    here: JaxprPlanner, eqn: JaxprEqn, values: Sequence[Value | None], wanted: Sequence[int]
+    here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], wanted: Sequence[int]
 ) -> tuple[int, ...]:
     """Which carries of a scan are low: those the body itself feeds to a contraction.
 
@@ -204,7 +219,7 @@ def _accumulates(body: Any, carry_in: Any, carry_out: Any) -> bool:
     return carry_out in summed
 
 
-HIGHER_ORDER: dict[str, Callable[[JaxprPlanner, JaxprEqn, Sequence[Value | None]], Step]] = {
+HIGHER_ORDER: dict[str, Callable[[Pass, JaxprEqn, Sequence[Value | None]], Step]] = {
     **dict.fromkeys(jaxpr_compat.CALLS, _call),
     "cond": _cond,
     "while": _while,

@@ -92,13 +92,8 @@ def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are constants and how many are the carry."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].elts  # iterating it yields leaves
-    return _leaves(consts), _leaves(carry)
-
-
-def _leaves(tree: Any) -> int:
-    """The number of leaves of a flat tree of 0.12, which is no pytree."""
-    return sum(map(_leaves, tree.elts)) if hasattr(tree, "elts") else 1
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
 
 
 def wrote_dtype(source_info: Any) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.demand import CONTRACTION, LATER, NOTHING, Demands, ours
+from jaxmp.autocast.demand import CONTRACTION, NOTHING, Demands, ours
 from jaxmp.autocast.higher_order import HIGHER_ORDER
 from jaxmp.autocast.jaxpr_compat import dtype_of, shape_of
 from jaxmp.autocast.ops import AFFINE, CHOOSING, LOW, NORMALISING, REPEATING, WRITING
@@ -54,7 +54,8 @@ class Planner:
           ins: how each operand is kept.
           wanted: the demand on each result.
           rules: the policy in force.
-          outs: the dtype each result must leave in (None: as it comes, or not ours).
+          outs: the dtype each result must leave in. FLOAT32 says that it must also be computed in
+            it (a sum carried through a scan), None only that it is not low, or not ours.
         """
         # Identities are renumbered in the order they appear, so that two calls that differ only in
         # them share one plan, and what is traced from it.
@@ -101,7 +102,10 @@ class JaxprPlanner:
         self.ins = ins
         self.rules = rules
         self.demand = planner.demands(self.jaxpr, wanted, rules)
-        self.forced = outs
+        self.forced = None if outs is None else [None if d == FLOAT32 else d for d in outs]
+        self.in_float32 = {
+            v for v, d in zip(self.jaxpr.outvars, outs or (), strict=False) if d == FLOAT32
+        }
         # Low exponentials: dividing one by its own sum is no normalisation but the softmax itself.
         self.exps: frozenset[int] = NO_ORIGINS
         self.env: dict[Any, Value | None] = dict(zip(self.jaxpr.invars, ins, strict=True))
@@ -268,6 +272,8 @@ class JaxprPlanner:
         low = [v for v in mine if v.dtype is not None]
         full = [v for v in mine if v.dtype is None]
         name = eqn.primitive.name
+        if not self.in_float32.isdisjoint(eqn.outvars):
+            return self.as_written(eqn, values, "summed in float32 from iteration to iteration")
         chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
         if not chooses and not self.is_wanted_by(eqn, CONTRACTION):
             return self.as_written(eqn, values, "only float32 ops want the result")
@@ -324,10 +330,11 @@ class JaxprPlanner:
         return None
 
     def contraction(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
-        """Low operands. The result is low unless nothing but float32 ops come after it.
+        """Low operands and a low result, accumulated in float32.
 
-        Logits on their way into the loss are never rounded; attention scores, which come back to a
-        contraction after the softmax, are kept low: half the memory for the largest arrays.
+        A float32 result of low operands would be exact to the accumulation, but costs twice the
+        memory where it hurts most (logits, attention scores), and its cotangent would make the
+        backward contractions float32.
         """
         kept = author_keeps(eqn)
         if kept is not None and eqn.primitive.name in LOW:
@@ -340,18 +347,16 @@ class JaxprPlanner:
             if dtype in LOW_DTYPES:
                 low = dtype
         tangent = any(v.tangent for v in values if v is not None)
-        if self.is_wanted_by(eqn, CONTRACTION | LATER) and low == self.rules.low:
+        if low == self.rules.low:
             out = Value(low, frozenset({self.planner.fresh()}), tangent=tangent)
-            reason = "contraction"
         else:
             out = Value(None, tangent=tangent)
-            reason = "contraction; only float32 ops want the result"
         return self.step(
             eqn,
             values,
             [low] * len(values),
             [out] * len(eqn.outvars),
-            reason,
+            "contraction",
             action="contract",
         )
 
