@@ -378,14 +378,16 @@ def custom_vjp_integers(x, w, v):
     return x[:2] @ _rows(w, jnp.array([1, 3, 1, 0, 0, 2, 2, 7])) @ v
 
 
-def custom_vjp_closure(x, w, v):
-    offset = jnp.linspace(-1.0, 1.0, 8)
+OFFSET = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
 
+
+def custom_vjp_closure(x, w, v):
+    # A constant: a value computed in here is one that JAX cannot differentiate under jit either.
     @jax.custom_vjp
     def shifted(a):
-        return jnp.tanh(a @ V + offset)
+        return jnp.tanh(a @ V + OFFSET)
 
-    shifted.defvjp(lambda a: (shifted(a), a), lambda a, g: (7 * (g * jnp.cos(a + offset)) @ V.T,))
+    shifted.defvjp(lambda a: (shifted(a), a), lambda a, g: (7 * (g * jnp.cos(a + OFFSET)) @ V.T,))
     return shifted(x @ w) @ v
 
 

@@ -118,11 +118,11 @@ def scale(eqn: JaxprEqn, x: Any, y: Any) -> Any:
     The small operand is saved small for the backward pass; only its tangent is broadcast, in
     float32, so that its gradient is summed in float32.
     """
-    return _scaler(eqn.primitive, shape_of(eqn.outvars[0]))(x, y)
+    return _scaler(eqn.primitive, tuple(eqn.params.items()), shape_of(eqn.outvars[0]))(x, y)
 
 
 @functools.lru_cache(maxsize=1024)
-def _scaler(primitive: Primitive, shape: tuple[int, ...]) -> Callable[..., Any]:
+def _scaler(primitive: Primitive, params: Params, shape: tuple[int, ...]) -> Callable[..., Any]:
     def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
         a, b = primals
         if dx.shape != shape:
@@ -132,7 +132,9 @@ def _scaler(primitive: Primitive, shape: tuple[int, ...]) -> Callable[..., Any]:
         # -a dx / b², so that nothing is saved but a and b.
         return lax.div(dx, b) if i == 0 else lax.neg(lax.div(lax.div(lax.mul(a, dx), b), b))
 
-    return jax.jit(_bilinear(primitive.bind, tangent), inline=INLINE)
+    return jax.jit(
+        _bilinear(functools.partial(primitive.bind, **dict(params)), tangent), inline=INLINE
+    )
 
 
 def _bilinear(
