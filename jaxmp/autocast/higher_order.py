@@ -143,7 +143,7 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     body = eqn.params["jaxpr"]
     n_consts, n_carry = jaxpr_compat.scan_split(eqn)
     wanted = here.demanded(eqn)
-    low = _low_carry(here, eqn, values, wanted) if here.rules.low is not None else ()
+    low = _low_carry(here, eqn, values) if here.rules.low is not None else ()
     ins: list[Value | None] = []
     for i, value in enumerate(values):
         if value is None:
@@ -184,9 +184,7 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     )
 
 
-def _low_carry(
-    here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], wanted: Sequence[int]
-) -> tuple[int, ...]:
+def _low_carry(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> tuple[int, ...]:
     """Which carries of a scan are low: those the body itself feeds to a contraction.
 
     A carry that only sums up (`acc + x @ w`), that passes through unchanged, or that starts as
@@ -194,7 +192,7 @@ def _low_carry(
     """
     body = jaxpr_compat.closed(eqn.params["jaxpr"]).jaxpr
     n_consts, n_carry = jaxpr_compat.scan_split(eqn)
-    own = here.planner.demands(body, [*[NOTHING] * n_carry, *wanted[n_carry:]], here.rules)
+    own = here.planner.demands(body, [NOTHING] * len(body.outvars), here.rules)
     low = []
     for i in range(n_carry):
         value, var = values[n_consts + i], body.invars[n_consts + i]

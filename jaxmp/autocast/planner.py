@@ -279,11 +279,8 @@ class JaxprPlanner:
             return self.as_written(eqn, values, "only float32 ops want the result")
         if not low:
             if name in AFFINE or name == "exp" or not any(v.origins for v in full):
-                pinned = all(
-                    v.pinned
-                    for v, a in zip(values, eqn.invars, strict=True)
-                    if v is not None and not isinstance(a, Literal)
-                )
+                written = [v for v in full if not v.constant]
+                pinned = bool(written) and all(v.pinned for v in written)
                 step = self.as_written(eqn, values, "no 16-bit operand")
                 if pinned and ours(eqn.outvars[0]):
                     out = self.env[eqn.outvars[0]]
