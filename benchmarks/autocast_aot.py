@@ -59,13 +59,14 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
 )
 
-import aot
 import jax
 import jax.numpy as jnp
 import optax
-from models import CASES, Case, trace_case
 
 import jaxmp
+
+import aot
+from models import CASES, Case, trace_case
 
 LossFn = Callable[..., tuple[jax.Array, Any]]
 

@@ -364,8 +364,7 @@ def test_a_softmax_of_large_scores(policy: str) -> None:
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("scale", [1.0, 64.0, 1024.0])
 def test_cross_entropy_of_large_logits_is_float32s(scale: float, policy: str) -> None:
-    # Operands exact in 16 bits, products and sums exact in float32: so must the loss be. A 16-bit
-    # logit of 10,000 would be off by up to 32.
+    # The logits are kept in 16 bits, and exact in them: what the loss makes of them is float32's.
     x = integers(16, 64, 16)
     w = integers(17, 16, 32) * scale
     labels = jnp.arange(64) % 32
