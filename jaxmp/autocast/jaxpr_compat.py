@@ -24,7 +24,7 @@ CALLS = {
     "jit": "jaxpr",
     "call": "call_jaxpr",
     "closed_call": "call_jaxpr",
-    "eval_jaxpr": "jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "remat2": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
