@@ -1,6 +1,6 @@
 """Mixed precision for JAX and Flax: a policy, and one transformation that applies it."""
 
-from jaxmp.autocast import autocast, explain, full_precision
+from jaxmp.autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp.policy import Policy, get_policy
 from jaxmp.tree import all_finite
 
@@ -12,6 +12,7 @@ __all__ = [
     "explain",
     "full_precision",
     "get_policy",
+    "reduced_precision",
 ]
 
 __version__ = "0.1.0"

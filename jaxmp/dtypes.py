@@ -139,14 +139,37 @@ def half_dtype(device: Any = None) -> Any:
       >>> half_dtype(jax.local_devices(backend="cpu")[0]).__name__
       'bfloat16'
     """
-    if device is None:
-        default = getattr(jax.config, "jax_default_device", None)
-        device = default if isinstance(default, jax.Device) else jax.local_devices()[0]
+    device = _default_device() if device is None else device
     if device.platform in ("cpu", "tpu"):
         return jnp.bfloat16
     capability = _compute_capability(device)
     native = capability is not None and capability >= _BFLOAT16_COMPUTE_CAPABILITY
     return jnp.bfloat16 if native else jnp.float16
+
+
+def multiplies_natively(dtype: DTypeLike, device: Any = None) -> bool:
+    """Whether a device multiplies a 16-bit dtype as it is, rather than through float32.
+
+    A CPU counts as native in both, as it serves to try out what runs elsewhere. A TPU multiplies
+    bfloat16 only, and every GPU float16; for bfloat16 on GPUs see `half_dtype`.
+
+    Args:
+      dtype: bfloat16 or float16, as a name or a dtype.
+      device: As for `half_dtype`.
+
+    Example:
+      >>> multiplies_natively("float16", jax.local_devices(backend="cpu")[0])
+      True
+    """
+    device = _default_device() if device is None else device
+    if parse_dtype(dtype, "multiplies_natively: dtype") == jnp.float16:
+        return bool(device.platform != "tpu")
+    return half_dtype(device) is jnp.bfloat16
+
+
+def _default_device() -> Any:
+    default = getattr(jax.config, "jax_default_device", None)
+    return default if isinstance(default, jax.Device) else jax.local_devices()[0]
 
 
 def _compute_capability(device: Any) -> tuple[int, int] | None:

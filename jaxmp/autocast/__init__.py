@@ -1,13 +1,14 @@
-"""The transformation: `autocast`, its opposite `full_precision`, and `explain`."""
+"""The transformation: `autocast`, the marks `full_precision` and `reduced_precision`, `explain`."""
 
 from pathlib import Path
 
 from jax.extend import source_info_util
 
 from jaxmp.autocast.explain import Explanation, explain
-from jaxmp.autocast.transform import autocast, full_precision
+from jaxmp.autocast.region import full_precision, reduced_precision
+from jaxmp.autocast.transform import autocast
 
 # The line of an operation is the user's, as for JAX's own frames; Flax does the same.
 source_info_util.register_exclusion(str(Path(__file__).parent))
 
-__all__ = ["Explanation", "autocast", "explain", "full_precision"]
+__all__ = ["Explanation", "autocast", "explain", "full_precision", "reduced_precision"]

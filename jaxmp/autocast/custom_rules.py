@@ -60,7 +60,7 @@ def custom_jvp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Calla
             return [*out, *(out_tangents[i] for i in results)]
 
         avals = [*in_avals, *(in_avals[i].to_tangent_aval() for i in active)]
-        with inside_autocast():
+        with inside_autocast(plan.rules.policy):
             jaxpr = _trace(eqn, jvp, avals)
         planner = Planner()
         ins = [_kept(planner, a, d) for a, d in zip(in_avals, plan.ins, strict=True)]
@@ -114,7 +114,7 @@ def custom_vjp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Calla
             ]
             return list(jax.tree.unflatten(pullbacks[0], residuals)(cotangents))
 
-        with inside_autocast():
+        with inside_autocast(plan.rules.policy):
             fwd_jaxpr = _trace(eqn, fwd, in_avals)
             n_out = len(eqn.outvars)
             residual_avals = [v.aval for v in jaxpr_compat.closed(fwd_jaxpr).jaxpr.outvars[n_out:]]

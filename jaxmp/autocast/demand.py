@@ -62,6 +62,7 @@ class Demands:
 
     def _of_operands(self, eqn: JaxprEqn, wanted: list[int], rules: Rules) -> Sequence[int]:
         name = eqn.primitive.name
+        rules = region_rules(eqn) or rules
         if rules.looks_inside(eqn):
             if name == "scan":
                 return self.of_scan(eqn, wanted, rules).ins
@@ -75,7 +76,7 @@ class Demands:
                 return [NOTHING, *(_union(d) for d in zip(*branches, strict=True))]
             if name in jaxpr_compat.CALLS:
                 inner = jaxpr_compat.closed(jaxpr_compat.call_jaxpr(eqn)).jaxpr
-                return self(inner, wanted, region_rules(eqn) or rules).ins
+                return self(inner, wanted, rules).ins
         kind = rules.op_class(eqn)
         if kind == "low" and rules.low is not None and not author_keeps(eqn):
             return [CONTRACTION] * len(eqn.invars)

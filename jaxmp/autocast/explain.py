@@ -118,7 +118,7 @@ def explain(
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
         flat, arrays = flattened(args, kwargs)
-        jaxpr, reusable = trace_program(flat, arrays)
+        jaxpr, reusable = trace_program(flat, arrays, policy)
         rows = tuple(_rows(plan_program(jaxpr, policy), 1, "", ""))
         if not reusable:
             flattened.forget()

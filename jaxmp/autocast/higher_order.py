@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.demand import CONTRACTION, FULL, LATER, NOTHING
 from jaxmp.autocast.plan import DType, Step, Value
-from jaxmp.autocast.rules import FLOAT32, Rules, region_rules
+from jaxmp.autocast.rules import FLOAT32, Rules
 
 
 class Pass(Protocol):
@@ -44,25 +44,25 @@ _LINEAR = frozenset(
 
 def _call(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """One inner jaxpr, called once."""
-    rules = region_rules(eqn) or here.rules
     entering = values
-    reason = LOOKED_INSIDE
-    if rules is not here.rules:
-        reason = "region with a policy of its own"
-        entering = [
-            v._replace(dtype=None) if v and v.dtype not in (None, rules.low) else v for v in values
-        ]
     wanted = here.demanded(eqn)
     inner = jaxpr_compat.call_jaxpr(eqn)
     name = eqn.primitive.name
-    if name == "custom_jvp_call" and rules.low is not None:
+    if name == "custom_jvp_call" and here.rules.low is not None:
         entering, wanted = _at_the_door(here, inner, entering, wanted)
-    plan = here.planner.plan(inner, entering, wanted, rules)
+    plan = here.planner.plan(inner, entering, wanted, here.rules)
     action = {"custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}.get(
         name, name if name == "shard_map" else "call"
     )
     return here.step(
-        eqn, values, plan.ins, plan.values, reason, action=action, saturate=True, plans=(plan,)
+        eqn,
+        values,
+        plan.ins,
+        plan.values,
+        LOOKED_INSIDE,
+        action=action,
+        saturate=True,
+        plans=(plan,),
     )
 
 

@@ -99,14 +99,15 @@ def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
 def wrote_dtype(source_info: Any) -> bool:
     """Whether a conversion was written by the author (`x.astype(…)`), not by type promotion.
 
-    jnp's promotion happens inside jnp's own jitted functions, Flax's in `promote_dtype`: neither
-    leaves an `astype` or `convert_element_type` frame next to the equation.
+    jnp's promotion happens inside jnp's own jitted functions: it leaves no `astype` or
+    `convert_element_type` frame next to the equation. Flax's happens in `promote_dtype`, ours in
+    `region.widen_results`.
     """
     traceback = getattr(source_info, "traceback", None)
     if traceback is None:
         return True
     names = [frame.function_name.rsplit(".", 1)[-1] for frame in traceback.frames[:24]]
-    if "promote_dtype" in names:
+    if "promote_dtype" in names or "widen_results" in names:
         return False
     return any(name in ("astype", "_astype", "convert_element_type", "asarray") for name in names)
 

@@ -21,7 +21,7 @@ from jaxmp.autocast.higher_order import HIGHER_ORDER
 from jaxmp.autocast.jaxpr_compat import dtype_of, shape_of
 from jaxmp.autocast.ops import AFFINE, CHOOSING, LOW, NORMALISING, REPEATING, WRITING
 from jaxmp.autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
-from jaxmp.autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps
+from jaxmp.autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
 MOVES = "moves values: as they are"
 
@@ -100,7 +100,8 @@ class JaxprPlanner:
         self.held = jaxpr  # keeps id(jaxpr) unique while the plan lives
         self.jaxpr, self.consts = jaxpr_compat.closed(jaxpr)
         self.ins = ins
-        self.rules = rules
+        self.enclosing = rules
+        self.rules = rules  # those of the equation at hand
         self.demand = planner.demands(self.jaxpr, wanted, rules)
         self.forced = None if outs is None else [None if d == FLOAT32 else d for d in outs]
         self.in_float32 = {
@@ -125,12 +126,12 @@ class JaxprPlanner:
         return Plan(
             jaxpr=self.jaxpr,
             consts=self.consts,
-            rules=self.rules,
+            rules=self.enclosing,
             steps=steps,
             ins=tuple(v.dtype if v else None for v in self.ins),
             outs=tuple(outs),
             values=tuple(values),
-            unchanged=all(_unchanged(step, self.rules) for step in steps)
+            unchanged=all(_unchanged(step) for step in steps)
             and all(v is None or v.dtype is None for v in (*self.ins, *natural, *values)),
             built={"held": self.held},
         )
@@ -169,7 +170,12 @@ class JaxprPlanner:
     def equation(self, eqn: JaxprEqn) -> Step:
         """Decides one equation and records how its results are kept."""
         name = eqn.primitive.name
-        values = [self.read(atom) for atom in eqn.invars]
+        self.rules = region_rules(eqn) or self.enclosing
+        # What a region with another policy keeps low is float32 to this one.
+        values = [
+            v._replace(dtype=None) if v and v.dtype not in (None, self.rules.low) else v
+            for v in map(self.read, eqn.invars)
+        ]
         if name in HIGHER_ORDER and self.rules.looks_inside(eqn):
             return HIGHER_ORDER[name](self, eqn, values)
         if self.rules.low is None:
@@ -358,9 +364,9 @@ class JaxprPlanner:
         )
 
 
-def _unchanged(step: Step, rules: Rules) -> bool:
+def _unchanged(step: Step) -> bool:
     """Whether a step binds its equation as it is."""
-    if step.action in ("custom_jvp", "custom_vjp") and rules.low is not None:
+    if step.action.startswith("custom_") and step.plans[0].rules.low is not None:
         return False  # its derivative rule, unseen yet, may hold contractions
     dtypes = (*step.ins, *step.outs)
     return all(d is None or d == FLOAT32 for d in dtypes) and all(p.unchanged for p in step.plans)

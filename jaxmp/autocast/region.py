@@ -1,24 +1,148 @@
-"""Regions of a program with a policy of their own, and knowing that one is being traced."""
+"""Regions of a program with a policy of their own, and which policy is being traced under."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
+
+from jaxmp.autocast.flat import Flattened, is_array
+from jaxmp.autocast.rules import FLOAT32, REGION
+from jaxmp.dtypes import multiplies_natively
+from jaxmp.policy import Policy, get_policy
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Part of JAX's trace context and so of the key of every jit cache: what is traced inside an
 # autocast (where an inner autocast only leaves a marker) is never reused outside of one.
-_INSIDE = jax.make_user_context(default_value=False)
+_POLICY = jax.make_user_context(default_value=None)
 
 
 @contextmanager
-def inside_autocast() -> Iterator[None]:
+def inside_autocast(policy: Policy) -> Iterator[None]:
     """While a function is traced to be planned: an autocast within it only marks its region."""
-    with _INSIDE(True):  # noqa: FBT003 (JAX's signature)
+    with _POLICY(policy):
         yield
 
 
-def is_inside_autocast() -> bool:
-    """Whether the current trace belongs to an enclosing autocast."""
-    return bool(_INSIDE.value)
+def policy_in_force() -> Policy | None:
+    """The policy that what is being traced will be planned under; None outside of an autocast."""
+    policy: Policy | None = _POLICY.value
+    return policy
+
+
+@contextmanager
+def region(policy: Policy) -> Iterator[None]:
+    """While part of a function is traced to be planned: it runs under a policy of its own."""
+    with _POLICY(policy), jax.named_scope(f"{REGION}{policy}"):
+        yield
+
+
+def in_region(fn: F, policy: Policy) -> F:
+    """`fn` under a jit whose name tells the plan its policy."""
+    flattened = Flattened(fn, f"{REGION}{policy}")
+
+    @functools.wraps(fn)
+    def region_fn(*args: Any, **kwargs: Any) -> Any:
+        flat, arrays = flattened(args, kwargs)
+        with _POLICY(None if policy_in_force() is None else policy):
+            jaxpr, reusable = flat.trace(arrays)
+            outs = flat.rebuild(jaxpr, flat.jitted(*arrays))
+        if not reusable:
+            flattened.forget()
+        return outs
+
+    return region_fn  # type: ignore[return-value]
+
+
+def full_precision(fn: F) -> F:
+    """Marks a function whose body stays float32 under any autocast around it.
+
+    The mark survives jit, grad, vmap, scan, remat and custom derivative rules, and holds for the
+    backward pass as well. Outside an autocast the function computes what it did.
+
+    Args:
+      fn: a function of any pytrees, as for `autocast`.
+
+    Returns:
+      A function with the signature of `fn`. Values that are kept in 16 bits where it is called
+      reach it in float32.
+
+    Raises:
+      TypeError: if `fn` is not callable.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp
+      >>> router = jaxmp.full_precision(lambda x, w: x @ w)
+      >>> fn = jaxmp.autocast(lambda x, w: router(x, w), "mixed_bfloat16")
+      >>> jaxmp.explain(fn, "float32")(jnp.ones((2, 4)), jnp.ones((4, 8))).contractions()
+      {'float32': 1}
+    """
+    _check_callable("full_precision", fn)
+    return in_region(fn, get_policy("float32"))
+
+
+def reduced_precision(fn: F) -> F:
+    """Marks a function that takes its floating arguments in the compute dtype and runs as written.
+
+    For kernels that bring their own mixed precision: fused attention, which multiplies 16-bit q, k
+    and v, keeps its softmax in float32, and may refuse float32 arguments altogether. It is the
+    counterpart of `full_precision`. Under an autocast the float32 arguments of `fn` are narrowed to
+    the compute dtype, nothing inside `fn` or its derivative rule is touched, and its results in the
+    compute dtype go on as float32 values of the program. Gradients, vmap, scan and
+    `jax.checkpoint` go through.
+
+    Outside an autocast, in a float32 region, and where the default device does not multiply the
+    compute dtype natively (float16 on TPU, bfloat16 on NVIDIA GPUs before compute capability 8.0),
+    `fn` is called as it is, in float32; a kernel that cannot do that raises its own error.
+
+    Args:
+      fn: a function of any pytrees.
+
+    Returns:
+      A function with the signature of `fn`.
+
+    Raises:
+      TypeError: if `fn` is not callable.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, jaxmp
+      >>> @jaxmp.reduced_precision
+      ... def attention(q, k, v):  # on a GPU: implementation="cudnn"
+      ...     assert q.dtype == k.dtype == v.dtype == jnp.bfloat16
+      ...     return jax.nn.dot_product_attention(q, k, v)
+      >>> x = jnp.ones((1, 4, 2, 8))
+      >>> jaxmp.autocast(attention, "mixed_bfloat16")(x, x, x).dtype
+      dtype('float32')
+    """
+    _check_callable("reduced_precision", fn)
+    as_written = full_precision(fn)
+
+    @functools.wraps(fn)
+    def reduced_fn(*args: Any, **kwargs: Any) -> Any:
+        policy = policy_in_force()
+        low = FLOAT32 if policy is None else np.dtype(policy.compute_dtype)
+        if low == FLOAT32 or not multiplies_natively(low):
+            return fn(*args, **kwargs)
+        args, kwargs = _converted((args, kwargs), FLOAT32, low)
+        return widen_results(as_written(*args, **kwargs), low)
+
+    return reduced_fn  # type: ignore[return-value]
+
+
+def widen_results(tree: Any, low: np.dtype[Any]) -> Any:
+    """16-bit results as float32 values. `jaxpr_compat.wrote_dtype` knows this function's name."""
+    return _converted(tree, low, FLOAT32)
+
+
+def _converted(tree: Any, old: np.dtype[Any], new: np.dtype[Any]) -> Any:
+    return jax.tree.map(lambda x: x.astype(new) if is_array(x) and x.dtype == old else x, tree)
+
+
+def _check_callable(name: str, fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"{name}: fn must be callable, got {type(fn).__name__}")

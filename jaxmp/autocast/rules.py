@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +19,11 @@ FLOAT32 = np.dtype("float32")
 FLOAT16 = np.dtype("float16")
 LOW_DTYPES = (np.dtype("bfloat16"), FLOAT16)
 
-# A region with a policy of its own is a jitted function of this name: the one marker that survives
-# scan, remat, vmap, cond, grad and custom derivative rules.
+# A region with a policy of its own carries this and the policy's string: as the name of a jitted
+# function, which survives every transformation, or, for a Flax module inside a wrapped one, as a
+# named scope, which needs no lifting.
 REGION = "jaxmp:"
+_SCOPE = re.compile(rf"{REGION}([^/()]+)")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,11 +31,13 @@ class Rules:
     """What a policy says about equations. One object per policy, compared by identity.
 
     Attributes:
+      policy: the policy.
       low: the 16-bit dtype contractions run in, or None when the compute dtype is float32.
       low_softmax: whether a softmax's exp and division run low.
       overrides: primitive name → class.
     """
 
+    policy: Policy
     low: np.dtype[Any] | None
     low_softmax: bool
     overrides: Mapping[str, str]
@@ -70,6 +75,7 @@ def rules_for(policy: Policy) -> Rules:
             "float16 or float32 only; use e.g. get_policy('mixed_bfloat16')"
         )
     return Rules(
+        policy=policy,
         low=None if compute == FLOAT32 else compute,
         low_softmax=np.dtype(policy.softmax_dtype) != FLOAT32,
         overrides=dict(policy.ops or ()),
@@ -77,11 +83,21 @@ def rules_for(policy: Policy) -> Rules:
 
 
 def region_rules(eqn: JaxprEqn) -> Rules | None:
-    """The rules of the region that `eqn` marks, or None if it marks none."""
+    """The rules of the innermost region that `eqn` marks or lies in, or None if there is none.
+
+    A region around the whole jaxpr is not seen from inside: name stacks are relative to it.
+    """
     name = eqn.params.get("name")
     if isinstance(name, str) and name.startswith(REGION) and eqn.primitive.name == "jit":
         return rules_for(get_policy(name.removeprefix(REGION)))
-    return None
+    return _scope_rules(eqn.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scope_rules(name_stack: Any) -> Rules | None:
+    """The rules of the last marker in a name stack, within whatever `jvp(…)` wraps it."""
+    policies = _SCOPE.findall(str(name_stack))
+    return rules_for(get_policy(policies[-1])) if policies else None
 
 
 def author_keeps(eqn: JaxprEqn) -> str | None:

@@ -1,4 +1,4 @@
-"""`autocast` and `full_precision`: trace, plan, execute."""
+"""`autocast`: trace, plan, execute."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jaxmp.autocast.execute import execute
 from jaxmp.autocast.flat import FlatFunction, Flattened
 from jaxmp.autocast.plan import Plan, Value
 from jaxmp.autocast.planner import Planner
-from jaxmp.autocast.region import inside_autocast, is_inside_autocast
-from jaxmp.autocast.rules import FLOAT32, REGION, rules_for
+from jaxmp.autocast.region import in_region, inside_autocast, policy_in_force
+from jaxmp.autocast.rules import FLOAT32, rules_for
 from jaxmp.policy import Policy, get_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,12 +76,12 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
 
     @functools.wraps(fn)
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
-        if is_inside_autocast():
-            return _in_region(fn, policy)(*args, **kwargs)
+        if policy_in_force() is not None:
+            return in_region(fn, policy)(*args, **kwargs)
         if is_identity(policy):
             return fn(*args, **kwargs)
         flat, arrays = flattened(args, kwargs)
-        jaxpr, reusable = trace_program(flat, arrays)
+        jaxpr, reusable = trace_program(flat, arrays, policy)
         plan = (plans if reusable else plans.__wrapped__)(jaxpr)
         outs = flat.rebuild(jaxpr, run_program(plan, arrays, policy))
         if not reusable:
@@ -91,56 +91,15 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
     return autocast_fn  # type: ignore[return-value]
 
 
-def full_precision(fn: F) -> F:
-    """Marks a function whose body stays float32 under any autocast around it.
-
-    The mark survives jit, grad, vmap, scan, remat and custom derivative rules, and holds for the
-    backward pass as well. Outside an autocast the function computes what it did.
-
-    Args:
-      fn: a function of any pytrees, as for `autocast`.
-
-    Returns:
-      A function with the signature of `fn`. Values that are kept in 16 bits where it is called
-      reach it in float32.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxmp
-      >>> router = jaxmp.full_precision(lambda x, w: x @ w)
-      >>> fn = jaxmp.autocast(lambda x, w: router(x, w), "mixed_bfloat16")
-      >>> jaxmp.explain(fn, "float32")(jnp.ones((2, 4)), jnp.ones((4, 8))).contractions()
-      {'float32': 1}
-    """
-    if not callable(fn):
-        raise TypeError(f"full_precision: fn must be callable, got {type(fn).__name__}")
-    return _in_region(fn, get_policy("float32"))
-
-
-def _in_region(fn: F, policy: Policy) -> F:
-    """`fn` under a jit whose name tells the plan its policy."""
-    flattened = Flattened(fn, f"{REGION}{policy}")
-
-    @functools.wraps(fn)
-    def region_fn(*args: Any, **kwargs: Any) -> Any:
-        flat, arrays = flattened(args, kwargs)
-        jaxpr, reusable = flat.trace(arrays)
-        outs = flat.rebuild(jaxpr, flat.jitted(*arrays))
-        if not reusable:
-            flattened.forget()
-        return outs
-
-    return region_fn  # type: ignore[return-value]
-
-
 def is_identity(policy: Policy) -> bool:
     """Whether a policy is float32 throughout."""
     dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     return all(np.dtype(d) == FLOAT32 for d in dtypes)
 
 
-def trace_program(flat: FlatFunction, arrays: Sequence[Any]) -> tuple[Any, bool]:
+def trace_program(flat: FlatFunction, arrays: Sequence[Any], policy: Policy) -> tuple[Any, bool]:
     """The program as written, and whether its trace may be used again."""
-    with inside_autocast():
+    with inside_autocast(policy):
         return flat.trace(arrays)
 
 
