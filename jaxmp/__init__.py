@@ -1,18 +1,23 @@
 """Mixed precision for JAX and Flax: a policy, and one transformation that applies it."""
 
+from jaxmp import policies
 from jaxmp.autocast import autocast, explain, full_precision, reduced_precision
-from jaxmp.policy import Policy, get_policy
+from jaxmp.modules import wrap
+from jaxmp.policy import Policy, PolicyMap, get_policy
 from jaxmp.tree import all_finite
 
 __all__ = [
     "Policy",
+    "PolicyMap",
     "__version__",
     "all_finite",
     "autocast",
     "explain",
     "full_precision",
     "get_policy",
+    "policies",
     "reduced_precision",
+    "wrap",
 ]
 
 __version__ = "0.1.0"

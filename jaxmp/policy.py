@@ -6,32 +6,24 @@ A `Policy` is a `jmp.Policy`, so whatever takes one of those (Haiku, for one) ta
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, NamedTuple, TypeVar, cast
-from urllib.parse import quote, unquote
+import functools
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar, cast, overload
+from urllib.parse import quote
 
 import jax.numpy as jnp
 import jmp
 from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
-from jaxmp.dtypes import (
-    DTYPE_NAMES,
-    did_you_mean,
-    dtype_name,
-    is_dtype_name,
-    parse_dtype,
-    short_dtype_name,
-)
+from jaxmp.dtypes import dtype_name, parse_dtype, short_dtype_name
+from jaxmp.policy_string import OP_CLASSES, policy_fields
 from jaxmp.tree import cast_floating
 
-__all__ = ["OP_CLASSES", "Policy", "get_policy"]
+__all__ = ["Policy", "PolicyMap", "get_policy"]
 
 T = TypeVar("T")
-
-# What `Policy.ops` may say about a primitive; `jaxmp.autocast` says what each one means.
-OP_CLASSES: Final = ("low", "full", "follow", "transparent", "own")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -50,8 +42,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         compute dtype, which saves the memory of a float32 copy of every attention matrix. The sum
         is float32 either way.
       ops: Overrides of how `jaxmp.autocast` treats single primitives: a mapping from a primitive,
-        or the name of one, to one of the classes in `OP_CLASSES`. Kept as a sorted tuple of
-        (primitive name, class) pairs.
+        or the name of one, to one of the classes in `jaxmp.policy_string.OP_CLASSES`. Kept
+        as a sorted tuple of (primitive name, class) pairs.
 
     The dtypes may be given as names or dtype objects, see `jaxmp.dtypes.parse_dtype`; they are kept
     as JAX's scalar types, such as `jnp.bfloat16`.
@@ -132,26 +124,129 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         return f"Policy({', '.join(parts)})"
 
 
-# What Keras calls its policies: parameters, compute and output dtype. Ours return float32, so that
-# the loss after a "mixed" model is computed in it; a plain dtype name means that dtype throughout.
-_MIXED_POLICIES: Final[dict[str, tuple[DTypeLike, DTypeLike, DTypeLike]]] = {
-    "mixed_bfloat16": (jnp.float32, jnp.bfloat16, jnp.float32),
-    "mixed_float16": (jnp.float32, jnp.float16, jnp.float32),
-}
+@dataclasses.dataclass(frozen=True, repr=False)
+class PolicyMap:
+    """Says which policy each module of a model runs under, by its path or its class.
 
-_FIELD_BY_KEY: Final = {
-    "p": "param_dtype",
-    "params": "param_dtype",
-    "c": "compute_dtype",
-    "compute": "compute_dtype",
-    "o": "output_dtype",
-    "output": "output_dtype",
-    "softmax": "softmax_dtype",
-    "ops": "ops",
-}
+    A pattern is a glob over the module path as the parameter tree shows it, matched component by
+    component: `"head"`, `"encoder/layers_*/norm*"`. `**` stands for any number of components, none
+    included. A key may also be a module class, which matches its instances. A module that several
+    keys match has the policy of the first. What a key matches, it matches with everything inside,
+    except where a key matches a module further inside. All else runs under `default`.
+
+    Maps are immutable, hashable and comparable, and picklable if their classes are. `jaxmp.wrap`
+    takes them, and raises if a pattern matches no module; paths are relative to the wrapped module.
+
+    Attributes:
+      overrides: A mapping from patterns and classes to policies (or what `get_policy` reads as
+        one), in order of precedence. Kept as a tuple of (key, Policy) pairs.
+      default: The policy, or what `get_policy` reads as one, of the modules no key matches.
+
+    Raises:
+      ValueError: If a pattern is empty or has an empty component, or a policy cannot be read.
+      TypeError: If `overrides` is no mapping, or a key is neither a string nor a class.
+
+    Example:
+      >>> policies = PolicyMap({"head": "float32"}, default="mixed_bfloat16")
+      >>> policies.policy_at(("head",)), policies.policy_at(("block_0", "Dense_0"))
+      (Policy('float32', 'float32', 'float32'), None)
+    """
+
+    overrides: Any
+    default: Any = dataclasses.field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        overrides = self.overrides
+        pairs = tuple(overrides.items()) if isinstance(overrides, Mapping) else overrides
+        # Pairs are how a map keeps them: `dataclasses.replace` hands them back.
+        if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) for p in pairs)):
+            raise TypeError(
+                "PolicyMap: overrides takes a mapping from path patterns or module classes to "
+                f"policies; got {overrides!r} of type {type(overrides).__name__!r}."
+            )
+        for key, _ in pairs:
+            _check_key(key)
+        read = tuple((key, single_policy("PolicyMap", policy)) for key, policy in pairs)
+        object.__setattr__(self, "overrides", read)
+        object.__setattr__(self, "default", single_policy("PolicyMap: default", self.default))
+
+    def policy_at(self, path: Sequence[str], module_class: type | None = None) -> Policy | None:
+        """Returns the policy of the first key that matches a module, or None if none does.
+
+        Args:
+          path: The module's path, one string per component; empty for the outermost module.
+          module_class: Its class.
+        """
+        for key, policy in self.overrides:
+            if key_matches(key, path, module_class):
+                return cast("Policy", policy)
+        return None
+
+    def __repr__(self) -> str:
+        names = {k if isinstance(k, str) else k.__name__: str(v) for k, v in self.overrides}
+        return f"PolicyMap({names!r}, default={str(self.default)!r})"
 
 
-def get_policy(spec: str | jmp.Policy | DTypeLike) -> Policy:
+def key_matches(
+    key: str | type, path: Sequence[str] | None, module_class: type | None = None
+) -> bool:
+    """Whether a key of a `PolicyMap` matches the module of a path and a class.
+
+    Example:
+      >>> key_matches("encoder/**", ("encoder", "layers_0", "norm"))
+      True
+      >>> key_matches("encoder/*", ("encoder", "layers_0", "norm"))
+      False
+    """
+    if isinstance(key, type):
+        return module_class is not None and issubclass(module_class, key)
+    return path is not None and _glob(tuple(key.split("/")), tuple(path))
+
+
+@functools.lru_cache(maxsize=4096)
+def _glob(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    if not pattern:
+        return not path
+    head, *rest = pattern
+    if head == "**":
+        return any(_glob(tuple(rest), path[i:]) for i in range(len(path) + 1))
+    return bool(path) and fnmatchcase(path[0], head) and _glob(tuple(rest), path[1:])
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, (str, type)):
+        raise TypeError(
+            "PolicyMap: a key is a pattern such as 'encoder/layers_*' or a module class; got "
+            f"{key!r} of type {type(key).__name__!r}."
+        )
+    if isinstance(key, str) and not all(key.split("/")):
+        raise ValueError(
+            f"PolicyMap: the pattern {key!r} has an empty component; write paths as in "
+            "'encoder/layers_0', without a slash at either end."
+        )
+
+
+def single_policy(where: str, spec: str | jmp.Policy | DTypeLike) -> Policy:
+    """The policy that `get_policy` reads, which must not be a map of them.
+
+    Example:
+      >>> single_policy("audit", "float32")
+      Policy('float32', 'float32', 'float32')
+    """
+    policy = get_policy(spec)
+    if isinstance(policy, PolicyMap):
+        raise TypeError(
+            f"{where}: takes one policy; a PolicyMap is for the modules inside a Flax module, and "
+            f"for jaxmp.wrap. Got {spec!r}."
+        )
+    return policy
+
+
+@overload
+def get_policy(spec: PolicyMap) -> PolicyMap: ...
+@overload
+def get_policy(spec: str | jmp.Policy | DTypeLike) -> Policy: ...
+def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | PolicyMap:
     """Returns the policy that a string, another policy or a dtype describes.
 
     A string is one of
@@ -169,8 +264,8 @@ def get_policy(spec: str | jmp.Policy | DTypeLike) -> Policy:
     `jaxmp.dtypes.half_dtype`.
 
     Args:
-      spec: The string; a `Policy`, returned as it is; a `jmp.Policy`, converted; or a dtype object,
-        which means what its name does.
+      spec: The string; a `Policy` or `PolicyMap`, returned as it is; a `jmp.Policy`, converted; or
+        a dtype object, which means what its name does.
 
     Raises:
       ValueError: If the string names nothing known, or cannot be read; the message says where.
@@ -182,12 +277,12 @@ def get_policy(spec: str | jmp.Policy | DTypeLike) -> Policy:
       >>> get_policy("c=f16") == get_policy("params=float32,compute=float16,output=float16")
       True
     """
-    if isinstance(spec, Policy):
-        return cast("Policy", spec)
+    if isinstance(spec, (Policy, PolicyMap)):
+        return cast("Policy | PolicyMap", spec)
     if isinstance(spec, jmp.Policy):
         return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
     if isinstance(spec, str):
-        return _parse_policy(spec)
+        return Policy(**policy_fields(spec))
     try:
         dtype = parse_dtype(spec, "get_policy")
     except TypeError:
@@ -196,97 +291,6 @@ def get_policy(spec: str | jmp.Policy | DTypeLike) -> Policy:
             f"Policy, a jmp.Policy or a dtype; got {spec!r} of type {type(spec).__name__!r}."
         ) from None
     return Policy(dtype, dtype, dtype)
-
-
-class _Piece(NamedTuple):
-    """A piece of a policy string, and where it starts."""
-
-    text: str
-    start: int
-
-
-def _parse_policy(spec: str) -> Policy:
-    head, *rest = _split(_Piece(spec, 0), ",")
-    fields: dict[str, Any] = {}
-    if "=" not in head.text:
-        fields = _named_policy(head, spec)
-    settings = _read_settings(rest if fields else [head, *rest], spec)
-    if not fields:
-        fields["param_dtype"] = settings.get("param_dtype", jnp.float32)
-        fields["compute_dtype"] = settings.get("compute_dtype", fields["param_dtype"])
-        fields["output_dtype"] = settings.get("output_dtype", fields["compute_dtype"])
-    return Policy(**(fields | settings))
-
-
-def _named_policy(piece: _Piece, spec: str) -> dict[str, Any]:
-    if not piece.text:
-        raise _malformed(spec, piece.start, "expected the name of a policy, or key=value")
-    if piece.text in _MIXED_POLICIES:
-        param, compute, output = _MIXED_POLICIES[piece.text]
-    elif is_dtype_name(piece.text):
-        param = compute = output = parse_dtype(piece.text, "get_policy")
-    else:
-        known = [*_MIXED_POLICIES, "half", *itertools.chain(*DTYPE_NAMES.values())]
-        raise ValueError(
-            f"get_policy: Unknown dtype or policy name {piece.text!r}"
-            f"{did_you_mean(piece.text, known)}; the names are {', '.join(sorted(known))}, and "
-            "'p=f32,c=bf16,o=f32' spells a policy out."
-        )
-    return {"param_dtype": param, "compute_dtype": compute, "output_dtype": output}
-
-
-def _read_settings(pieces: Iterable[_Piece], spec: str) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for piece in pieces:
-        key, *values = _split(piece, "=")
-        if len(values) != 1 or not key.text or not values[0].text:
-            raise _malformed(spec, piece.start, f"expected key=value, got {piece.text!r}")
-        if key.text not in _FIELD_BY_KEY:
-            expected = f"unknown key {key.text!r}; the keys are {', '.join(_FIELD_BY_KEY)}"
-            raise _malformed(spec, key.start, expected)
-        field = _FIELD_BY_KEY[key.text]
-        if field in settings:
-            raise _malformed(spec, key.start, f"{field} is set twice")
-        if field == "ops":
-            settings[field] = _read_ops(values[0], spec)
-        else:
-            try:
-                settings[field] = parse_dtype(values[0].text, key.text)
-            except ValueError as error:
-                raise _malformed(spec, values[0].start, str(error).rstrip(".")) from None
-    return settings
-
-
-def _read_ops(value: _Piece, spec: str) -> dict[str, str]:
-    ops: dict[str, str] = {}
-    for piece in _split(value, "|"):
-        name, *classes = _split(piece, ":")
-        if len(classes) != 1 or not name.text:
-            expected = f"expected primitive:class, got {piece.text!r}"
-            raise _malformed(spec, piece.start, expected)
-        if classes[0].text not in OP_CLASSES:
-            expected = f"unknown class {classes[0].text!r}; the classes are {', '.join(OP_CLASSES)}"
-            raise _malformed(spec, classes[0].start, expected)
-        if unquote(name.text) in ops:
-            raise _malformed(spec, name.start, f"the primitive {name.text!r} is set twice")
-        ops[unquote(name.text)] = classes[0].text
-    return ops
-
-
-def _split(piece: _Piece, separator: str) -> list[_Piece]:
-    """Splits a piece, stripping blanks, without losing where each part starts."""
-    parts, start = [], piece.start
-    for text in piece.text.split(separator):
-        parts.append(_Piece(text.strip(), start + len(text) - len(text.lstrip())))
-        start += len(text) + len(separator)
-    return parts
-
-
-def _malformed(spec: str, position: int, expected: str) -> ValueError:
-    return ValueError(
-        f"get_policy: cannot read {spec!r} at position {position}: {expected}.\n"
-        f"    {spec}\n    {' ' * position}^"
-    )
 
 
 def _normalize_ops(ops: Any) -> tuple[tuple[str, str], ...]:

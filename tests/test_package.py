@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 
 # From the bottom up: a module imports only from those before it.
-LAYERS = ["dtypes", "tree", "policy", "autocast"]
+LAYERS = ["dtypes", "tree", "policy_string", "policy", "policies", "autocast", "modules"]
 
 
 def module_name(path: Path) -> str:
@@ -61,12 +61,16 @@ def loaded_by(statement: str, *modules: str) -> set[str]:
 def test_the_root_exports_these_names():
     assert jaxmp.__all__ == [
         "Policy",
+        "PolicyMap",
         "__version__",
         "all_finite",
         "autocast",
         "explain",
         "full_precision",
         "get_policy",
+        "policies",
+        "reduced_precision",
+        "wrap",
     ]
 
 
@@ -85,7 +89,8 @@ def test_the_root_has_no_public_name_that_it_does_not_export():
         for name, value in vars(jaxmp).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    assert public == set(jaxmp.__all__) - {"__version__"}
+    modules = {"policies"}
+    assert public | modules == set(jaxmp.__all__) - {"__version__"}
 
 
 def test_autocast_is_the_function_not_the_package():
@@ -131,8 +136,8 @@ def test_no_private_module_of_jax(path):
 def test_import_loads_neither_plots_nor_tables_nor_compilers():
     assert loaded_by("import jaxmp", "jax", "jmp") == {"jax", "jmp"}  # the probe works
     unwanted = ("matplotlib", "rich", "tqdm", "libtpu", "jax_cuda13_plugin", "haiku", "equinox")
-    # JAX itself loads a CUDA plugin that is installed.
-    assert loaded_by("import jaxmp", *unwanted) == loaded_by("import jax, jmp", *unwanted)
+    # JAX itself loads a CUDA plugin that is installed, and Flax loads rich.
+    assert loaded_by("import jaxmp", *unwanted) == loaded_by("import flax, jmp", *unwanted)
 
 
 def test_import_starts_no_backend():

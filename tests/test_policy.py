@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from jaxmp import Policy, dtypes, get_policy
-from jaxmp.policy import OP_CLASSES
+from jaxmp.policy_string import OP_CLASSES
 
 HALF_DTYPES = (np.float16, jnp.float16, jnp.bfloat16)
 FULL_DTYPES = (np.float32, jnp.float32)

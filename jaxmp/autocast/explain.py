@@ -16,7 +16,7 @@ from jaxmp.autocast.ops import LOW
 from jaxmp.autocast.plan import Plan, Step
 from jaxmp.autocast.rules import FLOAT32
 from jaxmp.autocast.transform import plan_program, trace_program
-from jaxmp.policy import Policy, get_policy
+from jaxmp.policy import Policy, single_policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def explain(
       >>> jaxmp.explain(layer, "mixed_bfloat16")(w, w).contractions()
       {'bfloat16': 2}
     """
-    policy = get_policy(policy)
+    policy = single_policy("explain", policy)
     flattened = Flattened(fn)
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:

@@ -101,15 +101,23 @@ def wrote_dtype(source_info: Any) -> bool:
 
     jnp's promotion happens inside jnp's own jitted functions: it leaves no `astype` or
     `convert_element_type` frame next to the equation. Flax's happens in `promote_dtype`, ours in
-    `region.widen_results`.
+    `region.widen`.
     """
     traceback = getattr(source_info, "traceback", None)
     if traceback is None:
         return True
     names = [frame.function_name.rsplit(".", 1)[-1] for frame in traceback.frames[:24]]
-    if "promote_dtype" in names or "widen_results" in names:
+    if "promote_dtype" in names or _is_ours(traceback.frames[:24]):
         return False
     return any(name in ("astype", "_astype", "convert_element_type", "asarray") for name in names)
+
+
+def _is_ours(frames: Sequence[Any]) -> bool:
+    """Whether our own `region.widen` is among the frames."""
+    return any(
+        frame.function_name.rsplit(".", 1)[-1] == "widen" and frame.file_name.endswith("region.py")
+        for frame in frames
+    )
 
 
 def source_of(eqn: jex_core.JaxprEqn) -> AbstractContextManager[Any]:

@@ -129,13 +129,16 @@ def reduced_precision(fn: F) -> F:
         if low == FLOAT32 or not multiplies_natively(low):
             return fn(*args, **kwargs)
         args, kwargs = _converted((args, kwargs), FLOAT32, low)
-        return widen_results(as_written(*args, **kwargs), low)
+        return widen(as_written(*args, **kwargs), low)
 
     return reduced_fn  # type: ignore[return-value]
 
 
-def widen_results(tree: Any, low: np.dtype[Any]) -> Any:
-    """16-bit results as float32 values. `jaxpr_compat.wrote_dtype` knows this function's name."""
+def widen(tree: Any, low: np.dtype[Any]) -> Any:
+    """Arrays of a 16-bit dtype as float32 values of the program, which autocast may narrow again.
+
+    Unlike an author's upcast, which pins them: `jaxpr_compat.wrote_dtype` knows this function.
+    """
     return _converted(tree, low, FLOAT32)
 
 

@@ -19,7 +19,7 @@ from jaxmp.autocast.plan import Plan, Value
 from jaxmp.autocast.planner import Planner
 from jaxmp.autocast.region import in_region, inside_autocast, policy_in_force
 from jaxmp.autocast.rules import FLOAT32, rules_for
-from jaxmp.policy import Policy, get_policy
+from jaxmp.policy import Policy, single_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,19 +67,37 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018); torch.amp.autocast.
     """
-    policy = get_policy(policy)
-    rules_for(policy)  # a policy that cannot be computed in is refused here, not at the first call
+    policy = single_policy("autocast", policy)
     if not callable(fn):
         raise TypeError(f"autocast: fn must be callable, got {type(fn).__name__}")
-    flattened = Flattened(fn)
-    plans = functools.lru_cache(maxsize=64)(functools.partial(plan_program, policy=policy))
+    planned = under_policy(fn, policy)
+    marked = in_region(fn, policy)
 
     @functools.wraps(fn)
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
         if policy_in_force() is not None:
-            return in_region(fn, policy)(*args, **kwargs)
+            return marked(*args, **kwargs)
         if is_identity(policy):
             return fn(*args, **kwargs)
+        return planned(*args, **kwargs)
+
+    return autocast_fn  # type: ignore[return-value]
+
+
+def under_policy(fn: F, policy: Policy) -> F:
+    """`fn` traced, planned and executed: `autocast` where no other autocast is around it.
+
+    Also under a float32 policy, which may have regions of other policies in it.
+
+    Raises:
+      ValueError: if the policy computes in anything but 16 bits or float32.
+    """
+    rules_for(policy)  # a policy that cannot be computed in is refused here, not at the first call
+    flattened = Flattened(fn)
+    plans = functools.lru_cache(maxsize=64)(functools.partial(plan_program, policy=policy))
+
+    @functools.wraps(fn)
+    def planned_fn(*args: Any, **kwargs: Any) -> Any:
         flat, arrays = flattened(args, kwargs)
         jaxpr, reusable = trace_program(flat, arrays, policy)
         plan = (plans if reusable else plans.__wrapped__)(jaxpr)
@@ -88,7 +106,7 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
             flattened.forget()
         return outs
 
-    return autocast_fn  # type: ignore[return-value]
+    return planned_fn  # type: ignore[return-value]
 
 
 def is_identity(policy: Policy) -> bool:

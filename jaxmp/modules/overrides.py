@@ -1,0 +1,123 @@
+"""Which policy a module inside a wrapped one runs under: by its path, its class, or its own word.
+
+Nothing here knows Linen or NNX; they say which module is entered, and where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
+
+FLOAT32 = get_policy("float32")
+
+# A module's path from the wrapped one, or None if it lies outside of that; and its class, if known.
+Found = tuple[Sequence[str] | None, type | None]
+
+
+class Overrides:
+    """A policy, or map of them, as it applies to the modules inside the wrapped one.
+
+    Attributes:
+      default: the policy of what has none of its own.
+      inner: `default`, but storing and returning float32: parameters and outputs are converted
+        where they enter and leave the wrapped module, and its other state keeps its dtypes.
+      stored: the 16-bit dtypes that some policy stores parameters in.
+    """
+
+    def __init__(self, policy: Policy | PolicyMap) -> None:
+        self._map = policy if isinstance(policy, PolicyMap) else PolicyMap({}, default=policy)
+        self._unmatched = {key for key, _ in self._map.overrides}
+        self.default: Policy = self._map.default
+        self.inner = dataclasses.replace(
+            self.default, param_dtype=np.float32, output_dtype=np.float32
+        )
+        policies = [self.default, *(policy for _, policy in self._map.overrides)]
+        stored = {np.dtype(policy.param_dtype) for policy in policies}
+        self.stored = frozenset(dtype for dtype in stored if dtype.itemsize == 2)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one policy for all."""
+        return not self._map.overrides
+
+    def output(self, out: Any) -> Any:
+        """What the wrapped module returns: its float32 arrays in the output dtype."""
+        dtype = np.dtype(self.default.output_dtype)
+        if dtype == np.float32:
+            return out
+        return jax.tree.map(
+            lambda x: x.astype(dtype) if getattr(x, "dtype", None) == np.float32 else x, out
+        )
+
+    def policy_at(
+        self,
+        path: Sequence[str] | None,
+        module_class: type,
+        own_dtype: Any = None,
+        enclosing_dtype: Any = None,
+    ) -> Policy | None:
+        """The policy a module brings with it, or None if it runs under that of what encloses it.
+
+        The user's map goes before the module's own word. That word is a `dtype` of float32: it
+        leaves no trace in a program that is float32 already. (A 16-bit one is in the program.) A
+        module that has the dtype of the one around it was handed it, and says nothing of its own.
+
+        Args:
+          path: its path from the wrapped module; None if it lies outside of that.
+          module_class: its class.
+          own_dtype: the `dtype` its author gave it, or None.
+          enclosing_dtype: that of the nearest module around it that has one.
+        """
+        policy = self._map.policy_at(path, module_class) if path is not None else None
+        if policy is not None:
+            return policy
+        if own_dtype is None or np.dtype(own_dtype) != np.float32:
+            return None
+        if enclosing_dtype is not None and np.dtype(enclosing_dtype) == np.float32:
+            return None
+        return FLOAT32
+
+    def check(self, modules: Iterable[Found], *, whole: bool) -> None:
+        """Raises if a key has never matched any module.
+
+        Args:
+          modules: those there are.
+          whole: whether they are all there are, with their classes. Else a class is not missed.
+
+        Raises:
+          ValueError: naming the key and the paths nearest to it.
+        """
+        if not self._unmatched:
+            return
+        found = list(modules)
+        self._unmatched -= {
+            key
+            for key in self._unmatched
+            if any(key_matches(key, path, cls) for path, cls in found)
+        }
+        for key, _ in self._map.overrides:
+            if key in self._unmatched and (whole or isinstance(key, str)):
+                raise ValueError(_unmatched(key, found))
+
+
+def _unmatched(key: str | type, modules: list[Found]) -> str:
+    if isinstance(key, type):
+        classes = sorted({cls.__name__ for _, cls in modules if cls is not None})
+        return (
+            f"wrap: no module of the class {key.__name__} was found, so its policy would have no "
+            f"effect. The classes there are: {', '.join(classes)}."
+        )
+    paths = sorted({"/".join(path) for path, _ in modules if path})
+    nearest = difflib.get_close_matches(key, paths, n=5, cutoff=0.3)
+    shown = ", ".join(repr(p) for p in nearest or paths[:10])
+    return (
+        f"wrap: the pattern {key!r} matches no module, so its policy would have no effect. "
+        f"{'The nearest paths' if nearest else 'Paths there are'}: {shown or 'none but the root'}."
+    )

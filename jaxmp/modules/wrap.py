@@ -1,0 +1,81 @@
+"""`wrap`: a policy applied to a Flax module."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jmp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxmp.autocast.transform import autocast
+from jaxmp.modules.linen import wrap_linen
+from jaxmp.modules.nnx import wrap_nnx
+from jaxmp.policy import PolicyMap, get_policy
+
+T = TypeVar("T")
+
+
+def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
+    """Wraps a Flax module, written in float32, so that its methods run under a policy.
+
+    It is `jaxmp.autocast` lifted into Flax. The wrapped module is used as the module itself:
+
+    * Linen: it has the same fields, names and variable tree, so parameters, checkpoints and
+      optimizer masks go both ways. `init` creates parameters in ``param_dtype``; parameters that
+      are stored in 16 bits are float32 values to the code of the module. All other collections
+      (batch statistics, caches) keep their dtypes.
+    * NNX: it shares the Variables of the module, at the same paths. What a call changes is changed
+      in both. Attributes that are not Variables are its own: call `train()` and `eval()` on the
+      wrapped module. Parameters stay as they are stored; see `Policy.cast_to_param`.
+    * Any other callable: `autocast`.
+
+    Every public method is wrapped. Modules inside the wrapped one run under the policy of the
+    first of these that applies, with all that is inside them:
+
+    1. a pattern or class of a `PolicyMap` that matches them;
+    2. for a module whose author set ``dtype=float32``, other than the module around it: float32;
+    3. the policy of the module they are in.
+
+    A module wrapped inside a wrapped one, or inside an autocast, keeps its own policy.
+
+    Args:
+      module: a Linen or NNX module, or a callable.
+      policy: anything `get_policy` takes, a `PolicyMap` included.
+
+    Returns:
+      A module of the same kind: an instance of a subclass of the module's class, of the same name.
+      Its methods return float32 results in ``output_dtype``.
+
+    Raises:
+      TypeError: if `module` is a class or no callable.
+      ValueError: if the policy cannot be read, a Linen module is bound already, or a pattern of a
+        `PolicyMap` matches no module (NNX: here; Linen: at the first call).
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxmp
+      >>> model = jaxmp.wrap(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)]), "mixed_bfloat16")
+      >>> x = jnp.ones((4, 3))
+      >>> params = model.init(jax.random.key(0), x)
+      >>> jaxmp.explain(model.apply, "float32")(params, x).contractions()
+      {'bfloat16': 2}
+    """
+    resolved = get_policy(policy)
+    if isinstance(module, type):
+        raise TypeError(
+            f"wrap: takes a module, not the class {module.__name__}: wrap an instance, as in "
+            f"jaxmp.wrap({module.__name__}(...), policy)."
+        )
+    wrapped: Any
+    if isinstance(module, nn.Module):
+        wrapped = wrap_linen(module, resolved)
+    elif isinstance(module, nnx.Module):
+        wrapped = wrap_nnx(module, resolved)
+    elif not callable(module):
+        raise TypeError(
+            f"wrap: takes a Flax Linen or NNX module or a callable; got {type(module).__name__!r}."
+        )
+    else:
+        wrapped = autocast(module, resolved)
+    return wrapped  # type: ignore[no-any-return]

@@ -1,0 +1,35 @@
+"""Presets: policies for whole models, as values.
+
+Example:
+  >>> import flax.linen as nn, jaxmp
+  >>> policy = jaxmp.policies.keep_float32("head", nn.Embed, policy="mixed_bfloat16")
+  >>> model = jaxmp.wrap(nn.Dense(2), jaxmp.policies.keep_float32(policy="mixed_bfloat16"))
+"""
+
+from __future__ import annotations
+
+import jmp
+from jax.typing import DTypeLike
+
+from jaxmp.policy import PolicyMap, get_policy
+
+__all__ = ["keep_float32"]
+
+
+def keep_float32(*keys: str | type, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> PolicyMap:
+    """Returns `policy` with the modules that any of the keys match kept in float32.
+
+    Args:
+      *keys: Path patterns and module classes, as in `PolicyMap`.
+      policy: What the others run under. The keys go before those of a `PolicyMap`.
+
+    Example:
+      >>> keep_float32("head", "**/router", policy="mixed_bfloat16")
+      PolicyMap({'head': 'p=full,c=full,o=full', '**/router': 'p=full,c=full,o=full'}, \
+default='p=full,c=bf16,o=full')
+    """
+    resolved = get_policy(policy)
+    float32 = [(key, get_policy("float32")) for key in keys]
+    if isinstance(resolved, PolicyMap):
+        return PolicyMap((*float32, *resolved.overrides), default=resolved.default)
+    return PolicyMap(tuple(float32), default=resolved)
