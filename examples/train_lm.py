@@ -1,7 +1,7 @@
 """Trains a byte-level transformer on the source text of Python's standard library.
 
 The model is plain Flax Linen, written in float32: no layer is told a precision and nothing is
-cast by hand. `jaxmp.autocast` applies the precision policy to the loss function; see `train`.
+cast by hand. `jaxmp.wrap` applies the precision policy to it; see `train`.
 
     python examples/train_lm.py
     python examples/train_lm.py --compare float32
@@ -143,7 +143,8 @@ def train(policy: str, size: Size, seed: int) -> Result:
     starts = np.arange(256) * (len(held_out_text) - size.length) // 256
     evaluation = np.split(windows(held_out_text, starts, size.length), 32)
 
-    model = LM(size)
+    # Mixed precision is this line. The model knows nothing of it.
+    model = jaxmp.wrap(LM(size), policy)
     params = model.init(jax.random.key(seed), evaluation[0][:, :-1])
     schedule = optax.warmup_cosine_decay_schedule(
         0, size.learning_rate, size.steps // 10, size.steps
@@ -155,10 +156,7 @@ def train(policy: str, size: Size, seed: int) -> Result:
         logits = model.apply(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    plan = jaxmp.explain(loss_fn, policy)(params, evaluation[0])
-
-    # Mixed precision is this line. The function above knows nothing of it.
-    loss_fn = jaxmp.autocast(loss_fn, policy)
+    plan = jaxmp.explain(loss_fn)(params, evaluation[0])
 
     def train_step(params, opt_state, tokens):
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
@@ -187,7 +185,7 @@ def train(policy: str, size: Size, seed: int) -> Result:
     evaluate()
 
     print(f"{policy}: held-out loss {held_out[0]:.4f} -> {held_out[size.steps]:.4f}; it writes:")
-    sample = generate(jaxmp.autocast(model.apply, policy), params, size, seed)
+    sample = generate(model.apply, params, size, seed)
     for line in sample.split(b"\n"):
         print("  |", repr(line)[2:-1])  # a byte that is not printable ASCII shows as \xNN
     speed = size.batch * size.length / float(np.median(seconds))

@@ -17,6 +17,7 @@ __all__ = [
     "dtype_name",
     "half_dtype",
     "is_dtype_name",
+    "multiplies_natively",
     "parse_dtype",
     "short_dtype_name",
 ]

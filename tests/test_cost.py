@@ -6,14 +6,20 @@ every machine. `benchmarks/autocast_aot.py` prints them with what the compilers 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxmp
 
 from aot import contraction_counts, residual_mib
 from models import CASES
+from support import iter_eqns, jaxpr_of
 
 # (model, policy, the hand-written model computes its softmax in float32)
 COMPARED = [
@@ -47,3 +53,24 @@ def test_every_contraction_is_low_forward_and_backward(model: str) -> None:
     assert set(counts) == {"bfloat16"}
     plain = contraction_counts(jax.value_and_grad(case.loss(), has_aux=True), *case.shapes())
     assert counts.total() == plain.total()
+
+
+@pytest.mark.parametrize("model", ["lm", "cnn"])
+def test_a_wrapped_module_costs_what_autocast_of_its_apply_does(model: str) -> None:
+    case = CASES[model]
+    shapes = case.shapes()
+
+    def loss_of(apply: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(params: Any, state: Any, inputs: Any, labels: Any) -> Any:
+            logits, new_state = apply({"params": params, **state}, inputs, mutable=list(state))
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return losses.mean(), new_state
+
+        return loss
+
+    wrapped = loss_of(jaxmp.wrap(case.model(), "mixed_bfloat16").apply)
+    applied = loss_of(jaxmp.autocast(case.model().apply, "mixed_bfloat16"))
+    assert residual_mib(wrapped, *shapes) == residual_mib(applied, *shapes)
+    steps = [jax.value_and_grad(loss, has_aux=True) for loss in (wrapped, applied)]
+    counts = [Counter(e.primitive.name for e in iter_eqns(jaxpr_of(s, *shapes))) for s in steps]
+    assert counts[0] == counts[1]

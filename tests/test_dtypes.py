@@ -115,6 +115,20 @@ def test_half_dtype_is_what_the_device_multiplies(platform, capability, expected
     assert dtypes.half_dtype(device(platform, capability)) is expected
 
 
+@pytest.mark.parametrize(
+    ("platform", "capability", "bfloat16", "float16"),
+    [
+        ("cpu", None, True, True),
+        ("tpu", None, True, False),
+        ("gpu", "9.0", True, True),
+        ("gpu", "7.5", False, True),
+    ],
+)
+def test_multiplies_natively(platform, capability, bfloat16, float16):
+    assert dtypes.multiplies_natively("bf16", device(platform, capability)) is bfloat16
+    assert dtypes.multiplies_natively("f16", device(platform, capability)) is float16
+
+
 def test_half_dtype_asks_the_default_device(monkeypatch):
     assert dtypes.half_dtype() is jnp.bfloat16
     monkeypatch.setattr(jax, "local_devices", lambda: [device("gpu", "7.5")])

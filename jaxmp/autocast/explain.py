@@ -15,7 +15,7 @@ from jaxmp.autocast.flat import Flattened
 from jaxmp.autocast.ops import LOW
 from jaxmp.autocast.plan import Plan, Step
 from jaxmp.autocast.rules import FLOAT32
-from jaxmp.autocast.transform import plan_program, trace_program
+from jaxmp.autocast.transform import is_identity, plan_program, trace_program
 from jaxmp.policy import Policy, single_policy
 
 
@@ -43,7 +43,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a policy does to a program. Print it for the whole table."""
+    """What a policy does to a program. Print it for the whole table.
+
+    Attributes:
+      rows: one per equation, in order.
+      policy: the policy that `explain` was given; empty if it was float32.
+    """
 
     rows: tuple[Row, ...]
     policy: str
@@ -62,7 +67,7 @@ class Explanation:
         for row in self.rows:
             total[row.dtype] += row.count
         lines = [
-            f"policy        {self.policy}",
+            *([f"policy        {self.policy}"] if self.policy else []),
             f"contractions  {_counts(self.contractions())}",
             f"all ops       {_counts(dict(total.most_common()))}",
         ]
@@ -93,9 +98,11 @@ class Explanation:
 
 
 def explain(
-    fn: Callable[..., Any], policy: str | Policy | jmp.Policy
+    fn: Callable[..., Any], policy: str | Policy | jmp.Policy = "float32"
 ) -> Callable[..., Explanation]:
     """What `autocast(fn, policy)` would do, equation by equation, and why. Nothing is computed.
+
+    Without a policy, what is done in `fn` itself: by the autocasts and wrapped modules it calls.
 
     Args:
       fn: a function of any pytrees, as for `autocast`.
@@ -122,7 +129,7 @@ def explain(
         rows = tuple(_rows(plan_program(jaxpr, policy), 1, "", ""))
         if not reusable:
             flattened.forget()
-        return Explanation(rows, str(policy))
+        return Explanation(rows, "" if is_identity(policy) else str(policy))
 
     return explain_fn
 
