@@ -1,7 +1,8 @@
 """Mixed precision for JAX and Flax: a policy, and one transformation that applies it."""
 
-from jaxmp import policies
+from jaxmp import policies, testing
 from jaxmp.autocast import autocast, explain, full_precision, reduced_precision
+from jaxmp.inspect import audit
 from jaxmp.modules import wrap
 from jaxmp.policy import Policy, PolicyMap, get_policy
 from jaxmp.tree import all_finite
@@ -11,12 +12,14 @@ __all__ = [
     "PolicyMap",
     "__version__",
     "all_finite",
+    "audit",
     "autocast",
     "explain",
     "full_precision",
     "get_policy",
     "policies",
     "reduced_precision",
+    "testing",
     "wrap",
 ]
 

@@ -19,7 +19,17 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 
 # From the bottom up: a module imports only from those before it.
-LAYERS = ["dtypes", "tree", "policy_string", "policy", "policies", "autocast", "modules"]
+LAYERS = [
+    "dtypes",
+    "tree",
+    "policy_string",
+    "policy",
+    "policies",
+    "autocast",
+    "modules",
+    "inspect",
+    "testing",
+]
 
 
 def module_name(path: Path) -> str:
@@ -64,12 +74,14 @@ def test_the_root_exports_these_names():
         "PolicyMap",
         "__version__",
         "all_finite",
+        "audit",
         "autocast",
         "explain",
         "full_precision",
         "get_policy",
         "policies",
         "reduced_precision",
+        "testing",
         "wrap",
     ]
 
@@ -89,7 +101,7 @@ def test_the_root_has_no_public_name_that_it_does_not_export():
         for name, value in vars(jaxmp).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    modules = {"policies"}
+    modules = {"policies", "testing"}
     assert public | modules == set(jaxmp.__all__) - {"__version__"}
 
 

@@ -1,0 +1,123 @@
+"""Every equation of a program, with where it comes from, how often it runs, and in which pass."""
+
+from __future__ import annotations
+
+import re
+import site
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex_core
+from jax.extend import source_info_util
+
+from jaxmp.autocast.jaxpr_compat import closed
+from jaxmp.autocast.rules import REGION, Rules, region_rules
+
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(
+    {
+        *site.getsitepackages(),
+        *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")),
+        _PACKAGE,
+    }
+)
+_WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
+
+
+class Place(NamedTuple):
+    """Where an equation stands.
+
+    Attributes:
+      path: the module path and named scopes around it, without those of transformations.
+      source: ``file.py:line`` of the user's code.
+      times: how often it runs per call: lengths of scans multiplied; a while loop's body counts
+        once, a branch of a cond by its share.
+      backward: whether it belongs to a backward pass.
+      region: the rules of the autocast region it stands in, or None.
+    """
+
+    path: str = ""
+    source: str = ""
+    times: float = 1
+    backward: bool = False
+    region: Rules | None = None
+
+
+def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
+    """The jaxprs in an equation's parameters, open."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            jaxpr = closed(item).jaxpr
+            if isinstance(jaxpr, jex_core.Jaxpr):
+                found.append(jaxpr)
+    return found
+
+
+def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
+    """The place of an equation in a jaxpr that stands at `around`."""
+    stack = str(eqn.source_info.name_stack)
+    here = "/".join(filter(None, (around.path, _module_path(stack))))
+    return Place(
+        path=here,
+        source=user_line(eqn) or around.source or _innermost_line(eqn),
+        times=around.times,
+        backward=around.backward or "transpose(" in stack,
+        region=region_rules(eqn) or around.region,
+    )
+
+
+def place_inside(eqn: jex_core.JaxprEqn, place: Place) -> Place:
+    """The place of the jaxprs inside an equation that stands at `place`."""
+    if eqn.primitive.name == "scan":
+        return place._replace(times=place.times * eqn.params["length"])
+    if eqn.primitive.name == "cond":
+        return place._replace(times=place.times / len(eqn.params["branches"]))
+    return place
+
+
+def walk(jaxpr: Any, around: Place | None = None) -> Iterator[tuple[jex_core.JaxprEqn, Place]]:
+    """Every equation without jaxprs inside it, and its place."""
+    for eqn in closed(jaxpr).jaxpr.eqns:
+        place = place_of(eqn, around or Place())
+        inner = inner_jaxprs(eqn)
+        if inner and eqn.primitive.name != "custom_jvp_call":
+            for sub in inner:
+                yield from walk(sub, place_inside(eqn, place))
+        elif inner:
+            yield from walk(inner[0], place)
+        else:
+            yield eqn, place
+
+
+def user_line(eqn: jex_core.JaxprEqn) -> str:
+    """``file.py:line`` of the innermost frame that is in no library; empty if all are."""
+    traceback: Any = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        name: str = frame.file_name
+        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
+            return f"{Path(name).name}:{frame.line_num}"
+    return ""
+
+
+def _innermost_line(eqn: jex_core.JaxprEqn) -> str:
+    """The line in a library, where no frame is the user's; empty if it is unknown."""
+    summary = source_info_util.summarize(eqn.source_info).split(" ")[0]
+    return ":".join(summary.rsplit("/", 1)[-1].split(":")[:2]) if ":" in summary else ""
+
+
+def _module_path(stack: str) -> str:
+    """A name stack without transformations and markers: ``jvp(Model)/layers_0`` → same path."""
+    while True:
+        plain = _WRAPPER.sub(r"\1", stack)
+        if plain == stack:
+            break
+        stack = plain
+    parts = (part for part in stack.split("/") if part and not part.startswith(REGION))
+    kept: list[str] = []
+    for part in parts:
+        if part != "rematted_computation" and (not kept or kept[-1] != part):
+            kept.append(part)
+    return "/".join(kept)

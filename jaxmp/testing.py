@@ -1,0 +1,46 @@
+"""Assertions about precision, for your own test suite.
+
+Example:
+  >>> import jax, jax.numpy as jnp, jaxmp
+  >>> step = jaxmp.autocast(jax.grad(lambda w, x: jnp.sum(x @ w)), "mixed_bfloat16")
+  >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+  >>> jaxmp.testing.assert_contractions_in(step, w, w, dtype="bfloat16")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxmp.dtypes import parse_dtype
+from jaxmp.inspect import PrecisionError, audit
+
+__all__ = ["PrecisionError", "assert_contractions_in"]
+
+
+def assert_contractions_in(
+    fn: Callable[..., Any], *args: Any, dtype: DTypeLike, **kwargs: Any
+) -> None:
+    """Raises unless every contraction of a function, forward and backward, multiplies in a dtype.
+
+    Args:
+      fn: a function of any pytrees, as for `jaxmp.audit`; it is traced, not run.
+      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s.
+      dtype: the dtype, or its name.
+      **kwargs: keyword arguments of `fn`.
+
+    Raises:
+      PrecisionError: (an AssertionError) that names the lines of those that do not, or says that
+        there is no contraction.
+    """
+    name = np.dtype(parse_dtype(dtype, "assert_contractions_in: dtype")).name
+    contractions = [op for op in audit(fn, *args, **kwargs).operations if op.flops]
+    if not contractions:
+        raise PrecisionError("assert_contractions_in: there is no contraction.")
+    wrong = {f"{op.source} multiplies {op.dtype}": None for op in contractions if op.dtype != name}
+    if wrong:
+        lines = "\n".join(f"  {line}" for line in wrong)
+        raise PrecisionError(f"assert_contractions_in: not all contractions are {name}:\n{lines}")

@@ -1,0 +1,310 @@
+"""`jaxmp.audit`: what it counts, and whom it blames."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxmp
+from jaxmp.inspect import PrecisionError, audit
+from jaxmp.inspect.flops import contraction_flops
+
+from aot import residual_mib
+from models import CASES
+from support import iter_eqns, jaxpr_of
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def shape(*sizes, dtype=F32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+# Whom it blames: the seven leaks, each planted in a bfloat16 model.
+
+
+class Leaky(nn.Module):
+    """A bfloat16 perceptron; `leak(module, x)` stands between its layers."""
+
+    leak: object
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, param_dtype=BF16)
+        x = dense(64)(x.astype(BF16))
+        x = nn.gelu(self.leak(self, x))
+        return dense(8)(dense(64)(x))
+
+
+def numpy_table(module, x):
+    return x + np.ones((8, 64), np.float32)
+
+
+def numpy_root(module, x):
+    return x / np.sqrt(64)
+
+
+def float32_mask(module, x):
+    return jnp.where(x > 0, x, np.float32(-1e9))
+
+
+def float32_norm(module, x):
+    return nn.LayerNorm(dtype=jnp.float32)(x)
+
+
+def raw_parameter(module, x):
+    return x * module.param("scale", nn.initializers.ones, (64,))
+
+
+def recurrent_carry(module, x):
+    return nn.RNN(nn.LSTMCell(64, dtype=BF16))(x[None])[0]
+
+
+def arange_scale(module, x):
+    return x * jnp.arange(64.0)
+
+
+LEAKS = [
+    numpy_table,
+    numpy_root,
+    float32_mask,
+    float32_norm,
+    raw_parameter,
+    recurrent_carry,
+    arange_scale,
+]
+
+
+def loss_of(model):
+    def loss(params, x):
+        logits = model.apply(params, x).astype(jnp.float32)
+        labels = jnp.zeros(len(logits), int)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
+def test_the_first_finding_is_the_planted_line(leak):
+    model = Leaky(leak)
+    x = shape(8, 32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    report = audit(jax.value_and_grad(loss_of(model)), params, x)
+    line = inspect.getsourcelines(leak)[1] + 1
+    first = report.findings[0]
+    assert first.kind == "float32-contraction"
+    assert first.source == f"test_audit.py:{line}"
+    assert first.cost == sum(
+        op.flops for op in report.operations if op.dtype == "float32" and op.flops
+    )
+
+
+def test_without_a_leak_no_contraction_is_float32():
+    model = Leaky(lambda module, x: x)
+    x = shape(8, 32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    audit(jax.grad(loss_of(model)), params, x).assert_no("float32-contraction", "promotion")
+
+
+def test_a_jitted_library_function_is_blamed_on_the_line_that_calls_it():
+    """`jnp.where` is traced once, with the line of its first call in it."""
+
+    def fn(x, w):
+        a = jnp.where(x > 0, x, 0.0) @ w  # the same shapes: the trace of `where` is reused
+        return a @ w, jnp.where(x > 0, x, jnp.float32(0.0)) @ w
+
+    x, w = shape(8, 8, dtype=BF16), shape(8, 8, dtype=BF16)
+    audit(lambda x: jnp.where(x > 0, x, jnp.float32(0.0)), x)
+    [finding] = [f for f in audit(fn, x, w).findings if f.kind == "float32-contraction"]
+    line = inspect.getsourcelines(fn)[1] + 2
+    assert finding.source == f"test_audit.py:{line}"
+
+
+def test_every_float32_contraction_of_a_plain_model_is_named():
+    case = CASES["lm"]
+    report = audit(
+        jax.value_and_grad(case.loss(small=True), has_aux=True), *case.shapes(small=True)
+    )
+    named = {s for f in report.findings if f.kind == "float32-contraction" for s in f.sites}
+    there = {op.source for op in report.operations if op.flops}
+    assert named == there
+    assert report.contraction_share() == {"float32": 1.0}
+    assert "jaxmp.wrap" in report.findings[0].fix
+
+
+def test_what_is_meant_to_be_float32_is_called_so():
+    def fn(x, w):
+        y = jaxmp.full_precision(jnp.dot)(x, w)
+        return y + jnp.dot(x, w, precision="highest")
+
+    x = shape(8, 8)
+    found = audit(fn, x, x, policy="mixed_bfloat16").findings
+    fixes = {f.fix for f in found if f.kind == "float32-contraction"}
+    assert fixes == {"intended"}
+
+
+# What it counts.
+
+
+def test_scans_multiply_and_branches_share():
+    def fn(x, w):
+        x, _ = lax.scan(lambda c, _: (c @ w, None), x, None, length=5)
+        return lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x)
+
+    one = 2 * 8**3
+    x = shape(8, 8)
+    assert audit(fn, x, x).contraction_flops() == {"float32": 5 * one + one / 2}
+
+
+def test_forward_and_backward_are_told_apart():
+    x = shape(16, 16)
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w) @ w)
+
+    report = audit(jax.grad(loss), x, x)
+    one = 2 * 16**3
+    # The first product needs no gradient with respect to x.
+    assert report.contraction_flops(backward=False) == {"float32": 2 * one}
+    assert report.contraction_flops(backward=True) == {"float32": 3 * one}
+
+
+CONVOLUTIONS = {
+    "same": {"padding": "SAME", "strides": (1, 1)},
+    "strided": {"padding": "SAME", "strides": (2, 2)},
+    "valid": {"padding": "VALID", "strides": (1, 1)},
+    "dilated": {"padding": "SAME", "strides": (1, 1), "kernel_dilation": (2, 2)},
+    "transposed": {"padding": 1, "strides": (1, 1), "input_dilation": (2, 2)},
+    "depthwise": {"padding": "SAME", "strides": (1, 1), "feature_group_count": 64},
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_are_counted_as_xla_counts_them(name):
+    model = nn.Conv(64, (3, 3), use_bias=False, **CONVOLUTIONS[name])
+    x = shape(4, 16, 16, 64)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    check_flops(model.apply, params, x)
+
+
+def check_flops(fn, *args):
+    """The count of contractions beside XLA's of all operations, which are few else."""
+    ours = sum(contraction_flops(eqn) for eqn in iter_eqns(jaxpr_of(fn, *args)))
+    theirs = jax.jit(fn).lower(*args).cost_analysis()["flops"]
+    assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn", "lm", "lm_scan"])
+def test_flops_agree_with_xla(model):
+    """A scan's body counts once here, as XLA counts it."""
+    case = CASES[model]
+    params, state, inputs, _ = case.shapes()
+    state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state)
+
+    def fn(params, inputs):
+        variables = {"params": params, **state}
+        return case.model().apply(variables, inputs, mutable=list(state))[0]
+
+    check_flops(fn, params, inputs)
+
+
+def test_residuals_are_those_of_the_backward_pass():
+    case = CASES["mlp"]
+    shapes = case.shapes()
+    report = audit(jax.value_and_grad(case.loss(), has_aux=True), *shapes)
+    inputs = shapes[2]
+    kept = residual_mib(case.loss(), *shapes) * 2**20 - inputs.size * 4  # an argument
+    assert sum(report.residual_bytes.values()) == kept
+
+
+def test_arguments_by_field_and_casts():
+    state = {"params": {"w": shape(8, 8)}, "opt": {"m": shape(8, 8, dtype=BF16)}}
+
+    def fn(state, x):
+        return x.astype(BF16) @ state["params"]["w"].astype(BF16)
+
+    report = audit(fn, state, shape(4, 8))
+    assert report.arguments == {
+        "[0]['opt']": {"bfloat16": 128},
+        "[0]['params']": {"float32": 256},
+        "[1]": {"float32": 128},
+    }
+    assert report.casts() == {"float32->bfloat16": (2, 64 + 128)}
+
+
+def test_sensitive_operations_in_16_bits_are_found():
+    report = audit(lambda x: jax.nn.softmax(x @ x), shape(8, 8, dtype=BF16))
+    found = {f.what for f in report.findings if f.kind == "sensitive-low"}
+    assert "exp runs in bfloat16" in found
+    mixed = audit(lambda x: jax.nn.softmax(x @ x), shape(8, 8), policy="mixed_bfloat16")
+    assert not [f for f in mixed.findings if f.kind == "sensitive-low"]
+
+
+def test_sizes_that_miss_the_tensor_cores_are_found():
+    report = audit(jnp.dot, shape(64, 100, dtype=BF16), shape(100, 64, dtype=BF16))
+    assert [f.what.split(":")[0] for f in report.findings if f.kind == "misaligned"] == ["k = 100"]
+    report = audit(jnp.dot, shape(64, 96, dtype=BF16), shape(96, 64, dtype=BF16))
+    assert not report.findings
+
+
+# How it is read.
+
+
+def test_assert_contractions_in():
+    x = shape(8, 8)
+    jaxmp.testing.assert_contractions_in(jnp.dot, x, x, dtype="float32")
+    mixed = jaxmp.autocast(jax.grad(lambda w: jnp.sum(w @ w)), "mixed_bfloat16")
+    jaxmp.testing.assert_contractions_in(mixed, x, dtype="bf16")
+    with pytest.raises(PrecisionError, match=r"test_audit\.py:\d+ multiplies float32"):
+        jaxmp.testing.assert_contractions_in(lambda x: x @ x, x, dtype="bfloat16")
+    with pytest.raises(PrecisionError, match="there is no contraction"):
+        jaxmp.testing.assert_contractions_in(jnp.sin, x, dtype="bfloat16")
+
+
+def test_assert_no_lists_the_findings():
+    report = audit(jnp.dot, shape(8, 8), shape(8, 8))
+    with pytest.raises(PrecisionError, match=r"contraction in float32, 100\.0% of the FLOPs"):
+        report.assert_no("float32-contraction")
+    report.assert_no("sensitive-low")
+    with pytest.raises(ValueError, match="unknown kind 'float33'"):
+        report.assert_no("float33")
+
+
+def test_the_report_is_json():
+    report = audit(jax.grad(lambda w: jnp.sum(w @ w)), shape(8, 8))
+    read = json.loads(json.dumps(report.to_dict()))
+    assert read["findings"][0]["kind"] == "float32-contraction"
+    assert len(read["operations"]) == len(report.operations)
+
+
+def test_it_prints_as_text_and_in_a_terminal_as_a_table(monkeypatch):
+    report = audit(jnp.dot, shape(8, 8), shape(8, 8))
+    assert "1. contraction in float32" in str(report)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert "\x1b[" in str(report)
+
+
+def test_a_report_without_findings_says_so():
+    report = audit(jnp.dot, shape(8, 8, dtype=BF16), shape(8, 8, dtype=BF16))
+    assert "Nothing to remark." in str(report)
+
+
+def test_nothing_runs():
+    ran = []
+
+    def fn(x):
+        jax.debug.callback(lambda: ran.append(1))
+        return x @ x
+
+    audit(fn, jnp.ones((8, 8)))
+    jax.effects_barrier()
+    assert not ran
