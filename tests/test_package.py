@@ -20,6 +20,8 @@ SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 
 # From the bottom up: a module imports only from those before it.
 LAYERS = [
+    "chips",
+    "devices",
     "dtypes",
     "tree",
     "policy_string",
@@ -29,6 +31,8 @@ LAYERS = [
     "modules",
     "inspect",
     "testing",
+    "cli",
+    "__main__",
 ]
 
 
@@ -76,10 +80,12 @@ def test_the_root_exports_these_names():
         "all_finite",
         "audit",
         "autocast",
+        "devices",
         "explain",
         "full_precision",
         "get_policy",
         "policies",
+        "preflight",
         "reduced_precision",
         "testing",
         "wrap",
@@ -101,7 +107,7 @@ def test_the_root_has_no_public_name_that_it_does_not_export():
         for name, value in vars(jaxmp).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    modules = {"policies", "testing"}
+    modules = {"devices", "policies", "testing"}
     assert public | modules == set(jaxmp.__all__) - {"__version__"}
 
 

@@ -1,0 +1,1 @@
+"""Data: what accelerators multiply, hold and move."""

@@ -1,0 +1,94 @@
+"""What accelerators multiply natively, hold and move: those at hand, and those that are not.
+
+Example:
+  >>> import jaxmp
+  >>> jaxmp.devices.chips()["gpu-t4"]["tflops"]
+  {'float16': 65, 'int8': 130}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import tomllib
+from typing import Any
+
+import jax
+
+__all__ = ["Device", "chips", "describe"]
+
+# What JAX calls a TPU (`device.device_kind`) → what we do.
+_TPU_KINDS = {
+    "TPU v4": "tpu-v4",
+    "TPU v5 lite": "tpu-v5e",
+    "TPU v5": "tpu-v5p",
+    "TPU v6 lite": "tpu-v6e",
+    "TPU7x": "tpu7x",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Device:
+    """A device as its maker documents it.
+
+    Attributes:
+      kind: what JAX calls it.
+      platform: ``cpu``, ``gpu`` or ``tpu``.
+      chip: its name in jaxmp's tables, or None if it is not in them.
+      hbm_bytes: its memory, or None if unknown.
+      hbm_bytes_per_second: the bandwidth of its memory, or None.
+      tflops: peak dense rates by dtype, in 10^12 operations per second. A dtype that is missing is
+        not multiplied natively. Empty if unknown.
+    """
+
+    kind: str
+    platform: str
+    chip: str | None
+    hbm_bytes: int | None
+    hbm_bytes_per_second: float | None
+    tflops: dict[str, float]
+
+
+def describe(device: Any = None) -> Device:
+    """Describes a device from the tables of its maker.
+
+    Args:
+      device: a `jax.Device`; by default the first local one, which starts the backend.
+
+    Example:
+      >>> describe(jax.local_devices(backend="cpu")[0]).platform
+      'cpu'
+    """
+    device = jax.local_devices()[0] if device is None else device
+    name = _chip_of(device)
+    chip = chips().get(name or "", {})
+    return Device(
+        kind=device.device_kind,
+        platform=device.platform,
+        chip=name,
+        hbm_bytes=chip.get("hbm_bytes"),
+        hbm_bytes_per_second=chip.get("hbm_bytes_per_second"),
+        tflops=dict(chip.get("tflops", {})),
+    )
+
+
+@functools.cache
+def chips() -> dict[str, Any]:
+    """The table of chips, as `jaxmp/chips/chips.toml` has it.
+
+    Example:
+      >>> chips()["tpu-v5e"]["tflops"]["bfloat16"]
+      197
+    """
+    file = importlib.resources.files("jaxmp.chips") / "chips.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def _chip_of(device: Any) -> str | None:
+    if device.platform == "tpu":
+        return _TPU_KINDS.get(device.device_kind)
+    words = device.device_kind.replace("-", " ").upper().split()  # "NVIDIA A100-SXM4-80GB"
+    return next(
+        (name for name in chips() if name.startswith("gpu-") and name[4:].upper() in words), None
+    )

@@ -1,0 +1,338 @@
+"""`jaxmp.preflight`: targets, reading compiled programs, and compiling where compilers are."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import cli
+from jaxmp.devices import chips, describe
+from jaxmp.inspect import CompilerMissingError, chip_names
+from jaxmp.inspect.chip import parse_target
+from jaxmp.inspect.hlo import read_hlo
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+def shape(*sizes, dtype=F32, sharding=None):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+
+# Targets.
+
+
+@pytest.mark.parametrize("name", chip_names())
+def test_every_chip_is_described(name):
+    target = parse_target(name)
+    assert target.platform == ("gpu" if name.startswith("gpu") else "tpu")
+    assert target.device_count >= 1
+    assert 2**33 < target.hbm_bytes < 2**38
+    assert 1e11 < target.hbm_bytes_per_second < 1e13
+    assert {"float16", "bfloat16"} & target.tflops.keys()
+    assert bool(target.config) == (target.platform == "gpu")
+
+
+@pytest.mark.parametrize(
+    ("spec", "topology", "devices"),
+    [
+        ("tpu-v5e", "v5e:1x1", 1),
+        ("tpu-v5e:16x16", "v5e:16x16", 256),
+        ("tpu-v4:2x2x2", "v4:2x2x2", 16),  # two devices a chip
+        ("gpu-h100", "1x1x1", 1),
+        ("gpu-h100:8", "1x1x8", 8),
+    ],
+)
+def test_targets_with_a_shape(spec, topology, devices):
+    target = parse_target(spec)
+    assert (target.topology, target.device_count) == (topology, devices)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("tpu-v5", "unknown target 'tpu-v5' .did you mean"),
+        ("gpu-h100:2x2", "a number of GPUs, as in 'gpu-h100:8'"),
+        ("gpu-h100:0", "a number of GPUs"),
+        ("tpu-v5e:four", "cannot read the topology 'four'"),
+        ("", "unknown target ''"),
+    ],
+)
+def test_what_is_no_target(spec, message):
+    with pytest.raises(ValueError, match=message):
+        parse_target(spec)
+
+
+class Described:
+    def __init__(self, platform, kind):
+        self.platform, self.device_kind = platform, kind
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "chip"),
+    [
+        ("tpu", "TPU v5 lite", "tpu-v5e"),
+        ("tpu", "TPU v5", "tpu-v5p"),
+        ("tpu", "TPU7x", "tpu7x"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "gpu-a100"),
+        ("gpu", "NVIDIA H100 80GB HBM3", "gpu-h100"),
+        ("gpu", "Tesla T4", "gpu-t4"),
+        ("gpu", "NVIDIA L40S", None),
+        ("cpu", "cpu", None),
+    ],
+)
+def test_devices_at_hand_are_recognised(platform, kind, chip):
+    described = describe(Described(platform, kind))
+    assert described.chip == chip
+    assert described.tflops == (chips()[chip]["tflops"] if chip else {})
+
+
+# Reading compiled programs.
+
+HLO = """
+HloModule jit_step, is_scheduled=true
+
+%fused (p0: bf16[64,32], p1: f32[32,16]) -> f32[64,16] {
+  %p0 = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = f32[32,16]{1,0} parameter(1)
+  %convert.1 = bf16[32,16]{1,0} convert(%p1)
+  ROOT %convolution.3 = f32[64,16]{1,0} convolution(%p0, %convert.1), dim_labels=bf_io->bf
+}
+
+ENTRY %main (a: bf16[64,32], b: f32[32,16]) -> f32[64,16] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = f32[32,16]{1,0} parameter(1)
+  %dot.5 = f32[32,32]{1,0} dot(f32[32,16]{1,0} %b, f32[32,16]{1,0} %b), lhs_contracting_dims={1}
+  %all-gather.1 = bf16[64,128]{1,0} all-gather(%a), replica_groups={{0,1,2,3}}, dimensions={1}
+  %rs = (f32[32,16]{1,0}, f32[8,16]{1,0}) reduce-scatter-start(%b), dimensions={0}
+  %rs-done = f32[8,16]{1,0} reduce-scatter-done(%rs)
+  %gemm = (bf16[64,64]{1,0}, s8[1024]{0}) custom-call(%a, %a), \
+custom_call_target="__cublas$lt$matmul"
+  %fmha = (bf16[64,64]{1,0}) custom-call(%a, %a, %a), custom_call_target="__cudnn$fmhaSoftmax"
+  ROOT %fusion = f32[64,16]{1,0} fusion(%a, %b), kind=kOutput, calls=%fused, \
+backend_config={"estimated_cycles":"1200"}
+}
+"""
+
+
+def test_read_hlo():
+    program = read_hlo(HLO)
+    assert program.contractions == {"bfloat16": 2, "float32": 1}
+    assert program.collectives == {
+        ("all-gather", "bfloat16"): (1, 64 * 128 * 2),
+        ("reduce-scatter", "float32"): (1, 8 * 16 * 4),
+    }
+    assert program.library_calls == {"__cublas$lt$matmul": 1, "__cudnn$fmhaSoftmax": 1}
+    assert program.cycles == 1200
+
+
+def test_read_hlo_of_a_program_compiled_here():
+    compiled = jax.jit(lambda a, b: (a @ b, a.astype(BF16) @ b.astype(BF16))).lower(
+        jnp.ones((64, 64)), jnp.ones((64, 64))
+    )
+    assert sum(read_hlo(compiled.compile().as_text()).contractions.values()) == 2
+
+
+# Mistakes.
+
+
+def test_without_a_compiler_the_error_names_the_command(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if "cuda" in name or name == "flatbuffers" else find(name),
+    )
+    with pytest.raises(CompilerMissingError, match=r"python -m pip install 'jaxmp\[gpu-aot\]'"):
+        jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), target="gpu-h100")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="libtpu compiles here")
+def test_where_libtpu_does_not_compile_the_error_says_what_is_needed():
+    pytest.importorskip("flatbuffers")
+    with pytest.raises(CompilerMissingError, match=r"Python 3\.12 and JAX 0\.12"):
+        jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), target="tpu-v5e")
+
+
+# Compiling, where there are compilers.
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
+    reason="needs jaxmp[gpu-aot]",
+)
+needs_tpu_compiler = pytest.mark.skipif(
+    not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("flatbuffers")),
+    reason="needs jaxmp[tpu-aot]",
+)
+
+
+def loss(params, x):
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
+
+
+def step(params, x):
+    grads = jax.grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def arguments(n=512, sharding=None):
+    params = {k: shape(n, n, sharding=sharding) for k in "vw"}
+    return params, shape(2 * n, n, sharding=sharding)
+
+
+POLICIES = ("float32", "mixed_bfloat16")
+
+
+@needs_gpu_compiler
+def test_gpu():
+    report = jaxmp.preflight(
+        step, *arguments(), target="gpu-h100", policies=POLICIES, donate_argnums=0
+    )
+    full, mixed = report["float32"], report["mixed_bfloat16"]
+    assert full.argument_bytes == mixed.argument_bytes == 4 * 4 * 512**2
+    assert full.aliased_bytes == 2 * 4 * 512**2  # the parameters, in place
+    assert mixed.temporary_bytes < full.temporary_bytes
+    assert full.program.contractions == {"float32": 5}
+    assert mixed.program.contractions == {"bfloat16": 5}
+    assert report.fits("float32")
+    assert not report.emulated("mixed_bfloat16")
+    assert "__cublas$lt$matmul" in str(report)
+
+
+@needs_gpu_compiler
+def test_what_a_chip_does_not_multiply_is_reported_as_emulated():
+    report = jaxmp.preflight(step, *arguments(), target="gpu-t4", policies=POLICIES)
+    assert report.emulated("mixed_bfloat16").keys() == {"bfloat16"}
+    assert report["mixed_bfloat16"].program.contractions == {"float32": 5}  # widened first
+    assert "mixed_bfloat16: bfloat16 is emulated" in str(report)
+
+    def fp8(a, b):
+        return jnp.matmul(a, b, preferred_element_type=F32)
+
+    low = shape(512, 512, dtype=jnp.float8_e4m3fn)
+    assert jaxmp.preflight(fp8, low, low, target="gpu-a100").emulated("as written")
+    assert not jaxmp.preflight(fp8, low, low, target="gpu-h100").emulated("as written")
+
+
+@needs_gpu_compiler
+def test_what_does_not_fit_says_by_how_much():
+    def fn(x):
+        return jnp.sin(x) @ x
+
+    big = shape(50_000, 50_000)  # 9.3 GiB
+    report = jaxmp.preflight(fn, big, target="gpu-t4")
+    assert not report.fits("as written")
+    excess = report["as written"].peak_bytes - report.target.hbm_bytes
+    assert f"does not fit, by {excess / 2**30:.2f} GiB" in str(report)
+
+
+@needs_gpu_compiler
+def test_collectives_of_a_sharded_step():
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    report = jaxmp.preflight(
+        step,
+        *arguments(sharding=NamedSharding(mesh, P("data"))),
+        target="gpu-h100:8",
+        policies=POLICIES,
+    )
+    gathers = {
+        policy: {d: n for (kind, d), (_, n) in report[policy].program.collectives.items()}
+        for policy in POLICIES
+    }
+    assert gathers["float32"].keys() == {"float32"}
+    assert gathers["mixed_bfloat16"].keys() == {"bfloat16"}
+    assert gathers["mixed_bfloat16"]["bfloat16"] < gathers["float32"]["float32"]
+    with pytest.raises(ValueError, match="sharded over 8 devices, but gpu-h100 has 1"):
+        jaxmp.preflight(
+            step, *arguments(sharding=NamedSharding(mesh, P("data"))), target="gpu-h100"
+        )
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_tpu():
+    report = jaxmp.preflight(step, *arguments(), policies=POLICIES, donate_argnums=0)
+    for policy in POLICIES:
+        assert report[policy].bytes_accessed > 0
+        assert report[policy].program.cycles > 0
+        assert report.fits(policy)
+    assert report["mixed_bfloat16"].bytes_accessed < report["float32"].bytes_accessed
+    assert set(report["mixed_bfloat16"].program.contractions) == {"bfloat16"}
+
+
+@needs_gpu_compiler
+def test_random_keys_integers_and_wrapped_modules_are_compiled_too():
+    def fn(key, n, x):
+        return x * jax.random.bernoulli(key, 0.5, x.shape) + n
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    report = jaxmp.preflight(fn, key, shape(dtype=jnp.int32), shape(8, 8), target="gpu-h100")
+    assert not report["as written"].error
+    assert json.loads(json.dumps(report.to_dict()))["policies"][0]["fits"]
+
+
+# The command line.
+
+
+def make():
+    return step, arguments(64)
+
+
+def test_audit_from_the_command_line(capsys, monkeypatch):
+    monkeypatch.syspath_prepend("tests")
+    assert cli.main(["audit", "test_preflight:make"]) == 0
+    assert "contraction in float32" in capsys.readouterr().out
+    fail = ["--fail-on", "float32-contraction"]
+    assert cli.main(["audit", "test_preflight:make", *fail]) == 1
+    assert cli.main(["audit", "test_preflight:make", "--policy", "mixed_bfloat16", *fail]) == 0
+    capsys.readouterr()
+    assert cli.main(["audit", "test_preflight:make", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["contraction_flops"]["forward"]["float32"] > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("nowhere:make", "cannot find 'nowhere:make'"),
+        ("json", "write module:function"),
+        ("json:loads_", "cannot find 'json:loads_'"),
+        ("os:getcwd", r"must return \(fn, args\)"),
+    ],
+)
+def test_mistakes_on_the_command_line(function, message, capsys):
+    assert cli.main(["audit", function]) == 2
+    assert jaxmp_error(capsys, message)
+
+
+def jaxmp_error(capsys, message):
+    import re
+
+    return re.search(message, capsys.readouterr().err)
+
+
+def test_devices_from_the_command_line():
+    run = subprocess.run(
+        [sys.executable, "-m", "jaxmp", "devices", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(run.stdout)[0]["platform"] == jax.local_devices()[0].platform
+
+
+@needs_gpu_compiler
+def test_preflight_from_the_command_line(capsys, monkeypatch):
+    monkeypatch.syspath_prepend("tests")
+    arguments = ["preflight", "test_preflight:make", "--target", "gpu-h100"]
+    assert cli.main([*arguments, "--policy", "float32", "--policy", "mixed_bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "gpu-h100: 1 device of 79.11 GiB" in out
+    assert "mixed_bfloat16" in out
