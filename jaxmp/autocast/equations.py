@@ -25,6 +25,9 @@ from jaxmp.autocast.rules import FLOAT32
 
 Params = tuple[tuple[str, Any], ...]
 
+# The named scope of the conversions that autocast adds, for profiles and `jaxmp.audit`.
+CAST_SCOPE = "jaxmp_cast"
+
 
 # Conversions.
 
@@ -56,6 +59,7 @@ def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any],
     # Straight through: to the gradient this is a conversion.
     saturate.defjvps(lambda tangent, _out, _x: tangent)
 
+    @jax.named_scope(CAST_SCOPE)
     def convert(x: Any) -> Any:
         if range_of is not None:
             x = saturate(x)

@@ -21,7 +21,7 @@ from jaxmp.dtypes import multiplies_natively
 from jaxmp.inspect.flops import contraction_flops, matmul_dims, nbytes
 from jaxmp.inspect.promotion import FLOAT32, LOW, Cause, follow_float32
 from jaxmp.inspect.report import Finding, Operation, PrecisionReport
-from jaxmp.inspect.walk import Place, inner_jaxprs, place_inside, place_of
+from jaxmp.inspect.walk import Place, inner_jaxprs, is_ours, place_inside, place_of
 from jaxmp.policy import Policy
 
 WRAP = "jaxmp.wrap(model, 'mixed_bfloat16'), or jaxmp.autocast for a function"
@@ -137,6 +137,7 @@ class _Auditor:
             bytes=moved * place.times,
             count=place.times,
             backward=place.backward,
+            inserted=is_ours(eqn),
         )
         self.operations.append(operation)
         if eqn.primitive.name in CONTRACTIONS:

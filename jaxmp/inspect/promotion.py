@@ -17,7 +17,7 @@ import numpy as np
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.jaxpr_compat import closed, dtype_of
 from jaxmp.autocast.ops import classify
-from jaxmp.inspect.walk import Place, inner_jaxprs, place_inside, place_of
+from jaxmp.inspect.walk import Place, inner_jaxprs, is_ours, place_inside, place_of
 
 FLOAT32 = np.dtype("float32")
 LOW = frozenset(np.dtype(name) for name in ("float16", "bfloat16"))
@@ -106,8 +106,9 @@ class _Follower:
         if eqn.primitive.name == "convert_element_type":
             before = dtype_of(eqn.invars[0])
             if before in LOW and dtype_of(eqn.outvars[0]) == FLOAT32:
-                if jaxpr_compat.wrote_dtype(eqn.source_info):
-                    what = f"an upcast from {before} to float32"
+                if is_ours(eqn) or jaxpr_compat.wrote_dtype(eqn.source_info):
+                    by = " by the policy" if is_ours(eqn) else ""
+                    what = f"an upcast from {before} to float32{by}"
                     return Cause(place.source, place.path, what, promoted=False)
                 return _Promoted(str(before))
         ours = [i for i, v in enumerate(eqn.invars) if dtype_of(v) == FLOAT32]

@@ -39,6 +39,7 @@ class Operation:
       bytes: bytes of its operands and results per call, as if nothing were fused.
       count: how often it runs per call.
       backward: whether it belongs to a backward pass.
+      inserted: whether autocast added it.
     """
 
     op: str
@@ -50,6 +51,7 @@ class Operation:
     bytes: float
     count: float
     backward: bool
+    inserted: bool = False
 
     @property
     def dtype(self) -> str:
@@ -132,10 +134,16 @@ class PrecisionReport:
         total = sum(flops.values())
         return {dtype: count / total for dtype, count in flops.items()}
 
-    def casts(self) -> dict[str, tuple[float, float]]:
-        """Conversions between floats, as ``bfloat16->float32``: how many, and bytes written."""
+    def casts(self, *, inserted: bool | None = None) -> dict[str, tuple[float, float]]:
+        """Conversions between floats, as ``bfloat16->float32``: how many, and bytes written.
+
+        Args:
+          inserted: only those that autocast added (True) or that the author wrote (False).
+        """
         table: dict[str, tuple[float, float]] = {}
         for op in self.operations:
+            if inserted not in (None, op.inserted):
+                continue
             if op.op == "convert_element_type" and op.in_dtypes != op.out_dtypes:
                 pair = (*op.in_dtypes, *op.out_dtypes)
                 if all("float" in dtype for dtype in pair):
@@ -172,8 +180,9 @@ class PrecisionReport:
                 lines.append(f"contractions, {name:8s}  {text} of {_si(total)}FLOPs")
         if self.residual_bytes:
             lines.append(f"kept for backward       {_by_dtype(self.residual_bytes)}")
-        for pair, (count, size) in sorted(self.casts().items()):
-            lines.append(f"casts                   {count:g} {pair}, {_si(size)}B written")
+        for by, inserted in (("the author", False), ("autocast", True)):
+            for pair, (count, size) in sorted(self.casts(inserted=inserted).items()):
+                lines.append(f"casts by {by:14s} {count:g} {pair}, {_si(size)}B written")
         for name, by_dtype in self.arguments.items():
             lines.append(f"argument {name:14s} {_by_dtype(by_dtype)}")
         return "\n".join(lines)

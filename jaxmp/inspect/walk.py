@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax.extend.core as jex_core
 from jax.extend import source_info_util
 
+from jaxmp.autocast.equations import CAST_SCOPE
 from jaxmp.autocast.jaxpr_compat import closed
 from jaxmp.autocast.rules import REGION, Rules, region_rules
 
@@ -24,6 +25,9 @@ _LIBRARIES = tuple(
     }
 )
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
+
+
+_SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST_SCOPE})
 
 
 class Place(NamedTuple):
@@ -92,6 +96,11 @@ def walk(jaxpr: Any, around: Place | None = None) -> Iterator[tuple[jex_core.Jax
             yield eqn, place
 
 
+def is_ours(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether autocast added an equation."""
+    return CAST_SCOPE in str(eqn.source_info.name_stack)
+
+
 def user_line(eqn: jex_core.JaxprEqn) -> str:
     """``file.py:line`` of the innermost frame that is in no library; empty if all are."""
     traceback: Any = eqn.source_info.traceback
@@ -115,9 +124,9 @@ def _module_path(stack: str) -> str:
         if plain == stack:
             break
         stack = plain
-    parts = (part for part in stack.split("/") if part and not part.startswith(REGION))
     kept: list[str] = []
-    for part in parts:
-        if part != "rematted_computation" and (not kept or kept[-1] != part):
+    for part in stack.split("/"):
+        named = part and part not in _SCOPES_OF_OTHERS and not part.startswith(REGION)
+        if named and (not kept or kept[-1] != part):
             kept.append(part)
     return "/".join(kept)
