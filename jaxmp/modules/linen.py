@@ -57,7 +57,7 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__reduce__": lambda self: (_unpickle, (cls, policy, _fields(self))),
+        "__reduce__": nn.nowrap(lambda self: (_unpickle, (cls, policy, _fields(self)))),
         "apply": _by_name(cls, "apply"),
         "init_with_output": _by_name(cls, "init_with_output"),
         "init": _by_name(cls, "init"),
@@ -91,6 +91,7 @@ def _by_name(cls: type[nn.Module], name: str) -> Method:
     """`apply` or `init` that takes `method=Model.encode`, a function of the class as written."""
     original = getattr(cls, name)
 
+    @nn.nowrap  # it is no method of the author's: `tabulate` must not list it
     @functools.wraps(original)
     def entry(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         called = getattr(method, "__name__", None)
