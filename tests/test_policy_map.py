@@ -258,6 +258,33 @@ def test_inside_lifted_modules(lift: Any) -> None:
         }
 
 
+Jitted = nn.jit(Block)
+
+
+class HoldsJitted(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return Jitted(10, name="block")(x)
+
+
+def test_a_trace_that_jit_has_kept_is_not_used_under_another_map() -> None:
+    variables = variables_of(HoldsJitted(), X)
+    maps: list[tuple[Any, dict[str, int]]] = [
+        ({}, {"bfloat16": 2}),
+        ({"block/up": "float32"}, {"bfloat16": 1, "float32": 1}),
+        ({nn.Dense: F16}, {"float16": 2}),
+        ({nn.Dense: F16}, {"float16": 2}),
+        ({}, {"bfloat16": 2}),
+    ]
+    for overrides, low in maps:
+        assert counts(mapped(overrides, model=HoldsJitted()), variables, X) == low
+    assert counts(HoldsJitted(), variables, X) == {"float32": 2}
+    stored = mapped({"block/up": "p=bf16,c=bf16,o=f32"}, model=HoldsJitted())
+    for _ in range(2):
+        block = abstract_variables(stored, X)["params"]["block"]
+        assert (block["up"]["bias"].dtype, block["down"]["bias"].dtype) == (jnp.bfloat16, X.dtype)
+
+
 def test_inside_cond_and_vmap() -> None:
     class Branches(nn.Module):
         def setup(self) -> None:
@@ -310,7 +337,8 @@ def test_a_map_inside_an_autocast_and_inside_a_wrapped_module() -> None:
     assert dtypes_by_block(outer, {"params": {"inner": VARIABLES["params"]}}) == want
 
 
-def test_a_wrapped_module_keeps_its_policy_under_a_map_around_it() -> None:
+@pytest.mark.parametrize("key", ["head", nn.Dense, "**"], ids=str)
+def test_a_wrapped_module_keeps_its_policy_under_a_map_around_it(key: Any) -> None:
     class Outer(nn.Module):
         inner: nn.Module
 
@@ -320,8 +348,23 @@ def test_a_wrapped_module_keeps_its_policy_under_a_map_around_it() -> None:
 
     model = Outer(jaxmp.wrap(Block(10), F16))
     variables = variables_of(model, X)
-    found = dtypes_by_block(mapped({"head": "float32"}, model=model), variables)
+    found = dtypes_by_block(mapped({key: "float32"}, model=model), variables)
     assert found == {"encoder/block_0": "float16", "head": "float32"}
+
+
+@pytest.mark.parametrize("policy", [BF16, PolicyMap({"up": "c=f16,o=f32"}, default=BF16)])
+def test_a_wrapped_module_stores_its_parameters_by_its_own_policy(policy: Any) -> None:
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(13, name="head")(self.inner(x))
+
+    model = jaxmp.wrap(Outer(jaxmp.wrap(Block(10), policy)), "bfloat16")
+    params = abstract_variables(model, X)["params"]
+    assert {str(p.dtype) for p in jax.tree.leaves(params["inner"])} == {"float32"}
+    assert {str(p.dtype) for p in jax.tree.leaves(params["head"])} == {"bfloat16"}
 
 
 def test_one_block_of_a_language_model() -> None:
@@ -398,6 +441,23 @@ def test_a_class_that_is_not_there(entry: str) -> None:
     argument = jax.random.key(0) if entry == "init" else VARIABLES
     with pytest.raises(ValueError, match=r"class Conv .*Block, Dense, Encoder, LayerNorm, Model"):
         jax.eval_shape(getattr(wrapped, entry), argument, X)
+
+
+def test_what_one_model_of_a_class_has_another_may_lack() -> None:
+    class Stack(nn.Module):
+        depth: int
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for i in range(self.depth):
+                x = nn.Dense(8, name=f"layer_{i}")(x)
+            return x
+
+    deep = mapped({"layer_2": "float32"}, model=Stack(3))
+    assert counts(deep, variables_of(deep, X), X) == {"bfloat16": 2, "float32": 1}
+    shallow = mapped({"layer_2": "float32"}, model=Stack(1))
+    with pytest.raises(ValueError, match="'layer_2' matches no module"):
+        jax.eval_shape(shallow.apply, variables_of(Stack(1), X), X)
 
 
 def test_a_pattern_like_nothing_lists_what_there_is() -> None:

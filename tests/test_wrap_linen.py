@@ -200,8 +200,8 @@ def test_lazy_init_and_eval_shape() -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["encode", AutoEncoder.encode, lambda self, x: self.encode(x)],
-    ids=["name", "function", "lambda"],
+    ["encode", AutoEncoder.encode, AutoEncoder().encode, lambda self, x: self.encode(x)],
+    ids=["name", "function", "unwrapped", "lambda"],
 )
 def test_apply_takes_method(method: Any) -> None:
     model = AutoEncoder()
@@ -384,6 +384,7 @@ def test_fields_clone_and_copy_keep_the_policy() -> None:
     for module, features in (
         (wide, 16),
         (copy.copy(wrapped), 4),
+        (copy.deepcopy(wrapped), 4),
         (wrapped.copy(features=16), 16),
         (dataclasses.replace(wrapped, features=16), 16),
     ):

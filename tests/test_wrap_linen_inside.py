@@ -28,6 +28,7 @@ from linen_models import (
     assert_same,
     compiled,
     counts,
+    gradient_of,
     marked,
     over_layers,
     run,
@@ -234,6 +235,7 @@ def by_vmap(module: nn.Module, x: jax.Array) -> jax.Array:
 
 
 def by_vjp(module: nn.Module, x: jax.Array) -> jax.Array:
+    x = module(x)  # creates the parameters
     y, backward = nn.vjp(tanh_of, module, x)
     gradients, x_gradient = backward(y)
     return y + x_gradient + gradients["params"]["bias"]
@@ -246,10 +248,8 @@ def by_jvp(module: nn.Module, x: jax.Array) -> jax.Array:
 
 
 def by_value_and_grad(module: nn.Module, x: jax.Array) -> jax.Array:
-    value, (gradients, x_gradient) = nn.value_and_grad(
-        lambda m, x: jnp.sum(tanh_of(m, x) ** 2), module, x
-    )
-    return value + x_gradient + gradients["params"]["bias"]
+    value, (gradient,) = nn.value_and_grad(lambda m, x: jnp.sum(tanh_of(m, x) ** 2), module, x)
+    return value + gradient
 
 
 def by_custom_vjp(module: nn.Module, x: jax.Array) -> jax.Array:
@@ -325,6 +325,23 @@ def test_wrapped_instances_of_transformed_classes(build: Callable[[], nn.Module]
     assert_same(compiled(wrapped.init)(KEY, X), variables)
     assert all_counts(wrapped, variables, X).keys() == {"bfloat16"}
     assert_close(run(wrapped, variables, X), run(model, variables, X))
+
+
+def rolled(*args: Any) -> Any:
+    return nn.scan(*args, variable_broadcast="params", split_rngs={"params": False}, length=2)
+
+
+@pytest.mark.parametrize("lift", [nn.remat, nn.jit, rolled], ids=["remat", "jit", "scan"])
+def test_methods_that_their_author_transformed(lift: Any) -> None:
+    class Decorated(nn.Module):
+        @lift
+        @nn.compact
+        def __call__(self, x: jax.Array, _: Any) -> Any:
+            return nn.Dense(8)(nn.tanh(nn.Dense(8)(x))), None
+
+    variables, wrapped = variables_of(Decorated(), X, None), jaxmp.wrap(Decorated(), BF16)
+    assert abstract_variables(wrapped, X, None) == abstract_variables(Decorated(), X, None)
+    assert counts(wrapped, variables, X, None) == {"bfloat16": 2}
 
 
 def test_transforms_of_the_wrapped_modules_class() -> None:
@@ -456,6 +473,26 @@ def test_an_inner_module_whose_parameters_are_stored_in_16_bits() -> None:
         assert set(jax.tree.leaves(dtypes["Dense_0"])) == {"float32"}
         low = {"bfloat16": 3} if outer else {"bfloat16": 2, "float32": 1}
         assert counts(model, variables, X) == low
+
+
+@pytest.mark.parametrize("outer", [None, BF16, "float32"])
+def test_parameters_stored_in_16_bits_are_float32_to_an_inner_module_as_well(outer: Any) -> None:
+    seen = set()
+
+    class Looks(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            w = self.param("w", nn.initializers.ones, (8, 8))
+            seen.add(str(w.dtype))
+            return x @ w
+
+    model = marked(AsField(jaxmp.wrap(Looks(), "p=bf16,c=bf16,o=f32")), outer)
+    variables = variables_of(model, X)
+    low = counts(model, variables, X)
+    assert seen == {"float32"}
+    assert low == ({"bfloat16": 2} if outer == BF16 else {"bfloat16": 1, "float32": 1})
+    grads, _ = jax.eval_shape(gradient_of(model, X), variables)
+    assert grads["params"]["inner"]["w"].dtype == jnp.bfloat16
 
 
 # --- What leaks float32 elsewhere ----------------------------------------------------------------
