@@ -103,28 +103,28 @@ def all_but(**different: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("pattern", "blocks"),
     [
-        ("head", {"head"}),
-        ("block_0", {"block_0"}),  # not the encoder's
-        ("encoder", {"encoder/block_0", "encoder/block_1"}),
-        ("encoder/block_1", {"encoder/block_1"}),
-        ("encoder/*", {"encoder/block_0", "encoder/block_1"}),
-        ("encoder/block_[!0]", {"encoder/block_1"}),
-        ("*", {"encoder/block_0", "encoder/block_1", "block_0", "head"}),
-        ("*/block_0", {"encoder/block_0"}),
-        ("**/block_0", {"encoder/block_0", "block_0"}),
-        ("**", {"encoder/block_0", "encoder/block_1", "block_0", "head"}),
-        ("encoder/**", {"encoder/block_0", "encoder/block_1"}),
-        (Encoder, {"encoder/block_0", "encoder/block_1"}),
-        (Block, {"encoder/block_0", "encoder/block_1", "block_0"}),
-        (nn.Module, {"encoder/block_0", "encoder/block_1", "block_0", "head"}),
+        ("head", "head"),
+        ("block_0", "block_0"),  # not the encoder's
+        ("encoder", "encoder/block_0 encoder/block_1"),
+        ("encoder/block_1", "encoder/block_1"),
+        ("encoder/*", "encoder/block_0 encoder/block_1"),
+        ("encoder/block_[!0]", "encoder/block_1"),
+        ("*", "encoder/block_0 encoder/block_1 block_0 head"),
+        ("*/block_0", "encoder/block_0"),
+        ("**/block_0", "encoder/block_0 block_0"),
+        ("**", "encoder/block_0 encoder/block_1 block_0 head"),
+        ("encoder/**", "encoder/block_0 encoder/block_1"),
+        (Encoder, "encoder/block_0 encoder/block_1"),
+        (Block, "encoder/block_0 encoder/block_1 block_0"),
+        (nn.Module, "encoder/block_0 encoder/block_1 block_0 head"),
     ],
     ids=str,
 )
 def test_a_key_matches_whole_components_and_covers_what_is_inside(
-    pattern: Any, blocks: set[str]
+    pattern: Any, blocks: str
 ) -> None:
     """In exactly those blocks, forward and backward."""
-    want = all_but() | dict.fromkeys(blocks, "float32")
+    want = all_but() | dict.fromkeys(blocks.split(), "float32")
     assert dtypes_by_block(mapped({pattern: "float32"})) == want
 
 
@@ -520,9 +520,8 @@ def test_a_layers_own_float32_in_scanned_and_rematerialised_layers() -> None:
         def __call__(self, x: jax.Array) -> jax.Array:
             return over_layers(nn.remat(Layer))()(x, None)[0]
 
-    counted = of_routed(Scanned())
-    # Forward three, again in the rematerialised backward pass, and six of that.
-    assert (counted["float32"], counted["bfloat16"]) in {(4, 8), (3, 6), (4, 7)}
+    # A third of all: one forward, the same once more in the backward pass, and two of that.
+    assert of_routed(Scanned()) == {"float32": 4, "bfloat16": 8}
 
 
 def test_a_path_pattern_overrules_a_layers_own_word() -> None:
