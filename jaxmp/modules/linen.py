@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +23,10 @@ from jaxmp.policy import Policy, PolicyMap
 from jaxmp.tree import cast_floating
 
 Method = Callable[..., Any]
+
+# Part of the key of every jit cache, `nn.jit`'s among them: which modules mark regions of their own
+# while a function is traced. A trace that other marks were made in is not used again.
+_MARKING = jax.make_user_context(default_value=None)
 
 
 def wrap_linen(module: nn.Module, policy: Policy | PolicyMap) -> nn.Module:
@@ -54,10 +58,11 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
         for name, method in methods.items()
     }
     members |= {
+        "_jaxmp_wrapped": True,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__reduce__": lambda self: (_unpickle, (cls, policy, _fields(self))),
+        "__reduce__": nn.nowrap(lambda self: (_unpickle, (cls, policy, _fields(self)))),
         "apply": _by_name(cls, "apply"),
         "init_with_output": _by_name(cls, "init_with_output"),
         "init": _by_name(cls, "init"),
@@ -88,13 +93,15 @@ def _methods(cls: type) -> Iterator[tuple[str, Method]]:
 
 
 def _by_name(cls: type[nn.Module], name: str) -> Method:
-    """`apply` or `init` that takes `method=Model.encode`, a function of the class as written."""
+    """`apply` or `init` that takes `method=Model.encode` or `model.encode`, as written."""
     original = getattr(cls, name)
 
+    @nn.nowrap  # it is no method of the author's: `tabulate` must not list it
     @functools.wraps(original)
     def entry(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-        called = getattr(method, "__name__", None)
-        if called is not None and getattr(cls, called, None) is method:
+        function = getattr(method, "__func__", method)
+        called = getattr(function, "__name__", None)
+        if called is not None and getattr(cls, called, None) is function:
             method = getattr(self, called)
         if method is not None:
             kwargs["method"] = method
@@ -112,16 +119,18 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
             return method(self, *args, **kwargs)
         init = self.is_initializing()
         entering = _Entering(overrides, self.path, initializing=init)
-        with nn.intercept_methods(entering):
-            if policy_in_force() is not None and not init:
+        nested = policy_in_force() is not None and not init
+        with nn.intercept_methods(entering), _MARKING(entering.marking()):
+            if overrides.stored or not (nested or init or identity):
+                out = lifted(self, entering, *args, **kwargs)
+            elif nested:
                 with region(overrides.default):
                     out = method(self, *args, **kwargs)
-            elif identity or (init and not overrides.stored):
-                out = method(self, *args, **kwargs)
             else:
-                out = lifted(self, entering, *args, **kwargs)
+                out = method(self, *args, **kwargs)
         if not init or method.__name__ == "__call__":
-            overrides.check(entering.found(self), whole=method.__name__ == "__call__")
+            found, structure = entering.found(self)
+            overrides.check(found, structure, whole=method.__name__ == "__call__")
         return out
 
     return wrapped_method
@@ -135,12 +144,23 @@ class _Entering:
         self.initializing = initializing
         self.root = tuple(root)
         self.classes: dict[tuple[str, ...], type] = {}
-        self.policies: dict[tuple[str, ...], Policy] = {}
+        self.policies: dict[tuple[str, ...], Policy | None] = {}
+        self._wrapped = 0  # how many modules, wrapped by themselves, are around the one at hand
         self._dtypes: list[Any] = []  # of the modules around the one at hand
         self._policies = [overrides.default]
 
-    def policy_of(self, path: Any) -> Policy:
-        """The policy of the module that the variable at a path into Flax's groups belongs to."""
+    def marking(self) -> Any:
+        """What a trace made while this interceptor is at work depends on."""
+        if not self.overrides.is_single:
+            # `init` needs to see every module: it never uses a trace again.
+            return self if self.initializing else (self.overrides, self.root)
+        return None if self.initializing else True
+
+    def policy_of(self, path: Any) -> Policy | None:
+        """The policy of the module that the variable at a path into Flax's groups belongs to.
+
+        None if that is in a module wrapped by itself, which has seen to its variables.
+        """
         names = tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))[1:]
         return next(
             (
@@ -166,6 +186,10 @@ class _Entering:
     ) -> Any:
         module = context.module
         path = self.relative(module.path)
+        if path is not None:
+            self.classes[path] = type(module)
+        if self._wrapped or (path != () and hasattr(module, "_jaxmp_wrapped")):
+            return self._wrapped_by_itself(path, functools.partial(next_fun, *args, **kwargs))
         enclosing = self._dtypes[-1] if self._dtypes else None
         policy = self.overrides.policy_at(
             path,
@@ -176,7 +200,6 @@ class _Entering:
         self._dtypes.append(getattr(module, "dtype", enclosing))
         self._policies.append(policy or self._policies[-1])
         if path is not None:
-            self.classes[path] = type(module)
             self.policies[path] = self._policies[-1]
         try:
             # Flax runs a lifted module's methods again on a clone: nothing to mark twice.
@@ -188,13 +211,24 @@ class _Entering:
             self._dtypes.pop()
             self._policies.pop()
 
-    def found(self, module: nn.Module) -> Iterator[Found]:
-        """The modules entered, and those that hold variables of the wrapped module."""
-        yield from self.classes.items()
+    def _wrapped_by_itself(self, path: tuple[str, ...] | None, call: Callable[[], Any]) -> Any:
+        """Calls a module that was wrapped, or is inside one that was: it keeps its policies."""
+        if path is not None:
+            self.policies[path] = None
+        self._wrapped += 1
+        try:
+            return call()
+        finally:
+            self._wrapped -= 1
+
+    def found(self, module: nn.Module) -> tuple[list[Found], Hashable]:
+        """The modules entered or holding variables of the wrapped one, and what tells it apart."""
+        holders = set()
         for keys, _ in jax.tree_util.tree_leaves_with_path(module.variables):
-            names = [str(k.key) for k in keys[1:] if isinstance(k, jax.tree_util.DictKey)]
-            for i in range(len(names)):
-                yield names[:i], None
+            names = tuple(str(k.key) for k in keys[1:] if isinstance(k, jax.tree_util.DictKey))
+            holders |= {(keys[0], names[:i]) for i in range(len(names))}
+        params = frozenset(names for key, names in holders if key.key == "params")
+        return [*self.classes.items(), *((names, None) for _, names in holders)], params
 
 
 def _own_dtype(module: nn.Module) -> Any:
@@ -231,6 +265,10 @@ def _lift(fn: Method) -> Method:
         if entering.initializing:
             out, created = run(variables, rngs, args, kwargs)
             return out, _as_created(created, variables, entering)
+        if policy_in_force() is not None:
+            with region(overrides.default):
+                out, changed = run(variables, rngs, args, kwargs)
+            return out, _as_before(changed, variables)
         run = under_policy(run, overrides.inner)
         out, changed = run(variables, rngs, args, kwargs)
         return overrides.output(out), _as_before(changed, variables)
@@ -270,7 +308,8 @@ def _as_created(created: Any, variables: Any, entering: _Entering) -> Any:
     def store(path: Any, leaf: Any) -> Any:
         if path in before or not _is_param(path):
             return leaf
-        return cast_floating(leaf, entering.policy_of(path).param_dtype)
+        policy = entering.policy_of(path)
+        return leaf if policy is None else cast_floating(leaf, policy.param_dtype)
 
     return jax.tree_util.tree_map_with_path(store, created)
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,8 @@ class Overrides:
 
     def __init__(self, policy: Policy | PolicyMap) -> None:
         self._map = policy if isinstance(policy, PolicyMap) else PolicyMap({}, default=policy)
-        self._unmatched = {key for key, _ in self._map.overrides}
+        keys = frozenset(key for key, _ in self._map.overrides)
+        self._unmatched: dict[Hashable, frozenset[str | type]] = defaultdict(lambda: keys)
         self.default: Policy = self._map.default
         self.inner = dataclasses.replace(
             self.default, param_dtype=np.float32, output_dtype=np.float32
@@ -84,26 +86,27 @@ class Overrides:
             return None
         return FLOAT32
 
-    def check(self, modules: Iterable[Found], *, whole: bool) -> None:
+    def check(self, modules: Iterable[Found], structure: Hashable = None, *, whole: bool) -> None:
         """Raises if a key has never matched any module.
 
         Args:
           modules: those there are.
+          structure: which of the models of one class this is: what one matched, another may lack.
           whole: whether they are all there are, with their classes. Else a class is not missed.
 
         Raises:
           ValueError: naming the key and the paths nearest to it.
         """
-        if not self._unmatched:
+        if not self._unmatched[structure]:
             return
         found = list(modules)
-        self._unmatched -= {
+        unmatched = self._unmatched[structure] = frozenset(
             key
-            for key in self._unmatched
-            if any(key_matches(key, path, cls) for path, cls in found)
-        }
+            for key in self._unmatched[structure]
+            if not any(key_matches(key, path, cls) for path, cls in found)
+        )
         for key, _ in self._map.overrides:
-            if key in self._unmatched and (whole or isinstance(key, str)):
+            if key in unmatched and (whole or isinstance(key, str)):
                 raise ValueError(_unmatched(key, found))
 
 

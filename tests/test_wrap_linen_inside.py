@@ -1,0 +1,565 @@
+"""`wrap` on Flax Linen: modules inside and around modules, transforms and other policies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from linen_models import (
+    BF16,
+    F16,
+    KEY,
+    MLP,
+    RNGS,
+    SEQUENCE,
+    TOKENS,
+    Layer,
+    Recurrent,
+    X,
+    abstract_variables,
+    all_counts,
+    assert_close,
+    assert_same,
+    compiled,
+    counts,
+    gradient_of,
+    marked,
+    over_layers,
+    run,
+    variables_of,
+)
+
+import jaxmp
+
+from support import contraction_dtypes
+
+# --- As a submodule ------------------------------------------------------------------------------
+
+
+class InSetup(nn.Module):
+    policy: str | None = None
+
+    def setup(self) -> None:
+        self.inner = marked(MLP(), self.policy)
+        self.head = nn.Dense(2)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.inner(x))
+
+
+class InCompact(nn.Module):
+    policy: str | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(2)(marked(MLP(), self.policy)(x))
+
+
+class AsField(nn.Module):
+    inner: nn.Module
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(2)(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    ("outer", "plain"),
+    [
+        (InSetup(BF16), InSetup()),
+        (InCompact(BF16), InCompact()),
+        (AsField(jaxmp.wrap(MLP(), BF16)), AsField(MLP())),
+        (
+            nn.Sequential([jaxmp.wrap(MLP(), BF16), nn.Dense(2)]),
+            nn.Sequential([MLP(), nn.Dense(2)]),
+        ),
+    ],
+    ids=["setup", "compact", "field", "sequential"],
+)
+def test_as_a_submodule(outer: nn.Module, plain: nn.Module) -> None:
+    """It has the module's name and variables, and its policy ends where it ends."""
+    variables = compiled(outer.init)(KEY, X)
+    assert_same(variables, compiled(plain.init)(KEY, X))
+    assert_close(run(outer, variables, X), run(plain, variables, X))
+    assert counts(outer, variables, X) == {"bfloat16": 2, "float32": 1}
+    # Backward: two each, less the gradient of the input.
+    assert all_counts(outer, variables, X) == {"bfloat16": 5, "float32": 3}
+
+
+def test_sequential_is_wrapped_as_a_whole() -> None:
+    model = nn.Sequential([nn.Dense(8), nn.relu, MLP()])
+    variables, wrapped = variables_of(model, X), jaxmp.wrap(model, BF16)
+    assert_close(run(wrapped, variables, X), run(model, variables, X))
+    assert counts(wrapped, variables, X) == {"bfloat16": 3}
+
+
+def test_wrapped_modules_in_lists_and_dicts() -> None:
+    class Model(nn.Module):
+        blocks: list[nn.Module]
+        heads: dict[str, nn.Module]
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for block in self.blocks:
+                x = block(x)
+            return self.heads["a"](x)
+
+    def build(mark: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        return Model([mark(nn.Dense(8)), nn.Dense(8)], {"a": mark(nn.Dense(2))})
+
+    wrapped = build(lambda m: jaxmp.wrap(m, BF16))
+    variables = variables_of(wrapped, X)
+    assert abstract_variables(wrapped, X) == abstract_variables(build(lambda m: m), X)
+    assert counts(wrapped, variables, X) == {"bfloat16": 2, "float32": 1}
+
+
+def test_a_shared_module_has_one_set_of_parameters() -> None:
+    class Shared(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            dense = jaxmp.wrap(nn.Dense(8), BF16)
+            return dense(nn.tanh(dense(x)))
+
+    variables = variables_of(Shared(), X)
+    assert set(variables["params"]) == {"Dense_0"}
+    assert counts(Shared(), variables, X) == {"bfloat16": 2}
+
+
+def test_tied_embeddings_of_a_wrapped_embed() -> None:
+    class Tied(nn.Module):
+        policy: str | None = BF16
+
+        def setup(self) -> None:
+            self.embed = marked(nn.Embed(16, 8), self.policy)
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return self.embed.attend(self.embed(tokens))
+
+    variables = variables_of(Tied(), TOKENS)
+    assert abstract_variables(Tied(), TOKENS) == abstract_variables(Tied(None), TOKENS)
+    assert counts(Tied(), variables, TOKENS) == {"bfloat16": 1}
+    assert_close(run(Tied(), variables, TOKENS), run(Tied(None), variables, TOKENS))
+
+
+def test_modules_as_call_arguments() -> None:
+    class Caller(nn.Module):
+        @nn.compact
+        def __call__(self, layer: nn.Module, x: jax.Array) -> jax.Array:
+            return layer(nn.Dense(8)(x))
+
+    class Model(nn.Module):
+        caller: nn.Module
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.caller(nn.Dense(3, name="given"), x)
+
+    wrapped, plain = Model(jaxmp.wrap(Caller(), BF16)), Model(Caller())
+    variables = variables_of(wrapped, X)
+    assert abstract_variables(wrapped, X) == abstract_variables(plain, X)
+    assert counts(wrapped, variables, X) == {"bfloat16": 2}
+    assert_close(run(wrapped, variables, X), run(plain, variables, X))
+
+
+def test_a_wrapped_module_as_a_call_argument() -> None:
+    class Caller(nn.Module):
+        @nn.compact
+        def __call__(self, layer: nn.Module, x: jax.Array) -> jax.Array:
+            return layer(nn.Dense(8)(x))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return Caller()(jaxmp.wrap(nn.Dense(3, name="given"), BF16), x)
+
+    variables = variables_of(Model(), X)
+    assert set(variables["params"]) == {"Caller_0", "given"}
+    assert counts(Model(), variables, X) == {"bfloat16": 1, "float32": 1}
+
+
+def test_share_scope() -> None:
+    class Adapter(nn.Module):
+        inner: nn.Module
+
+        def setup(self) -> None:
+            nn.share_scope(self, self.inner)
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.inner(x) + nn.Dense(3, name="extra")(x)
+
+    for adapter, low in (
+        (jaxmp.wrap(Adapter(MLP()), BF16), {"bfloat16": 3}),
+        (Adapter(jaxmp.wrap(MLP(), BF16)), {"bfloat16": 2, "float32": 1}),
+    ):
+        variables = variables_of(adapter, X)
+        assert set(variables["params"]) == {"Dense_0", "Dense_1", "extra"}
+        assert counts(adapter, variables, X) == low
+
+
+# --- Inside and around the transforms of Flax ----------------------------------------------------
+
+
+def tanh_of(module: nn.Module, x: jax.Array) -> jax.Array:
+    return nn.tanh(module(x))
+
+
+def by_scan(module: nn.Module, x: jax.Array) -> jax.Array:
+    body = nn.scan(
+        lambda m, carry, _: (tanh_of(m, carry), None),
+        variable_broadcast="params",
+        split_rngs={"params": False},
+        length=3,
+    )
+    return body(module, x, None)[0]
+
+
+def by_while_loop(module: nn.Module, x: jax.Array) -> jax.Array:
+    x = module(x)  # creates the parameters
+    return nn.while_loop(
+        lambda _, carry: carry[0] < 3,
+        lambda m, carry: (carry[0] + 1, tanh_of(m, carry[1])),
+        module,
+        (jnp.int32(0), x),
+    )[1]
+
+
+def by_vmap(module: nn.Module, x: jax.Array) -> jax.Array:
+    mapped = nn.vmap(tanh_of, variable_axes={"params": None}, split_rngs={"params": False})
+    return mapped(module, x)
+
+
+def by_vjp(module: nn.Module, x: jax.Array) -> jax.Array:
+    x = module(x)  # creates the parameters
+    y, backward = nn.vjp(tanh_of, module, x)
+    gradients, x_gradient = backward(y)
+    return y + x_gradient + gradients["params"]["bias"]
+
+
+def by_jvp(module: nn.Module, x: jax.Array) -> jax.Array:
+    y = module(x)
+    tangents = {"params": jax.tree.map(jnp.ones_like, module.variables["params"])}
+    return y + nn.jvp(tanh_of, module, (x,), (x,), variable_tangents=tangents)[1]
+
+
+def by_value_and_grad(module: nn.Module, x: jax.Array) -> jax.Array:
+    value, (gradient,) = nn.value_and_grad(lambda m, x: jnp.sum(tanh_of(m, x) ** 2), module, x)
+    return value + gradient
+
+
+def by_custom_vjp(module: nn.Module, x: jax.Array) -> jax.Array:
+    def backward(vjp: Any, gradient: Any) -> Any:
+        return jax.tree.map(lambda g: 2 * g, vjp(gradient))
+
+    doubled = nn.custom_vjp(
+        tanh_of, forward_fn=functools.partial(nn.vjp, tanh_of), backward_fn=backward
+    )
+    return doubled(module, x)
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, jax.Array], jax.Array]] = {
+    "cond": lambda m, x: nn.cond(x.sum() > 0, tanh_of, lambda m, x: -m(x), m, x),
+    "custom_vjp": by_custom_vjp,
+    "jit": lambda m, x: nn.jit(tanh_of)(m, x),
+    "jvp": by_jvp,
+    "map_variables": lambda m, x: nn.map_variables(
+        tanh_of, "params", lambda v: jax.tree.map(lambda p: 2 * p, v), init=True
+    )(m, x),
+    "remat": lambda m, x: nn.remat(tanh_of)(m, x),
+    "scan": by_scan,
+    "switch": lambda m, x: nn.switch(1, [tanh_of, tanh_of, lambda m, x: m(x)], m, x),
+    "value_and_grad": by_value_and_grad,
+    "vjp": by_vjp,
+    "vmap": by_vmap,
+    "while_loop": by_while_loop,
+}
+
+
+class Transformed(nn.Module):
+    how: str
+    policy: str | None = None
+
+    def setup(self) -> None:
+        self.inner = marked(nn.Dense(8), self.policy)
+        self.head = nn.Dense(2)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(TRANSFORMS[self.how](self.inner, x))
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_inside_a_transform_and_around_it(how: str) -> None:
+    plain, inside = Transformed(how), Transformed(how, BF16)
+    around = jaxmp.wrap(plain, BF16)
+    variables = variables_of(plain, X)
+    want = run(plain, variables, X)
+    total = sum(counts(plain, variables, X).values())
+    assert counts(inside, variables, X) == {"bfloat16": total - 1, "float32": 1}
+    assert counts(around, variables, X) == {"bfloat16": total}
+    for wrapped in (inside, around):
+        assert abstract_variables(wrapped, X) == abstract_variables(plain, X)
+        assert_close(run(wrapped, variables, X), want)
+    if how != "while_loop":  # has no reverse derivative
+        total = sum(all_counts(plain, variables, X).values())
+        assert all_counts(around, variables, X) == {"bfloat16": total}
+        assert all_counts(inside, variables, X) == {"bfloat16": total - 3, "float32": 3}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.remat(MLP)(),
+        lambda: nn.jit(MLP)(),
+        lambda: nn.vmap(MLP, variable_axes={"params": 0}, split_rngs={"params": True})(),
+    ],
+    ids=["remat", "jit", "vmap"],
+)
+def test_wrapped_instances_of_transformed_classes(build: Callable[[], nn.Module]) -> None:
+    model, wrapped = build(), jaxmp.wrap(build(), BF16)
+    variables = compiled(model.init)(KEY, X)
+    assert_same(compiled(wrapped.init)(KEY, X), variables)
+    assert all_counts(wrapped, variables, X).keys() == {"bfloat16"}
+    assert_close(run(wrapped, variables, X), run(model, variables, X))
+
+
+def rolled(*args: Any) -> Any:
+    return nn.scan(*args, variable_broadcast="params", split_rngs={"params": False}, length=2)
+
+
+@pytest.mark.parametrize("lift", [nn.remat, nn.jit, rolled], ids=["remat", "jit", "scan"])
+def test_methods_that_their_author_transformed(lift: Any) -> None:
+    class Decorated(nn.Module):
+        @lift
+        @nn.compact
+        def __call__(self, x: jax.Array, _: Any) -> Any:
+            return nn.Dense(8)(nn.tanh(nn.Dense(8)(x))), None
+
+    variables, wrapped = variables_of(Decorated(), X, None), jaxmp.wrap(Decorated(), BF16)
+    assert abstract_variables(wrapped, X, None) == abstract_variables(Decorated(), X, None)
+    assert counts(wrapped, variables, X, None) == {"bfloat16": 2}
+
+
+def test_transforms_of_the_wrapped_modules_class() -> None:
+    """A wrapped layer under `nn.scan` of a layer that holds it: one set of parameters per step."""
+
+    class Outer(nn.Module):
+        policy: str | None
+
+        @nn.compact
+        def __call__(self, x: jax.Array, _: Any = None) -> Any:
+            return marked(Layer(), self.policy)(x)
+
+    def build(policy: str | None) -> nn.Module:
+        return over_layers(nn.remat(Outer))(policy)
+
+    variables = variables_of(build(None), X, None)
+    assert abstract_variables(build(BF16), X, None) == abstract_variables(build(None), X, None)
+    got = compiled(lambda v: build(BF16).apply(v, X, None)[0])(variables)
+    assert_close(got, compiled(lambda v: build(None).apply(v, X, None)[0])(variables))
+    assert counts(build(BF16), variables, X, None) == {"bfloat16": 1}
+
+
+def test_dropout_in_scanned_layers() -> None:
+    """Each step has the mask it has unwrapped."""
+
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, _: Any) -> Any:
+            x = nn.Dropout(0.5, deterministic=False)(nn.Dense(8)(x))
+            return x, x == 0
+
+    def build(policy: str | None) -> nn.Module:
+        scanned = nn.scan(
+            nn.remat(Noisy),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=3,
+        )
+        return marked(scanned(), policy)
+
+    variables = variables_of(build(None), X, None)
+    (_, got), (_, want) = (run(build(p), variables, X, None, rngs=RNGS) for p in (BF16, None))
+    np.testing.assert_array_equal(got, want)
+    assert len({mask.tobytes() for mask in np.asarray(got)}) == 3
+
+
+# --- Policies inside policies --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outside", ["autocast", "wrap"])
+def test_the_inner_policy_wins(outside: str) -> None:
+    model = AsField(jaxmp.wrap(MLP(), "float32"))
+    variables = variables_of(model, X)
+    apply = (jaxmp.wrap(model, BF16) if outside == "wrap" else model).apply
+    if outside == "autocast":
+        apply = jaxmp.autocast(apply, BF16)
+    assert contraction_dtypes(apply, variables, X) == {"float32": 2, "bfloat16": 1}
+
+    def gradients(variables: Any) -> Any:
+        return jax.grad(lambda v: jnp.sum(jnp.sin(apply(v, X))))(variables)
+
+    assert contraction_dtypes(gradients, variables) == {"float32": 5, "bfloat16": 3}
+
+
+@pytest.mark.parametrize("outside", ["autocast", "wrap"])
+def test_an_inner_float16_in_an_outer_bfloat16(outside: str) -> None:
+    model = AsField(jaxmp.wrap(MLP(), F16))
+    variables = variables_of(model, X)
+    apply = (jaxmp.wrap(model, BF16) if outside == "wrap" else model).apply
+    if outside == "autocast":
+        apply = jaxmp.autocast(apply, BF16)
+    assert contraction_dtypes(apply, variables, X) == {"float16": 2, "bfloat16": 1}
+
+
+def test_an_inner_policy_does_not_pin_what_follows_to_float32() -> None:
+    """Its float32 output is no upcast of the author's: the next layer stays low between the two."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for _ in range(3):
+                x = nn.tanh(jaxmp.wrap(nn.Dense(8), BF16)(x))
+            return nn.Dense(2)(x)
+
+    variables = variables_of(Model(), X)
+    assert all_counts(jaxmp.wrap(Model(), BF16), variables, X) == {"bfloat16": 11}
+
+
+def test_autocast_around_apply_of_a_wrapped_module() -> None:
+    wrapped = jaxmp.wrap(MLP(), BF16)
+    variables = variables_of(wrapped, X)
+
+    def loss(variables: Any) -> jax.Array:
+        return jnp.sum(wrapped.apply(variables, X) @ X[:3])
+
+    assert contraction_dtypes(jaxmp.autocast(loss, F16), variables) == {"bfloat16": 2, "float16": 1}
+    assert contraction_dtypes(loss, variables) == {"bfloat16": 2, "float32": 1}
+
+
+def test_state_changes_inside_an_autocast() -> None:
+    """Changed statistics come out of the region, in float32, as they do outside of one."""
+
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.BatchNorm(use_running_average=False)(nn.Dense(8)(x))
+
+    model = AsField(jaxmp.wrap(Norm(), BF16))
+    variables = variables_of(model, X)
+    apply = functools.partial(model.apply, mutable=["batch_stats"])
+    _, got = compiled(jaxmp.autocast(apply, BF16))(variables, X)
+    _, want = run(AsField(Norm()), variables, X, mutable=["batch_stats"])
+    assert_close(got, want)
+
+
+def test_wrapping_a_wrapped_module_changes_nothing_inside() -> None:
+    """The inner policy wins, here over an outer one with the same extent."""
+    twice = jaxmp.wrap(jaxmp.wrap(MLP(), F16), BF16)
+    variables = variables_of(twice, X)
+    assert counts(twice, variables, X) == {"float16": 2}
+
+
+def test_an_inner_module_whose_parameters_are_stored_in_16_bits() -> None:
+    for outer in (None, BF16):
+        model = marked(AsField(jaxmp.wrap(MLP(), "p=bf16,c=bf16,o=f32")), outer)
+        variables = variables_of(model, X)
+        dtypes = jax.tree.map(lambda p: str(p.dtype), variables["params"])
+        assert set(jax.tree.leaves(dtypes["inner"])) == {"bfloat16"}
+        assert set(jax.tree.leaves(dtypes["Dense_0"])) == {"float32"}
+        low = {"bfloat16": 3} if outer else {"bfloat16": 2, "float32": 1}
+        assert counts(model, variables, X) == low
+
+
+@pytest.mark.parametrize("outer", [None, BF16, "float32"])
+def test_parameters_stored_in_16_bits_are_float32_to_an_inner_module_as_well(outer: Any) -> None:
+    seen = set()
+
+    class Looks(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            w = self.param("w", nn.initializers.ones, (8, 8))
+            seen.add(str(w.dtype))
+            return x @ w
+
+    model = marked(AsField(jaxmp.wrap(Looks(), "p=bf16,c=bf16,o=f32")), outer)
+    variables = variables_of(model, X)
+    low = counts(model, variables, X)
+    assert seen == {"float32"}
+    assert low == ({"bfloat16": 2} if outer == BF16 else {"bfloat16": 1, "float32": 1})
+    grads, _ = jax.eval_shape(gradient_of(model, X), variables)
+    assert grads["params"]["inner"]["w"].dtype == jnp.bfloat16
+
+
+# --- What leaks float32 elsewhere ----------------------------------------------------------------
+
+
+class NumpyTable(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        table = np.sin(np.arange(48, dtype=np.float32)).reshape(6, 8)
+        return nn.Dense(4)(nn.tanh(nn.Dense(8)(x) + table))
+
+
+class NumpyScale(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k = nn.Dense(8)(x), nn.Dense(8)(x)
+        return nn.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(64)) @ x
+
+
+class Float32Mask(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = (nn.Dense(8)(x) for _ in range(3))
+        scores = q @ k.swapaxes(-1, -2)
+        scores = jnp.where(np.tri(6, dtype=bool), scores, np.float32(-1e9))
+        return nn.Dense(2)(nn.softmax(scores) @ v)
+
+
+class NormUpstream(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(2)(nn.RMSNorm()(nn.Dense(8)(nn.LayerNorm()(nn.Dense(8)(x)))))
+
+
+class RawParameter(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        scale = self.param("scale", nn.initializers.ones, (8,))
+        return nn.Dense(2)(jnp.einsum("bti,ij->btj", x, w) * scale)
+
+
+class ArangeScale(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(8)(x) * (0.5 ** jnp.arange(6, dtype=jnp.float32))[:, None]
+        return nn.Dense(2)(x)
+
+
+LEAKS = {
+    "numpy_table": NumpyTable(),
+    "numpy_sqrt": NumpyScale(),
+    "float32_mask": Float32Mask(),
+    "norm_upstream": NormUpstream(),
+    "raw_parameter": RawParameter(),
+    "arange_scale": ArangeScale(),
+    "lstm_carry": Recurrent(nn.LSTMCell),
+    "gru_carry": Recurrent(nn.GRUCell),
+    "simple_carry": Recurrent(nn.SimpleCell),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_nothing_leaks_float32_into_a_contraction(leak: str, policy: str) -> None:
+    model = LEAKS[leak]
+    variables = variables_of(model, SEQUENCE)
+    total = sum(all_counts(model, variables, SEQUENCE).values())
+    wrapped = jaxmp.wrap(model, policy)
+    assert all_counts(wrapped, variables, SEQUENCE) == {policy.removeprefix("mixed_"): total}
