@@ -31,7 +31,8 @@ def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
       wrapped module. Parameters stay as they are stored; see `Policy.cast_to_param`.
     * Any other callable: `autocast`.
 
-    Every public method is wrapped. Modules inside the wrapped one run under the policy of the
+    Every public method is wrapped. A submodule reached from outside, past those methods
+    (``wrapped.bind(variables).encoder(x)``), runs as written. Modules inside the wrapped one run under the policy of the
     first of these that applies, with all that is inside them:
 
     1. a pattern or class of a `PolicyMap` that matches them;
