@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -16,6 +17,8 @@ from jax.interpreters import ad, mlir
 
 import jaxmp
 from jaxmp.autocast import jaxpr_compat, ops
+from jaxmp.autocast.rules import rules_for
+from jaxmp.policy import get_policy
 
 from support import contraction_dtypes, primitives
 
@@ -107,11 +110,10 @@ def test_a_negative_power_is_a_division(exponent: int, kind: str) -> None:
 
 
 def test_overrides_come_before_everything_else() -> None:
-    overrides = {"integer_pow": "transparent", "exp": "follow", "mine": "own"}
-    assert ops.classify("integer_pow", {"y": -1}, overrides) == "transparent"
-    assert ops.classify("exp", {}, overrides) == "follow"
-    assert ops.classify("mine", {}, overrides) == "own"
-    assert ops.classify("mine", {}) is None
+    overrides = {"integer_pow": "transparent", "exp": "follow", "sin": "own"}
+    rules = rules_for(dataclasses.replace(get_policy("mixed_float16"), ops=overrides))
+    eqns = jax.make_jaxpr(lambda x: jnp.sin(jnp.exp(x**-1)) + x)(1.0).eqns
+    assert [rules.op_class(e) for e in eqns] == ["transparent", "follow", "own", "follow"]
 
 
 # --- a primitive that nobody listed --------------------------------------------------------------

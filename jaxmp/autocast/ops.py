@@ -116,22 +116,17 @@ TRACED_ONCE = (LOW | FULL | FOLLOW | TRANSPARENT) - frozenset(
 WRITING = frozenset({"dynamic_update_slice"})
 
 
-def classify(
-    name: str, params: Mapping[str, Any], overrides: Mapping[str, str] | None = None
-) -> str | None:
+def classify(name: str, params: Mapping[str, Any]) -> str | None:
     """The class of a primitive, or None when nobody listed it (it then runs as written).
 
     Args:
       name: the primitive's name, as printed in a jaxpr.
       params: the equation's parameters: `x ** -2` is a division in disguise and runs in float32.
-      overrides: primitive name → class, from the policy's ``ops``.
 
     Example:
       >>> classify("dot_general", {}), classify("integer_pow", {"y": -2}), classify("hash", {})
       ('low', 'full', None)
     """
-    if overrides and name in overrides:
-        return overrides[name]
     if name == "integer_pow" and params["y"] < 0:
         return "full"
     return _TABLE.get(name)

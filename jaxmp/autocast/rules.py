@@ -45,9 +45,9 @@ class Rules:
     def op_class(self, eqn: JaxprEqn) -> str | None:
         """The class of an equation, or None for a primitive that nobody listed."""
         name = eqn.primitive.name
-        kind = classify(name, eqn.params, self.overrides)
         if name in self.overrides:
-            return kind
+            return self.overrides[name]
+        kind = classify(name, eqn.params)
         if name == "exp" and kind == "full" and self.low_softmax:
             # A softmax's exp is the one whose result reaches a contraction; exp in a loss does not,
             # and an exp without a low operand stays float32 like any other `follow` op.

@@ -94,10 +94,7 @@ class _Follower:
                     self.visit(eqn, place, known, out if isinstance(out, Cause) else None)
             for var, state in zip(eqn.outvars, outs, strict=True):
                 env[var] = state if dtype_of(var) == FLOAT32 else None
-                moved = (
-                    len(names) == 1 and classify(eqn.primitive.name, eqn.params) == "transparent"
-                )
-                label[var] = names[0] if moved else f"the {eqn.primitive.name} at {place.source}"
+                label[var] = _result_label(eqn, names, place)
         return [None if _is_literal(v) else env.get(v) for v in opened.outvars]
 
     def _first_order(
