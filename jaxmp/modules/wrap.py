@@ -32,8 +32,8 @@ def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
     * Any other callable: `autocast`.
 
     Every public method is wrapped. A submodule reached from outside, past those methods
-    (``wrapped.bind(variables).encoder(x)``), runs as written. Modules inside the wrapped one run under the policy of the
-    first of these that applies, with all that is inside them:
+    (``wrapped.bind(variables).encoder(x)``), runs as written. Modules inside the wrapped one run
+    under the policy of the first of these that applies, with all that is inside them:
 
     1. a pattern or class of a `PolicyMap` that matches them;
     2. for a module whose author set ``dtype=float32``, other than the module around it: float32;
