@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 
 # From the bottom up: a module imports only from those before it.
-LAYERS = ["dtypes", "tree", "policy", "autocast"]
+LAYERS = ["dtypes", "tree", "policy", "autocast", "master_weights"]
 
 
 def module_name(path: Path) -> str:
@@ -67,6 +67,8 @@ def test_the_root_exports_these_names():
         "explain",
         "full_precision",
         "get_policy",
+        "master_weights",
+        "stochastic_round",
     ]
 
 
