@@ -19,7 +19,17 @@ ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 
 # From the bottom up: a module imports only from those before it.
-LAYERS = ["dtypes", "tree", "policy", "autocast", "master_weights"]
+LAYERS = [
+    "dtypes",
+    "tree",
+    "policy",
+    "autocast",
+    "scale_rule",
+    "loss_scale",
+    "scaled_grad",
+    "accumulate",
+    "master_weights",
+]
 
 
 def module_name(path: Path) -> str:
@@ -60,15 +70,27 @@ def loaded_by(statement: str, *modules: str) -> set[str]:
 
 def test_the_root_exports_these_names():
     assert jaxmp.__all__ == [
+        "LossScaleState",
         "Policy",
         "__version__",
+        "accumulate_gradients",
         "all_finite",
         "autocast",
+        "check_not_stuck",
+        "dynamic_loss_scale",
         "explain",
         "full_precision",
         "get_policy",
+        "grad",
+        "loss_scale",
+        "loss_scale_for",
         "master_weights",
+        "scale_loss",
+        "skipped_count",
+        "static_loss_scale",
+        "step_was_finite",
         "stochastic_round",
+        "value_and_grad",
     ]
 
 
