@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
@@ -11,7 +12,8 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp.dtypes import dtype_name, parse_dtype
-from jaxmp.tree import cast_floating
+from jaxmp.scaled_grad import step_was_finite
+from jaxmp.tree import cast_floating, select, widen_floating
 
 __all__ = ["MasterWeightsState", "StochasticRoundingState", "master_weights", "stochastic_round"]
 
@@ -68,8 +70,9 @@ def master_weights(
     Leaves that are not of 16 bits (float32 parameters, say) have no copy and are updated as `inner`
     says. Apply the updates, which are float32, with `optax.apply_updates`: it adds in float32 and
     casts to the parameter's dtype. Nothing may change them on the way, so this is the outermost
-    transformation, but for `dynamic_loss_scale(master_weights(inner))`, which withholds a step as a
-    whole. The masters decide what is stored: after changing parameters by hand, call `init` again.
+    transformation; a loss scaler goes inside, `master_weights(dynamic_loss_scale(inner))`, and a
+    step that it leaves out leaves masters, parameters and key as they are. The masters decide what
+    is stored: after changing parameters by hand, call `init` again.
 
     A finite value that the parameter's dtype cannot hold becomes the largest that it can, never an
     infinity; infinities and NaNs are kept. Masters below float32's smallest normal number, 1.2e-38,
@@ -87,6 +90,9 @@ def master_weights(
     Raises:
       TypeError: If `inner` is not an optax transformation.
       ValueError: From `update`, if the parameters are not given.
+
+    Warns:
+      UserWarning: From `init`, if no parameter has 16 bits: then there is nothing to do.
 
     Example:
       >>> params = jnp.ones(3, jnp.bfloat16)
@@ -149,10 +155,10 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
 
     def round_leaf(index: int, leaf: Any) -> Any:
         full = cast_floating(leaf, jnp.float32)
-        if leaf is full and not _is_array(leaf, jnp.float32):
-            return leaf  # not one that casts touch
-        if leaf.dtype == target or isinstance(leaf, jax.ShapeDtypeStruct):
+        if isinstance(leaf, jax.ShapeDtypeStruct) or getattr(leaf, "dtype", None) == target:
             return cast_floating(leaf, target)
+        if full is leaf and getattr(leaf, "dtype", None) != jnp.float32:
+            return leaf  # not one that is cast
         return _round(full, target, jax.random.fold_in(key, index)).astype(target)
 
     leaves, treedef = jax.tree.flatten(tree)
@@ -164,7 +170,8 @@ def _keeping_masters(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> MasterWeightsState:
-        full = jax.tree.map(_widened, params)
+        _warn_if_useless(params)
+        full = widen_floating(params)
         return MasterWeightsState(_masters(params, full), inner.init(full))
 
     def update(
@@ -173,7 +180,7 @@ def _keeping_masters(
         _require(params)
         full = jax.tree.map(lambda p, m: m if _has_16_bits(p) else p, params, state.masters)
         updates, inner_state = inner.update(
-            cast_floating(updates, jnp.float32), state.inner_state, full, **extra_args
+            widen_floating(updates), state.inner_state, full, **extra_args
         )
         full = jax.tree.map(_within_range, params, optax.apply_updates(full, updates))
         updates = jax.tree.map(
@@ -192,20 +199,22 @@ def _rounding_at_random(
     inner: optax.GradientTransformationExtraArgs, key: ArrayLike
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> StochasticRoundingState:
+        _warn_if_useless(params)
         # A copy: a step that donates its state must not take the caller's key with it.
         first = jax.random.key(key) if isinstance(key, int) else jnp.array(key, copy=True)
-        return StochasticRoundingState(first, inner.init(jax.tree.map(_widened, params)))
+        return StochasticRoundingState(first, inner.init(widen_floating(params)))
 
     def update(
         updates: Any, state: StochasticRoundingState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, StochasticRoundingState]:
         _require(params)
-        full = jax.tree.map(_widened, params)
+        full = widen_floating(params)
         updates, inner_state = inner.update(
-            cast_floating(updates, jnp.float32), state.inner_state, full, **extra_args
+            widen_floating(updates), state.inner_state, full, **extra_args
         )
         full = optax.apply_updates(full, updates)
         next_key, key = jax.random.split(state.key)
+        next_key = select(step_was_finite(inner_state), next_key, state.key)
         treedef = jax.tree.structure(params)
         keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
         updates = jax.tree.map(
@@ -228,16 +237,19 @@ def _require(params: Any) -> None:
         )
 
 
-def _is_array(leaf: Any, *dtypes: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and leaf.dtype in dtypes
+def _warn_if_useless(params: Any) -> None:
+    leaves = jax.tree.leaves(params)
+    if leaves and not any(map(_has_16_bits, leaves)):
+        warnings.warn(
+            "master_weights: no parameter has 16 bits, so it changes nothing. Inside a loss scaler "
+            "all parameters are float32: write master_weights(dynamic_loss_scale(inner)).",
+            stacklevel=3,
+        )
 
 
 def _has_16_bits(leaf: Any) -> bool:
-    return _is_array(leaf, jnp.bfloat16, jnp.float16)
-
-
-def _widened(leaf: Any) -> Any:
-    return jnp.asarray(leaf, jnp.float32) if _has_16_bits(leaf) else leaf
+    is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    return is_array and leaf.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def _masters(params: Any, full: Any) -> Any:
