@@ -19,11 +19,13 @@ from jaxmp.scaled_grad import (
     step_was_finite,
     value_and_grad,
 )
+from jaxmp.train_state import TrainState
 from jaxmp.tree import all_finite
 
 __all__ = [
     "LossScaleState",
     "Policy",
+    "TrainState",
     "__version__",
     "accumulate_gradients",
     "all_finite",

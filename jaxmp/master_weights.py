@@ -161,6 +161,7 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
             return leaf  # not one that is cast
         return _round(full, target, jax.random.fold_in(key, index)).astype(target)
 
+    treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     rounded: T = treedef.unflatten([round_leaf(i, leaf) for i, leaf in enumerate(leaves)])
     return rounded
@@ -215,7 +216,7 @@ def _rounding_at_random(
         full = optax.apply_updates(full, updates)
         next_key, key = jax.random.split(state.key)
         next_key = select(step_was_finite(inner_state), next_key, state.key)
-        treedef = jax.tree.structure(params)
+        treedef: Any = jax.tree.structure(params)
         keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
         updates = jax.tree.map(
             lambda p, f, u, k: _step(p, _round(f, p.dtype, k)) if _has_16_bits(p) else u,
@@ -276,12 +277,12 @@ def _what_was_reached(param: Any, master: jax.Array, step: jax.Array) -> jax.Arr
     """The master, or the value stored instead of it where no step leads to its rounded value.
 
     With s = stored, t = target, d = fl(t - s): fl(s + d) = t wherever t - s fits float32's 24 bits,
-    or t is the larger one, for then d errs by at most half a unit in the last place of t, and a tie
-    goes to t, whose last bits are 0. What is left is a value that in one step falls by a
-    factor beyond 2^15. The new master is a float32 sum of near opposites, a multiple of half a unit in
-    the last place of the old one, and so, nearly always, is t - s; but not where the master was just
-    below a power of two, s is that power, and t is across zero. Then the master moves by that
-    half unit, which is less than the error of the update that `inner` made.
+    and where t is so much larger that it does not: d then errs by at most half a unit in the last
+    place of t, and a tie goes to t, whose last bits are 0. What is left is a value that falls by a
+    factor beyond 2^13 in one step. The new master is then a float32 sum of near opposites, and a
+    multiple of half a unit in the last place of the old one. So, nearly always, is t - s; but not
+    where the master was just below a power of two, s is that power, and t is across zero. There the
+    master moves by that half unit, which is less than what `inner`'s update errs by.
     """
     if not _has_16_bits(param):
         return master

@@ -29,6 +29,7 @@ LAYERS = [
     "scaled_grad",
     "accumulate",
     "master_weights",
+    "train_state",
 ]
 
 
@@ -72,6 +73,7 @@ def test_the_root_exports_these_names():
     assert jaxmp.__all__ == [
         "LossScaleState",
         "Policy",
+        "TrainState",
         "__version__",
         "accumulate_gradients",
         "all_finite",
@@ -155,8 +157,9 @@ def test_no_private_module_of_jax(path):
 def test_import_loads_neither_plots_nor_tables_nor_compilers():
     assert loaded_by("import jaxmp", "jax", "jmp") == {"jax", "jmp"}  # the probe works
     unwanted = ("matplotlib", "rich", "tqdm", "libtpu", "jax_cuda13_plugin", "haiku", "equinox")
-    # JAX itself loads a CUDA plugin that is installed.
-    assert loaded_by("import jaxmp", *unwanted) == loaded_by("import jax, jmp", *unwanted)
+    # JAX itself loads a CUDA plugin that is installed, Flax its tables.
+    theirs = "import jax, jmp, flax.training.train_state"
+    assert loaded_by("import jaxmp", *unwanted) == loaded_by(theirs, *unwanted)
 
 
 def test_import_starts_no_backend():
