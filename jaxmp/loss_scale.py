@@ -233,7 +233,9 @@ def _transformation(
     ) -> tuple[optax.Updates, LossScaleState]:
         _check_floating(rule.function, "gradient", updates)
         if params is not None:
-            _check_structure(rule.function, updates, params)
+            # optax.lookahead differentiates one of its two sets of parameters.
+            fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+            _check_structure(rule.function, updates, fast)
         grads = _unscale(updates, state.loss_scale)
         # Without the barrier XLA on CPU fuses the test into every consumer of the flag, and
         # compiles 240 leaves in 58 s where it takes 3 s with it.
