@@ -156,7 +156,7 @@ def test_stored_is_exactly_the_cast_of_the_masters(dtype, jit):
 
 @halves
 def test_stored_is_exact_from_every_value_to_every_magnitude(dtype):
-    """All values of the dtype, each to one, to its opposite, neighbours and halves of neighbours."""
+    """All values of a dtype, each to its opposite, to others near and far, and to magnitudes."""
     values = all_values(dtype)
     limit = float(jnp.finfo(dtype).max) / 4  # so that no difference overflows
     values = values[np.abs(values) <= limit]
@@ -438,7 +438,7 @@ def test_steps_in_a_scan_are_the_steps_of_a_loop(random):
     carry = scanned = (params, tx.init(params))
     assert not weakly_typed(carry)
     for i in range(20):
-        carry, _ = jitted(carry, jax.tree.map(lambda g: g[i], grads))
+        carry, _ = jitted(carry, {name: g[i] for name, g in grads.items()})
         assert not weakly_typed(carry)
     assert jitted._cache_size() == 1
     scanned, _ = jax.lax.scan(step, scanned, grads)
@@ -447,7 +447,8 @@ def test_steps_in_a_scan_are_the_steps_of_a_loop(random):
         lambda x, y: np.testing.assert_allclose(
             np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2.0**-7, atol=1e-6
         ),
-        *(jax.tree.map(lambda x: x, c[0]) for c in (carry, scanned)),
+        carry[0],
+        scanned[0],
     )
 
 
