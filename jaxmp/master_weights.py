@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ from jaxmp.tree import cast_floating, select, widen_floating
 __all__ = ["MasterWeightsState", "StochasticRoundingState", "master_weights", "stochastic_round"]
 
 T = TypeVar("T")
-
-# float32's smallest normal number.
-_TINY: Final = np.finfo(np.float32).tiny
 
 
 class MasterWeightsState(NamedTuple):
@@ -75,8 +72,8 @@ def master_weights(
     is stored: after changing parameters by hand, call `init` again.
 
     A finite value that the parameter's dtype cannot hold becomes the largest that it can, never an
-    infinity; infinities and NaNs are kept. Masters below float32's smallest normal number, 1.2e-38,
-    become 0, as most processors treat them.
+    infinity; infinities and NaNs are kept. Masters are those of float32 training to within a
+    rounding of float32, below 1.2e-38 to within what the processor does with such numbers.
 
     Args:
       inner: The optimizer.
@@ -159,7 +156,7 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
             return cast_floating(leaf, target)
         if full is leaf and getattr(leaf, "dtype", None) != jnp.float32:
             return leaf  # not one that is cast
-        return _round(full, target, jax.random.fold_in(key, index)).astype(target)
+        return _round_at_random(full, target, jax.random.fold_in(key, index)).astype(target)
 
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
@@ -185,12 +182,12 @@ def _keeping_masters(
         )
         full = jax.tree.map(_within_range, params, optax.apply_updates(full, updates))
         updates = jax.tree.map(
-            lambda p, f, u: _step(p, _round(f, p.dtype)) if _has_16_bits(p) else u,
-            params,
-            full,
-            updates,
+            lambda p, f, u: _step(p, f) if _has_16_bits(p) else u, params, full, updates
         )
-        full = jax.tree.map(_what_was_reached, params, full, updates)
+        # What `optax.apply_updates` computes before it casts, so that what it stores is the cast of
+        # the masters, whatever the step was rounded by. That is seldom anything: float32 holds the
+        # difference of a 16-bit number and one near it, or a sum of near opposites.
+        full = jax.tree.map(_applied, params, updates)
         return updates, MasterWeightsState(_masters(params, full), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -219,7 +216,7 @@ def _rounding_at_random(
         treedef: Any = jax.tree.structure(params)
         keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
         updates = jax.tree.map(
-            lambda p, f, u, k: _step(p, _round(f, p.dtype, k)) if _has_16_bits(p) else u,
+            lambda p, f, u, k: _step(p, _round_at_random(f, p.dtype, k)) if _has_16_bits(p) else u,
             params,
             full,
             updates,
@@ -262,66 +259,41 @@ def _within_range(param: Any, master: jax.Array) -> jax.Array:
     if not _has_16_bits(param):
         return master
     limit = jnp.asarray(jnp.finfo(param.dtype).max, jnp.float32)
-    master = jnp.where(jnp.isfinite(master), jnp.clip(master, -limit, limit), master)
-    # Processors that take subnormal numbers for 0 would store 0 where a cast gives a bfloat16.
-    return jnp.where(jnp.abs(master) < _TINY, 0.0, master)
+    return jnp.where(jnp.isfinite(master), jnp.clip(master, -limit, limit), master)
 
 
 def _step(param: Any, target: jax.Array) -> jax.Array:
-    """The float32 update that takes `param` to `target`, a value that its dtype holds."""
+    """The float32 update that takes `param` to `target`, or to within a rounding of float32."""
     stored = param.astype(jnp.float32)
     return jnp.where(stored == target, 0.0, target - stored)  # infinity - infinity is no 0
 
 
-def _what_was_reached(param: Any, master: jax.Array, step: jax.Array) -> jax.Array:
-    """The master, or the value stored instead of it where no step leads to its rounded value.
-
-    With s = stored, t = target, d = fl(t - s): fl(s + d) = t wherever t - s fits float32's 24 bits,
-    and where t is so much larger that it does not: d then errs by at most half a unit in the last
-    place of t, and a tie goes to t, whose last bits are 0. What is left is a value that falls by a
-    factor beyond 2^13 in one step. The new master is then a float32 sum of near opposites, and a
-    multiple of half a unit in the last place of the old one. So, nearly always, is t - s; but not
-    where the master was just below a power of two, s is that power, and t is across zero. There the
-    master moves by that half unit, which is less than what `inner`'s update errs by.
-    """
-    if not _has_16_bits(param):
-        return master
-    reached = param.astype(jnp.float32) + step
-    return jnp.where(reached == _round(master, param.dtype), master, reached)
+def _applied(param: Any, update: Any) -> Any:
+    return param.astype(jnp.float32) + update if _has_16_bits(param) else param
 
 
-def _round(x: jax.Array, dtype: Any, key: jax.Array | None = None) -> jax.Array:
-    """Rounds float32 to what `dtype` (of 16 bits) holds: to nearest, or at random given a key.
+def _round_at_random(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
+    """Rounds float32 at random to what `dtype`, of 16 bits, holds; the result is float32.
 
-    The result is float32, and finite where `x` is. It is computed on the bits because compilers may
-    drop a cast to 16 bits and back ("excess precision"), and `lax.reduce_precision` takes float16's
-    subnormal numbers for 0. Adding to a magnitude and then clearing its lowest bits rounds it,
-    a carry into the exponent included.
+    Adding random bits to those of a magnitude that are about to be cleared, and then clearing them,
+    rounds it up with the right probability, a carry into the exponent included.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = bits & 0x7FFFFFFF
-    random = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
+    random = jax.random.bits(key, x.shape, jnp.uint32)
     # How many of a float32 fraction's 23 bits go: all but 7 or 10; and for float16, whose smallest
     # normal number is 2^-14 (113 in float32's exponent), one more for each halving below that.
     dropped = jnp.uint32(16)
     if dtype == jnp.float16:
         dropped = 13 + (113 - jnp.clip(magnitude >> 23, 103, 113))
-    unit = jnp.uint32(1) << dropped
-    # Half a unit, less the smallest amount where a tie should go down to an even number.
-    half = (unit >> 1) - 1 + ((magnitude >> dropped) & 1)
-    offset = half if random is None else random & (unit - 1)
-    rounded = (magnitude + offset) & ~(unit - 1)
+    below = (jnp.uint32(1) << dropped) - 1
+    rounded = (magnitude + (random & below)) & ~below
     if dtype == jnp.float16:
-        rounded = jnp.where(magnitude >> 23 < 103, _round_below_2_24(x, random), rounded)
+        # Below 2^-24, the smallest float16: that number with probability |x| / 2^-24, in steps of
+        # 2^-32, or 0.
+        up = random < (jnp.abs(x) * 2.0**56).astype(jnp.uint32)
+        tiny = jnp.where(up, np.float32(2.0**-24).view(np.uint32), np.uint32(0))
+        rounded = jnp.where(magnitude >> 23 < 103, tiny, rounded)
     largest = np.asarray(jnp.finfo(dtype).max, np.float32).view(np.uint32)
     rounded = jnp.minimum(rounded, largest) | (bits ^ magnitude)
     return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(rounded, jnp.float32), x)
-
-
-def _round_below_2_24(x: jax.Array, random: jax.Array | None) -> jax.Array:
-    """The bits of |x| < 2^-24, float16's smallest number, rounded to 0 or to that number."""
-    if random is None:
-        up = jnp.abs(x) > 2.0**-25
-    else:  # with the probability |x| / 2^-24, in steps of 2^-32
-        up = random < (jnp.abs(x) * 2.0**56).astype(jnp.uint32)
-    return jnp.where(up, np.float32(2.0**-24).view(np.uint32), np.uint32(0))

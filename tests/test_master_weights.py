@@ -12,10 +12,10 @@ import optax
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmp import dynamic_loss_scale, master_weights, stochastic_round
-from jaxmp.master_weights import MasterWeightsState, StochasticRoundingState, _round
+from jaxmp.master_weights import MasterWeightsState, StochasticRoundingState
 
 HALVES = (jnp.bfloat16, jnp.float16)
 halves = pytest.mark.parametrize("dtype", HALVES, ids=("bfloat16", "float16"))
@@ -174,10 +174,10 @@ def test_stored_is_exact_from_every_value_to_every_magnitude(dtype):
     for target in targets:
         stored, masters = there(target)
         assert_is_the_cast_of(stored, masters)
-        # A float32 sum errs by half a unit in the last place of its larger operand.
+        # Each of four float32 sums errs by half a unit in the last place of its larger operand.
         error = np.abs(np.asarray(masters, np.float64) - target)
         largest = np.maximum(np.abs(values), np.abs(target))
-        assert np.all(error <= 2.0**-23 * largest + 1.2e-38)
+        assert np.all(error <= 2.0**-22 * largest + 1.2e-38)
 
 
 # Sums of five of them do not overflow.
@@ -186,7 +186,7 @@ numbers = st.floats(-(2.0**125), 2.0**125, width=32, allow_subnormal=False)
 
 @halves
 @given(start=numbers, steps=st.lists(numbers, min_size=1, max_size=4))
-# Just below a power of two, to just across zero: no float32 step leads there exactly.
+# Just below a power of two, to just across zero: no float32 step leads there.
 @example(start=1 - 2.0**-24, steps=[-(1 - 2.0**-24) - 2.0**-24, -1.0])
 @example(start=1 - 2.0**-24, steps=[-(1 - 2.0**-23)])
 @example(start=-1.2e-38, steps=[1.2e-38 * 1.01])
@@ -242,26 +242,6 @@ def test_nan_and_infinity_are_stored_as_such(dtype, random):
         assert stored[1] == np.inf
         assert stored[2] == -np.inf
     assert stored[3] == 2
-
-
-@halves
-def test_round_is_the_cast_for_every_kind_of_number(dtype):
-    """The rounding on the bits against NumPy's casts: every value, every tie, both sides of it."""
-    values = all_values(dtype)
-    ties = ((values[1:].astype(np.float64) + values[:-1]) / 2).astype(np.float32)
-    below, above = (np.nextafter(ties, np.float32(x)) for x in (-np.inf, np.inf))
-    rng = np.random.default_rng(0)
-    patterns = rng.integers(2**32, size=2**20, dtype=np.uint32).view(np.float32)
-    for x in (values, ties, below, above, patterns, np.float32([np.inf, -np.inf, np.nan, -0.0])):
-        rounded = np.asarray(jax.jit(_round, static_argnums=1)(x, dtype))
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            expected = x.astype(dtype).astype(np.float32)
-        overflow = np.isfinite(x) & np.isinf(expected)
-        limit = np.float32(jnp.finfo(dtype).max)
-        expected[overflow] = np.copysign(limit, x[overflow])
-        nan = np.isnan(x)
-        np.testing.assert_array_equal(np.isnan(rounded), nan)
-        np.testing.assert_array_equal(rounded[~nan].view(np.uint32), expected[~nan].view(np.uint32))
 
 
 # Stochastic rounding.
@@ -509,7 +489,7 @@ def test_donated_buffers_are_distinct(random):
 @both_kinds
 def test_shardings_of_the_parameters_are_those_of_the_state(random):
     """Field notes, behaviour 15: masters and moments lie where their parameters lie."""
-    mesh = jax.make_mesh((8,), ("d",))
+    mesh = Mesh(np.array(jax.devices()), ("d",))
     sharding = NamedSharding(mesh, PartitionSpec("d"))
     params = jax.device_put(jnp.ones((16, 4), jnp.bfloat16), sharding)
     tx = master_weights(optax.adam(1e-3), stochastic_rounding=random)
