@@ -6,6 +6,7 @@ cast by hand. `jaxmp.wrap` applies the precision policy to it; see `train`.
     python examples/train_lm.py
     python examples/train_lm.py --compare float32
     python examples/train_lm.py --size base --policy mixed_bfloat16,softmax=bf16  # an accelerator
+    python examples/train_lm.py --checkpoint run --resume  # goes on where it was stopped
 
 The second trains twice, from one initialisation on one sequence of batches. It prints what runs in
 which precision, a progress bar, what the model writes after "def ", draws `loss.png`, and ends with
@@ -20,6 +21,7 @@ on two CPU cores, which do not multiply bfloat16 faster.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from lm_checkpoint import Checkpoints, Progress
 from lm_report import Result, plot, report
 from tqdm import tqdm
 
@@ -137,8 +140,15 @@ def generate(apply, params, size: Size, seed: int, prompt: bytes = b"def ") -> b
     return text
 
 
-def train(policy: str, size: Size, seed: int) -> Result:
+def train(policy: str, size: Size, seed: int, checkpoint: Path | None, *, resume: bool) -> Result:
     """Trains under `policy`, from the parameters and on the batches that `seed` stands for."""
+    folder = None if checkpoint is None else checkpoint / policy
+    with Checkpoints(folder, size._asdict() | {"seed": seed}, resume=resume) as checkpoints:
+        return run(policy, size, seed, checkpoints)
+
+
+def run(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> Result:
+    """Does the training, from the last checkpoint if there is one."""
     text, held_out_text = read_text()
     starts = np.arange(256) * (len(held_out_text) - size.length) // 256
     evaluation = np.split(windows(held_out_text, starts, size.length), 32)
@@ -150,7 +160,9 @@ def train(policy: str, size: Size, seed: int) -> Result:
         0, size.learning_rate, size.steps // 10, size.steps
     )
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    opt_state = tx.init(params)
+    # The loss is scaled where the policy is too coarse for small gradients; else `tx` is returned.
+    tx = jaxmp.loss_scale_for(policy, tx)
+    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     def loss_fn(params, tokens):
         logits = model.apply(params, tokens[:, :-1])
@@ -158,37 +170,43 @@ def train(policy: str, size: Size, seed: int) -> Result:
 
     plan = jaxmp.explain(loss_fn)(params, evaluation[0])
 
-    def train_step(params, opt_state, tokens):
-        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+    def train_step(state, tokens):
+        loss, grads = state.value_and_grad(loss_fn)(state.params, tokens)
+        return state.apply_gradients(grads=grads), loss
 
-    train_step = jax.jit(train_step, donate_argnums=(0, 1))
+    train_step = jax.jit(train_step, donate_argnums=0)
     eval_step = jax.jit(loss_fn)
-    losses, seconds, held_out = [], [], {}
+    state, losses, held_out = checkpoints.restore(Progress(state, [], {}))
+    seconds = []
 
     def evaluate():
-        held_out[len(losses)] = float(np.mean([eval_step(params, t) for t in evaluation]))
+        jaxmp.check_not_stuck(state)
+        held_out[len(losses)] = float(np.mean([eval_step(state.params, t) for t in evaluation]))
 
     print(f"\n{policy}: what the loss function runs in\n{plan.summary()}")
     total = size.steps * size.batch * size.length
-    with tqdm(desc=policy, total=total, unit=" tokens", unit_scale=True) as bar:
-        for tokens in batches(text, size, seed):
-            if len(losses) % -(-size.steps // 8) == 0:
+    done = len(losses) * size.batch * size.length
+    with tqdm(desc=policy, total=total, initial=done, unit=" tokens", unit_scale=True) as bar:
+        for tokens in itertools.islice(batches(text, size, seed), len(losses), None):
+            if len(losses) % -(-size.steps // 8) == 0 and len(losses) not in held_out:
                 evaluate()
+                checkpoints.save(Progress(state, losses, held_out))
             started = time.perf_counter()
-            params, opt_state, loss = train_step(params, opt_state, tokens)
+            state, loss = train_step(state, tokens)
             losses.append(float(loss))
             seconds.append(time.perf_counter() - started)
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update(size.batch * size.length)
     evaluate()
+    checkpoints.save(Progress(state, losses, held_out))
 
+    if (scale := float(state.loss_scale)) != 1:
+        print(f"{policy}: the loss scale is {scale:g}, {state.skipped_count} steps were left out")
     print(f"{policy}: held-out loss {held_out[0]:.4f} -> {held_out[size.steps]:.4f}; it writes:")
-    sample = generate(model.apply, params, size, seed)
+    sample = generate(model.apply, state.params, size, seed)
     for line in sample.split(b"\n"):
         print("  |", repr(line)[2:-1])  # a byte that is not printable ASCII shows as \xNN
-    speed = size.batch * size.length / float(np.median(seconds))
+    speed = size.batch * size.length / float(np.median(seconds or [np.nan]))
     return Result(losses, held_out, speed, plan.contractions())
 
 
@@ -201,6 +219,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="default: as suits the size")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--plot", type=Path, default=Path("loss.png"), help="default: %(default)s")
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="keep checkpoints here")
+    parser.add_argument("--resume", action="store_true", help="from the last checkpoint, if any")
     args = parser.parse_args()
     given = {k: v for k in ("steps", "batch") if (v := getattr(args, k)) is not None}
     size = SIZES[args.size]._replace(**given)
@@ -213,10 +233,15 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
 
+    if args.resume and args.checkpoint is None:
+        parser.error("--resume needs --checkpoint")
     if not args.plot.parent.is_dir():
         parser.error(f"--plot: there is no folder {args.plot.parent}")
 
-    results = {policy: train(policy, size, args.seed) for policy in policies}
+    results = {
+        policy: train(policy, size, args.seed, args.checkpoint, resume=args.resume)
+        for policy in policies
+    }
     report(results)
     plot(results, args.plot)
     print(f"\nThe curves are in {args.plot}.")

@@ -1,27 +1,56 @@
 """Mixed precision for JAX and Flax: a policy, and one transformation that applies it."""
 
 from jaxmp import devices, policies, testing
+from jaxmp.accumulate import accumulate_gradients
 from jaxmp.autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp.inspect import audit, preflight
+from jaxmp.loss_scale import dynamic_loss_scale, loss_scale_for, static_loss_scale
+from jaxmp.master_weights import master_weights, stochastic_round
 from jaxmp.modules import wrap
 from jaxmp.policy import Policy, PolicyMap, get_policy
+from jaxmp.scale_rule import LossScaleState
+from jaxmp.scaled_grad import (
+    check_not_stuck,
+    grad,
+    loss_scale,
+    scale_loss,
+    skipped_count,
+    step_was_finite,
+    value_and_grad,
+)
+from jaxmp.train_state import TrainState
 from jaxmp.tree import all_finite
 
 __all__ = [
+    "LossScaleState",
     "Policy",
     "PolicyMap",
+    "TrainState",
     "__version__",
+    "accumulate_gradients",
     "all_finite",
     "audit",
     "autocast",
+    "check_not_stuck",
     "devices",
+    "dynamic_loss_scale",
     "explain",
     "full_precision",
     "get_policy",
+    "grad",
+    "loss_scale",
+    "loss_scale_for",
+    "master_weights",
     "policies",
     "preflight",
     "reduced_precision",
+    "scale_loss",
+    "skipped_count",
+    "static_loss_scale",
+    "step_was_finite",
+    "stochastic_round",
     "testing",
+    "value_and_grad",
     "wrap",
 ]
 

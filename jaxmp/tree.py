@@ -1,19 +1,22 @@
-"""Casting the floating leaves of pytrees, and testing that all of them are finite."""
+"""Casting the floating leaves of pytrees, testing that all are finite, selecting between two."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmp.dtypes import parse_dtype
 
-__all__ = ["all_finite", "cast_floating"]
+__all__ = ["all_finite", "cast_floating", "select", "widen_floating"]
 
 T = TypeVar("T")
+
+_NUMBERS: Final[Any] = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def cast_floating(tree: T, dtype: DTypeLike) -> T:
@@ -72,6 +75,76 @@ def all_finite(tree: Any) -> jax.Array:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         finite = jnp.logical_and(finite, _leaf_finite(path, leaf))
     return finite
+
+
+def widen_floating(tree: T) -> T:
+    """Casts the 16-bit floating leaves of a pytree to float32.
+
+    Which leaves those are is `cast_floating`'s rule; wider ones, float64 for one, stay as they are.
+
+    Args:
+      tree: Any pytree.
+
+    Returns:
+      A pytree of the same structure.
+
+    Example:
+      >>> tree = widen_floating({"w": jnp.ones(2, jnp.bfloat16), "n": jnp.arange(2)})
+      >>> str(tree["w"].dtype), str(tree["n"].dtype)
+      ('float32', 'int32')
+    """
+
+    def widen(leaf: Any) -> Any:
+        narrow = getattr(getattr(leaf, "dtype", None), "itemsize", 0) == 2
+        return _cast_leaf(leaf, np.dtype(np.float32)) if narrow else leaf
+
+    widened: T = jax.tree.map(widen, tree)
+    return widened
+
+
+def select(condition: jax.typing.ArrayLike, on_true: T, on_false: T) -> T:
+    """Selects one of two pytrees of the same structure as a whole, by one scalar.
+
+    Arrays are selected element by element on the device, so neither tree may depend on Python
+    control flow; PRNG keys are selected too. A leaf that is the same object in both trees is
+    returned as it is, and so is one that is not a number or has no values (float0).
+
+    Args:
+      condition: bool[].
+      on_true: Any pytree.
+      on_false: A pytree of the same structure, its arrays of the same shapes. Where the two dtypes
+        differ, the result has the one that both promote to.
+
+    Returns:
+      A pytree of the same structure.
+
+    Raises:
+      TypeError: If leaves that are not numbers differ: there is nothing to select on the device.
+
+    Example:
+      >>> select(jnp.array(False), {"w": jnp.ones(2), "b": None}, {"w": jnp.zeros(2), "b": None})
+      {'b': None, 'w': Array([0., 0.], dtype=float32)}
+    """
+    condition = jnp.asarray(condition)
+    selected: T = jax.tree_util.tree_map_with_path(
+        lambda path, x, y: _select_leaf(path, condition, x, y), on_true, on_false
+    )
+    return selected
+
+
+def _select_leaf(path: tuple[Any, ...], condition: jax.Array, x: Any, y: Any) -> Any:
+    if x is y or getattr(x, "dtype", None) == jax.dtypes.float0:
+        return x
+    if not (isinstance(x, _NUMBERS) and isinstance(y, _NUMBERS)):
+        raise TypeError(
+            f"select: the leaves at {jax.tree_util.keystr(path) or 'the root'} differ and are not "
+            f"numbers: {x!r} and {y!r}; keep them out of what is selected."
+        )
+    dtype = jnp.result_type(x, y)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return lax.select(condition, x, y)
+    # A scalar predicate: `jnp.where` would broadcast it to every leaf's shape.
+    return lax.select(condition, jnp.asarray(x, dtype), jnp.asarray(y, dtype))
 
 
 def _cast_leaf(leaf: Any, dtype: np.dtype[Any]) -> Any:

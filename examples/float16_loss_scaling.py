@@ -1,0 +1,167 @@
+"""Trains a digit classifier on gradients that float16 is too coarse for, with and without scaling.
+
+The loss is multiplied by 1e-5, as one term among many may be, and the learning rate divided by it:
+in float32 nothing changes. In float16 every gradient falls below 6e-8, the smallest number there
+is, and becomes 0: the network stays as it was. A `jaxmp.dynamic_loss_scale` around the optimizer
+brings the gradients back; bfloat16, which has float32's range, never lost them.
+
+    python examples/float16_loss_scaling.py
+
+The scale starts far too large, to show what happens: the first steps overflow and are left out,
+halving it each time, and later it grows to where it overflows again. It draws
+`float16_loss_scaling.png` and prints the loss after 200 updates of each:
+
+    network                         loss   against float32  left out
+    float32                      0.00803                           0
+    bfloat16                     0.00804            +0.03%         0
+    float16                      2.34745       +29,117.16%         0
+    float16, loss scaled         0.00803            -0.04%        13
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+
+import jaxmp
+
+LOSS_WEIGHT = 1e-5
+LEARNING_RATE = 0.2 / LOSS_WEIGHT
+WIDTHS = (64, 64, 64, 10)
+
+
+class Run(NamedTuple):
+    """What training came to, attempt by attempt."""
+
+    losses: list[float]  # without the weight
+    scales: list[float]
+    skipped: list[bool]
+
+
+def init_params(seed: int) -> dict[str, dict[str, jax.Array]]:
+    key = jax.random.key(seed)
+    params = {}
+    for i, (n_in, n_out) in enumerate(itertools.pairwise(WIDTHS)):
+        key, layer_key = jax.random.split(key)
+        w = jax.random.normal(layer_key, (n_in, n_out)) / np.sqrt(n_in)
+        params[f"layer_{i}"] = {"w": w, "b": jnp.zeros(n_out)}
+    return params
+
+
+def network(params, x):
+    """Pixels [batch, 64] to the logits of the ten digits."""
+    *hidden, last = params.values()
+    for layer in hidden:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return x @ last["w"] + last["b"]
+
+
+def train(dtype: str, *, scaled: bool, updates: int, seed: int = 0) -> Run:
+    """Makes `updates` updates, each on all the digits, with the network computed in `dtype`."""
+    digits = load_digits()
+    x, y = jnp.asarray(digits.data / 16, jnp.float32), jnp.asarray(digits.target)
+    # The logits too are in `dtype`; the loss is computed from them in float32.
+    low_network = jaxmp.autocast(network, f"params=float32,compute={dtype},output={dtype}")
+
+    def loss_fn(params):
+        logits = low_network(params, x).astype(jnp.float32)
+        return LOSS_WEIGHT * optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    tx = optax.sgd(LEARNING_RATE, momentum=0.9)
+    if scaled:
+        tx = jaxmp.dynamic_loss_scale(tx, init_scale=2.0**48, growth_interval=25, max_scale=2.0**60)
+    state = jaxmp.TrainState.create(apply_fn=low_network, params=init_params(seed), tx=tx)
+
+    @jax.jit
+    def train_step(state):
+        loss, grads = state.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss / LOSS_WEIGHT
+
+    run = Run([], [], [])
+    while state.step < updates:
+        jaxmp.check_not_stuck(state)
+        run.scales.append(float(state.loss_scale))
+        state, loss = train_step(state)
+        run.losses.append(float(loss))
+        run.skipped.append(not jaxmp.step_was_finite(state))
+    return run
+
+
+def report(runs: dict[str, Run]) -> None:
+    print(f"{'network':<28}{'loss':>8}{'against float32':>18}{'left out':>10}")
+    full = runs["float32"].losses[-1]
+    for name, run in runs.items():
+        change = "" if name == "float32" else f"{run.losses[-1] / full - 1:+,.2%}"
+        print(f"{name:<28}{run.losses[-1]:>8.5f}{change:>18}{sum(run.skipped):>10}")
+
+
+def plot(runs: dict[str, Run], path: Path) -> None:
+    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True, height_ratios=[3, 2])
+    styles = {
+        "float32": {"color": "#93c5fd", "lw": 7},
+        "bfloat16": {"color": "#1d4ed8", "lw": 2.5, "ls": (0, (1, 1.5))},
+        "float16": {"color": "#a8a29e", "lw": 2.5},
+        "float16, loss scaled": {"color": "#c2410c", "lw": 1.2},
+    }
+    for name, run in runs.items():
+        label = f"{name}: {run.losses[-1]:.3g} in the end"
+        top.plot(run.losses, label=label, solid_capstyle="round", **styles[name])
+    top.set(yscale="log", ylabel="cross-entropy (nats)")
+    top.set_title("Digits with gradients too small for float16")
+    top.legend()
+
+    scaled = runs["float16, loss scaled"]
+    steps = np.arange(len(scaled.scales))
+    bottom.step(steps, scaled.scales, where="post", color="#c2410c", lw=1.5)
+    left_out = steps[np.array(scaled.skipped)]
+    bottom.plot(
+        left_out,
+        np.array(scaled.scales)[left_out],
+        "x",
+        color="#1c1917",
+        ms=6,
+        label="overflow: the step is left out",
+    )
+    bottom.set_yscale("log", base=2)
+    bottom.set(ylabel="loss scale", xlabel="attempted step", xlim=(0, len(steps)))
+    bottom.legend(loc="upper right")
+    for ax in (top, bottom):
+        ax.grid(alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--updates", type=int, default=200, help="default: %(default)s")
+    default = Path("float16_loss_scaling.png")
+    parser.add_argument("--plot", type=Path, default=default, help="default: %(default)s")
+    args = parser.parse_args()
+    if args.updates < 1:
+        parser.error("--updates must be at least 1")
+    if not args.plot.parent.is_dir():
+        parser.error(f"--plot: there is no folder {args.plot.parent}")
+
+    runs = {
+        "float32": train("float32", scaled=False, updates=args.updates),
+        "bfloat16": train("bfloat16", scaled=False, updates=args.updates),
+        "float16": train("float16", scaled=False, updates=args.updates),
+        "float16, loss scaled": train("float16", scaled=True, updates=args.updates),
+    }
+    report(runs)
+    plot(runs, args.plot)
+    print(f"\nThe curves are in {args.plot}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Gradient accumulation: one step from several microbatches, summed in float32."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp.loss_scale import is_overwrite
+from jaxmp.tree import widen_floating
+
+__all__ = ["accumulate_gradients"]
+
+
+def accumulate_gradients(
+    grad_fn: Callable[..., tuple[Any, Any]],
+    microbatches: int,
+    *,
+    batch_argnums: int | Sequence[int] = 1,
+    reduce: Literal["mean", "sum"] = "mean",
+) -> Callable[..., tuple[Any, Any]]:
+    """Makes a function that goes through a batch in pieces and returns one loss and gradient.
+
+    The memory of activations is that of one piece. The pieces run in a `lax.scan`, their gradients
+    are added in float32 (16-bit ones too), and all of them are made with the same loss scale: to
+    the optimizer this is one step of the whole batch, which is left out as a whole if any piece
+    overflows. (`dynamic_loss_scale(optax.MultiSteps(optimizer, k))` is the other way: k calls of
+    the step, each with its own scale, an overflow costing one piece.)
+
+    With "mean" the result equals that of the large batch, to float32 rounding, if the loss is a
+    mean over examples. A loss that divides by something counted in its batch, such as tokens that
+    are not masked, is not: return sums, accumulate with "sum", and divide by the count of the whole
+    batch.
+
+    Args:
+      grad_fn: What `jaxmp.value_and_grad` or `jax.value_and_grad` returns: a function to
+        `(loss, grads)`, or to `((loss, aux), grads)`.
+      microbatches: How many pieces; it divides the leading axis of every array in the batch.
+      batch_argnums: Which positional arguments to cut along their leading axis. The others go to
+        each piece whole, a PRNG key too: give `jax.random.split(key, microbatches)` as part of the
+        batch for a key each. The pieces are interleaved, every `microbatches`-th example, so that a
+        batch sharded over devices stays where it is.
+      reduce: What is made of the losses and gradients: their "mean" or their "sum".
+
+    Returns:
+      A function of `grad_fn`'s arguments. The loss and the gradients are float32 where they were 16
+      bits; `aux` has a new leading axis, int[microbatches, ...] for an int[...]. float0 gradients
+      pass, and of those under Flax's `_overwrite_with_gradient` the largest is kept.
+
+    Raises:
+      ValueError: If `microbatches` is less than 1 or `reduce` is unknown; when called, if a leading
+        axis does not divide, or an argument of `batch_argnums` is not there.
+      TypeError: If an argument is of the wrong kind; when called, if `grad_fn` does not return a
+        pair.
+
+    Example:
+      >>> import jaxmp
+      >>> params, batch = jnp.array([1.0, 2.0]), jnp.arange(8.0).reshape(4, 2)
+      >>> loss_fn = lambda params, batch: jnp.mean(batch @ params)
+      >>> grad_fn = jaxmp.accumulate_gradients(jax.value_and_grad(loss_fn), 2)
+      >>> grad_fn(params, batch)
+      (Array(11., dtype=float32), Array([3., 4.], dtype=float32))
+    """
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int):
+        raise TypeError(
+            f"accumulate_gradients: microbatches must be an integer; got {microbatches!r}."
+        )
+    if microbatches < 1:
+        raise ValueError(
+            f"accumulate_gradients: microbatches must be at least 1; got {microbatches}."
+        )
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f"accumulate_gradients: reduce must be 'mean' or 'sum'; got {reduce!r}.")
+    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    factor = np.float32(1 / microbatches if reduce == "mean" else 1)
+
+    @functools.wraps(grad_fn)
+    def accumulated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        pieces = _split(args, argnums, microbatches)
+
+        def run(piece: tuple[Any, ...]) -> tuple[Any, Any]:
+            arguments = list(args)
+            for argnum, value in zip(argnums, piece, strict=True):
+                arguments[argnum] = value
+            return _pair(grad_fn(*arguments, **kwargs))
+
+        shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], pieces))
+        has_aux = isinstance(shapes[0], tuple)
+
+        def body(totals: list[jax.Array], piece: Any) -> tuple[list[jax.Array], Any]:
+            value, grads = run(piece)
+            loss, aux = value if has_aux else (value, None)
+            return _add(totals, (loss, grads)), aux
+
+        like = (shapes[0][0] if has_aux else shapes[0], shapes[1])
+        totals, aux = lax.scan(body, _start(like), pieces)
+        loss, grads = _finish(totals, like, factor)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return accumulated
+
+
+def _pair(out: Any) -> tuple[Any, Any]:
+    """Checks that a gradient function returned `(loss, grads)` or `((loss, aux), grads)`."""
+    if isinstance(out, tuple) and len(out) == 2:
+        value = out[0]
+        loss = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+        if jnp.ndim(loss) == 0 and not isinstance(loss, (tuple, list, dict)):
+            return out
+    raise TypeError(
+        "accumulate_gradients: grad_fn must return (loss, grads) or ((loss, aux), grads), as what "
+        f"jaxmp.value_and_grad(loss_fn, opt_state) makes does; got a {type(out).__name__!r}."
+    )
+
+
+def _split(args: tuple[Any, ...], argnums: tuple[int, ...], count: int) -> tuple[Any, ...]:
+    """Cuts each argument's leading axis [n] into [count, n / count], interleaved."""
+
+    def split(path: tuple[Any, ...], leaf: Any) -> Any:
+        size = jnp.shape(leaf)[0] if jnp.ndim(leaf) else None
+        if not size or size % count:
+            axis = "no leading axis" if size is None else f"a leading axis of {size}"
+            raise ValueError(
+                f"accumulate_gradients: the batch (argument {argnum}"
+                f"{jax.tree_util.keystr(path)}) has {axis}, which microbatches={count} does not "
+                "divide; batch_argnums says which arguments are cut."
+            )
+        # Row i of the result is every count-th example from the i-th on: a reshape to
+        # [count, n / count] would move the examples of a sharded batch between devices.
+        return jnp.swapaxes(leaf.reshape(size // count, count, *leaf.shape[1:]), 0, 1)
+
+    pieces = []
+    for argnum in argnums:
+        if not -len(args) <= argnum < len(args):
+            raise ValueError(
+                f"accumulate_gradients: batch_argnums has {argnum}, but there are {len(args)} "
+                "positional arguments; give the batch as one of them."
+            )
+        pieces.append(jax.tree_util.tree_map_with_path(split, args[argnum]))
+    return tuple(pieces)
+
+
+def _summable(tree: Any) -> list[tuple[bool, Any]]:
+    """The leaves that are added up; of those marked True the largest is taken."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(is_overwrite(path), leaf) for path, leaf in leaves if _is_inexact(leaf)]
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def _start(like: Any) -> list[jax.Array]:
+    totals = []
+    for overwrites, leaf in _summable(like):
+        dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+        total = jnp.full(leaf.shape, -np.inf if overwrites else 0, dtype)
+        # Under shard_map a scan's carry must begin with the axes that it will vary over.
+        axes = leaf.manual_axis_type
+        varying = tuple(axes.varying) if axes else ()
+        totals.append(lax.pcast(total, varying, to="varying") if varying else total)
+    return totals
+
+
+def _add(totals: list[jax.Array], tree: Any) -> list[jax.Array]:
+    pairs = zip(totals, _summable(tree), strict=True)
+    return [
+        jnp.maximum(total, leaf) if overwrites else total + widen_floating(leaf)
+        for total, (overwrites, leaf) in pairs
+    ]
+
+
+def _finish(totals: list[jax.Array], like: Any, factor: np.float32) -> Any:
+    remaining = iter(totals)
+
+    def leaf(path: tuple[Any, ...], shape: Any) -> Any:
+        if not _is_inexact(shape):
+            return np.zeros(shape.shape, jax.dtypes.float0)
+        total = next(remaining)
+        return total.astype(shape.dtype) if is_overwrite(path) else total * factor
+
+    return jax.tree_util.tree_map_with_path(leaf, like)

@@ -1,0 +1,366 @@
+"""Loss scaling as an optax transformation: unscale, test, update, select.
+
+Small float16 gradients become zero, so the loss is multiplied by a large factor before it is
+differentiated. The transformations here take gradients of the multiplied loss, divide them in
+float32, and leave a step out when they are not finite. `jaxmp.scaled_grad` makes such gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxmp.policy import PolicyMap, get_policy
+from jaxmp.scale_rule import LossScaleState, ScaleRule, find_scalers, next_state, start_state
+from jaxmp.tree import all_finite, select, widen_floating
+
+__all__ = ["dynamic_loss_scale", "is_overwrite", "loss_scale_for", "static_loss_scale"]
+
+AxisName = Any  # what `jax.lax.pmin` takes: a hashable, or a tuple of them
+
+# The collection in which Flax keeps the scales and histories of its float8 layers. They travel as
+# gradients but are new values.
+_OVERWRITE: Final = "_overwrite_with_gradient"
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation | None = None,
+    *,
+    init_scale: float = 2.0**16,
+    growth_interval: int = 2000,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**24,
+    hysteresis: int = 1,
+    refill: Literal["growth", "clean"] = "growth",
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes an optimizer take gradients of a scaled loss, and adapts the scale as it goes.
+
+    Use it for float16; bfloat16 and float32 have the range to do without (`loss_scale_for`). The
+    gradients come from `jaxmp.value_and_grad`, or from any function of `jaxmp.scale_loss`. A step:
+
+    1. The gradients are divided by the scale they were made with, in float32 (float64 and complex
+       gradients keep their dtype).
+    2. If every element of every one is finite, `inner` updates. Otherwise the updates are exactly
+       zero, and `inner`'s state (moments, counts, schedules, noise keys) stays as it was: the step
+       leaves no trace but the counters of `LossScaleState`.
+    3. After an overflow the scale is multiplied by `backoff_factor`; after `growth_interval` finite
+       steps without one by `growth_factor`. This is the rule of PyTorch's `GradScaler`, with
+       bounds.
+
+    Put everything that looks at gradients *inside*: clipping, weight decay, `optax.MultiSteps`
+    (which then counts only finite microbatches). `optax.MultiSteps` *around* a scaler adds up
+    gradients made with different scales, and one inf stays in its sum forever; whatever reads the
+    state (`jaxmp.loss_scale` and the like) refuses it.
+
+    `inner` sees parameters and gradients of 16 bits as float32, so its moments are float32 and so
+    are the updates; `optax.apply_updates` rounds to what parameters are stored as. Leaves that are
+    `None`, `optax.MaskedNode` or float0 pass, and so do those under Flax's
+    `_overwrite_with_gradient`, which are new values of float8 scales and are not divided. An extra
+    argument called `grad`, which line searches take, is divided as well.
+
+    With `hysteresis` above 1 the first overflows leave the scale alone, as in Megatron-LM and
+    DeepSpeed: each takes one off a counter, and the scale backs off while it stands at 1. Growth
+    fills the counter again (`refill="growth"`), or every finite step does (`refill="clean"`,
+    DeepSpeed's `consecutive_hysteresis`). With `hysteresis=2`, `growth_interval=3`:
+
+    ========= ======= ======= ========= ======= ======= ========= ====== ====== ====== =========
+    step      (start) finite  overflow  finite  finite  overflow  finite finite finite overflow
+    "growth"
+    scale     8       8       8         8       8       4         4      4      8      8
+    counter   2       2       1         1       1       1         1      1      2      1
+    "clean"
+    scale     8       8       8         8       8       8         8      8      16     16
+    counter   2       2       1         2       2       1         2      2      2      1
+    ========= ======= ======= ========= ======= ======= ========= ====== ====== ====== =========
+
+    Args:
+      inner: The optimizer. Left out, this is a link for `optax.chain` that only divides and zeroes:
+        on a skipped step the links after it get zeros, and their moments decay and their counts go
+        on as if those were gradients. Prefer `dynamic_loss_scale(optax.chain(...))`.
+      init_scale: The first scale. Powers of two lose nothing in multiplying; others warn.
+      growth_interval: Finite steps in a row after which the scale grows.
+      growth_factor: What it then grows by, above 1.
+      backoff_factor: What it is multiplied by after an overflow, between 0 and 1.
+      min_scale: The scale never falls below it; `jaxmp.check_not_stuck` tells when it would.
+      max_scale: The scale never rises above it.
+      hysteresis: The number of overflows that it takes to back off.
+      refill: When the hysteresis counter is filled again: on "growth", or on any "clean" step.
+      axis_name: The mapped axes over which an overflow on one device counts on all: a name or a
+        tuple of them. None stands for every axis that an enclosing `jax.shard_map` or `jax.pmap`
+        maps, so that devices cannot drift apart; `()` lets each device decide for itself, as an
+        ensemble with a model on each needs.
+
+    Returns:
+      A transformation whose state is a `LossScaleState`.
+
+    Raises:
+      ValueError: If a number is out of its range, or `min_scale <= init_scale <= max_scale` does
+        not hold; from `init`, if `inner` contains a scaler; from `update`, if the gradients are not
+        of the parameters' structure, or `axis_name` is not bound.
+      TypeError: If `inner` is no optax transformation, or an argument is no number; from `init` and
+        `update`, if a parameter or a gradient is an integer.
+
+    Example:
+      >>> optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
+      >>> params = {"w": jnp.zeros(())}
+      >>> state = optimizer.init(params)
+      >>> updates, state = optimizer.update({"w": jnp.float16(4.0)}, state, params)
+      >>> float(updates["w"]), float(state.loss_scale)
+      (-0.5, 8.0)
+      >>> updates, state = optimizer.update({"w": jnp.float16(jnp.inf)}, state, params)
+      >>> float(updates["w"]), float(state.loss_scale), int(state.skipped_count)
+      (0.0, 4.0, 1)
+    """
+    rule = ScaleRule(
+        function="dynamic_loss_scale",
+        init_scale=init_scale,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        growth_interval=growth_interval,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        hysteresis=hysteresis,
+        refill=refill,
+    )
+    return _transformation(inner, rule, axis_name)
+
+
+def static_loss_scale(
+    inner: optax.GradientTransformation | None, scale: float, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    """Makes an optimizer take gradients of a loss multiplied by a constant.
+
+    Everything is as in `dynamic_loss_scale`, which see, but that the scale never moves: an overflow
+    leaves its step out. The state is the same type, so a checkpoint of either restores into the
+    other; the restored scale holds for the step whose gradients were made with it.
+
+    Args:
+      inner: The optimizer, or None for a link of `optax.chain`.
+      scale: What the loss is multiplied by. Powers of two lose nothing; others warn.
+      axis_name: As in `dynamic_loss_scale`.
+
+    Returns:
+      A transformation whose state is a `LossScaleState`.
+
+    Raises:
+      ValueError: As `dynamic_loss_scale`.
+      TypeError: As `dynamic_loss_scale`.
+
+    Example:
+      >>> optimizer = static_loss_scale(optax.sgd(1.0), 128.0)
+      >>> state = optimizer.init(jnp.zeros(2))
+      >>> optimizer.update(jnp.full(2, 64.0), state)[0]
+      Array([-0.5, -0.5], dtype=float32)
+    """
+    rule = ScaleRule(
+        function="static_loss_scale", init_scale=scale, min_scale=scale, max_scale=scale
+    )
+    return _transformation(inner, rule, axis_name)
+
+
+def loss_scale_for(
+    policy: str | jmp.Policy | PolicyMap | DTypeLike,
+    inner: optax.GradientTransformation,
+    **options: Any,
+) -> optax.GradientTransformation:
+    """Wraps an optimizer in `dynamic_loss_scale` if the policy has float16 in it, and only then.
+
+    bfloat16 and float32 have the range to do without, so `inner` is returned as it is and the
+    training step costs nothing more. The functions of `jaxmp` that read a state take one without a
+    scaler for one whose scale is 1, so the same training step serves every policy.
+
+    Args:
+      policy: What `jaxmp.get_policy` takes.
+      inner: The optimizer.
+      **options: Those of `dynamic_loss_scale`.
+
+    Returns:
+      `dynamic_loss_scale(inner, **options)`, or `inner` itself.
+
+    Example:
+      >>> optimizer = optax.adam(1e-3)
+      >>> loss_scale_for("mixed_bfloat16", optimizer) is optimizer
+      True
+      >>> type(loss_scale_for("mixed_float16", optimizer).init(jnp.ones(2))).__name__
+      'LossScaleState'
+    """
+    resolved = get_policy(policy)
+    policies = [resolved]
+    if isinstance(resolved, PolicyMap):
+        policies = [resolved.default, *(override for _, override in resolved.overrides)]
+    # The options are checked whatever the policy: a mistake must not wait for float16.
+    scaled = dynamic_loss_scale(inner, **options)
+    dtypes = {d for p in policies for d in (p.param_dtype, p.compute_dtype, p.output_dtype)}
+    return scaled if jnp.float16 in dtypes else inner
+
+
+def is_overwrite(path: tuple[Any, ...]) -> bool:
+    """Tells whether a gradient's path is under Flax's `_overwrite_with_gradient`.
+
+    Example:
+      >>> tree = {"_overwrite_with_gradient": {"scale": 1.0}, "w": 2.0}
+      >>> [is_overwrite(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+      [True, False]
+    """
+    return any(getattr(entry, "key", getattr(entry, "name", None)) == _OVERWRITE for entry in path)
+
+
+def _transformation(
+    inner: optax.GradientTransformation | None, rule: ScaleRule, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
+    wrapped = _as_transformation(rule.function, inner)
+
+    def init(params: optax.Params) -> LossScaleState:
+        _check_floating(rule.function, "parameter", params)
+        inner_state = wrapped.init(widen_floating(params))
+        if find_scalers(inner_state):
+            raise ValueError(
+                f"{rule.function}: there is a loss scaler inside (at inner_state"
+                f"{find_scalers(inner_state)[0][0]}); gradients would be divided twice. Keep one."
+            )
+        return start_state(rule, jax.tree.map(_strong, inner_state))
+
+    def update(
+        updates: optax.Updates,
+        state: LossScaleState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaleState]:
+        _check_floating(rule.function, "gradient", updates)
+        if params is not None:
+            # optax.lookahead differentiates one of its two sets of parameters.
+            fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+            _check_structure(rule.function, updates, fast)
+        grads = _unscale(updates, state.loss_scale)
+        # Without the barrier XLA on CPU fuses the test into every consumer of the flag, and
+        # compiles 240 leaves in 58 s where it takes 3 s with it.
+        finite = lax.optimization_barrier(_finite_everywhere(rule.function, grads, axis_name))
+        if "grad" in extra_args:
+            extra_args["grad"] = _unscale(extra_args["grad"], state.loss_scale)
+        updates, inner_state = wrapped.update(
+            grads, state.inner_state, widen_floating(params), **extra_args
+        )
+        updates = select(finite, updates, jax.tree.map(_zeros_like, updates))
+        inner_state = select(finite, inner_state, state.inner_state)
+        return updates, next_state(rule, state, finite)._replace(inner_state=inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _unscale(grads: Any, scale: jax.Array) -> Any:
+    # A product with the reciprocal: exact for powers of two, and what GradScaler does.
+    inverse = np.float32(1) / scale
+
+    def unscale(path: tuple[Any, ...], grad: Any) -> Any:
+        if is_overwrite(path) or not _is_inexact(grad):
+            return grad
+        return widen_floating(grad) * inverse
+
+    return jax.tree_util.tree_map_with_path(unscale, grads)
+
+
+def _finite_everywhere(function: str, grads: Any, axis_name: AxisName) -> jax.Array:
+    axes = axis_name
+    if axes is None:
+        axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    finite = all_finite(grads)
+    if axes == ():
+        return finite
+    try:
+        return cast("jax.Array", lax.pmin(finite, axes))
+    except NameError as error:
+        raise ValueError(
+            f"{function}: axis_name={axis_name!r} is not bound where `update` is called ({error}). "
+            "Call it inside the jax.shard_map or jax.vmap with that axis, or leave axis_name out: "
+            "under jit alone, sharded gradients need none."
+        ) from error
+
+
+def _is_inexact(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, (float, complex))
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _strong(leaf: Any) -> Any:
+    """Strips the weak type, which `select` would strip after the first step: two compilations."""
+    return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+
+def _zeros_like(leaf: Any) -> Any:
+    return jnp.zeros_like(leaf) if _is_inexact(leaf) else leaf
+
+
+def _as_transformation(name: str, inner: Any) -> optax.GradientTransformationExtraArgs:
+    if inner is None:
+        inner = optax.identity()
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            f"{name}: inner must be an optax transformation such as optax.adam(1e-3); got "
+            f"{inner!r} of type {type(inner).__name__!r}."
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def _check_floating(name: str, what: str, tree: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype = getattr(leaf, "dtype", None)
+        kind = np.dtype(type(leaf)) if isinstance(leaf, (bool, int)) else dtype
+        if kind is None or kind == jax.dtypes.float0:
+            continue
+        if jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.bool_):
+            raise TypeError(
+                f"{name}: the {what} at {_show(path)} is {kind}, which has no "
+                "gradient to scale; keep it out of the parameters, or use "
+                f"optax.masked({name}(...), mask)."
+            )
+
+
+def _check_structure(function: str, grads: Any, params: Any) -> None:
+    """Compares paths, not container types; a gradient may be None where the parameter is not."""
+
+    def paths(tree: Any) -> dict[Any, Any]:
+        return dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_absent))
+
+    def absent_above(path: tuple[Any, ...]) -> bool:
+        return any(_is_absent(got.get(path[:length], grads)) for length in range(len(path) + 1))
+
+    got, want = paths(grads), paths(params)
+    missing = [
+        path
+        for path, leaf in want.items()
+        if path not in got and not _is_absent(leaf) and not absent_above(path)
+    ]
+    extra = [path for path, leaf in got.items() if path not in want and not _is_absent(leaf)]
+    if missing or extra:
+        found = (("no gradient at", missing), ("no parameter at", extra))
+        raise ValueError(
+            f"{function}: the gradients have another structure than the parameters: "
+            + "; ".join(
+                f"{what} {', '.join(_show(path) for path in paths[:5])}"
+                for what, paths in found
+                if paths
+            )
+            + ". Differentiate with respect to these parameters."
+        )
+
+
+def _is_absent(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, optax.MaskedNode)
+
+
+def _show(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path) or "the root"

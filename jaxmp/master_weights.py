@@ -1,0 +1,299 @@
+"""Training parameters that are stored in 16 bits: float32 masters, or stochastic rounding."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxmp.dtypes import dtype_name, parse_dtype
+from jaxmp.scaled_grad import step_was_finite
+from jaxmp.tree import cast_floating, select, widen_floating
+
+__all__ = ["MasterWeightsState", "StochasticRoundingState", "master_weights", "stochastic_round"]
+
+T = TypeVar("T")
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`.
+
+    Attributes:
+      masters: The parameters' structure: a float32 copy of each 16-bit leaf, and an
+        `optax.MaskedNode`, which is no leaf, in the place of every other one.
+      inner_state: The state of the inner transformation, initialized on float32 parameters.
+    """
+
+    masters: Any
+    inner_state: Any
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of `master_weights` with stochastic rounding.
+
+    Attributes:
+      key: The PRNG key of the next step.
+      inner_state: The state of the inner transformation, initialized on float32 parameters.
+    """
+
+    key: jax.Array
+    inner_state: Any
+
+
+def master_weights(
+    inner: optax.GradientTransformation,
+    *,
+    stochastic_rounding: bool = False,
+    key: ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Lets an optimizer train parameters that are stored in bfloat16 or float16.
+
+    Updates that are small beside a 16-bit parameter are lost when they are added to it: Adam with a
+    learning rate of 1e-3 never moves a bfloat16 1.0, whose neighbour is 0.0039 away. Here `inner`
+    sees float32 gradients and float32 parameters, so its moments are float32 as well, and
+
+    * by default a float32 copy of the parameters (the masters) is in the optimizer state, and the
+      updates make `optax.apply_updates` store exactly `masters.astype(param.dtype)` at every step
+      (zeros may differ in sign);
+    * with `stochastic_rounding` there is no copy: the updated value is rounded to one of its two
+      neighbours at random, to each with the probability that makes the expectation right. That
+      costs no memory, and some noise.
+
+    Leaves that are not of 16 bits (float32 parameters, say) have no copy and are updated as `inner`
+    says. Apply the updates, which are float32, with `optax.apply_updates`: it adds in float32 and
+    casts to the parameter's dtype. Nothing may change them on the way, so this is the outermost
+    transformation; a loss scaler goes inside, `master_weights(dynamic_loss_scale(inner))`, and a
+    step that it leaves out leaves masters, parameters and key as they are. The masters decide what
+    is stored: after changing parameters by hand, call `init` again.
+
+    A finite value that the parameter's dtype cannot hold becomes the largest that it can, never an
+    infinity; infinities and NaNs are kept. Masters are those of float32 training to within a
+    rounding of float32, below 1.2e-38 to within what the processor does with such numbers.
+
+    Args:
+      inner: The optimizer.
+      stochastic_rounding: Round at random instead of keeping masters.
+      key: PRNG key, or the seed of one, for the rounding.
+
+    Returns:
+      A transformation whose state is a `MasterWeightsState` or a `StochasticRoundingState`; its
+      `update` needs the parameters.
+
+    Raises:
+      TypeError: If `inner` is not an optax transformation.
+      ValueError: From `update`, if the parameters are not given.
+
+    Warns:
+      UserWarning: From `init`, if no parameter has 16 bits: then there is nothing to do.
+
+    Example:
+      >>> params = jnp.ones(3, jnp.bfloat16)
+      >>> tx = master_weights(optax.adam(1e-3))
+      >>> state = tx.init(params)
+      >>> for _ in range(5):
+      ...     updates, state = tx.update(jnp.ones(3, jnp.bfloat16), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> print(params.dtype, params[0], f"{state.masters[0]:.3f}")
+      bfloat16 0.996094 0.995
+
+    References:
+      Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740 (masters); Zamirai et al., 2020,
+      https://arxiv.org/abs/2010.06192 (stochastic rounding).
+    """
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            "master_weights: inner must be an optax transformation such as optax.adamw(1e-3); "
+            f"got {inner!r} of type {type(inner).__name__!r}."
+        )
+    inner = optax.with_extra_args_support(inner)
+    return _rounding_at_random(inner, key) if stochastic_rounding else _keeping_masters(inner)
+
+
+def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
+    """Casts the floating leaves of a pytree to 16 bits, rounding each number up or down at random.
+
+    A number between two neighbours of the dtype becomes the upper one with a probability equal to
+    the fraction of the way that it has gone, so its expectation is the number itself. One that the
+    dtype holds stays what it is. Infinities and NaNs are kept; a finite number beyond the largest
+    becomes the largest (which is the one case that is biased).
+
+    float64 leaves are first rounded to float32. Leaves that already have the dtype, and all that
+    `jaxmp.tree.cast_floating` does not touch (integers, PRNG keys, 8-bit floats), are returned as
+    they are.
+
+    Args:
+      tree: Any pytree.
+      key: PRNG key. Each leaf draws from it independently.
+      dtype: bfloat16 or float16, or the name of one.
+
+    Returns:
+      A pytree of the same structure.
+
+    Raises:
+      ValueError: If `dtype` is not one of 16 bits.
+
+    Example:
+      >>> x = jnp.full(10_000, 1 + 2**-9)  # a quarter of the way from 1 to the next bfloat16
+      >>> y = stochastic_round(x, jax.random.key(0), "bf16")
+      >>> print(y.dtype, jnp.unique(y), f"{jnp.mean(y > 1):.1f}")
+      bfloat16 [1 1.00781] 0.2
+    """
+    target = np.dtype(parse_dtype(dtype, "stochastic_round: dtype"))
+    if target.itemsize != 2:
+        raise ValueError(
+            f"stochastic_round: dtype must be bfloat16 or float16; got {dtype_name(target)!r}, "
+            "to which .astype casts."
+        )
+
+    def round_leaf(index: int, leaf: Any) -> Any:
+        full = cast_floating(leaf, jnp.float32)
+        if isinstance(leaf, jax.ShapeDtypeStruct) or getattr(leaf, "dtype", None) == target:
+            return cast_floating(leaf, target)
+        if full is leaf and getattr(leaf, "dtype", None) != jnp.float32:
+            return leaf  # not one that is cast
+        return _round_at_random(full, target, jax.random.fold_in(key, index)).astype(target)
+
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    rounded: T = treedef.unflatten([round_leaf(i, leaf) for i, leaf in enumerate(leaves)])
+    return rounded
+
+
+def _keeping_masters(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    def init(params: Any) -> MasterWeightsState:
+        _warn_if_useless(params)
+        full = widen_floating(params)
+        return MasterWeightsState(_masters(params, full), inner.init(full))
+
+    def update(
+        updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MasterWeightsState]:
+        _require(params)
+        full = jax.tree.map(lambda p, m: m if _has_16_bits(p) else p, params, state.masters)
+        updates, inner_state = inner.update(
+            widen_floating(updates), state.inner_state, full, **extra_args
+        )
+        full = jax.tree.map(_within_range, params, optax.apply_updates(full, updates))
+        updates = jax.tree.map(
+            lambda p, f, u: _step(p, f) if _has_16_bits(p) else u, params, full, updates
+        )
+        # What `optax.apply_updates` computes before it casts, so that what it stores is the cast of
+        # the masters, whatever the step was rounded by. That is seldom anything: float32 holds the
+        # difference of a 16-bit number and one near it, or a sum of near opposites.
+        full = jax.tree.map(_applied, params, updates)
+        return updates, MasterWeightsState(_masters(params, full), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _rounding_at_random(
+    inner: optax.GradientTransformationExtraArgs, key: ArrayLike
+) -> optax.GradientTransformationExtraArgs:
+    def init(params: Any) -> StochasticRoundingState:
+        _warn_if_useless(params)
+        # A copy: a step that donates its state must not take the caller's key with it.
+        first = jax.random.key(key) if isinstance(key, int) else jnp.array(key, copy=True)
+        return StochasticRoundingState(first, inner.init(widen_floating(params)))
+
+    def update(
+        updates: Any, state: StochasticRoundingState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, StochasticRoundingState]:
+        _require(params)
+        full = widen_floating(params)
+        updates, inner_state = inner.update(
+            widen_floating(updates), state.inner_state, full, **extra_args
+        )
+        full = optax.apply_updates(full, updates)
+        next_key, key = jax.random.split(state.key)
+        next_key = select(step_was_finite(inner_state), next_key, state.key)
+        treedef: Any = jax.tree.structure(params)
+        keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
+        updates = jax.tree.map(
+            lambda p, f, u, k: _step(p, _round_at_random(f, p.dtype, k)) if _has_16_bits(p) else u,
+            params,
+            full,
+            updates,
+            keys,
+        )
+        return updates, StochasticRoundingState(next_key, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _require(params: Any) -> None:
+    if params is None:
+        raise ValueError(
+            "master_weights: update needs the parameters that it updates; "
+            "call tx.update(grads, state, params)."
+        )
+
+
+def _warn_if_useless(params: Any) -> None:
+    leaves = jax.tree.leaves(params)
+    if leaves and not any(map(_has_16_bits, leaves)):
+        warnings.warn(
+            "master_weights: no parameter has 16 bits, so it changes nothing. Inside a loss scaler "
+            "all parameters are float32: write master_weights(dynamic_loss_scale(inner)).",
+            stacklevel=3,
+        )
+
+
+def _has_16_bits(leaf: Any) -> bool:
+    is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    return is_array and leaf.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _masters(params: Any, full: Any) -> Any:
+    return jax.tree.map(lambda p, f: f if _has_16_bits(p) else optax.MaskedNode(), params, full)
+
+
+def _within_range(param: Any, master: jax.Array) -> jax.Array:
+    """The master as near as the parameter's dtype comes to it; infinities and NaNs as they are."""
+    if not _has_16_bits(param):
+        return master
+    limit = jnp.asarray(jnp.finfo(param.dtype).max, jnp.float32)
+    return jnp.where(jnp.isfinite(master), jnp.clip(master, -limit, limit), master)
+
+
+def _step(param: Any, target: jax.Array) -> jax.Array:
+    """The float32 update that takes `param` to `target`, or to within a rounding of float32."""
+    stored = param.astype(jnp.float32)
+    return jnp.where(stored == target, 0.0, target - stored)  # infinity - infinity is no 0
+
+
+def _applied(param: Any, update: Any) -> Any:
+    return param.astype(jnp.float32) + update if _has_16_bits(param) else param
+
+
+def _round_at_random(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
+    """Rounds float32 at random to what `dtype`, of 16 bits, holds; the result is float32.
+
+    Adding random bits to those of a magnitude that are about to be cleared, and then clearing them,
+    rounds it up with the right probability, a carry into the exponent included.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    magnitude = bits & 0x7FFFFFFF
+    random = jax.random.bits(key, x.shape, jnp.uint32)
+    # How many of a float32 fraction's 23 bits go: all but 7 or 10; and for float16, whose smallest
+    # normal number is 2^-14 (113 in float32's exponent), one more for each halving below that.
+    dropped = jnp.uint32(16)
+    if dtype == jnp.float16:
+        dropped = 13 + (113 - jnp.clip(magnitude >> 23, 103, 113))
+    below = (jnp.uint32(1) << dropped) - 1
+    rounded = (magnitude + (random & below)) & ~below
+    if dtype == jnp.float16:
+        # Below 2^-24, the smallest float16: that number with probability |x| / 2^-24, in steps of
+        # 2^-32, or 0.
+        up = random < (jnp.abs(x) * 2.0**56).astype(jnp.uint32)
+        tiny = jnp.where(up, np.float32(2.0**-24).view(np.uint32), np.uint32(0))
+        rounded = jnp.where(magnitude >> 23 < 103, tiny, rounded)
+    largest = np.asarray(jnp.finfo(dtype).max, np.float32).view(np.uint32)
+    rounded = jnp.minimum(rounded, largest) | (bits ^ magnitude)
+    return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(rounded, jnp.float32), x)

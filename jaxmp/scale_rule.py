@@ -1,0 +1,225 @@
+"""How a loss scale moves: its state, the rule with its bounds, and where in a tree the state is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import warnings
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+__all__ = ["LossScaleState", "ScaleRule", "find_scalers", "next_state", "start_state"]
+
+# Scales stay where both they and their reciprocals are normal float32 numbers: XLA flushes others
+# to zero, and 1/2^127 would silently make every gradient zero.
+_SMALLEST_SCALE: Final = 2.0**-126
+_LARGEST_SCALE: Final = 2.0**126
+
+
+class LossScaleState(NamedTuple):
+    """The state of a loss-scaling transformation, strongly typed arrays all of them.
+
+    Attributes:
+      loss_scale: float32[], what the next loss is to be multiplied by.
+      growth_count: int32[], finite steps since the scale last changed or a step was left out.
+      skipped_count: int32[], steps left out so far.
+      consecutive_skipped_count: int32[], steps left out since the last one that was applied.
+      hysteresis_count: int32[], how many more overflows it takes until the scale backs off.
+      finite: bool[], whether the last step was applied.
+      inner_state: The state of the transformation inside.
+
+    Example:
+      >>> import jaxmp
+      >>> state = jaxmp.dynamic_loss_scale(optax.sgd(0.1)).init({"w": jnp.ones(2)})
+      >>> float(state.loss_scale), int(state.skipped_count), bool(state.finite)
+      (65536.0, 0, True)
+    """
+
+    loss_scale: jax.Array
+    growth_count: jax.Array
+    skipped_count: jax.Array
+    consecutive_skipped_count: jax.Array
+    hysteresis_count: jax.Array
+    finite: jax.Array
+    inner_state: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleRule:
+    """How a scale moves; `jaxmp.dynamic_loss_scale` says what each number means.
+
+    Attributes:
+      function: Who speaks in error messages.
+      growth_interval: None for a scale that never moves.
+
+    Raises:
+      ValueError: If a number is out of its range.
+      TypeError: If it is no number, or not known yet.
+
+    Example:
+      >>> rule = ScaleRule(function="f", init_scale=8.0, min_scale=1.0, max_scale=2.0**24)
+      >>> float(start_state(rule, None).loss_scale)
+      8.0
+    """
+
+    function: str
+    init_scale: float
+    min_scale: float
+    max_scale: float
+    growth_interval: int | None = None
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 1
+    refill: str = "growth"
+
+    def __post_init__(self) -> None:
+        for field in ("init_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor"):
+            _check_number(self.function, field, getattr(self, field))
+        for field in ("init_scale", "min_scale", "max_scale"):
+            self._check(
+                field,
+                _SMALLEST_SCALE,
+                _LARGEST_SCALE,
+                "where it and its reciprocal are normal float32 numbers",
+            )
+        if self.min_scale > self.max_scale:
+            raise ValueError(
+                f"{self.function}: min_scale must be at most max_scale; got {self.min_scale} and "
+                f"{self.max_scale}."
+            )
+        self._check("init_scale", self.min_scale, self.max_scale, "its min_scale and max_scale")
+        if not 1 < self.growth_factor < math.inf:
+            raise ValueError(
+                f"{self.function}: growth_factor must be above 1; got {self.growth_factor}."
+            )
+        if not 0 < self.backoff_factor < 1:
+            raise ValueError(
+                f"{self.function}: backoff_factor must be between 0 and 1; got "
+                f"{self.backoff_factor}."
+            )
+        _check_count(self.function, "hysteresis", self.hysteresis)
+        if self.growth_interval is not None:
+            _check_count(self.function, "growth_interval", self.growth_interval)
+        if self.refill not in ("growth", "clean"):
+            raise ValueError(
+                f"{self.function}: refill must be 'growth' or 'clean'; got {self.refill!r}."
+            )
+        self._warn_of_rounding()
+
+    def _check(self, field: str, low: float, high: float, why: str) -> None:
+        value = getattr(self, field)
+        if not low <= value <= high:
+            raise ValueError(
+                f"{self.function}: {field} must be between {low:g} and {high:g}, {why}; got "
+                f"{value!r}."
+            )
+
+    def _warn_of_rounding(self) -> None:
+        fields = ("init_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor")
+        odd = [
+            f"{field}={getattr(self, field)}"
+            for field in fields
+            if math.frexp(getattr(self, field))[0] != 0.5
+        ]
+        if odd:
+            warnings.warn(
+                f"{self.function}: {', '.join(odd)}: not a power of two, so multiplying and "
+                "dividing by the scale rounds; a power of two loses nothing.",
+                stacklevel=5,
+            )
+
+
+def start_state(rule: ScaleRule, inner_state: optax.OptState) -> LossScaleState:
+    """The state before the first step; one array each: donated buffers must not be shared."""
+    return LossScaleState(
+        loss_scale=jnp.asarray(np.float32(rule.init_scale)),
+        growth_count=jnp.zeros([], jnp.int32),
+        skipped_count=jnp.zeros([], jnp.int32),
+        consecutive_skipped_count=jnp.zeros([], jnp.int32),
+        hysteresis_count=jnp.asarray(np.int32(rule.hysteresis)),
+        finite=jnp.asarray(np.True_),
+        inner_state=inner_state,
+    )
+
+
+def next_state(rule: ScaleRule, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+    """Moves the scale and the counters; leaves `inner_state` as it is."""
+    hysteresis_count = state.hysteresis_count
+    backs_off = ~finite & (hysteresis_count <= 1)
+    if rule.growth_interval is None:
+        grows = jnp.zeros_like(finite)
+        growth_count = jnp.zeros_like(state.growth_count)
+    else:
+        growth_count = state.growth_count + np.int32(1)
+        grows = finite & (growth_count >= rule.growth_interval)
+        growth_count = jnp.where(finite & ~grows, growth_count, np.int32(0))
+    one = np.float32(1)
+    factor = jnp.where(backs_off, np.float32(rule.backoff_factor), one)
+    factor = jnp.where(grows, np.float32(rule.growth_factor), factor)
+    scale = state.loss_scale * factor
+    skipped = (~finite).astype(jnp.int32)
+    hysteresis_count = jnp.maximum(hysteresis_count - skipped, np.int32(1))
+    refills = finite if rule.refill == "clean" else grows
+    consecutive = optax.safe_increment(state.consecutive_skipped_count)
+    return LossScaleState(
+        loss_scale=jnp.clip(scale, np.float32(rule.min_scale), np.float32(rule.max_scale)),
+        growth_count=growth_count,
+        skipped_count=jnp.where(
+            finite, state.skipped_count, optax.safe_increment(state.skipped_count)
+        ),
+        consecutive_skipped_count=jnp.where(finite, np.int32(0), consecutive),
+        hysteresis_count=jnp.where(refills, np.int32(rule.hysteresis), hysteresis_count),
+        finite=finite,
+        inner_state=state.inner_state,
+    )
+
+
+def find_scalers(tree: Any) -> list[tuple[str, LossScaleState]]:
+    """Finds the outermost `LossScaleState`s in a pytree, with the path of each.
+
+    Raises:
+      ValueError: If one is inside a `MultiStepsState`: see `dynamic_loss_scale` for what is wrong
+        with it.
+
+    Example:
+      >>> import jaxmp
+      >>> optimizer = optax.chain(optax.identity(), jaxmp.dynamic_loss_scale(optax.sgd(0.1)))
+      >>> [path for path, state in find_scalers(optimizer.init(jnp.ones(2)))]
+      ['[1]']
+    """
+    kinds = (LossScaleState, optax.MultiStepsState)
+    found = []
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
+    for path, node in nodes:
+        if isinstance(node, LossScaleState):
+            found.append((jax.tree_util.keystr(path), node))
+        elif isinstance(node, optax.MultiStepsState) and find_scalers(node.inner_opt_state):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(
+                f"optax.MultiSteps{' at ' + where if where else ''} is around a loss scaler: it "
+                "would add up gradients of different scales, and one inf would stay in its sum. "
+                "Put it inside: dynamic_loss_scale(optax.MultiSteps(optimizer, k))."
+            )
+    return found
+
+
+def _check_number(function: str, field: str, value: Any) -> None:
+    concrete = isinstance(value, (jax.Array, np.ndarray)) and value.ndim == 0
+    concrete = concrete and not isinstance(value, jax.core.Tracer)
+    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or concrete):
+        raise TypeError(
+            f"{function}: {field} must be a number known when the optimizer is made; got {value!r} "
+            f"of type {type(value).__name__!r}."
+        )
+
+
+def _check_count(function: str, field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{function}: {field} must be an integer; got {value!r}.")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{function}: {field} must be at least 1 (and an int32); got {value!r}.")

@@ -1,0 +1,299 @@
+"""What a training step calls: the scale in an optimizer's state, and gradients of a scaled loss."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp.scale_rule import LossScaleState, find_scalers
+from jaxmp.tree import widen_floating
+
+__all__ = [
+    "check_not_stuck",
+    "grad",
+    "loss_scale",
+    "scale_loss",
+    "skipped_count",
+    "step_was_finite",
+    "value_and_grad",
+]
+
+# A sound run backs off at most 24 times in a row with the default bounds, from 2^24 to 1, and a few
+# times more with hysteresis.
+_STUCK_AFTER: Final = 50
+
+
+def loss_scale(opt_state: Any) -> jax.Array:
+    """Returns the factor that the next loss is to be multiplied by.
+
+    Args:
+      opt_state: An optimizer's state, or any pytree that holds one, such as a train state. Its
+        `LossScaleState` is found by its type, at any depth.
+
+    Returns:
+      float32[]: 1 if there is no scaler.
+
+    Raises:
+      ValueError: If there are several scalers, or one is inside an `optax.MultiSteps`.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> optimizer = optax.chain(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
+      >>> float(jaxmp.loss_scale(optimizer.init(jnp.ones(2))))
+      65536.0
+    """
+    state = _find("loss_scale", opt_state)
+    return jnp.asarray(np.float32(1)) if state is None else jnp.asarray(state.loss_scale)
+
+
+def step_was_finite(opt_state: Any) -> jax.Array:
+    """Tells whether the last step was applied: bool[], True before the first and without a scaler.
+
+    Use it to leave other updates of a skipped step out too, such as BatchNorm averages:
+    `jaxmp.tree.select(step_was_finite(opt_state), new, old)`.
+
+    Args:
+      opt_state: As for `loss_scale`.
+
+    Raises:
+      ValueError: As `loss_scale`.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> optimizer = jaxmp.dynamic_loss_scale(optax.adam(1e-3))
+      >>> state = optimizer.init(jnp.ones(2))
+      >>> _, state = optimizer.update(jnp.array([1.0, jnp.nan]), state)
+      >>> bool(jaxmp.step_was_finite(state))
+      False
+    """
+    state = _find("step_was_finite", opt_state)
+    return jnp.asarray(np.True_) if state is None else jnp.asarray(state.finite)
+
+
+def skipped_count(opt_state: Any) -> jax.Array:
+    """Returns how many steps were left out so far: int32[], 0 without a scaler.
+
+    Args:
+      opt_state: As for `loss_scale`.
+
+    Raises:
+      ValueError: As `loss_scale`.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> optimizer = jaxmp.dynamic_loss_scale(optax.adam(1e-3))
+      >>> state = optimizer.init(jnp.ones(2))
+      >>> _, state = optimizer.update(jnp.array([1.0, jnp.nan]), state)
+      >>> int(jaxmp.skipped_count(state))
+      1
+    """
+    state = _find("skipped_count", opt_state)
+    return jnp.asarray(np.int32(0)) if state is None else jnp.asarray(state.skipped_count)
+
+
+def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
+    """Raises once `limit` steps in a row were left out: the model is broken, not the scale.
+
+    Call it on the host now and then, outside jit: it waits for the state to be computed. A scale
+    that is too large is halved a few times and training goes on; gradients that stay non-finite
+    down to the smallest scale come from the model, the data or the learning rate. Parameters are
+    as they were before the first of these steps.
+
+    Args:
+      opt_state: As for `loss_scale`; of several stacked states, the worst counts.
+      limit: The least number of consecutive skipped steps to raise for. The default is about twice
+        what it takes to fall from the largest default scale to the smallest.
+
+    Raises:
+      FloatingPointError: If the last `limit` steps or more were all left out.
+      ValueError: As `loss_scale`, or if `limit` is less than 1.
+      TypeError: If it is called on traced values, under jit.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> optimizer = jaxmp.dynamic_loss_scale(optax.adam(1e-3), init_scale=1.0)
+      >>> state = optimizer.init(jnp.ones(2))
+      >>> _, state = optimizer.update(jnp.array([1.0, jnp.nan]), state)
+      >>> jaxmp.check_not_stuck(state)
+      >>> jaxmp.check_not_stuck(state, limit=1)
+      Traceback (most recent call last):
+      FloatingPointError: check_not_stuck: the last 1 steps were all left out...
+    """
+    if limit < 1:
+        raise ValueError(f"check_not_stuck: limit must be at least 1; got {limit}.")
+    state = _find("check_not_stuck", opt_state)
+    if state is None:
+        return
+    counts = jnp.asarray(state.consecutive_skipped_count)
+    if isinstance(counts, jax.core.Tracer):
+        raise TypeError("check_not_stuck: reads values, so call it outside jit, on the new state.")
+    count = int(np.max(np.asarray(counts)))
+    if count >= limit:
+        scale = float(np.min(np.asarray(jnp.asarray(state.loss_scale))))
+        raise FloatingPointError(
+            f"check_not_stuck: the last {count} steps were all left out because gradients were not "
+            f"finite; the loss scale is {scale:g} now. A smaller one does not help: the loss or "
+            "its gradients are NaN or infinite by themselves (the learning rate, a division or a "
+            "logarithm of zero, a mask, the data). The parameters are those of the last finite "
+            "step; run it on them under jax.debug_nans(True) to see where it begins."
+        )
+
+
+def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
+    """Multiplies a loss by the scale in an optimizer's state, in float32.
+
+    For gradients that `value_and_grad` does not take, such as `flax.nnx.grad`'s: differentiate
+    `lambda model: jaxmp.scale_loss(loss_fn(model), opt_state)`. Log the loss before it is scaled.
+
+    Args:
+      loss: floating[], or any floating array. If it is float16, a warning says that its cotangent
+        will be too.
+      opt_state: As for `loss_scale`.
+
+    Returns:
+      float32 (float64 for a float64 loss), the loss's shape. Without a scaler the loss as it is.
+
+    Raises:
+      ValueError: As `loss_scale`.
+      TypeError: If the loss is not real and floating.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> state = jaxmp.static_loss_scale(optax.adam(1e-3), 8.0).init(jnp.ones(2))
+      >>> float(jaxmp.scale_loss(jnp.float32(1.5), state))
+      12.0
+    """
+    return _scaled("scale_loss", loss, _find("scale_loss", opt_state))
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    opt_state: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,  # noqa: FBT001, FBT002  # as jax.value_and_grad has it
+) -> Callable[..., tuple[Any, Any]]:
+    """Makes a function that returns a loss and the gradients of the *scaled* loss.
+
+    It is `jax.value_and_grad`, but the loss is multiplied in float32 before it is differentiated,
+    by the scale in `opt_state`. The loss returned is the one that `fun` computed; the gradients are
+    those that the optimizer takes. Call it inside the jitted step, where `opt_state` is the current
+    one.
+
+    Args:
+      fun: Returns a loss, floating[], or with `has_aux` a pair of it and anything.
+      opt_state: As for `loss_scale`. Without a scaler this is `jax.value_and_grad`.
+      argnums: The arguments to differentiate, as in JAX.
+      has_aux: Whether `fun` returns a pair.
+
+    Returns:
+      A function of `fun`'s arguments: `(loss, grads)`, or `((loss, aux), grads)`.
+
+    Raises:
+      ValueError: As `loss_scale`.
+      TypeError: When called, if the loss is not real and floating.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> params = {"w": jnp.array([3.0, 3.0])}
+      >>> optimizer = jaxmp.static_loss_scale(optax.sgd(0.1), 8.0)
+      >>> state = optimizer.init(params)
+      >>> loss_fn = lambda params, x: jnp.sum(params["w"] * x)
+      >>> jaxmp.value_and_grad(loss_fn, state)(params, jnp.ones(2))
+      (Array(6., dtype=float32), {'w': Array([8., 8.], dtype=float32)})
+    """
+    state = _find("value_and_grad", opt_state)
+    if state is None:
+        return jax.value_and_grad(fun, argnums, has_aux)
+
+    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        out = fun(*args, **kwargs)
+        loss = _loss_of(out) if has_aux else out
+        return _scaled("value_and_grad", loss, state), out
+
+    scaled_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True)
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        (_, out), grads = scaled_grad(*args, **kwargs)
+        return out, grads
+
+    return value_and_grad_fun
+
+
+def grad(
+    fun: Callable[..., Any],
+    opt_state: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,  # noqa: FBT001, FBT002  # as jax.grad has it
+) -> Callable[..., Any]:
+    """Makes a function that returns the gradients of the *scaled* loss: see `value_and_grad`.
+
+    Args:
+      fun: As for `value_and_grad`.
+      opt_state: As for `loss_scale`.
+      argnums: The arguments to differentiate, as in JAX.
+      has_aux: Whether `fun` returns a pair.
+
+    Returns:
+      A function of `fun`'s arguments that returns `grads`, or `(grads, aux)`.
+
+    Raises:
+      ValueError: As `value_and_grad`.
+      TypeError: As `value_and_grad`.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> state = jaxmp.static_loss_scale(optax.sgd(0.1), 8.0).init(jnp.ones(2))
+      >>> jaxmp.grad(jnp.sum, state)(jnp.ones(2))
+      Array([8., 8.], dtype=float32)
+    """
+    with_value = value_and_grad(fun, opt_state, argnums, has_aux)
+
+    @functools.wraps(fun)
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        value, grads = with_value(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fun
+
+
+def _find(name: str, tree: Any) -> LossScaleState | None:
+    found = find_scalers(tree)
+    if len(found) > 1:
+        raise ValueError(
+            f"{name}: there are {len(found)} loss scalers in the state, at "
+            f"{' and '.join(path or 'the root' for path, _ in found)}; a loss has one scale. Keep "
+            "one, around everything else: dynamic_loss_scale(optax.chain(...))."
+        )
+    return found[0][1] if found else None
+
+
+def _loss_of(out: Any) -> Any:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            "value_and_grad: with has_aux=True the function must return a pair (loss, aux); got "
+            f"{type(out).__name__!r}."
+        )
+    return out[0]
+
+
+def _scaled(name: str, value: Any, state: LossScaleState | None) -> jax.Array:
+    loss: jax.Array = jnp.asarray(value)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"{name}: the loss must be a real floating number; got {loss.dtype}.")
+    if state is None:
+        return loss
+    if loss.dtype == jnp.float16:
+        warnings.warn(
+            f"{name}: the loss is float16, so the scale becomes float16 on its way back into the "
+            "model, where 2**16 is infinite. Compute the loss in float32: "
+            "logits.astype(jnp.float32), or an output_dtype of float32.",
+            stacklevel=3,
+        )
+    return widen_floating(loss) * jnp.asarray(state.loss_scale)

@@ -1,0 +1,195 @@
+"""Flax's train state, for steps that a loss scaler may leave out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from flax.training import train_state
+from jax.typing import DTypeLike
+
+from jaxmp import scaled_grad
+from jaxmp.loss_scale import is_overwrite
+from jaxmp.policy import Policy, single_policy
+from jaxmp.scale_rule import find_scalers
+from jaxmp.tree import select
+
+__all__ = ["TrainState"]
+
+
+class TrainState(train_state.TrainState):
+    """A `flax.training.train_state.TrainState` whose skipped steps leave no trace.
+
+    Use it where you would use Flax's, and subclass it likewise to add fields. With a
+    `dynamic_loss_scale` somewhere in `tx` it scales the loss, and where gradients overflow it keeps
+    everything as it was: `params`, `step`, and each extra field that the step gives to
+    `apply_gradients` (BatchNorm statistics, an average of the parameters, a PRNG key). Only the
+    scaler's counters move, so `step` counts the updates that were made, as the optimizer's own
+    counts do, and `step + skipped_count` the attempts. Without a scaler it does what Flax's does.
+
+    It is a pytree of arrays: `jax.eval_shape` makes its `ShapeDtypeStruct` twin, a `tree.map` of
+    that one of `PartitionSpec`s, and Orbax saves and restores it. `step` is a strong int32 from the
+    start, so a jitted step compiles once.
+
+    A checkpoint written with other wrappers than `tx` now has is restored into a state made with
+    the old ones; the parts are then put together. To add a scaler to `old`, which had none:
+
+        state = TrainState.create(apply_fn=model.apply, params=old.params, tx=tx)
+        opt_state = state.opt_state._replace(inner_state=old.opt_state)
+        state = state.replace(step=old.step, opt_state=opt_state)
+
+    and `old.opt_state.inner_state` is what is left without it.
+
+    Attributes:
+      step: int32[], how many updates were made.
+      apply_fn: Usually the model's `apply`.
+      params: The parameters.
+      tx: The optimizer.
+      opt_state: Its state.
+
+    Example:
+      >>> import jaxmp
+      >>> tx = jaxmp.dynamic_loss_scale(optax.sgd(0.1), init_scale=1024.0)
+      >>> params = {"w": jnp.ones(2)}
+      >>> state = TrainState.create(apply_fn=None, params=params, tx=tx, policy="float32")
+      >>> loss_fn = lambda params, x: jnp.sum(params["w"] * x)
+      >>> @jax.jit
+      ... def train_step(state, x):
+      ...     loss, grads = state.value_and_grad(loss_fn)(state.params, x)
+      ...     return state.apply_gradients(grads=grads), loss
+      >>> state, loss = train_step(state, jnp.array([2.0, 3.0]))
+      >>> float(loss), state.params["w"].tolist()
+      (5.0, [0.8..., 0.69...])
+      >>> state, _ = train_step(state, jnp.array([2.0, jnp.inf]))
+      >>> int(state.step), int(state.skipped_count), float(state.loss_scale)
+      (1, 1, 512.0)
+    """
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any] | None,
+        params: Any,
+        tx: optax.GradientTransformation,
+        policy: str | jmp.Policy | DTypeLike | None = None,
+        **fields: Any,
+    ) -> Self:
+        """Makes the state before the first step.
+
+        Args:
+          apply_fn: Usually the model's `apply`.
+          params: The parameters, floating numbers all of them.
+          tx: The optimizer.
+          policy: What `jaxmp.get_policy` takes. The parameters are cast to its `param_dtype`, but
+            for those that Flax's float8 layers overwrite. None leaves them as they are.
+          **fields: Those that a subclass adds.
+
+        Returns:
+          The state, with `step` 0 and a new `opt_state`.
+
+        Raises:
+          TypeError: If a parameter is no floating (or complex) number.
+        """
+        _check_trainable(params)
+        if policy is not None:
+            params = _cast_params(params, single_policy("TrainState.create", policy))
+        state: Self = super().create(  # type: ignore[no-untyped-call]  # Flax's is not annotated
+            apply_fn=apply_fn, params=params, tx=tx, **fields
+        )
+        started: Self = state.replace(step=jnp.zeros([], jnp.int32))
+        return started
+
+    def value_and_grad(
+        self,
+        loss_fn: Callable[..., Any],
+        has_aux: bool = False,  # noqa: FBT001, FBT002  # a step reads better so
+        *,
+        argnums: int | Sequence[int] = 0,
+    ) -> Callable[..., tuple[Any, Any]]:
+        """Makes a function that returns the loss and the gradients that `apply_gradients` takes.
+
+        It is `jaxmp.value_and_grad` with this state's scale: the loss is returned unscaled.
+
+        Args:
+          loss_fn: Returns a loss, floating[], or with `has_aux` a pair of it and anything.
+          has_aux: Whether `loss_fn` returns a pair.
+          argnums: The arguments to differentiate, as in JAX.
+
+        Returns:
+          A function of `loss_fn`'s arguments: `(loss, grads)`, or `((loss, aux), grads)`.
+        """
+        return scaled_grad.value_and_grad(loss_fn, self.opt_state, argnums, has_aux)
+
+    def apply_gradients(self, *, grads: Any, **fields: Any) -> Self:
+        """Makes a step, or where the gradients are not finite leaves it out as a whole.
+
+        Args:
+          grads: As `value_and_grad` returns them: those of the scaled loss.
+          **fields: New values of other fields, of the structure, shapes and dtypes of the old.
+
+        Returns:
+          The new state.
+
+        Raises:
+          ValueError: If a new value has another structure than the field has now.
+        """
+        new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # nor is this
+            grads=grads, **fields
+        )
+        if not find_scalers(new.opt_state):
+            return new
+        finite = scaled_grad.step_was_finite(new.opt_state)
+        nodes = {f.name for f in dataclasses.fields(new) if f.metadata.get("pytree_node", True)}
+        kept = {
+            name: _select_field(name, finite, getattr(new, name), getattr(self, name))
+            for name in nodes & {"step", "params", *fields}
+        }
+        selected: Self = new.replace(**kept)
+        return selected
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The factor that the next loss is multiplied by: float32[], 1 without a scaler."""
+        return scaled_grad.loss_scale(self.opt_state)
+
+    @property
+    def skipped_count(self) -> jax.Array:
+        """How many steps were left out so far: int32[], 0 without a scaler."""
+        return scaled_grad.skipped_count(self.opt_state)
+
+
+def _check_trainable(params: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        kind = getattr(leaf, "dtype", type(leaf).__name__)
+        if kind not in ("float", "complex") and not jnp.issubdtype(kind, jnp.inexact):
+            raise TypeError(
+                f"TrainState.create: the parameter at {jax.tree_util.keystr(path) or 'the root'} "
+                f"is {kind}, which no optimizer can move and no param_dtype hold; keep it out of "
+                "params, for instance in a field of a subclass."
+            )
+
+
+def _cast_params(params: Any, policy: Policy) -> Any:
+    # What float8 layers overwrite are scales and histories, not weights.
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if is_overwrite(path) else policy.cast_to_param(leaf), params
+    )
+
+
+def _select_field(name: str, finite: jax.Array, new: Any, old: Any) -> Any:
+    got: Any = jax.tree.structure(new)
+    had: Any = jax.tree.structure(old)
+    if got != had:
+        raise ValueError(
+            f"TrainState.apply_gradients: {name} has another structure than before, so a skipped "
+            f"step could not keep the old one: got {got}, had {had}. Give the first state such a "
+            "value: TrainState.create(..., "
+            f"{name}=...)."
+        )
+    return select(finite, new, old)

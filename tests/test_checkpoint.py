@@ -1,0 +1,265 @@
+"""Train states saved and restored with Orbax, on disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxmp
+from jaxmp import TrainState, dynamic_loss_scale, loss_scale_for, master_weights, static_loss_scale
+
+from training import (
+    OVERFLOW,
+    SCALED,
+    STEP,
+    NnxNet,
+    X,
+    assert_same,
+    fsdp,
+    full_state,
+    nnx_step,
+    numbers,
+    scaled,
+)
+
+ROOT = Path(__file__).parents[1]
+BATCHES = [X, OVERFLOW, X + 0.5, X - 1, 2 * X, OVERFLOW, X, X + 1]
+ADAM = optax.adam(1e-2)
+
+
+def run(state, batches):
+    for x in batches:
+        state, _ = STEP(state, x)
+    return state
+
+
+def save(path, state):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, state)
+
+
+def restore(path, like):
+    """Restores what a state or its `ShapeDtypeStruct` twin describes."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, jax.eval_shape(lambda: like))
+
+
+TRANSFORMATIONS = {
+    "scaler": (lambda: SCALED, None),
+    "masters": (lambda: master_weights(scaled()), "bfloat16"),
+    "stochastic rounding": (lambda: master_weights(scaled(), stochastic_rounding=True), "float16"),
+    "neither": (lambda: optax.adam(1e-2), None),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name, tmp_path):
+    """Field notes, behaviour 21: values, dtypes, counters, keys; mid-run, after a skipped step."""
+    make, policy = TRANSFORMATIONS[name]
+    tx = make()
+    batches = BATCHES if name != "neither" else [X, X + 1, 2 * X, X - 1]
+    half = len(batches) // 2
+    halfway = run(full_state(tx, policy), batches[:half])
+    save(tmp_path / "run", halfway)
+    expected = run(halfway, batches[half:])
+
+    restored = restore(tmp_path / "run", full_state(tx, policy))
+    assert_same(restored, halfway)
+    assert_same(run(restored, batches[half:]), expected)
+    if name != "neither":
+        assert (halfway.skipped_count, expected.skipped_count) == (1, 2)
+        assert halfway.loss_scale < 1024
+
+
+def test_shardings_are_kept(tmp_path):
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    state = full_state(SCALED)
+
+    def sharded_like(x):
+        return NamedSharding(mesh, fsdp(x))
+
+    sharded = jax.tree.map(lambda x: jax.device_put(x, sharded_like(x)), state)
+    save(tmp_path / "run", sharded)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded_like(x)), state
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "run", shapes)
+    assert_same(restored, sharded)
+    kernel = restored.opt_state.inner_state[0].mu["Dense_0"]["kernel"]
+    assert kernel.sharding == NamedSharding(mesh, PartitionSpec(None, "d"))
+    for x, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(sharded), strict=True):
+        assert x.sharding.is_equivalent_to(expected.sharding, x.ndim)
+
+
+def test_restore_under_another_policy(tmp_path):
+    """From float16 with a scaler to bfloat16 without, and on to stored bfloat16 with masters."""
+    adam = ADAM
+    state = run(full_state(loss_scale_for("mixed_float16", adam), "mixed_float16"), BATCHES[:4])
+    save(tmp_path / "float16", state)
+
+    # The scaler is taken off: what it held is the state of the optimizer alone.
+    old = restore(tmp_path / "float16", full_state(dynamic_loss_scale(adam), "mixed_float16"))
+    tx = loss_scale_for("mixed_bfloat16", adam)
+    assert tx is adam
+    new = old.replace(tx=tx, opt_state=old.opt_state.inner_state)
+    assert jax.tree.structure(new) == jax.tree.structure(full_state(tx, "mixed_bfloat16"))
+    assert_same(new.params, state.params)
+    assert_same(new.opt_state, state.opt_state.inner_state)
+    new = run(new, BATCHES[2:4])
+    assert new.step == state.step + 2
+
+    # Masters are put on: the float32 parameters become them, and are rounded to be stored.
+    save(tmp_path / "bfloat16", new)
+    tx = master_weights(adam)
+    stored = jaxmp.get_policy("bfloat16").cast_to_param(new.params)
+    opt_state = tx.init(stored)._replace(masters=new.params, inner_state=new.opt_state)
+    low = new.replace(tx=tx, params=stored, opt_state=opt_state)
+    assert jax.tree.structure(low) == jax.tree.structure(full_state(tx, "bfloat16"))
+    low = run(low, BATCHES[2:4])
+    for p, m in zip(
+        jax.tree.leaves(low.params), jax.tree.leaves(low.opt_state.masters), strict=True
+    ):
+        assert (p.dtype, m.dtype) == (jnp.bfloat16, jnp.float32)
+        np.testing.assert_array_equal(p, m.astype(jnp.bfloat16))
+
+    # Orbax casts to what the target says: float32 parameters as bfloat16 ones.
+    like = full_state(adam).replace(params=stored)
+    assert_same(restore(tmp_path / "bfloat16", like).params, stored)
+
+
+def test_restore_of_a_checkpoint_written_without_a_scaler(tmp_path):
+    """As the docstring of `TrainState` says."""
+    state = run(full_state(ADAM), [X, X + 1])
+    save(tmp_path / "plain", state)
+
+    old = restore(tmp_path / "plain", full_state(ADAM))
+    tx = dynamic_loss_scale(ADAM, init_scale=256.0)
+    new = full_state(tx)
+    opt_state = new.opt_state._replace(inner_state=old.opt_state)
+    new = old.replace(tx=tx, opt_state=opt_state)
+    assert (new.step, new.loss_scale, new.skipped_count) == (2, 256, 0)
+    assert jax.tree.structure(new) == jax.tree.structure(full_state(tx))
+    # It takes the step that the run without a scaler takes, in another program.
+    after, expected = (run(s, [2 * X]) for s in (new, state))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), after.params, expected.params
+    )
+    assert after.step == 3
+    assert_same(run(new, [OVERFLOW]).params, state.params)
+
+
+def test_a_dynamic_scale_restores_into_a_static_one_and_back(tmp_path):
+    state = run(full_state(SCALED), BATCHES[:2])
+    save(tmp_path / "dynamic", state)
+    static = static_loss_scale(ADAM, 512.0)
+    restored = restore(tmp_path / "dynamic", full_state(static))
+    assert (restored.loss_scale, restored.skipped_count) == (512, 1)
+    assert run(restored, [OVERFLOW]).loss_scale == 512
+    save(tmp_path / "static", restored)
+    assert_same(restore(tmp_path / "static", full_state(SCALED)), state)
+
+
+def test_nnx_model_and_optimizer_resume(tmp_path):
+    tx = scaled()
+
+    def new():
+        model = NnxNet()
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    model, optimizer = new()
+    for x in (X, OVERFLOW * 1e5, X):
+        nnx_step(model, optimizer, x)
+    save(tmp_path / "run", nnx.to_pure_dict(nnx.state((model, optimizer))))
+    nnx_step(model, optimizer, X)
+
+    resumed = new()
+    like = nnx.to_pure_dict(nnx.state(resumed))
+    state = nnx.state(resumed)
+    nnx.replace_by_pure_dict(state, restore(tmp_path / "run", like))
+    nnx.update(resumed, state)
+    assert jaxmp.skipped_count(resumed[1].opt_state) == 1
+    nnx_step(*resumed, X)
+    assert_same(
+        numbers(nnx.to_pure_dict(nnx.state(resumed))),
+        numbers(nnx.to_pure_dict(nnx.state((model, optimizer)))),
+    )
+
+
+# A process that is killed.
+
+SAVE_AND_DIE = """
+import os, signal, sys
+import jax.numpy as jnp, optax
+import orbax.checkpoint as ocp
+from jaxmp import TrainState, dynamic_loss_scale
+
+folder, event, part = sys.argv[1:]
+tx = dynamic_loss_scale(optax.adam(1e-2))
+state = TrainState.create(apply_fn=None, params={"w": jnp.arange(1000.0)}, tx=tx)
+state = state.apply_gradients(grads={"w": jnp.full(1000, jnp.inf)})
+manager = ocp.CheckpointManager(folder)
+manager.save(1, args=ocp.args.StandardSave(state))
+manager.wait_until_finished()
+
+def die(name, args):
+    if name == event and part in str(args[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(die)
+state = state.apply_gradients(grads={"w": jnp.ones(1000)})
+manager.save(2, args=ocp.args.StandardSave(state))
+manager.wait_until_finished()
+print("survived")
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "part"),
+    [
+        ("open", "array_metadatas"),  # while the arrays are being written
+        ("os.rename", "2.orbax-checkpoint-tmp"),  # all is written, but not in its place yet
+    ],
+    ids=("writing", "committing"),
+)
+def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(event, part, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+    result = subprocess.run(
+        [sys.executable, "-c", SAVE_AND_DIE, str(tmp_path), event, part],
+        env={**env, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert "survived" not in result.stdout
+    assert list(tmp_path.glob("2.*tmp*")), "it died too early, or too late"
+    assert not (tmp_path / "2").exists()
+
+    tx = dynamic_loss_scale(optax.adam(1e-2))
+    state = TrainState.create(apply_fn=None, params={"w": jnp.arange(1000.0)}, tx=tx)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 1
+        like = jax.eval_shape(lambda: state)
+        restored = manager.restore(1, args=ocp.args.StandardRestore(like))
+        assert_same(restored, state.apply_gradients(grads={"w": jnp.full(1000, jnp.inf)}))
+        assert (restored.step, restored.skipped_count, restored.loss_scale) == (0, 1, 2.0**15)
+        # The run goes on in the same folder.
+        after = restored.apply_gradients(grads={"w": jnp.ones(1000)})
+        assert manager.save(2, args=ocp.args.StandardSave(after))
+        manager.wait_until_finished()
+        assert_same(manager.restore(2, args=ocp.args.StandardRestore(like)), after)

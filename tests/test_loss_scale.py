@@ -1,0 +1,683 @@
+"""Loss scaling: the numbered behaviours, the rule of the scale, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optax import tree_utils
+
+import jaxmp
+from jaxmp import LossScaleState, dynamic_loss_scale, static_loss_scale
+from jaxmp.scale_rule import find_scalers
+
+BAD = (np.nan, np.inf, -np.inf)
+
+
+def run(optimizer, gradients, params=None):
+    """Feeds *unscaled* gradients, scaled here by the current scale; returns updates and states."""
+    params = jnp.zeros(()) if params is None else params
+    state = optimizer.init(params)
+    updates, states = [], []
+    for gradient in gradients:
+        scaled = jax.tree.map(lambda g: np.float32(g) * state.loss_scale, gradient)  # noqa: B023
+        update, state = optimizer.update(scaled, state, params)
+        updates.append(update)
+        states.append(state)
+    return updates, states
+
+
+def scales(states):
+    return [float(state.loss_scale) for state in states]
+
+
+def mesh(axis_type=AxisType.Auto):
+    return jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
+
+
+def test_01_the_scale_grows_every_interval():
+    _, states = run(dynamic_loss_scale(init_scale=8, growth_interval=4), [1] * 10)
+    assert scales(states) == [8, 8, 8, 16, 16, 16, 16, 32, 32, 32]
+
+
+def test_02_the_scale_stops_at_the_maximum():
+    _, states = run(dynamic_loss_scale(init_scale=2.0**23, growth_interval=1), [1] * 3)
+    assert scales(states) == [2.0**24] * 3
+
+
+def test_03_permanent_nan_ends_at_the_minimum_and_recovers():
+    optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=2.0**15)
+    updates, states = run(optimizer, [np.nan] * 100 + [1])
+    assert scales(states)[:3] == [2.0**14, 2.0**13, 2.0**12]
+    assert scales(states)[15:] == [1] * 86
+    assert all(update == 0 for update in updates[:100])
+    assert float(updates[100]) == -1
+    assert int(states[99].consecutive_skipped_count) == int(states[99].skipped_count) == 100
+    assert int(states[100].consecutive_skipped_count) == 0
+
+
+@pytest.mark.parametrize("gradient", [1e20, 3e38])
+def test_04_large_finite_gradients_do_not_skip(gradient):
+    optimizer = dynamic_loss_scale(optax.sgd(1.0))
+    params = jnp.zeros(64)  # whose sum of squares overflows
+    updates, state = optimizer.update(jnp.full(64, gradient), optimizer.init(params), params)
+    assert state.finite
+    np.testing.assert_array_equal(updates, np.full(64, np.float32(-gradient) / 2**16))
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("leaf", ["a", "b", "c"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_05_one_bad_element_in_any_leaf_skips_all(bad, leaf, dtype):
+    params = {"a": jnp.ones(()), "b": jnp.ones(3), "c": jnp.ones((2, 2))}
+    optimizer = dynamic_loss_scale(optax.sgd(1.0))
+    grads = jax.tree.map(lambda p: p.astype(dtype), params)
+    grads[leaf] = grads[leaf].at[..., -1].set(bad) if grads[leaf].ndim else jnp.asarray(bad, dtype)
+    updates, state = optimizer.update(grads, optimizer.init(params), params)
+    assert not state.finite
+    for update in jax.tree.leaves(updates):
+        np.testing.assert_array_equal(update, np.zeros_like(update))
+
+
+def test_07_a_schedule_inside_does_not_count_skips():
+    optimizer = dynamic_loss_scale(optax.sgd(lambda count: count + 1.0))
+    updates, _ = run(optimizer, [1, 1, np.inf, 1, 1])
+    assert [float(update) for update in updates] == [-1, -2, 0, -3, -4]
+
+
+def test_08_what_float16_cannot_hold_comes_back_in_float32():
+    optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=2.0**16)
+    params = jnp.zeros((), jnp.float16)
+    grad = jnp.asarray(2.0**-14, jnp.float16)
+    update, _ = optimizer.update(grad, optimizer.init(params), params)
+    assert update.dtype == jnp.float32
+    assert float(update) == -(2.0**-30)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**24])
+def test_09_float32_gradients_are_bitwise_the_unscaled_ones(scale):
+    params = {"w": jax.random.normal(jax.random.key(0), (16, 8)), "b": jnp.zeros(8)}
+    x = jax.random.normal(jax.random.key(1), (32, 16))
+
+    def loss_fn(params):
+        return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+    optimizer = dynamic_loss_scale(init_scale=scale)
+
+    @jax.jit
+    def scaled(params, state):
+        return optimizer.update(jaxmp.grad(loss_fn, state)(params), state, params)[0]
+
+    want = jax.jit(jax.grad(loss_fn))(params)
+    got = scaled(params, optimizer.init(params))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_10_a_growing_step_divides_by_the_old_scale():
+    optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=8, growth_interval=1)
+    updates, states = run(optimizer, [3, 3])
+    assert [float(update) for update in updates] == [-3, -3]
+    assert scales(states) == [16, 32]
+
+
+def test_13_a_scan_over_steps_compiles_once_with_stable_types():
+    optimizer = dynamic_loss_scale(optax.adamw(0.1), init_scale=2.0**20, growth_interval=3)
+    params = {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.asarray(1.0)}  # weakly typed, too
+
+    traces = []
+
+    def step(carry, x):
+        traces.append(x)
+        params, state = carry
+        loss, grads = jaxmp.value_and_grad(lambda p: jnp.sum(p["w"]) * p["b"] * x, state)(params)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    params = jax.tree.map(lambda p: jax.lax.convert_element_type(p, p.dtype), params)
+    state = optimizer.init(params)
+    assert all(not leaf.weak_type for leaf in jax.tree.leaves(state))
+    (_, after), _ = jax.lax.scan(step, (params, state), jnp.arange(8.0))
+    assert len(traces) == 1
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    many = jax.jit(step)
+    carry = many((params, state), jnp.float32(1))[0]
+    many(carry, jnp.float32(1))
+    assert len(traces) == 2
+
+
+def test_13_weakly_typed_parameters_give_a_strongly_typed_state():
+    state = dynamic_loss_scale(optax.adam(0.1)).init({"w": jnp.asarray(1.0)})
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("jit_init", [False, True])
+def test_14_the_state_can_be_donated(jit_init):
+    optimizer = dynamic_loss_scale(optax.adamw(0.1))
+    params = {"w": jnp.ones((8, 8)), "b": jnp.zeros(8)}
+    state = (jax.jit(optimizer.init) if jit_init else optimizer.init)(params)
+    leaves = jax.tree.leaves((params, state))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+    def step(params, state):
+        updates, state = optimizer.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    # A donated buffer that cannot be used, or is used twice, would warn or raise.
+    donated = jax.jit(step, donate_argnums=(0, 1))
+    donated(*donated(params, state))
+    # `finite` is not read by the next step, so JAX does not even pass it.
+    assert all(leaf.is_deleted() for leaf in leaves if leaf is not state.finite)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_15_shardings_are_kept_and_one_shard_skips_all(axis_type):
+    sharding = NamedSharding(mesh(axis_type), PartitionSpec("d"))
+    params = {"w": jax.device_put(jnp.ones((16, 4)), sharding)}
+    optimizer = dynamic_loss_scale(optax.adam(0.1))
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for value, applied in ((1.0, True), (np.inf, False)):
+        grads = {"w": jax.device_put(jnp.ones((16, 4)).at[13, 2].set(value), sharding)}
+        before, (params, state) = params, step(params, state, grads)
+        for leaf in (params["w"], state.inner_state[0].mu["w"], state.inner_state[0].nu["w"]):
+            assert leaf.sharding.is_equivalent_to(sharding, 2)
+        assert state.loss_scale.sharding.is_fully_replicated
+        assert bool(state.finite) == applied
+        assert bool(jnp.array_equal(before["w"], params["w"])) != applied
+
+
+def sharded_step(axis_name, *, check_vma, mapped=("d",)):
+    """A step under shard_map in which each device has an eighth of the parameters."""
+    optimizer = dynamic_loss_scale(optax.sgd(1.0), axis_name=axis_name)
+    state = optimizer.init(jnp.zeros(8))
+    spec = PartitionSpec(*mapped)
+    step = jax.shard_map(
+        lambda grads, state: optimizer.update(grads, state),
+        mesh=mesh(),
+        in_specs=(spec, PartitionSpec()),
+        out_specs=(spec, PartitionSpec()),
+        check_vma=check_vma,
+    )
+    return jax.jit(step)(jnp.ones(8).at[5].set(jnp.inf), state)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis_name", ["d", ("d",), None])
+def test_16_one_devices_overflow_skips_on_all(axis_name, check_vma):
+    updates, state = sharded_step(axis_name, check_vma=check_vma)
+    np.testing.assert_array_equal(updates, np.zeros(8))
+    assert [float(shard.data) for shard in state.loss_scale.addressable_shards] == [2.0**15] * 8
+    assert not any(shard.data for shard in state.finite.addressable_shards)
+
+
+def test_16_devices_drift_apart_only_where_asked_to():
+    with pytest.raises(ValueError, match="replicat"):  # JAX refuses to call such a state replicated
+        sharded_step((), check_vma=True)
+    updates, state = sharded_step((), check_vma=False)
+    assert int((updates == 0).sum()) == 1
+    found = [float(shard.data) for shard in state.loss_scale.addressable_shards]
+    assert sorted(found) == [2.0**15] + [2.0**16] * 7
+
+
+def test_16_axis_name_of_a_vmap():
+    optimizer = dynamic_loss_scale(axis_name="batch")
+    state = optimizer.init(jnp.zeros(()))
+    step = jax.vmap(optimizer.update, in_axes=(0, None), axis_name="batch")
+    _, state = step(jnp.array([1.0, np.nan, 1.0]), state)
+    assert state.loss_scale.tolist() == [2.0**15] * 3
+
+
+def test_16_an_axis_that_is_not_bound_is_named():
+    optimizer = dynamic_loss_scale(axis_name="batch")
+    state = optimizer.init(jnp.zeros(()))
+    for update in (optimizer.update, jax.jit(optimizer.update)):
+        with pytest.raises(ValueError, match=r"dynamic_loss_scale: axis_name='batch' is not bound"):
+            update(jnp.ones(()), state)
+
+
+def test_17_stacked_states_back_off_one_by_one():
+    optimizer = dynamic_loss_scale(optax.adam(0.1), init_scale=16)
+    params = jnp.ones((4, 3))
+    state = jax.vmap(optimizer.init)(params)
+    grads = jnp.ones((4, 3)).at[2, 1].set(np.nan)
+    updates, state = jax.jit(jax.vmap(optimizer.update))(grads, state, params)
+    assert state.loss_scale.tolist() == [16, 16, 8, 16]
+    assert state.inner_state[0].count.tolist() == [1, 1, 0, 1]
+    assert (updates == 0).all(axis=1).tolist() == [False, False, True, False]
+
+
+def test_18_multi_steps_inside_leaves_one_microbatch_out():
+    inner = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2)
+    for wrapped in (inner, inner.gradient_transformation()):
+        updates, states = run(dynamic_loss_scale(wrapped), [1, np.nan, 5, 7, 9])
+        assert [float(update) for update in updates] == [0, 0, -3, 0, -8]
+        assert int(states[-1].inner_state.gradient_step) == 2
+
+
+def test_18_multi_steps_outside_is_refused():
+    optimizer = optax.MultiSteps(dynamic_loss_scale(optax.sgd(1.0)), every_k_schedule=2)
+    state = {"opt": optimizer.init(jnp.zeros(()))}
+    message = r"optax.MultiSteps at \['opt'\] is around a loss scaler.*Put it inside"
+    for read in (jaxmp.loss_scale, lambda s: jaxmp.value_and_grad(jnp.sum, s), find_scalers):
+        with pytest.raises(ValueError, match=message):
+            read(state)
+    # Without a scaler it is nobody's business.
+    assert not find_scalers(optax.MultiSteps(optax.sgd(1.0), 2).init(jnp.zeros(())))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_19_moments_of_16_bit_parameters_are_float32(dtype):
+    optimizer = dynamic_loss_scale(optax.adamw(0.1))
+    params = {"w": jnp.ones(4, dtype)}
+    state = optimizer.init(params)
+    for _ in range(2):
+        moments = (state.inner_state[0].mu["w"], state.inner_state[0].nu["w"])
+        assert {moment.dtype for moment in moments} == {jnp.dtype("float32")}
+        updates, state = optimizer.update({"w": jnp.ones(4, dtype)}, state, params)
+        assert updates["w"].dtype == jnp.float32
+        params = optax.apply_updates(params, updates)
+        assert params["w"].dtype == dtype
+    # A dtype asked for by name is kept.
+    state = dynamic_loss_scale(optax.adam(0.1, mu_dtype=jnp.bfloat16)).init(params)
+    assert state.inner_state[0].mu["w"].dtype == jnp.bfloat16
+
+
+def nested(optimizer):
+    return optax.chain(
+        optax.identity(), optax.named_chain(("masked", optax.masked(optimizer, {"w": True})))
+    )
+
+
+def test_20_the_scale_is_found_in_nested_states():
+    optimizer = nested(dynamic_loss_scale(optax.adam(0.1), init_scale=32))
+    state = optimizer.init({"w": jnp.ones(2)})
+    assert float(tree_utils.tree_get(state, "loss_scale")) == 32
+    assert float(jaxmp.loss_scale(state)) == 32
+    state = tree_utils.tree_set(state, loss_scale=jnp.float32(4))
+    assert float(jaxmp.loss_scale({"step": 1, "opt_state": state})) == 4
+
+
+def test_20_two_scalers_are_both_named():
+    optimizer = optax.chain(dynamic_loss_scale(), optax.chain(static_loss_scale(None, 2.0)))
+    state = optimizer.init(jnp.ones(2))
+    for read in (jaxmp.loss_scale, jaxmp.skipped_count, jaxmp.step_was_finite):
+        with pytest.raises(
+            ValueError, match=r"2 loss scalers in the state, at \[0\] and \[1\]\[0\]"
+        ):
+            read(state)
+
+
+def test_22_leaves_that_are_not_gradients_pass():
+    optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=4)
+    float0 = np.zeros(3, jax.dtypes.float0)
+    params = {"w": jnp.ones(2), "none": None, "key": jax.random.key(0), "static": jnp.ones(2)}
+    grads = {"w": jnp.full(2, 8.0), "none": None, "key": float0, "static": None}
+    sgd = dynamic_loss_scale(optax.stateless(lambda updates, params: updates), init_scale=4)
+    for bad, want in ((1, 2.0), (np.nan, 0.0)):
+        state = sgd.init(params)
+        updates, state = sgd.update({**grads, "w": grads["w"] * bad}, state, params)
+        np.testing.assert_array_equal(updates["w"], np.full(2, want))
+        assert updates["none"] is None
+        assert updates["static"] is None
+        assert updates["key"] is float0
+    masked = {"w": jnp.full(2, 8.0), "b": optax.MaskedNode()}
+    updates, _ = optimizer.update(masked, optimizer.init(masked), masked)
+    assert isinstance(updates["b"], optax.MaskedNode)
+    np.testing.assert_array_equal(updates["w"], np.full(2, -2.0))
+
+
+def test_22_a_scaler_inside_masked():
+    optimizer = optax.masked(dynamic_loss_scale(optax.adam(0.1)), {"w": True, "step": False})
+    params = {"w": jnp.ones(2), "step": jnp.int32(3)}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert updates["step"] == 3
+
+
+@pytest.mark.parametrize("bad", [None, complex(np.nan, 0), complex(0, np.inf)])
+def test_22_complex_gradients(bad):
+    optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=4)
+    params = jnp.ones(2, jnp.complex64)
+    grads = jnp.array([4 + 8j, 8 if bad is None else bad])
+    updates, state = optimizer.update(grads, optimizer.init(params), params)
+    assert updates.dtype == jnp.complex64
+    assert bool(state.finite) == (bad is None)
+    np.testing.assert_array_equal(updates, [0, 0] if bad else [-1 - 2j, -2])
+
+
+def test_22_float8_scales_are_new_values_not_gradients():
+    optimizer = dynamic_loss_scale(init_scale=4)
+    params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
+    grads = jax.tree.map(lambda p: 8 * p, params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    np.testing.assert_array_equal(updates["params"]["w"], [2, 2])
+    np.testing.assert_array_equal(updates["_overwrite_with_gradient"]["scale"], [8])
+
+
+def test_23_the_program_of_240_leaves_stays_small():
+    inner = optax.adamw(1e-3)
+    params = {f"w{i:03}": jax.ShapeDtypeStruct((8, 8), jnp.float32) for i in range(240)}
+
+    def instructions(optimizer):
+        def step(params, state, grads):
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = jax.eval_shape(optimizer.init, params)
+        compiled = jax.jit(step).lower(params, state, params).compile()
+        return len(re.findall(r"^\s+(?:ROOT )?%\S+ = ", compiled.as_text(), re.MULTILINE))
+
+    assert instructions(dynamic_loss_scale(inner)) < 3 * instructions(inner)
+
+
+# The rule of the scale.
+
+
+def grad_scaler(scale, growth, overflow, *, interval, factor, backoff, low, high):
+    """PyTorch's `_amp_update_scale_`, then our bounds."""
+    if overflow:
+        scale, growth = scale * backoff, 0
+    elif growth + 1 == interval:
+        scale, growth = scale * factor, 0
+    else:
+        growth += 1
+    return min(max(scale, low), high), growth
+
+
+def test_the_scale_moves_as_in_pytorch():
+    rng = np.random.default_rng(0)
+    patterns, length = 100, 60
+    for setting in range(10):
+        interval = int(rng.integers(1, 8))
+        factor, backoff = 2.0 ** rng.integers(1, 3), 2.0 ** -rng.integers(1, 3)
+        init = 2.0 ** rng.integers(0, 12)
+        # Every other setting is PyTorch's own: its scale may become anything.
+        low, high = (2.0**-126, 2.0**126) if setting % 2 else (init / 4, init * 8)
+        overflows = rng.random((patterns, length)) < rng.uniform(0, 0.6)
+        overflows[:, 55:] &= setting % 3 == 0
+
+        optimizer = dynamic_loss_scale(
+            init_scale=init,
+            growth_interval=interval,
+            growth_factor=factor,
+            backoff_factor=backoff,
+            min_scale=low,
+            max_scale=high,
+        )
+
+        def step(state, overflow, optimizer=optimizer):
+            _, state = optimizer.update(jnp.where(overflow, jnp.inf, 1.0), state)
+            return state, (state.loss_scale, state.growth_count)
+
+        def trajectory(pattern, step=step, optimizer=optimizer):
+            return jax.lax.scan(step, optimizer.init(jnp.zeros(())), pattern)[1]
+
+        got_scales, got_counts = jax.device_get(jax.jit(jax.vmap(trajectory))(overflows))
+        options = dict(interval=interval, factor=factor, backoff=backoff, low=low, high=high)
+        for row in range(patterns):
+            scale, growth = init, 0
+            for column in range(length):
+                scale, growth = grad_scaler(scale, growth, overflows[row, column], **options)
+                assert (got_scales[row, column], got_counts[row, column]) == (scale, growth)
+
+
+F, O = 1.0, np.inf  # noqa: E741  # a finite step, an overflow
+
+
+@pytest.mark.parametrize(
+    ("refill", "want_scales", "want_counters"),
+    [
+        ("growth", [8, 8, 8, 8, 4, 4, 4, 8, 8], [2, 1, 1, 1, 1, 1, 1, 2, 1]),
+        ("clean", [8, 8, 8, 8, 8, 8, 8, 16, 16], [2, 1, 2, 2, 1, 2, 2, 2, 1]),
+    ],
+)
+def test_hysteresis_is_the_docstrings_table(refill, want_scales, want_counters):
+    optimizer = dynamic_loss_scale(init_scale=8, growth_interval=3, hysteresis=2, refill=refill)
+    _, states = run(optimizer, [F, O, F, F, O, F, F, F, O])
+    assert scales(states) == want_scales
+    assert [int(state.hysteresis_count) for state in states] == want_counters
+    table = re.findall(rf'"{refill}"\s+scale (.*)\n\s+counter (.*)', dynamic_loss_scale.__doc__)
+    (scale_row, counter_row) = table[0]
+    assert [int(x) for x in scale_row.split()] == [8, *want_scales]
+    assert [int(x) for x in counter_row.split()] == [2, *want_counters]
+
+
+def test_the_counters():
+    _, states = run(dynamic_loss_scale(init_scale=8), [F, O, O, F, O])
+    assert [int(state.skipped_count) for state in states] == [0, 1, 2, 2, 3]
+    assert [int(state.consecutive_skipped_count) for state in states] == [0, 1, 2, 0, 1]
+    assert [bool(state.finite) for state in states] == [True, False, False, True, False]
+    assert [int(state.growth_count) for state in states] == [1, 0, 0, 1, 0]
+
+
+def test_the_state_is_strongly_typed():
+    state = dynamic_loss_scale(optax.identity()).init({})
+    want = ("float32", "int32", "int32", "int32", "int32", "bool")
+    assert tuple(str(leaf.dtype) for leaf in state[:-1]) == want
+    assert {leaf.shape for leaf in state[:-1]} == {()}
+
+
+def test_a_restored_scale_out_of_bounds_is_brought_back():
+    optimizer = dynamic_loss_scale(max_scale=16.0, init_scale=16.0)
+    state = optimizer.init(jnp.zeros(()))._replace(loss_scale=jnp.float32(64))
+    update, state = optimizer.update(jnp.float32(64), state)
+    assert (float(update), float(state.loss_scale)) == (1, 16)
+
+
+def test_without_an_inner_one_a_skip_gives_zeros_to_the_next_link():
+    optimizer = optax.chain(dynamic_loss_scale(init_scale=4), optax.trace(0.5))
+    state = optimizer.init(jnp.zeros(()))
+    updates, state = optimizer.update(jnp.float32(8), state)
+    assert float(updates) == 2
+    updates, state = optimizer.update(jnp.float32(np.nan), state)
+    assert float(updates) == 1  # the moment decays, as documented
+
+
+def test_the_extra_arguments_reach_the_inner_one():
+    seen = {}
+
+    def update(updates, state, params=None, **extra_args):
+        seen.update(extra_args)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    optimizer = dynamic_loss_scale(inner, init_scale=4)
+    grads = jnp.full(2, 8.0)
+    state = optimizer.init(jnp.zeros(2))
+    optimizer.update(grads, state, jnp.zeros(2), value=3.0, grad=grads)
+    assert seen["value"] == 3.0
+    np.testing.assert_array_equal(seen["grad"], [2, 2])
+
+
+def test_a_wide_gradient_keeps_its_dtype():
+    with jax.enable_x64(True):
+        optimizer = dynamic_loss_scale(init_scale=4)
+        grads = jnp.asarray(np.full(2, 1e300))
+        updates, state = optimizer.update(grads, optimizer.init(jnp.zeros(2)))
+        assert updates.dtype == jnp.float64
+        np.testing.assert_array_equal(updates, np.full(2, 2.5e299))
+        assert [str(leaf.dtype) for leaf in state[:3]] == ["float32", "int32", "int32"]
+
+
+# static_loss_scale and loss_scale_for.
+
+
+def test_a_static_scale_stays_and_skips():
+    optimizer = static_loss_scale(optax.sgd(1.0), 8)
+    updates, states = run(optimizer, [1, np.nan, 1, 1])
+    assert [float(update) for update in updates] == [-1, 0, -1, -1]
+    assert scales(states) == [8] * 4
+    assert int(states[-1].skipped_count) == 1
+
+
+def test_a_state_moves_between_static_and_dynamic():
+    static, dynamic = static_loss_scale(optax.sgd(1.0), 8), dynamic_loss_scale(optax.sgd(1.0))
+    params = jnp.zeros(())
+    assert jax.tree.structure(static.init(params)) == jax.tree.structure(dynamic.init(params))
+    # The gradients of the first step after the change were made with the restored scale.
+    update, state = dynamic.update(jnp.float32(8), static.init(params), params)
+    assert (float(update), float(state.loss_scale)) == (-1, 8)
+    update, state = static.update(jnp.float32(2.0**16), dynamic.init(params), params)
+    assert (float(update), float(state.loss_scale)) == (-1, 8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "scaled"),
+    [
+        ("mixed_float16", True),
+        ("float16", True),
+        ("c=bf16,o=f16", True),
+        ("p=f32,c=f32,o=f32", False),
+        ("mixed_bfloat16", False),
+        ("float32", False),
+    ],
+)
+def test_loss_scale_for_wraps_only_for_float16(policy, scaled):
+    inner = optax.sgd(1.0)
+    optimizer = jaxmp.loss_scale_for(policy, inner, init_scale=4.0)
+    assert (optimizer is inner) != scaled
+    state = optimizer.init(jnp.zeros(()))
+    assert float(jaxmp.loss_scale(state)) == (4 if scaled else 1)
+
+
+def test_loss_scale_for_checks_its_options_whatever_the_policy():
+    with pytest.raises(ValueError, match="growth_interval"):
+        jaxmp.loss_scale_for("float32", optax.sgd(1.0), growth_interval=0)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            dict(min_scale=8.0, max_scale=4.0),
+            ValueError,
+            "min_scale must be at most max_scale",
+        ),
+        (dict(init_scale=2.0**30), ValueError, "init_scale must be between 1 and 1.67"),
+        (dict(init_scale=0.5), ValueError, "init_scale must be between 1 and"),
+        (dict(min_scale=0.0), ValueError, "min_scale must be between 1.17"),
+        (dict(max_scale=2.0**127), ValueError, "max_scale must be between"),
+        (dict(max_scale=np.inf), ValueError, "max_scale must be between"),
+        (dict(init_scale=np.nan), ValueError, "init_scale must be between"),
+        (dict(init_scale="large"), TypeError, "init_scale must be a number .* 'large'"),
+        (dict(init_scale=True), TypeError, "init_scale must be a number"),
+        (dict(growth_interval=0), ValueError, "growth_interval must be at least 1"),
+        (dict(growth_interval=2.5), TypeError, "growth_interval must be an integer; got 2.5"),
+        (dict(growth_factor=1.0), ValueError, "growth_factor must be above 1; got 1.0"),
+        (dict(growth_factor=np.inf), ValueError, "growth_factor must be above 1"),
+        (dict(backoff_factor=1.0), ValueError, "backoff_factor must be between 0 and 1; got 1.0"),
+        (dict(backoff_factor=0.0), ValueError, "backoff_factor must be between 0 and 1"),
+        (dict(hysteresis=0), ValueError, "hysteresis must be at least 1"),
+        (dict(refill="never"), ValueError, "refill must be 'growth' or 'clean'; got 'never'"),
+        (dict(inner=optax.adam), TypeError, "inner must be an optax transformation"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(options, error, message):
+    with pytest.raises(error, match=f"dynamic_loss_scale: {message}"):
+        dynamic_loss_scale(**options)
+
+
+def test_a_traced_option_is_refused():
+    with pytest.raises(TypeError, match="init_scale must be a number known when"):
+        jax.jit(lambda scale: dynamic_loss_scale(init_scale=scale))(4.0)
+
+
+def test_numbers_of_every_kind_are_taken():
+    for scale in (16, np.float32(16), jnp.float32(16), np.array(16.0)):
+        assert float(dynamic_loss_scale(init_scale=scale).init({}).loss_scale) == 16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(init_scale=1000.0),
+        dict(growth_factor=1.5),
+        dict(backoff_factor=0.7),
+        dict(min_scale=3.0),
+        dict(max_scale=1e6),
+    ],
+    ids=str,
+)
+def test_scales_that_are_no_powers_of_two_warn_the_caller(options):
+    with pytest.warns(UserWarning, match=f"{next(iter(options))}=.* not a power of two") as caught:
+        dynamic_loss_scale(**options)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="static_loss_scale: init_scale=3") as caught:
+        static_loss_scale(None, 3)
+    assert caught[0].filename == __file__
+
+
+def test_powers_of_two_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dynamic_loss_scale(init_scale=2.0**-10, min_scale=2.0**-126, max_scale=2.0**126)
+
+
+@pytest.mark.parametrize("scaler", [dynamic_loss_scale(), static_loss_scale(optax.adam(1.0), 2.0)])
+def test_a_scaler_inside_a_scaler_is_refused(scaler):
+    optimizer = dynamic_loss_scale(optax.chain(optax.clip(1.0), scaler))
+    with pytest.raises(ValueError, match=r"a loss scaler inside \(at inner_state\[1\]\)"):
+        optimizer.init(jnp.zeros(()))
+
+
+@pytest.mark.parametrize("leaf", [jnp.arange(3), jnp.array(True), 3, np.int8(1)], ids=repr)
+def test_integer_parameters_are_refused(leaf):
+    with pytest.raises(TypeError, match=r"the parameter at \['n'\]\[0\] is .*int|bool"):
+        dynamic_loss_scale(optax.sgd(1.0)).init({"w": jnp.ones(2), "n": [leaf]})
+
+
+def test_integer_gradients_are_refused():
+    optimizer = dynamic_loss_scale(optax.sgd(1.0))
+    with pytest.raises(TypeError, match=r"the gradient at \['w'\] is int32"):
+        optimizer.update({"w": jnp.arange(2)}, optimizer.init({"w": jnp.ones(2)}))
+
+
+@pytest.mark.parametrize(
+    ("grads", "message"),
+    [
+        ({"a": 1.0}, r"no gradient at \['b'\]\['c'\]\."),
+        ({"a": 1.0, "b": {"c": 1.0}, "d": 1.0}, r"no parameter at \['d'\]"),
+        ({"a": 1.0, "b": 1.0}, r"no gradient at \['b'\]\['c'\]; no parameter at \['b'\]"),
+        ([1.0, 2.0], r"no gradient at \['a'\], \['b'\]\['c'\]; no parameter at \[0\], \[1\]"),
+        (1.0, "no parameter at the root"),
+    ],
+    ids=str,
+)
+def test_gradients_of_another_structure_are_refused(grads, message):
+    optimizer = dynamic_loss_scale(optax.sgd(1.0))
+    params = {"a": jnp.ones(()), "b": {"c": jnp.ones(())}}
+    with pytest.raises(ValueError, match=f"another structure than the parameters: .*{message}"):
+        optimizer.update(jax.tree.map(jnp.float32, grads), optimizer.init(params), params)
+
+
+def test_gradients_may_lack_a_whole_branch_by_being_none():
+    optimizer = dynamic_loss_scale()
+    params = {"a": jnp.ones(()), "b": {"c": jnp.ones(())}}
+    updates, _ = optimizer.update({"a": jnp.ones(()), "b": None}, optimizer.init(params), params)
+    assert updates["b"] is None
+
+
+def test_params_specs_of_the_state():
+    optimizer = dynamic_loss_scale(optax.adam(0.1))
+    params = {"w": jnp.ones((2, 3))}
+    shapes = jax.eval_shape(optimizer.init, params)
+    assert isinstance(shapes, LossScaleState)
+    specs = tree_utils.tree_map_params(
+        optimizer, lambda _: "sharded", shapes, transform_non_params=lambda _: "replicated"
+    )
+    assert specs.inner_state[0].mu == {"w": "sharded"}
+    assert specs.loss_scale == specs.finite == specs.inner_state[0].count == "replicated"

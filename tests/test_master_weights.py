@@ -1,0 +1,604 @@
+"""Parameters stored in 16 bits: float32 masters, and stochastic rounding."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmp import dynamic_loss_scale, master_weights, stochastic_round
+from jaxmp.master_weights import MasterWeightsState, StochasticRoundingState
+
+HALVES = (jnp.bfloat16, jnp.float16)
+halves = pytest.mark.parametrize("dtype", HALVES, ids=("bfloat16", "float16"))
+both_kinds = pytest.mark.parametrize("random", [False, True], ids=("masters", "random"))
+
+
+def take_steps(tx, params, grads_of_steps, jit=True):
+    """The parameters and states after each step."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step) if jit else step
+    state = tx.init(params)
+    for grads in grads_of_steps:
+        params, state = step(params, state, grads)
+        yield params, state
+
+
+def assert_is_the_cast_of(stored, masters):
+    np.testing.assert_array_equal(stored, np.asarray(masters).astype(stored.dtype))
+
+
+def all_values(dtype):
+    """Every finite value of a 16-bit dtype, as float32, in order."""
+    values = np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float32)
+    return np.sort(values[np.isfinite(values)])
+
+
+# What it is for.
+
+
+@halves
+def test_small_updates_are_lost_without_and_kept_with(dtype):
+    """Adam moves by its rate, 1e-3: less than half of what lies between 1 and the value below."""
+    rate, count = (1e-3, 100) if dtype == jnp.bfloat16 else (1e-4, 100)
+    grads = [jnp.ones(1000, dtype)] * count
+    params = jnp.ones(1000, dtype)
+
+    *_, (plain, _) = take_steps(optax.adam(rate), params, grads)
+    *_, (full, _) = take_steps(optax.adam(rate), jnp.ones(1000), [jnp.ones(1000)] * count)
+    *_, (kept, _) = take_steps(master_weights(optax.adam(rate)), params, grads)
+    rounded_at_random = master_weights(optax.adam(rate), stochastic_rounding=True)
+    *_, (rounded, _) = take_steps(rounded_at_random, params, grads)
+
+    assert kept.dtype == rounded.dtype == dtype
+    np.testing.assert_array_equal(plain, 1.0)
+    np.testing.assert_allclose(full, 1 - rate * count, rtol=1e-4)
+    np.testing.assert_array_equal(kept, full.astype(dtype))
+    # Each of 100 roundings is off by a variable of at most 2^-9 (2^-12) standard deviation.
+    deviation = 0.5 * float(jnp.finfo(dtype).epsneg) * np.sqrt(count)
+    assert abs(np.mean(np.asarray(rounded, np.float64)) - full[0]) < 5 * deviation / np.sqrt(1000)
+    assert np.std(np.asarray(rounded, np.float64)) < 2 * deviation
+
+
+@halves
+def test_masters_take_the_path_of_float32(dtype):
+    """The same gradients give bitwise the parameters and moments of float32 training."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1))
+    params = {"w": jnp.linspace(-3, 3, 64).astype(dtype), "b": jnp.zeros(3, dtype)}
+    rng = np.random.default_rng(0)
+    grads = [
+        jax.tree.map(lambda p: rng.normal(size=p.shape).astype(dtype), params) for _ in range(10)
+    ]
+
+    def widened(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    # Op by op: fused, the two programs may round differently.
+    full = take_steps(tx, widened(params), map(widened, grads), jit=False)
+    for (stored, state), (expected, inner_state) in zip(
+        take_steps(master_weights(tx), params, grads, jit=False), full, strict=True
+    ):
+        jax.tree.map(np.testing.assert_array_equal, state.masters, expected)
+        jax.tree.map(np.testing.assert_array_equal, state.inner_state, inner_state)
+        jax.tree.map(assert_is_the_cast_of, stored, state.masters)
+
+
+@both_kinds
+def test_bf16_params_moments_stay_float32(random):
+    """Field notes, behaviour 19: optax alone would keep Adam's moments in bfloat16."""
+    params = {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2, jnp.float16)}
+    tx = master_weights(optax.adamw(1e-3), stochastic_rounding=random)
+    for _, state in take_steps(tx, params, [params] * 2):
+        floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        assert floats
+        assert {x.dtype for x in floats} == {jnp.dtype("float32")}
+
+
+# Exactness. With the identity inside, the gradients are what is added to the masters.
+
+
+def extreme_numbers(dtype, rng, count):
+    """Numbers of every magnitude that the dtype has, and below, and zeros; float32."""
+    info = jnp.finfo(dtype)
+    lowest, highest = int(info.minexp) - int(info.nmant) - 4, int(info.maxexp)
+    magnitude = np.ldexp(rng.uniform(1, 2, count), rng.integers(lowest, highest, count))
+    with np.errstate(over="ignore", under="ignore"):
+        return (rng.choice([-1.0, 1.0, 1.0, 0.0], count) * magnitude).astype(np.float32)
+
+
+def nasty_steps(dtype, count=20_000, steps=40):
+    """Steps between unrelated numbers, tiny ones, near cancellations, and steps onto a tie."""
+    rng = np.random.default_rng(1)
+    master = extreme_numbers(dtype, rng, count).astype(dtype).astype(np.float32)
+    limit = np.float32(jnp.finfo(dtype).max)
+    for i in range(steps):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            if i % 4 == 0:
+                target = extreme_numbers(dtype, rng, count)
+            elif i % 4 == 1:
+                target = master * (1 + rng.normal(size=count).astype(np.float32) * 2.0**-12)
+            elif i % 4 == 2:  # what is left is a few units in the last place, of either sign
+                target = rng.integers(-600, 601, count) * np.spacing(np.abs(master)) / 2
+            else:
+                unit = np.abs(np.spacing(master.astype(dtype)).astype(np.float32))
+                target = master.astype(dtype).astype(np.float32) + unit / 2
+            step = np.clip(np.nan_to_num(target), -limit, limit).astype(np.float32) - master
+            step = np.nan_to_num(step, posinf=limit, neginf=-limit)
+            master = np.clip(master + step, -limit, limit)
+        yield step
+
+
+@halves
+@pytest.mark.parametrize("jit", [False, True], ids=("eager", "jit"))
+def test_stored_is_exactly_the_cast_of_the_masters(dtype, jit):
+    steps = list(nasty_steps(dtype))
+    assert all(np.isfinite(step).all() for step in steps)
+    params = jnp.zeros(steps[0].shape, dtype)
+    moved = 0
+    for stored, state in take_steps(master_weights(optax.identity()), params, steps, jit):
+        assert_is_the_cast_of(stored, state.masters)
+        moved += np.mean(np.asarray(stored) != np.asarray(params))
+        params = stored
+    assert moved > 10  # of 40: otherwise nothing was tested
+
+
+@halves
+def test_stored_is_exact_from_every_value_to_every_magnitude(dtype):
+    """All values of a dtype, each to its opposite, to others near and far, and to magnitudes."""
+    values = all_values(dtype)
+    limit = float(jnp.finfo(dtype).max) / 4  # so that no difference overflows
+    values = values[np.abs(values) <= limit]
+    tx = master_weights(optax.identity())
+
+    @jax.jit
+    def there(target):
+        params = values.astype(dtype)
+        state = tx.init(params)
+        updates, state = tx.update(target - state.masters, state, params)
+        return optax.apply_updates(params, updates), state.masters
+
+    targets = [-values, np.roll(values, 1), np.roll(values, 777), np.zeros_like(values)]
+    targets += [np.float32(x) * np.ones_like(values) for x in np.geomspace(1e-7, limit, 60)]
+    for target in targets:
+        stored, masters = there(target)
+        assert_is_the_cast_of(stored, masters)
+        # Each of four float32 sums errs by half a unit in the last place of its larger operand.
+        error = np.abs(np.asarray(masters, np.float64) - target)
+        largest = np.maximum(np.abs(values), np.abs(target))
+        assert np.all(error <= 2.0**-22 * largest + 1.2e-38)
+
+
+# Sums of five of them do not overflow.
+numbers = st.floats(-(2.0**125), 2.0**125, width=32, allow_subnormal=False)
+
+
+@halves
+@given(start=numbers, steps=st.lists(numbers, min_size=1, max_size=4))
+# Just below a power of two, to just across zero: no float32 step leads there.
+@example(start=1 - 2.0**-24, steps=[-(1 - 2.0**-24) - 2.0**-24, -1.0])
+@example(start=1 - 2.0**-24, steps=[-(1 - 2.0**-23)])
+@example(start=-1.2e-38, steps=[1.2e-38 * 1.01])
+def test_any_step_is_exact(dtype, start, steps):
+    params = jnp.zeros(1, dtype)
+    grads = [jnp.full(1, g, jnp.float32) for g in [start, *steps]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for stored, state in take_steps(TX_IDENTITY, params, grads, jit=False):
+            assert_is_the_cast_of(stored, state.masters)
+            assert np.isfinite(np.asarray(stored, np.float32)).all()
+
+
+TX_IDENTITY = master_weights(optax.identity())
+
+
+def test_a_master_that_no_step_reaches_moves_by_less_than_the_update_errs():
+    master = 1 - 2.0**-24  # stored as 1.0
+    params = jnp.ones(1, jnp.bfloat16)
+    state = MasterWeightsState(jnp.full(1, master, jnp.float32), optax.EmptyState())
+    updates, state = TX_IDENTITY.update(jnp.full(1, -1.0, jnp.float32), state, params)
+    stored = optax.apply_updates(params, updates)
+    assert_is_the_cast_of(stored, state.masters)
+    assert abs(float(state.masters[0]) + 2.0**-24) <= 2.0**-24
+
+
+@halves
+def test_progress_below_the_smallest_stored_number_is_kept(dtype):
+    step = float(jnp.finfo(dtype).smallest_subnormal) / 64 if dtype == jnp.float16 else 1e-30
+    for sign in (1, -1):
+        grads = [jnp.full(1, sign * step, jnp.float32)] * 40
+        for n, (stored, state) in enumerate(take_steps(TX_IDENTITY, jnp.zeros(1, dtype), grads)):
+            assert state.masters[0] == pytest.approx(sign * step * (n + 1), rel=1e-5)
+            assert_is_the_cast_of(stored, state.masters)
+        assert (stored[0] == 0) == (dtype == jnp.float16 and n < 32)
+
+
+def test_masters_beyond_float16_become_its_largest_number():
+    grads = [jnp.array([7e4, -7e4, 65519.0], jnp.float32), jnp.array([-1e4, 1e4, 0], jnp.float32)]
+    (first, first_state), (second, _) = take_steps(TX_IDENTITY, jnp.zeros(3, jnp.float16), grads)
+    np.testing.assert_array_equal(first, [65504, -65504, 65504])
+    np.testing.assert_array_equal(first_state.masters, [65504, -65504, 65504])
+    np.testing.assert_array_equal(second, np.array([55504, -55504, 65504], np.float16))
+
+
+@halves
+@both_kinds
+def test_nan_and_infinity_are_stored_as_such(dtype, random):
+    tx = master_weights(optax.identity(), stochastic_rounding=random)
+    grads = [jnp.array([np.nan, np.inf, -np.inf, 1.0], jnp.float32), jnp.ones(4, jnp.float32)]
+    for stored, _ in take_steps(tx, jnp.zeros(4, dtype), grads):
+        assert np.isnan(stored[0])
+        assert stored[1] == np.inf
+        assert stored[2] == -np.inf
+    assert stored[3] == 2
+
+
+# Stochastic rounding.
+
+
+def normalized(x, low, high):
+    return (np.asarray(x, np.float64) - low) / (np.float64(high) - low)
+
+
+@halves
+@pytest.mark.parametrize("fraction", [2**-6, 0.25, 0.5, 0.7, 1 - 2**-6])
+@pytest.mark.parametrize("start", [1.0, -1.9921875, 0.1, 3e-5, 6e-8, 4e-8, 0.0, 2e4])
+def test_rounding_is_unbiased(dtype, start, fraction):
+    """Of n roundings up with probability p, the share is within 5 sigma of p: a chance of 6e-7."""
+    low = np.array(start, dtype)
+    high = np.nextafter(low, np.array(np.inf, dtype))
+    if dtype == jnp.bfloat16 and start == 0:
+        pytest.skip("the numbers between 0 and the next bfloat16 are subnormal")
+    low, high = np.float32(low), np.float32(high)
+    x = np.float32(np.float64(low) + fraction * (np.float64(high) - low))
+    p = normalized(x, low, high)
+    assert 0 < p < 1
+    n = 40_000
+    y = np.asarray(stochastic_round(jnp.full(n, x), jax.random.key(3), dtype), np.float32)
+    assert set(y.tolist()) == {low.item(), high.item()}
+    assert abs(np.mean(y == high) - p) < 5 * np.sqrt(p * (1 - p) / n)
+
+
+@halves
+def test_what_the_dtype_holds_is_not_rounded(dtype):
+    values = all_values(dtype)
+    rounded = stochastic_round(values, jax.random.key(0), dtype)
+    np.testing.assert_array_equal(np.asarray(rounded, np.float32), values)
+
+
+@halves
+def test_rounding_keeps_nan_and_infinity_and_saturates(dtype):
+    limit = float(jnp.finfo(dtype).max)
+    x = jnp.array([np.nan, np.inf, -np.inf, limit * (1 + 2**-10), -3.4e38, 0.0, -0.0], jnp.float32)
+    for seed in range(20):
+        y = np.asarray(stochastic_round(x, jax.random.key(seed), dtype), np.float32)
+        np.testing.assert_array_equal(y, [np.nan, np.inf, -np.inf, limit, -limit, 0, 0])
+        assert np.signbit(y[-1])
+
+
+def test_leaves_are_rounded_independently_and_others_returned_as_they_are():
+    half = np.full(1000, 1 + 2**-8, np.float32)
+    key = jax.random.key(0)
+    others = {"i": np.arange(3), "k": key, "p": 0.5, "n": None, "h": jnp.ones(2, jnp.float16)}
+    tree = {"a": half, "b": jnp.asarray(half), **others}
+    rounded = stochastic_round(tree, key, jnp.float16)
+    assert jax.tree.structure(rounded) == jax.tree.structure(tree)
+    assert all(rounded[name] is leaf for name, leaf in others.items())
+    rounded = stochastic_round(tree, key, jnp.bfloat16)
+    assert rounded["a"].dtype == rounded["b"].dtype == rounded["h"].dtype == jnp.bfloat16
+    agree = np.mean(np.asarray(rounded["a"] == rounded["b"]))
+    assert abs(agree - 0.5) < 5 * 0.5 / np.sqrt(1000)
+    again = stochastic_round(tree, key, jnp.bfloat16)
+    np.testing.assert_array_equal(rounded["a"], again["a"])
+
+
+def test_specs_and_small_inputs_are_rounded_as_casts_are():
+    spec = jax.ShapeDtypeStruct((3,), jnp.float32)
+    assert stochastic_round(spec, jax.random.key(0), "bf16").dtype == jnp.bfloat16
+    shapes = jax.eval_shape(lambda x: stochastic_round(x, jax.random.key(0), "f16"), spec)
+    assert shapes.dtype == jnp.float16
+    assert stochastic_round(np.float32(1.5), jax.random.key(0), "bf16") == 1.5
+    assert stochastic_round(np.float64(1.5), jax.random.key(0), "bf16").dtype == jnp.bfloat16
+    assert stochastic_round(np.ones(2, ml_dtypes.bfloat16), jax.random.key(0), "f16").dtype == "f2"
+
+
+def test_updates_are_rounded_anew_at_every_step():
+    tx = master_weights(optax.identity(), stochastic_rounding=True, key=jax.random.key(7))
+    params = {"a": jnp.ones(200, jnp.bfloat16), "b": jnp.ones(200, jnp.bfloat16)}
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-8, jnp.float32), params)
+    state = tx.init(params)
+    first, state = tx.update(grads, state, params)
+    second, state = tx.update(grads, state, params)
+    for x, y in [(first["a"], second["a"]), (first["a"], first["b"])]:
+        assert abs(np.mean(np.asarray(x == y)) - 0.5) < 5 * 0.5 / np.sqrt(200)
+    assert isinstance(state, StochasticRoundingState)
+    assert len(jax.tree.leaves(state)) == 1, "no masters"
+
+
+def test_the_key_may_be_a_seed_or_either_kind_of_key_and_survives_donation():
+    params = jnp.ones(8, jnp.bfloat16)
+    for key in (3, jax.random.key(3), jax.random.PRNGKey(3)):
+        tx = master_weights(optax.sgd(0.1), stochastic_rounding=True, key=key)
+        for _ in range(2):
+            step = jax.jit(tx.update, donate_argnums=1)
+            step(jnp.ones(8), tx.init(params), params)
+
+
+# Leaves, structures, transformations.
+
+
+@both_kinds
+def test_float32_and_integer_leaves_have_no_copy_and_are_updated_as_inner_says(random):
+    params = {
+        "w": jnp.ones(3, jnp.bfloat16),
+        "norm": jnp.ones(3),
+        "count": jnp.arange(3),
+        "f8": jnp.ones(3, jnp.float8_e4m3fn),
+        "none": None,
+    }
+    inner = optax.stateless(
+        lambda updates, _: jax.tree.map(lambda u: (u * 2).astype(u.dtype), updates)
+    )
+    tx = master_weights(inner, stochastic_rounding=random)
+    state = tx.init(params)
+    updates, state = tx.update(params, state, params)
+    expected, _ = inner.update(params, inner.init(params), params)
+    for name in ("norm", "count", "f8"):
+        assert updates[name].dtype == params[name].dtype
+        np.testing.assert_array_equal(updates[name], expected[name])
+    if not random:
+        assert [x.shape for x in jax.tree.leaves(state.masters)] == [(3,)]
+        assert state.masters["norm"] == optax.MaskedNode()
+    applied = optax.apply_updates(params, updates)
+    assert jax.tree.map(lambda x: x.dtype, applied) == jax.tree.map(lambda x: x.dtype, params)
+    np.testing.assert_array_equal(applied["w"], 3)
+
+
+@both_kinds
+def test_inside_masked_and_partitioned_transformations(random):
+    params = {"w": jnp.ones(3, jnp.bfloat16), "frozen": jnp.ones(2, jnp.bfloat16)}
+    inner = master_weights(optax.adam(1e-3), stochastic_rounding=random)
+    for tx in (
+        optax.masked(inner, {"w": True, "frozen": False}),
+        optax.partition({"a": inner, "b": optax.set_to_zero()}, {"w": "a", "frozen": "b"}),
+    ):
+        zero_where_frozen = {"w": jnp.ones(3, jnp.bfloat16), "frozen": jnp.zeros(2, jnp.bfloat16)}
+        *_, (stored, state) = take_steps(tx, params, [zero_where_frozen] * 20)
+        np.testing.assert_array_equal(stored["frozen"], 1)
+        assert np.all(np.asarray(stored["w"]) < 1)
+        if not random:
+            masters = optax.tree_utils.tree_get(state, "masters")
+            np.testing.assert_array_equal(stored["w"], masters["w"].astype(jnp.bfloat16))
+
+
+def test_extra_arguments_and_float32_gradients_reach_inner():
+    seen = {}
+
+    def update(updates, state, params=None, **extra):
+        seen.update(extra, updates=updates, params=params)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    params = {"w": jnp.ones(2, jnp.float16)}
+    tx = master_weights(inner)
+    tx.update(params, tx.init(params), params, value=3)
+    assert seen["value"] == 3
+    assert seen["updates"]["w"].dtype == seen["params"]["w"].dtype == jnp.float32
+
+
+@both_kinds
+def test_steps_in_a_scan_are_the_steps_of_a_loop(random):
+    """Field notes, behaviour 13: dtypes are stable, nothing is weakly typed, one compile."""
+    tx = master_weights(optax.adamw(1e-2), stochastic_rounding=random)
+    params = {"w": jnp.linspace(-2, 2, 32).astype(jnp.bfloat16), "b": jnp.ones(3)}
+    grads = jax.tree.map(
+        lambda p: jax.random.normal(jax.random.key(1), (20, *p.shape), p.dtype), params
+    )
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    def weakly_typed(tree):
+        return [x for x in jax.tree.leaves(tree) if getattr(x, "weak_type", False)]
+
+    jitted = jax.jit(step)
+    carry = scanned = (params, tx.init(params))
+    assert not weakly_typed(carry)
+    for i in range(20):
+        carry, _ = jitted(carry, {name: g[i] for name, g in grads.items()})
+        assert not weakly_typed(carry)
+    assert jitted._cache_size() == 1
+    scanned, _ = jax.lax.scan(step, scanned, grads)
+    # Fused differently, float32 sums differ in their last bits, and so may a rounding.
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2.0**-7, atol=1e-6
+        ),
+        carry[0],
+        scanned[0],
+    )
+
+
+def test_two_steps_in_one_program_are_two_programs():
+    """A compiler that keeps more than 16 bits between the steps would show."""
+    tx = TX_IDENTITY
+    grads = [jnp.asarray(step) for step in nasty_steps(jnp.bfloat16, 2000, steps=6)]
+
+    @jax.jit
+    def all_at_once(params):
+        state = tx.init(params)
+        for step in grads:
+            updates, state = tx.update(step, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    params = jnp.zeros(2000, jnp.bfloat16)
+    *_, (expected, expected_state) = take_steps(tx, params, grads)
+    stored, state = all_at_once(params)
+    np.testing.assert_array_equal(stored, expected)
+    np.testing.assert_array_equal(state.masters, expected_state.masters)
+
+
+def test_vmap_over_models():
+    tx = master_weights(optax.adam(1e-3))
+    params = jnp.stack([jnp.ones(3), jnp.full(3, 2.0)]).astype(jnp.bfloat16)
+    states = jax.vmap(tx.init)(params)
+    updates, states = jax.vmap(tx.update)(params, states, params)
+    for i in range(2):
+        state = tx.init(params[i])
+        alone, state = tx.update(params[i], state, params[i])
+        np.testing.assert_array_equal(updates[i], alone)
+        np.testing.assert_array_equal(states.masters[i], state.masters)
+
+
+@both_kinds
+def test_donated_buffers_are_distinct(random):
+    """Field notes, behaviour 14: a step may donate parameters and state; nothing is shared."""
+    tx = master_weights(optax.adam(1e-3), stochastic_rounding=random)
+    params = {"w": jnp.ones(64, jnp.bfloat16), "b": jnp.ones(64)}
+    state = tx.init(params)
+    leaves = [
+        x
+        for x in jax.tree.leaves((params, state))
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    ]
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
+
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    for _ in range(3):  # a buffer that cannot be donated is a warning, and warnings are errors
+        params, state = step(params, state)
+
+
+@both_kinds
+def test_shardings_of_the_parameters_are_those_of_the_state(random):
+    """Field notes, behaviour 15: masters and moments lie where their parameters lie."""
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    params = jax.device_put(jnp.ones((16, 4), jnp.bfloat16), sharding)
+    tx = master_weights(optax.adam(1e-3), stochastic_rounding=random)
+    state = jax.jit(tx.init)(params)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(2):
+        params, state = step(params, state)
+        for x in [params, *(x for x in jax.tree.leaves(state) if x.ndim == 2)]:
+            assert x.sharding.is_equivalent_to(sharding, 2), x.sharding
+    alone = jnp.ones((16, 4), jnp.bfloat16)
+    *_, (alone, _) = take_steps(tx, alone, [alone, alone])
+    assert params.shape == alone.shape
+    if not random:
+        np.testing.assert_array_equal(params, alone)
+
+
+@both_kinds
+def test_eval_shape_gives_the_states_twin(random):
+    tx = master_weights(optax.adamw(1e-3), stochastic_rounding=random)
+    params = {"w": jnp.ones((3, 2), jnp.float16), "b": jnp.ones(2)}
+    shapes = jax.eval_shape(tx.init, params)
+    state = tx.init(params)
+    assert jax.tree.structure(shapes) == jax.tree.structure(state)
+    for spec, x in zip(jax.tree.leaves(shapes), jax.tree.leaves(state), strict=True):
+        assert (spec.shape, spec.dtype) == (x.shape, x.dtype)
+
+
+# Loss scaling.
+
+
+@both_kinds
+def test_a_step_that_the_scaler_leaves_out_leaves_no_trace(random):
+    params = {"w": jnp.linspace(-2, 2, 64).astype(jnp.float16), "b": jnp.ones(3)}
+    scaler = dynamic_loss_scale(optax.adam(1e-2), init_scale=8.0)
+    tx = master_weights(scaler, stochastic_rounding=random)
+    good = jax.tree.map(lambda p: jnp.full(p.shape, 8.0, p.dtype), params)
+    bad = {**good, "w": good["w"].at[3].set(jnp.inf)}
+    (first, before), (second, after), (third, _) = take_steps(tx, params, [good, bad, good])
+    jax.tree.map(np.testing.assert_array_equal, second, first)
+    scaler = after.inner_state
+    assert (scaler.loss_scale, scaler.skipped_count) == (4, 1)
+    kept = before._replace(inner_state=before.inner_state.inner_state)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(as_numbers(x), as_numbers(y)),
+        after._replace(inner_state=scaler.inner_state),
+        kept,
+    )
+    assert np.all(np.asarray(third["b"]) < np.asarray(second["b"]))
+
+
+def as_numbers(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+@both_kinds
+def test_float16_training_with_scaled_gradients_is_float32_training(random):
+    """Gradients of 2^-20 at a scale of 2^16 reach Adam as they are; nothing is lost on the way."""
+    tx = master_weights(
+        dynamic_loss_scale(optax.adam(1e-4), init_scale=2.0**16), stochastic_rounding=random
+    )
+    scaled = jnp.full(500, 2.0**-4, jnp.float16)
+    *_, (stored, state) = take_steps(tx, jnp.ones(500, jnp.float16), [scaled] * 50)
+    *_, (full, _) = take_steps(optax.adam(1e-4), jnp.ones(500), [jnp.full(500, 2.0**-20)] * 50)
+    if random:
+        deviation = 2.0**-12 * np.sqrt(50 / 500)
+        assert abs(np.mean(np.asarray(stored, np.float64)) - full[0]) < 5 * deviation
+    else:
+        np.testing.assert_allclose(state.masters, full, rtol=1e-6)
+        np.testing.assert_array_equal(stored, full.astype(jnp.float16))
+
+
+@both_kinds
+def test_a_scaler_around_it_is_pointed_out(random):
+    """A scaler hands float32 parameters to what is inside, so there would be no masters."""
+    tx = dynamic_loss_scale(master_weights(optax.sgd(0.1), stochastic_rounding=random))
+    with pytest.warns(UserWarning, match=r"write\s+master_weights\(dynamic_loss_scale\(inner\)\)"):
+        tx.init(jnp.ones(2, jnp.bfloat16))
+
+
+def test_a_model_without_16_bit_parameters_is_pointed_out():
+    with pytest.warns(UserWarning, match="master_weights: no parameter has 16 bits"):
+        master_weights(optax.sgd(0.1)).init({"w": jnp.ones(2)})
+    master_weights(optax.sgd(0.1)).init({})  # nothing to say: an empty part of a model
+
+
+# Refusals.
+
+
+def test_an_inner_that_is_no_transformation_is_refused():
+    with pytest.raises(
+        TypeError, match=r"master_weights: inner must be .* got 0.1 of type 'float'"
+    ):
+        master_weights(0.1)
+
+
+@both_kinds
+def test_the_parameters_are_needed(random):
+    tx = master_weights(optax.sgd(0.1), stochastic_rounding=random)
+    params = jnp.ones(2, jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"master_weights: update needs the parameters"):
+        tx.update(params, tx.init(params))
+
+
+@pytest.mark.parametrize("dtype", ["float32", jnp.float64])
+def test_rounding_to_more_than_16_bits_is_refused(dtype):
+    with pytest.raises(ValueError, match="stochastic_round: dtype must be bfloat16 or float16"):
+        stochastic_round(jnp.ones(2), jax.random.key(0), dtype)

@@ -1,0 +1,222 @@
+"""Gradients of a scaled loss, and reading the scale's state."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp import dynamic_loss_scale, static_loss_scale
+
+PARAMS = {"w": jnp.array([1.0, 2.0])}
+X = jnp.array([3.0, 4.0])
+
+
+def loss_fn(params, x, *, offset=0.0):
+    return jnp.sum(params["w"] * x) + offset
+
+
+def state_of(scale, params=PARAMS):
+    return static_loss_scale(optax.sgd(1.0), scale).init(params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_11_the_loss_is_unscaled_and_its_dtype_and_aux_untouched(dtype):
+    aux = {"logits": jnp.arange(3), "name": None}
+
+    def with_aux(params, x):
+        return loss_fn(params, x).astype(dtype), aux
+
+    (loss, got), grads = jaxmp.value_and_grad(with_aux, state_of(8.0), has_aux=True)(PARAMS, X)
+    assert (float(loss), loss.dtype) == (11, dtype)
+    np.testing.assert_array_equal(got["logits"], aux["logits"])
+    assert got["name"] is None
+    assert grads["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(grads["w"], 8 * X)
+    grads, got = jaxmp.grad(with_aux, state_of(8.0), has_aux=True)(PARAMS, X)
+    np.testing.assert_array_equal(grads["w"], 8 * X)
+    assert got["name"] is None
+
+
+def test_11_a_loss_that_would_overflow_when_scaled_is_returned_as_it_is():
+    def large(params, x):
+        return loss_fn(params, x) + 1e38
+
+    loss, grads = jaxmp.value_and_grad(large, state_of(2.0**20))(PARAMS, X)
+    assert float(loss) == np.float32(1e38)
+    np.testing.assert_array_equal(grads["w"], 2.0**20 * X)
+
+
+def test_12_a_float16_loss_warns_once_at_trace_time():
+    def low(params, x):
+        return loss_fn(params, x).astype(jnp.float16)
+
+    for function in (jaxmp.value_and_grad, jaxmp.grad):
+        step = jax.jit(function(low, state_of(8.0)))
+        with pytest.warns(UserWarning, match="the loss is float16") as caught:
+            step(PARAMS, X)
+        assert len(caught) == 1
+        step(PARAMS, X)  # a second warning would be an error
+    # What it warns of: the cotangent 2^16 is infinite in float16.
+    with pytest.warns(UserWarning, match="float16"):
+        grads = jaxmp.grad(low, state_of(2.0**16))(PARAMS, X)
+    assert not jaxmp.all_finite(grads)
+
+
+def test_12_other_losses_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dtype in (jnp.float32, jnp.bfloat16):
+            jaxmp.scale_loss(jnp.ones((), dtype), state_of(2.0))
+        jaxmp.scale_loss(jnp.ones((), jnp.float16), optax.sgd(1.0).init(PARAMS))
+
+
+def test_the_product_is_float32():
+    scaled = jaxmp.scale_loss(jnp.bfloat16(1.5), state_of(2.0**16))
+    assert (float(scaled), scaled.dtype) == (1.5 * 2**16, jnp.float32)
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), [1]])
+def test_arguments_are_chosen_as_in_jax(argnums):
+    value, grads = jaxmp.value_and_grad(loss_fn, state_of(4.0), argnums)(PARAMS, X, offset=1.0)
+    want_value, want = jax.value_and_grad(loss_fn, argnums)(PARAMS, X, offset=1.0)
+    assert value == want_value
+    jax.tree.map(lambda got, want: np.testing.assert_array_equal(got, 4 * want), grads, want)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jaxmp.grad(loss_fn, state_of(4.0), argnums)(PARAMS, X, offset=1.0),
+        grads,
+    )
+
+
+def test_signatures_are_those_of_the_function():
+    for made in (
+        jaxmp.value_and_grad(loss_fn, state_of(4.0)),
+        jaxmp.grad(loss_fn, state_of(4.0)),
+    ):
+        assert inspect.signature(made) == inspect.signature(loss_fn)
+
+
+def test_without_a_scaler_everything_is_as_in_jax():
+    state = optax.adam(0.1).init(PARAMS)
+    assert jaxmp.scale_loss(X, state) is X
+    got, want = jaxmp.value_and_grad(loss_fn, state), jax.value_and_grad(loss_fn)
+    assert str(jax.make_jaxpr(got)(PARAMS, X)) == str(jax.make_jaxpr(want)(PARAMS, X))
+    assert float(jaxmp.loss_scale(state)) == 1
+    assert bool(jaxmp.step_was_finite(state)) is True
+    assert int(jaxmp.skipped_count(state)) == 0
+    jaxmp.check_not_stuck(state)
+    dtypes = [f(state).dtype for f in (jaxmp.loss_scale, jaxmp.step_was_finite)]
+    assert dtypes == [jnp.float32, jnp.bool_]
+
+
+def test_no_value_depends_on_the_trace():
+    """The scale is read from the traced state: one compilation serves every scale."""
+    optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=4.0)
+    step = jax.jit(lambda params, state: jaxmp.grad(loss_fn, state)(params, X))
+    state = optimizer.init(PARAMS)
+    np.testing.assert_array_equal(step(PARAMS, state)["w"], 4 * X)
+    state = state._replace(loss_scale=jnp.float32(16))
+    np.testing.assert_array_equal(step(PARAMS, state)["w"], 16 * X)
+    assert step._cache_size() == 1
+
+
+def test_the_readers_work_under_jit():
+    state = dynamic_loss_scale(optax.sgd(1.0)).init(PARAMS)
+
+    @jax.jit
+    def read(state):
+        return jaxmp.loss_scale(state), jaxmp.step_was_finite(state), jaxmp.skipped_count(state)
+
+    assert [x.item() for x in read(state)] == [65536, True, 0]
+
+
+@pytest.mark.parametrize("loss", [jnp.arange(2), 1j, True], ids=repr)
+def test_a_loss_that_is_not_real_is_refused(loss):
+    with pytest.raises(TypeError, match="scale_loss: the loss must be a real floating number"):
+        jaxmp.scale_loss(loss, state_of(2.0))
+
+
+def test_aux_that_is_missing_is_named():
+    with pytest.raises(TypeError, match=r"must return a pair \(loss, aux\)"):
+        jaxmp.value_and_grad(loss_fn, state_of(2.0), has_aux=True)(PARAMS, X)
+
+
+def stuck(steps, scale=2.0**16):
+    optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=scale)
+    state = optimizer.init(jnp.zeros(()))
+    for _ in range(steps):
+        _, state = optimizer.update(jnp.float32(np.nan), state)
+    return optimizer, state
+
+
+def test_a_run_that_is_stuck_raises():
+    optimizer, state = stuck(49)
+    jaxmp.check_not_stuck(state)
+    _, state = optimizer.update(jnp.float32(np.nan), state)
+    message = "the last 50 steps were all left out .* the loss scale is 1 now"
+    with pytest.raises(FloatingPointError, match=message):
+        jaxmp.check_not_stuck({"opt": state})
+    _, state = optimizer.update(jnp.float32(1), state)
+    jaxmp.check_not_stuck(state)
+
+
+def test_a_sound_run_never_backs_off_as_often_as_the_limit():
+    """From the largest default scale to the smallest, with hysteresis."""
+    optimizer = dynamic_loss_scale(init_scale=2.0**24, hysteresis=8)
+    state = optimizer.init(jnp.zeros(()))
+    steps = 0
+    while float(state.loss_scale) > 1:
+        _, state = optimizer.update(jnp.float32(np.inf), state)
+        steps += 1
+    assert steps == 31
+    jaxmp.check_not_stuck(state)
+
+
+def test_of_stacked_states_the_worst_counts():
+    _, state = stuck(3)
+    stacked = jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x), x]), state)
+    jaxmp.check_not_stuck(stacked, limit=4)
+    with pytest.raises(FloatingPointError, match="the last 3 steps"):
+        jaxmp.check_not_stuck(stacked, limit=3)
+
+
+def test_checking_is_for_the_host():
+    _, state = stuck(1)
+    with pytest.raises(TypeError, match=r"check_not_stuck: .*outside jit"):
+        jax.jit(jaxmp.check_not_stuck)(state)
+    with pytest.raises(ValueError, match="limit must be at least 1; got 0"):
+        jaxmp.check_not_stuck(state, limit=0)
+
+
+def test_a_flax_nnx_optimizer_needs_no_train_state():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    tx = dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**10)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        def scaled_loss(model):
+            loss = jnp.mean(model(x) ** 2)
+            return jaxmp.scale_loss(loss, optimizer.opt_state), loss
+
+        (_, loss), grads = nnx.value_and_grad(scaled_loss, has_aux=True)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    x = jnp.ones((4, 2))
+    first = float(step(model, optimizer, x))
+    assert float(step(model, optimizer, x)) < first
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    step(model, optimizer, x * jnp.inf)
+    assert int(jaxmp.skipped_count(optimizer.opt_state)) == 1
+    assert not jaxmp.step_was_finite(optimizer.opt_state)
+    assert float(jaxmp.loss_scale(optimizer.opt_state)) == 2.0**9
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)

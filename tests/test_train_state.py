@@ -1,0 +1,397 @@
+"""The train state: what a skipped step keeps, and what the rest of Flax sees of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state as flax_train_state
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxmp
+from jaxmp import TrainState, master_weights
+
+from training import (
+    OVERFLOW,
+    SCALED,
+    STEP,
+    NnxNet,
+    X,
+    assert_same,
+    fsdp,
+    full_state,
+    nnx_loss,
+    nnx_step,
+    numbers,
+    scaled,
+    train_step,
+)
+
+
+def assert_moved(new, old):
+    assert not all(np.array_equal(a, b) for a, b in zip(*map(leaves_of, (new, old)), strict=True))
+
+
+def leaves_of(tree):
+    return jax.tree.leaves(numbers(tree))
+
+
+FIELDS = ("params", "step", "batch_stats", "average", "key", "seen")
+
+
+# Skipped steps.
+
+
+def test_a_skipped_step_leaves_no_trace_but_skipped_count():
+    before, _ = STEP(full_state(SCALED), X)
+    skipped, loss = STEP(before, OVERFLOW)
+    assert not np.isfinite(loss)
+    for field in FIELDS:
+        assert_same(getattr(skipped, field), getattr(before, field))
+    assert_same(skipped.opt_state.inner_state, before.opt_state.inner_state)
+    assert (skipped.skipped_count, before.skipped_count) == (1, 0)
+    assert (skipped.loss_scale, before.loss_scale) == (512, 1024)
+    # The run goes on as if the step had not been: but for the scale, which is a power of two.
+    after, _ = STEP(skipped, X)
+    expected, _ = STEP(before, X)
+    for field in FIELDS:
+        assert_same(getattr(after, field), getattr(expected, field))
+
+
+def test_a_finite_step_moves_every_field():
+    before = full_state(SCALED)
+    before = before.replace(average=jax.tree.map(jnp.zeros_like, before.average))
+    after, _ = STEP(before, X)
+    for field in FIELDS:
+        assert_moved(getattr(after, field), getattr(before, field))
+    assert after.step == 1
+    assert after.seen == 16
+    assert after.skipped_count == 0
+
+
+@pytest.mark.parametrize("wrap", [optax.chain, master_weights], ids=("chain", "masters"))
+def test_the_scaler_may_be_inside_other_transformations(wrap):
+    policy = "bfloat16" if wrap is master_weights else None
+    before, _ = STEP(full_state(wrap(scaled()), policy), X)
+    skipped, _ = STEP(before, OVERFLOW)
+    for field in FIELDS:
+        assert_same(getattr(skipped, field), getattr(before, field))
+    assert (skipped.loss_scale, skipped.skipped_count) == (512, 1)
+    assert_moved(STEP(skipped, X)[0].params, skipped.params)
+
+
+def test_what_a_link_outside_the_scaler_does_to_parameters_is_left_out_too():
+    tx = optax.chain(scaled(optax.sgd(0.1)), optax.add_decayed_weights(-0.1))
+    before = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    skipped = before.apply_gradients(grads={"w": jnp.array([1.0, jnp.inf])})
+    assert_same(skipped.params, before.params)
+
+
+def test_step_counts_updates_as_the_optimizer_does():
+    tx = scaled(optax.scale_by_schedule(lambda count: -0.1))
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+    for g in (1.0, jnp.nan, 1.0, jnp.inf, -jnp.inf, 1.0):
+        state = state.apply_gradients(grads={"w": jnp.full(2, g)})
+    assert state.step == 3 == optax.tree_utils.tree_get(state.opt_state, "count")
+    assert state.skipped_count == 3
+
+
+def test_zeros_keep_their_sign_where_a_step_is_left_out():
+    """-0 + 0 is +0: adding an update of zero is not doing nothing."""
+    state = TrainState.create(apply_fn=None, params={"w": jnp.full(2, -0.0)}, tx=scaled())
+    state = state.apply_gradients(grads={"w": jnp.full(2, jnp.nan)})
+    assert np.signbit(state.params["w"]).all()
+
+
+def test_what_flax_overwrites_with_gradients_is_kept_too():
+    params = {
+        "params": {"w": jnp.ones(2)},
+        "_overwrite_with_gradient": {"amax": jnp.ones(3)},
+    }
+    state = TrainState.create(apply_fn=None, params=params, tx=scaled(), policy="bfloat16")
+    assert state.params["params"]["w"].dtype == jnp.bfloat16
+    assert state.params["_overwrite_with_gradient"]["amax"].dtype == jnp.float32
+    grads = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"amax": jnp.full(3, 5.0)}}
+    moved = state.apply_gradients(grads=grads)
+    np.testing.assert_array_equal(moved.params["_overwrite_with_gradient"]["amax"], 5)
+    grads["params"]["w"] = jnp.full(2, jnp.inf)
+    skipped = moved.apply_gradients(
+        grads={**grads, "_overwrite_with_gradient": {"amax": jnp.full(3, jnp.inf)}}
+    )
+    assert_same(skipped.params, moved.params)
+
+
+# As Flax's.
+
+
+def test_without_a_scaler_it_is_flaxs_train_state():
+    class Theirs(flax_train_state.TrainState):
+        batch_stats: Any
+        average: Any
+        key: jax.Array
+        seen: jax.Array
+
+        def value_and_grad(self, fun, has_aux):
+            return jax.value_and_grad(fun, has_aux=has_aux)
+
+    ours = full_state(optax.adamw(1e-2))
+    fields = {name: getattr(ours, name) for name in ("batch_stats", "average", "key", "seen")}
+    theirs = Theirs.create(apply_fn=ours.apply_fn, params=ours.params, tx=ours.tx, **fields)
+    assert isinstance(ours, flax_train_state.TrainState)
+    for x in (X, OVERFLOW):  # without a scaler an overflow is applied: nobody asked for less
+        ours, our_loss = STEP(ours, x)
+        theirs, their_loss = STEP(theirs, x)
+        np.testing.assert_array_equal(our_loss, their_loss)
+        for field in FIELDS:
+            mine, expected = (
+                numbers(getattr(s, field)) for s in (ours, theirs.replace(step=ours.step))
+            )
+            jax.tree.map(np.testing.assert_array_equal, mine, expected)
+        assert ours.step == theirs.step
+    assert ours.loss_scale == 1
+    assert ours.skipped_count == 0
+
+
+def test_static_fields_can_be_replaced():
+    state = full_state(SCALED)
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    assert state.apply_gradients(grads=grads, name="other").name == "other"
+
+
+def test_value_and_grad_returns_the_loss_and_scaled_gradients():
+    state = TrainState.create(apply_fn=None, params={"w": jnp.full(2, 3.0)}, tx=scaled())
+
+    def loss_fn(params, x):
+        return jnp.sum(params["w"] * x), x.astype(jnp.int32)
+
+    (loss, aux), grads = state.value_and_grad(loss_fn, True)(state.params, jnp.ones(2))
+    assert (float(loss), aux.dtype) == (6.0, jnp.int32)
+    np.testing.assert_array_equal(grads["w"], 1024)
+    loss, grads = state.value_and_grad(lambda p, x: loss_fn(p, x)[0], argnums=1)(
+        state.params, jnp.ones(2)
+    )
+    np.testing.assert_array_equal(grads, 3 * 1024)
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_float16", "p=f16", None])
+def test_create_casts_params_to_param_dtype(policy):
+    state = full_state(SCALED, policy)
+    dtype = jnp.float32 if policy is None else jaxmp.get_policy(policy).param_dtype
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
+    assert {x.dtype for x in jax.tree.leaves(state.batch_stats)} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(state.opt_state.inner_state[0].mu)} == {
+        jnp.dtype("float32")
+    }
+    state, _ = jax.eval_shape(train_step, state, X)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
+
+
+@pytest.mark.parametrize(
+    ("leaf", "name"),
+    [
+        (jnp.arange(3), "int32"),
+        (np.zeros(2, bool), "bool"),
+        (3, "int"),
+        (jax.random.key(0), "key<fry>"),
+        ("text", "str"),
+    ],
+    ids=("int", "bool", "number", "key", "str"),
+)
+@pytest.mark.parametrize("policy", [None, "bfloat16"])
+def test_create_refuses_what_no_param_dtype_holds(leaf, name, policy):
+    params = {"w": jnp.ones(2), "head": {"table": leaf}}
+    expected = rf"TrainState.create: the parameter at \['head'\]\['table'\] is {name}, "
+    with pytest.raises(TypeError, match=expected):
+        TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), policy=policy)
+
+
+def test_a_field_that_changes_its_structure_is_refused():
+    state = full_state(SCALED).replace(average=None)
+    with pytest.raises(ValueError, match="apply_gradients: average has another structure") as error:
+        state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params), average=state.params)
+    assert "average=..." in str(error.value)
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="mixed_float61"):
+        full_state(optax.sgd(0.1), "mixed_float61")
+
+
+# Programs.
+
+
+def test_scan_over_steps_compiles_once_and_keeps_dtypes():
+    """Field notes, behaviour 13."""
+    state = full_state(SCALED)
+    assert not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(state))
+    compiled = STEP._cache_size()
+    looped = state
+    for x in (X, OVERFLOW, X):
+        looped, _ = STEP(looped, x)
+        assert jax.tree.map(jnp.shape, looped) == jax.tree.map(jnp.shape, state)
+        assert jax.tree.map(lambda a: a.dtype, looped) == jax.tree.map(lambda a: a.dtype, state)
+        assert not any(getattr(a, "weak_type", False) for a in jax.tree.leaves(looped))
+    assert STEP._cache_size() <= compiled + 1
+    scanned, losses = jax.lax.scan(train_step, state, jnp.stack([X, OVERFLOW, X]))
+    assert losses.shape == (3,)
+    assert (scanned.step, scanned.skipped_count) == (2, 1)
+    for a, b in zip(leaves_of(scanned), leaves_of(looped), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_can_be_donated():
+    """Field notes, behaviour 14: buffers are distinct, and each is used again."""
+    state = full_state(scaled()).replace(
+        average=jax.tree.map(jnp.zeros_like, full_state(scaled()).average)
+    )
+    arrays = [x for x in jax.tree.leaves(state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
+    step = jax.jit(train_step, donate_argnums=0)
+    for x in (X, OVERFLOW, X):  # a buffer that is not used is a warning, and warnings are errors
+        previous, (state, _) = state, step(state, x)
+        assert all(x.is_deleted() for x in jax.tree.leaves(previous.params))
+    assert (state.step, state.skipped_count) == (2, 1)
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=("float32", "masters"))
+def test_fsdp_keeps_shardings(masters):
+    """Field notes, behaviour 15; specs are trees of the state's structure."""
+    tx = master_weights(scaled()) if masters else scaled()
+    policy = "bfloat16" if masters else None
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    shapes = jax.eval_shape(lambda: full_state(tx, policy))
+    specs = jax.tree.map(fsdp, shapes)
+    assert jax.tree.structure(specs) == jax.tree.structure(shapes)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    assert isinstance(jax.tree.leaves(shapes)[0], jax.ShapeDtypeStruct)
+    state = jax.jit(lambda: full_state(tx, policy), out_shardings=shardings)()
+    sharded_before = [x for x in jax.tree.leaves(state) if not x.sharding.is_fully_replicated]
+    assert len(sharded_before) > 5
+    for x in (X, OVERFLOW, X):
+        state, _ = STEP(state, jax.device_put(x, NamedSharding(mesh, PartitionSpec("d"))))
+        for a, expected in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+            if a.ndim:  # the compiler is free to keep a scalar as it likes
+                assert a.sharding.is_equivalent_to(expected, a.ndim), (a.shape, a.sharding)
+    assert (state.step, state.skipped_count) == (2, 1)
+
+
+def test_boxed_params_give_partition_specs_for_the_whole_state():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    model = nn.Dense(8, kernel_init=init)
+
+    def create():
+        variables = model.init(jax.random.key(0), X)
+        return TrainState.create(
+            apply_fn=model.apply, params=variables["params"], tx=scaled(), policy="bfloat16"
+        )
+
+    specs = nn.get_partition_spec(jax.eval_shape(create))
+    expected = PartitionSpec(None, "model")
+    assert specs.params["kernel"] == expected
+    assert specs.opt_state.inner_state[0].mu["kernel"] == expected
+    assert specs.opt_state.loss_scale == specs.step == PartitionSpec()
+    mesh = Mesh(np.array(jax.devices()).reshape(8), ("model",))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    state = jax.jit(create, out_shardings=shardings)()
+    assert state.params["kernel"].value.sharding.spec == expected
+
+
+def test_vmap_over_states():
+    """Field notes, behaviour 17: of four states only the one with a NaN is left as it was."""
+
+    tx = scaled(optax.sgd(0.1))
+
+    def create(key):
+        return TrainState.create(apply_fn=None, params={"w": jax.random.normal(key, (3,))}, tx=tx)
+
+    states = jax.vmap(create)(jax.random.split(jax.random.key(0), 4))
+    x = jnp.ones((4, 3)).at[2, 1].set(jnp.nan)
+
+    def step(state, x):
+        _, grads = state.value_and_grad(lambda p, x: jnp.sum(p["w"] * x))(state.params, x)
+        return state.apply_gradients(grads=grads)
+
+    after = jax.vmap(step)(states, x)
+    np.testing.assert_array_equal(after.step, [1, 1, 0, 1])
+    np.testing.assert_array_equal(after.loss_scale, [1024, 1024, 512, 1024])
+    moved = np.any(np.asarray(after.params["w"] != states.params["w"]), axis=1)
+    np.testing.assert_array_equal(moved, [True, True, False, True])
+
+
+# NNX needs no train state.
+
+
+def nnx_params(model):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=("float32", "masters"))
+def test_the_same_with_nnx_optimizer(masters):
+    tx = master_weights(scaled()) if masters else scaled()
+    model = NnxNet(jnp.bfloat16 if masters else jnp.float32)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    first = nnx_step(model, optimizer, X)
+    before = nnx_params(model)
+    assert not np.isfinite(nnx_step(model, optimizer, OVERFLOW * 1e5))
+    assert_same(nnx_params(model), before)
+    opt_state = optimizer.opt_state
+    assert (jaxmp.loss_scale(opt_state), jaxmp.skipped_count(opt_state)) == (512, 1)
+    assert not jaxmp.step_was_finite(opt_state)
+    for _ in range(20):
+        last = nnx_step(model, optimizer, X)
+    assert last < 0.7 * first
+    assert jaxmp.step_was_finite(opt_state)
+    if masters:
+        stored = nnx_params(model)
+        kept = nnx.to_pure_dict(nnx.state(optimizer.opt_state.masters))
+        assert {k for k in kept if jax.tree.leaves(kept[k])} == {"first", "second"}
+        for layer in ("first", "second"):
+            for name, master in kept[layer].items():
+                assert master.dtype == jnp.float32
+                expected = np.asarray(master).astype(jnp.bfloat16)
+                np.testing.assert_array_equal(stored[layer][name], expected)
+
+
+def test_the_same_with_nnx_model_and_optimizer():
+    model = NnxNet()
+    optimizer = nnx.ModelAndOptimizer(model, scaled(), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(optimizer, x):
+        def scaled_loss(model):
+            loss = nnx_loss(model, x)
+            return jaxmp.scale_loss(loss, optimizer.opt_state), loss
+
+        grads, loss = nnx.grad(scaled_loss, has_aux=True)(optimizer.model)
+        optimizer.update(grads)
+        return loss
+
+    losses = [float(step(optimizer, x)) for x in (X, OVERFLOW * 1e5, *[X] * 20)]
+    assert not np.isfinite(losses[1])
+    assert losses[-1] < 0.7 * losses[0]
+    assert jaxmp.skipped_count(optimizer.opt_state) == 1
+
+
+def test_nnx_steps_are_those_of_a_train_state():
+    """The same gradients, the same optimizer: bitwise the same parameters."""
+    model = NnxNet()
+    _, params = nnx.split(model)
+    state = TrainState.create(
+        apply_fn=None, params=nnx.to_pure_dict(params), tx=scaled(growth_interval=2)
+    )
+    optimizer = nnx.Optimizer(model, scaled(growth_interval=2), wrt=nnx.Param)
+    grads = jax.tree.map(lambda p: jnp.cos(p) * 1024, state.params)
+    bad = jax.tree.map(lambda g: g * jnp.inf, grads)
+    for g in (grads, bad, grads, grads, grads):
+        state = state.apply_gradients(grads=g)
+        boxed = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(g))
+        optimizer.update(model, boxed)
+    assert_same(nnx_params(model), numbers(state.params))
+    assert jaxmp.loss_scale(optimizer.opt_state) == state.loss_scale == 1024
+    assert state.skipped_count == 1

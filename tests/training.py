@@ -1,0 +1,145 @@
+"""A small training run with everything that people keep in a train state, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx, struct
+from jax.sharding import PartitionSpec
+
+import jaxmp
+from jaxmp import TrainState, dynamic_loss_scale
+
+
+class Net(nn.Module):
+    """A perceptron with BatchNorm."""
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.Dense(8)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+        return nn.Dense(2)(nn.relu(x))
+
+
+class FullState(TrainState):
+    """What people add to a train state."""
+
+    batch_stats: Any
+    average: Any
+    key: jax.Array
+    seen: jax.Array
+    name: str = struct.field(pytree_node=False, default="run")
+
+
+X = jax.random.normal(jax.random.key(1), (16, 4))
+OVERFLOW = X.at[3, 1].set(1e38)
+
+
+MODEL = Net()
+apply = MODEL.apply  # one object: states of the same program have the same structure
+VARIABLES = jax.jit(MODEL.init)(jax.random.key(0), X)
+
+
+def full_state(tx, policy=None):
+    variables = jax.tree.map(jnp.copy, VARIABLES)
+    return FullState.create(
+        apply_fn=apply,
+        params=variables["params"],
+        tx=tx,
+        policy=policy,
+        batch_stats=variables["batch_stats"],
+        average=variables["params"],
+        key=jax.random.key(7),
+        seen=jnp.zeros([], jnp.int32),
+    )
+
+
+def train_step(state, x):
+    """One step of everything: dropout's key, BatchNorm, an average of the parameters, a count."""
+    key, noise_key = jax.random.split(state.key)
+
+    def loss_fn(params, x):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        noisy = x + 0.01 * jax.random.normal(noise_key, x.shape)
+        y, updated = state.apply_fn(variables, noisy, mutable=["batch_stats"])
+        return jnp.mean(jnp.square(y - 1)), updated
+
+    (loss, updated), grads = state.value_and_grad(loss_fn, has_aux=True)(state.params, x)
+    state = state.apply_gradients(
+        grads=grads,
+        batch_stats=updated["batch_stats"],
+        average=optax.incremental_update(state.params, state.average, 0.1),
+        key=key,
+        seen=state.seen + len(x),
+    )
+    return state, loss
+
+
+def scaled(inner=None, **options):
+    options = {"init_scale": 1024.0, "growth_interval": 4} | options
+    return dynamic_loss_scale(inner or optax.adam(1e-2), **options)
+
+
+# One of each, so that most tests share a compiled step.
+STEP = jax.jit(train_step)
+SCALED = scaled()
+
+
+def numbers(tree):
+    """Leaves as NumPy arrays, keys included."""
+
+    def number(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(number, tree)
+
+
+def assert_same(x, y):
+    """Equal to the bit, in structure and dtypes."""
+    assert jax.tree.structure(x) == jax.tree.structure(y)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(numbers(x)), jax.tree.leaves(numbers(y)), strict=True
+    ):
+        assert a.dtype == b.dtype, path
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+def fsdp(x: Any) -> PartitionSpec:
+    """The largest dimension that eight devices divide, over the devices."""
+    shape = list(x.shape)
+    sizes = [n if n % 8 == 0 else 0 for n in shape]
+    if not any(sizes):
+        return PartitionSpec()
+    return PartitionSpec(*("d" if i == int(np.argmax(sizes)) else None for i in range(len(shape))))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, dtype=jnp.float32):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(4, 8, rngs=rngs, param_dtype=dtype)
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+        self.second = nnx.Linear(8, 2, rngs=rngs, param_dtype=dtype)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.norm(self.first(x))))
+
+
+def nnx_loss(model, x):
+    return jnp.mean(jnp.square(model(x) - 1))
+
+
+@nnx.jit
+def nnx_step(model, optimizer, x):
+    def scaled_loss(model):
+        loss = nnx_loss(model, x)
+        return jaxmp.scale_loss(loss, optimizer.opt_state), loss
+
+    grads, loss = nnx.grad(scaled_loss, has_aux=True)(model)
+    optimizer.update(model, grads)
+    return loss
