@@ -11,7 +11,7 @@ import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -50,9 +50,10 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
 def _marked_class(cls: Any, policy: Policy) -> Any:
     """The subclass of `cls` whose methods enter the region of a policy."""
 
-    def marked(method: Method) -> Method:
+    def marked(name: str, method: Method) -> Method:
         @functools.wraps(method)
         def marked_method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            method = getattr(cls, name)  # now: `nnx.capture` replaces the methods of a class
             if policy_in_force() in (None, policy):
                 return method(self, *args, **kwargs)
             with region(policy):
@@ -60,7 +61,7 @@ def _marked_class(cls: Any, policy: Policy) -> Any:
 
         return marked_method
 
-    return _subclass(cls, policy, {name: marked(method) for name, method in _methods(cls)})
+    return _subclass(cls, policy, {name: marked(name, method) for name, method in _methods(cls)})
 
 
 def _subclass(cls: Any, policy: Policy | PolicyMap, methods: dict[str, Method]) -> Any:
@@ -68,11 +69,12 @@ def _subclass(cls: Any, policy: Policy | PolicyMap, methods: dict[str, Method]) 
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     members |= {"__doc__": cls.__doc__, "_jaxmp_policy": policy, **methods}
     is_pytree = getattr(cls, "_pytree__is_pytree", True)
-    return _metaclass(type(cls))(cls.__name__, (cls,), members, pytree=is_pytree)
+    meta: Any = type(cls)
+    return _metaclass(meta)(cls.__name__, (cls,), members, pytree=is_pytree)
 
 
 @functools.cache
-def _metaclass(meta: type) -> Any:
+def _metaclass(meta: Any) -> Any:
     """A metaclass whose classes pickle as what they were made from: their name is another's."""
     pickled = type(meta.__name__, (meta,), {"__module__": meta.__module__})
     copyreg.pickle(pickled, lambda cls: (_wrapped_class, (cls.__base__, cls._jaxmp_policy)))
@@ -96,7 +98,9 @@ def _wrapped_method(method: Method, overrides: Overrides) -> Method:
 
     @functools.wraps(method)
     def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
-        with _shown_as_float32(self, overrides), _marked(self, overrides):
+        own = overrides.policy_at((), type(self))
+        entered = nullcontext() if own is None else region(own)
+        with _shown_as_float32(self, overrides), _marked(self, overrides), entered:
             return method(self, *args, **kwargs)
 
     lifted = split_inputs(under_policy(merge_inputs(called), overrides.inner))
@@ -135,7 +139,9 @@ def _updatable(fn: Method) -> Method:
         before = nnx.graphdef(nodes)
         copies = nnx.clone(nodes)
         copied = iter(copies)
-        out = fn(*tree.unflatten([next(copied) if _is_graph_node(x) else x for x in leaves]))
+        out = fn(
+            *jax.tree.unflatten(tree, [next(copied) if _is_graph_node(x) else x for x in leaves])
+        )
         if nnx.graphdef(copies) != before:
             raise errors.TraceContextError(
                 "Cannot mutate a module from a different trace level: pass it as an argument"
@@ -172,8 +178,9 @@ def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
             (dtypes[path[:i]] for i in range(len(path) - 1, -1, -1) if path[:i] in dtypes), None
         )
         dtypes[path] = getattr(inner, "dtype", enclosing)
-        own = _own_dtype(inner) if path else None  # the wrapped module's is overruled
-        policy = overrides.policy_at(path, type(inner), own, enclosing)
+        if not path:
+            continue  # the wrapped module: its method is being called, and its dtype overruled
+        policy = overrides.policy_at(path, type(inner), _own_dtype(inner), enclosing)
         if policy is not None:
             marked.append((inner, type(inner)))
             object.__setattr__(inner, "__class__", _marked_class(type(inner), policy))
