@@ -9,7 +9,11 @@ the precision policy to it; the training loop is the one Flax's documentation sh
 The second trains each seed twice, from one initialisation on one sequence of batches. It shows a
 progress bar, draws `digits.png`, and ends with
 
-TABLE
+    accuracy (%)           seed 0   seed 1   seed 2     mean   points  images/s  contractions
+    mixed_bfloat16          98.33    98.11    98.11    98.18    +0.15     5,758  3 bfloat16
+    float32                 98.33    97.66    98.11    98.03              6,404  3 float32
+
+on two CPU cores, which do not multiply bfloat16 faster.
 """
 
 from __future__ import annotations

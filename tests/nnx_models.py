@@ -1,4 +1,4 @@
-"""Small NNX models, each float32 as written, and an input for each."""
+"""Small NNX models, each float32 as written, and an input for each; and comparing two of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+import jaxmp
+
+from support import contraction_dtypes
 
 WIDTH = 8
 
@@ -199,3 +203,54 @@ def functions(
         return jax.grad(lambda p: jnp.mean(forward(p, rest).astype("float32") ** 2))(params)
 
     return forward, gradient, (params, rest)
+
+
+# Two of them, and how they compare.
+
+POLICY = "mixed_bfloat16"
+LOW = {"bfloat16": 2}  # the contractions of the MLP
+ROWS = uniform(4, WIDTH)
+IMAGES = uniform(4, 6, 6, 3)
+
+
+def pair(name: str, policy: object = POLICY) -> tuple[nnx.Module, nnx.Module]:
+    """A model, and another of the same values, wrapped."""
+    return made(name), jaxmp.wrap(made(name), policy)
+
+
+def leaves(tree: object) -> list:
+    return [(path, _array(leaf)) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def _array(leaf: object) -> np.ndarray:
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def assert_same(a: object, b: object) -> None:
+    """Bitwise, dtypes and structure included."""
+    for (path, x), (path2, y) in zip(leaves(a), leaves(b), strict=True):
+        assert (path, x.dtype) == (path2, y.dtype)
+        np.testing.assert_array_equal(x, y, err_msg=str(path))
+
+
+def assert_close(low: object, full: object) -> None:
+    """Apart by the rounding of a few products, and not the same: something was rounded."""
+    eps = float(jnp.finfo("bfloat16").eps)
+    equal = True
+    for (path, x), (path2, y) in zip(leaves(low), leaves(full), strict=True):
+        assert (path, x.dtype) == (path2, y.dtype)
+        atol = 8 * eps * np.abs(y).max(initial=0)
+        np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=str(path))
+        equal &= np.array_equal(x, y)
+    assert not equal
+
+
+def runs_low(model: nnx.Module) -> bool:
+    """Whether a module made from an `MLP` multiplies in 16 bits, in its current trace."""
+    graphdef, state = nnx.split(model)
+
+    def fn(state, x):
+        return nnx.merge(graphdef, state)(x)
+
+    return contraction_dtypes(fn, state, uniform(4, WIDTH)) == LOW

@@ -10,10 +10,8 @@ from flax import nnx
 
 import jaxmp
 
-from nnx_models import MODELS, WIDTH, Attention, MoE, abstract, functions, made, uniform
+from nnx_models import MODELS, POLICY, WIDTH, Attention, MoE, abstract, functions, made, uniform
 from support import contraction_dtypes, contractions, primitives
-
-POLICY = "mixed_bfloat16"
 
 
 def counts(model: nnx.Module, x: object, policy: object) -> tuple[dict, dict]:
