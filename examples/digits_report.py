@@ -15,7 +15,6 @@ class Run(NamedTuple):
 
     losses: list[float]  # of each training step
     accuracy: dict[int, float]  # steps taken -> percent of the held-out digits
-    images_per_second: float
     contractions: dict[str, int]
 
     @property
@@ -31,14 +30,13 @@ def report(results: Results) -> None:
     *_, baseline = results
     seeds = list(results[baseline])
     columns = "".join(f"{f'seed {seed}':>9}" for seed in seeds)
-    print(f"\n{'accuracy (%)':<20}{columns}{'mean':>9}{'points':>9}{'images/s':>10}  contractions")
+    print(f"\n{'accuracy (%)':<20}{columns}{'mean':>9}{'points':>9}  contractions")
     means = {policy: fmean(run.final for run in runs.values()) for policy, runs in results.items()}
     for policy, runs in results.items():
         each = "".join(f"{runs[seed].final:>9.2f}" for seed in seeds)
         change = "" if policy == baseline else f"{means[policy] - means[baseline]:+.2f}"
-        speed = f"{fmean(run.images_per_second for run in runs.values()):,.0f}"
         counts = ", ".join(f"{n} {name}" for name, n in runs[seeds[0]].contractions.items())
-        print(f"{policy:<20}{each}{means[policy]:>9.2f}{change:>9}{speed:>10}  {counts}")
+        print(f"{policy:<20}{each}{means[policy]:>9.2f}{change:>9}  {counts}")
 
 
 def plot(results: Results, path: Path) -> None:
