@@ -235,15 +235,15 @@ def assert_same(a: object, b: object) -> None:
 
 
 def assert_close(low: object, full: object) -> None:
-    """Apart by the rounding of a few products, and not the same: something was rounded."""
+    """Apart by the rounding of a few products to 16 bits: no more than that, and no less."""
     eps = float(jnp.finfo("bfloat16").eps)
-    equal = True
+    rounded = False
     for (path, x), (path2, y) in zip(leaves(low), leaves(full), strict=True):
         assert (path, x.dtype) == (path2, y.dtype)
         atol = 8 * eps * np.abs(y).max(initial=0)
         np.testing.assert_allclose(x, y, rtol=0, atol=atol, err_msg=str(path))
-        equal &= np.array_equal(x, y)
-    assert not equal
+        rounded |= bool(np.any(np.abs(x - y) > atol / 1024))  # no order of float32 sums does that
+    assert rounded
 
 
 def runs_low(model: nnx.Module) -> bool:
