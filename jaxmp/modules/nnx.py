@@ -7,14 +7,16 @@ trace; the modules of that copy that have a policy of their own are marked there
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import errors, nnx
+from flax.nnx.graphlib import is_graph_node as _is_graph_node
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmp.autocast.region import policy_in_force, region, widen
@@ -23,6 +25,8 @@ from jaxmp.modules.overrides import Overrides
 from jaxmp.policy import Policy, PolicyMap
 
 Method = Callable[..., Any]
+
+_UNBOUND = (staticmethod, classmethod, type)
 
 
 def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
@@ -39,17 +43,17 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
     """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
     overrides = Overrides(policy)
     members = {name: _wrapped_method(method, overrides) for name, method in _methods(cls)}
-    members["__reduce__"] = lambda self: (_unpickle, (cls, policy, dict(vars(self))))
-    return _subclass(cls, members)
+    return _subclass(cls, policy, members)
 
 
 @functools.cache
 def _marked_class(cls: Any, policy: Policy) -> Any:
     """The subclass of `cls` whose methods enter the region of a policy."""
 
-    def marked(method: Method) -> Method:
+    def marked(name: str, method: Method) -> Method:
         @functools.wraps(method)
         def marked_method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            method = getattr(cls, name)  # now: `nnx.capture` replaces the methods of a class
             if policy_in_force() in (None, policy):
                 return method(self, *args, **kwargs)
             with region(policy):
@@ -57,15 +61,24 @@ def _marked_class(cls: Any, policy: Policy) -> Any:
 
         return marked_method
 
-    return _subclass(cls, {name: marked(method) for name, method in _methods(cls)})
+    return _subclass(cls, policy, {name: marked(name, method) for name, method in _methods(cls)})
 
 
-def _subclass(cls: Any, methods: dict[str, Method]) -> Any:
+def _subclass(cls: Any, policy: Policy | PolicyMap, methods: dict[str, Method]) -> Any:
     """A subclass that to Flax, and to who prints it, is `cls`."""
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    members |= {"__doc__": cls.__doc__, **methods}
+    members |= {"__doc__": cls.__doc__, "_jaxmp_policy": policy, **methods}
     is_pytree = getattr(cls, "_pytree__is_pytree", True)
-    return type(cls)(cls.__name__, (cls,), members, pytree=is_pytree)
+    meta: Any = type(cls)
+    return _metaclass(meta)(cls.__name__, (cls,), members, pytree=is_pytree)
+
+
+@functools.cache
+def _metaclass(meta: Any) -> Any:
+    """A metaclass whose classes pickle as what they were made from: their name is another's."""
+    pickled = type(meta.__name__, (meta,), {"__module__": meta.__module__})
+    copyreg.pickle(pickled, lambda cls: (_wrapped_class, (cls.__base__, cls._jaxmp_policy)))
+    return pickled
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Method]]:
@@ -74,14 +87,10 @@ def _methods(cls: type) -> Iterator[tuple[str, Method]]:
     for name in dir(cls):
         public = name == "__call__" or not name.startswith("_")
         method = inspect.getattr_static(cls, name)
-        if public and name not in flax and inspect.isfunction(method):
+        # Not only functions: `nnx.jit` makes a method an object that binds as one.
+        binds = callable(method) and hasattr(type(method), "__get__")
+        if public and name not in flax and binds and not isinstance(method, _UNBOUND):
             yield name, method
-
-
-def _unpickle(cls: type[nnx.Module], policy: Policy | PolicyMap, state: dict[str, Any]) -> Any:
-    wrapped = object.__new__(_wrapped_class(cls, policy))
-    vars(wrapped).update(state)
-    return wrapped
 
 
 def _wrapped_method(method: Method, overrides: Overrides) -> Method:
@@ -89,7 +98,9 @@ def _wrapped_method(method: Method, overrides: Overrides) -> Method:
 
     @functools.wraps(method)
     def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
-        with _shown_as_float32(self, overrides), _marked(self, overrides):
+        own = overrides.policy_at((), type(self))
+        entered = nullcontext() if own is None else region(own)
+        with _shown_as_float32(self, overrides), _marked(self, overrides), entered:
             return method(self, *args, **kwargs)
 
     lifted = split_inputs(under_policy(merge_inputs(called), overrides.inner))
@@ -98,12 +109,62 @@ def _wrapped_method(method: Method, overrides: Overrides) -> Method:
     def wrapped_method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         if policy_in_force() is not None:
             with region(overrides.default):
-                return called(self, args, kwargs)
+                if not overrides.stored:
+                    return called(self, args, kwargs)
+                return _updatable(called)(self, args, kwargs)
         if identity:
             return method(self, *args, **kwargs)
-        return overrides.output(lifted(self, args, kwargs))
+        out = _updatable(lifted)(self, args, kwargs)
+        return jax.tree.map(
+            lambda x: x if _is_graph_node(x) else overrides.output(x), out, is_leaf=_is_graph_node
+        )
 
     return wrapped_method
+
+
+def _updatable(fn: Method) -> Method:
+    """`fn` on a copy of those modules that belong to another trace.
+
+    JAX's own transformations may close over a module that is only read. Lifting writes all of its
+    Variables back, changed or not, which Flax refuses in another trace.
+    """
+
+    @functools.wraps(fn)
+    def updatable(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args, is_leaf=_is_graph_node)
+        nodes = [leaf for leaf in leaves if _is_graph_node(leaf)]
+        variables = _variables(nodes)
+        if all(map(_can_update, variables)):
+            return fn(*args)
+        before = nnx.graphdef(nodes)
+        copies = nnx.clone(nodes)
+        copied = iter(copies)
+        out = fn(
+            *jax.tree.unflatten(tree, [next(copied) if _is_graph_node(x) else x for x in leaves])
+        )
+        if nnx.graphdef(copies) != before:
+            raise errors.TraceContextError(
+                "Cannot mutate a module from a different trace level: pass it as an argument"
+            )
+        for variable, copy in zip(variables, _variables(copies), strict=True):
+            if copy.get_raw_value() is not variable.get_raw_value():
+                variable.set_raw_value(copy.get_raw_value())  # Flax's own error, where it must be
+        return out
+
+    return updatable
+
+
+def _variables(nodes: Any) -> list[Any]:
+    return [node for _, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)]
+
+
+def _can_update(variable: Any) -> bool:
+    """Whether Flax lets a Variable be changed in the trace at hand."""
+    try:
+        variable.set_raw_value(variable.get_raw_value())
+    except errors.TraceContextError:
+        return False
+    return True
 
 
 @contextmanager
@@ -117,8 +178,9 @@ def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
             (dtypes[path[:i]] for i in range(len(path) - 1, -1, -1) if path[:i] in dtypes), None
         )
         dtypes[path] = getattr(inner, "dtype", enclosing)
-        own = _own_dtype(inner) if path else None  # the wrapped module's is overruled
-        policy = overrides.policy_at(path, type(inner), own, enclosing)
+        if not path:
+            continue  # the wrapped module: its method is being called, and its dtype overruled
+        policy = overrides.policy_at(path, type(inner), _own_dtype(inner), enclosing)
         if policy is not None:
             marked.append((inner, type(inner)))
             object.__setattr__(inner, "__class__", _marked_class(type(inner), policy))
@@ -134,16 +196,18 @@ def _shown_as_float32(module: nnx.Module, overrides: Overrides) -> Iterator[None
     """While a method is traced: parameters stored in 16 bits are float32 values to it."""
     stored = []
     if overrides.stored:
-        for _, node in nnx.iter_graph(module):
-            value = node.get_raw_value() if isinstance(node, nnx.Param) else None
+        for param in (v for v in _variables(module) if isinstance(v, nnx.Param)):
+            value = param.get_raw_value()
             if isinstance(value, jax.Array) and value.dtype in overrides.stored:
-                stored.append((node, value.dtype))
-                node.set_raw_value(widen(value, value.dtype))
+                shown = widen(value, value.dtype)
+                stored.append((param, value, shown))
+                param.set_raw_value(shown)
     try:
         yield
     finally:
-        for node, dtype in stored:
-            node.set_raw_value(node.get_raw_value().astype(dtype))
+        for param, value, shown in stored:
+            new = param.get_raw_value()
+            param.set_raw_value(value if new is shown else new.astype(value.dtype))
 
 
 def _own_dtype(module: nnx.Module) -> Any:

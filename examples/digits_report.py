@@ -1,0 +1,70 @@
+"""The end of `train_digits_nnx.py`: a table and a picture of what the runs came to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+
+class Run(NamedTuple):
+    """What a training run came to."""
+
+    losses: list[float]  # of each training step
+    accuracy: dict[int, float]  # steps taken -> percent of the held-out digits
+    contractions: dict[str, int]
+
+    @property
+    def final(self) -> float:
+        return self.accuracy[len(self.losses)]
+
+
+Results = dict[str, dict[int, Run]]  # policy -> seed -> run
+
+
+def report(results: Results) -> None:
+    """Prints the table; where there are two policies, the first is compared with the second."""
+    *_, baseline = results
+    seeds = list(results[baseline])
+    columns = "".join(f"{f'seed {seed}':>9}" for seed in seeds)
+    print(f"\n{'accuracy (%)':<20}{columns}{'mean':>9}{'points':>9}  contractions")
+    means = {policy: fmean(run.final for run in runs.values()) for policy, runs in results.items()}
+    for policy, runs in results.items():
+        each = "".join(f"{runs[seed].final:>9.2f}" for seed in seeds)
+        change = "" if policy == baseline else f"{means[policy] - means[baseline]:+.2f}"
+        counts = ", ".join(f"{n} {name}" for name, n in runs[seeds[0]].contractions.items())
+        print(f"{policy:<20}{each}{means[policy]:>9.2f}{change:>9}  {counts}")
+
+
+def plot(results: Results, path: Path) -> None:
+    """Draws the training loss above and the held-out accuracy below, each run a line."""
+    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True)
+    policy, *baselines = results
+
+    # The curves lie close to one another: the baseline is a broad pale band, the policy a line.
+    styles = {policy: {"color": "#c2410c", "lw": 1.2, "zorder": 3}}
+    styles |= {name: {"color": "#93c5fd", "lw": 5, "solid_capstyle": "round"} for name in baselines}
+    for name in [*baselines, policy]:
+        for i, run in enumerate(results[name].values()):
+            label = None if i else name
+            window = max(1, len(run.losses) // 40)
+            smooth = np.convolve(run.losses, np.full(window, 1 / window), mode="valid")
+            top.plot(np.arange(len(smooth)) + window, smooth, label=label, **styles[name])
+            steps, accuracy = list(run.accuracy), list(run.accuracy.values())
+            bottom.plot(steps, accuracy, label=label, **styles[name])
+
+    runs = len(results[policy])
+    top.set_title(f"A convolutional network on handwritten digits, {runs} run{'s'[: runs > 1]}")
+    top.set(ylabel=f"training loss\n(mean of {window} steps)", yscale="log")
+    top.legend()
+    finals = [run.final for runs in results.values() for run in runs.values()]
+    bottom.set(xlabel="training step", ylabel="held-out accuracy (%)")
+    bottom.set(xlim=(0, len(smooth) + window), ylim=(min(90, min(finals) - 5), 100))
+    for ax in (top, bottom):
+        ax.grid(alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

@@ -1,0 +1,152 @@
+"""Trains a convolutional network on scikit-learn's 8x8 handwritten digits.
+
+The model is plain Flax NNX, written in float32, with BatchNorm and Dropout. `jaxmp.wrap` applies
+the precision policy to it; the training loop is the one Flax's documentation shows. See `train`.
+
+    python examples/train_digits_nnx.py
+    python examples/train_digits_nnx.py --compare float32 --runs 3
+
+The second trains each seed twice, from one initialisation on one sequence of batches. It shows a
+progress bar, draws `digits.png`, and ends with
+
+    accuracy (%)           seed 0   seed 1   seed 2     mean   points  contractions
+    mixed_bfloat16          98.44    98.33    98.67    98.48    +0.11  3 bfloat16
+    float32                 98.33    98.22    98.55    98.37           3 float32
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import optax
+from digits_report import Run, plot, report
+from flax import nnx
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
+
+import jaxmp
+
+
+class CNN(nnx.Module):
+    """Images [batch, 8, 8, 1] to the logits of the ten digits: [batch, 10]."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv1 = nnx.Conv(1, 16, (3, 3), rngs=rngs)
+        self.norm1 = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+        self.conv2 = nnx.Conv(16, 32, (3, 3), rngs=rngs)
+        self.norm2 = nnx.BatchNorm(32, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.head = nnx.Linear(2 * 2 * 32, 10, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.max_pool(nnx.relu(self.norm1(self.conv1(x))), (2, 2), (2, 2))
+        x = nnx.max_pool(nnx.relu(self.norm2(self.conv2(x))), (2, 2), (2, 2))
+        return self.head(self.dropout(x.reshape(len(x), -1)))
+
+
+def loss_fn(model, images, digits):
+    logits = model(images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, digits).mean()
+
+
+@nnx.jit
+def train_step(model, optimizer, images, digits):
+    loss, grads = nnx.value_and_grad(loss_fn)(model, images, digits)
+    optimizer.update(model, grads)
+    return loss
+
+
+@nnx.jit
+def right_answers(model, images, digits):
+    return (model(images).argmax(-1) == digits).sum()
+
+
+def read_digits():
+    """((images, digits) to train on, (images, digits) held out): half of the 1797 each."""
+    images, digits = load_digits(return_X_y=True)
+    images = images.reshape(-1, 8, 8, 1).astype("f") / 16
+    split = train_test_split(images, digits, test_size=0.5, stratify=digits, random_state=0)
+    return (split[0], split[2]), (split[1], split[3])
+
+
+def batches(data, steps: int, batch: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The training batches: the same in the same order for the same seed."""
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        chosen = rng.integers(len(data[0]), size=batch)
+        yield data[0][chosen], data[1][chosen]
+
+
+def train(policy: str, steps: int, batch: int, seed: int) -> Run:
+    """Trains under `policy`, from the parameters and on the batches that `seed` stands for."""
+    data, held_out = read_digits()
+    model = CNN(nnx.Rngs(seed))
+
+    # Mixed precision is this line. What trains the model knows nothing of it.
+    model = jaxmp.wrap(model, policy)
+
+    optimizer = nnx.Optimizer(model, optax.adamw(2e-3), wrt=nnx.Param)
+    losses, accuracy = [], {}
+
+    def evaluate():
+        model.eval()  # the averages that BatchNorm has kept, and no Dropout
+        accuracy[len(losses)] = 100 * int(right_answers(model, *held_out)) / len(held_out[0])
+        model.train()
+
+    with tqdm(desc=f"{policy}, seed {seed}", total=steps, unit=" steps") as bar:
+        for images, digits in batches(data, steps, batch, seed):
+            if len(losses) % -(-steps // 8) == 0:
+                evaluate()
+            losses.append(float(train_step(model, optimizer, images, digits)))
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.update()
+    evaluate()
+
+    graphdef, state = nnx.split(model)
+
+    def forward(state, images):
+        return nnx.merge(graphdef, state)(images)
+
+    plan = jaxmp.explain(forward, "float32")(state, held_out[0])
+    return Run(losses, accuracy, plan.contractions())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--policy", default="mixed_bfloat16", help="default: %(default)s")
+    parser.add_argument("--compare", metavar="POLICY", help="train a second time, under this one")
+    parser.add_argument("--steps", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="the first one; default: %(default)s")
+    parser.add_argument("--runs", type=int, default=1, help="seeds to train; default: %(default)s")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("digits.png"), help="default: %(default)s"
+    )
+    args = parser.parse_args()
+    if min(args.steps, args.batch, args.runs) < 1 or args.seed < 0:
+        parser.error("--steps, --batch and --runs must be at least 1, and --seed at least 0")
+    policies = [args.policy] if args.compare is None else [args.policy, args.compare]
+    try:
+        if len({jaxmp.get_policy(policy) for policy in policies}) < len(policies):
+            parser.error("--compare needs a policy other than --policy")
+    except ValueError as error:
+        parser.error(str(error))
+    if not args.plot.parent.is_dir():
+        parser.error(f"--plot: there is no folder {args.plot.parent}")
+
+    seeds = range(args.seed, args.seed + args.runs)
+    results = {
+        policy: {seed: train(policy, args.steps, args.batch, seed) for seed in seeds}
+        for policy in policies
+    }
+    report(results)
+    plot(results, args.plot)
+    print(f"\nThe curves are in {args.plot}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`examples/train_digits_nnx.py`, run as a user runs it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def train_digits(*options: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the example in `folder`, on CPU, without the test run's fake devices."""
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env["JAX_PLATFORMS"] = "cpu"
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(EXAMPLES.parent), env.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_digits_nnx.py"), *options],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_train_digits_compares_two_policies(tmp_path):
+    # One run, many checks: starting a process costs more than any of them.
+    options = ("--steps", "80", "--batch", "64", "--seed", "3", "--runs", "2")
+    result = train_digits(*options, "--compare", "float32", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+    row = r"^(\S+) +(\d+\.\d\d) +(\d+\.\d\d) +(\d+\.\d\d) +([+-]\d+\.\d\d)?  +(.*)$"
+    low, full = re.findall(row, result.stdout, re.MULTILINE)
+    assert (low[0], low[5]) == ("mixed_bfloat16", "3 bfloat16")
+    assert (full[0], full[4], full[5]) == ("float32", "", "3 float32")
+    low_accuracy, full_accuracy = ([float(x) for x in run[1:4]] for run in (low, full))
+    for *each, mean in (low_accuracy, full_accuracy):
+        assert mean == pytest.approx(sum(each) / 2, abs=0.011)
+        assert min(each) > 80, "far more than chance is learned in 80 steps"
+    assert float(low[4]) == pytest.approx(low_accuracy[2] - full_accuracy[2], abs=0.011)
+    assert abs(float(low[4])) < 3, "the same init and the same data end close"
+    assert re.search(r"^accuracy \(%\) +seed 3 +seed 4 +mean", result.stdout, re.MULTILINE)
+
+    losses = re.findall(r"steps/s, loss=(\d+\.\d+)", result.stderr)
+    assert losses, "the progress bar"
+    assert len(set(losses)) > 4, "another precision and another seed go another way"
+    assert (tmp_path / "digits.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--policy", "mixed_bfloat17"), "mixed_bfloat17"),
+        (("--compare", "mixed_bfloat16"), "--compare needs a policy other than --policy"),
+        (("--steps", "0"), "must be at least 1"),
+        (("--runs", "0"), "must be at least 1"),
+        (("--seed", "-1"), "at least 0"),
+        (("--plot", "missing/digits.png"), "there is no folder missing"),
+    ],
+)
+def test_train_digits_refuses_bad_options(options, message, monkeypatch, capsys):
+    # In this process, for speed: nothing is trained.
+    monkeypatch.syspath_prepend(EXAMPLES)
+    script = importlib.import_module("train_digits_nnx")
+    monkeypatch.setattr(sys, "argv", ["train_digits_nnx.py", *options])
+    with pytest.raises(SystemExit) as error:
+        script.main()
+    assert error.value.code == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert not out
+
+
+def test_train_digits_names_no_precision():
+    """The claim of the example: but for the policies' names, no floating dtype stands in it."""
+    source = (EXAMPLES / "train_digits_nnx.py").read_text().split('"""', 2)[2]
+    code = source.replace('"mixed_bfloat16"', "").replace('"float32")(state', "")
+    assert not re.findall(r"dtype=|float\d+|bf16|f32|f16", code)

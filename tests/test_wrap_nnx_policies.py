@@ -1,0 +1,317 @@
+"""What runs in which precision inside a wrapped NNX module."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmp
+
+from nnx_models import MODELS, POLICY, WIDTH, Attention, MoE, abstract, functions, made, uniform
+from support import contraction_dtypes, contractions, primitives
+
+
+def counts(model: nnx.Module, x: object, policy: object) -> tuple[dict, dict]:
+    """The contractions of a model under a policy, forward and backward."""
+    forward, gradient, state = functions(jaxmp.wrap(model, policy), x)
+    return dict(contraction_dtypes(forward, *state)), dict(contraction_dtypes(gradient, *state))
+
+
+def mapped(overrides: dict, default: object = POLICY) -> jaxmp.PolicyMap:
+    return jaxmp.PolicyMap(overrides, default=default)
+
+
+@pytest.mark.parametrize("policy", [POLICY, "mixed_float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_contractions_are_low_forward_and_backward(name, policy):
+    x = MODELS[name].x()
+    forward, backward = counts(abstract(name), x, policy)
+    dtype = policy.removeprefix("mixed_")
+    # As many as in the model itself: none is left out, none done twice.
+    plain_forward, plain_gradient, state = functions(abstract(name), x)
+    assert forward == {dtype: contraction_dtypes(plain_forward, *state)["float32"]}
+    assert backward == {dtype: contraction_dtypes(plain_gradient, *state)["float32"]}
+    assert forward[dtype] == MODELS[name].contractions
+
+
+def numbers(tree: object) -> list[np.ndarray]:
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(tree)]
+
+
+@nnx.jit
+def step(model: nnx.Module, x: jax.Array) -> tuple:
+    """Outputs and gradients; and what they change stays in the model."""
+    return model(x), nnx.grad(lambda m: (m(x) ** 2).mean())(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_is_bitwise_the_identity(name):
+    x = MODELS[name].x()
+    model = made(name)
+    wrapped = jaxmp.wrap(nnx.clone(model), "float32")
+    expected, got = step(model, x), step(wrapped, x)
+    for a, b in zip(
+        numbers((got, nnx.state(wrapped))), numbers((expected, nnx.state(model))), strict=True
+    ):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["cnn", "scanned", "tied"])
+def test_a_map_of_float32_is_the_identity_up_to_the_order_of_sums(name):
+    """Here the module is traced, marked, planned and executed, all of it in float32."""
+    x = MODELS[name].x()
+    model = made(name)
+    wrapped = jaxmp.wrap(nnx.clone(model), mapped({"**": "float32"}, "float32"))
+    expected, got = step(model, x), step(wrapped, x)
+    for a, b in zip(
+        numbers((got, nnx.state(wrapped))), numbers((expected, nnx.state(model))), strict=True
+    ):
+        assert a.dtype == b.dtype
+        scale = np.abs(b).max(initial=0)
+        np.testing.assert_allclose(a, b, rtol=0, atol=16 * np.finfo("float32").eps * scale)
+
+
+@pytest.mark.parametrize("name", ["cnn", "attention"])
+def test_norms_and_softmax_stay_float32(name):
+    forward, _, state = functions(jaxmp.wrap(abstract(name), POLICY), MODELS[name].x())
+    found = primitives(forward, *state)
+    for primitive in ("rsqrt", "reduce_sum", "exp"):
+        assert not found[primitive, "bfloat16"], primitive
+    assert found["rsqrt", "float32"]
+
+
+def test_output_dtype():
+    model = made("mlp")
+    x = uniform(4, WIDTH)
+    for policy, dtype in (
+        (POLICY, "float32"),
+        ("p=f32,c=bf16,o=bf16", "bfloat16"),
+        ("p=f32,c=bf16,o=f16", "float16"),
+        ("p=f32,c=f32,o=bf16", "bfloat16"),
+    ):
+        assert jaxmp.wrap(model, policy)(x).dtype == dtype, policy
+        assert jaxmp.wrap(model, policy).encode(x).dtype == dtype, policy
+
+
+# PolicyMap.
+
+
+@pytest.mark.parametrize(
+    ("pattern", "forward"),
+    [
+        ("layers/0/*", {"float32": 2, "bfloat16": 5}),
+        ("layers/0", {"float32": 2, "bfloat16": 5}),
+        ("layers/*/up", {"float32": 3, "bfloat16": 4}),
+        ("layers/[12]/**", {"float32": 4, "bfloat16": 3}),
+        ("**/down", {"float32": 3, "bfloat16": 4}),
+        ("head", {"float32": 1, "bfloat16": 6}),
+        ("**", {"float32": 7}),
+        (nnx.Linear, {"float32": 7}),
+        (nnx.LayerNorm, {"bfloat16": 7}),
+    ],
+)
+def test_patterns_and_classes(pattern, forward):
+    got, backward = counts(abstract("listed"), uniform(4, WIDTH), mapped({pattern: "float32"}))
+    assert got == forward
+    # Each has two more in the backward pass, the first layer's input included.
+    assert backward == {dtype: 3 * n for dtype, n in forward.items()}
+
+
+def test_a_pattern_gives_float32_to_exactly_that_block():
+    wrapped = jaxmp.wrap(abstract("listed"), mapped({"layers/1/**": "float32"}))
+    forward, _, state = functions(wrapped, uniform(4, WIDTH))
+    found = [c.in_dtypes[0] for c in contractions(forward, *state)]  # in the order of the layers
+    assert found == ["bfloat16"] * 2 + ["float32"] * 2 + ["bfloat16"] * 3
+
+
+def test_the_first_match_wins():
+    policy = mapped({"layers/0/up": "mixed_float16", "layers/0/**": "float32"})
+    assert counts(abstract("listed"), uniform(4, WIDTH), policy)[0] == {
+        "float16": 1,
+        "float32": 1,
+        "bfloat16": 5,
+    }
+    policy = mapped({"layers/0/**": "float32", "layers/0/up": "mixed_float16"})
+    assert counts(abstract("listed"), uniform(4, WIDTH), policy)[0] == {"float32": 2, "bfloat16": 5}
+
+
+def test_the_innermost_match_wins():
+    policy = mapped({"layers/1": "float32", "layers/1/down": POLICY}, "mixed_float16")
+    assert counts(abstract("listed"), uniform(4, WIDTH), policy)[0] == {
+        "float16": 5,
+        "float32": 1,
+        "bfloat16": 1,
+    }
+
+
+def test_float16_in_one_block_and_bfloat16_in_another():
+    policy = mapped({"layers/0": "mixed_float16", "layers/2": "float32"})
+    forward, backward = counts(abstract("listed"), uniform(4, WIDTH), policy)
+    assert forward == {"float16": 2, "float32": 2, "bfloat16": 3}
+    assert backward == {"float16": 6, "float32": 6, "bfloat16": 9}
+
+
+def test_inside_scan_and_remat_and_backward():
+    forward, backward = counts(
+        abstract("scanned"), uniform(4, WIDTH), mapped({"layers/up": "mixed_float16"})
+    )
+    assert forward == {"float16": 1, "bfloat16": 2}
+    # The body's two run again in the backward pass, by remat.
+    plain = counts(abstract("scanned"), uniform(4, WIDTH), POLICY)[1]["bfloat16"]
+    assert backward["float16"] == 4
+    assert sum(backward.values()) == plain
+    assert set(backward) == {"float16", "bfloat16"}
+
+
+def test_a_pattern_may_match_the_wrapped_module_itself():
+    # Its own products, too, not only those of the modules inside it.
+    for key in ("**", MoE):
+        x = MODELS["moe"].x()
+        assert counts(abstract("moe"), x, mapped({key: "float32"}))[0] == {"float32": 6}
+    policy = mapped({MoE: "float32", "head": POLICY})
+    assert counts(abstract("moe"), x, policy)[0] == {"float32": 5, "bfloat16": 1}
+
+
+def test_low_in_a_float32_model():
+    policy = mapped({"layers/1": POLICY}, "float32")
+    forward, backward = counts(abstract("listed"), uniform(4, WIDTH), policy)
+    assert forward == {"bfloat16": 2, "float32": 5}
+    assert backward == {"bfloat16": 6, "float32": 15}
+
+
+def test_overrides_reach_every_method():
+    wrapped = jaxmp.wrap(made("mlp"), mapped({"hidden": "float32"}))
+    full = made("mlp").hidden(uniform(4, WIDTH))
+    table = jaxmp.explain(lambda x: wrapped.encode(x), "float32")(uniform(4, WIDTH))
+    assert table.contractions() == {"float32": 1}
+    np.testing.assert_array_equal(wrapped.hidden(uniform(4, WIDTH)), full)
+
+
+def test_keep_float32():
+    policy = jaxmp.policies.keep_float32("head", nnx.LayerNorm, policy=POLICY)
+    assert counts(abstract("mlp"), uniform(4, WIDTH), policy)[0] == {"float32": 1, "bfloat16": 1}
+
+
+# A layer's own word.
+
+
+class Own(nnx.Module):
+    """Layers that were given a dtype, or were not."""
+
+    def __init__(self, dtype: object = None) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(32, WIDTH, rngs=rngs)
+        self.given = nnx.Linear(WIDTH, WIDTH, dtype=dtype, rngs=rngs)
+        self.plain = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.plain(self.given(self.embed(tokens))))
+
+
+TOKENS = jnp.arange(4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, "float32", np.dtype("float32"), np.float32])
+def test_a_layers_own_float32_is_honoured(dtype):
+    forward, backward = counts(Own(dtype), TOKENS, POLICY)
+    # An Embed has float32 for its dtype whether it was given or not: it follows the policy.
+    assert forward == {"float32": 1, "bfloat16": 2}
+    assert backward["float32"] == 3
+
+
+def test_a_layers_own_16_bits_are_honoured():
+    assert counts(Own(jnp.float16), TOKENS, POLICY)[0] == {"float16": 1, "bfloat16": 2}
+
+
+def test_a_path_overrides_a_layers_own_dtype():
+    for pattern in ("given", "**", nnx.Linear):
+        assert counts(Own(jnp.float32), TOKENS, mapped({pattern: POLICY}))[0] == {"bfloat16": 3}
+
+
+def test_a_dtype_handed_down_is_the_modules_around_it():
+    def attention(dtype):
+        return nnx.MultiHeadAttention(2, WIDTH, dtype=dtype, decode=False, rngs=nnx.Rngs(0))
+
+    x = uniform(1, 3, WIDTH)
+    # The wrapped module's own is overruled by the policy, and so what it hands to its parts.
+    assert counts(attention(jnp.float32), x, POLICY)[0] == {"bfloat16": 6}
+    model = Attention(nnx.Rngs(0))
+    model.attention = attention(jnp.float32)
+    assert counts(model, x, POLICY)[0] == {"float32": 6, "bfloat16": 1}
+    assert counts(model, x, mapped({"attention": POLICY}))[0] == {"bfloat16": 7}
+    policy = mapped({"attention/query": POLICY})
+    assert counts(model, x, policy)[0] == {"float32": 5, "bfloat16": 2}
+
+
+def test_a_default_in_the_signature_is_not_the_authors_word():
+    class Mine(nnx.Linear):
+        def __init__(self, *args, dtype=jnp.float32, **kwargs):
+            super().__init__(*args, dtype=dtype, **kwargs)
+
+    model = Own()
+    model.plain = Mine(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    assert counts(model, TOKENS, POLICY)[0] == {"bfloat16": 3}
+
+
+# Parameters stored in 16 bits.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parameters_stored_low(dtype):
+    seen = []
+
+    class Watching(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(WIDTH, 4, rngs=nnx.Rngs(0))
+            self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            seen.append((self.linear.kernel.dtype, self.norm.mean.dtype))
+            return self.norm(self.linear(x))
+
+    model = Watching()
+    policy = jaxmp.get_policy(dtype)
+    nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
+    stored = nnx.state(model, nnx.Param)
+    wrapped = jaxmp.wrap(model, policy)
+    x = uniform(4, WIDTH)
+
+    out = wrapped(x)
+    assert out.dtype == dtype
+    assert seen == [(jnp.float32, jnp.float32)], "float32 values to the module's code"
+
+    def loss(m, x):
+        return m(x).astype("float32").var()
+
+    grads = nnx.jit(nnx.grad(loss))(wrapped, x)
+    assert {str(g.dtype) for g in jax.tree.leaves(grads)} == {dtype}
+    assert np.any(grads.linear.kernel[...])
+    for a, b in zip(
+        jax.tree.leaves(stored), jax.tree.leaves(nnx.state(model, nnx.Param)), strict=True
+    ):
+        assert a.dtype == b.dtype == dtype
+        np.testing.assert_array_equal(a, b)
+    assert model.norm.mean.dtype == jnp.float32
+    assert np.any(model.norm.mean[...])
+    assert counts(model, x, policy)[0] == {dtype: 1}
+
+
+def test_a_stored_parameter_that_the_module_changes_keeps_its_dtype():
+    class Normed(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.full((WIDTH, 4), 3.0, jnp.bfloat16))
+
+        def __call__(self, x):
+            self.w[...] = self.w[...] / jnp.linalg.norm(self.w[...], axis=0)
+            return x @ self.w[...]
+
+    model = Normed()
+    jaxmp.wrap(model, "bfloat16")(uniform(4, WIDTH))
+    w = model.w[...]
+    assert w.dtype == jnp.bfloat16
+    np.testing.assert_allclose(w.astype("float32"), WIDTH**-0.5, rtol=2**-8)
