@@ -51,7 +51,9 @@ def target_device(target: str) -> Any:
         import libtpu
 
         os.environ["TPU_LIBRARY_PATH"] = libtpu.get_library_path()
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # ask no metadata server which TPU this is
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # ask no metadata server which TPU this is ...
+        os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-1"  # ... nor complain that none answered
+        os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1")
     elif target == "gpu-h100":
