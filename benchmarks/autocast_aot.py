@@ -4,6 +4,7 @@
     python benchmarks/autocast_aot.py --target gpu-h100 --models lm cnn
     python benchmarks/autocast_aot.py --target none              # no compiler: residuals, errors
     python benchmarks/autocast_aot.py --models lm --cache hand.json   # while developing jaxmp
+    python benchmarks/autocast_aot.py --models cnn --no-prefetch
     python benchmarks/autocast_aot.py --trace-time
 
 It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a model:
@@ -24,6 +25,11 @@ The columns:
 * `grad err`: relative L2 error of the whole parameter gradient, and `loss err` of the loss, against
   float32. At small size, on CPU, with every rounding the program asks for carried out
   (`xla_allow_excess_precision` off) and dots summed in float32; root mean square over seeds.
+
+`--no-prefetch` keeps the TPU compiler from copying arrays between HBM and VMEM ahead of their use.
+`GB` counts those copies beside the reads they serve, and how many there are depends on what fits:
+float32 arrays are copied less often than bfloat16 ones. Without them `GB` is what the program's
+own operations read and write.
 
 On TPU, "float32" multiplies in one bfloat16 pass unless told otherwise: a policy's gain there is
 memory and traffic. The errors are against true float32 on CPU.
@@ -134,6 +140,9 @@ def loss_of(case: Case, variant: str, *, small: bool = False) -> LossFn:
     return jaxmp.autocast(loss, policy)
 
 
+NO_PREFETCH = " without prefetch"  # after a target's name
+
+
 def compile_step(target: str, case: Case, loss_fn: LossFn) -> aot.Compiled:
     """The whole AdamW step: params, optimizer state and model state are donated."""
     optimizer = optax.adamw(3e-4)
@@ -147,7 +156,9 @@ def compile_step(target: str, case: Case, loss_fn: LossFn) -> aot.Compiled:
         return optax.apply_updates(params, updates), opt_state, state, loss
 
     args = (params, opt_state, state, inputs, labels)
-    return aot.compile_for(target, step, args, donate=(0, 1, 2))
+    options = aot.NO_PREFETCH if target.endswith(NO_PREFETCH) else None
+    target = target.removesuffix(NO_PREFETCH)
+    return aot.compile_for(target, step, args, donate=(0, 1, 2), options=options)
 
 
 def small_results(case: Case, loss_fn: LossFn, seeds: int) -> list[tuple[float, Any]]:
@@ -340,6 +351,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--target", choices=(*aot.TARGETS, "none"), default="tpu-v5e")
+    parser.add_argument("--no-prefetch", action="store_true", help="TPU: keep every array in HBM")
     parser.add_argument("--seeds", type=int, default=3, help="runs that errors are averaged over")
     parser.add_argument("--json", type=Path, help="write every row to this file")
     parser.add_argument(
@@ -348,7 +360,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="exit with 1 when over a limit")
     parser.add_argument("--trace-time", action="store_true", help="time tracing and nothing else")
     parser.add_argument("--runs", type=int, default=10, help="runs for --trace-time")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.no_prefetch:
+        if not args.target.startswith("tpu"):
+            parser.error("--no-prefetch is an option of the TPU compiler")
+        args.target += NO_PREFETCH
+    return args
 
 
 def main() -> int:
