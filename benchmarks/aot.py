@@ -51,7 +51,9 @@ def target_device(target: str) -> Any:
         import libtpu
 
         os.environ["TPU_LIBRARY_PATH"] = libtpu.get_library_path()
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # ask no metadata server which TPU this is
+        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # ask no metadata server which TPU this is ...
+        os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-1"  # ... nor complain that none answered
+        os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1")
     elif target == "gpu-h100":
@@ -67,15 +69,24 @@ def target_device(target: str) -> Any:
     return topology.devices[0]
 
 
+# Keeps every array in HBM. By default the TPU compiler copies operands to and from VMEM around the
+# operations that read them, wherever there is room, and "bytes accessed" counts the copies too.
+NO_PREFETCH = {"xla_vf_vmem_memory_space_assignment": False}
+
+
 def compile_for(
-    target: str, fn: Callable[..., Any], args: tuple[Any, ...], donate: tuple[int, ...] = ()
+    target: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    donate: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
 ) -> Compiled:
-    """Compiles `fn` of `ShapeDtypeStruct`s for one device of `target`."""
+    """Compiles `fn` of `ShapeDtypeStruct`s for one device of `target`, with compiler options."""
     sharding = jax.sharding.SingleDeviceSharding(target_device(target))
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     platform = "tpu" if target.startswith("tpu") else "cuda"
     traced = jax.jit(fn, donate_argnums=donate).trace(*args)
-    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    compiled = traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis()
     cycles = re.findall(r'"estimated_cycles":"(\d+)"', compiled.as_text())

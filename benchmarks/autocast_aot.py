@@ -3,7 +3,8 @@
     python benchmarks/autocast_aot.py                            # TPU v5e, every model
     python benchmarks/autocast_aot.py --target gpu-h100 --models lm cnn
     python benchmarks/autocast_aot.py --target none              # no compiler: residuals, errors
-    python benchmarks/autocast_aot.py --quick --models lm --cache hand.json   # while developing
+    python benchmarks/autocast_aot.py --models lm --cache hand.json   # while developing jaxmp
+    python benchmarks/autocast_aot.py --models cnn --no-prefetch
     python benchmarks/autocast_aot.py --trace-time
 
 It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a model:
@@ -25,6 +26,11 @@ The columns:
   float32. At small size, on CPU, with every rounding the program asks for carried out
   (`xla_allow_excess_precision` off) and dots summed in float32; root mean square over seeds.
 
+`--no-prefetch` keeps the TPU compiler from copying arrays between HBM and VMEM ahead of their use.
+`GB` counts those copies beside the reads they serve, and how many there are depends on what fits:
+float32 arrays are copied less often than bfloat16 ones. Without them `GB` is what the program's
+own operations read and write.
+
 On TPU, "float32" multiplies in one bfloat16 pass unless told otherwise: a policy's gain there is
 memory and traffic. The errors are against true float32 on CPU.
 
@@ -44,6 +50,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import statistics
 import sys
 import time
@@ -68,6 +75,7 @@ import jaxmp
 import aot
 from models import CASES, Case, trace_case
 
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin")
 LossFn = Callable[..., tuple[jax.Array, Any]]
 
 FLOAT32, HAND, HAND_F32, JAXMP, JAXMP_LOW = (
@@ -97,6 +105,8 @@ class Row:
     loss_error: float
     seconds: float
 
+
+COLUMNS = ("gb_accessed", "temp_mib", "peak_mib", "mcycles", "saved_mib", "gradient_error")
 
 # (model, variant) -> the most that (GB accessed, saved residuals) may be of the hand-written
 # row's: what this library promises, checked with --check.
@@ -130,6 +140,9 @@ def loss_of(case: Case, variant: str, *, small: bool = False) -> LossFn:
     return jaxmp.autocast(loss, policy)
 
 
+NO_PREFETCH = " without prefetch"  # after a target's name
+
+
 def compile_step(target: str, case: Case, loss_fn: LossFn) -> aot.Compiled:
     """The whole AdamW step: params, optimizer state and model state are donated."""
     optimizer = optax.adamw(3e-4)
@@ -143,7 +156,9 @@ def compile_step(target: str, case: Case, loss_fn: LossFn) -> aot.Compiled:
         return optax.apply_updates(params, updates), opt_state, state, loss
 
     args = (params, opt_state, state, inputs, labels)
-    return aot.compile_for(target, step, args, donate=(0, 1, 2))
+    options = aot.NO_PREFETCH if target.endswith(NO_PREFETCH) else None
+    target = target.removesuffix(NO_PREFETCH)
+    return aot.compile_for(target, step, args, donate=(0, 1, 2), options=options)
 
 
 def small_results(case: Case, loss_fn: LossFn, seeds: int) -> list[tuple[float, Any]]:
@@ -170,12 +185,12 @@ def errors(case: Case, loss_fn: LossFn, seeds: int) -> tuple[float, float]:
     def rms(values: list[float]) -> float:
         return statistics.fmean(v * v for v in values) ** 0.5
 
-    pairs = list(
+    by_seed = list(
         zip(small_results(case, loss_fn, seeds), float32_results(case, seeds), strict=True)
     )
     return (
-        rms([aot.relative_error(got, want) for (_, got), (_, want) in pairs]),
-        rms([(loss - want) / want for (loss, _), (want, _) in pairs]),
+        rms([aot.relative_error(got, want) for (_, got), (_, want) in by_seed]),
+        rms([(loss - want) / want for (loss, _), (want, _) in by_seed]),
     )
 
 
@@ -211,12 +226,12 @@ class Cache:
     def __init__(self, path: Path | None, seeds: int):
         self._path = path
         self._rows = json.loads(path.read_text()) if path and path.exists() else {}
-        sources = [Path(__file__).with_name("models.py"), Path(__file__).with_name("aot.py")]
-        packages = ["jax", "jaxlib", "flax", "optax", "libtpu"]
+        here = Path(__file__).parent
+        sources = [here / "models.py", here / "aot.py", *sorted(here.glob("targets/*"))]
         # A row is stale once anything that made it has changed.
         self._made_by = "|".join(
             [f"seeds={seeds}", os.environ["XLA_FLAGS"]]
-            + [f"{p}={_version(p)}" for p in packages]
+            + [f"{p}={version(p)}" for p in PACKAGES]
             + [f"{s.name}={hash_text(s.read_text())}" for s in sources]
         )
 
@@ -235,15 +250,21 @@ def hash_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
 
 
-def show(rows: list[Row]) -> None:
-    """Prints one model's rows, then jaxmp's ratios to its hand-written twins."""
+def ratios(row: Row, hand: Row) -> dict[str, float]:
+    """A jaxmp row over its hand-written twin, for every column that both have."""
+    values = {name: (getattr(row, name), getattr(hand, name)) for name in COLUMNS}
+    return {name: x / y for name, (x, y) in values.items() if x is not None and y}
+
+
+def show(case: Case, rows: list[Row]) -> None:
+    """Prints one model's rows, and jaxmp's ratios to its hand-written twins, in Markdown."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}" if value < 1 else f"{value:.2f}"
@@ -251,44 +272,44 @@ def show(rows: list[Row]) -> None:
     def counts(by_dtype: dict[str, int]) -> str:
         return " + ".join(f"{n} {dtype}" for dtype, n in sorted(by_dtype.items()))
 
-    print(
-        f"\n{rows[0].model} on {rows[0].target}\n"
-        f"{'':23}{'GB':>8}{'temp MiB':>10}{'peak MiB':>10}{'Mcycles':>9}{'saved MiB':>11}"
-        f"{'grad err':>11}{'loss err':>10}  forward; backward"
-    )
+    heads = ("GB", "temp MiB", "peak MiB", "Mcycles", "saved MiB", "grad err", "loss err")
+    table = [(f"{case.name} on {rows[0].target}", *heads, "forward", "backward")]
     for row in rows:
-        print(
-            f"{row.variant:23}{number(row.gb_accessed):>8}{number(row.temp_mib):>10}"
-            f"{number(row.peak_mib):>10}{number(row.mcycles):>9}{number(row.saved_mib):>11}"
-            f"{row.gradient_error:11.2e}{row.loss_error:10.1e}"
-            f"  {counts(row.forward)}; {counts(row.backward)}"
-        )
+        numbers = [number(getattr(row, name)) for name in COLUMNS[:-1]]
+        errors = [f"{e:.2e}" if e else "-" for e in (row.gradient_error, row.loss_error)]
+        table.append((row.variant, *numbers, *errors, counts(row.forward), counts(row.backward)))
+    for row, hand in pairs(case, rows):
+        found = ratios(row, hand)
+        cells = [f"{found[name]:.3f}" if name in found else "-" for name in COLUMNS]
+        table.append((f"{row.variant} / {hand.variant}", *cells, "", "", ""))
+
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    alignments = [":" + "-" * (widths[0] - 1), *("-" * (w - 1) + ":" for w in widths[1:])]
+    print()
+    for cells in (table[0], alignments, *table[1:]):
+        print("| " + " | ".join(c.rjust(w) if i else c.ljust(w)
+                                for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+              + " |")  # fmt: skip
 
 
-def compare(case: Case, rows: list[Row]) -> list[str]:
-    """Prints each jaxmp row over its hand-written twin; returns what is over its limit."""
+def pairs(case: Case, rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Each jaxmp row and the hand-written row it is compared with."""
     by_variant = {row.variant: row for row in rows}
+    twins = [(row, by_variant.get(twin(case, row.variant) or "")) for row in rows]
+    return [(row, hand) for row, hand in twins if hand is not None]
+
+
+def over_limits(case: Case, rows: list[Row]) -> list[str]:
+    """What of jaxmp's rows is over its limit."""
     failures = []
-    for row in rows:
-        hand = by_variant.get(twin(case, row.variant) or "")
-        if hand is None:
-            continue
-        ratios = {
-            name: getattr(row, name) / getattr(hand, name)
-            for name in ("gb_accessed", "temp_mib", "peak_mib", "mcycles", "saved_mib",
-                         "gradient_error")
-            if getattr(row, name) is not None and getattr(hand, name)
-        }  # fmt: skip
-        print(
-            f"  {row.variant} / {hand.variant}: "
-            + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
-        )
+    for row, hand in pairs(case, rows):
+        found = ratios(row, hand)
         bytes_limit, saved_limit = LIMITS.get((row.model, row.variant), (None, None))
         limits = {"gb_accessed": bytes_limit, "saved_mib": saved_limit, "gradient_error": 1.0}
         failures += [
-            f"{row.model}, {row.variant}: {name} is {ratios[name]:.4f} of hand-written, over {most}"
+            f"{row.model}, {row.variant}: {name} is {found[name]:.4f} of hand-written, over {most}"
             for name, most in limits.items()
-            if most is not None and name in ratios and ratios[name] > most
+            if most is not None and name in found and found[name] > most
         ]
         failures += [
             f"{row.model}, {row.variant}: {direction} contractions are {counts}"
@@ -330,23 +351,27 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--target", choices=(*aot.TARGETS, "none"), default="tpu-v5e")
+    parser.add_argument("--no-prefetch", action="store_true", help="TPU: keep every array in HBM")
     parser.add_argument("--seeds", type=int, default=3, help="runs that errors are averaged over")
     parser.add_argument("--json", type=Path, help="write every row to this file")
     parser.add_argument(
-        "--cache", type=Path, help="keep float32 and hand-written rows in this file"
+        "--cache", type=Path, help="keep float32 and hand-written rows in this file, and use them"
     )
-    parser.add_argument("--quick", action="store_true", help="measure jaxmp's rows; needs --cache")
     parser.add_argument("--check", action="store_true", help="exit with 1 when over a limit")
     parser.add_argument("--trace-time", action="store_true", help="time tracing and nothing else")
     parser.add_argument("--runs", type=int, default=10, help="runs for --trace-time")
     args = parser.parse_args()
-    if args.quick and not args.cache:
-        parser.error("--quick needs --cache, the file that has the other rows (or will)")
+    if args.no_prefetch:
+        if not args.target.startswith("tpu"):
+            parser.error("--no-prefetch is an option of the TPU compiler")
+        args.target += NO_PREFETCH
     return args
 
 
 def main() -> int:
     args = parse_args()
+    versions = [f"{p} {version(p)}" for p in PACKAGES]
+    print(", ".join([f"Python {platform.python_version()}", *versions]))
     if args.trace_time:
         return int(trace_time(args.runs) > 1.35 and args.check)
     cache = Cache(args.cache, args.seeds)
@@ -364,14 +389,15 @@ def main() -> int:
                 if variant in (FLOAT32, HAND, HAND_F32):
                     cache.put(row)
             rows.append(row)
-        show(rows)
-        failures += compare(case, rows)
+        show(case, rows)
+        failures += over_limits(case, rows)
         all_rows += rows
         sys.stdout.flush()
     if args.json:
         args.json.write_text(json.dumps([dataclasses.asdict(r) for r in all_rows], indent=1))
+    print()
     for failure in failures:
-        print(f"over the limit: {failure}")
+        print(f"* over the limit: {failure}")
     return int(bool(failures) and args.check)
 
 

@@ -1418,6 +1418,42 @@ def test_argument_returned_unchanged() -> None:
     _assert_bitwise(got[:2], (X, W))
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_argument_returned_by_a_branch_is_exact(index: int) -> None:
+    """Another branch's low result is widened; where a contraction reads both, all are low."""
+
+    def branches(x, w, index):
+        return lax.switch(index, [lambda a: a, lambda a: a @ w], x)
+
+    fn = jaxmp.autocast(branches, BF16)
+    got = jax.jit(fn)(X, W, index)
+    want = X if index == 0 else jaxmp.autocast(jnp.matmul, BF16)(X, W)
+    np.testing.assert_array_equal(got, want)
+
+    def then_multiply(x, w, index):
+        return branches(x, w, index) @ w
+
+    [step] = [
+        e
+        for e in iter_eqns(jaxpr_of(jaxmp.autocast(then_multiply, BF16), X, W, index))
+        if e.primitive.name == "cond"
+    ]
+    assert step.outvars[0].aval.dtype == jnp.bfloat16
+
+
+def test_a_constant_returned_by_a_branch_widens_nothing() -> None:
+    def fn(x, w, flag):
+        h = lax.cond(flag, lambda: x @ w, lambda: jnp.zeros_like(x))
+        return jnp.sum(h)
+
+    [step] = [
+        e
+        for e in iter_eqns(jaxpr_of(jaxmp.autocast(fn, BF16), X, W, True))
+        if e.primitive.name == "cond"
+    ]
+    assert step.outvars[0].aval.dtype == jnp.bfloat16
+
+
 def test_shape_dtype_structs() -> None:
     spec = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, W, V)]
     for case in CONSTRUCTS:

@@ -89,7 +89,8 @@ def ratios(program: Program, policy: str) -> list[float]:
     found = []
     for w, g, spread in zip(want, got, spreads(program, plain, want, COMPUTE[policy]), strict=True):
         error = max(np.linalg.norm(g - w) - FLOAT32_TOLERANCE * (np.linalg.norm(w) + 1), 0.0)
-        found.append(error / spread if error else 0.0)
+        # Nothing may be rounded where the program only hands on what it was given (spread 0).
+        found.append(error / spread if spread else np.inf if error else 0.0)
     return found
 
 

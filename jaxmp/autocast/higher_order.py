@@ -93,13 +93,19 @@ def _at_the_door(
 
 
 def _cond(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
-    """Branches agree: a result is low if any branch makes it low."""
+    """Branches agree: a result is low if any branch makes it low and no other is rounded in vain.
+
+    That is, where all branches make it low, or a constant, or a contraction wants it. What only
+    float32 ops want leaves in float32: a branch may return its operand, exactly.
+    """
     wanted = here.demanded(eqn)
     branches = eqn.params["branches"]
     plans = [here.planner.plan(b, values[1:], wanted, here.rules) for b in branches]
     outs = [
-        next((d for d in dtypes if d is not None), None)
-        for dtypes in zip(*(p.outs for p in plans), strict=True)
+        _agreed(results, demand)
+        for results, demand in zip(
+            zip(*(p.values for p in plans), strict=True), wanted, strict=True
+        )
     ]
     plans = [here.planner.plan(b, values[1:], wanted, here.rules, outs) for b in branches]
     joined = [
@@ -108,6 +114,13 @@ def _cond(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     ]
     dtypes = [v.dtype if v else None for v in values]
     return here.step(eqn, values, dtypes, joined, LOOKED_INSIDE, action="cond", plans=tuple(plans))
+
+
+def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
+    """The dtype in which a result leaves every branch, given how each would keep it."""
+    low = next((v.dtype for v in results if v and v.dtype), None)
+    exact = all(v and (v.dtype or v.constant) for v in results)
+    return low if exact or demand & CONTRACTION else None
 
 
 def _while(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
