@@ -12,6 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import jaxmp
+from jaxmp import PolicyMap
+from jaxmp.policies import keep_float32
+
 from linen_models import (
     BF16,
     F16,
@@ -28,11 +33,6 @@ from linen_models import (
     run,
     variables_of,
 )
-
-import jaxmp
-from jaxmp import PolicyMap
-from jaxmp.policies import keep_float32
-
 from support import CONTRACTIONS, iter_eqns, jaxpr_of, primitives
 
 

@@ -21,6 +21,9 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+
+import jaxmp
+
 from linen_models import (
     BF16,
     CASES,
@@ -43,9 +46,6 @@ from linen_models import (
     run,
     variables_of,
 )
-
-import jaxmp
-
 from support import contraction_dtypes, jaxpr_of
 
 

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import jaxmp
+
 from linen_models import (
     BF16,
     F16,
@@ -34,9 +37,6 @@ from linen_models import (
     run,
     variables_of,
 )
-
-import jaxmp
-
 from support import contraction_dtypes
 
 # --- As a submodule ------------------------------------------------------------------------------
