@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 from jaxmp.loss_scale import is_overwrite
-from jaxmp.tree import widen_floating
 
 __all__ = ["accumulate_gradients"]
 
@@ -170,7 +169,7 @@ def _start(like: Any) -> list[jax.Array]:
 def _add(totals: list[jax.Array], tree: Any) -> list[jax.Array]:
     pairs = zip(totals, _summable(tree), strict=True)
     return [
-        jnp.maximum(total, leaf) if overwrites else total + widen_floating(leaf)
+        jnp.maximum(total, leaf) if overwrites else total + leaf
         for total, (overwrites, leaf) in pairs
     ]
 

@@ -79,7 +79,7 @@ class ScaleRule:
 
     def __post_init__(self) -> None:
         for field in ("init_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor"):
-            _check_number(self.function, field, getattr(self, field))
+            _check_number(self.function, self._argument(field), getattr(self, field))
         for field in ("init_scale", "min_scale", "max_scale"):
             self._check(
                 field,
@@ -111,21 +111,23 @@ class ScaleRule:
             )
         self._warn_of_rounding()
 
+    def _argument(self, field: str) -> str:
+        """What the caller calls a field: a static scale is its own minimum and maximum."""
+        static = self.growth_interval is None and field.endswith("_scale")
+        return "scale" if static else field
+
     def _check(self, field: str, low: float, high: float, why: str) -> None:
         value = getattr(self, field)
         if not low <= value <= high:
             raise ValueError(
-                f"{self.function}: {field} must be between {low:g} and {high:g}, {why}; got "
-                f"{value!r}."
+                f"{self.function}: {self._argument(field)} must be between {low:g} and {high:g}, "
+                f"{why}; got {value!r}."
             )
 
     def _warn_of_rounding(self) -> None:
         fields = ("init_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor")
-        odd = [
-            f"{field}={getattr(self, field)}"
-            for field in fields
-            if math.frexp(getattr(self, field))[0] != 0.5
-        ]
+        values = {self._argument(field): getattr(self, field) for field in fields}
+        odd = [f"{name}={value}" for name, value in values.items() if math.frexp(value)[0] != 0.5]
         if odd:
             warnings.warn(
                 f"{self.function}: {', '.join(odd)}: not a power of two, so multiplying and "

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp.scale_rule import LossScaleState, find_scalers
-from jaxmp.tree import widen_floating
 
 __all__ = [
     "check_not_stuck",
@@ -296,4 +295,5 @@ def _scaled(name: str, value: Any, state: LossScaleState | None) -> jax.Array:
             "logits.astype(jnp.float32), or an output_dtype of float32.",
             stacklevel=3,
         )
-    return widen_floating(loss) * jnp.asarray(state.loss_scale)
+    # The scale is float32 and strongly typed, so the product is, whatever the loss.
+    return loss * jnp.asarray(state.loss_scale)

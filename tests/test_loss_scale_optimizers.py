@@ -51,6 +51,9 @@ ARGUMENTS = {
     "named_chain": lambda f: f(("clip", optax.clip(1.0)), ("adam", optax.adam(0.1))),
     "noisy_sgd": lambda f: f(0.1, key=0),
     "partition": lambda f: f({"a": optax.adam(0.1), "b": optax.sgd(1)}, {"w": "a", "b": "b"}),
+    "scale_by_muon": lambda f: f(
+        weight_dimension_numbers={"w": optax.contrib.MuonDimensionNumbers()}
+    ),
     "sam": lambda f: f(optax.sgd(0.1), optax.sgd(0.05)),
     "scale": lambda f: f(0.1),
     "scale_by_backtracking_linesearch": lambda f: f(5),

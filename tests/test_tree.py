@@ -1,4 +1,4 @@
-"""Which leaves a cast touches, and the exact finite test."""
+"""Which leaves a cast touches, the exact finite test, and selecting between trees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp import all_finite
-from jaxmp.tree import cast_floating
+from jaxmp.tree import cast_floating, select, widen_floating
 
 HALVES = (jnp.bfloat16, jnp.float16)
 TARGETS = (*HALVES, jnp.float32)
@@ -198,3 +198,64 @@ def test_sharded_leaves_give_one_answer():
     bad = jax.device_put(jnp.ones(16).at[13].set(jnp.inf), sharding)
     assert not all_finite([bad, jnp.ones(3)])
     assert not jax.jit(all_finite)([bad, jnp.ones(3)])
+
+
+@pytest.mark.parametrize("name", FLOATING)
+def test_widening_casts_16_bits_and_nothing_else(name):
+    leaf = FLOATING[name]()
+    wide = widen_floating({"x": leaf})["x"]
+    if leaf.dtype.itemsize == 2:
+        assert wide.dtype == jnp.float32
+        np.testing.assert_array_equal(np.asarray(wide), np.asarray(leaf).astype("float32"))
+    else:
+        assert wide is leaf
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_widening_returns_other_leaves_as_they_are(name):
+    leaf = OTHERS[name]()
+    assert widen_floating([leaf])[0] is leaf
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", [*TARGETS, jnp.complex64, jnp.int32, jnp.bool_])
+def test_select_takes_one_tree_or_the_other(dtype, jit):
+    choose = jax.jit(select) if jit else select
+    new = {"a": jnp.ones((2, 3), dtype), "b": [jnp.ones((), dtype), None]}
+    old = jax.tree.map(jnp.zeros_like, new)
+    for condition, want in ((True, new), (False, old)):
+        got = choose(jnp.asarray(condition), new, old)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, want)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_select_does_not_let_the_other_trees_nan_through():
+    np.testing.assert_array_equal(select(False, jnp.full(3, jnp.nan), jnp.ones(3)), jnp.ones(3))
+
+
+def test_select_takes_keys_scalars_and_numpy():
+    keys = jax.random.key(0), jax.random.key(1)
+    assert jax.random.key_data(select(jnp.array(False), *keys)).tolist() == [0, 1]
+    got = select(jnp.array(True), [np.ones(2, np.float32), 3, 1.5], [np.zeros(2, np.float32), 4, 2])
+    assert [x.tolist() for x in got] == [[1, 1], 3, 1.5]
+    wide = select(jnp.array(True), jnp.ones(2, jnp.bfloat16), jnp.ones(2))
+    assert wide.dtype == jnp.float32
+
+
+def test_select_returns_leaves_without_values_as_they_are():
+    float0 = np.zeros(2, jax.dtypes.float0)
+    same = jnp.tanh
+    got = select(jnp.array(False), [float0, same], [np.zeros(2, jax.dtypes.float0), same])
+    assert got[0] is float0
+    assert got[1] is same
+
+
+def test_select_maps_over_stacked_conditions():
+    got = jax.vmap(select)(jnp.array([True, False]), jnp.ones((2, 3)), jnp.zeros((2, 3)))
+    np.testing.assert_array_equal(got, [[1, 1, 1], [0, 0, 0]])
+
+
+def test_select_names_leaves_that_differ_and_are_no_numbers():
+    with pytest.raises(TypeError, match=r"the leaves at \['f'\] differ and are not numbers"):
+        select(jnp.array(True), {"f": "a"}, {"f": "b"})
