@@ -595,6 +595,14 @@ def test_loss_scale_for_wraps_only_for_float16(policy, scaled):
     assert float(jaxmp.loss_scale(state)) == (4 if scaled else 1)
 
 
+def test_loss_scale_for_reads_every_policy_of_a_map():
+    optimizer = optax.sgd(1.0)
+    low = jaxmp.PolicyMap({"head": "mixed_float16"}, default="mixed_bfloat16")
+    assert isinstance(jaxmp.loss_scale_for(low, optimizer).init(jnp.ones(2)), LossScaleState)
+    kept = jaxmp.policies.keep_float32("head", policy="mixed_bfloat16")
+    assert jaxmp.loss_scale_for(kept, optimizer) is optimizer
+
+
 def test_loss_scale_for_checks_its_options_whatever_the_policy():
     with pytest.raises(ValueError, match="growth_interval"):
         jaxmp.loss_scale_for("float32", optax.sgd(1.0), growth_interval=0)

@@ -688,3 +688,31 @@ def test_a_policy_that_cannot_be_read() -> None:
 def test_no_module_at_all() -> None:
     with pytest.raises(TypeError, match="Flax Linen or NNX module or a callable; got 'int'"):
         jaxmp.wrap(3, BF16)
+
+
+def test_a_module_wrapped_twice_pickles():
+    wrapped = jaxmp.wrap(jaxmp.wrap(nn.Dense(3), "mixed_bfloat16"), "float32")
+    assert pickle.loads(pickle.dumps(wrapped)) == wrapped
+
+
+class OddDtype(nn.Module):
+    """Its `dtype` is no dtype."""
+
+    dtype: str = "mixed"
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, dtype=jnp.float32)(x)
+
+
+class AroundOddDtype(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return OddDtype("something else")(x)
+
+
+def test_a_field_called_dtype_may_be_anything():
+    wrapped = jaxmp.wrap(AroundOddDtype(), "mixed_bfloat16")
+    x = jnp.ones((2, 3))
+    variables = wrapped.init(jax.random.key(0), x)
+    assert contraction_dtypes(wrapped.apply, variables, x) == {"float32": 1}

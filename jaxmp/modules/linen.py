@@ -17,7 +17,7 @@ from flax.core import lift
 from flax.linen import transforms
 
 from jaxmp.autocast.region import policy_in_force, region, widen
-from jaxmp.autocast.transform import is_identity, under_policy
+from jaxmp.autocast.transform import under_policy
 from jaxmp.modules.overrides import Found, Overrides
 from jaxmp.policy import Policy, PolicyMap
 from jaxmp.tree import cast_floating
@@ -57,12 +57,14 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
         name: _wrapped_method(method, vars(lifted)[name], overrides)
         for name, method in methods.items()
     }
+    # What this class was made from: its name is that of another.
+    made = (*getattr(cls, "_jaxmp_made", (cls,)), policy)
     members |= {
-        "_jaxmp_wrapped": True,
+        "_jaxmp_made": made,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "__reduce__": nn.nowrap(lambda self: (_unpickle, (cls, policy, _fields(self)))),
+        "__reduce__": nn.nowrap(lambda self: (_unpickle, (made, _fields(self)))),
         "apply": _by_name(cls, "apply"),
         "init_with_output": _by_name(cls, "init_with_output"),
         "init": _by_name(cls, "init"),
@@ -79,8 +81,8 @@ def _fields(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _unpickle(cls: type, policy: Policy | PolicyMap, fields: dict[str, Any]) -> Any:
-    return _wrapped_class(cls, policy)(parent=None, **fields)
+def _unpickle(made: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    return functools.reduce(_wrapped_class, made)(parent=None, **fields)
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Method]]:
@@ -111,7 +113,6 @@ def _by_name(cls: type[nn.Module], name: str) -> Method:
 
 
 def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Method:
-    identity = overrides.is_single and is_identity(overrides.default)
 
     @functools.wraps(method)
     def wrapped_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +122,7 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
         entering = _Entering(overrides, self.path, initializing=init)
         nested = policy_in_force() is not None and not init
         with nn.intercept_methods(entering), _MARKING(entering.marking()):
-            if overrides.stored or not (nested or init or identity):
+            if overrides.stored or not (nested or init or overrides.is_identity):
                 out = lifted(self, entering, *args, **kwargs)
             elif nested:
                 with region(overrides.default):
@@ -188,7 +189,7 @@ class _Entering:
         path = self.relative(module.path)
         if path is not None:
             self.classes[path] = type(module)
-        if self._wrapped or (path != () and hasattr(module, "_jaxmp_wrapped")):
+        if self._wrapped or (path != () and hasattr(module, "_jaxmp_made")):
             return self._wrapped_by_itself(path, functools.partial(next_fun, *args, **kwargs))
         enclosing = self._dtypes[-1] if self._dtypes else None
         policy = self.overrides.policy_at(

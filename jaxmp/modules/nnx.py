@@ -20,7 +20,7 @@ from flax.nnx.graphlib import is_graph_node as _is_graph_node
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmp.autocast.region import policy_in_force, region, widen
-from jaxmp.autocast.transform import is_identity, under_policy
+from jaxmp.autocast.transform import under_policy
 from jaxmp.modules.overrides import Overrides
 from jaxmp.policy import Policy, PolicyMap
 
@@ -94,7 +94,6 @@ def _methods(cls: type) -> Iterator[tuple[str, Method]]:
 
 
 def _wrapped_method(method: Method, overrides: Overrides) -> Method:
-    identity = overrides.is_single and is_identity(overrides.default)
 
     @functools.wraps(method)
     def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
@@ -112,7 +111,7 @@ def _wrapped_method(method: Method, overrides: Overrides) -> Method:
                 if not overrides.stored:
                     return called(self, args, kwargs)
                 return _updatable(called)(self, args, kwargs)
-        if identity:
+        if overrides.is_identity:
             return method(self, *args, **kwargs)
         out = _updatable(lifted)(self, args, kwargs)
         return jax.tree.map(

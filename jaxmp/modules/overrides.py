@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmp.autocast.transform import is_identity
 from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
 
 FLOAT32 = get_policy("float32")
@@ -49,6 +50,11 @@ class Overrides:
         """Whether there is one policy for all."""
         return not self._map.overrides
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether every policy is float32 throughout."""
+        return all(map(is_identity, (self.default, *(p for _, p in self._map.overrides))))
+
     def output(self, out: Any) -> Any:
         """What the wrapped module returns: its float32 arrays in the output dtype."""
         dtype = np.dtype(self.default.output_dtype)
@@ -80,11 +86,8 @@ class Overrides:
         policy = self._map.policy_at(path, module_class) if path is not None else None
         if policy is not None:
             return policy
-        if own_dtype is None or np.dtype(own_dtype) != np.float32:
-            return None
-        if enclosing_dtype is not None and np.dtype(enclosing_dtype) == np.float32:
-            return None
-        return FLOAT32
+        own = _is_float32(own_dtype) and not _is_float32(enclosing_dtype)
+        return FLOAT32 if own else None
 
     def check(self, modules: Iterable[Found], structure: Hashable = None, *, whole: bool) -> None:
         """Raises if a key has never matched any module.
@@ -108,6 +111,14 @@ class Overrides:
         for key, _ in self._map.overrides:
             if key in unmatched and (whole or isinstance(key, str)):
                 raise ValueError(_unmatched(key, found))
+
+
+def _is_float32(dtype: Any) -> bool:
+    """Whether a module's `dtype` is float32; it may be anything, of a module that is not Flax's."""
+    try:
+        return dtype is not None and np.dtype(dtype) == np.float32
+    except TypeError:
+        return False
 
 
 def _unmatched(key: str | type, modules: list[Found]) -> str:
