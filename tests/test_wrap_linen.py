@@ -691,7 +691,7 @@ def test_no_module_at_all() -> None:
 
 
 def test_a_module_wrapped_twice_pickles():
-    wrapped = jaxmp.wrap(jaxmp.wrap(nn.Dense(3), "mixed_bfloat16"), "float32")
+    wrapped = jaxmp.wrap(jaxmp.wrap(CASES["mlp"].model, "mixed_bfloat16"), "float32")
     assert pickle.loads(pickle.dumps(wrapped)) == wrapped
 
 
