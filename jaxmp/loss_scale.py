@@ -243,7 +243,8 @@ def _transformation(
             _check_structure(rule.function, updates, fast)
         grads = _unscale(updates, state.loss_scale)
         # XLA on CPU would repeat the whole test inside every fusion that selects by it, unless the
-        # flag is itself a result of the program: 240 leaves then take minutes to compile.
+        # flag is itself a result of the program: 240 leaves then take minutes to compile. (The
+        # barrier helps from JAX 0.12 on; before, the flag in the returned state has to.)
         finite = lax.optimization_barrier(_finite_everywhere(rule.function, grads, axis_name))
         if "grad" in extra_args:
             extra_args["grad"] = _unscale(extra_args["grad"], state.loss_scale)

@@ -420,6 +420,9 @@ def test_23_the_program_of_240_leaves_stays_small():
     assert hlo_ratio(240, keep_finite=True) < 3
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="XLA of jaxlib 0.10.2 drops the barrier on CPU"
+)
 def test_23_it_stays_small_where_the_flag_is_not_returned():
     # Which is where XLA would otherwise repeat the finite test in every fusion (see `update`).
     assert hlo_ratio(36, keep_finite=False) < 3
