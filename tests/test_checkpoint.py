@@ -65,7 +65,7 @@ TRANSFORMATIONS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name, tmp_path):
+def test_21_a_resumed_run_is_bitwise_the_uninterrupted_one(name, tmp_path):
     """Field notes, behaviour 21: values, dtypes, counters, keys; mid-run, after a skipped step."""
     make, policy = TRANSFORMATIONS[name]
     tx = make()
@@ -83,7 +83,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(name, tmp_path):
         assert halfway.loss_scale < 1024
 
 
-def test_shardings_are_kept(tmp_path):
+def test_21_shardings_are_kept(tmp_path):
     mesh = Mesh(np.array(jax.devices()), ("d",))
     state = full_state(SCALED)
 
@@ -161,7 +161,7 @@ def test_restore_of_a_checkpoint_written_without_a_scaler(tmp_path):
     assert_same(run(new, [OVERFLOW]).params, state.params)
 
 
-def test_a_dynamic_scale_restores_into_a_static_one_and_back(tmp_path):
+def test_21_a_dynamic_scale_restores_into_a_static_one_and_back(tmp_path):
     state = run(full_state(SCALED), BATCHES[:2])
     save(tmp_path / "dynamic", state)
     static = static_loss_scale(ADAM, 512.0)
