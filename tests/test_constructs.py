@@ -1427,8 +1427,10 @@ def test_argument_returned_by_a_branch_is_exact(index: int) -> None:
 
     fn = jaxmp.autocast(branches, BF16)
     got = jax.jit(fn)(X, W, index)
-    want = X if index == 0 else jaxmp.autocast(jnp.matmul, BF16)(X, W)
-    np.testing.assert_array_equal(got, want)
+    if index == 0:
+        np.testing.assert_array_equal(got, X)
+    else:
+        np.testing.assert_allclose(got, X @ W, rtol=2**-6, atol=2**-6)
 
     def then_multiply(x, w, index):
         return branches(x, w, index) @ w

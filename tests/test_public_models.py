@@ -1,21 +1,30 @@
 """Architectures that are not ours under every policy: what runs low, what is finite, how exact.
 
-The gradient of a 16-bit run is judged against the *input-rounding floor*: the error that float32
-compute makes when only its parameters and inputs are rounded to bfloat16. No transformation can do
-better than that in bfloat16, and on some networks (ReLU kinks, batch statistics) it alone is
+The gradient of a 16-bit run is judged against two floors, errors of float32 compute in which only
+some values are rounded to bfloat16. On some networks (ReLU kinks, batch statistics) either is
 several per cent, so a fixed tolerance would be either blind or wrong.
+
+* The *input floor* rounds the parameters and inputs, once, and nothing that is computed from them.
+* The *contraction floor* rounds the operands of every contraction, forward and backward, each time
+  they are read, and nothing else; see `contraction_floor.py`. No way of running every contraction
+  in bfloat16 rounds less. On these models it is 0.5 to 1.7 times the input floor, so it excuses
+  only part of a ratio above 1.
+
+Neither is a bound in the strict sense: rounding errors can cancel, and less rounding is then more
+error. What autocast rounds beyond them is stated at `TARGET`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contraction_floor import rounded_contractions
 from public_models import BUILDERS, REQUIRES, PublicModel, build
 
 import jaxmp
@@ -34,36 +43,51 @@ ROUNDING = float(jnp.finfo(jnp.bfloat16).eps) / 2
 # Static loss scales tried for float16, largest first, as a dynamic one would back off.
 LOSS_SCALES = (2.0**12, 2.0**8, 2.0**4, 1.0)
 
-# LLVM's optimisations change nothing these tests look at and take half of the compile time.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
-
-# The target is 1.5 × the floor. These models miss it: the worst ratio measured, JAX 0.10 and 0.12.
-# Models hand-written with dtype=bfloat16 miss it as well, most of them by more, and so do most of
-# these with nothing but the contractions in 16 bits (every `follow` op overridden to float32). The
-# mixture of experts routes one token elsewhere in one batch. The bound keeps them from growing.
-TARGET = 1.5
-MISSED = {
-    "lstm_seq2seq": 3.61,
-    "gru_tagger": 2.91,
-    "ctc_speech": 2.08,
-    "vit": 1.63,
-    "mobilenet_depthwise": 1.54,
-    "diffusion_unet": 1.83,
-    "mlp_mixer": 2.03,
-    "clip_towers": 1.95,
-    "flash_attention": 1.71,
-    "scanned_lm": 1.82,
-    "mixture_of_experts": 7.72,
-    "mamba": 1.73,
-    "realnvp": 1.69,
-    "rk4_adjoint": 1.94,
-    "deep_equilibrium": 1.52,
-    "bfloat16_inputs": 1.65,
-    "haiku_transformer": 2.66,
-    "linear_recurrent_unit": 2.26,
-    "nnx_transformer": 1.51,
+COMPILER_OPTIONS = {
+    # LLVM's optimisations change nothing these tests look at and take half of the compile time.
+    "xla_backend_optimization_level": 0,
+    # YNN, the CPU backend's matmul library since jaxlib 0.12, leaves bf16 products that contract
+    # the first dimension of the first operand to a loop that sums in bf16: an error of the CPU
+    # backend, which doubled some ratios below. Without YNN, products are summed in float32.
+    "xla_cpu_experimental_ynn_fusion_type": "",
 }
-HEADROOM = 1.25  # a ratio moves by a fifth between compilers
+
+# The target is 1.5 × either floor. These models miss it: the worst ratio measured on JAX 0.10 and
+# 0.12. Beyond the rounding of operands, autocast returns contractions in 16 bits and computes what
+# follows them in 16 bits, as layers with dtype=bfloat16 do; recurrent models apply that many times
+# over. The mixture of experts routes one token elsewhere in one batch. The bounds keep the ratios
+# from growing.
+TARGET = 1.5
+ABOVE_INPUT_FLOOR = {
+    "lstm_seq2seq": 3.25,
+    "gru_tagger": 2.27,
+    "ctc_speech": 1.69,
+    "vit": 1.59,
+    "mobilenet_depthwise": 1.52,
+    "diffusion_unet": 1.83,
+    "mlp_mixer": 1.61,
+    "clip_towers": 2.23,
+    "flash_attention": 1.52,
+    "scanned_lm": 1.76,
+    "mixture_of_experts": 7.70,
+    "mamba": 1.76,
+    "realnvp": 1.69,
+    "rk4_adjoint": 1.95,
+    "deep_equilibrium": 1.86,
+    "bfloat16_inputs": 1.65,
+    "haiku_transformer": 1.94,
+}
+ABOVE_CONTRACTION_FLOOR = {
+    "lstm_seq2seq": 2.53,
+    "gru_tagger": 1.76,
+    "ctc_speech": 1.67,
+    "clip_towers": 1.62,
+    "mixture_of_experts": 6.53,
+    "rk4_adjoint": 2.49,
+    "deep_equilibrium": 1.63,
+    "physics_informed": 1.54,
+}
+HEADROOM = 1.1  # a ratio moves by a few per cent between compilers
 
 # Contractions that rightly stay out of the compute dtype although nothing in the equation says so:
 # model -> {(primitive, operand dtypes): reason}.
@@ -112,29 +136,45 @@ def _relative(errors: list[np.ndarray], references: list[np.ndarray]) -> float:
     return float(np.linalg.norm(np.stack(errors)) / np.linalg.norm(np.stack(references)))
 
 
+class Reference(NamedTuple):
+    """Float32 gradients and losses per batch, and the relative floors over all batches."""
+
+    gradients: list[np.ndarray]
+    losses: list[float]
+    input_floor: float
+    contraction_floor: float
+
+
 @functools.cache
-def _reference(name: str) -> tuple[list[np.ndarray], float, list[float]]:
-    """Float32 gradients per batch, the relative floor over them, and the losses."""
+def _reference(name: str) -> Reference:
     model, run = build(name), _compiled(name, None)
-    gradients, errors, losses = [], [], []
+    run_rounded = jax.jit(
+        rounded_contractions(_value_and_grad(model, None)), compiler_options=COMPILER_OPTIONS
+    )
+    gradients, losses, of_inputs, of_contractions = [], [], [], []
     for seed in SEEDS:
         batch = model.batch(seed)
         value, gradient = run(model.params, batch)
-        _, rounded = run(_round(model.params), _round(batch))
         gradients.append(_flat(gradient))
-        errors.append(_flat(rounded) - gradients[-1])
         losses.append(float(value[0] if model.has_aux else value))
-    return gradients, _relative(errors, gradients), losses
+        _, rounded = run(_round(model.params), _round(batch))
+        of_inputs.append(_flat(rounded) - gradients[-1])
+        _, rounded = run_rounded(model.params, batch)
+        of_contractions.append(_flat(rounded) - gradients[-1])
+    return Reference(
+        gradients, losses, _relative(of_inputs, gradients), _relative(of_contractions, gradients)
+    )
 
 
 def test_model_is_sound_in_float32(name: str) -> None:
     """What the other tests compare with: finite, float32, and gradients that are not zero."""
     model = _build(name)
-    gradients, floor, losses = _reference(name)
-    assert np.isfinite(losses).all()
-    assert np.isfinite(gradients).all()
-    assert min(np.linalg.norm(g) for g in gradients) > 1e-3
-    assert 0 < floor < 0.2
+    reference = _reference(name)
+    assert np.isfinite(reference.losses).all()
+    assert np.isfinite(reference.gradients).all()
+    assert min(np.linalg.norm(g) for g in reference.gradients) > 1e-3
+    assert 0 < reference.input_floor < 0.2
+    assert 0 < reference.contraction_floor < 0.2
     assert {x.dtype for x in jax.tree.leaves(model.params)} == {jnp.dtype("float32")}
 
 
@@ -168,22 +208,68 @@ def test_every_contraction_multiplies_in_the_compute_dtype(name: str, policy: st
     assert not other, f"{len(other)} of {len(found)} contractions not in {compute}: {other}"
 
 
-def test_bfloat16_gradients_are_within_the_rounding_floor(name: str) -> None:
-    model = _build(name)
+@functools.cache
+def _bfloat16_error(name: str) -> float:
+    """Checks the types and the loss of each batch; the relative error of the gradients."""
+    model, reference = build(name), _reference(name)
     run = _compiled(name, "mixed_bfloat16")
-    references, floor, losses = _reference(name)
     errors = []
-    for seed, reference, loss in zip(SEEDS, references, losses, strict=True):
+    for seed, want, loss in zip(SEEDS, reference.gradients, reference.losses, strict=True):
         value, gradient = run(model.params, model.batch(seed))
         _check_types(model, value, gradient)
         scalar = float(value[0] if model.has_aux else value)
         assert np.isfinite(scalar)
         assert abs(scalar - loss) <= 8 * ROUNDING * max(1.0, abs(loss))
-        errors.append(_flat(gradient) - reference)
+        errors.append(_flat(gradient) - want)
     assert np.isfinite(errors).all()
-    error = _relative(errors, references)
-    bound = HEADROOM * MISSED[name] if name in MISSED else TARGET
+    return _relative(errors, reference.gradients)
+
+
+def _bound(ratios: dict[str, float], name: str) -> float:
+    return HEADROOM * ratios[name] if name in ratios else TARGET
+
+
+def test_bfloat16_gradients_are_near_the_input_floor(name: str) -> None:
+    _build(name)
+    floor, error = _reference(name).input_floor, _bfloat16_error(name)
+    bound = _bound(ABOVE_INPUT_FLOOR, name)
     assert error <= max(bound * floor, ROUNDING), f"error {error:.2e}, floor {floor:.2e}"
+
+
+def test_bfloat16_gradients_are_near_the_contraction_floor(name: str) -> None:
+    _build(name)
+    floor, error = _reference(name).contraction_floor, _bfloat16_error(name)
+    bound = _bound(ABOVE_CONTRACTION_FLOOR, name)
+    assert error <= max(bound * floor, ROUNDING), f"error {error:.2e}, floor {floor:.2e}"
+
+
+def test_the_contraction_floor_rounds_operands_forward_and_backward() -> None:
+    """On products small enough to follow: what is rounded, and that nothing else is."""
+    x, w = (jnp.asarray(np.random.default_rng(i).normal(size=(4, 4)), jnp.float32) for i in (0, 1))
+
+    def fn(x, w):
+        return jnp.sum(jnp.sin(x @ w))
+
+    value, (dx, dw) = rounded_contractions(jax.value_and_grad(fn, argnums=(0, 1)))(x, w)
+    x_, w_ = _round((x, w))
+    product = x_ @ w_
+    cotangent = _round(jnp.cos(product))
+    np.testing.assert_allclose(value, jnp.sum(jnp.sin(product)), rtol=1e-6)
+    np.testing.assert_allclose(dx, cotangent @ w_.T, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(dw, x_.T @ cotangent, rtol=1e-6, atol=1e-6)
+    # Inside loops and branches too, but not where the author wants it exact.
+    loops = {
+        "scan": lambda x, w: jax.lax.scan(lambda c, u: (c @ u, None), x, w[None])[0],
+        "cond": lambda x, w: jax.lax.cond(True, jnp.matmul, jnp.add, x, w),
+        "while": lambda x, w: jax.lax.fori_loop(0, 1, lambda i, c: c @ w, x),
+        "jit": jax.jit(jnp.matmul),
+    }
+    for name, loop in loops.items():
+        np.testing.assert_allclose(
+            rounded_contractions(loop)(x, w), product, rtol=1e-6, err_msg=name
+        )
+    exact = functools.partial(jnp.matmul, precision="highest")
+    np.testing.assert_array_equal(rounded_contractions(exact)(x, w), exact(x, w))
 
 
 def test_float16_gradients_are_finite_under_a_static_loss_scale(name: str) -> None:
@@ -201,21 +287,21 @@ def test_float16_gradients_are_finite_under_a_static_loss_scale(name: str) -> No
         value = cast(params, batch)
         return (value[0] if model.has_aux else value) * scale, value
 
-    references, floor, losses = _reference(name)
+    reference = _reference(name)
     for scale in LOSS_SCALES:
         errors = []
-        for seed, reference, loss in zip(SEEDS, references, losses, strict=True):
+        for seed, want, loss in zip(SEEDS, reference.gradients, reference.losses, strict=True):
             (_, value), gradient = run(model.params, model.batch(seed), jnp.asarray(scale))
             _check_types(model, value, gradient)
             scalar = float(value[0] if model.has_aux else value)
             assert np.isfinite(scalar)
             assert abs(scalar - loss) <= 8 * ROUNDING * max(1.0, abs(loss))
-            errors.append(_flat(gradient) / scale - reference)
+            errors.append(_flat(gradient) / scale - want)
         if np.isfinite(errors).all():
             break
     assert np.isfinite(errors).all(), "gradients not finite at any loss scale"
-    error = _relative(errors, references)
-    assert error <= max(1.5 * floor, ROUNDING), f"error {error:.2e}, floor {floor:.2e}"
+    error, floor = _relative(errors, reference.gradients), reference.input_floor
+    assert error <= max(TARGET * floor, ROUNDING), f"error {error:.2e}, floor {floor:.2e}"
 
 
 def _check_types(model: PublicModel, value: Any, gradient: Any) -> None:
