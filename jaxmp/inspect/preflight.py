@@ -26,6 +26,7 @@ from jaxmp.inspect.hlo import Program, read_hlo
 from jaxmp.policy import Policy, single_policy
 
 AS_WRITTEN = "as written"
+_PYTHON: tuple[int, ...] = sys.version_info[:2]
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")
 
 
@@ -220,7 +221,7 @@ def _check_compiler(target: Target) -> None:
     if importlib.util.find_spec("flatbuffers") is None:
         extra = f"{target.platform}-aot"
     elif target.platform == "tpu":
-        if sys.version_info < (3, 12) or jax.__version_info__ < (0, 12):
+        if _PYTHON < (3, 12) or jax.__version_info__ < (0, 12):
             raise CompilerMissingError(
                 "preflight: compiling for TPUs without one needs Python 3.12 and JAX 0.12 or "
                 f"newer; this is Python {sys.version.split()[0]} with JAX {jax.__version__}."
