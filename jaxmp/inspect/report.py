@@ -17,7 +17,6 @@ KINDS = {
     "sensitive-low": "sensitive operation in 16 bits",
     "misaligned": "sizes that miss the tensor cores",
     "residual": "float32 kept for the backward pass",
-    "round-trip": "cast there and back",
 }
 
 
