@@ -16,13 +16,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.extend import core as jex_core
+
+from jaxmp.inspect.chip import parse_target
 
 TARGETS = ("tpu-v5e", "gpu-h100")
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -57,11 +58,10 @@ def target_device(target: str) -> Any:
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1")
     elif target == "gpu-h100":
-        config = Path(__file__).parent / "targets" / "gpu-h100.txtpb"
         topology = topologies.get_topology_desc(
             platform="cuda",
             topology_name="",
-            target_config=config.read_text(),
+            target_config=parse_target(target).config,
             topology="1x1x1",
         )
     else:

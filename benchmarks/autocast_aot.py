@@ -227,7 +227,8 @@ class Cache:
         self._path = path
         self._rows = json.loads(path.read_text()) if path and path.exists() else {}
         here = Path(__file__).parent
-        sources = [here / "models.py", here / "aot.py", *sorted(here.glob("targets/*"))]
+        chips = here.parent / "jaxmp" / "chips" / "chips.toml"
+        sources = [here / "models.py", here / "aot.py", chips]
         # A row is stale once anything that made it has changed.
         self._made_by = "|".join(
             [f"seeds={seeds}", os.environ["XLA_FLAGS"]]

@@ -19,9 +19,9 @@ from jaxmp.autocast.rules import author_keeps
 from jaxmp.autocast.transform import autocast
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.inspect.flops import contraction_flops, matmul_dims, nbytes
+from jaxmp.inspect.place import Place, inner_jaxprs, is_ours, place_inside, place_of
 from jaxmp.inspect.promotion import FLOAT32, LOW, Cause, follow_float32
 from jaxmp.inspect.report import Finding, Operation, PrecisionReport
-from jaxmp.inspect.walk import Place, inner_jaxprs, is_ours, place_inside, place_of
 from jaxmp.policy import Policy
 
 WRAP = "jaxmp.wrap(model, 'mixed_bfloat16'), or jaxmp.autocast for a function"

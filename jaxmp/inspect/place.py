@@ -1,11 +1,10 @@
-"""Every equation of a program, with where it comes from, how often it runs, and in which pass."""
+"""Where an equation stands: its line and module, how often it runs, and in which pass."""
 
 from __future__ import annotations
 
 import re
 import site
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,20 +79,6 @@ def place_inside(eqn: jex_core.JaxprEqn, place: Place) -> Place:
     if eqn.primitive.name == "cond":
         return place._replace(times=place.times / len(eqn.params["branches"]))
     return place
-
-
-def walk(jaxpr: Any, around: Place | None = None) -> Iterator[tuple[jex_core.JaxprEqn, Place]]:
-    """Every equation without jaxprs inside it, and its place."""
-    for eqn in closed(jaxpr).jaxpr.eqns:
-        place = place_of(eqn, around or Place())
-        inner = inner_jaxprs(eqn)
-        if inner and eqn.primitive.name != "custom_jvp_call":
-            for sub in inner:
-                yield from walk(sub, place_inside(eqn, place))
-        elif inner:
-            yield from walk(inner[0], place)
-        else:
-            yield eqn, place
 
 
 def is_ours(eqn: jex_core.JaxprEqn) -> bool:
