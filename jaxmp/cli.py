@@ -61,6 +61,15 @@ def _parser() -> argparse.ArgumentParser:
         "--donate", type=int, action="append", default=[], help="a positional argument; repeatable"
     )
     command.add_argument(
+        "--max-batch", action="store_true", help="find the largest batch that fits"
+    )
+    command.add_argument(
+        "--batch-argnum",
+        type=int,
+        action="append",
+        help="a positional argument that holds the batch; repeatable; default: the last",
+    )
+    command.add_argument(
         "--fail-on", choices=["does-not-fit"], action="append", default=[], help="exit with 1 if so"
     )
     command.set_defaults(run=_preflight)
@@ -93,6 +102,8 @@ def _preflight(args: argparse.Namespace) -> int:
         target=args.target,
         policies=args.policy or (None,),
         donate_argnums=tuple(args.donate),
+        max_batch=args.max_batch,
+        batch_argnums=args.batch_argnum or -1,
     )
     print(json.dumps(report.to_dict()) if args.json else report)
     failed = any(result.error for result in report.policies)

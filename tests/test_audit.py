@@ -256,7 +256,103 @@ def test_sizes_that_miss_the_tensor_cores_are_found():
     assert not report.findings
 
 
+def round_trips(fn, *args, **options):
+    return [f for f in audit(fn, *args, **options).findings if f.kind == "round-trip"]
+
+
+def test_a_cast_that_is_undone_is_found_with_both_lines():
+    def fn(x):
+        low = x.astype(BF16)
+        return jnp.sin(low.reshape(-1).astype(F32))
+
+    [finding] = round_trips(fn, shape(8, 8))
+    line = inspect.getsourcelines(fn)[1]
+    assert finding.source == f"test_audit.py:{line + 2}"
+    narrowed = f"float32 was cast to bfloat16 at test_audit.py:{line + 1} and comes back rounded"
+    assert finding.what == narrowed
+    assert finding.cost == 8 * 8 * (2 + 4)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda x: lax.map(f, x),
+        lambda f: lambda x: lax.cond(x[0, 0] > 0, f, f, x),
+        lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=3)[0],
+    ],
+    ids=["plain", "jit", "checkpoint", "map", "cond", "scan"],
+)
+def test_it_is_found_across_functions(around):
+    """The upcast is inside, the cast that undoes it outside."""
+    inside = around(lambda x: x.astype(F32).astype(BF16))
+    assert round_trips(inside, shape(8, 8, dtype=BF16))
+    if around not in (jax.jit, jax.checkpoint):
+        return
+    across = around(lambda x: x.astype(F32))
+    [finding] = round_trips(lambda x: across(x).astype(BF16), shape(8, 8, dtype=BF16))
+    assert finding.what.endswith("comes back unchanged")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda body, x: lax.scan(lambda c, _: (body(c), None), x, None, length=3)[0],
+        lambda body, x: lax.while_loop(lambda c: c[0, 0] < 3, body, x),
+    ],
+    ids=["scan", "while"],
+)
+def test_what_a_loop_changes_is_no_cast_undone(loop):
+    """The first iteration's carry was just widened; the second's was not."""
+
+    def fn(x):
+        return loop(lambda c: jnp.sin(c.astype(BF16).astype(F32)), x.astype(F32))
+
+    found = round_trips(fn, shape(8, 8, dtype=BF16))
+    assert [f.what.split()[0] for f in found] == ["float32"]  # the one in the body alone
+
+
+def test_a_narrow_value_that_something_else_wants_is_no_cast_undone():
+    def fn(x, w):
+        low = x.astype(BF16)
+        return low @ w, jnp.sin(low.astype(F32))
+
+    assert not round_trips(fn, shape(8, 8), shape(8, 8, dtype=BF16))
+
+
+@pytest.mark.parametrize("model", ["lm", "cnn"])
+def test_neither_models_by_hand_nor_ours_undo_casts(model):
+    """What autocast inserts on both sides is among `casts`, and the compiler's to remove."""
+    case = CASES[model]
+    shapes = case.shapes(small=True)
+    by_hand = jax.value_and_grad(case.loss(small=True, dtype=BF16), has_aux=True)
+    assert not round_trips(by_hand, *shapes)
+    ours = jax.value_and_grad(jaxmp.autocast(case.loss(small=True), "mixed_bfloat16"), has_aux=True)
+    assert not round_trips(ours, *shapes)
+
+
 # How it is read.
+
+
+def test_repeated_layers_print_as_one_finding():
+    class Deep(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(3):
+                x = nn.tanh(nn.Dense(8)(x))
+            return nn.Dense(8, name="head")(x)
+
+    x = shape(8, 8)
+    params = jax.eval_shape(Deep().init, jax.random.key(0), x)
+    report = audit(Deep().apply, params, x)
+    assert len(report.findings) == 4
+    text = str(report)
+    assert "75.0% of the FLOPs" in text
+    assert "Deep/Dense_*:" in text
+    assert "Deep/head:" in text
+    assert "3. " not in text
 
 
 def test_assert_contractions_in():

@@ -7,16 +7,21 @@ import json
 import subprocess
 import sys
 
+import hypothesis
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import cli
 from jaxmp.devices import chips, describe
-from jaxmp.inspect import CompilerMissingError, chip_names
+from jaxmp.inspect import CompilerMissingError, batch_search, chip_names
+from jaxmp.inspect.batch_arguments import batch_of, with_batch
+from jaxmp.inspect.batch_search import Probe, search_batch
 from jaxmp.inspect.chip import parse_target
 from jaxmp.inspect.hlo import read_hlo
 
@@ -141,6 +146,72 @@ def test_read_hlo_of_a_program_compiled_here():
     assert sum(read_hlo(compiled.compile().as_text()).contractions.values()) == 2
 
 
+# The largest batch.
+
+
+@hypothesis.given(
+    slope=st.integers(1, 10**6),
+    fixed=st.integers(-(10**9), 10**6),
+    bend=st.floats(0.8, 1.2),
+    first=st.integers(1, 300),
+    unit=st.sampled_from([1, 3, 8, 256]),
+    jump=st.tuples(st.integers(0, 10**5), st.sampled_from([0, 10**6, 10**12])),
+)
+@hypothesis.example(slope=1, fixed=-(10**6), bend=1.0, first=8, unit=1, jump=(50_000, 10**12))
+@hypothesis.example(slope=1, fixed=-4000, bend=1.0, first=4, unit=1, jump=(1001, 10**12))
+def test_the_search_finds_the_largest_batch_that_fits(slope, fixed, bend, first, unit, jump):
+    """Memory that is almost linear in the batch, but for one jump."""
+    tried = []
+
+    def excess(batch):
+        return int(fixed + slope * batch**bend) + jump[1] * (batch >= jump[0])
+
+    def probe(batch):
+        assert 0 < batch not in tried
+        tried.append(batch)
+        assert batch % unit == 0
+        return Probe(excess(batch))
+
+    found = search_batch(probe, start=first * unit, unit=unit)
+    assert len(tried) <= 40
+    assert found.largest == max((b for b in tried if excess(b) <= 0), default=0)
+    assert found.refused == min((b for b in tried if excess(b) > 0), default=None)
+    if found.refused is None:
+        assert found.largest >= first * unit * batch_search.LIMIT
+        return
+    assert found.refused - found.largest <= max(unit, found.largest / batch_search.PRECISION)
+
+
+def test_a_compiler_that_fails_ends_the_search_with_what_is_known():
+    def probe(batch):
+        return Probe(-1, "crashed" if batch > 100 else "")
+
+    found = search_batch(probe, start=8)
+    assert 8 <= found.largest <= 100
+    assert found.error == "crashed"
+
+
+def test_the_batch_of_arguments():
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, P(("data", "model"), None))
+    batch = {"x": shape(16, 3, sharding=split), "y": np.zeros(16, np.int32)}
+    args = shape(3, 3), batch
+    assert batch_of(args, (-1,)) == (16, 8)
+    resized = with_batch(args, (-1,), 32)
+    assert resized[0] is args[0]
+    assert jax.tree.map(lambda x: (x.shape, x.dtype.name), resized[1]) == {
+        "x": ((32, 3), "float32"),
+        "y": ((32,), "int32"),
+    }
+    assert resized[1]["x"].sharding.spec == split.spec
+    with pytest.raises(ValueError, match=r"the shapes are \(16, 3\), \(16,\), \(3, 3\). Name the"):
+        batch_of(args, (0, 1))
+    with pytest.raises(ValueError, match=r"batch_argnums=\(2,\), but there are 2 arguments"):
+        batch_of(args, (2,))
+    with pytest.raises(ValueError, match="the shapes are none"):
+        batch_of((None,), (-1,))
+
+
 # Mistakes.
 
 
@@ -235,6 +306,39 @@ def test_what_does_not_fit_says_by_how_much():
 
 
 @needs_gpu_compiler
+def test_the_largest_batch():
+    """Memory is affine in the batch here, so the limit can be worked out by hand."""
+    report = jaxmp.preflight(
+        step, *arguments(4096), target="gpu-t4", policies=POLICIES, donate_argnums=0, max_batch=True
+    )
+    for result in report.policies:
+        found = result.batches
+        at_8192 = result.peak_bytes
+        half = jaxmp.preflight(
+            step,
+            *with_batch(arguments(4096), (1,), 4096),
+            target="gpu-t4",
+            policies=[result.policy],
+            donate_argnums=0,
+        ).policies[0]
+        slope = (at_8192 - half.peak_bytes) / 4096
+        limit = 8192 + (report.target.hbm_bytes - at_8192) / slope
+        assert found.largest <= limit * 1.001
+        assert found.refused >= limit * 0.999
+    assert f"{found.largest} ({found.refused} does not)" in str(report)
+
+
+@needs_gpu_compiler
+def test_a_function_of_one_batch_size_only_says_so():
+    def fixed(x):
+        return x.reshape(512, 4, 128)
+
+    with pytest.raises(TypeError) as raised:
+        jaxmp.preflight(fixed, shape(512, 512), target="gpu-t4", max_batch=True)
+    assert "called the function with a batch of 1024" in "".join(raised.value.__notes__)
+
+
+@needs_gpu_compiler
 def test_collectives_of_a_sharded_step():
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     report = jaxmp.preflight(
@@ -266,6 +370,16 @@ def test_tpu():
         assert report.fits(policy)
     assert report["mixed_bfloat16"].bytes_accessed < report["float32"].bytes_accessed
     assert set(report["mixed_bfloat16"].program.contractions) == {"bfloat16"}
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_what_a_tpu_cannot_hold_says_by_how_much():
+    report = jaxmp.preflight(lambda x: jnp.sin(x) @ x, shape(50_000, 50_000))
+    assert not report.fits("as written")
+    [result] = report.policies
+    assert result.peak_bytes == pytest.approx(2 * 4 * 50_000**2, rel=1e-2)
+    assert "does not fit, by 2.89 GiB of the 15.75 GiB" in str(report)
 
 
 @needs_gpu_compiler

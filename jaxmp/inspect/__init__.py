@@ -2,7 +2,8 @@
 
 from jaxmp.inspect.audit import audit
 from jaxmp.inspect.chip import chip_names
-from jaxmp.inspect.preflight import CompilerMissingError, Preflight, PreflightReport, preflight
+from jaxmp.inspect.preflight import CompilerMissingError, preflight
+from jaxmp.inspect.preflight_report import Preflight, PreflightReport
 from jaxmp.inspect.report import Finding, Operation, PrecisionError, PrecisionReport
 
 __all__ = [

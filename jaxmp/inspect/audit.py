@@ -19,8 +19,8 @@ from jaxmp.autocast.rules import author_keeps
 from jaxmp.autocast.transform import autocast
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.inspect.flops import contraction_flops, matmul_dims, nbytes
+from jaxmp.inspect.follow import FLOAT32, LOW, Known, follow
 from jaxmp.inspect.place import Place, inner_jaxprs, is_ours, place_inside, place_of
-from jaxmp.inspect.promotion import FLOAT32, LOW, Cause, follow_float32
 from jaxmp.inspect.report import Finding, Operation, PrecisionReport
 from jaxmp.policy import Policy
 
@@ -68,7 +68,7 @@ def audit(
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
     jaxpr = jax.make_jaxpr(flat)(*arrays)
     auditor = _Auditor()
-    follow_float32(jaxpr, labels, auditor.visit)
+    follow(jaxpr, labels, auditor.visit)
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, Place(), residuals, auditor)
     return PrecisionReport(
@@ -122,9 +122,7 @@ class _Auditor:
         self._sites: dict[Any, Counter[str]] = defaultdict(Counter)
         self._native = {dtype: multiplies_natively(dtype) for dtype in LOW}
 
-    def visit(
-        self, eqn: jex_core.JaxprEqn, place: Place, causes: list[Cause | None], out: Cause | None
-    ) -> None:
+    def visit(self, eqn: jex_core.JaxprEqn, place: Place, known: list[Known], out: Known) -> None:
         """Records an equation."""
         moved = sum(map(nbytes, (*eqn.invars, *eqn.outvars)))
         operation = Operation(
@@ -141,12 +139,15 @@ class _Auditor:
         )
         self.operations.append(operation)
         if eqn.primitive.name in CONTRACTIONS:
-            self._contraction(eqn, operation, place, causes)
+            self._contraction(eqn, operation, place, known)
+        elif eqn.primitive.name == "convert_element_type":
+            self._round_trip(eqn, operation, known[0])
         else:
             self._sensitive(eqn, operation)
-        if out is not None and out.promoted and FLOAT32.name in operation.out_dtypes:
+        cause = out.cause
+        if cause is not None and cause.promoted and FLOAT32.name in operation.out_dtypes:
             size = sum(map(nbytes, eqn.outvars)) * place.times
-            self._note("promotion", out.source, out.path, out.what, DEMOTE, size, operation)
+            self._note("promotion", cause.source, cause.path, cause.what, DEMOTE, size, operation)
 
     def _note(
         self, kind: str, source: str, path: str, what: str, fix: str, cost: float, at: Operation
@@ -160,11 +161,11 @@ class _Auditor:
         eqn: jex_core.JaxprEqn,
         operation: Operation,
         place: Place,
-        causes: list[Cause | None],
+        known: list[Known],
     ) -> None:
         dtypes = {dtype_of(v) for v in eqn.invars[:2]}
         if FLOAT32 in dtypes:
-            source, path, what, fix = _why_float32(eqn, place, causes)
+            source, path, what, fix = _why_float32(eqn, place, known)
             kind = "float32-contraction"
             self._note(kind, source, path, what, fix, operation.flops, operation)
             return
@@ -190,6 +191,22 @@ class _Auditor:
             fix = "jaxmp keeps it float32; by hand: cast up before it"
             place = operation.source, operation.path
             self._note("sensitive-low", *place, what, fix, operation.bytes, operation)
+
+    def _round_trip(self, eqn: jex_core.JaxprEqn, operation: Operation, known: Known) -> None:
+        """Notes a cast that only undoes an earlier one, unless autocast inserted both."""
+        cast = known.cast
+        if cast is None or cast.before not in operation.out_dtypes:
+            return
+        narrow = dtype_of(eqn.invars[0]) in LOW
+        # Something else may want the narrow value: storing it can be worth the rounding.
+        if (cast.ours and operation.inserted) or (narrow and not cast.only):
+            return
+        middle = f"{operation.in_dtypes[0]} at {cast.source}"
+        lost = "rounded" if narrow else "unchanged"
+        what = f"{cast.before} was cast to {middle} and comes back {lost}"
+        fix = "use the value from before the casts"
+        where = operation.source, operation.path
+        self._note("round-trip", *where, what, fix, operation.bytes, operation)
 
     def residual(self, var: Any, source: str, path: str, size: float) -> None:
         """Notes a float32 residual that its uses narrow anyway."""
@@ -222,7 +239,7 @@ class _Auditor:
 
 
 def _why_float32(
-    eqn: jex_core.JaxprEqn, place: Place, causes: list[Cause | None]
+    eqn: jex_core.JaxprEqn, place: Place, known: list[Known]
 ) -> tuple[str, str, str, str]:
     """Whom to blame for a float32 contraction: line, path, what happened, and the remedy."""
     here = place.source, place.path
@@ -231,7 +248,7 @@ def _why_float32(
     kept = author_keeps(eqn)
     if kept is not None:
         return *here, kept, "intended"
-    cause = next((c for c in causes if c is not None), None)
+    cause = next((k.cause for k in known if k.cause is not None), None)
     if cause is not None:
         return cause.source, cause.path, cause.what, DEMOTE if cause.promoted else NARROW
     return *here, "nothing in the program narrows its operands", WRAP

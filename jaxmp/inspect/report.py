@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import io
+import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 # The kinds of findings, the gravest first: of two kinds, the costs are in different units.
@@ -15,9 +17,13 @@ KINDS = {
     "emulated": "contraction in a dtype that this device emulates",
     "promotion": "16-bit values promoted to float32",
     "sensitive-low": "sensitive operation in 16 bits",
+    "round-trip": "cast there and back",
     "misaligned": "sizes that miss the tensor cores",
     "residual": "float32 kept for the backward pass",
 }
+
+
+_NUMBER = re.compile(r"(\d+)")
 
 
 class PrecisionError(AssertionError):
@@ -206,7 +212,7 @@ class PrecisionReport:
     def __str__(self) -> str:
         if sys.stdout.isatty() and importlib.util.find_spec("rich"):
             return self._table()
-        findings = [f"{i}. {f}" for i, f in enumerate(self.findings, 1)]
+        findings = [f"{i}. {f}" for i, f in enumerate(_of_repeated_layers(self.findings), 1)]
         return "\n".join([self.summary(), "", *(findings or ["Nothing to remark."])])
 
     def _table(self) -> str:
@@ -215,13 +221,37 @@ class PrecisionReport:
         from rich.table import Table  # noqa: PLC0415
 
         table = Table("", "finding", "where", "what", "fix", show_lines=True)
-        for i, f in enumerate(self.findings, 1):
+        for i, f in enumerate(_of_repeated_layers(self.findings), 1):
             share = f"{KINDS[f.kind]}, {f.share:.1%} of the {f.unit}"
             table.add_row(str(i), share, f"{f.source}\n{f.path}", f.what, f.fix)
         console = Console(file=io.StringIO(), force_terminal=True)
         console.print(self.summary(), highlight=False)
         console.print(table)
         return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def _of_repeated_layers(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding for those that differ in a layer's number alone: ``Block_*/Dense_0``."""
+    groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
+    for f in findings:
+        groups[f.kind, f.source, _NUMBER.sub("*", f.path), f.what, f.fix].append(f)
+    merged = [
+        dataclasses.replace(
+            group[0],
+            path=_common(f.path for f in group),
+            cost=sum(f.cost for f in group),
+            share=sum(f.share for f in group),
+            sites=tuple(dict.fromkeys(site for f in group for site in f.sites)),
+        )
+        for group in groups.values()
+    ]
+    return sorted(merged, key=Finding.rank)
+
+
+def _common(paths: Iterable[str]) -> str:
+    """Paths that differ in numbers alone, in one: ``*`` for the numbers that differ."""
+    split = [re.split(_NUMBER, path) for path in paths]
+    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
 
 
 def _itemsize(dtype: str) -> int:

@@ -1,0 +1,255 @@
+"""Follows values forward through a program: why they are float32, and what casts they come from.
+
+A 16-bit value becomes float32 in one of two ways: the author upcasts it, or it meets a float32
+value (an array, a NumPy constant, a parameter) and JAX promotes it. Either is a `Cause`, with the
+line where it happened. What is computed from such a value has the cause too, until it is narrowed
+again. A value that was float32 from the start has none.
+
+A value that a conversion made, and that was only moved since, remembers it as its `Cast`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex_core
+import numpy as np
+
+from jaxmp.autocast import jaxpr_compat
+from jaxmp.autocast.jaxpr_compat import closed, dtype_of
+from jaxmp.autocast.ops import classify
+from jaxmp.inspect.place import Place, inner_jaxprs, is_ours, place_inside, place_of
+
+FLOAT32 = np.dtype("float32")
+LOW = frozenset(np.dtype(name) for name in ("float16", "bfloat16"))
+FLOATS = LOW | {FLOAT32, np.dtype("float64")}
+
+
+class Cause(NamedTuple):
+    """Why a value is float32.
+
+    Attributes:
+      source: the line, ``file.py:line``.
+      path: the module path.
+      what: in words: what brought float32 in.
+      promoted: whether JAX promoted a 16-bit value; otherwise the author upcast it.
+    """
+
+    source: str
+    path: str
+    what: str
+    promoted: bool
+
+
+class Cast(NamedTuple):
+    """The conversion that made a value.
+
+    Attributes:
+      before: what it was converted from.
+      source: the line, ``file.py:line``.
+      ours: whether autocast added it.
+      only: whether the converted value has no other use.
+    """
+
+    before: str
+    source: str
+    ours: bool
+    only: bool
+
+
+class _Promoted(NamedTuple):
+    """A 16-bit value that JAX widened, before it meets what it was widened for."""
+
+    dtype: str
+
+
+class Known(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      why: why it is float32.
+      cast: the conversion that made it, if it was only moved since.
+    """
+
+    why: Cause | _Promoted | None = None
+    cast: Cast | None = None
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why it is float32, where that can be said."""
+        return self.why if isinstance(self.why, Cause) else None
+
+
+NOTHING = Known()
+Visit = Callable[[jex_core.JaxprEqn, Place, list[Known], Known], None]
+
+
+def follow(jaxpr: Any, labels: Sequence[str], visit: Visit) -> None:
+    """Calls `visit(eqn, place, what is known of the operands, and of the result)` per equation.
+
+    Args:
+      jaxpr: the closed jaxpr of a program.
+      labels: what to call each operand of it.
+      visit: is called in order; for the body of a scan once.
+    """
+    _Follower(visit).run(jaxpr, [NOTHING] * len(labels), list(labels), Place())
+
+
+class _Follower:
+    def __init__(self, visit: Visit) -> None:
+        self.visit = visit
+
+    def run(
+        self,
+        jaxpr: Any,
+        known: Sequence[Known],
+        labels: Sequence[str],
+        around: Place,
+        *,
+        silent: bool = False,
+    ) -> list[Known]:
+        """What is known of the results of a jaxpr, of whose operands `known` is."""
+        opened = closed(jaxpr).jaxpr
+        env: dict[Any, Known] = dict(zip(opened.invars, known, strict=True))
+        label: dict[Any, str] = dict(zip(opened.invars, labels, strict=True))
+        for var in opened.constvars:
+            label[var] = f"the constant {var.aval.str_short()}"
+        uses = _uses(opened)
+
+        def read(atom: Any) -> Known:
+            found = NOTHING if _is_literal(atom) else env.get(atom, NOTHING)
+            if found.cast is not None and uses[atom] > 1:
+                return found._replace(cast=found.cast._replace(only=False))
+            return found
+
+        for eqn in opened.eqns:
+            place = place_of(eqn, around)
+            operands = [read(v) for v in eqn.invars]
+            names = [_label(v, label) for v in eqn.invars]
+            inner = inner_jaxprs(eqn)
+            if inner:
+                outs = self._inside(eqn, inner, operands, names, place, silent=silent)
+            else:
+                out = Known(_why(eqn, operands, names, place), _cast(eqn, operands, place))
+                outs = [out] * len(eqn.outvars)
+                if not silent:
+                    self.visit(eqn, place, operands, out)
+            for var, out in zip(eqn.outvars, outs, strict=True):
+                env[var] = out if dtype_of(var) == FLOAT32 else out._replace(why=None)
+                label[var] = _result_label(eqn, names, place)
+        return [read(v) for v in opened.outvars]
+
+    def _inside(
+        self,
+        eqn: jex_core.JaxprEqn,
+        inner: list[Any],
+        known: list[Known],
+        names: list[str],
+        place: Place,
+        *,
+        silent: bool,
+    ) -> list[Known]:
+        place = place_inside(eqn, place)
+        name = eqn.primitive.name
+        if name == "cond":
+            branches = [
+                self.run(b, known[1:], names[1:], place, silent=silent)
+                for b in eqn.params["branches"]
+            ]
+            return [_either(outs) for outs in zip(*branches, strict=True)]
+        if name == "scan":
+            n_consts, n_carry = jaxpr_compat.scan_split(eqn)
+            carried = slice(n_consts, n_consts + n_carry)
+            body = eqn.params["jaxpr"]
+            outs = self.run(body, known, names, place, silent=True)
+            # What an iteration makes of the carry is what the next one finds.
+            known[carried] = map(_either, zip(known[carried], outs[:n_carry], strict=True))
+            return self.run(body, known, names, place, silent=silent)
+        if name == "while":
+            n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            carry = slice(n_cond + n_body, None)
+            # Of its conversions it cannot be said that later iterations find the same.
+            known[carry] = [k._replace(cast=None) for k in known[carry]]
+            self.run(
+                eqn.params["cond_jaxpr"],
+                [*known[:n_cond], *known[carry]],
+                [*names[:n_cond], *names[carry]],
+                place,
+                silent=silent,
+            )
+            return self.run(
+                eqn.params["body_jaxpr"], known[n_cond:], names[n_cond:], place, silent=silent
+            )
+        if len(inner[0].invars) == len(known):  # jit, remat, custom rules, shard_map, …
+            outs = self.run(inner[0], known, names, place, silent=silent)
+            if len(outs) == len(eqn.outvars):
+                return outs
+        return [NOTHING] * len(eqn.outvars)
+
+
+def _why(
+    eqn: jex_core.JaxprEqn, known: list[Known], names: list[str], place: Place
+) -> Cause | _Promoted | None:
+    """Why the result is float32, if it is."""
+    if eqn.primitive.name == "convert_element_type":
+        before = dtype_of(eqn.invars[0])
+        if before in LOW and dtype_of(eqn.outvars[0]) == FLOAT32:
+            if is_ours(eqn) or jaxpr_compat.wrote_dtype(eqn.source_info):
+                by = " by the policy" if is_ours(eqn) else ""
+                what = f"an upcast from {before} to float32{by}"
+                return Cause(place.source, place.path, what, promoted=False)
+            return _Promoted(str(before))
+    ours = [i for i, v in enumerate(eqn.invars) if dtype_of(v) == FLOAT32]
+    for i in ours:
+        if known[i].cause is not None:
+            return known[i].cause
+    promoted = [why for i in ours if isinstance(why := known[i].why, _Promoted)]
+    partners = [names[i] for i in ours if known[i].why is None]
+    if promoted and partners:
+        what = f"{partners[0]} is float32 and meets a {promoted[0].dtype} value"
+        return Cause(place.source, place.path, what, promoted=True)
+    return promoted[0] if promoted else None
+
+
+def _cast(eqn: jex_core.JaxprEqn, known: list[Known], place: Place) -> Cast | None:
+    """The conversion between floats that made the result."""
+    if eqn.primitive.name == "convert_element_type":
+        before, after = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
+        if before in FLOATS and after in FLOATS and before != after:
+            return Cast(str(before), place.source, is_ours(eqn), only=True)
+        return None
+    moves = known and classify(eqn.primitive.name, eqn.params) == "transparent"
+    return known[0].cast if moves else None
+
+
+def _either(known: Sequence[Known]) -> Known:
+    """What is known of a value that is one of several."""
+    casts = {k.cast for k in known}
+    return Known(
+        why=next((k.why for k in known if k.why is not None), None),
+        cast=casts.pop() if len(casts) == 1 else None,
+    )
+
+
+def _uses(jaxpr: Any) -> Counter[Any]:
+    """How often each variable is read."""
+    atoms = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
+    return Counter(v for v in atoms if not _is_literal(v))
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, jex_core.Literal)
+
+
+def _result_label(eqn: jex_core.JaxprEqn, names: list[str], place: Place) -> str:
+    if len(names) == 1 and classify(eqn.primitive.name, eqn.params) == "transparent":
+        return names[0]  # only moved
+    return f"the {eqn.primitive.name} at {place.source}"
+
+
+def _label(atom: Any, labels: dict[Any, str]) -> str:
+    if _is_literal(atom):
+        return f"the constant {atom.val}"
+    return labels.get(atom, "a value")

@@ -1,0 +1,202 @@
+"""What `preflight` returns: one result per policy, and how they print side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxmp.inspect.batch_search import Batches
+from jaxmp.inspect.chip import Target
+from jaxmp.inspect.hlo import Program
+
+AS_WRITTEN = "as written"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Preflight:
+    """One program compiled for a target. Sizes are of one device.
+
+    Attributes:
+      policy: the policy, or "as written".
+      error: what the compiler said, if it failed for another reason than memory; all else is empty
+        then.
+      argument_bytes: of arguments: parameters, optimizer state, batch.
+      output_bytes: of results.
+      temporary_bytes: of everything in between.
+      aliased_bytes: of results that take the place of donated arguments.
+      required_bytes: the peak, where the compiler refuses what does not fit (TPU). It says no more
+        of such a program, so that all other figures are zero.
+      available_bytes: the memory that the compiler then leaves to programs, which is a little less
+        than the chip's.
+      bytes_accessed: memory traffic, where the compiler says (TPU). A loop's body counts once.
+      program: what the optimised program does.
+      requested: contractions' FLOPs by dtype in the program before it was compiled.
+      batches: what `max_batch` found.
+    """
+
+    policy: str = AS_WRITTEN
+    error: str = ""
+    argument_bytes: int = 0
+    output_bytes: int = 0
+    temporary_bytes: int = 0
+    aliased_bytes: int = 0
+    required_bytes: int = 0
+    available_bytes: int = 0
+    bytes_accessed: float | None = None
+    program: Program | None = None
+    requested: dict[str, float] = dataclasses.field(default_factory=dict)
+    batches: Batches | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The memory that the program needs: arguments, results and temporaries, less aliases."""
+        parts = self.argument_bytes + self.output_bytes + self.temporary_bytes
+        return self.required_bytes or parts - self.aliased_bytes
+
+    def excess_bytes(self, target: Target) -> int:
+        """By how much the program exceeds the memory of a target's device; at most 0 if it fits."""
+        return self.peak_bytes - (self.available_bytes or target.hbm_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreflightReport:
+    """What `jaxmp.preflight` found, policy by policy. Print it.
+
+    Attributes:
+      target: what was compiled for.
+      policies: one result per policy.
+    """
+
+    target: Target
+    policies: tuple[Preflight, ...]
+
+    def __getitem__(self, policy: str) -> Preflight:
+        """The result of a policy, by the name it was given."""
+        for result in self.policies:
+            if result.policy == policy:
+                return result
+        names = ", ".join(repr(result.policy) for result in self.policies)
+        raise KeyError(f"there is no policy {policy!r} in the report; there are {names}")
+
+    def fits(self, policy: str) -> bool:
+        """Whether the program fits the memory of the target's devices under a policy."""
+        result = self[policy]
+        return not result.error and result.excess_bytes(self.target) <= 0
+
+    def emulated(self, policy: str) -> dict[str, float]:
+        """FLOPs of contractions in dtypes that the target widens before it multiplies them."""
+        native = {*self.target.tflops, "float32", "float64", "complex64", "complex128"}
+        return {
+            dtype: flops
+            for dtype, flops in self[policy].requested.items()
+            if not set(dtype.split("*")) <= native
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON."""
+        rows = []
+        for result in self.policies:
+            row = dataclasses.asdict(result)
+            if result.program is not None:
+                row["program"] = result.program._asdict() | {
+                    "collectives": [
+                        {"kind": kind, "dtype": dtype, "count": count, "bytes": size}
+                        for (kind, dtype), (count, size) in result.program.collectives.items()
+                    ]
+                }
+            row |= {"peak_bytes": result.peak_bytes, "fits": self.fits(result.policy)}
+            rows.append(row | {"emulated": self.emulated(result.policy)})
+        target = {key: getattr(self.target, key) for key in ("name", "device_count", "hbm_bytes")}
+        return {"target": target, "policies": rows}
+
+    def __str__(self) -> str:
+        names = [result.policy for result in self.policies]
+        table = {"": names, **dict(_rows(self))}
+        widths = [max(map(len, column)) for column in zip(*table.values(), strict=True)]
+        label_width = max(map(len, table))
+        lines = [
+            "  ".join(
+                [
+                    label.ljust(label_width),
+                    *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)),
+                ]
+            )
+            for label, cells in table.items()
+        ]
+        count = self.target.device_count
+        heading = (
+            f"{self.target.name}: {count} device{'s' * (count > 1)} of "
+            f"{_gib(self.target.hbm_bytes)}; sizes are of one device"
+        )
+        return "\n".join([heading, "", *lines, *_remarks(self), "", _TRUST])
+
+
+_TRUST = (
+    "Exact: memory, traffic, contractions, collectives (a loop's body counts once). "
+    "Estimated by the compiler: cycles."
+)
+
+
+def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
+    results = report.policies
+    compiled = [result.program for result in results]
+    programs = [program for program in compiled if program is not None]
+
+    def size(label: str, attribute: str) -> tuple[str, list[str]]:
+        return label, [_gib(getattr(r, attribute)) if r.program else "-" for r in results]
+
+    def row(label: str, cell: Callable[[Program], str]) -> tuple[str, list[str]]:
+        return label, [cell(program) if program else "-" for program in compiled]
+
+    yield "peak memory", [_gib(r.peak_bytes) if r.peak_bytes else "-" for r in results]
+    yield size("  arguments", "argument_bytes")
+    yield size("  temporaries", "temporary_bytes")
+    yield "fits", ["-" if r.error else "yes" if report.fits(r.policy) else "NO" for r in results]
+    if any(r.batches for r in results):
+        yield "largest batch", [str(r.batches or "-") for r in results]
+    if any(r.bytes_accessed for r in results):
+        traffic = [r.bytes_accessed for r in results]
+        yield "traffic", [f"{size / 1e9:.2f} GB" if size else "-" for size in traffic]
+    if any(p.cycles for p in programs):
+        yield row("estimated cycles", lambda p: f"{(p.cycles or 0) / 1e6:.1f} M")
+    for dtype in dict.fromkeys(d for p in programs for d in p.contractions):
+        yield row(f"contractions {dtype}", lambda p, d=dtype: str(p.contractions.get(d, 0)))  # type: ignore[misc]
+    for call in dict.fromkeys(c for p in programs for c in p.library_calls if _is_library(c)):
+        yield row(call, lambda p, c=call: str(p.library_calls.get(c, 0)))  # type: ignore[misc]
+    for kind in dict.fromkeys(k for p in programs for k in p.collectives):
+        yield row(" ".join(kind), lambda p, k=kind: _moved(*p.collectives.get(k, (0, 0))))  # type: ignore[misc]
+
+
+def _is_library(target: str) -> bool:
+    """Whether a custom call is one of NVIDIA's libraries: cuBLAS, cuDNN."""
+    return target.startswith("__cu")
+
+
+def _remarks(report: PreflightReport) -> Iterator[str]:
+    for result in report.policies:
+        if result.error:
+            yield f"\n{result.policy}: the compiler failed: {_first_lines(result.error)}"
+            continue
+        excess = result.excess_bytes(report.target)
+        if excess > 0:
+            left = result.available_bytes
+            of = f" of the {_gib(left)} that the compiler leaves to programs" if left else ""
+            yield f"\n{result.policy}: does not fit, by {_gib(excess)}{of}."
+        for dtype in report.emulated(result.policy):
+            yield (
+                f"\n{result.policy}: {dtype} is emulated: {report.target.name} does not multiply "
+                "it natively, its operands are widened first."
+            )
+
+
+def _first_lines(text: str) -> str:
+    return " ".join(text.split("\n")[:3])[:500]
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
+
+
+def _moved(count: int, size: float) -> str:
+    return f"{count} x, {size / 1e6:.1f} MB"
