@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -24,6 +26,9 @@ from jaxmp.inspect.batch_arguments import batch_of, with_batch
 from jaxmp.inspect.batch_search import Probe, search_batch
 from jaxmp.inspect.chip import parse_target
 from jaxmp.inspect.hlo import read_hlo
+
+import fsdp
+from models import CASES
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -289,8 +294,18 @@ def test_what_a_chip_does_not_multiply_is_reported_as_emulated():
         return jnp.matmul(a, b, preferred_element_type=F32)
 
     low = shape(512, 512, dtype=jnp.float8_e4m3fn)
-    assert jaxmp.preflight(fp8, low, low, target="gpu-a100").emulated("as written")
-    assert not jaxmp.preflight(fp8, low, low, target="gpu-h100").emulated("as written")
+    a100 = jaxmp.preflight(fp8, low, low, target="gpu-a100")
+    assert a100.emulated("as written").keys() == {"float8_e4m3fn"}
+    assert "gpu-a100 does not multiply it, its operands are widened" in str(a100)
+    h100 = jaxmp.preflight(fp8, low, low, target="gpu-h100")
+    assert not h100.emulated("as written")
+    assert h100["as written"].program.contractions == {"float8_e4m3fn": 1}
+    assert "__cublas$lt$matmul$f8" in str(h100)
+    # Native, but not in this combination.
+    low = shape(512, 512, dtype=jnp.float8_e5m2)
+    h100 = jaxmp.preflight(fp8, low, low, target="gpu-h100")
+    assert h100.emulated("as written").keys() == {"float8_e5m2"}
+    assert "float8_e5m2 is emulated: its operands are widened" in str(h100)
 
 
 @needs_gpu_compiler
@@ -370,6 +385,49 @@ def test_tpu():
         assert report.fits(policy)
     assert report["mixed_bfloat16"].bytes_accessed < report["float32"].bytes_accessed
     assert set(report["mixed_bfloat16"].program.contractions) == {"bfloat16"}
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "gigabytes", "temporaries"), [(None, 49.66, 4304), (BF16, 32.88, 3360)]
+)
+def test_a_language_models_step_costs_what_was_measured_before(dtype, gigabytes, temporaries):
+    """LM-A beside figures taken independently; their temporaries include the program."""
+    case, optimizer = CASES["lm"], optax.adamw(3e-4)
+    params, *rest = case.shapes()
+    grad_fn = jax.value_and_grad(case.loss(dtype=dtype), has_aux=True)
+
+    def train_step(params, opt_state, *batch):
+        (loss, _), grads = grad_fn(params, *batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    arguments = params, jax.eval_shape(optimizer.init, params), *rest
+    [result] = jaxmp.preflight(train_step, *arguments, donate_argnums=(0, 1)).policies
+    assert result.bytes_accessed / 1e9 == pytest.approx(gigabytes, rel=0.02)
+    held = result.temporary_bytes + result.code_bytes
+    assert held / 2**20 == pytest.approx(temporaries, rel=0.02)
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_a_billion_parameters_over_256_chips():
+    train_step, arguments = fsdp.step()
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(arguments[0])) > 1e9
+    report = jaxmp.preflight(
+        train_step,
+        *arguments,
+        target="tpu-v5e:16x16",
+        policies=["mixed_bfloat16"],
+        donate_argnums=(0, 1),
+    )
+    [result] = report.policies
+    assert result.argument_bytes < 3 * 4 * 1.1e9 / 256
+    moved = {kind: size for kind, (_, size) in result.program.collectives.items()}
+    assert moved["all-gather", "bfloat16"] > 5e8
+    assert {kind for kind, _ in moved} == {"all-gather", "all-reduce"}
+    assert report.fits("mixed_bfloat16")
 
 
 @needs_tpu_compiler

@@ -79,6 +79,7 @@ def compile_program(
         "arguments": memory.argument_size_in_bytes,
         "outputs": memory.output_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
         "cost": compiled.cost_analysis() or {},
     }

@@ -35,6 +35,11 @@ class Target:
     tflops: dict[str, float]
     config: str = ""
 
+    def multiplies(self, dtype: str) -> bool:
+        """Whether operands of a dtype, or of two as in ``bfloat16*float32``, need no widening."""
+        wide = ("float32", "float64", "complex64", "complex128")
+        return set(dtype.split("*")) <= {*self.tflops, *wide}
+
 
 def chip_names() -> tuple[str, ...]:
     """The chips that `parse_target` knows.
@@ -103,7 +108,10 @@ def parse_target(spec: str) -> Target:
 
 
 def _gpu_config(chip: dict[str, Any]) -> str:
-    """XLA's `GpuTargetConfigProto`. Limits that all of these GPUs share are written out here."""
+    """XLA's `GpuTargetConfigProto`. What all of these GPUs share is written out here.
+
+    Without the versions of CUDA, XLA takes no 8-bit product to be possible.
+    """
     config = dict(chip["config"])
     name = config.pop("name")
     major, minor = config.pop("compute_capability")
@@ -121,6 +129,9 @@ def _gpu_config(chip: dict[str, Any]) -> str:
   device_memory_size: {chip["hbm_bytes"]}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  runtime_version: "13.0.0"
+  driver_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
 }}
 platform_name: "CUDA"

@@ -130,6 +130,7 @@ def _result(folder: Path, i: int) -> Preflight:
             argument_bytes=result["arguments"],
             output_bytes=result["outputs"],
             temporary_bytes=result["temporaries"],
+            code_bytes=result["code"],
             aliased_bytes=result["aliased"],
             bytes_accessed=result["cost"].get("bytes accessed"),
             program=read_hlo((folder / f"{i}.hlo").read_text(encoding="utf-8")),

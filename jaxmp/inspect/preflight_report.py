@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxmp.inspect.chip import Target
 from jaxmp.inspect.hlo import Program
 
 AS_WRITTEN = "as written"
+_BITS = re.compile(r"(?:float|int|complex)(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Preflight:
       argument_bytes: of arguments: parameters, optimizer state, batch.
       output_bytes: of results.
       temporary_bytes: of everything in between.
+      code_bytes: of the compiled program itself, which is in the device's memory too.
       aliased_bytes: of results that take the place of donated arguments.
       required_bytes: the peak, where the compiler refuses what does not fit (TPU). It says no more
         of such a program, so that all other figures are zero.
@@ -40,6 +43,7 @@ class Preflight:
     argument_bytes: int = 0
     output_bytes: int = 0
     temporary_bytes: int = 0
+    code_bytes: int = 0
     aliased_bytes: int = 0
     required_bytes: int = 0
     available_bytes: int = 0
@@ -50,9 +54,9 @@ class Preflight:
 
     @property
     def peak_bytes(self) -> int:
-        """The memory that the program needs: arguments, results and temporaries, less aliases."""
-        parts = self.argument_bytes + self.output_bytes + self.temporary_bytes
-        return self.required_bytes or parts - self.aliased_bytes
+        """The memory needed: arguments, results, temporaries and code, less what is aliased."""
+        data = self.argument_bytes + self.output_bytes + self.temporary_bytes - self.aliased_bytes
+        return self.required_bytes or data + self.code_bytes
 
     def excess_bytes(self, target: Target) -> int:
         """By how much the program exceeds the memory of a target's device; at most 0 if it fits."""
@@ -85,12 +89,20 @@ class PreflightReport:
         return not result.error and result.excess_bytes(self.target) <= 0
 
     def emulated(self, policy: str) -> dict[str, float]:
-        """FLOPs of contractions in dtypes that the target widens before it multiplies them."""
-        native = {*self.target.tflops, "float32", "float64", "complex64", "complex128"}
+        """FLOPs of contractions in dtypes that are widened before they are multiplied.
+
+        Those are the dtypes that the target does not multiply natively, and any that the program
+        asks for and the compiled one does without, while it multiplies wider ones that nobody
+        asked for (float8_e5m2 by float8_e5m2 on an H100).
+        """
+        result = self[policy]
+        compiled = set(result.program.contractions) if result.program else set()
+        uninvited = [_bits(dtype) for dtype in compiled - result.requested.keys()]
         return {
             dtype: flops
-            for dtype, flops in self[policy].requested.items()
-            if not set(dtype.split("*")) <= native
+            for dtype, flops in result.requested.items()
+            if not self.target.multiplies(dtype)
+            or (dtype not in compiled and any(bits > _bits(dtype) for bits in uninvited))
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,6 +164,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     yield "peak memory", [_gib(r.peak_bytes) if r.peak_bytes else "-" for r in results]
     yield size("  arguments", "argument_bytes")
     yield size("  temporaries", "temporary_bytes")
+    yield size("  code", "code_bytes")
     yield "fits", ["-" if r.error else "yes" if report.fits(r.policy) else "NO" for r in results]
     if any(r.batches for r in results):
         yield "largest batch", [str(r.batches or "-") for r in results]
@@ -184,10 +197,17 @@ def _remarks(report: PreflightReport) -> Iterator[str]:
             of = f" of the {_gib(left)} that the compiler leaves to programs" if left else ""
             yield f"\n{result.policy}: does not fit, by {_gib(excess)}{of}."
         for dtype in report.emulated(result.policy):
-            yield (
-                f"\n{result.policy}: {dtype} is emulated: {report.target.name} does not multiply "
-                "it natively, its operands are widened first."
+            why = (
+                ""
+                if report.target.multiplies(dtype)
+                else f"{report.target.name} does not multiply it, "
             )
+            yield f"\n{result.policy}: {dtype} is emulated: {why}its operands are widened first."
+
+
+def _bits(dtype: str) -> int:
+    """The bits of the narrowest of an operand's dtypes: of ``float8_e5m2*float32``, 8."""
+    return min(map(int, _BITS.findall(dtype)), default=64)
 
 
 def _first_lines(text: str) -> str:
