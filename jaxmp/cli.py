@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("audit", help="which operation runs in which dtype, and why")
     _add_function(command)
     command.add_argument("--policy", help="audit jaxmp.autocast(fn, policy)")
+    command.add_argument("--target", help="the chip to judge for; default: the device here")
     command.add_argument(
         "--fail-on",
         action="append",
@@ -89,7 +90,7 @@ def _add_function(command: argparse.ArgumentParser) -> None:
 
 def _audit(args: argparse.Namespace) -> int:
     fn, arguments = _load(args.function)
-    report = audit(fn, *arguments, policy=args.policy)
+    report = audit(fn, *arguments, policy=args.policy, target=args.target)
     print(json.dumps(report.to_dict()) if args.json else report)
     return int(any(finding.kind in args.fail_on for finding in report.findings))
 

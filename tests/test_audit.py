@@ -249,11 +249,53 @@ def test_sensitive_operations_in_16_bits_are_found():
     assert not [f for f in mixed.findings if f.kind == "sensitive-low"]
 
 
-def test_sizes_that_miss_the_tensor_cores_are_found():
-    report = audit(jnp.dot, shape(64, 100, dtype=BF16), shape(100, 64, dtype=BF16))
-    assert [f.what.split(":")[0] for f in report.findings if f.kind == "misaligned"] == ["k = 100"]
-    report = audit(jnp.dot, shape(64, 96, dtype=BF16), shape(96, 64, dtype=BF16))
-    assert not report.findings
+@pytest.mark.parametrize(
+    ("dtype", "k", "target", "multiple"),
+    [
+        (BF16, 100, None, 8),
+        (BF16, 96, None, None),
+        (BF16, 100, "gpu-h100", 8),
+        (jnp.float8_e4m3fn, 104, "gpu-h100", 16),
+        (jnp.float8_e4m3fn, 112, "gpu-h100", None),
+        (BF16, 96, "tpu-v5e", 128),
+        (BF16, 256, "tpu-v5e", None),
+        (F32, 100, "gpu-h100", None),
+    ],
+)
+def test_sizes_that_the_chip_has_to_pad_are_found(dtype, k, target, multiple):
+    x, w = shape(128, k, dtype=dtype), shape(k, 128, dtype=dtype)
+    found = [f for f in audit(jnp.dot, x, w, target=target).findings if f.kind == "misaligned"]
+    if multiple is None:
+        assert not found
+        return
+    [finding] = found
+    chip = target or "this cpu"
+    assert finding.what == f"k = {k}: {chip} takes sizes in multiples of {multiple}"
+    assert finding.cost == 2 * 128 * 128 * k
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target", "emulated"),
+    [
+        (BF16, "gpu-t4", True),
+        (jnp.float16, "gpu-t4", False),
+        (jnp.float16, "tpu-v5e", True),
+        (jnp.float8_e4m3fn, "gpu-a100", True),
+        (jnp.float8_e4m3fn, "gpu-h100", False),
+        (BF16, None, False),
+        (jnp.int32, "gpu-h100", False),
+    ],
+)
+def test_what_the_chip_emulates_is_found(dtype, target, emulated):
+    x = shape(128, 128, dtype=dtype)
+    found = [f for f in audit(jnp.dot, x, x, target=target).findings if f.kind == "emulated"]
+    assert bool(found) == emulated
+    assert all(f"natively by {target}" in f.what for f in found)
+
+
+def test_an_unknown_target_is_refused():
+    with pytest.raises(ValueError, match="audit: unknown target 'gpu-h10'"):
+        audit(jnp.dot, shape(8, 8), shape(8, 8), target="gpu-h10")
 
 
 def round_trips(fn, *args, **options):

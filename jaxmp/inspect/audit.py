@@ -17,7 +17,8 @@ from jaxmp.autocast.ops import LOW as CONTRACTIONS
 from jaxmp.autocast.ops import classify
 from jaxmp.autocast.rules import author_keeps
 from jaxmp.autocast.transform import autocast
-from jaxmp.dtypes import multiplies_natively
+from jaxmp.devices import describe
+from jaxmp.inspect.chip import Target, parse_target
 from jaxmp.inspect.flops import contraction_flops, matmul_dims, nbytes
 from jaxmp.inspect.follow import FLOAT32, LOW, Known, follow
 from jaxmp.inspect.place import Place, inner_jaxprs, is_ours, place_inside, place_of
@@ -33,6 +34,7 @@ def audit(
     fn: Callable[..., Any],
     *args: Any,
     policy: str | Policy | jmp.Policy | DTypeLike | None = None,
+    target: str | None = None,
     **kwargs: Any,
 ) -> PrecisionReport:
     """Reports what a function computes in which dtype, what it costs, and why. Nothing runs.
@@ -45,10 +47,15 @@ def audit(
       fn: a function of any pytrees.
       *args: its arguments: arrays or `jax.ShapeDtypeStruct`s.
       policy: if given, what `jaxmp.autocast(fn, policy)` does is reported.
+      target: the chip to judge dtypes and sizes for, as in `jaxmp.preflight`; by default the device
+        that JAX runs on here.
       **kwargs: keyword arguments of `fn`.
 
     Returns:
       The report: `print` it, or read its `findings`.
+
+    Raises:
+      ValueError: if the policy or the target is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -67,7 +74,7 @@ def audit(
     leaves = jax.tree.leaves((args, kwargs))
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
     jaxpr = jax.make_jaxpr(flat)(*arrays)
-    auditor = _Auditor()
+    auditor = _Auditor(_here() if target is None else parse_target(target, "audit"))
     follow(jaxpr, labels, auditor.visit)
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, Place(), residuals, auditor)
@@ -76,6 +83,20 @@ def audit(
         findings=tuple(auditor.findings()),
         arguments=_arguments(args, kwargs),
         residual_bytes=dict(residuals),
+    )
+
+
+def _here() -> Target:
+    """The device that JAX runs on; what the tables do not have multiplies every dtype."""
+    device = describe()
+    return Target(
+        name=device.chip or f"this {device.platform}",
+        platform=device.platform,
+        topology="",
+        device_count=1,
+        hbm_bytes=device.hbm_bytes or 0,
+        hbm_bytes_per_second=device.hbm_bytes_per_second or 0,
+        tflops=device.tflops,
     )
 
 
@@ -115,12 +136,12 @@ def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
 class _Auditor:
     """Collects operations, and what may be wrong with them, while the program is walked."""
 
-    def __init__(self) -> None:
+    def __init__(self, chip: Target) -> None:
+        self.chip = chip
         self.operations: list[Operation] = []
         # (kind, source, path, what, fix) → cost: FLOPs of contractions, bytes of all else.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
         self._sites: dict[Any, Counter[str]] = defaultdict(Counter)
-        self._native = {dtype: multiplies_natively(dtype) for dtype in LOW}
 
     def visit(self, eqn: jex_core.JaxprEqn, place: Place, known: list[Known], out: Known) -> None:
         """Records an equation."""
@@ -169,20 +190,30 @@ class _Auditor:
             kind = "float32-contraction"
             self._note(kind, source, path, what, fix, operation.flops, operation)
             return
-        for dtype in LOW & dtypes:
-            if not self._native[dtype]:
-                what = f"{dtype} is not multiplied natively here: it is emulated"
-                fix = "use the policy 'half', which asks the device"
-                where = operation.source, operation.path
+        where = operation.source, operation.path
+        for dtype in operation.dtype.split("*"):
+            if not self.chip.multiplies(dtype):
+                what = f"{dtype} is not multiplied natively by {self.chip.name}: it is emulated"
+                fix = "use the policy 'half', which asks the device, or 16 bits where it was 8"
                 self._note("emulated", *where, what, fix, operation.flops, operation)
-        dims = matmul_dims(eqn)
-        odd = {n: d for n, d in (dims or {}).items() if d >= 8 and d % 8}
-        if dims and odd and dtypes <= LOW:
+        multiple = self._multiple(dtypes)
+        odd = {n: d for n, d in (matmul_dims(eqn) or {}).items() if d >= 8 and d % multiple}
+        if odd:
             shown = ", ".join(f"{name} = {d}" for name, d in odd.items())
-            what = f"{shown}: tensor cores take 16-bit sizes in multiples of 8"
-            where = operation.source, operation.path
-            fix = "pad the dimension to a multiple of 8"
+            what = f"{shown}: {self.chip.name} takes sizes in multiples of {multiple}"
+            fix = f"pad the dimension to a multiple of {multiple}"
             self._note("misaligned", *where, what, fix, operation.flops, operation)
+
+    def _multiple(self, dtypes: set[Any]) -> int:
+        """What the sizes of a narrow matrix product should be multiples of.
+
+        128 lanes on a TPU (Google: "Cloud TPU performance guide"); 16 bytes on tensor cores
+        (NVIDIA: "Matrix multiplication background user's guide").
+        """
+        bytes_each = max(dtype.itemsize for dtype in dtypes if dtype is not None)
+        if bytes_each > 2:
+            return 1
+        return 128 if self.chip.platform == "tpu" else 16 // bytes_each
 
     def _sensitive(self, eqn: jex_core.JaxprEqn, operation: Operation) -> None:
         low = {dtype_of(v) for v in (*eqn.invars, *eqn.outvars)} & LOW

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
+
 from jaxmp.devices import chips
 from jaxmp.dtypes import did_you_mean
 
@@ -36,9 +38,12 @@ class Target:
     config: str = ""
 
     def multiplies(self, dtype: str) -> bool:
-        """Whether operands of a dtype, or of two as in ``bfloat16*float32``, need no widening."""
-        wide = ("float32", "float64", "complex64", "complex128")
-        return set(dtype.split("*")) <= {*self.tflops, *wide}
+        """Whether operands of a dtype, or of two as in ``bfloat16*float32``, need no widening.
+
+        Of a device whose rates are not known nothing is said to.
+        """
+        narrow = {name for name in dtype.split("*") if np.dtype(name).itemsize <= 2}
+        return not self.tflops or narrow <= self.tflops.keys()
 
 
 def chip_names() -> tuple[str, ...]:
@@ -51,7 +56,7 @@ def chip_names() -> tuple[str, ...]:
     return tuple(chips())
 
 
-def parse_target(spec: str) -> Target:
+def parse_target(spec: str, function: str = "preflight") -> Target:
     """Reads a target: a chip's name, and after a colon its topology or the number of GPUs.
 
     Raises:
@@ -66,7 +71,7 @@ def parse_target(spec: str) -> Target:
     chip = chips().get(name)
     if chip is None:
         raise ValueError(
-            f"preflight: unknown target {spec!r}{did_you_mean(name, chip_names())}; the chips are "
+            f"{function}: unknown target {spec!r}{did_you_mean(name, chip_names())}; the chips are "
             f"{', '.join(chip_names())}, with a topology or a number of GPUs after a colon, as in "
             "'tpu-v5e:4x4' and 'gpu-h100:8'."
         )
@@ -75,7 +80,7 @@ def parse_target(spec: str) -> Target:
         sizes = topology.split("x")
         if not all(size.isdecimal() and int(size) for size in sizes):
             raise ValueError(
-                f"preflight: cannot read the topology {shape!r} of {spec!r}; write it as in "
+                f"{function}: cannot read the topology {shape!r} of {spec!r}; write it as in "
                 f"'{name}:{chip['default_topology']}'."
             )
         per_chip = chip["devices_per_chip"]
@@ -92,7 +97,7 @@ def parse_target(spec: str) -> Target:
         )
     if shape and not (shape.isdecimal() and int(shape)):
         raise ValueError(
-            f"preflight: {spec!r} should end in a number of GPUs, as in '{name}:8'; got {shape!r}."
+            f"{function}: {spec!r} should end in a number of GPUs, as in '{name}:8'; got {shape!r}."
         )
     count = int(shape or 1)
     return Target(
