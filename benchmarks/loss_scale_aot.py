@@ -2,6 +2,7 @@
 
     python benchmarks/loss_scale_aot.py                  # both parts
     python benchmarks/loss_scale_aot.py --part step      # TPU v5e, ahead of time
+    python benchmarks/loss_scale_aot.py --part step --no-prefetch    # the same, all in HBM
     python benchmarks/loss_scale_aot.py --part update    # CPU: size of the program, compile time
 
 It needs no accelerator: `benchmarks/aot.py` says what to install. mpx is on PyPI as
@@ -175,7 +176,7 @@ LIBRARIES = {
 }
 
 
-def compile_step(library: Library, dtype: Any) -> aot.Compiled:
+def compile_step(library: Library, dtype: Any, options: Any = None) -> aot.Compiled:
     """The donated step of LM-B on one TPU v5e."""
     loss_and_state = LM_B.loss(dtype=dtype)
     params, _, inputs, labels = LM_B.shapes()
@@ -188,24 +189,24 @@ def compile_step(library: Library, dtype: Any) -> aot.Compiled:
         return library.step(loss_fn, params, carried, inputs, labels)
 
     args = (params, carried, inputs, labels)
-    return aot.compile_for("tpu-v5e", step, args, donate=(0, 1))
+    return aot.compile_for("tpu-v5e", step, args, donate=(0, 1), options=options)
 
 
-def step_part(libraries: dict[str, Any], dtype: Any) -> list[str]:
+def step_part(libraries: dict[str, Any], dtype: Any, options: Any) -> list[str]:
     """Prints the table of the step; returns what of ours is over its limit."""
     failures = []
     for inner, optimizer in (
         ("alone", optax.adamw(3e-4)),
         ("clip", optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))),
     ):
-        base = compile_step(unscaled(optimizer), dtype)
+        base = compile_step(unscaled(optimizer), dtype, options)
         title = {"alone": "adamw", "clip": "clip_by_global_norm, adamw"}[inner]
         print(f"\n{title}, LM-B in {jnp.dtype(dtype).name}, TPU v5e")
         print(f"{'':20}{'GB':>9}{'':9}{'Mcycles':>9}{'':9}{'temp MiB':>10}{'peak MiB':>10}")
         print(f"{'unscaled':20}{base.gb_accessed:9.4f}{'':9}{base.mcycles:9.3f}{'':9}"
               f"{base.temp_mib:10.1f}{base.peak_mib:10.1f}")  # fmt: skip
         for name, make in libraries.items():
-            row = compile_step(make(optimizer), dtype)
+            row = compile_step(make(optimizer), dtype, options)
             ratio = row.gb_accessed / base.gb_accessed
             print(
                 f"{name:20}{row.gb_accessed:9.4f} {ratio - 1:+8.2%}{row.mcycles:9.3f} "
@@ -309,6 +310,7 @@ def main() -> int:
     )
     parser.add_argument("--part", choices=("step", "update", "both"), default="both")
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--no-prefetch", action="store_true", help="step: keep every array in HBM")
     parser.add_argument("--leaves", type=int, nargs="+", default=[72, 240])
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--runs", type=int, default=3)
@@ -321,7 +323,8 @@ def main() -> int:
     libraries = {name: LIBRARIES[name] for name in args.libraries}
     failures = []
     if args.part in ("step", "both"):
-        failures += step_part(libraries, jnp.dtype(args.dtype))
+        options = aot.NO_PREFETCH if args.no_prefetch else None
+        failures += step_part(libraries, jnp.dtype(args.dtype), options)
     if args.part in ("update", "both"):
         failures += update_part(libraries, args.leaves, args.runs)
     for failure in failures:
