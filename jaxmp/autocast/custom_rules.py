@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.demand import CONTRACTION, FULL, ours
+from jaxmp.autocast.hidden_tangents import hidden_tangents
 from jaxmp.autocast.plan import DType, Plan, Value
 from jaxmp.autocast.planner import Planner
 from jaxmp.autocast.region import inside_autocast
@@ -62,7 +63,8 @@ def custom_jvp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Calla
         avals = [*in_avals, *(in_avals[i].to_tangent_aval() for i in active)]
         with inside_autocast(plan.rules.policy):
             jaxpr = _trace(eqn, jvp, avals)
-        planner = Planner()
+        linear = [False] * len(in_avals) + [True] * len(active)
+        planner = Planner(hidden_tangents(jaxpr, linear))
         ins = [_kept(planner, a, d) for a, d in zip(in_avals, plan.ins, strict=True)]
         ins += [_kept(planner, in_avals[i], plan.ins[i], tangent=True) for i in active]
         outs = [*plan.outs, *(plan.outs[i] for i in results)]
@@ -121,7 +123,8 @@ def custom_vjp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Calla
             ct_avals = [eqn.outvars[i].aval.to_tangent_aval() for i in results]
             bwd_jaxpr = _trace(eqn, bwd, [*residual_avals, *ct_avals])
 
-        planner = Planner()
+        linear = [False] * len(residual_avals) + [True] * len(ct_avals)
+        planner = Planner(hidden_tangents(bwd_jaxpr, linear))
         grads = [plan.ins[i] for i in active]
         wanted = planner.demands(
             jaxpr_compat.closed(bwd_jaxpr).jaxpr, _wanted(grads), plan.rules

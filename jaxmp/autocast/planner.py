@@ -27,9 +27,14 @@ MOVES = "moves values: as they are"
 
 
 class Planner:
-    """Plans a jaxpr and those inside it, one plan per inner jaxpr and way of calling it."""
+    """Plans a jaxpr and those inside it, one plan per inner jaxpr and way of calling it.
 
-    def __init__(self) -> None:
+    Args:
+      tangents: values that are tangents although no operand says so; see `hidden_tangents`.
+    """
+
+    def __init__(self, tangents: frozenset[Any] = frozenset()) -> None:
+        self.tangents = tangents
         self.demands = Demands()
         self._memo: dict[Any, Plan] = {}
         self._ids = 0
@@ -211,6 +216,8 @@ class JaxprPlanner:
     ) -> Step:
         """Records the results and returns the step; `dtypes` says how the operands are read."""
         for var, value in zip(eqn.outvars, outs, strict=True):
+            if value is not None and var in self.planner.tangents:
+                value = value._replace(tangent=True)
             self.env[var] = value if ours(var) else None
         return Step(
             eqn=eqn,

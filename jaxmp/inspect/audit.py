@@ -12,7 +12,7 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp.autocast.jaxpr_compat import closed, dtype_of
+from jaxmp.autocast.jaxpr_compat import closed, dtype_of, inner_jaxprs
 from jaxmp.autocast.ops import LOW as CONTRACTIONS
 from jaxmp.autocast.ops import classify
 from jaxmp.autocast.rules import author_keeps
@@ -21,7 +21,7 @@ from jaxmp.devices import describe
 from jaxmp.inspect.chip import Target, parse_target
 from jaxmp.inspect.flops import contraction_flops, matmul_dims, nbytes
 from jaxmp.inspect.follow import FLOAT32, LOW, Known, follow
-from jaxmp.inspect.place import Place, inner_jaxprs, is_ours, place_inside, place_of
+from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
 from jaxmp.inspect.report import Finding, Operation, PrecisionReport
 from jaxmp.policy import Policy
 

@@ -18,9 +18,9 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.jaxpr_compat import closed, dtype_of
+from jaxmp.autocast.jaxpr_compat import closed, dtype_of, inner_jaxprs
 from jaxmp.autocast.ops import classify
-from jaxmp.inspect.place import Place, inner_jaxprs, is_ours, place_inside, place_of
+from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
 
 FLOAT32 = np.dtype("float32")
 LOW = frozenset(np.dtype(name) for name in ("float16", "bfloat16"))

@@ -12,7 +12,6 @@ import jax.extend.core as jex_core
 from jax.extend import source_info_util
 
 from jaxmp.autocast.equations import CAST_SCOPE
-from jaxmp.autocast.jaxpr_compat import closed
 from jaxmp.autocast.rules import REGION, Rules, region_rules
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -46,17 +45,6 @@ class Place(NamedTuple):
     times: float = 1
     backward: bool = False
     region: Rules | None = None
-
-
-def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
-    """The jaxprs in an equation's parameters, open."""
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            jaxpr = closed(item).jaxpr
-            if isinstance(jaxpr, jex_core.Jaxpr):
-                found.append(jaxpr)
-    return found
 
 
 def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
