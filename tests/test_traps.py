@@ -1050,6 +1050,61 @@ def test_trap_15_a_rule_stays_linear_in_its_tangents(policy: str) -> None:
     assert relative(big, want) < 12 * EPS[BF16]
 
 
+DETOURS = {
+    "complex": lambda x: jnp.real(lax.complex(x, -x) * (1 + 1j)),
+    "bfloat16": lambda x: (2 * x.astype(jnp.bfloat16)).astype(jnp.float32),
+    "jit": lambda x: jax.jit(jnp.real)(lax.complex(x, x)),
+    "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.real, jnp.imag, lax.complex(x, -x)),
+    "scan": lambda x: jnp.real(
+        lax.scan(lambda c, _: (c * (1 + 1j), None), lax.complex(x, x), None, length=3)[0]
+    ),
+    # The first iteration's carry is no tangent yet.
+    "carry": lambda x: jnp.real(
+        lax.scan(
+            lambda c, _: ((c[1], lax.complex(x, x)), None),
+            (lax.complex(X, X), lax.complex(X, X)),
+            None,
+            length=3,
+        )[0][0]
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", [F16, BF16])
+@pytest.mark.parametrize("detour", DETOURS)
+def test_trap_15_a_tangent_that_was_in_another_dtype_is_one_still(detour: str, policy: str) -> None:
+    def body(x: jax.Array, w: jax.Array) -> jax.Array:
+        # The other branch is low, so this one's result is narrowed.
+        return lax.cond(w[0, 0] > 1e6, lambda a: jnp.tanh(a) @ w, DETOURS[detour], x)
+
+    halved = jax.custom_jvp(body)
+
+    @halved.defjvp
+    def rule(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        out, out_tangent = jax.jvp(body, primals, tangents)
+        return out, 0.5 * out_tangent
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(halved(x, w)) @ w)
+
+    fast = jaxmp.autocast(fn, policy)
+    for got in (jax.grad(fast)(X, W), jax.jit(jax.grad(fast))(X, W)):
+        assert relative(got, jax.grad(fn)(X, W)) < 12 * EPS[policy]
+
+
+@pytest.mark.parametrize("detour", [lambda g: g, *DETOURS.values()][:4])
+def test_trap_15_a_cotangent_that_overflows_is_seen_to(detour: Callable[..., Any]) -> None:
+    """Clipped to the largest float16, it would be a wrong gradient that loss scaling lets pass."""
+
+    @jax.custom_vjp
+    def fn(x: jax.Array) -> jax.Array:
+        return x
+
+    fn.defvjp(lambda x: (x, None), lambda _, g: (1e6 * detour(g.reshape(8, -1)).reshape(g.shape),))
+    gradient = jax.grad(jaxmp.autocast(lambda w, x: jnp.sum(fn(x @ w) @ w), F16))(W, 1e-3 * X)
+    assert not np.isfinite(gradient).all()
+
+
 # --- 16: the author's 16-bit operand -------------------------------------------------------------
 
 
