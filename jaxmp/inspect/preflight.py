@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxmp.autocast.transform import autocast
 from jaxmp.inspect.audit import audit
 from jaxmp.inspect.batch_arguments import batch_of, with_batch
-from jaxmp.inspect.batch_search import Batches, Probe, search_batch
+from jaxmp.inspect.batch_search import Probe, search_batch
 from jaxmp.inspect.chip import Target, parse_target
 from jaxmp.inspect.compile_ahead import compile_ahead
 from jaxmp.inspect.preflight_report import AS_WRITTEN, Preflight, PreflightReport
@@ -80,7 +81,8 @@ def preflight(
     """
     resolved = parse_target(target)
     _check_compiler(resolved)
-    donated = _indices(donate_argnums)
+    donated, batch = _indices(donate_argnums), _indices(batch_argnums)
+    start, unit = batch_of(args, batch) if max_batch else (0, 0)
     named = [_named(policy) for policy in policies]
     programs = [fn if policy is None else autocast(fn, policy) for _, policy in named]
     results = [
@@ -92,10 +94,16 @@ def preflight(
         )
     ]
     if max_batch:
+
+        def probe(program: Callable[..., Any], first: Preflight, size: int) -> Probe:
+            if size == start:
+                return Probe(first.excess_bytes(resolved), first.error)
+            return _probe(resolved, program, with_batch(args, batch, size), donated, size)
+
         results = [
             dataclasses.replace(
                 result,
-                batches=_batches(resolved, program, args, donated, _indices(batch_argnums), result),
+                batches=search_batch(functools.partial(probe, program, result), start, unit),
             )
             for program, result in zip(programs, results, strict=True)
         ]
@@ -106,28 +114,20 @@ def _indices(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def _batches(
+def _probe(
     target: Target,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     donated: tuple[int, ...],
-    argnums: tuple[int, ...],
-    first: Preflight,
-) -> Batches:
-    """The largest batch that fits, where `first` is the program at the batch of `args`."""
-    start, unit = batch_of(args, argnums)
-
-    def probe(batch: int) -> Probe:
-        if batch == start:
-            return Probe(first.excess_bytes(target), first.error)
-        try:
-            [result] = compile_ahead(target, [fn], with_batch(args, argnums, batch), donated)
-        except Exception as error:
-            error.add_note(f"preflight (max_batch) called the function with a batch of {batch}.")
-            raise
-        return Probe(result.excess_bytes(target), result.error)
-
-    return search_batch(probe, start, unit)
+    batch: int,
+) -> Probe:
+    """Compiles a function at another batch size."""
+    try:
+        [result] = compile_ahead(target, [fn], args, donated)
+    except Exception as error:
+        error.add_note(f"preflight (max_batch) called the function with a batch of {batch}.")
+        raise
+    return Probe(result.excess_bytes(target), result.error)
 
 
 def _named(policy: Any) -> tuple[str, Policy | None]:

@@ -197,11 +197,8 @@ def _remarks(report: PreflightReport) -> Iterator[str]:
             of = f" of the {_gib(left)} that the compiler leaves to programs" if left else ""
             yield f"\n{result.policy}: does not fit, by {_gib(excess)}{of}."
         for dtype in report.emulated(result.policy):
-            why = (
-                ""
-                if report.target.multiplies(dtype)
-                else f"{report.target.name} does not multiply it, "
-            )
+            native = report.target.multiplies(dtype)
+            why = "" if native else f"{report.target.name} does not multiply it, "
             yield f"\n{result.policy}: {dtype} is emulated: {why}its operands are widened first."
 
 
