@@ -1,0 +1,195 @@
+"""Caches, closures and jaxprs that are shared between call sites."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+
+from constructs import (
+    BF16,
+    F16,
+    V,
+    W,
+    X,
+    assert_bitwise,
+    assert_close,
+    assert_low,
+    gaussian,
+    jit_shared,
+    mlp,
+    project,
+)
+from support import contraction_dtypes
+
+
+def test_eager_calls_do_not_retrace() -> None:
+    calls = []
+
+    def fn(x, w, *, scale):
+        calls.append(1)
+        return jnp.tanh(x @ w) * scale
+
+    cast = jaxmp.autocast(fn, BF16)
+    for i in range(5):
+        cast(X + i, W, scale=2.0)
+    assert len(calls) == 1
+    cast(X[:2], W, scale=2.0)
+    cast(X, W, scale=3.0)
+    assert len(calls) == 3
+    for _ in range(3):
+        cast(X, W, scale=2.0)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("transform", ["jit", "grad", "scan", "vmap"])
+def test_closing_over_tracers(transform: str) -> None:
+    def outer(x, w, cast):
+        local = cast(lambda a: jnp.tanh(a @ w) @ w)
+        return local(x) + local(2 * x)
+
+    def build(cast):
+        if transform == "jit":
+            return jax.jit(lambda x, w: outer(x, w, cast))
+        if transform == "grad":
+            return jax.grad(lambda x, w: project(outer(x, w, cast)), argnums=(0, 1))
+        if transform == "scan":
+            return lambda x, w: lax.scan(
+                lambda h, s: (outer(h, s * w, cast), None), x, jnp.array([1.0, 0.5])
+            )[0]
+        return jax.vmap(lambda x, w: outer(x, w, cast), in_axes=(0, None))
+
+    fn = build(lambda f: jaxmp.autocast(f, BF16))
+    want = build(lambda f: f)(X, W)
+    for _ in range(2):
+        assert_close(fn(X, W), want, dtype="bfloat16", depth=5)
+    assert_low(fn, (X, W), "bfloat16")
+    with jax.checking_leaks():
+        jax.jit(build(lambda f: jaxmp.autocast(f, BF16)))(X, W)
+
+
+def test_one_wrapped_function_under_changing_closures() -> None:
+    """A closure that is traced differently the second time must not meet a stale plan."""
+    box = {}
+    cast = jaxmp.autocast(lambda x: x @ box["w"], BF16)
+
+    def outer(x, w):
+        box["w"] = w
+        return cast(x)
+
+    for w in (W, 2 * W):
+        out = jax.jit(lambda x, w: outer(x, w))(X, w)
+        assert_close(out, X @ w, dtype="bfloat16", depth=1)
+        gradient = jax.grad(lambda w: project(outer(X, w)))(w)
+        assert float(jnp.abs(gradient).max()) > 0
+
+
+def test_shared_jaxpr_in_different_colours() -> None:
+    """One jitted function, called with a low value, a float32 one and another dtype."""
+    double = jax.jit(lambda a: a * 2.0 + 1.0)
+
+    def fn(x, w):
+        low = double(x @ w) @ w
+        full = double(jnp.exp(x).sum(axis=1, keepdims=True))
+        half = double(x.astype(jnp.float16))
+        return low, full, half
+
+    got, want = jaxmp.autocast(fn, BF16)(X, W), fn(X, W)
+    assert [a.dtype for a in got] == [jnp.float32, jnp.float32, jnp.float16]
+    assert_close(got[0], want[0], dtype="bfloat16", depth=2)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
+    assert_bitwise(got[2], want[2])
+
+
+def test_shared_scan_body_in_different_colours() -> None:
+    def loop(h, w):
+        return lax.scan(lambda c, _: (jnp.tanh(c * 0.5) + 0.1, None), h, length=2)[0]
+
+    shared = jax.jit(loop)
+
+    def fn(x, w):
+        return shared(x @ w, w) @ w, jnp.sum(shared(x, w), axis=0)
+
+    got, want = jaxmp.autocast(fn, BF16)(X, W), fn(X, W)
+    assert_close(got[0], want[0], dtype="bfloat16", depth=2)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-6)
+
+
+def test_large_captured_constant() -> None:
+    table = gaussian(11, 512, 8)
+
+    def fn(x):
+        return x @ table.T
+
+    cast = jaxmp.autocast(fn, BF16)
+    assert contraction_dtypes(cast, X) == Counter(bfloat16=1)
+    assert_close(jax.jit(cast)(X), fn(X), dtype="bfloat16", depth=1)
+
+
+def test_numpy_constant_does_not_promote() -> None:
+    """A NumPy float32 table added in the middle keeps what follows low."""
+    table = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+    cast = jaxmp.autocast(lambda x, w, v: jnp.tanh(x @ w + table) @ v, BF16)
+    assert contraction_dtypes(cast, X, W, V) == Counter(bfloat16=2)
+
+
+def test_saved_partials_and_pullbacks() -> None:
+    bound = jax.tree_util.Partial(jaxmp.autocast(lambda w, x: jnp.tanh(x @ w) @ w, BF16), W)
+    want = jnp.tanh(X @ W) @ W
+    assert_close(jax.jit(lambda f, x: f(x))(bound, X), want, dtype="bfloat16", depth=2)
+    # A Partial as an argument of the transformed function is a pytree whose arrays are cast.
+    plain = jax.tree_util.Partial(lambda w, x: jnp.tanh(x @ w) @ w, W)
+    cast = jaxmp.autocast(lambda f, x: f(x), BF16)
+    assert contraction_dtypes(cast, plain, X) == Counter(bfloat16=2)
+    _, pullback = jax.jit(lambda x: jax.vjp(jaxmp.autocast(mlp, BF16), x, W, V))(X)
+    gradients = jax.jit(lambda f, g: f(g))(pullback, X)
+    assert_close(gradients, jax.vjp(mlp, X, W, V)[1](X), dtype="bfloat16", depth=4)
+
+
+def test_two_threads_with_two_policies() -> None:
+    start = threading.Barrier(2)
+    found: dict[str, list[Counter[str]]] = {BF16: [], F16: []}
+
+    def work(policy: str) -> None:
+        start.wait()
+        for _ in range(10):
+            found[policy].append(contraction_dtypes(jaxmp.autocast(jit_shared, policy), X, W, V))
+
+    threads = [threading.Thread(target=work, args=(p,)) for p in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[BF16] == [Counter(bfloat16=3)] * 10
+    assert found[F16] == [Counter(float16=3)] * 10
+
+
+def test_policies_are_accepted_in_every_form() -> None:
+    for policy in (BF16, jaxmp.get_policy(BF16), jaxmp.Policy("float32", "bfloat16", "float32")):
+        assert contraction_dtypes(jaxmp.autocast(mlp, policy), X, W, V) == Counter(bfloat16=2)
+
+
+def test_metadata_of_the_wrapped_function() -> None:
+    def documented(x):
+        """Says what it does."""
+        return x
+
+    cast = jaxmp.autocast(documented, BF16)
+    assert cast.__name__ == "documented"
+    assert cast.__doc__ == "Says what it does."
+    assert cast.__wrapped__ is documented
+
+
+def test_exceptions_come_through() -> None:
+    def fn(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        jaxmp.autocast(fn, BF16)(X)
