@@ -722,7 +722,14 @@ def _equation(eqn: Any, operands: list[Value], rounding: Rounding | None) -> lis
     if name in jaxpr_compat.CALLS:
         return evaluate(jaxpr_compat.call_jaxpr(eqn), operands, rounding)
     if name == "cond":
-        return evaluate(params["branches"][int(operands[0])], operands[1:], rounding)
+        branch = params["branches"][int(operands[0])]
+        outs = evaluate(branch, operands[1:], rounding)
+        if rounding is None:
+            return outs
+        # What a branch hands on unchanged is rounded where a contraction wants the result.
+        jaxpr = jaxpr_compat.closed(branch).jaxpr
+        handed_on = [not hasattr(v, "val") and v in jaxpr.invars for v in jaxpr.outvars]
+        return [rounding(o) if same else o for o, same in zip(outs, handed_on, strict=True)]
     if name == "while":
         return _while(params, operands, rounding)
     if name == "scan":

@@ -58,7 +58,7 @@ def search_batch(probe: Callable[[int], Probe], start: int, unit: int = 1) -> Ba
 
     Example:
       >>> search_batch(lambda batch: Probe(batch * 10 - 1234), start=8)
-      Batches(largest=123, refused=124, error='')
+      Batches(largest=123, refused=126, error='')
     """
     tried: dict[int, int] = {}
     fits, refused, batch = 0, None, start
