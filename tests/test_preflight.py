@@ -414,7 +414,8 @@ def test_a_language_models_step_costs_what_was_measured_before(dtype, gigabytes,
 @pytest.mark.slow
 def test_a_billion_parameters_over_256_chips():
     train_step, arguments = fsdp.step()
-    assert sum(math.prod(x.shape) for x in jax.tree.leaves(arguments[0])) > 1e9
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(arguments[0]))
+    assert count > 1e9
     report = jaxmp.preflight(
         train_step,
         *arguments,
@@ -423,7 +424,8 @@ def test_a_billion_parameters_over_256_chips():
         donate_argnums=(0, 1),
     )
     [result] = report.policies
-    assert result.argument_bytes < 3 * 4 * 1.1e9 / 256
+    # Three float32 numbers a parameter, split evenly but for vectors that 256 does not divide.
+    assert result.argument_bytes == pytest.approx(3 * 4 * count / 256, rel=0.05)
     moved = {kind: size for kind, (_, size) in result.program.collectives.items()}
     assert moved["all-gather", "bfloat16"] > 5e8
     assert {kind for kind, _ in moved} == {"all-gather", "all-reduce"}
