@@ -293,6 +293,15 @@ def test_what_the_chip_emulates_is_found(dtype, target, emulated):
     assert all(f"natively by {target}" in f.what for f in found)
 
 
+def test_a_device_that_the_tables_do_not_have_is_asked_for_its_capability(monkeypatch):
+    """An older GPU, say: compute capability 7.0."""
+    monkeypatch.setattr("jaxmp.dtypes.half_dtype", lambda device=None: jnp.float16)
+    x = shape(128, 128, dtype=BF16)
+    [finding] = [f for f in audit(jnp.dot, x, x).findings if f.kind == "emulated"]
+    assert "bfloat16 is not multiplied natively by this cpu" in finding.what
+    assert not audit(jnp.dot, x, x, target="gpu-h100").findings
+
+
 def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match="audit: unknown target 'gpu-h10'"):
         audit(jnp.dot, shape(8, 8), shape(8, 8), target="gpu-h10")

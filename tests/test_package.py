@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -178,6 +179,18 @@ def test_import_loads_neither_plots_nor_tables_nor_compilers():
     unwanted = ("matplotlib", "rich", "tqdm", "libtpu", "jax_cuda13_plugin", "haiku", "equinox")
     # JAX itself loads a CUDA plugin that is installed, and Flax loads rich.
     assert loaded_by("import jaxmp", *unwanted) == loaded_by("import flax, jmp", *unwanted)
+
+
+def test_import_leaves_the_environment_alone():
+    """What a program starts after importing jaxmp must find its accelerator."""
+    code = (
+        "import os, jax; before = dict(os.environ); import jaxmp.cli; print(os.environ == before)"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["True"]
 
 
 def test_import_starts_no_backend():

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.demand import ours
-from jaxmp.autocast.jaxpr_compat import closed, inner_jaxprs
+from jaxmp.autocast.jaxpr_compat import closed
 
 
 def hidden_tangents(jaxpr: Any, tangents: Sequence[bool]) -> frozenset[Any]:
@@ -54,7 +54,7 @@ class _Walk:
     def _results(self, eqn: JaxprEqn, read: list[bool]) -> list[bool]:
         """Which results of an equation are tangents; more than are, where its kind is unknown."""
         outs = [False] * len(eqn.outvars)
-        inner = inner_jaxprs(eqn)
+        inner = list(jaxprs_in_params(eqn.params))
         if not inner:
             return [True] * len(outs)
         while True:

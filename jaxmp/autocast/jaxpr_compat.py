@@ -48,17 +48,6 @@ def closed(jaxpr: Any) -> Closed:
     return Closed(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
 
 
-def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
-    """The jaxprs in an equation's parameters, open."""
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            jaxpr = closed(item).jaxpr
-            if isinstance(jaxpr, jex_core.Jaxpr):
-                found.append(jaxpr)
-    return found
-
-
 def dtype_of(atom: Any) -> np.dtype[Any] | None:
     """The dtype of a variable or literal; None if NumPy knows none for it (keys, tokens)."""
     dtype = getattr(atom.aval, "dtype", None)

@@ -16,11 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 
 def main(folder: Path) -> None:
     """Compiles every program of a job."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # here, not on import: this file is imported elsewhere
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     devices = topology_devices(job)
     for name in job["programs"]:

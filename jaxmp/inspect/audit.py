@@ -12,12 +12,13 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp.autocast.jaxpr_compat import closed, dtype_of, inner_jaxprs
+from jaxmp.autocast.jaxpr_compat import closed, dtype_of
 from jaxmp.autocast.ops import LOW as CONTRACTIONS
 from jaxmp.autocast.ops import classify
 from jaxmp.autocast.rules import author_keeps
 from jaxmp.autocast.transform import autocast
 from jaxmp.devices import describe
+from jaxmp.dtypes import multiplies_natively
 from jaxmp.inspect.chip import Target, parse_target
 from jaxmp.inspect.flops import contraction_flops, matmul_dims, nbytes
 from jaxmp.inspect.follow import FLOAT32, LOW, Known, follow
@@ -74,7 +75,12 @@ def audit(
     leaves = jax.tree.leaves((args, kwargs))
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
     jaxpr = jax.make_jaxpr(flat)(*arrays)
-    auditor = _Auditor(_here() if target is None else parse_target(target, "audit"))
+    if target is None:
+        # Compute capabilities tell of GPUs, too, that the tables do not have.
+        emulated = {str(dtype) for dtype in LOW if not multiplies_natively(dtype)}
+        auditor = _Auditor(_here(), emulated)
+    else:
+        auditor = _Auditor(parse_target(target, "audit"), set())
     follow(jaxpr, labels, auditor.visit)
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, Place(), residuals, auditor)
@@ -87,7 +93,7 @@ def audit(
 
 
 def _here() -> Target:
-    """The device that JAX runs on; what the tables do not have multiplies every dtype."""
+    """The device that JAX runs on, as far as the tables have it."""
     device = describe()
     return Target(
         name=device.chip or f"this {device.platform}",
@@ -136,8 +142,8 @@ def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
 class _Auditor:
     """Collects operations, and what may be wrong with them, while the program is walked."""
 
-    def __init__(self, chip: Target) -> None:
-        self.chip = chip
+    def __init__(self, chip: Target, emulated: set[str]) -> None:
+        self.chip, self.emulated = chip, emulated
         self.operations: list[Operation] = []
         # (kind, source, path, what, fix) → cost: FLOPs of contractions, bytes of all else.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
@@ -192,7 +198,7 @@ class _Auditor:
             return
         where = operation.source, operation.path
         for dtype in operation.dtype.split("*"):
-            if not self.chip.multiplies(dtype):
+            if dtype in self.emulated or not self.chip.multiplies(dtype):
                 what = f"{dtype} is not multiplied natively by {self.chip.name}: it is emulated"
                 fix = "use the policy 'half', which asks the device, or 16 bits where it was 8"
                 self._note("emulated", *where, what, fix, operation.flops, operation)
@@ -297,7 +303,7 @@ def _residuals(jaxpr: Any, around: Place, bytes_by_dtype: Counter[str], auditor:
                     used[var].append(eqn)
         else:
             made.update(dict.fromkeys(eqn.outvars, place))
-            for inner in inner_jaxprs(eqn):
+            for inner in jex_core.jaxprs_in_params(eqn.params):
                 _residuals(inner, place_inside(eqn, place), bytes_by_dtype, auditor)
     for var, users in used.items():
         size = nbytes(var) * made[var].times

@@ -18,7 +18,7 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.jaxpr_compat import closed, dtype_of, inner_jaxprs
+from jaxmp.autocast.jaxpr_compat import closed, dtype_of
 from jaxmp.autocast.ops import classify
 from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
 
@@ -128,7 +128,7 @@ class _Follower:
             place = place_of(eqn, around)
             operands = [read(v) for v in eqn.invars]
             names = [_label(v, label) for v in eqn.invars]
-            inner = inner_jaxprs(eqn)
+            inner = list(jex_core.jaxprs_in_params(eqn.params))
             if inner:
                 outs = self._inside(eqn, inner, operands, names, place, silent=silent)
             else:
