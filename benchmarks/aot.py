@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -20,9 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.extend import core as jex_core
 
+from jaxmp.inspect.aot_worker import topology_devices
 from jaxmp.inspect.chip import parse_target
 
 TARGETS = ("tpu-v5e", "gpu-h100")
@@ -48,25 +47,11 @@ class Compiled:
 
 def target_device(target: str) -> Any:
     """One described (not present) device of `target`."""
-    if target == "tpu-v5e":
-        import libtpu
-
-        os.environ["TPU_LIBRARY_PATH"] = libtpu.get_library_path()
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # ask no metadata server which TPU this is ...
-        os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-1"  # ... nor complain that none answered
-        os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
-        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-        topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1")
-    elif target == "gpu-h100":
-        topology = topologies.get_topology_desc(
-            platform="cuda",
-            topology_name="",
-            target_config=parse_target(target).config,
-            topology="1x1x1",
-        )
-    else:
+    if target not in TARGETS:
         raise ValueError(f"target_device: unknown target {target!r}; there are {TARGETS}.")
-    return topology.devices[0]
+    chip = parse_target(target)
+    job = {"platform": chip.platform, "topology": chip.topology, "config": chip.config}
+    return topology_devices(job)[0]
 
 
 # Keeps every array in HBM. By default the TPU compiler copies operands to and from VMEM around the
