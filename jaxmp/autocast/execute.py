@@ -212,6 +212,7 @@ def _custom_vjp(plan: Plan, step: Step, env: _Environment) -> list[Any]:
 
 _ACTIONS: dict[str, Callable[[Plan, Step, _Environment], list[Any]]] = {
     "bind": _bind,
+    "reorder": _bind,
     "contract": _contract,
     "call": _call,
     "shard_map": _shard_map,

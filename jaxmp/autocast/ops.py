@@ -96,6 +96,9 @@ AFFINE = frozenset({"add", "add_any", "sub", "mul", "div", "neg", "pad", "stack"
 # `follow` ops that only choose among their operands: beside constants, exact on low ones.
 CHOOSING = frozenset({"max", "min", "select_n", "clamp", "concatenate", "pad", "stack"})
 
+# Of the transparent ops, those that neither drop nor repeat an element.
+REORDERING = frozenset({"reshape", "transpose", "squeeze", "rev"})
+
 # Their transpose sums over what they repeat, so a 16-bit operand is widened around them: the values
 # are the same and the sum in the backward pass is float32.
 REPEATING = frozenset({"broadcast_in_dim", "gather", "tile", "reduce_max", "reduce_min"})

@@ -46,8 +46,8 @@ class Step:
 
     Attributes:
       eqn: the equation as written.
-      action: which handler of `execute` runs it: ``bind``, ``contract``, ``call``, ``custom_jvp``,
-        ``custom_vjp``, ``shard_map``, ``scan``, ``while``, ``cond``.
+      action: which handler of `execute` runs it: ``bind``, ``reorder``, ``contract``, ``call``,
+        ``custom_jvp``, ``custom_vjp``, ``shard_map``, ``scan``, ``while``, ``cond``.
       ins: the dtype each operand is read in; None leaves it as it is (not float32, not ours).
       outs: the dtype each result is kept in; None for what is not ours.
       reason: why, in words.

@@ -17,9 +17,10 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp.autocast import jaxpr_compat
 from jaxmp.autocast.demand import CONTRACTION, NOTHING, Demands, ours
+from jaxmp.autocast.early_casts import narrow_early
 from jaxmp.autocast.higher_order import HIGHER_ORDER
 from jaxmp.autocast.jaxpr_compat import dtype_of, shape_of
-from jaxmp.autocast.ops import AFFINE, CHOOSING, LOW, NORMALISING, REPEATING, WRITING
+from jaxmp.autocast.ops import AFFINE, CHOOSING, LOW, NORMALISING, REORDERING, REPEATING, WRITING
 from jaxmp.autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp.autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
@@ -120,7 +121,7 @@ class JaxprPlanner:
 
     def run(self) -> Plan:
         """Plans every equation in order."""
-        steps = tuple(self.equation(eqn) for eqn in self.jaxpr.eqns)
+        steps = narrow_early([self.equation(eqn) for eqn in self.jaxpr.eqns], self.jaxpr.outvars)
         values = [self.read(atom) for atom in self.jaxpr.outvars]
         outs = [value.dtype if value else None for value in values]
         if self.forced is not None:
@@ -277,6 +278,7 @@ class JaxprPlanner:
             [None if widen else dtype] * len(values),
             [out] * len(eqn.outvars),
             "repeats values: its gradient is summed in float32" if widen else MOVES,
+            action="reorder" if eqn.primitive.name in REORDERING else "bind",
         )
 
     def follow(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:

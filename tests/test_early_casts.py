@@ -1,0 +1,159 @@
+"""Transposing or reshaping for a contraction: float32 values are narrowed before it, not after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+
+from support import iter_eqns, jaxpr_of
+
+POLICIES = ["mixed_bfloat16", "mixed_float16"]
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+X, W, Y = normal(0, 6, 8), normal(1, 4, 8), normal(2, 8, 4)
+
+
+def dtypes(op: str, fn: Callable[..., Any], *args: Any) -> list[str]:
+    """The dtypes of the results of every equation of a primitive, in order."""
+    eqns = iter_eqns(jaxpr_of(fn, *args))
+    return [str(e.outvars[0].aval.dtype) for e in eqns if e.primitive.name == op]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("ops", "move"),
+    [
+        (["transpose"], lambda w: w.T),
+        (["rev"], lambda w: lax.rev(w, (0,)).reshape(8, 4)),
+        (["squeeze"], lambda w: lax.squeeze(w[None], (0,)).T),
+        (["reshape", "transpose"], lambda w: w.reshape(2, 2, 8).transpose(2, 0, 1).reshape(8, 4)),
+    ],
+    ids=["transpose", "rev", "squeeze", "chain"],
+)
+def test_is_what_a_hand_written_program_does(
+    policy: str, ops: list[str], move: Callable[[jax.Array], jax.Array]
+) -> None:
+    low = jaxmp.get_policy(policy).compute_dtype
+
+    def hand(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (x.astype(low) @ move(w.astype(low))).astype(jnp.float32)
+
+    ours = jaxmp.autocast(lambda x, w: x @ move(w), policy)
+    for op in ops:
+        assert set(dtypes(op, ours, X, W)) == {jnp.dtype(low).name}
+    np.testing.assert_array_equal(jax.jit(ours)(X, W), jax.jit(hand)(X, W))
+    weights = normal(2, 6, 4)
+    for got, want in zip(
+        *(
+            jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * weights), (0, 1)))(X, W)
+            for f in (ours, hand)
+        ),
+        strict=True,
+    ):
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, want)
+
+
+def test_the_gradient_of_a_tied_embedding_is_transposed_in_16_bits() -> None:
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            embed = nn.Embed(16, 8)
+            return embed.attend(nn.Dense(8)(embed(tokens)))
+
+    tokens = jnp.arange(12).reshape(3, 4)
+    model = jaxmp.wrap(Tied(), "mixed_bfloat16")
+    params = model.init(jax.random.key(0), tokens)
+    grad = jax.grad(lambda p: jnp.sum(model.apply(p, tokens) ** 2))
+    assert set(dtypes("transpose", grad, params)) == {"bfloat16"}
+
+
+def rows_times(x: jax.Array, t: jax.Array) -> jax.Array:
+    """`x @ t`, row by row."""
+    return lax.scan(lambda carry, row: (carry, row @ t), jnp.float32(0), x)[1]
+
+
+KEPT: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
+    "returned": lambda x, w: (x @ (t := w.T), t),
+    "summed": lambda x, w: (x @ (t := w.T)) * jnp.sum(t, 0),
+    "added to a float32 value": lambda x, w: x @ (w.T + 1),
+    "added to a 16-bit value": lambda x, w: (jnp.eye(8) @ Y + w.T) @ jnp.eye(4),
+    "at HIGHEST": lambda x, w: lax.dot(x, w.T, precision=lax.Precision.HIGHEST),
+    "at both": lambda x, w: lax.dot(x, t := w.T, precision=lax.Precision.HIGHEST) + x @ t,
+    "upcast partner": lambda x, w: x.astype(jnp.bfloat16).astype(jnp.float32) @ w.T,
+    "constant of a scan": lambda x, w: rows_times(x, w.T),
+    "full_precision": lambda x, w: jaxmp.full_precision(lambda x, w: x @ w)(x, w.T),
+    "a move that is summed as well": lambda x, w: (x @ (t := w.T[::-1])) * jnp.sum(t, 0),
+}
+
+
+@pytest.mark.parametrize("fn", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stays_float32_where_anything_but_a_low_contraction_reads_it(
+    fn: Callable[..., Any], policy: str
+) -> None:
+    rows = jaxmp.explain(fn, policy)(X, W).rows
+    found = {(r.dtype, r.reason) for r in rows if r.op in ("transpose", "rev")}
+    assert found == {("float32", "moves values: as they are")}
+    assert set(dtypes("transpose", jaxmp.autocast(fn, policy), X, W)) == {"float32"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("op", "fn"),
+    [
+        ("broadcast_in_dim", lambda x, w: x @ jnp.broadcast_to(w[0, :, None], (8, 4))),
+        ("gather", lambda x, w: w[jnp.array([0, 0, 1])] @ x.T),
+    ],
+)
+def test_what_repeats_values_stays_float32(
+    op: str, fn: Callable[..., jax.Array], policy: str
+) -> None:
+    rows = jaxmp.explain(fn, policy)(X, W).rows
+    assert {r.dtype for r in rows if r.op == op} == {"float32"}
+
+
+def test_stays_float32_where_the_policy_says_so() -> None:
+    fn = jaxmp.autocast(lambda x, w: x @ w.T, "mixed_bfloat16,ops=transpose:full")
+    assert dtypes("transpose", fn, X, W) == ["float32"]
+
+
+def test_an_authors_16_bit_operand_decides_for_the_move_as_well() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.dot(x.astype(jnp.float16), w.T)
+
+    assert dtypes("transpose", jaxmp.autocast(fn, "mixed_bfloat16"), X, W) == ["float16"]
+
+
+def test_for_contractions_in_two_dtypes_it_stays_float32() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ (t := w.T) + lax.dot(x.astype(jnp.float16), t)
+
+    assert dtypes("transpose", jaxmp.autocast(fn, "mixed_bfloat16"), X, W) == ["float32"]
+
+
+def test_the_gradients_of_two_uses_are_added_in_float32() -> None:
+    fn = jaxmp.autocast(lambda w: jnp.sum(X @ w.T + jnp.sin(X @ w.T)), "mixed_bfloat16")
+    assert dtypes("transpose", fn, W) == ["bfloat16", "bfloat16"]
+    assert set(dtypes("add_any", jax.grad(fn), W)) == {"float32"}
+
+
+def test_explain_says_so() -> None:
+    rows = jaxmp.explain(lambda x, w: x @ w.T, "mixed_bfloat16")(X, W).rows
+    assert [(r.op, r.dtype, r.reason) for r in rows] == [
+        ("transpose", "bfloat16", "moves what a contraction reads"),
+        ("dot_general", "bfloat16", "contraction"),
+    ]
