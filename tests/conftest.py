@@ -1,4 +1,4 @@
-"""Set-up of the test run: eight fake CPU devices, and how many examples hypothesis tries.
+"""Set-up of the test run: eight fake CPU devices, quick compiles, and how many random programs.
 
 The default suite runs on CPU; `-m gpu` and `-m tpu` leave the choice of the platform to JAX.
 """
@@ -21,6 +21,22 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}=8".strip()
     if not re.search(r"(?<!not )\b(gpu|tpu)\b", config.getoption("markexpr")):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_compiles() -> None:
+    """On CPU, LLVM's optimisations are a quarter of the suite's time and change nothing it asserts.
+
+    XLA's own passes run all the same. JAX_DISABLE_MOST_OPTIMIZATIONS=0 keeps LLVM's as well; so
+    does whatever a test starts as a process of its own.
+    """
+    if (
+        os.environ.get("JAX_PLATFORMS") == "cpu"
+        and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
+    ):
+        import jax
+
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 # The same examples on every run, so that nobody's change meets somebody else's counterexample;
