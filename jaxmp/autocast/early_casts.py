@@ -18,13 +18,13 @@ from jaxmp.autocast.rules import FLOAT32
 
 
 def narrow_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, ...]:
-    """The steps of a plan, those in low dtype that only reorder what contractions read so.
+    """The steps of a plan, where a move that only contractions read runs in the dtype they read.
 
     Args:
       steps: the steps in order, as decided equation by equation.
       results: the variables that the jaxpr returns.
     """
-    # The dtypes in which each variable is read: by contractions, or by anything else as None.
+    # The dtypes in which each variable is read by contractions and moves; None: by anything else.
     read: dict[Any, set[DType | None]] = {var: {None} for var in results if _is_variable(var)}
     planned = []
     for step in reversed(steps):
@@ -37,8 +37,8 @@ def narrow_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, .
                     )
         for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
             if _is_variable(atom):
-                moved = step.action in ("contract", "reorder")
-                read.setdefault(atom, set()).add(dtype if moved else None)
+                known = step.action in ("contract", "reorder")
+                read.setdefault(atom, set()).add(dtype if known else None)
         planned.append(step)
     return tuple(reversed(planned))
 

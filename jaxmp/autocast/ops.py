@@ -5,7 +5,8 @@ Five classes:
 * ``low``: a contraction. Its float32 operands are multiplied in the compute dtype.
 * ``full``: numerically sensitive; runs in float32.
 * ``follow``: elementwise; runs low beside a low operand when a contraction wants the result.
-* ``transparent``: moves or selects values without changing them; runs in the dtype they have.
+* ``transparent``: moves or selects values without changing them; runs in the dtype they have, or
+  that of the contractions that read them.
 * ``own``: runs exactly as written. Also what happens to a primitive nobody listed.
 
 A policy's ``ops`` overrides the table by primitive name. Higher-order primitives (scan, cond, …)
@@ -96,7 +97,7 @@ AFFINE = frozenset({"add", "add_any", "sub", "mul", "div", "neg", "pad", "stack"
 # `follow` ops that only choose among their operands: beside constants, exact on low ones.
 CHOOSING = frozenset({"max", "min", "select_n", "clamp", "concatenate", "pad", "stack"})
 
-# Of the transparent ops, those that neither drop nor repeat an element.
+# Of the transparent ops, those that neither drop nor repeat an element: `early_casts`.
 REORDERING = frozenset({"reshape", "transpose", "squeeze", "rev"})
 
 # Their transpose sums over what they repeat, so a 16-bit operand is widened around them: the values
