@@ -162,6 +162,28 @@ def test_the_path_is_the_flax_module_path(remat: bool) -> None:
         assert name in parts
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("policy", [BF16, "float32"])
+def test_path_and_line_are_the_users_inside_a_wrapped_model(policy: str, *, grad: bool) -> None:
+    """No transformation, no marker of jaxmp's, no line of Flax's."""
+    model = jaxmp.wrap(Tower(), policy)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+
+    def fn(params: Any) -> jax.Array:
+        return jnp.sum(model.apply(params, X))
+
+    program = jax.grad(fn) if grad else fn
+    places = {
+        (f"Tower/layers_{i}/{name}", line_of(Block, "return x +"))
+        for i in range(3)
+        for name in ("in_", "out")
+    }
+    explained = jaxmp.explain(program)(params).rows
+    audited = jaxmp.audit(program, params).operations
+    for rows in (explained, audited):
+        assert {(r.path, r.source) for r in rows if r.op == "dot_general"} == places
+
+
 def test_the_path_under_a_lifted_scan_and_its_count() -> None:
     model = Tower(scan=True)
     params = jax.eval_shape(model.init, jax.random.key(0), X)

@@ -9,13 +9,13 @@ from typing import Any
 
 import jmp
 import numpy as np
-from jax.extend import source_info_util
 
 from jaxmp.autocast.flat import Flattened
 from jaxmp.autocast.ops import LOW
 from jaxmp.autocast.plan import Plan, Step
 from jaxmp.autocast.rules import FLOAT32
 from jaxmp.autocast.transform import is_identity, plan_program, trace_program
+from jaxmp.autocast.where import library_line, module_path, user_line
 from jaxmp.policy import Policy, single_policy
 
 
@@ -25,7 +25,7 @@ class Row:
 
     Attributes:
       op: the primitive's name.
-      path: the name stack: Flax module path, named scopes, transformations.
+      path: the Flax module path and named scopes around it, without transformations.
       source: ``file.py:line`` in the user's code.
       dtype: the dtype the op runs in.
       reason: why.
@@ -140,9 +140,9 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _rows(plan: Plan, count: int, path: str, source: str) -> Iterator[Row]:
     for step in plan.steps:
-        here = "/".join(filter(None, (path, str(step.eqn.source_info.name_stack))))
+        here = "/".join(filter(None, (path, module_path(step.eqn))))
         # Ops inside JAX's own functions have no line of the user's: the call's line is theirs.
-        line = _source(step) or source
+        line = user_line(step.eqn) or source
         if step.plans:
             times = step.eqn.params.get("length", 1) if step.action == "scan" else 1
             for inner in step.plans:
@@ -151,17 +151,11 @@ def _rows(plan: Plan, count: int, path: str, source: str) -> Iterator[Row]:
             yield Row(
                 op=step.eqn.primitive.name,
                 path=here,
-                source=line,
+                source=line or library_line(step.eqn),
                 dtype=_dtype(step),
                 reason=step.reason,
                 count=count,
             )
-
-
-def _source(step: Step) -> str:
-    """``file.py:line`` of an equation, without folders; empty if no frame is the user's."""
-    place = source_info_util.summarize(step.eqn.source_info).split(" ")[0]
-    return ":".join(place.rsplit("/", 1)[-1].split(":")[:2])
 
 
 def _dtype(step: Step) -> str:
