@@ -1,13 +1,19 @@
-"""Reading jaxprs in tests: every equation, however deeply nested, and the contractions."""
+"""Reading jaxprs in tests: every equation, however deeply nested. Running the examples."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core as jex_core
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 LOW_DTYPES = ("bfloat16", "float16")
 CONTRACTIONS = frozenset(
@@ -68,4 +74,21 @@ def primitives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Counter[tup
         (eqn.primitive.name, str(eqn.outvars[0].aval.dtype))
         for eqn in iter_eqns(jaxpr_of(fn, *args, **kwargs))
         if eqn.outvars and hasattr(eqn.outvars[0].aval, "dtype")
+    )
+
+
+def run_example(name: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs an example in `folder` as a user does; on CPU, and without the fake devices."""
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    env["JAX_PLATFORMS"] = "cpu"
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(EXAMPLES.parent), env.get("PYTHONPATH"))))
+    env.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as in `conftest`
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *options],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )

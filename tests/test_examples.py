@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from support import EXAMPLES, run_example
+
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-def train_lm(*options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the example in `folder`, on CPU, without the test run's fake devices."""
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env["JAX_PLATFORMS"] = "cpu"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "train_lm.py"), *options],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def table(stdout: str) -> dict[str, tuple[float, str]]:
@@ -45,7 +27,9 @@ def table(stdout: str) -> dict[str, tuple[float, str]]:
 
 def test_train_lm_compares_two_policies(tmp_path):
     # One run, many checks: starting a process costs more than any of them.
-    result = train_lm("--size", "tiny", "--steps", "20", "--compare", "float32", folder=tmp_path)
+    result = run_example(
+        "train_lm.py", "--size", "tiny", "--steps", "20", "--compare", "float32", folder=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     out = result.stdout
 
@@ -77,7 +61,9 @@ def test_train_lm_compares_two_policies(tmp_path):
 
 def test_train_lm_with_one_policy(tmp_path):
     options = ("--size", "tiny", "--steps", "1", "--batch", "3", "--seed", "5")
-    result = train_lm(*options, "--policy", "float32", "--plot", "other.png", folder=tmp_path)
+    result = run_example(
+        "train_lm.py", *options, "--policy", "float32", "--plot", "other.png", folder=tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert list(table(result.stdout)) == ["float32"]
     assert (tmp_path / "other.png").read_bytes().startswith(PNG_SIGNATURE)
@@ -100,7 +86,7 @@ def test_train_lm_with_one_policy(tmp_path):
 )
 def test_train_lm_refuses_bad_options(options, message, monkeypatch, capsys):
     # In this process, for speed: nothing is trained.
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(EXAMPLES)
     script = importlib.import_module("train_lm")
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *options])
     with pytest.raises(SystemExit) as error:
@@ -113,14 +99,14 @@ def test_train_lm_refuses_bad_options(options, message, monkeypatch, capsys):
 
 def test_train_lm_names_no_precision():
     """The claim of the example: but for the policies' names, no floating dtype stands in it."""
-    source = (ROOT / "examples" / "train_lm.py").read_text()
+    source = (EXAMPLES / "train_lm.py").read_text()
     code = source.split('"""', 2)[2].replace('"mixed_bfloat16"', "")
     assert not re.findall(r"dtype|float\d+|bf16|f32|f16|astype", code)
 
 
 def example(name: str, monkeypatch) -> ModuleType:
     """An example as a module, in this process."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module(name)
 
 

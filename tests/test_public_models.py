@@ -275,6 +275,7 @@ def test_the_contraction_floor_rounds_operands_forward_and_backward() -> None:
     np.testing.assert_array_equal(rounded_contractions(exact)(x, w), exact(x, w))
 
 
+@pytest.mark.slow
 def test_float16_gradients_are_finite_under_a_static_loss_scale(name: str) -> None:
     """float16 has three bits more than bfloat16 and far less range: bfloat16's bound holds.
 

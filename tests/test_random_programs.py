@@ -103,6 +103,7 @@ def test_errors_are_those_of_rounding(policy: str, program: Program) -> None:
     assert max(found) <= SPREADS, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", COMPUTE)
 def test_typical_errors_are_below_one_spread(policy: str) -> None:
     """A single program is allowed `SPREADS`; as a population they must do much better."""

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from support import EXAMPLES, run_example
+
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-def train_digits(*options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the example in `folder`, on CPU, without the test run's fake devices."""
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env["JAX_PLATFORMS"] = "cpu"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(EXAMPLES.parent), env.get("PYTHONPATH"))))
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_digits_nnx.py"), *options],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def test_train_digits_compares_two_policies(tmp_path):
     # One run, many checks: starting a process costs more than any of them.
     options = ("--steps", "80", "--batch", "64", "--seed", "3", "--runs", "2")
-    result = train_digits(*options, "--compare", "float32", folder=tmp_path)
+    result = run_example("train_digits_nnx.py", *options, "--compare", "float32", folder=tmp_path)
     assert result.returncode == 0, result.stderr
 
     row = r"^(\S+) +(\d+\.\d\d) +(\d+\.\d\d) +(\d+\.\d\d) +([+-]\d+\.\d\d)?  +(.*)$"
