@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core as jex_core
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 
 LOW_DTYPES = ("bfloat16", "float16")
 CONTRACTIONS = frozenset(
@@ -77,14 +78,14 @@ def primitives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Counter[tup
     )
 
 
-def run_example(name: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs an example in `folder` as a user does; on CPU, and without the fake devices."""
+def run_python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python in `folder` with jaxmp on its path; on CPU, and without the fake devices."""
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     env["JAX_PLATFORMS"] = "cpu"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(EXAMPLES.parent), env.get("PYTHONPATH"))))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
     env.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as in `conftest`
     return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *options],
+        [sys.executable, *arguments],
         cwd=folder,
         env=env,
         capture_output=True,
@@ -92,3 +93,8 @@ def run_example(name: str, *options: str, folder: Path) -> subprocess.CompletedP
         timeout=300,
         check=False,
     )
+
+
+def run_example(name: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs an example in `folder` as a user does."""
+    return run_python(str(EXAMPLES / name), *options, folder=folder)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxmp
 from jaxmp import TrainState, dynamic_loss_scale, loss_scale_for, master_weights, static_loss_scale
 
+from support import run_python
 from training import (
     OVERFLOW,
     SCALED,
@@ -34,7 +31,6 @@ from training import (
     scaled,
 )
 
-ROOT = Path(__file__).parents[1]
 BATCHES = [X, OVERFLOW, X + 0.5, X - 1, 2 * X, OVERFLOW, X, X + 1]
 ADAM = optax.adam(1e-2)
 
@@ -235,16 +231,7 @@ print("survived")
     ids=("writing", "committing"),
 )
 def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(event, part, tmp_path):
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
-    result = subprocess.run(
-        [sys.executable, "-c", SAVE_AND_DIE, str(tmp_path), event, part],
-        env={**env, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    result = run_python("-c", SAVE_AND_DIE, str(tmp_path), event, part, folder=tmp_path)
     assert result.returncode == -signal.SIGKILL, result.stderr
     assert "survived" not in result.stdout
     assert list(tmp_path.glob("2.*tmp*")), "it died too early, or too late"

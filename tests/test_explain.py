@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -182,6 +183,23 @@ def test_path_and_line_are_the_users_inside_a_wrapped_model(policy: str, *, grad
     audited = jaxmp.audit(program, params).operations
     for rows in (explained, audited):
         assert {(r.path, r.source) for r in rows if r.op == "dot_general"} == places
+
+
+def test_a_line_beside_a_library_is_the_users() -> None:
+    """In a folder whose name begins as that of the library."""
+    package = Path(jaxmp.__file__).parent
+    found: dict[str, Any] = {}
+
+    def caller(x: jax.Array, w: jax.Array) -> jax.Array:
+        return found["product"](x, w)
+
+    source = "def product(x, w):\n    return x @ w\n"
+    for folder, line in (
+        (package, line_of(caller, "return")),
+        (f"{package}_experiments", "train.py:2"),
+    ):
+        exec(compile(source, f"{folder}/train.py", "exec"), found)
+        assert [r.source for r in rows_of(caller, "dot_general", X, W)] == [line]
 
 
 def test_the_path_under_a_lifted_scan_and_its_count() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import site
 import sysconfig
@@ -15,7 +16,8 @@ from jaxmp.autocast.equations import CAST_SCOPE
 from jaxmp.autocast.rules import REGION
 
 _LIBRARIES = tuple(
-    {
+    folder + os.sep
+    for folder in {
         *site.getsitepackages(),
         *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")),
         str(Path(__file__).parents[1]),  # jaxmp
