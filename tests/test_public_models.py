@@ -44,8 +44,6 @@ ROUNDING = float(jnp.finfo(jnp.bfloat16).eps) / 2
 LOSS_SCALES = (2.0**12, 2.0**8, 2.0**4, 1.0)
 
 COMPILER_OPTIONS = {
-    # LLVM's optimisations change nothing these tests look at and take half of the compile time.
-    "xla_backend_optimization_level": 0,
     # YNN, the CPU backend's matmul library since jaxlib 0.12, leaves bf16 products that contract
     # the first dimension of the first operand to a loop that sums in bf16: an error of the CPU
     # backend, which doubled some ratios below. Without YNN, products are summed in float32.
