@@ -1,15 +1,13 @@
 """Mixed precision for JAX and Flax: a policy, and one transformation that applies it."""
 
 from jaxmp import devices, policies, testing
-from jaxmp.accumulate import accumulate_gradients
-from jaxmp.autocast import autocast, explain, full_precision, reduced_precision
-from jaxmp.inspect import audit, preflight
-from jaxmp.loss_scale import dynamic_loss_scale, loss_scale_for, static_loss_scale
-from jaxmp.master_weights import master_weights, stochastic_round
-from jaxmp.modules import wrap
-from jaxmp.policy import Policy, PolicyMap, get_policy
-from jaxmp.scale_rule import LossScaleState
-from jaxmp.scaled_grad import (
+from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
+from jaxmp._modules import wrap
+from jaxmp._training.accumulate import accumulate_gradients
+from jaxmp._training.loss_scale import dynamic_loss_scale, loss_scale_for, static_loss_scale
+from jaxmp._training.master_weights import master_weights, stochastic_round
+from jaxmp._training.scale_rule import LossScaleState
+from jaxmp._training.scaled_grad import (
     check_not_stuck,
     grad,
     loss_scale,
@@ -18,7 +16,9 @@ from jaxmp.scaled_grad import (
     step_was_finite,
     value_and_grad,
 )
-from jaxmp.train_state import TrainState
+from jaxmp._training.train_state import TrainState
+from jaxmp.inspect import audit, preflight
+from jaxmp.policy import Policy, PolicyMap, get_policy
 from jaxmp.tree import all_finite
 
 __all__ = [

@@ -75,13 +75,13 @@ def describe(device: Any = None) -> Device:
 
 @functools.cache
 def chips() -> dict[str, Any]:
-    """The table of chips, as `jaxmp/chips/chips.toml` has it.
+    """The table of chips, as `jaxmp/_chips/chips.toml` has it.
 
     Example:
       >>> chips()["tpu-v5e"]["tflops"]["bfloat16"]
       197
     """
-    file = importlib.resources.files("jaxmp.chips") / "chips.toml"
+    file = importlib.resources.files("jaxmp._chips") / "chips.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp.autocast import jaxpr_compat
+from jaxmp._autocast import jaxpr_compat
 
 from support import CONTRACTIONS
 

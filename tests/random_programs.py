@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp.autocast import jaxpr_compat
+from jaxmp._autocast import jaxpr_compat
 
 ROWS, WIDTH = 4, 8
 SHAPES = {"m": (ROWS, WIDTH), "v": (WIDTH,), "w": (WIDTH, WIDTH)}

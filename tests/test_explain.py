@@ -451,7 +451,7 @@ def test_every_reason_is_given_where_it_holds(reason: str) -> None:
 
 def test_no_reason_is_untested() -> None:
     # Read off the planner's source: a new reason needs a case above.
-    from jaxmp.autocast import planner, rules
+    from jaxmp._autocast import planner, rules
 
     pieces = [planner.JaxprPlanner, rules.author_keeps]
     trees = [ast.parse(textwrap.dedent(inspect.getsource(piece))) for piece in pieces]

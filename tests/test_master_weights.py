@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmp import dynamic_loss_scale, master_weights, stochastic_round
-from jaxmp.master_weights import MasterWeightsState, StochasticRoundingState
+from jaxmp._training.master_weights import MasterWeightsState, StochasticRoundingState
 
 HALVES = (jnp.bfloat16, jnp.float16)
 halves = pytest.mark.parametrize("dtype", HALVES, ids=("bfloat16", "float16"))

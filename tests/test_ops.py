@@ -16,8 +16,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import jaxmp
-from jaxmp.autocast import jaxpr_compat, ops
-from jaxmp.autocast.rules import rules_for
+from jaxmp._autocast import jaxpr_compat, ops
+from jaxmp._autocast.rules import rules_for
 from jaxmp.policy import get_policy
 
 from support import contraction_dtypes, primitives

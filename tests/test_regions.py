@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,8 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp.autocast.region import region
+from jaxmp._autocast import region as region_module
+from jaxmp._autocast.region import region
 from jaxmp.policy import get_policy
 
 from support import contraction_dtypes
@@ -235,8 +234,7 @@ def test_arguments_of_other_dtypes_and_static_ones_reach_the_kernel_as_they_are(
 
 def test_never_a_dtype_that_the_device_does_not_multiply(monkeypatch):
     """float16 on TPU, bfloat16 before compute capability 8.0: the function runs in float32."""
-    module = sys.modules["jaxmp.autocast.region"]  # `jaxmp.autocast` is the function
-    monkeypatch.setattr(module, "multiplies_natively", lambda dtype: False)
+    monkeypatch.setattr(region_module, "multiplies_natively", lambda dtype: False)
     fn = jaxmp.autocast(jaxmp.reduced_precision(lambda x: x * x), "mixed_bfloat16")
     assert "bf16" not in str(jax.make_jaxpr(fn)(X))
 

@@ -12,11 +12,11 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp.autocast.jaxpr_compat import closed, dtype_of
-from jaxmp.autocast.ops import LOW as CONTRACTIONS
-from jaxmp.autocast.ops import classify
-from jaxmp.autocast.rules import author_keeps
-from jaxmp.autocast.transform import autocast
+from jaxmp._autocast.jaxpr_compat import closed, dtype_of
+from jaxmp._autocast.ops import LOW as CONTRACTIONS
+from jaxmp._autocast.ops import classify
+from jaxmp._autocast.rules import author_keeps
+from jaxmp._autocast.transform import autocast
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.inspect.chip import Target, parse_target

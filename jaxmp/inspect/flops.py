@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp.autocast.jaxpr_compat import shape_of
+from jaxmp._autocast.jaxpr_compat import shape_of
 
 
 def contraction_flops(eqn: JaxprEqn) -> int:

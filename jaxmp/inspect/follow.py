@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax.extend.core as jex_core
 import numpy as np
 
-from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.jaxpr_compat import closed, dtype_of
-from jaxmp.autocast.ops import classify
+from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.jaxpr_compat import closed, dtype_of
+from jaxmp._autocast.ops import classify
 from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
 
 FLOAT32 = np.dtype("float32")

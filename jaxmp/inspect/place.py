@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import jax.extend.core as jex_core
 
-from jaxmp.autocast.equations import CAST_SCOPE
-from jaxmp.autocast.rules import Rules, region_rules
-from jaxmp.autocast.where import library_line, module_path, user_line
+from jaxmp._autocast.equations import CAST_SCOPE
+from jaxmp._autocast.rules import Rules, region_rules
+from jaxmp._autocast.where import library_line, module_path, user_line
 
 
 class Place(NamedTuple):

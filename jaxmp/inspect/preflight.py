@@ -13,7 +13,7 @@ import jax
 import jmp
 from jax.typing import DTypeLike
 
-from jaxmp.autocast.transform import autocast
+from jaxmp._autocast.transform import autocast
 from jaxmp.inspect.audit import audit
 from jaxmp.inspect.batch_arguments import batch_of, with_batch
 from jaxmp.inspect.batch_search import Probe, search_batch

@@ -12,9 +12,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
-from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.demand import ours
-from jaxmp.autocast.jaxpr_compat import closed
+from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.demand import ours
+from jaxmp._autocast.jaxpr_compat import closed
 
 
 def hidden_tangents(jaxpr: Any, tangents: Sequence[bool]) -> frozenset[Any]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.rules import FLOAT32, Rules, author_keeps, region_rules
+from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 
 NOTHING, CONTRACTION, FULL, LATER = 0, 1, 2, 4  # bits of a demand
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.demand import CONTRACTION, FULL, LATER, NOTHING
-from jaxmp.autocast.plan import DType, Step, Value
-from jaxmp.autocast.rules import FLOAT32, Rules
+from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.demand import CONTRACTION, FULL, LATER, NOTHING
+from jaxmp._autocast.plan import DType, Step, Value
+from jaxmp._autocast.rules import FLOAT32, Rules
 
 
 class Pass(Protocol):

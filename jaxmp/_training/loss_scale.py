@@ -2,7 +2,7 @@
 
 Small float16 gradients become zero, so the loss is multiplied by a large factor before it is
 differentiated. The transformations here take gradients of the multiplied loss, divide them in
-float32, and leave a step out when they are not finite. `jaxmp.scaled_grad` makes such gradients.
+float32, and leave a step out when they are not finite. `scaled_grad` makes such gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxmp._training.scale_rule import (
+    LossScaleState,
+    ScaleRule,
+    find_scalers,
+    next_state,
+    start_state,
+)
 from jaxmp.policy import PolicyMap, get_policy
-from jaxmp.scale_rule import LossScaleState, ScaleRule, find_scalers, next_state, start_state
 from jaxmp.tree import all_finite, select, widen_floating
 
 __all__ = ["dynamic_loss_scale", "is_overwrite", "loss_scale_for", "static_loss_scale"]

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp.autocast import jaxpr_compat
+from jaxmp._autocast import jaxpr_compat
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None))
 

@@ -13,10 +13,10 @@ import optax
 from flax.training import train_state
 from jax.typing import DTypeLike
 
-from jaxmp import scaled_grad
-from jaxmp.loss_scale import is_overwrite
+from jaxmp._training import scaled_grad
+from jaxmp._training.loss_scale import is_overwrite
+from jaxmp._training.scale_rule import find_scalers
 from jaxmp.policy import Policy, single_policy
-from jaxmp.scale_rule import find_scalers
 from jaxmp.tree import select
 
 __all__ = ["TrainState"]

@@ -12,8 +12,8 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from jaxmp.autocast.equations import CAST_SCOPE
-from jaxmp.autocast.rules import REGION
+from jaxmp._autocast.equations import CAST_SCOPE
+from jaxmp._autocast.rules import REGION
 
 _LIBRARIES = tuple(
     folder + os.sep

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp.scale_rule import LossScaleState, find_scalers
+from jaxmp._training.scale_rule import LossScaleState, find_scalers
 
 __all__ = [
     "check_not_stuck",

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.demand import CONTRACTION, NOTHING, Demands, ours
-from jaxmp.autocast.early_casts import narrow_early
-from jaxmp.autocast.higher_order import HIGHER_ORDER
-from jaxmp.autocast.jaxpr_compat import dtype_of, shape_of
-from jaxmp.autocast.ops import AFFINE, CHOOSING, LOW, NORMALISING, REORDERING, REPEATING, WRITING
-from jaxmp.autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
-from jaxmp.autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
+from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.demand import CONTRACTION, NOTHING, Demands, ours
+from jaxmp._autocast.early_casts import narrow_early
+from jaxmp._autocast.higher_order import HIGHER_ORDER
+from jaxmp._autocast.jaxpr_compat import dtype_of, shape_of
+from jaxmp._autocast.ops import AFFINE, CHOOSING, LOW, NORMALISING, REORDERING, REPEATING, WRITING
+from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
+from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
 MOVES = "moves values: as they are"
 

@@ -19,9 +19,9 @@ from flax import errors, nnx
 from flax.nnx.graphlib import is_graph_node as _is_graph_node
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
-from jaxmp.autocast.region import policy_in_force, region, widen
-from jaxmp.autocast.transform import under_policy
-from jaxmp.modules.overrides import Overrides
+from jaxmp._autocast.region import policy_in_force, region, widen
+from jaxmp._autocast.transform import under_policy
+from jaxmp._modules.overrides import Overrides
 from jaxmp.policy import Policy, PolicyMap
 
 Method = Callable[..., Any]

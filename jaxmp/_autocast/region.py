@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxmp.autocast.flat import Flattened, is_array
-from jaxmp.autocast.rules import FLOAT32, REGION
+from jaxmp._autocast.flat import Flattened, is_array
+from jaxmp._autocast.rules import FLOAT32, REGION
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, get_policy
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp.loss_scale import is_overwrite
+from jaxmp._training.loss_scale import is_overwrite
 
 __all__ = ["accumulate_gradients"]
 

@@ -16,9 +16,9 @@ import jax
 from flax.core import lift
 from flax.linen import transforms
 
-from jaxmp.autocast.region import policy_in_force, region, widen
-from jaxmp.autocast.transform import under_policy
-from jaxmp.modules.overrides import Found, Overrides
+from jaxmp._autocast.region import policy_in_force, region, widen
+from jaxmp._autocast.transform import under_policy
+from jaxmp._modules.overrides import Found, Overrides
 from jaxmp.policy import Policy, PolicyMap
 from jaxmp.tree import cast_floating
 

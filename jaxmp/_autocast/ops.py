@@ -10,7 +10,7 @@ Five classes:
 * ``own``: runs exactly as written. Also what happens to a primitive nobody listed.
 
 A policy's ``ops`` overrides the table by primitive name. Higher-order primitives (scan, cond, …)
-are not classified here: `jaxmp.autocast.plan` looks inside them.
+are not classified here: `jaxmp._autocast.planner` looks inside them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp.autocast.rules import Rules
+from jaxmp._autocast.rules import Rules
 
 DType = np.dtype[Any]
 NO_ORIGINS: frozenset[int] = frozenset()

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jaxmp.autocast import custom_rules, jaxpr_compat
-from jaxmp.autocast.equations import apply, bind, cast, narrow_constant, scale
-from jaxmp.autocast.jaxpr_compat import shape_of
-from jaxmp.autocast.ops import BROADCASTING
-from jaxmp.autocast.plan import DType, Plan, Step
-from jaxmp.autocast.rules import FLOAT32
+from jaxmp._autocast import custom_rules, jaxpr_compat
+from jaxmp._autocast.equations import apply, bind, cast, narrow_constant, scale
+from jaxmp._autocast.jaxpr_compat import shape_of
+from jaxmp._autocast.ops import BROADCASTING
+from jaxmp._autocast.plan import DType, Plan, Step
+from jaxmp._autocast.rules import FLOAT32
 
 
 def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:

@@ -9,9 +9,9 @@ import jmp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxmp.autocast.transform import autocast
-from jaxmp.modules.linen import wrap_linen
-from jaxmp.modules.nnx import wrap_nnx
+from jaxmp._autocast.transform import autocast
+from jaxmp._modules.linen import wrap_linen
+from jaxmp._modules.nnx import wrap_nnx
 from jaxmp.policy import PolicyMap, get_policy
 
 T = TypeVar("T")

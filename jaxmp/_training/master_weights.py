@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxmp._training.scaled_grad import step_was_finite
 from jaxmp.dtypes import dtype_name, parse_dtype
-from jaxmp.scaled_grad import step_was_finite
 from jaxmp.tree import cast_floating, select, widen_floating
 
 __all__ = ["MasterWeightsState", "StochasticRoundingState", "master_weights", "stochastic_round"]

@@ -10,12 +10,12 @@ from typing import Any
 import jmp
 import numpy as np
 
-from jaxmp.autocast.flat import Flattened
-from jaxmp.autocast.ops import LOW
-from jaxmp.autocast.plan import Plan, Step
-from jaxmp.autocast.rules import FLOAT32
-from jaxmp.autocast.transform import is_identity, plan_program, trace_program
-from jaxmp.autocast.where import library_line, module_path, user_line
+from jaxmp._autocast.flat import Flattened
+from jaxmp._autocast.ops import LOW
+from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.transform import is_identity, plan_program, trace_program
+from jaxmp._autocast.where import library_line, module_path, user_line
 from jaxmp.policy import Policy, single_policy
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp.autocast.transform import is_identity
+from jaxmp._autocast.transform import is_identity
 from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
 
 FLOAT32 = get_policy("float32")

@@ -13,8 +13,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxmp.autocast.plan import DType, Step
-from jaxmp.autocast.rules import FLOAT32
+from jaxmp._autocast.plan import DType, Step
+from jaxmp._autocast.rules import FLOAT32
 
 
 def narrow_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, ...]:

@@ -1,5 +1,5 @@
 """`wrap`: the transformation lifted into Flax modules."""
 
-from jaxmp.modules.wrap import wrap
+from jaxmp._modules.wrap import wrap
 
 __all__ = ["wrap"]

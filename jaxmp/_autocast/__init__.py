@@ -4,9 +4,9 @@ from pathlib import Path
 
 from jax.extend import source_info_util
 
-from jaxmp.autocast.explain import Explanation, explain
-from jaxmp.autocast.region import full_precision, reduced_precision
-from jaxmp.autocast.transform import autocast
+from jaxmp._autocast.explain import Explanation, explain
+from jaxmp._autocast.region import full_precision, reduced_precision
+from jaxmp._autocast.transform import autocast
 
 # The line of an operation is the user's, as for JAX's own frames; Flax does the same.
 source_info_util.register_exclusion(str(Path(__file__).parent))

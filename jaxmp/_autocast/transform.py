@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.demand import CONTRACTION, FULL, ours
-from jaxmp.autocast.equations import cast
-from jaxmp.autocast.execute import execute
-from jaxmp.autocast.flat import FlatFunction, Flattened
-from jaxmp.autocast.plan import Plan, Value
-from jaxmp.autocast.planner import Planner
-from jaxmp.autocast.region import in_region, inside_autocast, policy_in_force
-from jaxmp.autocast.rules import FLOAT32, rules_for
+from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.demand import CONTRACTION, FULL, ours
+from jaxmp._autocast.equations import cast
+from jaxmp._autocast.execute import execute
+from jaxmp._autocast.flat import FlatFunction, Flattened
+from jaxmp._autocast.plan import Plan, Value
+from jaxmp._autocast.planner import Planner
+from jaxmp._autocast.region import in_region, inside_autocast, policy_in_force
+from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp.policy import Policy, single_policy
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -17,12 +17,12 @@ from jax import dtypes
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from jaxmp.autocast import jaxpr_compat
-from jaxmp.autocast.demand import CONTRACTION, FULL, ours
-from jaxmp.autocast.hidden_tangents import hidden_tangents
-from jaxmp.autocast.plan import DType, Plan, Value
-from jaxmp.autocast.planner import Planner
-from jaxmp.autocast.region import inside_autocast
+from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.demand import CONTRACTION, FULL, ours
+from jaxmp._autocast.hidden_tangents import hidden_tangents
+from jaxmp._autocast.plan import DType, Plan, Value
+from jaxmp._autocast.planner import Planner
+from jaxmp._autocast.region import inside_autocast
 
 Execute = Callable[[Plan, Sequence[Any]], list[Any]]
 Bind = Callable[..., list[Any]]

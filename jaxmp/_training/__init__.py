@@ -1,0 +1,1 @@
+"""The training step: loss scaling, gradients, masters, the train state."""
