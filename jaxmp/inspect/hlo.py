@@ -17,11 +17,13 @@ _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "col
 # HLO's names of dtypes → NumPy's.
 _DTYPES = {
     "f32": "float32", "f64": "float64", "f16": "float16", "bf16": "bfloat16", "pred": "bool",
-    "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
-    "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
+    "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "c64": "complex64", "c128": "complex128",
+    "s4": "int4", "u4": "uint4", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64",
     "u8": "uint8", "u16": "uint16", "u32": "uint32", "u64": "uint64",
 }  # fmt: skip
 _BITS = re.compile(r"\d+")
+# What XLA writes into a tuple's shape, and among operands, from the sixth on: /*index=5*/.
+_COMMENT = re.compile(r"/\*.*?\*/")
 
 
 class Program(NamedTuple):
@@ -56,7 +58,7 @@ def read_hlo(text: str) -> Program:
     collectives: dict[tuple[str, str], tuple[int, int]] = {}
     calls: Counter[str] = Counter()
     for line in text.splitlines():
-        match = _INSTRUCTION.match(line)
+        match = _INSTRUCTION.match(_COMMENT.sub("", line))
         if match is None:
             continue
         name, shape, op, rest = match.groups()
@@ -71,7 +73,7 @@ def read_hlo(text: str) -> Program:
             contractions["*".join(sorted(dtypes))] += 1
         kind = op.removesuffix("-start")
         if kind in _COLLECTIVES and not op.endswith("-done"):
-            for dtype, size in _results(shape, is_start=op.endswith("-start")):
+            for dtype, size in _results(shape, op).items():
                 count, total = collectives.get((kind, dtype), (0, 0))
                 collectives[kind, dtype] = count + 1, total + size
     cycles = _CYCLES.findall(text)
@@ -103,15 +105,37 @@ def _dtype(shape: str) -> str:
     return _DTYPES.get(match.group(1), match.group(1)) if match else ""
 
 
-def _results(shape: str, *, is_start: bool) -> list[tuple[str, int]]:
-    """(dtype, bytes) of what a collective produces; a started one has its operands first."""
-    found = [
-        (_DTYPES.get(dtype, dtype), math.prod(int(d) for d in dims.split(",") if d) * _bytes(dtype))
-        for dtype, dims in _SHAPE.findall(shape)
-    ]
-    return found[len(found) // 2 :] if is_start and len(found) > 1 else found
+def _results(shape: str, op: str) -> dict[str, int]:
+    """Bytes by dtype of what a collective returns.
+
+    One that was started has the shape (operands, results, handles …), but for all-reduce, which
+    has its results' alone.
+    """
+    if op.endswith("-start") and op != "all-reduce-start":
+        members = _members(shape)
+        shape = members[1] if len(members) > 1 else shape
+    sizes: Counter[str] = Counter()
+    for dtype, dims in _SHAPE.findall(shape):
+        count = math.prod(int(d) for d in dims.split(",") if d)
+        sizes[_DTYPES.get(dtype, dtype)] += math.ceil(count * _bits(dtype) / 8)
+    return dict(sizes)
 
 
-def _bytes(dtype: str) -> int:
+def _members(shape: str) -> list[str]:
+    """The shapes in a tuple's shape; the shape itself if it is no tuple."""
+    if not shape.startswith("("):
+        return [shape]
+    members, depth = [""], 0
+    for char in shape[1:-1]:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and not depth:
+            members.append("")
+        else:
+            members[-1] += char
+    return members
+
+
+def _bits(dtype: str) -> int:
+    """The bits of an element, by HLO's name of its dtype."""
     bits = _BITS.search(dtype)
-    return max(int(bits.group()) // 8, 1) if bits else 1
+    return int(bits.group()) if bits else 8
