@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
+import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxmp.devices import describe
+from jaxmp.dtypes import did_you_mean
 from jaxmp.inspect import CompilerMissingError, audit, preflight
 from jaxmp.inspect.report import KINDS
+
+_TAKES = "a function without arguments that returns (fn, args)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code: 1 for what ``--fail-on`` found, 2 for a mistake.
+
+    A mistake that jaxmp finds is told in one line. What the user's own code raises is not caught.
 
     Args:
       argv: the arguments; by default those of the process.
@@ -30,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args)
-    except (CompilerMissingError, ValueError, TypeError) as error:
+    except (CompilerMissingError, RuntimeError, ValueError, TypeError) as error:
+        if not _is_refusal(error):
+            raise
         print(f"jaxmp: {error}", file=sys.stderr)
         return 2
     return code
@@ -82,9 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_function(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "function", metavar="module:function", help="a function that returns (fn, args)"
-    )
+    command.add_argument("function", metavar="module:function", help=_TAKES)
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -97,19 +106,43 @@ def _audit(args: argparse.Namespace) -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     fn, arguments = _load(args.function)
-    report = preflight(
-        fn,
-        *arguments,
-        target=args.target,
-        policies=args.policy or (None,),
-        donate_argnums=tuple(args.donate),
-        max_batch=args.max_batch,
-        batch_argnums=args.batch_argnum or -1,
-    )
+    with _progress() as progress:
+        report = preflight(
+            fn,
+            *arguments,
+            target=args.target,
+            policies=args.policy or (None,),
+            donate_argnums=tuple(args.donate),
+            max_batch=args.max_batch,
+            batch_argnums=args.batch_argnum or -1,
+            progress=progress,
+        )
     print(json.dumps(report.to_dict()) if args.json else report)
     failed = any(result.error for result in report.policies)
     too_large = not all(report.fits(result.policy) for result in report.policies)
     return int(failed or (too_large and bool(args.fail_on)))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """What says what is being done: lines on stderr, in a terminal with rich beside a spinner."""
+
+    def line(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
+        yield line
+        return
+    from rich.console import Console  # noqa: PLC0415 (an extra)
+
+    console = Console(stderr=True)
+    with console.status("") as status:
+
+        def spin(text: str) -> None:
+            console.print(text, highlight=False, markup=False)
+            status.update("")
+
+        yield spin
 
 
 def _devices(args: argparse.Namespace) -> int:
@@ -136,21 +169,86 @@ def _devices(args: argparse.Namespace) -> int:
 
 
 def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and arguments that ``module:function`` returns."""
+    """The function and arguments that ``module:function`` returns.
+
+    Raises:
+      ValueError: if there is no such function. What its module raises when it is imported, and
+        the function when it is called, is not caught.
+      TypeError: if it takes arguments, or does not return ``(fn, args)``.
+    """
     name, _, attribute = spec.partition(":")
-    if not name or not attribute:
-        raise ValueError(f"write module:function, a function that returns (fn, args); got {spec!r}")
+    if not all(part.isidentifier() for part in (*name.split("."), attribute)) or name.endswith(
+        ".py"
+    ):
+        as_module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
+        hint = f"; a file's function is named as in {as_module + ':' + attribute!r}"
+        raise ValueError(
+            f"write module:function, {_TAKES}; got {spec!r}{hint if attribute and name else ''}"
+        )
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 (sys.path holds strings)
         sys.path.insert(0, here)
     try:
-        make = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot find {spec!r}: {error}") from error
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports one that is not
+        raise ValueError(f"cannot find {spec!r}: there is no module {error.name!r}") from error
+    try:
+        make = getattr(module, attribute)
+    except AttributeError as error:
+        near = did_you_mean(attribute, dir(module))
+        raise ValueError(
+            f"cannot find {spec!r}: the module {name!r} has no {attribute!r}{near}"
+        ) from error
+    return _made_by(make, spec, attribute)
+
+
+def _made_by(make: Any, spec: str, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What a factory returns, a function and its arguments."""
+    if not callable(make):
+        raise TypeError(f"{spec} is {_kind(make)}; name {_TAKES}")
+    try:
+        inspect.signature(make).bind()
+    except ValueError:  # a builtin that does not say what it takes
+        pass
+    except TypeError as error:
+        raise TypeError(
+            f"{spec} takes arguments, {inspect.signature(make)}; name {_TAKES}, for example: "
+            f"def make(): return {name}, (…,)"
+        ) from error
     made = make()
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise TypeError(
-            f"{spec} must return (fn, args), a function and a tuple of its arguments; got "
-            f"{type(made).__name__!r}"
+            f"{spec} returned {_kind(made)}; it must return (fn, args), a function and a tuple of "
+            "its arguments"
         )
     fn, arguments = made
+    # Anything else can be iterated over as well, an array by its rows.
+    if type(arguments) not in (tuple, list):
+        raise TypeError(
+            f"{spec} returned its arguments in {_kind(arguments)}; they must be in a tuple: "
+            "(fn, (x,))"
+        )
     return fn, tuple(arguments)
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in words."""
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    if inspect.isroutine(value):
+        return f"the function {value.__name__!r} alone"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether jaxmp itself raised it, with none of the user's code, or JAX's, on the way.
+
+    JAX leaves a note where it removes its own frames from a traceback.
+    """
+    package = str(Path(__file__).parent) + os.sep
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not getattr(error, "__notes__", ()) and all(
+        file.startswith((package, "<")) for file in files
+    )

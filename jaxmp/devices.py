@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import importlib.resources
@@ -62,7 +63,7 @@ def describe(device: Any = None) -> Device:
     """
     device = jax.local_devices()[0] if device is None else device
     name = _chip_of(device)
-    chip = chips().get(name or "", {})
+    chip = _table().get(name or "", {})
     return Device(
         kind=device.device_kind,
         platform=device.platform,
@@ -73,14 +74,18 @@ def describe(device: Any = None) -> Device:
     )
 
 
-@functools.cache
 def chips() -> dict[str, Any]:
-    """The table of chips, as `jaxmp/_chips/chips.toml` has it.
+    """The table of chips, as `jaxmp/_chips/chips.toml` has it: a copy, the caller's own.
 
     Example:
       >>> chips()["tpu-v5e"]["tflops"]["bfloat16"]
       197
     """
+    return copy.deepcopy(_table())
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
     file = importlib.resources.files("jaxmp._chips") / "chips.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
@@ -90,5 +95,5 @@ def _chip_of(device: Any) -> str | None:
         return _TPU_KINDS.get(device.device_kind)
     words = device.device_kind.replace("-", " ").upper().split()  # "NVIDIA A100-SXM4-80GB"
     return next(
-        (name for name in chips() if name.startswith("gpu-") and name[4:].upper() in words), None
+        (name for name in _table() if name.startswith("gpu-") and name[4:].upper() in words), None
     )

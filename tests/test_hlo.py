@@ -33,10 +33,9 @@ def test_a_collective_of_many_arrays_is_counted():
     [
         # Operands and results, each a tuple.
         (
-            "((bf16[2,4]{1,0}, f32[3]{0}, bf16[2,4]{1,0}), (bf16[16,4]{1,0}, f32[24]{0}, "
-            "bf16[16,4]{1,0:T(8,128)(2,1)S(1)}))",
+            "((bf16[2,4]{1,0}, f32[3]{0}), (bf16[16,4]{1,0:T(8,128)(2,1)S(1)}, f32[24]{0}))",
             "all-gather-start",
-            {("all-gather", "bfloat16"): (1, 2 * 128), ("all-gather", "float32"): (1, 96)},
+            {("all-gather", "bfloat16"): (1, 128), ("all-gather", "float32"): (1, 96)},
         ),
         ("(f32[2]{0}, f32[16]{0})", "all-gather-start", {("all-gather", "float32"): (1, 64)}),
         # Results alone.
@@ -65,8 +64,7 @@ def test_a_collective_of_many_arrays_is_counted():
         ),
         # As the tuple form of a whole program's collective, longer than a comment's distance.
         (
-            "(f32[1]{0}, f32[1]{0}, f32[1]{0}, f32[1]{0}, f32[1]{0}, /*index=5*/s4[8]{0}, "
-            "token[])",
+            "(f32[1]{0}, f32[1]{0}, f32[1]{0}, f32[1]{0}, f32[1]{0}, /*index=5*/s4[8]{0})",
             "all-to-all",
             {("all-to-all", "float32"): (1, 20), ("all-to-all", "int4"): (1, 4)},
         ),

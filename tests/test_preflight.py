@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import cli
 from jaxmp.devices import chips, describe
-from jaxmp.inspect import CompilerMissingError, batch_search, chip_names
+from jaxmp.inspect import CompilerMissingError, batch_search, chip_names, compile_ahead
 from jaxmp.inspect.batch_arguments import batch_of, with_batch
 from jaxmp.inspect.batch_search import Probe, search_batch
 from jaxmp.inspect.chip import parse_target
@@ -227,15 +227,37 @@ def test_without_a_compiler_the_error_names_the_command(monkeypatch):
         "find_spec",
         lambda name: None if "cuda" in name or name == "flatbuffers" else find(name),
     )
-    with pytest.raises(CompilerMissingError, match=r"python -m pip install 'jaxmp\[gpu-aot\]'"):
+    command = r'in a clone of jaxmp run: python -m pip install -e "\.\[gpu-aot\]"$'
+    with pytest.raises(CompilerMissingError, match=command):
         jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), target="gpu-h100")
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="libtpu compiles here")
-def test_where_libtpu_does_not_compile_the_error_says_what_is_needed():
-    pytest.importorskip("flatbuffers")
-    with pytest.raises(CompilerMissingError, match=r"Python 3\.12 and JAX 0\.12"):
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(
+    ("python", "jax_version"), [((3, 11), (0, 10, 2)), ((3, 12), (0, 11, 0)), ((3, 11), (0, 12, 0))]
+)
+def test_where_libtpu_does_not_compile_nothing_is_said_to_be_missing(
+    python, jax_version, installed, monkeypatch
+):
+    """What no package mends is said first, whatever else is missing."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: installed if name in ("flatbuffers", "libtpu") else find(name),
+    )
+    monkeypatch.setattr(sys.modules["jaxmp.inspect.preflight"], "_PYTHON", python)
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    needed = rf"needs Python 3\.12 and JAX 0\.12 .* Python {python[0]}\.{python[1]} with JAX"
+    with pytest.raises(CompilerMissingError, match=needed) as raised:
         jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), target="tpu-v5e")
+    assert "not installed" not in str(raised.value)
+
+
+def test_a_wrong_policy_is_refused_before_a_compiler_is_looked_for(monkeypatch):
+    monkeypatch.setattr(sys.modules["jaxmp.inspect.preflight"], "_PYTHON", (3, 9))
+    with pytest.raises(ValueError, match="mixed_bfloat16"):
+        jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), policies=["mixed_bflaot16"])
 
 
 # Compiling, where there are compilers.
@@ -373,6 +395,43 @@ def test_collectives_of_a_sharded_step():
         jaxmp.preflight(
             step, *arguments(sharding=NamedSharding(mesh, P("data"))), target="gpu-h100"
         )
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_what_it_does_is_said_on_request(capfd):
+    said = []
+    jaxmp.preflight(step, *arguments(64), policies=POLICIES, progress=said.append)
+    assert said == [
+        f"{doing} for tpu-v5e: {policy} …"
+        for doing in ("tracing", "compiling")
+        for policy in POLICIES
+    ]
+    assert not any(capfd.readouterr())
+    said.clear()
+    jaxmp.preflight(step, *arguments(8192), max_batch=True, progress=said.append)
+    assert said[:2] == ["tracing for tpu-v5e: as written …", "compiling for tpu-v5e: as written …"]
+    assert said[2].startswith("tracing for tpu-v5e: as written, batch ")
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+def test_the_command_line_says_what_it_compiles(capsys, monkeypatch):
+    monkeypatch.syspath_prepend("tests")
+    assert cli.main(["preflight", "test_preflight:make", "--policy", "mixed_bfloat16"]) == 0
+    printed = capsys.readouterr()
+    assert "compiling for tpu-v5e: mixed_bfloat16 …" in printed.err
+    assert "compiling" not in printed.out
+
+
+def test_a_worker_that_dies_is_told_with_what_it_said(tmp_path, monkeypatch):
+    worker = tmp_path / "worker.py"
+    worker.write_text("import sys; print('jaxmp compiles 1'); sys.exit('no such topology')")
+    monkeypatch.setattr("jaxmp.inspect.aot_worker.__file__", str(worker))
+    started = []
+    with pytest.raises(RuntimeError, match=r"ended with code 1:\nno such topology"):
+        compile_ahead._run_worker(tmp_path, started.append)
+    assert started == [1]
 
 
 @needs_tpu_compiler

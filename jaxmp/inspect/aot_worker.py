@@ -3,9 +3,9 @@
     python aot_worker.py FOLDER
 
 FOLDER holds ``job.json`` and one ``NAME.exported`` (from `jax.export`) per program. For each it
-leaves ``NAME.json`` (memory and cost, or the compiler's error) and ``NAME.hlo`` (the optimised
-program). It imports JAX alone: an accelerator that JAX runs on elsewhere is left alone, and a
-compiler that crashes takes no one with it.
+prints ``jaxmp compiles NAME`` and leaves ``NAME.json`` (memory and cost, or the compiler's error)
+and ``NAME.hlo`` (the optimised program). It imports JAX alone: an accelerator that JAX runs on
+elsewhere is left alone, and a compiler that crashes takes no one with it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# What it prints before the name of the program it starts on.
+STARTS = "jaxmp compiles "
+
 
 def main(folder: Path) -> None:
     """Compiles every program of a job."""
@@ -23,6 +26,8 @@ def main(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     devices = topology_devices(job)
     for name in job["programs"]:
+        sys.stdout.write(f"\n{STARTS}{name}\n")
+        sys.stdout.flush()
         try:
             result = compile_program(folder, name, job, devices)
         except Exception as error:  # noqa: BLE001 (whatever the compiler raises is the result)

@@ -31,8 +31,18 @@ def compile_ahead(
     fns: Sequence[Callable[..., Any]],
     args: tuple[Any, ...],
     donate_argnums: Sequence[int],
+    labels: Sequence[str],
+    progress: Callable[[str], None] | None = None,
 ) -> list[Preflight]:
     """Traces and lowers functions of the same arguments here, and compiles them in a new process.
+
+    Args:
+      target: what to compile for.
+      fns: the functions.
+      args: their arguments.
+      donate_argnums: the arguments that are given away.
+      labels: what to call each function.
+      progress: is told, in a line, what is about to be done.
 
     Raises:
       ValueError: if the arguments are sharded over other devices than the target's.
@@ -40,12 +50,14 @@ def compile_ahead(
     """
     job = _job(target, args, tuple(donate_argnums))
     job["programs"] = [str(i) for i in range(len(fns))]
+    tell = progress or (lambda _: None)
     with tempfile.TemporaryDirectory(prefix="jaxmp-") as name:
         folder = Path(name)
         for i, fn in enumerate(fns):
+            tell(f"tracing for {target.name}: {labels[i]} …")
             (folder / f"{i}.exported").write_bytes(_export(fn, args, target.platform))
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        _run_worker(folder)
+        _run_worker(folder, lambda i: tell(f"compiling for {target.name}: {labels[i]} …"))
         return [_result(folder, i) for i in range(len(fns))]
 
 
@@ -104,19 +116,32 @@ def _export(fn: Callable[..., Any], args: tuple[Any, ...], platform: str) -> byt
     return bytes(exported.serialize())
 
 
-def _run_worker(folder: Path) -> None:
+def _run_worker(folder: Path, starts: Callable[[int], None]) -> None:
+    """Runs the worker on a folder, and calls `starts(i)` when it begins with program i."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    process = subprocess.run(  # noqa: S603 (our own file)
-        [sys.executable, aot_worker.__file__, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    messages = folder / "stderr"
+    with (
+        messages.open("w", encoding="utf-8") as stderr,
+        subprocess.Popen(  # noqa: S603 (our own file)
+            [sys.executable, aot_worker.__file__, str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        ) as process,
+    ):
+        try:
+            for line in process.stdout or ():  # compilers print, too
+                if line.startswith(aot_worker.STARTS):
+                    starts(int(line.removeprefix(aot_worker.STARTS)))
+        except BaseException:
+            process.kill()  # leaving the block waits for its end
+            raise
     if process.returncode and not any(folder.glob("*.hlo")):
+        said = messages.read_text(encoding="utf-8", errors="replace")
         raise RuntimeError(
             f"preflight: the compiling process ended with code {process.returncode}:\n"
-            f"{process.stderr[-2000:]}"
+            f"{said[-2000:]}"
         )
 
 

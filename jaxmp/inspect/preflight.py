@@ -23,6 +23,7 @@ from jaxmp.inspect.preflight_report import AS_WRITTEN, Preflight, PreflightRepor
 from jaxmp.policy import Policy, single_policy
 
 _PYTHON: tuple[int, ...] = sys.version_info[:2]
+_GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_plugins.xla_cuda13")
 
 
 class CompilerMissingError(ImportError):
@@ -37,6 +38,7 @@ def preflight(
     donate_argnums: int | Sequence[int] = (),
     max_batch: bool = False,
     batch_argnums: int | Sequence[int] = -1,
+    progress: Callable[[str], None] | None = None,
 ) -> PreflightReport:
     """Compiles a function for hardware that is not there, and reports what it will need.
 
@@ -58,6 +60,8 @@ def preflight(
         compilations, each of the function traced at another batch size.
       batch_argnums: for `max_batch`: the positional arguments that hold the batch, all of whose
         arrays have it as their leading axis; by default the last.
+      progress: is called with a line of text before each program is traced and compiled, which
+        takes from seconds to minutes: `print`, for example. By default nothing is said.
 
     Returns:
       The report: `print` it.
@@ -80,17 +84,21 @@ def preflight(
       ValueError: preflight: unknown target 'gpu-h10' (did you mean 'gpu-h100'?)...
     """
     resolved = parse_target(target)
-    _check_compiler(resolved)
     donated, batch = _indices(donate_argnums), _indices(batch_argnums)
     start, unit = batch_of(args, batch) if max_batch else (0, 0)
     named = [_named(policy) for policy in policies]
     programs = [fn if policy is None else autocast(fn, policy) for _, policy in named]
+    labels = [label for label, _ in named]
+    _check_compiler(resolved)
     results = [
         dataclasses.replace(
             result, policy=label, requested=audit(program, *args).contraction_flops()
         )
-        for (label, _), program, result in zip(
-            named, programs, compile_ahead(resolved, programs, args, donated), strict=True
+        for label, program, result in zip(
+            labels,
+            programs,
+            compile_ahead(resolved, programs, args, donated, labels, progress),
+            strict=True,
         )
     ]
     if max_batch:
@@ -98,7 +106,13 @@ def preflight(
         def probe(program: Callable[..., Any], first: Preflight, size: int) -> Probe:
             if size == start:
                 return Probe(first.excess_bytes(resolved), first.error)
-            return _probe(resolved, program, with_batch(args, batch, size), donated, size)
+            resized, label = with_batch(args, batch, size), f"{first.policy}, batch {size}"
+            try:
+                [result] = compile_ahead(resolved, [program], resized, donated, [label], progress)
+            except Exception as error:
+                error.add_note(f"preflight (max_batch) called the function with a batch of {size}.")
+                raise
+            return Probe(result.excess_bytes(resolved), result.error)
 
         results = [
             dataclasses.replace(
@@ -114,22 +128,6 @@ def _indices(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def _probe(
-    target: Target,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    donated: tuple[int, ...],
-    batch: int,
-) -> Probe:
-    """Compiles a function at another batch size."""
-    try:
-        [result] = compile_ahead(target, [fn], args, donated)
-    except Exception as error:
-        error.add_note(f"preflight (max_batch) called the function with a batch of {batch}.")
-        raise
-    return Probe(result.excess_bytes(target), result.error)
-
-
 def _named(policy: Any) -> tuple[str, Policy | None]:
     if policy is None:
         return AS_WRITTEN, None
@@ -138,23 +136,25 @@ def _named(policy: Any) -> tuple[str, Policy | None]:
 
 
 def _check_compiler(target: Target) -> None:
-    if importlib.util.find_spec("flatbuffers") is None:
-        extra = f"{target.platform}-aot"
-    elif target.platform == "tpu":
-        if _PYTHON < (3, 12) or jax.__version_info__ < (0, 12):
-            raise CompilerMissingError(
-                "preflight: compiling for TPUs without one needs Python 3.12 and JAX 0.12 or "
-                f"newer; this is Python {sys.version.split()[0]} with JAX {jax.__version__}."
-            )
-        extra = "" if importlib.util.find_spec("libtpu") else "tpu-aot"
-    else:
-        plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_plugins.xla_cuda13")
-        extra = "" if any(map(_is_installed, plugins)) else "gpu-aot"
-    if extra:
+    """Raises unless the compiler for a target is here: first what no installation mends."""
+    if target.platform == "tpu" and (_PYTHON < (3, 12) or jax.__version_info__ < (0, 12)):
         raise CompilerMissingError(
-            f"preflight: the compiler for {target.name} is not installed; run: "
-            f"python -m pip install 'jaxmp[{extra}]'"
+            f"preflight: compiling for {target.name} needs Python 3.12 and JAX 0.12 or newer, and "
+            f"this is Python {'.'.join(map(str, _PYTHON))} with JAX {jax.__version__}: no package "
+            "mends that. In a new environment with both, and in a clone of jaxmp, run: "
+            f"{_install('tpu-aot')}"
         )
+    compilers = ("libtpu",) if target.platform == "tpu" else _GPU_PLUGINS
+    if not _is_installed("flatbuffers") or not any(map(_is_installed, compilers)):
+        raise CompilerMissingError(
+            f"preflight: the compiler for {target.name} is not installed; in a clone of jaxmp run: "
+            f"{_install(f'{target.platform}-aot')}"
+        )
+
+
+def _install(extra: str) -> str:
+    """The command that installs one of the extras of `pyproject.toml`."""
+    return f'python -m pip install -e ".[{extra}]"'
 
 
 def _is_installed(module: str) -> bool:

@@ -1,0 +1,225 @@
+"""The command line: whose mistake it is, and what is printed of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmp import cli
+from jaxmp.devices import chips
+
+from support import run_python
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+import numpy as np
+
+x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+def product(x, w):
+    return x @ w
+
+def make():
+    return product, (x, x)
+
+def make_list():
+    return product, [x, x]
+
+def step(x, *, learning_rate=0.1):
+    return x * learning_rate
+
+def no_arguments():
+    return jnp.ones(3)
+
+def only_the_function():
+    return product
+
+def array_for_arguments():
+    return product, np.ones((2, 8, 8), np.float32)
+
+def one_struct():
+    return step, x
+
+def dictionary():
+    return product, {"x": x, "w": x}
+
+def three():
+    return product, x, x
+
+table = {"a": 1}
+
+def model_of_the_user():
+    def fn(x):
+        raise ValueError("the user's own mistake")
+    return fn, (x,)
+
+def shapes_that_differ():
+    return product, (x, jax.ShapeDtypeStruct((7, 8), jnp.float32))
+
+def too_few():
+    return product, (x,)
+
+def factory_that_fails():
+    raise TypeError("while the factory ran")
+
+def wrong_policy_inside():
+    import jaxmp
+    return jaxmp.autocast(product, "mixed_bflaot16"), (x, x)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "train.py").write_text(PROGRAM)
+    (folder / "imports_nothing_there.py").write_text("import nothing_there\n")
+    (folder / "attribute_at_import.py").write_text("import json\njson.no_such_function\n")
+    (folder / "fails_at_import.py").write_text("raise ValueError('at import')\n")
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").write_text("")
+    return folder
+
+
+@pytest.fixture
+def audit(folder, monkeypatch, capsys):
+    """`python -m jaxmp audit FUNCTION` in the folder of a project: its exit code and messages."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    for name in ("train", "imports_nothing_there", "attribute_at_import", "fails_at_import"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def run(function, *options, command="audit"):
+        code = cli.main([command, function, *options])
+        return code, capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("function", ["train:make", "train:make_list"])
+def test_a_factory_works(audit, function):
+    code, printed = audit(function)
+    assert code == 0
+    assert "contraction in float32" in printed.out
+    assert not printed.err
+
+
+TAKES = r"a function without arguments that returns \(fn, args\)"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("train", "write module:function, .*; got 'train'"),
+        ("train:", "write module:function"),
+        (":make", "write module:function"),
+        ("train.py:make", "write module:function.*got 'train.py:make'.*as in 'train:make'"),
+        ("./train:make", "write module:function"),
+        ("nowhere:make", "cannot find 'nowhere:make': there is no module 'nowhere'"),
+        ("package.nowhere:make", "there is no module 'package.nowhere'"),
+        ("train.nowhere:make", "cannot find 'train.nowhere:make'"),
+        ("train:mak", r"the module 'train' has no 'mak' \(did you mean 'make'\?\)"),
+        # The function itself instead of one that returns it.
+        ("train:product", rf"train:product takes arguments, \(x, w\); name {TAKES}"),
+        ("train:step", rf"train:step takes arguments, .*; name {TAKES}.*return step, \(…,\)"),
+        ("train:no_arguments", "train:no_arguments returned .*Array.*; it must return"),
+        ("train:only_the_function", "returned the function 'product' alone; it must return"),
+        ("train:table", rf"train:table is a dict; name {TAKES}"),
+        ("train:x", "train:x is a ShapeDtypeStruct; name"),
+        ("train:array_for_arguments", "its arguments in a .*ndarray; .*a tuple"),
+        ("train:one_struct", r"its arguments in a ShapeDtypeStruct; .*a tuple: \(fn, \(x,\)\)"),
+        ("train:dictionary", "its arguments in a dict"),
+        ("train:three", r"returned a tuple of 3; it must return \(fn, args\)"),
+    ],
+)
+def test_what_is_no_factory_is_told_in_one_line(audit, function, message):
+    import re
+
+    code, printed = audit(function)
+    assert code == 2
+    assert printed.err.startswith("jaxmp: ")
+    assert "\n" not in printed.err.strip()
+    assert re.search(message, printed.err), printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "mixed_bflaot16"], "mixed_bfloat16"),
+        (["--policy", "p=f32,c=f64,o=f32"], "compute"),
+        (["--target", "gpu-h10"], "gpu-h100"),
+    ],
+)
+def test_what_jaxmp_refuses_is_told_in_one_line(audit, options, message):
+    code, printed = audit("train:make", *options)
+    assert code == 2
+    assert message in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("train:model_of_the_user", ValueError),
+        ("train:shapes_that_differ", TypeError),
+        ("train:too_few", TypeError),
+        ("train:factory_that_fails", TypeError),
+        ("train:wrong_policy_inside", ValueError),  # the line to mend is the user's
+        ("imports_nothing_there:make", ModuleNotFoundError),
+        ("attribute_at_import:make", AttributeError),
+        ("fails_at_import:make", ValueError),
+    ],
+)
+def test_what_the_users_code_raises_keeps_its_traceback(audit, function, error):
+    with pytest.raises(error):
+        audit(function)
+
+
+def test_the_users_traceback_is_printed(folder):
+    """In a process of its own, as a user sees it."""
+    run = run_python("-m", "jaxmp", "audit", "train:model_of_the_user", folder=folder)
+    assert run.returncode not in (0, 2)
+    assert 'raise ValueError("the user\'s own mistake")' in run.stderr
+    run = run_python("-m", "jaxmp", "audit", "train:product", folder=folder)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+
+
+def test_a_callable_without_a_signature_is_called(audit, monkeypatch):
+    monkeypatch.setitem(sys.modules, "odd", types.SimpleNamespace(make=dict))
+    assert audit("odd:make")[0] == 2
+
+
+def test_the_kinds_of_findings_are_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["audit", "--help"])
+    printed = capsys.readouterr().out
+    assert "float32-contraction" in printed
+    assert "intended-float32" in printed
+
+
+def test_intended_products_do_not_fail_a_check(audit, monkeypatch):
+    def make():
+        x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        return (lambda x: jnp.dot(x, x, precision="highest")), (x,)
+
+    monkeypatch.setitem(sys.modules, "exact", types.SimpleNamespace(make=make))
+    options = ["--policy", "mixed_bfloat16", "--fail-on"]
+    assert audit("exact:make", *options, "float32-contraction")[0] == 0
+    assert audit("exact:make", *options, "intended-float32")[0] == 1
+
+
+def test_devices_as_json(capsys):
+    assert cli.main(["devices", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_the_table_of_chips_is_nobodys_to_change():
+    chips()["gpu-t4"]["tflops"]["bfloat16"] = 1e9
+    chips().pop("tpu-v5e")
+    assert "bfloat16" not in chips()["gpu-t4"]["tflops"]
+    assert "tpu-v5e" in chips()
