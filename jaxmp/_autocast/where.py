@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import site
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,19 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.equations import CAST_SCOPE
 from jaxmp._autocast.rules import REGION
 
-_LIBRARIES = tuple(
-    folder + os.sep
-    for folder in {
-        *site.getsitepackages(),
-        *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")),
-        str(Path(__file__).parents[1]),  # jaxmp
-    }
-)
+# Where Python keeps what is installed, and what belongs to it.
+_INSTALLED = {
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+    *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")),
+}
+# Libraries that need not be there: on PYTHONPATH, behind a link or a .pth file, they are known by
+# where they were loaded from.
+_PACKAGES = (
+    "jax", "jaxlib", "jaxmp", "flax", "optax", "jmp", "numpy", "ml_dtypes",
+    "chex", "diffrax", "distrax", "einops", "equinox", "haiku", "jaxopt", "jaxtyping", "lineax",
+    "optimistix", "orbax",
+)  # fmt: skip
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 _SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST_SCOPE})
 
@@ -30,11 +37,35 @@ _SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST_SCOPE})
 def user_line(eqn: JaxprEqn) -> str:
     """``file.py:line`` of the innermost frame that is in no library; empty if all are."""
     traceback: Any = eqn.source_info.traceback
+    libraries = _libraries()
     for frame in traceback.frames if traceback is not None else ():
-        name: str = frame.file_name
-        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
-            return f"{Path(name).name}:{frame.line_num}"
+        if not _is_in(frame.file_name, libraries):
+            return f"{Path(frame.file_name).name}:{frame.line_num}"
     return ""
+
+
+def in_library(file: str) -> bool:
+    """Whether a source file is a library's, or none at all."""
+    return _is_in(file, _libraries())
+
+
+def _libraries() -> tuple[str, ...]:
+    """The folders of the packages that are loaded."""
+    modules = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
+    return tuple(folder for m in modules for folder in getattr(m, "__path__", ()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_in(file: str, libraries: tuple[str, ...]) -> bool:
+    return file.startswith(("<", *_prefixes(libraries)))
+
+
+@functools.lru_cache(maxsize=16)
+def _prefixes(libraries: tuple[str, ...]) -> tuple[str, ...]:
+    """These folders and those of what is installed, with and without links on the way to them."""
+    folders = _INSTALLED.union(libraries)
+    folders |= {os.path.realpath(folder) for folder in folders}
+    return tuple(folder.rstrip(os.sep) + os.sep for folder in folders)
 
 
 def library_line(eqn: JaxprEqn) -> str:
