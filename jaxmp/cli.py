@@ -19,7 +19,7 @@ import jax
 from jaxmp.devices import describe
 from jaxmp.dtypes import did_you_mean
 from jaxmp.inspect import CompilerMissingError, audit, preflight
-from jaxmp.inspect.report import KINDS
+from jaxmp.inspect.report import FAULTS, KINDS
 
 _TAKES = "a function without arguments that returns (fn, args)"
 
@@ -61,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         choices=KINDS,
         metavar="KIND",
-        help=f"exit with 1 if there is such a finding; one of {', '.join(KINDS)}; repeatable",
+        help=f"exit with 1 if there is such a finding; one of {', '.join(FAULTS)}, or of what is "
+        f"no fault {', '.join(KINDS.keys() - set(FAULTS))}; repeatable",
     )
     command.set_defaults(run=_audit)
 

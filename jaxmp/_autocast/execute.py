@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from jaxmp._autocast import custom_rules, jaxpr_compat
 from jaxmp._autocast.equations import apply, bind, cast, narrow_constant, scale
 from jaxmp._autocast.jaxpr_compat import shape_of
+from jaxmp._autocast.kept import kept_scope
 from jaxmp._autocast.ops import BROADCASTING
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.rules import FLOAT32
@@ -34,7 +35,7 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     env = _Environment(plan, args)
     for step in plan.steps:
         eqn = step.eqn
-        with jaxpr_compat.source_of(eqn), eqn.ctx.manager:
+        with jaxpr_compat.source_of(eqn), eqn.ctx.manager, kept_scope(step):
             outs = _ACTIONS[step.action](plan, step, env)
             for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
                 if dtype is not None and out.dtype != dtype:

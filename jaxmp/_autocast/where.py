@@ -15,6 +15,7 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.equations import CAST_SCOPE
+from jaxmp._autocast.kept import KEPT
 from jaxmp._autocast.rules import REGION
 
 # Where Python keeps what is installed, and what belongs to it.
@@ -84,7 +85,7 @@ def module_path(eqn: JaxprEqn) -> str:
         stack = plain
     kept: list[str] = []
     for part in stack.split("/"):
-        named = part and part not in _SCOPES_OF_OTHERS and not part.startswith(REGION)
+        named = part and part not in _SCOPES_OF_OTHERS and not part.startswith((REGION, KEPT))
         if named and (not kept or kept[-1] != part):
             kept.append(part)
     return "/".join(kept)

@@ -15,20 +15,19 @@ from jax.typing import DTypeLike
 from jaxmp._autocast.jaxpr_compat import closed, dtype_of
 from jaxmp._autocast.ops import LOW as CONTRACTIONS
 from jaxmp._autocast.ops import classify
-from jaxmp._autocast.rules import author_keeps
 from jaxmp._autocast.transform import autocast
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
+from jaxmp.inspect.blame import FAULT, INTENDED, Judge
 from jaxmp.inspect.chip import Target, parse_target
 from jaxmp.inspect.flops import contraction_flops, matmul_dims, nbytes
-from jaxmp.inspect.follow import FLOAT32, LOW, Known, follow
+from jaxmp.inspect.follow import FLOAT32, LOW, Known, Seen, follow
 from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
 from jaxmp.inspect.report import Finding, Operation, PrecisionReport
 from jaxmp.policy import Policy
 
-WRAP = "jaxmp.wrap(model, 'mixed_bfloat16'), or jaxmp.autocast for a function"
-DEMOTE = "make the float32 side a Python number, or cast it to the other's dtype"
-NARROW = "remove the upcast, or cast back before the next layer"
+# The backward pass of max-pooling: a window rarely adds more than a few gradients.
+_FEW_TERMS = frozenset({"select_and_scatter_add"})
 
 
 def audit(
@@ -78,9 +77,9 @@ def audit(
     if target is None:
         # Compute capabilities tell of GPUs, too, that the tables do not have.
         emulated = {str(dtype) for dtype in LOW if not multiplies_natively(dtype)}
-        auditor = _Auditor(_here(), emulated)
+        auditor = _Auditor(_here(), emulated, padded=_has_matrix_units(jax.local_devices()[0]))
     else:
-        auditor = _Auditor(parse_target(target, "audit"), set())
+        auditor = _Auditor(parse_target(target, "audit"), set(), padded=True)
     follow(jaxpr, labels, auditor.visit)
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, Place(), residuals, auditor)
@@ -104,6 +103,13 @@ def _here() -> Target:
         hbm_bytes_per_second=device.hbm_bytes_per_second or 0,
         tflops=device.tflops,
     )
+
+
+def _has_matrix_units(device: Any) -> bool:
+    """Whether a device multiplies tiles: TPUs, NVIDIA's GPUs since Volta, others' GPUs."""
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    volta = not major.isdecimal() or int(major) >= 7
+    return device.platform != "cpu" and volta
 
 
 def _is_array(leaf: Any) -> bool:
@@ -142,15 +148,22 @@ def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
 class _Auditor:
     """Collects operations, and what may be wrong with them, while the program is walked."""
 
-    def __init__(self, chip: Target, emulated: set[str]) -> None:
-        self.chip, self.emulated = chip, emulated
+    def __init__(self, chip: Target, emulated: set[str], *, padded: bool) -> None:
+        self.chip, self.emulated, self.padded = chip, emulated, padded
+        has = "bfloat16" not in emulated and chip.multiplies("bfloat16")
+        self.low = "bfloat16" if has else "float16"
+        self.judge = Judge(self.low)
         self.operations: list[Operation] = []
         # (kind, source, path, what, fix) → cost: FLOPs of contractions, bytes of all else.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
         self._sites: dict[Any, Counter[str]] = defaultdict(Counter)
 
-    def visit(self, eqn: jex_core.JaxprEqn, place: Place, known: list[Known], out: Known) -> None:
+    def visit(self, seen: Seen) -> None:
         """Records an equation."""
+        eqn, place = seen.eqn, seen.place
+        contracts = eqn.primitive.name in CONTRACTIONS
+        full = contracts and FLOAT32 in map(dtype_of, eqn.invars[:2])
+        blame = self.judge.contraction(seen) if full else None
         moved = sum(map(nbytes, (*eqn.invars, *eqn.outvars)))
         operation = Operation(
             op=eqn.primitive.name,
@@ -163,18 +176,23 @@ class _Auditor:
             count=place.times,
             backward=place.backward,
             inserted=is_ours(eqn),
+            kept=blame.kept if blame else "",
         )
         self.operations.append(operation)
-        if eqn.primitive.name in CONTRACTIONS:
-            self._contraction(eqn, operation, place, known)
+        if blame is not None:
+            kind, source, path, what, fix, _ = blame
+            self._note(kind, source, path, what, fix, operation.flops, operation)
+        elif contracts and not full:
+            self._narrow_contraction(eqn, operation)
         elif eqn.primitive.name == "convert_element_type":
-            self._round_trip(eqn, operation, known[0])
+            self._round_trip(eqn, operation, seen.known[0])
         else:
-            self._sensitive(eqn, operation)
-        cause = out.cause
+            self._sensitive(seen, operation)
+        cause = seen.out.cause
         if cause is not None and cause.promoted and FLOAT32.name in operation.out_dtypes:
             size = sum(map(nbytes, eqn.outvars)) * place.times
-            self._note("promotion", cause.source, cause.path, cause.what, DEMOTE, size, operation)
+            fix = self.judge.promotion(cause.promoted)
+            self._note("promotion", cause.source, cause.path, cause.what, fix, size, operation)
 
     def _note(
         self, kind: str, source: str, path: str, what: str, fix: str, cost: float, at: Operation
@@ -183,26 +201,17 @@ class _Auditor:
         self._costs[key] += int(cost)
         self._sites[key][at.source] += 1
 
-    def _contraction(
-        self,
-        eqn: jex_core.JaxprEqn,
-        operation: Operation,
-        place: Place,
-        known: list[Known],
-    ) -> None:
-        dtypes = {dtype_of(v) for v in eqn.invars[:2]}
-        if FLOAT32 in dtypes:
-            source, path, what, fix = _why_float32(eqn, place, known)
-            kind = "float32-contraction"
-            self._note(kind, source, path, what, fix, operation.flops, operation)
-            return
+    def _narrow_contraction(self, eqn: jex_core.JaxprEqn, operation: Operation) -> None:
+        """Notes what the chip does not do with its dtypes or its sizes."""
         where = operation.source, operation.path
         for dtype in operation.dtype.split("*"):
             if dtype in self.emulated or not self.chip.multiplies(dtype):
                 what = f"{dtype} is not multiplied natively by {self.chip.name}: it is emulated"
-                fix = "use the policy 'half', which asks the device, or 16 bits where it was 8"
+                fix = f"multiply in {self.low}: the policy 'mixed_{self.low}'"
                 self._note("emulated", *where, what, fix, operation.flops, operation)
-        multiple = self._multiple(dtypes)
+        if not self.padded:
+            return
+        multiple = self._multiple({dtype_of(v) for v in eqn.invars[:2]})
         odd = {n: d for n, d in (matmul_dims(eqn) or {}).items() if d >= 8 and d % multiple}
         if odd:
             shown = ", ".join(f"{name} = {d}" for name, d in odd.items())
@@ -221,11 +230,15 @@ class _Auditor:
             return 1
         return 128 if self.chip.platform == "tpu" else 16 // bytes_each
 
-    def _sensitive(self, eqn: jex_core.JaxprEqn, operation: Operation) -> None:
+    def _sensitive(self, seen: Seen, operation: Operation) -> None:
+        """Notes a sensitive operation on 16-bit values, unless autocast made them so."""
+        eqn = seen.eqn
         low = {dtype_of(v) for v in (*eqn.invars, *eqn.outvars)} & LOW
-        if low and classify(eqn.primitive.name, eqn.params) == "full":
-            what = f"{eqn.primitive.name} runs in {min(str(d) for d in low)}"
-            fix = "jaxmp keeps it float32; by hand: cast up before it"
+        if not low or seen.out.narrowed or operation.op in _FEW_TERMS:
+            return
+        if classify(operation.op, eqn.params) == "full":
+            what = f"{operation.op} runs in {min(str(d) for d in low)}"
+            fix = "cast up before it, or leave the model in float32 to autocast"
             place = operation.source, operation.path
             self._note("sensitive-low", *place, what, fix, operation.bytes, operation)
 
@@ -258,7 +271,7 @@ class _Auditor:
         found = []
         for key, cost in self._costs.items():
             kind, source, path, what, fix = key
-            of_flops = kind in ("float32-contraction", "emulated", "misaligned")
+            of_flops = kind in (FAULT, INTENDED, "emulated", "misaligned")
             found.append(
                 Finding(
                     kind=kind,
@@ -273,22 +286,6 @@ class _Auditor:
                 )
             )
         return sorted(found, key=Finding.rank)
-
-
-def _why_float32(
-    eqn: jex_core.JaxprEqn, place: Place, known: list[Known]
-) -> tuple[str, str, str, str]:
-    """Whom to blame for a float32 contraction: line, path, what happened, and the remedy."""
-    here = place.source, place.path
-    if place.region is not None and place.region.low is None:
-        return *here, "in a region that a policy or the author keeps float32", "intended"
-    kept = author_keeps(eqn)
-    if kept is not None:
-        return *here, kept, "intended"
-    cause = next((k.cause for k in known if k.cause is not None), None)
-    if cause is not None:
-        return cause.source, cause.path, cause.what, DEMOTE if cause.promoted else NARROW
-    return *here, "nothing in the program narrows its operands", WRAP
 
 
 def _residuals(jaxpr: Any, around: Place, bytes_by_dtype: Counter[str], auditor: _Auditor) -> None:
@@ -315,5 +312,5 @@ def _residuals(jaxpr: Any, around: Place, bytes_by_dtype: Counter[str], auditor:
             e.primitive.name == "convert_element_type" and dtype_of(e.outvars[0]) in LOW
             for e in users
         )
-        if dtype == FLOAT32 and narrowed:
+        if dtype == FLOAT32 and narrowed and not all(map(is_ours, users)):
             auditor.residual(var, made[var].source, made[var].path, size)

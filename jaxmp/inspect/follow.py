@@ -5,7 +5,8 @@ value (an array, a NumPy constant, a parameter) and JAX promotes it. Either is a
 line where it happened. What is computed from such a value has the cause too, until it is narrowed
 again. A value that was float32 from the start has none.
 
-A value that a conversion made, and that was only moved since, remembers it as its `Cast`.
+A value that a conversion made, and that was only moved since, remembers it as its `Cast`; a 16-bit
+value, whether autocast narrowed what it was computed from.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import numpy as np
 
 from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.jaxpr_compat import closed, dtype_of
-from jaxmp._autocast.ops import classify
+from jaxmp._autocast.licences import is_small
+from jaxmp._autocast.ops import RANDOM, classify
 from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
 
 FLOAT32 = np.dtype("float32")
@@ -34,13 +36,15 @@ class Cause(NamedTuple):
       source: the line, ``file.py:line``.
       path: the module path.
       what: in words: what brought float32 in.
-      promoted: whether JAX promoted a 16-bit value; otherwise the author upcast it.
+      promoted: what a 16-bit value met that JAX promoted it for; empty if it was upcast.
+      by_policy: whether autocast upcast it, rather than the author.
     """
 
     source: str
     path: str
     what: str
-    promoted: bool
+    promoted: str = ""
+    by_policy: bool = False
 
 
 class Cast(NamedTuple):
@@ -59,7 +63,7 @@ class Cast(NamedTuple):
     only: bool
 
 
-class _Promoted(NamedTuple):
+class Promoted(NamedTuple):
     """A 16-bit value that JAX widened, before it meets what it was widened for."""
 
     dtype: str
@@ -71,10 +75,14 @@ class Known(NamedTuple):
     Attributes:
       why: why it is float32.
       cast: the conversion that made it, if it was only moved since.
+      narrowed: whether it is a 16-bit value that autocast narrowed, or computed from one.
+      fixed: whether it is made in the program from literals alone, or a small constant.
     """
 
-    why: Cause | _Promoted | None = None
+    why: Cause | Promoted | None = None
     cast: Cast | None = None
+    narrowed: bool = False
+    fixed: bool = False
 
     @property
     def cause(self) -> Cause | None:
@@ -82,12 +90,31 @@ class Known(NamedTuple):
         return self.why if isinstance(self.why, Cause) else None
 
 
+class Seen(NamedTuple):
+    """An equation that is visited.
+
+    Attributes:
+      eqn: the equation.
+      place: where it stands.
+      known: what is known of its operands.
+      names: what to call each of them.
+      out: what is known of its results.
+    """
+
+    eqn: jex_core.JaxprEqn
+    place: Place
+    known: list[Known]
+    names: list[str]
+    out: Known
+
+
 NOTHING = Known()
-Visit = Callable[[jex_core.JaxprEqn, Place, list[Known], Known], None]
+_LITERAL = Known(fixed=True)
+Visit = Callable[[Seen], None]
 
 
 def follow(jaxpr: Any, labels: Sequence[str], visit: Visit) -> None:
-    """Calls `visit(eqn, place, what is known of the operands, and of the result)` per equation.
+    """Calls `visit(seen)` for every equation that has no jaxpr inside.
 
     Args:
       jaxpr: the closed jaxpr of a program.
@@ -114,12 +141,14 @@ class _Follower:
         opened = closed(jaxpr).jaxpr
         env: dict[Any, Known] = dict(zip(opened.invars, known, strict=True))
         label: dict[Any, str] = dict(zip(opened.invars, labels, strict=True))
+        for var, const in zip(opened.constvars, closed(jaxpr).consts, strict=False):
+            env[var] = Known(fixed=hasattr(const, "size") and is_small(const))
         for var in opened.constvars:
             label[var] = f"the constant {var.aval.str_short()}"
         uses = _uses(opened)
 
         def read(atom: Any) -> Known:
-            found = NOTHING if _is_literal(atom) else env.get(atom, NOTHING)
+            found = _LITERAL if _is_literal(atom) else env.get(atom, NOTHING)
             if found.cast is not None and uses[atom] > 1:
                 return found._replace(cast=found.cast._replace(only=False))
             return found
@@ -132,10 +161,15 @@ class _Follower:
             if inner:
                 outs = self._inside(eqn, inner, operands, names, place, silent=silent)
             else:
-                out = Known(_why(eqn, operands, names, place), _cast(eqn, operands, place))
+                out = Known(
+                    why=_why(eqn, operands, names, place),
+                    cast=_cast(eqn, operands, place),
+                    narrowed=_narrowed(eqn, operands),
+                    fixed=_is_made(eqn, operands),
+                )
                 outs = [out] * len(eqn.outvars)
                 if not silent:
-                    self.visit(eqn, place, operands, out)
+                    self.visit(Seen(eqn, place, operands, names, out))
             for var, out in zip(eqn.outvars, outs, strict=True):
                 env[var] = out if dtype_of(var) == FLOAT32 else out._replace(why=None)
                 label[var] = _result_label(eqn, names, place)
@@ -186,31 +220,48 @@ class _Follower:
             outs = self.run(inner[0], known, names, place, silent=silent)
             if len(outs) == len(eqn.outvars):
                 return outs
+        elif name == "custom_linear_solve":  # of its four functions one runs
+            inner = [eqn.params["jaxprs"].solve]
+        for jaxpr in inner:
+            count = len(closed(jaxpr).jaxpr.invars)
+            self.run(jaxpr, [NOTHING] * count, ["a value"] * count, place, silent=silent)
         return [NOTHING] * len(eqn.outvars)
 
 
 def _why(
     eqn: jex_core.JaxprEqn, known: list[Known], names: list[str], place: Place
-) -> Cause | _Promoted | None:
+) -> Cause | Promoted | None:
     """Why the result is float32, if it is."""
     if eqn.primitive.name == "convert_element_type":
         before = dtype_of(eqn.invars[0])
         if before in LOW and dtype_of(eqn.outvars[0]) == FLOAT32:
             if is_ours(eqn) or jaxpr_compat.wrote_dtype(eqn.source_info):
-                by = " by the policy" if is_ours(eqn) else ""
-                what = f"an upcast from {before} to float32{by}"
-                return Cause(place.source, place.path, what, promoted=False)
-            return _Promoted(str(before))
+                what = f"an upcast from {before} to float32"
+                return Cause(place.source, place.path, what, by_policy=is_ours(eqn))
+            return Promoted(str(before))
     ours = [i for i, v in enumerate(eqn.invars) if dtype_of(v) == FLOAT32]
-    for i in ours:
-        if known[i].cause is not None:
-            return known[i].cause
-    promoted = [why for i in ours if isinstance(why := known[i].why, _Promoted)]
+    causes = [cause for i in ours if (cause := known[i].cause) is not None]
+    if causes:  # the author's own before what autocast widened
+        return min(causes, key=lambda cause: cause.by_policy)
+    promoted = [why for i in ours if isinstance(why := known[i].why, Promoted)]
     partners = [names[i] for i in ours if known[i].why is None]
     if promoted and partners:
         what = f"{partners[0]} is float32 and meets a {promoted[0].dtype} value"
-        return Cause(place.source, place.path, what, promoted=True)
+        return Cause(place.source, place.path, what, promoted=partners[0])
     return promoted[0] if promoted else None
+
+
+def _narrowed(eqn: jex_core.JaxprEqn, known: list[Known]) -> bool:
+    """Whether the results, if they have 16 bits, have them because autocast narrowed something."""
+    if eqn.primitive.name == "convert_element_type" and dtype_of(eqn.invars[0]) not in LOW:
+        return is_ours(eqn)
+    return any(k.narrowed and dtype_of(v) in LOW for k, v in zip(known, eqn.invars, strict=True))
+
+
+def _is_made(eqn: jex_core.JaxprEqn, known: list[Known]) -> bool:
+    """Whether the results are made from literals alone, by no random choice."""
+    made = all(k.fixed for k in known) and not eqn.effects
+    return made and not eqn.primitive.name.startswith(RANDOM)
 
 
 def _cast(eqn: jex_core.JaxprEqn, known: list[Known], place: Place) -> Cast | None:
@@ -230,6 +281,8 @@ def _either(known: Sequence[Known]) -> Known:
     return Known(
         why=next((k.why for k in known if k.why is not None), None),
         cast=casts.pop() if len(casts) == 1 else None,
+        narrowed=any(k.narrowed for k in known),
+        fixed=all(k.fixed for k in known),
     )
 
 

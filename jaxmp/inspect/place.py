@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax.extend.core as jex_core
 
 from jaxmp._autocast.equations import CAST_SCOPE
+from jaxmp._autocast.higher_order import HIGHER_ORDER
+from jaxmp._autocast.kept import kept_reason
 from jaxmp._autocast.rules import Rules, region_rules
 from jaxmp._autocast.where import library_line, module_path, user_line
 
@@ -21,6 +23,8 @@ class Place(NamedTuple):
         once, a branch of a cond by its share.
       backward: whether it belongs to a backward pass.
       region: the rules of the autocast region it stands in, or None.
+      kept: why autocast keeps its contractions in float32; empty where it does not.
+      inside: the innermost primitive around it that autocast does not look inside; or empty.
     """
 
     path: str = ""
@@ -28,6 +32,8 @@ class Place(NamedTuple):
     times: float = 1
     backward: bool = False
     region: Rules | None = None
+    kept: str = ""
+    inside: str = ""
 
 
 def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
@@ -39,6 +45,8 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
         times=around.times,
         backward=around.backward or "transpose(" in str(eqn.source_info.name_stack),
         region=region_rules(eqn) or around.region,
+        kept=kept_reason(eqn.source_info.name_stack) or around.kept,
+        inside=around.inside,
     )
 
 
@@ -48,6 +56,8 @@ def place_inside(eqn: jex_core.JaxprEqn, place: Place) -> Place:
         return place._replace(times=place.times * eqn.params["length"])
     if eqn.primitive.name == "cond":
         return place._replace(times=place.times / len(eqn.params["branches"]))
+    if eqn.primitive.name not in HIGHER_ORDER:
+        return place._replace(inside=eqn.primitive.name)
     return place
 
 

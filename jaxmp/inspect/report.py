@@ -11,7 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-# The kinds of findings, the gravest first: of two kinds, the costs are in different units.
+# The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
+# the last are faults, of the program or of what it is audited for.
 KINDS = {
     "float32-contraction": "contraction in float32",
     "emulated": "contraction in a dtype that this device emulates",
@@ -20,7 +21,9 @@ KINDS = {
     "round-trip": "cast there and back",
     "misaligned": "sizes that miss the tensor cores",
     "residual": "float32 kept for the backward pass",
+    "intended-float32": "contraction in float32 on purpose",
 }
+FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
 
 _NUMBER = re.compile(r"(\d+)")
@@ -45,6 +48,7 @@ class Operation:
       count: how often it runs per call.
       backward: whether it belongs to a backward pass.
       inserted: whether autocast added it.
+      kept: why autocast keeps a contraction in float32 of its own accord; empty for all else.
     """
 
     op: str
@@ -57,6 +61,7 @@ class Operation:
     count: float
     backward: bool
     inserted: bool = False
+    kept: str = ""
 
     @property
     def dtype(self) -> str:
@@ -69,7 +74,10 @@ class Finding:
     """Something that costs more than it must, or is less precise than it should be.
 
     Attributes:
-      kind: one of `KINDS`.
+      kind: "float32-contraction", "emulated", "promotion", "sensitive-low", "round-trip",
+        "misaligned", "residual", or for what is no fault "intended-float32": a contraction that is
+        in float32 because the author or a policy says so (`precision=`, a region, a solver), or
+        because autocast keeps it (geometry, signal processing).
       source: the line to blame, ``file.py:line``.
       path: the module path there.
       what: what is the case.
@@ -101,7 +109,7 @@ class Finding:
         if others:
             shown = ", ".join(others[:4]) + (", …" if len(others) > 4 else "")
             line += f"\n    seen at {shown}"
-        return f"{line}\n    fix: {self.fix}"
+        return f"{line}\n    fix: {self.fix}" if self.kind in FAULTS else line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,7 +167,10 @@ class PrecisionReport:
         return table
 
     def assert_no(self, *kinds: str) -> None:
-        """Raises if there are findings of some kinds; of any kind if none is named.
+        """Raises if there are findings of some kinds; of any kind of fault if none is named.
+
+        Args:
+          *kinds: as in `Finding.kind`. "intended-float32" is no fault: name it to refuse that, too.
 
         Raises:
           PrecisionError: (an AssertionError) that lists them.
@@ -170,7 +181,7 @@ class PrecisionReport:
             raise ValueError(
                 f"assert_no: unknown kind {min(unknown)!r}; the kinds are {', '.join(KINDS)}."
             )
-        found = [f for f in self.findings if f.kind in (kinds or KINDS)]
+        found = [f for f in self.findings if f.kind in (kinds or FAULTS)]
         if found:
             raise PrecisionError("\n".join(map(str, found)))
 
@@ -212,8 +223,10 @@ class PrecisionReport:
     def __str__(self) -> str:
         if sys.stdout.isatty() and importlib.util.find_spec("rich"):
             return self._table()
-        findings = [f"{i}. {f}" for i, f in enumerate(_of_repeated_layers(self.findings), 1)]
-        return "\n".join([self.summary(), "", *(findings or ["Nothing to remark."])])
+        found = _of_repeated_layers(self.findings)
+        lines = [f"{i}. {f}" for i, f in enumerate(found, 1)]
+        faultless = not any(f.kind in FAULTS for f in found)
+        return "\n".join([self.summary(), "", *(["Nothing to remark."] * faultless), *lines])
 
     def _table(self) -> str:
         """The report for a terminal."""

@@ -1,0 +1,141 @@
+"""Whom to blame for a contraction in float32: the line, what happened there, and the remedy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from jaxmp._autocast.geometry import precise_product
+from jaxmp._autocast.jaxpr_compat import dtype_of
+from jaxmp._autocast.kept import UNKNOWN
+from jaxmp._autocast.ops import classify
+from jaxmp._autocast.rules import author_keeps
+from jaxmp.inspect.follow import FLOAT32, LOW, Promoted, Seen
+
+INTENDED = "intended-float32"
+FAULT = "float32-contraction"
+UPCAST = "remove the upcast, or cast back before the next layer"
+DEMOTE = "make the float32 side a Python number, or cast it to the other's dtype"
+OPAQUE = "narrow what it is given: jaxmp.reduced_precision around the function it is in"
+# As the planner says them; what else it says of a contraction is its own decision.
+_AUTHORS_UPCAST = "the author upcast an operand to float32"
+_REGION = "float32 region"
+_AS_WRITTEN = "runs as written"
+
+
+class Blame(NamedTuple):
+    """Who made a contraction float32.
+
+    Attributes:
+      kind: of the finding.
+      source: the line to blame.
+      path: the module path there.
+      what: what is the case.
+      fix: what to do; "intended" if that is nothing.
+      kept: why autocast keeps it float32 of its own accord; empty if it does not.
+    """
+
+    kind: str
+    source: str
+    path: str
+    what: str
+    fix: str = "intended"
+    kept: str = ""
+
+
+class Judge:
+    """Judges the float32 contractions of a program, in order.
+
+    A derivative is float32 for the reason for which its function is, so what was said of the only
+    contraction of a line and module in the forward pass is said of those of its backward pass.
+
+    Args:
+      low: the 16-bit dtype to advise.
+    """
+
+    def __init__(self, low: str) -> None:
+        self.wrap = f"jaxmp.wrap(model, 'mixed_{low}'), or jaxmp.autocast for a function"
+        self.parameter = (
+            f"give the layer dtype=jnp.{low}, in which it then reads its parameters, or leave the "
+            f"model in float32: {self.wrap}"
+        )
+        self._forward: dict[tuple[str, str], set[Blame | None]] = defaultdict(set)
+
+    def contraction(self, seen: Seen) -> Blame | None:
+        """The blame for a float32 contraction; None if there is nothing to say of it."""
+        at = seen.place.source, seen.place.path
+        if seen.place.backward:
+            said = self._forward.get(at, set())
+            return next(iter(said)) if len(said) == 1 else self._judge(seen)
+        blame = self._judge(seen)
+        self._forward[at].add(blame)
+        return blame
+
+    def promotion(self, met: str) -> str:
+        """The remedy for 16-bit values that were promoted because of what they met."""
+        return self.parameter if met.startswith("the argument") else DEMOTE
+
+    def _judge(self, seen: Seen) -> Blame | None:
+        place, eqn = seen.place, seen.eqn
+        here = place.source, place.path
+        if place.kept == _REGION or (place.region is not None and place.region.low is None):
+            what = "in a region that a policy or the author keeps float32"
+            return Blame(INTENDED, *here, what)
+        kept = author_keeps(eqn)
+        if kept is not None:
+            return Blame(INTENDED, *here, kept)
+        if place.inside and classify(place.inside, {}) == "own":
+            what = f"inside {place.inside}, which autocast leaves as written"
+            return Blame(INTENDED, *here, what)
+        if place.inside:
+            what = f"inside {place.inside}, which autocast does not know and leaves as written"
+            return Blame(FAULT, *here, what, OPAQUE)
+        if place.kept == _AS_WRITTEN:  # a derivative of it, outside
+            what = "it belongs to what autocast leaves as written, a linear solver for example"
+            return Blame(INTENDED, *here, what)
+        if place.kept.startswith(UNKNOWN):
+            what = "it belongs to an operation that autocast does not know and leaves as written"
+            return Blame(FAULT, *here, what, OPAQUE)
+        if place.kept == _AUTHORS_UPCAST:
+            return self._upcast(seen)
+        if place.kept:
+            what = f"autocast keeps it float32: {place.kept}"
+            return Blame(INTENDED, *here, what, kept=place.kept)
+        if precise_product(eqn, [k.fixed for k in seen.known], 0):
+            return None  # no speed is in it, and autocast would not narrow it either
+        return self._operands(seen)
+
+    def _upcast(self, seen: Seen) -> Blame:
+        """The author's upcast of an operand, where autocast honoured it."""
+        found = [c for k in seen.known if (c := k.cause) is not None and not c.by_policy]
+        if not found:
+            return Blame(FAULT, seen.place.source, seen.place.path, _AUTHORS_UPCAST, UPCAST)
+        return Blame(FAULT, found[0].source, found[0].path, found[0].what, UPCAST)
+
+    def _operands(self, seen: Seen) -> Blame:
+        """Why the operands are float32, where nothing says that they should be."""
+        here = seen.place.source, seen.place.path
+        operands = list(zip(seen.eqn.invars[:2], seen.known, seen.names, strict=False))
+        plain = [name for v, k, name in operands if dtype_of(v) == FLOAT32 and k.why is None]
+        promoted = [k.why.dtype for _, k, _ in operands if isinstance(k.why, Promoted)]
+        low = [str(dtype_of(v)) for v, *_ in operands if dtype_of(v) in LOW]
+        causes = [k.cause for _, k, _ in operands if k.cause is not None]
+        causes.sort(key=lambda cause: cause.by_policy)
+        if low and seen.place.backward:
+            what = "its gradient arrives in float32: the product in the forward pass returns that"
+            fix = "leave out preferred_element_type (sums are float32 anyway), and use astype"
+            return Blame(FAULT, *here, what, fix)
+        if plain and (promoted or low):
+            what = f"{plain[0]} is float32 and meets a {(promoted or low)[0]} value"
+            return Blame(FAULT, *here, what, self.promotion(plain[0]))
+        if causes and causes[0].by_policy:
+            what = "what autocast returns in float32 is multiplied outside of it"
+            return Blame(FAULT, *here, what, "make the product part of the function it is given")
+        if plain and causes and plain[0].startswith("the argument"):
+            what = f"{plain[0]} is float32, and so is what it meets: {causes[0].what}"
+            elsewhere = f" at {causes[0].source}" if causes[0].source != here[0] else ""
+            return Blame(FAULT, *here, what + elsewhere, self.parameter)
+        if causes:
+            fix = self.promotion(causes[0].promoted) if causes[0].promoted else UPCAST
+            return Blame(FAULT, causes[0].source, causes[0].path, causes[0].what, fix)
+        return Blame(FAULT, *here, "nothing in the program narrows its operands", self.wrap)
