@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from contraction_floor import rounded_contractions
 from jax import lax
 
 import jaxmp
-
-from contraction_floor import rounded_contractions
 
 DRAWS = 3
 # Otherwise a compiler may leave out a conversion to 16 bits and back.

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
 from numeric_kit import Plain, program
 
 
@@ -217,7 +216,7 @@ def kalman_filter(k: Plain, f, h, zs):
         innovation = z - h @ x
         return (x + gain @ innovation, p - gain @ (h @ p)), jnp.sum(innovation**2)
 
-    (x, p), losses = k.scan(step, (jnp.zeros(4), jnp.eye(4)), zs)
+    (_, p), losses = k.scan(step, (jnp.zeros(4), jnp.eye(4)), zs)
     return jnp.mean(losses) + jnp.trace(p)
 
 

@@ -8,10 +8,11 @@ written by hand, and of the floor. See `numeric_kit.py`.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable
 
-import numeric_learning
+import numeric_learning  # noqa: F401
 import numeric_time  # noqa: F401
 from numeric_kit import PROGRAMS, VARIANTS, complaints, error
 
@@ -34,7 +35,7 @@ def _matching(words: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     _, dtype, *words = [*sys.argv, "bfloat16"][: max(2, len(sys.argv))]
-    print(f"{'loss / gradient error, ' + dtype:48}", *(f"{v:20}" for v in VARIANTS))
-    for name in _matching(words):
-        for row in table([name], dtype):
-            print(f"{row[0]:48}", *(f"{cell:20}" for cell in row[1:]), flush=True)
+    rows = (row for name in _matching(words) for row in table([name], dtype))
+    for name, *cells in itertools.chain([(f"loss / gradient error, {dtype}", *VARIANTS)], rows):
+        sys.stdout.write(f"{name:48} {' '.join(f'{cell:20}' for cell in cells)}\n")
+        sys.stdout.flush()

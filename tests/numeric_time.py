@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
 from numeric_kit import Plain, program
 
 
@@ -228,7 +229,7 @@ def diffusion_ancestral_sampling(k: Plain, a, b, x, noise):
 def diffusion_deterministic_sampling_unrolled(k: Plain, a, b, x):
     x = x.reshape(8, 4)
     sigmas = 10.0 * 0.8 ** np.arange(21)
-    for high, low in zip(sigmas[:-1], sigmas[1:], strict=True):
+    for high, low in itertools.pairwise(sigmas):
         level = jnp.full((8, 1), float(np.log(high)))
         d = k.mm(jnp.tanh(k.mm(jnp.concatenate([x, level], -1), a)), b)
         x = x + float(low - high) * d

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from numeric_kit import NEGLIGIBLE, PROGRAMS, Hand, complaints, error
 from numeric_programs import table
 
