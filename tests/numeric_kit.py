@@ -47,6 +47,10 @@ class Plain:
         """`x.astype(float32)`: where hand-written code has to, before a linear solver, say."""
         return x.astype(self.real)
 
+    def param(self, x: Any) -> jax.Array:
+        """A bias, a scale, an embedding: layers written by hand cast it to the dtype they have."""
+        return x
+
     def mm(self, a: Any, b: Any) -> jax.Array:
         return self._product(jnp.matmul, a, b)
 
@@ -84,6 +88,9 @@ class Hand(Plain):
         rounded = (jnp.asarray(x).astype(self.low).astype(self.real) for x in operands)
         return fn(*rounded).astype(self.low)
 
+    def param(self, x: Any) -> jax.Array:
+        return x.astype(self.low)
+
     def _start(self, body: Any, init: Any) -> Any:
         """`init`, widened where `body` returns more than it is given."""
         init = jax.tree.map(jnp.asarray, init)
@@ -117,7 +124,8 @@ class Program(NamedTuple):
     """A loss, and how its inputs are drawn.
 
     `geometry` programs have no contraction that 16 bits would make faster, or need another's
-    result exactly: they are held to what is written by hand alone. `scale` is the loss scale.
+    result exactly: they are held to what is written by hand alone. `scale` is the loss scale
+    under float16.
     """
 
     family: str
@@ -139,7 +147,7 @@ def program(
     geometry: bool = False,
     differentiated: bool = True,
     slow: bool = False,
-    scale: float = 1.0,
+    scale: float = 256.0,
 ) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
     """Registers a loss under its own name."""
 

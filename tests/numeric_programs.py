@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import Iterable
 
+import numeric_geometry  # noqa: F401
 import numeric_learning  # noqa: F401
 import numeric_time  # noqa: F401
 from numeric_kit import PROGRAMS, VARIANTS, complaints, error
