@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.licences import COMPUTED
+from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN
 from jaxmp._autocast.rules import Rules
 
 DType = np.dtype[Any]
@@ -43,6 +43,11 @@ class Value(NamedTuple):
     tangent: bool = False
     licence: str = COMPUTED
     fixed: bool = False
+
+    @property
+    def wins(self) -> bool:
+        """Whether it is float32 that no licence allows to narrow: it wins over low values."""
+        return self.dtype is None and self.licence in (DATA, GIVEN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

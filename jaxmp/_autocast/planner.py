@@ -386,7 +386,7 @@ class JaxprPlanner:
             if not self.is_wanted_by(eqn, CONTRACTION):
                 return self.as_written(eqn, values, "only float32 ops want the result")
         if not low:
-            derived = any(v.origins for v in full) and all(v.licence != DATA for v in full)
+            derived = any(v.origins for v in full) and not any(v.wins for v in full)
             if name in AFFINE or name == "exp" or not derived:
                 return self.in_full(eqn, values, full)
             reason = "leaves a normalisation towards a contraction"
@@ -427,7 +427,7 @@ class JaxprPlanner:
         licences = {v.licence for v in full}
         if name in NORMALISING and self._normalises(name, low, full):
             return "normalises: meets a statistic of its own operand", joined([*licences, COMPUTED])
-        if licences & {DATA, GIVEN}:
+        if any(v.wins for v in full):
             return "float32 data wins over 16 bits", DATA
         if name in SUBTRACTING and PARAMETER in licences:
             return "a float32 statistic wins: it is subtracted", COMPUTED
