@@ -75,7 +75,7 @@ def _at_the_door(
     asked = [CONTRACTION] * len(wanted)
     narrowed = [
         here.kept(here.rules.low, [v])
-        if v and not v.dtype and v.origins and v.licence != DATA and d == CONTRACTION
+        if v and not v.dtype and v.origins and not v.wins and d == CONTRACTION
         else v
         for v, d in zip(
             values,
@@ -117,7 +117,7 @@ def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
     low = next((v.dtype for v in results if v and v.dtype), None)
     if all(v and (v.dtype or v.constant) for v in results):
         return low
-    licensed = all(v and (v.dtype or v.licence not in (DATA, GIVEN)) for v in results)
+    licensed = all(v and not v.wins for v in results)
     return low if licensed and demand & CONTRACTION and not demand & INDEX else None
 
 
@@ -221,7 +221,7 @@ def _low_carry(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> fro
         value, demand = values[n_consts + i], own[n_consts + i]
         if value is None or not demand & CONTRACTION or demand & INDEX:
             continue
-        if value.dtype is None and value.licence in (GIVEN, DATA):
+        if value.wins:
             continue
         layer = loop.layered[i] and value.licence != CONSTANT
         if layer or not loop.summed[i]:

@@ -42,16 +42,11 @@ def joined(licences: Sequence[str]) -> str:
     """The licence of a value computed in float32 from values of these licences.
 
     Example:
-      >>> joined([COMPUTED, PARAMETER]), joined([GIVEN, CONSTANT]), joined([COMPUTED, GIVEN])
+      >>> joined([COMPUTED, PARAMETER]), joined([GIVEN, COMPUTED]), joined([GIVEN, DATA])
       ('computed', 'given', 'data')
     """
-    found = set(licences)
-    if DATA in found or {COMPUTED, GIVEN} <= found:
-        return DATA
-    for licence in (COMPUTED, GIVEN, PARAMETER, CONSTANT):
-        if licence in found:
-            return licence
-    return DATA
+    order = (DATA, GIVEN, COMPUTED, PARAMETER, CONSTANT)
+    return next((licence for licence in order if licence in licences), DATA)
 
 
 def is_broadcast(shape: Sequence[int], result: Sequence[int]) -> bool:
@@ -70,7 +65,7 @@ def is_broadcast(shape: Sequence[int], result: Sequence[int]) -> bool:
 
 
 def here(licence: str, atom: Any, eqn: JaxprEqn) -> str:
-    """The licence of an operand where it is read: a parameter, if it is repeated over the result."""
+    """The licence of an operand where it is read: repeated over the result, it is a parameter."""
     out = eqn.outvars[0].aval
     if licence == GIVEN and hasattr(out, "shape") and is_broadcast(shape_of(atom), out.shape):
         return PARAMETER

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.licences import COMPUTED
+from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN
 from jaxmp._autocast.rules import Rules
 
 DType = np.dtype[Any]
@@ -26,7 +26,8 @@ class Value(NamedTuple):
       dtype: the low dtype it is kept in, or None for float32.
       origins: identities of the low values it derives from since the last contraction; a low value
         counts itself.
-      pinned: the author upcast it from 16 bits himself: contractions of it stay float32.
+      pinned: why contractions of it stay float32, if they do: the author upcast it from 16 bits
+        himself, or it solves a linear system.
       argument: it came into the program as it is; its uses narrow it one by one, so that their
         gradients are added up in float32.
       constant: it is a literal of the program, or one broadcast.
@@ -37,12 +38,17 @@ class Value(NamedTuple):
 
     dtype: DType | None = None
     origins: frozenset[int] = NO_ORIGINS
-    pinned: bool = False
+    pinned: str = ""
     argument: bool = False
     constant: bool = False
     tangent: bool = False
     licence: str = COMPUTED
     fixed: bool = False
+
+    @property
+    def wins(self) -> bool:
+        """Whether it is float32 that no licence allows to narrow: it wins over low values."""
+        return self.dtype is None and self.licence in (DATA, GIVEN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.demand import CONTRACTION, INDEX, NOTHING, Demands, ours
-from jaxmp._autocast.early_casts import narrow_early
+from jaxmp._autocast.early_casts import narrow_early, widen_early
 from jaxmp._autocast.geometry import precise_product
 from jaxmp._autocast.higher_order import HIGHER_ORDER
 from jaxmp._autocast.jaxpr_compat import dtype_of, shape_of
@@ -44,6 +44,7 @@ from jaxmp._autocast.ops import (
     RANDOM,
     REORDERING,
     REPEATING,
+    SOLVING,
     SUBTRACTING,
     WRITING,
 )
@@ -51,6 +52,7 @@ from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
 MOVES = "moves values: as they are"
+SOLUTION = "an operand is the solution of a linear system"
 
 
 class Planner:
@@ -156,7 +158,9 @@ class JaxprPlanner:
 
     def run(self) -> Plan:
         """Plans every equation in order."""
-        steps = narrow_early([self.equation(eqn) for eqn in self.jaxpr.eqns], self.jaxpr.outvars)
+        results = self.jaxpr.outvars
+        steps = narrow_early([self.equation(eqn) for eqn in self.jaxpr.eqns], results)
+        steps = widen_early(steps, results)
         values = [self.read(atom) for atom in self.jaxpr.outvars]
         outs = [value.dtype if value else None for value in values]
         clip = [False] * len(outs)
@@ -271,7 +275,11 @@ class JaxprPlanner:
             table = PARAMETER if name in BOUNDED and self.is_made(eqn) else None
             return self.as_written(eqn, values, "sensitive op: float32", table)
         if kind == "own":
-            return self.as_written(eqn, values, "runs as written", DATA)
+            step = self.as_written(eqn, values, "runs as written", DATA)
+            if name in SOLVING:
+                for var in filter(ours, eqn.outvars):
+                    self.env[var] = Value(pinned=SOLUTION, licence=DATA)
+            return step
         return self.as_written(eqn, values, "not classified: runs as written", DATA)
 
     def step(
@@ -333,7 +341,7 @@ class JaxprPlanner:
         if value is None:
             upcast = ours(var) and dtype_of(eqn.invars[0]) in LOW_DTYPES
             if upcast and jaxpr_compat.wrote_dtype(eqn.source_info):
-                out = Value(pinned=True, licence=DATA)
+                out = Value(pinned="the author upcast an operand to float32", licence=DATA)
                 return self.step(eqn, values, [None], [out], "the author's upcast")
             return self.as_written(eqn, values, "no float32 operand", of_converted(eqn.invars[0]))
         if ours(var):  # float32 to float32: a change of weak type
@@ -386,7 +394,7 @@ class JaxprPlanner:
             if not self.is_wanted_by(eqn, CONTRACTION):
                 return self.as_written(eqn, values, "only float32 ops want the result")
         if not low:
-            derived = any(v.origins for v in full) and all(v.licence != DATA for v in full)
+            derived = any(v.origins for v in full) and not any(v.wins for v in full)
             if name in AFFINE or name == "exp" or not derived:
                 return self.in_full(eqn, values, full)
             reason = "leaves a normalisation towards a contraction"
@@ -419,7 +427,7 @@ class JaxprPlanner:
         written = [v for v in full if not v.constant]
         out = self.env[eqn.outvars[0]]
         if out is not None and written and all(v.pinned for v in written):
-            self.env[eqn.outvars[0]] = out._replace(pinned=True)
+            self.env[eqn.outvars[0]] = out._replace(pinned=written[0].pinned)
         return step
 
     def _refusal(self, name: str, low: list[Value], full: list[Value]) -> tuple[str, str] | None:
@@ -427,7 +435,7 @@ class JaxprPlanner:
         licences = {v.licence for v in full}
         if name in NORMALISING and self._normalises(name, low, full):
             return "normalises: meets a statistic of its own operand", joined([*licences, COMPUTED])
-        if licences & {DATA, GIVEN}:
+        if any(v.wins for v in full):
             return "float32 data wins over 16 bits", DATA
         if name in SUBTRACTING and PARAMETER in licences:
             return "a float32 statistic wins: it is subtracted", COMPUTED
@@ -459,8 +467,9 @@ class JaxprPlanner:
         kept = author_keeps(eqn)
         if kept is None or eqn.primitive.name not in LOW:
             kept = None
-            if any(v.pinned for v in values if v is not None):
-                kept = "the author upcast an operand to float32"
+            pinned = next((v.pinned for v in values if v and v.pinned), "")
+            if pinned:
+                kept = pinned
             elif eqn.primitive.name in LOW:
                 fixed = [v is not None and v.fixed for v in values]
                 kept = precise_product(eqn, fixed, self.demanded(eqn)[0])
