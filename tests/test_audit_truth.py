@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
+from public_models import build
 
 import jaxmp
 from jaxmp.inspect import PrecisionError, audit
@@ -228,6 +230,51 @@ def test_the_backward_pass_of_max_pooling_is_not_said_to_be_float32_elsewhere():
     report = audit(jax.grad(fn), shape(1, 8, 8, 1, dtype=BF16))
     assert "select_and_scatter_add" in {op.op for op in report.operations}
     assert not report.findings
+
+
+PUBLIC = [
+    "bfloat16_inputs",
+    "linear_recurrent_unit",
+    "mixture_of_experts",
+    "nnx_cnn",
+    pytest.param("deep_equilibrium", marks=pytest.mark.slow),
+    pytest.param("mamba", marks=pytest.mark.slow),
+    pytest.param("neural_ode", marks=pytest.mark.slow),
+    pytest.param("resnet_batchnorm", marks=pytest.mark.slow),
+    pytest.param("rk4_adjoint", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_models_under_autocast_have_no_faults(name):
+    model = build(name)
+    program = jax.grad(jaxmp.autocast(model.loss, MIXED), has_aux=model.has_aux)
+    audit(program, model.params, model.batch(0)).assert_no()
+
+
+def kernel(x_ref, w_ref, out_ref):
+    out_ref[...] = (x_ref[...] @ w_ref[...]).astype(F32)
+
+
+def kernel_that_widens(x_ref, w_ref, out_ref):
+    out_ref[...] = x_ref[...].astype(F32) @ w_ref[...].astype(F32)
+
+
+def test_a_kernel_is_told_how_it_gets_16_bits():
+    def fn(w, x, body=kernel):
+        return pl.pallas_call(body, out_shape=shape(32, 32), interpret=True)(x, w)
+
+    [finding] = audit(fn, X, X).findings
+    assert finding.kind == "float32-contraction"
+    assert finding.source == line_of(kernel, "@")
+    assert finding.what.startswith("inside pallas_call, which autocast does not know")
+    assert "jaxmp.reduced_precision" in finding.fix
+    advised = jaxmp.reduced_precision(fn)
+    assert not audit(advised, X, X, policy=MIXED).findings
+    widening = jaxmp.reduced_precision(lambda w, x: fn(w, x, kernel_that_widens))
+    [finding] = audit(widening, X, X, policy=MIXED).findings
+    assert finding.what == "an upcast from bfloat16 to float32"
+    assert finding.source == line_of(kernel_that_widens, "@")
 
 
 # Whose upcast it was.

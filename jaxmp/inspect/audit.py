@@ -52,7 +52,11 @@ def audit(
       **kwargs: keyword arguments of `fn`.
 
     Returns:
-      The report: `print` it, or read its `findings`.
+      The report: `print` it, or read its `findings`. The kinds of faults are "float32-contraction",
+      "emulated" (by the chip), "promotion" (of 16-bit values), "sensitive-low" (operations),
+      "round-trip" (casts undone), "misaligned" (sizes) and "residual" (kept in float32).
+      "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
+      float32, for the reason given. Very small products are geometry, and no fault either.
 
     Raises:
       ValueError: if the policy or the target is unknown.
@@ -243,13 +247,13 @@ class _Auditor:
             self._note("sensitive-low", *place, what, fix, operation.bytes, operation)
 
     def _round_trip(self, eqn: jex_core.JaxprEqn, operation: Operation, known: Known) -> None:
-        """Notes a cast that only undoes an earlier one, unless autocast inserted both."""
+        """Notes a cast that only undoes an earlier one, unless autocast inserted one of them."""
         cast = known.cast
         if cast is None or cast.before not in operation.out_dtypes:
             return
         narrow = dtype_of(eqn.invars[0]) in LOW
         # Something else may want the narrow value: storing it can be worth the rounding.
-        if (cast.ours and operation.inserted) or (narrow and not cast.only):
+        if cast.ours or operation.inserted or (narrow and not cast.only):
             return
         middle = f"{operation.in_dtypes[0]} at {cast.source}"
         lost = "rounded" if narrow else "unchanged"

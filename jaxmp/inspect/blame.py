@@ -87,16 +87,17 @@ class Judge:
         if place.inside and classify(place.inside, {}) == "own":
             what = f"inside {place.inside}, which autocast leaves as written"
             return Blame(INTENDED, *here, what)
-        if place.inside:
+        written = any(k.cause is not None and not k.cause.by_policy for k in seen.known)
+        if place.inside and not written:
             what = f"inside {place.inside}, which autocast does not know and leaves as written"
             return Blame(FAULT, *here, what, OPAQUE)
         if place.kept == _AS_WRITTEN:  # a derivative of it, outside
             what = "it belongs to what autocast leaves as written, a linear solver for example"
             return Blame(INTENDED, *here, what)
-        if place.kept.startswith(UNKNOWN):
+        if place.kept.startswith(UNKNOWN) and not written:
             what = "it belongs to an operation that autocast does not know and leaves as written"
             return Blame(FAULT, *here, what, OPAQUE)
-        if place.kept == _AUTHORS_UPCAST:
+        if place.kept == _AUTHORS_UPCAST or (place.inside and written):
             return self._upcast(seen)
         if place.kept:
             what = f"autocast keeps it float32: {place.kept}"
