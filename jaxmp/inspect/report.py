@@ -21,7 +21,7 @@ KINDS = {
     "round-trip": "cast there and back",
     "misaligned": "sizes that miss the tensor cores",
     "residual": "float32 kept for the backward pass",
-    "intended-float32": "contraction in float32 on purpose",
+    "intended-float32": "contraction kept in float32",
 }
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
@@ -224,9 +224,10 @@ class PrecisionReport:
         if sys.stdout.isatty() and importlib.util.find_spec("rich"):
             return self._table()
         found = _of_repeated_layers(self.findings)
-        lines = [f"{i}. {f}" for i, f in enumerate(found, 1)]
-        faultless = not any(f.kind in FAULTS for f in found)
-        return "\n".join([self.summary(), "", *(["Nothing to remark."] * faultless), *lines])
+        faults = [f"{i}. {f}" for i, f in enumerate((f for f in found if f.kind in FAULTS), 1)]
+        intended = [f"- {f}" for f in found if f.kind not in FAULTS]
+        lines = [self.summary(), "", *(faults or ["Nothing to remark."])]
+        return "\n".join([*lines, *(["", "On purpose:", *intended] if intended else [])])
 
     def _table(self) -> str:
         """The report for a terminal."""
