@@ -20,7 +20,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxmp._autocast.ops import IN_PARTS, TO_CONTRACTIONS
+from jaxmp._autocast.ops import IN_PARTS
 from jaxmp._autocast.plan import DType, Step
 from jaxmp._autocast.rules import FLOAT32
 
@@ -36,7 +36,7 @@ def narrow_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, .
     read: dict[Any, set[DType | None]] = {var: {None} for var in results if _is_variable(var)}
     planned = []
     for step in reversed(steps):
-        moves = step.eqn.primitive.name in TO_CONTRACTIONS and step.action in ("bind", "reorder")
+        moves = step.action == "reorder"
         if moves and step.outs == (FLOAT32,):
             [var] = step.eqn.outvars
             match tuple(read.get(var, ())):
@@ -49,7 +49,8 @@ def narrow_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, .
                     )
         for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
             if _is_variable(atom):
-                read.setdefault(atom, set()).add(dtype if moves or _contracts(step) else None)
+                known = moves or step.action == "contract"
+                read.setdefault(atom, set()).add(dtype if known else None)
         planned.append(step)
     return tuple(reversed(planned))
 
@@ -87,10 +88,6 @@ def widen_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, ..
                 reason="moves what float32 ops read: widened once",
             )
     return tuple(planned)
-
-
-def _contracts(step: Step) -> bool:
-    return step.action == "contract"
 
 
 def _is_low_move(step: Step) -> bool:

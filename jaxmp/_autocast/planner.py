@@ -8,12 +8,13 @@ contraction (its origins). That is what tells `x - mean(x)` (a normalisation: fl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.demand import CONTRACTION, INDEX, NOTHING, Demands, ours
@@ -46,6 +47,7 @@ from jaxmp._autocast.ops import (
     REPEATING,
     SOLVING,
     SUBTRACTING,
+    TO_CONTRACTIONS,
     WRITING,
 )
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
@@ -80,6 +82,7 @@ class Planner:
         wanted: Sequence[int],
         rules: Rules,
         outs: Sequence[DType | None] | None = None,
+        made: Sequence[bool] = (),
     ) -> Plan:
         """The plan of an inner jaxpr (open or closed).
 
@@ -90,6 +93,7 @@ class Planner:
           rules: the policy in force.
           outs: the dtype each result must leave in. FLOAT32 says that it must also be computed in
             it (a sum carried through a scan), None only that it is not low, or not ours.
+          made: which operands, of any dtype, are made from literals alone; none, if not given.
         """
         # Identities are renumbered in the order they appear, so that two calls that differ only in
         # them share one plan, and what is traced from it.
@@ -98,9 +102,10 @@ class Planner:
             for origin in sorted(value.origins) if value else ():
                 names.setdefault(origin, -1 - len(names))
         local = tuple(_renamed(value, names) for value in ins)
-        key = (id(jaxpr), local, tuple(wanted), rules, None if outs is None else tuple(outs))
+        forced = None if outs is None else tuple(outs)
+        key = (id(jaxpr), local, tuple(wanted), rules, forced, tuple(made))
         if key not in self._memo:
-            self._memo[key] = JaxprPlanner(self, jaxpr, local, wanted, rules, outs).run()
+            self._memo[key] = JaxprPlanner(self, jaxpr, local, wanted, rules, forced, made).run()
         plan = self._memo[key]
         if not plan.values or all(v is None or not v.origins for v in plan.values):
             return plan
@@ -129,6 +134,7 @@ class JaxprPlanner:
         wanted: Sequence[int],
         rules: Rules,
         outs: Sequence[DType | None] | None,
+        made: Sequence[bool],
     ) -> None:
         self.planner = planner
         self.held = jaxpr  # keeps id(jaxpr) unique while the plan lives
@@ -146,6 +152,7 @@ class JaxprPlanner:
         self.env: dict[Any, Value | None] = dict(zip(self.jaxpr.invars, ins, strict=True))
         # Variables of any dtype that are made from literals alone.
         self.made = {var for var, value in self.env.items() if value and value.fixed}
+        self.made.update(itertools.compress(self.jaxpr.invars, made))
         for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
             if not ours(var):
                 self.env[var] = None
@@ -243,8 +250,11 @@ class JaxprPlanner:
 
     def is_made(self, eqn: JaxprEqn) -> bool:
         """Whether an equation makes its results from literals alone, by no random choice."""
-        made = all(isinstance(v, Literal) or v in self.made for v in eqn.invars)
-        return made and not eqn.effects and not eqn.primitive.name.startswith(RANDOM)
+        return all(self.are_made(eqn.invars)) and not eqn.effects and not _draws(eqn)
+
+    def are_made(self, atoms: Sequence[Any]) -> list[bool]:
+        """Which operands are made from literals alone."""
+        return [isinstance(v, Literal) or v in self.made for v in atoms]
 
     def decided(self, eqn: JaxprEqn) -> Step:
         """The step of one equation."""
@@ -268,7 +278,9 @@ class JaxprPlanner:
         if kind == "low":
             return self.contraction(eqn, values)
         if kind == "follow":
-            return self.follow(eqn, values)
+            step = self.follow(eqn, values)
+            joins = name in TO_CONTRACTIONS
+            return dataclasses.replace(step, action="reorder") if joins else step
         if kind == "transparent":
             return self.transparent(eqn, values)
         if kind == "full":
@@ -343,7 +355,9 @@ class JaxprPlanner:
             if upcast and jaxpr_compat.wrote_dtype(eqn.source_info):
                 out = Value(pinned="the author upcast an operand to float32", licence=DATA)
                 return self.step(eqn, values, [None], [out], "the author's upcast")
-            return self.as_written(eqn, values, "no float32 operand", of_converted(eqn.invars[0]))
+            [made] = self.are_made(eqn.invars)
+            licence = CONSTANT if made and not shape_of(var) else of_converted(eqn.invars[0])
+            return self.as_written(eqn, values, "no float32 operand", licence)
         if ours(var):  # float32 to float32: a change of weak type
             return self.transparent(eqn, values)
         # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
@@ -517,6 +531,14 @@ _LICENSED = {
     COMPUTED: "made from 16-bit values, beside one",
     CONSTANT: "a constant beside a 16-bit value",
 }
+
+
+def _draws(eqn: JaxprEqn) -> bool:
+    """Whether an equation draws random numbers, somewhere inside."""
+    if eqn.primitive.name.startswith(RANDOM):
+        return True
+    inner = (jaxpr_compat.closed(j).jaxpr for j in jaxprs_in_params(eqn.params))
+    return any(_draws(e) for jaxpr in inner for e in jaxpr.eqns)
 
 
 def _repeats(eqn: JaxprEqn) -> bool:
