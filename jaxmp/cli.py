@@ -178,14 +178,11 @@ def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
       TypeError: if it takes arguments, or does not return ``(fn, args)``.
     """
     name, _, attribute = spec.partition(":")
-    if not all(part.isidentifier() for part in (*name.split("."), attribute)) or name.endswith(
-        ".py"
-    ):
-        as_module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
-        hint = f"; a file's function is named as in {as_module + ':' + attribute!r}"
-        raise ValueError(
-            f"write module:function, {_TAKES}; got {spec!r}{hint if attribute and name else ''}"
-        )
+    as_module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
+    if name != as_module or not all(map(str.isidentifier, (*name.split("."), attribute))):
+        of_file = bool(name and attribute) and name != as_module
+        hint = f"; a file's function is named as in '{as_module}:{attribute}'" if of_file else ""
+        raise ValueError(f"write module:function, {_TAKES}; got {spec!r}{hint}")
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 (sys.path holds strings)
         sys.path.insert(0, here)
     try:

@@ -254,6 +254,22 @@ def test_where_libtpu_does_not_compile_nothing_is_said_to_be_missing(
     assert "not installed" not in str(raised.value)
 
 
+@pytest.mark.parametrize("donate_argnums", [2, (0, 2), -3])
+def test_an_argument_that_is_not_there_is_not_donated(donate_argnums):
+    with pytest.raises(
+        ValueError, match=r"donate_argnums=\(.*\), but the function has 2 arguments"
+    ):
+        jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), donate_argnums=donate_argnums)
+
+
+def test_the_last_argument_is_donated_by_its_place_from_the_end():
+    job = [
+        compile_ahead._job(parse_target("tpu-v5e"), arguments(), donated)["donated"]
+        for donated in ((1,), (-1,), (0, -1))
+    ]
+    assert job == [[2], [2], [0, 1, 2]]
+
+
 def test_a_wrong_policy_is_refused_before_a_compiler_is_looked_for(monkeypatch):
     monkeypatch.setattr(sys.modules["jaxmp.inspect.preflight"], "_PYTHON", (3, 9))
     with pytest.raises(ValueError, match="mixed_bfloat16"):

@@ -65,7 +65,8 @@ def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dic
     """What the worker needs to know of a target and of the arguments."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
-    flags = [i in donated for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    given_away = {i % len(args) for i in donated}
+    flags = [i in given_away for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     job: dict[str, Any] = {
         "platform": target.platform,
         "topology": target.topology,

@@ -67,8 +67,9 @@ def preflight(
       The report: `print` it.
 
     Raises:
-      ValueError: if the target or a policy is unknown, shardings do not fit the target, or the
-        arrays of `batch_argnums` differ in their leading axis.
+      ValueError: if the target or a policy is unknown, there is no argument of a number in
+        `donate_argnums` or `batch_argnums`, shardings do not fit the target, or the arrays of
+        `batch_argnums` differ in their leading axis.
       CompilerMissingError: (an ImportError) if the compiler is not installed.
       RuntimeError: if the compiling process ends without a result.
 
@@ -85,6 +86,10 @@ def preflight(
     """
     resolved = parse_target(target)
     donated, batch = _indices(donate_argnums), _indices(batch_argnums)
+    if not all(-len(args) <= i < len(args) for i in donated):
+        raise ValueError(
+            f"preflight: donate_argnums={donated}, but the function has {len(args)} arguments here."
+        )
     start, unit = batch_of(args, batch) if max_batch else (0, 0)
     named = [_named(policy) for policy in policies]
     programs = [fn if policy is None else autocast(fn, policy) for _, policy in named]
