@@ -281,6 +281,20 @@ def test_a_kernel_is_told_how_it_gets_16_bits():
     assert finding.source == line_of(kernel_that_widens, "@")
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_scatter_is_an_operation_and_how_it_adds_is_none(dtype):
+    def fn(x):
+        return jnp.zeros(8, dtype).at[jnp.arange(4)].add(x)
+
+    report = audit(fn, shape(4, dtype=dtype))
+    found = [f.what for f in report.findings]
+    assert found == ([] if dtype == F32 else ["scatter-add runs in bfloat16"])
+    operations = report.operations
+    names = [op.op for op in operations]
+    assert "scatter-add" in names
+    assert "add" not in names[names.index("scatter-add") + 1 :]
+
+
 # Whose upcast it was.
 
 

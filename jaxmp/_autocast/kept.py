@@ -50,11 +50,12 @@ def _reason(step: Step) -> str:
     if step.action != "bind" or FLOAT32 not in step.ins:
         return ""
     unknown = step.reason.startswith(UNKNOWN)  # whatever may be in it
-    return step.reason if unknown or _contracts(step.eqn) else ""
+    return step.reason if unknown or contracts(step.eqn) else ""
 
 
-def _contracts(eqn: jex_core.JaxprEqn) -> bool:
+def contracts(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether an equation is a contraction or has one inside."""
     if eqn.primitive.name in LOW:
         return True
     inner = jex_core.jaxprs_in_params(eqn.params)
-    return any(_contracts(e) for jaxpr in inner for e in closed(jaxpr).jaxpr.eqns)
+    return any(contracts(e) for jaxpr in inner for e in closed(jaxpr).jaxpr.eqns)

@@ -19,7 +19,9 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.higher_order import HIGHER_ORDER
 from jaxmp._autocast.jaxpr_compat import closed, dtype_of
+from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.licences import is_small
 from jaxmp._autocast.ops import RANDOM, classify
 from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
@@ -114,7 +116,7 @@ Visit = Callable[[Seen], None]
 
 
 def follow(jaxpr: Any, labels: Sequence[str], visit: Visit) -> None:
-    """Calls `visit(seen)` for every equation that has no jaxpr inside.
+    """Calls `visit(seen)` for every equation that is not looked inside.
 
     Args:
       jaxpr: the closed jaxpr of a program.
@@ -158,7 +160,8 @@ class _Follower:
             operands = [read(v) for v in eqn.invars]
             names = [_label(v, label) for v in eqn.invars]
             inner = list(jex_core.jaxprs_in_params(eqn.params))
-            if inner:
+            # A scatter has a jaxpr, too: how it adds two numbers. It is an operation all the same.
+            if inner and (eqn.primitive.name in HIGHER_ORDER or contracts(eqn)):
                 outs = self._inside(eqn, inner, operands, names, place, silent=silent)
             else:
                 out = Known(
