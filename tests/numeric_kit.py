@@ -133,7 +133,6 @@ class Program(NamedTuple):
     draw: Callable[[np.random.Generator], tuple[Any, ...]]
     geometry: bool
     differentiated: bool
-    slow: bool
     scale: float
 
 
@@ -146,7 +145,6 @@ def program(
     *,
     geometry: bool = False,
     differentiated: bool = True,
-    slow: bool = False,
     scale: float = 256.0,
 ) -> Callable[[Callable[..., jax.Array]], Callable[..., jax.Array]]:
     """Registers a loss under its own name."""
@@ -155,7 +153,7 @@ def program(
         name = loss.__name__.strip("_")
         if name in PROGRAMS:
             raise ValueError(f"two programs are called {name}")
-        PROGRAMS[name] = Program(family, loss, draw, geometry, differentiated, slow, scale)
+        PROGRAMS[name] = Program(family, loss, draw, geometry, differentiated, scale)
         return loss
 
     return register
@@ -278,18 +276,19 @@ FACTOR = 3.0
 def complaints(name: str, dtype: str) -> str:
     """What is worse than it may be in autocast's version of a program, with all figures, or ''."""
     mine = error(name, "autocast", dtype)
-    worse = [k for k in range(2) if not mine[k] < NEGLIGIBLE[k]]
-    worse = [k for k in worse if not mine[k] <= _allowed(name, dtype, k)]
+    worse = [k for k in range(2) if not _is_fine(mine[k], name, dtype, k)]
     if not worse:
         return ""
     figures = ", ".join(f"{v} {error(name, v, dtype)}" for v in VARIANTS)
     return f"{name} in {dtype}: {' and '.join(Error._fields[k] for k in worse)} too far: {figures}"
 
 
-def _allowed(name: str, dtype: str, k: int) -> float:
+def _is_fine(mine: float, name: str, dtype: str, k: int) -> bool:
+    """The criterion for loss (0) or gradient (1); variants it does not need are not compiled."""
+    if mine < NEGLIGIBLE[k]:
+        return True
     by_hand = error(name, "hand", dtype)[k]
-    if not by_hand <= MEANINGLESS:  # not finite, perhaps: the floor alone decides
-        return FACTOR * error(name, "floor", dtype)[k]
-    if PROGRAMS[name].geometry:
-        return FACTOR * by_hand
-    return FACTOR * max(error(name, "floor", dtype)[k], by_hand)
+    meaningful = by_hand <= MEANINGLESS  # or not finite, perhaps: then the floor alone decides
+    if meaningful and (PROGRAMS[name].geometry or mine <= FACTOR * by_hand):
+        return mine <= FACTOR * by_hand
+    return mine <= FACTOR * error(name, "floor", dtype)[k]

@@ -70,28 +70,46 @@ def ridge_on_a_layer_of_features(k: Plain, w, x):
 
 
 def _with_mean_ten(r: np.random.Generator) -> tuple:
-    """Inputs, and weights under which all features are near 10; their mean, their deviation."""
-    x, w = r.normal(size=(64, 8)) * 0.1 + 1, r.normal(size=(8, 8)) * 0.1 + 10 / 8
+    """Inputs, weights under which all features are near 10, their mean, their deviation.
+
+    The tens themselves are exact in bfloat16, so that it is the means' rounding that is seen.
+    """
+    x, w = r.normal(size=(256, 8)), r.normal(size=(8, 8)) / 6
+    x[:, 0], w[0] = 1.0, 10 + r.integers(-4, 5, 8) / 16
     return x, w, (x @ w).mean(0), (x @ w).std(0)
+
+
+def _and_a_layer(r: np.random.Generator) -> tuple:
+    return *_with_mean_ten(r), r.normal(size=(8, 4)) / 3
 
 
 _, _, _MEAN, _STD = _with_mean_ten(np.random.default_rng(0))
 
 
-@program("statistics", _with_mean_ten)
-def standardised_by_given_statistics(k: Plain, x, w, mean, std):
-    return jnp.mean(jnp.tanh((k.mm(x, w) - mean) / std) ** 2)
+@program("statistics", _and_a_layer)
+def standardised_by_given_statistics(k: Plain, x, w, mean, std, v):
+    y = k.mm((k.mm(x, w) - mean) / std, v)
+    return jnp.mean(y**2) + jnp.mean((y.mean(0) - 1.0) ** 2)
 
 
-@program("statistics", lambda r: _with_mean_ten(r)[:2])
-def standardised_by_constants(k: Plain, x, w):
-    return jnp.mean(jnp.tanh((k.mm(x, w) - jnp.asarray(_MEAN)) / jnp.asarray(_STD)) ** 2)
+@program("statistics", _and_a_layer)
+def standardised_by_constants(k: Plain, x, w, _mean, _std, v):
+    y = (k.mm(x, w) - jnp.asarray(_MEAN)) / jnp.asarray(_STD)
+    y = k.mm(jnp.tanh(y), v)
+    return jnp.mean(y**2) + jnp.mean((y.mean(0) - 1.0) ** 2)
 
 
-@program("statistics", lambda r: _with_mean_ten(r)[:2])
-def standardised_by_computed_statistics(k: Plain, x, w):
+@program("statistics", _and_a_layer)
+def standardised_and_clipped(k: Plain, x, w, mean, std, v):
+    y = jnp.clip((k.mm(x, w) - mean) / std, -5.0, 5.0)
+    return jnp.mean(k.mm(jnp.where(jnp.abs(y) < 0.01, 0.0, y), v) ** 2)
+
+
+@program("statistics", _and_a_layer)
+def standardised_by_computed_statistics(k: Plain, x, w, _mean, _std, v):
     y = k.up(k.mm(x, w))
-    return jnp.mean(jnp.tanh((y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-6)) ** 2 * (y / 10))
+    y = (y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-6)
+    return jnp.mean(k.mm(y, v) ** 2)
 
 
 @program("statistics", lambda r: (*_with_mean_ten(r), r.normal(size=(2, 8)), r.normal(size=(8, 4))))
@@ -125,7 +143,7 @@ def whitening(k: Plain, x):
     return jnp.mean(jnp.abs(white) ** 3)
 
 
-@program("statistics", lambda r: (*_with_mean_ten(r)[:2], r.normal(size=(64, 8)) * 0.1 + 10))
+@program("statistics", lambda r: (*_with_mean_ten(r)[:2], r.normal(size=(256, 8)) * 0.1 + 10))
 def targets_near_what_a_layer_predicts(k: Plain, x, w, y):
     return jnp.mean((k.mm(x, w) - y) ** 2)
 
@@ -142,11 +160,15 @@ def targets_rescaled_after_a_layer(k: Plain, x, w, v, mean):
 
 
 def _episode(r: np.random.Generator) -> tuple:
-    return r.normal(size=(129, 6)) * 0.1 + 1, r.normal(size=(6, 1)) + 1, r.normal(size=128) * 0.1
+    """States that change slowly, what they are worth, and rewards: neighbouring errors alike."""
+    t = np.linspace(0, np.pi, 513)[:, None]
+    x = np.sin(t * r.uniform(1, 2, size=6) + r.uniform(0, 6, size=6))
+    return x, r.normal(size=(6, 1)) * 0.03, np.sin(t[1:, 0]) ** 2
 
 
 @program("returns", _episode)
 def advantages_by_a_reversed_scan(k: Plain, x, w, rewards):
+    rewards = jax.lax.stop_gradient(rewards)
     v = k.up(k.mm(x, w))[:, 0]
     deltas = rewards + 0.99 * v[1:] - v[:-1]
     advantages = k.scan(lambda a, d: (d + 0.95 * a,) * 2, jnp.zeros(()), deltas[::-1])[1]
@@ -155,6 +177,7 @@ def advantages_by_a_reversed_scan(k: Plain, x, w, rewards):
 
 @program("returns", _episode)
 def cotangents_that_cancel(k: Plain, x, w, rewards):
+    rewards = jax.lax.stop_gradient(rewards)
     v = k.up(k.mm(x, w))[:, 0]
     d = rewards + 0.999 * v[1:] - v[:-1]
     return jnp.mean(d**2)
@@ -162,6 +185,7 @@ def cotangents_that_cancel(k: Plain, x, w, rewards):
 
 @program("returns", _episode)
 def cotangents_that_cancel_through_a_roll(k: Plain, x, w, rewards):
+    rewards = jax.lax.stop_gradient(rewards)
     v = k.up(k.mm(x, w))
     d = v - 0.999 * jnp.roll(v, 1, 0)
     return jnp.mean((d[1:, 0] - rewards) ** 2)
@@ -173,9 +197,9 @@ def smoothness_of_what_a_layer_returns(k: Plain, x, w, rewards):
     return 1e2 * jnp.mean((v[2:] - 2 * v[1:-1] + v[:-2]) ** 2) + jnp.mean(rewards * v[1:])
 
 
-@program("returns", _episode, geometry=True)
+@program("returns", _episode, geometry=True, scale=1.0)
 def discounted_sums_by_a_matrix(k: Plain, x, w, rewards):
-    i = jnp.arange(128)
+    i = jnp.arange(512)
     lag = i[None] - i[:, None]
     discount = jnp.where(lag >= 0, 0.99 ** jnp.maximum(lag, 0).astype(float), 0.0)
     return jnp.mean((discount @ (rewards + 1.0) - 10 * k.mm(x[:-1], w)[:, 0]) ** 2)

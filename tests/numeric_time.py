@@ -24,20 +24,8 @@ def euler_from_a_computed_start(k: Plain, w, x):
 
 
 @program("integrators", _field)
-def euler_from_an_argument(k: Plain, w, x):
-    return jnp.mean(k.fori(300, lambda i, x: x - 1e-3 * k.mm(x, w), x) ** 2)
-
-
-@program("integrators", _field)
 def euler_unrolled_from_an_argument(k: Plain, w, x):
     return jnp.mean(k.repeat(60, lambda i, x: x - 1e-3 * k.mm(x, w), x) ** 2)
-
-
-@program("integrators", lambda r: (np.eye(4), r.normal(size=8) + 1.0))
-def euler_from_a_reshaped_argument(k: Plain, w, x):
-    x = x.reshape(2, 4)
-    x = k.scan(lambda x, _: (x + 1e-3 * jnp.tanh(k.mm(x, w)), None), x, length=400)[0]
-    return jnp.mean(x**2)
 
 
 @program(
@@ -54,6 +42,18 @@ def ode_from_an_encoder(k: Plain, a, b, w, x):
     z = k.up(z)
     z = k.fori(500, lambda i, z: z - 1e-3 * jnp.tanh(k.mm(z, w)), z)
     return jnp.mean(z**2)
+
+
+@program("integrators", lambda r: (np.eye(4), r.normal(size=8) + 1.0))
+def euler_from_a_reshaped_argument(k: Plain, w, x):
+    x = x.reshape(2, 4)
+    x = k.scan(lambda x, _: (x + 1e-3 * jnp.tanh(k.mm(x, w)), None), x, length=400)[0]
+    return jnp.mean(x**2)
+
+
+@program("integrators", _field)
+def euler_from_an_argument(k: Plain, w, x):
+    return jnp.mean(k.fori(300, lambda i, x: x - 1e-3 * k.mm(x, w), x) ** 2)
 
 
 @program("integrators", _field)

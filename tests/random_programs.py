@@ -17,6 +17,7 @@ domain (`tanh`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast import jaxpr_compat
+
+from support import CONTRACTIONS, iter_eqns
 
 ROWS, WIDTH = 4, 8
 SHAPES = {"m": (ROWS, WIDTH), "v": (WIDTH,), "w": (WIDTH, WIDTH)}
@@ -508,6 +511,15 @@ class Program(NamedTuple):
 
         return fn
 
+    def every_value(self, *args: Value) -> list[Value]:
+        """The program as a function of `arguments()` that returns what each step computes."""
+        interpreter = _Interpreter(self.shared, args[-2], args[-1])
+        return interpreter.values(self.main, args[: len(INPUTS)])[len(INPUTS) :]
+
+    def untouched(self) -> list[bool]:
+        """For each step, whether no contraction has a part in what it computes."""
+        return _untouched(self.main, self.shared)[len(INPUTS) :]
+
     def value_and_grad(self, fn: Callable[..., Any]) -> Callable[..., list[Value]]:
         """Loss, results and the gradients of every float input, as one flat list."""
         differentiate = jax.value_and_grad(fn, argnums=tuple(range(len(INPUTS))), has_aux=True)
@@ -526,6 +538,28 @@ class Program(NamedTuple):
         lines = [f"seed {self.seed}, branch {self.branch}", "shared:"]
         lines += _listing(self.shared, "  ")
         return "\n".join([*lines, "main:", *_listing(self.main, "  ")])
+
+
+def _untouched(block: Block, shared: Block) -> list[bool]:
+    """For each parameter and step of a block, whether no contraction has a part in it."""
+    clean = [True] * len(block.params)
+    for step in block.steps:
+        inner = [*step.blocks, *([shared] if step.op == "shared_jit" else [])]
+        contracts = step.op in OPS and _contracts(step.op)
+        clean.append(
+            all(clean[i] for i in step.inputs)
+            and not contracts
+            and all(all(_untouched(b, shared)) for b in inner)
+        )
+    return clean
+
+
+@functools.cache
+def _contracts(op: str) -> bool:
+    """Whether a first-order operation multiplies matrices."""
+    shapes = [jnp.ones(SHAPES["m" if k == "e" else k]) for k in OPS[op].inputs]
+    eqns = iter_eqns(jax.make_jaxpr(OPS[op].run)(*shapes))
+    return any(eqn.primitive.name in CONTRACTIONS for eqn in eqns)
 
 
 def _listing(block: Block, indent: str) -> list[str]:

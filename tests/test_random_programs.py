@@ -103,6 +103,19 @@ def test_errors_are_those_of_rounding(policy: str, program: Program) -> None:
     assert max(found) <= SPREADS, found
 
 
+@pytest.mark.parametrize("policy", COMPUTE)
+@hypothesis.given(program=programs())
+@random_settings(share=6)
+def test_what_no_product_touches_is_bitwise_float32(policy: str, program: Program) -> None:
+    """The law: beside no 16-bit value nothing is narrowed but the operands of contractions."""
+    fn, args = program.every_value, program.arguments()
+    want = evaluate(jax.make_jaxpr(fn)(*args), args)
+    got = evaluate(jax.make_jaxpr(jaxmp.autocast(fn, policy))(*args), args)
+    for a, b, untouched in zip(want, got, program.untouched(), strict=True):
+        if untouched:
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", COMPUTE)
 def test_typical_errors_are_below_one_spread(policy: str) -> None:

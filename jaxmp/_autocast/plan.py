@@ -85,6 +85,7 @@ class Plan:
       jaxpr: the open jaxpr as written, and `consts` its constants.
       steps: one per equation.
       ins: the dtype each operand arrives in; None for what is not ours.
+      licences: the licence each operand arrives with; likewise.
       outs: the dtype each result leaves in; likewise.
       values: how each result is kept, for the plan of the caller.
       clip: which results are clipped to the finite range when they leave narrower than they are.
@@ -97,6 +98,7 @@ class Plan:
     rules: Rules
     steps: tuple[Step, ...]
     ins: tuple[DType | None, ...]
+    licences: tuple[str | None, ...]
     outs: tuple[DType | None, ...]
     values: tuple[Value | None, ...]
     clip: tuple[bool, ...]

@@ -183,6 +183,7 @@ class JaxprPlanner:
             rules=self.enclosing,
             steps=steps,
             ins=tuple(v.dtype if v else None for v in self.ins),
+            licences=tuple(v.licence if v else None for v in self.ins),
             outs=tuple(outs),
             values=tuple(values),
             clip=tuple(clip),
@@ -372,7 +373,7 @@ class JaxprPlanner:
             dtypes = [v.dtype if v else None for v in values]
             return self.step(eqn, values, dtypes, values, MOVES)
         if eqn.primitive.name in WRITING:
-            dtype = values[0].dtype if values[0] else None
+            dtype = values[0].dtype if values[0] and not any(v.wins for v in mine) else None
         else:
             dtype = mine[0].dtype if len({v.dtype for v in mine}) == 1 else None
         same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
