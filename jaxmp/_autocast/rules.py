@@ -23,6 +23,9 @@ LOW_DTYPES = (np.dtype("bfloat16"), FLOAT16)
 # function, which survives every transformation, or, for a Flax module inside a wrapped one, as a
 # named scope, which needs no lifting.
 REGION = "jaxmp:"
+# Before the policy, where it is a layer's own `dtype=float32` that marks the region.
+OWN = "own:"
+LAYERS_OWN = "float32: the layer's own dtype"
 _SCOPE = re.compile(rf"{REGION}([^/()]+)")
 
 
@@ -35,12 +38,14 @@ class Rules:
       low: the 16-bit dtype contractions run in, or None when the compute dtype is float32.
       low_softmax: whether a softmax's exp and division run low.
       overrides: primitive name → class.
+      why_float32: why a region of these rules is float32, if it is.
     """
 
     policy: Policy
     low: np.dtype[Any] | None
     low_softmax: bool
     overrides: Mapping[str, str]
+    why_float32: str = "float32 region"
 
     def op_class(self, eqn: JaxprEqn) -> str | None:
         """The class of an equation, or None for a primitive that nobody listed."""
@@ -97,7 +102,16 @@ def region_rules(eqn: JaxprEqn) -> Rules | None:
 def _scope_rules(name_stack: Any) -> Rules | None:
     """The rules of the last marker in a name stack, within whatever `jvp(…)` wraps it."""
     policies = _SCOPE.findall(str(name_stack))
-    return rules_for(get_policy(policies[-1])) if policies else None
+    if not policies:
+        return None
+    if policies[-1].startswith(OWN):
+        return _own_rules(policies[-1].removeprefix(OWN))
+    return rules_for(get_policy(policies[-1]))
+
+
+@functools.lru_cache(maxsize=256)
+def _own_rules(policy: str) -> Rules:
+    return dataclasses.replace(rules_for(get_policy(policy)), why_float32=LAYERS_OWN)
 
 
 def author_keeps(eqn: JaxprEqn) -> str | None:

@@ -6,19 +6,23 @@ Its fields, variable tree and names are those of the module itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 from flax.core import lift
 from flax.linen import transforms
 
 from jaxmp._autocast.region import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
-from jaxmp._modules.overrides import Found, Overrides
+from jaxmp._modules.overrides import FLOAT32, Found, Overrides
+from jaxmp._modules.words import Layer, Seen, Verdict, layer_of
 from jaxmp.policy import Policy, PolicyMap
 from jaxmp.tree import cast_floating
 
@@ -119,9 +123,16 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
         if self.scope is None:
             return method(self, *args, **kwargs)
         init = self.is_initializing()
-        entering = _Entering(overrides, self.path, initializing=init)
         nested = policy_in_force() is not None and not init
-        with nn.intercept_methods(entering), _MARKING(entering.marking()):
+        seen = Seen() if init else overrides.seen(_kind_of_call(self, method, args, kwargs))
+        if nested and seen.verdict is None and not overrides.is_identity:
+            # What is run here is part of another program already: it cannot be run again.
+            rehearsal = _Entering(overrides, self.path, seen, rehearses=True)
+            done = contextlib.suppress(_SeenEnoughError)
+            with done, nn.intercept_methods(rehearsal), rehearsal.marking():
+                lifted(self, rehearsal, *args, **kwargs)
+        entering = _Entering(overrides, self.path, seen, initializing=init)
+        with nn.intercept_methods(entering), entering.marking():
             if overrides.stored or not (nested or init or overrides.is_identity):
                 out = lifted(self, entering, *args, **kwargs)
             elif nested:
@@ -137,25 +148,70 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
     return wrapped_method
 
 
+def _kind_of_call(self: nn.Module, method: Method, args: Any, kwargs: Any) -> Hashable:
+    """What the modules that a call enters depend on; None if that has no hash."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    kind = (method.__name__, self.path, _plain(self), tree, tuple(map(_plain, leaves)))
+    try:
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
+
+
+def _plain(value: Any) -> Any:
+    """A value that may be kept: without the arrays, and the scopes of modules, in it."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return value.shape, str(value.dtype)
+    if isinstance(value, nn.Module):
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        del fields["parent"]
+        return type(value), _plain(fields)
+    if inspect.ismethod(value):
+        return value.__func__, _plain(value.__self__)
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _plain(v)) for key, v in value.items())
+    if type(value) in (list, tuple):
+        return type(value), tuple(map(_plain, value))
+    return type(value), value
+
+
+class _SeenEnoughError(Exception):
+    """Ends a trace whose layers are known now, and which marked others than it should."""
+
+
 class _Entering:
     """Interceptor: enters the region of a module that brings a policy of its own."""
 
-    def __init__(self, overrides: Overrides, root: Sequence[str], *, initializing: bool) -> None:
+    def __init__(
+        self,
+        overrides: Overrides,
+        root: Sequence[str],
+        seen: Seen,
+        *,
+        initializing: bool = False,
+        rehearses: bool = False,
+    ) -> None:
         self.overrides = overrides
         self.initializing = initializing
+        self.rehearses = rehearses  # traces for the sake of the layers only
         self.root = tuple(root)
+        self.seen = seen
+        self.verdict = seen.verdict or Verdict()
         self.classes: dict[tuple[str, ...], type] = {}
-        self.policies: dict[tuple[str, ...], Policy | None] = {}
+        self.visits: list[_Visit] = []
+        self._around: list[_Visit] = []  # the modules around the one at hand
         self._wrapped = 0  # how many modules, wrapped by themselves, are around the one at hand
-        self._dtypes: list[Any] = []  # of the modules around the one at hand
-        self._policies = [overrides.default]
 
-    def marking(self) -> Any:
-        """What a trace made while this interceptor is at work depends on."""
-        if not self.overrides.is_single:
-            # `init` needs to see every module: it never uses a trace again.
-            return self if self.initializing else (self.overrides, self.root)
-        return None if self.initializing else True
+    def marking(self) -> contextlib.AbstractContextManager[None]:
+        """While this interceptor is at work: what the traces that are made depend on."""
+        single_init = self.initializing and self.overrides.is_single
+        return _MARKING(None if single_init else self.verdict)
+
+    def learn(self) -> bool:
+        """Decides which layers have a word of their own; whether that is what it went by."""
+        before, self.verdict = self.verdict, self.seen.judge()
+        return self.verdict.distinct == before.distinct
 
     def policy_of(self, path: Any) -> Policy | None:
         """The policy of the module that the variable at a path into Flax's groups belongs to.
@@ -163,14 +219,24 @@ class _Entering:
         None if that is in a module wrapped by itself, which has seen to its variables.
         """
         names = tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))[1:]
-        return next(
-            (
-                self.policies[names[:i]]
-                for i in range(len(names), -1, -1)
-                if names[:i] in self.policies
-            ),
-            self.overrides.default,
+        visits = {visit.path: visit for visit in self.visits if visit.path is not None}
+        visit = next(
+            (visits[n] for i in range(len(names), -1, -1) if (n := names[:i]) in visits), None
         )
+        if visit is None:
+            return self.overrides.default
+        return None if visit.wrapped else self._policy(visit)
+
+    def _policy(self, visit: _Visit) -> Policy:
+        """The policy that a module runs under."""
+        at: _Visit | None = visit
+        while at is not None:
+            if at.policy is not None:
+                return at.policy
+            if at.key in self.verdict.distinct:
+                return FLOAT32
+            at = at.around
+        return self.overrides.default
 
     def relative(self, path: Sequence[str]) -> tuple[str, ...] | None:
         """A path from the wrapped module; None outside of it."""
@@ -187,35 +253,46 @@ class _Entering:
     ) -> Any:
         module = context.module
         path = self.relative(module.path)
+        call = functools.partial(next_fun, *args, **kwargs)
         if path is not None:
             self.classes[path] = type(module)
         if self._wrapped or (path != () and hasattr(module, "_jaxmp_made")):
-            return self._wrapped_by_itself(path, functools.partial(next_fun, *args, **kwargs))
-        enclosing = self._dtypes[-1] if self._dtypes else None
-        policy = self.overrides.policy_at(
-            path,
-            type(module),
-            _own_dtype(module) if self._dtypes else None,  # the wrapped module's is overruled
-            enclosing,
-        )
-        self._dtypes.append(getattr(module, "dtype", enclosing))
-        self._policies.append(policy or self._policies[-1])
-        if path is not None:
-            self.policies[path] = self._policies[-1]
+            return self._wrapped_by_itself(path, call)
+        visit = self._visit(module, path)
+        policy = visit.policy
+        own = policy is None and visit.key in self.verdict.distinct
+        if own:
+            policy = FLOAT32
+        self.visits.append(visit)
+        self._around.append(visit)
         try:
             # Flax runs a lifted module's methods again on a clone: nothing to mark twice.
             if policy is None or policy_in_force() in (None, policy):
-                return next_fun(*args, **kwargs)
-            with region(policy):
-                return next_fun(*args, **kwargs)
+                out = call()
+            else:
+                with region(policy, own=own):
+                    out = call()
         finally:
-            self._dtypes.pop()
-            self._policies.pop()
+            self._around.pop()
+        if visit.layer is not None:
+            params = module.variables.get("params", {})
+            held = [v for v in params.values() if not isinstance(v, Mapping)]
+            visit.layer.hold(jax.tree.leaves(held))
+            self.seen.layers[visit.key] = visit.layer
+        return out
+
+    def _visit(self, module: nn.Module, path: tuple[str, ...] | None) -> _Visit:
+        around = self._around[-1] if self._around else None
+        layers = (v.layer for v in reversed(self._around) if v.layer is not None)
+        key = (module.path, type(module))
+        default = next((f.default for f in dataclasses.fields(module) if f.name == "dtype"), None)
+        layer = layer_of(module, default, next(layers, None), key, root=around is None)
+        policy = self.overrides.policy_at(path, type(module))
+        return _Visit(path, around, key, layer, policy)
 
     def _wrapped_by_itself(self, path: tuple[str, ...] | None, call: Callable[[], Any]) -> Any:
         """Calls a module that was wrapped, or is inside one that was: it keeps its policies."""
-        if path is not None:
-            self.policies[path] = None
+        self.visits.append(_Visit(path, wrapped=True))
         self._wrapped += 1
         try:
             return call()
@@ -232,13 +309,25 @@ class _Entering:
         return [*self.classes.items(), *((names, None) for _, names in holders)], params
 
 
-def _own_dtype(module: nn.Module) -> Any:
-    """The `dtype` that a module was given, unless it is what its class says anyway."""
-    dtype = getattr(module, "dtype", None)
-    for field in dataclasses.fields(module):
-        if field.name == "dtype" and field.default is dtype:
-            return None
-    return dtype
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Visit:
+    """A call of a module.
+
+    Attributes:
+      path: its path from the wrapped module; None if it lies outside of that.
+      around: the call that it is part of.
+      key: what tells the module from others.
+      layer: the module, if it takes a `dtype`.
+      policy: what the user's map has for it.
+      wrapped: whether it was wrapped by itself, or is inside a module that was.
+    """
+
+    path: tuple[str, ...] | None
+    around: _Visit | None = None
+    key: Hashable = None
+    layer: Layer | None = None
+    policy: Policy | None = None
+    wrapped: bool = False
 
 
 # Lifting, as `flax.core.lift.checkpoint` does it: every variable and random key goes in and out.
@@ -263,15 +352,35 @@ def _lift(fn: Method) -> Method:
             out = fn(scopes, *args, **kwargs)
             return out, repack_fn(scopes)
 
+        def attempt(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+            """`run`, to its end if the layers that it marked are those to be marked."""
+            scopes = scope_fn(_shown(variables, overrides), rngs)
+            # Flax's counters of random keys are shared with the scopes outside.
+            counters = [(s.rng_counters, dict(s.rng_counters)) for s in jax.tree.leaves(scopes)]
+            out = fn(scopes, *args, **kwargs)
+            if entering.learn() and not entering.rehearses:
+                return out, repack_fn(scopes)
+            for counter, before in counters:
+                counter.clear()
+                counter.update(before)
+            raise _SeenEnoughError
+
         if entering.initializing:
             out, created = run(variables, rngs, args, kwargs)
+            entering.learn()
             return out, _as_created(created, variables, entering)
-        if policy_in_force() is not None:
+        if policy_in_force() is not None and not entering.rehearses:
             with region(overrides.default):
                 out, changed = run(variables, rngs, args, kwargs)
             return out, _as_before(changed, variables)
-        run = under_policy(run, overrides.inner)
-        out, changed = run(variables, rngs, args, kwargs)
+        traced = under_policy(attempt, overrides.inner, overrides.warn_of_kept)
+        try:
+            out, changed = traced(variables, rngs, args, kwargs)
+        except _SeenEnoughError:
+            if entering.rehearses:
+                raise
+            with entering.marking():
+                out, changed = traced(variables, rngs, args, kwargs)
         return overrides.output(out), _as_before(changed, variables)
 
     packed: Method = lift.pack(

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxmp._autocast.jaxpr_compat import closed, dtype_of
 from jaxmp._autocast.ops import LOW as CONTRACTIONS
 from jaxmp._autocast.ops import classify
-from jaxmp._autocast.rules import author_keeps
+from jaxmp._autocast.rules import LAYERS_OWN, author_keeps
 from jaxmp._autocast.transform import autocast
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
@@ -281,7 +281,9 @@ def _why_float32(
     """Whom to blame for a float32 contraction: line, path, what happened, and the remedy."""
     here = place.source, place.path
     if place.region is not None and place.region.low is None:
-        return *here, "in a region that a policy or the author keeps float32", "intended"
+        own = place.region.why_float32 == LAYERS_OWN
+        why = LAYERS_OWN if own else "in a region that a policy or the author keeps float32"
+        return *here, why, "intended"
     kept = author_keeps(eqn)
     if kept is not None:
         return *here, kept, "intended"
