@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.jaxpr_compat import shape_of
 from jaxmp._autocast.plan import Plan
-from jaxmp._autocast.rules import LAYERS_OWN
-from jaxmp._autocast.where import module_path
+from jaxmp._autocast.rules import LAYERS_OWN, OWN, REGION
+from jaxmp._autocast.where import plain_path
 
 
 def contraction_flops(eqn: JaxprEqn) -> int:
@@ -25,11 +26,14 @@ def contraction_flops(eqn: JaxprEqn) -> int:
     return 0 if count is None else count(eqn)
 
 
+_OPEN = re.compile(r"\w+\((?=[^()]*$)")  # ``vmap(``, whose end is not there
+
+
 class Kept(NamedTuple):
     """What of a plan stays float32 because layers were given that dtype.
 
     Attributes:
-      flops: of its contractions, by the path of their module.
+      flops: of its contractions, by the path of the layer that keeps them.
       total: of all contractions.
     """
 
@@ -46,7 +50,7 @@ def kept_by_layers(plan: Plan) -> Kept:
 def _add_kept(plan: Plan, times: int, around: str, flops: Counter[str]) -> int:
     total = 0
     for step in plan.steps:
-        path = "/".join(filter(None, (around, module_path(step.eqn))))
+        path = "/".join(filter(None, (around, str(step.eqn.source_info.name_stack))))
         if step.plans:
             again = step.eqn.params.get("length", 1) if step.action == "scan" else 1
             total += sum(_add_kept(inner, times * again, path, flops) for inner in step.plans)
@@ -54,7 +58,8 @@ def _add_kept(plan: Plan, times: int, around: str, flops: Counter[str]) -> int:
             cost = contraction_flops(step.eqn) * times
             total += cost
             if cost and step.reason == LAYERS_OWN:
-                flops[path] += cost
+                layer = path.partition(f"{REGION}{OWN}")[0]
+                flops[plain_path(_OPEN.sub("", layer))] += cost
     return total
 
 

@@ -9,28 +9,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 from flax.core import lift
 from flax.linen import transforms
 
 from jaxmp._autocast.region import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
-from jaxmp._modules.overrides import FLOAT32, Found, Overrides
-from jaxmp._modules.words import Layer, Seen, Verdict, layer_of
+from jaxmp._modules.classes import MadeClasses
+from jaxmp._modules.entering import Entering, kind_of_call
+from jaxmp._modules.overrides import Overrides
+from jaxmp._modules.words import Seen
 from jaxmp.policy import Policy, PolicyMap
 from jaxmp.tree import cast_floating
 
 Method = Callable[..., Any]
-
-# Part of the key of every jit cache, `nn.jit`'s among them: which modules mark regions of their own
-# while a function is traced. A trace that other marks were made in is not used again.
-_MARKING = jax.make_user_context(default_value=None)
 
 
 def wrap_linen(module: nn.Module, policy: Policy | PolicyMap) -> nn.Module:
@@ -51,9 +47,7 @@ def wrap_linen(module: nn.Module, policy: Policy | PolicyMap) -> nn.Module:
     return wrapped
 
 
-@functools.cache
-def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
-    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
+def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
     overrides = Overrides(policy)
     methods = dict(_methods(cls))
     lifted = transforms.module_class_lift_transform(_lift, cls, methods=list(methods))
@@ -68,6 +62,8 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
+        # Flax would make one of the fields; the author may have decorated his.
+        "__init__": cls.__init__,
         "__reduce__": nn.nowrap(lambda self: (_unpickle, (made, _fields(self)))),
         "apply": _by_name(cls, "apply"),
         "init_with_output": _by_name(cls, "init_with_output"),
@@ -75,6 +71,14 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
         "lazy_init": _by_name(cls, "lazy_init"),
     }
     return type(cls)(cls.__name__, (cls,), members)
+
+
+_WRAPPED = MadeClasses(_make_wrapped)
+
+
+def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
+    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
+    return _WRAPPED(cls, policy)
 
 
 def _fields(module: nn.Module) -> dict[str, Any]:
@@ -124,14 +128,14 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
             return method(self, *args, **kwargs)
         init = self.is_initializing()
         nested = policy_in_force() is not None and not init
-        seen = Seen() if init else overrides.seen(_kind_of_call(self, method, args, kwargs))
+        seen = Seen() if init else overrides.seen(kind_of_call(self, method, args, kwargs))
         if nested and seen.verdict is None and not overrides.is_identity:
             # What is run here is part of another program already: it cannot be run again.
-            rehearsal = _Entering(overrides, self.path, seen, rehearses=True)
+            rehearsal = Entering(overrides, self.path, seen, rehearses=True)
             done = contextlib.suppress(_SeenEnoughError)
             with done, nn.intercept_methods(rehearsal), rehearsal.marking():
                 lifted(self, rehearsal, *args, **kwargs)
-        entering = _Entering(overrides, self.path, seen, initializing=init)
+        entering = Entering(overrides, self.path, seen, initializing=init)
         with nn.intercept_methods(entering), entering.marking():
             if overrides.stored or not (nested or init or overrides.is_identity):
                 out = lifted(self, entering, *args, **kwargs)
@@ -148,186 +152,8 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
     return wrapped_method
 
 
-def _kind_of_call(self: nn.Module, method: Method, args: Any, kwargs: Any) -> Hashable:
-    """What the modules that a call enters depend on; None if that has no hash."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    kind = (method.__name__, self.path, _plain(self), tree, tuple(map(_plain, leaves)))
-    try:
-        hash(kind)
-    except TypeError:
-        return None
-    return kind
-
-
-def _plain(value: Any) -> Any:
-    """A value that may be kept: without the arrays, and the scopes of modules, in it."""
-    if isinstance(value, (jax.Array, np.ndarray)):
-        return value.shape, str(value.dtype)
-    if isinstance(value, nn.Module):
-        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-        del fields["parent"]
-        return type(value), _plain(fields)
-    if inspect.ismethod(value):
-        return value.__func__, _plain(value.__self__)
-    if isinstance(value, Mapping):
-        return type(value), tuple((key, _plain(v)) for key, v in value.items())
-    if type(value) in (list, tuple):
-        return type(value), tuple(map(_plain, value))
-    return type(value), value
-
-
 class _SeenEnoughError(Exception):
     """Ends a trace whose layers are known now, and which marked others than it should."""
-
-
-class _Entering:
-    """Interceptor: enters the region of a module that brings a policy of its own."""
-
-    def __init__(
-        self,
-        overrides: Overrides,
-        root: Sequence[str],
-        seen: Seen,
-        *,
-        initializing: bool = False,
-        rehearses: bool = False,
-    ) -> None:
-        self.overrides = overrides
-        self.initializing = initializing
-        self.rehearses = rehearses  # traces for the sake of the layers only
-        self.root = tuple(root)
-        self.seen = seen
-        self.verdict = seen.verdict or Verdict()
-        self.classes: dict[tuple[str, ...], type] = {}
-        self.visits: list[_Visit] = []
-        self._around: list[_Visit] = []  # the modules around the one at hand
-        self._wrapped = 0  # how many modules, wrapped by themselves, are around the one at hand
-
-    def marking(self) -> contextlib.AbstractContextManager[None]:
-        """While this interceptor is at work: what the traces that are made depend on."""
-        single_init = self.initializing and self.overrides.is_single
-        return _MARKING(None if single_init else self.verdict)
-
-    def learn(self) -> bool:
-        """Decides which layers have a word of their own; whether that is what it went by."""
-        before, self.verdict = self.verdict, self.seen.judge()
-        return self.verdict.distinct == before.distinct
-
-    def policy_of(self, path: Any) -> Policy | None:
-        """The policy of the module that the variable at a path into Flax's groups belongs to.
-
-        None if that is in a module wrapped by itself, which has seen to its variables.
-        """
-        names = tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))[1:]
-        visits = {visit.path: visit for visit in self.visits if visit.path is not None}
-        visit = next(
-            (visits[n] for i in range(len(names), -1, -1) if (n := names[:i]) in visits), None
-        )
-        if visit is None:
-            return self.overrides.default
-        return None if visit.wrapped else self._policy(visit)
-
-    def _policy(self, visit: _Visit) -> Policy:
-        """The policy that a module runs under."""
-        at: _Visit | None = visit
-        while at is not None:
-            if at.policy is not None:
-                return at.policy
-            if at.key in self.verdict.distinct:
-                return FLOAT32
-            at = at.around
-        return self.overrides.default
-
-    def relative(self, path: Sequence[str]) -> tuple[str, ...] | None:
-        """A path from the wrapped module; None outside of it."""
-        path = tuple(path)
-        inside = path[: len(self.root)] == self.root
-        return path[len(self.root) :] if inside else None
-
-    def __call__(
-        self,
-        next_fun: Method,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: nn.module.InterceptorContext,
-    ) -> Any:
-        module = context.module
-        path = self.relative(module.path)
-        call = functools.partial(next_fun, *args, **kwargs)
-        if path is not None:
-            self.classes[path] = type(module)
-        if self._wrapped or (path != () and hasattr(module, "_jaxmp_made")):
-            return self._wrapped_by_itself(path, call)
-        visit = self._visit(module, path)
-        policy = visit.policy
-        own = policy is None and visit.key in self.verdict.distinct
-        if own:
-            policy = FLOAT32
-        self.visits.append(visit)
-        self._around.append(visit)
-        try:
-            # Flax runs a lifted module's methods again on a clone: nothing to mark twice.
-            if policy is None or policy_in_force() in (None, policy):
-                out = call()
-            else:
-                with region(policy, own=own):
-                    out = call()
-        finally:
-            self._around.pop()
-        if visit.layer is not None:
-            params = module.variables.get("params", {})
-            held = [v for v in params.values() if not isinstance(v, Mapping)]
-            visit.layer.hold(jax.tree.leaves(held))
-            self.seen.layers[visit.key] = visit.layer
-        return out
-
-    def _visit(self, module: nn.Module, path: tuple[str, ...] | None) -> _Visit:
-        around = self._around[-1] if self._around else None
-        layers = (v.layer for v in reversed(self._around) if v.layer is not None)
-        key = (module.path, type(module))
-        default = next((f.default for f in dataclasses.fields(module) if f.name == "dtype"), None)
-        layer = layer_of(module, default, next(layers, None), key, root=around is None)
-        policy = self.overrides.policy_at(path, type(module))
-        return _Visit(path, around, key, layer, policy)
-
-    def _wrapped_by_itself(self, path: tuple[str, ...] | None, call: Callable[[], Any]) -> Any:
-        """Calls a module that was wrapped, or is inside one that was: it keeps its policies."""
-        self.visits.append(_Visit(path, wrapped=True))
-        self._wrapped += 1
-        try:
-            return call()
-        finally:
-            self._wrapped -= 1
-
-    def found(self, module: nn.Module) -> tuple[list[Found], Hashable]:
-        """The modules entered or holding variables of the wrapped one, and what tells it apart."""
-        holders = set()
-        for keys, _ in jax.tree_util.tree_leaves_with_path(module.variables):
-            names = tuple(str(k.key) for k in keys[1:] if isinstance(k, jax.tree_util.DictKey))
-            holders |= {(keys[0], names[:i]) for i in range(len(names))}
-        params = frozenset(names for key, names in holders if key.key == "params")
-        return [*self.classes.items(), *((names, None) for _, names in holders)], params
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Visit:
-    """A call of a module.
-
-    Attributes:
-      path: its path from the wrapped module; None if it lies outside of that.
-      around: the call that it is part of.
-      key: what tells the module from others.
-      layer: the module, if it takes a `dtype`.
-      policy: what the user's map has for it.
-      wrapped: whether it was wrapped by itself, or is inside a module that was.
-    """
-
-    path: tuple[str, ...] | None
-    around: _Visit | None = None
-    key: Hashable = None
-    layer: Layer | None = None
-    policy: Policy | None = None
-    wrapped: bool = False
 
 
 # Lifting, as `flax.core.lift.checkpoint` does it: every variable and random key goes in and out.
@@ -341,7 +167,7 @@ def _lift(fn: Method) -> Method:
         repack_fn: Method,
         variables: Any,
         rngs: Any,
-        entering: _Entering,
+        entering: Entering,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -411,7 +237,7 @@ def _as_before(changed: Any, variables: Any) -> Any:
     return jax.tree_util.tree_map_with_path(restore, changed)
 
 
-def _as_created(created: Any, variables: Any, entering: _Entering) -> Any:
+def _as_created(created: Any, variables: Any, entering: Entering) -> Any:
     """New parameters in the dtype that the policy of their module stores them in."""
     before = dict(jax.tree_util.tree_leaves_with_path(variables))
 

@@ -86,10 +86,10 @@ class Overrides:
             else f"their paths in the PolicyMap, before others, with {policy!r}"
         )
         warnings.warn(
-            f"wrap: {len(paths)} of the modules stay float32, with {share:.0%} of the "
-            "contractions' FLOPs, because their author gave them dtype=float32 and not all of "
-            f"their like: {', '.join(shown)}{', …' if len(paths) > len(shown) else ''}. If the "
-            f"policy is to overrule that: {remedy}.",
+            f"wrap: {len(paths)} layer{'s' * (len(paths) > 1)} with {share:.0%} of the "
+            "contractions' FLOPs stay float32, because they were given dtype=float32 and others of "
+            f"their like were not: {', '.join(shown)}{', …' if len(paths) > len(shown) else ''}. "
+            f"To overrule that: {remedy}.",
             stacklevel=2,
         )
 
