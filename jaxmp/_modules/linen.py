@@ -29,6 +29,10 @@ from jaxmp.tree import cast_floating
 Method = Callable[..., Any]
 
 
+# What Flax sets on every class of modules.
+_OF_FLAX = frozenset(vars(type("Plain", (nn.Module,), {})))
+
+
 def wrap_linen(module: nn.Module, policy: Policy | PolicyMap) -> nn.Module:
     """The wrapped module; see `jaxmp.wrap`."""
     cls: Any = type(module)
@@ -70,7 +74,12 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
         "init": _by_name(cls, "init"),
         "lazy_init": _by_name(cls, "lazy_init"),
     }
-    return type(cls)(cls.__name__, (cls,), members)
+    made_class = type(cls)(cls.__name__, (cls,), dict(members))
+    for name in vars(made_class).keys() - members.keys() - _OF_FLAX:
+        # What the author's metaclass or `__init_subclass__` says of a class, it has said of `cls`.
+        if hasattr(cls, name):
+            delattr(made_class, name)
+    return made_class
 
 
 _WRAPPED = MadeClasses(_make_wrapped)

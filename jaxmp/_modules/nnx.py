@@ -52,9 +52,11 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
 
     def reduce_ex(self: nnx.Module, protocol: Any) -> Any:
         reduced = cls.__reduce_ex__(self, protocol)
-        if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return reduced  # the author's own way
-        return _new, (cls, policy, *reduced[1][1:]), *reduced[2:]
+        if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return _new, (cls, policy, *reduced[1][1:]), *reduced[2:]
+        if reduced[0] is _new:  # `cls` is a wrapped class itself
+            return _new, (cls, policy, *reduced[1][2:]), *reduced[2:]
+        return reduced  # the author's own way
 
     members = {name: wrapped(name, method) for name, method in _methods(cls)}
     return _subclass(cls, policy, {**members, "__reduce_ex__": reduce_ex})

@@ -10,6 +10,7 @@ Nothing here knows Linen or NNX; they say which modules there are.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -55,6 +56,12 @@ class Layer:
         """Whether its dtype is that of the module around it, and says nothing of its own."""
         around = self.around
         return around is not None and (self.float32, self.low) == (around.float32, around.low)
+
+    @property
+    def silent(self) -> bool:
+        """Whether it was given no dtype in a module that is float32, which says nothing else."""
+        around = self.around
+        return around is not None and around.float32 and not (self.float32 or self.low)
 
     def hold(self, weights: Iterable[Any]) -> None:
         """Notes the weights that the module itself holds."""
@@ -107,6 +114,8 @@ def layer_of(
       key: what tells it from others.
       root: whether it is the wrapped module.
     """
+    if inspect.getattr_static(module, "dtype", inspect) is inspect:
+        return None  # and a `__getattr__` of the author's is not asked
     try:
         name = _name(module.dtype)
     except (AttributeError, TypeError):
@@ -146,12 +155,14 @@ def distinguished(layers: Sequence[Layer]) -> frozenset[Hashable]:
     candidates = [w for w in layers if w.float32 and not w.handed and not w.root]
     if not candidates:
         return frozenset()
-    words = [w for w in layers if w.weighs and not w.handed and not w.root]
+    others = [w for w in layers if not (w.root or w.silent)]
+    # What a module inside has from the one around it is one word, and not one for each.
+    words = [w for w in others if w.weighs and not (w.handed and w.around and not w.around.root)]
     words = [w for w in words if not issubclass(w.cls, _LOOKUPS)]
     rule = 2 * sum(w.float32 for w in words) > len(words)
     found = set()
     for layer in candidates:
-        like = [w for w in layers if not w.float32 and _alike(w.cls, layer.cls) and not w.root]
+        like = [w for w in others if not w.float32 and _alike(w.cls, layer.cls)]
         is_exception = bool(like) or (layer.weighs and bool(words) and not rule)
         among_low = any(w.low for w in like)
         if among_low or (not layer.default and (is_exception or _in_low(layer))):
