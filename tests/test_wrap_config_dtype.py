@@ -197,6 +197,42 @@ def test_a_root_that_hands_no_dtype_or_another_on(root: Any) -> None:
     assert counts(jaxmp.wrap(Root(root), BF16), variables_of(Root(root), X), X) == expected
 
 
+class Adapter(nn.Module):
+    """Low-rank weights in the scope of the layer that they are added to."""
+
+    inner: nn.Module
+    dtype: Any = None
+
+    def setup(self) -> None:
+        nn.share_scope(self, self.inner)
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        down, up = (self.param(n, nn.initializers.ones, s) for n, s in LOW_RANK.items())
+        return self.inner(x) + x @ down @ up
+
+
+LOW_RANK = {"down": (8, 2), "up": (2, 8)}
+
+
+@pytest.mark.filterwarnings("ignore:wrap. 1 layer with")
+@pytest.mark.parametrize(
+    ("inner", "adapter", "expected"),
+    [
+        (None, None, {"bfloat16": 4}),
+        (jnp.float32, None, {"bfloat16": 3, "float32": 1}),
+        (jnp.float32, jnp.float32, {"bfloat16": 1, "float32": 3}),
+    ],
+)
+def test_modules_that_share_a_scope(inner: Any, adapter: Any, expected: Any) -> None:
+    class Adapted(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return Adapter(nn.Dense(8, dtype=inner), adapter)(nn.Dense(8)(x))
+
+    assert counts(jaxmp.wrap(Adapted(), BF16), variables_of(Adapted(), X), X) == expected
+
+
 def test_norms_that_are_float32_do_not_make_the_rest_so() -> None:
     class Normed(nn.Module):
         @nn.compact
@@ -390,6 +426,7 @@ def test_much_that_stays_float32_is_warned_about_once() -> None:
     wrapped, variables = jaxmp.wrap(TwoHeads(), BF16), variables_of(TwoHeads(), X)
     with pytest.warns(UserWarning, match="stay float32") as caught:
         wrapped.apply(variables, X)
+    assert [w.filename for w in caught] == [__file__]
     (said,) = [str(w.message) for w in caught]
     assert "2 layers with 67%" in said
     assert "TwoHeads/policy" in said

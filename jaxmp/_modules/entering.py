@@ -147,7 +147,8 @@ class Entering:
                     out = call()
         finally:
             self._around.pop()
-        if visit.layer is not None:
+        # Only after `setup` is it known where a module that shares a scope has its variables.
+        if visit.layer is not None and context.method_name != "setup":
             params = module.variables.get("params", {})
             held = [v for v in params.values() if not isinstance(v, Mapping)]
             visit.layer.hold(jax.tree.leaves(held))

@@ -5,14 +5,19 @@ Nothing here knows Linen or NNX; they say which module is entered, and where it 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 import numpy as np
 
@@ -90,7 +95,7 @@ class Overrides:
             "contractions' FLOPs stay float32, because they were given dtype=float32 and others of "
             f"their like were not: {', '.join(shown)}{', …' if len(paths) > len(shown) else ''}. "
             f"To overrule that: {remedy}.",
-            stacklevel=2,
+            stacklevel=_level_of_the_user(),
         )
 
     def output(self, out: Any) -> Any:
@@ -139,6 +144,17 @@ class Overrides:
         for key, _ in self._map.overrides:
             if key in unmatched and (whole or isinstance(key, str)):
                 raise ValueError(_unmatched(key, found))
+
+
+def _level_of_the_user() -> int:
+    """The `stacklevel` at which a function that warns was called from outside of the libraries."""
+    folders = tuple(str(Path(str(m.__file__)).parent) + os.sep for m in (jax, flax))
+    folders += (str(Path(__file__).parents[1]) + os.sep,)
+    for level, frame in enumerate(inspect.stack(0)[1:], start=1):
+        inside = frame.filename.startswith((*folders, "<")) or frame.filename == contextlib.__file__
+        if not inside:
+            return level
+    return 1
 
 
 def _unmatched(key: str | type, modules: list[Found]) -> str:

@@ -10,7 +10,6 @@ Nothing here knows Linen or NNX; they say which modules there are.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -114,8 +113,10 @@ def layer_of(
       key: what tells it from others.
       root: whether it is the wrapped module.
     """
-    if inspect.getattr_static(module, "dtype", inspect) is inspect:
-        return None  # and a `__getattr__` of the author's is not asked
+    # A `__getattr__` of the author's is not asked: it is a method, whose calls come here as well.
+    # (Python 3.12's `getattr_static` would ask nobody, but keeps the class for ever.)
+    if not any("dtype" in vars(holder) for holder in (module, *type(module).__mro__)):
+        return None
     try:
         name = _name(module.dtype)
     except (AttributeError, TypeError):
