@@ -515,7 +515,8 @@ def test_an_error_inside_leaves_no_trace() -> None:
 
     wrapped = jaxmp.wrap(Fails(), BF16)
     variables = variables_of(Fails(), X)
-    before = counts(wrapped, variables, X)
+    with pytest.warns(UserWarning, match=r"wrap: 1 layer with 20% .*: Fails/Dense_1\."):
+        before = counts(wrapped, variables, X)
     with pytest.raises(KeyError, match="the author's own"):
         wrapped.apply(variables, X, fail=True)
     assert counts(wrapped, variables, X) == before == {"bfloat16": 1, "float32": 1}
@@ -708,11 +709,12 @@ class OddDtype(nn.Module):
 class AroundOddDtype(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return OddDtype("something else")(x)
+        return OddDtype("something else")(nn.Dense(16)(x))
 
 
 def test_a_field_called_dtype_may_be_anything():
     wrapped = jaxmp.wrap(AroundOddDtype(), "mixed_bfloat16")
     x = jnp.ones((2, 3))
     variables = wrapped.init(jax.random.key(0), x)
-    assert contraction_dtypes(wrapped.apply, variables, x) == {"float32": 1}
+    with pytest.warns(UserWarning, match="AroundOddDtype/OddDtype_0/Dense_0"):
+        assert contraction_dtypes(wrapped.apply, variables, x) == {"bfloat16": 1, "float32": 1}

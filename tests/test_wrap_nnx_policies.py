@@ -214,6 +214,10 @@ class Own(nnx.Module):
 TOKENS = jnp.arange(4)
 
 
+MUCH_STAYS_FLOAT32 = pytest.mark.filterwarnings("ignore:wrap. 1 layer with .* stay float32")
+
+
+@MUCH_STAYS_FLOAT32
 @pytest.mark.parametrize("dtype", [jnp.float32, "float32", np.dtype("float32"), np.float32])
 def test_a_layers_own_float32_is_honoured(dtype):
     forward, backward = counts(Own(dtype), TOKENS, POLICY)
@@ -231,6 +235,7 @@ def test_a_path_overrides_a_layers_own_dtype():
         assert counts(Own(jnp.float32), TOKENS, mapped({pattern: POLICY}))[0] == {"bfloat16": 3}
 
 
+@pytest.mark.filterwarnings("ignore:wrap. . layers? with .* stay float32")
 def test_a_dtype_handed_down_is_the_modules_around_it():
     def attention(dtype):
         return nnx.MultiHeadAttention(2, WIDTH, dtype=dtype, decode=False, rngs=nnx.Rngs(0))

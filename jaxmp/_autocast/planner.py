@@ -269,7 +269,7 @@ class JaxprPlanner:
         if name in HIGHER_ORDER and self.rules.looks_inside(eqn):
             return HIGHER_ORDER[name](self, eqn, values)
         if self.rules.low is None:
-            return self.as_written(eqn, values, "float32 region")
+            return self.as_written(eqn, values, self.rules.why_float32)
         kind = self.rules.op_class(eqn)
         if name == "convert_element_type" and kind == "own":
             return self.convert(eqn, values)

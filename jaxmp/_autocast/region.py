@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxmp._autocast.flat import Flattened, is_array
-from jaxmp._autocast.rules import FLOAT32, REGION
+from jaxmp._autocast.rules import FLOAT32, OWN, REGION
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, get_policy
 
@@ -36,9 +36,12 @@ def policy_in_force() -> Policy | None:
 
 
 @contextmanager
-def region(policy: Policy) -> Iterator[None]:
-    """While part of a function is traced to be planned: it runs under a policy of its own."""
-    with _POLICY(policy), jax.named_scope(f"{REGION}{policy}"):
+def region(policy: Policy, *, own: bool = False) -> Iterator[None]:
+    """While part of a function is traced to be planned: it runs under a policy of its own.
+
+    `own` says that it is the author's own word, the `dtype` of a layer.
+    """
+    with _POLICY(policy), jax.named_scope(f"{REGION}{OWN if own else ''}{policy}"):
         yield
 
 

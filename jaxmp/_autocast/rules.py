@@ -23,6 +23,9 @@ LOW_DTYPES = (np.dtype("bfloat16"), FLOAT16)
 # function, which survives every transformation, or, for a Flax module inside a wrapped one, as a
 # named scope, which needs no lifting.
 REGION = "jaxmp:"
+# Before the policy, where it is a layer's own `dtype=float32` that marks the region.
+OWN = "own:"
+LAYERS_OWN = "float32: the layer's own dtype"
 _SCOPE = re.compile(rf"{REGION}([^/()]+)")
 
 
@@ -36,6 +39,7 @@ class Rules:
       low_softmax: whether a softmax's exp and division run low.
       saturate: whether computed values are clipped to the finite range when they are narrowed.
       overrides: primitive name → class.
+      why_float32: why a region of these rules is float32, if it is.
     """
 
     policy: Policy
@@ -43,6 +47,7 @@ class Rules:
     low_softmax: bool
     saturate: bool
     overrides: Mapping[str, str]
+    why_float32: str = "float32 region"
 
     def op_class(self, eqn: JaxprEqn) -> str | None:
         """The class of an equation, or None for a primitive that nobody listed."""
@@ -100,7 +105,16 @@ def region_rules(eqn: JaxprEqn) -> Rules | None:
 def _scope_rules(name_stack: Any) -> Rules | None:
     """The rules of the last marker in a name stack, within whatever `jvp(…)` wraps it."""
     policies = _SCOPE.findall(str(name_stack))
-    return rules_for(get_policy(policies[-1])) if policies else None
+    if not policies:
+        return None
+    if policies[-1].startswith(OWN):
+        return _own_rules(policies[-1].removeprefix(OWN))
+    return rules_for(get_policy(policies[-1]))
+
+
+@functools.lru_cache(maxsize=256)
+def _own_rules(policy: str) -> Rules:
+    return dataclasses.replace(rules_for(get_policy(policy)), why_float32=LAYERS_OWN)
 
 
 def author_keeps(eqn: JaxprEqn) -> str | None:

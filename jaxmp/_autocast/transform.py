@@ -85,17 +85,24 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
     return autocast_fn  # type: ignore[return-value]
 
 
-def under_policy(fn: F, policy: Policy) -> F:
+def under_policy(fn: F, policy: Policy, watch: Callable[[Plan], None] | None = None) -> F:
     """`fn` traced, planned and executed: `autocast` where no other autocast is around it.
 
-    Also under a float32 policy, which may have regions of other policies in it.
+    Also under a float32 policy, which may have regions of other policies in it. `watch` is shown
+    each plan that is made.
 
     Raises:
       ValueError: if the policy computes in anything but 16 bits or float32.
     """
     rules_for(policy)  # a policy that cannot be computed in is refused here, not at the first call
     flattened = Flattened(fn)
-    plans = functools.lru_cache(maxsize=64)(functools.partial(plan_program, policy=policy))
+
+    @functools.lru_cache(maxsize=64)
+    def plans(jaxpr: Any) -> Plan:
+        plan = plan_program(jaxpr, policy)
+        if watch is not None:
+            watch(plan)
+        return plan
 
     @functools.wraps(fn)
     def planned_fn(*args: Any, **kwargs: Any) -> Any:

@@ -77,7 +77,11 @@ def library_line(eqn: JaxprEqn) -> str:
 
 def module_path(eqn: JaxprEqn) -> str:
     """The scopes around an equation without transformations and markers: ``Model/layers_0``."""
-    stack = str(eqn.source_info.name_stack)
+    return plain_path(str(eqn.source_info.name_stack))
+
+
+def plain_path(stack: str) -> str:
+    """A name stack without transformations and markers."""
     while True:
         plain = _WRAPPER.sub(r"\1", stack)
         if plain == stack:

@@ -6,9 +6,10 @@ Its fields, variable tree and names are those of the module itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -18,15 +19,18 @@ from flax.linen import transforms
 
 from jaxmp._autocast.region import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
-from jaxmp._modules.overrides import Found, Overrides
+from jaxmp._modules.classes import MadeClasses
+from jaxmp._modules.entering import Entering, kind_of_call
+from jaxmp._modules.overrides import Overrides
+from jaxmp._modules.words import Seen
 from jaxmp.policy import Policy, PolicyMap
 from jaxmp.tree import cast_floating
 
 Method = Callable[..., Any]
 
-# Part of the key of every jit cache, `nn.jit`'s among them: which modules mark regions of their own
-# while a function is traced. A trace that other marks were made in is not used again.
-_MARKING = jax.make_user_context(default_value=None)
+
+# What Flax sets on every class of modules.
+_OF_FLAX = frozenset(vars(type("Plain", (nn.Module,), {})))
 
 
 def wrap_linen(module: nn.Module, policy: Policy | PolicyMap) -> nn.Module:
@@ -47,9 +51,7 @@ def wrap_linen(module: nn.Module, policy: Policy | PolicyMap) -> nn.Module:
     return wrapped
 
 
-@functools.cache
-def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
-    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
+def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
     overrides = Overrides(policy)
     methods = dict(_methods(cls))
     lifted = transforms.module_class_lift_transform(_lift, cls, methods=list(methods))
@@ -64,13 +66,28 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
+        # Flax would make one of the fields; the author may have decorated his.
+        "__init__": cls.__init__,
         "__reduce__": nn.nowrap(lambda self: (_unpickle, (made, _fields(self)))),
         "apply": _by_name(cls, "apply"),
         "init_with_output": _by_name(cls, "init_with_output"),
         "init": _by_name(cls, "init"),
         "lazy_init": _by_name(cls, "lazy_init"),
     }
-    return type(cls)(cls.__name__, (cls,), members)
+    made_class = type(cls)(cls.__name__, (cls,), dict(members))
+    for name in vars(made_class).keys() - members.keys() - _OF_FLAX:
+        # What the author's metaclass or `__init_subclass__` says of a class, it has said of `cls`.
+        if hasattr(cls, name):
+            delattr(made_class, name)
+    return made_class
+
+
+_WRAPPED = MadeClasses(_make_wrapped)
+
+
+def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
+    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
+    return _WRAPPED(cls, policy)
 
 
 def _fields(module: nn.Module) -> dict[str, Any]:
@@ -119,9 +136,16 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
         if self.scope is None:
             return method(self, *args, **kwargs)
         init = self.is_initializing()
-        entering = _Entering(overrides, self.path, initializing=init)
         nested = policy_in_force() is not None and not init
-        with nn.intercept_methods(entering), _MARKING(entering.marking()):
+        seen = Seen() if init else overrides.seen(kind_of_call(self, method, args, kwargs))
+        if nested and seen.verdict is None and not overrides.is_identity:
+            # What is run here is part of another program already: it cannot be run again.
+            rehearsal = Entering(overrides, self.path, seen, rehearses=True)
+            done = contextlib.suppress(_SeenEnoughError)
+            with done, nn.intercept_methods(rehearsal), rehearsal.marking():
+                lifted(self, rehearsal, *args, **kwargs)
+        entering = Entering(overrides, self.path, seen, initializing=init)
+        with nn.intercept_methods(entering), entering.marking():
             if overrides.stored or not (nested or init or overrides.is_identity):
                 out = lifted(self, entering, *args, **kwargs)
             elif nested:
@@ -137,108 +161,8 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
     return wrapped_method
 
 
-class _Entering:
-    """Interceptor: enters the region of a module that brings a policy of its own."""
-
-    def __init__(self, overrides: Overrides, root: Sequence[str], *, initializing: bool) -> None:
-        self.overrides = overrides
-        self.initializing = initializing
-        self.root = tuple(root)
-        self.classes: dict[tuple[str, ...], type] = {}
-        self.policies: dict[tuple[str, ...], Policy | None] = {}
-        self._wrapped = 0  # how many modules, wrapped by themselves, are around the one at hand
-        self._dtypes: list[Any] = []  # of the modules around the one at hand
-        self._policies = [overrides.default]
-
-    def marking(self) -> Any:
-        """What a trace made while this interceptor is at work depends on."""
-        if not self.overrides.is_single:
-            # `init` needs to see every module: it never uses a trace again.
-            return self if self.initializing else (self.overrides, self.root)
-        return None if self.initializing else True
-
-    def policy_of(self, path: Any) -> Policy | None:
-        """The policy of the module that the variable at a path into Flax's groups belongs to.
-
-        None if that is in a module wrapped by itself, which has seen to its variables.
-        """
-        names = tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))[1:]
-        return next(
-            (
-                self.policies[names[:i]]
-                for i in range(len(names), -1, -1)
-                if names[:i] in self.policies
-            ),
-            self.overrides.default,
-        )
-
-    def relative(self, path: Sequence[str]) -> tuple[str, ...] | None:
-        """A path from the wrapped module; None outside of it."""
-        path = tuple(path)
-        inside = path[: len(self.root)] == self.root
-        return path[len(self.root) :] if inside else None
-
-    def __call__(
-        self,
-        next_fun: Method,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: nn.module.InterceptorContext,
-    ) -> Any:
-        module = context.module
-        path = self.relative(module.path)
-        if path is not None:
-            self.classes[path] = type(module)
-        if self._wrapped or (path != () and hasattr(module, "_jaxmp_made")):
-            return self._wrapped_by_itself(path, functools.partial(next_fun, *args, **kwargs))
-        enclosing = self._dtypes[-1] if self._dtypes else None
-        policy = self.overrides.policy_at(
-            path,
-            type(module),
-            _own_dtype(module) if self._dtypes else None,  # the wrapped module's is overruled
-            enclosing,
-        )
-        self._dtypes.append(getattr(module, "dtype", enclosing))
-        self._policies.append(policy or self._policies[-1])
-        if path is not None:
-            self.policies[path] = self._policies[-1]
-        try:
-            # Flax runs a lifted module's methods again on a clone: nothing to mark twice.
-            if policy is None or policy_in_force() in (None, policy):
-                return next_fun(*args, **kwargs)
-            with region(policy):
-                return next_fun(*args, **kwargs)
-        finally:
-            self._dtypes.pop()
-            self._policies.pop()
-
-    def _wrapped_by_itself(self, path: tuple[str, ...] | None, call: Callable[[], Any]) -> Any:
-        """Calls a module that was wrapped, or is inside one that was: it keeps its policies."""
-        if path is not None:
-            self.policies[path] = None
-        self._wrapped += 1
-        try:
-            return call()
-        finally:
-            self._wrapped -= 1
-
-    def found(self, module: nn.Module) -> tuple[list[Found], Hashable]:
-        """The modules entered or holding variables of the wrapped one, and what tells it apart."""
-        holders = set()
-        for keys, _ in jax.tree_util.tree_leaves_with_path(module.variables):
-            names = tuple(str(k.key) for k in keys[1:] if isinstance(k, jax.tree_util.DictKey))
-            holders |= {(keys[0], names[:i]) for i in range(len(names))}
-        params = frozenset(names for key, names in holders if key.key == "params")
-        return [*self.classes.items(), *((names, None) for _, names in holders)], params
-
-
-def _own_dtype(module: nn.Module) -> Any:
-    """The `dtype` that a module was given, unless it is what its class says anyway."""
-    dtype = getattr(module, "dtype", None)
-    for field in dataclasses.fields(module):
-        if field.name == "dtype" and field.default is dtype:
-            return None
-    return dtype
+class _SeenEnoughError(Exception):
+    """Ends a trace whose layers are known now, and which marked others than it should."""
 
 
 # Lifting, as `flax.core.lift.checkpoint` does it: every variable and random key goes in and out.
@@ -252,7 +176,7 @@ def _lift(fn: Method) -> Method:
         repack_fn: Method,
         variables: Any,
         rngs: Any,
-        entering: _Entering,
+        entering: Entering,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -263,15 +187,35 @@ def _lift(fn: Method) -> Method:
             out = fn(scopes, *args, **kwargs)
             return out, repack_fn(scopes)
 
+        def attempt(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+            """`run`, to its end if the layers that it marked are those to be marked."""
+            scopes = scope_fn(_shown(variables, overrides), rngs)
+            # Flax's counters of random keys are shared with the scopes outside.
+            counters = [(s.rng_counters, dict(s.rng_counters)) for s in jax.tree.leaves(scopes)]
+            out = fn(scopes, *args, **kwargs)
+            if entering.learn() and not entering.rehearses:
+                return out, repack_fn(scopes)
+            for counter, before in counters:
+                counter.clear()
+                counter.update(before)
+            raise _SeenEnoughError
+
         if entering.initializing:
             out, created = run(variables, rngs, args, kwargs)
+            entering.learn()
             return out, _as_created(created, variables, entering)
-        if policy_in_force() is not None:
+        if policy_in_force() is not None and not entering.rehearses:
             with region(overrides.default):
                 out, changed = run(variables, rngs, args, kwargs)
             return out, _as_before(changed, variables)
-        run = under_policy(run, overrides.inner)
-        out, changed = run(variables, rngs, args, kwargs)
+        traced = under_policy(attempt, overrides.inner, overrides.warn_of_kept)
+        try:
+            out, changed = traced(variables, rngs, args, kwargs)
+        except _SeenEnoughError:
+            if entering.rehearses:
+                raise
+            with entering.marking():
+                out, changed = traced(variables, rngs, args, kwargs)
         return overrides.output(out), _as_before(changed, variables)
 
     packed: Method = lift.pack(
@@ -302,7 +246,7 @@ def _as_before(changed: Any, variables: Any) -> Any:
     return jax.tree_util.tree_map_with_path(restore, changed)
 
 
-def _as_created(created: Any, variables: Any, entering: _Entering) -> Any:
+def _as_created(created: Any, variables: Any, entering: Entering) -> Any:
     """New parameters in the dtype that the policy of their module stores them in."""
     before = dict(jax.tree_util.tree_leaves_with_path(variables))
 

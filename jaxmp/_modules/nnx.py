@@ -21,7 +21,9 @@ from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmp._autocast.region import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
-from jaxmp._modules.overrides import Overrides
+from jaxmp._modules.classes import MadeClasses
+from jaxmp._modules.overrides import FLOAT32, Overrides
+from jaxmp._modules.words import Layer, distinguished, layer_of
 from jaxmp.policy import Policy, PolicyMap
 
 Method = Callable[..., Any]
@@ -38,17 +40,47 @@ def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
     return wrapped
 
 
-@functools.cache
+def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
+    lifted = _Lifted(cls, policy)
+
+    def wrapped(name: str, method: Method) -> Method:
+        @functools.wraps(method)
+        def wrapped_method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            return lifted.call(name, self, args, kwargs)
+
+        return wrapped_method
+
+    def reduce_ex(self: nnx.Module, protocol: Any) -> Any:
+        reduced = cls.__reduce_ex__(self, protocol)
+        if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return _new, (cls, policy, *reduced[1][1:]), *reduced[2:]
+        if reduced[0] is _new:  # `cls` is a wrapped class itself
+            return _new, (cls, policy, *reduced[1][2:]), *reduced[2:]
+        return reduced  # the author's own way
+
+    members = {name: wrapped(name, method) for name, method in _methods(cls)}
+    return _subclass(cls, policy, {**members, "__reduce_ex__": reduce_ex})
+
+
+_WRAPPED = MadeClasses(_make_wrapped)
+
+
 def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
     """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
-    overrides = Overrides(policy)
-    members = {name: _wrapped_method(method, overrides) for name, method in _methods(cls)}
-    return _subclass(cls, policy, members)
+    return _WRAPPED(cls, policy)
 
 
-@functools.cache
-def _marked_class(cls: Any, policy: Policy) -> Any:
-    """The subclass of `cls` whose methods enter the region of a policy."""
+def _new(cls: Any, policy: Policy | PolicyMap, *args: Any) -> Any:
+    """A module without attributes, for them to be unpickled into."""
+    wrapped = _wrapped_class(cls, policy)
+    return wrapped.__new__(wrapped, *args)
+
+
+def _make_marked(cls: Any, policy: Policy, scope: str | None) -> Any:
+    """The subclass of a class whose methods enter the region of a policy.
+
+    If that is the author's own word: in a named scope that says where, as Linen has for any module.
+    """
 
     def marked(name: str, method: Method) -> Method:
         @functools.wraps(method)
@@ -56,12 +88,16 @@ def _marked_class(cls: Any, policy: Policy) -> Any:
             method = getattr(cls, name)  # now: `nnx.capture` replaces the methods of a class
             if policy_in_force() in (None, policy):
                 return method(self, *args, **kwargs)
-            with region(policy):
+            named = nullcontext() if scope is None else jax.named_scope(scope)
+            with named, region(policy, own=scope is not None):
                 return method(self, *args, **kwargs)
 
         return marked_method
 
     return _subclass(cls, policy, {name: marked(name, method) for name, method in _methods(cls)})
+
+
+_MARKED = MadeClasses(_make_marked)
 
 
 def _subclass(cls: Any, policy: Policy | PolicyMap, methods: dict[str, Method]) -> Any:
@@ -93,32 +129,53 @@ def _methods(cls: type) -> Iterator[tuple[str, Method]]:
             yield name, method
 
 
-def _wrapped_method(method: Method, overrides: Overrides) -> Method:
+class _Lifted:
+    """The methods of a class under a policy. Pickled as what they were made from."""
 
-    @functools.wraps(method)
-    def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
-        own = overrides.policy_at((), type(self))
-        entered = nullcontext() if own is None else region(own)
-        with _shown_as_float32(self, overrides), _marked(self, overrides), entered:
-            return method(self, *args, **kwargs)
+    def __init__(self, cls: Any, policy: Policy | PolicyMap) -> None:
+        self.overrides = Overrides(policy)
+        self._made_from = cls, policy
+        self._methods = dict(_methods(cls))
+        self._called: dict[str, Method] = {}
+        self._under_policy: dict[str, Method] = {}
+        for name, method in self._methods.items():
+            called = self._called[name] = self._marking(method)
+            under = under_policy(
+                merge_inputs(called), self.overrides.inner, self.overrides.warn_of_kept
+            )
+            self._under_policy[name] = _updatable(split_inputs(under))
 
-    lifted = split_inputs(under_policy(merge_inputs(called), overrides.inner))
+    def __reduce__(self) -> Any:
+        return _Lifted, self._made_from
 
-    @functools.wraps(method)
-    def wrapped_method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self, name: str, module: nnx.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a method of a wrapped module."""
+        overrides = self.overrides
         if policy_in_force() is not None:
             with region(overrides.default):
-                if not overrides.stored:
-                    return called(self, args, kwargs)
-                return _updatable(called)(self, args, kwargs)
+                if not overrides.stored and not _marks(module, overrides):
+                    return self._methods[name](module, *args, **kwargs)
+                # On a copy of this trace's own: others may be tracing the module as well.
+                copied = split_inputs(merge_inputs(self._called[name]))
+                return _updatable(copied)(module, args, kwargs)
         if overrides.is_identity:
-            return method(self, *args, **kwargs)
-        out = _updatable(lifted)(self, args, kwargs)
+            return self._methods[name](module, *args, **kwargs)
+        out = self._under_policy[name](module, args, kwargs)
         return jax.tree.map(
             lambda x: x if _is_graph_node(x) else overrides.output(x), out, is_leaf=_is_graph_node
         )
 
-    return wrapped_method
+    def _marking(self, method: Method) -> Method:
+        overrides = self.overrides
+
+        @functools.wraps(method)
+        def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
+            own = overrides.policy_at((), type(self))
+            entered = nullcontext() if own is None else region(own)
+            with _shown_as_float32(self, overrides), _marked(self, overrides), entered:
+                return method(self, *args, **kwargs)
+
+        return called
 
 
 def _updatable(fn: Method) -> Method:
@@ -168,26 +225,41 @@ def _can_update(variable: Any) -> bool:
 
 @contextmanager
 def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
-    """While a method is traced: the modules inside that have a policy of their own enter it."""
-    marked = []
-    dtypes: dict[tuple[str, ...], Any] = {}
-    found = sorted(((_names(p), m) for p, m in nnx.iter_modules(module)), key=lambda f: f[0])
-    for path, inner in found:  # parents come first
-        enclosing = next(
-            (dtypes[path[:i]] for i in range(len(path) - 1, -1, -1) if path[:i] in dtypes), None
-        )
-        dtypes[path] = getattr(inner, "dtype", enclosing)
-        if not path:
-            continue  # the wrapped module: its method is being called, and its dtype overruled
-        policy = overrides.policy_at(path, type(inner), _own_dtype(inner), enclosing)
-        if policy is not None:
-            marked.append((inner, type(inner)))
-            object.__setattr__(inner, "__class__", _marked_class(type(inner), policy))
+    """While a method is traced: the modules inside that have a policy of their own enter it.
+
+    Modules of this trace's own: what their classes are is seen by all who use them.
+    """
+    marks = [(inner, type(inner), *mark) for inner, *mark in _marks(module, overrides)]
+    for inner, cls, policy, scope in marks:
+        object.__setattr__(inner, "__class__", _MARKED(cls, policy, scope))
     try:
         yield
     finally:
-        for inner, cls in marked:
+        for inner, cls, *_ in marks:
             object.__setattr__(inner, "__class__", cls)
+
+
+def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, str | None]]:
+    """The modules inside with a policy of their own, and where that is their author's own word."""
+    found = sorted(((_names(p), m) for p, m in nnx.iter_modules(module)), key=lambda f: f[0])
+    layers: dict[tuple[str, ...], Layer] = {}
+    for path, inner in found:  # parents come first
+        above = (layers[path[:i]] for i in range(len(path) - 1, -1, -1) if path[:i] in layers)
+        layer = layer_of(inner, _default_dtype(inner), next(above, None), path, root=not path)
+        if layer is not None:
+            values = [v for v in vars(inner).values() if isinstance(v, nnx.Variable)]
+            layer.hold(v.get_raw_value() for v in values)
+            layers[path] = layer
+    own = distinguished([*layers.values()])
+    marks: list[tuple[Any, Policy, str | None]] = []
+    for path, inner in found:
+        # The wrapped module is none of them: its method is being called, and its dtype overruled.
+        policy = overrides.policy_at(path, type(inner)) if path else None
+        if policy is not None:
+            marks.append((inner, policy, None))
+        elif path in own:
+            marks.append((inner, FLOAT32, "/".join(path)))
+    return marks
 
 
 @contextmanager
@@ -209,13 +281,12 @@ def _shown_as_float32(module: nnx.Module, overrides: Overrides) -> Iterator[None
             param.set_raw_value(value if new is shown else new.astype(value.dtype))
 
 
-def _own_dtype(module: nnx.Module) -> Any:
-    """The `dtype` that a module was given, unless it is what its class says anyway."""
-    dtype = getattr(module, "dtype", None)
-    if isinstance(module, nnx.Embed) and dtype == module.embedding.dtype:
-        return None  # an Embed that is given none has that of its table
+def _default_dtype(module: nnx.Module) -> Any:
+    """The `dtype` that a module has if it is given none."""
+    if isinstance(module, nnx.Embed):
+        return module.embedding.dtype
     parameter = inspect.signature(type(module).__init__).parameters.get("dtype")
-    return None if parameter is not None and parameter.default is dtype else dtype
+    return inspect.Parameter.empty if parameter is None else parameter.default
 
 
 def _names(path: Any) -> tuple[str, ...]:

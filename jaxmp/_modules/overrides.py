@@ -5,19 +5,33 @@ Nothing here knows Linen or NNX; they say which module is entered, and where it 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import functools
+import inspect
+import os
+import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 import numpy as np
 
+from jaxmp._autocast.flops import kept_by_layers
+from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.transform import is_identity
+from jaxmp._modules.words import Seen
 from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
 
 FLOAT32 = get_policy("float32")
+
+# The share of the contractions' FLOPs above which layers that stay float32 are warned about: the
+# least at which a model is noticeably slower for it.
+MUCH = 0.1
 
 # A module's path from the wrapped one, or None if it lies outside of that; and its class, if known.
 Found = tuple[Sequence[str] | None, type | None]
@@ -37,6 +51,8 @@ class Overrides:
         self._map = policy if isinstance(policy, PolicyMap) else PolicyMap({}, default=policy)
         keys = frozenset(key for key, _ in self._map.overrides)
         self._unmatched: dict[Hashable, frozenset[str | type]] = defaultdict(lambda: keys)
+        self._seen = functools.lru_cache(maxsize=64)(lambda _: Seen())
+        self._warned: set[frozenset[str]] = set()
         self.default: Policy = self._map.default
         self.inner = dataclasses.replace(
             self.default, param_dtype=np.float32, output_dtype=np.float32
@@ -55,6 +71,33 @@ class Overrides:
         """Whether every policy is float32 throughout."""
         return all(map(is_identity, (self.default, *(p for _, p in self._map.overrides))))
 
+    def seen(self, kind: Hashable) -> Seen:
+        """What is known of the layers that calls of a kind enter; None is a kind of its own."""
+        return Seen() if kind is None else self._seen(kind)
+
+    def warn_of_kept(self, plan: Plan) -> None:
+        """Warns, once, where the layers' own float32 is much of what a plan multiplies."""
+        kept = kept_by_layers(plan)
+        share = kept.flops.total() / (kept.total or 1)
+        paths = frozenset(kept.flops)
+        if share <= MUCH or paths in self._warned:
+            return
+        self._warned.add(paths)
+        policy = str(self.default)
+        shown = [path for path, _ in kept.flops.most_common(5)]
+        remedy = (
+            f"jaxmp.wrap(model, jaxmp.PolicyMap({{'**': {policy!r}}}, default={policy!r}))"
+            if self.is_single
+            else f"their paths in the PolicyMap, before others, with {policy!r}"
+        )
+        warnings.warn(
+            f"wrap: {len(paths)} layer{'s' * (len(paths) > 1)} with {share:.0%} of the "
+            "contractions' FLOPs stay float32, because they were given dtype=float32 and others of "
+            f"their like were not: {', '.join(shown)}{', …' if len(paths) > len(shown) else ''}. "
+            f"To overrule that: {remedy}.",
+            stacklevel=_level_of_the_user(),
+        )
+
     def output(self, out: Any) -> Any:
         """What the wrapped module returns: its float32 arrays in the output dtype."""
         dtype = np.dtype(self.default.output_dtype)
@@ -68,26 +111,16 @@ class Overrides:
         self,
         path: Sequence[str] | None,
         module_class: type,
-        own_dtype: Any = None,
-        enclosing_dtype: Any = None,
     ) -> Policy | None:
-        """The policy a module brings with it, or None if it runs under that of what encloses it.
+        """The policy that the user's map has for a module, or None.
 
-        The user's map goes before the module's own word. That word is a `dtype` of float32: it
-        leaves no trace in a program that is float32 already. (A 16-bit one is in the program.) A
-        module that has the dtype of the one around it was handed it, and says nothing of its own.
+        It goes before the author's own word, which `words` finds.
 
         Args:
           path: its path from the wrapped module; None if it lies outside of that.
           module_class: its class.
-          own_dtype: the `dtype` its author gave it, or None.
-          enclosing_dtype: that of the nearest module around it that has one.
         """
-        policy = self._map.policy_at(path, module_class) if path is not None else None
-        if policy is not None:
-            return policy
-        own = _is_float32(own_dtype) and not _is_float32(enclosing_dtype)
-        return FLOAT32 if own else None
+        return self._map.policy_at(path, module_class) if path is not None else None
 
     def check(self, modules: Iterable[Found], structure: Hashable = None, *, whole: bool) -> None:
         """Raises if a key has never matched any module.
@@ -113,12 +146,15 @@ class Overrides:
                 raise ValueError(_unmatched(key, found))
 
 
-def _is_float32(dtype: Any) -> bool:
-    """Whether a module's `dtype` is float32; it may be anything, of a module that is not Flax's."""
-    try:
-        return dtype is not None and np.dtype(dtype) == np.float32
-    except TypeError:
-        return False
+def _level_of_the_user() -> int:
+    """The `stacklevel` at which a function that warns was called from outside of the libraries."""
+    folders = tuple(str(Path(str(m.__file__)).parent) + os.sep for m in (jax, flax))
+    folders += (str(Path(__file__).parents[1]) + os.sep,)
+    for level, frame in enumerate(inspect.stack(0)[1:], start=1):
+        inside = frame.filename.startswith((*folders, "<")) or frame.filename == contextlib.__file__
+        if not inside:
+            return level
+    return 1
 
 
 def _unmatched(key: str | type, modules: list[Found]) -> str:

@@ -36,8 +36,14 @@ def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
     under the policy of the first of these that applies, with all that is inside them:
 
     1. a pattern or class of a `PolicyMap` that matches them;
-    2. for a module whose author set ``dtype=float32``, other than the module around it: float32;
+    2. for a layer that its author singled out by ``dtype=float32``: float32. That is one whose like
+       (the layers of its class, or else those with weights, of which it must be the exception) were
+       given another dtype or none. A dtype handed to every layer, or by the module around it, says
+       nothing: it is what the policy replaces;
     3. the policy of the module they are in.
+
+    `explain` and `audit` list what stays float32 by 2. If that is more than a tenth of the FLOPs of
+    the contractions, the first call warns and says how to overrule it.
 
     A module wrapped inside a wrapped one, or inside an autocast, keeps its own policy.
 

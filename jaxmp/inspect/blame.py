@@ -9,7 +9,7 @@ from jaxmp._autocast.geometry import precise_product
 from jaxmp._autocast.jaxpr_compat import dtype_of
 from jaxmp._autocast.kept import UNKNOWN
 from jaxmp._autocast.ops import classify
-from jaxmp._autocast.rules import author_keeps
+from jaxmp._autocast.rules import LAYERS_OWN, author_keeps
 from jaxmp.inspect.follow import FLOAT32, LOW, Promoted, Seen
 
 INTENDED = "intended-float32"
@@ -78,7 +78,10 @@ class Judge:
     def _judge(self, seen: Seen) -> Blame | None:
         place, eqn = seen.place, seen.eqn
         here = place.source, place.path
-        if place.kept == _REGION or (place.region is not None and place.region.low is None):
+        region = place.region if place.region is not None and place.region.low is None else None
+        if place.kept == LAYERS_OWN or (region and region.why_float32 == LAYERS_OWN):
+            return Blame(INTENDED, *here, LAYERS_OWN)
+        if place.kept == _REGION or region:
             what = "in a region that a policy or the author keeps float32"
             return Blame(INTENDED, *here, what)
         kept = author_keeps(eqn)

@@ -8,17 +8,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.jaxpr_compat import shape_of
 
-
-def contraction_flops(eqn: JaxprEqn) -> int:
-    """The operations of one run of a contraction, a multiply-add counted as two.
-
-    Counted as XLA does: positions of a convolution's window that lie in the padding are not
-    multiplied. Zero for primitives that are no contraction.
-    """
-    count = _FLOPS.get(eqn.primitive.name)
-    return 0 if count is None else count(eqn)
+__all__ = ["contraction_flops", "matmul_dims", "nbytes"]
 
 
 def nbytes(atom: Any) -> int:
@@ -38,60 +31,3 @@ def matmul_dims(eqn: JaxprEqn) -> dict[str, int] | None:
     k = math.prod(lhs[i] for i in contract)
     b = math.prod(lhs[i] for i in batch)
     return {"m": math.prod(lhs) // max(k * b, 1), "n": math.prod(rhs) // max(k * b, 1), "k": k}
-
-
-def _dot_general(eqn: JaxprEqn) -> int:
-    (contract, _), _ = eqn.params["dimension_numbers"]
-    lhs = shape_of(eqn.invars[0])
-    contracted: int = math.prod(lhs[i] for i in contract)
-    return 2 * math.prod(shape_of(eqn.outvars[0])) * contracted
-
-
-def _ragged_dot(eqn: JaxprEqn) -> int:
-    # Each row of the operand meets the matrix of its own group: as a plain product.
-    return 2 * math.prod(shape_of(eqn.invars[0])) * shape_of(eqn.invars[1])[-1]
-
-
-def _convolution(eqn: JaxprEqn) -> int:
-    params = eqn.params
-    numbers: Any = params["dimension_numbers"]
-    lhs, rhs, out = (shape_of(v) for v in (*eqn.invars[:2], *eqn.outvars))
-    batch, features = (out[i] for i in numbers.out_spec[:2])
-    per_group: int = rhs[numbers.rhs_spec[1]]
-    positions = 1
-    for i, (low, _) in enumerate(params["padding"]):
-        positions *= _valid_positions(
-            size=lhs[numbers.lhs_spec[2 + i]],
-            window=rhs[numbers.rhs_spec[2 + i]],
-            out=out[numbers.out_spec[2 + i]],
-            stride=params["window_strides"][i],
-            padding=low,
-            lhs_dilation=params["lhs_dilation"][i],
-            rhs_dilation=params["rhs_dilation"][i],
-        )
-    flops: int = 2 * positions * batch * features * per_group
-    return flops
-
-
-def _valid_positions(
-    *,
-    size: int,
-    window: int,
-    out: int,
-    stride: int,
-    padding: int,
-    lhs_dilation: int,
-    rhs_dilation: int,
-) -> int:
-    """How many pairs of an output and a window position along one axis meet an input element."""
-    at = np.arange(out)[:, None] * stride + np.arange(window) * rhs_dilation - padding
-    inside = (at >= 0) & (at < (size - 1) * lhs_dilation + 1) & (at % lhs_dilation == 0)
-    return int(inside.sum())
-
-
-_FLOPS = {
-    "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
-    "ragged_dot": _ragged_dot,
-    "ragged_dot_general": _ragged_dot,
-}

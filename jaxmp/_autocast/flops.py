@@ -1,0 +1,120 @@
+"""What a contraction costs in floating-point operations, and how much of that a plan keeps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jaxmp._autocast.jaxpr_compat import shape_of
+from jaxmp._autocast.plan import Plan
+from jaxmp._autocast.rules import LAYERS_OWN, OWN, REGION
+from jaxmp._autocast.where import plain_path
+
+
+def contraction_flops(eqn: JaxprEqn) -> int:
+    """The operations of one run of a contraction, a multiply-add counted as two.
+
+    Counted as XLA does: positions of a convolution's window that lie in the padding are not
+    multiplied. Zero for primitives that are no contraction.
+    """
+    count = _FLOPS.get(eqn.primitive.name)
+    return 0 if count is None else count(eqn)
+
+
+_OPEN = re.compile(r"\w+\((?=[^()]*$)")  # ``vmap(``, whose end is not there
+
+
+class Kept(NamedTuple):
+    """What of a plan stays float32 because layers were given that dtype.
+
+    Attributes:
+      flops: of its contractions, by the path of the layer that keeps them.
+      total: of all contractions.
+    """
+
+    flops: Counter[str]
+    total: int
+
+
+def kept_by_layers(plan: Plan) -> Kept:
+    """The contractions that stay float32 by the own dtype of their layers."""
+    flops: Counter[str] = Counter()
+    return Kept(flops, _add_kept(plan, 1, "", flops))
+
+
+def _add_kept(plan: Plan, times: int, around: str, flops: Counter[str]) -> int:
+    total = 0
+    for step in plan.steps:
+        path = "/".join(filter(None, (around, str(step.eqn.source_info.name_stack))))
+        if step.plans:
+            again = step.eqn.params.get("length", 1) if step.action == "scan" else 1
+            total += sum(_add_kept(inner, times * again, path, flops) for inner in step.plans)
+        else:
+            cost = contraction_flops(step.eqn) * times
+            total += cost
+            if cost and step.reason == LAYERS_OWN:
+                layer = path.partition(f"{REGION}{OWN}")[0]
+                flops[plain_path(_OPEN.sub("", layer))] += cost
+    return total
+
+
+def _dot_general(eqn: JaxprEqn) -> int:
+    (contract, _), _ = eqn.params["dimension_numbers"]
+    lhs = shape_of(eqn.invars[0])
+    contracted: int = math.prod(lhs[i] for i in contract)
+    return 2 * math.prod(shape_of(eqn.outvars[0])) * contracted
+
+
+def _ragged_dot(eqn: JaxprEqn) -> int:
+    # Each row of the operand meets the matrix of its own group: as a plain product.
+    return 2 * math.prod(shape_of(eqn.invars[0])) * shape_of(eqn.invars[1])[-1]
+
+
+def _convolution(eqn: JaxprEqn) -> int:
+    params = eqn.params
+    numbers: Any = params["dimension_numbers"]
+    lhs, rhs, out = (shape_of(v) for v in (*eqn.invars[:2], *eqn.outvars))
+    batch, features = (out[i] for i in numbers.out_spec[:2])
+    per_group: int = rhs[numbers.rhs_spec[1]]
+    positions = 1
+    for i, (low, _) in enumerate(params["padding"]):
+        positions *= _valid_positions(
+            size=lhs[numbers.lhs_spec[2 + i]],
+            window=rhs[numbers.rhs_spec[2 + i]],
+            out=out[numbers.out_spec[2 + i]],
+            stride=params["window_strides"][i],
+            padding=low,
+            lhs_dilation=params["lhs_dilation"][i],
+            rhs_dilation=params["rhs_dilation"][i],
+        )
+    flops: int = 2 * positions * batch * features * per_group
+    return flops
+
+
+def _valid_positions(
+    *,
+    size: int,
+    window: int,
+    out: int,
+    stride: int,
+    padding: int,
+    lhs_dilation: int,
+    rhs_dilation: int,
+) -> int:
+    """How many pairs of an output and a window position along one axis meet an input element."""
+    at = np.arange(out)[:, None] * stride + np.arange(window) * rhs_dilation - padding
+    inside = (at >= 0) & (at < (size - 1) * lhs_dilation + 1) & (at % lhs_dilation == 0)
+    return int(inside.sum())
+
+
+_FLOPS = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "ragged_dot": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
+}

@@ -1,0 +1,204 @@
+"""What a wrapped Linen module does where the modules inside it are entered."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from jaxmp._autocast.region import policy_in_force, region
+from jaxmp._modules.overrides import FLOAT32, Found, Overrides
+from jaxmp._modules.words import Layer, Seen, Verdict, layer_of
+from jaxmp.policy import Policy
+
+# Part of the key of every jit cache, `nn.jit`'s among them: which modules mark regions of their own
+# while a function is traced. A trace that other marks were made in is not used again.
+_MARKING = jax.make_user_context(default_value=None)
+
+
+def kind_of_call(self: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Hashable:
+    """What the modules that a call enters depend on; None if that has no hash."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    kind = (method.__name__, self.path, _plain(self), tree, tuple(map(_plain, leaves)))
+    try:
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
+
+
+def _plain(value: Any) -> Any:
+    """A value that may be kept: without the arrays, and the scopes of modules, in it."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return value.shape, str(value.dtype)
+    if isinstance(value, nn.Module):
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        del fields["parent"]
+        return type(value), _plain(fields)
+    if inspect.ismethod(value):
+        return value.__func__, _plain(value.__self__)
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _plain(v)) for key, v in value.items())
+    if type(value) in (list, tuple):
+        return type(value), tuple(map(_plain, value))
+    return type(value), value
+
+
+class Entering:
+    """Interceptor: enters the region of a module that brings a policy of its own."""
+
+    def __init__(
+        self,
+        overrides: Overrides,
+        root: Sequence[str],
+        seen: Seen,
+        *,
+        initializing: bool = False,
+        rehearses: bool = False,
+    ) -> None:
+        self.overrides = overrides
+        self.initializing = initializing
+        self.rehearses = rehearses  # traces for the sake of the layers only
+        self.root = tuple(root)
+        self.seen = seen
+        self.verdict = seen.verdict or Verdict()
+        self.classes: dict[tuple[str, ...], type] = {}
+        self.visits: list[_Visit] = []
+        self._around: list[_Visit] = []  # the modules around the one at hand
+        self._wrapped = 0  # how many modules, wrapped by themselves, are around the one at hand
+
+    def marking(self) -> contextlib.AbstractContextManager[None]:
+        """While this interceptor is at work: what the traces that are made depend on."""
+        single_init = self.initializing and self.overrides.is_single
+        marking: contextlib.AbstractContextManager[None]
+        marking = _MARKING(None if single_init else self.verdict)
+        return marking
+
+    def learn(self) -> bool:
+        """Decides which layers have a word of their own; whether that is what it went by."""
+        before, self.verdict = self.verdict, self.seen.judge()
+        return self.verdict.distinct == before.distinct
+
+    def policy_of(self, path: Any) -> Policy | None:
+        """The policy of the module that the variable at a path into Flax's groups belongs to.
+
+        None if that is in a module wrapped by itself, which has seen to its variables.
+        """
+        names = tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))[1:]
+        visits = {visit.path: visit for visit in self.visits if visit.path is not None}
+        visit = next(
+            (visits[n] for i in range(len(names), -1, -1) if (n := names[:i]) in visits), None
+        )
+        if visit is None:
+            return self.overrides.default
+        return None if visit.wrapped else self._policy(visit)
+
+    def _policy(self, visit: _Visit) -> Policy:
+        """The policy that a module runs under."""
+        at: _Visit | None = visit
+        while at is not None:
+            if at.policy is not None:
+                return at.policy
+            if at.key in self.verdict.distinct:
+                return FLOAT32
+            at = at.around
+        return self.overrides.default
+
+    def relative(self, path: Sequence[str]) -> tuple[str, ...] | None:
+        """A path from the wrapped module; None outside of it."""
+        path = tuple(path)
+        inside = path[: len(self.root)] == self.root
+        return path[len(self.root) :] if inside else None
+
+    def __call__(
+        self,
+        next_fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        context: nn.module.InterceptorContext,
+    ) -> Any:
+        module = context.module
+        path = self.relative(module.path)
+        call = functools.partial(next_fun, *args, **kwargs)
+        if path is not None:
+            self.classes[path] = type(module)
+        if self._wrapped or (path != () and hasattr(module, "_jaxmp_made")):
+            return self._wrapped_by_itself(path, call)
+        visit = self._visit(module, path)
+        policy = visit.policy
+        own = policy is None and visit.key in self.verdict.distinct
+        if own:
+            policy = FLOAT32
+        self.visits.append(visit)
+        self._around.append(visit)
+        try:
+            # Flax runs a lifted module's methods again on a clone: nothing to mark twice.
+            if policy is None or policy_in_force() in (None, policy):
+                out = call()
+            else:
+                with region(policy, own=own):
+                    out = call()
+        finally:
+            self._around.pop()
+        # Only after `setup` is it known where a module that shares a scope has its variables.
+        if visit.layer is not None and context.method_name != "setup":
+            params = module.variables.get("params", {})
+            held = [v for v in params.values() if not isinstance(v, Mapping)]
+            visit.layer.hold(jax.tree.leaves(held))
+            self.seen.layers[visit.key] = visit.layer
+        return out
+
+    def _visit(self, module: nn.Module, path: tuple[str, ...] | None) -> _Visit:
+        around = self._around[-1] if self._around else None
+        layers = (v.layer for v in reversed(self._around) if v.layer is not None)
+        key = (module.path, type(module))
+        default = next((f.default for f in dataclasses.fields(module) if f.name == "dtype"), None)
+        layer = layer_of(module, default, next(layers, None), key, root=around is None)
+        policy = self.overrides.policy_at(path, type(module))
+        return _Visit(path, around, key, layer, policy)
+
+    def _wrapped_by_itself(self, path: tuple[str, ...] | None, call: Callable[[], Any]) -> Any:
+        """Calls a module that was wrapped, or is inside one that was: it keeps its policies."""
+        self.visits.append(_Visit(path, wrapped=True))
+        self._wrapped += 1
+        try:
+            return call()
+        finally:
+            self._wrapped -= 1
+
+    def found(self, module: nn.Module) -> tuple[list[Found], Hashable]:
+        """The modules entered or holding variables of the wrapped one, and what tells it apart."""
+        holders = set()
+        for keys, _ in jax.tree_util.tree_leaves_with_path(module.variables):
+            names = tuple(str(k.key) for k in keys[1:] if isinstance(k, jax.tree_util.DictKey))
+            holders |= {(keys[0], names[:i]) for i in range(len(names))}
+        params = frozenset(names for key, names in holders if key.key == "params")
+        return [*self.classes.items(), *((names, None) for _, names in holders)], params
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Visit:
+    """A call of a module.
+
+    Attributes:
+      path: its path from the wrapped module; None if it lies outside of that.
+      around: the call that it is part of.
+      key: what tells the module from others.
+      layer: the module, if it takes a `dtype`.
+      policy: what the user's map has for it.
+      wrapped: whether it was wrapped by itself, or is inside a module that was.
+    """
+
+    path: tuple[str, ...] | None
+    around: _Visit | None = None
+    key: Hashable = None
+    layer: Layer | None = None
+    policy: Policy | None = None
+    wrapped: bool = False

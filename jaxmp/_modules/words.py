@@ -1,0 +1,180 @@
+"""Which layers' `dtype=float32` is their author's own word, and which was only handed around.
+
+A program that is float32 already says nothing of a layer's `dtype=float32`: only the module does.
+Many models hand one `config.dtype` to every layer, which is what the policy replaces. It is a word
+of its own only where it tells a layer from its like, which needs a look at the whole tree.
+
+Nothing here knows Linen or NNX; they say which modules there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+_NORMS = (
+    *(nn.LayerNorm, nn.BatchNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm, nn.WeightNorm),
+    *(nn.SpectralNorm, nnx.LayerNorm, nnx.BatchNorm, nnx.RMSNorm, nnx.GroupNorm),
+    *(nnx.InstanceNorm, nnx.WeightNorm, nnx.SpectralNorm),
+)
+_LOOKUPS = (nn.Embed, nnx.Embed)
+
+
+@dataclasses.dataclass(slots=True)
+class Layer:
+    """A module that takes a `dtype`, as it stands in the tree of the wrapped one.
+
+    Attributes:
+      key: what tells it from the others.
+      cls: its class.
+      float32: whether its dtype is float32.
+      low: whether it is one of 16 bits.
+      around: the nearest module around it that takes a dtype; None for the outermost.
+      default: whether it has the dtype that its class gives it anyway.
+      root: whether it is the wrapped module, whose dtype is what the policy replaces.
+      weighs: whether it, or a module inside it, holds a weight of two or more dimensions.
+    """
+
+    key: Hashable
+    cls: type
+    float32: bool
+    low: bool
+    around: Layer | None
+    default: bool
+    root: bool
+    weighs: bool = False
+
+    @property
+    def handed(self) -> bool:
+        """Whether its dtype is that of the module around it, and says nothing of its own."""
+        around = self.around
+        return around is not None and (self.float32, self.low) == (around.float32, around.low)
+
+    @property
+    def silent(self) -> bool:
+        """Whether it was given no dtype in a module that is float32, which says nothing else."""
+        around = self.around
+        return around is not None and around.float32 and not (self.float32 or self.low)
+
+    def hold(self, weights: Iterable[Any]) -> None:
+        """Notes the weights that the module itself holds."""
+        if issubclass(self.cls, _NORMS) or not any(np.ndim(w) > 1 for w in weights):
+            return
+        layer: Layer | None = self
+        while layer is not None:
+            layer.weighs, layer = True, layer.around
+
+
+class Seen:
+    """The layers that calls of one kind enter, known once such a call was traced.
+
+    Attributes:
+      layers: the layers, by key.
+      verdict: which of them have a word of their own; None before a trace has ended.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[Hashable, Layer] = {}
+        self.verdict: Verdict | None = None
+
+    def judge(self) -> Verdict:
+        """Decides by the layers seen until now."""
+        found = distinguished([*self.layers.values()])
+        if self.verdict is None or found != self.verdict.distinct:
+            self.verdict = Verdict(found)
+        return self.verdict
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Verdict:
+    """The keys of the layers that have a word of their own.
+
+    It is a part of the key of what JAX caches of a trace that layers were marked in.
+    """
+
+    distinct: frozenset[Hashable] = frozenset()
+
+
+def layer_of(
+    module: Any, default: Any, around: Layer | None, key: Hashable, *, root: bool
+) -> Layer | None:
+    """The layer that a module is; None if it takes no `dtype` (`dtype=None` is one).
+
+    Args:
+      module: the module.
+      default: the dtype that its class gives it anyway.
+      around: the nearest layer around it.
+      key: what tells it from others.
+      root: whether it is the wrapped module.
+    """
+    # A `__getattr__` of the author's is not asked: it is a method, whose calls come here as well.
+    # (Python 3.12's `getattr_static` would ask nobody, but keeps the class for ever.)
+    if not any("dtype" in vars(holder) for holder in (module, *type(module).__mro__)):
+        return None
+    try:
+        name = _name(module.dtype)
+    except (AttributeError, TypeError):
+        return None  # it may be anything, of a module that is not Flax's
+    try:
+        usual = _name(default)
+    except TypeError:
+        usual = np.dtype("V")  # none, which is another than None
+    return Layer(
+        key=key,
+        cls=type(module),
+        float32=name == np.float32,
+        low=name is not None and name.itemsize <= 2 and jnp.issubdtype(name, jnp.floating),
+        around=around,
+        default=name == usual,
+        root=root,
+    )
+
+
+def _name(dtype: Any) -> np.dtype[Any] | None:
+    return None if dtype is None else np.dtype(dtype)
+
+
+def distinguished(layers: Sequence[Layer]) -> frozenset[Hashable]:
+    """The keys of the layers whose float32 tells them from their like.
+
+    A layer's like are, first, those of its class: if one of them has another dtype, or none, its
+    float32 is meant. (That its class says float32 anyway is no word, unless others of the class
+    were given 16 bits.) If all of its class are float32, its like are the layers with weights, and
+    its float32 is meant where it is the exception among them, not the rule: a float32 head on
+    convolutions without a dtype. Norms do not count there: they are float32 inside whatever they
+    are told. Nor do lookups: many models hand their dtype to every layer but those.
+
+    Args:
+      layers: all that there are.
+    """
+    candidates = [w for w in layers if w.float32 and not w.handed and not w.root]
+    if not candidates:
+        return frozenset()
+    others = [w for w in layers if not (w.root or w.silent)]
+    # What a module inside has from the one around it is one word, and not one for each.
+    words = [w for w in others if w.weighs and not (w.handed and w.around and not w.around.root)]
+    words = [w for w in words if not issubclass(w.cls, _LOOKUPS)]
+    rule = 2 * sum(w.float32 for w in words) > len(words)
+    found = set()
+    for layer in candidates:
+        like = [w for w in others if not w.float32 and _alike(w.cls, layer.cls)]
+        is_exception = bool(like) or (layer.weighs and bool(words) and not rule)
+        among_low = any(w.low for w in like)
+        if among_low or (not layer.default and (is_exception or _in_low(layer))):
+            found.add(layer.key)
+    return frozenset(found)
+
+
+def _in_low(layer: Layer) -> bool:
+    return layer.around is not None and layer.around.low
+
+
+def _alike(a: type, b: type) -> bool:
+    """Whether one class is the other, or made from it: lifting a class makes another."""
+    return issubclass(a, b) or issubclass(b, a)
