@@ -25,6 +25,7 @@ from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
 MOVES = "moves values: as they are"
+NOT_LOOKED_INSIDE = "not looked inside: runs as written"
 
 
 class Planner:
@@ -175,7 +176,7 @@ class JaxprPlanner:
 
     def equation(self, eqn: JaxprEqn) -> Step:
         """Decides one equation and records how its results are kept."""
-        name = eqn.primitive.name
+        name = jaxpr_compat.kind(eqn)
         self.rules = region_rules(eqn) or self.enclosing
         # What a region with another policy keeps low is float32 to this one.
         values = [
@@ -201,6 +202,8 @@ class JaxprPlanner:
             return self.as_written(eqn, values, "sensitive op: float32")
         if kind == "own":
             return self.as_written(eqn, values, "runs as written")
+        if any(True for _ in jaxpr_compat.inner_jaxprs(eqn)):
+            return self.as_written(eqn, values, NOT_LOOKED_INSIDE)
         return self.as_written(eqn, values, "not classified: runs as written")
 
     def step(
