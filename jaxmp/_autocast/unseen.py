@@ -14,6 +14,7 @@ from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.planner import NOT_LOOKED_INSIDE
 from jaxmp._autocast.rules import FLOAT32, author_keeps
+from jaxmp._autocast.where import user_line
 
 
 def warn_unseen(plan: Plan) -> None:
@@ -22,18 +23,21 @@ def warn_unseen(plan: Plan) -> None:
         return
     plan.built["warned"] = True
     counts: Counter[str] = Counter()
-    overrides: dict[str, str] = {}
+    first: dict[str, JaxprEqn] = {}
     for eqn in _not_looked_inside(plan):
         contractions = sum(map(_contractions, jaxpr_compat.inner_jaxprs(eqn)))
         if contractions:
             counts[jaxpr_compat.called(eqn)] += contractions
-            overrides[jaxpr_compat.called(eqn)] = eqn.primitive.name
+            first.setdefault(jaxpr_compat.called(eqn), eqn)
     for name, count in counts.items():
+        line = user_line(first[name])
+        where = f"{name} ({line})" if line else name
         warnings.warn(
-            f"autocast: {name} is not looked inside, and runs {count} float32 contraction"
+            f"autocast: {where} is not looked inside, and runs {count} float32 contraction"
             f"{'s' if count > 1 else ''} as written. Mark the function that calls it with "
             "jaxmp.reduced_precision to hand it 16-bit operands; if float32 is meant, with "
-            f"jaxmp.full_precision, or add 'ops={overrides[name]}:own' to the policy.",
+            "jaxmp.full_precision, or say 'ops="
+            f"{first[name].primitive.name}:own' in the policy.",
             UserWarning,
             stacklevel=4,
         )
