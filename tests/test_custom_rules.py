@@ -298,6 +298,26 @@ def test_forward_mode_of_a_jvp_rule_that_closes_over_a_value() -> None:
     assert relative_error(got, want) < 0.03
 
 
+@pytest.mark.parametrize("which", ["backward", "jvp"])
+def test_second_derivatives_of_such_a_rule(which: str) -> None:
+    def fn(x, s):
+        return jnp.sum(jnp.sin(CLOSING["top"](x, s, which)) * x**2)
+
+    def second(f):
+        return jax.grad(lambda x: jnp.sum(jax.grad(f)(x, S) ** 2))(X)
+
+    assert relative_error(second(jaxmp.autocast(fn, BF16)), second(fn)) < 0.05
+
+
+def test_such_a_rule_in_an_autocast_inside_an_autocast() -> None:
+    def fn(x, s):
+        return CLOSING["top"](x, s, "backward")
+
+    nested = jaxmp.autocast(lambda x, s: jaxmp.autocast(fn, BF16)(x, s) * 2, "mixed_float16")
+    want = 2 * jax.grad(fn)(X, S)
+    assert relative_error(jax.jit(jax.grad(nested))(X, S), want) < 0.03
+
+
 def test_explain_says_which_rule_closes_over_a_value() -> None:
     def fn(x, s):
         return CLOSING["top"](x, s, "backward") + jnp.sum(jax.nn.relu(x))

@@ -17,9 +17,10 @@ import jax
 
 from jaxmp._autocast import custom_rules, jaxpr_compat, rule_calls
 from jaxmp._autocast.custom_rules import Execute
-from jaxmp._autocast.equations import bind
+from jaxmp._autocast.equations import bind, cast
 from jaxmp._autocast.plan import Plan, Step
-from jaxmp._autocast.rule_calls import Call, is_inexact
+from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
+from jaxmp._autocast.rules import FLOAT32
 
 REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
 
@@ -54,30 +55,55 @@ def likely(plan: Plan) -> bool:
     return bool(plan.built["closing"])
 
 
-def remember(plan: Plan) -> None:
-    """Notes that a program has such a rule."""
-    plan.built["closing"] = True
-
-
-def runner(flat: Callable[..., list[Any]], plan: Plan, execute: Execute) -> Execute:
-    """What runs a program with such a rule, in place of `execute`.
+def run(
+    flat: Callable[..., list[Any]],
+    plan: Plan,
+    execute: Execute,
+    program: Callable[[Execute], list[Any]],
+) -> list[Any]:
+    """The results of a program, whatever its rules close over.
 
     Args:
       flat: the program as a function of its flat arrays, as written.
       plan: its plan.
       execute: what runs a plan.
+      program: the whole program, given what is to run its plan.
     """
+    if not likely(plan):
+        try:
+            return program(execute)
+        except ClosedOverError:
+            plan.built["closing"] = True
+    try:
+        return program(_whole(flat, plan, execute))
+    except Exception:  # noqa: BLE001
+        # A second derivative, or a rule inside a jit. JAX alone may know how; if not, it says so.
+        return program(_as_written(flat))
 
-    def run(_plan: Plan, args: Sequence[Any]) -> list[Any]:
-        if any(isinstance(const, jax.core.Tracer) for const in plan.consts):
-            # Which of these is being differentiated cannot be known here: as written.
-            return flat(*args)
-        # JAX cannot partially evaluate the jvp of a scan over such a rule; a vjp it can make.
-        reverse = any(looped or step.action == "custom_vjp" for step, looped in custom_calls(plan))
-        make = custom_rules.reverse_mode if reverse else custom_rules.forward_mode
-        return list(make(_call(flat, plan), plan, execute)(*args))
 
-    return run
+def _as_written(flat: Callable[..., list[Any]]) -> Execute:
+    """Runs the program as JAX would, on operands in float32."""
+
+    def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
+        return flat(
+            *(
+                x if low is None or low == FLOAT32 else cast(x, FLOAT32)
+                for x, low in zip(args, plan.ins, strict=True)
+            )
+        )
+
+    return execute
+
+
+def _whole(flat: Callable[..., list[Any]], plan: Plan, execute: Execute) -> Execute:
+    """Runs a program that is differentiated before it is planned."""
+    if any(isinstance(const, jax.core.Tracer) for const in plan.consts):
+        # Which of these is being differentiated cannot be known here.
+        return _as_written(flat)
+    # JAX cannot partially evaluate the jvp of a scan over such a rule; a vjp it can make.
+    reverse = any(looped or step.action == "custom_vjp" for step, looped in custom_calls(plan))
+    make = custom_rules.reverse_mode if reverse else custom_rules.forward_mode
+    return lambda _plan, args: list(make(_call(flat, plan), plan, execute)(*args))
 
 
 def _call(flat: Callable[..., list[Any]], plan: Plan) -> Call:

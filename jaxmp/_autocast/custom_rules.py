@@ -187,6 +187,10 @@ class _Pullback:
         avals = [call.outs[i].to_tangent_aval() for i in call.results]
         with inside_autocast(self._plan.rules.policy):
             jaxpr = jax.make_jaxpr(both)(*call.ins, *avals)
+        if not jaxpr_compat.is_whole(jaxpr):
+            raise ClosedOverError(
+                f"autocast: JAX cannot differentiate {call.name} while tracing it"
+            )
         forward, backward, self._saved = jaxpr_compat.split(jaxpr, len(call.ins), len(call.outs))
         self._know(backward, len(avals))
         self._trace_backward = lambda _given: backward

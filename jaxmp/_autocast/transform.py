@@ -19,7 +19,6 @@ from jaxmp._autocast.flat import FlatFunction, Flattened
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.region import in_region, inside_autocast, policy_in_force
-from jaxmp._autocast.rule_calls import ClosedOverError
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unseen
 from jaxmp.policy import Policy, single_policy
@@ -105,13 +104,12 @@ def under_policy(fn: F, policy: Policy) -> F:
         jaxpr, reusable = trace_program(flat, arrays, policy)
         plan = (plans if reusable else plans.__wrapped__)(jaxpr)
         warn_unseen(plan)
-        closing = closures.runner(flat.as_written, plan, execute)
-        try:
-            run = closing if closures.likely(plan) else execute
-            outs = run_program(plan, arrays, policy, run)
-        except ClosedOverError:
-            closures.remember(plan)
-            outs = run_program(plan, arrays, policy, closing)
+        outs = closures.run(
+            flat.as_written,
+            plan,
+            execute,
+            lambda run: run_program(plan, arrays, policy, run),
+        )
         outs = flat.rebuild(jaxpr, outs)
         if not reusable:
             flattened.forget()
