@@ -63,7 +63,9 @@ def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
     assert f"runs {count} float32 contractions as written" in message
     assert f"ops={name}:own" in message
     rows = jaxmp.explain(fn, BF16)(X, W).rows
-    assert [r.reason for r in rows if r.op == name] == ["not looked inside: runs as written"] * 2
+    assert [r.reason for r in rows if r.op == name] == [
+        "not classified, not looked inside: runs as written"
+    ] * 2
     with pytest.warns(UserWarning, match=name):
         jaxmp.wrap(fn, BF16)(X, W)
 

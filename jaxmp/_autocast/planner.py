@@ -25,7 +25,7 @@ from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
 MOVES = "moves values: as they are"
-NOT_LOOKED_INSIDE = "not looked inside: runs as written"
+NOT_LOOKED_INSIDE = "not classified, not looked inside: runs as written"
 
 
 class Planner:
