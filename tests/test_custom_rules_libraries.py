@@ -165,9 +165,10 @@ def test_the_gradient_is_that_of_float32_but_for_rounding(name: str) -> None:
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for leaf, reference in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert leaf.dtype == reference.dtype == jnp.float32
-        # Some ten roundings of relative size 2**-9, with room for solvers, which iterate.
+        # Some ten roundings of relative size 2**-9. The descent subtracts its target from a
+        # product that left in 16 bits, so what is left of it is less exact.
         error = jnp.linalg.norm(leaf - reference) / jnp.linalg.norm(reference)
-        assert float(error) < 0.04
+        assert float(error) < (0.08 if "descent" in name else 0.02)
         assert float(jnp.linalg.norm(reference)) > 0
 
 
