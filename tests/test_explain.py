@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.extend.core import Primitive
 
 import jaxmp
 
@@ -380,6 +381,9 @@ def _scanned(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=2)[0]
 
 
+UNKNOWN = Primitive("jaxmp_unknown")
+UNKNOWN.def_abstract_eval(lambda aval: aval)
+
 REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     # The reason: a program, the op it is given for, its dtype, the policy.
     "contraction": (lambda x, w: (x @ w) @ w, "dot_general", "bfloat16", BF16),
@@ -437,6 +441,9 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     ),
     "runs as written": (lambda x, w: jnp.linalg.cholesky(w @ w.T), "cholesky", "float32", BF16),
     "not classified: runs as written": (
+        lambda x, w: UNKNOWN.bind(x @ w), "jaxmp_unknown", "float32", BF16,
+    ),
+    "not classified, not looked inside: runs as written": (
         lambda x, w: lax.composite(lambda a: a * 2, "jaxmp.double")(x @ w), "composite", "float32",
         BF16,
     ),

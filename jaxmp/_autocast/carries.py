@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.ops import LOW, MOVING
@@ -93,17 +93,16 @@ def _flow(jaxpr: Any, ins: Sequence[Flow]) -> list[Flow]:
 
 
 def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
-    name = eqn.primitive.name
+    name = jaxpr_compat.kind(eqn)
     if name in LOW:
         return [_product(ins)]
-    inner = list(jaxprs_in_params(eqn.params))
     if name == "cond":
         branches = [_flow(branch, ins[1:]) for branch in eqn.params["branches"]]
         chosen = Flow(itself=ins[0].itself)
         return [_merged([*outs, chosen]) for outs in zip(*branches, strict=True)]
     if name == "scan":
         n_consts, n_carry = jaxpr_compat.scan_split(eqn)
-        return _fixpoint(inner[0], ins, n_consts, n_carry)
+        return _fixpoint(eqn.params["jaxpr"], ins, n_consts, n_carry)
     if name == "while":
         n_cond = eqn.params["cond_nconsts"]
         return _fixpoint(

@@ -3,204 +3,305 @@
 The rule of the new function is the derivative of the *original call*, itself autocast: JAX applies
 the author's rule when it differentiates the call, whatever it computes. Never inlined: a
 gradient-reversal layer would return the wrong sign, a recomputing attention lose its memory saving.
+
+A rule with ``symbolic_zeros=True`` is told which operands are differentiated and which cotangents
+are zero, and may compute something else for each: it is derived anew for each such pattern. Every
+other rule is derived once, by every operand it could be differentiated by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
-from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.hidden_tangents import hidden_tangents
+from jaxmp._autocast.licences import COMPUTED
 from jaxmp._autocast.plan import DType, Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.region import inside_autocast
+from jaxmp._autocast.rule_calls import (
+    Bind,
+    Call,
+    ClosedOverError,
+    Pattern,
+    call_of,
+    is_inexact,
+    trace_rule,
+)
 
 Execute = Callable[[Plan, Sequence[Any]], list[Any]]
-Bind = Callable[..., list[Any]]
 
 
 def custom_jvp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Callable[..., Any]:
     """The transformed `jax.custom_jvp` function of an equation."""
-    in_avals = [v.aval for v in eqn.invars]
-    active = _differentiable(eqn)
-    results = [i for i, v in enumerate(eqn.outvars) if _is_inexact(v.aval)]
-    rule: list[Plan] = []  # planned when first differentiated
-
-    @jax.custom_jvp
-    def call(*args: Any) -> list[Any]:
-        return execute(plan, args)
-
-    @call.defjvp
-    def call_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        if not rule:
-            rule.append(plan_rule())
-        outs = execute(rule[0], [*primals, *(tangents[i] for i in active)])
-        out, out_tangents = outs[: len(eqn.outvars)], iter(outs[len(eqn.outvars) :])
-        return out, [
-            next(out_tangents) if i in results else np.zeros(x.shape, dtypes.float0)
-            for i, x in enumerate(out)
-        ]
-
-    def plan_rule() -> Plan:
-        def jvp(*args: Any) -> list[Any]:
-            primals, tangents = args[: len(in_avals)], args[len(in_avals) :]
-            out, out_tangents = jax.jvp(
-                _partially(eqn, bind, primals, active),
-                [primals[i] for i in active],
-                list(tangents),
-            )
-            return [*out, *(out_tangents[i] for i in results)]
-
-        avals = [*in_avals, *(in_avals[i].to_tangent_aval() for i in active)]
-        with inside_autocast(plan.rules.policy):
-            jaxpr = _trace(eqn, jvp, avals)
-        linear = [False] * len(in_avals) + [True] * len(active)
-        planner = Planner(hidden_tangents(jaxpr, linear))
-        ins = [_kept(planner, a, d) for a, d in zip(in_avals, plan.ins, strict=True)]
-        ins += [_kept(planner, in_avals[i], plan.ins[i], tangent=True) for i in active]
-        outs = [*plan.outs, *(plan.outs[i] for i in results)]
-        return planner.plan(jaxpr, ins, _wanted(outs), plan.rules, outs)
-
-    return call
+    return forward_mode(call_of(eqn, bind), plan, execute)
 
 
 def custom_vjp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Callable[..., Any]:
     """The transformed `jax.custom_vjp` function of an equation: primal, forward and backward."""
-    in_avals = [v.aval for v in eqn.invars]
-    active = _differentiable(eqn)
-    results = [i for i, v in enumerate(eqn.outvars) if _is_inexact(v.aval)]
-    rules: list[tuple[Plan, Plan]] = []  # forward and backward, planned when first differentiated
+    return reverse_mode(call_of(eqn, bind), plan, execute)
 
-    @jax.custom_vjp
-    def call(*args: Any) -> list[Any]:
-        return execute(plan, args)
 
-    def forward(*args: Any) -> tuple[list[Any], list[Any]]:
-        if not rules:
-            rules.append(plan_rules())
-        outs = execute(rules[0][0], args)
-        return outs[: len(eqn.outvars)], outs[len(eqn.outvars) :]
+# Forward mode.
 
-    def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        grads = iter(execute(rules[0][1], [*residuals, *(cotangents[i] for i in results)]))
-        return tuple(next(grads) if i in active else None for i in range(len(in_avals)))
 
-    call.defvjp(forward, backward)
+def forward_mode(call: Call, plan: Plan, execute: Execute) -> Callable[..., Any]:
+    """`call` planned, with its jvp planned when it is first differentiated."""
+    planned = functools.cache(functools.partial(_plan_jvp, call, plan))
+    fn = jax.custom_jvp(_named(call.name, lambda *args: execute(plan, args)))
 
-    def plan_rules() -> tuple[Plan, Plan]:
-        pullbacks: list[Any] = []
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        active = tuple(i for i in call.active if not isinstance(tangents[i], SymbolicZero))
+        active = active or call.active
+        rule, zeros = planned(active)
+        outs = execute(rule, [*primals, *(_instantiated(tangents[i]) for i in active)])
+        out = outs[: len(call.outs)]
+        out_tangents: list[Any] = [np.zeros(x.shape, dtypes.float0) for x in out]
+        for i, tangent, zero in zip(call.results, outs[len(out) :], zeros, strict=True):
+            symbolic = zero and call.symbolic
+            out_tangents[i] = SymbolicZero(jax.typeof(tangent)) if symbolic else tangent
+        return out, out_tangents
 
-        def fwd(*args: Any) -> list[Any]:
-            out, pullback = jax.vjp(_partially(eqn, bind, args, active), *(args[i] for i in active))
-            residuals, tree = jax.tree.flatten(pullback)
-            pullbacks.append(tree)
-            return [*out, *residuals]
+    fn.defjvp(jvp, symbolic_zeros=call.symbolic)
+    return fn
+
+
+def _plan_jvp(call: Call, plan: Plan, active: Pattern) -> tuple[Plan, list[bool]]:
+    """The jvp by the `active` operands, and which of its tangents are zero."""
+
+    def jvp(*args: Any) -> list[Any]:
+        primals, tangents = args[: len(call.ins)], args[len(call.ins) :]
+        fn = call.by(primals, active)
+        out, out_tangents = jax.jvp(fn, [primals[i] for i in active], list(tangents))
+        return [*out, *(out_tangents[i] for i in call.results)]
+
+    avals = [*call.ins, *(call.ins[i].to_tangent_aval() for i in active)]
+    with inside_autocast(plan.rules.policy):
+        jaxpr = trace_rule(call, jvp, avals)
+    linear = [False] * len(call.ins) + [True] * len(active)
+    planner = Planner(hidden_tangents(jaxpr, linear))
+    ins = [
+        _kept(planner, *operand) for operand in zip(call.ins, plan.ins, plan.licences, strict=True)
+    ]
+    ins += [
+        _kept(planner, call.ins[i], plan.ins[i], plan.licences[i], tangent=True) for i in active
+    ]
+    outs = [*plan.outs, *(plan.outs[i] for i in call.results)]
+    zeros = _zeros(jaxpr)[len(call.outs) :]
+    return planner.plan(jaxpr, ins, _wanted(outs), plan.rules, outs), zeros
+
+
+# Reverse mode.
+
+
+def reverse_mode(call: Call, plan: Plan, execute: Execute) -> Callable[..., Any]:
+    """`call` planned, with its forward and backward passes planned when first differentiated."""
+
+    @functools.cache
+    def rule(active: Pattern) -> _Pullback:
+        return _Pullback(call, plan, active)
+
+    fn = jax.custom_vjp(_named(call.name, lambda *args: execute(plan, args)))
+
+    def forward(*args: Any) -> tuple[list[Any], tuple[_Pullback, list[Any]]]:
+        active = call.active
+        if call.symbolic:
+            active = tuple(i for i in active if args[i].perturbed) or active
+            args = tuple(x.value for x in args)
+        pullback = rule(active)
+        outs = execute(pullback.forward, args)
+        return outs[: len(call.outs)], (pullback, outs[len(call.outs) :])
+
+    def backward(saved: tuple[_Pullback, list[Any]], cotangents: list[Any]) -> tuple[Any, ...]:
+        pullback, residuals = saved
+        given = call.results
+        if not call.closes:
+            given = tuple(i for i in given if not isinstance(cotangents[i], SymbolicZero))
+        plan, zeros = pullback.backward(given)
+        out = execute(plan, [*residuals, *(_instantiated(cotangents[i]) for i in given)])
+        grads: list[Any] = [None] * len(call.ins)
+        for i, grad, zero in zip(pullback.active, out, zeros, strict=True):
+            grads[i] = None if zero and call.symbolic else grad
+        return tuple(grads)
+
+    fn.defvjp(forward, backward, symbolic_zeros=call.symbolic)
+    return fn
+
+
+@jax.tree_util.register_static
+class _Pullback:
+    """The plans of a rule: of the forward pass, and of the backward pass per pattern.
+
+    Attributes:
+      active: the operands it differentiates by.
+      forward: the plan that computes the results and what is saved.
+      backward: cotangents that are not known to be zero → the plan, and which gradients are zero.
+    """
+
+    def __init__(self, call: Call, plan: Plan, active: Pattern) -> None:
+        self.active = active
+        self.backward = functools.cache(self._plan_backward)
+        self._call, self._plan = call, plan
+        self._grads = [plan.ins[i] for i in active]
+        self._planner = Planner()
+        self._trace_backward: Callable[[Pattern], Any] = functools.cache(self._backward_jaxpr)
+        self._trees: list[Any] = []
+        n_out = len(call.outs)
+        if call.closes:
+            jaxpr = self._trace_both()
+        else:
+            with inside_autocast(plan.rules.policy):
+                jaxpr = trace_rule(call, self._trace_forward, call.ins)
+            self._saved = [v.aval for v in jaxpr_compat.closed(jaxpr).jaxpr.outvars[n_out:]]
+        wanted = [*_wanted(plan.outs), *self._saved_for()]
+        operands = zip(call.ins, plan.ins, plan.licences, strict=True)
+        ins = [_kept(self._planner, *operand) for operand in operands]
+        free = self._planner.plan(jaxpr, ins, wanted, plan.rules)
+        outs = [*plan.outs, *free.outs[n_out:]]
+        self.forward = self._planner.plan(jaxpr, ins, wanted, plan.rules, outs)
+
+    def _trace_forward(self, *args: Any) -> list[Any]:
+        fn = self._call.by(args, self.active)
+        out, pullback = jax.vjp(fn, *(args[i] for i in self.active))
+        residuals, tree = jax.tree.flatten(pullback)
+        self._trees.append(tree)
+        return [*out, *residuals]
+
+    def _trace_both(self) -> Any:
+        """Both passes in one trace: the backward rules may close over values of the forward one.
+
+        The cotangents are all there: which of them are zero is not known yet.
+        """
+        call = self._call
+
+        def both(*args: Any) -> list[Any]:
+            fn, primals = call.by(args, self.active), args[: len(call.ins)]
+            out, pullback = jax.vjp(fn, *(primals[i] for i in self.active))
+            given = iter(args[len(primals) :])
+            return [*out, *pullback(self._cotangents(given, call.results))]
+
+        avals = [call.outs[i].to_tangent_aval() for i in call.results]
+        with inside_autocast(self._plan.rules.policy):
+            jaxpr = jax.make_jaxpr(both)(*call.ins, *avals)
+        if not jaxpr_compat.is_whole(jaxpr):
+            raise ClosedOverError(
+                f"autocast: JAX cannot differentiate {call.name} while tracing it"
+            )
+        forward, backward, self._saved = jaxpr_compat.split(jaxpr, len(call.ins), len(call.outs))
+        self._know(backward, len(avals))
+        self._trace_backward = lambda _given: backward
+        return forward
+
+    def _saved_for(self) -> Sequence[int]:
+        """What the backward pass wants each saved value for."""
+        try:
+            jaxpr = self._trace_backward(self._call.results)
+        except ClosedOverError:
+            raise
+        except Exception:
+            if not self._call.symbolic:
+                raise
+            # The rule does not take all cotangents at once. It gets those that are there, later.
+            return [FULL] * len(self._saved)
+        opened, rules = jaxpr_compat.closed(jaxpr).jaxpr, self._plan.rules
+        demand = self._planner.demands(opened, _wanted(self._grads), rules)
+        return demand.ins[: len(self._saved)]
+
+    def _backward_jaxpr(self, given: Pattern) -> Any:
+        """The jaxpr of the backward pass, of the cotangents that are not known to be zero."""
 
         def bwd(*args: Any) -> list[Any]:
-            residuals, given = (
-                args[: len(args) - len(results)],
-                iter(args[len(args) - len(results) :]),
-            )
-            cotangents = [
-                next(given) if i in results else np.zeros(jaxpr_compat.shape_of(v), dtypes.float0)
-                for i, v in enumerate(eqn.outvars)
-            ]
-            return list(jax.tree.unflatten(pullbacks[0], residuals)(cotangents))
+            residuals, cotangents = args[: len(self._saved)], iter(args[len(self._saved) :])
+            pullback = jax.tree.unflatten(self._trees[0], residuals)
+            return list(pullback(self._cotangents(cotangents, given)))
 
-        with inside_autocast(plan.rules.policy):
-            fwd_jaxpr = _trace(eqn, fwd, in_avals)
-            n_out = len(eqn.outvars)
-            residual_avals = [v.aval for v in jaxpr_compat.closed(fwd_jaxpr).jaxpr.outvars[n_out:]]
-            ct_avals = [eqn.outvars[i].aval.to_tangent_aval() for i in results]
-            bwd_jaxpr = _trace(eqn, bwd, [*residual_avals, *ct_avals])
+        avals = [self._call.outs[i].to_tangent_aval() for i in given]
+        with inside_autocast(self._plan.rules.policy):
+            jaxpr = trace_rule(self._call, bwd, [*self._saved, *avals])
+        self._know(jaxpr, len(avals))
+        return jaxpr
 
-        linear = [False] * len(residual_avals) + [True] * len(ct_avals)
-        planner = Planner(hidden_tangents(bwd_jaxpr, linear))
-        grads = [plan.ins[i] for i in active]
-        wanted = planner.demands(
-            jaxpr_compat.closed(bwd_jaxpr).jaxpr, _wanted(grads), plan.rules
-        ).ins[: len(residual_avals)]
-        ins = [_kept(planner, a, d) for a, d in zip(in_avals, plan.ins, strict=True)]
-        free = planner.plan(fwd_jaxpr, ins, [*_wanted(plan.outs), *wanted], plan.rules)
-        outs = [*plan.outs, *free.outs[n_out:]]
-        fwd_plan = planner.plan(fwd_jaxpr, ins, [*_wanted(plan.outs), *wanted], plan.rules, outs)
-        bwd_ins = [
+    def _know(self, jaxpr: Any, count: int) -> None:
+        """Tells the planner which values of a backward pass of `count` cotangents are tangents."""
+        linear = [False] * len(self._saved) + [True] * count
+        self._planner.tangents |= hidden_tangents(jaxpr, linear)
+
+    def _cotangents(self, arrays: Iterator[Any], given: Pattern) -> list[Any]:
+        """One cotangent per result: those that are given, and zeros."""
+        return [
+            next(arrays)
+            if i in given
+            else jaxpr_compat.symbolic_zero(aval)
+            if is_inexact(aval)
+            else np.zeros(aval.shape, dtypes.float0)
+            for i, aval in enumerate(self._call.outs)
+        ]
+
+    def _plan_backward(self, given: Pattern) -> tuple[Plan, list[bool]]:
+        jaxpr, outs = self._trace_backward(given), self._call.outs
+        ins = [
             value._replace(tangent=False) if value is not None else None
-            for value in fwd_plan.values[n_out:]
+            for value in self.forward.values[len(outs) :]
         ]
-        bwd_ins += [
-            _kept(planner, eqn.outvars[i].aval, plan.outs[i], tangent=True) for i in results
-        ]
-        bwd_plan = planner.plan(bwd_jaxpr, bwd_ins, _wanted(grads), plan.rules, grads)
-        return fwd_plan, bwd_plan
-
-    return call
+        ins += [_kept(self._planner, outs[i], self._plan.outs[i], tangent=True) for i in given]
+        rules = self._plan.rules
+        plan = self._planner.plan(jaxpr, ins, _wanted(self._grads), rules, self._grads)
+        return plan, _zeros(jaxpr)
 
 
-def _trace(eqn: JaxprEqn, rule: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """The jaxpr of a derivative rule.
-
-    Raises:
-      ValueError: if the rule uses values of the function around it that are not its operands. Their
-        trace is over by the time the rule runs; under `jax.jit` JAX refuses such a rule as well.
-    """
-    jaxpr = jaxpr_compat.trace(rule, avals)
-    if len(jaxpr_compat.closed(jaxpr).jaxpr.invars) != len(avals):
-        name = eqn.params.get("name") or eqn.params["call_jaxpr"].debug_info.func_name
-        raise ValueError(
-            f"autocast: the derivative rule of {name} (at "
-            f"{source_info_util.summarize(eqn.source_info)}) closes over a traced value of the "
-            "function that calls it. JAX cannot differentiate that under jit, and autocast cannot "
-            "either: pass the value to the function as an argument."
-        )
-    return jaxpr
+def _named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function under its author's name, which jaxprs and profiles show."""
+    fn.__name__ = name
+    return fn
 
 
-def _differentiable(eqn: JaxprEqn) -> list[int]:
-    """Which operands a rule differentiates by: not those that the function closes over."""
-    return [
-        i
-        for i, v in enumerate(eqn.invars)
-        if i >= eqn.params.get("num_consts", 0) and _is_inexact(v.aval)
-    ]
+def _instantiated(tangent: Any) -> Any:
+    """A tangent as an array."""
+    if not isinstance(tangent, SymbolicZero):
+        return tangent
+    aval: Any = tangent.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _is_inexact(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+def _zeros(jaxpr: Any) -> list[bool]:
+    """Which results of a jaxpr are nothing but zeros, as JAX makes them of symbolic zeros."""
+    opened = jaxpr_compat.closed(jaxpr).jaxpr
+    fills = {
+        eqn.outvars[0]: eqn.invars[0]
+        for eqn in opened.eqns
+        if eqn.primitive.name == "broadcast_in_dim"
+    }
 
+    def is_zero(atom: Any) -> bool:
+        atom = atom if isinstance(atom, Literal) else fills.get(atom)
+        return isinstance(atom, Literal) and not np.any(atom.val)
 
-def _partially(
-    eqn: JaxprEqn, bind: Bind, args: Sequence[Any], active: Sequence[int]
-) -> Callable[..., list[Any]]:
-    """The original call as a function of its differentiable operands alone."""
-
-    def call(*differentiable: Any) -> list[Any]:
-        full = list(args)
-        for i, x in zip(active, differentiable, strict=True):
-            full[i] = x
-        return bind(eqn, full)
-
-    return call
+    return [is_zero(atom) for atom in opened.outvars]
 
 
 def _kept(
-    planner: Planner, aval: Any, dtype: DType | None, *, tangent: bool = False
+    planner: Planner,
+    aval: Any,
+    dtype: DType | None,
+    licence: str | None = None,
+    *,
+    tangent: bool = False,
 ) -> Value | None:
     """How an operand of a rule is kept: as the call's operand is."""
     if not ours(_Typed(aval)):
         return None
     if dtype is None:
-        return Value(tangent=tangent)
+        return Value(tangent=tangent, licence=licence or COMPUTED)
     return Value(dtype, frozenset({planner.fresh()}), tangent=tangent)
 
 

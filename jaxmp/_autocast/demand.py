@@ -70,7 +70,7 @@ class Demands:
         return Demand(tuple(of.get(v, NOTHING) for v in jaxpr.invars), of)
 
     def _of_operands(self, eqn: JaxprEqn, wanted: list[int], rules: Rules) -> Sequence[int]:
-        name = eqn.primitive.name
+        name = jaxpr_compat.kind(eqn)
         rules = region_rules(eqn) or rules
         if rules.looks_inside(eqn):
             if name == "scan":

@@ -18,7 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jaxmp._autocast.jaxpr_compat import INLINE, shape_of
+from jaxmp._autocast.jaxpr_compat import INLINE, bind_next, shape_of
 from jaxmp._autocast.ops import TRACED_ONCE
 from jaxmp._autocast.plan import DType
 from jaxmp._autocast.rules import FLOAT32
@@ -82,6 +82,8 @@ def narrow_constant(value: Any, dtype: DType) -> Any:
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
     """The primitive of an equation on other operands, with some parameters replaced."""
+    if (named := bind_next(eqn, operands)) is not None:
+        return named
     params = eqn.primitive.get_bind_params(eqn.params | replaced)
     out = eqn.primitive.bind(*operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]

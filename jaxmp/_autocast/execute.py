@@ -144,6 +144,9 @@ def _call(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     eqn, [inner], operands = step.eqn, step.plans, env.operands(step)
     if inner.unchanged:
         return bind(eqn, operands)
+    rematted = jaxpr_compat.rematerialised(eqn, lambda *args: execute(inner, args))
+    if rematted is not None:
+        return list(rematted(*operands))
     if eqn.primitive.name not in ("jit", "pjit", "remat2", "checkpoint"):
         return execute(inner, operands)
     return bind(eqn, operands, jaxpr=jaxpr_compat.like(transformed(inner), eqn.params["jaxpr"]))

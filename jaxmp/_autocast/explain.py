@@ -10,6 +10,7 @@ from typing import Any
 import jmp
 import numpy as np
 
+from jaxmp._autocast import closures
 from jaxmp._autocast.flat import Flattened
 from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Plan, Step
@@ -144,6 +145,9 @@ def _rows(plan: Plan, count: int, path: str, source: str) -> Iterator[Row]:
         # Ops inside JAX's own functions have no line of the user's: the call's line is theirs.
         line = user_line(step.eqn) or source
         if step.plans:
+            if step.action.startswith("custom_") and closures.closes_over(step):
+                name = step.eqn.primitive.name
+                yield Row(name, here, line, _dtype(step), closures.REASON, count)
             times = step.eqn.params.get("length", 1) if step.action == "scan" else 1
             for inner in step.plans:
                 yield from _rows(inner, count * times, here, line)

@@ -28,7 +28,8 @@ class FlatFunction:
     """`fn` at one tree structure and one set of static leaves.
 
     Attributes:
-      jitted: the function of flat arrays, under `jax.jit` for its trace cache.
+      as_written: the function of flat arrays.
+      jitted: the same, under `jax.jit` for its trace cache.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class FlatFunction:
             return [x for x in out_leaves if is_array(x)]
 
         flat.__name__ = flat.__qualname__ = name
-        self._flat = flat
+        self.as_written = flat
         self.jitted = jax.jit(flat)
 
     def trace(self, arrays: Sequence[Any]) -> tuple[Any, bool]:
@@ -60,7 +61,7 @@ class FlatFunction:
         jaxpr = jaxpr_compat.trace(self.jitted, arrays)
         if len(jaxpr_compat.closed(jaxpr).jaxpr.invars) != len(arrays):
             # jit lifts tracers that `fn` closes over to operands; make_jaxpr keeps them constants.
-            jaxpr = jax.make_jaxpr(self._flat)(*arrays)
+            jaxpr = jax.make_jaxpr(self.as_written)(*arrays)
         if self._latest.outs is not None:  # None: found in jit's cache, and here already
             self._outs[id(jaxpr)] = (jaxpr, *self._latest.outs)
         return jaxpr, not jaxpr_compat.closed(jaxpr).consts

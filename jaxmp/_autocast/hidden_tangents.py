@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.demand import ours
@@ -54,7 +54,7 @@ class _Walk:
     def _results(self, eqn: JaxprEqn, read: list[bool]) -> list[bool]:
         """Which results of an equation are tangents; more than are, where its kind is unknown."""
         outs = [False] * len(eqn.outvars)
-        inner = list(jaxprs_in_params(eqn.params))
+        inner = list(jaxpr_compat.inner_jaxprs(eqn))
         if not inner:
             return [True] * len(outs)
         while True:

@@ -46,7 +46,7 @@ def _call(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     entering = values
     wanted = here.demanded(eqn)
     inner = jaxpr_compat.call_jaxpr(eqn)
-    name = eqn.primitive.name
+    name = jaxpr_compat.kind(eqn)
     if name == "custom_jvp_call" and here.rules.low is not None:
         entering, wanted = _at_the_door(here, inner, entering, wanted)
     made = here.are_made(eqn.invars)

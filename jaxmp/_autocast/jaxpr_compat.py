@@ -6,18 +6,23 @@
   ``ft_in``/``ft_out`` (0.12).
 * What `inline=True` means to `jax.jit`.
 * The primitives that merely call a jaxpr have come and gone.
+* JAX's next generation of remat, custom_vjp, custom_jvp, checkpoint_name and scan (0.12, behind the
+  flags ``JAX_REMAT3=1`` and so on): one primitive, ``call_hi_primitive``, with an object in its
+  parameters that holds the jaxpr. Not public; what we know of these objects is in this file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
+from jax.interpreters import ad
 
 # Primitives that run one jaxpr once, operands and results one to one → the parameter it is in.
 CALLS = {
@@ -29,6 +34,14 @@ CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "shard_map": "jaxpr",
+}
+
+# The objects of `call_hi_primitive`, by class → the primitive they are the next generation of.
+_NEXT = {
+    "RematTraced": "remat2",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+    "CheckpointName": "name",
 }
 
 # `inline` of a jit that is to leave no trace in the jaxpr that calls it: an enum from 0.12 on,
@@ -59,6 +72,64 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
+def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Closed, Closed, list[Any]]:
+    """A jaxpr cut in two: what does not depend on its last operands, and what does.
+
+    Args:
+      jaxpr: with operands ``[*first, *last]`` and results ``[*early, *late]``, of which the early
+        ones do not depend on the last operands.
+      n_ins: how many operands are first.
+      n_outs: how many results are early.
+
+    Returns:
+      A jaxpr ``first -> [*early, *saved]``, a jaxpr ``[*saved, *last] -> late``, and the avals of
+      what is saved.
+    """
+    opened, consts = closed(jaxpr)
+    late = set(opened.invars[n_ins:])
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for eqn in opened.eqns:
+        depends = not late.isdisjoint(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
+        parts[depends].append(eqn)
+        late.update(eqn.outvars if depends else ())
+    read = [v for eqn in parts[1] for v in eqn.invars] + list(opened.outvars[n_outs:])
+    known = {*late, *opened.constvars}
+    saved = list(dict.fromkeys(v for v in read if not isinstance(v, jex_core.Literal)))
+    saved = [v for v in saved if v not in known]
+
+    def part(eqns: list[Any], invars: list[Any], outvars: list[Any]) -> Closed:
+        return Closed(
+            opened.replace(
+                eqns=eqns,
+                invars=invars,
+                outvars=outvars,
+                debug_info=opened.debug_info._replace(arg_names=None, result_paths=None),
+            ),
+            consts,
+        )
+
+    first = part(parts[0], list(opened.invars[:n_ins]), [*opened.outvars[:n_outs], *saved])
+    last = part(parts[1], [*saved, *opened.invars[n_ins:]], list(opened.outvars[n_outs:]))
+    return first, last, [v.aval for v in saved]
+
+
+def is_whole(jaxpr: Any) -> bool:
+    """Whether no inner jaxpr reads a value of the trace around it but by its operands.
+
+    Differentiating a jit whose rules close over tracers, JAX may leave one that does.
+    """
+    for eqn in closed(jaxpr).jaxpr.eqns:
+        if eqn.primitive.name in ("jit", "scan"):
+            inner, consts = closed(eqn.params["jaxpr"])
+            if len(inner.invars) != len(eqn.invars):
+                return False
+            if any(isinstance(const, jax.core.Tracer) for const in consts):
+                return False
+        if not all(map(is_whole, inner_jaxprs(eqn))):
+            return False
+    return True
+
+
 def like(new: Any, old: Any) -> Any:
     """`new` (as traced) in the class in which the equation held `old`.
 
@@ -85,7 +156,96 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
 
 def call_jaxpr(eqn: jex_core.JaxprEqn) -> Any:
     """The inner jaxpr of a primitive in `CALLS`."""
+    if (held := _held(eqn)) is not None:
+        return _jaxpr_of(held)
     return eqn.params[CALLS[eqn.primitive.name]]
+
+
+# The next generation.
+
+
+def kind(eqn: jex_core.JaxprEqn) -> str:
+    """The name of the primitive that an equation is the next generation of; else its own."""
+    held = _held(eqn)
+    name = _NEXT.get(type(held).__name__) if held is not None else None
+    if name is None or (name in CALLS and not _one_to_one(eqn, held)):
+        return str(eqn.primitive.name)
+    return name
+
+
+def called(eqn: jex_core.JaxprEqn) -> str:
+    """What to call an equation's primitive in a message: the author's word where there is one."""
+    held = _held(eqn)
+    return str(eqn.primitive.name) if held is None else type(held).__name__
+
+
+def inner_jaxprs(eqn: jex_core.JaxprEqn) -> Iterator[Any]:
+    """Every jaxpr in the parameters of an equation, also one that an object there holds."""
+    yield from jex_core.jaxprs_in_params(eqn.params)
+    if (held := _held(eqn)) is not None and (jaxpr := _jaxpr_of(held)) is not None:
+        yield jaxpr
+
+
+def bind_next(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
+    """Binds a `checkpoint_name` of the next generation to operands of any dtype; else None."""
+    if eqn.primitive.name == "call_hi_primitive" and kind(eqn) == "name":
+        return [checkpoint_name(operands[0], _held(eqn).name)]
+    return None
+
+
+def rematerialised(
+    eqn: jex_core.JaxprEqn, fn: Callable[..., list[Any]]
+) -> Callable[..., list[Any]] | None:
+    """`fn` under the remat of an equation of the next generation; None if it is not one."""
+    if (held := _held(eqn)) is None:
+        return None
+    rematted: Callable[..., list[Any]] = jax.checkpoint(
+        fn, policy=held.policy, prevent_cse=held.prevent_cse
+    )
+    return rematted
+
+
+class CustomRule(NamedTuple):
+    """What a custom_jvp or custom_vjp equation says about its rule."""
+
+    name: str
+    n_consts: int  # leading operands that the function closes over: not differentiated
+    symbolic_zeros: bool
+
+
+def custom_rule(eqn: jex_core.JaxprEqn) -> CustomRule:
+    """The name, closed-over operands and symbolic zeros of a function with a rule of its own."""
+    held, params = _held(eqn), eqn.params
+    if held is None:
+        name = params.get("name") or closed(params["call_jaxpr"]).jaxpr.debug_info.func_name
+        return CustomRule(
+            str(name), params.get("num_consts", 0), bool(params.get("symbolic_zeros"))
+        )
+    n_consts = len(jax.tree.leaves(held.in_avals[0]))
+    return CustomRule(str(held.traced.fun_name), n_consts, bool(held.symbolic_zeros))
+
+
+def symbolic_zero(aval: Any) -> Any:
+    """A cotangent that is known to be zero, for the function that `jax.vjp` returns."""
+    return ad.Zero(aval.to_tangent_aval())
+
+
+def _held(eqn: jex_core.JaxprEqn) -> Any:
+    """The object that a `call_hi_primitive` equation keeps in its parameters, or None."""
+    return eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
+
+
+def _jaxpr_of(held: Any) -> Any:
+    for name in ("traced", "traced_fwd"):
+        held = getattr(held, name, held)
+    return getattr(held, "jaxpr", None)
+
+
+def _one_to_one(eqn: jex_core.JaxprEqn, held: Any) -> bool:
+    """Whether operands and results are those of the jaxpr: a rule may have more of its own."""
+    jaxpr = closed(_jaxpr_of(held)).jaxpr
+    shapes = [[getattr(v.aval, "shape", None) for v in of.invars] for of in (jaxpr, eqn)]
+    return shapes[0] == shapes[1] and len(jaxpr.outvars) == len(eqn.outvars)
 
 
 def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:

@@ -72,6 +72,7 @@ OWN = frozenset(
     "rng_bit_generator rng_uniform threefry2x32 "
     "axis_index platform_index create_token after_all dce_sink stage "
     "ragged_all_to_all get swap addupdate new_ref freeze "
+    "linear_solve "  # of lineax
     "pure_callback io_callback debug_callback debug_print custom_lin".split()
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.demand import CONTRACTION, INDEX, NOTHING, Demands, ours
@@ -55,6 +55,7 @@ from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, regi
 
 MOVES = "moves values: as they are"
 SOLUTION = "an operand is the solution of a linear system"
+NOT_LOOKED_INSIDE = "not classified, not looked inside: runs as written"
 
 
 class Planner:
@@ -259,7 +260,7 @@ class JaxprPlanner:
 
     def decided(self, eqn: JaxprEqn) -> Step:
         """The step of one equation."""
-        name = eqn.primitive.name
+        name = jaxpr_compat.kind(eqn)
         self.rules = region_rules(eqn) or self.enclosing
         # What a region with another policy keeps low is float32 to this one.
         values = [
@@ -293,6 +294,8 @@ class JaxprPlanner:
                 for var in filter(ours, eqn.outvars):
                     self.env[var] = Value(pinned=SOLUTION, licence=DATA)
             return step
+        if any(True for _ in jaxpr_compat.inner_jaxprs(eqn)):
+            return self.as_written(eqn, values, NOT_LOOKED_INSIDE, DATA)
         return self.as_written(eqn, values, "not classified: runs as written", DATA)
 
     def step(
@@ -489,7 +492,11 @@ class JaxprPlanner:
                 fixed = [v is not None and v.fixed for v in values]
                 kept = precise_product(eqn, fixed, self.demanded(eqn)[0])
         if kept is not None:
-            return self.as_written(eqn, values, kept, DATA)
+            # Of low values it is made of nothing else; of arguments, it is data.
+            mine = [v for v in values if v is not None]
+            low = any(v.dtype or v.licence == COMPUTED for v in mine)
+            licence = COMPUTED if low and all(v.licence != DATA for v in mine) else DATA
+            return self.as_written(eqn, values, kept, licence)
         low = self.rules.low
         for atom in eqn.invars[:2]:  # an author's 16-bit operand decides for the other
             dtype = dtype_of(atom)
@@ -538,7 +545,7 @@ def _draws(eqn: JaxprEqn) -> bool:
     """Whether an equation draws random numbers, somewhere inside."""
     if eqn.primitive.name.startswith(RANDOM):
         return True
-    inner = (jaxpr_compat.closed(j).jaxpr for j in jaxprs_in_params(eqn.params))
+    inner = (jaxpr_compat.closed(j).jaxpr for j in jaxpr_compat.inner_jaxprs(eqn))
     return any(_draws(e) for jaxpr in inner for e in jaxpr.eqns)
 
 

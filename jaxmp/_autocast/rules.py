@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.jaxpr_compat import dtype_of
+from jaxmp._autocast.jaxpr_compat import dtype_of, kind
 from jaxmp._autocast.ops import classify
 from jaxmp.policy import Policy, get_policy
 
@@ -51,21 +51,21 @@ class Rules:
 
     def op_class(self, eqn: JaxprEqn) -> str | None:
         """The class of an equation, or None for a primitive that nobody listed."""
-        name = eqn.primitive.name
+        name = kind(eqn)
         if name in self.overrides:
             return self.overrides[name]
-        kind = classify(name, eqn.params)
-        if name == "exp" and kind == "full" and self.low_softmax:
+        op_class = classify(name, eqn.params)
+        if name == "exp" and op_class == "full" and self.low_softmax:
             # A softmax's exp is the one whose result reaches a contraction; exp in a loss does not,
             # and an exp without a low operand stays float32 like any other `follow` op.
             return "follow"
         if name == "integer_pow" and eqn.params["y"] > 2 and self.low == FLOAT16:
             return "full"  # the cube in GELU overflows float16 at 41
-        return kind
+        return op_class
 
     def looks_inside(self, eqn: JaxprEqn) -> bool:
         """Whether a higher-order equation is planned from the inside: unless it is overridden."""
-        return eqn.primitive.name not in self.overrides
+        return kind(eqn) not in self.overrides
 
 
 @functools.lru_cache(maxsize=256)

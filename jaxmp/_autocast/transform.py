@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast import closures, jaxpr_compat
+from jaxmp._autocast.custom_rules import Execute
 from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.equations import cast
 from jaxmp._autocast.execute import execute
@@ -20,6 +21,7 @@ from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.region import in_region, inside_autocast, policy_in_force
 from jaxmp._autocast.rules import FLOAT32, rules_for
+from jaxmp._autocast.unseen import warn_unseen
 from jaxmp.policy import Policy, single_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -109,7 +111,14 @@ def under_policy(fn: F, policy: Policy, watch: Callable[[Plan], None] | None = N
         flat, arrays = flattened(args, kwargs)
         jaxpr, reusable = trace_program(flat, arrays, policy)
         plan = (plans if reusable else plans.__wrapped__)(jaxpr)
-        outs = flat.rebuild(jaxpr, run_program(plan, arrays, policy))
+        warn_unseen(plan)
+        outs = closures.run(
+            flat.as_written,
+            plan,
+            execute,
+            lambda run: run_program(plan, arrays, policy, run),
+        )
+        outs = flat.rebuild(jaxpr, outs)
         if not reusable:
             flattened.forget()
         return outs
@@ -149,7 +158,9 @@ def plan_program(jaxpr: Any, policy: Policy) -> Plan:
     return planner.plan(jaxpr, ins, wanted, rules, outs)
 
 
-def run_program(plan: Plan, arrays: Sequence[Any], policy: Policy) -> list[Any]:
+def run_program(
+    plan: Plan, arrays: Sequence[Any], policy: Policy, run: Execute = execute
+) -> list[Any]:
     """The planned program on concrete or traced arrays, with the dtypes at its boundary."""
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
     args = []
@@ -159,7 +170,7 @@ def run_program(plan: Plan, arrays: Sequence[Any], policy: Policy) -> list[Any]:
             array = _as(jnp.asarray(array), stored, saturate=True)
             array = _as(array, dtype or FLOAT32, saturate=True)
         args.append(array)
-    outs = execute(plan, args)
+    outs = run(plan, args)
     clip = plan.rules.saturate
     return [
         _as(x, output, saturate=clip) if ours(v) else x

@@ -1,0 +1,120 @@
+"""Programs with a derivative rule that closes over a value of the function around it.
+
+`autocast` plans a program from its trace. JAX keeps rules in it as Python functions and runs them
+when it differentiates, after the trace is over; a rule that reads a traced value of the program by
+closure (implicit differentiation of an objective that closes over an argument of the loss) then
+finds a value that is gone. Without autocast it would find it, because `jax.grad` runs rules while
+the program runs. So such a program is differentiated as JAX does it, while it is traced, and what
+comes of that is planned: a forward and a backward pass for the whole program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxmp._autocast import custom_rules, jaxpr_compat, rule_calls
+from jaxmp._autocast.custom_rules import Execute
+from jaxmp._autocast.equations import bind, cast
+from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
+from jaxmp._autocast.rules import FLOAT32
+
+REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
+
+
+def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, bool]]:
+    """Every step that calls a function with a rule of its own, and whether a scan is around it."""
+    for step in plan.steps:
+        if step.action.startswith("custom_"):
+            yield step, looped
+        for inner in step.plans:
+            yield from custom_calls(inner, looped=looped or step.action == "scan")
+
+
+def closes_over(step: Step) -> bool:
+    """Whether the rule of a step closes over a traced value."""
+    rules = step.plans[0].rules
+    return rules.low is not None and rule_calls.closes_over(step.eqn, rules.policy, bind)
+
+
+def likely(plan: Plan) -> bool:
+    """Whether a program has such a rule, as far as that shows before it is differentiated.
+
+    Only calls that themselves close over something are looked at; a rule that alone does so is
+    found when it is differentiated, by `ClosedOverError`.
+    """
+    if "closing" not in plan.built:
+        plan.built["closing"] = any(
+            closes_over(step)
+            for step, _ in custom_calls(plan)
+            if jaxpr_compat.custom_rule(step.eqn).n_consts
+        )
+    return bool(plan.built["closing"])
+
+
+def run(
+    flat: Callable[..., list[Any]],
+    plan: Plan,
+    execute: Execute,
+    program: Callable[[Execute], list[Any]],
+) -> list[Any]:
+    """The results of a program, whatever its rules close over.
+
+    Args:
+      flat: the program as a function of its flat arrays, as written.
+      plan: its plan.
+      execute: what runs a plan.
+      program: the whole program, given what is to run its plan.
+    """
+    if not likely(plan):
+        try:
+            return program(execute)
+        except ClosedOverError:
+            plan.built["closing"] = True
+    try:
+        return program(_whole(flat, plan, execute))
+    except Exception:  # noqa: BLE001
+        # A second derivative, or a rule inside a jit. JAX alone may know how; if not, it says so.
+        return program(_as_written(flat))
+
+
+def _as_written(flat: Callable[..., list[Any]]) -> Execute:
+    """Runs the program as JAX would, on operands in float32."""
+
+    def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
+        return flat(
+            *(
+                x if low is None or low == FLOAT32 else cast(x, FLOAT32)
+                for x, low in zip(args, plan.ins, strict=True)
+            )
+        )
+
+    return execute
+
+
+def _whole(flat: Callable[..., list[Any]], plan: Plan, execute: Execute) -> Execute:
+    """Runs a program that is differentiated before it is planned."""
+    if any(isinstance(const, jax.core.Tracer) for const in plan.consts):
+        # Which of these is being differentiated cannot be known here.
+        return _as_written(flat)
+    # JAX cannot partially evaluate the jvp of a scan over such a rule; a vjp it can make.
+    reverse = any(looped or step.action == "custom_vjp" for step, looped in custom_calls(plan))
+    make = custom_rules.reverse_mode if reverse else custom_rules.forward_mode
+    return lambda _plan, args: list(make(_call(flat, plan), plan, execute)(*args))
+
+
+def _call(flat: Callable[..., list[Any]], plan: Plan) -> Call:
+    """The program as one call. Its rules see the perturbation that they would see without it."""
+    ins = tuple(v.aval for v in plan.jaxpr.invars)
+    return Call(
+        name=plan.jaxpr.debug_info.func_name,
+        run=lambda args: flat(*args),
+        ins=ins,
+        outs=tuple(v.aval for v in plan.jaxpr.outvars),
+        active=tuple(i for i, aval in enumerate(ins) if is_inexact(aval)),
+        symbolic=True,
+        closes=True,
+    )

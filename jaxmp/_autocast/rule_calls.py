@@ -1,0 +1,134 @@
+"""A function with a derivative rule of its own, as something to call, differentiate and trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import dtypes
+from jax.extend.core import JaxprEqn
+
+from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.region import inside_autocast
+from jaxmp.policy import Policy
+
+Bind = Callable[..., list[Any]]
+Pattern = tuple[int, ...]
+
+
+class ClosedOverError(ValueError):
+    """A derivative rule uses a traced value of the function around it that is not an operand.
+
+    That trace is over by the time the rule runs. `closures` differentiates such a program as JAX
+    does, while it is traced.
+    """
+
+
+class Call(NamedTuple):
+    """A function of flat operands that has derivatives of its own.
+
+    Attributes:
+      name: what its author called it.
+      run: the function, which JAX can differentiate.
+      ins: the avals of its operands, and `outs` those of its results.
+      active: which operands it may be differentiated by.
+      symbolic: whether the rule depends on which operands are and which cotangents are zero.
+      closes: whether tracers that the rule closes over may stay what they are.
+    """
+
+    name: str
+    run: Callable[[Sequence[Any]], list[Any]]
+    ins: tuple[Any, ...]
+    outs: tuple[Any, ...]
+    active: Pattern
+    symbolic: bool
+    closes: bool = False
+
+    @property
+    def results(self) -> Pattern:
+        """Which results have tangents."""
+        return tuple(i for i, aval in enumerate(self.outs) if is_inexact(aval))
+
+    def by(self, args: Sequence[Any], active: Pattern) -> Callable[..., list[Any]]:
+        """The function of some of its operands alone."""
+
+        def call(*differentiable: Any) -> list[Any]:
+            full = list(args)
+            for i, x in zip(active, differentiable, strict=True):
+                full[i] = x
+            return self.run(full)
+
+        return call
+
+
+def call_of(eqn: JaxprEqn, bind: Bind) -> Call:
+    """The function that an equation calls."""
+    rule = jaxpr_compat.custom_rule(eqn)
+    ins = tuple(v.aval for v in eqn.invars)
+    return Call(
+        name=rule.name,
+        run=lambda args: bind(eqn, args),
+        ins=ins,
+        outs=tuple(v.aval for v in eqn.outvars),
+        # JAX does not differentiate by what the function closes over.
+        active=tuple(i for i, a in enumerate(ins) if i >= rule.n_consts and is_inexact(a)),
+        symbolic=rule.symbolic_zeros,
+    )
+
+
+def closes_over(eqn: JaxprEqn, policy: Policy, bind: Bind) -> bool:
+    """Whether the rule of an equation uses a traced value that is not an operand of it."""
+    call = call_of(eqn, bind)
+
+    def derivative(*args: Any) -> Any:
+        fn, primals = call.by(args, call.active), [args[i] for i in call.active]
+        if jaxpr_compat.kind(eqn) == "custom_jvp_call":
+            return jax.jvp(fn, primals, primals)[1]
+        out, pullback = jax.vjp(fn, *primals)
+        return pullback(
+            [
+                x if i in call.results else np.zeros(x.shape, dtypes.float0)
+                for i, x in enumerate(out)
+            ]
+        )
+
+    try:
+        with inside_autocast(policy):
+            trace_rule(call, derivative, call.ins)
+    except ClosedOverError:
+        return True
+    except Exception:  # noqa: BLE001
+        return False  # a rule for other patterns than this, or a wrong one: JAX says so, later
+    return False
+
+
+def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """The jaxpr of a derivative rule.
+
+    Raises:
+      ClosedOverError: if the rule uses values of the function around it that are not its operands.
+    """
+    if call.closes:  # tracers that live on stay what they are
+        return jax.make_jaxpr(rule)(*avals)
+    try:
+        jaxpr = jaxpr_compat.trace(rule, avals)
+    except jax.errors.UnexpectedTracerError as error:
+        raise ClosedOverError(_CLOSED_OVER.format(call.name)) from error
+    if len(jaxpr_compat.closed(jaxpr).jaxpr.invars) != len(avals):
+        raise ClosedOverError(_CLOSED_OVER.format(call.name))
+    return jaxpr
+
+
+_CLOSED_OVER = (
+    "autocast: the derivative rule of {} closes over a traced value of the function that calls it, "
+    "and that function is traced before it is differentiated: pass the value as an argument."
+)
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether an aval has tangents that are not float0."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

@@ -1,0 +1,62 @@
+"""Contractions that autocast cannot reach, said out loud."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.ops import LOW
+from jaxmp._autocast.plan import Plan
+from jaxmp._autocast.planner import NOT_LOOKED_INSIDE
+from jaxmp._autocast.rules import FLOAT32, author_keeps
+from jaxmp._autocast.where import user_line
+
+
+def warn_unseen(plan: Plan) -> None:
+    """Warns of each primitive in a program that hides float32 contractions, once per plan."""
+    if "warned" in plan.built:
+        return
+    plan.built["warned"] = True
+    counts: Counter[str] = Counter()
+    first: dict[str, JaxprEqn] = {}
+    for eqn in _not_looked_inside(plan):
+        contractions = sum(map(_contractions, jaxpr_compat.inner_jaxprs(eqn)))
+        if contractions:
+            counts[jaxpr_compat.called(eqn)] += contractions
+            first.setdefault(jaxpr_compat.called(eqn), eqn)
+    for name, count in counts.items():
+        line = user_line(first[name])
+        where = f"{name} ({line})" if line else name
+        warnings.warn(
+            f"autocast: {where} is not looked inside, and runs {count} float32 contraction"
+            f"{'s' if count > 1 else ''} as written. Mark the function that calls it with "
+            "jaxmp.reduced_precision to hand it 16-bit operands; if float32 is meant, with "
+            "jaxmp.full_precision, or say 'ops="
+            f"{first[name].primitive.name}:own' in the policy.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _not_looked_inside(plan: Plan) -> Iterator[JaxprEqn]:
+    for step in plan.steps:
+        if step.reason == NOT_LOOKED_INSIDE:
+            yield step.eqn
+        for inner in step.plans:
+            yield from _not_looked_inside(inner)
+
+
+def _contractions(jaxpr: Any) -> int:
+    """How many contractions of a jaxpr, at any depth, autocast would have narrowed."""
+    count = 0
+    for eqn in jaxpr_compat.closed(jaxpr).jaxpr.eqns:
+        if eqn.primitive.name in LOW:
+            mine = any(jaxpr_compat.dtype_of(v) == FLOAT32 for v in eqn.invars)
+            count += mine and author_keeps(eqn) is None
+        count += sum(map(_contractions, jaxpr_compat.inner_jaxprs(eqn)))
+    return count

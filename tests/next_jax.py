@@ -1,0 +1,275 @@
+"""Programs for JAX's next generation of remat, custom_vjp, custom_jvp and scan.
+
+Not collected by itself: `test_next_jax` runs this file in a process per flag, and whoever meets a
+new flag can run it by hand::
+
+    JAX_REMAT3=1 python -m pytest -n0 tests/next_jax.py
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+import jaxmp
+from jaxmp._autocast import jaxpr_compat
+
+BF16 = "mixed_bfloat16"
+X = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
+W = jnp.sin(jnp.arange(64.0)).reshape(8, 8) / 3
+SCAN3 = os.environ.get("JAX_SCAN3") == "1"
+scan_runs_as_before = pytest.mark.skipif(SCAN3, reason="JAX cannot differentiate this scan yet")
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation, also of jaxprs that an object in the parameters holds."""
+    for eqn in jaxpr_compat.closed(jaxpr).jaxpr.eqns:
+        yield eqn
+        for inner in jaxpr_compat.inner_jaxprs(eqn):
+            yield from equations(inner)
+
+
+def products(fn: Callable[..., Any], *args: Any) -> Counter[str]:
+    """How many matrix products multiply in each dtype."""
+    return Counter(
+        str(eqn.invars[0].aval.dtype)
+        for eqn in equations(jax.make_jaxpr(fn)(*args))
+        if eqn.primitive.name == "dot_general"
+    )
+
+
+# --- programs: (w, x) -> scalar ------------------------------------------------------------------
+
+
+def remat(w, x):
+    return jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w)(x) ** 2)
+
+
+def remat_with_cse(w, x):
+    return jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w, prevent_cse=False)(x))
+
+
+def remat_that_saves_a_name(w, x):
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+
+    def block(x):
+        return jnp.tanh(checkpoint_name(x @ w, "kept")) @ w
+
+    return jnp.sum(jax.checkpoint(block, policy=policy)(x))
+
+
+def remat_that_saves_products(w, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    return jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w, policy=policy)(x))
+
+
+def remat_in_remat(w, x):
+    inner = jax.checkpoint(lambda x: jnp.tanh(x @ w))
+    return jnp.sum(jax.checkpoint(lambda x: inner(inner(x)))(x))
+
+
+def remat_under_vmap(w, x):
+    return jnp.sum(jax.vmap(jax.checkpoint(lambda v: jnp.tanh(v @ w) @ w))(x))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(nn.relu(nn.LayerNorm()(nn.Dense(8)(x))))
+
+
+def linen_remat(w, x):
+    model = nn.remat(Block)()
+    return jnp.sum(model.apply(model.init(jax.random.key(0), x), x @ w) ** 2)
+
+
+@jax.custom_vjp
+def reversed_layer(x, w):
+    return jnp.tanh(x @ w)
+
+
+reversed_layer.defvjp(
+    lambda x, w: (reversed_layer(x, w), (x, w)), lambda r, g: (-(g @ r[1].T), 2 * (r[0].T @ g))
+)
+
+
+def custom_vjp(w, x):
+    return jnp.sum(reversed_layer(x, w) @ w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def applied(fn, x, w, scale):
+    return fn(x @ w) * scale
+
+
+applied.defvjp(
+    lambda fn, x, w, scale: (applied(fn, x, w, scale), (x, w)),
+    lambda fn, scale, r, g: (scale * (g @ r[1].T), -scale * (r[0].T @ g)),
+)
+
+
+def custom_vjp_nondiff(w, x):
+    return jnp.sum(applied(jnp.tanh, x, w, 2.0) @ w)
+
+
+def custom_vjp_under_vmap(w, x):
+    return jnp.sum(jax.vmap(lambda v: reversed_layer(v[None], w))(x) ** 2)
+
+
+def custom_vjp_in_remat(w, x):
+    return jnp.sum(jax.checkpoint(lambda x: reversed_layer(jnp.sin(x @ w), w))(x))
+
+
+@jax.custom_vjp
+def picky(x, w):
+    return jnp.tanh(x @ w)
+
+
+def picky_forward(x, w):
+    assert w.perturbed
+    assert not x.perturbed
+    return picky(x.value, w.value), x.value
+
+
+picky.defvjp(picky_forward, lambda x, g: (None, 3 * (x.T @ g)), symbolic_zeros=True)
+
+
+def custom_vjp_symbolic_zeros(w, x):
+    return jnp.sum(picky(x, w) @ w)
+
+
+def custom_vjp_that_closes_over_a_value(w, x):
+    scale = jnp.sum(x) + 2.0
+
+    @jax.custom_vjp
+    def f(w):
+        return jnp.tanh(x @ w)
+
+    f.defvjp(lambda w: (f(w), scale), lambda s, g: (s * (x.T @ g),))
+    return jnp.sum(f(w))
+
+
+@jax.custom_jvp
+def tripled(x, w):
+    return jnp.tanh(x @ w)
+
+
+@tripled.defjvp
+def tripled_jvp(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return tripled(x, w), 3 * (dx @ w + x @ dw)
+
+
+def custom_jvp(w, x):
+    return jnp.sum(tripled(x, w) @ w)
+
+
+@jax.custom_jvp
+def sparing(x, w):
+    return jnp.tanh(x @ w)
+
+
+def sparing_jvp(primals, tangents):
+    assert isinstance(tangents[0], SymbolicZero)
+    return sparing(*primals), -(primals[0] @ tangents[1])
+
+
+sparing.defjvp(sparing_jvp, symbolic_zeros=True)
+
+
+def custom_jvp_symbolic_zeros(w, x):
+    return jnp.sum(sparing(x, w) @ w)
+
+
+def activations(w, x):
+    return jnp.sum(jax.nn.softmax(jax.nn.relu6(jax.nn.relu(x @ w) @ w) @ w)[:, 0])
+
+
+def everything(w, x):
+    return jnp.sum(jax.checkpoint(lambda x: reversed_layer(tripled(x, w), w))(x) @ w)
+
+
+PROGRAMS = [
+    remat,
+    remat_with_cse,
+    remat_that_saves_a_name,
+    remat_that_saves_products,
+    remat_in_remat,
+    remat_under_vmap,
+    linen_remat,
+    custom_vjp,
+    custom_vjp_nondiff,
+    custom_vjp_under_vmap,
+    custom_vjp_in_remat,
+    custom_vjp_symbolic_zeros,
+    custom_vjp_that_closes_over_a_value,
+    custom_jvp,
+    custom_jvp_symbolic_zeros,
+    activations,
+    everything,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_every_product_is_low_and_the_gradient_is_the_author_s(program: Any) -> None:
+    fast = jaxmp.autocast(program, BF16)
+    want, got = jax.jit(jax.grad(program))(W, X), jax.jit(jax.grad(fast))(W, X)
+    assert got.dtype == jnp.float32
+    assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 0.03
+    for fn, plain in ((fast, program), (jax.grad(fast), jax.grad(program))):
+        counts = products(fn, W, X)
+        assert set(counts) == {"bfloat16"}
+        # As many as without autocast: what was rematerialised still is, and nothing else.
+        assert counts.total() == products(plain, W, X).total()
+    assert set(jaxmp.explain(program, BF16)(W, X).contractions()) == {"bfloat16"}
+
+
+@scan_runs_as_before
+def test_layers_in_a_scan() -> None:
+    def program(w, x):
+        body = jax.checkpoint(lambda h, v: (tripled(reversed_layer(h, v), v), None))
+        return jnp.sum(lax.scan(body, x, jnp.stack([w, w / 2]))[0])
+
+    fast = jaxmp.autocast(program, BF16)
+    want, got = jax.jit(jax.grad(program))(W, X), jax.jit(jax.grad(fast))(W, X)
+    assert float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)) < 0.03
+    assert set(products(jax.grad(fast), W, X)) == {"bfloat16"}
+
+
+@pytest.mark.skipif(not SCAN3, reason="needs JAX_SCAN3=1")
+def test_a_scan_that_cannot_be_looked_inside_is_reported() -> None:
+    def program(w, x):
+        return jnp.sum(lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x @ w, None, length=3)[0])
+
+    with pytest.warns(UserWarning, match=r"Scan3 \(.*\) is not looked inside, and runs 1 float32"):
+        got = jaxmp.autocast(program, BF16)(W, X)
+    np.testing.assert_allclose(got, program(W, X), atol=0.02)
+    rows = jaxmp.explain(program, BF16)(W, X).rows
+    assert any("not looked inside" in row.reason for row in rows)
+
+
+def test_forward_mode_and_vmap_of_the_gradient() -> None:
+    def program(w, x):
+        return jnp.sum(jax.checkpoint(lambda x: tripled(x, w))(x))
+
+    fast = jaxmp.autocast(program, BF16)
+    for transformed in (
+        lambda f: jax.jvp(f, (W, X), (W, X)),
+        lambda f: jax.vmap(jax.grad(f), (None, 0))(W, X[:, None]),
+    ):
+        for got, want in zip(
+            *(jax.tree.leaves(transformed(f)) for f in (fast, program)), strict=True
+        ):
+            np.testing.assert_allclose(got, want, atol=0.03 * float(jnp.abs(want).max()))

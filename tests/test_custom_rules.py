@@ -1,0 +1,376 @@
+"""Derivative rules under autocast see what they see without it: perturbations, zeros, closures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+import jaxmp
+
+from support import contraction_dtypes
+
+BF16 = "mixed_bfloat16"
+X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
+W = jnp.linspace(-1.0, 0.7, 16).reshape(4, 4)
+S = jnp.float32(1.5)
+
+
+def is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """The largest difference, relative to the largest element of each leaf."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    return max(
+        float(jnp.abs(a - b).max() / (jnp.abs(b).max() + 1e-3))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    )
+
+
+# --- symbolic zeros ------------------------------------------------------------------------------
+
+
+def vjp_rule(seen: set[Any]) -> Any:
+    """Two results, an integer operand, and a rule that computes only what is asked for."""
+
+    @jax.custom_vjp
+    def f(x, w, i):
+        return jnp.tanh(x @ w), jnp.sum(w) * i
+
+    def fwd(x, w, i):
+        seen.add(("forward", x.perturbed, w.perturbed, i.perturbed))
+        saved = x.value if w.perturbed else None  # what is not needed is not kept
+        return f(x.value, w.value, i.value), (saved, w.value)
+
+    def bwd(saved, cotangents):
+        x, w = saved
+        seen.add(("backward", *map(is_zero, cotangents)))
+        if is_zero(cotangents[0]):
+            return None, None, None
+        return 2 * (cotangents[0] @ w.T), None if x is None else -(x.T @ cotangents[0]), None
+
+    f.defvjp(fwd, bwd, symbolic_zeros=True)
+    return lambda x, w: f(x, w, 3)
+
+
+def jvp_rule(seen: set[Any]) -> Any:
+    """The same in forward mode; the second result has no tangent whatever happens."""
+
+    @jax.custom_jvp
+    def f(x, w, i):
+        return jnp.tanh(x @ w), jnp.sum(w) * i
+
+    def jvp(primals, tangents):
+        x, w, i = primals
+        seen.add(tuple(map(is_zero, tangents)))
+        out = f(x, w, i)
+        dx, dw = (
+            jnp.zeros_like(v) if is_zero(t) else t
+            for v, t in zip((x, w), tangents[:2], strict=True)
+        )
+        return out, (2 * (dx @ w) - x @ dw, SymbolicZero(jax.typeof(out[1])))
+
+    f.defjvp(jvp, symbolic_zeros=True)
+    return lambda x, w: f(x, w, 3)
+
+
+PLACES = {
+    "first result": lambda f: lambda x, w: jnp.sum(f(x, w)[0] ** 2),
+    "both results": lambda f: lambda x, w: jnp.sum(f(x, w)[0]) + f(x, w)[1],
+    "jit": lambda f: lambda x, w: jnp.sum(jax.jit(f)(x, w)[0] ** 2),
+    "remat": lambda f: lambda x, w: jnp.sum(jax.checkpoint(f)(x, w)[0] ** 2),
+    "scan": lambda f: (
+        lambda x, w: jnp.sum(lax.scan(lambda c, _: (f(c, w)[0], None), x, None, length=2)[0])
+    ),
+    "scanned weights": lambda f: (
+        lambda x, w: jnp.sum(lax.scan(lambda c, v: (c, f(c, v)[0]), x, jnp.stack([w, w]))[1])
+    ),
+    "vmap": lambda f: lambda x, w: jnp.sum(jax.vmap(lambda v: f(v[None], w)[0])(x) ** 2),
+    "cond": lambda f: (
+        lambda x, w: jnp.sum(lax.cond(x[0, 0] < 0, lambda x: f(x, w)[0], lambda x: x, x))
+    ),
+    "twice": lambda f: lambda x, w: jnp.sum(f(f(x, w)[0], w)[0]),
+    "stop_gradient": lambda f: lambda x, w: jnp.sum(f(lax.stop_gradient(x), w)[0] + x),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rule", [vjp_rule, jvp_rule])
+def test_a_rule_with_symbolic_zeros_sees_the_same_perturbation(rule: Any, place: str) -> None:
+    seen: set[Any] = set()
+    fn = PLACES[place](rule(seen))
+    for argnums in (0, 1, (0, 1)):
+        seen.clear()
+        want = jax.jit(jax.grad(fn, argnums))(X, W)
+        plainly = set(seen)
+        seen.clear()
+        got = jax.jit(jax.grad(jaxmp.autocast(fn, BF16), argnums))(X, W)
+        assert relative_error(got, want) < 0.03
+        # All cotangents at once are tried as well, to learn in which dtype to save what.
+        tried = {("backward", False, False)}
+        assert seen - tried == plainly - tried, argnums
+
+
+@pytest.mark.parametrize("rule", [vjp_rule, jvp_rule])
+def test_symbolic_zeros_without_jit(rule: Any) -> None:
+    for fn in (PLACES["both results"](rule(set())), PLACES["scan"](rule(set()))):
+        want = jax.grad(fn)(X, W)
+        assert relative_error(jax.grad(jaxmp.autocast(fn, BF16))(X, W), want) < 0.03
+        with jax.disable_jit():
+            assert relative_error(jax.grad(jaxmp.autocast(fn, BF16))(X, W), want) < 0.03
+
+
+def test_a_rule_that_refuses_other_perturbations() -> None:
+    """As in equinox's filter_custom_vjp, which raises for operands that are not differentiable."""
+
+    @jax.custom_vjp
+    def f(x, w):
+        return jnp.tanh(w @ x)
+
+    def fwd(x, w):
+        assert not x.perturbed
+        assert w.perturbed
+        return f(x.value, w.value), (x.value, w.value)
+
+    def bwd(saved, g):
+        x, w = saved
+        return None, jnp.outer(g * (1 - jnp.tanh(w @ x) ** 2), x)
+
+    f.defvjp(fwd, bwd, symbolic_zeros=True)
+
+    def loss(w, x):
+        return jnp.sum(f(x, w))
+
+    got = jax.jit(jax.grad(jaxmp.autocast(loss, BF16)))(W, X[0])
+    assert relative_error(got, jax.grad(loss)(W, X[0])) < 0.03
+
+
+def test_a_rule_that_refuses_other_cotangents() -> None:
+    @jax.custom_vjp
+    def f(x, w):
+        return x @ w, jnp.sum(x)
+
+    def bwd(saved, cotangents):
+        assert is_zero(cotangents[1])
+        return cotangents[0] @ saved.T, None
+
+    f.defvjp(lambda x, w: (f(x.value, w.value), w.value), bwd, symbolic_zeros=True)
+
+    def loss(x, w):
+        return jnp.sum(f(x, w)[0])
+
+    got = jax.jit(jax.grad(jaxmp.autocast(loss, BF16)))(X, W)
+    assert relative_error(got, jax.grad(loss)(X, W)) < 0.03
+
+
+@pytest.mark.parametrize("rule", [vjp_rule, jvp_rule])
+def test_the_rule_s_own_products_are_low(rule: Any) -> None:
+    fn = jaxmp.autocast(PLACES["first result"](rule(set())), BF16)
+    assert set(contraction_dtypes(jax.grad(fn, (0, 1)), X, W)) == {"bfloat16"}
+
+
+def test_forward_mode_and_second_derivatives_of_a_rule_with_symbolic_zeros() -> None:
+    fn = PLACES["twice"](jvp_rule(set()))
+    cast = jaxmp.autocast(fn, BF16)
+    assert relative_error(*(jax.jvp(f, (X, W), (X, W)) for f in (cast, fn))) < 0.03
+    vector = jnp.ones_like(X)
+    seconds = [jax.jvp(jax.grad(lambda x: f(x, W)), (X,), (vector,))[1] for f in (cast, fn)]  # noqa: B023
+    assert relative_error(*seconds) < 0.05
+
+
+# --- rules that close over a value of their caller -----------------------------------------------
+
+
+def closing(scale: Any, which: str) -> Any:
+    """A function whose forward rule, backward rule or jvp reads `scale` by closure."""
+    if which == "jvp":
+
+        @jax.custom_jvp
+        def j(x):
+            return jnp.tanh(x @ W)
+
+        j.defjvp(lambda p, t: (j(*p), (t[0] @ W) * scale))
+        return j
+
+    @jax.custom_vjp
+    def f(x):
+        return jnp.tanh(x @ W)
+
+    if which == "forward":
+        f.defvjp(lambda x: (f(x), scale * 2.0), lambda r, g: ((g @ W.T) * r,))
+    elif which == "backward":
+        f.defvjp(lambda x: (f(x), None), lambda _, g: ((g @ W.T) * scale,))
+    else:  # the primal closes over it too, as in implicit differentiation
+
+        @jax.custom_vjp
+        def f(x):
+            return jnp.tanh(x @ W) * scale
+
+        f.defvjp(lambda x: (f(x), x * scale), lambda r, g: ((g @ W.T) * r * scale,))
+    return f
+
+
+def in_remat(x, s, which):
+    t = s * 3.0
+    return jnp.sum(jax.checkpoint(lambda x: closing(t, which)(x))(x))
+
+
+def in_scan(x, s, which):
+    t = s * 3.0
+    return jnp.sum(lax.scan(lambda c, _: (closing(t, which)(c), None), x, None, length=2)[0])
+
+
+CLOSING = {
+    "top": lambda x, s, w: jnp.sum(closing(s * 3.0, w)(x)),
+    "remat": in_remat,
+    "vmap": lambda x, s, w: jnp.sum(jax.vmap(closing(s * 3.0, w))(x)),
+    "vmapped": lambda x, s, w: jnp.sum(
+        jax.vmap(lambda x, s: closing(s, w)(x))(x, jnp.stack([s, 2 * s]))
+    ),
+    "scan": in_scan,
+}
+REFUSED_BY_JAX = {
+    ("backward", "vmapped"),
+    ("both", "vmapped"),
+    ("backward", "scan"),
+    ("both", "scan"),
+}
+
+
+@pytest.mark.parametrize("place", CLOSING)
+@pytest.mark.parametrize("which", ["forward", "backward", "jvp", "both"])
+def test_a_rule_that_closes_over_a_value_works_where_jax_runs_it(which: str, place: str) -> None:
+    if (which, place) in REFUSED_BY_JAX:
+        pytest.skip("JAX refuses it without autocast too")
+
+    def fn(x, s):
+        return CLOSING[place](x, s, which)
+
+    want = jax.jit(jax.grad(fn))(X, S)
+    cast = jaxmp.autocast(fn, BF16)
+    assert relative_error(jax.jit(jax.grad(cast))(X, S), want) < 0.03
+    assert relative_error(jax.grad(cast)(X, S), want) < 0.03
+    assert relative_error(cast(X, S), fn(X, S)) < 0.03
+    got = jax.jit(jax.grad(jaxmp.autocast(fn, "mixed_float16")))(X, S)
+    assert relative_error(got, want) < 0.03
+
+
+def test_a_program_with_such_a_rule_is_low_forward_and_backward() -> None:
+    def fn(x, s):
+        return jnp.sum(closing(s, "forward")(x @ W) @ W)
+
+    counts = contraction_dtypes(jax.grad(jaxmp.autocast(fn, BF16)), X, S)
+    assert set(counts) == {"bfloat16"}
+
+
+def test_such_a_rule_under_remat_around_the_autocast() -> None:
+    """Nobody can try again there: the program is differentiated long after it ran."""
+    fn = jaxmp.autocast(lambda x, s: CLOSING["top"](x, s, "both"), BF16)
+    want = jax.grad(lambda x, s: CLOSING["top"](x, s, "both"))(X, S)
+    assert relative_error(jax.jit(jax.grad(jax.checkpoint(fn)))(X, S), want) < 0.03
+
+
+def test_such_a_rule_and_values_that_autocast_closes_over() -> None:
+    def outer(w, cast):
+        def inner(x, s):
+            return CLOSING["top"](x @ w, s, "forward")
+
+        return (jaxmp.autocast(inner, BF16) if cast else inner)(X, S)
+
+    want = jax.jit(jax.grad(outer), static_argnums=1)(W, False)
+    got = jax.jit(jax.grad(outer), static_argnums=1)(W, True)
+    assert relative_error(got, want) < 0.03
+
+
+def test_forward_mode_of_a_jvp_rule_that_closes_over_a_value() -> None:
+    def fn(x, s):
+        return CLOSING["top"](x, s, "jvp")
+
+    cast = jaxmp.autocast(fn, BF16)
+    got, want = (jax.jvp(lambda x: f(x, S), (X,), (X,)) for f in (cast, fn))  # noqa: B023
+    assert relative_error(got, want) < 0.03
+
+
+@pytest.mark.parametrize("which", ["backward", "jvp"])
+def test_second_derivatives_of_such_a_rule(which: str) -> None:
+    def fn(x, s):
+        return jnp.sum(jnp.sin(CLOSING["top"](x, s, which)) * x**2)
+
+    def second(f):
+        return jax.grad(lambda x: jnp.sum(jax.grad(f)(x, S) ** 2))(X)
+
+    assert relative_error(second(jaxmp.autocast(fn, BF16)), second(fn)) < 0.05
+
+
+def test_such_a_rule_in_an_autocast_inside_an_autocast() -> None:
+    def fn(x, s):
+        return CLOSING["top"](x, s, "backward")
+
+    nested = jaxmp.autocast(lambda x, s: jaxmp.autocast(fn, BF16)(x, s) * 2, "mixed_float16")
+    want = 2 * jax.grad(fn)(X, S)
+    assert relative_error(jax.jit(jax.grad(nested))(X, S), want) < 0.03
+
+
+def test_explain_says_which_rule_closes_over_a_value() -> None:
+    def fn(x, s):
+        return CLOSING["top"](x, s, "backward") + jnp.sum(jax.nn.relu(x))
+
+    rows = [r for r in jaxmp.explain(fn, BF16)(X, S).rows if "closes over" in r.reason]
+    assert len(rows) == 1
+    assert rows[0].source.startswith("test_custom_rules.py:")
+
+
+# --- other rules, other operands -----------------------------------------------------------------
+
+
+def test_nondiff_arguments_and_operands_of_other_dtypes() -> None:
+    @jax.custom_vjp
+    def f(x, index, mask, nothing):
+        return jnp.where(mask, x @ W, 0.0)[index]
+
+    def fwd(x, index, mask, nothing):
+        return f(x, index, mask, nothing), (index, mask, x.shape)
+
+    def bwd(saved, g):
+        index, mask, shape = saved
+        full = jnp.zeros(shape).at[index].set(3 * g)
+        none = np.zeros((), jax.dtypes.float0)
+        return jnp.where(mask, full, 0.0) @ W.T, none, np.zeros(mask.shape, none.dtype), None
+
+    f.defvjp(fwd, bwd)
+    mask = X > -0.5
+
+    def loss(x, index):
+        return jnp.sum(f(x, index, mask, None) ** 2)
+
+    got = jax.jit(jax.grad(jaxmp.autocast(loss, BF16)))(X, jnp.int32(1))
+    assert relative_error(got, jax.grad(loss)(X, jnp.int32(1))) < 0.03
+
+
+def test_closure_convert_and_custom_gradient() -> None:
+    @jax.custom_gradient
+    def scaled(x):
+        return jnp.tanh(x @ W), lambda g: -5 * (g @ W.T)
+
+    def fn(x, s):
+        converted, consts = jax.closure_convert(lambda x: jnp.tanh(x @ W) * s, x)
+
+        @jax.custom_vjp
+        def g(x, *consts):
+            return converted(x, *consts)
+
+        def fwd(x, *consts):
+            return jax.vjp(lambda x, *c: converted(x, *c), x, *consts)
+
+        g.defvjp(fwd, lambda pullback, ct: pullback(2 * ct))
+        return jnp.sum(scaled(g(x, *consts)))
+
+    got = jax.jit(jax.grad(jaxmp.autocast(fn, BF16), (0, 1)))(X, S)
+    assert relative_error(got, jax.grad(fn, (0, 1))(X, S)) < 0.05

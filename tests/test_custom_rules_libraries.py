@@ -1,0 +1,192 @@
+"""Libraries whose gradients are rules of their own: diffrax, equinox, optimistix, jaxopt.
+
+Each loss differentiates through a library's default rule; the gradient under autocast is compared
+with the float32 one, in value and in structure.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmp
+
+from support import contraction_dtypes
+
+equinox = pytest.importorskip("equinox")
+
+WIDTH = 8
+X = jnp.linspace(-1.0, 1.0, 2 * WIDTH).reshape(2, WIDTH)
+
+
+def weights(key: int = 0) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(key), 2)
+    return {
+        "hidden": jax.random.normal(keys[0], (WIDTH, WIDTH)) / WIDTH,
+        "out": jax.random.normal(keys[1], (WIDTH, WIDTH)) / WIDTH,
+    }
+
+
+def field(params: Any, x: Any) -> Any:
+    """A small network: the right-hand side, the residual, the optimality condition."""
+    return jnp.tanh(x @ params["hidden"]) @ params["out"]
+
+
+def diffrax_loss(params: Any, x: Any, adjoint: str = "RecursiveCheckpointAdjoint") -> Any:
+    diffrax = pytest.importorskip("diffrax")
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda _t, y, p: field(p, y)),
+        diffrax.Tsit5(),
+        t0=0.0,
+        t1=1.0,
+        dt0=0.25,
+        y0=x,
+        args=params,
+        adjoint=getattr(diffrax, adjoint)(),
+    )
+    return jnp.sum(solution.ys**2)
+
+
+def equinox_vjp_loss(params: Any, x: Any) -> Any:
+    """filter_custom_vjp: only the perturbed leaves get a gradient, and the rule knows which."""
+
+    @equinox.filter_custom_vjp
+    def layer(vjp_arg, x):
+        return field(vjp_arg, x)
+
+    @layer.def_fwd
+    def fwd(perturbed, vjp_arg, x):
+        assert all(jax.tree.leaves(perturbed))
+        return field(vjp_arg, x), None
+
+    @layer.def_bwd
+    def bwd(_residuals, grad, _perturbed, vjp_arg, x):
+        return jax.vjp(lambda p: field(p, x), vjp_arg)[1](2 * grad)[0]
+
+    return jnp.sum(layer(params, x) ** 2)
+
+
+def equinox_checkpoint_loss(params: Any, x: Any) -> Any:
+    """filter_jit and filter_checkpoint around a module."""
+    layer = equinox.filter_checkpoint(equinox.filter_jit(functools.partial(field, params)))
+    return jnp.sum(layer(layer(x)) ** 2)
+
+
+def equinox_loop_loss(params: Any, x: Any) -> Any:
+    """The loop of diffrax's default adjoint: its rule reads which of its values are perturbed."""
+    internal = pytest.importorskip("equinox.internal")
+    final = internal.while_loop(
+        lambda carry: carry[0] < 3,
+        lambda carry: (carry[0] + 1, carry[1] + field(params, carry[1])),
+        (0, x),
+        max_steps=4,
+        kind="checkpointed",
+    )
+    return jnp.sum(final[1] ** 2)
+
+
+def optimistix_root_loss(params: Any, x: Any) -> Any:
+    optimistix = pytest.importorskip("optimistix")
+    solution = optimistix.root_find(
+        lambda y, args: y - 0.5 * field(args, y) - x,
+        optimistix.Newton(rtol=1e-4, atol=1e-4),
+        x,
+        args=params,
+        max_steps=32,
+        throw=False,
+    )
+    return jnp.sum(solution.value**2)
+
+
+def optimistix_least_squares_loss(params: Any, x: Any) -> Any:
+    optimistix = pytest.importorskip("optimistix")
+    solution = optimistix.least_squares(
+        lambda y, args: y + 0.5 * field(args, y) - x,
+        optimistix.LevenbergMarquardt(rtol=1e-4, atol=1e-4),
+        x,
+        args=params,
+        max_steps=32,
+        throw=False,
+    )
+    return jnp.sum(solution.value**2)
+
+
+def jaxopt_loss(params: Any, x: Any, *, closes: bool) -> Any:
+    """Implicit differentiation of a fixed point; `closes`: of an objective that closes over x."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it says that it is not maintained
+        jaxopt = pytest.importorskip("jaxopt")
+    if closes:
+        solver = jaxopt.FixedPointIteration(lambda y, p: x + 0.5 * field(p, y), maxiter=20)
+        return jnp.sum(solver.run(x, params).params ** 2)
+    solver = jaxopt.FixedPointIteration(lambda y, p, x: x + 0.5 * field(p, y), maxiter=20)
+    return jnp.sum(solver.run(x, params, x).params ** 2)
+
+
+def jaxopt_descent_loss(params: Any, x: Any) -> Any:
+    """A ridge regression by gradient descent; its objective closes over the data."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jaxopt = pytest.importorskip("jaxopt")
+    target = jnp.sum(x, axis=1)
+
+    def objective(w, p):
+        return jnp.mean((field(p, x) @ w - target) ** 2) + 0.5 * jnp.sum(w**2)
+
+    solver = jaxopt.GradientDescent(objective, maxiter=50, implicit_diff=True)
+    return jnp.sum(solver.run(jnp.zeros(WIDTH), params).params ** 2)
+
+
+LOSSES = {
+    "diffrax": diffrax_loss,
+    "diffrax, backsolve": functools.partial(diffrax_loss, adjoint="BacksolveAdjoint"),
+    "equinox, filter_custom_vjp": equinox_vjp_loss,
+    "equinox, filter_checkpoint": equinox_checkpoint_loss,
+    "equinox, checkpointed loop": equinox_loop_loss,
+    "optimistix, root": optimistix_root_loss,
+    "optimistix, least squares": optimistix_least_squares_loss,
+    "jaxopt, fixed point": functools.partial(jaxopt_loss, closes=False),
+    "jaxopt, fixed point that closes over data": functools.partial(jaxopt_loss, closes=True),
+    "jaxopt, descent that closes over data": jaxopt_descent_loss,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_is_that_of_float32_but_for_rounding(name: str) -> None:
+    loss, params = LOSSES[name], weights()
+    want = jax.jit(jax.grad(loss))(params, X)
+    got = jax.jit(jax.grad(jaxmp.autocast(loss, "mixed_bfloat16")))(params, X)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for leaf, reference in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert leaf.dtype == reference.dtype == jnp.float32
+        # Some ten roundings of relative size 2**-9. The descent subtracts its target from a
+        # product that left in 16 bits, so what is left of it is less exact.
+        error = jnp.linalg.norm(leaf - reference) / jnp.linalg.norm(reference)
+        assert float(error) < (0.08 if "descent" in name else 0.02)
+        assert float(jnp.linalg.norm(reference)) > 0
+
+
+def test_filter_grad_and_filter_jit_of_an_autocast() -> None:
+    mlp = equinox.nn.MLP(WIDTH, WIDTH, WIDTH, 1, key=jax.random.key(0))
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    want = equinox.filter_jit(equinox.filter_grad(loss))(mlp, X)
+    got = equinox.filter_jit(equinox.filter_grad(jaxmp.autocast(loss, "mixed_bfloat16")))(mlp, X)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.04
+
+
+def test_the_network_inside_a_solver_is_low() -> None:
+    counts = contraction_dtypes(
+        jax.grad(jaxmp.autocast(diffrax_loss, "mixed_bfloat16")), weights(), X
+    )
+    assert counts["bfloat16"] >= 4

@@ -1,0 +1,54 @@
+"""The programs of `next_jax` under each flag of JAX's next generation, where this JAX knows it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from support import ROOT
+
+FLAGS = ("JAX_REMAT3", "JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3", "JAX_SCAN3")
+
+
+def run_under(*flags: str) -> None:
+    missing = [flag for flag in flags if not hasattr(jax.config, flag.lower())]
+    if missing:
+        pytest.skip(f"this JAX has no {', '.join(missing)}")
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n0",
+            "-p",
+            "no:cacheprovider",
+            "tests/next_jax.py",
+        ],
+        cwd=ROOT,
+        env={**os.environ, **dict.fromkeys(flags, "1")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+
+
+def test_all_flags_together() -> None:
+    run_under(*FLAGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", FLAGS)
+def test_one_flag_at_a_time(flag: str) -> None:
+    run_under(flag)
+
+
+@pytest.mark.slow
+def test_today_s_jax() -> None:
+    run_under()

@@ -1,0 +1,88 @@
+"""A primitive that hides float32 contractions is reported once, by name."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.custom_derivatives import linear_call
+
+import jaxmp
+
+X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8
+BF16 = "mixed_bfloat16"
+
+
+@jax.custom_batching.custom_vmap
+def own_batching(x, w):
+    return x @ w @ w
+
+
+@own_batching.def_vmap
+def own_batching_rule(_size, in_batched, x, w):
+    return jnp.einsum("bij,jk->bik", x, w), in_batched[0]
+
+
+def own_transpose(x, w):
+    return linear_call(lambda w, x: x @ w, lambda w, g: g @ w.T, w, x)
+
+
+def composite(x, w):
+    return lax.composite(lambda x, w: x @ w, "my.product")(x, w)
+
+
+def solver(x, w):
+    return lax.custom_linear_solve(
+        lambda v: v + v @ w / 9, x, lambda matvec, b: 2 * b - matvec(b), symmetric=True
+    )
+
+
+HIDING = {"custom_vmap_call": own_batching, "linear_call": own_transpose, "composite": composite}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
+    hiding: Any = HIDING[name]
+
+    def fn(x, w):
+        return jnp.sum(hiding(hiding(x, w), w) @ w)
+
+    fast = jaxmp.autocast(fn, BF16)
+    count = 4 if hiding is own_batching else 2
+    with pytest.warns(UserWarning, match=rf"{name} \(test_unseen.py:\d+\)") as record:
+        fast(X, W)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast(X, W)
+    assert len(record) == 1
+    message = str(record[0].message)
+    assert f"runs {count} float32 contractions as written" in message
+    assert f"ops={name}:own" in message
+    rows = jaxmp.explain(fn, BF16)(X, W).rows
+    assert [r.reason for r in rows if r.op == name] == [
+        "not classified, not looked inside: runs as written"
+    ] * 2
+    with pytest.warns(UserWarning, match=name):
+        jaxmp.wrap(fn, BF16)(X, W)
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_what_the_author_decided_is_not_reported(name: str) -> None:
+    hiding: Any = HIDING[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxmp.autocast(jaxmp.full_precision(hiding), BF16)(X, W)
+        jaxmp.autocast(jaxmp.reduced_precision(hiding), BF16)(X, W)
+        jaxmp.autocast(hiding, f"{BF16},ops={name}:own")(X, W)
+        jaxmp.autocast(hiding, "float32")(X, W)
+        jaxmp.autocast(lambda x, w: hiding(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), BF16)(
+            X, W
+        )
+
+
+def test_solvers_are_meant_to_be_float32() -> None:
+    jaxmp.autocast(solver, BF16)(X, W)
