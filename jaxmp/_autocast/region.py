@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxmp._autocast.flat import Flattened, is_array
+from jaxmp._autocast.flat import is_array
 from jaxmp._autocast.rules import FLOAT32, REGION
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, get_policy
@@ -43,18 +43,14 @@ def region(policy: Policy) -> Iterator[None]:
 
 
 def in_region(fn: F, policy: Policy) -> F:
-    """`fn` under a jit whose name tells the plan its policy."""
-    flattened = Flattened(fn, f"{REGION}{policy}")
+    """`fn`, whose body is marked where it is traced to be planned. Elsewhere it is `fn`."""
 
     @functools.wraps(fn)
     def region_fn(*args: Any, **kwargs: Any) -> Any:
-        flat, arrays = flattened(args, kwargs)
-        with _POLICY(None if policy_in_force() is None else policy):
-            jaxpr, reusable = flat.trace(arrays)
-            outs = flat.rebuild(jaxpr, flat.jitted(*arrays))
-        if not reusable:
-            flattened.forget()
-        return outs
+        if policy_in_force() is None:
+            return fn(*args, **kwargs)
+        with region(policy):
+            return fn(*args, **kwargs)
 
     return region_fn  # type: ignore[return-value]
 
