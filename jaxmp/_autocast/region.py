@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxmp._autocast.flat import is_array
+from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.rules import FLOAT32, REGION
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, get_policy
@@ -79,7 +80,8 @@ def full_precision(fn: F) -> F:
       {'float32': 1}
     """
     _check_callable("full_precision", fn)
-    return in_region(fn, get_policy("float32"))
+    marked = in_region(fn, get_policy("float32"))
+    return Transformed(marked, full_precision, fn)  # type: ignore[return-value]
 
 
 def reduced_precision(fn: F) -> F:
@@ -116,9 +118,8 @@ def reduced_precision(fn: F) -> F:
       dtype('float32')
     """
     _check_callable("reduced_precision", fn)
-    as_written = full_precision(fn)
+    as_written = in_region(fn, get_policy("float32"))
 
-    @functools.wraps(fn)
     def reduced_fn(*args: Any, **kwargs: Any) -> Any:
         policy = policy_in_force()
         low = FLOAT32 if policy is None else np.dtype(policy.compute_dtype)
@@ -127,7 +128,7 @@ def reduced_precision(fn: F) -> F:
         args, kwargs = _converted((args, kwargs), FLOAT32, low)
         return widen(as_written(*args, **kwargs), low)
 
-    return reduced_fn  # type: ignore[return-value]
+    return Transformed(reduced_fn, reduced_precision, fn)  # type: ignore[return-value]
 
 
 def widen(tree: Any, low: np.dtype[Any]) -> Any:
