@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 import jaxmp
+from jaxmp._autocast import transform
+from jaxmp.inspect.chip import parse_target
+from jaxmp.inspect.compile_ahead import _export, _job
 
 from constructs import BF16, V, W, X, assert_bitwise
 from support import contraction_dtypes
@@ -172,6 +175,21 @@ def test_what_jax_knows_nothing_of_is_passed_on(name: str) -> None:
     assert jaxmp.audit(fn, ONE, STRANGE[name]).contraction_share() == {"float32": 1.0}
 
 
+def test_preflight_compiles_what_is_called() -> None:
+    """Numbers and strings are no operands of the program that is compiled ahead."""
+    pytest.importorskip("flatbuffers")
+    target = parse_target("gpu-h100")
+
+    def fn(x, n, mode, state):
+        return x @ x * state["step"] if n > 0 and mode == "deep" else x
+
+    args = (ONE, np.int32(5), "deep", {"step": ONE, "name": "s"})
+    assert _job(target, args, (0, 3))["donated"] == [0, 1]
+    exported = jax.export.deserialize(bytearray(_export(fn, args, "gpu")))
+    assert len(exported.in_avals) == 2
+    assert "dot_general" in exported.mlir_module()
+
+
 def test_many_threads_call_one_function_and_their_own() -> None:
     """Shapes, static results and closures of one thread do not turn up in another."""
     shared = jaxmp.autocast(lambda x, tag: {"y": jnp.tanh(x @ x), tag: tag}, BF16)
@@ -198,8 +216,6 @@ def test_many_threads_call_one_function_and_their_own() -> None:
 
 
 def test_one_function_in_many_layers_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxmp._autocast import transform
-
     planned = []
     plan_program = transform.plan_program
     monkeypatch.setattr(
