@@ -1,4 +1,4 @@
-"""Results that are no pytrees: refused where they hold traced arrays, passed on where they do not."""
+"""Results that are no pytrees: refused if they hold traced arrays, else passed on."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ class Slotted:
 class Plain:
     y: jax.Array
     name: str = "plain"
+
+
+def calling(fn):
+    return lambda: fn()
+
+
+def returning(value):
+    return lambda: value
 
 
 def generator(x):
@@ -98,7 +106,7 @@ def test_a_wrapped_function_of_a_module_is_named() -> None:
 
     model = jaxmp.wrap(Model(), BF16)
     params = model.init(jax.random.key(0), X)
-    with pytest.raises(TypeError, match="no pytree and holds a traced array.*a Out"):
+    with pytest.raises(TypeError, match=r"no pytree and holds a traced array.*a Out"):
         model.apply(params, X)
 
 
@@ -115,7 +123,7 @@ PASSED = {
     "a jitted function": jax.jit(lambda y: y + 1),
     "JAX's": jnp.tanh,
     "one with a rule": jax.nn.relu,
-    "a closure over an array": (lambda a: lambda: a)(jnp.ones(2)),
+    "a closure over an array": returning(jnp.ones(2)),
     "an object with an array": Out(jnp.ones(2)),
     "an object with an abstract array": Out(jax.ShapeDtypeStruct((2,), jnp.float32)),
     "a partial": functools.partial(jnp.add, 1),

@@ -98,7 +98,9 @@ def test_it_looks_like_the_function() -> None:
 
 def test_keyword_arguments_by_name() -> None:
     jitted = jax.jit(jaxmp_dense, static_argnames="scale")
-    assert_bitwise(jitted(X, W, scale=2.0), jax.jit(lambda x, w: jaxmp_dense(x, w, scale=2.0))(X, W))
+    assert_bitwise(
+        jitted(X, W, scale=2.0), jax.jit(lambda x, w: jaxmp_dense(x, w, scale=2.0))(X, W)
+    )
 
 
 def test_methods_bind() -> None:

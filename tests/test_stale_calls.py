@@ -26,15 +26,19 @@ def reader(box):
     return lambda x: (x @ x) * box.scale
 
 
+def jitted_anew(fn):
+    return lambda x: jax.jit(lambda x: fn(x))(x)
+
+
 MAKERS = {
     "autocast": lambda f: jaxmp.autocast(f, BF16),
     "full_precision": jaxmp.full_precision,
     "reduced_precision": jaxmp.reduced_precision,
     "full_precision in autocast": lambda f: jaxmp.autocast(jaxmp.full_precision(f), BF16),
     "autocast in autocast": lambda f: jaxmp.autocast(jaxmp.autocast(f, "float32"), BF16),
-    "autocast, called under a jit of its own each time": lambda f: (
-        lambda g: lambda x: jax.jit(lambda x: g(x))(x)
-    )(jaxmp.autocast(f, BF16)),
+    "autocast, called under a jit of its own each time": lambda f: jitted_anew(
+        jaxmp.autocast(f, BF16)
+    ),
 }
 SCALES = {
     "Python number": (1.0, 3.0),
@@ -218,9 +222,7 @@ def test_many_threads_call_one_function_and_their_own() -> None:
 def test_one_function_in_many_layers_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
     plan_program = transform.plan_program
-    monkeypatch.setattr(
-        transform, "plan_program", lambda *a: planned.append(1) or plan_program(*a)
-    )
+    monkeypatch.setattr(transform, "plan_program", lambda *a: planned.append(1) or plan_program(*a))
     layer = jaxmp.autocast(lambda x, w: jnp.tanh(x @ w), BF16)
 
     @jax.jit
