@@ -68,7 +68,7 @@ HOLDERS = {
     "an attribute of an attribute": (lambda x: Out(Out(x + 1)), "result, a Out"),
     "a list in an attribute": (lambda x: Out([{"y": x}]), "result, a Out"),
     "a closure": (lambda x: (x.sum(), lambda: x + 1), r"result\[1\], a function"),
-    "a closure of a closure": (lambda x: (lambda f: lambda: f())(lambda: x), "a function"),
+    "a closure of a closure": (lambda x: calling(lambda: x), "a function"),
     "a default": (lambda x: lambda y=x: y, "a function"),
     "a partial": (lambda x: functools.partial(jnp.add, x), "a partial"),
     "a bound method": (lambda x: Out(x).method, "a method"),

@@ -5,6 +5,7 @@ JAX notices only when such an array is used, far from the cause and with no word
 
 from __future__ import annotations
 
+import builtins
 import enum
 import functools
 import gc
@@ -65,13 +66,15 @@ def refuse_escapes(traced: Traced, name: str) -> None:
 
 def _tracers_in(leaf: Any) -> Iterator[Any]:
     """The tracers that an object refers to: by attributes, closures, containers, a local name."""
-    seen = {id(leaf)}
+    seen = {id(leaf), id(vars(builtins))}
     level = [leaf]
     for _ in range(_DEPTH):
         found = []
         for holder in level:
+            if len(seen) > _LIMIT:
+                return
             if isinstance(holder, types.FunctionType):
-                seen |= {id(holder.__globals__), id(holder.__builtins__)}
+                seen.add(id(holder.__globals__))
             for held in gc.get_referents(holder):
                 if id(held) in seen or isinstance(held, _OPAQUE):
                     continue
@@ -80,8 +83,6 @@ def _tracers_in(leaf: Any) -> Iterator[Any]:
                     yield held
                 else:
                     found.append(held)
-        if len(seen) > _LIMIT:
-            return
         level = found
 
 
