@@ -71,11 +71,11 @@ def _tracers_in(leaf: Any) -> Iterator[Any]:
     for _ in range(_DEPTH):
         found = []
         for holder in level:
-            if len(seen) > _LIMIT:
-                return
             if isinstance(holder, types.FunctionType):
                 seen.add(id(holder.__globals__))
             for held in gc.get_referents(holder):
+                if len(seen) > _LIMIT:
+                    return
                 if id(held) in seen or isinstance(held, _OPAQUE):
                     continue
                 seen.add(id(held))
