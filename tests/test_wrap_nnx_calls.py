@@ -373,7 +373,7 @@ def test_a_module_passed_to_a_method():
     assert np.any(norm.mean[...])
 
 
-def test_an_eager_call_in_a_loop_traces_once():
+def test_a_jitted_call_in_a_loop_traces_once():
     count = 0
 
     class Counted(MLP):
@@ -383,8 +383,9 @@ def test_an_eager_call_in_a_loop_traces_once():
             return super().__call__(x)
 
     wrapped = jaxmp.wrap(Counted(nnx.Rngs(0)), POLICY)
+    call = nnx.jit(lambda model, x: model(x))
     for i in range(4):
-        wrapped(ROWS + i)
+        call(wrapped, ROWS + i)
         wrapped.head.bias[...] += 1
     assert count == 1
     wrapped(ROWS[:2])

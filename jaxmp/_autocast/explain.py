@@ -11,7 +11,6 @@ import jmp
 import numpy as np
 
 from jaxmp._autocast import closures
-from jaxmp._autocast.flat import Flattened
 from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rules import FLOAT32
@@ -122,14 +121,10 @@ def explain(
       {'bfloat16': 2}
     """
     policy = single_policy("explain", policy)
-    flattened = Flattened(fn)
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
-        flat, arrays = flattened(args, kwargs)
-        jaxpr, reusable = trace_program(flat, arrays, policy)
-        rows = tuple(_rows(plan_program(jaxpr, policy), 1, "", ""))
-        if not reusable:
-            flattened.forget()
+        traced = trace_program(fn, args, kwargs, policy)
+        rows = tuple(_rows(plan_program(traced.jaxpr, policy), 1, "", ""))
         return Explanation(rows, "" if is_identity(policy) else str(policy))
 
     return explain_fn

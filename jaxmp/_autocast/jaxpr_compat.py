@@ -13,10 +13,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax
 import jax
 import jax.extend.core as jex_core
 import numpy as np
@@ -266,18 +269,20 @@ def wrote_dtype(source_info: Any) -> bool:
     traceback = getattr(source_info, "traceback", None)
     if traceback is None:
         return True
-    names = [frame.function_name.rsplit(".", 1)[-1] for frame in traceback.frames[:24]]
-    if "promote_dtype" in names or _is_ours(traceback.frames[:24]):
+    frames = [
+        (frame.function_name.rsplit(".", 1)[-1], frame.file_name) for frame in traceback.frames[:24]
+    ]
+    if any(file.startswith(_PROMOTING.get(name, "\0")) for name, file in frames):
         return False
-    return any(name in ("astype", "_astype", "convert_element_type", "asarray") for name in names)
+    return any(name in _CONVERTING for name, _ in frames)
 
 
-def _is_ours(frames: Sequence[Any]) -> bool:
-    """Whether our own `region.widen` is among the frames."""
-    return any(
-        frame.function_name.rsplit(".", 1)[-1] == "widen" and frame.file_name.endswith("region.py")
-        for frame in frames
-    )
+_CONVERTING = ("astype", "_astype", "convert_element_type", "asarray")
+# Functions that promote, not their author → where: a user's function may have the same name.
+_PROMOTING = {
+    "promote_dtype": str(Path(flax.__file__).parent) + os.sep,
+    "widen": str(Path(__file__).with_name("region.py")),
+}
 
 
 def source_of(eqn: jex_core.JaxprEqn) -> AbstractContextManager[Any]:

@@ -288,15 +288,7 @@ class JaxprPlanner:
         if kind == "full":
             table = PARAMETER if name in BOUNDED and self.is_made(eqn) else None
             return self.as_written(eqn, values, "sensitive op: float32", table)
-        if kind == "own":
-            step = self.as_written(eqn, values, "runs as written", DATA)
-            if name in SOLVING:
-                for var in filter(ours, eqn.outvars):
-                    self.env[var] = Value(pinned=SOLUTION, licence=DATA)
-            return step
-        if any(True for _ in jaxpr_compat.inner_jaxprs(eqn)):
-            return self.as_written(eqn, values, NOT_LOOKED_INSIDE, DATA)
-        return self.as_written(eqn, values, "not classified: runs as written", DATA)
+        return self.opaque(eqn, values, kind)
 
     def step(
         self,
@@ -350,6 +342,18 @@ class JaxprPlanner:
         if licence is not None:
             out = out._replace(licence=licence)
         return self.step(eqn, values, [None] * len(values), [out] * len(eqn.outvars), reason)
+
+    def opaque(self, eqn: JaxprEqn, values: Sequence[Value | None], kind: str | None) -> Step:
+        """What runs as written because it is listed so, or not listed: its results are data."""
+        if kind == "own":
+            step = self.as_written(eqn, values, "runs as written", DATA)
+            if eqn.primitive.name in SOLVING:
+                for var in filter(ours, eqn.outvars):
+                    self.env[var] = Value(pinned=SOLUTION, licence=DATA)
+            return step
+        if any(True for _ in jaxpr_compat.inner_jaxprs(eqn)):
+            return self.as_written(eqn, values, NOT_LOOKED_INSIDE, DATA)
+        return self.as_written(eqn, values, "not classified: runs as written", DATA)
 
     def convert(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         """A conversion that the program as written makes."""
@@ -494,8 +498,8 @@ class JaxprPlanner:
         if kept is not None:
             # Of low values it is made of nothing else; of arguments, it is data.
             mine = [v for v in values if v is not None]
-            low = any(v.dtype or v.licence == COMPUTED for v in mine)
-            licence = COMPUTED if low and all(v.licence != DATA for v in mine) else DATA
+            derived = any(v.dtype or v.licence == COMPUTED for v in mine)
+            licence = COMPUTED if derived and all(v.licence != DATA for v in mine) else DATA
             return self.as_written(eqn, values, kept, licence)
         low = self.rules.low
         for atom in eqn.invars[:2]:  # an author's 16-bit operand decides for the other

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxmp._autocast.flat import Flattened, is_array
+from jaxmp._autocast.flat import is_array
+from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.rules import FLOAT32, OWN, REGION
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, get_policy
@@ -46,18 +47,14 @@ def region(policy: Policy, *, own: bool = False) -> Iterator[None]:
 
 
 def in_region(fn: F, policy: Policy) -> F:
-    """`fn` under a jit whose name tells the plan its policy."""
-    flattened = Flattened(fn, f"{REGION}{policy}")
+    """`fn`, whose body is marked where it is traced to be planned. Elsewhere it is `fn`."""
 
     @functools.wraps(fn)
     def region_fn(*args: Any, **kwargs: Any) -> Any:
-        flat, arrays = flattened(args, kwargs)
-        with _POLICY(None if policy_in_force() is None else policy):
-            jaxpr, reusable = flat.trace(arrays)
-            outs = flat.rebuild(jaxpr, flat.jitted(*arrays))
-        if not reusable:
-            flattened.forget()
-        return outs
+        if policy_in_force() is None:
+            return fn(*args, **kwargs)
+        with region(policy):
+            return fn(*args, **kwargs)
 
     return region_fn  # type: ignore[return-value]
 
@@ -86,7 +83,8 @@ def full_precision(fn: F) -> F:
       {'float32': 1}
     """
     _check_callable("full_precision", fn)
-    return in_region(fn, get_policy("float32"))
+    marked = in_region(fn, get_policy("float32"))
+    return Transformed(marked, full_precision, fn)  # type: ignore[return-value]
 
 
 def reduced_precision(fn: F) -> F:
@@ -123,9 +121,8 @@ def reduced_precision(fn: F) -> F:
       dtype('float32')
     """
     _check_callable("reduced_precision", fn)
-    as_written = full_precision(fn)
+    as_written = in_region(fn, get_policy("float32"))
 
-    @functools.wraps(fn)
     def reduced_fn(*args: Any, **kwargs: Any) -> Any:
         policy = policy_in_force()
         low = FLOAT32 if policy is None else np.dtype(policy.compute_dtype)
@@ -134,7 +131,7 @@ def reduced_precision(fn: F) -> F:
         args, kwargs = _converted((args, kwargs), FLOAT32, low)
         return widen(as_written(*args, **kwargs), low)
 
-    return reduced_fn  # type: ignore[return-value]
+    return Transformed(reduced_fn, reduced_precision, fn)  # type: ignore[return-value]
 
 
 def widen(tree: Any, low: np.dtype[Any]) -> Any:

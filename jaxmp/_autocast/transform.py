@@ -9,16 +9,20 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import jmp
 import numpy as np
+from jax.extend.core.primitives import convert_element_type_p
 
 from jaxmp._autocast import closures, jaxpr_compat
 from jaxmp._autocast.custom_rules import Execute
 from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.equations import cast
+from jaxmp._autocast.escapes import refuse_escapes, with_held_tracers
 from jaxmp._autocast.execute import execute
-from jaxmp._autocast.flat import FlatFunction, Flattened
+from jaxmp._autocast.flat import Traced, trace
 from jaxmp._autocast.licences import GIVEN
+from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Planner
+from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.region import in_region, inside_autocast, policy_in_force
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unseen
@@ -36,12 +40,12 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
     backward pass follows too.
 
     It is a pure function transformation like `jax.grad`: it composes with jit, grad, vmap, scan,
-    remat, shard_map, in any order, and keeps no state. Like `jax.jit`, it traces `fn` once per
-    shapes and static arguments, so `fn` should have no side effects in Python.
+    remat, shard_map, in any order, and keeps no state. Like `jax.grad`, it traces `fn` at every
+    call: put `jax.jit` around it in order to trace once, and not to run operation by operation.
 
     Args:
-      fn: a function of any pytrees. Arrays are traced; every other leaf (Python numbers, booleans,
-        strings, callables, None) is passed on as it is.
+      fn: a function of any pytrees. JAX and NumPy arrays are traced; every other leaf (Python and
+        NumPy numbers, booleans, strings, callables, None) is passed on as it is.
       policy: anything `get_policy` takes.
 
     Returns:
@@ -57,6 +61,8 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
       in whichever dtype the enclosing program wants.
 
     Raises:
+      TypeError: if `fn` is not callable; at a call, if its result holds arrays where JAX does not
+        see them: in an object that is no pytree, in what a function closes over.
       ValueError: if the policy is malformed or computes in anything but 16 bits or float32.
 
     Example:
@@ -76,7 +82,6 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
     planned = under_policy(fn, policy)
     marked = in_region(fn, policy)
 
-    @functools.wraps(fn)
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
         if policy_in_force() is not None:
             return marked(*args, **kwargs)
@@ -84,7 +89,7 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
             return fn(*args, **kwargs)
         return planned(*args, **kwargs)
 
-    return autocast_fn  # type: ignore[return-value]
+    return Transformed(autocast_fn, autocast, fn, policy)  # type: ignore[return-value]
 
 
 def under_policy(fn: F, policy: Policy, watch: Callable[[Plan], None] | None = None) -> F:
@@ -97,31 +102,32 @@ def under_policy(fn: F, policy: Policy, watch: Callable[[Plan], None] | None = N
       ValueError: if the policy computes in anything but 16 bits or float32.
     """
     rules_for(policy)  # a policy that cannot be computed in is refused here, not at the first call
-    flattened = Flattened(fn)
+    holding = with_held_tracers(fn)
+    name = str(getattr(fn, "__name__", type(fn).__name__))
 
-    @functools.lru_cache(maxsize=64)
-    def plans(jaxpr: Any) -> Plan:
-        plan = plan_program(jaxpr, policy)
+    def make(program: Any) -> Plan:
+        plan = plan_program(program, policy)
         if watch is not None:
             watch(plan)
         return plan
 
+    plans = functools.lru_cache(maxsize=64)(lambda program: make(program.jaxpr))
+
     @functools.wraps(fn)
     def planned_fn(*args: Any, **kwargs: Any) -> Any:
-        flat, arrays = flattened(args, kwargs)
-        jaxpr, reusable = trace_program(flat, arrays, policy)
-        plan = (plans if reusable else plans.__wrapped__)(jaxpr)
+        traced = trace_program(holding, args, kwargs, policy)
+        refuse_escapes(traced, name)
+        program = comparable(traced.jaxpr)
+        plan = make(traced.jaxpr) if program is None else plans(program)
         warn_unseen(plan)
         outs = closures.run(
-            flat.as_written,
+            traced.as_written,
             plan,
             execute,
-            lambda run: run_program(plan, arrays, policy, run),
+            lambda run: run_program(plan, traced.arrays, policy, run),
         )
-        outs = flat.rebuild(jaxpr, outs)
-        if not reusable:
-            flattened.forget()
-        return outs
+        out, _ = traced.rebuild(outs)
+        return out
 
     return planned_fn  # type: ignore[return-value]
 
@@ -132,10 +138,10 @@ def is_identity(policy: Policy) -> bool:
     return all(np.dtype(d) == FLOAT32 for d in dtypes)
 
 
-def trace_program(flat: FlatFunction, arrays: Sequence[Any], policy: Policy) -> tuple[Any, bool]:
-    """The program as written, and whether its trace may be used again."""
+def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Traced:
+    """A call of `fn`, traced to be planned."""
     with inside_autocast(policy):
-        return flat.trace(arrays)
+        return trace(fn, args, kwargs)
 
 
 def plan_program(jaxpr: Any, policy: Policy) -> Plan:
@@ -165,6 +171,7 @@ def run_program(
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
     args = []
     for var, array, dtype in zip(plan.jaxpr.invars, arrays, plan.ins, strict=True):
+        array = _weakly_typed(array, weak=False)  # its gradient is weakly typed by this, as written
         if ours(var):
             # What was given is kept finite, as a literal is; what is computed is not.
             array = _as(jnp.asarray(array), stored, saturate=True)
@@ -173,10 +180,23 @@ def run_program(
     outs = run(plan, args)
     clip = plan.rules.saturate
     return [
-        _as(x, output, saturate=clip) if ours(v) else x
-        for v, x in zip(plan.jaxpr.outvars, outs, strict=True)
+        _weakly_typed(
+            _as(x, output, saturate=clip) if ours(var) else x,
+            weak=getattr(var.aval, "weak_type", False),
+        )
+        for var, x in zip(plan.jaxpr.outvars, outs, strict=True)
     ]
 
 
 def _as(array: Any, dtype: np.dtype[Any], *, saturate: bool) -> Any:
     return array if array.dtype == dtype else cast(array, dtype, saturate=saturate)
+
+
+def _weakly_typed(array: Any, *, weak: bool) -> Any:
+    """An array of which JAX's promotion makes another dtype, or not.
+
+    Inside a planned program nothing is weakly typed: what promotion does is written in it.
+    """
+    if getattr(array, "weak_type", False) == weak:
+        return array
+    return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=weak, sharding=None)

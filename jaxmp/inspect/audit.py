@@ -12,6 +12,7 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._autocast.flat import is_array, trace
 from jaxmp._autocast.jaxpr_compat import closed, dtype_of
 from jaxmp._autocast.ops import LOW as CONTRACTIONS
 from jaxmp._autocast.ops import classify
@@ -74,17 +75,14 @@ def audit(
     """
     if policy is not None:
         fn = autocast(fn, policy)
-    flat, labels = _flat(fn, args, kwargs)
-    leaves = jax.tree.leaves((args, kwargs))
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    jaxpr = trace(fn, args, kwargs).jaxpr
     if target is None:
         # Compute capabilities tell of GPUs, too, that the tables do not have.
         emulated = {str(dtype) for dtype in LOW if not multiplies_natively(dtype)}
         auditor = _Auditor(_here(), emulated, padded=_has_matrix_units(jax.local_devices()[0]))
     else:
         auditor = _Auditor(parse_target(target, "audit"), set(), padded=True)
-    follow(jaxpr, labels, auditor.visit)
+    follow(jaxpr, _labels(args, kwargs), auditor.visit)
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, Place(), residuals, auditor)
     return PrecisionReport(
@@ -116,34 +114,21 @@ def _has_matrix_units(device: Any) -> bool:
     return device.platform != "cpu" and volta
 
 
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _flat(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[str]]:
-    """`fn` as a function of its arrays, and what to call each of them."""
-    with_paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    labels = [
+def _labels(args: Any, kwargs: Any) -> list[str]:
+    """What to call each array of a call."""
+    with_paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    return [
         f"the argument {jax.tree_util.keystr(path[1:])}"
         for path, leaf in with_paths
-        if _is_array(leaf)
+        if is_array(leaf)
     ]
-    leaves = [leaf for _, leaf in with_paths]
-
-    def flat(*arrays: Any) -> Any:
-        given = iter(arrays)
-        full = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
-        args, kwargs = jax.tree.unflatten(tree, full)
-        return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if _is_array(x)]
-
-    return flat, labels
 
 
 def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
     """Bytes by dtype of every argument, or field of an argument that has fields."""
     table: dict[str, Counter[str]] = defaultdict(Counter)
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        if _is_array(leaf) and isinstance(leaf.dtype, np.dtype):
+        if is_array(leaf) and isinstance(leaf.dtype, np.dtype):
             name = jax.tree_util.keystr(path[1:3])
             table[name][str(leaf.dtype)] += int(np.prod(leaf.shape)) * leaf.dtype.itemsize
     return {name: dict(counts) for name, counts in table.items()}

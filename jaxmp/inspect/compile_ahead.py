@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jaxmp._autocast.flat import flatten_call, is_array
 from jaxmp.inspect import aot_worker
 from jaxmp.inspect.batch_arguments import sharding_of
 from jaxmp.inspect.chip import Target
@@ -63,10 +64,10 @@ def compile_ahead(
 
 def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dict[str, Any]:
     """What the worker needs to know of a target and of the arguments."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    shardings = [getattr(leaf, "sharding", None) for leaf in _arrays(args)]
     named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
     given_away = {i % len(args) for i in donated}
-    flags = [i in given_away for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    flags = [i in given_away for i, arg in enumerate(args) for _ in _arrays(arg)]
     job: dict[str, Any] = {
         "platform": target.platform,
         "topology": target.topology,
@@ -95,20 +96,19 @@ def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dic
     return job
 
 
+def _arrays(args: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(args) if is_array(leaf)]
+
+
 def _export(fn: Callable[..., Any], args: tuple[Any, ...], platform: str) -> bytes:
     """The program as a function of flat arrays, lowered and serialised."""
-    leaves, tree = jax.tree.flatten(args)
-
-    def flat(*arrays: Any) -> Any:
-        out = fn(*jax.tree.unflatten(tree, arrays))
-        return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
-
+    flat, arrays = flatten_call(fn, args, {})
     structs = [
         jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=sharding_of(x))
-        for x in leaves
+        for x in arrays
     ]
     lowered = "tpu" if platform == "tpu" else "cuda"
-    jitted = jax.jit(flat)
+    jitted = jax.jit(lambda *arrays: jax.tree.leaves(flat(*arrays)))
     text = jitted.trace(*structs).lower(lowering_platforms=(lowered,)).as_text()
     # Kernels of libraries are custom calls, which export refuses unless they are named.
     calls = set(_CUSTOM_CALL.findall(text))

@@ -1,0 +1,99 @@
+"""What tells two traced programs apart, so that an equal program need not be planned again.
+
+Every call traces the function anew. Its plan, and what JAX compiled for the jits inside, are used
+again if the trace is the same, equation by equation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal, jaxprs_in_params
+
+from jaxmp._autocast.jaxpr_compat import closed
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A closed jaxpr that is compared by what it computes.
+
+    What only its identity tells apart (a derivative rule traced anew, a callback) differs.
+    """
+
+    jaxpr: Any = dataclasses.field(compare=False)
+    key: Hashable
+
+
+def comparable(jaxpr: Any) -> Program | None:
+    """A closed jaxpr as a `Program`; None for one that is not compared.
+
+    A program with constants is not: what it closed over may be tracers, or large.
+    """
+    if closed(jaxpr).consts:
+        return None
+    key = _Key()
+    try:
+        key.of_jaxpr(jaxpr)
+        hash(programs := tuple(key.programs))
+    except TypeError:  # something in it has no hash
+        return None
+    return Program(jaxpr, programs)
+
+
+class _Key:
+    """The jaxprs of a program in the order they are met: one inside another is its number."""
+
+    def __init__(self) -> None:
+        self.programs: list[Hashable] = []
+        self._numbers: dict[int, int] = {}
+
+    def of_jaxpr(self, jaxpr: Any) -> int:
+        """The number of a jaxpr."""
+        known = self._numbers.get(id(jaxpr))
+        if known is not None:
+            return known
+        opened, consts = closed(jaxpr)
+        if not all(isinstance(const, jax.Array) for const in consts):
+            raise TypeError("a NumPy array may be changed in place")
+        number = self._numbers[id(jaxpr)] = len(self.programs)
+        self.programs.append(None)  # those inside come after it
+        names: dict[Any, int] = {}
+        for var in (*opened.constvars, *opened.invars):
+            names[var] = len(names)
+        avals = tuple(var.aval for var in names)
+        eqns = []
+        for eqn in opened.eqns:
+            operands = tuple(self._atom(atom, names) for atom in eqn.invars)
+            for var in eqn.outvars:
+                names[var] = len(names)
+            eqns.append(
+                (
+                    eqn.primitive,
+                    operands,
+                    tuple(var.aval for var in eqn.outvars),
+                    tuple((name, self._value(value)) for name, value in eqn.params.items()),
+                    str(eqn.source_info.name_stack),  # it names regions
+                    eqn.ctx,
+                )
+            )
+        outs = tuple(self._atom(atom, names) for atom in opened.outvars)
+        self.programs[number] = (avals, tuple(map(id, consts)), tuple(eqns), outs)
+        return number
+
+    def _atom(self, atom: Any, names: dict[Any, int]) -> Hashable:
+        if not isinstance(atom, Literal):
+            return names[atom]
+        value = np.asarray(atom.val)
+        return atom.aval, value.dtype, value.tobytes()
+
+    def _value(self, value: Any) -> Hashable:
+        """A parameter: equal only to one of its type, for 1 == 1.0 == True and 0.0 == -0.0."""
+        if isinstance(value, (tuple, list)):
+            return type(value), tuple(map(self._value, value))
+        if next(jaxprs_in_params({"": value}), None) is not None:
+            return "jaxpr", self.of_jaxpr(value)
+        return type(value), repr(value) if isinstance(value, (float, complex)) else value
