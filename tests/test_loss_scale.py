@@ -15,7 +15,7 @@ from optax import tree_utils
 
 import jaxmp
 from jaxmp import LossScaleState, dynamic_loss_scale, static_loss_scale
-from jaxmp._training.scale_rule import find_scalers
+from jaxmp._training.opt_state import find_scalers
 
 BAD = (np.nan, np.inf, -np.inf)
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._training.scaled_grad import step_was_finite
+from jaxmp._training.scaled_grad import the_scaler, was_finite
 from jaxmp.dtypes import dtype_name, parse_dtype
 from jaxmp.tree import cast_floating, select, widen_floating
 
@@ -175,7 +175,7 @@ def _keeping_masters(
     def update(
         updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MasterWeightsState]:
-        _require(params)
+        _require(params, state, MasterWeightsState)
         full = jax.tree.map(lambda p, m: m if _has_16_bits(p) else p, params, state.masters)
         updates, inner_state = inner.update(
             widen_floating(updates), state.inner_state, full, **extra_args
@@ -205,14 +205,15 @@ def _rounding_at_random(
     def update(
         updates: Any, state: StochasticRoundingState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, StochasticRoundingState]:
-        _require(params)
+        _require(params, state, StochasticRoundingState)
         full = widen_floating(params)
         updates, inner_state = inner.update(
             widen_floating(updates), state.inner_state, full, **extra_args
         )
         full = optax.apply_updates(full, updates)
         next_key, key = jax.random.split(state.key)
-        next_key = select(step_was_finite(inner_state), next_key, state.key)
+        finite = was_finite(the_scaler("master_weights", inner_state))
+        next_key = select(finite, next_key, state.key)
         treedef: Any = jax.tree.structure(params)
         keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
         updates = jax.tree.map(
@@ -227,7 +228,12 @@ def _rounding_at_random(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _require(params: Any) -> None:
+def _require(params: Any, state: Any, kind: type) -> None:
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"master_weights: update takes (gradients, state, params), the state being a "
+            f"{kind.__name__} from this optimizer's init; got a {type(state).__name__}."
+        )
     if params is None:
         raise ValueError(
             "master_weights: update needs the parameters that it updates; "
