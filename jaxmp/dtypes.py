@@ -38,12 +38,9 @@ DTYPE_NAMES: Final[dict[Any, tuple[str, ...]]] = {
 _DTYPE_BY_NAME = {name: dtype for dtype, names in DTYPE_NAMES.items() for name in names}
 # What PyTorch's users call them. Not among `DTYPE_NAMES`, whose names jmp reads too.
 _DTYPE_BY_SYNONYM = {
-    "bfp16": jnp.bfloat16,
     "fp16": jnp.float16,
     "fp32": jnp.float32,
-    "single": jnp.float32,
     "fp64": jnp.float64,
-    "double": jnp.float64,
 }
 _DTYPE_BY_SCALAR = {np.dtype(dtype).type: dtype for dtype in DTYPE_NAMES}
 

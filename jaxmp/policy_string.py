@@ -115,7 +115,7 @@ def _named_policy(piece: _Piece, spec: str) -> dict[str, Any]:
     name = _SYNONYMS.get(name, name)
     if name in _FOREIGN:
         raise ValueError(
-            f"get_policy: {piece.text!r} is not a policy's name here; {_FOREIGN[name]}."
+            f"get_policy: {piece.text!r} does not name a policy here; {_FOREIGN[name]}."
         )
     if name in _MIXED_POLICIES:
         param = output = jnp.float32

@@ -139,7 +139,9 @@ def _check(like: Any, state: Any, after: Any) -> None:
             f"accumulate_gradients: the loss must be a real floating number; got {loss.dtype}."
         )
     check_floating("accumulate_gradients", "gradient", grads)
-    if jax.tree.structure(after) != jax.tree.structure(state):
+    got: Any = jax.tree.structure(after)
+    had: Any = jax.tree.structure(state)
+    if got != had:
         raise ValueError(
             "accumulate_gradients: a piece of the batch gives the NNX module variables that it did "
             "not have, which the next piece would start with; call it once before training, and "
@@ -156,6 +158,7 @@ def _take_out_modules(tree: Any) -> tuple[list[nnx.Module], Any, Callable[[Any],
     def is_module(node: Any) -> bool:
         return isinstance(node, nnx.Module)
 
+    treedef: Any
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_module)
     modules = [leaf for leaf in leaves if is_module(leaf)]
     graphdef, state = nnx.split(modules)

@@ -19,8 +19,7 @@ def check_floating(function: str, what: str, tree: Any) -> None:
 
     Args:
       function: Who speaks in the message.
-      what: What the leaves are: "parameter" or "gradient". A parameter may have 8 bits, as the scales
-        of some layers do.
+      what: What the leaves are: "parameter" or "gradient". A parameter may have 8 bits.
       tree: The parameters or the gradients.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._training.scaled_grad import the_scaler, was_finite
+from jaxmp._training.opt_state import the_scaler, was_finite
 from jaxmp.dtypes import dtype_name, parse_dtype
 from jaxmp.tree import cast_floating, select, widen_floating
 

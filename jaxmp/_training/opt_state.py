@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -9,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optax import contrib
 from flax import nnx
 from flax.core.meta import AxisMetadata
+from optax import contrib
 
 from jaxmp._training.scale_rule import LossScaleState
 
@@ -25,44 +26,48 @@ __all__ = [
     "was_finite",
 ]
 
-_INSIDE: Final = "Put the scaler outside: dynamic_loss_scale({}(optimizer, ...))."
-# Wrappers of optax around which a scaler goes, never within: their states, what they are called,
-# and what goes wrong with a scaler inside.
-_WRAPPERS: Final[dict[Any, tuple[str, str]]] = {
+# Wrappers of optax that bear no scaler inside: their states, what they are called, what goes wrong,
+# and the form that is right.
+_WRAPPERS: Final[dict[Any, tuple[str, str, str]]] = {
     optax.MultiStepsState: (
         "optax.MultiSteps",
-        "it would add up gradients of different scales, and one inf would stay in its sum. "
-        + "Put it inside: dynamic_loss_scale(optax.MultiSteps(optimizer, k)).",
+        "it would add up gradients of different scales, and one inf would stay in its sum",
+        "dynamic_loss_scale(optax.MultiSteps(optimizer, k))",
     ),
     optax.ApplyIfFiniteState: (
         "optax.apply_if_finite",
-        "it would throw away what the scaler learns from an overflow, and the scale never back off. "
-        + "Leave it out: a scaler leaves such steps out by itself.",
+        "it would undo what an overflow teaches the scaler, whose scale would never back off",
+        "dynamic_loss_scale(optimizer), which leaves such steps out by itself",
     ),
     optax.PartitionState: (
-        "optax.partition (or multi_transform, selective_transform)",
-        "the other parameters would get scaled gradients. " + _INSIDE.format("optax.partition"),
+        "optax.partition (or multi_transform)",
+        "the parameters of other labels would get scaled gradients",
+        "dynamic_loss_scale(optax.partition(...)), with no scaler inside",
     ),
     optax.MaskedState: (
         "optax.masked",
-        "the other parameters would get scaled gradients. " + _INSIDE.format("optax.masked"),
+        "the other parameters would get scaled gradients",
+        "dynamic_loss_scale(optax.masked(optimizer, mask))",
     ),
     optax.ConditionallyMaskState: (
         "optax.conditionally_mask",
-        "an overflow in a masked step would go unseen. " + _INSIDE.format("conditionally_mask"),
+        "it would not see an overflow in the steps that are masked",
+        "dynamic_loss_scale(optax.conditionally_mask(optimizer, ...))",
     ),
     optax.ConditionallyTransformState: (
         "optax.conditionally_transform",
-        "the steps that it leaves alone would get scaled gradients. "
-        + _INSIDE.format("conditionally_transform"),
+        "the steps that it leaves alone would be made with scaled gradients",
+        "dynamic_loss_scale(optax.conditionally_transform(optimizer, ...))",
     ),
     contrib.MechanicState: (
         "optax.contrib.mechanize",
-        "it would tune the step to scaled gradients. " + _INSIDE.format("mechanize"),
+        "it would tune its step to scaled gradients",
+        "dynamic_loss_scale(optax.contrib.mechanize(optimizer))",
     ),
     contrib.SAMState: (
         "optax.contrib.sam",
-        "its other optimizer would get scaled gradients. " + _INSIDE.format("sam"),
+        "its other optimizer would get scaled gradients",
+        "dynamic_loss_scale(optax.contrib.sam(optimizer, adversary))",
     ),
 }
 
@@ -92,15 +97,17 @@ def find_scalers(tree: Any) -> list[tuple[str, LossScaleState]]:
     """
     kinds = (LossScaleState, *_WRAPPERS)
     found = []
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: type(x) in kinds)
     for path, node in nodes:
-        if isinstance(node, LossScaleState):
+        if type(node) is LossScaleState:
             found.append((jax.tree_util.keystr(path), node))
-        elif isinstance(node, tuple(_WRAPPERS)) and find_scalers(tuple(node)):
+        elif type(node) in _WRAPPERS and find_scalers(list(node)):
+            name, wrong, right = _WRAPPERS[type(node)]
             where = jax.tree_util.keystr(path)
-            name, wrong = _WRAPPERS[type(node)]
             where = f" at {where}" if where else ""
-            raise ValueError(f"{name}{where} is around a loss scaler: {wrong}")
+            raise ValueError(
+                f"{name}{where} is around a loss scaler: {wrong}. The right form is {right}."
+            )
     return found
 
 
@@ -202,8 +209,8 @@ def _what_it_is(value: Any) -> str | None:
     nodes = jax.tree.leaves(value, is_leaf=_may_be_state)
     if nodes and not any(_may_be_state(node) for node in nodes):
         return (
-            f"a {type(value).__name__!r} of arrays, which are parameters by their looks (a state of "
-            "your own is known by being a NamedTuple)"
+            f"a {type(value).__name__!r} of arrays, which looks like parameters (a state of your "
+            "own is known by being a NamedTuple)"
         )
     return None
 
@@ -215,7 +222,9 @@ def _may_be_state(node: Any) -> bool:
         others = (optax.GradientTransformation, optax.LookaheadParams, optax.MaskedNode)
         return hasattr(node, "_fields") and not isinstance(node, others)
     # Boxes around parameters are types that JAX was told of, too.
-    if node is None or isinstance(node, (list, Mapping, nnx.State, nnx.Variable, AxisMetadata)):
+    if node is None or isinstance(node, (list, nnx.State, nnx.Variable, AxisMetadata)):
+        return False
+    if isinstance(node, Mapping) and not dataclasses.is_dataclass(node):  # chex's are both
         return False
     return not callable(node) and not jax.tree_util.all_leaves([node])
 

@@ -20,6 +20,12 @@ __all__ = ["LossScaleState", "ScaleRule", "next_state", "start_state"]
 _SMALLEST_SCALE: Final = 2.0**-126
 _LARGEST_SCALE: Final = 2.0**126
 
+# For options that are arrays.
+_INJECTED: Final = (
+    " Hyperparameters are injected inside the scaler: "
+    "dynamic_loss_scale(optax.inject_hyperparams(optax.adam)(learning_rate=...))."
+)
+
 
 class LossScaleState(NamedTuple):
     """The state of a loss-scaling transformation, strongly typed arrays all of them.
@@ -187,12 +193,15 @@ def _check_number(function: str, field: str, value: Any) -> None:
     if isinstance(value, bool) or not (isinstance(value, numbers.Real) or concrete):
         raise TypeError(
             f"{function}: {field} must be a number known when the optimizer is made; got {value!r} "
-            f"of type {type(value).__name__!r}."
+            f"of type {type(value).__name__!r}.{_INJECTED if isinstance(value, jax.Array) else ''}"
         )
 
 
 def _check_count(function: str, field: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{function}: {field} must be an integer; got {value!r}.")
+        raise TypeError(
+            f"{function}: {field} must be an integer; got {value!r}."
+            f"{_INJECTED if isinstance(value, jax.Array) else ''}"
+        )
     if not 1 <= value < 2**31:
         raise ValueError(f"{function}: {field} must be at least 1 (and an int32); got {value!r}.")

@@ -13,8 +13,9 @@ import optax
 from flax.training import train_state
 from jax.typing import DTypeLike
 
-from jaxmp._training import scaled_grad
+from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import is_overwrite
+from jaxmp._training.opt_state import scale_of, skipped_by, the_scaler
 from jaxmp.policy import Policy, single_policy
 from jaxmp.tree import select
 
@@ -124,7 +125,7 @@ class TrainState(train_state.TrainState):
         Returns:
           A function of `loss_fn`'s arguments: `(loss, grads)`, or `((loss, aux), grads)`.
         """
-        return scaled_grad.scaled_value_and_grad(
+        return scaled_value_and_grad(
             "TrainState.value_and_grad", loss_fn, self.opt_state, argnums, has_aux, genuine=True
         )
 
@@ -153,7 +154,7 @@ class TrainState(train_state.TrainState):
         new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # nor is this
             grads=grads, **fields
         )
-        scaler = scaled_grad.the_scaler("TrainState.apply_gradients", new.opt_state)
+        scaler = the_scaler("TrainState.apply_gradients", new.opt_state)
         if scaler is None:
             return new
         finite = jnp.asarray(scaler.finite)
@@ -168,14 +169,14 @@ class TrainState(train_state.TrainState):
     @property
     def loss_scale(self) -> jax.Array:
         """The factor that the next loss is multiplied by: float32[], 1 without a scaler."""
-        scaler = scaled_grad.the_scaler("TrainState.loss_scale", self.opt_state)
-        return scaled_grad.scale_of(scaler)
+        scaler = the_scaler("TrainState.loss_scale", self.opt_state)
+        return scale_of(scaler)
 
     @property
     def skipped_count(self) -> jax.Array:
         """How many steps were left out so far: int32[], 0 without a scaler."""
-        scaler = scaled_grad.the_scaler("TrainState.skipped_count", self.opt_state)
-        return scaled_grad.skipped_by(scaler)
+        scaler = the_scaler("TrainState.skipped_count", self.opt_state)
+        return skipped_by(scaler)
 
 
 def _check_optimizer(tx: Any) -> None:
