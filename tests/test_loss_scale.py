@@ -301,9 +301,7 @@ def test_18_multi_steps_inside_leaves_one_microbatch_out():
 def test_18_multi_steps_outside_is_refused():
     optimizer = optax.MultiSteps(dynamic_loss_scale(optax.sgd(1.0)), every_k_schedule=2)
     state = {"opt": optimizer.init(jnp.zeros(()))}
-    message = (
-        r"optax.MultiSteps at \['opt'\] is around a loss scaler.*dynamic_loss_scale\(optax.MultiS"
-    )
+    message = r"optax.MultiSteps at \['opt'\] is around a loss scaler.*The right form is dynamic"
     for read in (jaxmp.loss_scale, lambda s: jaxmp.value_and_grad(jnp.sum, s), find_scalers):
         with pytest.raises(ValueError, match=message):
             read(state)
