@@ -10,6 +10,7 @@ import equinox as eqx
 import flax
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 import optax.contrib
@@ -17,6 +18,7 @@ import pytest
 from flax import linen, nnx
 from flax.core import FrozenDict
 from flax.training import train_state
+from flax.training.dynamic_scale import DynamicScale
 
 import jaxmp
 from jaxmp import LossScaleState, dynamic_loss_scale
@@ -122,6 +124,8 @@ class Callable(eqx.Module):
 
 
 NO_STATES = {
+    "Flax's DynamicScale": (DynamicScale, "a 'DynamicScale' of another library"),
+    "jmp's loss scale": (lambda: jmp.StaticLossScale(8.0), "a 'StaticLossScale' of another"),
     "the optimizer": (lambda: SCALED, "the optimizer itself"),
     "an optimizer without a scaler": (lambda: ADAM, "the optimizer itself"),
     "MultiSteps": (lambda: optax.MultiSteps(SCALED, 2), "the optimizer itself"),
@@ -182,7 +186,7 @@ def test_arguments_in_each_others_place_are_refused():
         jaxmp.scale_loss(state, jnp.float32(1))
     with pytest.raises(TypeError, match=r"value_and_grad: opt_state must be .*; got 'loss_fn'"):
         jaxmp.value_and_grad(state, loss_fn)
-    with pytest.raises(TypeError, match=r"grad: takes .*; got 'LossScaleState' for loss_fn"):
+    with pytest.raises(TypeError, match=r"grad: loss_fn, which .*; got 'LossScaleState'"):
         jaxmp.grad(state, state)
     # Within a traced step, where the loss is no array yet.
     with pytest.raises(TypeError, match="scale_loss: opt_state must be"):

@@ -126,8 +126,8 @@ def test_an_equinox_module_as_parameters():
         jaxmp.value_and_grad(eqx_loss, STATE)(MODEL, BATCH)
     with pytest.raises(TypeError, match=rf"dynamic_loss_scale: the parameter at {where} .*eqx\."):
         TX.init(MODEL)
-    with pytest.raises(TypeError, match=rf"TrainState.create: the parameter at {where} is "):
-        jaxmp.TrainState.create(apply_fn=None, params=MODEL, tx=TX)
+    with pytest.raises(TypeError, match=rf"TrainState.create: the parameter at \['m'\]{where} is "):
+        jaxmp.TrainState.create(apply_fn=None, params={"m": MODEL}, tx=TX)
 
 
 def test_an_equinox_module_in_the_forms_that_the_message_gives():
@@ -165,8 +165,11 @@ def test_what_is_no_loss(name, loss, got):
 
 def test_a_loss_that_is_no_function():
     for function in (jaxmp.value_and_grad, jaxmp.grad):
-        with pytest.raises(TypeError, match=r"takes .*; got 'float' for loss_fn"):
+        with pytest.raises(TypeError, match=r"loss_fn, which comes first, must be .*; got 'float'"):
             function(1.5, STATE)
+    state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
+    with pytest.raises(TypeError, match=r"TrainState\.value_and_grad: loss_fn"):
+        state.value_and_grad(PARAMS)
 
 
 def test_jax_says_what_is_wrong_with_argnums():
@@ -174,7 +177,66 @@ def test_jax_says_what_is_wrong_with_argnums():
         jaxmp.value_and_grad(loss_fn, STATE, argnums=3)(PARAMS, BATCH)
 
 
+@pytest.mark.parametrize("argnums", [None, "params", 0.0, [0, "x"]])
+def test_argnums_are_positions(argnums):
+    with pytest.raises(TypeError, match="value_and_grad: argnums must be the position"):
+        jaxmp.value_and_grad(loss_fn, STATE, argnums)
+
+
+def test_an_integer_to_differentiate_is_named():
+    with pytest.raises(TypeError, match=r"argument 0 of the loss .* has int32 at \['n'\]"):
+        jaxmp.value_and_grad(loss_fn, STATE)({**PARAMS, "n": jnp.arange(2)}, BATCH)
+
+
+def test_gradients_of_another_shape():
+    message = r"the gradient at \['w'\] has shape \(3,\) and its parameter \(2,\)"
+    bad = {**GRADS, "w": jnp.ones(3)}
+    with pytest.raises(ValueError, match=f"dynamic_loss_scale: {message}"):
+        TX.update(bad, STATE, PARAMS)
+    low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    for options in ({}, {"stochastic_rounding": True}):
+        masters = master_weights(optax.adam(0.1), **options)
+        with pytest.raises(ValueError, match=f"master_weights: {message}"):
+            masters.update(bad, masters.init(low), low)
+        with pytest.raises(ValueError, match=r"master_weights: the gradient at \['b'\] is None"):
+            masters.update({**GRADS, "b": None}, masters.init(low), low)
+
+
+@pytest.mark.parametrize("limit", [None, "50", 50.0, True])
+def test_a_limit_that_is_no_count(limit):
+    with pytest.raises(TypeError, match="check_not_stuck: limit must be an integer"):
+        jaxmp.check_not_stuck(STATE, limit)
+
+
+@pytest.mark.parametrize("key", [0, None, 0.5, PARAMS, jnp.ones(2)])
+def test_a_key_that_is_none(key):
+    with pytest.raises(TypeError, match="stochastic_round: key must be a PRNG key"):
+        jaxmp.stochastic_round(PARAMS, key, "bf16")
+
+
+def test_a_link_instead_of_an_optimizer_whatever_the_policy():
+    for policy in ("mixed_bfloat16", "mixed_float16"):
+        tx = optax.chain(jaxmp.loss_scale_for(policy, None), optax.sgd(1.0))
+        tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
 # `accumulate_gradients`.
+
+
+def test_accumulating_names_its_arguments():
+    def value_and_grad(params, x):
+        return (jnp.sum(x), "aux"), params
+
+    for batch_argnums in ("x", None, 1.0, ["x"]):
+        with pytest.raises(TypeError, match="batch_argnums must be the position of an argument"):
+            accumulate_gradients(value_and_grad, 2, batch_argnums=batch_argnums)
+    with pytest.raises(TypeError, match=r"grad_fn must be a function .*; got 'dict'"):
+        accumulate_gradients(PARAMS, 2)
+    with pytest.raises(TypeError, match="the aux of a piece has 'aux' at the root"):
+        accumulate_gradients(value_and_grad, 2)(PARAMS, BATCH)
+    two = jaxmp.grad(lambda a, b: jnp.sum(a["w"]) * jnp.sum(b), STATE, argnums=(0, 1))
+    with pytest.raises(TypeError, match=r"grad_fn must return \(loss, grads\)"):
+        accumulate_gradients(two, 2)(PARAMS, BATCH)
 
 
 def test_python_numbers_are_losses_and_gradients():
@@ -199,12 +261,20 @@ def test_a_train_state_needs_an_optimizer(tx):
         jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
 
 
+@pytest.mark.parametrize("params", [None, jnp.ones(2), eqx.filter(MODEL, eqx.is_inexact_array)])
+def test_a_train_states_parameters_are_a_container(params):
+    with pytest.raises(TypeError, match=r"TrainState\.create: params must be a dict or the like"):
+        jaxmp.TrainState.create(apply_fn=None, params=params, tx=TX)
+
+
 def test_apply_gradients_names_the_fields():
     state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
-    with pytest.raises(TypeError, match=r"fields apply_fn, .*, tx; got grads=None"):
-        state.apply_gradients(grads=None)
-    with pytest.raises(TypeError, match="got the field 'batch_stats'"):
-        state.apply_gradients(grads=GRADS, batch_stats={})
+    for grads in (None, 1.0, jnp.ones(2)):
+        with pytest.raises(TypeError, match="grads must be a dict or the like of arrays; got '"):
+            state.apply_gradients(grads=grads)
+    for field in ("batch_stats", "step", "params", "opt_state"):
+        with pytest.raises(TypeError, match=f"fields apply_fn, tx; got '{field}'"):
+            state.apply_gradients(grads=GRADS, **{field: {}})
     with pytest.raises(TypeError, match=r"TrainState\.value_and_grad: the loss must be one number"):
         state.value_and_grad(lambda p: p["w"])(PARAMS)
 

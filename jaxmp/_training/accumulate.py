@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxmp._training.gradients import check_floating
+from jaxmp._training.gradients import check_floating, show
 from jaxmp._training.loss_scale import is_overwrite
 
 __all__ = ["accumulate_gradients"]
@@ -81,7 +81,18 @@ def accumulate_gradients(
         )
     if reduce not in ("mean", "sum"):
         raise ValueError(f"accumulate_gradients: reduce must be 'mean' or 'sum'; got {reduce!r}.")
-    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    several = [batch_argnums] if isinstance(batch_argnums, int) else batch_argnums
+    if not (isinstance(several, (tuple, list)) and all(isinstance(i, int) for i in several)):
+        raise TypeError(
+            "accumulate_gradients: batch_argnums must be the position of an argument, or several; "
+            f"got {batch_argnums!r}."
+        )
+    if not callable(grad_fn):
+        raise TypeError(
+            "accumulate_gradients: grad_fn must be a function such as jaxmp.value_and_grad makes; "
+            f"got {type(grad_fn).__name__!r}."
+        )
+    argnums = tuple(several)
     factor = np.float32(1 / microbatches if reduce == "mean" else 1)
 
     @functools.wraps(grad_fn)
@@ -121,7 +132,8 @@ def _pair(out: Any) -> tuple[Any, Any]:
         value, grads = out
         has_aux = isinstance(value, tuple) and len(value) == 2
         loss = value[0] if has_aux else value
-        if jnp.ndim(loss) == 0 and not isinstance(loss, (tuple, list, dict)):
+        if _is_scalar(loss):
+            _check_aux(value[1] if has_aux else None)
             # Python numbers, such as a loss that depends on nothing, have no dtype.
             loss, grads = jax.tree.map(_array, (loss, grads))
             return ((loss, value[1]) if has_aux else loss), grads
@@ -129,6 +141,20 @@ def _pair(out: Any) -> tuple[Any, Any]:
         "accumulate_gradients: grad_fn must return (loss, grads) or ((loss, aux), grads), as what "
         f"jaxmp.value_and_grad(loss_fn, opt_state) makes does; got a {type(out).__name__!r}."
     )
+
+
+def _is_scalar(loss: Any) -> bool:
+    is_number = isinstance(loss, (bool, int, float, complex)) or hasattr(loss, "dtype")
+    return is_number and jnp.ndim(loss) == 0
+
+
+def _check_aux(aux: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if callable(leaf) or isinstance(leaf, str):
+            raise TypeError(
+                f"accumulate_gradients: the aux of a piece has {leaf!r} at {show(path)}, which is "
+                "no array and cannot be stacked; leave it out of what the loss returns."
+            )
 
 
 def _check(like: Any, state: Any, after: Any) -> None:

@@ -40,8 +40,13 @@ def scaled_value_and_grad(
     state = the_scaler(name, opt_state) if genuine else find_scaler(name, opt_state)
     if not callable(fun):
         raise TypeError(
-            f"{name}: takes (loss_fn, opt_state), loss_fn being a function that returns a loss; "
-            f"got {type(fun).__name__!r} for loss_fn."
+            f"{name}: loss_fn, which comes first, must be a function that returns a loss; got "
+            f"{type(fun).__name__!r}."
+        )
+    several = argnums if isinstance(argnums, (tuple, list)) else [argnums]
+    if not all(hasattr(i, "__index__") or isinstance(i, nnx.DiffState) for i in several):
+        raise TypeError(
+            f"{name}: argnums must be the position of an argument, or several; got {argnums!r}."
         )
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
@@ -145,6 +150,13 @@ def _check_arrays(name: str, argnum: int, value: Any) -> None:
                 f"{jax.tree_util.keystr(path) or 'the root'}, which is no array. An Equinox module "
                 "is differentiated by eqx.filter_value_and_grad, around jaxmp.scale_loss(loss, "
                 "opt_state); or give eqx.partition's arrays, and eqx.combine them in the loss."
+            )
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(
+                f"{name}: argument {argnum} of the loss is differentiated, but has {dtype} at "
+                f"{jax.tree_util.keystr(path) or 'the root'}; give it to the loss as another "
+                "argument."
             )
 
 

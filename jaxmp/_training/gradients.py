@@ -98,7 +98,7 @@ def explain_failure(
     inner_state: Any,
     params: Any,
 ) -> None:
-    """Raises a ValueError that says why the inner optimizer failed, if it is one of two reasons."""
+    """Raises a ValueError that says why an inner optimizer failed, for three known reasons."""
     leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda x: x is None)
     if absent := [show(path) for path, leaf in leaves if leaf is None]:
         raise ValueError(
@@ -108,6 +108,15 @@ def explain_failure(
         )
     if params is None:
         return
+    shapes = {show(path): jnp.shape(leaf) for path, leaf in leaves}
+    for path, param in jax.tree_util.tree_leaves_with_path(params):
+        shape = shapes.get(show(path))
+        if shape is not None and shape != jnp.shape(param):
+            raise ValueError(
+                f"{function}: the gradient at {show(path)} has shape {shape} and its parameter "
+                f"{jnp.shape(param)}, which the optimizer inside does not take. Differentiate with "
+                "respect to these parameters."
+            )
     want: Any = jax.tree.structure(jax.eval_shape(inner.init, params))
     got: Any = jax.tree.structure(inner_state)
     if got != want:

@@ -177,7 +177,7 @@ def static_loss_scale(
 
 def loss_scale_for(
     policy: str | jmp.Policy | PolicyMap | DTypeLike,
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | None,
     **options: Any,
 ) -> optax.GradientTransformation:
     """Wraps an optimizer in `dynamic_loss_scale` if the policy has float16 in it, and only then.
@@ -188,7 +188,7 @@ def loss_scale_for(
 
     Args:
       policy: What `jaxmp.get_policy` takes.
-      inner: The optimizer.
+      inner: The optimizer, or None for a link of `optax.chain`.
       **options: Those of `dynamic_loss_scale`.
 
     Returns:
@@ -208,7 +208,7 @@ def loss_scale_for(
     # The options are checked whatever the policy: a mistake must not wait for float16.
     scaled = dynamic_loss_scale(inner, **options)
     dtypes = {d for p in policies for d in (p.param_dtype, p.compute_dtype, p.output_dtype)}
-    return scaled if jnp.float16 in dtypes else inner
+    return scaled if jnp.float16 in dtypes else (optax.identity() if inner is None else inner)
 
 
 def is_overwrite(path: tuple[Any, ...]) -> bool:

@@ -8,10 +8,12 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 from flax import nnx
 from flax.core.meta import AxisMetadata
+from flax.training.dynamic_scale import DynamicScale
 from optax import contrib
 
 from jaxmp._training.scale_rule import LossScaleState
@@ -198,6 +200,8 @@ def _what_it_is(value: Any) -> str | None:
         return "the optimizer itself"
     if isinstance(value, optax.LookaheadParams):
         return "parameters (optax.LookaheadParams)"
+    if isinstance(value, (DynamicScale, jmp.DynamicLossScale, jmp.StaticLossScale)):
+        return f"a {type(value).__name__!r} of another library, which jaxmp's optimizers do not use"
     if isinstance(value, nnx.Module) or (callable(value) and not isinstance(value, type)):
         name = getattr(value, "__name__", type(value).__name__)
         return f"{name!r}, which is a function or a model"

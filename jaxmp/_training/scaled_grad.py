@@ -126,6 +126,8 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
       Traceback (most recent call last):
       FloatingPointError: check_not_stuck: the last 1 steps were all left out...
     """
+    if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
+        raise TypeError(f"check_not_stuck: limit must be an integer; got {limit!r}.")
     if limit < 1:
         raise ValueError(f"check_not_stuck: limit must be at least 1; got {limit}.")
     state = find_scaler("check_not_stuck", opt_state)

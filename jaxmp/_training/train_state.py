@@ -9,6 +9,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import jmp
+import numpy as np
 import optax
 from flax.training import train_state
 from jax.typing import DTypeLike
@@ -97,6 +98,7 @@ class TrainState(train_state.TrainState):
           TypeError: If a parameter is no floating (or complex) number, or `tx` no optimizer.
         """
         _check_optimizer(tx)
+        _check_container("TrainState.create: params", params)
         _check_trainable(params)
         if policy is not None:
             params = _cast_params(params, single_policy("TrainState.create", policy))
@@ -140,17 +142,17 @@ class TrainState(train_state.TrainState):
           The new state.
 
         Raises:
-          TypeError: If `grads` is None, or there is no such field.
+          TypeError: If `grads` is no container of arrays, or there is no such field to set.
           ValueError: If a new value has another structure than the field has now.
         """
-        names = sorted(field.name for field in dataclasses.fields(self))
-        if grads is None or not fields.keys() <= set(names):
-            unknown = [repr(name) for name in fields if name not in names]
-            got = f"the field {', '.join(unknown)}" if unknown else "grads=None"
+        own = {"step", "params", "opt_state"}  # which the step itself makes
+        names = sorted({field.name for field in dataclasses.fields(self)} - own)
+        if unknown := [repr(name) for name in fields if name not in names]:
             raise TypeError(
-                "TrainState.apply_gradients: takes grads, as state.value_and_grad(loss_fn) returns "
-                f"them, and new values of the fields {', '.join(names)}; got {got}."
+                "TrainState.apply_gradients: takes grads and new values of the fields "
+                f"{', '.join(names)}; got {', '.join(unknown)}."
             )
+        _check_container("TrainState.apply_gradients: grads", grads)
         new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # nor is this
             grads=grads, **fields
         )
@@ -184,6 +186,16 @@ def _check_optimizer(tx: Any) -> None:
         raise TypeError(
             "TrainState.create: tx must be an optax transformation such as optax.adamw(1e-3); got "
             f"{type(tx).__name__!r}. (The state's opt_state is made by it.)"
+        )
+
+
+def _check_container(what: str, tree: Any) -> None:
+    """Flax's train state looks a key up in parameters and gradients, so they must have some."""
+    is_array = isinstance(tree, (jax.Array, np.ndarray))
+    if is_array or not hasattr(type(tree), "__contains__"):
+        raise TypeError(
+            f"{what} must be a dict or the like of arrays; got {type(tree).__name__!r}. (An NNX or "
+            "Equinox module is trained without a train state; README shows the loop.)"
         )
 
 
