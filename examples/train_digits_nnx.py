@@ -22,6 +22,8 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from digits_report import Run, plot, report
@@ -57,7 +59,8 @@ def loss_fn(model, images, digits):
 
 @nnx.jit
 def train_step(model, optimizer, images, digits):
-    averages = nnx.state(model, nnx.BatchStat)
+    # A copy, because what `nnx.state` returns is the model's own variables.
+    averages = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
     # As nnx.value_and_grad, with the loss scaled where the optimizer has a scaler.
     loss, grads = jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(model, images, digits)
     optimizer.update(model, grads)
