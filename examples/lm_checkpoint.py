@@ -23,7 +23,8 @@ class Checkpoints:
     A process that is killed while it saves leaves the previous one, which is then restored.
 
     Raises:
-      SystemExit: If the folder holds a run that is not to be resumed, or one of other settings.
+      SystemExit: If the folder holds a run that is not to be resumed, one of other settings or of
+        another optimizer, or a checkpoint that cannot be read.
     """
 
     def __init__(self, folder: Path | None, settings: dict[str, Any], *, resume: bool) -> None:
@@ -40,17 +41,45 @@ class Checkpoints:
         if self.manager is None or (step := self.manager.latest_step()) is None:
             return start
         # The settings first: another size has a state of other shapes.
-        kept = self.manager.restore(step, args=ocp.args.Composite(curves=ocp.args.JsonRestore()))
-        if kept.curves["settings"] != self.settings:
+        curves = self._read(step, "curves", ocp.args.JsonRestore())
+        try:
+            settings, losses = curves["settings"], [*curves["losses"]]
+            held_out = {int(step): loss for step, loss in curves["held_out"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._damaged(step, error) from error
+        if settings != self.settings:
             raise SystemExit(
                 f"train_lm.py: the run in {self.manager.directory} was started with "
-                f"{kept.curves['settings']}, and this one is {self.settings}"
+                f"{settings}, and this one is {self.settings}"
             )
         shapes = jax.eval_shape(lambda: start.state)
-        arrays = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-        held_out = {int(step): loss for step, loss in kept.curves["held_out"].items()}
-        state = self.manager.restore(step, args=arrays).state
-        return Progress(state, kept.curves["losses"], held_out)
+        state = self._read(step, "state", ocp.args.StandardRestore(shapes))
+        return Progress(state, losses, held_out)
+
+    def _read(self, step: int, part: str, how: Any) -> Any:
+        """A part of a checkpoint; what cannot be read is left as it is."""
+        try:
+            return self.manager.restore(step, args=ocp.args.Composite(**{part: how}))[part]
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            if "tructure" not in str(error):
+                raise self._damaged(step, error) from error
+            raise SystemExit(
+                f"train_lm.py: the state in {self.manager.directory / str(step)} is of another "
+                "optimizer or model than this program's. If a loss scaler or float32 masters were "
+                "added since: restore it into a state of the old optimizer, and put the parts "
+                f"together as the documentation of jaxmp.TrainState shows. Nothing was changed.\n"
+                f"{error}"
+            ) from error
+
+    def _damaged(self, step: int, error: Exception) -> SystemExit:
+        reason = (str(error) or "?").splitlines()[0][:200]
+        others = [other for other in self.manager.all_steps() if other != step]
+        instead = f"go on from step {max(others)}" if others else "begin again"
+        return SystemExit(
+            f"train_lm.py: the checkpoint {self.manager.directory / str(step)} is damaged "
+            f"({type(error).__name__}: {reason}). Nothing was changed; move it away to "
+            f"{instead}"
+        )
 
     def save(self, progress: Progress) -> None:
         """Saves in the background; the values are copied before it returns."""

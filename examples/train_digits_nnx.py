@@ -1,12 +1,14 @@
 """Trains a convolutional network on scikit-learn's 8x8 handwritten digits.
 
 The model is plain Flax NNX, written in float32, with BatchNorm and Dropout. `jaxmp.wrap` applies
-the precision policy to it; the training loop is the one Flax's documentation shows. See `train`.
+the precision policy to it; the training loop is the one Flax's documentation shows, but for the
+scaling of the loss that float16 needs. See `train`.
 
     python examples/train_digits_nnx.py
+    python examples/train_digits_nnx.py --policy mixed_float16
     python examples/train_digits_nnx.py --compare float32 --runs 3
 
-The second trains each seed twice, from one initialisation on one sequence of batches. It shows a
+The last trains each seed twice, from one initialisation on one sequence of batches. It shows a
 progress bar, draws `digits.png`, and ends with
 
     accuracy (%)           seed 0   seed 1   seed 2     mean   points  contractions
@@ -20,6 +22,8 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from digits_report import Run, plot, report
@@ -55,8 +59,15 @@ def loss_fn(model, images, digits):
 
 @nnx.jit
 def train_step(model, optimizer, images, digits):
-    loss, grads = nnx.value_and_grad(loss_fn)(model, images, digits)
+    # A copy, because what `nnx.state` returns is the model's own variables.
+    averages = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+    # As nnx.value_and_grad, with the loss scaled where the optimizer has a scaler.
+    loss, grads = jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(model, images, digits)
     optimizer.update(model, grads)
+    # A step whose gradients overflow is left out: by the optimizer, and by BatchNorm too.
+    finite = jaxmp.step_was_finite(optimizer.opt_state)
+    new_averages = nnx.state(model, nnx.BatchStat)
+    nnx.update(model, jaxmp.tree.select(finite, new_averages, averages))
     return loss
 
 
@@ -89,7 +100,9 @@ def train(policy: str, steps: int, batch: int, seed: int) -> Run:
     # Mixed precision is this line. What trains the model knows nothing of it.
     model = jaxmp.wrap(model, policy)
 
-    optimizer = nnx.Optimizer(model, optax.adamw(2e-3), wrt=nnx.Param)
+    # The loss is scaled where the policy is too coarse for small gradients; else `tx` is returned.
+    tx = jaxmp.loss_scale_for(policy, optax.adamw(2e-3))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     losses, accuracy = [], {}
 
     def evaluate():
@@ -105,6 +118,10 @@ def train(policy: str, steps: int, batch: int, seed: int) -> Run:
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
     evaluate()
+    jaxmp.check_not_stuck(optimizer.opt_state)
+    if (scale := float(jaxmp.loss_scale(optimizer.opt_state))) != 1:
+        left_out = jaxmp.skipped_count(optimizer.opt_state)
+        print(f"{policy}: the loss scale is {scale:g}, {left_out} steps were left out")
 
     graphdef, state = nnx.split(model)
 

@@ -155,20 +155,23 @@ def run(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> Result:
 
     # Mixed precision is this line. The model knows nothing of it.
     model = jaxmp.wrap(LM(size), policy)
-    params = model.init(jax.random.key(seed), evaluation[0][:, :-1])
+    variables = model.init(jax.random.key(seed), evaluation[0][:, :-1])
     schedule = optax.warmup_cosine_decay_schedule(
         0, size.learning_rate, size.steps // 10, size.steps
     )
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     # The loss is scaled where the policy is too coarse for small gradients; else `tx` is returned.
     tx = jaxmp.loss_scale_for(policy, tx)
-    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    state = jaxmp.TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
+
+    def apply(params, tokens):
+        return model.apply({"params": params}, tokens)
 
     def loss_fn(params, tokens):
-        logits = model.apply(params, tokens[:, :-1])
+        logits = apply(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    plan = jaxmp.explain(loss_fn)(params, evaluation[0])
+    plan = jaxmp.explain(loss_fn)(state.params, evaluation[0])
 
     def train_step(state, tokens):
         loss, grads = state.value_and_grad(loss_fn)(state.params, tokens)
@@ -203,7 +206,7 @@ def run(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> Result:
     if (scale := float(state.loss_scale)) != 1:
         print(f"{policy}: the loss scale is {scale:g}, {state.skipped_count} steps were left out")
     print(f"{policy}: held-out loss {held_out[0]:.4f} -> {held_out[size.steps]:.4f}; it writes:")
-    sample = generate(model.apply, state.params, size, seed)
+    sample = generate(apply, state.params, size, seed)
     for line in sample.split(b"\n"):
         print("  |", repr(line)[2:-1])  # a byte that is not printable ASCII shows as \xNN
     speed = size.batch * size.length / float(np.median(seconds or [np.nan]))

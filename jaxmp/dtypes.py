@@ -19,6 +19,7 @@ __all__ = [
     "is_dtype_name",
     "multiplies_natively",
     "parse_dtype",
+    "plain_name",
     "short_dtype_name",
 ]
 
@@ -35,6 +36,12 @@ DTYPE_NAMES: Final[dict[Any, tuple[str, ...]]] = {
 
 # "half" is a name too, but what it means depends on the device.
 _DTYPE_BY_NAME = {name: dtype for dtype, names in DTYPE_NAMES.items() for name in names}
+# What PyTorch's users call them. Not among `DTYPE_NAMES`, whose names jmp reads too.
+_DTYPE_BY_SYNONYM = {
+    "fp16": jnp.float16,
+    "fp32": jnp.float32,
+    "fp64": jnp.float64,
+}
 _DTYPE_BY_SCALAR = {np.dtype(dtype).type: dtype for dtype in DTYPE_NAMES}
 
 # NVIDIA's tensor cores multiply bfloat16 since Ampere (compute capability 8.0); before it XLA
@@ -47,7 +54,8 @@ def parse_dtype(value: DTypeLike, what: str = "dtype") -> Any:
 
     Args:
       value: A name ("bf16", "bfloat16", "f16", "float16", "half", "full", "f32", "float32", "f64",
-        "float64"), an `np.dtype`, or a scalar type such as `jnp.float32` or `np.float32`.
+        "float64"; also "fp16", "fp32", "fp64"), in capitals or not; an `np.dtype`; or a scalar type
+        such as `jnp.float32` or `np.float32`.
       what: What the dtype is for; error messages start with it.
 
     Returns:
@@ -97,6 +105,16 @@ def short_dtype_name(dtype: DTypeLike) -> str:
     return DTYPE_NAMES[parse_dtype(dtype)][0]
 
 
+def plain_name(name: str) -> str:
+    """Returns a name as jaxmp writes them: in lower case, with underscores.
+
+    Example:
+      >>> plain_name("BF16-mixed")
+      'bf16_mixed'
+    """
+    return name.lower().replace("-", "_")
+
+
 def is_dtype_name(name: str) -> bool:
     """Whether JAX knows a dtype by this name, be it one that policies take or not.
 
@@ -104,7 +122,7 @@ def is_dtype_name(name: str) -> bool:
       >>> is_dtype_name("bf16"), is_dtype_name("complex64"), is_dtype_name("mixed_bfloat16")
       (True, True, False)
     """
-    if name == "half" or name in _DTYPE_BY_NAME:
+    if name == "half" or name in _DTYPE_BY_NAME or name in _DTYPE_BY_SYNONYM:
         return True
     # `jnp` has more classes and attributes than dtypes; these are what dtypes' names start with.
     looks_like_one = name.startswith(("bool", "int", "uint", "float", "complex"))
@@ -196,15 +214,17 @@ def _scalar_type(value: Any) -> type | None:
 
 
 def _parse_name(name: str, what: str) -> Any:
-    if name == "half":
+    plain = plain_name(name)
+    if plain == "half":
         return half_dtype()
-    if name in _DTYPE_BY_NAME:
-        return _DTYPE_BY_NAME[name]
-    if is_dtype_name(name):
+    for known in (_DTYPE_BY_NAME, _DTYPE_BY_SYNONYM):
+        if plain in known:
+            return known[plain]
+    if is_dtype_name(plain):
         raise ValueError(_unsupported(name, what))
     names = [*_DTYPE_BY_NAME, "half"]
     raise ValueError(
-        f"{what}: Unknown dtype {name!r}{did_you_mean(name, names)}; the names are {_all_names()}."
+        f"{what}: Unknown dtype {name!r}{did_you_mean(plain, names)}; the names are {_all_names()}."
     )
 
 

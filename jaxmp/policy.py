@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import jax.numpy as jnp
 import jmp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
@@ -41,6 +42,11 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
       softmax_dtype: What the exponential and the division of a softmax run in: float32, or the
         compute dtype, which saves the memory of a float32 copy of every attention matrix. The sum
         is float32 either way.
+      saturate: What becomes of computed values beyond the range of the compute dtype, which for
+        float16 ends at 65504, where they are narrowed to it. False leaves them infinite: the
+        gradients are then not finite, and a loss scaler leaves the step out. True clips them to the
+        largest finite value, so that the step is made with a result that may be wrong. (Literals
+        and masks, such as an attention mask's -1e9, are clipped either way.)
       ops: Overrides of how `jaxmp.autocast` treats single primitives: a mapping from a primitive,
         or the name of one, to one of the classes in `jaxmp.policy_string.OP_CLASSES`. Kept
         as a sorted tuple of (primitive name, class) pairs.
@@ -51,7 +57,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     Raises:
       ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype` is
         neither float32 nor the compute dtype, or `ops` names an unknown class.
-      TypeError: If a dtype is neither a name nor a dtype, or `ops` is not such a mapping.
+      TypeError: If a dtype is neither a name nor a dtype, `saturate` is no bool, or `ops` is not
+        such a mapping.
 
     Example:
       >>> policy = Policy("float32", "bfloat16", "float32", ops={"exp": "follow"})
@@ -65,6 +72,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     compute_dtype: DTypeLike
     output_dtype: DTypeLike
     softmax_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
+    saturate: bool = dataclasses.field(default=False, kw_only=True)
     # Typed loosely because it is given as a mapping and kept as a tuple.
     ops: Any = dataclasses.field(default=None, kw_only=True)
 
@@ -72,6 +80,12 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         for field in ("param_dtype", "compute_dtype", "output_dtype", "softmax_dtype"):
             dtype = parse_dtype(getattr(self, field), f"Policy: {field}")
             object.__setattr__(self, field, dtype)
+        if not isinstance(self.saturate, (bool, np.bool_)):
+            raise TypeError(
+                f"Policy: saturate must be True or False; got {self.saturate!r} of type "
+                f"{type(self.saturate).__name__!r}."
+            )
+        object.__setattr__(self, "saturate", bool(self.saturate))
         object.__setattr__(self, "ops", _normalize_ops(self.ops))
         if self.softmax_dtype not in (jnp.float32, self.compute_dtype):
             raise ValueError(
@@ -108,6 +122,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         ]
         if self.softmax_dtype != jnp.float32:
             parts.append(f"softmax={short_dtype_name(self.softmax_dtype)}")
+        if self.saturate:
+            parts.append("saturate=true")
         if self.ops:
             # A primitive may be called anything; "%3A" keeps the separators unambiguous.
             ops = "|".join(f"{quote(name, safe='')}:{op_class}" for name, op_class in self.ops)
@@ -119,6 +135,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         parts = [repr(dtype_name(dtype)) for dtype in names]
         if self.softmax_dtype != jnp.float32:
             parts.append(f"softmax_dtype={dtype_name(self.softmax_dtype)!r}")
+        if self.saturate:
+            parts.append("saturate=True")
         if self.ops:
             parts.append(f"ops={dict(self.ops)!r}")
         return f"Policy({', '.join(parts)})"
@@ -251,17 +269,20 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
 
     A string is one of
 
-    * a name: "mixed_bfloat16" and "mixed_float16" (float32 parameters and outputs, 16-bit compute),
-      or a dtype ("float32", "bf16", "half", …) for parameters, compute and outputs alike;
+    * a name: "mixed_bfloat16", "mixed_float16" and "mixed_half" (float32 parameters and outputs,
+      16-bit compute), or a dtype ("float32", "bf16", "half", …) for parameters, compute and outputs
+      alike. Capitals and hyphens do not matter, and what PyTorch Lightning calls the same is
+      understood: "bf16-mixed", "16-mixed", "bf16-true";
     * jmp's form, "p=f32,c=bf16,o=f32" or "params=float32,compute=bfloat16,output=float32", where
       parameters default to float32, compute to the parameters' dtype and output to the compute
       dtype;
     * either of them with refinements: "mixed_bfloat16,softmax=bf16",
-      "mixed_float16,ops=exp:follow|my_primitive:full". In the names of primitives "%3A" stands for
-      ":" and so on, as in a URL.
+      "mixed_float16,saturate=true,ops=exp:follow|my_primitive:full". In the names of primitives
+      "%3A" stands for ":" and so on, as in a URL.
 
     "half" is bfloat16 where the default device multiplies it natively, else float16; see
-    `jaxmp.dtypes.half_dtype`.
+    `jaxmp.dtypes.half_dtype`. So is the compute dtype of "mixed_half". The policy has the one that
+    was chosen in it, and so has its string.
 
     Args:
       spec: The string; a `Policy` or `PolicyMap`, returned as it is; a `jmp.Policy`, converted; or

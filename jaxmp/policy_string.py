@@ -10,16 +10,64 @@ from urllib.parse import unquote
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmp.dtypes import DTYPE_NAMES, did_you_mean, is_dtype_name, parse_dtype
+from jaxmp.dtypes import (
+    DTYPE_NAMES,
+    did_you_mean,
+    half_dtype,
+    is_dtype_name,
+    parse_dtype,
+    plain_name,
+)
 
 # What `Policy.ops` may say about a primitive; `jaxmp.autocast` says what each one means.
 OP_CLASSES: Final = ("low", "full", "follow", "transparent", "own")
 
-# What Keras calls its policies: parameters, compute and output dtype. Ours return float32, so that
+# What Keras calls its policies, by their compute dtype. Parameters and outputs are float32, so that
 # the loss after a "mixed" model is computed in it; a plain dtype name means that dtype throughout.
-_MIXED_POLICIES: Final[dict[str, tuple[DTypeLike, DTypeLike, DTypeLike]]] = {
-    "mixed_bfloat16": (jnp.float32, jnp.bfloat16, jnp.float32),
-    "mixed_float16": (jnp.float32, jnp.float16, jnp.float32),
+_MIXED_POLICIES: Final[dict[str, DTypeLike | None]] = {
+    "mixed_bfloat16": jnp.bfloat16,
+    "mixed_float16": jnp.float16,
+    "mixed_half": None,  # whichever of the two the device multiplies
+}
+
+# What other libraries call the same, as `plain_name` writes it: PyTorch Lightning's "bf16-mixed"
+# and "16-true", people's "mixed_fp16".
+_SYNONYMS: Final = {
+    **dict.fromkeys(("mixed_bf16", "bf16_mixed", "bfloat16_mixed"), "mixed_bfloat16"),
+    **dict.fromkeys(("mixed_f16", "mixed_fp16", "mixed_16"), "mixed_float16"),
+    **dict.fromkeys(("f16_mixed", "fp16_mixed", "float16_mixed", "16_mixed"), "mixed_float16"),
+    "half_mixed": "mixed_half",
+    "bf16_true": "bfloat16",
+    "16_true": "float16",
+    "32_true": "float32",
+    "64_true": "float64",
+    "32": "float32",
+    "64": "float64",
+}
+
+# Names that mean one thing here and another there, and what their users may mean.
+_MIXED_OR_NOT: Final = (
+    "say 'mixed_float16' for float32 parameters and float16 computation, 'float16' for float16 "
+    "throughout"
+)
+_MIXED: Final = (
+    "say 'mixed_bfloat16', 'mixed_float16', or 'mixed_half' for the one that the device multiplies"
+)
+_EIGHT_BITS: Final = "8-bit products are not supported yet; say 'mixed_bfloat16'"
+_FOREIGN: Final = {
+    "fp16": _MIXED_OR_NOT,
+    "16": _MIXED_OR_NOT,
+    "o0": "say 'float32'",
+    "o1": "say 'mixed_float16', or 'mixed_bfloat16' where the device has it",
+    "o2": "say 'mixed_float16', or 'mixed_bfloat16' where the device has it",
+    "o3": "say 'float16'",
+    **dict.fromkeys(("amp", "auto", "autocast", "mixed", "mixed_precision"), _MIXED),
+    **dict.fromkeys(("fp8", "f8", "float8", "mixed_fp8", "mixed_float8"), _EIGHT_BITS),
+    **dict.fromkeys(
+        ("tf32", "tensorfloat32"),
+        "that is how float32 is multiplied, which is JAX's to say: use 'float32' under "
+        "jax.default_matmul_precision('tensorfloat32')",
+    ),
 }
 
 _FIELD_BY_KEY: Final = {
@@ -30,6 +78,7 @@ _FIELD_BY_KEY: Final = {
     "o": "output_dtype",
     "output": "output_dtype",
     "softmax": "softmax_dtype",
+    "saturate": "saturate",
     "ops": "ops",
 }
 
@@ -62,15 +111,22 @@ def policy_fields(spec: str) -> dict[str, Any]:
 def _named_policy(piece: _Piece, spec: str) -> dict[str, Any]:
     if not piece.text:
         raise _malformed(spec, piece.start, "expected the name of a policy, or key=value")
-    if piece.text in _MIXED_POLICIES:
-        param, compute, output = _MIXED_POLICIES[piece.text]
-    elif is_dtype_name(piece.text):
-        param = compute = output = parse_dtype(piece.text, "get_policy")
+    name = plain_name(piece.text)
+    name = _SYNONYMS.get(name, name)
+    if name in _FOREIGN:
+        raise ValueError(
+            f"get_policy: {piece.text!r} does not name a policy here; {_FOREIGN[name]}."
+        )
+    if name in _MIXED_POLICIES:
+        param = output = jnp.float32
+        compute = _MIXED_POLICIES[name] or half_dtype()
+    elif is_dtype_name(name):
+        param = compute = output = parse_dtype(name, "get_policy")
     else:
         known = [*_MIXED_POLICIES, "half", *itertools.chain(*DTYPE_NAMES.values())]
         raise ValueError(
             f"get_policy: Unknown dtype or policy name {piece.text!r}"
-            f"{did_you_mean(piece.text, known)}; the names are {', '.join(sorted(known))}, and "
+            f"{did_you_mean(name, known)}; the names are {', '.join(sorted(known))}, and "
             "'p=f32,c=bf16,o=f32' spells a policy out."
         )
     return {"param_dtype": param, "compute_dtype": compute, "output_dtype": output}
@@ -90,12 +146,20 @@ def _read_settings(pieces: Iterable[_Piece], spec: str) -> dict[str, Any]:
             raise _malformed(spec, key.start, f"{field} is set twice")
         if field == "ops":
             settings[field] = _read_ops(values[0], spec)
+        elif field == "saturate":
+            settings[field] = _read_flag(values[0], spec)
         else:
             try:
                 settings[field] = parse_dtype(values[0].text, key.text)
             except ValueError as error:
                 raise _malformed(spec, values[0].start, str(error).rstrip(".")) from None
     return settings
+
+
+def _read_flag(value: _Piece, spec: str) -> bool:
+    if value.text.lower() not in ("true", "false"):
+        raise _malformed(spec, value.start, f"expected true or false, got {value.text!r}")
+    return value.text.lower() == "true"
 
 
 def _read_ops(value: _Piece, spec: str) -> dict[str, str]:

@@ -46,7 +46,7 @@ def test_no_name_means_two_dtypes():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", ["bf17", "", "F32", "f8", "float", "single", "exp"])
+@pytest.mark.parametrize("name", ["bf17", "", "f 32", "f8", "float", "single", "exp"])
 def test_an_unknown_name_lists_the_names(name):
     with pytest.raises(ValueError, match=r"here: Unknown dtype .* the names are bf16, .*half"):
         dtypes.parse_dtype(name, "here")

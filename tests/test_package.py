@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-import re
 import subprocess
 import sys
 import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import jax
 import pytest
 
 import jaxmp
@@ -201,15 +199,3 @@ def test_import_starts_no_backend():
 
 def test_the_package_is_typed():
     assert (ROOT / "jaxmp" / "py.typed").exists()
-
-
-def test_the_readmes_examples_run(capsys):
-    """One after the other, as a reader would."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    scope = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), scope)
-    assert len(blocks) == 4
-    assert {str(x.dtype) for x in jax.tree.leaves(scope["grads"])} == {"float32"}
-    assert scope["loss"].dtype == "float32"
-    assert "bfloat16" in capsys.readouterr().out

@@ -32,11 +32,14 @@ policies = st.tuples(
     st.sampled_from(POLICY_DTYPES),
     st.sampled_from(POLICY_DTYPES),
     st.booleans(),
+    st.booleans(),
     st.dictionaries(
         st.text(min_size=1) | st.sampled_from(["exp", "scatter-add", "a,b=c|d:e%3A"]),
         st.sampled_from(OP_CLASSES),
     ),
-).map(lambda t: Policy(*t[:3], softmax_dtype=t[1] if t[3] else jnp.float32, ops=t[4]))
+).map(
+    lambda t: Policy(*t[:3], softmax_dtype=t[1] if t[3] else jnp.float32, saturate=t[4], ops=t[5])
+)
 
 
 # The cases of jmp's own policy_test.py, with our Policy and get_policy.
@@ -191,9 +194,10 @@ def test_each_field_tells_policies_apart():
         dataclasses.replace(base, compute_dtype="f16"),
         dataclasses.replace(base, output_dtype="bf16"),
         dataclasses.replace(base, softmax_dtype="bf16"),
+        dataclasses.replace(base, saturate=True),
         dataclasses.replace(base, ops={"exp": "low"}),
     ]
-    assert len({base, *others}) == 6
+    assert len({base, *others}) == 7
 
 
 def test_a_policy_is_not_a_jmp_policy_with_the_same_dtypes():
@@ -314,6 +318,7 @@ def test_a_dtype_that_no_policy_can_hold_names_the_field(field, dtype):
         ("mixed_bfloat16,o=bf16", ("f32", "bf16", "bf16")),
         ("bf16,params=f32", ("f32", "bf16", "bf16")),
         (" p = f32 , c = bf16 ", ("f32", "bf16", "bf16")),
+        ("mixed_half", ("f32", "bf16", "f32")),
         (jnp.bfloat16, ("bf16", "bf16", "bf16")),
         (np.dtype("float32"), ("f32", "f32", "f32")),
     ],
@@ -365,12 +370,12 @@ def test_pickles_and_copies(policy):
 
 @pytest.mark.parametrize(
     ("spec", "nearest"),
-    [("mixed_bf16", "mixed_bfloat16"), ("mixed_fp16", "mixed_float16"), ("bfloat", "bfloat16")],
+    [("mixed_bf17", "mixed_bfloat16"), ("Mixed_Float", "mixed_float16"), ("bfloat", "bfloat16")],
 )
 def test_an_unknown_name_lists_the_names_and_the_nearest(spec, nearest):
     message = (
         rf"get_policy: Unknown dtype or policy name '{spec}' \(did you mean '{nearest}'\?\); "
-        r"the names are bf16, .*half, mixed_bfloat16, mixed_float16"
+        r"the names are bf16, .*half, mixed_bfloat16, mixed_float16, mixed_half"
     )
     with pytest.raises(ValueError, match=message):
         get_policy(spec)

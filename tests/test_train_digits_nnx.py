@@ -6,7 +6,13 @@ import importlib
 import re
 import sys
 
+import jax
+import numpy as np
+import optax
 import pytest
+from flax import nnx
+
+import jaxmp
 
 from support import EXAMPLES, run_example
 
@@ -59,6 +65,35 @@ def test_train_digits_refuses_bad_options(options, message, monkeypatch, capsys)
     out, err = capsys.readouterr()
     assert message in err
     assert not out
+
+
+def test_train_digits_scales_the_loss_of_float16(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    script = importlib.import_module("train_digits_nnx")
+    run = script.train("mixed_float16", steps=40, batch=64, seed=0)
+    assert (
+        "mixed_float16: the loss scale is 65536, 0 steps were left out" in capsys.readouterr().out
+    )
+    assert run.contractions == {"float16": 3}
+    assert run.final > 80, "far more than chance is learned in 40 steps"
+    assert run.losses[-1] < run.losses[0] / 2
+
+
+def test_a_step_that_overflows_leaves_no_trace(monkeypatch):
+    """Neither in the parameters nor in BatchNorm's averages, which would be NaN for good."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    script = importlib.import_module("train_digits_nnx")
+    model = jaxmp.wrap(script.CNN(nnx.Rngs(0)), "mixed_float16")
+    tx = jaxmp.loss_scale_for("mixed_float16", optax.adamw(2e-3))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    (images, digits), _ = script.read_digits()
+    images, digits = images[:64], digits[:64]
+    script.train_step(model, optimizer, images, digits)
+    kept = jax.tree.map(np.asarray, nnx.state(model, (nnx.Param, nnx.BatchStat)))
+    script.train_step(model, optimizer, images + np.float32("inf"), digits)
+    assert int(jaxmp.skipped_count(optimizer.opt_state)) == 1
+    now = nnx.state(model, (nnx.Param, nnx.BatchStat))
+    jax.tree.map(np.testing.assert_array_equal, now, kept)
 
 
 def test_train_digits_names_no_precision():

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import flax.linen as nn
 import jax.numpy as jnp
 import jmp
 import numpy as np
@@ -64,6 +65,7 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
       TypeError: if `fn` is not callable; at a call, if its result holds arrays where JAX does not
         see them: in an object that is no pytree, in what a function closes over.
       ValueError: if the policy is malformed or computes in anything but 16 bits or float32.
+      TypeError: if `fn` is not callable, or is a Flax Linen module.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -79,6 +81,11 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
     policy = single_policy("autocast", policy)
     if not callable(fn):
         raise TypeError(f"autocast: fn must be callable, got {type(fn).__name__}")
+    if isinstance(fn, nn.Module) and fn.scope is None:
+        raise TypeError(
+            f"autocast: fn is the Flax module {type(fn).__name__!r}, which is called through its "
+            "apply. Use jaxmp.wrap(module, policy), or jaxmp.autocast(module.apply, policy)."
+        )
     planned = under_policy(fn, policy)
     marked = in_region(fn, policy)
 

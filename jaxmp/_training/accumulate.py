@@ -9,8 +9,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 
+from jaxmp._training.gradients import check_floating, show
 from jaxmp._training.loss_scale import is_overwrite
 
 __all__ = ["accumulate_gradients"]
@@ -30,6 +32,9 @@ def accumulate_gradients(
     the optimizer this is one step of the whole batch, which is left out as a whole if any piece
     overflows. (`dynamic_loss_scale(optax.MultiSteps(optimizer, k))` is the other way: k calls of
     the step, each with its own scale, an overflow costing one piece.)
+
+    Of Flax NNX modules among the arguments, BatchNorm's averages and Dropout's keys go from one
+    piece to the next, and the modules have the last ones afterwards.
 
     With "mean" the result equals that of the large batch, to float32 rounding, if the loss is a
     mean over examples. A loss that divides by something counted in its batch, such as tokens that
@@ -53,9 +58,10 @@ def accumulate_gradients(
 
     Raises:
       ValueError: If `microbatches` is less than 1 or `reduce` is unknown; when called, if a leading
-        axis does not divide, or an argument of `batch_argnums` is not there.
+        axis does not divide, an argument of `batch_argnums` is not there, or a piece gives an NNX
+        module new variables.
       TypeError: If an argument is of the wrong kind; when called, if `grad_fn` does not return a
-        pair.
+        pair, or its loss or a gradient is no floating number.
 
     Example:
       >>> import jaxmp
@@ -75,29 +81,45 @@ def accumulate_gradients(
         )
     if reduce not in ("mean", "sum"):
         raise ValueError(f"accumulate_gradients: reduce must be 'mean' or 'sum'; got {reduce!r}.")
-    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    several = [batch_argnums] if isinstance(batch_argnums, int) else batch_argnums
+    if not (isinstance(several, (tuple, list)) and all(isinstance(i, int) for i in several)):
+        raise TypeError(
+            "accumulate_gradients: batch_argnums must be the position of an argument, or several; "
+            f"got {batch_argnums!r}."
+        )
+    if not callable(grad_fn):
+        raise TypeError(
+            "accumulate_gradients: grad_fn must be a function such as jaxmp.value_and_grad makes; "
+            f"got {type(grad_fn).__name__!r}."
+        )
+    argnums = tuple(several)
     factor = np.float32(1 / microbatches if reduce == "mean" else 1)
 
     @functools.wraps(grad_fn)
     def accumulated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         pieces = _split(args, argnums, microbatches)
+        modules, state, put_back = _take_out_modules((args, kwargs))
 
-        def run(piece: tuple[Any, ...]) -> tuple[Any, Any]:
-            arguments = list(args)
+        def run(piece: tuple[Any, ...], state: Any) -> tuple[tuple[Any, Any], Any]:
+            (arguments, keywords), fresh = put_back(state)
+            arguments = list(arguments)
             for argnum, value in zip(argnums, piece, strict=True):
                 arguments[argnum] = value
-            return _pair(grad_fn(*arguments, **kwargs))
+            return _pair(grad_fn(*arguments, **keywords)), nnx.state(fresh)
 
-        shapes = jax.eval_shape(run, jax.tree.map(lambda x: x[0], pieces))
-        has_aux = isinstance(shapes[0], tuple)
+        (value, grads), after = jax.eval_shape(run, jax.tree.map(lambda x: x[0], pieces), state)
+        has_aux = isinstance(value, tuple)
+        like = (value[0] if has_aux else value, grads)
+        _check(like, state, after)
 
-        def body(totals: list[jax.Array], piece: Any) -> tuple[list[jax.Array], Any]:
-            value, grads = run(piece)
+        def body(carry: tuple[list[jax.Array], Any], piece: Any) -> tuple[Any, Any]:
+            totals, state = carry
+            (value, grads), state = run(piece, state)
             loss, aux = value if has_aux else (value, None)
-            return _add(totals, (loss, grads)), aux
+            return (_add(totals, (loss, grads)), state), aux
 
-        like = (shapes[0][0] if has_aux else shapes[0], shapes[1])
-        totals, aux = lax.scan(body, _start(like), pieces)
+        (totals, state), aux = lax.scan(body, (_start(like), state), pieces)
+        nnx.update(modules, state)
         loss, grads = _finish(totals, like, factor)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -107,14 +129,73 @@ def accumulate_gradients(
 def _pair(out: Any) -> tuple[Any, Any]:
     """Checks that a gradient function returned `(loss, grads)` or `((loss, aux), grads)`."""
     if isinstance(out, tuple) and len(out) == 2:
-        value = out[0]
-        loss = value[0] if isinstance(value, tuple) and len(value) == 2 else value
-        if jnp.ndim(loss) == 0 and not isinstance(loss, (tuple, list, dict)):
-            return out
+        value, grads = out
+        has_aux = isinstance(value, tuple) and len(value) == 2
+        loss = value[0] if has_aux else value
+        if _is_scalar(loss):
+            _check_aux(value[1] if has_aux else None)
+            # Python numbers, such as a loss that depends on nothing, have no dtype.
+            loss, grads = jax.tree.map(_array, (loss, grads))
+            return ((loss, value[1]) if has_aux else loss), grads
     raise TypeError(
         "accumulate_gradients: grad_fn must return (loss, grads) or ((loss, aux), grads), as what "
         f"jaxmp.value_and_grad(loss_fn, opt_state) makes does; got a {type(out).__name__!r}."
     )
+
+
+def _is_scalar(loss: Any) -> bool:
+    is_number = isinstance(loss, (bool, int, float, complex)) or hasattr(loss, "dtype")
+    return is_number and jnp.ndim(loss) == 0
+
+
+def _check_aux(aux: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+        if callable(leaf) or isinstance(leaf, str):
+            raise TypeError(
+                f"accumulate_gradients: the aux of a piece has {leaf!r} at {show(path)}, which is "
+                "no array and cannot be stacked; leave it out of what the loss returns."
+            )
+
+
+def _check(like: Any, state: Any, after: Any) -> None:
+    """Checks the types of a loss and its gradients, and that NNX modules keep their variables."""
+    loss, grads = like
+    if not jnp.issubdtype(loss.dtype, jnp.inexact):
+        raise TypeError(
+            f"accumulate_gradients: the loss must be a real floating number; got {loss.dtype}."
+        )
+    check_floating("accumulate_gradients", "gradient", grads)
+    got: Any = jax.tree.structure(after)
+    had: Any = jax.tree.structure(state)
+    if got != had:
+        raise ValueError(
+            "accumulate_gradients: a piece of the batch gives the NNX module variables that it did "
+            "not have, which the next piece would start with; call it once before training, and "
+            "take what is sown out with nnx.pop."
+        )
+
+
+def _take_out_modules(tree: Any) -> tuple[list[nnx.Module], Any, Callable[[Any], Any]]:
+    """The NNX modules among arguments, their state, and how to make the arguments of a state.
+
+    Variables of the caller cannot be set inside a scan, so it carries their values.
+    """
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Module)
+
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_module)
+    modules = [leaf for leaf in leaves if is_module(leaf)]
+    graphdef, state = nnx.split(modules)
+
+    def put_back(state: Any) -> tuple[Any, list[nnx.Module]]:
+        fresh = nnx.merge(graphdef, state)
+        remaining = iter(fresh)
+        filled = [next(remaining) if is_module(leaf) else leaf for leaf in leaves]
+        return treedef.unflatten(filled), fresh
+
+    return modules, state, put_back
 
 
 def _split(args: tuple[Any, ...], argnums: tuple[int, ...], count: int) -> tuple[Any, ...]:
@@ -152,6 +233,10 @@ def _summable(tree: Any) -> list[tuple[bool, Any]]:
 
 def _is_inexact(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def _array(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
 
 
 def _start(like: Any) -> list[jax.Array]:

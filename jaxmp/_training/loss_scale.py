@@ -17,13 +17,14 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxmp._training.scale_rule import (
-    LossScaleState,
-    ScaleRule,
-    find_scalers,
-    next_state,
-    start_state,
+from jaxmp._training.gradients import (
+    check_floating,
+    check_scaler_state,
+    check_structure,
+    explain_failure,
 )
+from jaxmp._training.opt_state import find_scalers
+from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, start_state
 from jaxmp.policy import PolicyMap, get_policy
 from jaxmp.tree import all_finite, select, widen_floating
 
@@ -176,7 +177,7 @@ def static_loss_scale(
 
 def loss_scale_for(
     policy: str | jmp.Policy | PolicyMap | DTypeLike,
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | None,
     **options: Any,
 ) -> optax.GradientTransformation:
     """Wraps an optimizer in `dynamic_loss_scale` if the policy has float16 in it, and only then.
@@ -187,7 +188,7 @@ def loss_scale_for(
 
     Args:
       policy: What `jaxmp.get_policy` takes.
-      inner: The optimizer.
+      inner: The optimizer, or None for a link of `optax.chain`.
       **options: Those of `dynamic_loss_scale`.
 
     Returns:
@@ -207,7 +208,7 @@ def loss_scale_for(
     # The options are checked whatever the policy: a mistake must not wait for float16.
     scaled = dynamic_loss_scale(inner, **options)
     dtypes = {d for p in policies for d in (p.param_dtype, p.compute_dtype, p.output_dtype)}
-    return scaled if jnp.float16 in dtypes else inner
+    return scaled if jnp.float16 in dtypes else (optax.identity() if inner is None else inner)
 
 
 def is_overwrite(path: tuple[Any, ...]) -> bool:
@@ -227,7 +228,7 @@ def _transformation(
     wrapped = _as_transformation(rule.function, inner)
 
     def init(params: optax.Params) -> LossScaleState:
-        _check_floating(rule.function, "parameter", params)
+        check_floating(rule.function, "parameter", params)
         inner_state = wrapped.init(widen_floating(params))
         if find_scalers(inner_state):
             raise ValueError(
@@ -242,11 +243,12 @@ def _transformation(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
-        _check_floating(rule.function, "gradient", updates)
+        check_scaler_state(rule.function, state)
+        check_floating(rule.function, "gradient", updates)
         if params is not None:
             # optax.lookahead differentiates one of its two sets of parameters.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
-            _check_structure(rule.function, updates, fast)
+            check_structure(rule.function, updates, fast)
         grads = _unscale(updates, state.loss_scale)
         # XLA on CPU would repeat the whole test inside every fusion that selects by it, unless the
         # flag is itself a result of the program: 240 leaves then take minutes to compile. (The
@@ -254,9 +256,12 @@ def _transformation(
         finite = lax.optimization_barrier(_finite_everywhere(rule.function, grads, axis_name))
         if "grad" in extra_args:
             extra_args["grad"] = _unscale(extra_args["grad"], state.loss_scale)
-        updates, inner_state = wrapped.update(
-            grads, state.inner_state, widen_floating(params), **extra_args
-        )
+        full = widen_floating(params)
+        try:
+            updates, inner_state = wrapped.update(grads, state.inner_state, full, **extra_args)
+        except (AttributeError, TypeError, ValueError):
+            explain_failure(rule.function, wrapped, updates, state.inner_state, full)
+            raise
         updates = select(finite, updates, jax.tree.map(_zeros_like, updates))
         inner_state = select(finite, inner_state, state.inner_state)
         return updates, next_state(rule, state, finite)._replace(inner_state=inner_state)
@@ -271,7 +276,8 @@ def _unscale(grads: Any, scale: jax.Array) -> Any:
     def unscale(path: tuple[Any, ...], grad: Any) -> Any:
         if is_overwrite(path) or not _is_inexact(grad):
             return grad
-        return widen_floating(grad) * inverse
+        # A weak float64 would become float32 beside the scale.
+        return _strong(jnp.asarray(widen_floating(grad))) * inverse
 
     return jax.tree_util.tree_map_with_path(unscale, grads)
 
@@ -325,54 +331,3 @@ def _as_transformation(name: str, inner: Any) -> optax.GradientTransformationExt
             f"{inner!r} of type {type(inner).__name__!r}."
         )
     return optax.with_extra_args_support(inner)
-
-
-def _check_floating(name: str, what: str, tree: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", None)
-        kind = np.dtype(type(leaf)) if isinstance(leaf, (bool, int)) else dtype
-        if kind is None or kind == jax.dtypes.float0:
-            continue
-        if jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.bool_):
-            raise TypeError(
-                f"{name}: the {what} at {_show(path)} is {kind}, which has no "
-                "gradient to scale; keep it out of the parameters, or use "
-                f"optax.masked({name}(...), mask)."
-            )
-
-
-def _check_structure(function: str, grads: Any, params: Any) -> None:
-    """Compares paths, not container types; a gradient may be None where the parameter is not."""
-
-    def paths(tree: Any) -> dict[Any, Any]:
-        return dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_absent))
-
-    def absent_above(path: tuple[Any, ...]) -> bool:
-        return any(_is_absent(got.get(path[:length], grads)) for length in range(len(path) + 1))
-
-    got, want = paths(grads), paths(params)
-    missing = [
-        path
-        for path, leaf in want.items()
-        if path not in got and not _is_absent(leaf) and not absent_above(path)
-    ]
-    extra = [path for path, leaf in got.items() if path not in want and not _is_absent(leaf)]
-    if missing or extra:
-        found = (("no gradient at", missing), ("no parameter at", extra))
-        raise ValueError(
-            f"{function}: the gradients have another structure than the parameters: "
-            + "; ".join(
-                f"{what} {', '.join(_show(path) for path in paths[:5])}"
-                for what, paths in found
-                if paths
-            )
-            + ". Differentiate with respect to these parameters."
-        )
-
-
-def _is_absent(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, optax.MaskedNode)
-
-
-def _show(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path) or "the root"

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._training.scaled_grad import step_was_finite
+from jaxmp._training.gradients import explain_failure
+from jaxmp._training.opt_state import the_scaler, was_finite
 from jaxmp.dtypes import dtype_name, parse_dtype
 from jaxmp.tree import cast_floating, select, widen_floating
 
@@ -136,6 +137,7 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
 
     Raises:
       ValueError: If `dtype` is not one of 16 bits.
+      TypeError: If `key` is no PRNG key.
 
     Example:
       >>> x = jnp.full(10_000, 1 + 2**-9)  # a quarter of the way from 1 to the next bfloat16
@@ -143,6 +145,12 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
       >>> print(y.dtype, jnp.unique(y), f"{jnp.mean(y > 1):.1f}")
       bfloat16 [1 1.00781] 0.2
     """
+    kind = getattr(key, "dtype", np.dtype(bool))
+    if not (jnp.issubdtype(kind, jax.dtypes.prng_key) or kind == jnp.uint32):  # an old-style key
+        raise TypeError(
+            "stochastic_round: key must be a PRNG key such as jax.random.key(0); got a value of "
+            f"type {type(key).__name__!r}."
+        )
     target = np.dtype(parse_dtype(dtype, "stochastic_round: dtype"))
     if target.itemsize != 2:
         raise ValueError(
@@ -175,11 +183,14 @@ def _keeping_masters(
     def update(
         updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, MasterWeightsState]:
-        _require(params)
+        _require(params, state, MasterWeightsState)
         full = jax.tree.map(lambda p, m: m if _has_16_bits(p) else p, params, state.masters)
-        updates, inner_state = inner.update(
-            widen_floating(updates), state.inner_state, full, **extra_args
-        )
+        grads = widen_floating(updates)
+        try:
+            updates, inner_state = inner.update(grads, state.inner_state, full, **extra_args)
+        except (AttributeError, TypeError, ValueError):
+            explain_failure("master_weights", inner, updates, state.inner_state, full)
+            raise
         full = jax.tree.map(_within_range, params, optax.apply_updates(full, updates))
         updates = jax.tree.map(
             lambda p, f, u: _step(p, f) if _has_16_bits(p) else u, params, full, updates
@@ -205,14 +216,18 @@ def _rounding_at_random(
     def update(
         updates: Any, state: StochasticRoundingState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, StochasticRoundingState]:
-        _require(params)
+        _require(params, state, StochasticRoundingState)
         full = widen_floating(params)
-        updates, inner_state = inner.update(
-            widen_floating(updates), state.inner_state, full, **extra_args
-        )
+        grads = widen_floating(updates)
+        try:
+            updates, inner_state = inner.update(grads, state.inner_state, full, **extra_args)
+        except (AttributeError, TypeError, ValueError):
+            explain_failure("master_weights", inner, updates, state.inner_state, full)
+            raise
         full = optax.apply_updates(full, updates)
         next_key, key = jax.random.split(state.key)
-        next_key = select(step_was_finite(inner_state), next_key, state.key)
+        finite = was_finite(the_scaler("master_weights", inner_state))
+        next_key = select(finite, next_key, state.key)
         treedef: Any = jax.tree.structure(params)
         keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
         updates = jax.tree.map(
@@ -227,7 +242,12 @@ def _rounding_at_random(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _require(params: Any) -> None:
+def _require(params: Any, state: Any, kind: type) -> None:
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"master_weights: update takes (gradients, state, params), the state being a "
+            f"{kind.__name__} from this optimizer's init; got a {type(state).__name__}."
+        )
     if params is None:
         raise ValueError(
             "master_weights: update needs the parameters that it updates; "

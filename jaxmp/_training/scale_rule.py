@@ -1,4 +1,4 @@
-"""How a loss scale moves: its state, the rule with its bounds, and where in a tree the state is."""
+"""How a loss scale moves: its state, and the rule with its bounds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-__all__ = ["LossScaleState", "ScaleRule", "find_scalers", "next_state", "start_state"]
+__all__ = ["LossScaleState", "ScaleRule", "next_state", "start_state"]
 
 # Scales stay where both they and their reciprocals are normal float32 numbers: XLA flushes others
 # to zero, and 1/2^127 would silently make every gradient zero.
 _SMALLEST_SCALE: Final = 2.0**-126
 _LARGEST_SCALE: Final = 2.0**126
+
+# For options that are arrays.
+_INJECTED: Final = (
+    " Hyperparameters are injected inside the scaler: "
+    "dynamic_loss_scale(optax.inject_hyperparams(optax.adam)(learning_rate=...))."
+)
 
 
 class LossScaleState(NamedTuple):
@@ -181,47 +187,21 @@ def next_state(rule: ScaleRule, state: LossScaleState, finite: jax.Array) -> Los
     )
 
 
-def find_scalers(tree: Any) -> list[tuple[str, LossScaleState]]:
-    """Finds the outermost `LossScaleState`s in a pytree, with the path of each.
-
-    Raises:
-      ValueError: If one is inside a `MultiStepsState`: see `dynamic_loss_scale` for what is wrong
-        with it.
-
-    Example:
-      >>> import jaxmp
-      >>> optimizer = optax.chain(optax.identity(), jaxmp.dynamic_loss_scale(optax.sgd(0.1)))
-      >>> [path for path, state in find_scalers(optimizer.init(jnp.ones(2)))]
-      ['[1]']
-    """
-    kinds = (LossScaleState, optax.MultiStepsState)
-    found = []
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
-    for path, node in nodes:
-        if isinstance(node, LossScaleState):
-            found.append((jax.tree_util.keystr(path), node))
-        elif isinstance(node, optax.MultiStepsState) and find_scalers(node.inner_opt_state):
-            where = jax.tree_util.keystr(path)
-            raise ValueError(
-                f"optax.MultiSteps{' at ' + where if where else ''} is around a loss scaler: it "
-                "would add up gradients of different scales, and one inf would stay in its sum. "
-                "Put it inside: dynamic_loss_scale(optax.MultiSteps(optimizer, k))."
-            )
-    return found
-
-
 def _check_number(function: str, field: str, value: Any) -> None:
     concrete = isinstance(value, (jax.Array, np.ndarray)) and value.ndim == 0
     concrete = concrete and not isinstance(value, jax.core.Tracer)
     if isinstance(value, bool) or not (isinstance(value, numbers.Real) or concrete):
         raise TypeError(
             f"{function}: {field} must be a number known when the optimizer is made; got {value!r} "
-            f"of type {type(value).__name__!r}."
+            f"of type {type(value).__name__!r}.{_INJECTED if isinstance(value, jax.Array) else ''}"
         )
 
 
 def _check_count(function: str, field: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{function}: {field} must be an integer; got {value!r}.")
+        raise TypeError(
+            f"{function}: {field} must be an integer; got {value!r}."
+            f"{_INJECTED if isinstance(value, jax.Array) else ''}"
+        )
     if not 1 <= value < 2**31:
         raise ValueError(f"{function}: {field} must be at least 1 (and an int32); got {value!r}.")

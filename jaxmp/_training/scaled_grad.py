@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -11,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._training.scale_rule import LossScaleState, find_scalers
+from jaxmp._training.differentiate import scaled, scaled_value_and_grad
+from jaxmp._training.opt_state import find_scaler, scale_of, skipped_by, was_finite
 
 __all__ = [
     "check_not_stuck",
@@ -39,7 +39,10 @@ def loss_scale(opt_state: Any) -> jax.Array:
       float32[]: 1 if there is no scaler.
 
     Raises:
-      ValueError: If there are several scalers, or one is inside an `optax.MultiSteps`.
+      ValueError: If there are several scalers, or one is inside a wrapper of optax that does not
+        bear it, such as `optax.MultiSteps` or `optax.masked`.
+      TypeError: If `opt_state` is no optimizer's state and holds none: the optimizer itself, None,
+        a function, parameters.
 
     Example:
       >>> import jaxmp, optax
@@ -47,8 +50,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
       >>> float(jaxmp.loss_scale(optimizer.init(jnp.ones(2))))
       65536.0
     """
-    state = _find("loss_scale", opt_state)
-    return jnp.asarray(np.float32(1)) if state is None else jnp.asarray(state.loss_scale)
+    return scale_of(find_scaler("loss_scale", opt_state))
 
 
 def step_was_finite(opt_state: Any) -> jax.Array:
@@ -62,6 +64,7 @@ def step_was_finite(opt_state: Any) -> jax.Array:
 
     Raises:
       ValueError: As `loss_scale`.
+      TypeError: As `loss_scale`.
 
     Example:
       >>> import jaxmp, optax
@@ -71,8 +74,7 @@ def step_was_finite(opt_state: Any) -> jax.Array:
       >>> bool(jaxmp.step_was_finite(state))
       False
     """
-    state = _find("step_was_finite", opt_state)
-    return jnp.asarray(np.True_) if state is None else jnp.asarray(state.finite)
+    return was_finite(find_scaler("step_was_finite", opt_state))
 
 
 def skipped_count(opt_state: Any) -> jax.Array:
@@ -83,6 +85,7 @@ def skipped_count(opt_state: Any) -> jax.Array:
 
     Raises:
       ValueError: As `loss_scale`.
+      TypeError: As `loss_scale`.
 
     Example:
       >>> import jaxmp, optax
@@ -92,8 +95,7 @@ def skipped_count(opt_state: Any) -> jax.Array:
       >>> int(jaxmp.skipped_count(state))
       1
     """
-    state = _find("skipped_count", opt_state)
-    return jnp.asarray(np.int32(0)) if state is None else jnp.asarray(state.skipped_count)
+    return skipped_by(find_scaler("skipped_count", opt_state))
 
 
 def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
@@ -112,7 +114,7 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
     Raises:
       FloatingPointError: If the last `limit` steps or more were all left out.
       ValueError: As `loss_scale`, or if `limit` is less than 1.
-      TypeError: If it is called on traced values, under jit.
+      TypeError: As `loss_scale`, or if it is called on traced values, under jit.
 
     Example:
       >>> import jaxmp, optax
@@ -124,9 +126,11 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
       Traceback (most recent call last):
       FloatingPointError: check_not_stuck: the last 1 steps were all left out...
     """
+    if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
+        raise TypeError(f"check_not_stuck: limit must be an integer; got {limit!r}.")
     if limit < 1:
         raise ValueError(f"check_not_stuck: limit must be at least 1; got {limit}.")
-    state = _find("check_not_stuck", opt_state)
+    state = find_scaler("check_not_stuck", opt_state)
     if state is None:
         return
     counts = jnp.asarray(state.consecutive_skipped_count)
@@ -147,8 +151,9 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
 def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
     """Multiplies a loss by the scale in an optimizer's state, in float32.
 
-    For gradients that `value_and_grad` does not take, such as `flax.nnx.grad`'s: differentiate
-    `lambda model: jaxmp.scale_loss(loss_fn(model), opt_state)`. Log the loss before it is scaled.
+    For gradients that `value_and_grad` does not make, such as `equinox.filter_grad`'s:
+    differentiate `lambda model: jaxmp.scale_loss(loss_fn(model), opt_state)`. Log the loss before
+    it is scaled.
 
     Args:
       loss: floating[], or any floating array. If it is float16, a warning says that its cotangent
@@ -160,7 +165,7 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
 
     Raises:
       ValueError: As `loss_scale`.
-      TypeError: If the loss is not real and floating.
+      TypeError: As `loss_scale`, or if the loss is not a real and floating number.
 
     Example:
       >>> import jaxmp, optax
@@ -168,7 +173,7 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
       >>> float(jaxmp.scale_loss(jnp.float32(1.5), state))
       12.0
     """
-    return _scaled("scale_loss", loss, _find("scale_loss", opt_state))
+    return scaled("scale_loss", loss, find_scaler("scale_loss", opt_state))
 
 
 def value_and_grad(
@@ -184,6 +189,11 @@ def value_and_grad(
     those that the optimizer takes. Call it inside the jitted step, where `opt_state` is the current
     one.
 
+    Where an argument to differentiate is a Flax NNX module, it is `flax.nnx.value_and_grad`:
+    BatchNorm's averages and Dropout's keys move in the module, and the gradients are those of its
+    `nnx.Param`s (or of what an `nnx.DiffState` in `argnums` says), as `nnx.Optimizer.update` takes
+    them.
+
     Args:
       fun: Returns a loss, floating[], or with `has_aux` a pair of it and anything.
       opt_state: As for `loss_scale`. Without a scaler this is `jax.value_and_grad`.
@@ -195,7 +205,9 @@ def value_and_grad(
 
     Raises:
       ValueError: As `loss_scale`.
-      TypeError: When called, if the loss is not real and floating.
+      TypeError: As `loss_scale`, or if `fun` is no function; when called, if the loss is not a real
+        floating number, or an argument to differentiate has a leaf that is no array, as an Equinox
+        module has.
 
     Example:
       >>> import jaxmp, optax
@@ -206,23 +218,7 @@ def value_and_grad(
       >>> jaxmp.value_and_grad(loss_fn, state)(params, jnp.ones(2))
       (Array(6., dtype=float32), {'w': Array([8., 8.], dtype=float32)})
     """
-    state = _find("value_and_grad", opt_state)
-    if state is None:
-        return jax.value_and_grad(fun, argnums, has_aux)
-
-    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        out = fun(*args, **kwargs)
-        loss = _loss_of(out) if has_aux else out
-        return _scaled("value_and_grad", loss, state), out
-
-    scaled_grad = jax.value_and_grad(scaled_fun, argnums, has_aux=True)
-
-    @functools.wraps(fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        (_, out), grads = scaled_grad(*args, **kwargs)
-        return out, grads
-
-    return value_and_grad_fun
+    return scaled_value_and_grad("value_and_grad", fun, opt_state, argnums, has_aux)
 
 
 def grad(
@@ -252,7 +248,7 @@ def grad(
       >>> jaxmp.grad(jnp.sum, state)(jnp.ones(2))
       Array([8., 8.], dtype=float32)
     """
-    with_value = value_and_grad(fun, opt_state, argnums, has_aux)
+    with_value = scaled_value_and_grad("grad", fun, opt_state, argnums, has_aux)
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -260,40 +256,3 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun
-
-
-def _find(name: str, tree: Any) -> LossScaleState | None:
-    found = find_scalers(tree)
-    if len(found) > 1:
-        raise ValueError(
-            f"{name}: there are {len(found)} loss scalers in the state, at "
-            f"{' and '.join(path or 'the root' for path, _ in found)}; a loss has one scale. Keep "
-            "one, around everything else: dynamic_loss_scale(optax.chain(...))."
-        )
-    return found[0][1] if found else None
-
-
-def _loss_of(out: Any) -> Any:
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(
-            "value_and_grad: with has_aux=True the function must return a pair (loss, aux); got "
-            f"{type(out).__name__!r}."
-        )
-    return out[0]
-
-
-def _scaled(name: str, value: Any, state: LossScaleState | None) -> jax.Array:
-    loss: jax.Array = jnp.asarray(value)
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"{name}: the loss must be a real floating number; got {loss.dtype}.")
-    if state is None:
-        return loss
-    if loss.dtype == jnp.float16:
-        warnings.warn(
-            f"{name}: the loss is float16, so the scale becomes float16 on its way back into the "
-            "model, where 2**16 is infinite. Compute the loss in float32: "
-            "logits.astype(jnp.float32), or an output_dtype of float32.",
-            stacklevel=3,
-        )
-    # The scale is float32 and strongly typed, so the product is, whatever the loss.
-    return loss * jnp.asarray(state.loss_scale)

@@ -9,13 +9,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import jmp
+import numpy as np
 import optax
 from flax.training import train_state
 from jax.typing import DTypeLike
 
-from jaxmp._training import scaled_grad
+from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import is_overwrite
-from jaxmp._training.scale_rule import find_scalers
+from jaxmp._training.opt_state import scale_of, skipped_by, the_scaler
 from jaxmp.policy import Policy, single_policy
 from jaxmp.tree import select
 
@@ -94,8 +95,10 @@ class TrainState(train_state.TrainState):
           The state, with `step` 0 and a new `opt_state`.
 
         Raises:
-          TypeError: If a parameter is no floating (or complex) number.
+          TypeError: If a parameter is no floating (or complex) number, or `tx` no optimizer.
         """
+        _check_optimizer(tx)
+        _check_container("TrainState.create: params", params)
         _check_trainable(params)
         if policy is not None:
             params = _cast_params(params, single_policy("TrainState.create", policy))
@@ -124,7 +127,9 @@ class TrainState(train_state.TrainState):
         Returns:
           A function of `loss_fn`'s arguments: `(loss, grads)`, or `((loss, aux), grads)`.
         """
-        return scaled_grad.value_and_grad(loss_fn, self.opt_state, argnums, has_aux)
+        return scaled_value_and_grad(
+            "TrainState.value_and_grad", loss_fn, self.opt_state, argnums, has_aux, genuine=True
+        )
 
     def apply_gradients(self, *, grads: Any, **fields: Any) -> Self:
         """Makes a step, or where the gradients are not finite leaves it out as a whole.
@@ -137,14 +142,24 @@ class TrainState(train_state.TrainState):
           The new state.
 
         Raises:
+          TypeError: If `grads` is no container of arrays, or there is no such field to set.
           ValueError: If a new value has another structure than the field has now.
         """
+        own = {"step", "params", "opt_state"}  # which the step itself makes
+        names = sorted({field.name for field in dataclasses.fields(self)} - own)
+        if unknown := [repr(name) for name in fields if name not in names]:
+            raise TypeError(
+                "TrainState.apply_gradients: takes grads and new values of the fields "
+                f"{', '.join(names)}; got {', '.join(unknown)}."
+            )
+        _check_container("TrainState.apply_gradients: grads", grads)
         new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # nor is this
             grads=grads, **fields
         )
-        if not find_scalers(new.opt_state):
+        scaler = the_scaler("TrainState.apply_gradients", new.opt_state)
+        if scaler is None:
             return new
-        finite = scaled_grad.step_was_finite(new.opt_state)
+        finite = jnp.asarray(scaler.finite)
         nodes = {f.name for f in dataclasses.fields(new) if f.metadata.get("pytree_node", True)}
         kept = {
             name: _select_field(name, finite, getattr(new, name), getattr(self, name))
@@ -156,18 +171,42 @@ class TrainState(train_state.TrainState):
     @property
     def loss_scale(self) -> jax.Array:
         """The factor that the next loss is multiplied by: float32[], 1 without a scaler."""
-        return scaled_grad.loss_scale(self.opt_state)
+        scaler = the_scaler("TrainState.loss_scale", self.opt_state)
+        return scale_of(scaler)
 
     @property
     def skipped_count(self) -> jax.Array:
         """How many steps were left out so far: int32[], 0 without a scaler."""
-        return scaled_grad.skipped_count(self.opt_state)
+        scaler = the_scaler("TrainState.skipped_count", self.opt_state)
+        return skipped_by(scaler)
+
+
+def _check_optimizer(tx: Any) -> None:
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(
+            "TrainState.create: tx must be an optax transformation such as optax.adamw(1e-3); got "
+            f"{type(tx).__name__!r}. (The state's opt_state is made by it.)"
+        )
+
+
+def _check_container(what: str, tree: Any) -> None:
+    """Flax's train state looks a key up in parameters and gradients, so they must have some."""
+    is_array = isinstance(tree, (jax.Array, np.ndarray))
+    if is_array or not hasattr(type(tree), "__contains__"):
+        raise TypeError(
+            f"{what} must be a dict or the like of arrays; got {type(tree).__name__!r}. (An NNX or "
+            "Equinox module is trained without a train state; README shows the loop.)"
+        )
 
 
 def _check_trainable(params: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        kind = getattr(leaf, "dtype", type(leaf).__name__)
-        if kind not in ("float", "complex") and not jnp.issubdtype(kind, jnp.inexact):
+        kind = getattr(leaf, "dtype", None)
+        if kind is None:
+            trainable, kind = isinstance(leaf, (float, complex)), type(leaf).__name__
+        else:
+            trainable = jnp.issubdtype(kind, jnp.inexact)
+        if not trainable:
             raise TypeError(
                 f"TrainState.create: the parameter at {jax.tree_util.keystr(path) or 'the root'} "
                 f"is {kind}, which no optimizer can move and no param_dtype hold; keep it out of "

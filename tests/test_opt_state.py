@@ -1,0 +1,341 @@
+"""What counts as an optimizer's state, and which wrappers of optax bear a scaler inside."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import chex
+import equinox as eqx
+import flax
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import linen, nnx
+from flax.core import FrozenDict
+from flax.training import train_state
+from flax.training.dynamic_scale import DynamicScale
+
+import jaxmp
+from jaxmp import LossScaleState, dynamic_loss_scale
+
+from training import NnxNet
+
+PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
+ADAM = optax.adam(0.1)
+SCALED = dynamic_loss_scale(ADAM)
+
+
+def loss_fn(params):
+    return jnp.sum(params["w"]) * jnp.sum(params["b"])
+
+
+READERS = {
+    "loss_scale": jaxmp.loss_scale,
+    "step_was_finite": jaxmp.step_was_finite,
+    "skipped_count": jaxmp.skipped_count,
+    "check_not_stuck": jaxmp.check_not_stuck,
+    "scale_loss": lambda state: jaxmp.scale_loss(jnp.float32(1), state),
+    "value_and_grad": lambda state: jaxmp.value_and_grad(loss_fn, state),
+    "grad": lambda state: jaxmp.grad(loss_fn, state),
+}
+
+
+class Custom(NamedTuple):
+    count: Any
+
+
+@chex.dataclass
+class Dataclass:
+    count: Any
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Registered:
+    count: Any
+
+    def tree_flatten(self):
+        return (self.count,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def nnx_optimizer(tx):
+    return nnx.Optimizer(NnxNet(), tx, wrt=nnx.Param)
+
+
+MASK = {"w": True, "b": False}
+LABELS = {"w": "a", "b": "b"}
+STATES = {
+    "adam": lambda: ADAM.init(PARAMS),
+    "sgd": lambda: optax.sgd(0.1).init(PARAMS),
+    "EmptyState": optax.EmptyState,
+    "nothing": lambda: (),
+    "a chain of nothing": lambda: ((), ()),
+    "a dict of nothing": lambda: {"opt": {}},
+    "masked": lambda: optax.masked(ADAM, MASK).init(PARAMS),
+    "partition": lambda: optax.partition({"a": ADAM, "b": optax.sgd(1.0)}, LABELS).init(PARAMS),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(0.1).init(PARAMS),
+    "named_chain": lambda: optax.named_chain(("adam", ADAM)).init(PARAMS),
+    "lbfgs": lambda: optax.lbfgs().init(PARAMS),
+    "MultiSteps": lambda: optax.MultiSteps(ADAM, 2).init(PARAMS),
+    "in a dict": lambda: {"step": 1, "opt_state": ADAM.init(PARAMS)},
+    "in a FrozenDict": lambda: FrozenDict(opt_state=ADAM.init(PARAMS)),
+    "beside parameters": lambda: (PARAMS, ADAM.init(PARAMS)),
+    "beside the optimizer": lambda: (ADAM, ADAM.init(PARAMS)),
+    "shapes": lambda: jax.eval_shape(ADAM.init, PARAMS),
+    "train state": lambda: train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=ADAM),
+    "train state of sgd": lambda: jaxmp.TrainState.create(
+        apply_fn=None, params=PARAMS, tx=optax.sgd(0.1)
+    ),
+    "nnx.Optimizer": lambda: nnx_optimizer(ADAM),
+    "opt_state of nnx": lambda: nnx_optimizer(ADAM).opt_state,
+    "opt_state of nnx, sgd": lambda: nnx_optimizer(optax.sgd(0.1)).opt_state,
+    "nnx.state": lambda: nnx.state(nnx_optimizer(ADAM)),
+    "a NamedTuple of one's own": lambda: Custom(jnp.zeros([], jnp.int32)),
+    "a chex dataclass": lambda: Dataclass(count=jnp.zeros([], jnp.int32)),
+    "a registered class": lambda: Registered(jnp.zeros([], jnp.int32)),
+    "optax.OptState of a schedule": lambda: optax.scale_by_schedule(lambda n: n).init(PARAMS),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_without_a_scaler_counts_as_scale_1(name):
+    state = STATES[name]()
+    assert float(jaxmp.loss_scale(state)) == 1
+    assert jaxmp.scale_loss(jnp.float32(3), state) == 3
+    value, grads = jaxmp.value_and_grad(loss_fn, state)(PARAMS)
+    np.testing.assert_array_equal(value, loss_fn(PARAMS))
+    np.testing.assert_array_equal(grads["w"], jax.grad(loss_fn)(PARAMS)["w"])
+
+
+class Callable(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return self.w * x
+
+
+NO_STATES = {
+    "Flax's DynamicScale": (DynamicScale, "a 'DynamicScale' of another library"),
+    "jmp's loss scale": (lambda: jmp.StaticLossScale(8.0), "a 'StaticLossScale' of another"),
+    "the optimizer": (lambda: SCALED, "the optimizer itself"),
+    "an optimizer without a scaler": (lambda: ADAM, "the optimizer itself"),
+    "MultiSteps": (lambda: optax.MultiSteps(SCALED, 2), "the optimizer itself"),
+    "None": (lambda: None, "None"),
+    "a string": (lambda: "mixed_float16", "'mixed_float16'"),
+    "a class": (lambda: LossScaleState, "LossScaleState"),
+    "a function": (lambda: loss_fn, "'loss_fn', which is a function or a model"),
+    "tx.init": (lambda: SCALED.init, "'init', which is a function or a model"),
+    "a number": (lambda: 65536.0, "one 'float'"),
+    "an array": (lambda: jnp.ones(3), r"one 'ArrayImpl' of shape \(3,\)"),
+    "parameters": (lambda: PARAMS, "a 'dict' of arrays, which looks like parameters"),
+    "frozen parameters": (lambda: FrozenDict(PARAMS), "a 'FrozenDict' of arrays"),
+    "variables": (lambda: {"params": PARAMS, "batch_stats": {}}, "a 'dict' of arrays"),
+    "a list of parameters": (lambda: [(jnp.ones(2), jnp.ones(1)), ()], "a 'list' of arrays"),
+    "a pair of parameters": (lambda: (jnp.ones(2), jnp.ones(1)), "a 'tuple' of arrays"),
+    "boxed parameters": (
+        lambda: {"w": linen.Partitioned(jnp.ones(2), ("x",))},
+        "a 'dict' of arrays",
+    ),
+    "masked parameters": (lambda: {"w": jnp.ones(2), "b": optax.MaskedNode()}, "a 'dict' of"),
+    "lookahead parameters": (lambda: optax.LookaheadParams(PARAMS, PARAMS), "parameters"),
+    "the parameters of an NNX module": (lambda: nnx.state(NnxNet()), "a 'State' of arrays"),
+    "an NNX module": (NnxNet, "'NnxNet', which is a function or a model"),
+    "a Linen module": (
+        lambda: linen.Dense(2),
+        "'Dense'",
+    ),
+    "an Equinox module": (lambda: Callable(jnp.ones(2)), "'Callable', which is a function or"),
+}
+
+
+@pytest.mark.parametrize("name", NO_STATES)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_state_is_refused(reader, name):
+    make, got = NO_STATES[name]
+    expected = (
+        rf"{reader}: opt_state must be the optimizer's state, .*; got .*({got}).* Write jaxmp"
+    )
+    with pytest.raises(TypeError, match=expected):
+        READERS[reader](make())
+
+
+def test_the_message_has_the_right_call():
+    for reader, call in (
+        ("value_and_grad", "jaxmp.value_and_grad(loss_fn, opt_state)"),
+        ("grad", "jaxmp.grad(loss_fn, opt_state)"),
+        ("scale_loss", "jaxmp.scale_loss(loss, opt_state)"),
+        ("loss_scale", "jaxmp.loss_scale(opt_state)"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            READERS[reader](None)
+        assert f"Write {call}, where opt_state = tx.init(params)" in str(caught.value)
+
+
+def test_arguments_in_each_others_place_are_refused():
+    state = SCALED.init(PARAMS)
+    with pytest.raises(TypeError, match=r"scale_loss: opt_state must be .*; got one 'ArrayImpl'"):
+        jaxmp.scale_loss(state, jnp.float32(1))
+    with pytest.raises(TypeError, match=r"value_and_grad: opt_state must be .*; got 'loss_fn'"):
+        jaxmp.value_and_grad(state, loss_fn)
+    with pytest.raises(TypeError, match=r"grad: loss_fn, which .*; got 'LossScaleState'"):
+        jaxmp.grad(state, state)
+    # Within a traced step, where the loss is no array yet.
+    with pytest.raises(TypeError, match="scale_loss: opt_state must be"):
+        jax.grad(lambda x: jaxmp.scale_loss(state, x))(1.0)
+
+
+@pytest.mark.parametrize("name", ["nnx.state", "pure dict", "flax.serialization", "in a dict"])
+def test_a_scaler_that_lost_its_type_is_refused(name):
+    """It would count as no scaler, and the update divide all the same."""
+    optimizer = nnx_optimizer(SCALED)
+    state = {
+        "nnx.state": lambda: nnx.state(optimizer),
+        "pure dict": lambda: nnx.to_pure_dict(nnx.state(optimizer)),
+        "flax.serialization": lambda: flax.serialization.to_state_dict(SCALED.init(PARAMS)),
+        "in a dict": lambda: {"opt_state": dict(SCALED.init(PARAMS)._asdict())},
+    }[name]()
+    for read in READERS.values():
+        with pytest.raises(TypeError, match=r"the scaler's state.* has become a plain mapping"):
+            read(state)
+
+
+def test_a_hand_written_optimizer_needs_no_state_of_a_kind_in_a_train_state():
+    """Where the state is known to be one, because the optimizer made it."""
+    tx = optax.GradientTransformation(
+        lambda params: {"count": jnp.zeros([], jnp.int32)},
+        lambda updates, state, params=None: (
+            jax.tree.map(lambda u: -u, updates),
+            {"count": state["count"] + 1},
+        ),
+    )
+    state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    _, grads = state.value_and_grad(loss_fn)(state.params)
+    state = state.apply_gradients(grads=grads)
+    assert (float(state.loss_scale), int(state.skipped_count), int(state.step)) == (1, 0, 1)
+    low = {"w": jnp.ones(2, jnp.bfloat16)}
+    for options in ({}, {"stochastic_rounding": True}):
+        masters = jaxmp.master_weights(tx, **options)
+        updates, _ = masters.update(low, masters.init(low), low)
+        np.testing.assert_array_equal(updates["w"], [-1, -1])
+    with pytest.raises(TypeError, match="known by being a NamedTuple"):
+        jaxmp.loss_scale(tx.init(PARAMS))
+
+
+# Wrappers of optax around a scaler.
+
+SGD = optax.sgd(0.125)
+
+
+def every_second(step, **extra_args):
+    return step % 2 == 0
+
+
+def injected(inner):
+    return optax.inject_hyperparams(lambda scale: optax.chain(inner, optax.scale(scale)))(scale=1.0)
+
+
+BEARS = {
+    "chain": lambda inner: optax.chain(inner, optax.ema(0.9)),
+    "named_chain": lambda inner: optax.named_chain(("scaled", inner)),
+    "flatten": optax.flatten,
+    "inject_hyperparams": injected,
+    "schedule_free": lambda inner: optax.contrib.schedule_free(inner, 0.125),
+    "split_real_and_imaginary": optax.contrib.split_real_and_imaginary,
+    "with_extra_args_support": optax.with_extra_args_support,
+}
+REFUSES = {
+    "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 3),
+    "masked": lambda inner: optax.masked(inner, MASK),
+    "partition": lambda inner: optax.partition({"a": inner, "b": SGD}, LABELS),
+    "multi_transform": lambda inner: optax.multi_transform({"a": SGD, "b": inner}, LABELS),
+    "selective_transform": lambda inner: optax.selective_transform(inner, freeze_mask=MASK),
+    "conditionally_mask": lambda inner: optax.conditionally_mask(inner, every_second),
+    "conditionally_transform": lambda inner: optax.conditionally_transform(inner, every_second),
+    "mechanize": optax.contrib.mechanize,
+    "sam": lambda inner: optax.contrib.sam(inner, SGD),
+    "sam's adversary": lambda inner: optax.contrib.sam(SGD, inner),
+    "MultiSteps": lambda inner: optax.MultiSteps(inner, 2),
+    "in a chain": lambda inner: optax.chain(optax.clip(1.0), optax.masked(inner, MASK)),
+}
+GRADS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array([1.0])}
+BAD = {**GRADS, "b": jnp.array([jnp.inf])}
+
+
+def train(tx, steps):
+    params, state = PARAMS, tx.init(PARAMS)
+    update = jax.jit(tx.update)
+    for grads in steps:
+        scale = jaxmp.loss_scale(state)
+        updates, state = update(jax.tree.map(lambda g: g * scale, grads), state, params)  # noqa: B023
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("name", BEARS)
+def test_wrappers_that_bear_a_scaler_inside(name):
+    wrap = BEARS[name]
+    tx = wrap(dynamic_loss_scale(SGD, init_scale=1024.0))
+    got, _ = train(tx, [GRADS] * 3)
+    want, _ = train(wrap(SGD), [GRADS] * 3)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, want)
+    params, state = train(tx, [BAD] * 3 + [GRADS] * 2)
+    assert jaxmp.all_finite(params)
+    assert (float(jaxmp.loss_scale(state)), int(jaxmp.skipped_count(state))) == (128, 3)
+
+
+def test_lookahead_bears_a_scaler_inside():
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    tx = optax.lookahead(dynamic_loss_scale(SGD, init_scale=1024.0), 2, 0.5)
+    state = tx.init(params)
+    for grads in (BAD, GRADS):
+        scale = jaxmp.loss_scale(state)
+        grads = jax.tree.map(lambda g: g * scale, grads)  # noqa: B023
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert (float(scale), int(jaxmp.skipped_count(state))) == (512, 1)
+    np.testing.assert_allclose(params.slow["w"], PARAMS["w"] - 0.5 * 0.125 * GRADS["w"])
+
+
+@pytest.mark.parametrize("name", REFUSES)
+def test_wrappers_that_do_not_bear_a_scaler_are_refused(name):
+    wrap = REFUSES[name]
+    state = wrap(dynamic_loss_scale(SGD)).init(PARAMS)
+    for read in READERS.values():
+        with pytest.raises(ValueError, match=r"is around a loss scaler: .* The right form is dyn"):
+            read(state)
+    train_state = jaxmp.TrainState(0, None, PARAMS, None, state)
+    with pytest.raises(ValueError, match="is around a loss scaler"):
+        train_state.value_and_grad(loss_fn)
+    # Without a scaler it is nobody's business.
+    assert float(jaxmp.loss_scale(wrap(SGD).init(PARAMS))) == 1
+
+
+@pytest.mark.parametrize("name", set(REFUSES) - {"sam", "sam's adversary", "in a chain"})
+def test_the_right_form_is_right(name):
+    """The scaler outermost: every parameter moves as without one, and the scale backs off."""
+    wrap = REFUSES[name]
+    tx = dynamic_loss_scale(wrap(SGD), init_scale=1024.0)
+    got, _ = train(tx, [GRADS] * 4)
+    want, _ = train(wrap(SGD), [GRADS] * 4)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, want)
+    params, state = train(tx, [BAD] * 3)
+    jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
+    assert float(state.loss_scale) == 128
+
+
+def test_hyperparameters_are_injected_inside():
+    tx = optax.inject_hyperparams(dynamic_loss_scale)(inner=SGD)
+    with pytest.raises(TypeError, match=r"dynamic_loss_scale\(optax.inject_hyperparams"):
+        tx.init(PARAMS)
+    tx = dynamic_loss_scale(optax.inject_hyperparams(optax.sgd)(learning_rate=0.125))
+    got, _ = train(tx, [GRADS])
+    jax.tree.map(np.testing.assert_array_equal, got, train(SGD, [GRADS])[0])

@@ -1,0 +1,175 @@
+"""Scaled gradients of Flax NNX modules: as `nnx.value_and_grad` makes them."""
+
+from __future__ import annotations
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+
+
+class Net(nnx.Module):
+    """Parameters, BatchNorm's averages and Dropout's key and count."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(3, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(nnx.tanh(self.norm(self.first(x)))))
+
+
+X = jax.random.normal(jax.random.key(1), (8, 3))
+SCALE = 1024.0
+STATES = {
+    "scaled": jaxmp.static_loss_scale(optax.sgd(0.1), SCALE).init({"w": X}),
+    "without": optax.sgd(0.1).init({"w": X}),
+}
+
+
+def loss_fn(model, x):
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+def with_keywords(model, x, *, mode, factor=1.0):
+    assert mode == "train"
+    return factor * loss_fn(model, x), {"x": x}
+
+
+def assert_same(got, want):
+    # Two programs: float32 rounding, and keys by their data.
+    def number(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(number(x), number(y), rtol=2e-5, atol=1e-6)
+
+
+def unscaled(grads, name):
+    return jax.tree.map(lambda g: g / SCALE, grads) if name == "scaled" else grads
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("jit", [False, True])
+def test_loss_gradients_and_what_moves_are_those_of_nnx(name, jit):
+    ours, theirs = Net(), Net()
+    wrap = nnx.jit if jit else lambda f: f
+    step = wrap(lambda model, x: jaxmp.value_and_grad(loss_fn, STATES[name])(model, x))
+    for _ in range(2):
+        loss, grads = step(ours, X)
+        want_loss, want = wrap(nnx.value_and_grad(loss_fn))(theirs, X)
+        assert_same((loss, unscaled(grads, name)), (want_loss, want))
+    assert_same(nnx.state(ours), nnx.state(theirs))
+    assert int(ours.dropout.rngs.count[...]) == 2
+    assert not np.allclose(ours.norm.mean[...], 0)
+    assert_same(
+        unscaled(jaxmp.grad(loss_fn, STATES[name])(ours, X), name), nnx.grad(loss_fn)(theirs, X)
+    )
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("argnums", [0, (0, 1), [1, 0], -2, (-2, -1)])
+def test_arguments_are_chosen_as_in_jax(name, argnums):
+    ours, theirs = Net(), Net()
+    _, grads = jaxmp.value_and_grad(loss_fn, STATES[name], argnums)(ours, X)
+    positive = argnums % 2 if isinstance(argnums, int) else tuple(i % 2 for i in argnums)
+    _, want = nnx.value_and_grad(loss_fn, argnums=positive)(theirs, X)
+    assert_same(unscaled(grads, name), want)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_aux_and_keyword_arguments(name):
+    ours = Net()
+    grad_fn = jaxmp.value_and_grad(with_keywords, STATES[name], has_aux=True)
+    assert inspect.signature(grad_fn) == inspect.signature(with_keywords)
+    (loss, aux), grads = grad_fn(ours, X, mode="train", factor=jnp.float32(2))
+    want_loss, want = nnx.value_and_grad(loss_fn)(Net(), X)
+    np.testing.assert_array_equal(aux["x"], X)
+    assert_same((loss, unscaled(grads, name)), (2 * want_loss, jax.tree.map(lambda g: 2 * g, want)))
+
+
+def test_some_of_the_variables():
+    some = nnx.DiffState(0, nnx.PathContains("last"))
+    _, grads = jaxmp.value_and_grad(loss_fn, STATES["scaled"], some)(Net(), X)
+    assert list(grads) == ["last"]
+    _, want = nnx.value_and_grad(loss_fn, argnums=some)(Net(), X)
+    assert_same(unscaled(grads, "scaled"), want)
+
+
+def test_modules_inside_other_structures():
+    def pair_loss(models, x):
+        return loss_fn(models["a"], x) + loss_fn(models["b"], x)
+
+    models = {"a": Net(), "b": Net()}
+    _, grads = jaxmp.value_and_grad(pair_loss, STATES["scaled"])(models, X)
+    _, want = nnx.value_and_grad(pair_loss)({"a": Net(), "b": Net()}, X)
+    assert_same(unscaled(grads, "scaled"), want)
+    assert int(models["b"].dropout.rngs.count[...]) == 1
+
+
+def test_float16_training_with_an_nnx_optimizer():
+    """The loop of README."""
+    model = jaxmp.wrap(Net(), "mixed_float16")
+    tx = jaxmp.dynamic_loss_scale(optax.adam(1e-2))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, X)) for _ in range(40)]
+    assert losses[-1] < losses[0] / 2
+    skipped = int(jaxmp.skipped_count(optimizer.opt_state))
+    assert skipped <= 2, "the first scale may be too large by a factor or two"
+    before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+    step(model, optimizer, X * np.inf)
+    assert int(jaxmp.skipped_count(optimizer.opt_state)) == skipped + 1
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), before)
+
+
+# Accumulation.
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_accumulated_pieces_pass_their_state_on(jit):
+    ours, theirs = Net(), Net()
+    wrap = nnx.jit if jit else lambda f: f
+
+    @wrap
+    def step(model, x):
+        grad_fn = jaxmp.value_and_grad(loss_fn, STATES["scaled"])
+        return jaxmp.accumulate_gradients(grad_fn, 2)(model, x)
+
+    loss, grads = step(ours, X)
+    parts = [nnx.value_and_grad(loss_fn)(theirs, X[i::2]) for i in range(2)]
+    mean = jax.tree.map(lambda x, y: (x + y) / 2, *parts)
+    assert_same((loss, unscaled(grads, "scaled")), mean)
+    assert_same(nnx.state(ours), nnx.state(theirs))
+    assert int(ours.dropout.rngs.count[...]) == 2
+
+
+def test_accumulating_refuses_variables_that_appear_on_the_way():
+    class Sows(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            self.seen = nnx.Variable(x)
+            return self.linear(x)
+
+    grad_fn = jaxmp.accumulate_gradients(nnx.value_and_grad(loss_fn), 2)
+    with pytest.raises(ValueError, match=r"accumulate_gradients: .* variables .*nnx\.pop"):
+        grad_fn(Sows(), X)
