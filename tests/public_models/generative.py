@@ -134,3 +134,36 @@ def bfloat16_inputs() -> PublicModel:
         return cross_entropy(model.apply(params, batch["x"]), batch["y"])
 
     return PublicModel(init(model, batch(0)["x"]), batch, loss)
+
+
+@zoo
+def vq_vae() -> PublicModel:
+    """Nearest code by expanded distances, a straight-through estimator (van den Oord 2017)."""
+    codes, width = 16, 8
+
+    class VQVAE(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            h = nn.relu(nn.Conv(16, (3, 3), (2, 2))(x))
+            h = nn.Conv(width, (3, 3))(h)
+            book = self.param("codes", nn.initializers.normal(1.0), (codes, width))
+            flat = h.reshape(-1, width)
+            distance = (
+                (flat**2).sum(axis=1, keepdims=True) - 2 * flat @ book.T + (book**2).sum(axis=1)
+            )
+            chosen = book[jnp.argmin(distance, axis=1)].reshape(h.shape)
+            passed = h + lax.stop_gradient(chosen - h)
+            up = nn.relu(nn.ConvTranspose(16, (3, 3), (2, 2))(passed))
+            return nn.Conv(3, (3, 3))(up), h, chosen
+
+    model = VQVAE()
+
+    def batch(seed: int) -> jax.Array:
+        return Data(seed).normal(4, 8, 8, 3)
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        out, h, chosen = model.apply(params, batch)
+        commitment = square(h, lax.stop_gradient(chosen))
+        return square(out, batch) + square(chosen, lax.stop_gradient(h)) + 0.25 * commitment
+
+    return PublicModel(init(model, batch(0)), batch, loss)

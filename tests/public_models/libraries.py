@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -144,5 +145,77 @@ def equinox_attention() -> PublicModel:
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return cross_entropy(predict(eqx.combine(params, static), batch["x"]), batch["y"])
+
+    return PublicModel(params, batch, loss)
+
+
+@zoo(requires="haiku")
+def haiku_resnet() -> PublicModel:
+    """Haiku's own residual blocks, BatchNorm with its moving averages as state."""
+    import haiku as hk
+
+    def forward(x: jax.Array) -> jax.Array:
+        averages = {"create_scale": True, "create_offset": True, "decay_rate": 0.9}
+        x = jax.nn.relu(hk.Conv2D(8, 3, with_bias=False)(x))
+        for channels, stride in ((8, 1), (16, 2)):
+            x = hk.nets.ResNet.BlockGroup(
+                channels,
+                num_blocks=1,
+                stride=stride,
+                bn_config=averages,
+                resnet_v2=False,
+                bottleneck=False,
+                use_projection=stride > 1,
+            )(x, is_training=True, test_local_stats=False)
+        return hk.Linear(5, w_init=hk.initializers.VarianceScaling())(x.mean(axis=(1, 2)))
+
+    model = hk.without_apply_rng(hk.transform_with_state(forward))
+    params, state = init(model, jnp.zeros((12, 8, 8, 3)))
+
+    def batch(seed: int) -> dict[str, Any]:
+        return {**Data(seed).labelled(12, 8, 8, 3), "state": state}
+
+    def loss(params: Any, batch: dict[str, Any]) -> tuple[jax.Array, Any]:
+        logits, new = model.apply(params, batch["state"], batch["x"])
+        return cross_entropy(logits, batch["y"]), new
+
+    return PublicModel(params, batch, loss, has_aux=True)
+
+
+@zoo(requires="equinox")
+def equinox_gru() -> PublicModel:
+    """Equinox: a GRU cell in `lax.scan`, then convolutions, a batch by vmap."""
+    import equinox as eqx
+
+    class Model(eqx.Module):
+        cell: eqx.nn.GRUCell
+        conv: eqx.nn.Conv1d
+        norm: eqx.nn.GroupNorm
+        out: eqx.nn.Linear
+
+        def __init__(self, key: jax.Array) -> None:
+            a, b, c = jax.random.split(key, 3)
+            self.cell = eqx.nn.GRUCell(6, 16, key=a)
+            self.conv = eqx.nn.Conv1d(16, 16, 3, key=b)
+            self.norm = eqx.nn.GroupNorm(4, 16)
+            self.out = eqx.nn.Linear(16, 5, key=c)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            def step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+                state = self.cell(x, state)
+                return state, state
+
+            _, states = jax.lax.scan(step, jnp.zeros(16), x)
+            h = jax.nn.silu(self.norm(self.conv(states.T)))
+            return self.out(h.mean(axis=1))
+
+    params, static = eqx.partition(Model(jax.random.key(0)), eqx.is_inexact_array)
+
+    def batch(seed: int) -> dict[str, jax.Array]:
+        return Data(seed).labelled(8, 10, 6)
+
+    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        model = eqx.combine(params, static)
+        return cross_entropy(eqx.filter_vmap(model)(batch["x"]), batch["y"])
 
     return PublicModel(params, batch, loss)

@@ -12,14 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jaxmp
+
 
 class PublicModel(NamedTuple):
-    """One entry: `loss(params, batch(seed))` is a scalar, or `(scalar, aux)` with `has_aux`."""
+    """One entry: `loss(params, batch(seed))` is a scalar, or `(scalar, aux)` with `has_aux`.
+
+    `wrapped(policy)` is the loss of the model under `jaxmp.wrap`, where that is tried too.
+    """
 
     params: Any
     batch: Callable[[int], Any]
     loss: Callable[[Any, Any], Any]
     has_aux: bool = False
+    wrapped: Callable[[Any], Callable[[Any, Any], Any]] | None = None
 
 
 BUILDERS: dict[str, Callable[[], PublicModel]] = {}
@@ -70,6 +76,11 @@ class Data:
 def init(model: Any, *inputs: Any) -> Any:
     """`model.init`, compiled, with the generator that compiles fastest: most of a build's time."""
     return jax.jit(model.init)(jax.random.key(0, impl="unsafe_rbg"), *inputs)
+
+
+def wrapped(model: Any, loss_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The loss of a Linen model under `jaxmp.wrap`, by policy."""
+    return lambda policy: loss_of(jaxmp.wrap(model, policy))
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

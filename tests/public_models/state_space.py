@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from public_models.registry import Data, PublicModel, cross_entropy, init, zoo
@@ -106,3 +107,46 @@ def mamba() -> PublicModel:
         return cross_entropy(model.apply(params, batch[:, :-1]), batch[:, 1:])
 
     return PublicModel(init(model, batch(0)[:, :-1]), batch, loss)
+
+
+@zoo
+def s4d() -> PublicModel:
+    """Diagonal state space as a long convolution: a complex kernel, applied by FFT (Gu 2022)."""
+    length = 32
+
+    class S4D(nn.Module):
+        states: int = 8
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            width, n = x.shape[-1], self.states
+            start = nn.initializers.uniform(np.log(100.0))
+            step = jnp.exp(self.param("step", start, (width, 1)) + np.log(0.001))
+            decay = self.param("decay", nn.initializers.constant(np.log(0.5)), (width, n))
+            rate = -jnp.exp(decay) + 1j * np.pi * jnp.arange(n)
+            c = self.param("c", nn.initializers.normal(np.sqrt(0.5)), (2, width, n))
+            gain = (c[0] + 1j * c[1]) * (jnp.exp(step * rate) - 1) / rate
+            powers = jnp.exp((step * rate)[..., None] * jnp.arange(length))
+            kernel = 2 * jnp.einsum("wn,wnl->wl", gain, powers).real
+            spectrum = jnp.fft.rfft(kernel, 2 * length) * jnp.fft.rfft(x.swapaxes(1, 2), 2 * length)
+            y = jnp.fft.irfft(spectrum, 2 * length)[..., :length].swapaxes(1, 2)
+            return y + self.param("d", nn.initializers.normal(1.0), (width,)) * x
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.Dense(16)(x)
+            for _ in range(2):
+                h = nn.Dense(32)(nn.gelu(S4D()(nn.LayerNorm()(x))))
+                x = x + nn.glu(h)
+            return nn.Dense(5)(x.mean(axis=1))
+
+    model = Model()
+
+    def batch(seed: int) -> dict[str, jax.Array]:
+        return Data(seed).labelled(6, length, 6)
+
+    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        return cross_entropy(model.apply(params, batch["x"]), batch["y"])
+
+    return PublicModel(init(model, batch(0)["x"]), batch, loss)

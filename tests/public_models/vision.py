@@ -267,3 +267,39 @@ def clip_towers() -> PublicModel:
 
     first = batch(0)
     return PublicModel(init(model, first["image"], first["text"]), batch, loss)
+
+
+@zoo
+def siglip() -> PublicModel:
+    """Two towers under the pairwise sigmoid loss, with learned temperature and bias (Zhai 2023)."""
+
+    class Towers(nn.Module):
+        @nn.compact
+        def __call__(self, image: jax.Array, text: jax.Array) -> jax.Array:
+            x = nn.Conv(24, (4, 4), (4, 4))(image)
+            a = TransformerBlock(24, 2)(x.reshape(x.shape[0], -1, 24))
+            b = TransformerBlock(24, 2)(nn.Embed(20, 24)(text))
+            # Pooled by attention to a learned query, as in the image tower of the paper.
+            probe = self.param("probe", nn.initializers.xavier_uniform(), (1, 1, 24))
+            probe = jnp.tile(probe, (a.shape[0], 1, 1))
+            a = nn.MultiHeadDotProductAttention(num_heads=2)(probe, a)[:, 0]
+            b = nn.Dense(24)(b[:, -1])
+            a, b = (v / jnp.linalg.norm(v, axis=-1, keepdims=True) for v in (a, b))
+            temperature = self.param("temperature", nn.initializers.constant(np.log(10)), ())
+            return a @ b.T * jnp.exp(temperature) + self.param(
+                "bias", nn.initializers.constant(-10.0), ()
+            )
+
+    model = Towers()
+
+    def batch(seed: int) -> dict[str, jax.Array]:
+        data = Data(seed)
+        return {"image": data.normal(10, 8, 8, 3), "text": data.integers(0, 20, 10, 6)}
+
+    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        logits = model.apply(params, batch["image"], batch["text"])
+        match = 2 * jnp.eye(logits.shape[0]) - 1
+        return -nn.log_sigmoid(match * logits).sum(axis=-1).mean()
+
+    first = batch(0)
+    return PublicModel(init(model, first["image"], first["text"]), batch, loss)
