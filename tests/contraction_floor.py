@@ -1,10 +1,10 @@
 """What no 16-bit contraction can avoid: float32 programs whose contractions read rounded operands.
 
 `rounded_contractions(fn)` is `fn` with every float32 operand of every contraction rounded to
-bfloat16 and everything else as it was: products summed and returned in float32, every elementwise
-operation, normalisation and loss in float32. Given a gradient function it rounds the operands of
-the forward and of the backward contractions alike, each where it is read. Contractions that the
-author wants exact, and those of other dtypes, are left alone.
+bfloat16 (or float16) and everything else as it was: products summed and returned in float32, every
+elementwise operation, normalisation and loss in float32. Given a gradient function it rounds the
+operands of the forward and of the backward contractions alike, each where it is read. Contractions
+that the author wants exact, and those of other dtypes, are left alone.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from jaxmp._autocast import jaxpr_compat
 
 from support import CONTRACTIONS
 
-BFLOAT16 = jnp.finfo(jnp.bfloat16)
 
-
-def rounded_contractions(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with the operands of its contractions rounded; arrays in, arrays out."""
+def rounded_contractions(fn: Callable[..., Any], dtype: str = "bfloat16") -> Callable[..., Any]:
+    """`fn` with the operands of its contractions rounded to `dtype`; arrays in, arrays out."""
+    info = jnp.finfo(dtype)
 
     def wrapped(*args: Any) -> Any:
         jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        outs = _evaluate(jaxpr, jax.tree.leaves(args))
+        outs = _evaluate(info, jaxpr, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return wrapped
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+def _evaluate(info: Any, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     jaxpr, consts = jaxpr_compat.closed(jaxpr)
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -44,22 +43,22 @@ def _evaluate(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         with eqn.ctx.manager:
-            outs = _equation(eqn, [read(atom) for atom in eqn.invars])
+            outs = _equation(info, eqn, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
+def _equation(info: Any, eqn: Any, operands: list[Any]) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in jaxpr_compat.CALLS and name != "shard_map":
-        return _evaluate(jaxpr_compat.call_jaxpr(eqn), operands)
+        return _evaluate(info, jaxpr_compat.call_jaxpr(eqn), operands)
     if name == "cond":
-        params = params | {"branches": tuple(map(_rounded, params["branches"]))}
+        params = params | {"branches": tuple(_rounded(info, b) for b in params["branches"])}
     elif name in ("scan", "while", "shard_map"):
-        inner = {k: _rounded(v) for k, v in params.items() if k in _INNER}
+        inner = {k: _rounded(info, v) for k, v in params.items() if k in _INNER}
         params = params | inner
     elif name in CONTRACTIONS and "HIGH" not in str(params.get("precision")):
-        operands = [_rounded_array(x) for x in operands]
+        operands = [_rounded_array(info, x) for x in operands]
     out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -67,15 +66,15 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
 _INNER = ("jaxpr", "cond_jaxpr", "body_jaxpr")
 
 
-def _rounded(jaxpr: Any) -> Any:
+def _rounded(info: Any, jaxpr: Any) -> Any:
     """An inner jaxpr with the operands of its contractions rounded."""
     avals = [v.aval for v in jaxpr_compat.closed(jaxpr).jaxpr.invars]
-    new = jaxpr_compat.trace(jax.jit(lambda *args: _evaluate(jaxpr, args)), avals)
+    new = jaxpr_compat.trace(jax.jit(lambda *args: _evaluate(info, jaxpr, args)), avals)
     return jaxpr_compat.like(new, jaxpr)
 
 
-def _rounded_array(x: Any) -> Any:
+def _rounded_array(info: Any, x: Any) -> Any:
     # Not a pair of conversions: compilers may remove one.
     if x.dtype != jnp.float32:
         return x
-    return lax.reduce_precision(x, exponent_bits=BFLOAT16.nexp, mantissa_bits=BFLOAT16.nmant)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)

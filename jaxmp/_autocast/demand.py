@@ -2,8 +2,10 @@
 
 A value may be wanted by a contraction (through `follow` and `transparent` ops), by something that
 runs in float32 (a `full` op, an op run as written, the function's result), or both, or neither; and
-what is computed from it in float32 may be wanted by a contraction later. Only float32 values are
-considered; everything else is not ours.
+what is computed from it in float32 may be wanted by a contraction later. What becomes an index (it
+is rounded to whole numbers, or compared with one) is a position, and what becomes an angle or the
+matrix of a linear system amplifies its errors. Only float32 values are considered; everything else
+is not ours.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.jaxpr_compat import dtype_of
+from jaxmp._autocast.ops import AMPLIFYING, COMPARING, MOVING, ROUNDING
 from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 
-NOTHING, CONTRACTION, FULL, LATER = 0, 1, 2, 4  # bits of a demand
+NOTHING, CONTRACTION, FULL, LATER, INDEX, ANGLE = 0, 1, 2, 4, 8, 16  # bits of a demand
 
 
 class Demand(NamedTuple):
@@ -47,6 +52,7 @@ class Demands:
 
     def _compute(self, jaxpr: Any, outs: Sequence[int], rules: Rules) -> Demand:
         of: dict[Any, int] = {}
+        whole = whole_numbers(jaxpr)
 
         def want(atom: Any, demand: int) -> None:
             if demand and not isinstance(atom, Literal) and ours(atom):
@@ -58,6 +64,9 @@ class Demands:
             wanted = [of.get(v, NOTHING) for v in eqn.outvars]
             for atom, demand in zip(eqn.invars, self._of_operands(eqn, wanted, rules), strict=True):
                 want(atom, demand)
+            if is_position(eqn, whole):
+                for atom in eqn.invars:
+                    want(atom, INDEX)
         return Demand(tuple(of.get(v, NOTHING) for v in jaxpr.invars), of)
 
     def _of_operands(self, eqn: JaxprEqn, wanted: list[int], rules: Rules) -> Sequence[int]:
@@ -82,7 +91,8 @@ class Demands:
             return [CONTRACTION] * len(eqn.invars)
         demand = _union(wanted)
         if kind not in ("follow", "transparent"):
-            demand = FULL | (LATER if demand & (CONTRACTION | LATER) else NOTHING)
+            here = ANGLE if name in AMPLIFYING else FULL
+            demand = here | (LATER if demand & (CONTRACTION | LATER) else NOTHING)
         return [demand] * len(eqn.invars)
 
     def of_scan(self, eqn: JaxprEqn, wanted: Sequence[int], rules: Rules) -> Demand:
@@ -98,6 +108,30 @@ class Demands:
             if grown == carry:  # demands only grow, so this ends
                 return demand
             carry = grown
+
+
+def whole_numbers(jaxpr: Any) -> set[Any]:
+    """The float32 variables of a jaxpr that are integers converted, or counted up, and moved."""
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        name, read = eqn.primitive.name, [v for v in eqn.invars if not isinstance(v, Literal)]
+        converts = name == "convert_element_type" and np.issubdtype(
+            dtype_of(eqn.invars[0]) or bool, np.integer
+        )
+        moves = name in MOVING and bool(read) and all(v in found for v in read)
+        if name == "iota" or converts or moves:
+            found.update(filter(ours, eqn.outvars))
+    return found
+
+
+def is_position(eqn: JaxprEqn, whole: set[Any]) -> bool:
+    """Whether an equation makes an index of its operand, or compares it with one."""
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return np.issubdtype(np.dtype(eqn.params["new_dtype"]), np.integer)
+    if name in COMPARING:
+        return any(not isinstance(v, Literal) and v in whole for v in eqn.invars)
+    return name in ROUNDING
 
 
 def _union(demands: Any) -> int:

@@ -41,8 +41,8 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
                     out = cast(out, dtype)
                 env.arrays[var] = out
     return [
-        env.result(atom, dtype, saturate=value is not None and not value.tangent)
-        for atom, dtype, value in zip(plan.jaxpr.outvars, plan.outs, plan.values, strict=True)
+        env.result(atom, dtype, saturate=clip)
+        for atom, dtype, clip in zip(plan.jaxpr.outvars, plan.outs, plan.clip, strict=True)
     ]
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast import jaxpr_compat
-from jaxmp._autocast.demand import CONTRACTION, FULL, LATER, NOTHING
+from jaxmp._autocast.carries import recurrence
+from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING
+from jaxmp._autocast.licences import CONSTANT, DATA, GIVEN, PARAMETER
 from jaxmp._autocast.plan import DType, Step, Value
 from jaxmp._autocast.rules import FLOAT32, Rules
 
@@ -34,12 +36,6 @@ class Pass(Protocol):
 
 
 LOOKED_INSIDE = "looked inside"
-
-# Through these the old carry goes into the new one unchanged, scaled, or with a summand.
-_LINEAR = frozenset(
-    "add add_any sub mul select_n convert_element_type copy dynamic_update_slice "
-    "reshape transpose squeeze broadcast_in_dim".split()
-)
 
 
 def _call(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
@@ -79,7 +75,7 @@ def _at_the_door(
     asked = [CONTRACTION] * len(wanted)
     narrowed = [
         here.kept(here.rules.low, [v])
-        if v and not v.dtype and v.origins and d == CONTRACTION
+        if v and not v.dtype and v.origins and not v.wins and d == CONTRACTION
         else v
         for v, d in zip(
             values,
@@ -119,15 +115,17 @@ def _cond(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
 def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
     """The dtype in which a result leaves every branch, given how each would keep it."""
     low = next((v.dtype for v in results if v and v.dtype), None)
-    exact = all(v and (v.dtype or v.constant) for v in results)
-    return low if exact or demand & CONTRACTION else None
+    if all(v and (v.dtype or v.constant) for v in results):
+        return low
+    licensed = all(v and not v.wins for v in results)
+    return low if licensed and demand & CONTRACTION and not demand & INDEX else None
 
 
 def _while(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """The carry stays float32: a solver's tolerance may be finer than 16 bits can meet."""
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     consts, init = values[: n_cond + n_body], values[n_cond + n_body :]
-    carry = [Value(argument=True) if v else None for v in init]
+    carry = [Value(argument=True, licence=DATA) if v else None for v in init]
     cond = here.planner.plan(
         eqn.params["cond_jaxpr"], [*consts[:n_cond], *carry], [NOTHING], here.rules
     )
@@ -139,7 +137,7 @@ def _while(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         [None] * len(carry),
     )
     dtypes = [*(v.dtype if v else None for v in consts), *(None for _ in init)]
-    outs = [here.kept(None, [v]) if v else None for v in init]
+    outs = [here.kept(None, [v])._replace(licence=DATA) if v else None for v in init]
     return here.step(
         eqn,
         values,
@@ -156,35 +154,33 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     body = eqn.params["jaxpr"]
     n_consts, n_carry = jaxpr_compat.scan_split(eqn)
     wanted = here.demanded(eqn)
-    low = _low_carry(here, eqn, values) if here.rules.low is not None else ()
-    ins: list[Value | None] = []
-    for i, value in enumerate(values):
-        if value is None:
-            ins.append(None)
-        elif i < n_consts or (i < n_consts + n_carry and i - n_consts not in low):
-            # Float32 for what every iteration adds a gradient to, or a summand.
-            ins.append(Value(argument=True, tangent=value.tangent))
-        elif i < n_consts + n_carry:
-            ins.append(
-                Value(
-                    here.rules.low,
-                    frozenset({here.planner.fresh()}),
-                    tangent=value.tangent,
-                )
-            )
-        else:
-            ins.append(value)
     inner = here.planner.demands.of_scan(eqn, wanted, here.rules)
-    # A float32 carry wants its summands in float32, whoever wants the sum.
-    carried = [inner.ins[n_consts + i] | CONTRACTION if i in low else FULL for i in range(n_carry)]
-    inner_wanted = [*carried, *wanted[n_carry:]]
-    natural = here.planner.plan(body, ins, inner_wanted, here.rules)
+    low = _low_carry(here, eqn, values) if here.rules.low is not None else frozenset()
+    while True:
+        ins = [
+            _entering(here, v, shared=i < n_consts, carried=i < n_consts + n_carry, low=i in low)
+            for i, v in enumerate(values)
+        ]
+        carry = range(n_consts, n_consts + n_carry)
+        # A float32 carry wants its summands in float32, whoever wants the sum.
+        carried = [inner.ins[i] | CONTRACTION if i in low else FULL for i in carry]
+        inner_wanted = [*carried, *wanted[n_carry:]]
+        natural = here.planner.plan(body, ins, inner_wanted, here.rules)
+        # What float32 arithmetic makes of a low carry stays float32.
+        updated = {i for i, out in zip(carry, natural.outs, strict=False) if out == here.rules.low}
+        if low <= updated:
+            break
+        low &= updated
     outs = [
-        *(v and (v.dtype or FLOAT32) for v in ins[n_consts : n_consts + n_carry]),
+        *(v and (v.dtype or FLOAT32) for v in map(ins.__getitem__, carry)),
         *natural.outs[n_carry:],
     ]
     plan = here.planner.plan(body, ins, inner_wanted, here.rules, outs)
-    kept = [here.kept(v.dtype, [v]) if v is not None else None for v in plan.values]
+    kept = [
+        v
+        and here.kept(v.dtype, [v])._replace(licence=v.licence if v.dtype or i >= n_carry else DATA)
+        for i, v in enumerate(plan.values)
+    ]
     return here.step(
         eqn,
         values,
@@ -197,37 +193,40 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     )
 
 
-def _low_carry(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> tuple[int, ...]:
-    """Which carries of a scan are low: those the body itself feeds to a contraction.
+def _entering(
+    here: Pass, value: Value | None, *, shared: bool, carried: bool, low: bool
+) -> Value | None:
+    """How an operand of a scan is seen by its body."""
+    if value is None or not carried:
+        return value
+    if shared:  # float32: every iteration adds a gradient to it
+        return Value(argument=True, tangent=value.tangent, licence=value.licence, fixed=value.fixed)
+    if low:
+        return Value(here.rules.low, frozenset({here.planner.fresh()}), tangent=value.tangent)
+    return Value(argument=True, tangent=value.tangent, licence=DATA)
 
-    A carry that only sums up (`acc + x @ w`), that passes through unchanged, or that starts as
-    an argument of the program (parameters, a state to integrate) stays float32.
+
+def _low_carry(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> frozenset[int]:
+    """Which operands of a scan are carries that may be low: the body feeds them to a contraction.
+
+    They start low, or from what may be narrowed, and do not come back as themselves plus something;
+    unless they run through layers.
     """
     body = jaxpr_compat.closed(eqn.params["jaxpr"]).jaxpr
     n_consts, n_carry = jaxpr_compat.scan_split(eqn)
-    own = here.planner.demands(body, [NOTHING] * len(body.outvars), here.rules)
-    low = []
+    own = here.planner.demands(body, [NOTHING] * len(body.outvars), here.rules).ins
+    loop = recurrence(eqn, [v is not None and v.licence in (GIVEN, PARAMETER) for v in values])
+    low = set()
     for i in range(n_carry):
-        value, var = values[n_consts + i], body.invars[n_consts + i]
-        if value is None or value.argument or not own.ins[n_consts + i] & CONTRACTION:
+        value, demand = values[n_consts + i], own[n_consts + i]
+        if value is None or not demand & CONTRACTION or demand & INDEX:
             continue
-        if not _accumulates(body, var, body.outvars[i]):
-            low.append(i)
-    return tuple(low)
-
-
-def _accumulates(body: Any, carry_in: Any, carry_out: Any) -> bool:
-    """Whether a carry is the old one plus what does not depend on it, or the old one itself."""
-    depends = {carry_in}
-    summed = {carry_in}  # values that are the old carry, scaled, plus independent terms
-    for eqn in body.eqns:
-        inputs = [v for v in eqn.invars if not isinstance(v, Literal) and v in depends]
-        if not inputs:
+        if value.wins:
             continue
-        depends.update(eqn.outvars)
-        if eqn.primitive.name in _LINEAR and len(inputs) == 1 and inputs[0] in summed:
-            summed.update(eqn.outvars)
-    return carry_out in summed
+        layer = loop.layered[i] and value.licence != CONSTANT
+        if layer or not loop.summed[i]:
+            low.add(n_consts + i)
+    return frozenset(low)
 
 
 HIGHER_ORDER: dict[str, Callable[[Pass, JaxprEqn, Sequence[Value | None]], Step]] = {

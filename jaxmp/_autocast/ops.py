@@ -97,6 +97,32 @@ AFFINE = frozenset({"add", "add_any", "sub", "mul", "div", "neg", "pad", "stack"
 # `follow` ops that only choose among their operands: beside constants, exact on low ones.
 CHOOSING = frozenset({"max", "min", "select_n", "clamp", "concatenate", "pad", "stack"})
 
+# What rounds to whole numbers, or by them: what reaches one of these is a position. A conversion to
+# integers is another, and so is a comparison with a whole number.
+ROUNDING = frozenset({"floor", "ceil", "round", "rem"})
+COMPARING = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+# Angles and linear systems make small errors of their operand large.
+AMPLIFYING = frozenset(
+    "sin cos tan cholesky cholesky_update eig eigh hessenberg householder_product lu ormqr qr "
+    "schur svd triangular_solve tridiagonal tridiagonal_solve custom_linear_solve".split()
+)
+
+# One operand is taken from another.
+SUBTRACTING = frozenset({"sub"})
+
+# Random numbers are data, whatever key they are made from.
+RANDOM = ("random_", "threefry", "rng_")
+
+# Bounded functions: of a grid they make a table of numbers in [-1, 1].
+BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "sign"})
+
+# Moves that change neither values nor their order of magnitude.
+MOVING = frozenset(
+    "reshape transpose broadcast_in_dim squeeze rev slice split unstack tile copy "
+    "dynamic_slice concatenate stack".split()
+)
+
 # Of the transparent ops, those that neither drop nor repeat an element: `early_casts`.
 REORDERING = frozenset({"reshape", "transpose", "squeeze", "rev"})
 

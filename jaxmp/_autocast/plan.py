@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN
 from jaxmp._autocast.rules import Rules
 
 DType = np.dtype[Any]
@@ -28,8 +29,10 @@ class Value(NamedTuple):
       pinned: the author upcast it from 16 bits himself: contractions of it stay float32.
       argument: it came into the program as it is; its uses narrow it one by one, so that their
         gradients are added up in float32.
-      constant: it is a constant of the program, or one broadcast.
+      constant: it is a literal of the program, or one broadcast.
       tangent: it is a tangent or cotangent: narrowing it must stay linear.
+      licence: what allows it to be narrowed, or forbids it; see `licences`.
+      fixed: it is made in the program from literals alone, or a small constant.
     """
 
     dtype: DType | None = None
@@ -38,6 +41,13 @@ class Value(NamedTuple):
     argument: bool = False
     constant: bool = False
     tangent: bool = False
+    licence: str = COMPUTED
+    fixed: bool = False
+
+    @property
+    def wins(self) -> bool:
+        """Whether it is float32 that no licence allows to narrow: it wins over low values."""
+        return self.dtype is None and self.licence in (DATA, GIVEN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +86,7 @@ class Plan:
       ins: the dtype each operand arrives in; None for what is not ours.
       outs: the dtype each result leaves in; likewise.
       values: how each result is kept, for the plan of the caller.
+      clip: which results are clipped to the finite range when they leave narrower than they are.
       unchanged: whether executing the plan is evaluating the jaxpr.
       built: a place for `execute` to keep what it traces once per plan.
     """
@@ -87,5 +98,6 @@ class Plan:
     ins: tuple[DType | None, ...]
     outs: tuple[DType | None, ...]
     values: tuple[Value | None, ...]
+    clip: tuple[bool, ...]
     unchanged: bool
     built: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -16,11 +16,37 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
-from jaxmp._autocast.demand import CONTRACTION, NOTHING, Demands, ours
+from jaxmp._autocast.demand import CONTRACTION, INDEX, NOTHING, Demands, ours
 from jaxmp._autocast.early_casts import narrow_early
+from jaxmp._autocast.geometry import precise_product
 from jaxmp._autocast.higher_order import HIGHER_ORDER
 from jaxmp._autocast.jaxpr_compat import dtype_of, shape_of
-from jaxmp._autocast.ops import AFFINE, CHOOSING, LOW, NORMALISING, REORDERING, REPEATING, WRITING
+from jaxmp._autocast.licences import (
+    COMPUTED,
+    CONSTANT,
+    DATA,
+    GIVEN,
+    PARAMETER,
+    after_move,
+    here,
+    is_small,
+    joined,
+    of_constant,
+    of_converted,
+    of_iota,
+)
+from jaxmp._autocast.ops import (
+    AFFINE,
+    BOUNDED,
+    CHOOSING,
+    LOW,
+    NORMALISING,
+    RANDOM,
+    REORDERING,
+    REPEATING,
+    SUBTRACTING,
+    WRITING,
+)
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
@@ -116,17 +142,28 @@ class JaxprPlanner:
         # Low exponentials: dividing one by its own sum is no normalisation but the softmax itself.
         self.exps: frozenset[int] = NO_ORIGINS
         self.env: dict[Any, Value | None] = dict(zip(self.jaxpr.invars, ins, strict=True))
-        for var in self.jaxpr.constvars:
-            self.env[var] = Value(argument=True) if ours(var) else None
+        # Variables of any dtype that are made from literals alone.
+        self.made = {var for var, value in self.env.items() if value and value.fixed}
+        for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
+            if not ours(var):
+                self.env[var] = None
+                continue
+            small = is_small(array)
+            licence = of_constant(array, rules.low)
+            self.env[var] = Value(argument=True, licence=licence, fixed=small)
+            if small:
+                self.made.add(var)
 
     def run(self) -> Plan:
         """Plans every equation in order."""
         steps = narrow_early([self.equation(eqn) for eqn in self.jaxpr.eqns], self.jaxpr.outvars)
         values = [self.read(atom) for atom in self.jaxpr.outvars]
         outs = [value.dtype if value else None for value in values]
+        clip = [False] * len(outs)
         if self.forced is not None:
             for i, (value, dtype) in enumerate(zip(values, self.forced, strict=True)):
                 if value is not None and value.dtype != dtype:
+                    clip[i] = self.clips(value)
                     values[i], outs[i] = self.kept(dtype, [value]), dtype
         natural = [self.read(atom) for atom in self.jaxpr.outvars]
         return Plan(
@@ -137,6 +174,7 @@ class JaxprPlanner:
             ins=tuple(v.dtype if v else None for v in self.ins),
             outs=tuple(outs),
             values=tuple(values),
+            clip=tuple(clip),
             unchanged=all(_unchanged(step) for step in steps)
             and all(v is None or v.dtype is None for v in (*self.ins, *natural, *values)),
             built={"held": self.held},
@@ -146,9 +184,12 @@ class JaxprPlanner:
 
     def read(self, atom: Any) -> Value | None:
         """How an operand is kept; None for what is not ours."""
-        if isinstance(atom, Literal):
-            return Value(constant=True) if ours(atom) else None
-        return self.env[atom]
+        if not isinstance(atom, Literal):
+            return self.env[atom]
+        if not ours(atom):
+            return None
+        licence = of_constant(atom.val, self.rules.low) if shape_of(atom) else CONSTANT
+        return Value(constant=True, licence=licence, fixed=True)
 
     def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
         """A result kept in `dtype`, made from `operands`."""
@@ -163,7 +204,19 @@ class JaxprPlanner:
             if len({v.origins for v in low}) == 1:
                 origins = low[0].origins
             origins |= {self.planner.fresh()}
-        return Value(dtype, origins, tangent=any(v.tangent for v in values))
+        licence = COMPUTED if dtype else joined([v.licence for v in values])
+        return Value(dtype, origins, tangent=any(v.tangent for v in values), licence=licence)
+
+    def clips(self, value: Value | None) -> bool:
+        """Whether a value stays finite when it is narrowed: a literal or a mask, made of arguments.
+
+        What was computed becomes infinite in float16, so that the step is skipped; and a tangent
+        must stay linear.
+        """
+        if value is None or value.tangent:
+            return False
+        written = not value.origins and value.licence in (CONSTANT, PARAMETER, GIVEN)
+        return written or self.rules.saturate
 
     def demanded(self, eqn: JaxprEqn) -> list[int]:
         """The demand on each result of an equation."""
@@ -175,6 +228,22 @@ class JaxprPlanner:
 
     def equation(self, eqn: JaxprEqn) -> Step:
         """Decides one equation and records how its results are kept."""
+        step = self.decided(eqn)
+        if self.is_made(eqn):
+            self.made.update(eqn.outvars)
+            for var in eqn.outvars:
+                value = self.env[var]
+                if value is not None:
+                    self.env[var] = value._replace(fixed=True)
+        return step
+
+    def is_made(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation makes its results from literals alone, by no random choice."""
+        made = all(isinstance(v, Literal) or v in self.made for v in eqn.invars)
+        return made and not eqn.effects and not eqn.primitive.name.startswith(RANDOM)
+
+    def decided(self, eqn: JaxprEqn) -> Step:
+        """The step of one equation."""
         name = eqn.primitive.name
         self.rules = region_rules(eqn) or self.enclosing
         # What a region with another policy keeps low is float32 to this one.
@@ -190,7 +259,8 @@ class JaxprPlanner:
         if name == "convert_element_type" and kind == "own":
             return self.convert(eqn, values)
         if not any(v is not None for v in values):
-            return self.as_written(eqn, values, "no float32 operand")
+            licence = of_iota(eqn.params["shape"], self.rules.low) if name == "iota" else DATA
+            return self.as_written(eqn, values, "no float32 operand", licence)
         if kind == "low":
             return self.contraction(eqn, values)
         if kind == "follow":
@@ -198,10 +268,11 @@ class JaxprPlanner:
         if kind == "transparent":
             return self.transparent(eqn, values)
         if kind == "full":
-            return self.as_written(eqn, values, "sensitive op: float32")
+            table = PARAMETER if name in BOUNDED and self.is_made(eqn) else None
+            return self.as_written(eqn, values, "sensitive op: float32", table)
         if kind == "own":
-            return self.as_written(eqn, values, "runs as written")
-        return self.as_written(eqn, values, "not classified: runs as written")
+            return self.as_written(eqn, values, "runs as written", DATA)
+        return self.as_written(eqn, values, "not classified: runs as written", DATA)
 
     def step(
         self,
@@ -232,16 +303,28 @@ class JaxprPlanner:
                 for var, value in zip(eqn.outvars, outs, strict=True)
             ),
             reason=reason,
-            saturate=tuple(saturate and v is not None and not v.tangent for v in values),
+            saturate=tuple((saturate or self.rules.saturate) and self.clips(v) for v in values),
             share=tuple(v is not None and not v.argument for v in values),
             plans=plans,
         )
 
     # One method per class of op.
 
-    def as_written(self, eqn: JaxprEqn, values: Sequence[Value | None], reason: str) -> Step:
-        """Operands and results in float32."""
-        out = self.kept(None, values)
+    def as_written(
+        self,
+        eqn: JaxprEqn,
+        values: Sequence[Value | None],
+        reason: str,
+        licence: str | None = None,
+    ) -> Step:
+        """Operands and results in float32; the licence is the operands' unless one is given."""
+        used = [
+            v and v._replace(licence=here(v.licence, atom, eqn))
+            for atom, v in zip(eqn.invars, values, strict=True)
+        ]
+        out = self.kept(None, used)
+        if licence is not None:
+            out = out._replace(licence=licence)
         return self.step(eqn, values, [None] * len(values), [out] * len(eqn.outvars), reason)
 
     def convert(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
@@ -250,8 +333,9 @@ class JaxprPlanner:
         if value is None:
             upcast = ours(var) and dtype_of(eqn.invars[0]) in LOW_DTYPES
             if upcast and jaxpr_compat.wrote_dtype(eqn.source_info):
-                return self.step(eqn, values, [None], [Value(pinned=True)], "the author's upcast")
-            return self.as_written(eqn, values, "no float32 operand")
+                out = Value(pinned=True, licence=DATA)
+                return self.step(eqn, values, [None], [out], "the author's upcast")
+            return self.as_written(eqn, values, "no float32 operand", of_converted(eqn.invars[0]))
         if ours(var):  # float32 to float32: a change of weak type
             return self.transparent(eqn, values)
         # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
@@ -271,6 +355,8 @@ class JaxprPlanner:
             dtype = mine[0].dtype if len({v.dtype for v in mine}) == 1 else None
         same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
         out = mine[0]._replace(argument=False) if same else self.kept(dtype, values)
+        licence = after_move(eqn, joined([v.licence for v in mine]))
+        out = out._replace(licence=licence, fixed=False)
         widen = dtype is not None and eqn.primitive.name in REPEATING and _repeats(eqn)
         return self.step(
             eqn,
@@ -283,31 +369,32 @@ class JaxprPlanner:
 
     def follow(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         """Low beside a low operand if a contraction wants the result; see the module docstring."""
-        mine = [v for v in values if v is not None]
+        mine = [
+            v._replace(licence=here(v.licence, atom, eqn))
+            for atom, v in zip(eqn.invars, values, strict=True)
+            if v is not None
+        ]
         low = [v for v in mine if v.dtype is not None]
         full = [v for v in mine if v.dtype is None]
         name = eqn.primitive.name
         if not self.in_float32.isdisjoint(eqn.outvars):
             return self.as_written(eqn, values, "summed in float32 from iteration to iteration")
         chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
-        if not chooses and not self.is_wanted_by(eqn, CONTRACTION):
-            return self.as_written(eqn, values, "only float32 ops want the result")
+        if not chooses:
+            if self.is_wanted_by(eqn, INDEX):
+                return self.as_written(eqn, values, "a position: it becomes an index")
+            if not self.is_wanted_by(eqn, CONTRACTION):
+                return self.as_written(eqn, values, "only float32 ops want the result")
         if not low:
-            if name in AFFINE or name == "exp" or not any(v.origins for v in full):
-                written = [v for v in full if not v.constant]
-                pinned = bool(written) and all(v.pinned for v in written)
-                step = self.as_written(eqn, values, "no 16-bit operand")
-                if pinned and ours(eqn.outvars[0]):
-                    out = self.env[eqn.outvars[0]]
-                    self.env[eqn.outvars[0]] = out._replace(pinned=True) if out else None
-                return step
+            derived = any(v.origins for v in full) and not any(v.wins for v in full)
+            if name in AFFINE or name == "exp" or not derived:
+                return self.in_full(eqn, values, full)
             reason = "leaves a normalisation towards a contraction"
-        elif name in NORMALISING and self._normalises(name, low, full):
-            return self.as_written(eqn, values, "normalises: meets a statistic of its own operand")
-        elif chooses:
-            reason = "chooses among 16-bit values"
         else:
-            reason = "follows its 16-bit operand"
+            refusal = self._refusal(name, low, full)
+            if refusal is not None:
+                return self.as_written(eqn, values, *refusal)
+            reason = "chooses among 16-bit values" if chooses else _licensed(full)
         literal = self._vanishing(eqn)
         if literal is not None:
             return self.as_written(
@@ -324,6 +411,27 @@ class JaxprPlanner:
             reason,
             saturate=True,
         )
+
+    def in_full(self, eqn: JaxprEqn, values: Sequence[Value | None], full: Sequence[Value]) -> Step:
+        """A `follow` op of float32 operands alone."""
+        table = PARAMETER if eqn.primitive.name in BOUNDED and self.is_made(eqn) else None
+        step = self.as_written(eqn, values, "no 16-bit operand", table)
+        written = [v for v in full if not v.constant]
+        out = self.env[eqn.outvars[0]]
+        if out is not None and written and all(v.pinned for v in written):
+            self.env[eqn.outvars[0]] = out._replace(pinned=True)
+        return step
+
+    def _refusal(self, name: str, low: list[Value], full: list[Value]) -> tuple[str, str] | None:
+        """Why float32 operands are not narrowed beside low ones, and the licence of the result."""
+        licences = {v.licence for v in full}
+        if name in NORMALISING and self._normalises(name, low, full):
+            return "normalises: meets a statistic of its own operand", joined([*licences, COMPUTED])
+        if any(v.wins for v in full):
+            return "float32 data wins over 16 bits", DATA
+        if name in SUBTRACTING and PARAMETER in licences:
+            return "a float32 statistic wins: it is subtracted", COMPUTED
+        return None
 
     def _normalises(self, name: str, low: list[Value], full: list[Value]) -> bool:
         """Whether a low value meets a float32 value derived from that same low value."""
@@ -349,10 +457,15 @@ class JaxprPlanner:
         backward contractions float32.
         """
         kept = author_keeps(eqn)
-        if kept is not None and eqn.primitive.name in LOW:
-            return self.as_written(eqn, values, kept)
-        if any(v.pinned for v in values if v is not None):
-            return self.as_written(eqn, values, "the author upcast an operand to float32")
+        if kept is None or eqn.primitive.name not in LOW:
+            kept = None
+            if any(v.pinned for v in values if v is not None):
+                kept = "the author upcast an operand to float32"
+            elif eqn.primitive.name in LOW:
+                fixed = [v is not None and v.fixed for v in values]
+                kept = precise_product(eqn, fixed, self.demanded(eqn)[0])
+        if kept is not None:
+            return self.as_written(eqn, values, kept, DATA)
         low = self.rules.low
         for atom in eqn.invars[:2]:  # an author's 16-bit operand decides for the other
             dtype = dtype_of(atom)
@@ -379,6 +492,22 @@ def _unchanged(step: Step) -> bool:
         return False  # its derivative rule, unseen yet, may hold contractions
     dtypes = (*step.ins, *step.outs)
     return all(d is None or d == FLOAT32 for d in dtypes) and all(p.unchanged for p in step.plans)
+
+
+def _licensed(full: Sequence[Value]) -> str:
+    """Why float32 operands beside low ones are narrowed."""
+    licences = {v.licence for v in full}
+    for licence in (PARAMETER, COMPUTED, CONSTANT):
+        if licence in licences:
+            return _LICENSED[licence]
+    return "computed from 16-bit values"
+
+
+_LICENSED = {
+    PARAMETER: "a parameter beside a 16-bit value",
+    COMPUTED: "made from 16-bit values, beside one",
+    CONSTANT: "a constant beside a 16-bit value",
+}
 
 
 def _repeats(eqn: JaxprEqn) -> bool:

@@ -34,12 +34,14 @@ class Rules:
       policy: the policy.
       low: the 16-bit dtype contractions run in, or None when the compute dtype is float32.
       low_softmax: whether a softmax's exp and division run low.
+      saturate: whether computed values are clipped to the finite range when they are narrowed.
       overrides: primitive name → class.
     """
 
     policy: Policy
     low: np.dtype[Any] | None
     low_softmax: bool
+    saturate: bool
     overrides: Mapping[str, str]
 
     def op_class(self, eqn: JaxprEqn) -> str | None:
@@ -78,6 +80,7 @@ def rules_for(policy: Policy) -> Rules:
         policy=policy,
         low=None if compute == FLOAT32 else compute,
         low_softmax=np.dtype(policy.softmax_dtype) != FLOAT32,
+        saturate=getattr(policy, "saturate", False),
         overrides=dict(policy.ops or ()),
     )
 

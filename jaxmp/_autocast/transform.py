@@ -15,6 +15,7 @@ from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.equations import cast
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.flat import FlatFunction, Flattened
+from jaxmp._autocast.licences import GIVEN
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.region import in_region, inside_autocast, policy_in_force
@@ -130,9 +131,9 @@ def plan_program(jaxpr: Any, policy: Policy) -> Plan:
     ins = [
         None
         if not ours(var)
-        else Value(rules.low, frozenset({planner.fresh()}), argument=True)
+        else Value(rules.low, frozenset({planner.fresh()}), argument=True, licence=GIVEN)
         if stored == rules.low
-        else Value(argument=True)
+        else Value(argument=True, licence=GIVEN)
         for var in open_jaxpr.invars
     ]
     low_output = output == rules.low
@@ -147,12 +148,17 @@ def run_program(plan: Plan, arrays: Sequence[Any], policy: Policy) -> list[Any]:
     args = []
     for var, array, dtype in zip(plan.jaxpr.invars, arrays, plan.ins, strict=True):
         if ours(var):
-            array = _as(_as(jnp.asarray(array), stored), dtype or FLOAT32)
+            # What was given is kept finite, as a literal is; what is computed is not.
+            array = _as(jnp.asarray(array), stored, saturate=True)
+            array = _as(array, dtype or FLOAT32, saturate=True)
         args.append(array)
     outs = execute(plan, args)
-    return [_as(x, output) if ours(v) else x for v, x in zip(plan.jaxpr.outvars, outs, strict=True)]
+    clip = plan.rules.saturate
+    return [
+        _as(x, output, saturate=clip) if ours(v) else x
+        for v, x in zip(plan.jaxpr.outvars, outs, strict=True)
+    ]
 
 
-def _as(array: Any, dtype: np.dtype[Any]) -> Any:
-    """An array in `dtype`, finite values kept finite."""
-    return array if array.dtype == dtype else cast(array, dtype, saturate=True)
+def _as(array: Any, dtype: np.dtype[Any], *, saturate: bool) -> Any:
+    return array if array.dtype == dtype else cast(array, dtype, saturate=saturate)

@@ -1,0 +1,160 @@
+"""Which carries of a scan come back as themselves plus something.
+
+Such a carry adds up what each iteration contributes: a state integrated over time, a running
+average, an optimizer's parameters. In 16 bits small contributions are lost, so it stays float32.
+A stack of layers looks alike (`x + mlp(x)`) but multiplies by weights of its own in each iteration,
+and starts from what other layers made: it may be low, as by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+
+from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.ops import LOW, MOVING
+
+
+class Flow(NamedTuple):
+    """What a value is made of. Carries are bits of an integer.
+
+    Attributes:
+      itself: carries it depends on other than through a product.
+      layered: carries it depends on through a product with weights of the iteration's own.
+      own: whether it is made of such weights alone.
+      stack: whether it is an argument that every iteration sees whole; a part of it, at an index
+        that changes, is the iteration's own.
+    """
+
+    itself: int = 0
+    layered: int = 0
+    own: bool = False
+    stack: bool = False
+
+
+_NOTHING = Flow()
+
+
+class Recurrence(NamedTuple):
+    """How the carries of a scan depend on themselves.
+
+    Attributes:
+      summed: for each carry, whether it comes back as itself, other than through a product.
+      layered: for each carry, whether it also does through a product with the iteration's weights.
+    """
+
+    summed: tuple[bool, ...]
+    layered: tuple[bool, ...]
+
+
+def recurrence(eqn: JaxprEqn, weights: Sequence[bool]) -> Recurrence:
+    """How the carries of a scan depend on themselves.
+
+    Args:
+      eqn: the scan.
+      weights: which of its operands are arguments or parameters of the program.
+    """
+    body = jaxpr_compat.closed(eqn.params["jaxpr"]).jaxpr
+    n_consts, n_carry = jaxpr_compat.scan_split(eqn)
+    ins = [
+        Flow(stack=weight)
+        if i < n_consts
+        else Flow(itself=1 << (i - n_consts))
+        if i < n_consts + n_carry
+        else Flow(own=weight)
+        for i, weight in enumerate(weights)
+    ]
+    outs = _flow(body, ins)[:n_carry]
+    # A state may go round through others: (x, v) -> (v, x + v).
+    reached = [out.itself for out in outs]
+    for _ in range(n_carry):
+        reached = [
+            bits | _union(reached[j] for j in range(n_carry) if bits >> j & 1) for bits in reached
+        ]
+    return Recurrence(
+        summed=tuple(bool(bits >> i & 1) for i, bits in enumerate(reached)),
+        layered=tuple(bool(out.layered >> i & 1) for i, out in enumerate(outs)),
+    )
+
+
+def _flow(jaxpr: Any, ins: Sequence[Flow]) -> list[Flow]:
+    """The flows of a jaxpr's results, given those of its operands."""
+    jaxpr = jaxpr_compat.closed(jaxpr).jaxpr
+    env: dict[Any, Flow] = dict(zip(jaxpr.invars, ins, strict=True))
+
+    def read(atom: Any) -> Flow:
+        return _NOTHING if isinstance(atom, Literal) else env.get(atom, _NOTHING)
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _equation(eqn, [read(v) for v in eqn.invars]), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
+    name = eqn.primitive.name
+    if name in LOW:
+        return [_product(ins)]
+    inner = list(jaxprs_in_params(eqn.params))
+    if name == "cond":
+        branches = [_flow(branch, ins[1:]) for branch in eqn.params["branches"]]
+        chosen = Flow(itself=ins[0].itself)
+        return [_merged([*outs, chosen]) for outs in zip(*branches, strict=True)]
+    if name == "scan":
+        n_consts, n_carry = jaxpr_compat.scan_split(eqn)
+        return _fixpoint(inner[0], ins, n_consts, n_carry)
+    if name == "while":
+        n_cond = eqn.params["cond_nconsts"]
+        return _fixpoint(
+            eqn.params["body_jaxpr"], ins[n_cond:], eqn.params["body_nconsts"], len(eqn.outvars)
+        )
+    if name in jaxpr_compat.CALLS:
+        return _flow(jaxpr_compat.call_jaxpr(eqn), ins)
+    merged = _merged(ins)
+    if name in ("gather", "dynamic_slice") and ins[0].stack:
+        indexed = any(not isinstance(v, Literal) for v in eqn.invars[1:])
+        return [Flow(own=indexed, stack=not indexed)]
+    if name in MOVING and len(ins) == 1:
+        return [ins[0]] * len(eqn.outvars)
+    return [merged] * len(eqn.outvars)
+
+
+def _product(ins: Sequence[Flow]) -> Flow:
+    """A product forgets what it was made of, but for the iteration's own weights."""
+    left, right = ins[:2]
+    if left.own and right.own:
+        return Flow(own=True)
+    weighed = (right.itself if left.own else 0) | (left.itself if right.own else 0)
+    return Flow(layered=weighed | left.layered | right.layered)
+
+
+def _merged(flows: Sequence[Flow]) -> Flow:
+    """What an op other than a product makes of its operands."""
+    known = [f for f in flows if f != _NOTHING]
+    return Flow(
+        itself=_union(f.itself for f in flows),
+        layered=_union(f.layered for f in flows),
+        own=bool(known) and all(f.own for f in known),
+        stack=bool(known) and all(f.stack for f in known),
+    )
+
+
+def _fixpoint(body: Any, ins: Sequence[Flow], n_consts: int, n_carry: int) -> list[Flow]:
+    """The flows out of a loop."""
+    ins = list(ins)
+    while True:
+        outs = _flow(body, ins)
+        carry = [
+            _merged([a, b]) for a, b in zip(ins[n_consts : n_consts + n_carry], outs, strict=False)
+        ]
+        if carry == ins[n_consts : n_consts + n_carry]:
+            return outs
+        ins[n_consts : n_consts + n_carry] = carry
+
+
+def _union(bits: Any) -> int:
+    result = 0
+    for b in bits:
+        result |= b
+    return result
