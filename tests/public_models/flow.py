@@ -34,12 +34,12 @@ def _bilinear(image: jax.Array, at: jax.Array) -> jax.Array:
 @zoo
 def raft() -> PublicModel:
     """All-pairs correlation, looked up around moving places by a ConvGRU (Teed & Deng 2020)."""
-    rows, columns, width, radius = 4, 80, 16, 2
+    rows, columns, width, radius = 3, 48, 8, 1
 
     class Features(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            x = nn.relu(nn.GroupNorm(num_groups=4)(nn.Conv(width, (3, 3))(x)))
+            x = nn.relu(nn.GroupNorm(num_groups=2)(nn.Conv(width, (3, 3))(x)))
             return nn.Conv(width, (3, 3), strides=(2, 2))(x)
 
     class Update(nn.Module):
@@ -89,11 +89,11 @@ def raft() -> PublicModel:
 
     def batch(seed: int) -> dict[str, jax.Array]:
         data = Data(seed)
-        shape = (2, rows * 2, columns * 2, 3)
+        shape = (1, rows * 2, columns * 2, 3)
         return {
             "first": data.normal(*shape),
             "second": data.normal(*shape),
-            "flow": data.normal(2, rows, columns, 2),
+            "flow": data.normal(1, rows, columns, 2),
         }
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:

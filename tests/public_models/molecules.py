@@ -100,7 +100,7 @@ def force_field() -> PublicModel:
     """Tensor products of features with harmonics; forces are the energy's derivative (NequIP)."""
     count, width, cutoff = 6, 8, 6.0
     senders, receivers = _all_pairs(count)
-    paths = [(0, 0, 0), (0, 1, 1), (0, 2, 2), (1, 1, 0), (1, 0, 1), (1, 1, 2), (2, 2, 0), (2, 1, 1)]
+    paths = [(0, 0, 0), (0, 1, 1), (0, 2, 2), (1, 1, 0), (1, 1, 2), (2, 2, 0), (2, 1, 1)]
 
     class Layer(nn.Module):
         @nn.compact

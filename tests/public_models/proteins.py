@@ -102,8 +102,8 @@ def _aligned_error(frames: Frames, target: Frames) -> jax.Array:
 
 @zoo
 def alphafold() -> PublicModel:
-    """Triangle multiplications, invariant point attention, rigid frames moved three times, FAPE."""
-    residues, width, pairs = 10, 24, 12
+    """Triangle multiplications, invariant point attention, rigid frames moved twice, FAPE."""
+    residues, width, pairs = 8, 24, 12
 
     class Structure(nn.Module):
         @nn.compact
@@ -122,7 +122,7 @@ def alphafold() -> PublicModel:
             )
             move = nn.Dense(6)
             path = []
-            for _ in range(3):  # the same weights every time
+            for _ in range(2):  # the same weights every time
                 single = norm(single + attend(single, pair, frames))
                 single = single + down(nn.relu(up(single)))
                 step = move(single) * np.array([1.0, 1.0, 1.0, 10.0, 10.0, 10.0])
