@@ -72,10 +72,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def _build(name: str) -> PublicModel:
-    if name in REQUIRES:
-        # Not `importorskip`: importing JAXopt warns, and the builder knows.
-        if importlib.util.find_spec(REQUIRES[name]) is None:
-            pytest.skip(f"needs {REQUIRES[name]}")
+    # Not `importorskip`: importing JAXopt warns, and the builder knows.
+    if name in REQUIRES and importlib.util.find_spec(REQUIRES[name]) is None:
+        pytest.skip(f"needs {REQUIRES[name]}")
     return build(name)
 
 
