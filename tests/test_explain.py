@@ -62,7 +62,7 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
     rows = jaxmp.explain(fn, BF16)(X, W).rows
     assert [dataclasses.astuple(r) for r in rows] == [
         ("dot_general", "encoder", line_of(fn, "# low"), "bfloat16", "contraction", 1),
-        ("tanh", "encoder", line_of(fn, "# low"), "bfloat16", "follows its 16-bit operand", 1),
+        ("tanh", "encoder", line_of(fn, "# low"), "bfloat16", "computed from 16-bit values", 1),
         ("dot_general", "", line_of(fn, "# into"), "bfloat16", "contraction", 1),
         ("exp", "", line_of(fn, "# into"), "float32", "sensitive op: float32", 1),
         ("reduce_sum", "", line_of(fn, "# into"), "float32", "sensitive op: float32", 1),
@@ -392,7 +392,38 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
         )[0],
         "add", "float32", BF16,
     ),
-    "follows its 16-bit operand": (lambda x, w: jnp.tanh(x @ w) @ w, "tanh", "bfloat16", BF16),
+    "computed from 16-bit values": (lambda x, w: jnp.tanh(x @ w) @ w, "tanh", "bfloat16", BF16),
+    "a parameter beside a 16-bit value": (
+        lambda x, w: (x @ w + w[0]) @ w, "add", "bfloat16", BF16,
+    ),
+    "a constant beside a 16-bit value": (lambda x, w: (x @ w + 0.5) @ w, "add", "bfloat16", BF16),
+    "made from 16-bit values, beside one": (
+        lambda x, w: (x @ w + jnp.exp(x @ w)) @ w, "add", "bfloat16", BF16,
+    ),
+    "float32 data wins over 16 bits": (lambda x, w: (x + x @ w) @ w, "add", "float32", BF16),
+    "a float32 statistic wins: it is subtracted": (
+        lambda x, w: (x @ w - w[0]) @ w, "sub", "float32", BF16,
+    ),
+    "a position: it becomes an index": (
+        lambda x, w: w[((x @ w) * 2.0).astype(int)], "mul", "float32", BF16,
+    ),
+    "an operand is the solution of a linear system": (
+        lambda x, w: x @ jnp.linalg.cholesky(w), "dot_general", "float32", BF16,
+    ),
+    "signal processing: an operand is made of constants": (
+        lambda x, w: x @ jnp.cos(jnp.outer(jnp.arange(8.0), jnp.arange(8.0))), "dot_general",
+        "float32", BF16,
+    ),
+    "geometry: contracts nothing": (
+        lambda x, w: jnp.einsum("i,j->ij", x[0], w[0]), "dot_general", "float32", BF16,
+    ),
+    "geometry: contracts 3 elements": (
+        lambda x, w: x[:, :3] @ w[:3], "dot_general", "float32", BF16,
+    ),
+    "a scalar product": (lambda x, w: jnp.vdot(x, x), "dot_general", "float32", BF16),
+    "only angles or a linear solver want the result": (
+        lambda x, w: jnp.sin(x @ w), "dot_general", "float32", BF16,
+    ),
     "only float32 ops want the result": (lambda x, w: jnp.tanh(x @ w), "tanh", "float32", BF16),
     "no 16-bit operand": (lambda x, w: (x * 2.0) @ w, "mul", "float32", BF16),
     "leaves a normalisation towards a contraction": (normalised, "max", "bfloat16", BF16),
@@ -451,12 +482,15 @@ def test_every_reason_is_given_where_it_holds(reason: str) -> None:
 
 def test_no_reason_is_untested() -> None:
     # Read off the planner's source: a new reason needs a case above.
-    from jaxmp._autocast import planner, rules
+    from jaxmp._autocast import geometry, planner, rules
 
-    pieces = [planner.JaxprPlanner, rules.author_keeps]
+    pieces = [
+        planner.JaxprPlanner, planner._licensed, geometry.precise_product, rules.author_keeps,
+    ]  # fmt: skip
     trees = [ast.parse(textwrap.dedent(inspect.getsource(piece))) for piece in pieces]
     given = {value for value in vars(planner).values() if isinstance(value, str) and " " in value}
     given -= {planner.__doc__, planner.LOOKED_INSIDE if hasattr(planner, "LOOKED_INSIDE") else ""}
+    given |= set(planner._LICENSED.values())
     for tree in trees:
         docstrings = {
             id(node.body[0].value)

@@ -33,7 +33,7 @@ CLASSES = {
 # What the plan looks inside; these are no rows of the table.
 HIGHER_ORDER = frozenset({"scan", "while", "cond", *jaxpr_compat.CALLS})
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 6)), jnp.float32)
 
 
 def exported_primitives() -> dict[str, str]:
@@ -169,7 +169,7 @@ def test_unknown_primitive_computes_and_differentiates(jit: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype", "reason"),
     [
-        ("follow", "bfloat16", "follows its 16-bit operand"),
+        ("follow", "bfloat16", "computed from 16-bit values"),
         ("transparent", "bfloat16", "moves values: as they are"),
         ("full", "float32", "sensitive op: float32"),
         ("own", "float32", "runs as written"),
@@ -216,7 +216,7 @@ def gated(x: jax.Array, w: jax.Array) -> jax.Array:
 def test_exp_is_full_unless_overridden() -> None:
     assert plan_rows(gated, X, X)["exp"].dtype == "float32"
     row = plan_rows(gated, X, X, policy=with_ops(exp="follow"))["exp"]
-    assert (row.dtype, row.reason) == ("bfloat16", "follows its 16-bit operand")
+    assert (row.dtype, row.reason) == ("bfloat16", "computed from 16-bit values")
     assert primitives(jaxmp.autocast(gated, with_ops(exp="follow")), X, X)["exp", "bfloat16"] == 1
 
 
@@ -247,7 +247,7 @@ def test_one_kind_of_contraction_alone() -> None:
         )
         return y @ w
 
-    args = jnp.ones((2, 6, 4)), jnp.ones((3, 4, 4)), X
+    args = jnp.ones((2, 6, 4)), jnp.ones((3, 4, 6)), X
     policy = with_ops(conv_general_dilated="full")
     rows = plan_rows(fn, *args, policy=policy)
     assert rows["conv_general_dilated"].dtype == "float32"

@@ -91,7 +91,8 @@ class Demands:
             return [CONTRACTION] * len(eqn.invars)
         demand = _union(wanted)
         if kind not in ("follow", "transparent"):
-            here = ANGLE if name in AMPLIFYING else FULL
+            amplified = name in AMPLIFYING or demand & ~LATER == ANGLE
+            here = ANGLE if amplified else FULL
             demand = here | (LATER if demand & (CONTRACTION | LATER) else NOTHING)
         return [demand] * len(eqn.invars)
 

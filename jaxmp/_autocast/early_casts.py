@@ -1,18 +1,26 @@
-"""Narrows float32 values before they are transposed or reshaped for contractions, not after.
+"""Moves casts ahead of what only moves values, once all is decided: two passes over a plan.
 
-The values are the same. But `convert(w).T` is what a hand-written model says, and what compilers
-know: its gradient is one transposed product, and that of `convert(w.T)` a product transposed twice,
-in two dtypes. A transposed copy, where one is made, has half the bytes.
+`narrow_early`: what only contractions read is narrowed before it is transposed, not after. The
+values are the same. But `convert(w).T` is what a hand-written model says, and what compilers know:
+its gradient is one transposed product, and that of `convert(w.T)` a product transposed twice, in
+two dtypes. A transposed copy, where one is made, has half the bytes. And what is joined for a
+contraction (`concatenate`) is narrowed piece by piece.
+
+`widen_early`: what several float32 ops read in slices is widened once, before it is sliced. Each
+slice widened by itself would round its cotangent before they are added; those of `v[1:] - v[:-1]`
+nearly cancel.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
+from jaxmp._autocast.ops import IN_PARTS
 from jaxmp._autocast.plan import DType, Step
 from jaxmp._autocast.rules import FLOAT32
 
@@ -28,19 +36,64 @@ def narrow_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, .
     read: dict[Any, set[DType | None]] = {var: {None} for var in results if _is_variable(var)}
     planned = []
     for step in reversed(steps):
-        if step.action == "reorder" and step.ins == step.outs == (FLOAT32,):
+        moves = step.action == "reorder"
+        if moves and step.outs == (FLOAT32,):
             [var] = step.eqn.outvars
             match tuple(read.get(var, ())):
                 case (dtype,) if dtype not in (None, FLOAT32):
                     step = dataclasses.replace(
-                        step, ins=(dtype,), outs=(dtype,), reason="moves what a contraction reads"
+                        step,
+                        ins=tuple(d and dtype for d in step.ins),
+                        outs=(dtype,),
+                        reason="moves what a contraction reads",
                     )
         for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
             if _is_variable(atom):
-                known = step.action in ("contract", "reorder")
+                known = moves or step.action == "contract"
                 read.setdefault(atom, set()).add(dtype if known else None)
         planned.append(step)
     return tuple(reversed(planned))
+
+
+def widen_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, ...]:
+    """The steps of a plan, where what several float32 ops read in parts is widened as a whole.
+
+    Args:
+      steps: the steps in order.
+      results: the variables that the jaxpr returns.
+    """
+    low = set(filter(_is_variable, results))  # variables that something reads as they are kept
+    widened: set[int] = set()  # the moves all of whose readers, through moves, read float32
+    readers: Counter[Any] = Counter()  # how often each variable is read in float32, through moves
+    for i, step in reversed(tuple(enumerate(steps))):
+        if _is_low_move(step) and low.isdisjoint(step.eqn.outvars):
+            widened.add(i)
+        for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
+            if not _is_variable(atom):
+                continue
+            if i in widened or dtype == FLOAT32:
+                readers[atom] += 1
+            else:
+                low.add(atom)
+    planned, wide = list(steps), set()
+    for i in sorted(widened):
+        step = steps[i]
+        sources = [v for v in step.eqn.invars if _is_variable(v)]
+        if any(v in wide or readers[v] > 1 for v in sources):
+            wide.update(step.eqn.outvars)
+            planned[i] = dataclasses.replace(
+                step,
+                ins=tuple(d and FLOAT32 for d in step.ins),
+                outs=tuple(d and FLOAT32 for d in step.outs),
+                reason="moves what float32 ops read: widened once",
+            )
+    return tuple(planned)
+
+
+def _is_low_move(step: Step) -> bool:
+    """Whether a step moves low values, or widens them only to repeat them."""
+    moves = step.eqn.primitive.name in IN_PARTS and step.action in ("bind", "reorder")
+    return moves and all(d not in (None, FLOAT32) for d in step.outs)
 
 
 def _is_variable(atom: Any) -> bool:

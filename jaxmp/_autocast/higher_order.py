@@ -30,6 +30,9 @@ class Pass(Protocol):
     def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
         """A result kept in `dtype`, made from `operands`."""
 
+    def are_made(self, atoms: Sequence[Any]) -> list[bool]:
+        """Which operands are made from literals alone."""
+
     @property
     def step(self) -> Callable[..., Step]:
         """Records an equation's results and returns its step."""
@@ -46,7 +49,8 @@ def _call(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     name = eqn.primitive.name
     if name == "custom_jvp_call" and here.rules.low is not None:
         entering, wanted = _at_the_door(here, inner, entering, wanted)
-    plan = here.planner.plan(inner, entering, wanted, here.rules)
+    made = here.are_made(eqn.invars)
+    plan = here.planner.plan(inner, entering, wanted, here.rules, made=made)
     action = {"custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}.get(
         name, name if name == "shard_map" else "call"
     )
@@ -96,14 +100,15 @@ def _cond(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """
     wanted = here.demanded(eqn)
     branches = eqn.params["branches"]
-    plans = [here.planner.plan(b, values[1:], wanted, here.rules) for b in branches]
+    made = here.are_made(eqn.invars[1:])
+    plans = [here.planner.plan(b, values[1:], wanted, here.rules, made=made) for b in branches]
     outs = [
         _agreed(results, demand)
         for results, demand in zip(
             zip(*(p.values for p in plans), strict=True), wanted, strict=True
         )
     ]
-    plans = [here.planner.plan(b, values[1:], wanted, here.rules, outs) for b in branches]
+    plans = [here.planner.plan(b, values[1:], wanted, here.rules, outs, made) for b in branches]
     joined = [
         here.kept(dtype, kept) if kept[0] is not None else None
         for dtype, kept in zip(outs, zip(*(p.values for p in plans), strict=True), strict=True)
@@ -156,6 +161,7 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     wanted = here.demanded(eqn)
     inner = here.planner.demands.of_scan(eqn, wanted, here.rules)
     low = _low_carry(here, eqn, values) if here.rules.low is not None else frozenset()
+    made = here.are_made(eqn.invars[:n_consts])
     while True:
         ins = [
             _entering(here, v, shared=i < n_consts, carried=i < n_consts + n_carry, low=i in low)
@@ -165,7 +171,7 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         # A float32 carry wants its summands in float32, whoever wants the sum.
         carried = [inner.ins[i] | CONTRACTION if i in low else FULL for i in carry]
         inner_wanted = [*carried, *wanted[n_carry:]]
-        natural = here.planner.plan(body, ins, inner_wanted, here.rules)
+        natural = here.planner.plan(body, ins, inner_wanted, here.rules, made=made)
         # What float32 arithmetic makes of a low carry stays float32.
         updated = {i for i, out in zip(carry, natural.outs, strict=False) if out == here.rules.low}
         if low <= updated:
@@ -175,7 +181,7 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         *(v and (v.dtype or FLOAT32) for v in map(ins.__getitem__, carry)),
         *natural.outs[n_carry:],
     ]
-    plan = here.planner.plan(body, ins, inner_wanted, here.rules, outs)
+    plan = here.planner.plan(body, ins, inner_wanted, here.rules, outs, made)
     kept = [
         v
         and here.kept(v.dtype, [v])._replace(licence=v.licence if v.dtype or i >= n_carry else DATA)

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.jaxpr_compat import dtype_of, shape_of
 
@@ -34,8 +34,8 @@ DATA = "data"
 
 # The elements of a constant that are looked at.
 _LOOKED_AT = 2**16
-# What is called small: a window, a stencil, a wavelet; and with few values, a Fourier basis.
-_SMALL, _SMALL_BASIS = 64, 2**14
+# What is called small: a stencil; and where values repeat, a window or a Fourier basis.
+_STENCIL, _BASIS = 16, 2**14
 
 
 def joined(licences: Sequence[str]) -> str:
@@ -89,8 +89,6 @@ def after_move(eqn: JaxprEqn, licence: str) -> str:
 
 def of_converted(atom: Any) -> str:
     """The licence of a value of another dtype in float32: exact in 16 bits, or data."""
-    if isinstance(atom, Literal):
-        return CONSTANT
     dtype = dtype_of(atom) or np.dtype(object)
     exact = dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2)
     return COMPUTED if exact else DATA
@@ -117,10 +115,10 @@ def of_iota(shape: Sequence[int], low: np.dtype[Any] | None) -> str:
 
 
 def is_small(array: Any) -> bool:
-    """Whether a constant is small: a window, a stencil or a basis, not the weights of a layer."""
-    if isinstance(array, jax.core.Tracer) or array.size > _SMALL_BASIS:
+    """Whether a constant is a stencil, a window or a basis, and not the weights of a layer."""
+    if isinstance(array, jax.core.Tracer) or array.size > _BASIS:
         return False
-    if array.size <= _SMALL:
+    if array.size <= _STENCIL:
         return True
     values = _looked_at(array)
     return values is not None and np.unique(np.abs(values)).size * 2 <= values.size

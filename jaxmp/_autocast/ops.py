@@ -102,11 +102,15 @@ CHOOSING = frozenset({"max", "min", "select_n", "clamp", "concatenate", "pad", "
 ROUNDING = frozenset({"floor", "ceil", "round", "rem"})
 COMPARING = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
-# Angles and linear systems make small errors of their operand large.
-AMPLIFYING = frozenset(
-    "sin cos tan cholesky cholesky_update eig eigh hessenberg householder_product lu ormqr qr "
+# Linear systems and decompositions make small errors of their operand large, and what they return
+# may be large numbers that cancel.
+SOLVING = frozenset(
+    "cholesky cholesky_update eig eigh hessenberg householder_product lu ormqr qr "
     "schur svd triangular_solve tridiagonal tridiagonal_solve custom_linear_solve".split()
 )
+
+# So does an angle.
+AMPLIFYING = SOLVING | {"sin", "cos", "tan"}
 
 # One operand is taken from another.
 SUBTRACTING = frozenset({"sub"})
@@ -125,6 +129,14 @@ MOVING = frozenset(
 
 # Of the transparent ops, those that neither drop nor repeat an element: `early_casts`.
 REORDERING = frozenset({"reshape", "transpose", "squeeze", "rev"})
+
+# Moves on the way to a contraction, which are made in its dtype: those, and what joins operands.
+TO_CONTRACTIONS = REORDERING | {"concatenate", "pad"}
+
+# Moves that take a value in parts: `early_casts`.
+IN_PARTS = REORDERING | frozenset(
+    "slice dynamic_slice gather split concatenate pad broadcast_in_dim".split()
+)
 
 # Their transpose sums over what they repeat, so a 16-bit operand is widened around them: the values
 # are the same and the sum in the backward pass is float32.

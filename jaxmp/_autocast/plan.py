@@ -26,7 +26,8 @@ class Value(NamedTuple):
       dtype: the low dtype it is kept in, or None for float32.
       origins: identities of the low values it derives from since the last contraction; a low value
         counts itself.
-      pinned: the author upcast it from 16 bits himself: contractions of it stay float32.
+      pinned: why contractions of it stay float32, if they do: the author upcast it from 16 bits
+        himself, or it solves a linear system.
       argument: it came into the program as it is; its uses narrow it one by one, so that their
         gradients are added up in float32.
       constant: it is a literal of the program, or one broadcast.
@@ -37,7 +38,7 @@ class Value(NamedTuple):
 
     dtype: DType | None = None
     origins: frozenset[int] = NO_ORIGINS
-    pinned: bool = False
+    pinned: str = ""
     argument: bool = False
     constant: bool = False
     tangent: bool = False

@@ -8,16 +8,17 @@ contraction (its origins). That is what tells `x - mean(x)` (a normalisation: fl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.demand import CONTRACTION, INDEX, NOTHING, Demands, ours
-from jaxmp._autocast.early_casts import narrow_early
+from jaxmp._autocast.early_casts import narrow_early, widen_early
 from jaxmp._autocast.geometry import precise_product
 from jaxmp._autocast.higher_order import HIGHER_ORDER
 from jaxmp._autocast.jaxpr_compat import dtype_of, shape_of
@@ -44,13 +45,16 @@ from jaxmp._autocast.ops import (
     RANDOM,
     REORDERING,
     REPEATING,
+    SOLVING,
     SUBTRACTING,
+    TO_CONTRACTIONS,
     WRITING,
 )
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 
 MOVES = "moves values: as they are"
+SOLUTION = "an operand is the solution of a linear system"
 
 
 class Planner:
@@ -78,6 +82,7 @@ class Planner:
         wanted: Sequence[int],
         rules: Rules,
         outs: Sequence[DType | None] | None = None,
+        made: Sequence[bool] = (),
     ) -> Plan:
         """The plan of an inner jaxpr (open or closed).
 
@@ -88,6 +93,7 @@ class Planner:
           rules: the policy in force.
           outs: the dtype each result must leave in. FLOAT32 says that it must also be computed in
             it (a sum carried through a scan), None only that it is not low, or not ours.
+          made: which operands, of any dtype, are made from literals alone; none, if not given.
         """
         # Identities are renumbered in the order they appear, so that two calls that differ only in
         # them share one plan, and what is traced from it.
@@ -96,9 +102,10 @@ class Planner:
             for origin in sorted(value.origins) if value else ():
                 names.setdefault(origin, -1 - len(names))
         local = tuple(_renamed(value, names) for value in ins)
-        key = (id(jaxpr), local, tuple(wanted), rules, None if outs is None else tuple(outs))
+        forced = None if outs is None else tuple(outs)
+        key = (id(jaxpr), local, tuple(wanted), rules, forced, tuple(made))
         if key not in self._memo:
-            self._memo[key] = JaxprPlanner(self, jaxpr, local, wanted, rules, outs).run()
+            self._memo[key] = JaxprPlanner(self, jaxpr, local, wanted, rules, forced, made).run()
         plan = self._memo[key]
         if not plan.values or all(v is None or not v.origins for v in plan.values):
             return plan
@@ -127,6 +134,7 @@ class JaxprPlanner:
         wanted: Sequence[int],
         rules: Rules,
         outs: Sequence[DType | None] | None,
+        made: Sequence[bool],
     ) -> None:
         self.planner = planner
         self.held = jaxpr  # keeps id(jaxpr) unique while the plan lives
@@ -144,6 +152,7 @@ class JaxprPlanner:
         self.env: dict[Any, Value | None] = dict(zip(self.jaxpr.invars, ins, strict=True))
         # Variables of any dtype that are made from literals alone.
         self.made = {var for var, value in self.env.items() if value and value.fixed}
+        self.made.update(itertools.compress(self.jaxpr.invars, made))
         for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
             if not ours(var):
                 self.env[var] = None
@@ -156,7 +165,9 @@ class JaxprPlanner:
 
     def run(self) -> Plan:
         """Plans every equation in order."""
-        steps = narrow_early([self.equation(eqn) for eqn in self.jaxpr.eqns], self.jaxpr.outvars)
+        results = self.jaxpr.outvars
+        steps = narrow_early([self.equation(eqn) for eqn in self.jaxpr.eqns], results)
+        steps = widen_early(steps, results)
         values = [self.read(atom) for atom in self.jaxpr.outvars]
         outs = [value.dtype if value else None for value in values]
         clip = [False] * len(outs)
@@ -239,8 +250,11 @@ class JaxprPlanner:
 
     def is_made(self, eqn: JaxprEqn) -> bool:
         """Whether an equation makes its results from literals alone, by no random choice."""
-        made = all(isinstance(v, Literal) or v in self.made for v in eqn.invars)
-        return made and not eqn.effects and not eqn.primitive.name.startswith(RANDOM)
+        return all(self.are_made(eqn.invars)) and not eqn.effects and not _draws(eqn)
+
+    def are_made(self, atoms: Sequence[Any]) -> list[bool]:
+        """Which operands are made from literals alone."""
+        return [isinstance(v, Literal) or v in self.made for v in atoms]
 
     def decided(self, eqn: JaxprEqn) -> Step:
         """The step of one equation."""
@@ -264,14 +278,20 @@ class JaxprPlanner:
         if kind == "low":
             return self.contraction(eqn, values)
         if kind == "follow":
-            return self.follow(eqn, values)
+            step = self.follow(eqn, values)
+            joins = name in TO_CONTRACTIONS
+            return dataclasses.replace(step, action="reorder") if joins else step
         if kind == "transparent":
             return self.transparent(eqn, values)
         if kind == "full":
             table = PARAMETER if name in BOUNDED and self.is_made(eqn) else None
             return self.as_written(eqn, values, "sensitive op: float32", table)
         if kind == "own":
-            return self.as_written(eqn, values, "runs as written", DATA)
+            step = self.as_written(eqn, values, "runs as written", DATA)
+            if name in SOLVING:
+                for var in filter(ours, eqn.outvars):
+                    self.env[var] = Value(pinned=SOLUTION, licence=DATA)
+            return step
         return self.as_written(eqn, values, "not classified: runs as written", DATA)
 
     def step(
@@ -333,9 +353,11 @@ class JaxprPlanner:
         if value is None:
             upcast = ours(var) and dtype_of(eqn.invars[0]) in LOW_DTYPES
             if upcast and jaxpr_compat.wrote_dtype(eqn.source_info):
-                out = Value(pinned=True, licence=DATA)
+                out = Value(pinned="the author upcast an operand to float32", licence=DATA)
                 return self.step(eqn, values, [None], [out], "the author's upcast")
-            return self.as_written(eqn, values, "no float32 operand", of_converted(eqn.invars[0]))
+            [made] = self.are_made(eqn.invars)
+            licence = CONSTANT if made and not shape_of(var) else of_converted(eqn.invars[0])
+            return self.as_written(eqn, values, "no float32 operand", licence)
         if ours(var):  # float32 to float32: a change of weak type
             return self.transparent(eqn, values)
         # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
@@ -419,7 +441,7 @@ class JaxprPlanner:
         written = [v for v in full if not v.constant]
         out = self.env[eqn.outvars[0]]
         if out is not None and written and all(v.pinned for v in written):
-            self.env[eqn.outvars[0]] = out._replace(pinned=True)
+            self.env[eqn.outvars[0]] = out._replace(pinned=written[0].pinned)
         return step
 
     def _refusal(self, name: str, low: list[Value], full: list[Value]) -> tuple[str, str] | None:
@@ -459,8 +481,9 @@ class JaxprPlanner:
         kept = author_keeps(eqn)
         if kept is None or eqn.primitive.name not in LOW:
             kept = None
-            if any(v.pinned for v in values if v is not None):
-                kept = "the author upcast an operand to float32"
+            pinned = next((v.pinned for v in values if v and v.pinned), "")
+            if pinned:
+                kept = pinned
             elif eqn.primitive.name in LOW:
                 fixed = [v is not None and v.fixed for v in values]
                 kept = precise_product(eqn, fixed, self.demanded(eqn)[0])
@@ -508,6 +531,14 @@ _LICENSED = {
     COMPUTED: "made from 16-bit values, beside one",
     CONSTANT: "a constant beside a 16-bit value",
 }
+
+
+def _draws(eqn: JaxprEqn) -> bool:
+    """Whether an equation draws random numbers, somewhere inside."""
+    if eqn.primitive.name.startswith(RANDOM):
+        return True
+    inner = (jaxpr_compat.closed(j).jaxpr for j in jaxprs_in_params(eqn.params))
+    return any(_draws(e) for jaxpr in inner for e in jaxpr.eqns)
 
 
 def _repeats(eqn: JaxprEqn) -> bool:
