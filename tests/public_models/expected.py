@@ -58,6 +58,7 @@ FLOAT32: dict[str, dict[str, int]] = {
 # Float32 contractions that only the backward program has: the linear solve of an implicit rule, and
 # what derivative rules written by hand multiply.
 BACKWARD = {
+    "jaxopt_bilevel": 24,  # conjugate gradients
     "optimistix_equilibrium": 3,
     "rk4_adjoint": 4,  # the adjoint of each of the four slopes has 4 components
 }
@@ -86,6 +87,10 @@ ABOVE_INPUT_FLOOR = {
     "deep_equilibrium": 1.86,
     "bfloat16_inputs": 1.65,
     "haiku_transformer": 1.94,
+    "gemma": 1.59,
+    "t5_decoder": 1.53,
+    "egnn": 2.59,
+    "vq_vae": 4.38,
 }
 ABOVE_CONTRACTION_FLOOR = {
     "lstm_seq2seq": 2.53,
