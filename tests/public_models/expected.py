@@ -88,7 +88,7 @@ ABOVE_INPUT_FLOOR = {
     "bfloat16_inputs": 1.65,
     "haiku_transformer": 1.94,
     "gemma": 1.59,
-    "t5_decoder": 1.53,
+    "t5_decoder": 1.54,
     "egnn": 2.59,
     "vq_vae": 4.38,
 }
