@@ -92,6 +92,7 @@ ABOVE_INPUT_FLOOR = {
     "egnn": 2.59,
     "vq_vae": 4.38,
 }
+ABOVE_INPUT_FLOOR_IN_FLOAT16 = {"vq_vae": 3.55}  # a vector nearest to another code
 ABOVE_CONTRACTION_FLOOR = {
     "lstm_seq2seq": 2.53,
     "gru_tagger": 1.76,
