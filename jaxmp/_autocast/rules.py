@@ -85,7 +85,7 @@ def rules_for(policy: Policy) -> Rules:
         policy=policy,
         low=None if compute == FLOAT32 else compute,
         low_softmax=np.dtype(policy.softmax_dtype) != FLOAT32,
-        saturate=getattr(policy, "saturate", False),
+        saturate=policy.saturate,
         overrides=dict(policy.ops or ()),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
@@ -18,7 +19,7 @@ from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.equations import cast
 from jaxmp._autocast.escapes import refuse_escapes, with_held_tracers
 from jaxmp._autocast.execute import execute
-from jaxmp._autocast.flat import Traced, trace
+from jaxmp._autocast.flat import Traced, is_array, trace
 from jaxmp._autocast.licences import GIVEN
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import Plan, Value
@@ -99,11 +100,22 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
     return Transformed(autocast_fn, autocast, fn, policy)  # type: ignore[return-value]
 
 
-def under_policy(fn: F, policy: Policy, watch: Callable[[Plan], None] | None = None) -> F:
+def under_policy(
+    fn: F,
+    policy: Policy,
+    watch: Callable[[Plan], None] | None = None,
+    licences: Callable[..., Sequence[str]] | None = None,
+) -> F:
     """`fn` traced, planned and executed: `autocast` where no other autocast is around it.
 
-    Also under a float32 policy, which may have regions of other policies in it. `watch` is shown
-    each plan that is made.
+    Also under a float32 policy, which may have regions of other policies in it.
+
+    Args:
+      fn: the function.
+      policy: the policy.
+      watch: is shown each plan that is made.
+      licences: given `(args, kwargs)` of a call, the licence of each of their leaves; if None, what
+        an argument is shows by its use.
 
     Raises:
       ValueError: if the policy computes in anything but 16 bits or float32.
@@ -112,20 +124,21 @@ def under_policy(fn: F, policy: Policy, watch: Callable[[Plan], None] | None = N
     holding = with_held_tracers(fn)
     name = str(getattr(fn, "__name__", type(fn).__name__))
 
-    def make(program: Any) -> Plan:
-        plan = plan_program(program, policy)
+    def make(jaxpr: Any, given: tuple[str, ...]) -> Plan:
+        plan = plan_program(jaxpr, policy, given)
         if watch is not None:
             watch(plan)
         return plan
 
-    plans = functools.lru_cache(maxsize=64)(lambda program: make(program.jaxpr))
+    plans = functools.lru_cache(maxsize=64)(lambda program, given: make(program.jaxpr, given))
 
     @functools.wraps(fn)
     def planned_fn(*args: Any, **kwargs: Any) -> Any:
         traced = trace_program(holding, args, kwargs, policy)
         refuse_escapes(traced, name)
+        given = () if licences is None else _of_arrays(licences(args, kwargs), args, kwargs)
         program = comparable(traced.jaxpr)
-        plan = make(traced.jaxpr) if program is None else plans(program)
+        plan = make(traced.jaxpr, given) if program is None else plans(program, given)
         warn_unseen(plan)
         outs = closures.run(
             traced.as_written,
@@ -151,8 +164,20 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
         return trace(fn, args, kwargs)
 
 
-def plan_program(jaxpr: Any, policy: Policy) -> Plan:
-    """The plan of a whole program under a policy."""
+def _of_arrays(licences: Sequence[str], args: Any, kwargs: Any) -> tuple[str, ...]:
+    """The licences of those leaves of a call that are arrays."""
+    leaves = jax.tree.leaves((args, kwargs))
+    return tuple(x for x, leaf in zip(licences, leaves, strict=True) if is_array(leaf))
+
+
+def plan_program(jaxpr: Any, policy: Policy, licences: Sequence[str] = ()) -> Plan:
+    """The plan of a whole program under a policy.
+
+    Args:
+      jaxpr: the program.
+      policy: the policy.
+      licences: that of each argument, where they are known.
+    """
     rules = rules_for(policy)
     planner = Planner()
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
@@ -160,10 +185,12 @@ def plan_program(jaxpr: Any, policy: Policy) -> Plan:
     ins = [
         None
         if not ours(var)
-        else Value(rules.low, frozenset({planner.fresh()}), argument=True, licence=GIVEN)
+        else Value(rules.low, frozenset({planner.fresh()}), argument=True, licence=licence)
         if stored == rules.low
-        else Value(argument=True, licence=GIVEN)
-        for var in open_jaxpr.invars
+        else Value(argument=True, licence=licence)
+        for var, licence in zip(
+            open_jaxpr.invars, licences or [GIVEN] * len(open_jaxpr.invars), strict=True
+        )
     ]
     low_output = output == rules.low
     wanted = [CONTRACTION if low_output else FULL] * len(open_jaxpr.outvars)

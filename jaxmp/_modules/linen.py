@@ -17,6 +17,7 @@ import jax
 from flax.core import lift
 from flax.linen import transforms
 
+from jaxmp._autocast.licences import DATA, GIVEN, PARAMETER
 from jaxmp._autocast.region import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
 from jaxmp._modules.classes import MadeClasses
@@ -208,7 +209,7 @@ def _lift(fn: Method) -> Method:
             with region(overrides.default):
                 out, changed = run(variables, rngs, args, kwargs)
             return out, _as_before(changed, variables)
-        traced = under_policy(attempt, overrides.inner, overrides.warn_of_kept)
+        traced = under_policy(attempt, overrides.inner, overrides.warn_of_kept, _licences)
         try:
             out, changed = traced(variables, rngs, args, kwargs)
         except _SeenEnoughError:
@@ -232,6 +233,17 @@ def _shown(variables: Any, overrides: Overrides) -> Any:
         return widen(leaf, leaf.dtype) if stored else leaf
 
     return jax.tree_util.tree_map_with_path(show, variables)
+
+
+def _licences(args: Any, kwargs: Any) -> list[str]:
+    """What the leaves of a call are: parameters, other variables, data."""
+
+    def licence(path: Any) -> str:
+        if path[0].idx or path[1].idx:  # all but the first argument, the variables
+            return DATA
+        return PARAMETER if _is_param(path[2:]) else GIVEN
+
+    return [licence(path) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))]
 
 
 def _as_before(changed: Any, variables: Any) -> Any:

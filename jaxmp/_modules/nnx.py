@@ -19,6 +19,7 @@ from flax import errors, nnx
 from flax.nnx.graphlib import is_graph_node as _is_graph_node
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
+from jaxmp._autocast.licences import DATA, GIVEN, PARAMETER
 from jaxmp._autocast.region import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
 from jaxmp._modules.classes import MadeClasses
@@ -141,7 +142,7 @@ class _Lifted:
         for name, method in self._methods.items():
             called = self._called[name] = self._marking(method)
             under = under_policy(
-                merge_inputs(called), self.overrides.inner, self.overrides.warn_of_kept
+                merge_inputs(called), self.overrides.inner, self.overrides.warn_of_kept, _licences
             )
             self._under_policy[name] = _updatable(split_inputs(under))
 
@@ -176,6 +177,16 @@ class _Lifted:
                 return method(self, *args, **kwargs)
 
         return called
+
+
+def _licences(args: Any, kwargs: Any) -> list[str]:
+    """What the leaves of a call are: parameters, other variables, data."""
+    licences: list[str] = []
+    for leaf in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        kind = PARAMETER if isinstance(leaf, nnx.Param) else GIVEN
+        variable = isinstance(leaf, nnx.Variable)
+        licences += [kind if variable else DATA] * len(jax.tree.leaves(leaf))
+    return licences
 
 
 def _updatable(fn: Method) -> Method:
