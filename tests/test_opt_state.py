@@ -319,7 +319,7 @@ def test_wrappers_that_do_not_bear_a_scaler_are_refused(name):
     assert float(jaxmp.loss_scale(wrap(SGD).init(PARAMS))) == 1
 
 
-@pytest.mark.parametrize("name", set(REFUSES) - {"sam", "sam's adversary", "in a chain"})
+@pytest.mark.parametrize("name", sorted(REFUSES.keys() - {"sam", "sam's adversary", "in a chain"}))
 def test_the_right_form_is_right(name):
     """The scaler outermost: every parameter moves as without one, and the scale backs off."""
     wrap = REFUSES[name]
