@@ -1,0 +1,425 @@
+"""The law of narrowing, by its parts: licences, carries, products in float32, what is clipped."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxmp
+from jaxmp._autocast import licences
+from jaxmp._autocast.carries import recurrence
+from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, GIVEN, PARAMETER
+from jaxmp.policy import get_policy
+
+from support import contraction_dtypes, iter_eqns, jaxpr_of, primitives
+
+BF16, F16 = "mixed_bfloat16", "mixed_float16"
+LOW = np.dtype(jnp.bfloat16)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+X, W, B = normal(0, 6, 8), normal(1, 8, 8), normal(2, 8)
+
+
+def dtype_of(op: str, fn: Callable[..., Any], *args: Any, policy: Any = BF16) -> str:
+    """The dtype in which the last `op` runs."""
+    return [row for row in jaxmp.explain(fn, policy)(*args).rows if row.op == op][-1].dtype
+
+
+# --- what is licensed -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operands", "result"),
+    [
+        ([COMPUTED, PARAMETER, CONSTANT], COMPUTED),
+        ([GIVEN, COMPUTED], GIVEN),
+        ([PARAMETER, CONSTANT], PARAMETER),
+        ([CONSTANT, CONSTANT], CONSTANT),
+        ([DATA, COMPUTED], DATA),
+        ([], DATA),  # made of nothing: random bits, a callback
+    ],
+)
+def test_what_is_computed_in_float32_has_the_weakest_licence(
+    operands: list[str], result: str
+) -> None:
+    assert licences.joined(operands) == result
+
+
+@pytest.mark.parametrize(
+    ("shape", "result", "expected"),
+    [
+        ((1, 8), (6, 8), True),
+        ((1, 5, 8), (1, 5, 8), False),  # all of a batch of one
+        ((1, 1, 8), (1, 5, 8), True),
+        ((6, 1), (6, 8), False),  # a time per example
+        ((1, 1), (6, 8), False),  # one number
+        ((8,), (6, 8), False),  # of another rank: not as primitives broadcast
+    ],
+)
+def test_a_parameter_is_repeated_over_the_first_axis(
+    shape: tuple[int, ...], result: tuple[int, ...], expected: bool
+) -> None:
+    assert licences.is_broadcast(shape, result) is expected
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (np.arange(257.0), PARAMETER),  # bfloat16 counts to 256
+        (np.arange(300.0), DATA),
+        (np.linspace(0, 1, 100), DATA),  # evenly spaced: where something is
+        (np.linspace(0, 1, 9), PARAMETER),  # in eighths: exact
+        (np.stack(np.meshgrid(np.arange(300.0), np.arange(300.0)), -1)[::40], DATA),
+        (np.sin(np.arange(999.0)), PARAMETER),  # a table
+        (np.full((300, 300), 1 / 3), PARAMETER),  # larger than what is looked at
+        (np.array([1.0, np.inf, 1000.5]), PARAMETER),  # a mask
+    ],
+    ids=str,
+)
+def test_a_constant_is_licensed_unless_it_is_a_grid(array: np.ndarray, expected: str) -> None:
+    assert licences.of_constant(array.astype(np.float32), LOW) == expected
+
+
+def test_counting_is_exact_as_far_as_the_mantissa_goes() -> None:
+    assert licences.of_iota((257,), LOW) == PARAMETER
+    assert licences.of_iota((258,), LOW) == DATA
+    assert licences.of_iota((2049,), np.dtype("float16")) == PARAMETER
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (np.array([[0, 1, 0], [1, -4, 1], [0, 1, 0]]), True),
+        (np.hanning(400), True),
+        (np.cos(np.outer(np.arange(64), np.arange(33)) * np.pi / 32), True),
+        (np.random.default_rng(0).normal(size=(8, 8)), False),
+        (np.ones((200, 200)), False),
+    ],
+    ids=["stencil", "window", "Fourier", "weights", "large"],
+)
+def test_a_small_constant_is_a_stencil_a_window_or_a_basis(
+    array: np.ndarray, expected: bool
+) -> None:
+    assert licences.is_small(array.astype(np.float32)) is expected
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "dtype"),
+    [
+        (lambda x, w, b: (x @ w + b) @ w, (X, W, B), "bfloat16"),
+        (lambda x, w, b: (x @ w + b) @ w, (X, W, X), "float32"),
+        (lambda x, w, b: (x @ w + b[:, None]) @ w, (X, W, X[:, 0]), "float32"),
+        (lambda x, w, b: (x @ w + b) @ w, (X, W, jnp.float32(3)), "float32"),
+        (lambda x, w, b: (x @ w + w[b]) @ w, (X, W, jnp.arange(6)), "bfloat16"),
+        (lambda x, w, b: (x @ w + jnp.exp(b)) @ w, (X, W, B), "bfloat16"),
+        (lambda x, w, b: (x @ w + (-b)) @ w, (X, W, B), "float32"),
+        (lambda x, w, b: (x @ w + jnp.exp(x @ b)[:, None]) @ w, (X, W, B), "bfloat16"),
+        (lambda x, w, b: (x @ w + jnp.sin(b)) @ w, (X, W, X), "float32"),
+        (lambda x, w, b: (x @ w + b.astype(jnp.float32)) @ w, (X, W, X > 0), "bfloat16"),
+        (lambda x, w, b: (x @ w + b.astype(jnp.float32)) @ w, (X, W, jnp.arange(8)), "float32"),
+        (
+            lambda x, w, b: (x @ w + jax.random.normal(b, (6, 8))) @ w,
+            (X, W, jax.random.key(0)),
+            "float32",
+        ),
+        (lambda x, w, b: (x @ w + jnp.linalg.inv(b)[:6]) @ w, (X, W, W), "float32"),
+    ],
+    ids=[
+        "bias", "full shape", "per example", "one number", "looked up", "weight arithmetic",
+        "negated", "computed", "of data", "bool", "integers", "random", "solved",
+    ],
+)  # fmt: skip
+def test_what_is_added_to_a_product(fn: Callable[..., Any], args: Any, dtype: str) -> None:
+    assert dtype_of("add", fn, *args) == dtype
+
+
+def test_a_gathered_table_starts_a_low_stream_and_data_does_not() -> None:
+    def stream(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (x + jnp.tanh(x @ w)) @ w
+
+    assert dtype_of("add", lambda t, i, w: stream(t[i], w), W, jnp.arange(6), W) == "bfloat16"
+    assert dtype_of("add", stream, X, W) == "float32"
+
+
+def test_a_position_is_float32_back_to_its_product() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        at = (x @ w)[:, 0] * 3.0 + 1.0
+        return at[:, None] @ w[:1] + jnp.floor(at)[:, None] * w[at.astype(int)]
+
+    rows = jaxmp.explain(fn, BF16)(X, W).rows
+    assert {r.dtype for r in rows if r.op in ("mul", "floor")} == {"float32"}
+    assert rows[0].dtype == "bfloat16"
+
+
+def test_what_wrap_knows_to_be_a_parameter_is_one_in_any_shape() -> None:
+    class Table(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = nn.Dense(8, use_bias=False)(x)
+            table = self.param("table", nn.initializers.normal(), y.shape)
+            scale = self.param("scale", nn.initializers.ones, ())
+            return nn.Dense(8, use_bias=False)(y * scale + table)
+
+    model = Table()
+    variables = model.init(jax.random.key(0), X)
+    wrapped = jaxmp.wrap(model, BF16)
+    assert primitives(wrapped.apply, variables, X)["mul", "bfloat16"] == 1
+    assert primitives(wrapped.apply, variables, X)["add", "bfloat16"] == 1
+    by_use = jaxmp.autocast(model.apply, BF16)
+    assert primitives(by_use, variables, X)["mul", "float32"] == 1
+
+    class Residual(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+            self.table = nnx.Param(X)
+
+        def __call__(self, x: jax.Array, shift: jax.Array) -> jax.Array:
+            return self.linear(self.linear(self.linear(x) + self.table) + shift)
+
+    added = [
+        e.outvars[0].aval.dtype
+        for e in iter_eqns(jaxpr_of(jaxmp.wrap(Residual(nnx.Rngs(0)), BF16), X, B))
+        if e.primitive.name == "add"
+    ]
+    assert added == [jnp.bfloat16, jnp.float32]  # an argument is data, broadcast or not
+
+
+# --- carries --------------------------------------------------------------------------------------
+
+
+def summed(body: Callable[..., Any], carry: Any, xs: Any = None) -> tuple[list[bool], list[bool]]:
+    """For each carry of a scan: whether it comes back as itself, and whether through layers."""
+
+    def scan(carry: Any, xs: Any) -> Any:
+        return lax.scan(body, carry, xs, length=3)
+
+    [eqn] = [e for e in jax.make_jaxpr(scan)(carry, xs).eqns if e.primitive.name == "scan"]
+    n = len(jax.tree.leaves(carry))
+    flags = [False] * (len(eqn.invars) - len(jax.tree.leaves(xs))) + [True] * len(
+        jax.tree.leaves(xs)
+    )
+    found = recurrence(eqn, flags)
+    return list(found.summed)[-n:], list(found.layered)[-n:]
+
+
+STACK = normal(3, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("body", "xs", "expected"),
+    [
+        (lambda h, w: (h + jnp.tanh(h @ w), None), STACK, (True, True)),
+        (lambda h, w: (jnp.tanh(h @ w), None), STACK, (False, True)),
+        (lambda h, _: (h + jnp.tanh(h @ W), None), STACK, (True, False)),
+        (lambda h, _: (jnp.tanh(h @ W), None), STACK, (False, False)),
+        (lambda h, x: (0.9 * h + X @ x, None), STACK, (True, False)),
+        (lambda h, w: (jnp.where(h > 0, h, h @ w), None), STACK, (True, True)),
+        (lambda h, w: (jax.jit(lambda a: a - 0.1 * (a @ w))(h), None), STACK, (True, True)),
+        (lambda h, w: (jax.checkpoint(lambda a: jnp.sin(a) + a @ w)(h), None), STACK, (True, True)),
+        (
+            lambda h, w: (lax.cond(h[0, 0] > 0, lambda a: a, lambda a: a @ w, h), None),
+            STACK,
+            (True, True),
+        ),
+        (
+            lambda h, w: (lax.fori_loop(0, 2, lambda _, a: a + a @ w, h), None),
+            STACK,
+            (True, True),
+        ),
+        (
+            lambda h, w: (lax.while_loop(lambda a: a.sum() > 9, lambda a: a * 0.5, h @ w), None),
+            STACK,
+            (False, True),
+        ),
+        (lambda h, w: (h @ w / jnp.linalg.norm(h @ w), None), STACK, (False, True)),
+        (lambda h, w: (h @ (w @ w.T), None), STACK, (False, True)),  # weight arithmetic
+    ],
+    ids=[
+        "layers", "plain layers", "one weight", "rnn", "leaky", "select", "jit", "remat", "cond",
+        "scan", "while", "power iteration", "weights",
+    ],
+)  # fmt: skip
+def test_how_a_carry_comes_back(
+    body: Callable[..., Any], xs: Any, expected: tuple[bool, bool]
+) -> None:
+    found = summed(body, X, xs)
+    assert (found[0][0], found[1][0]) == expected
+
+
+def test_a_state_that_goes_round_through_others_comes_back_as_itself() -> None:
+    def verlet(carry: Any, _: Any) -> Any:
+        before, now = carry
+        return (now, 2 * now - before + 1e-4 * (now @ W)), None
+
+    assert summed(verlet, (X, X))[0] == [True, True]
+
+    def delay(carry: Any, _: Any) -> Any:
+        before, now = carry
+        return (now, before @ W), None
+
+    assert summed(delay, (X, X))[0] == [False, False]
+
+
+def carried(fn: Callable[..., Any], *args: Any, policy: str = BF16) -> list[str]:
+    """The dtypes of the float carries of the first scan."""
+    fast = jaxmp.autocast(fn, policy)
+    eqn = next(e for e in iter_eqns(jaxpr_of(fast, *args)) if e.primitive.name == "scan")
+    split = jaxmp._autocast.jaxpr_compat.scan_split(eqn)
+    carries = eqn.invars[split[0] : sum(split)]
+    return [str(v.aval.dtype) for v in carries if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+
+
+def delta_rule(state: jax.Array, q: jax.Array) -> jax.Array:
+    """A state that is corrected towards what it should return: a recurrence, not layers."""
+
+    def step(s: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return s - 0.01 * (s @ k) @ k.T, s @ k
+
+    return lax.scan(step, state, q)[1]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "dtype"),
+    [
+        (lambda h, ws: lax.scan(lambda c, w: (c + c @ w, None), h, ws)[0], (X, STACK), "float32"),
+        (
+            lambda h, ws: lax.scan(lambda c, w: (c + c @ w, None), h @ ws[0], ws)[0],
+            (X, STACK),
+            "bfloat16",
+        ),
+        (
+            lambda h, ws: lax.fori_loop(0, 3, lambda i, c: c + c @ ws[i], h @ ws[0]),
+            (X, STACK),
+            "bfloat16",
+        ),
+        (lambda h, w: lax.fori_loop(0, 3, lambda i, c: c + c @ w, h @ w), (X, W), "float32"),
+        (lambda q: delta_rule(jnp.zeros((8, 8)), q), (STACK,), "float32"),
+        (
+            lambda h, w: lax.scan(lambda c, _: (jnp.sin(c @ w), None), h @ w, None, length=3)[0],
+            (X, W),
+            "float32",
+        ),
+        (
+            lambda w: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c @ w), jnp.zeros((6, 8))),
+            (W,),
+            "bfloat16",
+        ),
+    ],
+    ids=["data", "layers", "indexed layers", "one weight", "delta rule", "float32 update", "rnn"],
+)
+def test_the_dtype_of_a_carry(fn: Callable[..., Any], args: Any, dtype: str) -> None:
+    assert carried(fn, *args) == [dtype]
+
+
+# --- products in float32 --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "dtype"),
+    [
+        (lambda a, b: jnp.einsum("i,j->ij", a, b), (B, B), "float32"),
+        (lambda a, b: jnp.einsum("bi,bj->bij", a, b), (X, X), "float32"),
+        (lambda a, b: a[:, :4] @ b[:4], (X, W), "float32"),
+        (lambda a, b: a[:, :5] @ b[:5], (X, W), "bfloat16"),
+        (jnp.vdot, (B, B), "float32"),
+        (jax.vmap(jnp.vdot), (X, X), "float32"),
+        (lambda a, b: jnp.sin(2.0 * (a @ b) + 1.0), (X, W), "float32"),
+        (lambda a, b: jnp.linalg.cholesky(a.T @ a + b), (X, W), "float32"),
+        (lambda a, b: jnp.linalg.cholesky(jnp.exp(-(a.T @ a)) + b), (X, W), "float32"),
+        (lambda a, b: a @ jnp.linalg.inv(b), (X, W), "float32"),
+        (lambda a, _: a @ jnp.ones((8, 8)), (X, W), "float32"),
+        (lambda a, _: a @ jnp.cos(jnp.outer(jnp.arange(8.0), jnp.arange(8.0))), (X, W), "float32"),
+        (lambda a, _: a @ jax.random.normal(jax.random.key(0), (8, 8)), (X, W), "bfloat16"),
+        (lambda a, _: a @ jax.random.normal(jax.random.PRNGKey(0), (8, 8)), (X, W), "bfloat16"),
+        (lambda a, _: a @ W, (X, W), "bfloat16"),  # frozen weights
+        (lambda a, _: jnp.convolve(a[0], np.array([1.0, -2.0, 1.0])), (X, W), "float32"),
+    ],
+    ids=[
+        "outer", "batched outer", "four", "five", "dot", "batched dot", "angle", "system",
+        "system of exponentials", "solution", "ones", "Fourier", "random key", "raw key", "frozen",
+        "stencil",
+    ],
+)  # fmt: skip
+def test_the_dtype_of_a_product(fn: Callable[..., Any], args: Any, dtype: str) -> None:
+    found = contraction_dtypes(jaxmp.autocast(fn, BF16), *args)
+    assert set(found) == {dtype}, found
+
+
+# --- what is clipped ------------------------------------------------------------------------------
+
+
+def test_a_computed_value_beyond_float16_is_infinite_and_a_mask_is_not() -> None:
+    def computed(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (jnp.exp(x @ w) + x @ w) @ w
+
+    def masked(x: jax.Array, w: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.maximum(x @ w + mask, -1.0) @ w
+
+    x, w = jnp.full((6, 8), 1.5), jnp.eye(8) + 0.01 * W
+    w, big = 0.5 * w, jnp.full((6, 8), 24.0)
+    assert not np.isfinite(jaxmp.autocast(computed, F16)(big, w)).any()
+    mask = jnp.full((8,), -1e9)
+    assert np.isfinite(jaxmp.autocast(masked, F16)(x, w, mask)).all()
+    assert np.isfinite(jaxmp.autocast(masked, F16)(x, w, (1 - jnp.zeros(8)) * -1e9)).all()
+    clipped = dataclasses.replace(get_policy(F16), saturate=True)
+    assert np.isfinite(jaxmp.autocast(computed, clipped)(big, w)).all()
+
+
+def test_a_step_that_overflows_is_left_out_or_clipped_as_the_policy_says() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.exp(x @ w) + x @ w) @ w) * 1e-6
+
+    tx = jaxmp.dynamic_loss_scale(optax.sgd(1e-3))
+    w, x = 0.5 * jnp.eye(8), jnp.full((6, 8), 24.0)
+    for policy, finite in ((F16, False), (f"{F16},saturate=true", True)):
+        state = tx.init(w)
+        value, grads = jaxmp.value_and_grad(jaxmp.autocast(loss, policy), state)(w, x)
+        assert bool(np.isfinite(value)) is finite
+        _, state = tx.update(grads, state, w)
+        assert bool(jaxmp.step_was_finite(state)) is finite
+
+
+# --- cotangents that nearly cancel ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "differences",
+    [
+        lambda v: v[1:] - v[:-1],
+        lambda v: jnp.diff(v),
+        lambda v: v - jnp.concatenate([v[1:], v[:1]]),
+        lambda v: lax.dynamic_slice(v, (1,), (5,)) - lax.dynamic_slice(v, (0,), (5,)),
+        lambda v: v[jnp.arange(1, 6)] - v[jnp.arange(5)],
+        lambda v: v.reshape(2, 3)[:, 1:] - v.reshape(2, 3)[:, :-1],
+    ],
+    ids=["slices", "diff", "rolled", "dynamic", "gather", "reshaped"],
+)
+def test_what_float32_reads_in_parts_is_widened_once(differences: Callable[..., Any]) -> None:
+    """Each part widened by itself would round its cotangent before the two are added."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.exp(differences((x @ w)[:, 0])))
+
+    gradient = jax.grad(jaxmp.autocast(loss, BF16))
+    low = [
+        e
+        for e in iter_eqns(jaxpr_of(gradient, W, X))
+        if e.primitive.name == "add_any" and e.outvars[0].aval.dtype == jnp.bfloat16
+    ]
+    assert not low
+    # Two cotangents of opposite sign: their sum, rounded once.
+    assert float(jnp.abs(gradient(W, X)).max()) > 0
