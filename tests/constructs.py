@@ -24,7 +24,7 @@ def gaussian(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32)
 
 
-X = gaussian(0, 4, 8)
+X = gaussian(0, 6, 8)
 W = gaussian(1, 8, 8, scale=8**-0.5)
 V = gaussian(2, 8, 8, scale=8**-0.5)
 STACK = gaussian(3, 3, 8, 8, scale=8**-0.5)
@@ -111,7 +111,7 @@ def jit_static(x, w, v):
             a = getattr(jnp, activation)(a @ b)
         return a
 
-    return layer(layer(x, w, activation="tanh", times=1), v, activation="sin", times=2)
+    return layer(layer(x, w, activation="tanh", times=1), v, activation="arctan", times=2)
 
 
 def jit_donated(x, w, v):
@@ -225,7 +225,9 @@ def switch(x, w, v, index):
 
 
 def platform_dependent(x, w, v):
-    h = lax.platform_dependent(x, tpu=lambda a: jnp.sin(a @ w), default=lambda a: jnp.tanh(a @ w))
+    h = lax.platform_dependent(
+        x, tpu=lambda a: jnp.arctan(a @ w), default=lambda a: jnp.tanh(a @ w)
+    )
     return h @ v
 
 
@@ -247,7 +249,7 @@ def remat_in_scan(x, stack):
 
 def remat_names(x, w, v):
     def block(a):
-        return jnp.tanh(checkpoint_name(jnp.sin(a @ w), "kept") @ v)
+        return jnp.tanh(checkpoint_name(jnp.arctan(a @ w), "kept") @ v)
 
     policy = jax.checkpoint_policies.save_only_these_names("kept")
     return jax.checkpoint(block, policy=policy)(x)
@@ -552,19 +554,19 @@ def closure_convert(x, w, v):
 
 
 def ragged_dot(x, stack):
-    return jnp.tanh(lax.ragged_dot(x, stack, jnp.array([1, 0, 3])))
+    return jnp.tanh(lax.ragged_dot(x, stack, jnp.array([2, 0, 4])))
 
 
 def convolution(x, w, v):
-    images, kernel = x.reshape(1, 4, 4, 2), w[:4].reshape(2, 2, 2, 4)
+    images, kernel = x.reshape(1, 6, 4, 2), w[:4].reshape(2, 2, 2, 4)
     y = lax.conv_general_dilated(
         images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
-    return jnp.tanh(y).reshape(8, 8) @ v
+    return jnp.tanh(y).reshape(12, 8) @ v
 
 
 def attention(x, w, v):
-    q, k, u = (x @ w).reshape(1, 4, 2, 4), (x @ v).reshape(1, 4, 2, 4), x.reshape(1, 4, 2, 4)
+    q, k, u = (a.reshape(1, 6, 1, 8) for a in (x @ w, x @ v, x))
     return jax.nn.dot_product_attention(q, k, u, is_causal=True)
 
 
@@ -583,8 +585,8 @@ def sorting(x, w, v):
 
 
 def gather_scatter(x, w, v):
-    table = jnp.zeros((5, 8)).at[jnp.array([0, 3, 3, 1])].add(x @ w)
-    return table[jnp.array([3, 0])] @ v, jax.ops.segment_sum(x, jnp.array([0, 1, 1, 0]), 2)
+    table = jnp.zeros((5, 8)).at[jnp.array([0, 3, 3, 1, 2, 0])].add(x @ w)
+    return table[jnp.array([3, 0])] @ v, jax.ops.segment_sum(x, jnp.array([0, 1, 1, 0, 1, 0]), 2)
 
 
 def barrier(x, w, v):
@@ -622,12 +624,12 @@ def grad_of_remat_scan_inside(x, stack):
 
 
 def grad_of_cond_inside(x, w, v, flag):
-    return jax.grad(lambda a, b: jnp.sum(jnp.sin(cond(a, b, v, flag))), argnums=(0, 1))(x, w)
+    return jax.grad(lambda a, b: jnp.sum(jnp.arctan(cond(a, b, v, flag))), argnums=(0, 1))(x, w)
 
 
 def grad_of_custom_rules_inside(x, w, v):
     def loss(a, b):
-        return jnp.sum(jnp.sin(custom_vjp(a, b, v) + custom_jvp(a, b, v)))
+        return jnp.sum(jnp.arctan(custom_vjp(a, b, v) + custom_jvp(a, b, v)))
 
     return jax.grad(loss, argnums=(0, 1))(x, w)
 
@@ -647,7 +649,7 @@ def jacrev_inside(x, w, v):
 
 def dropout(x, w, v):
     key = jax.random.key(3)
-    kept = jax.random.bernoulli(key, 0.5, (4, 8))
+    kept = jax.random.bernoulli(key, 0.5, x.shape)
     return jnp.where(kept, jnp.tanh(x @ w) / 0.5, 0) @ v
 
 
@@ -668,7 +670,8 @@ class Construct:
     """One row of the contract.
 
     `low` counts the forward contractions, all expected in the compute dtype; `low=None` leaves the
-    counts open (linear algebra keeps float32 where it is).
+    counts open (linear algebra keeps float32 where it is). `full` counts those that the law keeps
+    in float32: the product of a Jacobian's basis, which is made of literals.
     `diff` names the differentiated arguments (none where JAX has no derivative of the construct);
     `forward_only` marks what JAX itself cannot transpose, checked through `jvp`.
     """
@@ -680,6 +683,7 @@ class Construct:
     diff: tuple[int, ...] = (0, 1, 2)
     forward_only: bool = False
     vmappable: bool = True
+    full: int = 0
 
 
 _XS = dict(args=(X, STACK), diff=(0, 1), depth=3)
@@ -757,7 +761,7 @@ CONSTRUCTS = [
     Construct(grad_of_cond_inside, 8, args=(X, W, V, jnp.bool_(True)), depth=6),
     Construct(grad_of_custom_rules_inside, 10, depth=6),
     Construct(hvp_inside, 8, depth=6),
-    Construct(jacfwd_inside, 4, depth=3),
+    Construct(jacfwd_inside, 3, depth=3, full=1),
     Construct(jacrev_inside, 4, depth=3),
     Construct(dropout, 2),
     Construct(fourier, 2),

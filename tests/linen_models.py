@@ -24,7 +24,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-X = normal(0, 4, 8)
+X = normal(0, 6, 8)
 SEQUENCE = normal(1, 2, 6, 8)
 TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 16, size=(2, 6)))
 
@@ -225,7 +225,7 @@ class Case(NamedTuple):
 
 CASES = {
     "mlp": Case(MLP(), X),
-    "cnn": Case(CNN(), normal(3, 4, 6, 6, 2)),
+    "cnn": Case(CNN(), normal(3, 6, 6, 6, 2)),
     "setup": Case(AutoEncoder(), X),
     "scan": Case(ScannedLayers(), X),
     "transformer": Case(Transformer(), TOKENS),

@@ -115,7 +115,7 @@ def test_argument_returned_unchanged() -> None:
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_argument_returned_by_a_branch_is_exact(index: int) -> None:
-    """Another branch's low result is widened; where a contraction reads both, all are low."""
+    """Another branch's low result is widened; where both are low, so is the result."""
 
     def branches(x, w, index):
         return lax.switch(index, [lambda a: a, lambda a: a @ w], x)
@@ -128,7 +128,7 @@ def test_argument_returned_by_a_branch_is_exact(index: int) -> None:
         np.testing.assert_allclose(got, X @ W, rtol=2**-6, atol=2**-6)
 
     def then_multiply(x, w, index):
-        return branches(x, w, index) @ w
+        return branches(x @ w, w, index) @ w
 
     [step] = [
         e

@@ -350,12 +350,12 @@ def test_a_softmax_sums_to_one_over_many_entries(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", [BF16, BF16_LOW_SOFTMAX, F16, F16_LOW_SOFTMAX])
 def test_a_softmax_of_large_scores(policy: str) -> None:
-    scores = jnp.asarray([[5000.0, 4999, 4998, 0], [-5000, -4999, 0, -2000]])
+    scores = jnp.asarray([[5000.0, 4999, 4998, 0, 0, 0], [-5000, -4999, 0, -2000, -9, -9]])
 
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.nn.softmax(x @ w) @ w
 
-    got = jax.jit(jaxmp.autocast(fn, policy))(scores, jnp.eye(4))
+    got = jax.jit(jaxmp.autocast(fn, policy))(scores, jnp.eye(6))
     rounded = np.asarray(scores.astype(jaxmp.get_policy(policy).compute_dtype), np.float64)
     want = np.exp(rounded - rounded.max(-1, keepdims=True))
     np.testing.assert_allclose(got, want / want.sum(-1, keepdims=True), atol=2 * eps(policy))
@@ -519,7 +519,7 @@ def test_accumulators_over_ten_thousand_steps(wanted: str, loop: str, policy: st
             )[1]
         return total @ w if wanted == "contraction" else total
 
-    x, w = jnp.ones((1, 2)), jnp.eye(2)
+    x, w = jnp.ones((1, 8)), jnp.eye(8)
     got = jax.jit(jaxmp.autocast(fn, policy))(x, w)
     # 10,000 = 78.125 × 2^7 and rounds to 9984 in bfloat16; float16 has it exactly.
     want = float(jnp.float32(STEPS).astype(jaxmp.get_policy(policy).compute_dtype))
@@ -735,9 +735,9 @@ def test_a_16_bit_output_is_rounded_once(spec: str) -> None:
 def test_the_result_of_a_contraction_has_the_range_of_the_compute_dtype() -> None:
     # 1000 × 1000 does not fit into float16: infinite, as in a hand-written float16 model, and so
     # seen by loss scaling. Clipping it would hide the overflow.
-    x, w = jnp.full((2, 4), 1000.0), jnp.full((4, 2), 1000.0)
+    x, w = jnp.full((2, 8), 1000.0), jnp.full((8, 2), 1000.0)
     assert np.isinf(jaxmp.autocast(jnp.matmul, F16)(x, w)).all()
-    np.testing.assert_array_equal(jaxmp.autocast(jnp.matmul, BF16)(x, w), 3997696.0)
+    np.testing.assert_array_equal(jaxmp.autocast(jnp.matmul, BF16)(x, w), 7995392.0)
 
 
 def test_the_float32_policy_is_bitwise_the_function() -> None:

@@ -16,8 +16,8 @@ import jaxmp
 from support import contraction_dtypes
 
 BF16 = "mixed_bfloat16"
-X = jnp.linspace(-1.0, 1.0, 8).reshape(2, 4)
-W = jnp.linspace(-1.0, 0.7, 16).reshape(4, 4)
+X = jnp.linspace(-1.0, 1.0, 48).reshape(6, 8)
+W = jnp.linspace(-1.0, 0.7, 64).reshape(8, 8)
 S = jnp.float32(1.5)
 
 
@@ -232,7 +232,7 @@ CLOSING = {
     "remat": in_remat,
     "vmap": lambda x, s, w: jnp.sum(jax.vmap(closing(s * 3.0, w))(x)),
     "vmapped": lambda x, s, w: jnp.sum(
-        jax.vmap(lambda x, s: closing(s, w)(x))(x, jnp.stack([s, 2 * s]))
+        jax.vmap(lambda x, s: closing(s, w)(x))(x, s * jnp.arange(1.0, 7.0))
     ),
     "scan": in_scan,
 }

@@ -16,7 +16,7 @@ from jaxmp.policy import get_policy
 from support import contraction_dtypes
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-X = jax.random.normal(jax.random.key(0), (4, 4))
+X = jax.random.normal(jax.random.key(0), (8, 8))
 
 
 def scoped(fn, policy="float32"):

@@ -18,7 +18,7 @@ from jaxmp.inspect.compile_ahead import _export, _job
 from constructs import BF16, V, W, X, assert_bitwise
 from support import contraction_dtypes
 
-ONE = jnp.ones((2, 2))
+ONE = jnp.ones((8, 8))
 
 
 def reader(box):
@@ -44,7 +44,7 @@ SCALES = {
     "Python number": (1.0, 3.0),
     "NumPy scalar": (np.float32(1.0), np.float32(3.0)),
     "array": (jnp.float32(1.0), jnp.float32(3.0)),
-    "NumPy array": (np.ones(2, np.float32), np.full(2, 3, np.float32)),
+    "NumPy array": (np.ones(8, np.float32), np.full(8, 3, np.float32)),
 }
 
 
@@ -58,7 +58,7 @@ def test_what_a_function_closes_over_may_change(maker: str, kind: str) -> None:
 
 
 def test_a_numpy_array_that_is_changed_in_place() -> None:
-    table = np.ones((2, 2), np.float32)
+    table = np.ones((8, 8), np.float32)
     scan = jaxmp.autocast(
         lambda x: jax.lax.scan(lambda c, _: (c + table, None), x, length=2)[0], BF16
     )

@@ -245,7 +245,7 @@ def test_batch_statistics_accumulate_over_steps() -> None:
     def run(model: nn.Module) -> Any:
         variables, update = initialized("cnn"), apply(model)
         for seed in range(4):
-            _, changed = update(variables, 3 + normal(seed, 4, 6, 6, 2))
+            _, changed = update(variables, 3 + normal(seed, 6, 6, 6, 2))
             variables = {**variables, **changed}
         return variables["batch_stats"]
 

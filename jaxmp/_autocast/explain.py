@@ -116,7 +116,7 @@ def explain(
       >>> import jax, jax.numpy as jnp, jaxmp
       >>> def layer(x, w):
       ...     return jnp.mean(jax.nn.relu(x @ w) @ w)
-      >>> w = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+      >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
       >>> jaxmp.explain(layer, "mixed_bfloat16")(w, w).contractions()
       {'bfloat16': 2}
     """

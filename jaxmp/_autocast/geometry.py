@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.demand import ANGLE, LATER
 from jaxmp._autocast.jaxpr_compat import shape_of
+from jaxmp._autocast.where import is_backward
 
 # A product that contracts so few elements rotates, projects or mixes coordinates.
 COORDINATES = 4
@@ -27,7 +28,8 @@ def precise_product(eqn: JaxprEqn, fixed: Sequence[bool], wanted: int) -> str | 
       fixed: which operands are made in the program from literals alone, or small constants.
       wanted: the demand on its result.
     """
-    if any(fixed[:2]):
+    # What a derivative starts from is made of literals too, but its products are a layer's.
+    if any(fixed[:2]) and not is_backward(eqn):
         return "signal processing: an operand is made of constants"
     contracted, free = _contracted(eqn), _free(eqn)
     if contracted == 1:

@@ -66,10 +66,10 @@ def is_broadcast(shape: Sequence[int], result: Sequence[int]) -> bool:
 
 def here(licence: str, atom: Any, eqn: JaxprEqn) -> str:
     """The licence of an operand where it is read: repeated over the result, it is a parameter."""
-    out = eqn.outvars[0].aval
-    if licence == GIVEN and hasattr(out, "shape") and is_broadcast(shape_of(atom), out.shape):
-        return PARAMETER
-    return licence
+    if licence != GIVEN or not eqn.outvars:
+        return licence
+    result = getattr(eqn.outvars[0].aval, "shape", ())
+    return PARAMETER if is_broadcast(shape_of(atom), result) else GIVEN
 
 
 def after_move(eqn: JaxprEqn, licence: str) -> str:

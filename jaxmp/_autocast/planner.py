@@ -251,8 +251,12 @@ class JaxprPlanner:
         return step
 
     def is_made(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation makes its results from literals alone, by no random choice."""
-        return all(self.are_made(eqn.invars)) and not eqn.effects and not _draws(eqn)
+        """Whether an equation makes its results from literals alone, by no random choice.
+
+        Nothing is made of zeros: the start of a state, or a tangent that is not there.
+        """
+        made = all(self.are_made(eqn.invars)) and not _is_zeros(eqn)
+        return made and not eqn.effects and not _draws(eqn)
 
     def are_made(self, atoms: Sequence[Any]) -> list[bool]:
         """Which operands are made from literals alone."""
@@ -543,6 +547,14 @@ _LICENSED = {
     COMPUTED: "made from 16-bit values, beside one",
     CONSTANT: "a constant beside a 16-bit value",
 }
+
+
+def _is_zeros(eqn: JaxprEqn) -> bool:
+    """Whether an equation fills an array with zeros."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    [filling] = eqn.invars[:1]
+    return isinstance(filling, Literal) and not np.any(filling.val)
 
 
 def _draws(eqn: JaxprEqn) -> bool:

@@ -132,6 +132,8 @@ def under_policy(
 
     plans = functools.lru_cache(maxsize=64)(lambda program, given: make(program.jaxpr, given))
 
+    warned: set[str] = set()  # every eager call plans anew what cannot be compared
+
     @functools.wraps(fn)
     def planned_fn(*args: Any, **kwargs: Any) -> Any:
         traced = trace_program(holding, args, kwargs, policy)
@@ -139,7 +141,7 @@ def under_policy(
         given = () if licences is None else _of_arrays(licences(args, kwargs), args, kwargs)
         program = comparable(traced.jaxpr)
         plan = make(traced.jaxpr, given) if program is None else plans(program, given)
-        warn_unseen(plan)
+        warn_unseen(plan, warned)
         outs = closures.run(
             traced.as_written,
             plan,

@@ -17,11 +17,13 @@ from jaxmp._autocast.rules import FLOAT32, author_keeps
 from jaxmp._autocast.where import user_line
 
 
-def warn_unseen(plan: Plan) -> None:
-    """Warns of each primitive in a program that hides float32 contractions, once per plan."""
-    if "warned" in plan.built:
-        return
-    plan.built["warned"] = True
+def warn_unseen(plan: Plan, known: set[str]) -> None:
+    """Warns of each primitive in a program that hides float32 contractions.
+
+    Args:
+      plan: the plan of the program.
+      known: where it was warned already; what is said now is added.
+    """
     counts: Counter[str] = Counter()
     first: dict[str, JaxprEqn] = {}
     for eqn in _not_looked_inside(plan):
@@ -32,6 +34,9 @@ def warn_unseen(plan: Plan) -> None:
     for name, count in counts.items():
         line = user_line(first[name])
         where = f"{name} ({line})" if line else name
+        if where in known:
+            continue
+        known.add(where)
         warnings.warn(
             f"autocast: {where} is not looked inside, and runs {count} float32 contraction"
             f"{'s' if count > 1 else ''} as written. Mark the function that calls it with "

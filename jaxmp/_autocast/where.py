@@ -35,6 +35,11 @@ _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_comput
 _SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST_SCOPE})
 
 
+def is_backward(eqn: JaxprEqn) -> bool:
+    """Whether an equation belongs to a backward pass."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def user_line(eqn: JaxprEqn) -> str:
     """``file.py:line`` of the innermost frame that is in no library; empty if all are."""
     traceback: Any = eqn.source_info.traceback

@@ -63,7 +63,7 @@ def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxmp
       >>> model = jaxmp.wrap(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)]), "mixed_bfloat16")
-      >>> x = jnp.ones((4, 3))
+      >>> x = jnp.ones((6, 8))
       >>> params = model.init(jax.random.key(0), x)
       >>> jaxmp.explain(model.apply, "float32")(params, x).contractions()
       {'bfloat16': 2}

@@ -10,7 +10,7 @@ from jaxmp._autocast.equations import CAST_SCOPE
 from jaxmp._autocast.higher_order import HIGHER_ORDER
 from jaxmp._autocast.kept import kept_reason
 from jaxmp._autocast.rules import Rules, region_rules
-from jaxmp._autocast.where import library_line, module_path, user_line
+from jaxmp._autocast.where import is_backward, library_line, module_path, user_line
 
 
 class Place(NamedTuple):
@@ -43,7 +43,7 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
         path=here,
         source=user_line(eqn) or around.source or library_line(eqn),
         times=around.times,
-        backward=around.backward or "transpose(" in str(eqn.source_info.name_stack),
+        backward=around.backward or is_backward(eqn),
         region=region_rules(eqn) or around.region,
         kept=kept_reason(eqn.source_info.name_stack) or around.kept,
         inside=around.inside,
