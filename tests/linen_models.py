@@ -107,7 +107,7 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         x = nn.relu(nn.Dense(self.features)(x))
         x = nn.Dropout(self.rate, deterministic=not train)(x)
-        return nn.Dense(3)(x)
+        return nn.Dense(6)(x)
 
 
 class CNN(nn.Module):
@@ -115,7 +115,7 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(4, (3, 3))(x)
+        x = nn.Conv(6, (3, 3))(x)
         x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
         x = nn.Dropout(0.5, deterministic=False)(x)
         return nn.Dense(3)(x.mean(axis=(1, 2)))
@@ -124,7 +124,7 @@ class CNN(nn.Module):
 class AutoEncoder(nn.Module):
     """Submodules in `setup`, several public methods, one of which calls the others."""
 
-    width: int = 4
+    width: int = 6
     rate: float = 0.5
 
     def setup(self) -> None:
@@ -190,7 +190,7 @@ class Transformer(nn.Module):
         embed = nn.Embed(16, 8, name="embed")
         x = embed(tokens)
         y = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(2)(y, mask=nn.make_causal_mask(tokens))
+        x = x + nn.MultiHeadDotProductAttention(1)(y, mask=nn.make_causal_mask(tokens))
         x = x + nn.Dense(8)(nn.gelu(nn.Dense(16)(nn.LayerNorm()(x))))
         return embed.attend(nn.LayerNorm()(x))
 
@@ -208,9 +208,9 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate = nn.softmax(nn.Dense(2, use_bias=False, name="router")(x))
-        chosen = jax.nn.one_hot(jnp.argmax(gate, -1), 2)
-        w = self.param("experts", nn.initializers.lecun_normal(), (2, 8, 8))
+        gate = nn.softmax(nn.Dense(6, use_bias=False, name="router")(x))
+        chosen = jax.nn.one_hot(jnp.argmax(gate, -1), 6)
+        w = self.param("experts", nn.initializers.lecun_normal(), (6, 8, 8))
         routed = jnp.einsum("te,td->etd", chosen, x)
         y = jnp.einsum("etd,edf->etf", routed, w)
         return jnp.einsum("etf,te->tf", nn.relu(y), chosen * gate)

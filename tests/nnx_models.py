@@ -62,7 +62,7 @@ class Attention(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
-            num_heads=2, in_features=WIDTH, decode=False, rngs=rngs
+            num_heads=1, in_features=WIDTH, decode=False, rngs=rngs
         )
         self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
 
@@ -112,18 +112,18 @@ class Listed(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Two experts, chosen by a router, reached through a one-hot dispatch in the values' dtype."""
+    """Six experts, chosen by a router, reached through a one-hot dispatch in the values' dtype."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.router = nnx.Linear(WIDTH, 2, rngs=rngs)
+        self.router = nnx.Linear(WIDTH, 6, rngs=rngs)
         init = nnx.initializers.lecun_normal()
-        self.w_in = nnx.Param(init(rngs.params(), (2, WIDTH, 16)))
-        self.w_out = nnx.Param(init(rngs.params(), (2, 16, WIDTH)))
+        self.w_in = nnx.Param(init(rngs.params(), (6, WIDTH, 16)))
+        self.w_out = nnx.Param(init(rngs.params(), (6, 16, WIDTH)))
         self.head = nnx.Linear(WIDTH, 4, rngs=rngs)
 
     def __call__(self, x):
         gates = jax.nn.softmax(self.router(x))
-        chosen = jax.nn.one_hot(gates.argmax(-1), 2, dtype=x.dtype)  # [batch, expert]
+        chosen = jax.nn.one_hot(gates.argmax(-1), 6, dtype=x.dtype)  # [batch, expert]
         h = jnp.einsum("be,bd->ebd", chosen, x)
         h = nnx.gelu(jnp.einsum("ebd,edf->ebf", h, self.w_in[...]))
         out = jnp.einsum("ebf,efd,be->bd", h, self.w_out[...], chosen * gates)
@@ -160,17 +160,17 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "mlp": Model(MLP, lambda: uniform(4, WIDTH), 2),
-    "cnn": Model(CNN, lambda: uniform(4, 6, 6, 3), 3),
+    "mlp": Model(MLP, lambda: uniform(6, WIDTH), 2),
+    "cnn": Model(CNN, lambda: uniform(6, 6, 6, 3), 3),
     "lstm": Model(lambda rngs: Recurrent(nnx.LSTMCell, rngs), lambda: uniform(2, 5, WIDTH), 9),
     "optimized lstm": Model(
         lambda rngs: Recurrent(nnx.OptimizedLSTMCell, rngs), lambda: uniform(2, 5, WIDTH), 3
     ),
     "gru": Model(lambda rngs: Recurrent(nnx.GRUCell, rngs), lambda: uniform(2, 5, WIDTH), 3),
     "attention": Model(Attention, lambda: uniform(2, 5, WIDTH), 7),
-    "scanned": Model(Scanned, lambda: uniform(4, WIDTH), 3),
-    "listed": Model(Listed, lambda: uniform(4, WIDTH), 7),
-    "moe": Model(MoE, lambda: uniform(4, WIDTH), 6),
+    "scanned": Model(Scanned, lambda: uniform(6, WIDTH), 3),
+    "listed": Model(Listed, lambda: uniform(6, WIDTH), 7),
+    "moe": Model(MoE, lambda: uniform(6, WIDTH), 6),
     "tied": Model(Tied, lambda: jnp.arange(10).reshape(2, 5), 6),
 }
 
@@ -209,8 +209,8 @@ def functions(
 
 POLICY = "mixed_bfloat16"
 LOW = {"bfloat16": 2}  # the contractions of the MLP
-ROWS = uniform(4, WIDTH)
-IMAGES = uniform(4, 6, 6, 3)
+ROWS = uniform(6, WIDTH)
+IMAGES = uniform(6, 6, 6, 3)
 
 
 def pair(name: str, policy: object = POLICY) -> tuple[nnx.Module, nnx.Module]:
@@ -253,4 +253,4 @@ def runs_low(model: nnx.Module) -> bool:
     def fn(state, x):
         return nnx.merge(graphdef, state)(x)
 
-    return contraction_dtypes(fn, state, uniform(4, WIDTH)) == LOW
+    return contraction_dtypes(fn, state, uniform(6, WIDTH)) == LOW

@@ -373,7 +373,7 @@ def test_one_block_of_a_language_model() -> None:
         def __call__(self, x: jax.Array) -> jax.Array:
             for i, width in enumerate((10, 11, 12)):
                 y = nn.LayerNorm()(x)
-                x = x + nn.MultiHeadDotProductAttention(2, name=f"attention_{i}")(y)
+                x = x + nn.MultiHeadDotProductAttention(1, name=f"attention_{i}")(y)
                 x = x + Block(width, name=f"block_{i}")(x)
             return nn.Dense(13, name="head")(x)
 

@@ -43,7 +43,7 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, _: Any = None) -> Any:
         dtype = self.config.dtype
         y = nn.LayerNorm(dtype=dtype)(x)
-        x = x + nn.MultiHeadDotProductAttention(2, dtype=dtype)(y)
+        x = x + nn.MultiHeadDotProductAttention(1, dtype=dtype)(y)
         y = nn.LayerNorm(dtype=dtype)(x)
         gate = nn.Dense(2, dtype=self.config.router or dtype, name="router")(y)
         y = nn.Dense(8, dtype=dtype)(nn.gelu(nn.Dense(16, dtype=dtype)(y)))
@@ -212,7 +212,7 @@ class Adapter(nn.Module):
         return self.inner(x) + x @ down @ up
 
 
-LOW_RANK = {"down": (8, 2), "up": (2, 8)}
+LOW_RANK = {"down": (8, 6), "up": (6, 8)}
 
 
 @pytest.mark.filterwarnings("ignore:wrap. 1 layer with")
@@ -287,7 +287,7 @@ class Routed(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(64)(nn.Dense(1, dtype=self.router, name="router")(x))
+        return nn.Dense(64)(nn.Dense(6, dtype=self.router, name="router")(x))
 
 
 @pytest.mark.parametrize("nested", [False, True])

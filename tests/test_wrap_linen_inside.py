@@ -191,7 +191,7 @@ def test_share_scope() -> None:
 
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            return self.inner(x) + nn.Dense(3, name="extra")(x)
+            return self.inner(x) + nn.Dense(6, name="extra")(x)
 
     for adapter, low in (
         (jaxmp.wrap(Adapter(MLP()), BF16), {"bfloat16": 3}),
@@ -243,7 +243,7 @@ def by_vjp(module: nn.Module, x: jax.Array) -> jax.Array:
 
 def by_jvp(module: nn.Module, x: jax.Array) -> jax.Array:
     y = module(x)
-    tangents = {"params": jax.tree.map(jnp.ones_like, module.variables["params"])}
+    tangents = {"params": jax.tree.map(lambda p: 0.5 * p, module.variables["params"])}
     return y + nn.jvp(tanh_of, module, (x,), (x,), variable_tangents=tangents)[1]
 
 
@@ -435,7 +435,7 @@ def test_autocast_around_apply_of_a_wrapped_module() -> None:
     variables = variables_of(wrapped, X)
 
     def loss(variables: Any) -> jax.Array:
-        return jnp.sum(wrapped.apply(variables, X) @ X[:3])
+        return jnp.sum(wrapped.apply(variables, X) @ X[:6])
 
     assert contraction_dtypes(jaxmp.autocast(loss, F16), variables) == {"bfloat16": 2, "float16": 1}
     assert contraction_dtypes(loss, variables) == {"bfloat16": 2, "float32": 1}
