@@ -90,14 +90,14 @@ class _TriangleMultiplication(nn.Module):
 
 
 def _aligned_error(frames: Frames, target: Frames) -> jax.Array:
-    """FAPE: every place seen from every frame, clamped at ten ångström."""
+    """FAPE: every place seen from every frame, clamped at twenty ångström."""
 
     def seen(frames: Frames) -> jax.Array:
         everywhere = jnp.broadcast_to(frames.place, (frames.place.shape[0], *frames.place.shape))
         return frames.invert(everywhere)
 
     error = jnp.sqrt(((seen(frames) - seen(target)) ** 2).sum(axis=-1) + 1e-4)
-    return jnp.minimum(error, 10.0).mean() / 10
+    return jnp.minimum(error, 20.0).mean() / 10
 
 
 @zoo
