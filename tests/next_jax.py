@@ -27,7 +27,7 @@ import jaxmp
 from jaxmp._autocast import jaxpr_compat
 
 BF16 = "mixed_bfloat16"
-X = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
+X = jnp.sin(0.7 * jnp.arange(48.0) + 0.3).reshape(6, 8)
 W = jnp.sin(jnp.arange(64.0)).reshape(8, 8) / 3
 SCAN3 = os.environ.get("JAX_SCAN3") == "1"
 scan_runs_as_before = pytest.mark.skipif(SCAN3, reason="JAX cannot differentiate this scan yet")
@@ -125,11 +125,11 @@ def custom_vjp_nondiff(w, x):
 
 
 def custom_vjp_under_vmap(w, x):
-    return jnp.sum(jax.vmap(lambda v: reversed_layer(v[None], w))(x) ** 2)
+    return jnp.sum(jax.vmap(lambda v: reversed_layer(v, w))(jnp.stack([x, 0.5 * x])) ** 2)
 
 
 def custom_vjp_in_remat(w, x):
-    return jnp.sum(jax.checkpoint(lambda x: reversed_layer(jnp.sin(x @ w), w))(x))
+    return jnp.sum(jax.checkpoint(lambda x: reversed_layer(jnp.arctan(x @ w), w))(x))
 
 
 @jax.custom_vjp

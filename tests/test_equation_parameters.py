@@ -66,7 +66,7 @@ def test_shardings_of_inner_jits_and_constraints_are_kept() -> None:
         h = jax.jit(jnp.matmul, in_shardings=(rows, whole), out_shardings=rows)(x, w)
         return lax.with_sharding_constraint(jnp.tanh(h), rows) @ w
 
-    x = jnp.tile(X, (2, 1))
+    x = jnp.tile(X, (4, 1))
     cast = jaxmp.autocast(fn, BF16)
     want = {str(e.params["in_shardings"]) + str(e.params["out_shardings"]) for e in _jits(fn, x, W)}
     got = {

@@ -134,7 +134,7 @@ def test_large_captured_constant() -> None:
 
 def test_numpy_constant_does_not_promote() -> None:
     """A NumPy float32 table added in the middle keeps what follows low."""
-    table = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+    table = np.linspace(-1, 1, 48, dtype=np.float32).reshape(6, 8)
     cast = jaxmp.autocast(lambda x, w, v: jnp.tanh(x @ w + table) @ v, BF16)
     assert contraction_dtypes(cast, X, W, V) == Counter(bfloat16=2)
 
