@@ -234,7 +234,12 @@ def symbolic_zero(aval: Any) -> Any:
 
 
 def _held(eqn: jex_core.JaxprEqn) -> Any:
-    """The object that a `call_hi_primitive` equation keeps in its parameters, or None."""
+    """The object that a `call_hi_primitive` equation keeps in its parameters, or None.
+
+    Before 0.12 these objects did not say enough to be looked inside: what holds them is unknown.
+    """
+    if jax.__version_info__ < (0, 12):
+        return None
     return eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
 
 

@@ -29,15 +29,12 @@ FLOAT32: dict[str, dict[str, int]] = {
     },
     "configured_lm": {"the mean loss is a product with the weights of the tokens": 1},
     "ctc_speech": {"optax multiplies a vector of probabilities by a one-hot one": 1},
-    "deep_equilibrium": {"the first iterate is zero": 1},
     "egnn": {"the charge is one feature": 1},
     "flash_attention": {"the blocks have 4 keys": 2},
     "force_field": {
-        "couples harmonics by a constant tensor, or contracts at most 4 components": 25,
-        "the force's first product multiplies a cotangent of ones": 1,
+        "couples harmonics by a constant tensor, or contracts at most 4 components": 21,
     },
     "hash_grid_nerf": {"turns a ray by the camera's pose": 1},
-    "jaxopt_bilevel": {"gradient descent starts at zero": 1},
     "linear_recurrent_unit": {"the input has 4 features": 1},
     "mamba": {
         "a depthwise convolution of 3 taps": 2,
@@ -58,7 +55,8 @@ FLOAT32: dict[str, dict[str, int]] = {
 # Float32 contractions that only the backward program has: the linear solve of an implicit rule, and
 # what derivative rules written by hand multiply.
 BACKWARD = {
-    "jaxopt_bilevel": 24,  # conjugate gradients
+    "diffrax_ode": 1,  # the adjoint of a derivative of 4 components
+    "jaxopt_bilevel": 29,  # conjugate gradients, and what starts from them
     "optimistix_equilibrium": 3,
     "rk4_adjoint": 4,  # the adjoint of each of the four slopes has 4 components
 }
@@ -82,7 +80,8 @@ ABOVE_INPUT_FLOOR = {
     "scanned_lm": 1.76,
     "mixture_of_experts": 7.70,
     "mamba": 1.76,
-    "realnvp": 1.69,
+    "realnvp": 2.09,  # 1.69 before products of 3 elements were float32
+    "jaxopt_bilevel": 3.96,
     "rk4_adjoint": 1.95,
     "deep_equilibrium": 1.86,
     "bfloat16_inputs": 1.65,
@@ -92,7 +91,10 @@ ABOVE_INPUT_FLOOR = {
     "egnn": 2.59,
     "vq_vae": 4.38,
 }
-ABOVE_INPUT_FLOOR_IN_FLOAT16 = {"vq_vae": 3.55}  # a vector nearest to another code
+ABOVE_INPUT_FLOOR_IN_FLOAT16 = {
+    "vq_vae": 3.55,  # a vector nearest to another code
+    "jaxopt_bilevel": 2.14,
+}
 ABOVE_CONTRACTION_FLOOR = {
     "lstm_seq2seq": 2.53,
     "gru_tagger": 1.76,
@@ -102,5 +104,7 @@ ABOVE_CONTRACTION_FLOOR = {
     "rk4_adjoint": 2.49,
     "deep_equilibrium": 1.63,
     "physics_informed": 1.54,
+    "realnvp": 1.60,
+    "jaxopt_bilevel": 1.85,
 }
 HEADROOM = 1.1  # a ratio moves by a few per cent between compilers
