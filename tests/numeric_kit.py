@@ -31,8 +31,11 @@ from jax import lax
 import jaxmp
 
 DRAWS = 3
-# Otherwise a compiler may leave out a conversion to 16 bits and back.
-EXACT = {"xla_allow_excess_precision": False}
+# Otherwise a compiler may leave out a conversion to 16 bits and back; and JAX 0.12's library of
+# products for CPUs sums some of them in 16 bits.
+EXACT: dict[str, Any] = {"xla_allow_excess_precision": False}
+if jax.__version_info__ >= (0, 12):
+    EXACT["xla_cpu_experimental_ynn_fusion_type"] = ""
 
 
 class Plain:

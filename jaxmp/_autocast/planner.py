@@ -500,16 +500,11 @@ class JaxprPlanner:
                 fixed = [v is not None and v.fixed for v in values]
                 kept = precise_product(eqn, fixed, self.demanded(eqn)[0])
         if kept is not None:
-            # Of low values it is made of nothing else; of arguments, it is data. Either way it is
-            # precise until it meets a low value.
+            # Of low values it is made of nothing else; of arguments, it is data.
             mine = [v for v in values if v is not None]
             derived = any(v.dtype or v.licence == COMPUTED for v in mine)
             licence = COMPUTED if derived and all(v.licence != DATA for v in mine) else DATA
-            step = self.as_written(eqn, values, kept, licence)
-            for var in filter(ours, eqn.outvars):
-                value = self.env[var]
-                self.env[var] = value and value._replace(origins=NO_ORIGINS)
-            return step
+            return self.as_written(eqn, values, kept, licence)
         low = self.rules.low
         for atom in eqn.invars[:2]:  # an author's 16-bit operand decides for the other
             dtype = dtype_of(atom)
