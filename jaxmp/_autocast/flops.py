@@ -26,6 +26,18 @@ def contraction_flops(eqn: JaxprEqn) -> int:
     return 0 if count is None else count(eqn)
 
 
+# What a size counts as that `jax.export` left open.
+_OPEN_SIZE = 64
+
+
+def _sizes(atom: Any) -> tuple[int, ...]:
+    return tuple(map(_known, shape_of(atom)))
+
+
+def _known(size: Any) -> int:
+    return size if isinstance(size, int) else _OPEN_SIZE
+
+
 _OPEN = re.compile(r"\w+\((?=[^()]*$)")  # ``vmap(``, whose end is not there
 
 
@@ -52,7 +64,7 @@ def _add_kept(plan: Plan, times: int, around: str, flops: Counter[str]) -> int:
     for step in plan.steps:
         path = "/".join(filter(None, (around, str(step.eqn.source_info.name_stack))))
         if step.plans:
-            again = step.eqn.params.get("length", 1) if step.action == "scan" else 1
+            again = _known(step.eqn.params["length"]) if step.action == "scan" else 1
             total += sum(_add_kept(inner, times * again, path, flops) for inner in step.plans)
         else:
             cost = contraction_flops(step.eqn) * times
@@ -65,20 +77,20 @@ def _add_kept(plan: Plan, times: int, around: str, flops: Counter[str]) -> int:
 
 def _dot_general(eqn: JaxprEqn) -> int:
     (contract, _), _ = eqn.params["dimension_numbers"]
-    lhs = shape_of(eqn.invars[0])
+    lhs = _sizes(eqn.invars[0])
     contracted: int = math.prod(lhs[i] for i in contract)
-    return 2 * math.prod(shape_of(eqn.outvars[0])) * contracted
+    return 2 * math.prod(_sizes(eqn.outvars[0])) * contracted
 
 
 def _ragged_dot(eqn: JaxprEqn) -> int:
     # Each row of the operand meets the matrix of its own group: as a plain product.
-    return 2 * math.prod(shape_of(eqn.invars[0])) * shape_of(eqn.invars[1])[-1]
+    return 2 * math.prod(_sizes(eqn.invars[0])) * _sizes(eqn.invars[1])[-1]
 
 
 def _convolution(eqn: JaxprEqn) -> int:
     params = eqn.params
     numbers: Any = params["dimension_numbers"]
-    lhs, rhs, out = (shape_of(v) for v in (*eqn.invars[:2], *eqn.outvars))
+    lhs, rhs, out = (_sizes(v) for v in (*eqn.invars[:2], *eqn.outvars))
     batch, features = (out[i] for i in numbers.out_spec[:2])
     per_group: int = rhs[numbers.rhs_spec[1]]
     positions = 1
@@ -88,7 +100,7 @@ def _convolution(eqn: JaxprEqn) -> int:
             window=rhs[numbers.rhs_spec[2 + i]],
             out=out[numbers.out_spec[2 + i]],
             stride=params["window_strides"][i],
-            padding=low,
+            padding=low if isinstance(low, int) else 0,
             lhs_dilation=params["lhs_dilation"][i],
             rhs_dilation=params["rhs_dilation"][i],
         )

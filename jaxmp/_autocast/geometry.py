@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.demand import ANGLE, LATER
-from jaxmp._autocast.jaxpr_compat import shape_of
+from jaxmp._autocast.jaxpr_compat import is_at_most, shape_of
 from jaxmp._autocast.where import is_backward
 
 # A product that contracts so few elements rotates, projects or mixes coordinates.
@@ -34,7 +34,7 @@ def precise_product(eqn: JaxprEqn, fixed: Sequence[bool], wanted: int) -> str | 
     contracted, free = _contracted(eqn), _free(eqn)
     if contracted == 1:
         return "geometry: contracts nothing"
-    if contracted <= COORDINATES:
+    if is_at_most(contracted, COORDINATES):
         return f"geometry: contracts {contracted} elements"
     if not free:
         return "a scalar product"
@@ -48,7 +48,7 @@ def _contracted(eqn: JaxprEqn) -> int:
     left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     if eqn.primitive.name == "conv_general_dilated":
         out_features: int = eqn.params["dimension_numbers"].rhs_spec[0]
-        return math.prod(right) // max(right[out_features], 1)
+        return math.prod(n for axis, n in enumerate(right) if axis != out_features)
     (contracting, _), _ = _dimensions(eqn)
     return math.prod(left[i] for i in contracting)
 

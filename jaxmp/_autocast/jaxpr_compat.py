@@ -75,6 +75,11 @@ def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
+def is_at_most(size: Any, limit: int) -> bool:
+    """Whether a size is known to be at most `limit`: one that `jax.export` left open is not."""
+    return isinstance(size, int) and size <= limit
+
+
 def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Closed, Closed, list[Any]]:
     """A jaxpr cut in two: what does not depend on its last operands, and what does.
 

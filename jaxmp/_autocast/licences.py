@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.jaxpr_compat import dtype_of, shape_of
+from jaxmp._autocast.jaxpr_compat import dtype_of, is_at_most, shape_of
 
 CONSTANT = "constant"
 PARAMETER = "parameter"
@@ -59,9 +59,9 @@ def is_broadcast(shape: Sequence[int], result: Sequence[int]) -> bool:
       >>> is_broadcast((1, 4), (8, 4)), is_broadcast((8, 1), (8, 4)), is_broadcast((1, 1), (8, 4))
       (True, False, False)
     """
-    if int(np.prod(shape)) <= 1 or len(shape) != len(result):
+    if all(n == 1 for n in shape) or len(shape) != len(result):
         return False
-    return next((own < n for own, n in zip(shape, result, strict=True) if n > 1), False)
+    return next((own != n for own, n in zip(shape, result, strict=True) if n != 1), False)
 
 
 def here(licence: str, atom: Any, eqn: JaxprEqn) -> str:
@@ -110,7 +110,8 @@ def of_constant(array: Any, low: np.dtype[Any] | None) -> str:
 
 def of_iota(shape: Sequence[int], low: np.dtype[Any] | None) -> str:
     """The licence of 0, 1, 2, …, which are positions where the low dtype cannot count so far."""
-    exact = low is not None and max(shape, default=0) - 1 <= 2 ** (jnp.finfo(low).nmant + 1)
+    most = 0 if low is None else 2 ** (jnp.finfo(low).nmant + 1) + 1
+    exact = low is not None and all(is_at_most(n, most) for n in shape)
     return PARAMETER if exact else DATA
 
 

@@ -569,8 +569,8 @@ def _repeats(eqn: JaxprEqn) -> bool:
     """Whether an op of `REPEATING` really repeats or merges elements."""
     if eqn.primitive.name != "broadcast_in_dim":
         return True
-    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    return bool(np.prod(after) > np.prod(before))
+    axes = dict(zip(eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0]), strict=True))
+    return any(axes.get(i, 1) != n for i, n in enumerate(shape_of(eqn.outvars[0])))
 
 
 def _smallest_normal(dtype: DType | None) -> float:

@@ -1,0 +1,146 @@
+"""Sizes that `jax.export` leaves open: what is exported is what autocast makes of known ones."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import export, lax
+
+import jaxmp
+
+BF16 = "mixed_bfloat16"
+
+
+def draw(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+W = draw(0, 16, 16) / 4
+LONG = jnp.linspace(0.0, 1.0, 16)
+
+
+def dense(x):
+    return jnp.tanh(x @ W + LONG) @ W
+
+
+def softmax_by_hand(x):
+    scores = x @ W
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return (weights / weights.sum(-1, keepdims=True)) @ W
+
+
+def attention(x):
+    q, k, v = (jnp.reshape(x @ W, (x.shape[0], 4, 4)) for _ in range(3))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ W
+
+
+def positions(x):
+    table = jnp.arange(x.shape[0], dtype=jnp.float32)[:, None] * LONG
+    return (x @ W + jnp.sin(table)) @ W
+
+
+def over_the_batch(x):
+    return x.T @ x / x.shape[0]
+
+
+def summed_up(x):
+    return lax.scan(lambda c, row: (c + jnp.tanh(row @ W), c @ W), jnp.zeros(16), x)[1]
+
+
+def flattened(x):
+    return (jnp.concatenate([x, 2.0 * x]) @ W).reshape(-1)
+
+
+def convolution(x):
+    kernel = W[:3, :, None] * jnp.linspace(0.5, 1.0, 8)
+    numbers = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x[None], kernel, (1,), "SAME", dimension_numbers=numbers)
+
+
+FUNCTIONS = {
+    fn.__name__: fn
+    for fn in (
+        dense,
+        softmax_by_hand,
+        attention,
+        positions,
+        over_the_batch,
+        summed_up,
+        flattened,
+        convolution,
+    )
+}
+
+
+def exported(fn, rows: str = "rows"):
+    [size] = export.symbolic_shape(rows)
+    return export.export(jax.jit(fn))(jax.ShapeDtypeStruct((size, 16), jnp.float32))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_an_open_size_is_what_it_is_of_known_ones(name: str) -> None:
+    fn = jaxmp.autocast(FUNCTIONS[name], BF16)
+    program = exported(fn)
+    assert "bf16" in program.mlir_module()
+    for rows in (8, 24):
+        x = draw(rows, rows, 16)
+        np.testing.assert_allclose(program.call(x), fn(x), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_so_is_a_gradient(name: str) -> None:
+    fn = jaxmp.autocast(FUNCTIONS[name], BF16)
+    gradient = jax.grad(lambda x: jnp.mean(jnp.square(fn(x))))
+    x = draw(9, 8, 16)
+    program = exported(gradient)
+    np.testing.assert_allclose(program.call(x), gradient(x), rtol=5e-2, atol=2e-2)
+
+
+def test_an_open_number_of_positions_is_data() -> None:
+    """There may be more of them than bfloat16 can count."""
+
+    def fn(x):
+        return (x @ W + jnp.arange(x.shape[0], dtype=jnp.float32)[:, None]) @ W
+
+    [size] = export.symbolic_shape("rows")
+    plan = jaxmp.explain(fn, BF16)(jax.ShapeDtypeStruct((size, 16), jnp.float32))
+    assert "float32 data wins over 16 bits" in str(plan)
+    few = jaxmp.explain(fn, BF16)(jax.ShapeDtypeStruct((64, 16), jnp.float32))
+    assert "float32 data wins" not in str(few)
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.BatchNorm(use_running_average=True)(nn.Conv(8, (3, 3))(x)))
+        x = nn.max_pool(x, (2, 2), (2, 2)).reshape(x.shape[0], -1)
+        return nn.softmax(nn.Dense(4)(nn.LayerNorm()(nn.Dense(16)(x))))
+
+
+def test_a_wrapped_linen_model() -> None:
+    model = jaxmp.wrap(Linen(), BF16)
+    x = draw(3, 6, 8, 8, 3)
+    variables = model.init(jax.random.key(0), x)
+    [size] = export.symbolic_shape("b")
+    program = export.export(jax.jit(lambda x: model.apply(variables, x)))(
+        jax.ShapeDtypeStruct((size, 8, 8, 3), jnp.float32)
+    )
+    np.testing.assert_allclose(program.call(x), model.apply(variables, x), atol=1e-2)
+
+
+def test_a_wrapped_nnx_model() -> None:
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 4, rngs=rngs))
+    wrapped = jaxmp.wrap(model, BF16)
+    x = draw(3, 6, 16)
+    np.testing.assert_allclose(exported(wrapped).call(x), wrapped(x), rtol=2e-2, atol=1e-2)
+
+
+def test_explain_prints_open_sizes() -> None:
+    [size] = export.symbolic_shape("rows")
+    shown = str(jaxmp.explain(dense, BF16)(jax.ShapeDtypeStruct((size, 16), jnp.float32)))
+    assert "contraction" in shown
