@@ -140,7 +140,10 @@ def test_a_wrapped_nnx_model() -> None:
     np.testing.assert_allclose(exported(wrapped).call(x), wrapped(x), rtol=2e-2, atol=1e-2)
 
 
-def test_explain_prints_open_sizes() -> None:
+def test_what_counts_bytes_refuses_them() -> None:
     [size] = export.symbolic_shape("rows")
-    shown = str(jaxmp.explain(dense, BF16)(jax.ShapeDtypeStruct((size, 16), jnp.float32)))
-    assert "contraction" in shown
+    x = jax.ShapeDtypeStruct((size, 16), jnp.float32)
+    with pytest.raises(ValueError, match=r"audit: argument \['x'\] has the shape \(rows, 16\)"):
+        jaxmp.audit(dense, x=x)
+    with pytest.raises(ValueError, match=r"preflight: argument \[0\] has the shape \(rows, 16\)"):
+        jaxmp.preflight(dense, x, target="gpu-h100")

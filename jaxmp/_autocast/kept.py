@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from jaxmp._autocast.jaxpr_compat import closed
+from jaxmp._autocast.jaxpr_compat import closed, inner_jaxprs
 from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Step
 from jaxmp._autocast.rules import FLOAT32
@@ -57,5 +57,5 @@ def contracts(eqn: jex_core.JaxprEqn) -> bool:
     """Whether an equation is a contraction or has one inside."""
     if eqn.primitive.name in LOW:
         return True
-    inner = jex_core.jaxprs_in_params(eqn.params)
+    inner = inner_jaxprs(eqn)
     return any(contracts(e) for jaxpr in inner for e in closed(jaxpr).jaxpr.eqns)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp._autocast.flat import is_array, trace
-from jaxmp._autocast.jaxpr_compat import closed, dtype_of
+from jaxmp._autocast.jaxpr_compat import closed, dtype_of, inner_jaxprs
 from jaxmp._autocast.ops import LOW as CONTRACTIONS
 from jaxmp._autocast.ops import classify
 from jaxmp._autocast.transform import autocast
@@ -21,7 +21,7 @@ from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.inspect.blame import FAULT, INTENDED, Judge
 from jaxmp.inspect.chip import Target, parse_target
-from jaxmp.inspect.flops import contraction_flops, matmul_dims, nbytes
+from jaxmp.inspect.flops import check_sizes, contraction_flops, matmul_dims, nbytes
 from jaxmp.inspect.follow import FLOAT32, LOW, Known, Seen, follow
 from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
 from jaxmp.inspect.report import Finding, Operation, PrecisionReport
@@ -60,7 +60,8 @@ def audit(
       float32, for the reason given. Very small products are geometry, and no fault either.
 
     Raises:
-      ValueError: if the policy or the target is unknown.
+      ValueError: if the policy or the target is unknown, or an argument has a size that
+        `jax.export` left open.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -73,6 +74,7 @@ def audit(
       >>> jaxmp.audit(jax.grad(loss), w, w, policy="mixed_bfloat16").contraction_share()
       {'bfloat16': 1.0}
     """
+    check_sizes("audit", args, kwargs)
     if policy is not None:
         fn = autocast(fn, policy)
     jaxpr = trace(fn, args, kwargs).jaxpr
@@ -289,7 +291,7 @@ def _residuals(jaxpr: Any, around: Place, bytes_by_dtype: Counter[str], auditor:
                     used[var].append(eqn)
         else:
             made.update(dict.fromkeys(eqn.outvars, place))
-            for inner in jex_core.jaxprs_in_params(eqn.params):
+            for inner in inner_jaxprs(eqn):
                 _residuals(inner, place_inside(eqn, place), bytes_by_dtype, auditor)
     for var, users in used.items():
         size = nbytes(var) * made[var].times

@@ -5,13 +5,30 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast.flat import is_array
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.jaxpr_compat import shape_of
 
-__all__ = ["contraction_flops", "matmul_dims", "nbytes"]
+__all__ = ["check_sizes", "contraction_flops", "matmul_dims", "nbytes"]
+
+
+def check_sizes(name: str, *args: Any) -> None:
+    """Checks that every size is a number, for the function `name`, which counts bytes.
+
+    Raises:
+      ValueError: if `jax.export` left one open.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if is_array(leaf) and not all(isinstance(n, int) for n in leaf.shape):
+            where = jax.tree_util.keystr(path[1:])
+            raise ValueError(
+                f"{name}: argument {where} has the shape ({', '.join(map(str, leaf.shape))}), "
+                "where a size is open, and bytes cannot be counted. Give every size a number."
+            )
 
 
 def nbytes(atom: Any) -> int:

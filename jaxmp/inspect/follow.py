@@ -159,9 +159,9 @@ class _Follower:
             place = place_of(eqn, around)
             operands = [read(v) for v in eqn.invars]
             names = [_label(v, label) for v in eqn.invars]
-            inner = list(jex_core.jaxprs_in_params(eqn.params))
+            inner = list(jaxpr_compat.inner_jaxprs(eqn))
             # A scatter has a jaxpr, too: how it adds two numbers. It is an operation all the same.
-            if inner and (eqn.primitive.name in HIGHER_ORDER or contracts(eqn)):
+            if inner and (jaxpr_compat.kind(eqn) in HIGHER_ORDER or contracts(eqn)):
                 outs = self._inside(eqn, inner, operands, names, place, silent=silent)
             else:
                 out = Known(

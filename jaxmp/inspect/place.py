@@ -8,6 +8,7 @@ import jax.extend.core as jex_core
 
 from jaxmp._autocast.equations import CAST_SCOPE
 from jaxmp._autocast.higher_order import HIGHER_ORDER
+from jaxmp._autocast.jaxpr_compat import called, kind
 from jaxmp._autocast.kept import kept_reason
 from jaxmp._autocast.rules import Rules, region_rules
 from jaxmp._autocast.where import is_backward, library_line, module_path, user_line
@@ -56,8 +57,8 @@ def place_inside(eqn: jex_core.JaxprEqn, place: Place) -> Place:
         return place._replace(times=place.times * eqn.params["length"])
     if eqn.primitive.name == "cond":
         return place._replace(times=place.times / len(eqn.params["branches"]))
-    if eqn.primitive.name not in HIGHER_ORDER:
-        return place._replace(inside=eqn.primitive.name)
+    if kind(eqn) not in HIGHER_ORDER:
+        return place._replace(inside=called(eqn))
     return place
 
 

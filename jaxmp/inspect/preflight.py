@@ -19,6 +19,7 @@ from jaxmp.inspect.batch_arguments import batch_of, with_batch
 from jaxmp.inspect.batch_search import Probe, search_batch
 from jaxmp.inspect.chip import Target, parse_target
 from jaxmp.inspect.compile_ahead import compile_ahead
+from jaxmp.inspect.flops import check_sizes
 from jaxmp.inspect.preflight_report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp.policy import Policy, single_policy
 
@@ -68,8 +69,8 @@ def preflight(
 
     Raises:
       ValueError: if the target or a policy is unknown, there is no argument of a number in
-        `donate_argnums` or `batch_argnums`, shardings do not fit the target, or the arrays of
-        `batch_argnums` differ in their leading axis.
+        `donate_argnums` or `batch_argnums`, shardings do not fit the target, the arrays of
+        `batch_argnums` differ in their leading axis, or a size is one that `jax.export` left open.
       CompilerMissingError: (an ImportError) if the compiler is not installed.
       RuntimeError: if the compiling process ends without a result.
 
@@ -85,6 +86,7 @@ def preflight(
       ValueError: preflight: unknown target 'gpu-h10' (did you mean 'gpu-h100'?)...
     """
     resolved = parse_target(target)
+    check_sizes("preflight", args)
     donated, batch = _indices(donate_argnums), _indices(batch_argnums)
     if not all(-len(args) <= i < len(args) for i in donated):
         raise ValueError(
