@@ -14,7 +14,12 @@ from jaxmp._autocast import closures
 from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.transform import is_identity, plan_program, trace_program
+from jaxmp._autocast.transform import (
+    is_identity,
+    licences_of,
+    plan_program,
+    trace_program,
+)
 from jaxmp._autocast.where import library_line, module_path, user_line
 from jaxmp.policy import Policy, single_policy
 
@@ -124,7 +129,8 @@ def explain(
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
         traced = trace_program(fn, args, kwargs, policy)
-        rows = tuple(_rows(plan_program(traced.jaxpr, policy), 1, "", ""))
+        plan = plan_program(traced.jaxpr, policy, licences_of(args, kwargs))
+        rows = tuple(_rows(plan, 1, "", ""))
         return Explanation(rows, "" if is_identity(policy) else str(policy))
 
     return explain_fn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ import jmp
 import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
-from jaxmp._autocast import closures, jaxpr_compat
+from jaxmp._autocast import closures, jaxpr_compat, nnx_calls
 from jaxmp._autocast.custom_rules import Execute
 from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.equations import cast
@@ -25,7 +26,7 @@ from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
-from jaxmp._autocast.region import in_region, inside_autocast, policy_in_force
+from jaxmp._autocast.region import in_region, inside_autocast, policy_in_force, widen
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unseen
 from jaxmp.policy import Policy, single_policy
@@ -47,7 +48,9 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
 
     Args:
       fn: a function of any pytrees. JAX and NumPy arrays are traced; every other leaf (Python and
-        NumPy numbers, booleans, strings, callables, None) is passed on as it is.
+        NumPy numbers, booleans, strings, callables, None) is passed on as it is. NNX modules may be
+        among its arguments: what `fn` changes in them (averages, random streams) is written back,
+        as by `flax.nnx.jit`, and their Variables stay in the dtypes they have.
       policy: anything `get_policy` takes.
 
     Returns:
@@ -88,6 +91,7 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
             "apply. Use jaxmp.wrap(module, policy), or jaxmp.autocast(module.apply, policy)."
         )
     planned = under_policy(fn, policy)
+    planned_of_modules = _under_policy_of_modules(fn, policy)
     marked = in_region(fn, policy)
 
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
@@ -95,6 +99,8 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
             return marked(*args, **kwargs)
         if is_identity(policy):
             return fn(*args, **kwargs)
+        if nnx_calls.holds_modules((args, kwargs)):
+            return planned_of_modules(args, kwargs)
         return planned(*args, **kwargs)
 
     return Transformed(autocast_fn, autocast, fn, policy)  # type: ignore[return-value]
@@ -154,6 +160,34 @@ def under_policy(
     return planned_fn  # type: ignore[return-value]
 
 
+def _under_policy_of_modules(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """As `under_policy`, a function of `(args, kwargs)`, which may hold NNX modules.
+
+    Their Variables stay in the dtypes they have: param and output dtype are for everything else.
+    """
+    stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
+    inner = dataclasses.replace(policy, param_dtype=FLOAT32, output_dtype=FLOAT32)
+
+    def given(x: Any) -> Any:
+        mine = is_array(x) and x.dtype == FLOAT32 and stored != FLOAT32
+        return widen(_as(x, stored, saturate=True), stored) if mine else x
+
+    def returned(x: Any) -> Any:
+        mine = is_array(x) and x.dtype == FLOAT32
+        return _as(x, output, saturate=policy.saturate) if mine else x
+
+    @functools.wraps(fn)
+    def called(args: Any, kwargs: Any) -> Any:
+        args, kwargs = nnx_calls.map_arrays(given, (args, kwargs))
+        with nnx_calls.shown_as_float32((args, kwargs), {stored} - {FLOAT32}):
+            return fn(*args, **kwargs)
+
+    planned = nnx_calls.lift(
+        functools.partial(under_policy, policy=inner, licences=nnx_calls.variable_licences), called
+    )
+    return lambda args, kwargs: nnx_calls.map_arrays(returned, planned(args, kwargs))
+
+
 def is_identity(policy: Policy) -> bool:
     """Whether a policy is float32 throughout."""
     dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
@@ -164,6 +198,13 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
     """A call of `fn`, traced to be planned."""
     with inside_autocast(policy):
         return trace(fn, args, kwargs)
+
+
+def licences_of(args: Any, kwargs: Any) -> tuple[str, ...]:
+    """The licences of the arrays of a call, as far as NNX modules in it tell; () without any."""
+    if not nnx_calls.holds_modules((args, kwargs)):
+        return ()
+    return _of_arrays(nnx_calls.variable_licences(args, kwargs), args, kwargs)
 
 
 def _of_arrays(licences: Sequence[str], args: Any, kwargs: Any) -> tuple[str, ...]:

@@ -15,12 +15,17 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
-from flax import errors, nnx
-from flax.nnx.graphlib import is_graph_node as _is_graph_node
-from flax.nnx.transforms.general import merge_inputs, split_inputs
+from flax import nnx
 
-from jaxmp._autocast.licences import DATA, GIVEN, PARAMETER
-from jaxmp._autocast.region import policy_in_force, region, widen
+from jaxmp._autocast.licences import DATA
+from jaxmp._autocast.nnx_calls import (
+    lift,
+    map_arrays,
+    on_copies,
+    shown_as_float32,
+    variable_licences,
+)
+from jaxmp._autocast.region import policy_in_force, region
 from jaxmp._autocast.transform import under_policy
 from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.overrides import FLOAT32, Overrides
@@ -141,13 +146,15 @@ class _Lifted:
         self._under_policy: dict[str, Method] = {}
         for name, method in self._methods.items():
             called = self._called[name] = self._marking(method)
-            under = under_policy(
-                merge_inputs(called), self.overrides.inner, self.overrides.warn_of_kept, _licences
-            )
-            self._under_policy[name] = _updatable(split_inputs(under))
+            self._under_policy[name] = lift(self._planned, called)
 
     def __reduce__(self) -> Any:
         return _Lifted, self._made_from
+
+    def _planned(self, method: Method) -> Method:
+        overrides = self.overrides
+        licences = functools.partial(variable_licences, others=DATA)
+        return under_policy(method, overrides.inner, overrides.warn_of_kept, licences)
 
     def call(self, name: str, module: nnx.Module, args: Any, kwargs: Any) -> Any:
         """Calls a method of a wrapped module."""
@@ -157,14 +164,11 @@ class _Lifted:
                 if not overrides.stored and not _marks(module, overrides):
                     return self._methods[name](module, *args, **kwargs)
                 # On a copy of this trace's own: others may be tracing the module as well.
-                copied = split_inputs(merge_inputs(self._called[name]))
-                return _updatable(copied)(module, args, kwargs)
+                return on_copies(self._called[name])(module, args, kwargs)
         if overrides.is_identity:
             return self._methods[name](module, *args, **kwargs)
         out = self._under_policy[name](module, args, kwargs)
-        return jax.tree.map(
-            lambda x: x if _is_graph_node(x) else overrides.output(x), out, is_leaf=_is_graph_node
-        )
+        return map_arrays(overrides.output, out)
 
     def _marking(self, method: Method) -> Method:
         overrides = self.overrides
@@ -173,65 +177,10 @@ class _Lifted:
         def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
             own = overrides.policy_at((), type(self))
             entered = nullcontext() if own is None else region(own)
-            with _shown_as_float32(self, overrides), _marked(self, overrides), entered:
+            with shown_as_float32(self, overrides.stored), _marked(self, overrides), entered:
                 return method(self, *args, **kwargs)
 
         return called
-
-
-def _licences(args: Any, kwargs: Any) -> list[str]:
-    """What the leaves of a call are: parameters, other variables, data."""
-    licences: list[str] = []
-    for leaf in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        kind = PARAMETER if isinstance(leaf, nnx.Param) else GIVEN
-        variable = isinstance(leaf, nnx.Variable)
-        licences += [kind if variable else DATA] * len(jax.tree.leaves(leaf))
-    return licences
-
-
-def _updatable(fn: Method) -> Method:
-    """`fn` on a copy of those modules that belong to another trace.
-
-    JAX's own transformations may close over a module that is only read. Lifting writes all of its
-    Variables back, changed or not, which Flax refuses in another trace.
-    """
-
-    @functools.wraps(fn)
-    def updatable(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args, is_leaf=_is_graph_node)
-        nodes = [leaf for leaf in leaves if _is_graph_node(leaf)]
-        variables = _variables(nodes)
-        if all(map(_can_update, variables)):
-            return fn(*args)
-        before = nnx.graphdef(nodes)
-        copies = nnx.clone(nodes)
-        copied = iter(copies)
-        out = fn(
-            *jax.tree.unflatten(tree, [next(copied) if _is_graph_node(x) else x for x in leaves])
-        )
-        if nnx.graphdef(copies) != before:
-            raise errors.TraceContextError(
-                "Cannot mutate a module from a different trace level: pass it as an argument"
-            )
-        for variable, copy in zip(variables, _variables(copies), strict=True):
-            if copy.get_raw_value() is not variable.get_raw_value():
-                variable.set_raw_value(copy.get_raw_value())  # Flax's own error, where it must be
-        return out
-
-    return updatable
-
-
-def _variables(nodes: Any) -> list[Any]:
-    return [node for _, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)]
-
-
-def _can_update(variable: Any) -> bool:
-    """Whether Flax lets a Variable be changed in the trace at hand."""
-    try:
-        variable.set_raw_value(variable.get_raw_value())
-    except errors.TraceContextError:
-        return False
-    return True
 
 
 @contextmanager
@@ -271,25 +220,6 @@ def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, 
         elif path in own:
             marks.append((inner, FLOAT32, "/".join(path)))
     return marks
-
-
-@contextmanager
-def _shown_as_float32(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
-    """While a method is traced: parameters stored in 16 bits are float32 values to it."""
-    stored = []
-    if overrides.stored:
-        for param in (v for v in _variables(module) if isinstance(v, nnx.Param)):
-            value = param.get_raw_value()
-            if isinstance(value, jax.Array) and value.dtype in overrides.stored:
-                shown = widen(value, value.dtype)
-                stored.append((param, value, shown))
-                param.set_raw_value(shown)
-    try:
-        yield
-    finally:
-        for param, value, shown in stored:
-            new = param.get_raw_value()
-            param.set_raw_value(value if new is shown else new.astype(value.dtype))
 
 
 def _default_dtype(module: nnx.Module) -> Any:

@@ -1,0 +1,123 @@
+"""Calls whose arguments hold Flax NNX modules: what the function changes in them is written back.
+
+To JAX a module is a pytree, and one that goes through a trace comes out as it went in: the averages
+of a BatchNorm would never move, and Dropout would draw the same mask at every step. So a call is
+lifted, the way Flax lifts `nnx.jit`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from flax import errors, nnx
+from flax.nnx.graphlib import is_graph_node
+from flax.nnx.transforms.general import merge_inputs, split_inputs
+
+from jaxmp._autocast.licences import GIVEN, PARAMETER
+from jaxmp._autocast.region import widen
+
+Function = Callable[..., Any]
+
+
+def lift(transform: Callable[[Function], Function], fn: Function) -> Function:
+    """`transform(fn)`, which changes the modules in its arguments as `fn` does.
+
+    Args:
+      transform: from a function of pytrees to another.
+      fn: a function of positional arguments.
+    """
+    return _updatable(split_inputs(transform(merge_inputs(fn))))
+
+
+def on_copies(fn: Function) -> Function:
+    """`fn` on copies of the modules in its arguments, whose changes are written back."""
+    return _updatable(split_inputs(merge_inputs(fn)))
+
+
+def holds_modules(tree: Any) -> bool:
+    """Whether a tree holds NNX modules, Variables or random streams."""
+    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))
+
+
+def map_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree with `fn` of its leaves, but for the modules in it, which stay what they are."""
+    return jax.tree.map(lambda x: x if is_graph_node(x) else fn(x), tree, is_leaf=is_graph_node)
+
+
+def variable_licences(args: Any, kwargs: Any, others: str = GIVEN) -> list[str]:
+    """What the leaves of a call are: parameters, other Variables (given), and `others`."""
+    licences: list[str] = []
+    for leaf in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        kind = PARAMETER if isinstance(leaf, nnx.Param) else GIVEN
+        variable = isinstance(leaf, nnx.Variable)
+        licences += [kind if variable else others] * len(jax.tree.leaves(leaf))
+    return licences
+
+
+@contextmanager
+def shown_as_float32(tree: Any, stored: Collection[np.dtype[Any]]) -> Iterator[None]:
+    """While a function is traced: Params stored in one of these dtypes are float32 values to it."""
+    shown_as = []
+    if stored:
+        for param in (v for v in _variables(tree) if isinstance(v, nnx.Param)):
+            value = param.get_raw_value()
+            if isinstance(value, jax.Array) and value.dtype in stored:
+                shown = widen(value, value.dtype)
+                shown_as.append((param, value, shown))
+                param.set_raw_value(shown)
+    try:
+        yield
+    finally:
+        for param, value, shown in shown_as:
+            new = param.get_raw_value()
+            param.set_raw_value(value if new is shown else new.astype(value.dtype))
+
+
+def _updatable(fn: Function) -> Function:
+    """`fn` on a copy of those modules that belong to another trace.
+
+    JAX's own transformations may close over a module that is only read. Lifting writes all of its
+    Variables back, changed or not, which Flax refuses in another trace.
+    """
+
+    @functools.wraps(fn)
+    def updatable(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args, is_leaf=is_graph_node)
+        nodes = [leaf for leaf in leaves if is_graph_node(leaf)]
+        variables = _variables(nodes)
+        if all(map(_can_update, variables)):
+            return fn(*args)
+        before = nnx.graphdef(nodes)
+        copies = nnx.clone(nodes)
+        copied = iter(copies)
+        out = fn(
+            *jax.tree.unflatten(tree, [next(copied) if is_graph_node(x) else x for x in leaves])
+        )
+        if nnx.graphdef(copies) != before:
+            raise errors.TraceContextError(
+                "Cannot mutate a module from a different trace level: pass it as an argument"
+            )
+        for variable, copy in zip(variables, _variables(copies), strict=True):
+            if copy.get_raw_value() is not variable.get_raw_value():
+                variable.set_raw_value(copy.get_raw_value())  # Flax's own error, where it must be
+        return out
+
+    return updatable
+
+
+def _variables(nodes: Any) -> list[Any]:
+    return [node for _, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable)]
+
+
+def _can_update(variable: Any) -> bool:
+    """Whether Flax lets a Variable be changed in the trace at hand."""
+    try:
+        variable.set_raw_value(variable.get_raw_value())
+    except errors.TraceContextError:
+        return False
+    return True
