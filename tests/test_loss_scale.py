@@ -327,7 +327,7 @@ def test_19_moments_of_16_bit_parameters_are_float32(dtype):
 
 
 def nested(optimizer):
-    return optax.chain(optax.identity(), optax.named_chain(("scaled", optimizer)))
+    return optax.chain(optax.named_chain(("scaled", optimizer)), optax.identity())
 
 
 def test_20_the_scale_is_found_in_nested_states():

@@ -264,7 +264,7 @@ REFUSES = {
     "sam": lambda inner: optax.contrib.sam(inner, SGD),
     "sam's adversary": lambda inner: optax.contrib.sam(SGD, inner),
     "MultiSteps": lambda inner: optax.MultiSteps(inner, 2),
-    "in a chain": lambda inner: optax.chain(optax.clip(1.0), optax.masked(inner, MASK)),
+    "in a chain": lambda inner: optax.chain(optax.masked(inner, MASK), optax.clip(1.0)),
 }
 GRADS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array([1.0])}
 BAD = {**GRADS, "b": jnp.array([jnp.inf])}
@@ -317,6 +317,34 @@ def test_wrappers_that_do_not_bear_a_scaler_are_refused(name):
         train_state.value_and_grad(loss_fn)
     # Without a scaler it is nobody's business.
     assert float(jaxmp.loss_scale(wrap(SGD).init(PARAMS))) == 1
+
+
+AFTER_OTHERS = {
+    "a clip": lambda inner: optax.chain(optax.clip(1.0), inner),
+    "weight decay": lambda inner: optax.chain(optax.add_decayed_weights(1e-2), inner),
+    "moments": lambda inner: optax.chain(optax.scale_by_adam(), optax.identity(), inner),
+    "a chain": lambda inner: optax.chain(ADAM, inner),
+    "deeper": lambda inner: optax.chain(optax.clip(1.0), optax.chain(inner, optax.ema(0.9))),
+}
+
+
+@pytest.mark.parametrize("name", AFTER_OTHERS)
+def test_a_scaler_after_others_is_refused(name):
+    """They would get scaled gradients: clipped to nothing, decayed by a 65,536th."""
+    state = AFTER_OTHERS[name](dynamic_loss_scale(SGD)).init(PARAMS)
+    for read in READERS.values():
+        for holder in (state, {"opt_state": state}, (PARAMS, state)):
+            with pytest.raises(ValueError, match=r"comes after others.*dynamic_loss_scale\(optax"):
+                read(holder)
+    train_state = jaxmp.TrainState(0, None, PARAMS, None, state)
+    with pytest.raises(ValueError, match="comes after others"):
+        train_state.value_and_grad(loss_fn)
+
+
+def test_a_state_beside_parameters_is_no_chain():
+    state = dynamic_loss_scale(SGD).init(PARAMS)
+    for holder in ((PARAMS, state), (jnp.zeros(()), PARAMS, {}, (), state), ([PARAMS], (state,))):
+        assert float(jaxmp.loss_scale(holder)) == 2.0**16
 
 
 @pytest.mark.parametrize("name", sorted(REFUSES.keys() - {"sam", "sam's adversary", "in a chain"}))

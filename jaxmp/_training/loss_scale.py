@@ -93,7 +93,8 @@ def dynamic_loss_scale(
     Args:
       inner: The optimizer. Left out, this is a link for `optax.chain` that only divides and zeroes:
         on a skipped step the links after it get zeros, and their moments decay and their counts go
-        on as if those were gradients. Prefer `dynamic_loss_scale(optax.chain(...))`.
+        on as if those were gradients. Prefer `dynamic_loss_scale(optax.chain(...))`. A link before
+        it would get scaled gradients: that is refused.
       init_scale: The first scale. Powers of two lose nothing in multiplying; others warn.
       growth_interval: Finite steps in a row after which the scale grows.
       growth_factor: What it then grows by, above 1.

@@ -93,9 +93,9 @@ def find_scalers(tree: Any) -> list[tuple[str, LossScaleState]]:
 
     Example:
       >>> import jaxmp
-      >>> optimizer = optax.chain(optax.identity(), jaxmp.dynamic_loss_scale(optax.sgd(0.1)))
+      >>> optimizer = optax.chain(jaxmp.dynamic_loss_scale(optax.sgd(0.1)), optax.ema(0.9))
       >>> [path for path, state in find_scalers(optimizer.init(jnp.ones(2)))]
-      ['[1]']
+      ['[0]']
     """
     kinds = (LossScaleState, *_WRAPPERS)
     found = []
@@ -111,6 +111,35 @@ def find_scalers(tree: Any) -> list[tuple[str, LossScaleState]]:
                 f"{name}{where} is around a loss scaler: {wrong}. The right form is {right}."
             )
     return found
+
+
+def _check_comes_first(tree: Any) -> None:
+    """Checks that in no chain a scaler comes after others.
+
+    Chains of `optax.named_chain` are dicts, whose order `jax.jit` forgets.
+    """
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: type(x) in (tuple, LossScaleState))
+    for node in nodes:
+        for i, link in enumerate(node if type(node) is tuple else ()):
+            _check_comes_first(link)
+            if find_scalers(link) and any(map(_is_link, node[:i])):
+                raise ValueError(
+                    f"the loss scaler in link {i} of an optax.chain comes after others, which get "
+                    "scaled gradients: a clip clips them all, and weight decay vanishes. The right "
+                    "form is dynamic_loss_scale(optax.chain(...)). (If this is no chain but states "
+                    "side by side, give one of them.)"
+                )
+
+
+def _is_link(state: Any) -> bool:
+    """Whether a value is the state of an optax transformation: a NamedTuple, or a chain of those.
+
+    Parameters, step counters and what else may be beside a state are not.
+    """
+    if type(state) is tuple:
+        return bool(state) and all(map(_is_link, state))
+    named = isinstance(state, tuple) and hasattr(state, "_fields")
+    return named and not isinstance(state, (optax.GradientTransformation, optax.LookaheadParams))
 
 
 def check_is_state(function: str, value: Any) -> None:
@@ -154,7 +183,7 @@ def the_scaler(function: str, opt_state: Any) -> LossScaleState | None:
     """The one scaler in what is known to be an optimizer's state, or to hold one.
 
     Raises:
-      ValueError: As `find_scalers`, or if there are several.
+      ValueError: As `find_scalers`, or if there are several, or it comes after others in a chain.
     """
     found = find_scalers(opt_state)
     if len(found) > 1:
@@ -163,6 +192,8 @@ def the_scaler(function: str, opt_state: Any) -> LossScaleState | None:
             f"{' and '.join(path or 'the root' for path, _ in found)}; a loss has one scale. Keep "
             "one, around everything else: dynamic_loss_scale(optax.chain(...))."
         )
+    if found:
+        _check_comes_first(opt_state)
     return found[0][1] if found else None
 
 
