@@ -197,3 +197,38 @@ def test_an_optimizer_and_a_whole_step() -> None:
     assert optimizer.step[...] == 3
     assert model.calls[...] == 3
     assert not np.allclose(model.hidden.kernel[...], before)
+
+
+@pytest.mark.parametrize("form", ["the module", "its method"])
+def test_a_module_is_the_function(form: str) -> None:
+    plain, model = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+    fn = model if form == "the module" else model.__call__
+    want, got = plain(X), jaxmp.autocast(fn, BF16)(X)
+    np.testing.assert_allclose(got, want, rtol=0.1, atol=0.1)
+    assert_same_state(model, plain)
+    assert model.calls[...] == 1
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_looking_at_a_module_changes_nothing(*, wrapped: bool) -> None:
+    model = Net(nnx.Rngs(0))
+    model = jaxmp.wrap(model, BF16) if wrapped else model
+    before = state_of(model)
+    for policy in ("float32", BF16):
+        low = wrapped or policy == BF16
+        counts = jaxmp.explain(model, policy)(X).contractions()
+        assert counts == {"bfloat16" if low else "float32": 2}
+        share = jaxmp.audit(model, X, policy=policy).contraction_share()
+        assert share == {"bfloat16" if low else "float32": 1.0}
+    for a, b in zip(state_of(model), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_reduced_precision_refuses_a_module() -> None:
+    """Its parameters would not be narrowed, and what changes in it would be lost."""
+    marked = jaxmp.reduced_precision(lambda model, x: model(x))
+    model = Net(nnx.Rngs(0))
+    with pytest.raises(TypeError, match="reduced_precision: takes arrays"):
+        jaxmp.autocast(marked, BF16)(model, X)
+    marked(model, X)  # outside an autocast it is the function itself
+    assert model.calls[...] == 1

@@ -11,6 +11,7 @@ import jmp
 import numpy as np
 
 from jaxmp._autocast import closures
+from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rules import FLOAT32
@@ -128,7 +129,7 @@ def explain(
     policy = single_policy("explain", policy)
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
-        traced = trace_program(fn, args, kwargs, policy)
+        traced = trace_program(on_a_clone(fn), args, kwargs, policy)
         plan = plan_program(traced.jaxpr, policy, licences_of(args, kwargs))
         rows = tuple(_rows(plan, 1, "", ""))
         return Explanation(rows, "" if is_identity(policy) else str(policy))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax.nnx.graphlib import is_graph_node
 
 
 def is_array(leaf: Any) -> bool:
@@ -27,6 +28,11 @@ def is_array(leaf: Any) -> bool:
             return False
         return True
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def holds_modules(tree: Any) -> bool:
+    """Whether a tree holds NNX modules, Variables or random streams."""
+    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))
 
 
 @jax.tree_util.register_static

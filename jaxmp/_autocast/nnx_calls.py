@@ -39,9 +39,34 @@ def on_copies(fn: Function) -> Function:
     return _updatable(split_inputs(merge_inputs(fn)))
 
 
-def holds_modules(tree: Any) -> bool:
-    """Whether a tree holds NNX modules, Variables or random streams."""
-    return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))
+def with_module(fn: Function) -> tuple[Function, tuple[Any, ...]]:
+    """A function and its first arguments: the NNX module that `fn` is, or is a method of, if any.
+
+    What it changes in the module can then be written back.
+    """
+    module = fn if isinstance(fn, nnx.Module) else getattr(fn, "__self__", None)
+    if not isinstance(module, nnx.Module):
+        return fn, ()
+    name = "__call__" if fn is module else fn.__name__
+
+    def method(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(module, name)(*args, **kwargs)
+
+    method.__name__ = type(module).__name__ if fn is module else name
+    return method, (module,)
+
+
+def on_a_clone(fn: Function) -> Function:
+    """`fn` for a trace that is only looked at: what it changes in its NNX module goes nowhere."""
+    method, modules = with_module(fn)
+    if not modules:
+        return fn
+
+    @functools.wraps(method)
+    def cloned(*args: Any, **kwargs: Any) -> Any:
+        return method(*map(nnx.clone, modules), *args, **kwargs)
+
+    return cloned
 
 
 def map_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:

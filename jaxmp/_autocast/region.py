@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jaxmp._autocast.flat import is_array
+from jaxmp._autocast.flat import holds_modules, is_array
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.rules import FLOAT32, OWN, REGION
 from jaxmp.dtypes import multiplies_natively
@@ -128,6 +128,11 @@ def reduced_precision(fn: F) -> F:
         low = FLOAT32 if policy is None else np.dtype(policy.compute_dtype)
         if low == FLOAT32 or not multiplies_natively(low):
             return fn(*args, **kwargs)
+        if holds_modules((args, kwargs)):
+            raise TypeError(
+                "reduced_precision: takes arrays, and an NNX module is among the arguments. Mark "
+                "the kernel that the module calls with its arrays."
+            )
         args, kwargs = _converted((args, kwargs), FLOAT32, low)
         return widen(as_written(*args, **kwargs), low)
 

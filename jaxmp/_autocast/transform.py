@@ -20,7 +20,7 @@ from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.equations import cast
 from jaxmp._autocast.escapes import refuse_escapes, with_held_tracers
 from jaxmp._autocast.execute import execute
-from jaxmp._autocast.flat import Traced, is_array, trace
+from jaxmp._autocast.flat import Traced, holds_modules, is_array, trace
 from jaxmp._autocast.licences import GIVEN
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import Plan, Value
@@ -91,7 +91,8 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
             "apply. Use jaxmp.wrap(module, policy), or jaxmp.autocast(module.apply, policy)."
         )
     planned = under_policy(fn, policy)
-    planned_of_modules = _under_policy_of_modules(fn, policy)
+    method, modules = nnx_calls.with_module(fn)
+    planned_of_modules = _under_policy_of_modules(method, policy)
     marked = in_region(fn, policy)
 
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
@@ -99,8 +100,8 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
             return marked(*args, **kwargs)
         if is_identity(policy):
             return fn(*args, **kwargs)
-        if nnx_calls.holds_modules((args, kwargs)):
-            return planned_of_modules(args, kwargs)
+        if modules or holds_modules((args, kwargs)):
+            return planned_of_modules((*modules, *args), kwargs)
         return planned(*args, **kwargs)
 
     return Transformed(autocast_fn, autocast, fn, policy)  # type: ignore[return-value]
@@ -202,7 +203,7 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
 
 def licences_of(args: Any, kwargs: Any) -> tuple[str, ...]:
     """The licences of the arrays of a call, as far as NNX modules in it tell; () without any."""
-    if not nnx_calls.holds_modules((args, kwargs)):
+    if not holds_modules((args, kwargs)):
         return ()
     return _of_arrays(nnx_calls.variable_licences(args, kwargs), args, kwargs)
 

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxmp._autocast.flat import is_array, trace
 from jaxmp._autocast.jaxpr_compat import closed, dtype_of, inner_jaxprs
+from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.ops import LOW as CONTRACTIONS
 from jaxmp._autocast.ops import classify
 from jaxmp._autocast.transform import autocast
@@ -75,6 +76,7 @@ def audit(
       {'bfloat16': 1.0}
     """
     check_sizes("audit", args, kwargs)
+    fn = on_a_clone(fn)
     if policy is not None:
         fn = autocast(fn, policy)
     jaxpr = trace(fn, args, kwargs).jaxpr

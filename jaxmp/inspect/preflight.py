@@ -13,6 +13,7 @@ import jax
 import jmp
 from jax.typing import DTypeLike
 
+from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.transform import autocast
 from jaxmp.inspect.audit import audit
 from jaxmp.inspect.batch_arguments import batch_of, with_batch
@@ -87,6 +88,7 @@ def preflight(
     """
     resolved = parse_target(target)
     check_sizes("preflight", args)
+    fn = on_a_clone(fn)
     donated, batch = _indices(donate_argnums), _indices(batch_argnums)
     if not all(-len(args) <= i < len(args) for i in donated):
         raise ValueError(
