@@ -3,7 +3,9 @@
 Such a carry adds up what each iteration contributes: a state integrated over time, a running
 average, an optimizer's parameters. In 16 bits small contributions are lost, so it stays float32.
 A stack of layers looks alike (`x + mlp(x)`) but multiplies by weights of its own in each iteration,
-and starts from what other layers made: it may be low, as by hand.
+and starts from what other layers made: it may be low, as by hand. A step of an integrator or of an
+optimizer may multiply by data of the iteration's own, too; but what it adds is scaled, by a small
+literal or by a number that is the same in every iteration.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.contractions import geometry
+from jaxmp._autocast.jaxpr_compat import shape_of
 from jaxmp._autocast.ops import LOW, MOVING
 
 
@@ -22,6 +27,7 @@ class Flow(NamedTuple):
 
     Attributes:
       itself: carries it depends on other than through a product.
+      scaled: of those, the carries that a step size has scaled.
       layered: carries it depends on through a product with weights of the iteration's own.
       own: whether it is made of such weights alone.
       stack: whether it is an argument that every iteration sees whole; a part of it, at an index
@@ -29,12 +35,16 @@ class Flow(NamedTuple):
     """
 
     itself: int = 0
+    scaled: int = 0
     layered: int = 0
     own: bool = False
     stack: bool = False
 
 
 _NOTHING = Flow()
+
+# What is scaled by less is a step. Residual branches are scaled by 0.1 and more (EDSR, Inception).
+STEP = 0.1
 
 
 class Recurrence(NamedTuple):
@@ -94,7 +104,7 @@ def _flow(jaxpr: Any, ins: Sequence[Flow]) -> list[Flow]:
 
 def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
     name = jaxpr_compat.kind(eqn)
-    if name in LOW:
+    if name in LOW and geometry(eqn) is None:  # else it is arithmetic of float32
         return [_product(ins)]
     if name == "cond":
         branches = [_flow(branch, ins[1:]) for branch in eqn.params["branches"]]
@@ -116,7 +126,22 @@ def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
         return [Flow(own=indexed, stack=not indexed)]
     if name in MOVING and len(ins) == 1:
         return [ins[0]] * len(eqn.outvars)
+    if name in ("mul", "div") and _is_step(eqn, ins):
+        merged = merged._replace(scaled=merged.itself, layered=0)
     return [merged] * len(eqn.outvars)
+
+
+def _is_step(eqn: JaxprEqn, ins: Sequence[Flow]) -> bool:
+    """Whether a product or quotient scales by a step size."""
+    inverse = eqn.primitive.name == "div"
+    for atom, flow in zip(eqn.invars, ins, strict=True):
+        if isinstance(atom, Literal):
+            size = abs(np.asarray(atom.val, np.float64))
+            if np.any(size > 1 / STEP if inverse else (size > 0) & (size < STEP)):
+                return True
+        elif all(n == 1 for n in shape_of(atom)) and not flow.own and not flow.layered:
+            return True
+    return False
 
 
 def _product(ins: Sequence[Flow]) -> Flow:
@@ -124,15 +149,21 @@ def _product(ins: Sequence[Flow]) -> Flow:
     left, right = ins[:2]
     if left.own and right.own:
         return Flow(own=True)
-    weighed = (right.itself if left.own else 0) | (left.itself if right.own else 0)
+    weighed = (_unscaled(right) if left.own else 0) | (_unscaled(left) if right.own else 0)
     return Flow(layered=weighed | left.layered | right.layered)
+
+
+def _unscaled(flow: Flow) -> int:
+    return flow.itself & ~flow.scaled
 
 
 def _merged(flows: Sequence[Flow]) -> Flow:
     """What an op other than a product makes of its operands."""
     known = [f for f in flows if f != _NOTHING]
+    itself = _union(f.itself for f in flows)
     return Flow(
-        itself=_union(f.itself for f in flows),
+        itself=itself,
+        scaled=itself & ~_union(map(_unscaled, flows)),
         layered=_union(f.layered for f in flows),
         own=bool(known) and all(f.own for f in known),
         stack=bool(known) and all(f.stack for f in known),

@@ -4,8 +4,8 @@ A value may be wanted by a contraction (through `follow` and `transparent` ops),
 runs in float32 (a `full` op, an op run as written, the function's result), or both, or neither; and
 what is computed from it in float32 may be wanted by a contraction later. What becomes an index (it
 is rounded to whole numbers, or compared with one) is a position, and what becomes an angle or the
-matrix of a linear system amplifies its errors. Only float32 values are considered; everything else
-is not ours.
+matrix of a linear system amplifies its errors, and so does a logarithm or a root near where it
+ends. Only float32 values are considered; everything else is not ours.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.jaxpr_compat import dtype_of
-from jaxmp._autocast.ops import AMPLIFYING, COMPARING, MOVING, ROUNDING
+from jaxmp._autocast.ops import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, ROUNDING
 from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 
-NOTHING, CONTRACTION, FULL, LATER, INDEX, ANGLE = 0, 1, 2, 4, 8, 16  # bits of a demand
+# Bits of a demand. OPERAND: a contraction reads the value itself, through moves alone. STEEP: a
+# function that ends somewhere, such as a logarithm.
+NOTHING, CONTRACTION, FULL, LATER, INDEX, ANGLE, OPERAND, STEEP = 0, 1, 2, 4, 8, 16, 32, 64
 
 
 class Demand(NamedTuple):
@@ -88,11 +91,14 @@ class Demands:
                 return self(inner, wanted, rules).ins
         kind = rules.op_class(eqn)
         if kind == "low" and rules.low is not None and not author_keeps(eqn):
-            return [CONTRACTION] * len(eqn.invars)
+            exact = name in LOW and geometry(eqn) is not None
+            return [OPERAND | (FULL if exact else CONTRACTION)] * len(eqn.invars)
         demand = _union(wanted)
-        if kind not in ("follow", "transparent"):
+        if kind == "follow":
+            demand &= ~OPERAND
+        elif kind != "transparent":
             amplified = name in AMPLIFYING or demand & ~LATER == ANGLE
-            here = ANGLE if amplified else FULL
+            here = ANGLE if amplified else FULL | (STEEP if name in ENDING else NOTHING)
             demand = here | (LATER if demand & (CONTRACTION | LATER) else NOTHING)
         return [demand] * len(eqn.invars)
 

@@ -5,6 +5,7 @@ Each function plans the inner jaxprs for the values that enter them and returns 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ class Pass(Protocol):
 
     planner: Any
     rules: Rules
+    whole: dict[Any, Any]  # variable → what it is a part of
 
     def demanded(self, eqn: JaxprEqn) -> list[int]:
         """The demand on each result of an equation."""
@@ -161,6 +163,7 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     wanted = here.demanded(eqn)
     inner = here.planner.demands.of_scan(eqn, wanted, here.rules)
     low = _low_carry(here, eqn, values) if here.rules.low is not None else frozenset()
+    values = _widened_parts(here, eqn, values, inner.ins)
     made = here.are_made(eqn.invars[:n_consts])
     while True:
         ins = [
@@ -197,6 +200,28 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         saturate=True,
         plans=(plan,),
     )
+
+
+def _widened_parts(
+    here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], wanted: Sequence[int]
+) -> list[Value | None]:
+    """Parts of one low value that the body reads in float32 enter in it, widened as a whole.
+
+    Widened one by one in every iteration, each would round its cotangent before they are added.
+    """
+    parts = range(sum(jaxpr_compat.scan_split(eqn)), len(values))
+    wholes = Counter(here.whole.get(eqn.invars[i]) for i in parts)
+    return [
+        v._replace(dtype=None)
+        if v
+        and v.dtype
+        and i in parts
+        and not wanted[i] & CONTRACTION
+        and wholes[here.whole.get(eqn.invars[i])] > 1
+        and eqn.invars[i] in here.whole
+        else v
+        for i, v in enumerate(values)
+    ]
 
 
 def _entering(

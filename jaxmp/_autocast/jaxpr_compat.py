@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -293,6 +294,23 @@ _PROMOTING = {
     "promote_dtype": str(Path(flax.__file__).parent) + os.sep,
     "widen": str(Path(__file__).with_name("region.py")),
 }
+
+
+def in_associative_scan(source_info: Any) -> bool:
+    """Whether an equation is part of `jax.lax.associative_scan`, which is no primitive."""
+    traceback = getattr(source_info, "traceback", None)
+    return traceback is not None and _in_associative_scan(traceback)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_associative_scan(traceback: Any) -> bool:
+    return any(
+        frame.function_name == "associative_scan" and frame.file_name.startswith(_JAX)
+        for frame in traceback.frames
+    )
+
+
+_JAX = str(Path(jax.__file__).parent) + os.sep
 
 
 def source_of(eqn: jex_core.JaxprEqn) -> AbstractContextManager[Any]:

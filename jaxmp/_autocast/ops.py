@@ -113,6 +113,14 @@ SOLVING = frozenset(
 # So does an angle.
 AMPLIFYING = SOLVING | {"sin", "cos", "tan"}
 
+# Functions that end somewhere, and are steep there.
+ENDING = frozenset(
+    "log log1p log2 sqrt rsqrt cbrt pow acos asin acosh atanh erf_inv lgamma digamma".split()
+)
+
+# Running sums and products: positions, times, knots, which are differenced.
+CUMULATIVE = frozenset({"cumsum", "cumprod", "cumlogsumexp"})
+
 # One operand is taken from another.
 SUBTRACTING = frozenset({"sub"})
 

@@ -17,7 +17,16 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
-from jaxmp._autocast.demand import CONTRACTION, INDEX, NOTHING, Demands, ours
+from jaxmp._autocast.demand import (
+    ANGLE,
+    CONTRACTION,
+    INDEX,
+    NOTHING,
+    OPERAND,
+    STEEP,
+    Demands,
+    ours,
+)
 from jaxmp._autocast.early_casts import narrow_early, widen_early
 from jaxmp._autocast.geometry import precise_product
 from jaxmp._autocast.higher_order import HIGHER_ORDER
@@ -39,7 +48,10 @@ from jaxmp._autocast.licences import (
 from jaxmp._autocast.ops import (
     AFFINE,
     BOUNDED,
+    BROADCASTING,
     CHOOSING,
+    CUMULATIVE,
+    IN_PARTS,
     LOW,
     NORMALISING,
     RANDOM,
@@ -154,6 +166,8 @@ class JaxprPlanner:
         # Variables of any dtype that are made from literals alone.
         self.made = {var for var, value in self.env.items() if value and value.fixed}
         self.made.update(itertools.compress(self.jaxpr.invars, made))
+        # What each moved variable is a part of.
+        self.whole: dict[Any, Any] = {}
         for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
             if not ours(var):
                 self.env[var] = None
@@ -221,15 +235,36 @@ class JaxprPlanner:
         return Value(dtype, origins, tangent=any(v.tangent for v in values), licence=licence)
 
     def clips(self, value: Value | None) -> bool:
-        """Whether a value stays finite when it is narrowed: a literal or a mask, made of arguments.
+        """Whether a value stays finite when it is narrowed: a literal, or a mask.
 
-        What was computed becomes infinite in float16, so that the step is skipped; and a tangent
-        must stay linear.
+        A mask that is given is only narrowed where a softmax is. Anything else becomes infinite in
+        float16, so that the step is skipped; and a tangent must stay linear.
         """
         if value is None or value.tangent:
             return False
-        written = not value.origins and value.licence in (CONSTANT, PARAMETER, GIVEN)
+        mask = self.rules.low_softmax and value.licence in (PARAMETER, GIVEN)
+        written = not value.origins and (value.licence == CONSTANT or mask)
         return written or self.rules.saturate
+
+    def licence_at(self, value: Value, atom: Any, eqn: JaxprEqn) -> str:
+        """The licence of an operand where it is read.
+
+        What contractions read themselves is a layer's input, however it is repeated: no bias.
+        """
+        return value.licence if self.is_operand(atom) else here(value.licence, atom, eqn)
+
+    def is_operand(self, atom: Any) -> bool:
+        """Whether a contraction reads a variable itself, through moves alone."""
+        found = NOTHING if isinstance(atom, Literal) else self.demand.of.get(atom, NOTHING)
+        return bool(found & OPERAND)
+
+    def is_input(self, eqn: JaxprEqn) -> bool:
+        """Whether a move looks up or repeats what a contraction reads itself, as a layer's input.
+
+        Of a table it is the rows that count: an output layer may multiply by the table as well.
+        """
+        rows = eqn.primitive.name == "gather"
+        return any(map(self.is_operand, eqn.outvars if rows else [*eqn.outvars, *eqn.invars]))
 
     def demanded(self, eqn: JaxprEqn) -> list[int]:
         """The demand on each result of an equation."""
@@ -242,6 +277,8 @@ class JaxprPlanner:
     def equation(self, eqn: JaxprEqn) -> Step:
         """Decides one equation and records how its results are kept."""
         step = self.decided(eqn)
+        if eqn.primitive.name in IN_PARTS and not isinstance(eqn.invars[0], Literal):
+            self.whole[eqn.outvars[0]] = self.whole.get(eqn.invars[0], eqn.invars[0])
         if self.is_made(eqn):
             self.made.update(eqn.outvars)
             for var in eqn.outvars:
@@ -291,7 +328,8 @@ class JaxprPlanner:
             return self.transparent(eqn, values)
         if kind == "full":
             table = PARAMETER if name in BOUNDED and self.is_made(eqn) else None
-            return self.as_written(eqn, values, "sensitive op: float32", table)
+            kept = DATA if name in CUMULATIVE else table
+            return self.as_written(eqn, values, "sensitive op: float32", kept)
         return self.opaque(eqn, values, kind)
 
     def step(
@@ -339,7 +377,7 @@ class JaxprPlanner:
     ) -> Step:
         """Operands and results in float32; the licence is the operands' unless one is given."""
         used = [
-            v and v._replace(licence=here(v.licence, atom, eqn))
+            v and v._replace(licence=self.licence_at(v, atom, eqn))
             for atom, v in zip(eqn.invars, values, strict=True)
         ]
         out = self.kept(None, used)
@@ -389,7 +427,11 @@ class JaxprPlanner:
             dtype = mine[0].dtype if len({v.dtype for v in mine}) == 1 else None
         same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
         out = mine[0]._replace(argument=False) if same else self.kept(dtype, values)
-        licence = after_move(eqn, joined([v.licence for v in mine]))
+        licence = joined([v.licence for v in mine])
+        if licence != GIVEN or not self.is_input(eqn):
+            licence = after_move(eqn, licence)
+        elif eqn.primitive.name == "broadcast_in_dim":
+            licence = DATA
         out = out._replace(licence=licence, fixed=False)
         widen = dtype is not None and eqn.primitive.name in REPEATING and _repeats(eqn)
         return self.step(
@@ -404,7 +446,7 @@ class JaxprPlanner:
     def follow(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         """Low beside a low operand if a contraction wants the result; see the module docstring."""
         mine = [
-            v._replace(licence=here(v.licence, atom, eqn))
+            v._replace(licence=self.licence_at(v, atom, eqn))
             for atom, v in zip(eqn.invars, values, strict=True)
             if v is not None
         ]
@@ -413,6 +455,8 @@ class JaxprPlanner:
         name = eqn.primitive.name
         if not self.in_float32.isdisjoint(eqn.outvars):
             return self.as_written(eqn, values, "summed in float32 from iteration to iteration")
+        if low and jaxpr_compat.in_associative_scan(eqn.source_info):
+            return self.as_written(eqn, values, "a recurrence: combined in float32")
         chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
         if not chooses:
             if self.is_wanted_by(eqn, INDEX):
@@ -421,19 +465,17 @@ class JaxprPlanner:
                 return self.as_written(eqn, values, "only float32 ops want the result")
         if not low:
             derived = any(v.origins for v in full) and not any(v.wins for v in full)
-            if name in AFFINE or name == "exp" or not derived:
+            if name in AFFINE or name == "exp" or not derived or self.is_wanted_by(eqn, STEEP):
                 return self.in_full(eqn, values, full)
             reason = "leaves a normalisation towards a contraction"
         else:
-            refusal = self._refusal(name, low, full)
+            refusal = self._refusal(eqn, low, full)
             if refusal is not None:
                 return self.as_written(eqn, values, *refusal)
             reason = "chooses among 16-bit values" if chooses else _licensed(full)
-        literal = self._vanishing(eqn)
+        literal = self._out_of_range(eqn)
         if literal is not None:
-            return self.as_written(
-                eqn, values, f"the constant {literal:g} vanishes in {self.rules.low}"
-            )
+            return self.as_written(eqn, values, literal)
         out = self.kept(self.rules.low, values)
         if name == "exp":
             self.exps |= out.origins
@@ -456,15 +498,19 @@ class JaxprPlanner:
             self.env[eqn.outvars[0]] = out._replace(pinned=written[0].pinned)
         return step
 
-    def _refusal(self, name: str, low: list[Value], full: list[Value]) -> tuple[str, str] | None:
+    def _refusal(
+        self, eqn: JaxprEqn, low: list[Value], full: list[Value]
+    ) -> tuple[str, str] | None:
         """Why float32 operands are not narrowed beside low ones, and the licence of the result."""
-        licences = {v.licence for v in full}
+        name, licences = eqn.primitive.name, {v.licence for v in full}
         if name in NORMALISING and self._normalises(name, low, full):
             return "normalises: meets a statistic of its own operand", joined([*licences, COMPUTED])
         if any(v.wins for v in full):
             return "float32 data wins over 16 bits", DATA
         if name in SUBTRACTING and PARAMETER in licences:
             return "a float32 statistic wins: it is subtracted", COMPUTED
+        if PARAMETER in licences and self.is_wanted_by(eqn, ANGLE | STEEP):
+            return "an angle, a logarithm or a root wants the result as well", COMPUTED
         return None
 
     def _normalises(self, name: str, low: list[Value], full: list[Value]) -> bool:
@@ -474,13 +520,19 @@ class JaxprPlanner:
             statistics -= self.exps
         return any(v.origins & statistics for v in low)
 
-    def _vanishing(self, eqn: JaxprEqn) -> float | None:
-        """A constant that is zero or subnormal in the low dtype but not as written."""
+    def _out_of_range(self, eqn: JaxprEqn) -> str | None:
+        """Why a literal cannot be narrowed: it would vanish, or scale by something else.
+
+        A mask that is chosen, or meets no product, is clipped instead.
+        """
         for atom in eqn.invars:
             if isinstance(atom, Literal) and ours(atom):
-                value = abs(float(atom.val))
-                if 0.0 < value < _smallest_normal(self.rules.low):
-                    return float(atom.val)
+                value, limits = abs(float(atom.val)), jnp.finfo(self.rules.low)
+                if 0.0 < value < float(limits.tiny):
+                    return f"the constant {atom.val:g} vanishes in {self.rules.low}"
+                arithmetic = eqn.primitive.name in BROADCASTING - CHOOSING
+                if arithmetic and float(limits.max) < value < float("inf"):
+                    return f"the constant {atom.val:g} is beyond {self.rules.low}"
         return None
 
     def contraction(self, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
@@ -571,7 +623,3 @@ def _repeats(eqn: JaxprEqn) -> bool:
         return True
     axes = dict(zip(eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0]), strict=True))
     return any(axes.get(i, 1) != n for i, n in enumerate(shape_of(eqn.outvars[0])))
-
-
-def _smallest_normal(dtype: DType | None) -> float:
-    return float(jnp.finfo(dtype).tiny)

@@ -1,0 +1,50 @@
+"""The shapes of contractions: which are layers, and which are geometry."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jaxmp._autocast.jaxpr_compat import is_at_most, shape_of
+
+# A product that contracts so few elements rotates, projects or mixes coordinates.
+COORDINATES = 4
+
+
+def geometry(eqn: JaxprEqn) -> str | None:
+    """Why a contraction is geometry by its shapes, or None."""
+    count = contracted(eqn)
+    if count == 1:
+        return "geometry: contracts nothing"
+    if is_at_most(count, COORDINATES):
+        return f"geometry: contracts {count} elements"
+    if not _free(eqn):
+        return "a scalar product"
+    return None
+
+
+def contracted(eqn: JaxprEqn) -> int:
+    """How many products are summed up for each element of the result."""
+    left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    if eqn.primitive.name == "conv_general_dilated":
+        out_features: int = eqn.params["dimension_numbers"].rhs_spec[0]
+        return math.prod(n for axis, n in enumerate(right) if axis != out_features)
+    (contracting, _), _ = _dimensions(eqn)
+    return math.prod(left[i] for i in contracting)
+
+
+def _free(eqn: JaxprEqn) -> int:
+    """How many axes of a product's result come from one operand alone."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return 1
+    (left, right), (batch, _) = _dimensions(eqn)
+    axes = len(shape_of(eqn.invars[0])) + len(shape_of(eqn.invars[1]))
+    return axes - len(left) - len(right) - 2 * len(batch)
+
+
+def _dimensions(eqn: JaxprEqn) -> Any:
+    """The contracted axes of both operands, then the axes of the batch."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    return eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
