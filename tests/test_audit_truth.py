@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
 from public_models import build
@@ -413,6 +415,38 @@ def test_the_first_advice_to_the_opening_example():
     x = shape(16, 32, dtype=BF16)
     params = jax.eval_shape(Fixed().init, jax.random.key(0), x)
     assert audit(Fixed().apply, params, x).contraction_share() == {"bfloat16": 1.0}
+
+
+class StartedInNNX(nnx.Module):
+    def __init__(self, *, norm):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.LayerNorm(32, rngs=rngs) if norm else None
+        self.up = nnx.Linear(32, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.up(x if self.norm is None else self.norm(x))
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["linear", "layer norm before it"])
+@pytest.mark.parametrize("closed_over", [False, True], ids=["argument", "closed over"])
+def test_the_opening_example_in_nnx(norm, closed_over):
+    """Its LayerNorm widens for its scale, not for the number that a mean divides by."""
+    model, x = StartedInNNX(norm=norm), shape(16, 32, dtype=BF16)
+    program = (model, x) if closed_over else (lambda m, x: m(x), model, x)
+    found = audit(*program).findings
+    contraction = next(f for f in found if f.kind == "float32-contraction")
+    # Which of the layer's parameters is the first is Flax's to say.
+    meets = r"(constant array float32\[|argument \[0\]\.).* is float32 and meets a bfloat16 value"
+    assert re.search(meets, contraction.what)
+    assert all("the constant 32" not in f.what for f in found)
+    assert all("dtype=jnp.bfloat16" in f.fix and "Python number" not in f.fix for f in found)
+
+
+def test_a_number_that_promotes_is_to_be_a_python_number():
+    report = audit(lambda x: x * np.float32(2) @ x, shape(32, 32, dtype=BF16))
+    contraction = next(f for f in report.findings if f.kind == "float32-contraction")
+    assert contraction.what == "the constant 2.0 is float32 and meets a bfloat16 value"
+    assert "Python number" in contraction.fix
 
 
 # For which chip.

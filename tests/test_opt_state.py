@@ -347,6 +347,15 @@ def test_a_state_beside_parameters_is_no_chain():
         assert float(jaxmp.loss_scale(holder)) == 2.0**16
 
 
+@pytest.mark.parametrize("name", ["partition", "multi_transform", "selective_transform"])
+def test_the_wrapper_is_named_and_not_what_it_is_made_of(name):
+    """Which is one `optax.masked` for each label."""
+    state = optax.chain(optax.clip(1.0), REFUSES[name](dynamic_loss_scale(SGD))).init(PARAMS)
+    message = r"^optax\.partition \(or multi_transform\) at \[1\] is .*le\(optax\.partition\("
+    with pytest.raises(ValueError, match=message):
+        jaxmp.loss_scale(state)
+
+
 @pytest.mark.parametrize("name", sorted(REFUSES.keys() - {"sam", "sam's adversary", "in a chain"}))
 def test_the_right_form_is_right(name):
     """The scaler outermost: every parameter moves as without one, and the scale backs off."""

@@ -126,6 +126,10 @@ def test_an_equinox_module_as_parameters():
         jaxmp.value_and_grad(eqx_loss, STATE)(MODEL, BATCH)
     with pytest.raises(TypeError, match=rf"dynamic_loss_scale: the parameter at {where} .*eqx\."):
         TX.init(MODEL)
+    for options in ({}, {"stochastic_rounding": True}):
+        masters = master_weights(optax.adam(0.1), **options)
+        with pytest.raises(TypeError, match=rf"master_weights: the parameter at {where} .*eqx\."):
+            masters.init(MODEL)
     with pytest.raises(TypeError, match=rf"TrainState.create: the parameter at \['m'\]{where} is "):
         jaxmp.TrainState.create(apply_fn=None, params={"m": MODEL}, tx=TX)
 
@@ -291,3 +295,31 @@ def test_autocast_sends_a_linen_module_to_wrap():
     assert apply(variables, BATCH).shape == (4, 2)
     bound = nn.Dense(2).bind(variables)
     assert jaxmp.autocast(bound, "mixed_bfloat16")(BATCH).shape == (4, 2)
+
+
+OTHERS = {
+    "audit": jaxmp.audit,
+    "explain": jaxmp.explain,
+    "full_precision": jaxmp.full_precision,
+    "preflight": jaxmp.preflight,
+    "reduced_precision": jaxmp.reduced_precision,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_linen_module_is_called_through_its_apply(name):
+    message = f"^{name}: fn is the Flax module 'Dense', .* Give module.apply, and its variables"
+    with pytest.raises(TypeError, match=message):
+        OTHERS[name](nn.Dense(2))
+    with pytest.raises(TypeError, match=f"^{name}: fn must be callable, got dict"):
+        OTHERS[name](PARAMS)
+
+
+def test_a_linen_module_inside_another_is_a_function():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jaxmp.full_precision(nn.Dense(2))(x)
+
+    y, _ = Model().init_with_output(jax.random.key(0), BATCH)
+    assert y.shape == (4, 2)

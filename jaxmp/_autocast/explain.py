@@ -14,6 +14,7 @@ from jaxmp._autocast import closures
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.region import check_callable
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.transform import (
     is_identity,
@@ -118,6 +119,10 @@ def explain(
       A function with the arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) that returns an
       `Explanation`.
 
+    Raises:
+      TypeError: if `fn` is not callable, or is a Flax Linen module.
+      ValueError: if the policy is malformed.
+
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
       >>> def layer(x, w):
@@ -127,6 +132,7 @@ def explain(
       {'bfloat16': 2}
     """
     policy = single_policy("explain", policy)
+    check_callable("explain", fn)
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
         traced = trace_program(on_a_clone(fn), args, kwargs, policy)

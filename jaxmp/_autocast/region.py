@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import flax.linen as nn
 import jax
 import numpy as np
 
@@ -73,7 +74,7 @@ def full_precision(fn: F) -> F:
       reach it in float32.
 
     Raises:
-      TypeError: if `fn` is not callable.
+      TypeError: if `fn` is not callable, or is a Flax Linen module.
 
     Example:
       >>> import jax.numpy as jnp, jaxmp
@@ -82,7 +83,7 @@ def full_precision(fn: F) -> F:
       >>> jaxmp.explain(fn, "float32")(jnp.ones((2, 4)), jnp.ones((4, 8))).contractions()
       {'float32': 1}
     """
-    _check_callable("full_precision", fn)
+    check_callable("full_precision", fn)
     marked = in_region(fn, get_policy("float32"))
     return Transformed(marked, full_precision, fn)  # type: ignore[return-value]
 
@@ -108,7 +109,7 @@ def reduced_precision(fn: F) -> F:
       A function with the signature of `fn`.
 
     Raises:
-      TypeError: if `fn` is not callable.
+      TypeError: if `fn` is not callable, or is a Flax Linen module.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jaxmp
@@ -120,7 +121,7 @@ def reduced_precision(fn: F) -> F:
       >>> jaxmp.autocast(attention, "mixed_bfloat16")(x, x, x).dtype
       dtype('float32')
     """
-    _check_callable("reduced_precision", fn)
+    check_callable("reduced_precision", fn)
     as_written = in_region(fn, get_policy("float32"))
 
     def reduced_fn(*args: Any, **kwargs: Any) -> Any:
@@ -151,6 +152,18 @@ def _converted(tree: Any, old: np.dtype[Any], new: np.dtype[Any]) -> Any:
     return jax.tree.map(lambda x: x.astype(new) if is_array(x) and x.dtype == old else x, tree)
 
 
-def _check_callable(name: str, fn: Any) -> None:
+def check_callable(name: str, fn: Any, instead: str = "") -> None:
+    """Raises unless `fn` can be called with arrays, which a Linen module alone cannot.
+
+    Args:
+      name: the function that speaks in the message.
+      fn: what was given to it.
+      instead: what to write where that is a Linen module.
+    """
     if not callable(fn):
         raise TypeError(f"{name}: fn must be callable, got {type(fn).__name__}")
+    if isinstance(fn, nn.Module) and fn.scope is None:
+        raise TypeError(
+            f"{name}: fn is the Flax module {type(fn).__name__!r}, which is called through its "
+            f"apply. {instead or 'Give module.apply, and its variables as the first argument.'}"
+        )

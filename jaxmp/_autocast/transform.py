@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jmp
@@ -26,7 +25,13 @@ from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
-from jaxmp._autocast.region import in_region, inside_autocast, policy_in_force, widen
+from jaxmp._autocast.region import (
+    check_callable,
+    in_region,
+    inside_autocast,
+    policy_in_force,
+    widen,
+)
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unseen
 from jaxmp.policy import Policy, single_policy
@@ -83,13 +88,9 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
     Source: Micikevicius et al., "Mixed Precision Training" (2018); torch.amp.autocast.
     """
     policy = single_policy("autocast", policy)
-    if not callable(fn):
-        raise TypeError(f"autocast: fn must be callable, got {type(fn).__name__}")
-    if isinstance(fn, nn.Module) and fn.scope is None:
-        raise TypeError(
-            f"autocast: fn is the Flax module {type(fn).__name__!r}, which is called through its "
-            "apply. Use jaxmp.wrap(module, policy), or jaxmp.autocast(module.apply, policy)."
-        )
+    check_callable(
+        "autocast", fn, "Use jaxmp.wrap(module, policy), or jaxmp.autocast(module.apply, policy)."
+    )
     planned = under_policy(fn, policy)
     method, modules = nnx_calls.with_module(fn)
     planned_of_modules = _under_policy_of_modules(method, policy)

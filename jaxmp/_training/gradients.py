@@ -11,7 +11,31 @@ import optax
 
 from jaxmp._training.scale_rule import LossScaleState
 
-__all__ = ["check_floating", "check_scaler_state", "check_structure", "explain_failure", "show"]
+__all__ = [
+    "check_arrays",
+    "check_floating",
+    "check_scaler_state",
+    "check_structure",
+    "explain_failure",
+    "show",
+]
+
+
+def check_arrays(function: str, what: str, tree: Any) -> None:
+    """Raises for a leaf that is a function or a string, as Equinox modules have.
+
+    Args:
+      function: Who speaks in the message.
+      what: What the leaves are: "parameter" or "gradient".
+      tree: The parameters or the gradients.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not hasattr(leaf, "dtype") and (callable(leaf) or isinstance(leaf, str)):
+            raise TypeError(
+                f"{function}: the {what} at {show(path)} is {leaf!r}, no array; keep it out of "
+                "the parameters. Of an Equinox module, take eqx.filter(model, "
+                "eqx.is_inexact_array)."
+            )
 
 
 def check_floating(function: str, what: str, tree: Any) -> None:
@@ -22,18 +46,11 @@ def check_floating(function: str, what: str, tree: Any) -> None:
       what: What the leaves are: "parameter" or "gradient". A parameter may have 8 bits.
       tree: The parameters or the gradients.
     """
+    check_arrays(function, what, tree)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", None)
         kind = np.dtype(type(leaf)) if isinstance(leaf, (bool, int)) else dtype
-        if kind is None:
-            if callable(leaf) or isinstance(leaf, str):
-                raise TypeError(
-                    f"{function}: the {what} at {show(path)} is {leaf!r}, no array; keep it out of "
-                    "the parameters. Of an Equinox module, take eqx.filter(model, "
-                    "eqx.is_inexact_array)."
-                )
-            continue
-        if kind == jax.dtypes.float0:
+        if kind is None or kind == jax.dtypes.float0:
             continue
         if jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.bool_):
             raise TypeError(

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._training.gradients import explain_failure
+from jaxmp._training.gradients import check_arrays, explain_failure
 from jaxmp._training.opt_state import the_scaler, was_finite
 from jaxmp.dtypes import dtype_name, parse_dtype
 from jaxmp.tree import cast_floating, select, widen_floating
@@ -176,6 +176,7 @@ def _keeping_masters(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> MasterWeightsState:
+        check_arrays("master_weights", "parameter", params)
         _warn_if_useless(params)
         full = widen_floating(params)
         return MasterWeightsState(_masters(params, full), inner.init(full))
@@ -208,6 +209,7 @@ def _rounding_at_random(
     inner: optax.GradientTransformationExtraArgs, key: ArrayLike
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> StochasticRoundingState:
+        check_arrays("master_weights", "parameter", params)
         _warn_if_useless(params)
         # A copy: a step that donates its state must not take the caller's key with it.
         first = jax.random.key(key) if isinstance(key, int) else jnp.array(key, copy=True)

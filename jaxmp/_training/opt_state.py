@@ -103,7 +103,7 @@ def find_scalers(tree: Any) -> list[tuple[str, LossScaleState]]:
     for path, node in nodes:
         if type(node) is LossScaleState:
             found.append((jax.tree_util.keystr(path), node))
-        elif type(node) in _WRAPPERS and find_scalers(list(node)):
+        elif type(node) in _WRAPPERS and _holds_scaler(node):
             name, wrong, right = _WRAPPERS[type(node)]
             where = jax.tree_util.keystr(path)
             where = f" at {where}" if where else ""
@@ -140,6 +140,11 @@ def _is_link(state: Any) -> bool:
         return bool(state) and all(map(_is_link, state))
     named = isinstance(state, tuple) and hasattr(state, "_fields")
     return named and not isinstance(state, (optax.GradientTransformation, optax.LookaheadParams))
+
+
+def _holds_scaler(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: type(x) is LossScaleState)
+    return any(type(leaf) is LossScaleState for leaf in leaves)
 
 
 def check_is_state(function: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from jaxmp._autocast.jaxpr_compat import closed, dtype_of, inner_jaxprs
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.ops import LOW as CONTRACTIONS
 from jaxmp._autocast.ops import classify
+from jaxmp._autocast.region import check_callable
 from jaxmp._autocast.transform import autocast
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
@@ -63,6 +64,7 @@ def audit(
     Raises:
       ValueError: if the policy or the target is unknown, or an argument has a size that
         `jax.export` left open.
+      TypeError: if `fn` is not callable, or is a Flax Linen module.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -75,6 +77,7 @@ def audit(
       >>> jaxmp.audit(jax.grad(loss), w, w, policy="mixed_bfloat16").contraction_share()
       {'bfloat16': 1.0}
     """
+    check_callable("audit", fn)
     check_sizes("audit", args, kwargs)
     fn = on_a_clone(fn)
     if policy is not None:

@@ -10,12 +10,13 @@ from jaxmp._autocast.jaxpr_compat import dtype_of
 from jaxmp._autocast.kept import UNKNOWN
 from jaxmp._autocast.ops import classify
 from jaxmp._autocast.rules import LAYERS_OWN, author_keeps
-from jaxmp.inspect.follow import FLOAT32, LOW, Promoted, Seen
+from jaxmp.inspect.follow import ARRAY, FLOAT32, LOW, Promoted, Seen
 
 INTENDED = "intended-float32"
 FAULT = "float32-contraction"
 UPCAST = "remove the upcast, or cast back before the next layer"
 DEMOTE = "make the float32 side a Python number, or cast it to the other's dtype"
+NARROW = "cast it to the other's dtype; a parameter, by giving its layer dtype=jnp.{}"
 OPAQUE = "narrow what it is given: jaxmp.reduced_precision around the function it is in"
 # As the planner says them; what else it says of a contraction is its own decision.
 _AUTHORS_UPCAST = "the author upcast an operand to float32"
@@ -59,6 +60,7 @@ class Judge:
             f"give the layer dtype=jnp.{low}, in which it then reads its parameters, or leave the "
             f"model in float32: {self.wrap}"
         )
+        self.constant = NARROW.format(low)
         self._forward: dict[tuple[str, str], set[Blame | None]] = defaultdict(set)
 
     def contraction(self, seen: Seen) -> Blame | None:
@@ -73,7 +75,9 @@ class Judge:
 
     def promotion(self, met: str) -> str:
         """The remedy for 16-bit values that were promoted because of what they met."""
-        return self.parameter if met.startswith("the argument") else DEMOTE
+        if met.startswith("the argument"):
+            return self.parameter
+        return self.constant if met.startswith(ARRAY) else DEMOTE
 
     def _judge(self, seen: Seen) -> Blame | None:
         place, eqn = seen.place, seen.eqn

@@ -66,9 +66,15 @@ class Cast(NamedTuple):
 
 
 class Promoted(NamedTuple):
-    """A 16-bit value that JAX widened, before it meets what it was widened for."""
+    """A 16-bit value that JAX widened, before it meets what it was widened for.
+
+    Attributes:
+      dtype: what it was.
+      fresh: whether it was only moved since.
+    """
 
     dtype: str
+    fresh: bool = True
 
 
 class Known(NamedTuple):
@@ -110,6 +116,7 @@ class Seen(NamedTuple):
     out: Known
 
 
+ARRAY = "the constant array "
 NOTHING = Known()
 _LITERAL = Known(fixed=True)
 Visit = Callable[[Seen], None]
@@ -146,7 +153,8 @@ class _Follower:
         for var, const in zip(opened.constvars, closed(jaxpr).consts, strict=False):
             env[var] = Known(fixed=hasattr(const, "size") and is_small(const))
         for var in opened.constvars:
-            label[var] = f"the constant {var.aval.str_short()}"
+            what = ARRAY if getattr(var.aval, "ndim", 0) else "the constant "
+            label[var] = f"{what}{var.aval.str_short()}"
         uses = _uses(opened)
 
         def read(atom: Any) -> Known:
@@ -247,11 +255,18 @@ def _why(
     if causes:  # the author's own before what autocast widened
         return min(causes, key=lambda cause: cause.by_policy)
     promoted = [why for i in ours if isinstance(why := known[i].why, Promoted)]
-    partners = [names[i] for i in ours if known[i].why is None]
+    # Beside what JAX widened before, a Python number is float32 as well, and widens nothing.
+    fresh = any(why.fresh for why in promoted)
+    partners = [
+        names[i] for i in ours if known[i].why is None and (fresh or not _is_literal(eqn.invars[i]))
+    ]
     if promoted and partners:
         what = f"{partners[0]} is float32 and meets a {promoted[0].dtype} value"
         return Cause(place.source, place.path, what, promoted=partners[0])
-    return promoted[0] if promoted else None
+    if not promoted:
+        return None
+    moved = classify(eqn.primitive.name, eqn.params) == "transparent"
+    return promoted[0] if moved else promoted[0]._replace(fresh=False)
 
 
 def _narrowed(eqn: jex_core.JaxprEqn, known: list[Known]) -> bool:

@@ -14,6 +14,7 @@ import jmp
 from jax.typing import DTypeLike
 
 from jaxmp._autocast.nnx_calls import on_a_clone
+from jaxmp._autocast.region import check_callable
 from jaxmp._autocast.transform import autocast
 from jaxmp.inspect.audit import audit
 from jaxmp.inspect.batch_arguments import batch_of, with_batch
@@ -72,6 +73,7 @@ def preflight(
       ValueError: if the target or a policy is unknown, there is no argument of a number in
         `donate_argnums` or `batch_argnums`, shardings do not fit the target, the arrays of
         `batch_argnums` differ in their leading axis, or a size is one that `jax.export` left open.
+      TypeError: if `fn` is not callable, or is a Flax Linen module.
       CompilerMissingError: (an ImportError) if the compiler is not installed.
       RuntimeError: if the compiling process ends without a result.
 
@@ -87,6 +89,7 @@ def preflight(
       ValueError: preflight: unknown target 'gpu-h10' (did you mean 'gpu-h100'?)...
     """
     resolved = parse_target(target)
+    check_callable("preflight", fn)
     check_sizes("preflight", args)
     fn = on_a_clone(fn)
     donated, batch = _indices(donate_argnums), _indices(batch_argnums)
