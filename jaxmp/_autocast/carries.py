@@ -136,7 +136,7 @@ def _is_step(eqn: JaxprEqn, ins: Sequence[Flow]) -> bool:
     inverse = eqn.primitive.name == "div"
     for atom, flow in zip(eqn.invars, ins, strict=True):
         if isinstance(atom, Literal):
-            size = abs(np.asarray(atom.val, np.float64))
+            size = np.abs(np.asarray(atom.val))
             if np.any(size > 1 / STEP if inverse else (size > 0) & (size < STEP)):
                 return True
         elif all(n == 1 for n in shape_of(atom)) and not flow.own and not flow.layered:

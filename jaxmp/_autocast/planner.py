@@ -48,7 +48,6 @@ from jaxmp._autocast.licences import (
 from jaxmp._autocast.ops import (
     AFFINE,
     BOUNDED,
-    BROADCASTING,
     CHOOSING,
     CUMULATIVE,
     IN_PARTS,
@@ -235,15 +234,14 @@ class JaxprPlanner:
         return Value(dtype, origins, tangent=any(v.tangent for v in values), licence=licence)
 
     def clips(self, value: Value | None) -> bool:
-        """Whether a value stays finite when it is narrowed: a literal, or a mask.
+        """Whether a value stays finite when it is narrowed: a literal or a mask, made of arguments.
 
-        A mask that is given is only narrowed where a softmax is. Anything else becomes infinite in
-        float16, so that the step is skipped; and a tangent must stay linear.
+        What was computed becomes infinite in float16, so that the step is skipped; and a tangent
+        must stay linear.
         """
         if value is None or value.tangent:
             return False
-        mask = self.rules.low_softmax and value.licence in (PARAMETER, GIVEN)
-        written = not value.origins and (value.licence == CONSTANT or mask)
+        written = not value.origins and value.licence in (CONSTANT, PARAMETER, GIVEN)
         return written or self.rules.saturate
 
     def licence_at(self, value: Value, atom: Any, eqn: JaxprEqn) -> str:
@@ -257,14 +255,6 @@ class JaxprPlanner:
         """Whether a contraction reads a variable itself, through moves alone."""
         found = NOTHING if isinstance(atom, Literal) else self.demand.of.get(atom, NOTHING)
         return bool(found & OPERAND)
-
-    def is_input(self, eqn: JaxprEqn) -> bool:
-        """Whether a move looks up or repeats what a contraction reads itself, as a layer's input.
-
-        Of a table it is the rows that count: an output layer may multiply by the table as well.
-        """
-        rows = eqn.primitive.name == "gather"
-        return any(map(self.is_operand, eqn.outvars if rows else [*eqn.outvars, *eqn.invars]))
 
     def demanded(self, eqn: JaxprEqn) -> list[int]:
         """The demand on each result of an equation."""
@@ -428,10 +418,11 @@ class JaxprPlanner:
         same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
         out = mine[0]._replace(argument=False) if same else self.kept(dtype, values)
         licence = joined([v.licence for v in mine])
-        if licence != GIVEN or not self.is_input(eqn):
-            licence = after_move(eqn, licence)
-        elif eqn.primitive.name == "broadcast_in_dim":
+        repeats = eqn.primitive.name == "broadcast_in_dim"
+        if licence == GIVEN and repeats and any(map(self.is_operand, eqn.invars)):
             licence = DATA
+        else:
+            licence = after_move(eqn, licence)
         out = out._replace(licence=licence, fixed=False)
         widen = dtype is not None and eqn.primitive.name in REPEATING and _repeats(eqn)
         return self.step(
@@ -523,15 +514,15 @@ class JaxprPlanner:
     def _out_of_range(self, eqn: JaxprEqn) -> str | None:
         """Why a literal cannot be narrowed: it would vanish, or scale by something else.
 
-        A mask that is chosen, or meets no product, is clipped instead.
+        What is added or chosen, a mask, is clipped instead.
         """
         for atom in eqn.invars:
             if isinstance(atom, Literal) and ours(atom):
                 value, limits = abs(float(atom.val)), jnp.finfo(self.rules.low)
                 if 0.0 < value < float(limits.tiny):
                     return f"the constant {atom.val:g} vanishes in {self.rules.low}"
-                arithmetic = eqn.primitive.name in BROADCASTING - CHOOSING
-                if arithmetic and float(limits.max) < value < float("inf"):
+                scales = eqn.primitive.name in ("mul", "div")
+                if scales and float(limits.max) < value < float("inf"):
                     return f"the constant {atom.val:g} is beyond {self.rules.low}"
         return None
 
