@@ -14,6 +14,8 @@ from collections.abc import Iterable
 
 import numeric_geometry  # noqa: F401
 import numeric_learning  # noqa: F401
+import numeric_ranges  # noqa: F401
+import numeric_recurrences  # noqa: F401
 import numeric_statistics  # noqa: F401
 import numeric_streams  # noqa: F401
 import numeric_time  # noqa: F401

@@ -408,6 +408,12 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     "a float32 statistic wins: it is subtracted": (
         lambda x, w: (x @ w - w[0]) @ w, "sub", "float32", BF16,
     ),
+    "an angle, a logarithm or a root wants the result as well": (
+        lambda x, w: jnp.sum(jnp.sin(y := x @ w + w[0])) + jnp.sum(y @ w), "add", "float32", BF16,
+    ),
+    "a recurrence: combined in float32": (
+        lambda x, w: lax.associative_scan(jnp.multiply, x @ w) @ w, "mul", "float32", BF16,
+    ),
     "a position: it becomes an index": (
         lambda x, w: w[((x @ w) * 2.0).astype(int)], "mul", "float32", BF16,
     ),
@@ -434,6 +440,9 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     "normalises: meets a statistic of its own operand": (normalised, "sub", "float32", BF16),
     "the constant 1e-08 vanishes in float16": (
         lambda x, w: (x @ w + 1e-8) @ w, "add", "float32", F16,
+    ),
+    "the constant 100000 is beyond float16": (
+        lambda x, w: (x @ w / 1e5) @ w, "div", "float32", F16,
     ),
     "sensitive op: float32": (lambda x, w: jnp.exp(x @ w) @ w, "exp", "float32", BF16),
     "moves values: as they are": (
@@ -489,10 +498,10 @@ def test_every_reason_is_given_where_it_holds(reason: str) -> None:
 
 def test_no_reason_is_untested() -> None:
     # Read off the planner's source: a new reason needs a case above.
-    from jaxmp._autocast import geometry, planner, rules
+    from jaxmp._autocast import contractions, planner, rules
 
     pieces = [
-        planner.JaxprPlanner, planner._licensed, geometry.precise_product, rules.author_keeps,
+        planner.JaxprPlanner, planner._licensed, contractions.geometry, rules.author_keeps,
     ]  # fmt: skip
     trees = [ast.parse(textwrap.dedent(inspect.getsource(piece))) for piece in pieces]
     given = {value for value in vars(planner).values() if isinstance(value, str) and " " in value}

@@ -94,10 +94,19 @@ def test_a_constant_is_licensed_unless_it_is_a_grid(array: np.ndarray, expected:
     assert licences.of_constant(array.astype(np.float32), LOW) == expected
 
 
-def test_counting_is_exact_as_far_as_the_mantissa_goes() -> None:
-    assert licences.of_iota((257,), LOW) == PARAMETER
-    assert licences.of_iota((258,), LOW) == DATA
-    assert licences.of_iota((2049,), np.dtype("float16")) == PARAMETER
+@pytest.mark.parametrize("grid", ["arange", "linspace", "mgrid"])
+def test_a_grid_that_the_program_makes_is_data(grid: str) -> None:
+    """Rounding may keep the grid; it does not keep the grid and a product's result, added."""
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        rows = {
+            "arange": lambda: jnp.arange(8.0),
+            "linspace": lambda: jnp.linspace(-1.0, 1.0, 8),
+            "mgrid": lambda: jnp.mgrid[0:8, 0:2][0][:, 0].astype(jnp.float32),
+        }[grid]()
+        return (x @ w + rows) @ w
+
+    assert dtype_of("add", fn, X, W) == "float32"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""The shapes of contractions: which are layers, and which are geometry."""
+"""Which contractions are layers, and which are geometry or signal processing.
+
+There is no speed in multiplying these low, and their results (coordinates, angles, norms, filtered
+signals) are differenced, squared and turned into indices.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,22 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.jaxpr_compat import is_at_most, shape_of
+from jaxmp._autocast.where import is_backward
 
 # A product that contracts so few elements rotates, projects or mixes coordinates.
 COORDINATES = 4
 
 
-def geometry(eqn: JaxprEqn) -> str | None:
-    """Why a contraction is geometry by its shapes, or None."""
+def geometry(eqn: JaxprEqn, *, fixed: bool = False) -> str | None:
+    """Why a contraction is geometry, or signal processing, and no layer; or None.
+
+    Args:
+      eqn: the contraction.
+      fixed: whether an operand is made in the program from literals alone, or a small constant.
+    """
+    # What a derivative starts from is made of literals too, but its products are a layer's.
+    if fixed and not is_backward(eqn):
+        return "signal processing: an operand is made of constants"
     count = contracted(eqn)
     if count == 1:
         return "geometry: contracts nothing"

@@ -10,7 +10,7 @@ ends. Only float32 values are considered; everything else is not ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.jaxpr_compat import dtype_of
+from jaxmp._autocast.literals import made_of_literals
 from jaxmp._autocast.ops import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, ROUNDING
 from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 
@@ -55,7 +56,7 @@ class Demands:
 
     def _compute(self, jaxpr: Any, outs: Sequence[int], rules: Rules) -> Demand:
         of: dict[Any, int] = {}
-        whole = whole_numbers(jaxpr)
+        whole, made = whole_numbers(jaxpr), made_of_literals(jaxpr)
 
         def want(atom: Any, demand: int) -> None:
             if demand and not isinstance(atom, Literal) and ours(atom):
@@ -65,14 +66,17 @@ class Demands:
             want(atom, demand)
         for eqn in reversed(jaxpr.eqns):
             wanted = [of.get(v, NOTHING) for v in eqn.outvars]
-            for atom, demand in zip(eqn.invars, self._of_operands(eqn, wanted, rules), strict=True):
+            operands = self._of_operands(eqn, wanted, rules, made)
+            for atom, demand in zip(eqn.invars, operands, strict=True):
                 want(atom, demand)
             if is_position(eqn, whole):
                 for atom in eqn.invars:
                     want(atom, INDEX)
         return Demand(tuple(of.get(v, NOTHING) for v in jaxpr.invars), of)
 
-    def _of_operands(self, eqn: JaxprEqn, wanted: list[int], rules: Rules) -> Sequence[int]:
+    def _of_operands(
+        self, eqn: JaxprEqn, wanted: list[int], rules: Rules, made: Container[Any]
+    ) -> Sequence[int]:
         name = jaxpr_compat.kind(eqn)
         rules = region_rules(eqn) or rules
         if rules.looks_inside(eqn):
@@ -91,7 +95,8 @@ class Demands:
                 return self(inner, wanted, rules).ins
         kind = rules.op_class(eqn)
         if kind == "low" and rules.low is not None and not author_keeps(eqn):
-            exact = name in LOW and geometry(eqn) is not None
+            fixed = any(isinstance(v, Literal) or v in made for v in eqn.invars[:2])
+            exact = name in LOW and geometry(eqn, fixed=fixed) is not None
             return [OPERAND | (FULL if exact else CONTRACTION)] * len(eqn.invars)
         demand = _union(wanted)
         if kind == "follow":

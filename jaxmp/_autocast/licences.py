@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.jaxpr_compat import dtype_of, is_at_most, shape_of
+from jaxmp._autocast.jaxpr_compat import dtype_of, shape_of
 
 CONSTANT = "constant"
 PARAMETER = "parameter"
@@ -106,13 +106,6 @@ def of_constant(array: Any, low: np.dtype[Any] | None) -> str:
     if low is None or values is None or not _is_grid(values) or _is_exact(values, low):
         return PARAMETER
     return DATA
-
-
-def of_iota(shape: Sequence[int], low: np.dtype[Any] | None) -> str:
-    """The licence of 0, 1, 2, …, which are positions where the low dtype cannot count so far."""
-    most = 0 if low is None else 2 ** (jnp.finfo(low).nmant + 1) + 1
-    exact = low is not None and all(is_at_most(n, most) for n in shape)
-    return PARAMETER if exact else DATA
 
 
 def is_small(array: Any) -> bool:

@@ -17,10 +17,12 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast import jaxpr_compat
+from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.demand import (
     ANGLE,
     CONTRACTION,
     INDEX,
+    LATER,
     NOTHING,
     OPERAND,
     STEEP,
@@ -28,7 +30,6 @@ from jaxmp._autocast.demand import (
     ours,
 )
 from jaxmp._autocast.early_casts import narrow_early, widen_early
-from jaxmp._autocast.geometry import precise_product
 from jaxmp._autocast.higher_order import HIGHER_ORDER
 from jaxmp._autocast.jaxpr_compat import dtype_of, shape_of
 from jaxmp._autocast.licences import (
@@ -43,8 +44,8 @@ from jaxmp._autocast.licences import (
     joined,
     of_constant,
     of_converted,
-    of_iota,
 )
+from jaxmp._autocast.literals import keeps_made
 from jaxmp._autocast.ops import (
     AFFINE,
     BOUNDED,
@@ -53,7 +54,6 @@ from jaxmp._autocast.ops import (
     IN_PARTS,
     LOW,
     NORMALISING,
-    RANDOM,
     REORDERING,
     REPEATING,
     SOLVING,
@@ -278,12 +278,8 @@ class JaxprPlanner:
         return step
 
     def is_made(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation makes its results from literals alone, by no random choice.
-
-        Nothing is made of zeros: the start of a state, or a tangent that is not there.
-        """
-        made = all(self.are_made(eqn.invars)) and not _is_zeros(eqn)
-        return made and not eqn.effects and not _draws(eqn)
+        """Whether an equation makes its results from literals alone."""
+        return keeps_made(eqn, self.made)
 
     def are_made(self, atoms: Sequence[Any]) -> list[bool]:
         """Which operands are made from literals alone."""
@@ -306,8 +302,7 @@ class JaxprPlanner:
         if name == "convert_element_type" and kind == "own":
             return self.convert(eqn, values)
         if not any(v is not None for v in values):
-            licence = of_iota(eqn.params["shape"], self.rules.low) if name == "iota" else DATA
-            return self.as_written(eqn, values, "no float32 operand", licence)
+            return self.as_written(eqn, values, "no float32 operand", DATA)
         if kind == "low":
             return self.contraction(eqn, values)
         if kind == "follow":
@@ -541,7 +536,9 @@ class JaxprPlanner:
                 kept = pinned
             elif eqn.primitive.name in LOW:
                 fixed = [v is not None and v.fixed for v in values]
-                kept = precise_product(eqn, fixed, self.demanded(eqn)[0])
+                kept = geometry(eqn, fixed=any(fixed[:2]))
+                if kept is None and self.demanded(eqn)[0] & ~LATER == ANGLE:
+                    kept = "only angles or a linear solver want the result"
         if kept is not None:
             # Of low values it is made of nothing else; of arguments, it is data.
             mine = [v for v in values if v is not None]
@@ -590,22 +587,6 @@ _LICENSED = {
     COMPUTED: "made from 16-bit values, beside one",
     CONSTANT: "a constant beside a 16-bit value",
 }
-
-
-def _is_zeros(eqn: JaxprEqn) -> bool:
-    """Whether an equation fills an array with zeros."""
-    if eqn.primitive.name != "broadcast_in_dim":
-        return False
-    [filling] = eqn.invars[:1]
-    return isinstance(filling, Literal) and not np.any(filling.val)
-
-
-def _draws(eqn: JaxprEqn) -> bool:
-    """Whether an equation draws random numbers, somewhere inside."""
-    if eqn.primitive.name.startswith(RANDOM):
-        return True
-    inner = (jaxpr_compat.closed(j).jaxpr for j in jaxpr_compat.inner_jaxprs(eqn))
-    return any(_draws(e) for jaxpr in inner for e in jaxpr.eqns)
 
 
 def _repeats(eqn: JaxprEqn) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from jaxmp._autocast.geometry import precise_product
+from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.jaxpr_compat import dtype_of
 from jaxmp._autocast.kept import UNKNOWN
 from jaxmp._autocast.ops import classify
@@ -109,7 +109,7 @@ class Judge:
         if place.kept:
             what = f"autocast keeps it float32: {place.kept}"
             return Blame(INTENDED, *here, what, kept=place.kept)
-        if precise_product(eqn, [k.fixed for k in seen.known], 0):
+        if geometry(eqn, fixed=any(k.fixed for k in seen.known[:2])):
             return None  # no speed is in it, and autocast would not narrow it either
         return self._operands(seen)
 
