@@ -268,7 +268,8 @@ class JaxprPlanner:
         """Decides one equation and records how its results are kept."""
         step = self.decided(eqn)
         if eqn.primitive.name in IN_PARTS and not isinstance(eqn.invars[0], Literal):
-            self.whole[eqn.outvars[0]] = self.whole.get(eqn.invars[0], eqn.invars[0])
+            whole = self.whole.get(eqn.invars[0], eqn.invars[0])
+            self.whole.update(dict.fromkeys(eqn.outvars, whole))
         if self.is_made(eqn):
             self.made.update(eqn.outvars)
             for var in eqn.outvars:
