@@ -71,6 +71,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxmp
+from jaxmp import _chips
 
 import aot
 from models import CASES, Case, trace_case
@@ -227,7 +228,7 @@ class Cache:
         self._path = path
         self._rows = json.loads(path.read_text()) if path and path.exists() else {}
         here = Path(__file__).parent
-        chips = here.parent / "jaxmp" / "chips" / "chips.toml"
+        chips = Path(_chips.__file__).with_name("chips.toml")
         sources = [here / "models.py", here / "aot.py", chips]
         # A row is stale once anything that made it has changed.
         self._made_by = "|".join(
