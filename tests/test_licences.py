@@ -18,7 +18,7 @@ from jax import lax
 import jaxmp
 from jaxmp._autocast import licences
 from jaxmp._autocast.carries import recurrence
-from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, GIVEN, PARAMETER
+from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, GIVEN, PARAMETER, POSITION
 from jaxmp.policy import get_policy
 
 from support import contraction_dtypes, iter_eqns, jaxpr_of, primitives
@@ -49,6 +49,8 @@ def dtype_of(op: str, fn: Callable[..., Any], *args: Any, policy: Any = BF16) ->
         ([GIVEN, COMPUTED], GIVEN),
         ([PARAMETER, CONSTANT], PARAMETER),
         ([CONSTANT, CONSTANT], CONSTANT),
+        ([POSITION, COMPUTED, PARAMETER], POSITION),
+        ([GIVEN, POSITION], GIVEN),
         ([DATA, COMPUTED], DATA),
         ([], DATA),  # made of nothing: random bits, a callback
     ],
@@ -80,10 +82,10 @@ def test_a_parameter_is_repeated_over_the_first_axis(
     ("array", "expected"),
     [
         (np.arange(257.0), PARAMETER),  # bfloat16 counts to 256
-        (np.arange(300.0), DATA),
-        (np.linspace(0, 1, 100), DATA),  # evenly spaced: where something is
+        (np.arange(300.0), POSITION),
+        (np.linspace(0, 1, 100), POSITION),  # evenly spaced: where something is
         (np.linspace(0, 1, 9), PARAMETER),  # in eighths: exact
-        (np.stack(np.meshgrid(np.arange(300.0), np.arange(300.0)), -1)[::40], DATA),
+        (np.stack(np.meshgrid(np.arange(300.0), np.arange(300.0)), -1)[::40], POSITION),
         (np.sin(np.arange(999.0)), PARAMETER),  # a table
         (np.full((300, 300), 1 / 3), PARAMETER),  # larger than what is looked at
         (np.array([1.0, np.inf, 1000.5]), PARAMETER),  # a mask
@@ -162,6 +164,41 @@ def test_a_gathered_table_starts_a_low_stream_and_data_does_not() -> None:
 
     assert dtype_of("add", lambda t, i, w: stream(t[i], w), W, jnp.arange(6), W) == "bfloat16"
     assert dtype_of("add", stream, X, W) == "float32"
+
+
+FREQUENCIES = (1.0 / 100.0 ** (np.arange(4) / 4)).astype(np.float32)
+ANGLES = {
+    "counted": lambda at: jnp.arange(6.0)[:, None] * FREQUENCIES,
+    "by an outer product": lambda at: jnp.outer(jnp.arange(6), FREQUENCIES),
+    "given": lambda at: at[:, None] * FREQUENCIES,
+    "looked up": lambda at: jnp.outer(jnp.arange(6.0), FREQUENCIES)[at],
+    "frequencies made in the program": lambda at: at[:, None] / 100.0 ** (jnp.arange(4.0) / 4),
+}
+
+
+def rotated(x: jax.Array, angles: jax.Array) -> jax.Array:
+    a, b = jnp.split(x, 2, -1)
+    c, s = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * c - b * s, b * c + a * s], -1)
+
+
+@pytest.mark.parametrize("name", ANGLES)
+def test_the_waves_of_positions_are_a_table(name: str) -> None:
+    def fn(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
+        return rotated(x @ w, ANGLES[name](at)) @ w
+
+    rows = jaxmp.explain(fn, BF16)(X, W, jnp.arange(6)).rows
+    beside = [r.dtype for r in rows if r.op in ("mul", "sub", "add") and "beside" in r.reason]
+    assert beside == ["bfloat16"] * 4
+    assert "float32 data wins over 16 bits" not in {r.reason for r in rows}
+
+
+def test_the_waves_of_data_are_data() -> None:
+    def fn(x: jax.Array, w: jax.Array, t: jax.Array) -> jax.Array:
+        return rotated(x @ w, t * FREQUENCIES) @ w
+
+    rows = jaxmp.explain(fn, BF16)(X, W, X[:, :1]).rows
+    assert "float32 data wins over 16 bits" in {r.reason for r in rows}
 
 
 def test_a_position_is_float32_back_to_its_product() -> None:

@@ -9,9 +9,10 @@ where float32 wins. Operands of contractions need no licence. Beside a low value
   given on purpose) or is a grid that rounding would not keep;
 * what was computed from low values and licensed ones alone (`COMPUTED`).
 
-There is none for data (`DATA`): positions, time, state, random numbers, what a solver returned, and
-whatever was computed from them. An argument is `GIVEN` until its use tells: broadcast over the
-result it is a parameter, in the result's full shape it is data.
+There is none for data (`DATA`): time, state, random numbers, what a solver returned, and whatever
+was computed from them; nor for positions (`POSITION`), which are counted or are integers. But the
+sine of a position is an entry of a table, a parameter. An argument is `GIVEN` until its use tells:
+broadcast over the result it is a parameter, in the result's full shape it is data.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ CONSTANT = "constant"
 PARAMETER = "parameter"
 GIVEN = "given"
 COMPUTED = "computed"
+POSITION = "position"
 DATA = "data"
 
 # The elements of a constant that are looked at.
@@ -45,7 +47,7 @@ def joined(licences: Sequence[str]) -> str:
       >>> joined([COMPUTED, PARAMETER]), joined([GIVEN, COMPUTED]), joined([GIVEN, DATA])
       ('computed', 'given', 'data')
     """
-    order = (DATA, GIVEN, COMPUTED, PARAMETER, CONSTANT)
+    order = (DATA, GIVEN, POSITION, COMPUTED, PARAMETER, CONSTANT)
     return next((licence for licence in order if licence in licences), DATA)
 
 
@@ -88,10 +90,12 @@ def after_move(eqn: JaxprEqn, licence: str) -> str:
 
 
 def of_converted(atom: Any) -> str:
-    """The licence of a value of another dtype in float32: exact in 16 bits, or data."""
+    """The licence of a value of another dtype in float32: exact in 16 bits, a position, or data."""
     dtype = dtype_of(atom) or np.dtype(object)
     exact = dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2)
-    return COMPUTED if exact else DATA
+    if exact:
+        return COMPUTED
+    return POSITION if jnp.issubdtype(dtype, jnp.integer) else DATA
 
 
 def of_constant(array: Any, low: np.dtype[Any] | None) -> str:
@@ -105,7 +109,12 @@ def of_constant(array: Any, low: np.dtype[Any] | None) -> str:
     values = _looked_at(array)
     if low is None or values is None or not _is_grid(values) or _is_exact(values, low):
         return PARAMETER
-    return DATA
+    return POSITION
+
+
+def of_wave(licence: str) -> str:
+    """The licence of the sine or cosine of a value: of positions, it is a table."""
+    return PARAMETER if licence in (POSITION, CONSTANT) else licence
 
 
 def is_small(array: Any) -> bool:

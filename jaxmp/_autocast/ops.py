@@ -113,6 +113,9 @@ SOLVING = frozenset(
 # So does an angle.
 AMPLIFYING = SOLVING | {"sin", "cos", "tan"}
 
+# The sine of a position is an entry of a table.
+WAVES = frozenset({"sin", "cos"})
+
 # Functions that end somewhere, and are steep there.
 ENDING = frozenset(
     "log log1p log2 sqrt rsqrt cbrt pow acos asin acosh atanh erf_inv lgamma digamma".split()
@@ -128,7 +131,7 @@ SUBTRACTING = frozenset({"sub"})
 RANDOM = ("random_", "threefry", "rng_")
 
 # Bounded functions: of a grid they make a table of numbers in [-1, 1].
-BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "sign"})
+BOUNDED = frozenset({"tanh", "logistic", "erf", "sign"})
 
 # Moves that change neither values nor their order of magnitude.
 MOVING = frozenset(

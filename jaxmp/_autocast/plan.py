@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN
+from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN, POSITION
 from jaxmp._autocast.rules import Rules
 
 DType = np.dtype[Any]
@@ -48,7 +48,7 @@ class Value(NamedTuple):
     @property
     def wins(self) -> bool:
         """Whether it is float32 that no licence allows to narrow: it wins over low values."""
-        return self.dtype is None and self.licence in (DATA, GIVEN)
+        return self.dtype is None and self.licence in (DATA, GIVEN, POSITION)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -38,12 +38,14 @@ from jaxmp._autocast.licences import (
     DATA,
     GIVEN,
     PARAMETER,
+    POSITION,
     after_move,
     here,
     is_small,
     joined,
     of_constant,
     of_converted,
+    of_wave,
 )
 from jaxmp._autocast.literals import keeps_made
 from jaxmp._autocast.ops import (
@@ -59,6 +61,7 @@ from jaxmp._autocast.ops import (
     SOLVING,
     SUBTRACTING,
     TO_CONTRACTIONS,
+    WAVES,
     WRITING,
 )
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
@@ -303,7 +306,8 @@ class JaxprPlanner:
         if name == "convert_element_type" and kind == "own":
             return self.convert(eqn, values)
         if not any(v is not None for v in values):
-            return self.as_written(eqn, values, "no float32 operand", DATA)
+            licence = POSITION if name == "iota" else DATA
+            return self.as_written(eqn, values, "no float32 operand", licence)
         if kind == "low":
             return self.contraction(eqn, values)
         if kind == "follow":
@@ -313,9 +317,7 @@ class JaxprPlanner:
         if kind == "transparent":
             return self.transparent(eqn, values)
         if kind == "full":
-            table = PARAMETER if name in BOUNDED and self.is_made(eqn) else None
-            kept = DATA if name in CUMULATIVE else table
-            return self.as_written(eqn, values, "sensitive op: float32", kept)
+            return self.as_written(eqn, values, "sensitive op: float32", _of_full(name, values))
         return self.opaque(eqn, values, kind)
 
     def step(
@@ -572,6 +574,15 @@ def _unchanged(step: Step) -> bool:
         return False  # its derivative rule, unseen yet, may hold contractions
     dtypes = (*step.ins, *step.outs)
     return all(d is None or d == FLOAT32 for d in dtypes) and all(p.unchanged for p in step.plans)
+
+
+def _of_full(name: str, values: Sequence[Value | None]) -> str | None:
+    """The licence of what a sensitive op returns, where it is not that of its operands."""
+    if name in CUMULATIVE:
+        return DATA
+    if name in WAVES:
+        return of_wave(joined([v.licence for v in values if v is not None]))
+    return None
 
 
 def _licensed(full: Sequence[Value]) -> str:
