@@ -100,17 +100,13 @@ def test_so_is_a_gradient(name: str) -> None:
     np.testing.assert_allclose(program.call(x), gradient(x), rtol=5e-2, atol=2e-2)
 
 
-def test_an_open_number_of_positions_is_data() -> None:
-    """There may be more of them than bfloat16 can count."""
-
+def test_open_positions_are_data() -> None:
     def fn(x):
         return (x @ W + jnp.arange(x.shape[0], dtype=jnp.float32)[:, None]) @ W
 
     [size] = export.symbolic_shape("rows")
     plan = jaxmp.explain(fn, BF16)(jax.ShapeDtypeStruct((size, 16), jnp.float32))
     assert "float32 data wins over 16 bits" in str(plan)
-    few = jaxmp.explain(fn, BF16)(jax.ShapeDtypeStruct((64, 16), jnp.float32))
-    assert "float32 data wins" not in str(few)
 
 
 class Linen(nn.Module):
