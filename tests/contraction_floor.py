@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._autocast import jaxpr_compat
+from jaxmp._jaxprs import compat
 
 from support import CONTRACTIONS
 
@@ -34,7 +34,7 @@ def rounded_contractions(fn: Callable[..., Any], dtype: str = "bfloat16") -> Cal
 
 
 def _evaluate(info: Any, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    jaxpr, consts = jaxpr_compat.closed(jaxpr)
+    jaxpr, consts = compat.closed(jaxpr)
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
 
@@ -50,8 +50,8 @@ def _evaluate(info: Any, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
 def _equation(info: Any, eqn: Any, operands: list[Any]) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in jaxpr_compat.CALLS and name != "shard_map":
-        return _evaluate(info, jaxpr_compat.call_jaxpr(eqn), operands)
+    if name in compat.CALLS and name != "shard_map":
+        return _evaluate(info, compat.call_jaxpr(eqn), operands)
     if name == "cond":
         params = params | {"branches": tuple(_rounded(info, b) for b in params["branches"])}
     elif name in ("scan", "while", "shard_map"):
@@ -68,9 +68,9 @@ _INNER = ("jaxpr", "cond_jaxpr", "body_jaxpr")
 
 def _rounded(info: Any, jaxpr: Any) -> Any:
     """An inner jaxpr with the operands of its contractions rounded."""
-    avals = [v.aval for v in jaxpr_compat.closed(jaxpr).jaxpr.invars]
-    new = jaxpr_compat.trace(jax.jit(lambda *args: _evaluate(info, jaxpr, args)), avals)
-    return jaxpr_compat.like(new, jaxpr)
+    avals = [v.aval for v in compat.closed(jaxpr).jaxpr.invars]
+    new = compat.trace(jax.jit(lambda *args: _evaluate(info, jaxpr, args)), avals)
+    return compat.like(new, jaxpr)
 
 
 def _rounded_array(info: Any, x: Any) -> Any:

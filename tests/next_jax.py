@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 import jaxmp
-from jaxmp._autocast import jaxpr_compat
+from jaxmp._jaxprs import compat
 
 BF16 = "mixed_bfloat16"
 X = jnp.sin(0.7 * jnp.arange(48.0) + 0.3).reshape(6, 8)
@@ -35,9 +35,9 @@ scan_runs_as_before = pytest.mark.skipif(SCAN3, reason="JAX cannot differentiate
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation, also of jaxprs that an object in the parameters holds."""
-    for eqn in jaxpr_compat.closed(jaxpr).jaxpr.eqns:
+    for eqn in compat.closed(jaxpr).jaxpr.eqns:
         yield eqn
-        for inner in jaxpr_compat.inner_jaxprs(eqn):
+        for inner in compat.inner_jaxprs(eqn):
             yield from equations(inner)
 
 

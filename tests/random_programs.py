@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast import jaxpr_compat
+from jaxmp._jaxprs import compat
 
 from support import CONTRACTIONS, iter_eqns
 
@@ -731,7 +731,7 @@ class Rounding:
 
 def evaluate(jaxpr: Any, args: Sequence[Value], rounding: Rounding | None = None) -> list[Value]:
     """The results of a closed jaxpr at `args`: inner jaxprs inlined, loops run in Python."""
-    open_jaxpr, consts = jaxpr_compat.closed(jaxpr)
+    open_jaxpr, consts = compat.closed(jaxpr)
     constant = rounding.constant if rounding else _identity
     env = dict(zip(open_jaxpr.constvars, map(constant, consts), strict=True))
     env.update(zip(open_jaxpr.invars, args, strict=True))
@@ -753,15 +753,15 @@ def _identity(x: Value) -> Value:
 
 def _equation(eqn: Any, operands: list[Value], rounding: Rounding | None) -> list[Value]:
     name, params = eqn.primitive.name, eqn.params
-    if name in jaxpr_compat.CALLS:
-        return evaluate(jaxpr_compat.call_jaxpr(eqn), operands, rounding)
+    if name in compat.CALLS:
+        return evaluate(compat.call_jaxpr(eqn), operands, rounding)
     if name == "cond":
         branch = params["branches"][int(operands[0])]
         outs = evaluate(branch, operands[1:], rounding)
         if rounding is None:
             return outs
         # What a branch hands on unchanged is rounded where a contraction wants the result.
-        jaxpr = jaxpr_compat.closed(branch).jaxpr
+        jaxpr = compat.closed(branch).jaxpr
         handed_on = [not hasattr(v, "val") and v in jaxpr.invars for v in jaxpr.outvars]
         return [rounding(o) if same else o for o, same in zip(outs, handed_on, strict=True)]
     if name == "while":
@@ -789,7 +789,7 @@ def _while(params: dict[str, Any], operands: list[Value], rounding: Rounding | N
 
 
 def _scan(eqn: Any, operands: list[Value], rounding: Rounding | None) -> list[Value]:
-    const_count, carry_count = jaxpr_compat.scan_split(eqn)
+    const_count, carry_count = compat.scan_split(eqn)
     consts, rest = operands[:const_count], operands[const_count:]
     carry, xs = rest[:carry_count], [np.asarray(x) for x in rest[carry_count:]]
     length = eqn.params["length"]

@@ -16,8 +16,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import jaxmp
-from jaxmp._autocast import jaxpr_compat, ops
+from jaxmp._autocast import ops
 from jaxmp._autocast.rules import rules_for
+from jaxmp._jaxprs import compat
 from jaxmp.policy import get_policy
 
 from support import contraction_dtypes, primitives
@@ -31,7 +32,7 @@ CLASSES = {
     "own": ops.OWN,
 }
 # What the plan looks inside; these are no rows of the table.
-HIGHER_ORDER = frozenset({"scan", "while", "cond", *jaxpr_compat.CALLS})
+HIGHER_ORDER = frozenset({"scan", "while", "cond", *compat.CALLS})
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(6, 6)), jnp.float32)
 

@@ -27,6 +27,7 @@ LAYERS = [
     "policy_string",
     "policy",
     "policies",
+    "_jaxprs",
     "_autocast",
     "_modules",
     "_training",

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.jaxpr_compat import shape_of
 from jaxmp._autocast.ops import LOW, MOVING
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.dataflow import forward, through
 
 
 class Flow(NamedTuple):
@@ -66,8 +67,8 @@ def recurrence(eqn: JaxprEqn, weights: Sequence[bool]) -> Recurrence:
       eqn: the scan.
       weights: which of its operands are arguments or parameters of the program.
     """
-    body = jaxpr_compat.closed(eqn.params["jaxpr"]).jaxpr
-    n_consts, n_carry = jaxpr_compat.scan_split(eqn)
+    body = compat.closed(eqn.params["jaxpr"]).jaxpr
+    n_consts, n_carry = compat.scan_split(eqn)
     ins = [
         Flow(stack=weight)
         if i < n_consts
@@ -91,35 +92,17 @@ def recurrence(eqn: JaxprEqn, weights: Sequence[bool]) -> Recurrence:
 
 def _flow(jaxpr: Any, ins: Sequence[Flow]) -> list[Flow]:
     """The flows of a jaxpr's results, given those of its operands."""
-    jaxpr = jaxpr_compat.closed(jaxpr).jaxpr
-    env: dict[Any, Flow] = dict(zip(jaxpr.invars, ins, strict=True))
-
-    def read(atom: Any) -> Flow:
-        return _NOTHING if isinstance(atom, Literal) else env.get(atom, _NOTHING)
-
-    for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _equation(eqn, [read(v) for v in eqn.invars]), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return forward(jaxpr, ins, _equation, _NOTHING)
 
 
 def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
-    name = jaxpr_compat.kind(eqn)
+    name = compat.kind(eqn)
     if name in LOW and geometry(eqn) is None:  # else it is arithmetic of float32
         return [_product(ins)]
-    if name == "cond":
-        branches = [_flow(branch, ins[1:]) for branch in eqn.params["branches"]]
-        chosen = Flow(itself=ins[0].itself)
-        return [_merged([*outs, chosen]) for outs in zip(*branches, strict=True)]
-    if name == "scan":
-        n_consts, n_carry = jaxpr_compat.scan_split(eqn)
-        return _fixpoint(eqn.params["jaxpr"], ins, n_consts, n_carry)
-    if name == "while":
-        n_cond = eqn.params["cond_nconsts"]
-        return _fixpoint(
-            eqn.params["body_jaxpr"], ins[n_cond:], eqn.params["body_nconsts"], len(eqn.outvars)
-        )
-    if name in jaxpr_compat.CALLS:
-        return _flow(jaxpr_compat.call_jaxpr(eqn), ins)
+    outs = through(eqn, ins, _flow, lambda a, b: _merged([a, b]))
+    if outs is not None:
+        steered = Flow(itself=ins[0].itself) if name == "cond" else _NOTHING
+        return [_merged([out, steered]) for out in outs]
     merged = _merged(ins)
     if name in ("gather", "dynamic_slice") and ins[0].stack:
         indexed = any(not isinstance(v, Literal) for v in eqn.invars[1:])
@@ -168,19 +151,6 @@ def _merged(flows: Sequence[Flow]) -> Flow:
         own=bool(known) and all(f.own for f in known),
         stack=bool(known) and all(f.stack for f in known),
     )
-
-
-def _fixpoint(body: Any, ins: Sequence[Flow], n_consts: int, n_carry: int) -> list[Flow]:
-    """The flows out of a loop."""
-    ins = list(ins)
-    while True:
-        outs = _flow(body, ins)
-        carry = [
-            _merged([a, b]) for a, b in zip(ins[n_consts : n_consts + n_carry], outs, strict=False)
-        ]
-        if carry == ins[n_consts : n_consts + n_carry]:
-            return outs
-        ins[n_consts : n_consts + n_carry] = carry
 
 
 def _union(bits: Any) -> int:

@@ -15,12 +15,13 @@ from typing import Any
 
 import jax
 
-from jaxmp._autocast import custom_rules, jaxpr_compat, rule_calls
+from jaxmp._autocast import custom_rules, rule_calls
 from jaxmp._autocast.custom_rules import Execute
 from jaxmp._autocast.equations import bind, cast
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
 from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs import compat
 
 REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
 
@@ -50,7 +51,7 @@ def likely(plan: Plan) -> bool:
         plan.built["closing"] = any(
             closes_over(step)
             for step, _ in custom_calls(plan)
-            if jaxpr_compat.custom_rule(step.eqn).n_consts
+            if compat.custom_rule(step.eqn).n_consts
         )
     return bool(plan.built["closing"])
 

@@ -22,7 +22,6 @@ from jax import dtypes
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.licences import COMPUTED
@@ -38,6 +37,7 @@ from jaxmp._autocast.rule_calls import (
     is_inexact,
     trace_rule,
 )
+from jaxmp._jaxprs import compat
 
 Execute = Callable[[Plan, Sequence[Any]], list[Any]]
 
@@ -162,7 +162,7 @@ class _Pullback:
         else:
             with inside_autocast(plan.rules.policy):
                 jaxpr = trace_rule(call, self._trace_forward, call.ins)
-            self._saved = [v.aval for v in jaxpr_compat.closed(jaxpr).jaxpr.outvars[n_out:]]
+            self._saved = [v.aval for v in compat.closed(jaxpr).jaxpr.outvars[n_out:]]
         wanted = [*_wanted(plan.outs), *self._saved_for()]
         operands = zip(call.ins, plan.ins, plan.licences, strict=True)
         ins = [_kept(self._planner, *operand) for operand in operands]
@@ -193,11 +193,11 @@ class _Pullback:
         avals = [call.outs[i].to_tangent_aval() for i in call.results]
         with inside_autocast(self._plan.rules.policy):
             jaxpr = jax.make_jaxpr(both)(*call.ins, *avals)
-        if not jaxpr_compat.is_whole(jaxpr):
+        if not compat.is_whole(jaxpr):
             raise ClosedOverError(
                 f"autocast: JAX cannot differentiate {call.name} while tracing it"
             )
-        forward, backward, self._saved = jaxpr_compat.split(jaxpr, len(call.ins), len(call.outs))
+        forward, backward, self._saved = compat.split(jaxpr, len(call.ins), len(call.outs))
         self._know(backward, len(avals))
         self._trace_backward = lambda _given: backward
         return forward
@@ -213,7 +213,7 @@ class _Pullback:
                 raise
             # The rule does not take all cotangents at once. It gets those that are there, later.
             return [FULL] * len(self._saved)
-        opened, rules = jaxpr_compat.closed(jaxpr).jaxpr, self._plan.rules
+        opened, rules = compat.closed(jaxpr).jaxpr, self._plan.rules
         demand = self._planner.demands(opened, _wanted(self._grads), rules)
         return demand.ins[: len(self._saved)]
 
@@ -241,7 +241,7 @@ class _Pullback:
         return [
             next(arrays)
             if i in given
-            else jaxpr_compat.symbolic_zero(aval)
+            else compat.symbolic_zero(aval)
             if is_inexact(aval)
             else np.zeros(aval.shape, dtypes.float0)
             for i, aval in enumerate(self._call.outs)
@@ -275,7 +275,7 @@ def _instantiated(tangent: Any) -> Any:
 
 def _zeros(jaxpr: Any) -> list[bool]:
     """Which results of a jaxpr are nothing but zeros, as JAX makes them of symbolic zeros."""
-    opened = jaxpr_compat.closed(jaxpr).jaxpr
+    opened = compat.closed(jaxpr).jaxpr
     fills = {
         eqn.outvars[0]: eqn.invars[0]
         for eqn in opened.eqns

@@ -10,18 +10,21 @@ ends. Only float32 values are considered; everything else is not ours.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import operator
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.jaxpr_compat import dtype_of
 from jaxmp._autocast.literals import made_of_literals
 from jaxmp._autocast.ops import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, ROUNDING
 from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.dataflow import demanded, settled_demand
+from jaxmp._jaxprs.inside import inside
 
 # Bits of a demand. OPERAND: a contraction reads the value itself, through moves alone. STEEP: a
 # function that ends somewhere, such as a logarithm.
@@ -37,7 +40,7 @@ class Demand(NamedTuple):
 
 def ours(atom: Any) -> bool:
     """Whether autocast may change the dtype of a value: float32 arrays, not references to them."""
-    return jaxpr_compat.dtype_of(atom) == FLOAT32 and not hasattr(atom.aval, "inner_aval")
+    return compat.dtype_of(atom) == FLOAT32 and not hasattr(atom.aval, "inner_aval")
 
 
 class Demands:
@@ -77,22 +80,14 @@ class Demands:
     def _of_operands(
         self, eqn: JaxprEqn, wanted: list[int], rules: Rules, made: Container[Any]
     ) -> Sequence[int]:
-        name = jaxpr_compat.kind(eqn)
+        name = compat.kind(eqn)
         rules = region_rules(eqn) or rules
         if rules.looks_inside(eqn):
-            if name == "scan":
-                return self.of_scan(eqn, wanted, rules).ins
             if name == "while":  # its carry stays float32
                 return [FULL] * len(eqn.invars)
-            if name == "cond":
-                branches = [
-                    self(jaxpr_compat.closed(b).jaxpr, wanted, rules).ins
-                    for b in eqn.params["branches"]
-                ]
-                return [NOTHING, *(_union(d) for d in zip(*branches, strict=True))]
-            if name in jaxpr_compat.CALLS:
-                inner = jaxpr_compat.closed(jaxpr_compat.call_jaxpr(eqn)).jaxpr
-                return self(inner, wanted, rules).ins
+            inner = demanded(eqn, wanted, self._inner(rules), operator.or_, NOTHING)
+            if inner is not None:
+                return inner
         kind = rules.op_class(eqn)
         if kind == "low" and rules.low is not None and not author_keeps(eqn):
             fixed = any(isinstance(v, Literal) or v in made for v in eqn.invars[:2])
@@ -107,19 +102,14 @@ class Demands:
             demand = here | (LATER if demand & (CONTRACTION | LATER) else NOTHING)
         return [demand] * len(eqn.invars)
 
-    def of_scan(self, eqn: JaxprEqn, wanted: Sequence[int], rules: Rules) -> Demand:
-        """The demand on a scan's body: a carry is wanted by the next iteration as well."""
-        body = jaxpr_compat.closed(eqn.params["jaxpr"]).jaxpr
-        n_consts, n_carry = jaxpr_compat.scan_split(eqn)
-        carry = list(wanted[:n_carry])
-        while True:
-            demand = self(body, [*carry, *wanted[n_carry:]], rules)
-            grown = [
-                c | d for c, d in zip(carry, demand.ins[n_consts : n_consts + n_carry], strict=True)
-            ]
-            if grown == carry:  # demands only grow, so this ends
-                return demand
-            carry = grown
+    def of_scan(self, eqn: JaxprEqn, wanted: Sequence[int], rules: Rules) -> Sequence[int]:
+        """The demand on the operands of a scan's body."""
+        [body] = inside(eqn)
+        return settled_demand(body, wanted, self._inner(rules), operator.or_)
+
+    def _inner(self, rules: Rules) -> Callable[[Any, Sequence[int]], Sequence[int]]:
+        """From demands on the results of an inner jaxpr to those on its operands."""
+        return lambda jaxpr, wanted: self(compat.closed(jaxpr).jaxpr, wanted, rules).ins
 
 
 def whole_numbers(jaxpr: Any) -> set[Any]:

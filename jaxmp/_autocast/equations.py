@@ -18,10 +18,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jaxmp._autocast.jaxpr_compat import INLINE, bind_next, shape_of
 from jaxmp._autocast.ops import TRACED_ONCE
 from jaxmp._autocast.plan import DType
 from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs.compat import INLINE, bind_next, shape_of
 
 Params = tuple[tuple[str, Any], ...]
 

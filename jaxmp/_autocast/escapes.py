@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxmp._autocast.flat import Traced, is_array
-from jaxmp._autocast.jaxpr_compat import closed
+from jaxmp._jaxprs.compat import closed
 
 # What a function closes over is three references away from it. This is enough for such a function
 # in a list in an attribute, and for the attributes of what a jitted method is bound to.

@@ -13,13 +13,14 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jaxmp._autocast import custom_rules, jaxpr_compat
+from jaxmp._autocast import custom_rules
 from jaxmp._autocast.equations import apply, bind, cast, narrow_constant, scale
-from jaxmp._autocast.jaxpr_compat import shape_of
 from jaxmp._autocast.kept import kept_scope
 from jaxmp._autocast.ops import BROADCASTING
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import shape_of
 
 
 def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
@@ -35,7 +36,7 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     env = _Environment(plan, args)
     for step in plan.steps:
         eqn = step.eqn
-        with jaxpr_compat.source_of(eqn), eqn.ctx.manager, kept_scope(step):
+        with compat.source_of(eqn), eqn.ctx.manager, kept_scope(step):
             outs = _ACTIONS[step.action](plan, step, env)
             for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
                 if dtype is not None and out.dtype != dtype:
@@ -136,7 +137,7 @@ def transformed(plan: Plan) -> Any:
     """The closed jaxpr that executing `plan` traces to."""
     if "jit" not in plan.built:
         plan.built["jit"] = jax.jit(lambda *args: execute(plan, args))
-    return jaxpr_compat.trace(plan.built["jit"], _inner_avals(plan))
+    return compat.trace(plan.built["jit"], _inner_avals(plan))
 
 
 def _call(plan: Plan, step: Step, env: _Environment) -> list[Any]:
@@ -144,12 +145,12 @@ def _call(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     eqn, [inner], operands = step.eqn, step.plans, env.operands(step)
     if inner.unchanged:
         return bind(eqn, operands)
-    rematted = jaxpr_compat.rematerialised(eqn, lambda *args: execute(inner, args))
+    rematted = compat.rematerialised(eqn, lambda *args: execute(inner, args))
     if rematted is not None:
         return list(rematted(*operands))
     if eqn.primitive.name not in ("jit", "pjit", "remat2", "checkpoint"):
         return execute(inner, operands)
-    return bind(eqn, operands, jaxpr=jaxpr_compat.like(transformed(inner), eqn.params["jaxpr"]))
+    return bind(eqn, operands, jaxpr=compat.like(transformed(inner), eqn.params["jaxpr"]))
 
 
 def _shard_map(plan: Plan, step: Step, env: _Environment) -> list[Any]:
@@ -172,7 +173,7 @@ def _scan(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     eqn, [body], operands = step.eqn, step.plans, env.operands(step)
     if body.unchanged:
         return bind(eqn, operands)
-    return bind(eqn, operands, jaxpr=jaxpr_compat.like(transformed(body), eqn.params["jaxpr"]))
+    return bind(eqn, operands, jaxpr=compat.like(transformed(body), eqn.params["jaxpr"]))
 
 
 def _while(plan: Plan, step: Step, env: _Environment) -> list[Any]:
@@ -180,8 +181,8 @@ def _while(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     return bind(
         eqn,
         operands,
-        cond_jaxpr=jaxpr_compat.like(transformed(cond), eqn.params["cond_jaxpr"]),
-        body_jaxpr=jaxpr_compat.like(transformed(body), eqn.params["body_jaxpr"]),
+        cond_jaxpr=compat.like(transformed(cond), eqn.params["cond_jaxpr"]),
+        body_jaxpr=compat.like(transformed(body), eqn.params["body_jaxpr"]),
     )
 
 
@@ -190,7 +191,7 @@ def _cond(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     if all(branch.unchanged for branch in step.plans):
         return bind(eqn, operands)
     branches = tuple(
-        jaxpr_compat.like(transformed(branch), old)
+        compat.like(transformed(branch), old)
         for branch, old in zip(step.plans, eqn.params["branches"], strict=True)
     )
     return bind(eqn, operands, branches=branches)

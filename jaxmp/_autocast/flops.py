@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.jaxpr_compat import shape_of
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.rules import LAYERS_OWN, OWN, REGION
 from jaxmp._autocast.where import plain_path
+from jaxmp._jaxprs.compat import shape_of
 
 
 def contraction_flops(eqn: JaxprEqn) -> int:

@@ -7,14 +7,14 @@ float32 again is found here, before planning.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.demand import ours
-from jaxmp._autocast.jaxpr_compat import closed
+from jaxmp._jaxprs.dataflow import forward, through
 
 
 def hidden_tangents(jaxpr: Any, tangents: Sequence[bool]) -> frozenset[Any]:
@@ -35,48 +35,16 @@ class _Walk:
 
     def run(self, jaxpr: Any, tangents: Sequence[bool]) -> list[bool]:
         """Which results of a jaxpr are tangents, given which of its operands are."""
-        opened = closed(jaxpr).jaxpr
-        linear = {var for var, given in zip(opened.invars, tangents, strict=True) if given}
+        return forward(jaxpr, tangents, self._equation, nothing=False)
 
-        def reads(atom: Any) -> bool:
-            return not isinstance(atom, Literal) and atom in linear
-
-        for eqn in opened.eqns:
-            read = [reads(atom) for atom in eqn.invars]
-            if not any(read):
-                continue
-            outs = self._results(eqn, read)
-            linear.update(var for var, out in zip(eqn.outvars, outs, strict=True) if out)
-            if any(is_read and not ours(v) for is_read, v in zip(read, eqn.invars, strict=True)):
-                self.found.update(var for var in eqn.outvars if var in linear and ours(var))
-        return [reads(atom) for atom in opened.outvars]
-
-    def _results(self, eqn: JaxprEqn, read: list[bool]) -> list[bool]:
+    def _equation(self, eqn: JaxprEqn, read: list[bool]) -> list[bool]:
         """Which results of an equation are tangents; more than are, where its kind is unknown."""
-        outs = [False] * len(eqn.outvars)
-        inner = list(jaxpr_compat.inner_jaxprs(eqn))
-        if not inner:
-            return [True] * len(outs)
-        while True:
-            before = list(read)
-            for jaxpr in inner:
-                found = self.run(jaxpr, _last(read, len(closed(jaxpr).jaxpr.invars)))
-                if len(found) != len(outs):  # the condition of a while loop
-                    continue
-                outs = [a or b for a, b in zip(outs, found, strict=True)]
-            if eqn.primitive.name == "scan":
-                n_consts, n_carry = jaxpr_compat.scan_split(eqn)
-            elif eqn.primitive.name == "while":
-                n_consts, n_carry = len(read) - len(outs), len(outs)
-            else:
-                return outs
-            # What an iteration makes of the carry, the next one finds.
-            for i in range(n_carry):
-                read[n_consts + i] |= outs[i]
-            if read == before:
-                return outs
-
-
-def _last(read: list[bool], count: int) -> list[bool]:
-    """The last `count`: operands before those of an inner jaxpr are an index or constants."""
-    return [any(read)] * (count - len(read)) + read[-count:] if count else []
+        if not any(read):
+            return [False] * len(eqn.outvars)
+        outs = through(eqn, read, self.run, operator.or_)
+        if outs is None:
+            outs = [True] * len(eqn.outvars)
+        if any(is_read and not ours(v) for is_read, v in zip(read, eqn.invars, strict=True)):
+            results = zip(eqn.outvars, outs, strict=True)
+            self.found.update(var for var, out in results if out and ours(var))
+        return outs

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING
 from jaxmp._autocast.licences import CONSTANT, DATA, GIVEN, PARAMETER
 from jaxmp._autocast.plan import DType, Step, Value
 from jaxmp._autocast.rules import FLOAT32, Rules
+from jaxmp._jaxprs import compat
 
 
 class Pass(Protocol):
@@ -47,8 +47,8 @@ def _call(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """One inner jaxpr, called once."""
     entering = values
     wanted = here.demanded(eqn)
-    inner = jaxpr_compat.call_jaxpr(eqn)
-    name = jaxpr_compat.kind(eqn)
+    inner = compat.call_jaxpr(eqn)
+    name = compat.kind(eqn)
     if name == "custom_jvp_call" and here.rules.low is not None:
         entering, wanted = _at_the_door(here, inner, entering, wanted)
     made = here.are_made(eqn.invars)
@@ -85,7 +85,7 @@ def _at_the_door(
         else v
         for v, d in zip(
             values,
-            here.planner.demands(jaxpr_compat.closed(inner).jaxpr, asked, here.rules).ins,
+            here.planner.demands(compat.closed(inner).jaxpr, asked, here.rules).ins,
             strict=True,
         )
     ]
@@ -159,11 +159,11 @@ def _while(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
 def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
     body = eqn.params["jaxpr"]
-    n_consts, n_carry = jaxpr_compat.scan_split(eqn)
+    n_consts, n_carry = compat.scan_split(eqn)
     wanted = here.demanded(eqn)
     inner = here.planner.demands.of_scan(eqn, wanted, here.rules)
     low = _low_carry(here, eqn, values) if here.rules.low is not None else frozenset()
-    values = _widened_parts(here, eqn, values, inner.ins)
+    values = _widened_parts(here, eqn, values, inner)
     made = here.are_made(eqn.invars[:n_consts])
     while True:
         ins = [
@@ -172,7 +172,7 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         ]
         carry = range(n_consts, n_consts + n_carry)
         # A float32 carry wants its summands in float32, whoever wants the sum.
-        carried = [inner.ins[i] | CONTRACTION if i in low else FULL for i in carry]
+        carried = [inner[i] | CONTRACTION if i in low else FULL for i in carry]
         inner_wanted = [*carried, *wanted[n_carry:]]
         natural = here.planner.plan(body, ins, inner_wanted, here.rules, made=made)
         # What float32 arithmetic makes of a low carry stays float32.
@@ -209,7 +209,7 @@ def _widened_parts(
 
     Widened one by one in every iteration, each would round its cotangent before they are added.
     """
-    parts = range(sum(jaxpr_compat.scan_split(eqn)), len(values))
+    parts = range(sum(compat.scan_split(eqn)), len(values))
     wholes = Counter(here.whole.get(eqn.invars[i]) for i in parts)
     return [
         v._replace(dtype=None)
@@ -243,8 +243,8 @@ def _low_carry(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> fro
     They start low, or from what may be narrowed, and do not come back as themselves plus something;
     unless they run through layers.
     """
-    body = jaxpr_compat.closed(eqn.params["jaxpr"]).jaxpr
-    n_consts, n_carry = jaxpr_compat.scan_split(eqn)
+    body = compat.closed(eqn.params["jaxpr"]).jaxpr
+    n_consts, n_carry = compat.scan_split(eqn)
     own = here.planner.demands(body, [NOTHING] * len(body.outvars), here.rules).ins
     loop = recurrence(eqn, [v is not None and v.licence in (GIVEN, PARAMETER) for v in values])
     low = set()
@@ -261,7 +261,7 @@ def _low_carry(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> fro
 
 
 HIGHER_ORDER: dict[str, Callable[[Pass, JaxprEqn, Sequence[Value | None]], Step]] = {
-    **dict.fromkeys(jaxpr_compat.CALLS, _call),
+    **dict.fromkeys(compat.CALLS, _call),
     "cond": _cond,
     "while": _while,
     "scan": _scan,

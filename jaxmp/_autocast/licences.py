@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.jaxpr_compat import dtype_of, shape_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of
 
 CONSTANT = "constant"
 PARAMETER = "parameter"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.ops import RANDOM
+from jaxmp._jaxprs import compat
 
 
 def made_of_literals(jaxpr: Any) -> set[Any]:
@@ -44,5 +44,5 @@ def _draws(eqn: JaxprEqn) -> bool:
     """Whether an equation draws random numbers, somewhere inside."""
     if eqn.primitive.name.startswith(RANDOM):
         return True
-    inner = (jaxpr_compat.closed(j).jaxpr for j in jaxpr_compat.inner_jaxprs(eqn))
+    inner = (compat.closed(j).jaxpr for j in compat.inner_jaxprs(eqn))
     return any(_draws(e) for jaxpr in inner for e in jaxpr.eqns)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.demand import (
     ANGLE,
@@ -31,7 +30,6 @@ from jaxmp._autocast.demand import (
 )
 from jaxmp._autocast.early_casts import narrow_early, widen_early
 from jaxmp._autocast.higher_order import HIGHER_ORDER
-from jaxmp._autocast.jaxpr_compat import dtype_of, shape_of
 from jaxmp._autocast.licences import (
     COMPUTED,
     CONSTANT,
@@ -66,6 +64,8 @@ from jaxmp._autocast.ops import (
 )
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import dtype_of, shape_of
 
 MOVES = "moves values: as they are"
 SOLUTION = "an operand is the solution of a linear system"
@@ -153,7 +153,7 @@ class JaxprPlanner:
     ) -> None:
         self.planner = planner
         self.held = jaxpr  # keeps id(jaxpr) unique while the plan lives
-        self.jaxpr, self.consts = jaxpr_compat.closed(jaxpr)
+        self.jaxpr, self.consts = compat.closed(jaxpr)
         self.ins = ins
         self.enclosing = rules
         self.rules = rules  # those of the equation at hand
@@ -291,7 +291,7 @@ class JaxprPlanner:
 
     def decided(self, eqn: JaxprEqn) -> Step:
         """The step of one equation."""
-        name = jaxpr_compat.kind(eqn)
+        name = compat.kind(eqn)
         self.rules = region_rules(eqn) or self.enclosing
         # What a region with another policy keeps low is float32 to this one.
         values = [
@@ -381,7 +381,7 @@ class JaxprPlanner:
                 for var in filter(ours, eqn.outvars):
                     self.env[var] = Value(pinned=SOLUTION, licence=DATA)
             return step
-        if any(True for _ in jaxpr_compat.inner_jaxprs(eqn)):
+        if any(True for _ in compat.inner_jaxprs(eqn)):
             return self.as_written(eqn, values, NOT_LOOKED_INSIDE, DATA)
         return self.as_written(eqn, values, "not classified: runs as written", DATA)
 
@@ -390,7 +390,7 @@ class JaxprPlanner:
         [value], [var] = values, eqn.outvars
         if value is None:
             upcast = ours(var) and dtype_of(eqn.invars[0]) in LOW_DTYPES
-            if upcast and jaxpr_compat.wrote_dtype(eqn.source_info):
+            if upcast and compat.wrote_dtype(eqn.source_info):
                 out = Value(pinned="the author upcast an operand to float32", licence=DATA)
                 return self.step(eqn, values, [None], [out], "the author's upcast")
             [made] = self.are_made(eqn.invars)
@@ -444,7 +444,7 @@ class JaxprPlanner:
         name = eqn.primitive.name
         if not self.in_float32.isdisjoint(eqn.outvars):
             return self.as_written(eqn, values, "summed in float32 from iteration to iteration")
-        if low and jaxpr_compat.in_associative_scan(eqn.source_info):
+        if low and compat.in_associative_scan(eqn.source_info):
             return self.as_written(eqn, values, "a recurrence: combined in float32")
         chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
         if not chooses:

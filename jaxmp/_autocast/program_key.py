@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
-from jaxmp._autocast.jaxpr_compat import closed
+from jaxmp._jaxprs.compat import closed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 from jax import dtypes
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.region import inside_autocast
+from jaxmp._jaxprs import compat
 from jaxmp.policy import Policy
 
 Bind = Callable[..., list[Any]]
@@ -66,7 +66,7 @@ class Call(NamedTuple):
 
 def call_of(eqn: JaxprEqn, bind: Bind) -> Call:
     """The function that an equation calls."""
-    rule = jaxpr_compat.custom_rule(eqn)
+    rule = compat.custom_rule(eqn)
     ins = tuple(v.aval for v in eqn.invars)
     return Call(
         name=rule.name,
@@ -85,7 +85,7 @@ def closes_over(eqn: JaxprEqn, policy: Policy, bind: Bind) -> bool:
 
     def derivative(*args: Any) -> Any:
         fn, primals = call.by(args, call.active), [args[i] for i in call.active]
-        if jaxpr_compat.kind(eqn) == "custom_jvp_call":
+        if compat.kind(eqn) == "custom_jvp_call":
             return jax.jvp(fn, primals, primals)[1]
         out, pullback = jax.vjp(fn, *primals)
         return pullback(
@@ -114,10 +114,10 @@ def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> An
     if call.closes:  # tracers that live on stay what they are
         return jax.make_jaxpr(rule)(*avals)
     try:
-        jaxpr = jaxpr_compat.trace(rule, avals)
+        jaxpr = compat.trace(rule, avals)
     except jax.errors.UnexpectedTracerError as error:
         raise ClosedOverError(_CLOSED_OVER.format(call.name)) from error
-    if len(jaxpr_compat.closed(jaxpr).jaxpr.invars) != len(avals):
+    if len(compat.closed(jaxpr).jaxpr.invars) != len(avals):
         raise ClosedOverError(_CLOSED_OVER.format(call.name))
     return jaxpr
 

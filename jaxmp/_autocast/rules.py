@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.jaxpr_compat import dtype_of, kind
 from jaxmp._autocast.ops import classify
+from jaxmp._jaxprs.compat import dtype_of, kind
 from jaxmp.policy import Policy, get_policy
 
 FLOAT32 = np.dtype("float32")

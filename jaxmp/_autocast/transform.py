@@ -13,7 +13,7 @@ import jmp
 import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
-from jaxmp._autocast import closures, jaxpr_compat, nnx_calls
+from jaxmp._autocast import closures, nnx_calls
 from jaxmp._autocast.custom_rules import Execute
 from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.equations import cast
@@ -34,6 +34,7 @@ from jaxmp._autocast.region import (
 )
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unseen
+from jaxmp._jaxprs import compat
 from jaxmp.policy import Policy, single_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -226,7 +227,7 @@ def plan_program(jaxpr: Any, policy: Policy, licences: Sequence[str] = ()) -> Pl
     rules = rules_for(policy)
     planner = Planner()
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
-    open_jaxpr = jaxpr_compat.closed(jaxpr).jaxpr
+    open_jaxpr = compat.closed(jaxpr).jaxpr
     ins = [
         None
         if not ours(var)

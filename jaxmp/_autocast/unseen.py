@@ -9,12 +9,12 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.planner import NOT_LOOKED_INSIDE
 from jaxmp._autocast.rules import FLOAT32, author_keeps
 from jaxmp._autocast.where import user_line
+from jaxmp._jaxprs import compat
 
 
 def warn_unseen(plan: Plan, known: set[str]) -> None:
@@ -27,10 +27,10 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
     counts: Counter[str] = Counter()
     first: dict[str, JaxprEqn] = {}
     for eqn in _not_looked_inside(plan):
-        contractions = sum(map(_contractions, jaxpr_compat.inner_jaxprs(eqn)))
+        contractions = sum(map(_contractions, compat.inner_jaxprs(eqn)))
         if contractions:
-            counts[jaxpr_compat.called(eqn)] += contractions
-            first.setdefault(jaxpr_compat.called(eqn), eqn)
+            counts[compat.called(eqn)] += contractions
+            first.setdefault(compat.called(eqn), eqn)
     for name, count in counts.items():
         line = user_line(first[name])
         where = f"{name} ({line})" if line else name
@@ -59,9 +59,9 @@ def _not_looked_inside(plan: Plan) -> Iterator[JaxprEqn]:
 def _contractions(jaxpr: Any) -> int:
     """How many contractions of a jaxpr, at any depth, autocast would have narrowed."""
     count = 0
-    for eqn in jaxpr_compat.closed(jaxpr).jaxpr.eqns:
+    for eqn in compat.closed(jaxpr).jaxpr.eqns:
         if eqn.primitive.name in LOW:
-            mine = any(jaxpr_compat.dtype_of(v) == FLOAT32 for v in eqn.invars)
+            mine = any(compat.dtype_of(v) == FLOAT32 for v in eqn.invars)
             count += mine and author_keeps(eqn) is None
-        count += sum(map(_contractions, jaxpr_compat.inner_jaxprs(eqn)))
+        count += sum(map(_contractions, compat.inner_jaxprs(eqn)))
     return count

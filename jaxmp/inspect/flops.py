@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.flat import is_array
 from jaxmp._autocast.flops import contraction_flops
-from jaxmp._autocast.jaxpr_compat import shape_of
+from jaxmp._jaxprs.compat import shape_of
 
 __all__ = ["check_sizes", "contraction_flops", "matmul_dims", "nbytes"]
 

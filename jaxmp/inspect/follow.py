@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import jax.extend.core as jex_core
 import numpy as np
 
-from jaxmp._autocast import jaxpr_compat
 from jaxmp._autocast.higher_order import HIGHER_ORDER
-from jaxmp._autocast.jaxpr_compat import closed, dtype_of
 from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.licences import is_small
 from jaxmp._autocast.ops import RANDOM, classify
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
 
 FLOAT32 = np.dtype("float32")
@@ -167,9 +167,9 @@ class _Follower:
             place = place_of(eqn, around)
             operands = [read(v) for v in eqn.invars]
             names = [_label(v, label) for v in eqn.invars]
-            inner = list(jaxpr_compat.inner_jaxprs(eqn))
+            inner = list(compat.inner_jaxprs(eqn))
             # A scatter has a jaxpr, too: how it adds two numbers. It is an operation all the same.
-            if inner and (jaxpr_compat.kind(eqn) in HIGHER_ORDER or contracts(eqn)):
+            if inner and (compat.kind(eqn) in HIGHER_ORDER or contracts(eqn)):
                 outs = self._inside(eqn, inner, operands, names, place, silent=silent)
             else:
                 out = Known(
@@ -205,7 +205,7 @@ class _Follower:
             ]
             return [_either(outs) for outs in zip(*branches, strict=True)]
         if name == "scan":
-            n_consts, n_carry = jaxpr_compat.scan_split(eqn)
+            n_consts, n_carry = compat.scan_split(eqn)
             carried = slice(n_consts, n_consts + n_carry)
             body = eqn.params["jaxpr"]
             outs = self.run(body, known, names, place, silent=True)
@@ -246,7 +246,7 @@ def _why(
     if eqn.primitive.name == "convert_element_type":
         before = dtype_of(eqn.invars[0])
         if before in LOW and dtype_of(eqn.outvars[0]) == FLOAT32:
-            if is_ours(eqn) or jaxpr_compat.wrote_dtype(eqn.source_info):
+            if is_ours(eqn) or compat.wrote_dtype(eqn.source_info):
                 what = f"an upcast from {before} to float32"
                 return Cause(place.source, place.path, what, by_policy=is_ours(eqn))
             return Promoted(str(before))

@@ -8,10 +8,10 @@ import jax.extend.core as jex_core
 
 from jaxmp._autocast.equations import CAST_SCOPE
 from jaxmp._autocast.higher_order import HIGHER_ORDER
-from jaxmp._autocast.jaxpr_compat import called, kind
 from jaxmp._autocast.kept import kept_reason
 from jaxmp._autocast.rules import Rules, region_rules
 from jaxmp._autocast.where import is_backward, library_line, module_path, user_line
+from jaxmp._jaxprs.compat import called, kind
 
 
 class Place(NamedTuple):

@@ -292,7 +292,7 @@ _CONVERTING = ("astype", "_astype", "convert_element_type", "asarray")
 # Functions that promote, not their author → where: a user's function may have the same name.
 _PROMOTING = {
     "promote_dtype": str(Path(flax.__file__).parent) + os.sep,
-    "widen": str(Path(__file__).with_name("region.py")),
+    "widen": str(Path(__file__).parents[1] / "_autocast" / "region.py"),
 }
 
 

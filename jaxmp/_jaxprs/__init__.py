@@ -1,0 +1,1 @@
+"""Jaxprs, whatever JAX they come from: what is inside an equation, and walks through all of it."""
