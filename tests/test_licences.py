@@ -324,7 +324,7 @@ def carried(fn: Callable[..., Any], *args: Any, policy: str = BF16) -> list[str]
     """The dtypes of the float carries of the first scan."""
     fast = jaxmp.autocast(fn, policy)
     eqn = next(e for e in iter_eqns(jaxpr_of(fast, *args)) if e.primitive.name == "scan")
-    split = jaxmp._autocast.compat.scan_split(eqn)
+    split = jaxmp._jaxprs.compat.scan_split(eqn)
     carries = eqn.invars[split[0] : sum(split)]
     return [str(v.aval.dtype) for v in carries if jnp.issubdtype(v.aval.dtype, jnp.floating)]
 

@@ -23,6 +23,7 @@ from jaxmp._autocast.transform import (
     trace_program,
 )
 from jaxmp._autocast.where import library_line, module_path, user_line
+from jaxmp._jaxprs.inside import inside
 from jaxmp.policy import Policy, single_policy
 
 
@@ -156,9 +157,8 @@ def _rows(plan: Plan, count: int, path: str, source: str) -> Iterator[Row]:
             if step.action.startswith("custom_") and closures.closes_over(step):
                 name = step.eqn.primitive.name
                 yield Row(name, here, line, _dtype(step), closures.REASON, count)
-            times = step.eqn.params.get("length", 1) if step.action == "scan" else 1
-            for inner in step.plans:
-                yield from _rows(inner, count * times, here, line)
+            for inner, its_plan in zip(inside(step.eqn), step.plans, strict=True):
+                yield from _rows(its_plan, count * inner.times, here, line)
         else:
             yield Row(
                 op=step.eqn.primitive.name,

@@ -14,6 +14,7 @@ from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.rules import LAYERS_OWN, OWN, REGION
 from jaxmp._autocast.where import plain_path
 from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.inside import inside
 
 
 def contraction_flops(eqn: JaxprEqn) -> int:
@@ -64,8 +65,8 @@ def _add_kept(plan: Plan, times: int, around: str, flops: Counter[str]) -> int:
     for step in plan.steps:
         path = "/".join(filter(None, (around, str(step.eqn.source_info.name_stack))))
         if step.plans:
-            again = _known(step.eqn.params["length"]) if step.action == "scan" else 1
-            total += sum(_add_kept(inner, times * again, path, flops) for inner in step.plans)
+            for inner, its_plan in zip(inside(step.eqn), step.plans, strict=True):
+                total += _add_kept(its_plan, times * _known(inner.times), path, flops)
         else:
             cost = contraction_flops(step.eqn) * times
             total += cost

@@ -59,23 +59,25 @@ def through(eqn: JaxprEqn, ins: Sequence[F], run: Run[F], join: Join[F]) -> list
     found: dict[int, F] = {}
     inners = inside(eqn)
     for inner in inners:
-        for result, fact in zip(inner.results, _settled(inner, ins, run, join), strict=True):
+        outs = run(inner.jaxpr, settled(inner, ins, run, join))
+        for result, fact in zip(inner.results, outs, strict=True):
             if result is not None:
                 found[result] = join(found[result], fact) if result in found else fact
     return [found[i] for i in range(len(eqn.outvars))] if inners else None
 
 
-def _settled(inner: Inner, ins: Sequence[F], run: Run[F], join: Join[F]) -> Sequence[F]:
-    """The facts of an inner jaxpr's results, once what it carries no longer grows."""
+def settled(inner: Inner, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[F]:
+    """The facts of an inner jaxpr's operands, once what it carries no longer grows."""
     known = [ins[i] for i in inner.operands]
-    while True:
+    while inner.carries:
         outs = run(inner.jaxpr, known)
         grown = list(known)
         for operand, out in zip(inner.carries, outs, strict=False):
             grown[operand] = join(known[operand], out)
         if grown == known:
-            return outs
+            break
         known = grown
+    return known
 
 
 def demanded(

@@ -34,6 +34,11 @@ class Inner(NamedTuple):
     trips: Any = 1
     chance: float = 1.0
 
+    @property
+    def times(self) -> Any:
+        """How often it runs; once, where that is not known."""
+        return 1 if self.trips is None else self.trips
+
 
 def inside(eqn: JaxprEqn) -> tuple[Inner, ...]:
     """The jaxprs that running an equation runs; none if its primitive is not known to have any.

@@ -18,14 +18,14 @@ from jaxmp._autocast.ops import LOW as CONTRACTIONS
 from jaxmp._autocast.ops import classify
 from jaxmp._autocast.region import check_callable
 from jaxmp._autocast.transform import autocast
-from jaxmp._jaxprs.compat import closed, dtype_of, inner_jaxprs
+from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.inspect.blame import FAULT, INTENDED, Judge
 from jaxmp.inspect.chip import Target, parse_target
 from jaxmp.inspect.flops import check_sizes, contraction_flops, matmul_dims, nbytes
 from jaxmp.inspect.follow import FLOAT32, LOW, Known, Seen, follow
-from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
+from jaxmp.inspect.place import Place, is_ours, place_of, places_inside
 from jaxmp.inspect.report import Finding, Operation, PrecisionReport
 from jaxmp.policy import Policy
 
@@ -296,8 +296,8 @@ def _residuals(jaxpr: Any, around: Place, bytes_by_dtype: Counter[str], auditor:
                     used[var].append(eqn)
         else:
             made.update(dict.fromkeys(eqn.outvars, place))
-            for inner in inner_jaxprs(eqn):
-                _residuals(inner, place_inside(eqn, place), bytes_by_dtype, auditor)
+            for inner, where in places_inside(eqn, place):
+                _residuals(inner, where, bytes_by_dtype, auditor)
     for var, users in used.items():
         size = nbytes(var) * made[var].times
         dtype = dtype_of(var)

@@ -11,6 +11,7 @@ value, whether autocast narrowed what it was computed from.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,13 +19,14 @@ from typing import Any, NamedTuple
 import jax.extend.core as jex_core
 import numpy as np
 
-from jaxmp._autocast.higher_order import HIGHER_ORDER
 from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.licences import is_small
 from jaxmp._autocast.ops import RANDOM, classify
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import closed, dtype_of
-from jaxmp.inspect.place import Place, is_ours, place_inside, place_of
+from jaxmp._jaxprs.dataflow import settled
+from jaxmp._jaxprs.inside import inside
+from jaxmp.inspect.place import Place, is_ours, place_inside, place_of, place_unknown
 
 FLOAT32 = np.dtype("float32")
 LOW = frozenset(np.dtype(name) for name in ("float16", "bfloat16"))
@@ -167,10 +169,10 @@ class _Follower:
             place = place_of(eqn, around)
             operands = [read(v) for v in eqn.invars]
             names = [_label(v, label) for v in eqn.invars]
-            inner = list(compat.inner_jaxprs(eqn))
             # A scatter has a jaxpr, too: how it adds two numbers. It is an operation all the same.
-            if inner and (compat.kind(eqn) in HIGHER_ORDER or contracts(eqn)):
-                outs = self._inside(eqn, inner, operands, names, place, silent=silent)
+            unknown = any(True for _ in compat.inner_jaxprs(eqn)) and contracts(eqn)
+            if unknown or inside(eqn):
+                outs = self._inside(eqn, operands, names, place, silent=silent)
             else:
                 out = Known(
                     why=_why(eqn, operands, names, place),
@@ -189,51 +191,28 @@ class _Follower:
     def _inside(
         self,
         eqn: jex_core.JaxprEqn,
-        inner: list[Any],
         known: list[Known],
         names: list[str],
         place: Place,
         *,
         silent: bool,
     ) -> list[Known]:
-        place = place_inside(eqn, place)
-        name = eqn.primitive.name
-        if name == "cond":
-            branches = [
-                self.run(b, known[1:], names[1:], place, silent=silent)
-                for b in eqn.params["branches"]
-            ]
-            return [_either(outs) for outs in zip(*branches, strict=True)]
-        if name == "scan":
-            n_consts, n_carry = compat.scan_split(eqn)
-            carried = slice(n_consts, n_consts + n_carry)
-            body = eqn.params["jaxpr"]
-            outs = self.run(body, known, names, place, silent=True)
-            # What an iteration makes of the carry is what the next one finds.
-            known[carried] = map(_either, zip(known[carried], outs[:n_carry], strict=True))
-            return self.run(body, known, names, place, silent=silent)
-        if name == "while":
-            n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            carry = slice(n_cond + n_body, None)
-            # Of its conversions it cannot be said that later iterations find the same.
-            known[carry] = [k._replace(cast=None) for k in known[carry]]
-            self.run(
-                eqn.params["cond_jaxpr"],
-                [*known[:n_cond], *known[carry]],
-                [*names[:n_cond], *names[carry]],
-                place,
-                silent=silent,
-            )
-            return self.run(
-                eqn.params["body_jaxpr"], known[n_cond:], names[n_cond:], place, silent=silent
-            )
-        if len(inner[0].invars) == len(known):  # jit, remat, custom rules, shard_map, …
-            outs = self.run(inner[0], known, names, place, silent=silent)
-            if len(outs) == len(eqn.outvars):
-                return outs
-        elif name == "custom_linear_solve":  # of its four functions one runs
-            inner = [eqn.params["jaxprs"].solve]
-        for jaxpr in inner:
+        found: dict[int, Known] = {}
+        for inner in inside(eqn):
+            labels, where = [names[i] for i in inner.operands], place_inside(inner, place)
+            quiet = functools.partial(self.run, labels=labels, around=where, silent=True)
+            facts = settled(inner, known, quiet, lambda a, b: _either((a, b)))
+            outs = self.run(inner.jaxpr, facts, labels, where, silent=silent)
+            for result, out in zip(inner.results, outs, strict=True):
+                if result is not None:
+                    found[result] = _either((found[result], out)) if result in found else out
+        if found or inside(eqn):
+            return [found[i] for i in range(len(eqn.outvars))]
+        place = place_unknown(eqn, place)
+        jaxprs = list(compat.inner_jaxprs(eqn))
+        if eqn.primitive.name == "custom_linear_solve":  # of its four functions one runs
+            jaxprs = [eqn.params["jaxprs"].solve]
+        for jaxpr in jaxprs:
             count = len(closed(jaxpr).jaxpr.invars)
             self.run(jaxpr, [NOTHING] * count, ["a value"] * count, place, silent=silent)
         return [NOTHING] * len(eqn.outvars)

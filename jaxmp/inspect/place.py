@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 
 from jaxmp._autocast.equations import CAST_SCOPE
-from jaxmp._autocast.higher_order import HIGHER_ORDER
 from jaxmp._autocast.kept import kept_reason
 from jaxmp._autocast.rules import Rules, region_rules
 from jaxmp._autocast.where import is_backward, library_line, module_path, user_line
-from jaxmp._jaxprs.compat import called, kind
+from jaxmp._jaxprs.compat import called, closed, inner_jaxprs
+from jaxmp._jaxprs.inside import Inner, inside
 
 
 class Place(NamedTuple):
@@ -51,15 +52,23 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
     )
 
 
-def place_inside(eqn: jex_core.JaxprEqn, place: Place) -> Place:
-    """The place of the jaxprs inside an equation that stands at `place`."""
-    if eqn.primitive.name == "scan":
-        return place._replace(times=place.times * eqn.params["length"])
-    if eqn.primitive.name == "cond":
-        return place._replace(times=place.times / len(eqn.params["branches"]))
-    if kind(eqn) not in HIGHER_ORDER:
-        return place._replace(inside=called(eqn))
-    return place
+def place_inside(inner: Inner, place: Place) -> Place:
+    """The place of a jaxpr inside an equation that stands at `place`."""
+    return place._replace(times=place.times * inner.times * inner.chance)
+
+
+def place_unknown(eqn: jex_core.JaxprEqn, place: Place) -> Place:
+    """The place of the jaxprs of an equation that autocast does not look inside."""
+    return place._replace(inside=called(eqn))
+
+
+def places_inside(eqn: jex_core.JaxprEqn, place: Place) -> Iterator[tuple[Any, Place]]:
+    """The open jaxprs inside an equation that stands at `place`, and the places of them."""
+    inners = inside(eqn)
+    for inner in inners:
+        yield closed(inner.jaxpr).jaxpr, place_inside(inner, place)
+    for jaxpr in () if inners else inner_jaxprs(eqn):
+        yield closed(jaxpr).jaxpr, place_unknown(eqn, place)
 
 
 def is_ours(eqn: jex_core.JaxprEqn) -> bool:
