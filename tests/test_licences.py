@@ -19,6 +19,7 @@ import jaxmp
 from jaxmp._autocast import licences
 from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, GIVEN, PARAMETER, POSITION
+from jaxmp._jaxprs.higher_order import inside
 from jaxmp.policy import get_policy
 
 from support import contraction_dtypes, iter_eqns, jaxpr_of, primitives
@@ -258,7 +259,7 @@ def summed(body: Callable[..., Any], carry: Any, xs: Any = None) -> tuple[list[b
     flags = [False] * (len(eqn.invars) - len(jax.tree.leaves(xs))) + [True] * len(
         jax.tree.leaves(xs)
     )
-    found = recurrence(eqn, flags)
+    found = recurrence(inside(eqn)[0], flags)
     return list(found.summed)[-n:], list(found.layered)[-n:]
 
 

@@ -21,6 +21,7 @@ from jaxmp._autocast.ops import LOW, MOVING
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import forward, through
+from jaxmp._jaxprs.higher_order import Inner
 
 
 class Flow(NamedTuple):
@@ -60,24 +61,23 @@ class Recurrence(NamedTuple):
     layered: tuple[bool, ...]
 
 
-def recurrence(eqn: JaxprEqn, weights: Sequence[bool]) -> Recurrence:
-    """How the carries of a scan depend on themselves.
+def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
+    """How the carries of a loop depend on themselves.
 
     Args:
-      eqn: the scan.
+      body: what it runs.
       weights: which of its operands are arguments or parameters of the program.
     """
-    body = compat.closed(eqn.params["jaxpr"]).jaxpr
-    n_consts, n_carry = compat.scan_split(eqn)
+    carry, n_carry = body.carries, body.carried
     ins = [
         Flow(stack=weight)
-        if i < n_consts
-        else Flow(itself=1 << (i - n_consts))
-        if i < n_consts + n_carry
+        if i < carry.start
+        else Flow(itself=1 << (i - carry.start))
+        if i < carry.stop
         else Flow(own=weight)
         for i, weight in enumerate(weights)
     ]
-    outs = _flow(body, ins)[:n_carry]
+    outs = _flow(body.jaxpr, ins)[:n_carry]
     # A state may go round through others: (x, v) -> (v, x + v).
     reached = [out.itself for out in outs]
     for _ in range(n_carry):

@@ -17,11 +17,13 @@ import jax
 
 from jaxmp._autocast import custom_rules, rule_calls
 from jaxmp._autocast.custom_rules import Execute
-from jaxmp._autocast.equations import bind, cast
+from jaxmp._autocast.equations import cast
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.bind import bind
+from jaxmp._jaxprs.higher_order import inside
 
 REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
 
@@ -32,7 +34,11 @@ def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, bo
         if step.action.startswith("custom_"):
             yield step, looped
         for inner in step.plans:
-            yield from custom_calls(inner, looped=looped or step.action == "scan")
+            yield from custom_calls(inner, looped=looped or _is_scan(step))
+
+
+def _is_scan(step: Step) -> bool:
+    return any(inner.loops and inner.trips is not None for inner in inside(step.eqn))
 
 
 def closes_over(step: Step) -> bool:

@@ -24,7 +24,7 @@ from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.dataflow import demanded, settled_demand
-from jaxmp._jaxprs.inside import inside
+from jaxmp._jaxprs.higher_order import Inner
 
 # Bits of a demand. OPERAND: a contraction reads the value itself, through moves alone. STEEP: a
 # function that ends somewhere, such as a logarithm.
@@ -102,9 +102,8 @@ class Demands:
             demand = here | (LATER if demand & (CONTRACTION | LATER) else NOTHING)
         return [demand] * len(eqn.invars)
 
-    def of_scan(self, eqn: JaxprEqn, wanted: Sequence[int], rules: Rules) -> Sequence[int]:
-        """The demand on the operands of a scan's body."""
-        [body] = inside(eqn)
+    def of_loop(self, body: Inner, wanted: Sequence[int], rules: Rules) -> Sequence[int]:
+        """The demand on the operands of a loop's body."""
         return settled_demand(body, wanted, self._inner(rules), operator.or_)
 
     def _inner(self, rules: Rules) -> Callable[[Any, Sequence[int]], Sequence[int]]:

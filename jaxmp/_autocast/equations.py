@@ -21,7 +21,8 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 from jaxmp._autocast.ops import TRACED_ONCE
 from jaxmp._autocast.plan import DType
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs.compat import INLINE, bind_next, shape_of
+from jaxmp._jaxprs.bind import bind
+from jaxmp._jaxprs.compat import INLINE, shape_of
 
 Params = tuple[tuple[str, Any], ...]
 
@@ -78,15 +79,6 @@ def narrow_constant(value: Any, dtype: DType) -> Any:
 
 
 # Equations.
-
-
-def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
-    """The primitive of an equation on other operands, with some parameters replaced."""
-    if (named := bind_next(eqn, operands)) is not None:
-        return named
-    params = eqn.primitive.get_bind_params(eqn.params | replaced)
-    out = eqn.primitive.bind(*operands, **params)
-    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:

@@ -7,6 +7,7 @@ primitives are bound again with their inner jaxprs replaced and every other para
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +15,15 @@ import jax
 from jax.extend.core import Literal
 
 from jaxmp._autocast import custom_rules
-from jaxmp._autocast.equations import apply, bind, cast, narrow_constant, scale
+from jaxmp._autocast.equations import apply, cast, narrow_constant, scale
 from jaxmp._autocast.kept import kept_scope
 from jaxmp._autocast.ops import BROADCASTING
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.bind import bind
 from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.higher_order import rebind
 
 
 def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
@@ -140,61 +143,25 @@ def transformed(plan: Plan) -> Any:
     return compat.trace(plan.built["jit"], _inner_avals(plan))
 
 
-def _call(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    """Jit and remat keep every parameter; calls without parameters are run in place."""
-    eqn, [inner], operands = step.eqn, step.plans, env.operands(step)
-    if inner.unchanged:
-        return bind(eqn, operands)
-    rematted = compat.rematerialised(eqn, lambda *args: execute(inner, args))
-    if rematted is not None:
-        return list(rematted(*operands))
-    if eqn.primitive.name not in ("jit", "pjit", "remat2", "checkpoint"):
-        return execute(inner, operands)
-    return bind(eqn, operands, jaxpr=compat.like(transformed(inner), eqn.params["jaxpr"]))
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """A plan in the place of the jaxpr that it plans."""
+
+    plan: Plan
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        return execute(self.plan, arrays)
+
+    def trace(self) -> Any:
+        return transformed(self.plan)
 
 
-def _shard_map(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    """The same map over a transformed function."""
-    eqn, [inner], operands = step.eqn, step.plans, env.operands(step)
-    if inner.unchanged:
-        return bind(eqn, operands)
-    mapped: Callable[..., Any] = jax.shard_map(
-        lambda *args: execute(inner, args),
-        mesh=eqn.params["mesh"],
-        in_specs=tuple(eqn.params["in_specs"]),
-        out_specs=list(eqn.params["out_specs"]),
-        check_vma=eqn.params["check_vma"],
-        axis_names=set(eqn.params["newly_manual_axes"]),
-    )
-    return list(mapped(*operands))
-
-
-def _scan(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    eqn, [body], operands = step.eqn, step.plans, env.operands(step)
-    if body.unchanged:
-        return bind(eqn, operands)
-    return bind(eqn, operands, jaxpr=compat.like(transformed(body), eqn.params["jaxpr"]))
-
-
-def _while(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    eqn, [cond, body], operands = step.eqn, step.plans, env.operands(step)
-    return bind(
-        eqn,
-        operands,
-        cond_jaxpr=compat.like(transformed(cond), eqn.params["cond_jaxpr"]),
-        body_jaxpr=compat.like(transformed(body), eqn.params["body_jaxpr"]),
-    )
-
-
-def _cond(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    eqn, operands = step.eqn, env.operands(step)
-    if all(branch.unchanged for branch in step.plans):
-        return bind(eqn, operands)
-    branches = tuple(
-        compat.like(transformed(branch), old)
-        for branch, old in zip(step.plans, eqn.params["branches"], strict=True)
-    )
-    return bind(eqn, operands, branches=branches)
+def _inside(plan: Plan, step: Step, env: _Environment) -> list[Any]:
+    """The equation, with plans in place of its jaxprs."""
+    operands = env.operands(step)
+    if all(inner.unchanged for inner in step.plans):
+        return bind(step.eqn, operands)
+    return rebind(step.eqn, operands, [_Planned(inner) for inner in step.plans])
 
 
 def _custom_jvp(plan: Plan, step: Step, env: _Environment) -> list[Any]:
@@ -219,11 +186,7 @@ _ACTIONS: dict[str, Callable[[Plan, Step, _Environment], list[Any]]] = {
     "bind": _bind,
     "reorder": _bind,
     "contract": _contract,
-    "call": _call,
-    "shard_map": _shard_map,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
+    "inside": _inside,
     "custom_jvp": _custom_jvp,
     "custom_vjp": _custom_vjp,
 }

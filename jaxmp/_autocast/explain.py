@@ -23,7 +23,7 @@ from jaxmp._autocast.transform import (
     trace_program,
 )
 from jaxmp._autocast.where import library_line, module_path, user_line
-from jaxmp._jaxprs.inside import inside
+from jaxmp._jaxprs.higher_order import inside
 from jaxmp.policy import Policy, single_policy
 
 

@@ -14,7 +14,7 @@ from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.rules import LAYERS_OWN, OWN, REGION
 from jaxmp._autocast.where import plain_path
 from jaxmp._jaxprs.compat import shape_of
-from jaxmp._jaxprs.inside import inside
+from jaxmp._jaxprs.higher_order import inside
 
 
 def contraction_flops(eqn: JaxprEqn) -> int:

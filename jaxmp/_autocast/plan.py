@@ -57,14 +57,14 @@ class Step:
 
     Attributes:
       eqn: the equation as written.
-      action: which handler of `execute` runs it: ``bind``, ``reorder``, ``contract``, ``call``,
-        ``custom_jvp``, ``custom_vjp``, ``shard_map``, ``scan``, ``while``, ``cond``.
+      action: which handler of `execute` runs it: ``bind``, ``reorder``, ``contract``, ``inside``,
+        ``custom_jvp``, ``custom_vjp``.
       ins: the dtype each operand is read in; None leaves it as it is (not float32, not ours).
       outs: the dtype each result is kept in; None for what is not ours.
       reason: why, in words.
       saturate: which operands are clipped to the finite range when narrowed.
       share: which operands' narrowed copies serve other equations too.
-      plans: the plans of the inner jaxprs, in the order of the equation's parameters.
+      plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
     """
 
     eqn: JaxprEqn

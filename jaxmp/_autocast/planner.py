@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contractions import geometry
+from jaxmp._autocast.control_flow import plan_inside
 from jaxmp._autocast.demand import (
     ANGLE,
     CONTRACTION,
@@ -29,7 +30,6 @@ from jaxmp._autocast.demand import (
     ours,
 )
 from jaxmp._autocast.early_casts import narrow_early, widen_early
-from jaxmp._autocast.higher_order import HIGHER_ORDER
 from jaxmp._autocast.licences import (
     COMPUTED,
     CONSTANT,
@@ -66,6 +66,7 @@ from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.higher_order import inside
 
 MOVES = "moves values: as they are"
 SOLUTION = "an operand is the solution of a linear system"
@@ -298,8 +299,8 @@ class JaxprPlanner:
             v._replace(dtype=None) if v and v.dtype not in (None, self.rules.low) else v
             for v in map(self.read, eqn.invars)
         ]
-        if name in HIGHER_ORDER and self.rules.looks_inside(eqn):
-            return HIGHER_ORDER[name](self, eqn, values)
+        if self.rules.looks_inside(eqn) and (inners := inside(eqn)):
+            return plan_inside(self, eqn, values, inners)
         if self.rules.low is None:
             return self.as_written(eqn, values, self.rules.why_float32)
         kind = self.rules.op_class(eqn)

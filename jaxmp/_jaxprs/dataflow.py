@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs.compat import closed
-from jaxmp._jaxprs.inside import Inner, inside
+from jaxmp._jaxprs.higher_order import Inner, inside
 
 F = TypeVar("F")
 Run = Callable[[Any, Sequence[F]], Sequence[F]]
@@ -69,7 +69,7 @@ def through(eqn: JaxprEqn, ins: Sequence[F], run: Run[F], join: Join[F]) -> list
 def settled(inner: Inner, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[F]:
     """The facts of an inner jaxpr's operands, once what it carries no longer grows."""
     known = [ins[i] for i in inner.operands]
-    while inner.carries:
+    while inner.carried:
         outs = run(inner.jaxpr, known)
         grown = list(known)
         for operand, out in zip(inner.carries, outs, strict=False):

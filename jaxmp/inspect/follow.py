@@ -25,7 +25,7 @@ from jaxmp._autocast.ops import RANDOM, classify
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.dataflow import settled
-from jaxmp._jaxprs.inside import inside
+from jaxmp._jaxprs.higher_order import inside
 from jaxmp.inspect.place import Place, is_ours, place_inside, place_of, place_unknown
 
 FLOAT32 = np.dtype("float32")

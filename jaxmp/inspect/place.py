@@ -12,7 +12,7 @@ from jaxmp._autocast.kept import kept_reason
 from jaxmp._autocast.rules import Rules, region_rules
 from jaxmp._autocast.where import is_backward, library_line, module_path, user_line
 from jaxmp._jaxprs.compat import called, closed, inner_jaxprs
-from jaxmp._jaxprs.inside import Inner, inside
+from jaxmp._jaxprs.higher_order import Inner, inside
 
 
 class Place(NamedTuple):

@@ -14,9 +14,10 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING
 from jaxmp._autocast.licences import CONSTANT, DATA, GIVEN, PARAMETER
-from jaxmp._autocast.plan import DType, Step, Value
+from jaxmp._autocast.plan import DType, Plan, Step, Value
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.higher_order import Inner
 
 
 class Pass(Protocol):
@@ -43,29 +44,60 @@ class Pass(Protocol):
 LOOKED_INSIDE = "looked inside"
 
 
-def _call(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def plan_inside(
+    here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
+) -> Step:
+    """The step of an equation with jaxprs inside, by what they are."""
+    *tests, body = inners
+    if not body.loops:
+        planned = _branches if tests else _call
+        return planned(here, eqn, values, inners)
+    if body.trips is None:
+        return _while(here, eqn, values, tests, body)
+    return _scan(here, eqn, values, body)
+
+
+def _call(
+    here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
+) -> Step:
     """One inner jaxpr, called once."""
-    entering = values
-    wanted = here.demanded(eqn)
-    inner = compat.call_jaxpr(eqn)
+    [inner] = inners
     name = compat.kind(eqn)
+    entering = [values[i] for i in inner.operands]
+    wanted = _wanted(here, eqn, inner)
     if name == "custom_jvp_call" and here.rules.low is not None:
-        entering, wanted = _at_the_door(here, inner, entering, wanted)
-    made = here.are_made(eqn.invars)
-    plan = here.planner.plan(inner, entering, wanted, here.rules, made=made)
-    action = {"custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}.get(
-        name, name if name == "shard_map" else "call"
-    )
+        entering, wanted = _at_the_door(here, inner.jaxpr, entering, wanted)
+    made = here.are_made([eqn.invars[i] for i in inner.operands])
+    plan = here.planner.plan(inner.jaxpr, entering, wanted, here.rules, made=made)
+    dtypes = [v.dtype if v else None for v in values]
+    for i, dtype in zip(inner.operands, plan.ins, strict=True):
+        dtypes[i] = dtype
+    action = {"custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}.get(name, "inside")
     return here.step(
         eqn,
         values,
-        plan.ins,
-        plan.values,
+        dtypes,
+        _returned(eqn, inner, plan.values),
         LOOKED_INSIDE,
         action=action,
         saturate=True,
         plans=(plan,),
     )
+
+
+def _wanted(here: Pass, eqn: JaxprEqn, inner: Inner) -> list[int]:
+    """The demand on each result of an inner jaxpr."""
+    wanted = here.demanded(eqn)
+    return [NOTHING if result is None else wanted[result] for result in inner.results]
+
+
+def _returned(eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None]) -> list[Value | None]:
+    """How the results of an equation are kept, given how those of its inner jaxpr are."""
+    returned: list[Value | None] = [None] * len(eqn.outvars)
+    for result, value in zip(inner.results, values, strict=True):
+        if result is not None:
+            returned[result] = value
+    return returned
 
 
 def _at_the_door(
@@ -94,29 +126,37 @@ def _at_the_door(
     return list(values), wanted
 
 
-def _cond(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def _branches(
+    here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
+) -> Step:
     """Branches agree: a result is low if any branch makes it low and no other is rounded in vain.
 
     That is, where all branches make it low, or a constant, or a contraction wants it. What only
     float32 ops want leaves in float32: a branch may return its operand, exactly.
     """
-    wanted = here.demanded(eqn)
-    branches = eqn.params["branches"]
-    made = here.are_made(eqn.invars[1:])
-    plans = [here.planner.plan(b, values[1:], wanted, here.rules, made=made) for b in branches]
-    outs = [
-        _agreed(results, demand)
-        for results, demand in zip(
-            zip(*(p.values for p in plans), strict=True), wanted, strict=True
+
+    def planned(outs: Sequence[DType | None] | None = None) -> tuple[Plan, ...]:
+        return tuple(
+            here.planner.plan(
+                inner.jaxpr,
+                [values[i] for i in inner.operands],
+                _wanted(here, eqn, inner),
+                here.rules,
+                outs,
+                here.are_made([eqn.invars[i] for i in inner.operands]),
+            )
+            for inner in inners
         )
-    ]
-    plans = [here.planner.plan(b, values[1:], wanted, here.rules, outs, made) for b in branches]
+
+    results = zip(*(p.values for p in planned()), strict=True)
+    outs = [_agreed(*result) for result in zip(results, here.demanded(eqn), strict=True)]
+    plans = planned(outs)
     joined = [
         here.kept(dtype, kept) if kept[0] is not None else None
         for dtype, kept in zip(outs, zip(*(p.values for p in plans), strict=True), strict=True)
     ]
     dtypes = [v.dtype if v else None for v in values]
-    return here.step(eqn, values, dtypes, joined, LOOKED_INSIDE, action="cond", plans=tuple(plans))
+    return here.step(eqn, values, dtypes, joined, LOOKED_INSIDE, action="inside", plans=plans)
 
 
 def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
@@ -128,53 +168,60 @@ def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
     return low if licensed and demand & CONTRACTION and not demand & INDEX else None
 
 
-def _while(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def _while(
+    here: Pass,
+    eqn: JaxprEqn,
+    values: Sequence[Value | None],
+    tests: Sequence[Inner],
+    body: Inner,
+) -> Step:
     """The carry stays float32: a solver's tolerance may be finer than 16 bits can meet."""
-    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    consts, init = values[: n_cond + n_body], values[n_cond + n_body :]
-    carry = [Value(argument=True, licence=DATA) if v else None for v in init]
-    cond = here.planner.plan(
-        eqn.params["cond_jaxpr"], [*consts[:n_cond], *carry], [NOTHING], here.rules
-    )
-    body = here.planner.plan(
-        eqn.params["body_jaxpr"],
-        [*consts[n_cond:], *carry],
-        [FULL] * len(carry),
-        here.rules,
-        [None] * len(carry),
-    )
-    dtypes = [*(v.dtype if v else None for v in consts), *(None for _ in init)]
-    outs = [here.kept(None, [v])._replace(licence=DATA) if v else None for v in init]
+    carry = {body.operands[i] for i in body.carries}
+    entering = [
+        Value(argument=True, licence=DATA) if v and i in carry else v for i, v in enumerate(values)
+    ]
+
+    def planned(inner: Inner, wanted: int, outs: Sequence[None] | None) -> Plan:
+        ins = [entering[i] for i in inner.operands]
+        wants = [wanted] * len(inner.results)
+        plan: Plan = here.planner.plan(inner.jaxpr, ins, wants, here.rules, outs)
+        return plan
+
+    plans = [planned(test, NOTHING, None) for test in tests]
+    plans.append(planned(body, FULL, [None] * len(body.results)))
+    dtypes = [v.dtype if v else None for v in entering]
+    outs = [
+        here.kept(None, [v])._replace(licence=DATA) if v else None
+        for v in (values[body.operands[i]] for i in body.carries)
+    ]
     return here.step(
         eqn,
         values,
         dtypes,
         outs,
         f"{LOOKED_INSIDE}; a while loop carries float32",
-        action="while",
-        plans=(cond, body),
+        action="inside",
+        plans=tuple(plans),
     )
 
 
-def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], body: Inner) -> Step:
     """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
-    body = eqn.params["jaxpr"]
-    n_consts, n_carry = compat.scan_split(eqn)
     wanted = here.demanded(eqn)
-    inner = here.planner.demands.of_scan(eqn, wanted, here.rules)
-    low = _low_carry(here, eqn, values) if here.rules.low is not None else frozenset()
-    values = _widened_parts(here, eqn, values, inner)
-    made = here.are_made(eqn.invars[:n_consts])
+    demand = here.planner.demands.of_loop(body, wanted, here.rules)
+    low = _low_carry(here, body, values) if here.rules.low is not None else frozenset()
+    values = _widened_parts(here, eqn, values, demand, body)
+    carry = body.carries
+    made = here.are_made(eqn.invars[: carry.start])
     while True:
         ins = [
-            _entering(here, v, shared=i < n_consts, carried=i < n_consts + n_carry, low=i in low)
+            _entering(here, v, shared=i < carry.start, carried=i < carry.stop, low=i in low)
             for i, v in enumerate(values)
         ]
-        carry = range(n_consts, n_consts + n_carry)
         # A float32 carry wants its summands in float32, whoever wants the sum.
-        carried = [inner[i] | CONTRACTION if i in low else FULL for i in carry]
-        inner_wanted = [*carried, *wanted[n_carry:]]
-        natural = here.planner.plan(body, ins, inner_wanted, here.rules, made=made)
+        carried = [demand[i] | CONTRACTION if i in low else FULL for i in carry]
+        inner_wanted = [*carried, *wanted[body.carried :]]
+        natural = here.planner.plan(body.jaxpr, ins, inner_wanted, here.rules, made=made)
         # What float32 arithmetic makes of a low carry stays float32.
         updated = {i for i, out in zip(carry, natural.outs, strict=False) if out == here.rules.low}
         if low <= updated:
@@ -182,12 +229,14 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         low &= updated
     outs = [
         *(v and (v.dtype or FLOAT32) for v in map(ins.__getitem__, carry)),
-        *natural.outs[n_carry:],
+        *natural.outs[body.carried :],
     ]
-    plan = here.planner.plan(body, ins, inner_wanted, here.rules, outs, made)
+    plan = here.planner.plan(body.jaxpr, ins, inner_wanted, here.rules, outs, made)
     kept = [
         v
-        and here.kept(v.dtype, [v])._replace(licence=v.licence if v.dtype or i >= n_carry else DATA)
+        and here.kept(v.dtype, [v])._replace(
+            licence=v.licence if v.dtype or i >= body.carried else DATA
+        )
         for i, v in enumerate(plan.values)
     ]
     return here.step(
@@ -196,20 +245,24 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         [v.dtype if v else None for v in ins],
         kept,
         LOOKED_INSIDE,
-        action="scan",
+        action="inside",
         saturate=True,
         plans=(plan,),
     )
 
 
 def _widened_parts(
-    here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], wanted: Sequence[int]
+    here: Pass,
+    eqn: JaxprEqn,
+    values: Sequence[Value | None],
+    wanted: Sequence[int],
+    body: Inner,
 ) -> list[Value | None]:
     """Parts of one low value that the body reads in float32 enter in it, widened as a whole.
 
     Widened one by one in every iteration, each would round its cotangent before they are added.
     """
-    parts = range(sum(compat.scan_split(eqn)), len(values))
+    parts = range(body.carries.stop, len(values))
     wholes = Counter(here.whole.get(eqn.invars[i]) for i in parts)
     return [
         v._replace(dtype=None)
@@ -237,32 +290,23 @@ def _entering(
     return Value(argument=True, tangent=value.tangent, licence=DATA)
 
 
-def _low_carry(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None]) -> frozenset[int]:
+def _low_carry(here: Pass, body: Inner, values: Sequence[Value | None]) -> frozenset[int]:
     """Which operands of a scan are carries that may be low: the body feeds them to a contraction.
 
     They start low, or from what may be narrowed, and do not come back as themselves plus something;
     unless they run through layers.
     """
-    body = compat.closed(eqn.params["jaxpr"]).jaxpr
-    n_consts, n_carry = compat.scan_split(eqn)
-    own = here.planner.demands(body, [NOTHING] * len(body.outvars), here.rules).ins
-    loop = recurrence(eqn, [v is not None and v.licence in (GIVEN, PARAMETER) for v in values])
+    jaxpr = compat.closed(body.jaxpr).jaxpr
+    own = here.planner.demands(jaxpr, [NOTHING] * len(jaxpr.outvars), here.rules).ins
+    loop = recurrence(body, [v is not None and v.licence in (GIVEN, PARAMETER) for v in values])
     low = set()
-    for i in range(n_carry):
-        value, demand = values[n_consts + i], own[n_consts + i]
+    for i, operand in enumerate(body.carries):
+        value, demand = values[operand], own[operand]
         if value is None or not demand & CONTRACTION or demand & INDEX:
             continue
         if value.wins:
             continue
         layer = loop.layered[i] and value.licence != CONSTANT
         if layer or not loop.summed[i]:
-            low.add(n_consts + i)
+            low.add(operand)
     return frozenset(low)
-
-
-HIGHER_ORDER: dict[str, Callable[[Pass, JaxprEqn, Sequence[Value | None]], Step]] = {
-    **dict.fromkeys(compat.CALLS, _call),
-    "cond": _cond,
-    "while": _while,
-    "scan": _scan,
-}

@@ -1,0 +1,214 @@
+"""What an equation with jaxprs inside is, and how it is bound again with others in their place.
+
+This is the only place that knows the shapes of scan, while and cond and of everything that calls a
+jaxpr: one entry each in `HIGHER_ORDER`. Analyses go through them by `dataflow`, plans by the facts
+that `Inner` states, and need not know which primitive they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.bind import bind
+
+
+class Inner(NamedTuple):
+    """A jaxpr inside an equation.
+
+    Attributes:
+      jaxpr: the jaxpr, open or closed, as the equation holds it.
+      operands: for each of its operands, which operand of the equation it is, or is a slice of.
+      results: for each of its results, which result of the equation it becomes, or is stacked into;
+        None for one that only steers (a loop's condition).
+      shared: of a loop, how many leading operands all iterations share; else None.
+      carried: how many operands after those are the first results of the iteration before.
+      trips: how often it runs; None if that is not known before it runs.
+      chance: of several of which one runs, the share of one.
+    """
+
+    jaxpr: Any
+    operands: tuple[int, ...]
+    results: tuple[int | None, ...]
+    shared: int | None = None
+    carried: int = 0
+    trips: Any = 1
+    chance: float = 1.0
+
+    @property
+    def loops(self) -> bool:
+        """Whether it runs again and again."""
+        return self.shared is not None
+
+    @property
+    def carries(self) -> range:
+        """The operands that its first results are in the next iteration."""
+        start = self.shared or 0
+        return range(start, start + self.carried)
+
+    @property
+    def times(self) -> Any:
+        """How often it runs; once, where that is not known."""
+        return 1 if self.trips is None else self.trips
+
+
+class Replacement(Protocol):
+    """What takes the place of an inner jaxpr: the same operands and results, in other dtypes."""
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        """Its results, computed here and now."""
+
+    def trace(self) -> Any:
+        """Its closed jaxpr."""
+
+
+class HigherOrder(NamedTuple):
+    """A primitive with jaxprs inside.
+
+    Attributes:
+      inside: from an equation to its jaxprs, in the order in which they are replaced.
+      rebind: from an equation, operands and one replacement for each of its jaxprs to results.
+    """
+
+    inside: Callable[[JaxprEqn], tuple[Inner, ...]]
+    rebind: Callable[[JaxprEqn, list[Any], Sequence[Replacement]], list[Any]]
+
+
+def inside(eqn: JaxprEqn) -> tuple[Inner, ...]:
+    """The jaxprs that running an equation runs; none if its primitive is not known to have any.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> step = lambda c, x: (c * 2 + x, c)
+      >>> jaxpr = jax.make_jaxpr(lambda c, xs: jax.lax.scan(step, c, xs))(0.0, jnp.ones(3)).jaxpr
+      >>> [inner] = inside(jaxpr.eqns[0])
+      >>> inner.operands, inner.results, inner.shared, inner.carried, inner.trips
+      ((0, 1), (0, 1), 0, 1, 3)
+    """
+    known = HIGHER_ORDER.get(compat.kind(eqn))
+    return () if known is None else known.inside(eqn)
+
+
+def rebind(eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]) -> list[Any]:
+    """Binds an equation again, with something else in place of each jaxpr inside.
+
+    Every other parameter stays as it was. Functions with derivative rules of their own are run in
+    place, without them: `derivatives` makes the rules of the new function.
+    """
+    return HIGHER_ORDER[compat.kind(eqn)].rebind(eqn, operands, replacements)
+
+
+def _one(jaxpr: Any, eqn: JaxprEqn) -> tuple[Inner, ...]:
+    return (Inner(jaxpr, tuple(range(len(eqn.invars))), tuple(range(len(eqn.outvars)))),)
+
+
+# Calls.
+
+
+def _call(eqn: JaxprEqn) -> tuple[Inner, ...]:
+    return _one(compat.call_jaxpr(eqn), eqn)
+
+
+def _run_in_place(
+    _eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
+) -> list[Any]:
+    [called] = replacements
+    return called(*operands)
+
+
+def _rebind_jaxpr(
+    eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
+) -> list[Any]:
+    """Of scan, jit and remat."""
+    [body] = replacements
+    rematted = compat.rematerialised(eqn, body)
+    if rematted is not None:
+        return list(rematted(*operands))
+    return bind(eqn, operands, jaxpr=compat.like(body.trace(), eqn.params["jaxpr"]))
+
+
+def _rebind_shard_map(
+    eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
+) -> list[Any]:
+    [called] = replacements
+    mapped: Callable[..., Any] = jax.shard_map(
+        called,
+        mesh=eqn.params["mesh"],
+        in_specs=tuple(eqn.params["in_specs"]),
+        out_specs=list(eqn.params["out_specs"]),
+        check_vma=eqn.params["check_vma"],
+        axis_names=set(eqn.params["newly_manual_axes"]),
+    )
+    return list(mapped(*operands))
+
+
+# Branches.
+
+
+def _branches(eqn: JaxprEqn) -> tuple[Inner, ...]:
+    branches = eqn.params["branches"]
+    operands, results = range(1, len(eqn.invars)), range(len(eqn.outvars))
+    return tuple(
+        Inner(branch, tuple(operands), tuple(results), chance=1 / len(branches))
+        for branch in branches
+    )
+
+
+def _rebind_branches(
+    eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
+) -> list[Any]:
+    old = eqn.params["branches"]
+    new = tuple(compat.like(r.trace(), o) for r, o in zip(replacements, old, strict=True))
+    return bind(eqn, operands, branches=new)
+
+
+# Loops.
+
+
+def _scan(eqn: JaxprEqn) -> tuple[Inner, ...]:
+    [body] = _one(eqn.params["jaxpr"], eqn)
+    n_consts, n_carry = compat.scan_split(eqn)
+    return (body._replace(shared=n_consts, carried=n_carry, trips=eqn.params["length"]),)
+
+
+def _while(eqn: JaxprEqn) -> tuple[Inner, ...]:
+    n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    n_carry = len(eqn.outvars)
+    carry = tuple(range(n_cond + n_body, n_cond + n_body + n_carry))
+    test = Inner(
+        eqn.params["cond_jaxpr"], (*range(n_cond), *carry), (None,), shared=n_cond, trips=None
+    )
+    body = Inner(
+        eqn.params["body_jaxpr"],
+        (*range(n_cond, n_cond + n_body), *carry),
+        tuple(range(n_carry)),
+        shared=n_body,
+        carried=n_carry,
+        trips=None,
+    )
+    return test, body
+
+
+def _rebind_while(
+    eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
+) -> list[Any]:
+    names = ("cond_jaxpr", "body_jaxpr")
+    new = {
+        name: compat.like(r.trace(), eqn.params[name])
+        for name, r in zip(names, replacements, strict=True)
+    }
+    return bind(eqn, operands, **new)
+
+
+HIGHER_ORDER: dict[str, HigherOrder] = {
+    **dict.fromkeys(compat.CALLS, HigherOrder(_call, _run_in_place)),
+    **dict.fromkeys(("jit", "remat2"), HigherOrder(_call, _rebind_jaxpr)),
+    "shard_map": HigherOrder(_call, _rebind_shard_map),
+    "cond": HigherOrder(_branches, _rebind_branches),
+    "scan": HigherOrder(_scan, _rebind_jaxpr),
+    "while": HigherOrder(_while, _rebind_while),
+}
