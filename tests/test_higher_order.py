@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 
 import jaxmp
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.bind import bind
+from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER, HigherOrder, Inner, inside
 
 from support import iter_eqns

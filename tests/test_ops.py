@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import jaxmp
-from jaxmp._autocast import ops
+from jaxmp._autocast import primitives as ops
 from jaxmp._autocast.rules import rules_for
 from jaxmp._jaxprs import compat
 from jaxmp.policy import get_policy

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxmp._jaxprs import source
+
 from support import ROOT, run_python
 
 # What JAX needs to be imported, and what jaxmp does.
@@ -108,15 +110,14 @@ def test_a_project_beside_the_libraries(libraries, monkeypatch):
 
 def test_a_library_that_is_loaded_later_is_known_then(tmp_path, monkeypatch):
     """Equinox, say, where it is not installed but on the path."""
-    from jaxmp._autocast import where
 
     package = tmp_path / "equinox"
     monkeypatch.delitem(sys.modules, "equinox", raising=False)
-    assert not where.in_library(str(package / "__init__.py"))
+    assert not source.in_library(str(package / "__init__.py"))
     module = types.ModuleType("equinox")
     module.__path__ = [str(package)]
     monkeypatch.setitem(sys.modules, "equinox", module)
-    assert where.in_library(str(package / "__init__.py"))
-    assert not where.in_library(f"{package}_of_mine/model.py")
-    assert where.in_library(str(ROOT / "jaxmp" / "cli.py"))
-    assert not where.in_library(str(ROOT / "examples" / "train_lm.py"))
+    assert source.in_library(str(package / "__init__.py"))
+    assert not source.in_library(f"{package}_of_mine/model.py")
+    assert source.in_library(str(ROOT / "jaxmp" / "cli.py"))
+    assert not source.in_library(str(ROOT / "examples" / "train_lm.py"))

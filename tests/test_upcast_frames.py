@@ -31,8 +31,8 @@ def test_a_users_helper_keeps_its_upcast_whatever_its_name() -> None:
 
 
 def test_a_users_file_named_as_ours_is_the_users(tmp_path) -> None:
-    """`region.widen` is jaxmp's only in jaxmp's own file."""
-    path = tmp_path / "flax" / "region.py"
+    """`marks.widen` is jaxmp's only in jaxmp's own file."""
+    path = tmp_path / "flax" / "marks.py"
     path.parent.mkdir()
     source = "def widen(x):\n    return x.astype('float32')\npromote_dtype = widen\n"
     scope: dict = {}

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.ops import LOW, MOVING
+from jaxmp._autocast.primitives import LOW, MOVING
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import forward, through

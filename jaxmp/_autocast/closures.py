@@ -15,14 +15,14 @@ from typing import Any
 
 import jax
 
-from jaxmp._autocast import custom_rules, rule_calls
-from jaxmp._autocast.custom_rules import Execute
-from jaxmp._autocast.equations import cast
+from jaxmp._autocast import derivatives, rule_calls
+from jaxmp._autocast.bind import cast
+from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.bind import bind
+from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import inside
 
 REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
@@ -109,7 +109,7 @@ def _whole(flat: Callable[..., list[Any]], plan: Plan, execute: Execute) -> Exec
         return _as_written(flat)
     # JAX cannot partially evaluate the jvp of a scan over such a rule; a vjp it can make.
     reverse = any(looped or step.action == "custom_vjp" for step, looped in custom_calls(plan))
-    make = custom_rules.reverse_mode if reverse else custom_rules.forward_mode
+    make = derivatives.reverse_mode if reverse else derivatives.forward_mode
     return lambda _plan, args: list(make(_call(flat, plan), plan, execute)(*args))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.where import is_backward
 from jaxmp._jaxprs.compat import is_at_most, shape_of
+from jaxmp._jaxprs.source import is_backward
 
 # A product that contracts so few elements rotates, projects or mixes coordinates.
 COORDINATES = 4

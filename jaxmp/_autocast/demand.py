@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.literals import made_of_literals
-from jaxmp._autocast.ops import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, ROUNDING
+from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, ROUNDING
 from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of

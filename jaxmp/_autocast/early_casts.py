@@ -20,8 +20,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxmp._autocast.ops import IN_PARTS
 from jaxmp._autocast.plan import DType, Step
+from jaxmp._autocast.primitives import IN_PARTS
 from jaxmp._autocast.rules import FLOAT32
 
 

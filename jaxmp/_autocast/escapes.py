@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from jaxmp._autocast.flat import Traced, is_array
 from jaxmp._jaxprs.compat import closed
+from jaxmp._jaxprs.trace import Traced, is_array
 
 # What a function closes over is three references away from it. This is enough for such a function
 # in a list in an attribute, and for the attributes of what a jitted method is bound to.

@@ -14,15 +14,14 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jaxmp._autocast import custom_rules
-from jaxmp._autocast.equations import apply, cast, narrow_constant, scale
+from jaxmp._autocast import derivatives
+from jaxmp._autocast.bind import apply, cast, narrow_constant, scale
 from jaxmp._autocast.kept import kept_scope
-from jaxmp._autocast.ops import BROADCASTING
 from jaxmp._autocast.plan import DType, Plan, Step
+from jaxmp._autocast.primitives import BROADCASTING
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.bind import bind
-from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.compat import bind, shape_of
 from jaxmp._jaxprs.higher_order import rebind
 
 
@@ -169,7 +168,7 @@ def _custom_jvp(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     if inner.rules.low is None:
         return bind(eqn, operands)
     if "rule" not in inner.built:
-        inner.built["rule"] = custom_rules.custom_jvp(eqn, inner, execute, bind)
+        inner.built["rule"] = derivatives.custom_jvp(eqn, inner, execute, bind)
     return list(inner.built["rule"](*operands))
 
 
@@ -178,7 +177,7 @@ def _custom_vjp(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     if inner.rules.low is None:
         return bind(eqn, operands)
     if "rule" not in inner.built:
-        inner.built["rule"] = custom_rules.custom_vjp(eqn, inner, execute, bind)
+        inner.built["rule"] = derivatives.custom_vjp(eqn, inner, execute, bind)
     return list(inner.built["rule"](*operands))
 
 

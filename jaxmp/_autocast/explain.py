@@ -11,10 +11,10 @@ import jmp
 import numpy as np
 
 from jaxmp._autocast import closures
+from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
-from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Plan, Step
-from jaxmp._autocast.region import check_callable
+from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.transform import (
     is_identity,
@@ -22,8 +22,8 @@ from jaxmp._autocast.transform import (
     plan_program,
     trace_program,
 )
-from jaxmp._autocast.where import library_line, module_path, user_line
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.source import library_line, module_path, user_line
 from jaxmp.policy import Policy, single_policy
 
 

@@ -11,10 +11,11 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.plan import Plan
-from jaxmp._autocast.rules import LAYERS_OWN, OWN, REGION
-from jaxmp._autocast.where import plain_path
+from jaxmp._autocast.rules import LAYERS_OWN
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.scopes import OWN, REGION
+from jaxmp._jaxprs.source import plain_path
 
 
 def contraction_flops(eqn: JaxprEqn) -> int:

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Step
+from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import closed, inner_jaxprs
+from jaxmp._jaxprs.scopes import KEPT
 
-KEPT = "jaxmp_keeps="
 # How the planner's reason for an operation that nobody listed begins.
 UNKNOWN = "not classified"
 _MARK = re.compile(rf"{KEPT}([^/()]+)")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.ops import RANDOM
+from jaxmp._autocast.primitives import RANDOM
 from jaxmp._jaxprs import compat
 
 

@@ -19,7 +19,7 @@ from flax.nnx.graphlib import is_graph_node
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmp._autocast.licences import GIVEN, PARAMETER
-from jaxmp._autocast.region import widen
+from jaxmp._autocast.marks import widen
 
 Function = Callable[..., Any]
 

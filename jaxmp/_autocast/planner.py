@@ -46,7 +46,8 @@ from jaxmp._autocast.licences import (
     of_wave,
 )
 from jaxmp._autocast.literals import keeps_made
-from jaxmp._autocast.ops import (
+from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
+from jaxmp._autocast.primitives import (
     AFFINE,
     BOUNDED,
     CHOOSING,
@@ -62,7 +63,6 @@ from jaxmp._autocast.ops import (
     WAVES,
     WRITING,
 )
-from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of

@@ -11,20 +11,15 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.ops import classify
+from jaxmp._autocast.primitives import classify
 from jaxmp._jaxprs.compat import dtype_of, kind
+from jaxmp._jaxprs.scopes import OWN, REGION
 from jaxmp.policy import Policy, get_policy
 
 FLOAT32 = np.dtype("float32")
 FLOAT16 = np.dtype("float16")
 LOW_DTYPES = (np.dtype("bfloat16"), FLOAT16)
 
-# A region with a policy of its own carries this and the policy's string: as the name of a jitted
-# function, which survives every transformation, or, for a Flax module inside a wrapped one, as a
-# named scope, which needs no lifting.
-REGION = "jaxmp:"
-# Before the policy, where it is a layer's own `dtype=float32` that marks the region.
-OWN = "own:"
 LAYERS_OWN = "float32: the layer's own dtype"
 _SCOPE = re.compile(rf"{REGION}([^/()]+)")
 

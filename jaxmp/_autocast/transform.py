@@ -14,27 +14,27 @@ import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
 from jaxmp._autocast import closures, nnx_calls
-from jaxmp._autocast.custom_rules import Execute
+from jaxmp._autocast.bind import cast
 from jaxmp._autocast.demand import CONTRACTION, FULL, ours
-from jaxmp._autocast.equations import cast
+from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.escapes import refuse_escapes, with_held_tracers
 from jaxmp._autocast.execute import execute
-from jaxmp._autocast.flat import Traced, holds_modules, is_array, trace
 from jaxmp._autocast.licences import GIVEN
-from jaxmp._autocast.picklable import Transformed
-from jaxmp._autocast.plan import Plan, Value
-from jaxmp._autocast.planner import Planner
-from jaxmp._autocast.program_key import comparable
-from jaxmp._autocast.region import (
+from jaxmp._autocast.marks import (
     check_callable,
     in_region,
     inside_autocast,
     policy_in_force,
     widen,
 )
+from jaxmp._autocast.picklable import Transformed
+from jaxmp._autocast.plan import Plan, Value
+from jaxmp._autocast.planner import Planner
+from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unseen
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
 from jaxmp.policy import Policy, single_policy
 
 F = TypeVar("F", bound=Callable[..., Any])

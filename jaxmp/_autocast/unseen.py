@@ -9,12 +9,12 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.ops import LOW
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.planner import NOT_LOOKED_INSIDE
+from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32, author_keeps
-from jaxmp._autocast.where import user_line
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.source import user_line
 
 
 def warn_unseen(plan: Plan, known: set[str]) -> None:

@@ -195,7 +195,16 @@ def inner_jaxprs(eqn: jex_core.JaxprEqn) -> Iterator[Any]:
         yield jaxpr
 
 
-def bind_next(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
+def bind(eqn: jex_core.JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
+    """The primitive of an equation on other operands, with some parameters replaced."""
+    if (named := _bind_next(eqn, operands)) is not None:
+        return named
+    params = eqn.primitive.get_bind_params(eqn.params | replaced)
+    out = eqn.primitive.bind(*operands, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _bind_next(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     """Binds a `checkpoint_name` of the next generation to operands of any dtype; else None."""
     if eqn.primitive.name == "call_hi_primitive" and kind(eqn) == "name":
         return [checkpoint_name(operands[0], _held(eqn).name)]
@@ -275,7 +284,7 @@ def wrote_dtype(source_info: Any) -> bool:
 
     jnp's promotion happens inside jnp's own jitted functions: it leaves no `astype` or
     `convert_element_type` frame next to the equation. Flax's happens in `promote_dtype`, ours in
-    `region.widen`.
+    `marks.widen`.
     """
     traceback = getattr(source_info, "traceback", None)
     if traceback is None:
@@ -292,7 +301,7 @@ _CONVERTING = ("astype", "_astype", "convert_element_type", "asarray")
 # Functions that promote, not their author → where: a user's function may have the same name.
 _PROMOTING = {
     "promote_dtype": str(Path(flax.__file__).parent) + os.sep,
-    "widen": str(Path(__file__).parents[1] / "_autocast" / "region.py"),
+    "widen": str(Path(__file__).parents[1] / "_autocast" / "marks.py"),
 }
 
 

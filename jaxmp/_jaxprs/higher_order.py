@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.bind import bind
+from jaxmp._jaxprs.compat import bind
 
 
 class Inner(NamedTuple):

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jaxmp._autocast.region import policy_in_force, region
+from jaxmp._autocast.marks import policy_in_force, region
 from jaxmp._modules.overrides import FLOAT32, Found, Overrides
 from jaxmp._modules.words import Layer, Seen, Verdict, layer_of
 from jaxmp.policy import Policy

@@ -18,7 +18,7 @@ from flax.core import lift
 from flax.linen import transforms
 
 from jaxmp._autocast.licences import DATA, GIVEN, PARAMETER
-from jaxmp._autocast.region import policy_in_force, region, widen
+from jaxmp._autocast.marks import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
 from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.entering import Entering, kind_of_call

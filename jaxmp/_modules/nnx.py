@@ -18,6 +18,7 @@ import jax
 from flax import nnx
 
 from jaxmp._autocast.licences import DATA
+from jaxmp._autocast.marks import policy_in_force, region
 from jaxmp._autocast.nnx_calls import (
     lift,
     map_arrays,
@@ -25,7 +26,6 @@ from jaxmp._autocast.nnx_calls import (
     shown_as_float32,
     variable_licences,
 )
-from jaxmp._autocast.region import policy_in_force, region
 from jaxmp._autocast.transform import under_policy
 from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.overrides import FLOAT32, Overrides

@@ -12,13 +12,13 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp._autocast.flat import is_array, trace
+from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
-from jaxmp._autocast.ops import LOW as CONTRACTIONS
-from jaxmp._autocast.ops import classify
-from jaxmp._autocast.region import check_callable
+from jaxmp._autocast.primitives import LOW as CONTRACTIONS
+from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.transform import autocast
 from jaxmp._jaxprs.compat import closed, dtype_of
+from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.inspect.blame import FAULT, INTENDED, Judge

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.kept import UNKNOWN
-from jaxmp._autocast.ops import classify
+from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.rules import LAYERS_OWN, author_keeps
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp.inspect.follow import ARRAY, FLOAT32, LOW, Promoted, Seen

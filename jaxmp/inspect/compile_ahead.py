@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxmp._autocast.flat import flatten_call, is_array
+from jaxmp._jaxprs.trace import flatten_call, is_array
 from jaxmp.inspect import aot_worker
 from jaxmp.inspect.batch_arguments import sharding_of
 from jaxmp.inspect.chip import Target

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.licences import is_small
-from jaxmp._autocast.ops import RANDOM, classify
+from jaxmp._autocast.primitives import RANDOM, classify
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.dataflow import settled

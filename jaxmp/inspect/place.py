@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 
-from jaxmp._autocast.equations import CAST_SCOPE
 from jaxmp._autocast.kept import kept_reason
 from jaxmp._autocast.rules import Rules, region_rules
-from jaxmp._autocast.where import is_backward, library_line, module_path, user_line
 from jaxmp._jaxprs.compat import called, closed, inner_jaxprs
 from jaxmp._jaxprs.higher_order import Inner, inside
+from jaxmp._jaxprs.scopes import CAST
+from jaxmp._jaxprs.source import is_backward, library_line, module_path, user_line
 
 
 class Place(NamedTuple):
@@ -73,4 +73,4 @@ def places_inside(eqn: jex_core.JaxprEqn, place: Place) -> Iterator[tuple[Any, P
 
 def is_ours(eqn: jex_core.JaxprEqn) -> bool:
     """Whether autocast added an equation."""
-    return CAST_SCOPE in str(eqn.source_info.name_stack)
+    return CAST in str(eqn.source_info.name_stack)

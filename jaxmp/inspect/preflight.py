@@ -13,8 +13,8 @@ import jax
 import jmp
 from jax.typing import DTypeLike
 
+from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
-from jaxmp._autocast.region import check_callable
 from jaxmp._autocast.transform import autocast
 from jaxmp.inspect.audit import audit
 from jaxmp.inspect.batch_arguments import batch_of, with_batch

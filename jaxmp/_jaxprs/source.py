@@ -14,9 +14,7 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.equations import CAST_SCOPE
-from jaxmp._autocast.kept import KEPT
-from jaxmp._autocast.rules import REGION
+from jaxmp._jaxprs.scopes import CAST, KEPT, REGION
 
 # Where Python keeps what is installed, and what belongs to it.
 _INSTALLED = {
@@ -32,7 +30,7 @@ _PACKAGES = (
     "optimistix", "orbax",
 )  # fmt: skip
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
-_SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST_SCOPE})
+_SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST})
 
 
 def is_backward(eqn: JaxprEqn) -> bool:

@@ -18,16 +18,13 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jaxmp._autocast.ops import TRACED_ONCE
 from jaxmp._autocast.plan import DType
+from jaxmp._autocast.primitives import TRACED_ONCE
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs.bind import bind
-from jaxmp._jaxprs.compat import INLINE, shape_of
+from jaxmp._jaxprs.compat import INLINE, bind, shape_of
+from jaxmp._jaxprs.scopes import CAST
 
 Params = tuple[tuple[str, Any], ...]
-
-# The named scope of the conversions that autocast adds, for profiles and `jaxmp.audit`.
-CAST_SCOPE = "jaxmp_cast"
 
 
 # Conversions.
@@ -60,7 +57,7 @@ def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any],
     # Straight through: to the gradient this is a conversion.
     saturate.defjvps(lambda tangent, _out, _x: tangent)
 
-    @jax.named_scope(CAST_SCOPE)
+    @jax.named_scope(CAST)
     def convert(x: Any) -> Any:
         if range_of is not None:
             x = saturate(x)

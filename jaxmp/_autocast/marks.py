@@ -11,9 +11,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jaxmp._autocast.flat import holds_modules, is_array
 from jaxmp._autocast.picklable import Transformed
-from jaxmp._autocast.rules import FLOAT32, OWN, REGION
+from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs.scopes import OWN, REGION
+from jaxmp._jaxprs.trace import holds_modules, is_array
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, get_policy
 

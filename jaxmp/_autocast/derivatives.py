@@ -25,9 +25,9 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.licences import COMPUTED
+from jaxmp._autocast.marks import inside_autocast
 from jaxmp._autocast.plan import DType, Plan, Value
 from jaxmp._autocast.planner import Planner
-from jaxmp._autocast.region import inside_autocast
 from jaxmp._autocast.rule_calls import (
     Bind,
     Call,

@@ -43,20 +43,84 @@ FULL = frozenset(
 
 # Elementwise, bounded error: as good in 16 bits as their operands are.
 FOLLOW = frozenset(
-    "add add_any sub mul div max min tanh logistic erf square integer_pow "
-    "one_minus_square select_n clamp concatenate pad stack".split()
+    [
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "div",
+        "max",
+        "min",
+        "tanh",
+        "logistic",
+        "erf",
+        "square",
+        "integer_pow",
+        "one_minus_square",
+        "select_n",
+        "clamp",
+        "concatenate",
+        "pad",
+        "stack",
+    ]
 )
 
 # Exact on whatever they are given.
 TRANSPARENT = frozenset(
-    "neg abs sign floor ceil round is_finite "
-    "eq ne lt le gt ge eq_to le_to lt_to argmax argmin "
-    "reshape transpose broadcast_in_dim squeeze rev slice split unstack tile copy "
-    "dynamic_slice dynamic_update_slice gather "
-    "reduce_max reduce_min reduce_window_max reduce_window_min cummax cummin "
-    "stop_gradient optimization_barrier name "
-    "sharding_constraint device_put reshard layout_constraint "
-    "pmax pmin ppermute pbroadcast pvary all_gather all_gather_invariant all_to_all".split()
+    [
+        "neg",
+        "abs",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "is_finite",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq_to",
+        "le_to",
+        "lt_to",
+        "argmax",
+        "argmin",
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "rev",
+        "slice",
+        "split",
+        "unstack",
+        "tile",
+        "copy",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "gather",
+        "reduce_max",
+        "reduce_min",
+        "reduce_window_max",
+        "reduce_window_min",
+        "cummax",
+        "cummin",
+        "stop_gradient",
+        "optimization_barrier",
+        "name",
+        "sharding_constraint",
+        "device_put",
+        "reshard",
+        "layout_constraint",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "pbroadcast",
+        "pvary",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+    ]
 )
 
 # As written, on purpose: another kind of number, a solver, randomness, state, tokens, callbacks.
@@ -106,8 +170,23 @@ COMPARING = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 # Linear systems and decompositions make small errors of their operand large, and what they return
 # may be large numbers that cancel.
 SOLVING = frozenset(
-    "cholesky cholesky_update eig eigh hessenberg householder_product lu ormqr qr "
-    "schur svd triangular_solve tridiagonal tridiagonal_solve custom_linear_solve".split()
+    [
+        "cholesky",
+        "cholesky_update",
+        "eig",
+        "eigh",
+        "hessenberg",
+        "householder_product",
+        "lu",
+        "ormqr",
+        "qr",
+        "schur",
+        "svd",
+        "triangular_solve",
+        "tridiagonal",
+        "tridiagonal_solve",
+        "custom_linear_solve",
+    ]
 )
 
 # So does an angle.
@@ -118,7 +197,22 @@ WAVES = frozenset({"sin", "cos"})
 
 # Functions that end somewhere, and are steep there.
 ENDING = frozenset(
-    "log log1p log2 sqrt rsqrt cbrt pow acos asin acosh atanh erf_inv lgamma digamma".split()
+    [
+        "log",
+        "log1p",
+        "log2",
+        "sqrt",
+        "rsqrt",
+        "cbrt",
+        "pow",
+        "acos",
+        "asin",
+        "acosh",
+        "atanh",
+        "erf_inv",
+        "lgamma",
+        "digamma",
+    ]
 )
 
 # Running sums and products: positions, times, knots, which are differenced.
@@ -135,8 +229,21 @@ BOUNDED = frozenset({"tanh", "logistic", "erf", "sign"})
 
 # Moves that change neither values nor their order of magnitude.
 MOVING = frozenset(
-    "reshape transpose broadcast_in_dim squeeze rev slice split unstack tile copy "
-    "dynamic_slice concatenate stack".split()
+    [
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "rev",
+        "slice",
+        "split",
+        "unstack",
+        "tile",
+        "copy",
+        "dynamic_slice",
+        "concatenate",
+        "stack",
+    ]
 )
 
 # Of the transparent ops, those that neither drop nor repeat an element: `early_casts`.
@@ -147,7 +254,7 @@ TO_CONTRACTIONS = REORDERING | {"concatenate", "pad"}
 
 # Moves that take a value in parts: `early_casts`.
 IN_PARTS = REORDERING | frozenset(
-    "slice dynamic_slice gather split concatenate pad broadcast_in_dim".split()
+    ["slice", "dynamic_slice", "gather", "split", "concatenate", "pad", "broadcast_in_dim"]
 )
 
 # Their transpose sums over what they repeat, so a 16-bit operand is widened around them: the values
@@ -159,11 +266,39 @@ BROADCASTING = frozenset({"add", "add_any", "sub", "mul", "div", "max", "min"})
 
 # What `equations.apply` may trace once and reuse: no effects, no axis names, hashable parameters.
 TRACED_ONCE = (LOW | FULL | FOLLOW | TRANSPARENT) - frozenset(
-    "reduce reduce_window select_and_scatter select_and_scatter_add select_and_gather_add "
-    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max random_gamma "
-    "psum psum_invariant reduce_scatter unreduced_psum unreduced_reduce_scatter "
-    "name optimization_barrier sharding_constraint device_put reshard layout_constraint "
-    "pmax pmin ppermute pbroadcast pvary all_gather all_gather_invariant all_to_all".split()
+    [
+        "reduce",
+        "reduce_window",
+        "select_and_scatter",
+        "select_and_scatter_add",
+        "select_and_gather_add",
+        "scatter",
+        "scatter-add",
+        "scatter-sub",
+        "scatter-mul",
+        "scatter-min",
+        "scatter-max",
+        "random_gamma",
+        "psum",
+        "psum_invariant",
+        "reduce_scatter",
+        "unreduced_psum",
+        "unreduced_reduce_scatter",
+        "name",
+        "optimization_barrier",
+        "sharding_constraint",
+        "device_put",
+        "reshard",
+        "layout_constraint",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "pbroadcast",
+        "pvary",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+    ]
 )
 
 # Ops that write one operand into another keep the dtype of the first.

@@ -1,0 +1,15 @@
+"""The named scopes that jaxmp leaves in a program: for what reads it later, and for profiles."""
+
+# The conversions that autocast adds.
+CAST = "jaxmp_cast"
+
+# Before the reason for which a contraction stays float32.
+KEPT = "jaxmp_keeps="
+
+# A region with a policy of its own carries this and the policy's string: as the name of a jitted
+# function, which survives every transformation, or, for a Flax module inside a wrapped one, as a
+# named scope, which needs no lifting.
+REGION = "jaxmp:"
+
+# Before the policy, where it is a layer's own `dtype=float32` that marks the region.
+OWN = "own:"
