@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from jaxmp.inspect.aot_worker import topology_devices
-from jaxmp.inspect.chip import parse_target
+from jaxmp._audit.target import parse_target
+from jaxmp._preflight.aot_worker import topology_devices
 
 TARGETS = ("tpu-v5e", "gpu-h100")
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})

@@ -1,8 +1,10 @@
 """Mixed precision for JAX and Flax: a policy, and one transformation that applies it."""
 
 from jaxmp import devices, policies, testing
+from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
+from jaxmp._preflight.preflight import preflight
 from jaxmp._training.accumulate import accumulate_gradients
 from jaxmp._training.loss_scale import dynamic_loss_scale, loss_scale_for, static_loss_scale
 from jaxmp._training.master_weights import master_weights, stochastic_round
@@ -17,7 +19,6 @@ from jaxmp._training.scaled_grad import (
     value_and_grad,
 )
 from jaxmp._training.train_state import TrainState
-from jaxmp.inspect import audit, preflight
 from jaxmp.policy import Policy, PolicyMap, get_policy
 from jaxmp.tree import all_finite
 

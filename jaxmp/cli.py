@@ -16,10 +16,11 @@ from typing import Any
 
 import jax
 
+from jaxmp._audit.audit import audit
+from jaxmp._audit.report import FAULTS, KINDS
+from jaxmp._preflight.preflight import CompilerMissingError, preflight
 from jaxmp.devices import describe
 from jaxmp.dtypes import did_you_mean
-from jaxmp.inspect import CompilerMissingError, audit, preflight
-from jaxmp.inspect.report import FAULTS, KINDS
 
 _TAKES = "a function without arguments that returns (fn, args)"
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._audit.audit import audit
+from jaxmp._audit.report import PrecisionError
 from jaxmp.dtypes import parse_dtype
-from jaxmp.inspect import PrecisionError, audit
 
 __all__ = ["PrecisionError", "assert_contractions_in"]
 

@@ -15,8 +15,9 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp.inspect import PrecisionError, audit
-from jaxmp.inspect.flops import contraction_flops
+from jaxmp._audit.audit import audit
+from jaxmp._audit.costs import contraction_flops
+from jaxmp._audit.report import PrecisionError
 
 from aot import residual_mib
 from models import CASES

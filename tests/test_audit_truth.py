@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from public_models import build
 
 import jaxmp
-from jaxmp.inspect import PrecisionError, audit
+from jaxmp._audit.audit import audit
+from jaxmp._audit.report import PrecisionError
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 MIXED = "mixed_bfloat16"

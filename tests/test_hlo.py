@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxmp.inspect.hlo import read_hlo
+from jaxmp._preflight.hlo import read_hlo
 
 
 def test_a_collective_of_many_arrays_is_counted():

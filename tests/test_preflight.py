@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import cli
+from jaxmp._audit.target import chip_names, parse_target
+from jaxmp._preflight import batch_search, compile_ahead
+from jaxmp._preflight.batch_arguments import batch_of, with_batch
+from jaxmp._preflight.batch_search import Probe, search_batch
+from jaxmp._preflight.hlo import read_hlo
+from jaxmp._preflight.preflight import CompilerMissingError
 from jaxmp.devices import chips, describe
-from jaxmp.inspect import CompilerMissingError, batch_search, chip_names, compile_ahead
-from jaxmp.inspect.batch_arguments import batch_of, with_batch
-from jaxmp.inspect.batch_search import Probe, search_batch
-from jaxmp.inspect.chip import parse_target
-from jaxmp.inspect.hlo import read_hlo
 
 import fsdp
 from models import CASES
@@ -246,7 +247,7 @@ def test_where_libtpu_does_not_compile_nothing_is_said_to_be_missing(
         "find_spec",
         lambda name: installed if name in ("flatbuffers", "libtpu") else find(name),
     )
-    monkeypatch.setattr(sys.modules["jaxmp.inspect.preflight"], "_PYTHON", python)
+    monkeypatch.setattr(sys.modules["jaxmp._preflight.preflight"], "_PYTHON", python)
     monkeypatch.setattr(jax, "__version_info__", jax_version)
     needed = rf"needs Python 3\.12 and JAX 0\.12 .* Python {python[0]}\.{python[1]} with JAX"
     with pytest.raises(CompilerMissingError, match=needed) as raised:
@@ -271,7 +272,7 @@ def test_the_last_argument_is_donated_by_its_place_from_the_end():
 
 
 def test_a_wrong_policy_is_refused_before_a_compiler_is_looked_for(monkeypatch):
-    monkeypatch.setattr(sys.modules["jaxmp.inspect.preflight"], "_PYTHON", (3, 9))
+    monkeypatch.setattr(sys.modules["jaxmp._preflight.preflight"], "_PYTHON", (3, 9))
     with pytest.raises(ValueError, match="mixed_bfloat16"):
         jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), policies=["mixed_bflaot16"])
 
@@ -443,7 +444,7 @@ def test_the_command_line_says_what_it_compiles(capsys, monkeypatch):
 def test_a_worker_that_dies_is_told_with_what_it_said(tmp_path, monkeypatch):
     worker = tmp_path / "worker.py"
     worker.write_text("import sys; print('jaxmp compiles 1'); sys.exit('no such topology')")
-    monkeypatch.setattr("jaxmp.inspect.aot_worker.__file__", str(worker))
+    monkeypatch.setattr("jaxmp._preflight.aot_worker.__file__", str(worker))
     started = []
     with pytest.raises(RuntimeError, match=r"ended with code 1:\nno such topology"):
         compile_ahead._run_worker(tmp_path, started.append)

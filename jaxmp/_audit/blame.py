@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
+from jaxmp._audit.follow import ARRAY, FLOAT32, LOW, Promoted, Seen
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.kept import UNKNOWN
 from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.rules import LAYERS_OWN, author_keeps
 from jaxmp._jaxprs.compat import dtype_of
-from jaxmp.inspect.follow import ARRAY, FLOAT32, LOW, Promoted, Seen
 
 INTENDED = "intended-float32"
 FAULT = "float32-contraction"

@@ -12,6 +12,12 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._audit.blame import FAULT, INTENDED, Judge
+from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
+from jaxmp._audit.follow import FLOAT32, LOW, Known, Seen, follow
+from jaxmp._audit.place import Place, is_ours, place_of, places_inside
+from jaxmp._audit.report import Finding, Operation, PrecisionReport
+from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
@@ -21,12 +27,6 @@ from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
-from jaxmp.inspect.blame import FAULT, INTENDED, Judge
-from jaxmp.inspect.chip import Target, parse_target
-from jaxmp.inspect.flops import check_sizes, contraction_flops, matmul_dims, nbytes
-from jaxmp.inspect.follow import FLOAT32, LOW, Known, Seen, follow
-from jaxmp.inspect.place import Place, is_ours, place_of, places_inside
-from jaxmp.inspect.report import Finding, Operation, PrecisionReport
 from jaxmp.policy import Policy
 
 # The backward pass of max-pooling: a window rarely adds more than a few gradients.

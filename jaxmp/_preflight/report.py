@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxmp.inspect.batch_search import Batches
-from jaxmp.inspect.chip import Target
-from jaxmp.inspect.hlo import Program
+from jaxmp._audit.target import Target
+from jaxmp._preflight.batch_search import Batches
+from jaxmp._preflight.hlo import Program
 
 AS_WRITTEN = "as written"
 _BITS = re.compile(r"(?:float|int|complex)(\d+)")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax.extend.core as jex_core
 import numpy as np
 
+from jaxmp._audit.place import Place, is_ours, place_inside, place_of, place_unknown
 from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.licences import is_small
 from jaxmp._autocast.primitives import RANDOM, classify
@@ -26,7 +27,6 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.dataflow import settled
 from jaxmp._jaxprs.higher_order import inside
-from jaxmp.inspect.place import Place, is_ours, place_inside, place_of, place_unknown
 
 FLOAT32 = np.dtype("float32")
 LOW = frozenset(np.dtype(name) for name in ("float16", "bfloat16"))

@@ -13,16 +13,16 @@ import jax
 import jmp
 from jax.typing import DTypeLike
 
+from jaxmp._audit.audit import audit
+from jaxmp._audit.costs import check_sizes
+from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.transform import autocast
-from jaxmp.inspect.audit import audit
-from jaxmp.inspect.batch_arguments import batch_of, with_batch
-from jaxmp.inspect.batch_search import Probe, search_batch
-from jaxmp.inspect.chip import Target, parse_target
-from jaxmp.inspect.compile_ahead import compile_ahead
-from jaxmp.inspect.flops import check_sizes
-from jaxmp.inspect.preflight_report import AS_WRITTEN, Preflight, PreflightReport
+from jaxmp._preflight.batch_arguments import batch_of, with_batch
+from jaxmp._preflight.batch_search import Probe, search_batch
+from jaxmp._preflight.compile_ahead import compile_ahead
+from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp.policy import Policy, single_policy
 
 _PYTHON: tuple[int, ...] = sys.version_info[:2]
@@ -55,7 +55,7 @@ def preflight(
         of a target, give the structs shardings: `jax.sharding.NamedSharding`s over one mesh, real
         or a `jax.sharding.AbstractMesh`, of as many devices as the target has.
       target: a chip and its topology, "tpu-v5e", "tpu-v5e:4x4", or a GPU and how many, "gpu-h100",
-        "gpu-h100:8". `jaxmp.inspect.chip_names()` lists the chips.
+        "gpu-h100:8". `jaxmp.devices.chips()` lists the chips.
       policies: each is compiled: `jaxmp.autocast(fn, policy)`; None is the function as it is, which
         is right for one that calls a wrapped module.
       donate_argnums: the positional arguments that the step gives away, such as the train state.

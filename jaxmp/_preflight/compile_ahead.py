@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
+from jaxmp._audit.target import Target
 from jaxmp._jaxprs.trace import flatten_call, is_array
-from jaxmp.inspect import aot_worker
-from jaxmp.inspect.batch_arguments import sharding_of
-from jaxmp.inspect.chip import Target
-from jaxmp.inspect.hlo import read_hlo
-from jaxmp.inspect.preflight_report import Preflight
+from jaxmp._preflight import aot_worker
+from jaxmp._preflight.batch_arguments import sharding_of
+from jaxmp._preflight.hlo import read_hlo
+from jaxmp._preflight.report import Preflight
 
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

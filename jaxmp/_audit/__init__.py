@@ -1,0 +1,1 @@
+"""What a program computes in which dtype, what that costs, and which line to blame."""
