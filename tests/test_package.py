@@ -27,6 +27,7 @@ LAYERS = [
     "policy_string",
     "policy",
     "policies",
+    "_flax",
     "_jaxprs",
     "_autocast",
     "_modules",

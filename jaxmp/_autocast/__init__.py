@@ -17,8 +17,8 @@ The words of this package:
   operation a normalisation.
 * *pinned*: contractions of the value stay float32, and it says why.
 * *made*: made from literals of the program alone (`literals`).
-* *carry*, *summed*, *layered*: what an iteration hands to the next; whether that comes back as itself
-  plus something; whether through weights of the iteration's own (`carries`).
+* *carry*, *summed*, *layered*: what an iteration hands to the next; whether that comes back as
+  itself plus something; whether through weights of the iteration's own (`carries`).
 * *step*, *plan*: what to do with one equation, and with a jaxpr (`plan`).
 * *region*: a part of the program under a policy of its own (`marks`).
 """
