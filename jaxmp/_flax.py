@@ -56,8 +56,8 @@ def lifted_scopes(inner: Function) -> Function:
     return packed
 
 
-def key_counters(scopes: Any) -> list[dict[str, int]]:
-    """How many random keys were drawn from each scope; shared with the scopes around."""
+def key_counters(scopes: Any) -> list[dict[Any, Any]]:
+    """How many random keys were drawn from each scope and in it; shared with scopes around."""
     return [scope.rng_counters for scope in jax.tree.leaves(scopes)]
 
 
