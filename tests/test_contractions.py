@@ -128,6 +128,10 @@ FIXED = {
     "a stencil": (lambda x, w, b, k: jnp.convolve(x[0], np.array([1.0, -2.0, 1, 0, 0])), SIGNAL),
     "made inside a jit": (lambda x, w, b, k: x @ jax.jit(lambda: jnp.eye(8) * 2)(), SIGNAL),
     "handed to a jit": (lambda x, w, b, k: jax.jit(jnp.matmul)(x, jnp.eye(8) * 2), SIGNAL),
+    "counted, handed to a jit": (
+        lambda x, w, b, k: jax.jit(lambda x, n: x @ jnp.cos(n[:, None] * n))(x, jnp.arange(8)),
+        SIGNAL,
+    ),
     "on the left": (lambda x, w, b, k: (jnp.tri(6) * 0.5) @ x, SIGNAL),
     "zeros, the start of a state": (lambda x, w, b, k: jnp.zeros((6, 8)) @ w, "contraction"),
     "a weight": (lambda x, w, b, k: x @ w, "contraction"),
