@@ -270,6 +270,20 @@ def test_a_while_loop_carries_float32(fn: Program, op: str, dtype: str, reason: 
             lambda x, w, ws, b: scanned(lambda h, _: jnp.exp(h @ w), x @ w, ws) @ w,
             "exp", FULL, "sensitive op: float32",
         ),
+        "so the carry enters in float32": (
+            lambda x, w, ws, b: scanned(lambda h, _: jnp.exp((h * 2) @ w), x @ w, ws) @ w,
+            "mul", FULL, NOT_LOW,
+        ),
+        "and enters low where products make it": (
+            lambda x, w, ws, b: scanned(lambda h, _: (h * 2) @ w, x @ w, ws) @ w,
+            "mul", LOW, CONSTANT,
+        ),
+        "but not where it becomes an index": (
+            lambda x, w, ws, b: lax.scan(
+                lambda h, _: ((h * 2) @ w, h[0].astype(int)), x @ w, ws
+            )[0] @ w,
+            "mul", FULL, NOT_LOW,
+        ),
         "no product wants it": (
             lambda x, w, ws, b: scanned(lambda h, r: jnp.maximum(h, r[:6]), x @ w, ws).sum(),
             "max", FULL, SUMMED,
@@ -297,6 +311,10 @@ def both(h: jax.Array, k: jax.Array, w: jax.Array) -> Any:
             lambda x, w, ws, b: scanned(lambda s, w: s + x @ w, jnp.zeros((6, 8)), ws) @ w,
             "add", FULL, SUMMED,
         ),
+        "its summands, whoever wants the sum": (
+            lambda x, w, ws, b: scanned(lambda s, w: s + (x @ w) * 2, jnp.zeros((6, 8)), ws) @ w,
+            "mul", FULL, UNWANTED,
+        ),
         "what iterations return": (
             lambda x, w, ws, b: (
                 lax.scan(lambda c, w: (c, x @ w), 0, ws)[1] + b
@@ -323,6 +341,10 @@ def both(h: jax.Array, k: jax.Array, w: jax.Array) -> Any:
         ),
         "a float32 carry is data afterwards": (
             lambda x, w, ws, b: (x @ w + scanned(lambda h, _: h * 2, x @ w, ws)) @ w,
+            "add", FULL, DATA_WINS,
+        ),
+        "so is one that was computed from low values": (
+            lambda x, w, ws, b: (x @ w + scanned(lambda h, w: jnp.exp(x @ w), x @ w, ws)) @ w,
             "add", FULL, DATA_WINS,
         ),
         "one carry is low, another is not": (
