@@ -15,7 +15,6 @@ from jaxmp._autocast.marks import inside_autocast
 from jaxmp._jaxprs import compat
 from jaxmp.policy import Policy
 
-Bind = Callable[..., list[Any]]
 Pattern = tuple[int, ...]
 
 
@@ -64,13 +63,13 @@ class Call(NamedTuple):
         return call
 
 
-def call_of(eqn: JaxprEqn, bind: Bind) -> Call:
+def call_of(eqn: JaxprEqn) -> Call:
     """The function that an equation calls."""
     rule = compat.custom_rule(eqn)
     ins = tuple(v.aval for v in eqn.invars)
     return Call(
         name=rule.name,
-        run=lambda args: bind(eqn, args),
+        run=lambda args: compat.bind(eqn, args),
         ins=ins,
         outs=tuple(v.aval for v in eqn.outvars),
         # JAX does not differentiate by what the function closes over.
@@ -79,9 +78,9 @@ def call_of(eqn: JaxprEqn, bind: Bind) -> Call:
     )
 
 
-def closes_over(eqn: JaxprEqn, policy: Policy, bind: Bind) -> bool:
+def closes_over(eqn: JaxprEqn, policy: Policy) -> bool:
     """Whether the rule of an equation uses a traced value that is not an operand of it."""
-    call = call_of(eqn, bind)
+    call = call_of(eqn)
 
     def derivative(*args: Any) -> Any:
         fn, primals = call.by(args, call.active), [args[i] for i in call.active]
