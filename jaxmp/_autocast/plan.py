@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN, POSITION
+from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32, Rules
+from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.source import module_path, user_line
 
 DType = np.dtype[Any]
 
@@ -150,3 +154,64 @@ class Plan:
         """Whether executing the plan is evaluating the jaxpr."""
         low = any(dtype is not None for dtype in (*self.ins, *self.outs))
         return not low and all(step.unchanged for step in self.steps)
+
+    def walk(self, path: str = "", source: str = "", count: Any = 1) -> Iterator[Visit]:
+        """Every step at any depth, in order: those with plans inside, then what is inside."""
+        for step in self.steps:
+            here = "/".join(filter(None, (path, module_path(step.eqn))))
+            # Ops inside JAX's own functions have no line of the user's: the call's line is theirs.
+            line = user_line(step.eqn) or source
+            yield Visit(step, here, line, count)
+            for inner, plan in zip(inside(step.eqn) if step.plans else (), step.plans, strict=True):
+                yield from plan.walk(here, line, count * inner.times)
+
+    @functools.cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """Every contraction of a program, by a name that is the same from run to run."""
+        seen: Counter[tuple[str, str]] = Counter()
+        found = []
+        for step, path, source, count in self.walk():
+            if step.eqn.primitive.name in LOW:
+                found.append(Site(path, source, seen[path, source], count, step))
+                seen[path, source] += 1
+        return tuple(found)
+
+
+class Visit(NamedTuple):
+    """A step where it is met.
+
+    Attributes:
+      step: the step.
+      path: the module path and named scopes around it.
+      source: ``file.py:line`` in the user's code; empty if there is none.
+      count: how often it runs per call.
+    """
+
+    step: Step
+    path: str
+    source: str
+    count: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """A contraction of a program.
+
+    Attributes:
+      path: the module path and named scopes around it.
+      source: ``file.py:line`` in the user's code; empty if there is none.
+      index: which it is of those of the same path and line, in the program's order.
+      count: how often it runs per call.
+      step: what is done with it.
+    """
+
+    path: str
+    source: str
+    index: int
+    count: Any
+    step: Step
+
+    @property
+    def name(self) -> str:
+        """Path, line and index: ``Block_0/q train.py:82 0``."""
+        return f"{self.path or '-'} {self.source or '-'} {self.index}"
