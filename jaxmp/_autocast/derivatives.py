@@ -99,7 +99,7 @@ def _plan_jvp(
 
     avals = [*call.ins, *(call.ins[i].to_tangent_aval() for i in active)]
     with inside_autocast(plan.rules.policy):
-        jaxpr = trace_rule(call, jvp, avals)
+        jaxpr, _ = trace_rule(call, jvp, avals)
     linear = [False] * len(call.ins) + [True] * len(active)
     planner = Planner(passes, hidden_tangents(jaxpr, linear))
     ins = [
@@ -167,13 +167,14 @@ class _Pullback:
         self._grads = [plan.ins[i] for i in active]
         self._planner = Planner(passes)
         self._trace_backward: Callable[[Pattern], Any] = functools.cache(self._backward_jaxpr)
-        self._trees: list[Any] = []
+        self._tree: Any = None  # of the pullback, where the passes are traced one by one
         n_out = len(call.outs)
         if call.closes:
             jaxpr = self._trace_both()
         else:
             with inside_autocast(plan.rules.policy):
-                jaxpr = trace_rule(call, self._trace_forward, call.ins)
+                jaxpr, (_, pullback) = trace_rule(call, self._trace_forward, call.ins)
+            self._tree = jax.tree.structure(pullback)
             self._saved = [v.aval for v in compat.closed(jaxpr).jaxpr.outvars[n_out:]]
         wanted = [*_wanted(plan.outs), *self._saved_for()]
         operands = zip(call.ins, plan.ins, plan.licences, strict=True)
@@ -182,12 +183,10 @@ class _Pullback:
         outs = [*plan.outs, *free.outs[n_out:]]
         self.forward = self._planner.plan(jaxpr, ins, wanted, plan.rules, outs=outs)
 
-    def _trace_forward(self, *args: Any) -> list[Any]:
+    def _trace_forward(self, *args: Any) -> tuple[list[Any], Any]:
         fn = self._call.by(args, self.active)
         out, pullback = jax.vjp(fn, *(args[i] for i in self.active))
-        residuals, tree = jax.tree.flatten(pullback)
-        self._trees.append(tree)
-        return [*out, *residuals]
+        return out, pullback
 
     def _trace_both(self) -> Any:
         """Both passes in one trace: the backward rules may close over values of the forward one.
@@ -234,12 +233,12 @@ class _Pullback:
 
         def bwd(*args: Any) -> list[Any]:
             residuals, cotangents = args[: len(self._saved)], iter(args[len(self._saved) :])
-            pullback = jax.tree.unflatten(self._trees[0], residuals)
+            pullback = jax.tree.unflatten(self._tree, residuals)
             return list(pullback(self._cotangents(cotangents, given)))
 
         avals = [self._call.outs[i].to_tangent_aval() for i in given]
         with inside_autocast(self._plan.rules.policy):
-            jaxpr = trace_rule(self._call, bwd, [*self._saved, *avals])
+            jaxpr, _ = trace_rule(self._call, bwd, [*self._saved, *avals])
         self._know(jaxpr, len(avals))
         return jaxpr
 

@@ -104,21 +104,22 @@ def closes_over(eqn: JaxprEqn, policy: Policy) -> bool:
     return False
 
 
-def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """The jaxpr of a derivative rule.
+def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
+    """The jaxpr of a derivative rule, and the tree of shapes and dtypes that it returns.
 
     Raises:
       ClosedOverError: if the rule uses values of the function around it that are not its operands.
     """
     if call.closes:  # tracers that live on stay what they are
-        return jax.make_jaxpr(rule)(*avals)
+        traced: tuple[Any, Any] = jax.make_jaxpr(rule, return_shape=True)(*avals)
+        return traced
     try:
-        jaxpr = compat.trace(rule, avals)
+        jaxpr, shapes = compat.trace_of_tree(rule, avals)
     except jax.errors.UnexpectedTracerError as error:
         raise ClosedOverError(_CLOSED_OVER.format(call.name)) from error
     if len(compat.closed(jaxpr).jaxpr.invars) != len(avals):
         raise ClosedOverError(_CLOSED_OVER.format(call.name))
-    return jaxpr
+    return jaxpr, shapes
 
 
 _CLOSED_OVER = (

@@ -159,8 +159,13 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     names, x64, matmul precision. `fn` may be a `jax.jit` function, which keeps its cache between
     calls.
     """
-    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    return jitted.trace(*avals).jaxpr
+    return trace_of_tree(fn, avals)[0]
+
+
+def trace_of_tree(fn: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
+    """`trace` of a function that returns a tree, and the tree, of shapes and dtypes."""
+    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*avals)
+    return traced.jaxpr, traced.out_info
 
 
 def call_jaxpr(eqn: jex_core.JaxprEqn) -> Any:
