@@ -75,17 +75,7 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
     memory where it hurts most (logits, attention scores), and its cotangent would make the
     backward contractions float32.
     """
-    kept = author_keeps(eqn)
-    if kept is None or eqn.primitive.name not in LOW:
-        kept = None
-        pinned = next((v.pinned for v in values if v and v.pinned), "")
-        if pinned:
-            kept = pinned
-        elif eqn.primitive.name in LOW:
-            fixed = [v is not None and v.fixed for v in values]
-            kept = geometry(eqn, fixed=any(fixed[:2]))
-            if kept is None and frame.demanded(eqn)[0] & ~LATER == ANGLE:
-                kept = "only angles or a linear solver want the result"
+    kept = _exempt(frame, eqn, values)
     if kept is not None:
         # Of low values it is made of nothing else; of arguments, it is data.
         mine = [v for v in values if v is not None]
@@ -110,6 +100,23 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
         "contraction",
         action="contract",
     )
+
+
+def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str | None:
+    """Why a contraction stays in float32, or None."""
+    known = eqn.primitive.name in LOW  # else a user's override says that it is a contraction
+    if known and (kept := author_keeps(eqn)) is not None:
+        return kept
+    if pinned := next((v.pinned for v in values if v and v.pinned), ""):
+        return pinned
+    if not known:
+        return None
+    fixed = any(v is not None and v.fixed for v in values[:2])
+    if (kept := geometry(eqn, fixed=fixed)) is not None:
+        return kept
+    if frame.demanded(eqn)[0] & ~LATER == ANGLE:
+        return "only angles or a linear solver want the result"
+    return None
 
 
 def _transparent(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
