@@ -17,9 +17,7 @@ from jax import lax
 
 import jaxmp
 from jaxmp._autocast import licences
-from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, GIVEN, PARAMETER, POSITION
-from jaxmp._jaxprs.higher_order import inside
 from jaxmp.policy import get_policy
 
 from support import contraction_dtypes, iter_eqns, jaxpr_of, primitives
@@ -243,133 +241,6 @@ def test_what_wrap_knows_to_be_a_parameter_is_one_in_any_shape() -> None:
         if e.primitive.name == "add"
     ]
     assert added == [jnp.bfloat16, jnp.float32]  # an argument is data, broadcast or not
-
-
-# --- carries --------------------------------------------------------------------------------------
-
-
-def summed(body: Callable[..., Any], carry: Any, xs: Any = None) -> tuple[list[bool], list[bool]]:
-    """For each carry of a scan: whether it comes back as itself, and whether through layers."""
-
-    def scan(carry: Any, xs: Any) -> Any:
-        return lax.scan(body, carry, xs, length=3)
-
-    [eqn] = [e for e in jax.make_jaxpr(scan)(carry, xs).eqns if e.primitive.name == "scan"]
-    n = len(jax.tree.leaves(carry))
-    flags = [False] * (len(eqn.invars) - len(jax.tree.leaves(xs))) + [True] * len(
-        jax.tree.leaves(xs)
-    )
-    found = recurrence(inside(eqn)[0], flags)
-    return list(found.summed)[-n:], list(found.layered)[-n:]
-
-
-STACK = normal(3, 3, 8, 8)
-
-
-@pytest.mark.parametrize(
-    ("body", "xs", "expected"),
-    [
-        (lambda h, w: (h + jnp.tanh(h @ w), None), STACK, (True, True)),
-        (lambda h, w: (jnp.tanh(h @ w), None), STACK, (False, True)),
-        (lambda h, _: (h + jnp.tanh(h @ W), None), STACK, (True, False)),
-        (lambda h, _: (jnp.tanh(h @ W), None), STACK, (False, False)),
-        (lambda h, x: (0.9 * h + X @ x, None), STACK, (True, False)),
-        (lambda h, w: (jnp.where(h > 0, h, h @ w), None), STACK, (True, True)),
-        (lambda h, w: (jax.jit(lambda a: a - 0.1 * (a @ w))(h), None), STACK, (True, True)),
-        (lambda h, w: (jax.checkpoint(lambda a: jnp.sin(a) + a @ w)(h), None), STACK, (True, True)),
-        (
-            lambda h, w: (lax.cond(h[0, 0] > 0, lambda a: a, lambda a: a @ w, h), None),
-            STACK,
-            (True, True),
-        ),
-        (
-            lambda h, w: (lax.fori_loop(0, 2, lambda _, a: a + a @ w, h), None),
-            STACK,
-            (True, True),
-        ),
-        (
-            lambda h, w: (lax.while_loop(lambda a: a.sum() > 9, lambda a: a * 0.5, h @ w), None),
-            STACK,
-            (False, True),
-        ),
-        (lambda h, w: (h @ w / jnp.linalg.norm(h @ w), None), STACK, (False, True)),
-        (lambda h, w: (h @ (w @ w.T), None), STACK, (False, True)),  # weight arithmetic
-    ],
-    ids=[
-        "layers", "plain layers", "one weight", "rnn", "leaky", "select", "jit", "remat", "cond",
-        "scan", "while", "power iteration", "weights",
-    ],
-)  # fmt: skip
-def test_how_a_carry_comes_back(
-    body: Callable[..., Any], xs: Any, expected: tuple[bool, bool]
-) -> None:
-    found = summed(body, X, xs)
-    assert (found[0][0], found[1][0]) == expected
-
-
-def test_a_state_that_goes_round_through_others_comes_back_as_itself() -> None:
-    def verlet(carry: Any, _: Any) -> Any:
-        before, now = carry
-        return (now, 2 * now - before + 1e-4 * (now @ W)), None
-
-    assert summed(verlet, (X, X))[0] == [True, True]
-
-    def delay(carry: Any, _: Any) -> Any:
-        before, now = carry
-        return (now, before @ W), None
-
-    assert summed(delay, (X, X))[0] == [False, False]
-
-
-def carried(fn: Callable[..., Any], *args: Any, policy: str = BF16) -> list[str]:
-    """The dtypes of the float carries of the first scan."""
-    fast = jaxmp.autocast(fn, policy)
-    eqn = next(e for e in iter_eqns(jaxpr_of(fast, *args)) if e.primitive.name == "scan")
-    split = jaxmp._jaxprs.compat.scan_split(eqn)
-    carries = eqn.invars[split[0] : sum(split)]
-    return [str(v.aval.dtype) for v in carries if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-
-
-def delta_rule(state: jax.Array, q: jax.Array) -> jax.Array:
-    """A state that is corrected towards what it should return: a recurrence, not layers."""
-
-    def step(s: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return s - 0.01 * (s @ k) @ k.T, s @ k
-
-    return lax.scan(step, state, q)[1]
-
-
-@pytest.mark.parametrize(
-    ("fn", "args", "dtype"),
-    [
-        (lambda h, ws: lax.scan(lambda c, w: (c + c @ w, None), h, ws)[0], (X, STACK), "float32"),
-        (
-            lambda h, ws: lax.scan(lambda c, w: (c + c @ w, None), h @ ws[0], ws)[0],
-            (X, STACK),
-            "bfloat16",
-        ),
-        (
-            lambda h, ws: lax.fori_loop(0, 3, lambda i, c: c + c @ ws[i], h @ ws[0]),
-            (X, STACK),
-            "bfloat16",
-        ),
-        (lambda h, w: lax.fori_loop(0, 3, lambda i, c: c + c @ w, h @ w), (X, W), "float32"),
-        (lambda q: delta_rule(jnp.zeros((8, 8)), q), (STACK,), "float32"),
-        (
-            lambda h, w: lax.scan(lambda c, _: (jnp.sin(c @ w), None), h @ w, None, length=3)[0],
-            (X, W),
-            "float32",
-        ),
-        (
-            lambda w: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c @ w), jnp.zeros((6, 8))),
-            (W,),
-            "bfloat16",
-        ),
-    ],
-    ids=["data", "layers", "indexed layers", "one weight", "delta rule", "float32 update", "rnn"],
-)
-def test_the_dtype_of_a_carry(fn: Callable[..., Any], args: Any, dtype: str) -> None:
-    assert carried(fn, *args) == [dtype]
 
 
 # --- products in float32 --------------------------------------------------------------------------

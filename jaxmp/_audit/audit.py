@@ -23,6 +23,7 @@ from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
 from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.transform import autocast
+from jaxmp._jaxprs.attributes import short_type
 from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp.devices import describe
@@ -256,7 +257,7 @@ class _Auditor:
 
     def residual(self, var: Any, source: str, path: str, size: float) -> None:
         """Notes a float32 residual that its uses narrow anyway."""
-        what = f"{var.aval.str_short()} is kept in float32 for the backward pass, which narrows it"
+        what = f"{short_type(var)} is kept in float32 for the backward pass, which narrows it"
         key = "residual", source, path, what, "narrow it before it is saved"
         self._costs[key] += int(size)
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.flops import contraction_flops
+from jaxmp._jaxprs.attributes import product_axes
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.trace import is_array
 
@@ -43,7 +44,7 @@ def matmul_dims(eqn: JaxprEqn) -> dict[str, int] | None:
     """A matrix product's sizes: ``m``, ``n`` (free) and ``k`` (contracted); None for others."""
     if eqn.primitive.name != "dot_general":
         return None
-    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+    (contract, _), (batch, _) = product_axes(eqn)
     lhs, rhs = (shape_of(v) for v in eqn.invars)
     k = math.prod(lhs[i] for i in contract)
     b = math.prod(lhs[i] for i in batch)

@@ -24,6 +24,7 @@ from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.licences import is_small
 from jaxmp._autocast.primitives import RANDOM, classify
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import has_effects, linear_solver, short_type
 from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.dataflow import settled
 from jaxmp._jaxprs.higher_order import inside
@@ -156,7 +157,7 @@ class _Follower:
             env[var] = Known(fixed=hasattr(const, "size") and is_small(const))
         for var in opened.constvars:
             what = ARRAY if getattr(var.aval, "ndim", 0) else "the constant "
-            label[var] = f"{what}{var.aval.str_short()}"
+            label[var] = f"{what}{short_type(var)}"
         uses = _uses(opened)
 
         def read(atom: Any) -> Known:
@@ -211,7 +212,7 @@ class _Follower:
         place = place_unknown(eqn, place)
         jaxprs = list(compat.inner_jaxprs(eqn))
         if eqn.primitive.name == "custom_linear_solve":  # of its four functions one runs
-            jaxprs = [eqn.params["jaxprs"].solve]
+            jaxprs = [linear_solver(eqn)]
         for jaxpr in jaxprs:
             count = len(closed(jaxpr).jaxpr.invars)
             self.run(jaxpr, [NOTHING] * count, ["a value"] * count, place, silent=silent)
@@ -257,7 +258,7 @@ def _narrowed(eqn: jex_core.JaxprEqn, known: list[Known]) -> bool:
 
 def _is_made(eqn: jex_core.JaxprEqn, known: list[Known]) -> bool:
     """Whether the results are made from literals alone, by no random choice."""
-    made = all(k.fixed for k in known) and not eqn.effects
+    made = all(k.fixed for k in known) and not has_effects(eqn)
     return made and not eqn.primitive.name.startswith(RANDOM)
 
 

@@ -9,6 +9,7 @@ import jax.extend.core as jex_core
 
 from jaxmp._autocast.kept import kept_reason
 from jaxmp._autocast.rules import Rules, region_rules
+from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.compat import called, closed, inner_jaxprs
 from jaxmp._jaxprs.higher_order import Inner, inside
 from jaxmp._jaxprs.scopes import CAST
@@ -47,7 +48,7 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
         times=around.times,
         backward=around.backward or is_backward(eqn),
         region=region_rules(eqn) or around.region,
-        kept=kept_reason(eqn.source_info.name_stack) or around.kept,
+        kept=kept_reason(name_stack(eqn)) or around.kept,
         inside=around.inside,
     )
 
@@ -73,4 +74,4 @@ def places_inside(eqn: jex_core.JaxprEqn, place: Place) -> Iterator[tuple[Any, P
 
 def is_ours(eqn: jex_core.JaxprEqn) -> bool:
     """Whether autocast added an equation."""
-    return CAST in str(eqn.source_info.name_stack)
+    return CAST in str(name_stack(eqn))

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from jaxmp._autocast import derivatives, rule_calls
 from jaxmp._autocast.bind import cast
 from jaxmp._autocast.derivatives import Execute
@@ -24,6 +22,7 @@ from jaxmp._autocast.planner import Pass
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import function_name, is_tracer
 from jaxmp._jaxprs.higher_order import inside
 
 REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
@@ -105,7 +104,7 @@ def _as_written(flat: Callable[..., list[Any]]) -> Execute:
 
 def _whole(flat: Callable[..., list[Any]], plan: Plan, passes: Sequence[Pass]) -> Execute:
     """Runs a program that is differentiated before it is planned."""
-    if any(isinstance(const, jax.core.Tracer) for const in plan.consts):
+    if any(is_tracer(const) for const in plan.consts):
         # Which of these is being differentiated cannot be known here.
         return _as_written(flat)
     # JAX cannot partially evaluate the jvp of a scan over such a rule; a vjp it can make.
@@ -118,7 +117,7 @@ def _call(flat: Callable[..., list[Any]], plan: Plan) -> Call:
     """The program as one call. Its rules see the perturbation that they would see without it."""
     ins = tuple(v.aval for v in plan.jaxpr.invars)
     return Call(
-        name=plan.jaxpr.debug_info.func_name,
+        name=function_name(plan.jaxpr),
         run=lambda args: flat(*args),
         ins=ins,
         outs=tuple(v.aval for v in plan.jaxpr.outvars),

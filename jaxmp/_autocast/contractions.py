@@ -7,10 +7,10 @@ signals) are differenced, squared and turned into indices.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from jaxmp._jaxprs.attributes import layout, product_axes
 from jaxmp._jaxprs.compat import is_at_most, shape_of
 from jaxmp._jaxprs.source import is_backward
 
@@ -42,9 +42,9 @@ def contracted(eqn: JaxprEqn) -> int:
     """How many products are summed up for each element of the result."""
     left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
     if eqn.primitive.name == "conv_general_dilated":
-        out_features: int = eqn.params["dimension_numbers"].rhs_spec[0]
+        out_features: int = layout(eqn).rhs_spec[0]
         return math.prod(n for axis, n in enumerate(right) if axis != out_features)
-    (contracting, _), _ = _dimensions(eqn)
+    (contracting, _), _ = product_axes(eqn)
     return math.prod(left[i] for i in contracting)
 
 
@@ -52,12 +52,6 @@ def _free(eqn: JaxprEqn) -> int:
     """How many axes of a product's result come from one operand alone."""
     if eqn.primitive.name == "conv_general_dilated":
         return 1
-    (left, right), (batch, _) = _dimensions(eqn)
+    (left, right), (batch, _) = product_axes(eqn)
     axes = len(shape_of(eqn.invars[0])) + len(shape_of(eqn.invars[1]))
     return axes - len(left) - len(right) - 2 * len(batch)
-
-
-def _dimensions(eqn: JaxprEqn) -> Any:
-    """The contracted axes of both operands, then the axes of the batch."""
-    ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    return eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jaxmp._jaxprs.attributes import is_tracer, short_type
 from jaxmp._jaxprs.compat import closed
 from jaxmp._jaxprs.trace import Traced, is_array
 
@@ -57,7 +58,7 @@ def refuse_escapes(traced: Traced, name: str) -> None:
             if atom not in jaxpr.constvars:
                 raise TypeError(
                     f"autocast: {name} returns a value that is no pytree and holds a traced array: "
-                    f"{place} holds a {atom.aval.str_short()}, which means nothing once {name} has "
+                    f"{place} holds a {short_type(atom)}, which means nothing once {name} has "
                     "returned. Return arrays, or pytrees of them: register the class, as with "
                     "jax.tree_util.register_dataclass; of a function or generator, return what "
                     "it computes."
@@ -79,7 +80,7 @@ def _tracers_in(leaf: Any) -> Iterator[Any]:
                 if id(held) in seen or isinstance(held, _OPAQUE):
                     continue
                 seen.add(id(held))
-                if isinstance(held, jax.core.Tracer):
+                if is_tracer(held):
                     yield held
                 else:
                     found.append(held)

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.rules import LAYERS_OWN
+from jaxmp._jaxprs.attributes import layout, name_stack, product_axes, window
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.scopes import OWN, REGION
@@ -64,7 +65,7 @@ def kept_by_layers(plan: Plan) -> Kept:
 def _add_kept(plan: Plan, times: int, around: str, flops: Counter[str]) -> int:
     total = 0
     for step in plan.steps:
-        path = "/".join(filter(None, (around, str(step.eqn.source_info.name_stack))))
+        path = "/".join(filter(None, (around, str(name_stack(step.eqn)))))
         if step.plans:
             for inner, its_plan in zip(inside(step.eqn), step.plans, strict=True):
                 total += _add_kept(its_plan, times * _known(inner.times), path, flops)
@@ -78,7 +79,7 @@ def _add_kept(plan: Plan, times: int, around: str, flops: Counter[str]) -> int:
 
 
 def _dot_general(eqn: JaxprEqn) -> int:
-    (contract, _), _ = eqn.params["dimension_numbers"]
+    (contract, _), _ = product_axes(eqn)
     lhs = _sizes(eqn.invars[0])
     contracted: int = math.prod(lhs[i] for i in contract)
     return 2 * math.prod(_sizes(eqn.outvars[0])) * contracted
@@ -90,21 +91,20 @@ def _ragged_dot(eqn: JaxprEqn) -> int:
 
 
 def _convolution(eqn: JaxprEqn) -> int:
-    params = eqn.params
-    numbers: Any = params["dimension_numbers"]
+    numbers, moved = layout(eqn), window(eqn)
     lhs, rhs, out = (_sizes(v) for v in (*eqn.invars[:2], *eqn.outvars))
     batch, features = (out[i] for i in numbers.out_spec[:2])
     per_group: int = rhs[numbers.rhs_spec[1]]
     positions = 1
-    for i, (low, _) in enumerate(params["padding"]):
+    for i, (low, _) in enumerate(moved.padding):
         positions *= _valid_positions(
             size=lhs[numbers.lhs_spec[2 + i]],
             window=rhs[numbers.rhs_spec[2 + i]],
             out=out[numbers.out_spec[2 + i]],
-            stride=params["window_strides"][i],
+            stride=moved.strides[i],
             padding=low if isinstance(low, int) else 0,
-            lhs_dilation=params["lhs_dilation"][i],
-            rhs_dilation=params["rhs_dilation"][i],
+            lhs_dilation=moved.lhs_dilation[i],
+            rhs_dilation=moved.rhs_dilation[i],
         )
     flops: int = 2 * positions * batch * features * per_group
     return flops

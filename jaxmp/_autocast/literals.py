@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.primitives import RANDOM
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import has_effects
 
 
 def made_of_literals(jaxpr: Any) -> set[Any]:
@@ -29,7 +30,7 @@ def keeps_made(eqn: JaxprEqn, made: Container[Any]) -> bool:
     """
     if not all(isinstance(v, Literal) or v in made for v in eqn.invars):
         return False
-    return not eqn.effects and not _is_zeros(eqn) and not _draws(eqn)
+    return not has_effects(eqn) and not _is_zeros(eqn) and not _draws(eqn)
 
 
 def _is_zeros(eqn: JaxprEqn) -> bool:

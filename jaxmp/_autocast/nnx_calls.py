@@ -15,11 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 from flax import errors, nnx
-from flax.nnx.graphlib import is_graph_node
-from flax.nnx.transforms.general import merge_inputs, split_inputs
 
 from jaxmp._autocast.licences import GIVEN, PARAMETER
 from jaxmp._autocast.marks import widen
+from jaxmp._flax import is_graph_node, merge_inputs, split_inputs
 
 Function = Callable[..., Any]
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmp._jaxprs.attributes import exponent
+
 # Multiply-accumulate: what the matrix units of a TPU or GPU are for.
 LOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
@@ -316,6 +318,6 @@ def classify(name: str, params: Mapping[str, Any]) -> str | None:
       >>> classify("dot_general", {}), classify("integer_pow", {"y": -2}), classify("hash", {})
       ('low', 'full', None)
     """
-    if name == "integer_pow" and params["y"] < 0:
+    if name == "integer_pow" and exponent(params) < 0:
         return "full"
     return _TABLE.get(name)

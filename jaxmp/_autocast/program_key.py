@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
+from jaxmp._jaxprs.attributes import context, holds_jaxprs, name_stack
 from jaxmp._jaxprs.compat import closed
 
 
@@ -76,8 +77,8 @@ class _Key:
                     operands,
                     tuple(var.aval for var in eqn.outvars),
                     tuple((name, self._value(value)) for name, value in eqn.params.items()),
-                    str(eqn.source_info.name_stack),  # it names regions
-                    eqn.ctx,
+                    str(name_stack(eqn)),  # it names regions
+                    context(eqn),
                 )
             )
         outs = tuple(self._atom(atom, names) for atom in opened.outvars)
@@ -94,6 +95,6 @@ class _Key:
         """A parameter: equal only to one of its type, for 1 == 1.0 == True and 0.0 == -0.0."""
         if isinstance(value, (tuple, list)):
             return type(value), tuple(map(self._value, value))
-        if next(jaxprs_in_params({"": value}), None) is not None:
+        if holds_jaxprs(value):
             return "jaxpr", self.of_jaxpr(value)
         return type(value), repr(value) if isinstance(value, (float, complex)) else value

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
-from jax.extend.core.primitives import convert_element_type_p
 
 from jaxmp._autocast import closures, nnx_calls
 from jaxmp._autocast.bind import cast
@@ -35,6 +34,7 @@ from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unseen
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
 from jaxmp.policy import Policy, single_policy
 
@@ -252,7 +252,9 @@ def run_program(
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
     args = []
     for var, array, dtype in zip(plan.jaxpr.invars, arrays, plan.ins, strict=True):
-        array = _weakly_typed(array, weak=False)  # its gradient is weakly typed by this, as written
+        array = with_weak_type(
+            array, weak=False
+        )  # its gradient is weakly typed by this, as written
         if ours(var):
             # What was given is kept finite, as a literal is; what is computed is not.
             array = _as(jnp.asarray(array), stored, saturate=True)
@@ -261,9 +263,9 @@ def run_program(
     outs = run(plan, args)
     clip = plan.rules.saturate
     return [
-        _weakly_typed(
+        with_weak_type(
             _as(x, output, saturate=clip) if ours(var) else x,
-            weak=getattr(var.aval, "weak_type", False),
+            weak=is_weak(var.aval),
         )
         for var, x in zip(plan.jaxpr.outvars, outs, strict=True)
     ]
@@ -271,13 +273,3 @@ def run_program(
 
 def _as(array: Any, dtype: np.dtype[Any], *, saturate: bool) -> Any:
     return array if array.dtype == dtype else cast(array, dtype, saturate=saturate)
-
-
-def _weakly_typed(array: Any, *, weak: bool) -> Any:
-    """An array of which JAX's promotion makes another dtype, or not.
-
-    Inside a planned program nothing is weakly typed: what promotion does is written in it.
-    """
-    if getattr(array, "weak_type", False) == weak:
-        return array
-    return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=weak, sharding=None)

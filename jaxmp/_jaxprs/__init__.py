@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from jax.extend import source_info_util
+from jaxmp._jaxprs.attributes import leave_out_of_tracebacks
 
 # The line of an operation is the user's, as for JAX's own frames; Flax does the same.
 for _package in ("_jaxprs", "_autocast"):
-    source_info_util.register_exclusion(str(Path(__file__).parents[1] / _package))
+    leave_out_of_tracebacks(Path(__file__).parents[1] / _package)

@@ -9,11 +9,10 @@ import site
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
-from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
+from jaxmp._jaxprs.attributes import frames, name_stack, source_summary
 from jaxmp._jaxprs.scopes import CAST, KEPT, REGION
 
 # Where Python keeps what is installed, and what belongs to it.
@@ -35,14 +34,13 @@ _SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST})
 
 def is_backward(eqn: JaxprEqn) -> bool:
     """Whether an equation belongs to a backward pass."""
-    return "transpose(" in str(eqn.source_info.name_stack)
+    return "transpose(" in str(name_stack(eqn))
 
 
 def user_line(eqn: JaxprEqn) -> str:
     """``file.py:line`` of the innermost frame that is in no library; empty if all are."""
-    traceback: Any = eqn.source_info.traceback
     libraries = _libraries()
-    for frame in traceback.frames if traceback is not None else ():
+    for frame in frames(eqn):
         if not _is_in(frame.file_name, libraries):
             return f"{Path(frame.file_name).name}:{frame.line_num}"
     return ""
@@ -74,13 +72,13 @@ def _prefixes(libraries: tuple[str, ...]) -> tuple[str, ...]:
 
 def library_line(eqn: JaxprEqn) -> str:
     """The line in a library, where no frame is the user's; empty if it is unknown."""
-    summary = source_info_util.summarize(eqn.source_info).split(" ")[0]
+    summary = source_summary(eqn).split(" ")[0]
     return ":".join(summary.rsplit("/", 1)[-1].split(":")[:2]) if ":" in summary else ""
 
 
 def module_path(eqn: JaxprEqn) -> str:
     """The scopes around an equation without transformations and markers: ``Model/layers_0``."""
-    return plain_path(str(eqn.source_info.name_stack))
+    return plain_path(str(name_stack(eqn)))
 
 
 def plain_path(stack: str) -> str:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax.nnx.graphlib import is_graph_node
+
+from jaxmp._flax import is_graph_node
 
 
 def is_array(leaf: Any) -> bool:

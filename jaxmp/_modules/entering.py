@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxmp._autocast.marks import policy_in_force, region
+from jaxmp._flax import InterceptorContext
 from jaxmp._modules.overrides import FLOAT32, Found, Overrides
 from jaxmp._modules.words import Layer, Seen, Verdict, layer_of
 from jaxmp.policy import Policy
@@ -122,7 +123,7 @@ class Entering:
         next_fun: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        context: nn.module.InterceptorContext,
+        context: InterceptorContext,
     ) -> Any:
         module = context.module
         path = self.relative(module.path)

@@ -14,12 +14,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.core import lift
-from flax.linen import transforms
 
 from jaxmp._autocast.licences import DATA, GIVEN, PARAMETER
 from jaxmp._autocast.marks import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
+from jaxmp._flax import is_managed, key_counters, lifted_class, lifted_scopes
 from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.entering import Entering, kind_of_call
 from jaxmp._modules.overrides import Overrides
@@ -55,7 +54,7 @@ def wrap_linen(module: nn.Module, policy: Policy | PolicyMap) -> nn.Module:
 def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
     overrides = Overrides(policy)
     methods = dict(_methods(cls))
-    lifted = transforms.module_class_lift_transform(_lift, cls, methods=list(methods))
+    lifted = lifted_class(_lift, cls, methods)
     members: dict[str, Any] = {
         name: _wrapped_method(method, vars(lifted)[name], overrides)
         for name, method in methods.items()
@@ -108,7 +107,7 @@ def _methods(cls: type) -> Iterator[tuple[str, Method]]:
     for name in dir(cls):
         public = name == "__call__" or not name.startswith("_")
         method: Any = getattr(cls, name, None)
-        if public and name != "setup" and hasattr(method, "method_handler_wrapped"):
+        if public and name != "setup" and is_managed(method):
             yield name, method
 
 
@@ -192,7 +191,7 @@ def _lift(fn: Method) -> Method:
             """`run`, to its end if the layers that it marked are those to be marked."""
             scopes = scope_fn(_shown(variables, overrides), rngs)
             # Flax's counters of random keys are shared with the scopes outside.
-            counters = [(s.rng_counters, dict(s.rng_counters)) for s in jax.tree.leaves(scopes)]
+            counters = [(counter, dict(counter)) for counter in key_counters(scopes)]
             out = fn(scopes, *args, **kwargs)
             if entering.learn() and not entering.rehearses:
                 return out, repack_fn(scopes)
@@ -219,10 +218,7 @@ def _lift(fn: Method) -> Method:
                 out, changed = traced(variables, rngs, args, kwargs)
         return overrides.output(out), _as_before(changed, variables)
 
-    packed: Method = lift.pack(
-        inner, (True,), (True,), (True,), name="autocast", enable_kwargs=True
-    )
-    return packed
+    return lifted_scopes(inner)
 
 
 def _shown(variables: Any, overrides: Overrides) -> Any:

@@ -27,6 +27,7 @@ from jaxmp._autocast.nnx_calls import (
     variable_licences,
 )
 from jaxmp._autocast.transform import under_policy
+from jaxmp._flax import is_registered
 from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.overrides import FLOAT32, Overrides
 from jaxmp._modules.words import Layer, distinguished, layer_of
@@ -110,9 +111,8 @@ def _subclass(cls: Any, policy: Policy | PolicyMap, methods: dict[str, Method]) 
     """A subclass that to Flax, and to who prints it, is `cls`."""
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     members |= {"__doc__": cls.__doc__, "_jaxmp_policy": policy, **methods}
-    is_pytree = getattr(cls, "_pytree__is_pytree", True)
     meta: Any = type(cls)
-    return _metaclass(meta)(cls.__name__, (cls,), members, pytree=is_pytree)
+    return _metaclass(meta)(cls.__name__, (cls,), members, pytree=is_registered(cls))
 
 
 @functools.cache

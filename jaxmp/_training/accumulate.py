@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._training.gradients import check_floating, show
 from jaxmp._training.loss_scale import is_overwrite
 
@@ -245,8 +246,7 @@ def _start(like: Any) -> list[jax.Array]:
         dtype = jnp.promote_types(leaf.dtype, jnp.float32)
         total = jnp.full(leaf.shape, -np.inf if overwrites else 0, dtype)
         # Under shard_map a scan's carry must begin with the axes that it will vary over.
-        axes = leaf.manual_axis_type
-        varying = tuple(axes.varying) if axes else ()
+        varying = varying_axes(leaf)
         totals.append(lax.pcast(total, varying, to="varying") if varying else total)
     return totals
 

@@ -17,6 +17,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxmp._jaxprs.attributes import is_weak, varying_axes
 from jaxmp._training.gradients import (
     check_floating,
     check_scaler_state,
@@ -286,7 +287,7 @@ def _unscale(grads: Any, scale: jax.Array) -> Any:
 def _finite_everywhere(function: str, grads: Any, axis_name: AxisName) -> jax.Array:
     finite = all_finite(grads)
     # What JAX knows to differ between devices; without `check_vma` it knows of nothing.
-    varying = jax.typeof(finite).manual_axis_type.varying
+    varying = varying_axes(jax.typeof(finite))
     if axis_name is None:
         axes = tuple(varying or jax.sharding.get_abstract_mesh().manual_axes)
     else:
@@ -314,7 +315,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 def _strong(leaf: Any) -> Any:
     """Strips the weak type, which `select` would strip after the first step: two compilations."""
-    return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+    return leaf.astype(leaf.dtype) if is_weak(leaf) else leaf
 
 
 def _zeros_like(leaf: Any) -> Any:

@@ -12,10 +12,10 @@ import jmp
 import numpy as np
 import optax
 from flax import nnx
-from flax.core.meta import AxisMetadata
 from flax.training.dynamic_scale import DynamicScale
 from optax import contrib
 
+from jaxmp._flax import AxisMetadata
 from jaxmp._training.scale_rule import LossScaleState
 
 __all__ = [

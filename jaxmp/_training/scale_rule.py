@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxmp._jaxprs.attributes import is_tracer
+
 __all__ = ["LossScaleState", "ScaleRule", "next_state", "start_state"]
 
 # Scales stay where both they and their reciprocals are normal float32 numbers: XLA flushes others
@@ -189,7 +191,7 @@ def next_state(rule: ScaleRule, state: LossScaleState, finite: jax.Array) -> Los
 
 def _check_number(function: str, field: str, value: Any) -> None:
     concrete = isinstance(value, (jax.Array, np.ndarray)) and value.ndim == 0
-    concrete = concrete and not isinstance(value, jax.core.Tracer)
+    concrete = concrete and not is_tracer(value)
     if isinstance(value, bool) or not (isinstance(value, numbers.Real) or concrete):
         raise TypeError(
             f"{function}: {field} must be a number known when the optimizer is made; got {value!r} "

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._training.differentiate import scaled, scaled_value_and_grad
 from jaxmp._training.opt_state import find_scaler, scale_of, skipped_by, was_finite
 
@@ -134,7 +135,7 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
     if state is None:
         return
     counts = jnp.asarray(state.consecutive_skipped_count)
-    if isinstance(counts, jax.core.Tracer):
+    if is_tracer(counts):
         raise TypeError("check_not_stuck: reads values, so call it outside jit, on the new state.")
     count = int(np.max(np.asarray(counts)))
     if count >= limit:

@@ -14,6 +14,7 @@ import optax
 from flax.training import train_state
 from jax.typing import DTypeLike
 
+from jaxmp._flax import is_pytree_node
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import is_overwrite
 from jaxmp._training.opt_state import scale_of, skipped_by, the_scaler
@@ -160,7 +161,7 @@ class TrainState(train_state.TrainState):
         if scaler is None:
             return new
         finite = jnp.asarray(scaler.finite)
-        nodes = {f.name for f in dataclasses.fields(new) if f.metadata.get("pytree_node", True)}
+        nodes = {f.name for f in dataclasses.fields(new) if is_pytree_node(f)}
         kept = {
             name: _select_field(name, finite, getattr(new, name), getattr(self, name))
             for name in nodes & {"step", "params", *fields}

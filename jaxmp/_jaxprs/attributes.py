@@ -1,0 +1,191 @@
+"""What JAX's documentation does not promise: attributes and parameters that are read here alone.
+
+`compat` has what differs between versions, and `higher_order` the parameters of what has jaxprs
+inside. Whatever of all that a JAX to come may change is named by a row of ``tests/test_compat.py``,
+and `tests/test_package.py` finds what is read elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core.primitives import convert_element_type_p
+
+# Values and their types.
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value is an array that is being traced."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def is_reference(atom: Any) -> bool:
+    """Whether a variable is a reference to an array, whose dtype is that of the array."""
+    return hasattr(atom.aval, "inner_aval")
+
+
+def is_weak(value: Any) -> bool:
+    """Whether an array or an aval is weakly typed, as a Python number is."""
+    return bool(getattr(value, "weak_type", False))
+
+
+def with_weak_type(array: Any, *, weak: bool) -> Any:
+    """An array of which JAX's promotion makes another dtype, or not."""
+    if is_weak(array) == weak:
+        return array
+    return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=weak, sharding=None)
+
+
+def with_dtype(aval: Any, dtype: np.dtype[Any]) -> Any:
+    """The type of an array in another dtype: its sharding and axes of devices are kept."""
+    return aval.update(dtype=dtype, weak_type=False)
+
+
+def tangent_type(aval: Any) -> Any:
+    """The type of an array's tangents and cotangents: float0 where it is not differentiated."""
+    return aval.to_tangent_aval()
+
+
+def short_type(atom: Any) -> str:
+    """The type of a variable as jaxprs show it: ``float32[8,4]``."""
+    return str(atom.aval.str_short())
+
+
+def varying_axes(aval: Any) -> tuple[Any, ...]:
+    """The axes of devices over which a value is known to differ, under `jax.shard_map`."""
+    axes = aval.manual_axis_type
+    return tuple(axes.varying) if axes else ()
+
+
+# Equations.
+
+
+def name_stack(eqn: jex_core.JaxprEqn) -> Any:
+    """The named scopes and transformations an equation was made in: it hashes, and `str` reads."""
+    return eqn.source_info.name_stack
+
+
+def frames(eqn: jex_core.JaxprEqn) -> Sequence[Any]:
+    """The Python frames an equation was made in, innermost first."""
+    traceback: Any = eqn.source_info.traceback
+    return () if traceback is None else traceback.frames
+
+
+def source_summary(eqn: jex_core.JaxprEqn) -> str:
+    """``/path/file.py:line:column (function)``, where JAX would say that an equation is."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def context(eqn: jex_core.JaxprEqn) -> Any:
+    """The configuration an equation was made under, for which it hashes; see `in_context`."""
+    return eqn.ctx
+
+
+def in_context(eqn: jex_core.JaxprEqn) -> Any:
+    """A context in which what is bound is bound under the configuration of an equation."""
+    return eqn.ctx.manager
+
+
+def has_effects(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether an equation does something besides returning its results."""
+    return bool(eqn.effects)
+
+
+def returns_several(primitive: jex_core.Primitive) -> bool:
+    """Whether binding a primitive returns a list, and not an array."""
+    return bool(primitive.multiple_results)
+
+
+def holds_jaxprs(parameter: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, or has some in it."""
+    return next(jex_core.jaxprs_in_params({"": parameter}), None) is not None
+
+
+def function_name(jaxpr: Any) -> str:
+    """The name of the function that an open jaxpr was traced from."""
+    return str(jaxpr.debug_info.func_name)
+
+
+def leave_out_of_tracebacks(folder: Path) -> None:
+    """Makes JAX say that an operation is where the user wrote it, not in a file of this folder."""
+    source_info_util.register_exclusion(str(folder))
+
+
+# Parameters of first-order equations.
+
+Axes = tuple[int, ...]
+
+
+def product_axes(eqn: jex_core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
+    """The contracted axes of both operands of a product, then those of the batch."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = (
+        eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+    )
+    return both
+
+
+class Window(NamedTuple):
+    """How a convolution moves its window: one entry per axis of space."""
+
+    strides: Sequence[int]
+    padding: Sequence[tuple[int, int]]
+    lhs_dilation: Sequence[int]
+    rhs_dilation: Sequence[int]
+
+
+def window(eqn: jex_core.JaxprEqn) -> Window:
+    """The window of a convolution."""
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    return Window(*(eqn.params[name] for name in names))
+
+
+def layout(eqn: jex_core.JaxprEqn) -> jax.lax.ConvDimensionNumbers:
+    """Which axes of a convolution are its batch, features and space."""
+    layout: jax.lax.ConvDimensionNumbers = eqn.params["dimension_numbers"]
+    return layout
+
+
+def broadcast_axes(eqn: jex_core.JaxprEqn) -> Axes:
+    """Of a ``broadcast_in_dim``: for each axis of the operand, which of the result it is."""
+    axes: Axes = eqn.params["broadcast_dimensions"]
+    return axes
+
+
+def converted_dtype(eqn: jex_core.JaxprEqn) -> np.dtype[Any]:
+    """What a ``convert_element_type`` makes of its operand."""
+    dtype: np.dtype[Any] = np.dtype(eqn.params["new_dtype"])
+    return dtype
+
+
+def precision(eqn: jex_core.JaxprEqn) -> Any:
+    """What the author asked of a contraction: None, a precision, one for each operand, a preset."""
+    return eqn.params.get("precision")
+
+
+def takes_result_dtype(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether a contraction can be told the dtype that it accumulates and returns."""
+    return "preferred_element_type" in eqn.params
+
+
+def exponent(params: Mapping[str, Any]) -> int:
+    """The power of an ``integer_pow``."""
+    power: int = params["y"]
+    return power
+
+
+def jitted_name(eqn: jex_core.JaxprEqn) -> str:
+    """The name of the function that a jit calls; empty for other equations."""
+    name = eqn.params.get("name") if eqn.primitive.name == "jit" else None
+    return name if isinstance(name, str) else ""
+
+
+def linear_solver(eqn: jex_core.JaxprEqn) -> Any:
+    """Of the four functions of a ``custom_linear_solve``, the jaxpr of the one that runs."""
+    return eqn.params["jaxprs"].solve

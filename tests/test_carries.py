@@ -1,0 +1,254 @@
+"""Which carries of a scan come back as themselves plus something, and which run through layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from jaxmp._autocast.carries import STEP, recurrence
+from jaxmp._jaxprs.compat import scan_split
+from jaxmp._jaxprs.higher_order import inside
+
+from support import iter_eqns, jaxpr_of
+
+BF16 = "mixed_bfloat16"
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+X, W = normal(0, 6, 8), normal(1, 8, 8)
+
+
+def summed(body: Callable[..., Any], carry: Any, xs: Any = None) -> tuple[list[bool], list[bool]]:
+    """For each carry of a scan: whether it comes back as itself, and whether through layers."""
+
+    def scan(carry: Any, xs: Any) -> Any:
+        return lax.scan(body, carry, xs, length=3)
+
+    [eqn] = [e for e in jax.make_jaxpr(scan)(carry, xs).eqns if e.primitive.name == "scan"]
+    n = len(jax.tree.leaves(carry))
+    flags = [False] * (len(eqn.invars) - len(jax.tree.leaves(xs))) + [True] * len(
+        jax.tree.leaves(xs)
+    )
+    found = recurrence(inside(eqn)[0], flags)
+    return list(found.summed)[-n:], list(found.layered)[-n:]
+
+
+STACK = normal(3, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("body", "xs", "expected"),
+    [
+        (lambda h, w: (h + jnp.tanh(h @ w), None), STACK, (True, True)),
+        (lambda h, w: (jnp.tanh(h @ w), None), STACK, (False, True)),
+        (lambda h, _: (h + jnp.tanh(h @ W), None), STACK, (True, False)),
+        (lambda h, _: (jnp.tanh(h @ W), None), STACK, (False, False)),
+        (lambda h, x: (0.9 * h + X @ x, None), STACK, (True, False)),
+        (lambda h, w: (jnp.where(h > 0, h, h @ w), None), STACK, (True, True)),
+        (lambda h, w: (jax.jit(lambda a: a - 0.1 * (a @ w))(h), None), STACK, (True, True)),
+        (lambda h, w: (jax.checkpoint(lambda a: jnp.sin(a) + a @ w)(h), None), STACK, (True, True)),
+        (
+            lambda h, w: (lax.cond(h[0, 0] > 0, lambda a: a, lambda a: a @ w, h), None),
+            STACK,
+            (True, True),
+        ),
+        (
+            lambda h, w: (lax.fori_loop(0, 2, lambda _, a: a + a @ w, h), None),
+            STACK,
+            (True, True),
+        ),
+        (
+            lambda h, w: (lax.while_loop(lambda a: a.sum() > 9, lambda a: a * 0.5, h @ w), None),
+            STACK,
+            (False, True),
+        ),
+        (lambda h, w: (h @ w / jnp.linalg.norm(h @ w), None), STACK, (False, True)),
+        (lambda h, w: (h @ (w @ w.T), None), STACK, (False, True)),  # weight arithmetic
+    ],
+    ids=[
+        "layers", "plain layers", "one weight", "rnn", "leaky", "select", "jit", "remat", "cond",
+        "scan", "while", "power iteration", "weights",
+    ],
+)  # fmt: skip
+def test_how_a_carry_comes_back(
+    body: Callable[..., Any], xs: Any, expected: tuple[bool, bool]
+) -> None:
+    found = summed(body, X, xs)
+    assert (found[0][0], found[1][0]) == expected
+
+
+def test_a_state_that_goes_round_through_others_comes_back_as_itself() -> None:
+    def verlet(carry: Any, _: Any) -> Any:
+        before, now = carry
+        return (now, 2 * now - before + 1e-4 * (now @ W)), None
+
+    assert summed(verlet, (X, X))[0] == [True, True]
+
+    def delay(carry: Any, _: Any) -> Any:
+        before, now = carry
+        return (now, before @ W), None
+
+    assert summed(delay, (X, X))[0] == [False, False]
+
+
+def carried(fn: Callable[..., Any], *args: Any, policy: str = BF16) -> list[str]:
+    """The dtypes of the float carries of the first scan."""
+    fast = jaxmp.autocast(fn, policy)
+    eqn = next(e for e in iter_eqns(jaxpr_of(fast, *args)) if e.primitive.name == "scan")
+    split = scan_split(eqn)
+    carries = eqn.invars[split[0] : sum(split)]
+    return [str(v.aval.dtype) for v in carries if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+
+
+def delta_rule(state: jax.Array, q: jax.Array) -> jax.Array:
+    """A state that is corrected towards what it should return: a recurrence, not layers."""
+
+    def step(s: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return s - 0.01 * (s @ k) @ k.T, s @ k
+
+    return lax.scan(step, state, q)[1]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "dtype"),
+    [
+        (lambda h, ws: lax.scan(lambda c, w: (c + c @ w, None), h, ws)[0], (X, STACK), "float32"),
+        (
+            lambda h, ws: lax.scan(lambda c, w: (c + c @ w, None), h @ ws[0], ws)[0],
+            (X, STACK),
+            "bfloat16",
+        ),
+        (
+            lambda h, ws: lax.fori_loop(0, 3, lambda i, c: c + c @ ws[i], h @ ws[0]),
+            (X, STACK),
+            "bfloat16",
+        ),
+        (lambda h, w: lax.fori_loop(0, 3, lambda i, c: c + c @ w, h @ w), (X, W), "float32"),
+        (lambda q: delta_rule(jnp.zeros((8, 8)), q), (STACK,), "float32"),
+        (
+            lambda h, w: lax.scan(lambda c, _: (jnp.sin(c @ w), None), h @ w, None, length=3)[0],
+            (X, W),
+            "float32",
+        ),
+        (
+            lambda w: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c @ w), jnp.zeros((6, 8))),
+            (W,),
+            "bfloat16",
+        ),
+    ],
+    ids=["data", "layers", "indexed layers", "one weight", "delta rule", "float32 update", "rnn"],
+)
+def test_the_dtype_of_a_carry(fn: Callable[..., Any], args: Any, dtype: str) -> None:
+    assert carried(fn, *args) == [dtype]
+
+
+# --- what makes a step, and what layers -----------------------------------------------------------
+
+
+def comes_back(body: Callable[..., Any], carry: Any, *weights: jax.Array) -> str:
+    """How the first carry comes back, where `weights` are parameters that every iteration sees.
+
+    Args:
+      body: of the carry, the iteration's own weights, its number and `weights`.
+      carry: where it starts.
+      weights: a stack of one for each iteration, and others.
+    """
+
+    def scan(carry: Any, stack: jax.Array, *weights: jax.Array) -> Any:
+        at = jnp.arange(len(stack))
+        return lax.scan(lambda c, x: (body(c, *x, stack, *weights), None), carry, (stack, at))[0]
+
+    eqns = jax.make_jaxpr(scan)(carry, STACK, *weights).eqns
+    [inner] = [found for eqn in eqns if eqn.primitive.name == "scan" for found in inside(eqn)]
+    flags = [i not in inner.carries for i in range(len(inner.operands))]
+    loop = recurrence(inner, flags)
+    words = [
+        word for word, flag in (("summed", loop.summed[0]), ("layered", loop.layered[0])) if flag
+    ]
+    return " and ".join(words) or "made anew"
+
+
+LAYERS, SUM = "summed and layered", "summed"
+ROWS: dict[str, tuple[Callable[..., Any], str]] = {
+    "residual layers": (lambda h, w, i, ws: h + h @ w, LAYERS),
+    "a branch scaled as in EDSR": (lambda h, w, i, ws: h + STEP * (h @ w), LAYERS),
+    "a small step": (lambda h, w, i, ws: h + 0.9 * STEP * (h @ w), SUM),
+    "a small step back": (lambda h, w, i, ws: h - 0.01 * (h @ w), SUM),
+    "divided by a large number": (lambda h, w, i, ws: h + (h @ w) / 20.0, SUM),
+    "divided by a small number": (lambda h, w, i, ws: h + (h @ w) / 5.0, LAYERS),
+    "a large number divided": (lambda h, w, i, ws: h + jnp.tanh(h @ w) * 3.0, LAYERS),
+    "nothing of it": (lambda h, w, i, ws: h + 0.0 * (h @ w), LAYERS),
+    "scaled before the product": (lambda h, w, i, ws: h + (0.01 * h) @ w, SUM),
+    "scaled by a shared number": (lambda h, w, i, ws, lr: h + lr * (h @ w), SUM),
+    "scaled by the layer's own number": (lambda h, w, i, ws, lr: h + w[0, 0] * (h @ w), LAYERS),
+    "scaled by a shared vector": (lambda h, w, i, ws, lr, v: h + v * (h @ w), LAYERS),
+    "scaled by a number of the carry's": (
+        lambda h, w, i, ws: h + (h @ w) / jnp.sqrt(jnp.sum(h**2)),
+        SUM,
+    ),
+    "scaled by a number of the product's": (
+        lambda h, w, i, ws: h + (h @ w) / jnp.sqrt(jnp.sum((h @ w) ** 2)),
+        LAYERS,
+    ),
+    "gradient descent on data": (lambda h, w, i, ws: h - 0.01 * (h @ w - 1) @ w.T, SUM),
+    "layers one after the other": (lambda h, w, i, ws: jnp.tanh(h @ w), "layered"),
+    "one weight": (lambda h, w, i, ws, lr, v: h + h * v, SUM),
+    "through one weight": (lambda h, w, i, ws, lr, v: h + h @ (v[:, None] * v), SUM),
+    "indexed by the iteration": (lambda h, w, i, ws: h + h @ ws[i], LAYERS),
+    "a slice of a stack at a fixed place": (
+        lambda h, w, i, ws: h + h @ lax.dynamic_slice(ws, (0, 0, 0), (1, 8, 8))[0],
+        SUM,
+    ),
+    "the first of a stack": (lambda h, w, i, ws: h + h @ ws[0], SUM),
+    "a slice of a part": (
+        lambda h, w, i, ws: h + h @ lax.dynamic_index_in_dim(ws[1:], i, 0, keepdims=False),
+        LAYERS,
+    ),
+    "weights of weights": (lambda h, w, i, ws: h + h @ (w @ ws[i]), LAYERS),
+    "weights and others": (lambda h, w, i, ws, lr, v: h + h @ (w @ (v[:, None] * v)), SUM),
+    "a rotation is no product": (lambda h, w, i, ws: h[:, :3] @ w[:3, :3] @ jnp.eye(3, 8), SUM),
+    "a product is": (lambda h, w, i, ws: (h @ jnp.ones((8, 8))) @ jnp.ones((8, 8)), "made anew"),
+    "which branch": (
+        lambda h, w, i, ws: lax.cond(h[0, 0] > 0, lambda: h * 0 + w[:6], lambda: w[:6]),
+        SUM,
+    ),
+    "only which branch": (
+        lambda h, w, i, ws: lax.cond(h[0, 0].astype(int) > 0, lambda: w[:6] * 2, lambda: w[:6]),
+        SUM,
+    ),
+    "forgotten": (lambda h, w, i, ws: w[:6] * 2, "made anew"),
+}
+
+
+@pytest.mark.parametrize(("body", "expected"), ROWS.values(), ids=ROWS)
+def test_what_is_a_step_and_what_is_a_layer(body: Callable[..., Any], expected: str) -> None:
+    weights = (jnp.float32(0.5), W[0])[: body.__code__.co_argcount - 4]
+    assert comes_back(body, X, *weights) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (lambda a, b, c, w: (b, c, a), [True, True, True]),
+        (lambda a, b, c, w: (b, c, a @ w), [False, False, False]),
+        (lambda a, b, c, w: (b, a + 1, c @ w), [True, True, False]),
+        (lambda a, b, c, w: (a @ w, a, b), [False, False, False]),
+        (lambda a, b, c, w: (a + b, b @ w, c + a), [True, False, True]),
+        (lambda a, b, c, w: (b, b @ w + a, 2 * c), [True, True, True]),
+        (lambda a, b, c, w: (c * 2, w[:6], a), [True, False, True]),
+    ],
+    ids=["round", "cut", "two of three", "a chain", "added", "in two steps", "over the third"],
+)
+def test_states_go_round_through_others(body: Callable[..., Any], expected: list[bool]) -> None:
+    found, _ = summed(lambda c, w: (body(*c, w), None), (X, X, X), STACK)
+    assert found == expected

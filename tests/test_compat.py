@@ -1,0 +1,790 @@
+"""What JAX and Flax do not promise and we rely on: that it is there, and means what we think.
+
+One row each, so that a release that changes one fails the row of its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from half_private import read_at_home
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxmp import _flax
+from jaxmp._jaxprs import attributes, compat
+from jaxmp._jaxprs.higher_order import inside
+
+from support import iter_eqns
+
+X, W = jnp.ones((6, 8)), jnp.ones((8, 8))
+BFLOAT16 = np.dtype(jnp.bfloat16)
+
+Row = Callable[[], None]
+ROWS: dict[str, Row] = {}
+COVERED: set[str] = set()
+
+
+def relied_on(name: str, *covers: str) -> Callable[[Row], Row]:
+    """A row: what it is of, and as what `half_private` finds that in the source."""
+
+    def row(check: Row) -> Row:
+        ROWS[name] = check
+        COVERED.update(covers)
+        return check
+
+    return row
+
+
+def equations(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return list(jax.make_jaxpr(fn)(*args).jaxpr.eqns)
+
+
+def equation(name: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """The last equation of a primitive, however deeply nested."""
+    return [e for e in iter_eqns(jax.make_jaxpr(fn)(*args)) if e.primitive.name == name][-1]
+
+
+def data_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+
+
+# --- values and types -----------------------------------------------------------------------------
+
+
+@relied_on("jax.core.Tracer", "jax.core", "jax.core.Tracer")
+def _() -> None:
+    seen: list[bool] = []
+    jax.eval_shape(lambda x: seen.append(attributes.is_tracer(x)), X)
+    jax.vmap(lambda x: seen.append(attributes.is_tracer(x)))(X)
+    assert seen == [True, True]
+    assert not attributes.is_tracer(X)
+
+
+@relied_on("AbstractRef.inner_aval", "inner_aval")
+def _() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return jax.new_ref(x)[...]
+
+    [new, *_] = equations(fn, X)
+    assert attributes.is_reference(new.outvars[0])
+    assert not attributes.is_reference(new.invars[0])
+    assert compat.dtype_of(new.outvars[0]) == jnp.float32  # why it has to be told apart
+
+
+@relied_on("Array.weak_type, ShapedArray.weak_type", "weak_type")
+def _() -> None:
+    assert attributes.is_weak(jnp.asarray(1.0))
+    assert not attributes.is_weak(jnp.float32(1))
+    for number, weak in ((1.0, True), (jnp.float32(1), False)):
+        [var] = jax.make_jaxpr(jnp.sin)(number).jaxpr.outvars
+        assert attributes.is_weak(var.aval) is weak
+
+
+@relied_on("convert_element_type_p", "jax.extend.core.primitives.convert_element_type_p")
+def _() -> None:
+    weak = attributes.with_weak_type(jnp.float32(1), weak=True)
+    assert attributes.is_weak(weak)
+    assert (weak + jnp.bfloat16(1)).dtype == jnp.bfloat16
+    assert attributes.with_weak_type(weak, weak=False).weak_type is False
+
+
+@relied_on("ShapedArray.update, ShapeDtypeStruct.update", "update(dtype=)")
+def _() -> None:
+    low = attributes.with_dtype(jax.typeof(jnp.asarray(1.0)), BFLOAT16)
+    assert (low.dtype, low.weak_type, low.shape) == (BFLOAT16, False, ())
+    sharding = jax.NamedSharding(data_mesh(), PartitionSpec("d"))
+    like = jax.ShapeDtypeStruct((4, 2), jnp.float32, sharding=sharding)
+    assert like.update(dtype=BFLOAT16, weak_type=False).sharding == sharding
+
+
+@relied_on("aval.to_tangent_aval", "to_tangent_aval")
+def _() -> None:
+    tangents = map(attributes.tangent_type, map(jax.typeof, (X, jnp.arange(3))))
+    assert [(t.shape, t.dtype) for t in tangents] == [
+        ((6, 8), np.dtype("float32")),
+        ((3,), jax.dtypes.float0),
+    ]
+
+
+@relied_on("aval.str_short", "str_short")
+def _() -> None:
+    [eqn] = equations(jnp.sin, X)
+    assert attributes.short_type(eqn.outvars[0]) == "float32[6,8]"
+
+
+@relied_on("aval.manual_axis_type.varying", "manual_axis_type")
+def _() -> None:
+    found: list[Any] = []
+
+    def local(x: jax.Array, w: jax.Array) -> jax.Array:
+        found.extend(attributes.varying_axes(jax.typeof(v)) for v in (x, w, x + w))
+        return x + w
+
+    spec = PartitionSpec("d")
+    mapped = jax.shard_map(
+        local, mesh=data_mesh(), in_specs=(spec, PartitionSpec()), out_specs=spec
+    )
+    jax.eval_shape(mapped, jnp.ones(4), jnp.ones(2))
+    assert found == [("d",), (), ("d",)]
+    assert attributes.varying_axes(jax.ShapeDtypeStruct((2,), jnp.float32)) == ()
+
+
+# --- equations ------------------------------------------------------------------------------------
+
+
+@relied_on("eqn.source_info.name_stack", "source_info", "name_stack")
+def _() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    stacks = [attributes.name_stack(equation("sin", fn, X)) for _ in range(2)]
+    assert str(stacks[0]) == "outer/inner"
+    assert hash(stacks[0]) == hash(stacks[1])
+    assert stacks[0] == stacks[1]
+    derived = equation("mul", lambda x: jax.vjp(fn, x)[1](x), X)
+    assert "transpose(" in str(attributes.name_stack(derived))
+
+
+@relied_on("eqn.source_info.traceback.frames", "frames")
+def _() -> None:
+    def called(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    def written_here(x: jax.Array) -> jax.Array:
+        return called(x)
+
+    frames = attributes.frames(equation("sin", written_here, X))
+    names = [frame.function_name.rsplit(".", 1)[-1] for frame in frames]
+    frame = frames[names.index("written_here")]
+    assert Path(frame.file_name).name == "test_compat.py"
+    line = written_here.__code__.co_firstlineno
+    assert frame.line_num == line + 1
+    assert names.index("called") < names.index("written_here")  # innermost first
+
+
+@relied_on("source_info_util.summarize, register_exclusion", "jax.extend.source_info_util")
+def _() -> None:
+    folder = Path("/nowhere/jaxmp_excluded")
+    scope: dict[str, Any] = {"jnp": jnp}
+    exec(compile("def fn(x):\n  return jnp.sin(x)", str(folder / "library.py"), "exec"), scope)
+
+    def user(x: jax.Array) -> jax.Array:
+        return scope["fn"](x) * 2
+
+    def files() -> list[str]:
+        found = map(attributes.source_summary, equations(user, X))
+        return [re.sub(r".*/(\w+\.py):\d+:?.*", r"\1", summary) for summary in found]
+
+    assert files() == ["library.py", "test_compat.py"]
+    attributes.leave_out_of_tracebacks(folder)
+    assert files() == ["test_compat.py", "test_compat.py"]
+
+
+@relied_on("source_info_util.user_context, current_name_stack")
+def _() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        with jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    [old] = equations(fn, X)
+
+    def again(x: jax.Array) -> Any:
+        with jax.named_scope("outer"), compat.source_of(old):
+            return compat.bind(old, [x])
+
+    [new] = equations(again, X)
+    assert str(attributes.name_stack(new)) == "outer/inner"
+    assert attributes.source_summary(new) == attributes.source_summary(old)
+
+
+@relied_on("eqn.ctx, eqn.ctx.manager", "ctx")
+def _() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        with set_xla_metadata(word="value"):
+            return jnp.sin(x)
+
+    [marked], [plain] = equations(fn, X), equations(jnp.sin, X)
+    assert attributes.context(marked) != attributes.context(plain)
+    assert hash(attributes.context(plain)) == hash(attributes.context(equations(jnp.sin, W)[0]))
+
+    def again(x: jax.Array) -> Any:
+        with attributes.in_context(marked):
+            return jnp.cos(x)
+
+    assert attributes.context(equations(again, X)[0]) == attributes.context(marked)
+
+
+@relied_on("eqn.effects", "effects")
+def _() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x[0, 0])
+        return jnp.sin(x)
+
+    effects = {eqn.primitive.name: attributes.has_effects(eqn) for eqn in equations(fn, X)}
+    assert effects.pop("sin") is False
+    assert sum(effects.values()) == 1
+
+
+@relied_on("Primitive.multiple_results", "multiple_results")
+def _() -> None:
+    split = equation("split", lambda x: jnp.split(x, 2), X)
+    [sin] = equations(jnp.sin, X)
+    assert attributes.returns_several(split.primitive)
+    assert not attributes.returns_several(sin.primitive)
+
+
+@relied_on("Primitive.get_bind_params", "get_bind_params")
+def _() -> None:
+    [out] = compat.bind(equation("custom_jvp_call", jax.nn.relu, X), [-X])
+    assert not out.any()
+
+
+@relied_on("jaxprs_in_params", "jaxprs_in_params")
+def _() -> None:
+    [jit] = equations(jax.jit(jnp.sin), X)
+    cond = equation("cond", lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), X)
+    assert attributes.holds_jaxprs(jit.params["jaxpr"])
+    assert attributes.holds_jaxprs(cond.params["branches"])
+    assert not attributes.holds_jaxprs(jit.params["name"])
+    assert len(list(compat.inner_jaxprs(cond))) == 2
+
+
+@relied_on("jaxpr.debug_info.func_name", "debug_info", "func_name")
+def _() -> None:
+    def told(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    assert attributes.function_name(jax.make_jaxpr(told)(X).jaxpr) == "told"
+
+
+@relied_on("jaxpr.replace, debug_info._replace")
+def _() -> None:
+    jaxpr = jax.make_jaxpr(lambda x, y: (jnp.sin(x), jnp.cos(x) * y))(X, X)
+    first, last, saved = compat.split(jaxpr, 1, 1)
+    assert [e.primitive.name for e in first.jaxpr.eqns] == ["sin", "cos"]
+    assert [e.primitive.name for e in last.jaxpr.eqns] == ["mul"]
+    assert [attributes.short_type(v) for v in first.jaxpr.outvars] == ["float32[6,8]"] * 2
+    assert len(saved) == 1
+
+
+@relied_on("jax.interpreters.ad.Zero", "jax.interpreters.ad")
+def _() -> None:
+    _, backward = jax.vjp(lambda x: (jnp.sin(x), jnp.cos(x)), X)
+    zero = compat.symbolic_zero(jax.typeof(X))
+    with_zero = jax.make_jaxpr(lambda ct: backward((ct, zero)))(X)
+    assert "neg" not in str(with_zero)  # nothing of the cosine
+
+
+@relied_on("inline of jax.jit")
+def _() -> None:
+    inlined = jax.jit(jnp.sin, inline=compat.INLINE)
+    assert [e.primitive.name for e in equations(inlined, X)] == ["sin"]
+
+
+@relied_on("frames of astype and of promotion")
+def _() -> None:
+    low = X.astype(jnp.bfloat16)
+    written = equation("convert_element_type", lambda x: x.astype(jnp.float32), low)
+    promoted = equation("convert_element_type", lambda x: x + X, low)
+    dense = nn.Dense(4)
+    by_flax = equation(
+        "convert_element_type", lambda x: dense.init_with_output(jax.random.key(0), x)[0], low
+    )
+    found = [compat.wrote_dtype(e.source_info) for e in (written, promoted, by_flax)]
+    assert found == [True, False, False]
+
+
+@relied_on("frames of associative_scan")
+def _() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return lax.associative_scan(lambda a, b: a + b, x) * 2
+
+    eqns = [e for e in iter_eqns(jax.make_jaxpr(fn)(X)) if e.primitive.name in ("add", "mul")]
+    found = {e.primitive.name: compat.in_associative_scan(e.source_info) for e in eqns}
+    assert found == {"add": True, "mul": False}
+
+
+@relied_on("make_user_context is part of a jit's key")
+def _() -> None:
+    context = jax.make_user_context(default_value=None)
+    fn = jax.jit(lambda x: x if context.value is None else jnp.sin(x))
+    traces = [str(jax.make_jaxpr(fn)(X))]
+    with context("inside"):
+        traces.append(str(jax.make_jaxpr(fn)(X)))
+    assert ["sin" in trace for trace in traces] == [False, True]
+
+
+# --- parameters of first-order equations ----------------------------------------------------------
+
+
+@relied_on("dot_general: dimension_numbers", "params[dimension_numbers]")
+def _() -> None:
+    eqn = equation("dot_general", lambda a, b: jnp.einsum("bij,bkj->bik", a, b), X[None], X[None])
+    (left, right), (batch, other) = attributes.product_axes(eqn)
+    assert [*map(list, (left, right, batch, other))] == [[2], [2], [0], [0]]
+
+
+@relied_on(
+    "ragged_dot_general: ragged_dot_dimension_numbers", "params[ragged_dot_dimension_numbers]"
+)
+def _() -> None:
+    sizes = jnp.array([2, 4])
+    eqn = equation("ragged_dot_general", lax.ragged_dot, X, jnp.ones((2, 8, 3)), sizes)
+    (left, right), (batch, _) = attributes.product_axes(eqn)
+    assert [*map(list, (left, right, batch))] == [[1], [1], []]
+
+
+def _convolution() -> Any:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (1, 2),
+            ((0, 1), (2, 3)),
+            (1, 3),
+            (4, 1),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+    return equation("conv_general_dilated", fn, jnp.ones((1, 9, 9, 3)), jnp.ones((2, 2, 3, 5)))
+
+
+@relied_on("conv_general_dilated: dimension_numbers")
+def _() -> None:
+    layout = attributes.layout(_convolution())
+    found = (layout.lhs_spec, layout.rhs_spec, layout.out_spec)  # batch, features, space
+    assert found == ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
+
+
+@relied_on("conv_general_dilated: window_strides, padding, lhs_dilation, rhs_dilation")
+def _() -> None:
+    assert attributes.window(_convolution()) == ((1, 2), ((0, 1), (2, 3)), (1, 3), (4, 1))
+
+
+@relied_on("broadcast_in_dim: broadcast_dimensions", "params[broadcast_dimensions]")
+def _() -> None:
+    [eqn] = equations(lambda x: lax.broadcast_in_dim(x, (2, 6, 3, 8), (1, 3)), X)
+    assert attributes.broadcast_axes(eqn) == (1, 3)
+
+
+@relied_on("convert_element_type: new_dtype", "params[new_dtype]")
+def _() -> None:
+    [eqn] = equations(lambda x: x.astype(jnp.bfloat16), X)
+    assert attributes.converted_dtype(eqn) == BFLOAT16
+
+
+@relied_on("dot_general: precision", "params[precision]")
+def _() -> None:
+    def asked(precision: Any) -> str:
+        eqn = equation("dot_general", lambda x, w: lax.dot(x, w, precision=precision), X, W)
+        precision = attributes.precision(eqn)
+        found = precision if isinstance(precision, tuple) else (precision,)
+        return " ".join(str(getattr(p, "name", p)) for p in found)
+
+    assert asked(None) == "None"
+    assert asked("highest") == "HIGHEST HIGHEST"
+    assert asked(lax.DotAlgorithmPreset.BF16_BF16_F32) == "BF16_BF16_F32"
+
+
+@relied_on("dot_general: preferred_element_type", "params[preferred_element_type]")
+def _() -> None:
+    dot = equation("dot_general", lax.dot, X, W)
+    assert attributes.takes_result_dtype(dot)
+    assert attributes.takes_result_dtype(_convolution())
+    [out] = compat.bind(dot, [X, W], preferred_element_type=BFLOAT16)
+    assert out.dtype == BFLOAT16
+
+
+@relied_on("integer_pow: y", "params[y]")
+def _() -> None:
+    [eqn] = equations(lambda x: x**-3, X)
+    assert attributes.exponent(eqn.params) == -3
+
+
+@relied_on("jit: name", "params[name]")
+def _() -> None:
+    def told(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    [eqn] = equations(jax.jit(told), X)
+    assert attributes.jitted_name(eqn) == "told"
+    assert not attributes.jitted_name(equations(jnp.sin, X)[0])
+
+
+@relied_on("custom_linear_solve: jaxprs.solve", "params[jaxprs]")
+def _() -> None:
+    def fn(b: jax.Array) -> jax.Array:
+        return lax.custom_linear_solve(lambda v: v * 2, b, lambda _, b: jnp.tanh(b))
+
+    solve = attributes.linear_solver(equation("custom_linear_solve", fn, X[0]))
+    assert [e.primitive.name for e in compat.closed(solve).jaxpr.eqns] == ["tanh"]
+
+
+# --- parameters of higher-order equations ---------------------------------------------------------
+
+
+@relied_on("jit, remat2: jaxpr", "params[jaxpr]")
+def _() -> None:
+    for fn in (jax.jit(jnp.sin), jax.checkpoint(jnp.sin)):
+        [eqn] = equations(fn, X)
+        inner = compat.closed(compat.call_jaxpr(eqn)).jaxpr
+        assert [e.primitive.name for e in inner.eqns] == ["sin"]
+        cosine = compat.like(jax.make_jaxpr(jnp.cos)(X), eqn.params["jaxpr"])
+        [out] = compat.bind(eqn, [X], jaxpr=cosine)
+        np.testing.assert_allclose(out, np.cos(1), rtol=1e-6)
+
+
+def _rule(closed_over: Any = None) -> Any:
+    @jax.custom_vjp
+    def told(x: jax.Array) -> jax.Array:
+        return jnp.sin(x) if closed_over is None else jnp.sin(x) * closed_over
+
+    told.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+    return told
+
+
+@relied_on("custom_jvp_call, custom_vjp_call: call_jaxpr", "params[call_jaxpr]")
+def _() -> None:
+    for name, fn in (("custom_jvp_call", jax.nn.relu), ("custom_vjp_call", _rule())):
+        eqn = equation(name, fn, X)
+        assert list(compat.closed(compat.call_jaxpr(eqn)).jaxpr.eqns)
+        assert compat.custom_rule(eqn).name == {"custom_vjp_call": "told"}.get(name, "relu")
+
+
+@relied_on("custom_vjp_call: num_consts")
+def _() -> None:
+    eqn = equation("custom_vjp_call", lambda x, w: _rule(w)(x), X, X)
+    assert compat.custom_rule(eqn).n_consts == 1
+    assert eqn.invars[0].aval == eqn.invars[1].aval
+    assert compat.custom_rule(equation("custom_vjp_call", _rule(), X)).n_consts == 0
+
+
+@relied_on("custom_vjp_call, custom_jvp_call: symbolic_zeros", "params[symbolic_zeros]")
+def _() -> None:
+    def made(symbolic: bool) -> tuple[Any, Any]:
+        vjp, jvp = jax.custom_vjp(jnp.sin), jax.custom_jvp(jnp.sin)
+        vjp.defvjp(
+            lambda x: (jnp.sin(getattr(x, "value", x)), None),
+            lambda _, g: (g,),
+            symbolic_zeros=symbolic,
+        )
+        jvp.defjvp(lambda x, t: (jnp.sin(*x), *t), symbolic_zeros=symbolic)
+        return equation("custom_vjp_call", vjp, X), equation("custom_jvp_call", jvp, X)
+
+    for symbolic in (True, False):
+        found = [compat.custom_rule(eqn).symbolic_zeros for eqn in made(symbolic)]
+        assert found == [symbolic, symbolic]
+
+
+@relied_on(
+    "shard_map: mesh, in_specs, out_specs, check_vma, newly_manual_axes",
+    *("params[mesh]", "params[in_specs]", "params[out_specs]", "params[check_vma]"),
+    "params[newly_manual_axes]",
+)
+def _() -> None:
+    mesh, spec = data_mesh(), PartitionSpec("d")
+    mapped = jax.shard_map(
+        jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False, axis_names={"d"}
+    )
+    params = equation("shard_map", jax.jit(mapped), X).params
+    assert tuple(params["in_specs"]) == tuple(params["out_specs"]) == (spec,)
+    assert params["check_vma"] is False
+    assert set(params["newly_manual_axes"]) == {"d"}
+    assert params["mesh"].axis_names == ("d",)
+
+
+@relied_on("cond: branches", "params[branches]")
+def _() -> None:
+    eqn = equation("cond", lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), X)
+    ops = [[e.primitive.name for e in compat.closed(i.jaxpr).jaxpr.eqns] for i in inside(eqn)]
+    assert ops == [["cos"], ["sin"]]  # the false one is the first
+    assert len(eqn.invars) == 2  # the index comes before the operands
+
+
+def _scan() -> Any:
+    def fn(w: jax.Array, c: jax.Array, xs: jax.Array) -> Any:
+        return lax.scan(lambda c, x: ((c[0] + 1, c[1] @ w), x), (0, c), xs)
+
+    return equation("scan", fn, W, X, X)
+
+
+@relied_on(
+    "scan: num_consts and num_carry, or ft_in",
+    *("params[num_consts]", "params[num_carry]", "params[ft_in]"),
+)
+def _() -> None:
+    assert compat.scan_split(_scan()) == (1, 2)
+    shapes = [v.aval.shape for v in _scan().invars]
+    assert shapes == [(8, 8), (), (6, 8), (6, 8)]  # constants, carry, what it goes through
+
+
+@relied_on("scan: length", "params[length]")
+def _() -> None:
+    assert inside(_scan())[0].trips == 6
+
+
+def _while() -> Any:
+    def fn(limit: jax.Array, w: jax.Array, v: jax.Array, x: jax.Array) -> Any:
+        return lax.while_loop(lambda c: c.sum() < limit, lambda c: c @ w + v, x)
+
+    return equation("while", fn, jnp.float32(9), W, X[0], X)
+
+
+@relied_on("while: cond_nconsts, body_nconsts", "params[cond_nconsts]", "params[body_nconsts]")
+def _() -> None:
+    test, body = inside(_while())
+    shapes = [v.aval.shape for v in _while().invars]
+    assert [shapes[i] for i in test.operands] == [(), (6, 8)]
+    assert [shapes[i] for i in body.operands] == [(8, 8), (8,), (6, 8)]
+
+
+@relied_on("while: cond_jaxpr, body_jaxpr", "params[cond_jaxpr]", "params[body_jaxpr]")
+def _() -> None:
+    last = [compat.closed(inner.jaxpr).jaxpr.eqns[-1] for inner in inside(_while())]
+    assert [e.primitive.name for e in last] == ["lt", "add"]
+
+
+# --- the next generation --------------------------------------------------------------------------
+
+
+@contextmanager
+def next_generation(flag: str) -> Iterator[None]:
+    if jax.__version_info__ < (0, 12):
+        pytest.skip("looked inside from JAX 0.12 on")
+    jax.config.update(flag, True)
+    try:
+        yield
+    finally:
+        jax.config.update(flag, False)
+
+
+@relied_on("call_hi_primitive: _prim", "params[_prim]")
+def _() -> None:
+    with next_generation("jax_remat3"):
+        [eqn] = equations(jax.checkpoint(lambda x: jnp.sin(x)), X)
+    assert (compat.kind(eqn), compat.called(eqn)) == ("remat2", "RematTraced")
+
+
+@relied_on("RematTraced.jaxpr, policy, prevent_cse")
+def _() -> None:
+    policy = jax.checkpoint_policies.save_anything_except_these_names("kept")
+    with next_generation("jax_remat3"):
+        [eqn] = equations(jax.checkpoint(lambda x: jnp.sin(x), policy=policy, prevent_cse=False), X)
+        [inner] = inside(eqn)
+        rematted = compat.rematerialised(eqn, lambda x: [jnp.cos(x)])
+        [again] = equations(rematted, X)
+    assert [e.primitive.name for e in compat.closed(inner.jaxpr).jaxpr.eqns] == ["sin"]
+    assert again.params["_prim"].policy is policy
+    assert again.params["_prim"].prevent_cse is False
+
+
+@relied_on("CheckpointName.name")
+def _() -> None:
+    with next_generation("jax_remat3"):
+        [eqn] = equations(lambda x: checkpoint_name(x, "kept"), X)
+        [low] = equations(lambda x: compat.bind(eqn, [x]), X.astype(jnp.bfloat16))
+    assert compat.kind(eqn) == compat.kind(low) == "name"
+    assert low.params.get("name", getattr(low.params.get("_prim"), "name", None)) == "kept"
+
+
+@relied_on(
+    "CustomVJPTraced.traced, in_avals, symbolic_zeros, traced.fun_name", "traced", "fun_name"
+)
+def _() -> None:
+    with next_generation("jax_custom_vjp3"):
+        [eqn] = equations(lambda x: _rule()(x), X)
+        [inner] = inside(eqn)
+    assert compat.kind(eqn) == "custom_vjp_call"
+    assert compat.custom_rule(eqn) == ("told", 0, False)
+    assert [e.primitive.name for e in compat.closed(inner.jaxpr).jaxpr.eqns] == ["sin"]
+
+
+@relied_on("CustomJVPTraced.traced, in_avals, symbolic_zeros")
+def _() -> None:
+    @jax.custom_jvp
+    def told(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    told.defjvp(lambda x, t: (told(*x), *t))
+    with next_generation("jax_custom_jvp3"):
+        [eqn] = equations(told, X)
+        [inner] = inside(eqn)
+    assert compat.kind(eqn) == "custom_jvp_call"
+    assert compat.custom_rule(eqn).name == "told"
+    assert [e.primitive.name for e in compat.closed(inner.jaxpr).jaxpr.eqns] == ["sin"]
+
+
+# --- what a compiled program says of itself, to a process that imports JAX alone ------------------
+
+
+@relied_on("Compiled.memory_analysis, cost_analysis")
+def _() -> None:
+    compiled = jax.jit(lambda x: x @ W).lower(X).compile()
+    memory = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes == X.nbytes
+    assert memory.output_size_in_bytes == X.nbytes
+    for name in ("temp_size_in_bytes", "generated_code_size_in_bytes", "alias_size_in_bytes"):
+        assert getattr(memory, name) >= 0, name
+    assert compiled.cost_analysis()["bytes accessed"] >= 2 * X.nbytes
+
+
+# --- Flax -----------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.make_rng("noise")
+        return nn.Dense(4)(x)
+
+    @nn.nowrap
+    def told(self) -> None: ...
+
+
+RNGS = {"params": jax.random.key(0), "noise": jax.random.key(1)}
+
+
+@relied_on("Module methods: method_handler_wrapped", "method_handler_wrapped")
+def _() -> None:
+    found = {name: _flax.is_managed(getattr(Layer, name)) for name in ("__call__", "told", "apply")}
+    assert found == {"__call__": True, "told": False, "apply": False}
+
+
+@relied_on("module_class_lift_transform, core.lift.pack", "flax.core.lift", "flax.linen.transforms")
+def _() -> None:
+    seen: list[Any] = []
+
+    def transform(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any) -> Any:
+            seen.append(variables)
+            scopes = scope_fn(jax.tree.map(jnp.zeros_like, variables), rngs)
+            return fn(scopes, *args), repack_fn(scopes)
+
+        return _flax.lifted_scopes(inner)
+
+    variables = Layer().init(RNGS, X)
+    lifted = _flax.lifted_class(transform, Layer, ["__call__"])()
+    out = lifted.apply(variables, X, rngs=RNGS)
+    assert jax.tree.map(jnp.shape, jax.tree.leaves(seen)) == [(4,), (8, 4)]
+    assert not out.any()  # the method saw the variables that the transformation gave it
+
+
+@relied_on("Scope.rng_counters", "rng_counters")
+def _() -> None:
+    counters: list[Any] = []
+
+    def transform(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(scope_fn: Any, repack_fn: Any, variables: Any, rngs: Any, *args: Any) -> Any:
+            scopes = scope_fn(variables, rngs)
+            before = [dict(counter) for counter in _flax.key_counters(scopes)]
+            out = fn(scopes, *args)
+            after = [dict(counter) for counter in _flax.key_counters(scopes)]
+            counters.extend((*before, *after))
+            return out, repack_fn(scopes)
+
+        return _flax.lifted_scopes(inner)
+
+    lifted = _flax.lifted_class(transform, Layer, ["__call__"])()
+    lifted.apply(Layer().init(RNGS, X), X, rngs=RNGS)
+    assert [counter["noise"] for counter in counters] == [0, 1]
+
+
+@relied_on("InterceptorContext", "flax.linen.module.InterceptorContext")
+def _() -> None:
+    seen: list[Any] = []
+
+    def interceptor(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        seen.append((type(context), type(context.module), context.method_name))
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(interceptor):
+        Layer().init(RNGS, X)
+    assert (_flax.InterceptorContext, Layer, "__call__") in seen
+
+
+@relied_on("core.meta.AxisMetadata", "flax.core.meta.AxisMetadata")
+def _() -> None:
+    boxed = nn.Dense(4, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "d")))
+    params = boxed.init(jax.random.key(0), X)["params"]
+    assert isinstance(params["kernel"], _flax.AxisMetadata)
+    assert not isinstance(params["bias"], _flax.AxisMetadata)
+
+
+@relied_on("struct.dataclass: metadata of its fields")
+def _() -> None:
+    @flax.struct.dataclass
+    class State:
+        step: int
+        name: str = flax.struct.field(pytree_node=False)
+
+    fields = State.__dataclass_fields__
+    assert {n: _flax.is_pytree_node(f) for n, f in fields.items()} == {"step": True, "name": False}
+
+
+@relied_on("nnx.graphlib.is_graph_node", "flax.nnx.graphlib.is_graph_node")
+def _() -> None:
+    nodes = (nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Param(X), nnx.Rngs(0))
+    assert all(map(_flax.is_graph_node, nodes))
+    assert not any(map(_flax.is_graph_node, (X, [X], {"a": X}, None, "text", jnp.sin)))
+
+
+@relied_on(
+    "nnx.transforms.general: split_inputs, merge_inputs",
+    *(f"flax.nnx.transforms.general.{name}" for name in ("merge_inputs", "split_inputs")),
+)
+def _() -> None:
+    class Counter(nnx.Module):
+        def __init__(self) -> None:
+            self.count = nnx.Variable(jnp.float32(0))
+
+    def step(counter: Counter, x: jax.Array) -> jax.Array:
+        counter.count.set_value(counter.count.get_value() + x)
+        return x * 2
+
+    counter = Counter()
+    assert _flax.split_inputs(jax.jit(_flax.merge_inputs(step)))(counter, jnp.float32(3)) == 6
+    assert counter.count.get_value() == 3
+
+
+@relied_on("nnx.Module: _pytree__is_pytree", "_pytree__is_pytree")
+def _() -> None:
+    class Registered(nnx.Module): ...
+
+    class Plain(nnx.Module, pytree=False): ...
+
+    assert [_flax.is_registered(cls) for cls in (Registered, Plain)] == [True, False]
+
+
+@relied_on("nnx.Variable: get_raw_value, set_raw_value")
+def _() -> None:
+    param = nnx.Param(X)
+    assert param.get_raw_value() is X
+    param.set_raw_value(W)
+    assert param.get_raw_value() is W
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_is_there_and_means_what_we_think(name: str) -> None:
+    ROWS[name]()
+
+
+def test_each_that_is_read_has_a_row() -> None:
+    assert read_at_home() == COVERED
