@@ -5,6 +5,7 @@ The default suite runs on CPU; `-m gpu` and `-m tpu` leave the choice of the pla
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 
@@ -21,6 +22,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}=8".strip()
     if not re.search(r"(?<!not )\b(gpu|tpu)\b", config.getoption("markexpr")):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`support.slow_when`: marks a test that has the condition's parameters, where it holds."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    for (condition,) in [mark.args for mark in item.iter_markers("slow_when")]:
+        names = inspect.signature(condition).parameters
+        if params.keys() >= names.keys() and condition(*(params[name] for name in names)):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
