@@ -324,7 +324,7 @@ def test_explain_says_which_rule_closes_over_a_value() -> None:
 
     rows = [r for r in jaxmp.explain(fn, BF16)(X, S).rows if "closes over" in r.reason]
     assert len(rows) == 1
-    assert rows[0].source.startswith("test_custom_rules.py:")
+    assert rows[0].source.startswith("test_derivatives.py:")
 
 
 # --- other rules, other operands -----------------------------------------------------------------
