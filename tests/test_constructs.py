@@ -81,8 +81,7 @@ def _expected(index: int) -> Any:
     return jax.jit(_differentiated(case.fn, case))(*case.args)
 
 
-# One of each kind, seen in both formats, in every order and without `jit` by default; the rest is
-# slow.
+# One of each kind, by default also seen in float16, without `jit`, and mapped.
 OF_EACH_KIND = {
     "jit_nested",
     "scan",
@@ -135,6 +134,7 @@ def test_values_without_jit(case: Construct) -> None:
     assert_close(got, want, dtype="bfloat16", depth=case.depth)
 
 
+@slow_when(lambda case, policy: policy == F16 and _one_of_many(case))
 @constructs
 @policies
 def test_contractions(case: Construct, policy: str) -> None:
@@ -169,7 +169,7 @@ def _two(case: Construct) -> tuple[Any, Any]:
     return (jnp.stack([first, -first]), *rest), (0,) + (None,) * len(rest)
 
 
-@slow_when(lambda case, order: order == "autocast of vmap" and _one_of_many(case))
+@slow_when(_one_of_many)
 @_cases(lambda case: case.vmappable)
 @pytest.mark.parametrize("order", ["vmap of autocast", "autocast of vmap"])
 def test_vmap(case: Construct, order: str) -> None:

@@ -29,7 +29,7 @@ from random_programs import Program, Rounding, evaluate
 
 import jaxmp
 
-from support import assert_same_program, float16_is_slow, iter_eqns
+from support import assert_same_program, float16_is_slow, iter_eqns, slow_when
 
 DRAWS = 8
 SPREADS = 4.0
@@ -136,6 +136,7 @@ def test_float32_policy_is_the_identity(program: Program) -> None:
     assert_same_program(plain, cast, *args)
 
 
+@slow_when(lambda seed: seed in (1, 2))
 @pytest.mark.parametrize("seed", range(4))
 def test_compiled_programs(seed: int) -> None:
     """What the suite evaluates equation by equation is what `jit` computes."""
@@ -172,6 +173,7 @@ def test_the_suite_covers_what_it_claims() -> None:
     assert shared >= 10
 
 
+@pytest.mark.slow
 def test_the_criterion_sees_a_coarse_program() -> None:
     """Rounding each value four times as coarsely as the type does is out of bounds somewhere."""
     outside = 0
