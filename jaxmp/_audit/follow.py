@@ -209,10 +209,7 @@ class _Follower:
         if found or inside(eqn):
             return [found[i] for i in range(len(eqn.outvars))]
         place = place_unknown(eqn, place)
-        jaxprs = list(compat.inner_jaxprs(eqn))
-        if eqn.primitive.name == "custom_linear_solve":  # of its four functions one runs
-            jaxprs = [eqn.params["jaxprs"].solve]
-        for jaxpr in jaxprs:
+        for jaxpr in compat.jaxprs_run(eqn):
             count = len(closed(jaxpr).jaxpr.invars)
             self.run(jaxpr, [NOTHING] * count, ["a value"] * count, place, silent=silent)
         return [NOTHING] * len(eqn.outvars)

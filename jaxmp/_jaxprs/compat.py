@@ -217,6 +217,13 @@ def inner_jaxprs(eqn: jex_core.JaxprEqn) -> Iterator[Any]:
         yield jaxpr
 
 
+def jaxprs_run(eqn: jex_core.JaxprEqn) -> list[Any]:
+    """Those that running it runs, once each: of the four of a linear solve, one."""
+    if eqn.primitive.name == "custom_linear_solve":
+        return [eqn.params["jaxprs"].solve]
+    return list(inner_jaxprs(eqn))
+
+
 def bind(eqn: jex_core.JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
     """The primitive of an equation on other operands, with some parameters replaced."""
     if (named := _bind_next(eqn, operands)) is not None:
@@ -233,13 +240,11 @@ def _bind_next(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> list[Any] | N
     return None
 
 
-def rematerialised(
-    eqn: jex_core.JaxprEqn, fn: Callable[..., list[Any]]
-) -> Callable[..., list[Any]] | None:
+def rematerialised(eqn: jex_core.JaxprEqn, fn: Callable[..., Any]) -> Callable[..., Any] | None:
     """`fn` under the remat of an equation of the next generation; None if it is not one."""
     if (held := _held(eqn)) is None:
         return None
-    rematted: Callable[..., list[Any]] = jax.checkpoint(
+    rematted: Callable[..., Any] = jax.checkpoint(
         fn, policy=held.policy, prevent_cse=held.prevent_cse
     )
     return rematted

@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs import compat, threaded
 from jaxmp._jaxprs.compat import bind
-from jaxmp._jaxprs.threaded import Extra, Out, Thread, Threaded
+from jaxmp._jaxprs.threaded import Out, Thread, Threaded
 
 
 class Inner(NamedTuple):
@@ -97,6 +97,12 @@ def inside(eqn: JaxprEqn) -> tuple[Inner, ...]:
     return () if known is None else known.inside(eqn)
 
 
+def steering(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The operands that no jaxpr inside reads: they say which of them runs."""
+    read = {i for inner in inside(eqn) for i in inner.operands}
+    return tuple(i for i in range(len(eqn.invars)) if i not in read)
+
+
 def rebind(eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]) -> list[Any]:
     """Binds an equation again, with something else in place of each jaxpr inside.
 
@@ -136,6 +142,7 @@ def rebuild(
 
     Example:
       >>> import jax, jax.numpy as jnp
+      >>> from jaxmp._jaxprs.threaded import Extra
       >>> jaxpr = jax.make_jaxpr(lambda x: jax.lax.map(jnp.sin, x))(jnp.arange(3.0))
       >>> def louder(extra_in, x):
       ...     return [jnp.sin(x)], {"twice": Extra(2 * x + extra_in[0])}

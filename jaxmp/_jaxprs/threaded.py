@@ -126,7 +126,7 @@ def beside(
 
     The replacement runs beside the call, for its extra results alone: they are those of the
     function itself also where it is differentiated and its forward rule runs in its place. XLA
-    computes what both compute once; what a body prints is printed twice.
+    merges what both compute, but not loops; what a body prints is printed twice.
     """
     [called] = replacements
     traced = Traced(called, extra_in, operands)
@@ -257,22 +257,24 @@ def through_while(
         [go], extras = test(extra_in, *given[:n_test], *carry)
         return go, extras
 
-    def step(state: tuple[Any, list[Any], Extras]) -> tuple[Any, list[Any], Extras]:
-        go, carry, extras = state
+    def step(state: tuple[list[Any], list[Any], Extras]) -> tuple[list[Any], list[Any], Extras]:
+        ahead, carry, extras = state
         results, found = body(extra_in, *given[n_test:], *carry)
-        if test.extras:
+        if ahead:
             go, seen = goes_on(results)
-            found = _both(found, seen)
-        return go, results, _both(extras, found)
+            ahead, found = [go], _both(found, seen)
+        return ahead, results, _both(extras, found)
 
-    # The condition is computed once for each time that it is read: where it has extra results, at
-    # the end of an iteration, and carried.
-    go, extras = goes_on(start) if test.extras else (True, {})
-    extras = _both(body.neutral(), extras)
+    # A condition that has extra results is computed at the end of the iteration before: a loop's
+    # condition can return nothing else.
+    ahead, extras = [], body.neutral()
+    if test.extras:
+        go, seen = goes_on(start)
+        ahead, extras = [go], _both(extras, seen)
     _, results, extras = lax.while_loop(
-        (lambda state: state[0]) if test.extras else (lambda state: goes_on(state[1])[0]),
+        lambda state: state[0][0] if state[0] else goes_on(state[1])[0],
         step,
-        (go, list(start), extras),
+        (ahead, list(start), extras),
     )
     return list(results), extras
 
@@ -290,12 +292,12 @@ def _both(olds: Extras, news: Extras) -> Extras:
 
 
 def _check_alike(where: str, name: str, old: Extra, new: Extra) -> None:
-    """Raises where an extra result is not always of one kind."""
-    kinds = [(x.value.shape, str(x.value.dtype), x.join, x.axes) for x in (old, new)]
+    """Raises where an extra result is not of one kind."""
+    kinds = [f"{x.value.dtype}{list(x.value.shape)}, {x.join}, {x.axes}" for x in (old, new)]
     if kinds[0] != kinds[1]:
         raise ValueError(
-            f"rebuild: extra result {name!r} of {where} is {kinds[0]} and {kinds[1]}: give it one "
-            "shape, dtype, Join and axes, or two names"
+            f"rebuild: extra result {name!r} of {where} is {kinds[0]} and is {kinds[1]}: give it "
+            "one shape, dtype, Join and axes, or two names"
         )
 
 
