@@ -168,7 +168,7 @@ def through_shard_map(
 
     def local(extra_in: Sequence[Any], *arrays: Any) -> Out:
         results, extras = called(extra_in, *arrays)
-        return results, jax.tree.map(lambda x: x[None], extras)
+        return list(results), jax.tree.map(lambda x: x[None], extras)
 
     mapped: Callable[..., Any] = jax.shard_map(
         local,
