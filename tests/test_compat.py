@@ -431,7 +431,7 @@ def _() -> None:
     def fn(b: jax.Array) -> jax.Array:
         return lax.custom_linear_solve(lambda v: v * 2, b, lambda _, b: jnp.tanh(b))
 
-    solve = attributes.linear_solver(equation("custom_linear_solve", fn, X[0]))
+    [solve] = compat.jaxprs_run(equation("custom_linear_solve", fn, X[0]))
     assert [e.primitive.name for e in compat.closed(solve).jaxpr.eqns] == ["tanh"]
 
 
