@@ -29,6 +29,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.interpreters import ad
 
+from jaxmp._jaxprs.attributes import varying_axes
+
 # Primitives that run one jaxpr once, operands and results one to one → the parameter it is in.
 CALLS = {
     "jit": "jaxpr",
@@ -170,7 +172,7 @@ def without_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
 def filled(aval: Any, value: Any) -> Any:
     """An array of one value, varying over the same manual mesh axes as `aval`."""
     array = jnp.full(aval.shape, value, aval.dtype)
-    axes = tuple(aval.mat.varying)
+    axes = varying_axes(aval)
     return jax.lax.pcast(array, axes, to="varying") if axes else array
 
 
@@ -333,8 +335,7 @@ def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
 
 def scan_options(eqn: jex_core.JaxprEqn) -> dict[str, Any]:
     """What a scan was told besides its function and its operands."""
-    names = ("length", "reverse", "unroll", "_split_transpose")
-    return {name: eqn.params[name] for name in names if name in eqn.params}
+    return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
 
 def wrote_dtype(source_info: Any) -> bool:
