@@ -5,6 +5,7 @@ The default suite runs on CPU; `-m gpu` and `-m tpu` leave the choice of the pla
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 
@@ -21,6 +22,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}=8".strip()
     if not re.search(r"(?<!not )\b(gpu|tpu)\b", config.getoption("markexpr")):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`support.slow_when`: marks a test that has the condition's parameters, where it holds."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    for (condition,) in [mark.args for mark in item.iter_markers("slow_when")]:
+        names = inspect.signature(condition).parameters
+        if params.keys() >= names.keys() and condition(*(params[name] for name in names)):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,7 +51,7 @@ def _quick_compiles() -> None:
 
 # The same examples on every run, so that nobody's change meets somebody else's counterexample;
 # HYPOTHESIS_PROFILE=explore looks for new ones. Compiling takes as long as it takes: no deadlines.
-hypothesis.settings.register_profile("dev", max_examples=30, derandomize=True, deadline=None)
+hypothesis.settings.register_profile("dev", max_examples=16, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=300, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", max_examples=10_000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))

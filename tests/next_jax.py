@@ -22,6 +22,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from observed import observe
 
 import jaxmp
 from jaxmp._jaxprs import compat
@@ -238,6 +239,30 @@ def test_every_product_is_low_and_the_gradient_is_the_author_s(program: Any) -> 
         for audited in (fn, jax.grad(fn)):
             operations = jaxmp.audit(audited, W, X).operations
             assert {op.dtype for op in operations if op.flops} == {dtype}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_what_is_seen_inside_comes_out_also_under_grad(program: Any) -> None:
+    out, extras = jax.jit(observe(program))(W, X)
+    assert out == jax.jit(program)(W, X)
+    assert len(extras) == products(program, W, X).total()
+    gradient, again = jax.jit(jax.grad(observe(program), has_aux=True))(W, X)
+    np.testing.assert_allclose(gradient, jax.jit(jax.grad(program))(W, X), rtol=1e-5, atol=1e-5)
+    assert again.keys() == extras.keys()
+    for name, extra in extras.items():
+        assert float(extra.value) > 0
+        np.testing.assert_allclose(again[name].value, extra.value, rtol=1e-6)
+
+
+def test_what_is_seen_is_what_numpy_sees() -> None:
+    x, w = np.asarray(X, np.float64), np.asarray(W, np.float64)
+    want, h = [], x
+    for _ in range(3):
+        want.append(np.abs(h @ w).max())
+        h = np.tanh(h @ w) if len(want) < 3 else h @ w
+    _, extras = jax.jit(jax.grad(observe(everything), has_aux=True))(W, X)
+    got = [float(extra.value) for extra in extras.values()]
+    np.testing.assert_allclose(sorted(got), sorted(want), rtol=1e-5)
 
 
 @scan_runs_as_before

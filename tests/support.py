@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,7 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import pytest
 from jax.extend import core as jex_core
+
+# A run by default sees every kind of thing once; products of kinds (formats, models, optimizers,
+# transformations) are seen under `-m slow`. `@slow_when(lambda policy, case: ...)` marks a test as
+# slow where that holds of its parameters, which the condition takes by their names.
+slow_when: Callable[[Callable[..., bool]], pytest.MarkDecorator] = pytest.mark.slow_when.with_args
+
+# But for its range, float16 is computed as bfloat16 is: a float16 twin is slow, unless a test is
+# about what overflows or saturates.
+float16_is_slow = slow_when(lambda policy: policy.startswith("mixed_float16"))
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -76,6 +88,23 @@ def primitives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Counter[tup
         for eqn in iter_eqns(jaxpr_of(fn, *args, **kwargs))
         if eqn.outvars and hasattr(eqn.outvars[0].aval, "dtype")
     )
+
+
+def assert_same_program(fn: Callable[..., Any], other: Callable[..., Any], *args: Any) -> None:
+    """Both functions are one jaxpr of the same constants: the same bits, whatever compiles it."""
+    one, two = (jaxpr_of(f, *args) for f in (fn, other))
+    assert _text(one) == _text(two)
+    for a, b in zip(one.consts, two.consts, strict=True):
+        a, b = (jax.random.key_data(x) if _is_key(x) else x for x in (a, b))
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def _text(jaxpr: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
+
+
+def _is_key(x: Any) -> bool:
+    return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
 
 def run_python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -19,6 +19,8 @@ import jaxmp
 from jaxmp._audit.audit import audit
 from jaxmp._audit.report import PrecisionError
 
+from support import slow_when
+
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 MIXED = "mixed_bfloat16"
 
@@ -241,14 +243,15 @@ PUBLIC = [
     "linear_recurrent_unit",
     "mixture_of_experts",
     "nnx_cnn",
-    pytest.param("deep_equilibrium", marks=pytest.mark.slow),
-    pytest.param("mamba", marks=pytest.mark.slow),
-    pytest.param("neural_ode", marks=pytest.mark.slow),
-    pytest.param("resnet_batchnorm", marks=pytest.mark.slow),
-    pytest.param("rk4_adjoint", marks=pytest.mark.slow),
+    "deep_equilibrium",
+    "mamba",
+    "neural_ode",
+    "resnet_batchnorm",
+    "rk4_adjoint",
 ]
 
 
+@slow_when(lambda name: name in PUBLIC[4:])
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_models_under_autocast_have_no_faults(name):
     model = build(name)

@@ -22,7 +22,7 @@ from jax import lax
 
 import jaxmp
 
-from support import contraction_dtypes, iter_eqns, jaxpr_of
+from support import contraction_dtypes, float16_is_slow, iter_eqns, jaxpr_of, slow_when
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 BF16_LOW_SOFTMAX, F16_LOW_SOFTMAX = "mixed_bfloat16,softmax=bf16", "mixed_float16,softmax=f16"
@@ -191,6 +191,7 @@ def oracle(name: str) -> Any:
     return in_float64(case.fn, *case.args), in_float64(projected(case.fn), case.args)
 
 
+@float16_is_slow
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_against_float64(name: str, policy: str) -> None:
@@ -207,6 +208,7 @@ def test_values_and_gradients_against_float64(name: str, policy: str) -> None:
         assert relative(mine, exact) < 2 * case.tolerance(policy) + eps(policy)
 
 
+@float16_is_slow
 @pytest.mark.parametrize("policy", [BF16_LOW_SOFTMAX, F16_LOW_SOFTMAX])
 def test_low_softmax_against_float64(policy: str) -> None:
     test_values_and_gradients_against_float64("attention", policy)
@@ -260,6 +262,7 @@ NORMS = {
 }
 
 
+@float16_is_slow
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("name", NORMS)
 def test_statistics_of_a_large_mean(name: str, policy: str) -> None:
@@ -286,6 +289,7 @@ def test_statistics_of_a_large_mean(name: str, policy: str) -> None:
     assert relative(got, exact) < 6 * eps(policy) + 3 * own
 
 
+@float16_is_slow
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("name", [n for n in NORMS if n != "batch_norm"])
 def test_statistics_of_a_16_bit_value_are_those_of_that_value(name: str, policy: str) -> None:
@@ -361,6 +365,7 @@ def test_a_softmax_of_large_scores(policy: str) -> None:
     np.testing.assert_allclose(got, want / want.sum(-1, keepdims=True), atol=2 * eps(policy))
 
 
+@slow_when(lambda scale: scale == 64)
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("scale", [1.0, 64.0, 1024.0])
 def test_cross_entropy_of_large_logits_is_float32s(scale: float, policy: str) -> None:
@@ -383,10 +388,7 @@ def test_cross_entropy_of_large_logits_is_float32s(scale: float, policy: str) ->
     assert relative(gradient, exact) < 1.5 * eps(policy)
 
 
-@pytest.mark.parametrize("policy", [BF16, BF16_LOW_SOFTMAX, F16, F16_LOW_SOFTMAX])
-@pytest.mark.parametrize("mask", [FLOAT32_MIN, -1e9, -np.inf])
-@pytest.mark.parametrize("how", ["where", "add", "where="])
-def test_masks(how: str, mask: float, policy: str) -> None:
+def masked_attention(how: str, mask: float) -> Callable[..., jax.Array]:
     keep = jnp.asarray(np.tri(8, k=-1), bool)  # nothing is left of the first row
 
     def fn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -399,27 +401,49 @@ def test_masks(how: str, mask: float, policy: str) -> None:
             weights = jax.nn.softmax(scores, where=keep)
         return weights @ v
 
-    args = X, normal(18, 8, 16), normal(19, 8, 16)
-    fast = jax.jit(jaxmp.autocast(fn, policy))
-    got, want = np.asarray(fast(*args)), np.asarray(jax.jit(fn)(*args))
+    return fn
+
+
+def gradient_of_the_rows_left(fn: Callable[..., jax.Array]) -> Callable[..., Any]:
+    return jax.jit(jax.grad(lambda q, k, v: jnp.sum(fn(q, k, v)[1:] ** 2), argnums=(0, 1, 2)))
+
+
+MASKED = X, normal(18, 8, 16), normal(19, 8, 16)
+
+
+@functools.cache
+def masked_in_float32_and_64(how: str, mask: float) -> tuple[Any, Any, Any]:
+    """Values and gradients in float32, and values in float64."""
+    fn = masked_attention(how, mask)
+    gradient = gradient_of_the_rows_left(fn)(*MASKED)
+    return np.asarray(jax.jit(fn)(*MASKED)), gradient, in_float64(fn, *MASKED)
+
+
+@slow_when(lambda how, policy: how != "where" and "softmax" in policy)
+@pytest.mark.parametrize("policy", [BF16, BF16_LOW_SOFTMAX, F16, F16_LOW_SOFTMAX])
+@pytest.mark.parametrize(
+    ("how", "mask"),
+    [
+        *((how, mask) for how in ("where", "add") for mask in (FLOAT32_MIN, -1e9, -np.inf)),
+        ("where=", -np.inf),
+    ],
+)
+def test_masks(how: str, mask: float, policy: str) -> None:
+    want, plain, exact = masked_in_float32_and_64(how, mask)
+    fast = jax.jit(jaxmp.autocast(masked_attention(how, mask), policy))
+    got = np.asarray(fast(*MASKED))
     # Non-finite exactly where float32 is: nowhere for finite masks, the empty row for −inf.
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
     assert np.isfinite(want[1:]).all()
     assert np.isfinite(want[0]).all() == (how == "where=" or np.isfinite(mask))
-    exact = in_float64(fn, *args)
     assert relative(got[1:], exact[1:]) < 6 * eps(policy)
     if np.isfinite(want[0]).all():
         # The row that a mask empties: uniform over values, or nothing at all.
-        level = np.asarray(args[2], np.float64).mean(0) if how != "where=" else np.zeros(16)
+        values = np.asarray(MASKED[2], np.float64)
+        level = values.mean(0) if how != "where=" else np.zeros(16)
         if how != "add" or mask < -1e20:
             np.testing.assert_allclose(got[0], level, atol=3 * eps(policy))
-    gradient, plain = (
-        jax.jit(jax.grad(lambda q, k, v, f=f: jnp.sum(f(q, k, v)[1:] ** 2), argnums=(0, 1, 2)))(
-            *args
-        )
-        for f in (fast, fn)
-    )
-    for mine, theirs in zip(gradient, plain, strict=True):
+    for mine, theirs in zip(gradient_of_the_rows_left(fast)(*MASKED), plain, strict=True):
         np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs))
 
 
@@ -578,6 +602,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+@float16_is_slow
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_and_their_derivatives(name: str, policy: str) -> None:
@@ -601,6 +626,7 @@ def test_activations_and_their_derivatives(name: str, policy: str) -> None:
     assert np.isfinite(gradient).all()
 
 
+@slow_when(lambda policy: policy == BF16)  # float16 is the one out of range
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - {"relu squared", "squareplus"}))
 def test_activations_of_large_values_make_no_infinities(name: str, policy: str) -> None:

@@ -431,7 +431,7 @@ def _() -> None:
     def fn(b: jax.Array) -> jax.Array:
         return lax.custom_linear_solve(lambda v: v * 2, b, lambda _, b: jnp.tanh(b))
 
-    solve = attributes.linear_solver(equation("custom_linear_solve", fn, X[0]))
+    [solve] = compat.jaxprs_run(equation("custom_linear_solve", fn, X[0]))
     assert [e.primitive.name for e in compat.closed(solve).jaxpr.eqns] == ["tanh"]
 
 
@@ -447,6 +447,31 @@ def _() -> None:
         cosine = compat.like(jax.make_jaxpr(jnp.cos)(X), eqn.params["jaxpr"])
         [out] = compat.bind(eqn, [X], jaxpr=cosine)
         np.testing.assert_allclose(out, np.cos(1), rtol=1e-6)
+
+
+@relied_on("remat2: prevent_cse", "params[prevent_cse]")
+def _() -> None:
+    [eqn] = equations(jax.checkpoint(jnp.sin, prevent_cse=False), X)
+    assert eqn.params["prevent_cse"] is False
+    assert compat.widened(eqn, 2, 1) == {}
+
+
+@relied_on("jit: in_shardings, in_layouts, donated_invars, out_shardings, out_layouts")
+def _() -> None:
+    eqn = equation("jit", jax.jit(lambda x, w: x @ w, donate_argnums=0), X, W)
+    wider = compat.widened(eqn, 1, 2)
+    assert wider["donated_invars"] == (False, True, False)
+    assert [len(wider[k]) for k in ("in_shardings", "in_layouts")] == [3, 3]
+    assert [len(wider[k]) for k in ("out_shardings", "out_layouts")] == [3, 3]
+
+
+@relied_on("scan: reverse, unroll")
+def _() -> None:
+    def fn(x: jax.Array) -> Any:
+        return lax.scan(lambda c, x: (c, x), 0, x, reverse=True, unroll=2)
+
+    options = compat.scan_options(equation("scan", fn, X))
+    assert options == {"length": 6, "reverse": True, "unroll": 2}
 
 
 def _rule(closed_over: Any = None) -> Any:

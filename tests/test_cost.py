@@ -19,7 +19,7 @@ import jaxmp
 
 from aot import contraction_counts, residual_mib
 from models import CASES
-from support import iter_eqns, jaxpr_of
+from support import iter_eqns, jaxpr_of, slow_when
 
 # (model, policy, the hand-written model computes its softmax in float32)
 COMPARED = [
@@ -34,6 +34,7 @@ COMPARED = [
 ]
 
 
+@slow_when(lambda model: model == "lm_post")
 @pytest.mark.parametrize(("model", "policy", "float32_softmax"), COMPARED)
 def test_the_backward_pass_keeps_no_more_than_hand_written(
     model: str, policy: str, float32_softmax: bool
@@ -45,6 +46,7 @@ def test_the_backward_pass_keeps_no_more_than_hand_written(
     assert residual_mib(ours, *shapes) <= residual_mib(hand, *shapes)
 
 
+@slow_when(lambda model: model == "lm_post")
 @pytest.mark.parametrize("model", CASES)
 def test_every_contraction_is_low_forward_and_backward(model: str) -> None:
     case = CASES[model]

@@ -59,6 +59,7 @@ def test_train_lm_compares_two_policies(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
+@pytest.mark.slow
 def test_train_lm_with_one_policy(tmp_path):
     options = ("--size", "tiny", "--steps", "1", "--batch", "3", "--seed", "5")
     result = run_example(
@@ -110,6 +111,7 @@ def example(name: str, monkeypatch) -> ModuleType:
     return importlib.import_module(name)
 
 
+@pytest.mark.slow
 def test_train_lm_resumes_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     script = example("train_lm", monkeypatch)
     size = script.Size(16, 2, 1, 16, batch=2, steps=16, learning_rate=5e-3)
@@ -139,6 +141,7 @@ def test_train_lm_resumes_where_it_was_stopped(tmp_path, monkeypatch, capsys):
         train(tmp_path, size._replace(learning_rate=1e-3), resume=True)
 
 
+@pytest.mark.slow
 def test_float16_loss_scaling_reproduces_its_table(tmp_path, monkeypatch, capsys):
     """Field notes: float32 .00803, bfloat16 .00803, float16 stuck at 2.347, scaled .00804."""
     script = example("float16_loss_scaling", monkeypatch)

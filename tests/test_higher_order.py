@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
+from observed import observe
 
 import jaxmp
 from jaxmp._jaxprs import compat
@@ -42,11 +43,23 @@ def repeat(fn: Any, w: jax.Array, x: jax.Array, times: int) -> jax.Array:
     return REPEAT.bind(w, x, jaxpr=jax.make_jaxpr(fn)(w, x), times=times)
 
 
+def thread(eqn: Any, operands: Any, replacements: Any, extra_in: Any) -> Any:
+    [body], (w, x) = replacements, operands
+
+    def step(x: Any, _: None) -> Any:
+        [x], extras = body(extra_in, w, x)
+        return x, extras
+
+    x, extras = jax.lax.scan(step, x, None, length=eqn.params["times"])
+    return [x], {name: extra.under("scan") for name, extra in extras.items()}
+
+
 ENTRY = HigherOrder(
     inside=lambda eqn: (
         Inner(eqn.params["jaxpr"], (0, 1), (0,), shared=1, carried=1, trips=eqn.params["times"]),
     ),
     rebind=lambda eqn, operands, new: bind(eqn, operands, jaxpr=new[0].trace()),
+    thread=thread,
 )
 
 
@@ -96,6 +109,26 @@ def test_a_known_one_is_planned_executed_audited_and_explained() -> None:
     report = jaxmp.audit(fast, W, X)
     assert report.contraction_flops() == {"bfloat16": 4 * 2 * 6 * 8 * 8}
     assert report.assert_no("float32-contraction") is None
+
+
+@pytest.mark.usefixtures("known")
+def test_a_known_one_is_threaded() -> None:
+    out, extras = jax.jit(observe(program))(W, X)
+    assert out == jax.jit(program)(W, X)
+    x, want = np.asarray(X @ W), []
+    for _ in range(3):
+        want.append(np.abs(x @ W).max())
+        x = np.tanh(x @ W)
+    assert set(extras) == {"0.dot_general", "1.jaxmp_repeat/0.dot_general"}
+    assert extras["1.jaxmp_repeat/0.dot_general"].axes == ("scan",)
+    np.testing.assert_allclose(extras["1.jaxmp_repeat/0.dot_general"].value, want, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("known")
+def test_one_that_says_nothing_of_it_refuses_to_be_threaded() -> None:
+    HIGHER_ORDER[REPEAT.name] = ENTRY._replace(thread=None)
+    with pytest.raises(TypeError, match=r"rebuild: .* through jaxmp_repeat: its entry .* `thread`"):
+        observe(program)(W, X)
 
 
 SHAPES = {

@@ -341,3 +341,17 @@ def test_what_float32_reads_in_parts_is_widened_once(differences: Callable[..., 
     assert not low
     # Two cotangents of opposite sign: their sum, rounded once.
     assert float(jnp.abs(gradient(W, X)).max()) > 0
+
+
+def test_a_low_softmax_does_not_hide_the_statistics_of_what_it_exponentiates() -> None:
+    def fn(x, w):
+        h = x @ w
+        e = jnp.exp(h)
+        attention = e / jnp.sum(e, axis=-1, keepdims=True)
+        return (attention + h / jnp.std(h, axis=-1, keepdims=True)) @ w
+
+    args = jnp.ones((4, 8)), jnp.ones((8, 8))
+    rows = jaxmp.explain(fn, "mixed_bfloat16,softmax=bf16")(*args).rows
+    softmax, *_, norm = (row for row in rows if row.op == "div")
+    assert (softmax.dtype, norm.dtype) == ("bfloat16", "float32")
+    assert norm.reason == "normalises: meets a statistic of its own operand"

@@ -17,6 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmp import dynamic_loss_scale, master_weights, stochastic_round
 from jaxmp._training.master_weights import MasterWeightsState, StochasticRoundingState
 
+from support import slow_when
+
 HALVES = (jnp.bfloat16, jnp.float16)
 halves = pytest.mark.parametrize("dtype", HALVES, ids=("bfloat16", "float16"))
 both_kinds = pytest.mark.parametrize("random", [False, True], ids=("masters", "random"))
@@ -49,6 +51,7 @@ def all_values(dtype):
 # What it is for.
 
 
+@slow_when(lambda dtype: dtype == jnp.float16)
 @halves
 def test_small_updates_are_lost_without_and_kept_with(dtype):
     """Adam moves by its rate, 1e-3: less than half of what lies between 1 and the value below."""
@@ -72,6 +75,7 @@ def test_small_updates_are_lost_without_and_kept_with(dtype):
     assert np.std(np.asarray(rounded, np.float64)) < 2 * deviation
 
 
+@slow_when(lambda dtype: dtype == jnp.float16)
 @halves
 def test_masters_take_the_path_of_float32(dtype):
     """The same gradients give bitwise the parameters and moments of float32 training."""

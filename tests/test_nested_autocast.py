@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -78,23 +79,31 @@ def _placed(part: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 PLACES = list(_placed(_part))
 
 
+def _of_the_loss(fn: Callable[..., Any], derivative: bool) -> Callable[..., Any]:
+    return jax.grad(loss_of(fn), argnums=(0, 1, 2)) if derivative else fn
+
+
+@functools.cache
+def _expected(place: str, derivative: bool) -> Any:
+    return jax.jit(_of_the_loss(_placed(_part)[place], derivative))(X, W, NARROW)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("derivative", [False, True], ids=["forward", "backward"])
 def test_full_precision_region_stays_float32(place: str, derivative: bool) -> None:
-    plain, fn = _placed(_part)[place], _placed(jaxmp.full_precision(_part))[place]
-    fn = jaxmp.autocast(fn, BF16)
-    if derivative:
-        plain, fn = (jax.grad(loss_of(f), argnums=(0, 1, 2)) for f in (plain, fn))
+    fn = jaxmp.autocast(_placed(jaxmp.full_precision(_part))[place], BF16)
+    fn = _of_the_loss(fn, derivative)
     inside, outside = _dtypes_by_place(fn, X, W, NARROW)
     assert inside == {"float32"}
     assert outside == {"bfloat16"}
-    assert_close(jax.jit(fn)(X, W, NARROW), jax.jit(plain)(X, W, NARROW), dtype="bfloat16", depth=8)
+    want = _expected(place, derivative)
+    assert_close(jax.jit(fn)(X, W, NARROW), want, dtype="bfloat16", depth=8)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_full_precision_alone_changes_nothing(place: str) -> None:
-    plain, fn = _placed(_part)[place], _placed(jaxmp.full_precision(_part))[place]
-    assert_bitwise(jax.jit(fn)(X, W, NARROW), jax.jit(plain)(X, W, NARROW))
+    fn = _placed(jaxmp.full_precision(_part))[place]
+    assert_bitwise(jax.jit(fn)(X, W, NARROW), _expected(place, False))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -110,13 +119,12 @@ def test_constructs_inside_a_full_precision_region(place: str) -> None:
 @pytest.mark.parametrize("derivative", [False, True], ids=["forward", "backward"])
 def test_nested_autocast_inner_wins(place: str, derivative: bool) -> None:
     fn = jaxmp.autocast(_placed(jaxmp.autocast(_part, F16))[place], BF16)
-    plain = _placed(_part)[place]
-    if derivative:
-        plain, fn = (jax.grad(loss_of(f), argnums=(0, 1, 2)) for f in (plain, fn))
+    fn = _of_the_loss(fn, derivative)
     inside, outside = _dtypes_by_place(fn, X, W, NARROW)
     assert inside == {"float16"}
     assert outside == {"bfloat16"}
-    assert_close(jax.jit(fn)(X, W, NARROW), jax.jit(plain)(X, W, NARROW), dtype="bfloat16", depth=8)
+    want = _expected(place, derivative)
+    assert_close(jax.jit(fn)(X, W, NARROW), want, dtype="bfloat16", depth=8)
 
 
 def test_nested_float32_policy_is_a_float32_region() -> None:

@@ -8,9 +8,7 @@ rest); of *hand* alone where a program's contractions are geometry.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections import defaultdict
 
 import flax.linen as nn
 import jax
@@ -23,20 +21,39 @@ from numeric_programs import table
 
 import jaxmp
 
+from support import slow_when
+
 DTYPES = ("bfloat16", "float16")
 
 
-def _cases() -> Iterator[Any]:
-    """Every program in both formats; by default three of a family, and its first in float16."""
-    seen = Counter()
-    for name, program in PROGRAMS.items():
-        seen[program.family] += 1
-        for dtype, count in zip(DTYPES, (3, 1), strict=True):
-            marks = pytest.mark.slow if seen[program.family] > count else ()
-            yield pytest.param(name, dtype, marks=marks)
+# These take some seconds each: by default only where their family has no other.
+LONG = {
+    "ensemble_of_streams_on_shared_data",
+    "frames_updated_by_a_layer",
+    "hamiltonian_monte_carlo",
+    "linear_recurrent_unit",
+    "minimal_gru",
+    "stream_from_looked_up_embeddings",
+    "stream_of_fifty_layers_from_data",
+    "training_by_sgd_from_constants",
+}
 
 
-@pytest.mark.parametrize(("name", "dtype"), list(_cases()))
+def _one_of_each_family(rank: int) -> set[str]:
+    families = defaultdict(list)
+    for name in sorted(PROGRAMS, key=LONG.__contains__):
+        members = families[PROGRAMS[name].family]
+        if name not in LONG or not members:
+            members.append(name)
+    return {members[min(rank, len(members) - 1)] for members in families.values()}
+
+
+BY_DEFAULT = {"bfloat16": _one_of_each_family(0), "float16": _one_of_each_family(1)}
+
+
+@slow_when(lambda name, dtype: name not in BY_DEFAULT[dtype])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_no_worse_than_by_hand(name: str, dtype: str) -> None:
     complaint = complaints(name, dtype)
     assert not complaint, complaint
@@ -44,7 +61,11 @@ def test_no_worse_than_by_hand(name: str, dtype: str) -> None:
 
 def test_families() -> None:
     assert len(PROGRAMS) >= 45
-    assert len({p.family for p in PROGRAMS.values()}) >= 15
+    families = {p.family for p in PROGRAMS.values()}
+    assert len(families) >= 15
+    assert PROGRAMS.keys() >= LONG
+    for names in BY_DEFAULT.values():
+        assert {PROGRAMS[name].family for name in names} == families
 
 
 @pytest.mark.parametrize("name", ["euler_from_a_computed_start", "cotangents_that_cancel"])

@@ -40,7 +40,14 @@ from public_models.expected import (
 
 import jaxmp
 
-from support import Contraction, contraction_dtypes, contractions, primitives
+from support import (
+    Contraction,
+    assert_same_program,
+    contraction_dtypes,
+    contractions,
+    float16_is_slow,
+    slow_when,
+)
 
 SEEDS = range(8)
 
@@ -62,11 +69,10 @@ COMPILER_OPTIONS = {
 }
 
 
-def _by_default(name: str) -> Any:
-    return pytest.param(name, marks=() if name in REPRESENTATIVE else pytest.mark.slow)
+pytestmark = slow_when(lambda name: name not in REPRESENTATIVE)
 
 
-@pytest.fixture(scope="module", params=[_by_default(name) for name in BUILDERS])
+@pytest.fixture(scope="module", params=BUILDERS)
 def name(request: pytest.FixtureRequest) -> str:
     """Module scope keeps one model's tests together, and with them what they compile once."""
     return request.param
@@ -152,20 +158,13 @@ def test_model_is_sound_in_float32(name: str) -> None:
     assert {x.dtype for x in jax.tree.leaves(model.params)} == {jnp.dtype("float32")}
 
 
-def test_float32_policy_is_bitwise_the_identity(name: str) -> None:
+def test_float32_policy_is_the_identity(name: str) -> None:
     model = _build(name)
-    batch = model.batch(0)
-    plain = _compiled(name, None)(model.params, batch)
-    cast = _compiled(name, "float32")(model.params, batch)
-    assert jax.tree.structure(plain) == jax.tree.structure(cast)
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(cast), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    assert primitives(_value_and_grad(model, None), model.params, batch) == primitives(
-        _value_and_grad(model, "float32"), model.params, batch
-    )
+    plain, cast = (_value_and_grad(model, policy) for policy in (None, "float32"))
+    assert_same_program(plain, cast, model.params, model.batch(0))
 
 
+@float16_is_slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_contractions_are_low_but_for_those_documented(name: str, policy: str) -> None:
     model = _build(name)
@@ -187,6 +186,7 @@ def _not_low(found: list[Contraction], compute: str) -> list[Contraction]:
     return [c for c in found if c.in_dtypes != (compute, compute) and not c.exempt]
 
 
+@float16_is_slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_wrap_runs_the_same_contractions_low_as_autocast(name: str, policy: str) -> None:
     """A `dtype=float32` that a configuration hands to every layer is no layer's own word."""

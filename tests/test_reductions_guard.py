@@ -21,16 +21,17 @@ import jaxmp
 
 from models import CASES, Case
 from nnx_models import MODELS, made
+from support import float16_is_slow, slow_when
 
 GUARD = "jax_allow_f16_reductions"
 REFUSED = "is not allowed when jax_allow_f16_reductions=False"
-# Both softmax policies; their float16 twins are decided alike.
 POLICIES = [
     "mixed_bfloat16",
     "mixed_bfloat16,softmax=bf16",
-    pytest.param("mixed_float16", marks=pytest.mark.slow),
-    pytest.param("mixed_float16,softmax=f16", marks=pytest.mark.slow),
+    "mixed_float16",
+    "mixed_float16,softmax=f16",
 ]
+pytestmark = float16_is_slow
 
 
 @contextlib.contextmanager
@@ -77,11 +78,9 @@ def case_loss(case: Case, policy: str) -> Any:
     return Wrapped(case.name, case.module, case.full, case.small, case.has_softmax).loss(small=True)
 
 
+@slow_when(lambda name: name in ("lm_scan", "lm_post"))
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "name",
-    ["lm", "cnn", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lm_scan", "lm_post"))],
-)
+@pytest.mark.parametrize("name", ["lm", "cnn", "lm_scan", "lm_post"])
 def test_transformers_and_a_convolutional_net(name: str, policy: str) -> None:
     case = CASES[name]
     text = lowered(case_loss(case, policy), *case.shapes(small=True))

@@ -47,7 +47,7 @@ from linen_models import (
     run,
     variables_of,
 )
-from support import contraction_dtypes, jaxpr_of
+from support import contraction_dtypes, float16_is_slow, jaxpr_of, slow_when
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -97,6 +97,7 @@ def test_init_gives_the_variables_of_the_module_itself(name: str) -> None:
     assert_same(initialized(name, BF16), initialized(name))
 
 
+@float16_is_slow
 @pytest.mark.parametrize("policy", [BF16, F16])
 def test_all_contractions_are_low_forward_and_backward(name: str, policy: str) -> None:
     arguments = split(initialized(name))
@@ -148,6 +149,7 @@ def test_tabulate_has_the_rows_of_the_module_itself(name: str) -> None:
     assert "Total Parameters" in table
 
 
+@slow_when(lambda model: model != "cnn")
 @pytest.mark.parametrize("model", ["cnn", "scan", "transformer"])
 def test_the_numbers_are_those_of_autocast_on_the_apply_function(model: str) -> None:
     class Autocast:

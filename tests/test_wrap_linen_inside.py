@@ -37,7 +37,7 @@ from linen_models import (
     run,
     variables_of,
 )
-from support import contraction_dtypes
+from support import contraction_dtypes, float16_is_slow
 
 # --- As a submodule ------------------------------------------------------------------------------
 
@@ -555,6 +555,7 @@ LEAKS = {
 }
 
 
+@float16_is_slow
 @pytest.mark.parametrize("leak", LEAKS)
 @pytest.mark.parametrize("policy", [BF16, F16])
 def test_nothing_leaks_float32_into_a_contraction(leak: str, policy: str) -> None:

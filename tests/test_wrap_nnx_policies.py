@@ -11,7 +11,7 @@ from flax import nnx
 import jaxmp
 
 from nnx_models import MODELS, POLICY, WIDTH, Attention, MoE, abstract, functions, made, uniform
-from support import contraction_dtypes, contractions, primitives
+from support import contraction_dtypes, contractions, float16_is_slow, primitives
 
 
 def counts(model: nnx.Module, x: object, policy: object) -> tuple[dict, dict]:
@@ -24,6 +24,7 @@ def mapped(overrides: dict, default: object = POLICY) -> jaxmp.PolicyMap:
     return jaxmp.PolicyMap(overrides, default=default)
 
 
+@float16_is_slow
 @pytest.mark.parametrize("policy", [POLICY, "mixed_float16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_all_contractions_are_low_forward_and_backward(name, policy):

@@ -24,7 +24,7 @@ from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.licences import is_small
 from jaxmp._autocast.primitives import RANDOM, classify
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import has_effects, linear_solver, short_type
+from jaxmp._jaxprs.attributes import has_effects, short_type
 from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.dataflow import settled
 from jaxmp._jaxprs.higher_order import inside
@@ -210,10 +210,7 @@ class _Follower:
         if found or inside(eqn):
             return [found[i] for i in range(len(eqn.outvars))]
         place = place_unknown(eqn, place)
-        jaxprs = list(compat.inner_jaxprs(eqn))
-        if eqn.primitive.name == "custom_linear_solve":  # of its four functions one runs
-            jaxprs = [linear_solver(eqn)]
-        for jaxpr in jaxprs:
+        for jaxpr in compat.jaxprs_run(eqn):
             count = len(closed(jaxpr).jaxpr.invars)
             self.run(jaxpr, [NOTHING] * count, ["a value"] * count, place, silent=silent)
         return [NOTHING] * len(eqn.outvars)

@@ -19,7 +19,9 @@ The words of this package:
 * *made*: made from literals of the program alone (`literals`).
 * *carry*, *summed*, *layered*: what an iteration hands to the next; whether that comes back as
   itself plus something; whether through weights of the iteration's own (`carries`).
+* *frame*: what is known while a jaxpr is planned (`frame`).
 * *step*, *plan*: what to do with one equation, and with a jaxpr (`plan`).
+* *pass*: from a plan to another (`passes`).
 * *region*: a part of the program under a policy of its own (`marks`).
 """
 

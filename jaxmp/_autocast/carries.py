@@ -21,7 +21,7 @@ from jaxmp._autocast.primitives import LOW, MOVING
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import forward, through
-from jaxmp._jaxprs.higher_order import Inner
+from jaxmp._jaxprs.higher_order import Inner, steering
 
 
 class Flow(NamedTuple):
@@ -101,8 +101,8 @@ def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
         return [_product(ins)]
     outs = through(eqn, ins, _flow, lambda a, b: _merged([a, b]))
     if outs is not None:
-        steered = Flow(itself=ins[0].itself) if name == "cond" else _NOTHING
-        return [_merged([out, steered]) for out in outs]
+        steers = [Flow(itself=ins[i].itself) for i in steering(eqn)]
+        return [_merged([out, *steers]) for out in outs]
     merged = _merged(ins)
     if name in ("gather", "dynamic_slice") and ins[0].stack:
         indexed = any(not isinstance(v, Literal) for v in eqn.invars[1:])

@@ -16,12 +16,13 @@ from typing import Any
 from jaxmp._autocast import derivatives, rule_calls
 from jaxmp._autocast.bind import cast
 from jaxmp._autocast.derivatives import Execute
+from jaxmp._autocast.execute import execute
 from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.planner import Pass
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import function_name, is_tracer
-from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import inside
 
 REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
@@ -43,7 +44,7 @@ def _is_scan(step: Step) -> bool:
 def closes_over(step: Step) -> bool:
     """Whether the rule of a step closes over a traced value."""
     rules = step.plans[0].rules
-    return rules.low is not None and rule_calls.closes_over(step.eqn, rules.policy, bind)
+    return rules.low is not None and rule_calls.closes_over(step.eqn, rules.policy)
 
 
 def likely(plan: Plan) -> bool:
@@ -64,7 +65,7 @@ def likely(plan: Plan) -> bool:
 def run(
     flat: Callable[..., list[Any]],
     plan: Plan,
-    execute: Execute,
+    passes: Sequence[Pass],
     program: Callable[[Execute], list[Any]],
 ) -> list[Any]:
     """The results of a program, whatever its rules close over.
@@ -72,7 +73,7 @@ def run(
     Args:
       flat: the program as a function of its flat arrays, as written.
       plan: its plan.
-      execute: what runs a plan.
+      passes: those of its planner.
       program: the whole program, given what is to run its plan.
     """
     if not likely(plan):
@@ -81,7 +82,7 @@ def run(
         except ClosedOverError:
             plan.built["closing"] = True
     try:
-        return program(_whole(flat, plan, execute))
+        return program(_whole(flat, plan, passes))
     except Exception:  # noqa: BLE001
         # A second derivative, or a rule inside a jit. JAX alone may know how; if not, it says so.
         return program(_as_written(flat))
@@ -90,7 +91,7 @@ def run(
 def _as_written(flat: Callable[..., list[Any]]) -> Execute:
     """Runs the program as JAX would, on operands in float32."""
 
-    def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
+    def run_flat(plan: Plan, args: Sequence[Any]) -> list[Any]:
         return flat(
             *(
                 x if low is None or low == FLOAT32 else cast(x, FLOAT32)
@@ -98,10 +99,10 @@ def _as_written(flat: Callable[..., list[Any]]) -> Execute:
             )
         )
 
-    return execute
+    return run_flat
 
 
-def _whole(flat: Callable[..., list[Any]], plan: Plan, execute: Execute) -> Execute:
+def _whole(flat: Callable[..., list[Any]], plan: Plan, passes: Sequence[Pass]) -> Execute:
     """Runs a program that is differentiated before it is planned."""
     if any(is_tracer(const) for const in plan.consts):
         # Which of these is being differentiated cannot be known here.
@@ -109,7 +110,7 @@ def _whole(flat: Callable[..., list[Any]], plan: Plan, execute: Execute) -> Exec
     # JAX cannot partially evaluate the jvp of a scan over such a rule; a vjp it can make.
     reverse = any(looped or step.action == "custom_vjp" for step, looped in custom_calls(plan))
     make = derivatives.reverse_mode if reverse else derivatives.forward_mode
-    return lambda _plan, args: list(make(_call(flat, plan), plan, execute)(*args))
+    return lambda _plan, args: list(make(_call(flat, plan), plan, passes)(*args))
 
 
 def _call(flat: Callable[..., list[Any]], plan: Plan) -> Call:

@@ -5,75 +5,54 @@ Each function plans the inner jaxprs for the values that enter them and returns 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING
+from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import CONSTANT, DATA, GIVEN, PARAMETER
 from jaxmp._autocast.plan import DType, Plan, Step, Value
-from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.higher_order import Inner
-
-
-class Pass(Protocol):
-    """What these functions need of the pass that calls them: `planner.JaxprPlanner`."""
-
-    planner: Any
-    rules: Rules
-    whole: dict[Any, Any]  # variable → what it is a part of
-
-    def demanded(self, eqn: JaxprEqn) -> list[int]:
-        """The demand on each result of an equation."""
-
-    def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
-        """A result kept in `dtype`, made from `operands`."""
-
-    def are_made(self, atoms: Sequence[Any]) -> list[bool]:
-        """Which operands are made from literals alone."""
-
-    @property
-    def step(self) -> Callable[..., Step]:
-        """Records an equation's results and returns its step."""
-
 
 LOOKED_INSIDE = "looked inside"
 
 
 def plan_inside(
-    here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
+    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
 ) -> Step:
     """The step of an equation with jaxprs inside, by what they are."""
     *tests, body = inners
     if not body.loops:
         planned = _branches if tests else _call
-        return planned(here, eqn, values, inners)
+        return planned(frame, eqn, values, inners)
     if body.trips is None:
-        return _while(here, eqn, values, tests, body)
-    return _scan(here, eqn, values, body)
+        return _while(frame, eqn, values, tests, body)
+    return _scan(frame, eqn, values, body)
 
 
 def _call(
-    here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
+    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
 ) -> Step:
     """One inner jaxpr, called once."""
     [inner] = inners
     name = compat.kind(eqn)
     entering = [values[i] for i in inner.operands]
-    wanted = _wanted(here, eqn, inner)
-    if name == "custom_jvp_call" and here.rules.low is not None:
-        entering, wanted = _at_the_door(here, inner.jaxpr, entering, wanted)
-    made = here.are_made([eqn.invars[i] for i in inner.operands])
-    plan = here.planner.plan(inner.jaxpr, entering, wanted, here.rules, made=made)
+    wanted = _wanted(frame, eqn, inner)
+    if name == "custom_jvp_call" and frame.rules.low is not None:
+        entering, wanted = _at_the_door(frame, inner.jaxpr, entering, wanted)
+    made = frame.are_made([eqn.invars[i] for i in inner.operands])
+    plan = frame.planning.plan(inner.jaxpr, entering, wanted, frame.rules, made=made)
     dtypes = [v.dtype if v else None for v in values]
     for i, dtype in zip(inner.operands, plan.ins, strict=True):
         dtypes[i] = dtype
     action = {"custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}.get(name, "inside")
-    return here.step(
+    return frame.step(
         eqn,
         values,
         dtypes,
@@ -85,9 +64,9 @@ def _call(
     )
 
 
-def _wanted(here: Pass, eqn: JaxprEqn, inner: Inner) -> list[int]:
+def _wanted(frame: Frame, eqn: JaxprEqn, inner: Inner) -> list[int]:
     """The demand on each result of an inner jaxpr."""
-    wanted = here.demanded(eqn)
+    wanted = frame.demanded(eqn)
     return [NOTHING if result is None else wanted[result] for result in inner.results]
 
 
@@ -101,7 +80,7 @@ def _returned(eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None]) -> li
 
 
 def _at_the_door(
-    here: Pass, inner: Any, values: Sequence[Value | None], wanted: list[int]
+    frame: Frame, inner: Any, values: Sequence[Value | None], wanted: list[int]
 ) -> tuple[list[Value | None], list[int]]:
     """Narrows what would leave a normalisation inside a function with its own derivative (relu).
 
@@ -112,22 +91,22 @@ def _at_the_door(
         return list(values), wanted
     asked = [CONTRACTION] * len(wanted)
     narrowed = [
-        here.kept(here.rules.low, [v])
+        frame.planning.kept(frame.rules.low, [v])
         if v and not v.dtype and v.origins and not v.wins and d == CONTRACTION
         else v
         for v, d in zip(
             values,
-            here.planner.demands(compat.closed(inner).jaxpr, asked, here.rules).ins,
+            frame.planning.demands(compat.closed(inner).jaxpr, asked, frame.rules).ins,
             strict=True,
         )
     ]
-    if any(here.planner.plan(inner, narrowed, asked, here.rules).outs):
+    if any(frame.planning.plan(inner, narrowed, asked, frame.rules).outs):
         return narrowed, asked
     return list(values), wanted
 
 
 def _branches(
-    here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
+    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
 ) -> Step:
     """Branches agree: a result is low if any branch makes it low and no other is rounded in vain.
 
@@ -137,26 +116,26 @@ def _branches(
 
     def planned(outs: Sequence[DType | None] | None = None) -> tuple[Plan, ...]:
         return tuple(
-            here.planner.plan(
+            frame.planning.plan(
                 inner.jaxpr,
                 [values[i] for i in inner.operands],
-                _wanted(here, eqn, inner),
-                here.rules,
-                outs,
-                here.are_made([eqn.invars[i] for i in inner.operands]),
+                _wanted(frame, eqn, inner),
+                frame.rules,
+                outs=outs,
+                made=frame.are_made([eqn.invars[i] for i in inner.operands]),
             )
             for inner in inners
         )
 
     results = zip(*(p.values for p in planned()), strict=True)
-    outs = [_agreed(*result) for result in zip(results, here.demanded(eqn), strict=True)]
+    outs = [_agreed(*result) for result in zip(results, frame.demanded(eqn), strict=True)]
     plans = planned(outs)
     joined = [
-        here.kept(dtype, kept) if kept[0] is not None else None
+        frame.planning.kept(dtype, kept) if kept[0] is not None else None
         for dtype, kept in zip(outs, zip(*(p.values for p in plans), strict=True), strict=True)
     ]
     dtypes = [v.dtype if v else None for v in values]
-    return here.step(eqn, values, dtypes, joined, LOOKED_INSIDE, action="inside", plans=plans)
+    return frame.step(eqn, values, dtypes, joined, LOOKED_INSIDE, action="inside", plans=plans)
 
 
 def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
@@ -169,7 +148,7 @@ def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
 
 
 def _while(
-    here: Pass,
+    frame: Frame,
     eqn: JaxprEqn,
     values: Sequence[Value | None],
     tests: Sequence[Inner],
@@ -183,18 +162,18 @@ def _while(
 
     def planned(inner: Inner, wanted: int, outs: Sequence[None] | None) -> Plan:
         ins = [entering[i] for i in inner.operands]
-        wants = [wanted] * len(inner.results)
-        plan: Plan = here.planner.plan(inner.jaxpr, ins, wants, here.rules, outs)
-        return plan
+        return frame.planning.plan(
+            inner.jaxpr, ins, [wanted] * len(inner.results), frame.rules, outs=outs
+        )
 
     plans = [planned(test, NOTHING, None) for test in tests]
     plans.append(planned(body, FULL, [None] * len(body.results)))
     dtypes = [v.dtype if v else None for v in entering]
     outs = [
-        here.kept(None, [v])._replace(licence=DATA) if v else None
+        frame.planning.kept(None, [v])._replace(licence=DATA) if v else None
         for v in (values[body.operands[i]] for i in body.carries)
     ]
-    return here.step(
+    return frame.step(
         eqn,
         values,
         dtypes,
@@ -205,41 +184,46 @@ def _while(
     )
 
 
-def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], body: Inner) -> Step:
+def _scan(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], body: Inner) -> Step:
     """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
-    wanted = here.demanded(eqn)
-    demand = here.planner.demands.of_loop(body, wanted, here.rules)
-    low = _low_carry(here, body, values) if here.rules.low is not None else frozenset()
-    values = _widened_parts(here, eqn, values, demand, body)
+    wanted = frame.demanded(eqn)
+    demand = frame.planning.demands.of_loop(body, wanted, frame.rules)
+    low = _low_carry(frame, body, values) if frame.rules.low is not None else frozenset()
+    values = _widened_parts(frame, eqn, values, demand, body)
     carry = body.carries
-    made = here.are_made(eqn.invars[: carry.start])
+    made = frame.are_made(eqn.invars[: carry.start])
     while True:
         ins = [
-            _entering(here, v, shared=i < carry.start, carried=i < carry.stop, low=i in low)
+            _entering(frame, v, shared=i < carry.start, carried=i < carry.stop, low=i in low)
             for i, v in enumerate(values)
         ]
         # A float32 carry wants its summands in float32, whoever wants the sum.
         carried = [demand[i] | CONTRACTION if i in low else FULL for i in carry]
-        inner_wanted = [*carried, *wanted[body.carried :]]
-        natural = here.planner.plan(body.jaxpr, ins, inner_wanted, here.rules, made=made)
+        planned = functools.partial(
+            frame.planning.plan,
+            body.jaxpr,
+            ins,
+            [*carried, *wanted[body.carried :]],
+            frame.rules,
+            summed=[values[i] is not None and i not in low for i in carry],
+            made=made,
+        )
+        natural = planned()
         # What float32 arithmetic makes of a low carry stays float32.
-        updated = {i for i, out in zip(carry, natural.outs, strict=False) if out == here.rules.low}
+        updated = {i for i, out in zip(carry, natural.outs, strict=False) if out is not None}
         if low <= updated:
             break
         low &= updated
-    outs = [
-        *(v and (v.dtype or FLOAT32) for v in map(ins.__getitem__, carry)),
-        *natural.outs[body.carried :],
-    ]
-    plan = here.planner.plan(body.jaxpr, ins, inner_wanted, here.rules, outs, made)
+    outs = [v.dtype if v else None for v in map(ins.__getitem__, carry)]
+    plan = planned(outs=[*outs, *natural.outs[body.carried :]])
     kept = [
         v
-        and here.kept(v.dtype, [v])._replace(
+        and frame.planning.kept(v.dtype, [v])._replace(
             licence=v.licence if v.dtype or i >= body.carried else DATA
         )
         for i, v in enumerate(plan.values)
     ]
-    return here.step(
+    return frame.step(
         eqn,
         values,
         [v.dtype if v else None for v in ins],
@@ -252,7 +236,7 @@ def _scan(here: Pass, eqn: JaxprEqn, values: Sequence[Value | None], body: Inner
 
 
 def _widened_parts(
-    here: Pass,
+    frame: Frame,
     eqn: JaxprEqn,
     values: Sequence[Value | None],
     wanted: Sequence[int],
@@ -263,22 +247,22 @@ def _widened_parts(
     Widened one by one in every iteration, each would round its cotangent before they are added.
     """
     parts = range(body.carries.stop, len(values))
-    wholes = Counter(here.whole.get(eqn.invars[i]) for i in parts)
+    wholes = Counter(frame.whole.get(eqn.invars[i]) for i in parts)
     return [
         v._replace(dtype=None)
         if v
         and v.dtype
         and i in parts
         and not wanted[i] & CONTRACTION
-        and wholes[here.whole.get(eqn.invars[i])] > 1
-        and eqn.invars[i] in here.whole
+        and wholes[frame.whole.get(eqn.invars[i])] > 1
+        and eqn.invars[i] in frame.whole
         else v
         for i, v in enumerate(values)
     ]
 
 
 def _entering(
-    here: Pass, value: Value | None, *, shared: bool, carried: bool, low: bool
+    frame: Frame, value: Value | None, *, shared: bool, carried: bool, low: bool
 ) -> Value | None:
     """How an operand of a scan is seen by its body."""
     if value is None or not carried:
@@ -286,18 +270,18 @@ def _entering(
     if shared:  # float32: every iteration adds a gradient to it
         return Value(argument=True, tangent=value.tangent, licence=value.licence, fixed=value.fixed)
     if low:
-        return Value(here.rules.low, frozenset({here.planner.fresh()}), tangent=value.tangent)
+        return Value(frame.rules.low, frozenset({frame.planning.fresh()}), tangent=value.tangent)
     return Value(argument=True, tangent=value.tangent, licence=DATA)
 
 
-def _low_carry(here: Pass, body: Inner, values: Sequence[Value | None]) -> frozenset[int]:
+def _low_carry(frame: Frame, body: Inner, values: Sequence[Value | None]) -> frozenset[int]:
     """Which operands of a scan are carries that may be low: the body feeds them to a contraction.
 
     They start low, or from what may be narrowed, and do not come back as themselves plus something;
     unless they run through layers.
     """
     jaxpr = compat.closed(body.jaxpr).jaxpr
-    own = here.planner.demands(jaxpr, [NOTHING] * len(jaxpr.outvars), here.rules).ins
+    own = frame.planning.demands(jaxpr, [NOTHING] * len(jaxpr.outvars), frame.rules).ins
     loop = recurrence(body, [v is not None and v.licence in (GIVEN, PARAMETER) for v in values])
     low = set()
     for i, operand in enumerate(body.carries):

@@ -94,7 +94,7 @@ class Demands:
             exact = name in LOW and geometry(eqn, fixed=fixed) is not None
             return [OPERAND | (FULL if exact else CONTRACTION)] * len(eqn.invars)
         demand = _union(wanted)
-        if kind == "follow":
+        if kind in ("follow", "softmax"):
             demand &= ~OPERAND
         elif kind != "transparent":
             amplified = name in AMPLIFYING or demand & ~LATER == ANGLE

@@ -11,6 +11,7 @@ other rule is derived once, by every operand it could be differentiated by.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,16 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import dtypes
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Literal
 
 from jaxmp._autocast.demand import CONTRACTION, FULL, ours
+from jaxmp._autocast.execute import execute
 from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.licences import COMPUTED
 from jaxmp._autocast.marks import inside_autocast
-from jaxmp._autocast.plan import DType, Plan, Value
-from jaxmp._autocast.planner import Planner
+from jaxmp._autocast.plan import DType, Plan, Step, Value
+from jaxmp._autocast.planner import Pass, Planner
 from jaxmp._autocast.rule_calls import (
-    Bind,
     Call,
     ClosedOverError,
     Pattern,
@@ -42,22 +43,31 @@ from jaxmp._jaxprs import compat
 Execute = Callable[[Plan, Sequence[Any]], list[Any]]
 
 
-def custom_jvp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Callable[..., Any]:
-    """The transformed `jax.custom_jvp` function of an equation."""
-    return forward_mode(call_of(eqn, bind), plan, execute)
+def derive(plan: Plan, planner: Planner) -> Plan:
+    """A pass: gives each step that calls a function with derivative rules what makes it anew.
+
+    The rules are planned with the same passes, when the function is first called.
+    """
+    steps = [
+        dataclasses.replace(step, derived=_derived(step, planner.passes))
+        if step.action in ("custom_jvp", "custom_vjp") and step.plans[0].rules.low is not None
+        else step
+        for step in plan.steps
+    ]
+    return dataclasses.replace(plan, steps=tuple(steps))
 
 
-def custom_vjp(eqn: JaxprEqn, plan: Plan, execute: Execute, bind: Bind) -> Callable[..., Any]:
-    """The transformed `jax.custom_vjp` function of an equation: primal, forward and backward."""
-    return reverse_mode(call_of(eqn, bind), plan, execute)
+def _derived(step: Step, passes: Sequence[Pass]) -> Callable[[], Callable[..., Any]]:
+    make = forward_mode if step.action == "custom_jvp" else reverse_mode
+    return functools.cache(lambda: make(call_of(step.eqn), step.plans[0], passes))
 
 
 # Forward mode.
 
 
-def forward_mode(call: Call, plan: Plan, execute: Execute) -> Callable[..., Any]:
+def forward_mode(call: Call, plan: Plan, passes: Sequence[Pass]) -> Callable[..., Any]:
     """`call` planned, with its jvp planned when it is first differentiated."""
-    planned = functools.cache(functools.partial(_plan_jvp, call, plan))
+    planned = functools.cache(functools.partial(_plan_jvp, call, plan, passes))
     fn = jax.custom_jvp(_named(call.name, lambda *args: execute(plan, args)))
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -76,7 +86,9 @@ def forward_mode(call: Call, plan: Plan, execute: Execute) -> Callable[..., Any]
     return fn
 
 
-def _plan_jvp(call: Call, plan: Plan, active: Pattern) -> tuple[Plan, list[bool]]:
+def _plan_jvp(
+    call: Call, plan: Plan, passes: Sequence[Pass], active: Pattern
+) -> tuple[Plan, list[bool]]:
     """The jvp by the `active` operands, and which of its tangents are zero."""
 
     def jvp(*args: Any) -> list[Any]:
@@ -87,9 +99,9 @@ def _plan_jvp(call: Call, plan: Plan, active: Pattern) -> tuple[Plan, list[bool]
 
     avals = [*call.ins, *(call.ins[i].to_tangent_aval() for i in active)]
     with inside_autocast(plan.rules.policy):
-        jaxpr = trace_rule(call, jvp, avals)
+        jaxpr, _ = trace_rule(call, jvp, avals)
     linear = [False] * len(call.ins) + [True] * len(active)
-    planner = Planner(hidden_tangents(jaxpr, linear))
+    planner = Planner(passes, hidden_tangents(jaxpr, linear))
     ins = [
         _kept(planner, *operand) for operand in zip(call.ins, plan.ins, plan.licences, strict=True)
     ]
@@ -98,18 +110,18 @@ def _plan_jvp(call: Call, plan: Plan, active: Pattern) -> tuple[Plan, list[bool]
     ]
     outs = [*plan.outs, *(plan.outs[i] for i in call.results)]
     zeros = _zeros(jaxpr)[len(call.outs) :]
-    return planner.plan(jaxpr, ins, _wanted(outs), plan.rules, outs), zeros
+    return planner.plan(jaxpr, ins, _wanted(outs), plan.rules, outs=outs), zeros
 
 
 # Reverse mode.
 
 
-def reverse_mode(call: Call, plan: Plan, execute: Execute) -> Callable[..., Any]:
+def reverse_mode(call: Call, plan: Plan, passes: Sequence[Pass]) -> Callable[..., Any]:
     """`call` planned, with its forward and backward passes planned when first differentiated."""
 
     @functools.cache
     def rule(active: Pattern) -> _Pullback:
-        return _Pullback(call, plan, active)
+        return _Pullback(call, plan, passes, active)
 
     fn = jax.custom_vjp(_named(call.name, lambda *args: execute(plan, args)))
 
@@ -148,34 +160,33 @@ class _Pullback:
       backward: cotangents that are not known to be zero → the plan, and which gradients are zero.
     """
 
-    def __init__(self, call: Call, plan: Plan, active: Pattern) -> None:
+    def __init__(self, call: Call, plan: Plan, passes: Sequence[Pass], active: Pattern) -> None:
         self.active = active
         self.backward = functools.cache(self._plan_backward)
         self._call, self._plan = call, plan
         self._grads = [plan.ins[i] for i in active]
-        self._planner = Planner()
+        self._planner = Planner(passes)
         self._trace_backward: Callable[[Pattern], Any] = functools.cache(self._backward_jaxpr)
-        self._trees: list[Any] = []
+        self._tree: Any = None  # of the pullback, where the passes are traced one by one
         n_out = len(call.outs)
         if call.closes:
             jaxpr = self._trace_both()
         else:
             with inside_autocast(plan.rules.policy):
-                jaxpr = trace_rule(call, self._trace_forward, call.ins)
+                jaxpr, (_, pullback) = trace_rule(call, self._trace_forward, call.ins)
+            self._tree = jax.tree.structure(pullback)
             self._saved = [v.aval for v in compat.closed(jaxpr).jaxpr.outvars[n_out:]]
         wanted = [*_wanted(plan.outs), *self._saved_for()]
         operands = zip(call.ins, plan.ins, plan.licences, strict=True)
         ins = [_kept(self._planner, *operand) for operand in operands]
         free = self._planner.plan(jaxpr, ins, wanted, plan.rules)
         outs = [*plan.outs, *free.outs[n_out:]]
-        self.forward = self._planner.plan(jaxpr, ins, wanted, plan.rules, outs)
+        self.forward = self._planner.plan(jaxpr, ins, wanted, plan.rules, outs=outs)
 
-    def _trace_forward(self, *args: Any) -> list[Any]:
+    def _trace_forward(self, *args: Any) -> tuple[list[Any], Any]:
         fn = self._call.by(args, self.active)
         out, pullback = jax.vjp(fn, *(args[i] for i in self.active))
-        residuals, tree = jax.tree.flatten(pullback)
-        self._trees.append(tree)
-        return [*out, *residuals]
+        return out, pullback
 
     def _trace_both(self) -> Any:
         """Both passes in one trace: the backward rules may close over values of the forward one.
@@ -222,12 +233,12 @@ class _Pullback:
 
         def bwd(*args: Any) -> list[Any]:
             residuals, cotangents = args[: len(self._saved)], iter(args[len(self._saved) :])
-            pullback = jax.tree.unflatten(self._trees[0], residuals)
+            pullback = jax.tree.unflatten(self._tree, residuals)
             return list(pullback(self._cotangents(cotangents, given)))
 
         avals = [self._call.outs[i].to_tangent_aval() for i in given]
         with inside_autocast(self._plan.rules.policy):
-            jaxpr = trace_rule(self._call, bwd, [*self._saved, *avals])
+            jaxpr, _ = trace_rule(self._call, bwd, [*self._saved, *avals])
         self._know(jaxpr, len(avals))
         return jaxpr
 
@@ -255,7 +266,7 @@ class _Pullback:
         ]
         ins += [_kept(self._planner, outs[i], self._plan.outs[i], tangent=True) for i in given]
         rules = self._plan.rules
-        plan = self._planner.plan(jaxpr, ins, _wanted(self._grads), rules, self._grads)
+        plan = self._planner.plan(jaxpr, ins, _wanted(self._grads), rules, outs=self._grads)
         return plan, _zeros(jaxpr)
 
 

@@ -15,23 +15,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxmp._autocast.plan import DType, Step
+from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import IN_PARTS
 from jaxmp._autocast.rules import FLOAT32
 
 
-def narrow_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, ...]:
-    """The steps of a plan, where a move that only contractions read runs in the dtype they read.
-
-    Args:
-      steps: the steps in order, as decided equation by equation.
-      results: the variables that the jaxpr returns.
-    """
+def narrow_early(plan: Plan, _planner: object = None) -> Plan:
+    """A plan in which a move that only contractions read runs in the dtype they read."""
+    steps, results = plan.steps, plan.jaxpr.outvars
     # The dtypes in which each variable is read by contractions and moves; None: by anything else.
     read: dict[Any, set[DType | None]] = {var: {None} for var in results if _is_variable(var)}
     planned = []
@@ -52,16 +47,12 @@ def narrow_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, .
                 known = moves or step.action == "contract"
                 read.setdefault(atom, set()).add(dtype if known else None)
         planned.append(step)
-    return tuple(reversed(planned))
+    return dataclasses.replace(plan, steps=tuple(reversed(planned)))
 
 
-def widen_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, ...]:
-    """The steps of a plan, where what several float32 ops read in parts is widened as a whole.
-
-    Args:
-      steps: the steps in order.
-      results: the variables that the jaxpr returns.
-    """
+def widen_early(plan: Plan, _planner: object = None) -> Plan:
+    """A plan in which what several float32 ops read in parts is widened as a whole."""
+    steps, results = plan.steps, plan.jaxpr.outvars
     low = set(filter(_is_variable, results))  # variables that something reads as they are kept
     widened: set[int] = set()  # the moves all of whose readers, through moves, read float32
     readers: Counter[Any] = Counter()  # how often each variable is read in float32, through moves
@@ -87,7 +78,7 @@ def widen_early(steps: Sequence[Step], results: Sequence[Any]) -> tuple[Step, ..
                 outs=tuple(d and FLOAT32 for d in step.outs),
                 reason="moves what float32 ops read: widened once",
             )
-    return tuple(planned)
+    return dataclasses.replace(plan, steps=tuple(planned))
 
 
 def _is_low_move(step: Step) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jaxmp._autocast import derivatives
 from jaxmp._autocast.bind import apply, cast, narrow_constant, scale
+from jaxmp._autocast.contract import contract
 from jaxmp._autocast.kept import kept_scope
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import BROADCASTING
@@ -116,12 +116,7 @@ def _bind(plan: Plan, step: Step, env: _Environment) -> list[Any]:
 
 
 def _contract(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    """A contraction of low operands that accumulates in float32 and returns their dtype."""
-    eqn, operands = step.eqn, env.operands(step)
-    if "preferred_element_type" not in eqn.params or step.outs[0] is None:
-        return apply(eqn, operands)
-    low = next(d for d in step.ins if d is not None)
-    return apply(eqn, operands, preferred_element_type=low)
+    return contract(step, env.operands(step))
 
 
 # Higher-order equations.
@@ -163,22 +158,12 @@ def _inside(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     return rebind(step.eqn, operands, [_Planned(inner) for inner in step.plans])
 
 
-def _custom_jvp(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    eqn, [inner], operands = step.eqn, step.plans, env.operands(step)
-    if inner.rules.low is None:
-        return bind(eqn, operands)
-    if "rule" not in inner.built:
-        inner.built["rule"] = derivatives.custom_jvp(eqn, inner, execute, bind)
-    return list(inner.built["rule"](*operands))
-
-
-def _custom_vjp(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    eqn, [inner], operands = step.eqn, step.plans, env.operands(step)
-    if inner.rules.low is None:
-        return bind(eqn, operands)
-    if "rule" not in inner.built:
-        inner.built["rule"] = derivatives.custom_vjp(eqn, inner, execute, bind)
-    return list(inner.built["rule"](*operands))
+def _custom(plan: Plan, step: Step, env: _Environment) -> list[Any]:
+    """The function that a pass made of one with derivative rules of its own."""
+    operands = env.operands(step)
+    if step.derived is None:
+        return bind(step.eqn, operands)
+    return list(step.derived()(*operands))
 
 
 _ACTIONS: dict[str, Callable[[Plan, Step, _Environment], list[Any]]] = {
@@ -186,6 +171,6 @@ _ACTIONS: dict[str, Callable[[Plan, Step, _Environment], list[Any]]] = {
     "reorder": _bind,
     "contract": _contract,
     "inside": _inside,
-    "custom_jvp": _custom_jvp,
-    "custom_vjp": _custom_vjp,
+    "custom_jvp": _custom,
+    "custom_vjp": _custom,
 }

@@ -22,8 +22,7 @@ from jaxmp._autocast.transform import (
     plan_program,
     trace_program,
 )
-from jaxmp._jaxprs.higher_order import inside
-from jaxmp._jaxprs.source import library_line, module_path, user_line
+from jaxmp._jaxprs.source import library_line
 from jaxmp.policy import Policy, single_policy
 
 
@@ -138,7 +137,7 @@ def explain(
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
         traced = trace_program(on_a_clone(fn), args, kwargs, policy)
         plan = plan_program(traced.jaxpr, policy, licences_of(args, kwargs))
-        rows = tuple(_rows(plan, 1, "", ""))
+        rows = tuple(_rows(plan))
         return Explanation(rows, "" if is_identity(policy) else str(policy))
 
     return explain_fn
@@ -148,26 +147,14 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{n} {dtype}" for dtype, n in counts.items()) or "none"
 
 
-def _rows(plan: Plan, count: int, path: str, source: str) -> Iterator[Row]:
-    for step in plan.steps:
-        here = "/".join(filter(None, (path, module_path(step.eqn))))
-        # Ops inside JAX's own functions have no line of the user's: the call's line is theirs.
-        line = user_line(step.eqn) or source
-        if step.plans:
-            if step.action.startswith("custom_") and closures.closes_over(step):
-                name = step.eqn.primitive.name
-                yield Row(name, here, line, _dtype(step), closures.REASON, count)
-            for inner, its_plan in zip(inside(step.eqn), step.plans, strict=True):
-                yield from _rows(its_plan, count * inner.times, here, line)
-        else:
-            yield Row(
-                op=step.eqn.primitive.name,
-                path=here,
-                source=line or library_line(step.eqn),
-                dtype=_dtype(step),
-                reason=step.reason,
-                count=count,
-            )
+def _rows(plan: Plan) -> Iterator[Row]:
+    for step, path, line, count in plan.walk():
+        name = step.eqn.primitive.name
+        if not step.plans:
+            source = line or library_line(step.eqn)
+            yield Row(name, path, source, _dtype(step), step.reason, count)
+        elif step.action.startswith("custom_") and closures.closes_over(step):
+            yield Row(name, path, line, _dtype(step), closures.REASON, count)
 
 
 def _dtype(step: Step) -> str:

@@ -7,16 +7,37 @@ plan says for each equation in which dtype its operands are read and its results
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN, POSITION
-from jaxmp._autocast.rules import Rules
+from jaxmp._autocast.primitives import LOW
+from jaxmp._autocast.rules import FLOAT32, Rules
+from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.source import module_path, user_line
 
 DType = np.dtype[Any]
-NO_ORIGINS: frozenset[int] = frozenset()
+
+
+class Origin(NamedTuple):
+    """The identity of a low value.
+
+    Attributes:
+      number: tells it from others.
+      exponential: it is a softmax's exponential; divided by its own sum it is the softmax itself,
+        and no normalisation.
+    """
+
+    number: int
+    exponential: bool = False
+
+
+NO_ORIGINS: frozenset[Origin] = frozenset()
 
 
 class Value(NamedTuple):
@@ -37,7 +58,7 @@ class Value(NamedTuple):
     """
 
     dtype: DType | None = None
-    origins: frozenset[int] = NO_ORIGINS
+    origins: frozenset[Origin] = NO_ORIGINS
     pinned: str = ""
     argument: bool = False
     constant: bool = False
@@ -65,6 +86,7 @@ class Step:
       saturate: which operands are clipped to the finite range when narrowed.
       share: which operands' narrowed copies serve other equations too.
       plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
+      derived: of a function with derivative rules, makes it anew, with its rules transformed.
     """
 
     eqn: JaxprEqn
@@ -75,21 +97,30 @@ class Step:
     saturate: tuple[bool, ...] = ()
     share: tuple[bool, ...] = ()
     plans: tuple[Plan, ...] = ()
+    derived: Callable[[], Callable[..., Any]] | None = None
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the step binds its equation as it is."""
+        if self.action.startswith("custom_") and self.plans[0].rules.low is not None:
+            return False  # its derivative rule, unseen yet, may hold contractions
+        dtypes = (*self.ins, *self.outs)
+        as_is = all(d is None or d == FLOAT32 for d in dtypes)
+        return as_is and all(plan.unchanged for plan in self.plans)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """What to do with a jaxpr.
 
     Attributes:
       jaxpr: the open jaxpr as written, and `consts` its constants.
+      rules: the policy in force.
       steps: one per equation.
-      ins: the dtype each operand arrives in; None for what is not ours.
-      licences: the licence each operand arrives with; likewise.
-      outs: the dtype each result leaves in; likewise.
-      values: how each result is kept, for the plan of the caller.
+      arguments: how each operand arrives; None for what is not ours.
+      values: how each result is kept, for the plan of the caller; likewise.
       clip: which results are clipped to the finite range when they leave narrower than they are.
-      unchanged: whether executing the plan is evaluating the jaxpr.
+      held: the jaxpr as the equation around holds it: its identity is the plan's.
       built: a place for `execute` to keep what it traces once per plan.
     """
 
@@ -97,10 +128,90 @@ class Plan:
     consts: tuple[Any, ...]
     rules: Rules
     steps: tuple[Step, ...]
-    ins: tuple[DType | None, ...]
-    licences: tuple[str | None, ...]
-    outs: tuple[DType | None, ...]
+    arguments: tuple[Value | None, ...]
     values: tuple[Value | None, ...]
     clip: tuple[bool, ...]
-    unchanged: bool
+    held: Any
     built: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def ins(self) -> tuple[DType | None, ...]:
+        """The dtype each operand arrives in: the low one, or None."""
+        return tuple(v.dtype if v else None for v in self.arguments)
+
+    @functools.cached_property
+    def outs(self) -> tuple[DType | None, ...]:
+        """The dtype each result leaves in: the low one, or None."""
+        return tuple(v.dtype if v else None for v in self.values)
+
+    @functools.cached_property
+    def licences(self) -> tuple[str | None, ...]:
+        """The licence each operand arrives with."""
+        return tuple(v.licence if v else None for v in self.arguments)
+
+    @functools.cached_property
+    def unchanged(self) -> bool:
+        """Whether executing the plan is evaluating the jaxpr."""
+        low = any(dtype is not None for dtype in (*self.ins, *self.outs))
+        return not low and all(step.unchanged for step in self.steps)
+
+    def walk(self, path: str = "", source: str = "", count: Any = 1) -> Iterator[Visit]:
+        """Every step at any depth, in order: those with plans inside, then what is inside."""
+        for step in self.steps:
+            here = "/".join(filter(None, (path, module_path(step.eqn))))
+            # Ops inside JAX's own functions have no line of the user's: the call's line is theirs.
+            line = user_line(step.eqn) or source
+            yield Visit(step, here, line, count)
+            for inner, plan in zip(inside(step.eqn) if step.plans else (), step.plans, strict=True):
+                yield from plan.walk(here, line, count * inner.times)
+
+    @functools.cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """Every contraction of a program, by a name that is the same from run to run."""
+        seen: Counter[tuple[str, str]] = Counter()
+        found = []
+        for step, path, source, count in self.walk():
+            if step.eqn.primitive.name in LOW:
+                found.append(Site(path, source, seen[path, source], count, step))
+                seen[path, source] += 1
+        return tuple(found)
+
+
+class Visit(NamedTuple):
+    """A step where it is met.
+
+    Attributes:
+      step: the step.
+      path: the module path and named scopes around it.
+      source: ``file.py:line`` in the user's code; empty if there is none.
+      count: how often it runs per call.
+    """
+
+    step: Step
+    path: str
+    source: str
+    count: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """A contraction of a program.
+
+    Attributes:
+      path: the module path and named scopes around it.
+      source: ``file.py:line`` in the user's code; empty if there is none.
+      index: which it is of those of the same path and line, in the program's order.
+      count: how often it runs per call.
+      step: what is done with it.
+    """
+
+    path: str
+    source: str
+    index: int
+    count: Any
+    step: Step
+
+    @property
+    def name(self) -> str:
+        """Path, line and index: ``Block_0/q train.py:82 0``."""
+        return f"{self.path or '-'} {self.source or '-'} {self.index}"

@@ -15,7 +15,6 @@ from jaxmp._autocast.marks import inside_autocast
 from jaxmp._jaxprs import compat
 from jaxmp.policy import Policy
 
-Bind = Callable[..., list[Any]]
 Pattern = tuple[int, ...]
 
 
@@ -64,13 +63,13 @@ class Call(NamedTuple):
         return call
 
 
-def call_of(eqn: JaxprEqn, bind: Bind) -> Call:
+def call_of(eqn: JaxprEqn) -> Call:
     """The function that an equation calls."""
     rule = compat.custom_rule(eqn)
     ins = tuple(v.aval for v in eqn.invars)
     return Call(
         name=rule.name,
-        run=lambda args: bind(eqn, args),
+        run=lambda args: compat.bind(eqn, args),
         ins=ins,
         outs=tuple(v.aval for v in eqn.outvars),
         # JAX does not differentiate by what the function closes over.
@@ -79,9 +78,9 @@ def call_of(eqn: JaxprEqn, bind: Bind) -> Call:
     )
 
 
-def closes_over(eqn: JaxprEqn, policy: Policy, bind: Bind) -> bool:
+def closes_over(eqn: JaxprEqn, policy: Policy) -> bool:
     """Whether the rule of an equation uses a traced value that is not an operand of it."""
-    call = call_of(eqn, bind)
+    call = call_of(eqn)
 
     def derivative(*args: Any) -> Any:
         fn, primals = call.by(args, call.active), [args[i] for i in call.active]
@@ -105,21 +104,22 @@ def closes_over(eqn: JaxprEqn, policy: Policy, bind: Bind) -> bool:
     return False
 
 
-def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """The jaxpr of a derivative rule.
+def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
+    """The jaxpr of a derivative rule, and the tree of shapes and dtypes that it returns.
 
     Raises:
       ClosedOverError: if the rule uses values of the function around it that are not its operands.
     """
     if call.closes:  # tracers that live on stay what they are
-        return jax.make_jaxpr(rule)(*avals)
+        traced: tuple[Any, Any] = jax.make_jaxpr(rule, return_shape=True)(*avals)
+        return traced
     try:
-        jaxpr = compat.trace(rule, avals)
+        jaxpr, shapes = compat.trace_of_tree(rule, avals)
     except jax.errors.UnexpectedTracerError as error:
         raise ClosedOverError(_CLOSED_OVER.format(call.name)) from error
     if len(compat.closed(jaxpr).jaxpr.invars) != len(avals):
         raise ClosedOverError(_CLOSED_OVER.format(call.name))
-    return jaxpr
+    return jaxpr, shapes
 
 
 _CLOSED_OVER = (

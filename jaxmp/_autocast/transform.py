@@ -26,6 +26,7 @@ from jaxmp._autocast.marks import (
     policy_in_force,
     widen,
 )
+from jaxmp._autocast.passes import PASSES
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Planner
@@ -154,7 +155,7 @@ def under_policy(
         outs = closures.run(
             traced.as_written,
             plan,
-            execute,
+            PASSES,
             lambda run: run_program(plan, traced.arrays, policy, run),
         )
         out, _ = traced.rebuild(outs)
@@ -225,7 +226,7 @@ def plan_program(jaxpr: Any, policy: Policy, licences: Sequence[str] = ()) -> Pl
       licences: that of each argument, where they are known.
     """
     rules = rules_for(policy)
-    planner = Planner()
+    planner = Planner(PASSES)
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
     open_jaxpr = compat.closed(jaxpr).jaxpr
     ins = [
@@ -241,7 +242,7 @@ def plan_program(jaxpr: Any, policy: Policy, licences: Sequence[str] = ()) -> Pl
     low_output = output == rules.low
     wanted = [CONTRACTION if low_output else FULL] * len(open_jaxpr.outvars)
     outs = [rules.low if low_output and ours(var) else None for var in open_jaxpr.outvars]
-    return planner.plan(jaxpr, ins, wanted, rules, outs)
+    return planner.plan(jaxpr, ins, wanted, rules, outs=outs)
 
 
 def run_program(

@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast.first_order import NOT_LOOKED_INSIDE
 from jaxmp._autocast.plan import Plan
-from jaxmp._autocast.planner import NOT_LOOKED_INSIDE
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32, author_keeps
 from jaxmp._jaxprs import compat

@@ -184,8 +184,3 @@ def jitted_name(eqn: jex_core.JaxprEqn) -> str:
     """The name of the function that a jit calls; empty for other equations."""
     name = eqn.params.get("name") if eqn.primitive.name == "jit" else None
     return name if isinstance(name, str) else ""
-
-
-def linear_solver(eqn: jex_core.JaxprEqn) -> Any:
-    """Of the four functions of a ``custom_linear_solve``, the jaxpr of the one that runs."""
-    return eqn.params["jaxprs"].solve

@@ -23,10 +23,13 @@ from typing import Any, NamedTuple
 import flax
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.interpreters import ad
+
+from jaxmp._jaxprs.attributes import varying_axes
 
 # Primitives that run one jaxpr once, operands and results one to one → the parameter it is in.
 CALLS = {
@@ -39,6 +42,9 @@ CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "shard_map": "jaxpr",
 }
+
+# Those of them that have a derivative rule of their own.
+RULED = ("custom_jvp_call", "custom_vjp_call")
 
 # The objects of `call_hi_primitive`, by class → the primitive they are the next generation of.
 _NEXT = {
@@ -152,6 +158,24 @@ def like(new: Any, old: Any) -> Any:
     return closed(new).jaxpr
 
 
+def without_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
+    """A closed jaxpr whose constants have become its leading operands, and those constants."""
+    opened, consts = closed(jaxpr)
+    whole = opened.replace(
+        constvars=[],
+        invars=[*opened.constvars, *opened.invars],
+        debug_info=opened.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return jex_core.ClosedJaxpr(whole, ()), list(consts)
+
+
+def filled(aval: Any, value: Any) -> Any:
+    """An array of one value, varying over the same manual mesh axes as `aval`."""
+    array = jnp.full(aval.shape, value, aval.dtype)
+    axes = varying_axes(aval)
+    return jax.lax.pcast(array, axes, to="varying") if axes else array
+
+
 def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     """The closed jaxpr of `fn` (flat arrays to flat arrays) at `avals`, through jit's trace cache.
 
@@ -159,8 +183,13 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     names, x64, matmul precision. `fn` may be a `jax.jit` function, which keeps its cache between
     calls.
     """
-    jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    return jitted.trace(*avals).jaxpr
+    return trace_of_tree(fn, avals)[0]
+
+
+def trace_of_tree(fn: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
+    """`trace` of a function that returns a tree, and the tree, of shapes and dtypes."""
+    traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*avals)
+    return traced.jaxpr, traced.out_info
 
 
 def call_jaxpr(eqn: jex_core.JaxprEqn) -> Any:
@@ -195,6 +224,13 @@ def inner_jaxprs(eqn: jex_core.JaxprEqn) -> Iterator[Any]:
         yield jaxpr
 
 
+def jaxprs_run(eqn: jex_core.JaxprEqn) -> list[Any]:
+    """Those that running it runs, once each: of the four of a linear solve, one."""
+    if eqn.primitive.name == "custom_linear_solve":
+        return [eqn.params["jaxprs"].solve]
+    return list(inner_jaxprs(eqn))
+
+
 def bind(eqn: jex_core.JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
     """The primitive of an equation on other operands, with some parameters replaced."""
     if (named := _bind_next(eqn, operands)) is not None:
@@ -211,16 +247,34 @@ def _bind_next(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> list[Any] | N
     return None
 
 
-def rematerialised(
-    eqn: jex_core.JaxprEqn, fn: Callable[..., list[Any]]
-) -> Callable[..., list[Any]] | None:
+def rematerialised(eqn: jex_core.JaxprEqn, fn: Callable[..., Any]) -> Callable[..., Any] | None:
     """`fn` under the remat of an equation of the next generation; None if it is not one."""
     if (held := _held(eqn)) is None:
         return None
-    rematted: Callable[..., list[Any]] = jax.checkpoint(
+    rematted: Callable[..., Any] = jax.checkpoint(
         fn, policy=held.policy, prevent_cse=held.prevent_cse
     )
     return rematted
+
+
+def widened(eqn: jex_core.JaxprEqn, n_ins: int, n_outs: int) -> dict[str, Any]:
+    """The parameters of a jit or remat that say something of each operand or result.
+
+    Args:
+      eqn: the equation.
+      n_ins: how many operands it gets before its own.
+      n_outs: how many results it gets after its own.
+    """
+    if eqn.primitive.name == "jit":
+        [plain] = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
+        of_ins = ("in_shardings", "in_layouts", "donated_invars")
+        of_outs = ("out_shardings", "out_layouts")
+        ins = {key: plain.params[key] * n_ins + tuple(eqn.params[key]) for key in of_ins}
+        return ins | {key: tuple(eqn.params[key]) + plain.params[key] * n_outs for key in of_outs}
+    prevent_cse = eqn.params["prevent_cse"]
+    if isinstance(prevent_cse, bool):
+        return {}
+    return {"prevent_cse": (True,) * n_ins + tuple(prevent_cse)}
 
 
 class CustomRule(NamedTuple):
@@ -277,6 +331,11 @@ def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+def scan_options(eqn: jex_core.JaxprEqn) -> dict[str, Any]:
+    """What a scan was told besides its function and its operands."""
+    return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
 
 def wrote_dtype(source_info: Any) -> bool:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._jaxprs import compat
+from jaxmp._jaxprs import compat, threaded
 from jaxmp._jaxprs.compat import bind
+from jaxmp._jaxprs.threaded import Out, Thread, Threaded
 
 
 class Inner(NamedTuple):
@@ -72,10 +74,12 @@ class HigherOrder(NamedTuple):
     Attributes:
       inside: from an equation to its jaxprs, in the order in which they are replaced.
       rebind: from an equation, operands and one replacement for each of its jaxprs to results.
+      thread: the same with extra operands and results; None: nothing can be threaded through it.
     """
 
     inside: Callable[[JaxprEqn], tuple[Inner, ...]]
     rebind: Callable[[JaxprEqn, list[Any], Sequence[Replacement]], list[Any]]
+    thread: Thread | None = None
 
 
 def inside(eqn: JaxprEqn) -> tuple[Inner, ...]:
@@ -93,6 +97,12 @@ def inside(eqn: JaxprEqn) -> tuple[Inner, ...]:
     return () if known is None else known.inside(eqn)
 
 
+def steering(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The operands that no jaxpr inside reads: they say which of them runs."""
+    read = {i for inner in inside(eqn) for i in inner.operands}
+    return tuple(i for i in range(len(eqn.invars)) if i not in read)
+
+
 def rebind(eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]) -> list[Any]:
     """Binds an equation again, with something else in place of each jaxpr inside.
 
@@ -100,6 +110,63 @@ def rebind(eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacemen
     place, without them: `derivatives` makes the rules of the new function.
     """
     return HIGHER_ORDER[compat.kind(eqn)].rebind(eqn, operands, replacements)
+
+
+def rebuild(
+    eqn: JaxprEqn,
+    operands: list[Any],
+    replacements: Sequence[Threaded],
+    extra_in: Sequence[Any] = (),
+) -> Out:
+    """Binds an equation again with extra operands and results threaded through its jaxprs.
+
+    Where nothing is threaded, `rebind` leaves the equation more as it was. Derivative rules stay,
+    and know nothing of what is threaded: extra results have no tangents.
+
+    Args:
+      eqn: the equation.
+      operands: its operands.
+      replacements: for each of its jaxprs a function of the extra operands and of the operands of
+        that jaxpr. It gives the jaxpr's results and a dict of extra results (`threaded.Extra`).
+        What it reads besides comes in `extra_in`.
+      extra_in: arrays that all of them get, in every iteration and on every device.
+
+    Returns:
+      The results of the equation, and the extra ones: stacked by scan and shard_map, joined by
+      while, neutral where the branch that runs has none.
+
+    Raises:
+      TypeError: if nothing can be threaded through the primitive.
+      ValueError: if an extra result meets a while loop and does not say how it is joined, or is of
+        two shapes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxmp._jaxprs.threaded import Extra
+      >>> jaxpr = jax.make_jaxpr(lambda x: jax.lax.map(jnp.sin, x))(jnp.arange(3.0))
+      >>> def louder(extra_in, x):
+      ...     return [jnp.sin(x)], {"twice": Extra(2 * x + extra_in[0])}
+      >>> _, extras = rebuild(jaxpr.eqns[0], [jnp.arange(3.0)], [louder], [jnp.float32(1.0)])
+      >>> extras["twice"].value.tolist(), extras["twice"].axes
+      ([1.0, 3.0, 5.0], ('scan',))
+    """
+    known = HIGHER_ORDER.get(compat.kind(eqn))
+    if known is None or known.thread is None:
+        raise TypeError(
+            f"rebuild: nothing can be threaded through {compat.called(eqn)}: its entry in "
+            "HIGHER_ORDER has no `thread`"
+        )
+    return known.thread(eqn, operands, [_observed(r) for r in replacements], extra_in)
+
+
+def _observed(replacement: Threaded) -> Threaded:
+    """A replacement whose extra results have no tangents."""
+
+    def run(extra_in: Sequence[Any], *arrays: Any) -> Out:
+        results, extras = replacement(extra_in, *arrays)
+        return results, lax.stop_gradient(extras)
+
+    return run
 
 
 def _one(jaxpr: Any, eqn: JaxprEqn) -> tuple[Inner, ...]:
@@ -205,10 +272,11 @@ def _rebind_while(
 
 
 HIGHER_ORDER: dict[str, HigherOrder] = {
-    **dict.fromkeys(compat.CALLS, HigherOrder(_call, _run_in_place)),
-    **dict.fromkeys(("jit", "remat2"), HigherOrder(_call, _rebind_jaxpr)),
-    "shard_map": HigherOrder(_call, _rebind_shard_map),
-    "cond": HigherOrder(_branches, _rebind_branches),
-    "scan": HigherOrder(_scan, _rebind_jaxpr),
-    "while": HigherOrder(_while, _rebind_while),
+    **dict.fromkeys(compat.CALLS, HigherOrder(_call, _run_in_place, threaded.in_place)),
+    **dict.fromkeys(compat.RULED, HigherOrder(_call, _run_in_place, threaded.beside)),
+    **dict.fromkeys(("jit", "remat2"), HigherOrder(_call, _rebind_jaxpr, threaded.through_call)),
+    "shard_map": HigherOrder(_call, _rebind_shard_map, threaded.through_shard_map),
+    "cond": HigherOrder(_branches, _rebind_branches, threaded.through_branches),
+    "scan": HigherOrder(_scan, _rebind_jaxpr, threaded.through_scan),
+    "while": HigherOrder(_while, _rebind_while, threaded.through_while),
 }

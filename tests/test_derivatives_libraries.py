@@ -16,7 +16,7 @@ import pytest
 
 import jaxmp
 
-from support import contraction_dtypes
+from support import contraction_dtypes, slow_when
 
 equinox = pytest.importorskip("equinox")
 
@@ -156,6 +156,17 @@ LOSSES = {
 }
 
 
+# They take seconds each, and are of a kind with another.
+LONG = (
+    "diffrax",  # a checkpointed loop of equinox; what of it is low is asked below
+    "diffrax, backsolve",
+    "optimistix, least squares",
+    "jaxopt, fixed point",
+    "jaxopt, fixed point that closes over data",
+)
+
+
+@slow_when(lambda name: name in LONG)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_is_that_of_float32_but_for_rounding(name: str) -> None:

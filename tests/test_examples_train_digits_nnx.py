@@ -19,6 +19,7 @@ from support import EXAMPLES, run_example
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_train_digits_compares_two_policies(tmp_path):
     # One run, many checks: starting a process costs more than any of them.
     options = ("--steps", "80", "--batch", "64", "--seed", "3", "--runs", "2")

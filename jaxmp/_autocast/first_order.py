@@ -1,0 +1,198 @@
+"""Forward pass over equations without jaxprs inside: one function per class of op."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jaxmp._autocast.contractions import geometry
+from jaxmp._autocast.demand import ANGLE, LATER, ours
+from jaxmp._autocast.follow import follow
+from jaxmp._autocast.frame import Frame
+from jaxmp._autocast.licences import (
+    COMPUTED,
+    CONSTANT,
+    DATA,
+    GIVEN,
+    POSITION,
+    after_move,
+    joined,
+    of_converted,
+    of_wave,
+)
+from jaxmp._autocast.plan import Step, Value
+from jaxmp._autocast.primitives import (
+    CUMULATIVE,
+    LOW,
+    REORDERING,
+    REPEATING,
+    SOLVING,
+    TO_CONTRACTIONS,
+    WAVES,
+    WRITING,
+)
+from jaxmp._autocast.rules import LOW_DTYPES, author_keeps
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import dtype_of, shape_of
+
+MOVES = "moves values: as they are"
+SOLUTION = "an operand is the solution of a linear system"
+NOT_LOOKED_INSIDE = "not classified, not looked inside: runs as written"
+
+
+def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+    """The step of one equation, by the class of its primitive."""
+    name, rules = compat.kind(eqn), frame.rules
+    if rules.low is None:
+        return frame.as_written(eqn, values, rules.why_float32)
+    kind = rules.op_class(eqn)
+    if name == "convert_element_type" and kind == "own":
+        return _convert(frame, eqn, values)
+    if not any(v is not None for v in values):
+        licence = POSITION if name == "iota" else DATA
+        return frame.as_written(eqn, values, "no float32 operand", licence)
+    match kind:
+        case "low":
+            return _contraction(frame, eqn, values)
+        case "follow" | "softmax":
+            step = follow(frame, eqn, values, exponential=kind == "softmax")
+            joins = name in TO_CONTRACTIONS
+            return dataclasses.replace(step, action="reorder") if joins else step
+        case "transparent":
+            return _transparent(frame, eqn, values)
+        case "full":
+            return frame.as_written(eqn, values, "sensitive op: float32", _of_full(name, values))
+    return _opaque(frame, eqn, values, kind)
+
+
+def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+    """Low operands and a low result, accumulated in float32.
+
+    A float32 result of low operands would be exact to the accumulation, but costs twice the
+    memory where it hurts most (logits, attention scores), and its cotangent would make the
+    backward contractions float32.
+    """
+    kept = _exempt(frame, eqn, values)
+    if kept is not None:
+        # Of low values it is made of nothing else; of arguments, it is data.
+        mine = [v for v in values if v is not None]
+        derived = any(v.dtype or v.licence == COMPUTED for v in mine)
+        licence = COMPUTED if derived and all(v.licence != DATA for v in mine) else DATA
+        return frame.as_written(eqn, values, kept, licence)
+    low = frame.rules.low
+    for atom in eqn.invars[:2]:  # an author's 16-bit operand decides for the other
+        dtype = dtype_of(atom)
+        if dtype in LOW_DTYPES:
+            low = dtype
+    tangent = any(v.tangent for v in values if v is not None)
+    if low == frame.rules.low:
+        out = Value(low, frozenset({frame.planning.fresh()}), tangent=tangent)
+    else:
+        out = Value(None, tangent=tangent)
+    return frame.step(
+        eqn,
+        values,
+        [low] * len(values),
+        [out] * len(eqn.outvars),
+        "contraction",
+        action="contract",
+    )
+
+
+def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str | None:
+    """Why a contraction stays in float32, or None."""
+    known = eqn.primitive.name in LOW  # else a user's override says that it is a contraction
+    if known and (kept := author_keeps(eqn)) is not None:
+        return kept
+    if pinned := next((v.pinned for v in values if v and v.pinned), ""):
+        return pinned
+    if not known:
+        return None
+    fixed = any(v is not None and v.fixed for v in values[:2])
+    if (kept := geometry(eqn, fixed=fixed)) is not None:
+        return kept
+    if frame.demanded(eqn)[0] & ~LATER == ANGLE:
+        return "only angles or a linear solver want the result"
+    return None
+
+
+def _transparent(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+    """Runs in the dtype the operands are kept in; float32 if they differ."""
+    mine = [v for v in values if v is not None]
+    if len(eqn.outvars) == len(values) > 1:  # optimization_barrier: one to one
+        dtypes = [v.dtype if v else None for v in values]
+        return frame.step(eqn, values, dtypes, values, MOVES)
+    if eqn.primitive.name in WRITING:
+        dtype = values[0].dtype if values[0] and not any(v.wins for v in mine) else None
+    else:
+        dtype = mine[0].dtype if len({v.dtype for v in mine}) == 1 else None
+    same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
+    out = mine[0]._replace(argument=False) if same else frame.planning.kept(dtype, values)
+    licence = joined([v.licence for v in mine])
+    repeats = eqn.primitive.name == "broadcast_in_dim"
+    if licence == GIVEN and repeats and any(map(frame.is_operand, eqn.invars)):
+        licence = DATA
+    else:
+        licence = after_move(eqn, licence)
+    out = out._replace(licence=licence, fixed=False)
+    widen = dtype is not None and eqn.primitive.name in REPEATING and _repeats(eqn)
+    return frame.step(
+        eqn,
+        values,
+        [None if widen else dtype] * len(values),
+        [out] * len(eqn.outvars),
+        "repeats values: its gradient is summed in float32" if widen else MOVES,
+        action="reorder" if eqn.primitive.name in REORDERING else "bind",
+    )
+
+
+def _convert(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+    """A conversion that the program as written makes."""
+    [value], [var] = values, eqn.outvars
+    if value is None:
+        upcast = ours(var) and dtype_of(eqn.invars[0]) in LOW_DTYPES
+        if upcast and compat.wrote_dtype(eqn.source_info):
+            out = Value(pinned="the author upcast an operand to float32", licence=DATA)
+            return frame.step(eqn, values, [None], [out], "the author's upcast")
+        [made] = frame.are_made(eqn.invars)
+        licence = CONSTANT if made and not shape_of(var) else of_converted(eqn.invars[0])
+        return frame.as_written(eqn, values, "no float32 operand", licence)
+    if ours(var):  # float32 to float32: a change of weak type
+        return _transparent(frame, eqn, values)
+    # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
+    narrows = np.dtype(eqn.params["new_dtype"]).itemsize <= 2
+    dtype = value.dtype if narrows else None
+    return frame.step(eqn, values, [dtype], [None], "the author's conversion")
+
+
+def _opaque(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], kind: str | None) -> Step:
+    """What runs as written because it is listed so, or not listed: its results are data."""
+    if kind == "own":
+        step = frame.as_written(eqn, values, "runs as written", DATA)
+        if eqn.primitive.name in SOLVING:
+            for var in filter(ours, eqn.outvars):
+                frame.kept_as[var] = Value(pinned=SOLUTION, licence=DATA)
+        return step
+    if any(True for _ in compat.inner_jaxprs(eqn)):
+        return frame.as_written(eqn, values, NOT_LOOKED_INSIDE, DATA)
+    return frame.as_written(eqn, values, "not classified: runs as written", DATA)
+
+
+def _of_full(name: str, values: Sequence[Value | None]) -> str | None:
+    """The licence of what a sensitive op returns, where it is not that of its operands."""
+    if name in CUMULATIVE:
+        return DATA
+    if name in WAVES:
+        return of_wave(joined([v.licence for v in values if v is not None]))
+    return None
+
+
+def _repeats(eqn: JaxprEqn) -> bool:
+    """Whether an op of `REPEATING` really repeats or merges elements."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return True
+    axes = dict(zip(eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0]), strict=True))
+    return any(axes.get(i, 1) != n for i, n in enumerate(shape_of(eqn.outvars[0])))

@@ -1,0 +1,143 @@
+"""What a `follow` op, elementwise arithmetic, does with low and float32 operands.
+
+Low beside a low operand if a contraction wants the result, unless float32 wins: see `licences`. Of
+float32 operands alone it is low only where it leaves a normalisation on the way to a contraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP, ours
+from jaxmp._autocast.frame import Frame
+from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, PARAMETER, joined
+from jaxmp._autocast.plan import NO_ORIGINS, Origin, Step, Value
+from jaxmp._autocast.primitives import AFFINE, BOUNDED, CHOOSING, NORMALISING, SUBTRACTING
+from jaxmp._jaxprs import compat
+
+
+def follow(
+    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], *, exponential: bool = False
+) -> Step:
+    """The step of an elementwise op.
+
+    Args:
+      frame: what is known so far.
+      eqn: the equation.
+      values: how its operands are kept.
+      exponential: whether it is the exponential of a softmax that may run low.
+    """
+    mine = [
+        v._replace(licence=frame.licence_at(v, atom, eqn))
+        for atom, v in zip(eqn.invars, values, strict=True)
+        if v is not None
+    ]
+    low = [v for v in mine if v.dtype is not None]
+    full = [v for v in mine if v.dtype is None]
+    name = eqn.primitive.name
+    if not frame.summed.isdisjoint(eqn.outvars):
+        return frame.as_written(eqn, values, "summed in float32 from iteration to iteration")
+    if low and compat.in_associative_scan(eqn.source_info):
+        return frame.as_written(eqn, values, "a recurrence: combined in float32")
+    chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
+    if not chooses:
+        if frame.is_wanted_by(eqn, INDEX):
+            return frame.as_written(eqn, values, "a position: it becomes an index")
+        if not frame.is_wanted_by(eqn, CONTRACTION):
+            return frame.as_written(eqn, values, "only float32 ops want the result")
+    if not low:
+        derived = any(v.origins for v in full) and not any(v.wins for v in full)
+        if name in AFFINE or exponential or not derived or frame.is_wanted_by(eqn, STEEP):
+            return _in_full(frame, eqn, values, full)
+        reason = "leaves a normalisation towards a contraction"
+    else:
+        refusal = _refusal(frame, eqn, low, full)
+        if refusal is not None:
+            return frame.as_written(eqn, values, *refusal)
+        reason = "chooses among 16-bit values" if chooses else _licensed(full)
+    literal = _out_of_range(frame, eqn)
+    if literal is not None:
+        return frame.as_written(eqn, values, literal)
+    out = frame.planning.kept(frame.rules.low, values)
+    if exponential:
+        out = out._replace(origins=frozenset({frame.planning.fresh(exponential=True)}))
+    return frame.step(
+        eqn,
+        values,
+        [frame.rules.low] * len(values),
+        [out] * len(eqn.outvars),
+        reason,
+        saturate=True,
+    )
+
+
+def _in_full(
+    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], full: Sequence[Value]
+) -> Step:
+    """A `follow` op of float32 operands alone."""
+    table = PARAMETER if eqn.primitive.name in BOUNDED and frame.is_made(eqn) else None
+    step = frame.as_written(eqn, values, "no 16-bit operand", table)
+    written = [v for v in full if not v.constant]
+    out = frame.kept_as[eqn.outvars[0]]
+    if out is not None and written and all(v.pinned for v in written):
+        frame.kept_as[eqn.outvars[0]] = out._replace(pinned=written[0].pinned)
+    return step
+
+
+def _refusal(
+    frame: Frame, eqn: JaxprEqn, low: list[Value], full: list[Value]
+) -> tuple[str, str] | None:
+    """Why float32 operands are not narrowed beside low ones, and the licence of the result."""
+    name, licences = eqn.primitive.name, {v.licence for v in full}
+    if name in NORMALISING and _normalises(name, low, full):
+        return "normalises: meets a statistic of its own operand", joined([*licences, COMPUTED])
+    if any(v.wins for v in full):
+        return "float32 data wins over 16 bits", DATA
+    if name in SUBTRACTING and PARAMETER in licences:
+        return "a float32 statistic wins: it is subtracted", COMPUTED
+    if PARAMETER in licences and frame.is_wanted_by(eqn, ANGLE | STEEP):
+        return "an angle, a logarithm or a root wants the result as well", COMPUTED
+    return None
+
+
+def _normalises(name: str, low: list[Value], full: list[Value]) -> bool:
+    """Whether a low value meets a float32 value derived from that same low value."""
+    statistics: frozenset[Origin] = NO_ORIGINS.union(*(v.origins for v in full))
+    if name == "div":
+        statistics = frozenset(origin for origin in statistics if not origin.exponential)
+    return any(v.origins & statistics for v in low)
+
+
+def _out_of_range(frame: Frame, eqn: JaxprEqn) -> str | None:
+    """Why a literal cannot be narrowed: it would vanish, or scale by something else.
+
+    What is added or chosen, a mask, is clipped instead.
+    """
+    for atom in eqn.invars:
+        if isinstance(atom, Literal) and ours(atom):
+            value, limits = abs(float(atom.val)), jnp.finfo(frame.rules.low)
+            if 0.0 < value < float(limits.tiny):
+                return f"the constant {atom.val:g} vanishes in {frame.rules.low}"
+            scales = eqn.primitive.name in ("mul", "div")
+            if scales and float(limits.max) < value < float("inf"):
+                return f"the constant {atom.val:g} is beyond {frame.rules.low}"
+    return None
+
+
+def _licensed(full: Sequence[Value]) -> str:
+    """Why float32 operands beside low ones are narrowed."""
+    licences = {v.licence for v in full}
+    for licence in (PARAMETER, COMPUTED, CONSTANT):
+        if licence in licences:
+            return _LICENSED[licence]
+    return "computed from 16-bit values"
+
+
+_LICENSED = {
+    PARAMETER: "a parameter beside a 16-bit value",
+    COMPUTED: "made from 16-bit values, beside one",
+    CONSTANT: "a constant beside a 16-bit value",
+}

@@ -1,0 +1,270 @@
+"""What is known while a jaxpr is planned: how each of its values is kept, under which rules."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp._autocast.demand import NOTHING, OPERAND, Demand, Demands, ours
+from jaxmp._autocast.licences import (
+    COMPUTED,
+    CONSTANT,
+    GIVEN,
+    PARAMETER,
+    here,
+    is_small,
+    joined,
+    of_constant,
+)
+from jaxmp._autocast.literals import keeps_made
+from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Step, Value
+from jaxmp._autocast.primitives import IN_PARTS
+from jaxmp._autocast.rules import FLOAT32, Rules
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import shape_of
+
+
+class Planning(abc.ABC):
+    """What the plans of a program and of all jaxprs inside it share.
+
+    Args:
+      tangents: values that are tangents although no operand says so; see `hidden_tangents`.
+    """
+
+    def __init__(self, tangents: frozenset[Any] = frozenset()) -> None:
+        self.tangents = tangents
+        self.demands = Demands()
+        self._numbers = itertools.count(1)
+
+    def fresh(self, *, exponential: bool = False) -> Origin:
+        """A new identity for a low value."""
+        return Origin(next(self._numbers), exponential)
+
+    @abc.abstractmethod
+    def plan(
+        self,
+        jaxpr: Any,
+        ins: Sequence[Value | None],
+        wanted: Sequence[int],
+        rules: Rules,
+        *,
+        outs: Sequence[DType | None] | None = None,
+        summed: Sequence[bool] = (),
+        made: Sequence[bool] = (),
+    ) -> Plan:
+        """The plan of a jaxpr (open or closed).
+
+        Args:
+          jaxpr: the jaxpr.
+          ins: how each operand is kept.
+          wanted: the demand on each result.
+          rules: the policy in force.
+          outs: the dtype each result must leave in, None being float32 or not ours; if not given,
+            each leaves as it is kept.
+          summed: which results are sums carried through a loop, to be computed in float32.
+          made: which operands, of any dtype, are made from literals alone; none, if not given.
+        """
+
+    def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
+        """A result kept in `dtype`, made from `operands`."""
+        values = [v for v in operands if v is not None]
+        origins: frozenset[Origin] = NO_ORIGINS
+        low = [v for v in values if v.dtype is not None]
+        if dtype is None:
+            origins = origins.union(*(v.origins for v in values))
+        else:
+            # One low operand: a masked or scaled copy of it, whose statistics are its own. Several:
+            # something new (a residual sum).
+            if len({v.origins for v in low}) == 1:
+                origins = low[0].origins
+            origins |= {self.fresh()}
+        licence = COMPUTED if dtype else joined([v.licence for v in values])
+        return Value(dtype, origins, tangent=any(v.tangent for v in values), licence=licence)
+
+
+class Frame:
+    """The values of one jaxpr, as far as it is planned.
+
+    Attributes:
+      planning: what all jaxprs of the program share, and what plans those inside this one.
+      rules: the rules of the equation at hand, and `enclosing` those of the jaxpr.
+      demand: what each of its variables is wanted for.
+      kept_as: how each variable is kept; None for what is not ours.
+      summed: results that must be computed in float32.
+      made: variables of any dtype that are made from literals alone.
+      whole: what each moved variable is a part of.
+    """
+
+    def __init__(
+        self,
+        planning: Planning,
+        jaxpr: Any,
+        ins: Sequence[Value | None],
+        wanted: Sequence[int],
+        rules: Rules,
+        summed: Sequence[bool] = (),
+        made: Sequence[bool] = (),
+    ) -> None:
+        self.planning = planning
+        self.jaxpr, self.consts = compat.closed(jaxpr)
+        self.ins = tuple(ins)
+        self.enclosing = self.rules = rules
+        self.demand: Demand = planning.demands(self.jaxpr, wanted, rules)
+        self.summed = set(itertools.compress(self.jaxpr.outvars, summed))
+        self.kept_as: dict[Any, Value | None] = dict(zip(self.jaxpr.invars, ins, strict=True))
+        self.made = {var for var, value in self.kept_as.items() if value and value.fixed}
+        self.made.update(itertools.compress(self.jaxpr.invars, made))
+        self.whole: dict[Any, Any] = {}
+        for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
+            self._close_over(var, array)
+
+    def _close_over(self, var: Any, array: Any) -> None:
+        if not ours(var):
+            self.kept_as[var] = None
+            return
+        small = is_small(array)
+        licence = of_constant(array, self.rules.low)
+        self.kept_as[var] = Value(argument=True, licence=licence, fixed=small)
+        if small:
+            self.made.add(var)
+
+    # Reading.
+
+    def read(self, atom: Any) -> Value | None:
+        """How an operand is kept; None for what is not ours."""
+        if not isinstance(atom, Literal):
+            return self.kept_as[atom]
+        if not ours(atom):
+            return None
+        licence = of_constant(atom.val, self.rules.low) if shape_of(atom) else CONSTANT
+        return Value(constant=True, licence=licence, fixed=True)
+
+    def operands(self, eqn: JaxprEqn) -> list[Value | None]:
+        """How the operands of an equation are kept."""
+        # What a region with another policy keeps low is float32 to this one.
+        return [
+            v._replace(dtype=None) if v and v.dtype not in (None, self.rules.low) else v
+            for v in map(self.read, eqn.invars)
+        ]
+
+    def licence_at(self, value: Value, atom: Any, eqn: JaxprEqn) -> str:
+        """The licence of an operand where it is read.
+
+        What contractions read themselves is a layer's input, however it is repeated: no bias.
+        """
+        return value.licence if self.is_operand(atom) else here(value.licence, atom, eqn)
+
+    def is_operand(self, atom: Any) -> bool:
+        """Whether a contraction reads a variable itself, through moves alone."""
+        found = NOTHING if isinstance(atom, Literal) else self.demand.of.get(atom, NOTHING)
+        return bool(found & OPERAND)
+
+    def demanded(self, eqn: JaxprEqn) -> list[int]:
+        """The demand on each result of an equation."""
+        return [self.demand.of.get(var, NOTHING) for var in eqn.outvars]
+
+    def is_wanted_by(self, eqn: JaxprEqn, demand: int) -> bool:
+        """Whether any result of an equation is demanded so."""
+        return any(wanted & demand for wanted in self.demanded(eqn))
+
+    def is_made(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation makes its results from literals alone."""
+        return keeps_made(eqn, self.made)
+
+    def are_made(self, atoms: Sequence[Any]) -> list[bool]:
+        """Which operands are made from literals alone."""
+        return [isinstance(v, Literal) or v in self.made for v in atoms]
+
+    # Recording.
+
+    def step(
+        self,
+        eqn: JaxprEqn,
+        values: Sequence[Value | None],
+        dtypes: Sequence[DType | None],
+        outs: Sequence[Value | None],
+        reason: str,
+        *,
+        action: str = "bind",
+        saturate: bool = False,
+        plans: tuple[Plan, ...] = (),
+    ) -> Step:
+        """Records how results are kept and returns the step.
+
+        Args:
+          eqn: the equation.
+          values: how its operands are kept.
+          dtypes: the dtype each is read in, None being float32.
+          outs: how its results are kept.
+          reason: why.
+          action: see `Step`.
+          saturate: whether literals and masks among the operands stay finite when narrowed.
+          plans: the plans of the jaxprs inside.
+        """
+        for var, value in zip(eqn.outvars, outs, strict=True):
+            if value is not None and var in self.planning.tangents:
+                value = value._replace(tangent=True)
+            self.kept_as[var] = value if ours(var) else None
+        return Step(
+            eqn=eqn,
+            action=action,
+            ins=tuple(
+                None if v is None else (FLOAT32 if d is None else d)
+                for v, d in zip(values, dtypes, strict=True)
+            ),
+            outs=tuple(
+                None if not ours(var) or value is None else (value.dtype or FLOAT32)
+                for var, value in zip(eqn.outvars, outs, strict=True)
+            ),
+            reason=reason,
+            saturate=tuple(
+                (saturate or self.rules.saturate) and stays_finite(v, self.rules) for v in values
+            ),
+            share=tuple(v is not None and not v.argument for v in values),
+            plans=plans,
+        )
+
+    def as_written(
+        self,
+        eqn: JaxprEqn,
+        values: Sequence[Value | None],
+        reason: str,
+        licence: str | None = None,
+    ) -> Step:
+        """Operands and results in float32; the licence is the operands' unless one is given."""
+        used = [
+            v and v._replace(licence=self.licence_at(v, atom, eqn))
+            for atom, v in zip(eqn.invars, values, strict=True)
+        ]
+        out = self.planning.kept(None, used)
+        if licence is not None:
+            out = out._replace(licence=licence)
+        return self.step(eqn, values, [None] * len(values), [out] * len(eqn.outvars), reason)
+
+    def follow_up(self, eqn: JaxprEqn) -> None:
+        """Records what a planned equation says of its results besides how they are kept."""
+        if eqn.primitive.name in IN_PARTS and not isinstance(eqn.invars[0], Literal):
+            whole = self.whole.get(eqn.invars[0], eqn.invars[0])
+            self.whole.update(dict.fromkeys(eqn.outvars, whole))
+        if self.is_made(eqn):
+            self.made.update(eqn.outvars)
+            for var in eqn.outvars:
+                value = self.kept_as[var]
+                if value is not None:
+                    self.kept_as[var] = value._replace(fixed=True)
+
+
+def stays_finite(value: Value | None, rules: Rules) -> bool:
+    """Whether a value stays finite when it is narrowed: a literal or a mask, made of arguments.
+
+    What was computed becomes infinite in float16, so that the step is skipped; and a tangent must
+    stay linear.
+    """
+    if value is None or value.tangent:
+        return False
+    written = not value.origins and value.licence in (CONSTANT, PARAMETER, GIVEN)
+    return written or rules.saturate

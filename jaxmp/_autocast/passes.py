@@ -1,0 +1,10 @@
+"""What happens to a plan between its decisions and its execution, in order.
+
+A pass takes the plan of a jaxpr, and the planner that made it, and returns a plan.
+"""
+
+from jaxmp._autocast.derivatives import derive
+from jaxmp._autocast.early_casts import narrow_early, widen_early
+from jaxmp._autocast.planner import Pass
+
+PASSES: tuple[Pass, ...] = (narrow_early, widen_early, derive)
