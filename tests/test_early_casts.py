@@ -157,3 +157,34 @@ def test_explain_says_so() -> None:
         ("transpose", "bfloat16", "moves what a contraction reads"),
         ("dot_general", "bfloat16", "contraction"),
     ]
+
+
+WIDENED, AS_THEY_ARE = "moves what float32 ops read: widened once", "moves values: as they are"
+PARTS: dict[str, tuple[Callable[[jax.Array], Any], str, str]] = {
+    "two slices": (lambda h: jnp.exp(h[1:] - h[:-1]), "slice", WIDENED),
+    "a value rolled": (
+        lambda h: jnp.exp(h - jnp.concatenate([h[1:], h[:1]])),
+        "slice",
+        WIDENED,
+    ),
+    "slices of a reshaped one": (
+        lambda h: jnp.exp((r := h.reshape(3, 2, 4))[1:] - r[:-1]),
+        "slice",
+        WIDENED,
+    ),
+    "one slice": (lambda h: jnp.exp(h[1:]), "slice", AS_THEY_ARE),
+    "one that is multiplied, too": (
+        lambda h: (jnp.exp((s := h[1:]) - h[:-1]), s.T @ s),
+        "slice",
+        AS_THEY_ARE,
+    ),
+    "slices that are multiplied": (lambda h: h[1:].T @ h[:-1], "slice", AS_THEY_ARE),
+}
+
+
+@pytest.mark.parametrize(("fn", "op", "reason"), PARTS.values(), ids=PARTS)
+def test_parts_that_float32_operations_read_are_widened_as_a_whole(
+    fn: Callable[[jax.Array], Any], op: str, reason: str
+) -> None:
+    rows = jaxmp.explain(lambda x, y: fn(x @ y), "mixed_bfloat16")(X, Y).rows
+    assert next(row.reason for row in rows if row.op == op) == reason

@@ -95,6 +95,49 @@ def test_a_constant_is_licensed_unless_it_is_a_grid(array: np.ndarray, expected:
     assert licences.of_constant(array.astype(np.float32), LOW) == expected
 
 
+@pytest.mark.parametrize(
+    ("fn", "given", "expected"),
+    [
+        (lambda b: -b, GIVEN, DATA),
+        (lambda b: -b, PARAMETER, DATA),
+        (lambda b: -b, COMPUTED, COMPUTED),
+        (lambda b: b[jnp.array([1, 0])], GIVEN, PARAMETER),
+        (lambda b: b[jnp.array([1, 0])], DATA, DATA),
+        (lambda b: lax.broadcast_in_dim(b, (6, 8), (1,)), GIVEN, PARAMETER),
+        (lambda b: lax.broadcast_in_dim(b, (6, 8), (1,)), DATA, DATA),
+        (lambda b: lax.broadcast_in_dim(b, (8, 6), (0,)), GIVEN, GIVEN),
+        (lambda b: lax.broadcast_in_dim(b[0], (6, 8), ()), GIVEN, GIVEN),
+        (lambda b: b.reshape(4, 2), GIVEN, GIVEN),
+        (lambda b: lax.rev(b, (0,)), COMPUTED, COMPUTED),
+    ],
+    ids=[
+        "negated", "a negated parameter", "a negated product", "looked up", "data looked up",
+        "over a batch", "data over a batch", "over features", "one number", "moved",
+        "a moved product",
+    ],
+)  # fmt: skip
+def test_what_a_move_makes_of_a_licence(fn: Callable[..., Any], given: str, expected: str) -> None:
+    eqn = jax.make_jaxpr(fn)(B).jaxpr.eqns[-1]
+    assert licences.after_move(eqn, given) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("bool", COMPUTED),
+        ("bfloat16", COMPUTED),
+        ("float16", COMPUTED),
+        ("float8_e4m3fn", COMPUTED),
+        ("int32", POSITION),
+        ("uint8", POSITION),
+        ("complex64", DATA),
+    ],
+)
+def test_what_a_conversion_to_float32_is(dtype: str, expected: str) -> None:
+    [var] = jax.make_jaxpr(lambda x: x)(jnp.zeros(3, dtype)).jaxpr.invars
+    assert licences.of_converted(var) == expected
+
+
 @pytest.mark.parametrize("grid", ["arange", "linspace", "mgrid"])
 def test_a_grid_that_the_program_makes_is_data(grid: str) -> None:
     """Rounding may keep the grid; it does not keep the grid and a product's result, added."""
