@@ -142,8 +142,6 @@ def test_it_comes_out_under_grad_and_the_gradient_is_the_same(name: str) -> None
     gradients, extras = jax.jit(jax.grad(with_extras(fn), argnums=(0, 1), has_aux=True))(W, X)
     assert_found(extras, want)
     assert_bitwise(gradients, jax.jit(jax.grad(loss_of(fn), argnums=(0, 1)))(W, X))
-    tangents = jax.jvp(with_extras(fn), (W, X), (W, X))[1]
-    assert all(not np.any(t) for t in jax.tree.leaves(tangents[1]))
 
 
 @each
