@@ -127,3 +127,10 @@ def test_of_the_operands_that_are_tangents(tangents: tuple[bool, bool], expected
 
 def test_an_operand_in_16_bits_is_hidden_from_the_start() -> None:
     assert found(lambda x, t: wide(t), X, low(T)) == WIDENED
+
+
+def test_of_several_results_only_those_that_are_tangents() -> None:
+    jaxpr = jax.make_jaxpr(lambda x, t: jax.jit(lambda x, t: (x * 2, wide(t)))(x, t))(X, low(T))
+    [eqn] = jaxpr.jaxpr.eqns
+    hidden = hidden_tangents(jaxpr, (False, True))
+    assert [var in hidden for var in eqn.outvars] == [False, True]

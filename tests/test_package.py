@@ -181,18 +181,20 @@ PUBLIC_THERE = {"jaxmp/tree.py": {"update(dtype=)", "weak_type"}}
 PENDING = {
     "jaxmp/_audit/follow.py": {"source_info"},
     "jaxmp/_autocast/bind.py": {"multiple_results"},
+    "jaxmp/_autocast/contract.py": {"params[preferred_element_type]"},
     "jaxmp/_autocast/demand.py": {"inner_aval", "params[new_dtype]"},
     "jaxmp/_autocast/derivatives.py": {"to_tangent_aval"},
-    "jaxmp/_autocast/execute.py": {"ctx", "params[preferred_element_type]", "update(dtype=)"},
+    "jaxmp/_autocast/execute.py": {"ctx", "update(dtype=)"},
+    "jaxmp/_autocast/first_order.py": {
+        "params[broadcast_dimensions]",
+        "params[new_dtype]",
+        "source_info",
+    },
+    "jaxmp/_autocast/follow.py": {"source_info"},
     "jaxmp/_autocast/licences.py": {
         "jax.core",
         "jax.core.Tracer",
         "params[broadcast_dimensions]",
-    },
-    "jaxmp/_autocast/planner.py": {
-        "params[broadcast_dimensions]",
-        "params[new_dtype]",
-        "source_info",
     },
     "jaxmp/_autocast/rules.py": {
         "name_stack",
