@@ -231,6 +231,7 @@ MASKS = {
 }
 
 
+@slow_when(lambda kind, policy: kind != "constant" and "softmax" in policy)
 @pytest.mark.parametrize(
     "policy", [BF16, F16, "mixed_bfloat16,softmax=bf16", "mixed_float16,softmax=f16"]
 )
