@@ -120,6 +120,7 @@ class Linen(nn.Module):
         return nn.softmax(nn.Dense(4)(nn.LayerNorm()(nn.Dense(16)(x))))
 
 
+@pytest.mark.slow
 def test_a_wrapped_linen_model() -> None:
     model = jaxmp.wrap(Linen(), BF16)
     x = draw(3, 6, 8, 8, 3)
