@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support import ROOT, run_python
+from support import ROOT, run_python, slow_when
 
 PROGRAMS = {
     "autocast_aot": "import autocast_aot; autocast_aot.Cache(None, 1).get('mlp', 'hand', 'cpu')",
@@ -14,6 +14,7 @@ PROGRAMS = {
 }
 
 
+@slow_when(lambda name: name != "autocast_aot")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_benchmark_starts(name: str) -> None:
     run = run_python("-c", PROGRAMS[name], folder=ROOT / "benchmarks")

@@ -46,7 +46,7 @@ def test_the_backward_pass_keeps_no_more_than_hand_written(
     assert residual_mib(ours, *shapes) <= residual_mib(hand, *shapes)
 
 
-@slow_when(lambda model: model == "lm_post")
+@slow_when(lambda model: model in ("lm", "lm_post"))
 @pytest.mark.parametrize("model", CASES)
 def test_every_contraction_is_low_forward_and_backward(model: str) -> None:
     case = CASES[model]
@@ -57,6 +57,7 @@ def test_every_contraction_is_low_forward_and_backward(model: str) -> None:
     assert counts.total() == plain.total()
 
 
+@slow_when(lambda model: model == "cnn")
 @pytest.mark.parametrize("model", ["lm", "cnn"])
 def test_a_wrapped_module_costs_what_autocast_of_its_apply_does(model: str) -> None:
     case = CASES[model]

@@ -15,9 +15,10 @@ from jax.interpreters import mlir
 from observed import observe
 
 import jaxmp
+from jaxmp._autocast.carries import recurrence
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import bind
-from jaxmp._jaxprs.higher_order import HIGHER_ORDER, HigherOrder, Inner, inside
+from jaxmp._jaxprs.higher_order import HIGHER_ORDER, HigherOrder, Inner, inside, steering
 
 from support import iter_eqns
 
@@ -167,3 +168,32 @@ def test_operands_and_results_are_the_equation_s(name: str) -> None:
         assert trips is None or inner.trips == trips
     total = sum(inner.chance for inner in inside(eqn))
     assert total == (2.0 if name == "while" else 1.0)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_no_jaxpr_inside_reads_steers(name: str) -> None:
+    eqn = next(e for e in iter_eqns(jax.make_jaxpr(SHAPES[name][0])(W, X)) if inside(e))
+    assert steering(eqn) == ((0,) if name == "cond" else ())
+
+
+def test_a_carry_that_steers_a_cond_comes_back_as_itself() -> None:
+    def program(x, xs):
+        def step(c, x):
+            return (jax.lax.cond(c[0, 0] > 0, jnp.sin, jnp.cos, x), None)
+
+        return jax.lax.scan(step, x, xs)
+
+    [scan] = jax.make_jaxpr(program)(X, X[None]).jaxpr.eqns
+    assert recurrence(inside(scan)[0], [False, False]).summed == (True,)
+
+
+def test_of_the_functions_of_a_linear_solve_one_runs() -> None:
+    def solve(b):
+        return jax.lax.custom_linear_solve(
+            lambda x: W @ x, b, lambda _, b: jnp.sin(b), symmetric=True
+        )
+
+    eqns = jax.make_jaxpr(solve)(X[0]).jaxpr.eqns
+    [eqn] = [eqn for eqn in eqns if eqn.primitive.name == "custom_linear_solve"]
+    [jaxpr] = compat.jaxprs_run(eqn)
+    assert [e.primitive.name for e in compat.closed(jaxpr).jaxpr.eqns] == ["sin"]

@@ -407,6 +407,7 @@ def hlo_ratio(leaves, *, keep_finite):
     return instructions(dynamic_loss_scale(inner)) / instructions(inner)
 
 
+@pytest.mark.slow
 def test_23_the_program_of_240_leaves_stays_small():
     assert hlo_ratio(240, keep_finite=True) < 3
 

@@ -14,7 +14,7 @@ from support import ROOT
 FLAGS = ("JAX_REMAT3", "JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3", "JAX_SCAN3")
 
 
-def run_under(*flags: str) -> None:
+def run_under(*flags: str, keyword: str = "") -> None:
     if jax.__version_info__ < (0, 12):
         pytest.skip("looked inside from JAX 0.12 on")
     missing = [flag for flag in flags if not hasattr(jax.config, flag.lower())]
@@ -29,6 +29,8 @@ def run_under(*flags: str) -> None:
             "-n0",
             "-p",
             "no:cacheprovider",
+            "-k",
+            keyword,
             "tests/next_jax.py",
         ],
         cwd=ROOT,
@@ -41,6 +43,11 @@ def run_under(*flags: str) -> None:
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
 
 
+def test_one_of_each_kind_under_all_flags() -> None:
+    run_under(*FLAGS, keyword="everything or activations or linen or zeros or scan or forward")
+
+
+@pytest.mark.slow
 def test_all_flags_together() -> None:
     run_under(*FLAGS)
 

@@ -8,8 +8,6 @@ rest); of *hand* alone where a program's contractions are geometry.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -26,7 +24,10 @@ from support import slow_when
 DTYPES = ("bfloat16", "float16")
 
 
-# These take some seconds each: by default only where their family has no other.
+# What overflows or is lost below: seen in float16 too.
+HALF_FAMILIES = {"gates", "ranges", "returns", "statistics"}
+
+# These take some seconds each.
 LONG = {
     "ensemble_of_streams_on_shared_data",
     "frames_updated_by_a_layer",
@@ -39,16 +40,18 @@ LONG = {
 }
 
 
-def _one_of_each_family(rank: int) -> set[str]:
-    families = defaultdict(list)
-    for name in sorted(PROGRAMS, key=LONG.__contains__):
-        members = families[PROGRAMS[name].family]
-        if name not in LONG or not members:
-            members.append(name)
-    return {members[min(rank, len(members) - 1)] for members in families.values()}
+def _first_of_each_family() -> set[str]:
+    first: dict[str, str] = {}
+    for name, program in PROGRAMS.items():
+        if name not in LONG:
+            first.setdefault(program.family, name)
+    return set(first.values())
 
 
-BY_DEFAULT = {"bfloat16": _one_of_each_family(0), "float16": _one_of_each_family(1)}
+BY_DEFAULT = {
+    "bfloat16": _first_of_each_family(),
+    "float16": {name for name in _first_of_each_family() if PROGRAMS[name].family in HALF_FAMILIES},
+}
 
 
 @slow_when(lambda name, dtype: name not in BY_DEFAULT[dtype])
@@ -64,8 +67,8 @@ def test_families() -> None:
     families = {p.family for p in PROGRAMS.values()}
     assert len(families) >= 15
     assert PROGRAMS.keys() >= LONG
-    for names in BY_DEFAULT.values():
-        assert {PROGRAMS[name].family for name in names} == families
+    assert len(BY_DEFAULT["bfloat16"]) >= len(families) - 2
+    assert {PROGRAMS[name].family for name in BY_DEFAULT["float16"]} == HALF_FAMILIES
 
 
 @pytest.mark.parametrize("name", ["euler_from_a_computed_start", "cotangents_that_cancel"])

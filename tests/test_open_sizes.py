@@ -12,6 +12,8 @@ from jax import export, lax
 
 import jaxmp
 
+from support import slow_when
+
 BF16 = "mixed_bfloat16"
 
 
@@ -91,6 +93,7 @@ def test_a_function_of_an_open_size_is_what_it_is_of_known_ones(name: str) -> No
         np.testing.assert_allclose(program.call(x), fn(x), rtol=2e-2, atol=2e-2)
 
 
+@slow_when(lambda name: name not in ("attention", "dense", "summed_up"))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_so_is_a_gradient(name: str) -> None:
     fn = jaxmp.autocast(FUNCTIONS[name], BF16)
@@ -117,6 +120,7 @@ class Linen(nn.Module):
         return nn.softmax(nn.Dense(4)(nn.LayerNorm()(nn.Dense(16)(x))))
 
 
+@pytest.mark.slow
 def test_a_wrapped_linen_model() -> None:
     model = jaxmp.wrap(Linen(), BF16)
     x = draw(3, 6, 8, 8, 3)

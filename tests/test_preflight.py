@@ -323,6 +323,7 @@ def test_gpu():
 
 
 @needs_gpu_compiler
+@pytest.mark.slow
 def test_what_a_chip_does_not_multiply_is_reported_as_emulated():
     report = jaxmp.preflight(step, *arguments(), target="gpu-t4", policies=POLICIES)
     assert report.emulated("mixed_bfloat16").keys() == {"bfloat16"}
@@ -360,6 +361,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 
 @needs_gpu_compiler
+@pytest.mark.slow
 def test_the_largest_batch():
     """Memory is affine in the batch here, so the limit can be worked out by hand."""
     report = jaxmp.preflight(
@@ -393,6 +395,7 @@ def test_a_function_of_one_batch_size_only_says_so():
 
 
 @needs_gpu_compiler
+@pytest.mark.slow
 def test_collectives_of_a_sharded_step():
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     report = jaxmp.preflight(

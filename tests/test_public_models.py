@@ -34,6 +34,7 @@ from public_models.expected import (
     BACKWARD,
     FLOAT32,
     HEADROOM,
+    QUICK,
     REPRESENTATIVE,
     TARGET,
 )
@@ -147,6 +148,7 @@ def _contraction_floor(name: str) -> float:
     return _relative(errors, reference.gradients)
 
 
+@slow_when(lambda name: name not in QUICK)
 def test_model_is_sound_in_float32(name: str) -> None:
     """What the other tests compare with: finite, float32, and gradients that are not zero."""
     model = _build(name)
@@ -223,6 +225,7 @@ def _bound(ratios: dict[str, float], name: str) -> float:
     return HEADROOM * ratios[name] if name in ratios else TARGET
 
 
+@slow_when(lambda name: name not in QUICK)
 def test_bfloat16_gradients_are_near_the_input_floor(name: str) -> None:
     _build(name)
     floor, error = _reference(name).input_floor, _bfloat16_error(name)

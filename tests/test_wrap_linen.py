@@ -93,6 +93,7 @@ def result(name: str, policy: str | None) -> Any:
 # --- Every model ---------------------------------------------------------------------------------
 
 
+@slow_when(lambda name: name in ("lstm", "setup"))
 def test_init_gives_the_variables_of_the_module_itself(name: str) -> None:
     assert_same(initialized(name, BF16), initialized(name))
 
@@ -108,6 +109,7 @@ def test_all_contractions_are_low_forward_and_backward(name: str, policy: str) -
     assert contraction_dtypes(step(name, policy), *arguments) == want
 
 
+@slow_when(lambda name: name in ("lstm", "setup"))
 def test_outputs_gradients_and_state_are_close_and_in_their_dtypes(name: str) -> None:
     """Close enough to tell that no dropout mask differs."""
     for got, want in zip(result(name, BF16), result(name, None), strict=True):

@@ -58,7 +58,7 @@ def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         case "low":
             return _contraction(frame, eqn, values)
         case "follow" | "softmax":
-            step = follow(frame, eqn, values, exponential=kind == "softmax")
+            step = follow(frame, eqn, values, exponential=name == "exp")
             joins = name in TO_CONTRACTIONS
             return dataclasses.replace(step, action="reorder") if joins else step
         case "transparent":

@@ -48,8 +48,7 @@ class Rules:
         """The class of an equation, or None for a primitive that nobody listed."""
         name = kind(eqn)
         if name in self.overrides:
-            given = self.overrides[name]
-            return "softmax" if (name, given) == ("exp", "follow") else given
+            return self.overrides[name]
         op_class = classify(name, eqn.params)
         if name == "exp" and op_class == "full" and self.low_softmax:
             # A softmax's exp is the one whose result reaches a contraction; exp in a loss does not,

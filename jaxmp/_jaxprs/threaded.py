@@ -102,10 +102,11 @@ class Traced:
 
     def neutral(self) -> Extras:
         """Its extra results where nothing computes them."""
-        leaves, tree = jax.tree.flatten(self.extras)
-        joins = [extra.join for _, extra in sorted(self.extras.items())]
-        filled = map(compat.filled, self._avals, [join.neutral for join in joins])
-        return jax.tree.unflatten(tree, list(filled)) if leaves else {}
+        extras = sorted(self.extras.items())  # as JAX flattens a dict
+        return {
+            name: dataclasses.replace(extra, value=compat.filled(aval, extra.join.neutral))
+            for (name, extra), aval in zip(extras, self._avals, strict=True)
+        }
 
 
 # Calls.
