@@ -305,7 +305,7 @@ def _() -> None:
     by_flax = equation(
         "convert_element_type", lambda x: dense.init_with_output(jax.random.key(0), x)[0], low
     )
-    found = [compat.wrote_dtype(e.source_info) for e in (written, promoted, by_flax)]
+    found = [compat.wrote_dtype(e) for e in (written, promoted, by_flax)]
     assert found == [True, False, False]
 
 
@@ -315,7 +315,7 @@ def _() -> None:
         return lax.associative_scan(lambda a, b: a + b, x) * 2
 
     eqns = [e for e in iter_eqns(jax.make_jaxpr(fn)(X)) if e.primitive.name in ("add", "mul")]
-    found = {e.primitive.name: compat.in_associative_scan(e.source_info) for e in eqns}
+    found = {e.primitive.name: compat.in_associative_scan(e) for e in eqns}
     assert found == {"add": True, "mul": False}
 
 

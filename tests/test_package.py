@@ -177,41 +177,14 @@ def test_no_private_module_of_jax(path):
 # What these read is public: of `jax.Array` and `jax.ShapeDtypeStruct`.
 PUBLIC_THERE = {"jaxmp/tree.py": {"update(dtype=)", "weak_type"}}
 
-# To be moved to `jaxmp._jaxprs.attributes`, which has it all.
-PENDING = {
-    "jaxmp/_audit/follow.py": {"source_info"},
-    "jaxmp/_autocast/bind.py": {"multiple_results"},
-    "jaxmp/_autocast/contract.py": {"params[preferred_element_type]"},
-    "jaxmp/_autocast/demand.py": {"inner_aval", "params[new_dtype]"},
-    "jaxmp/_autocast/derivatives.py": {"to_tangent_aval"},
-    "jaxmp/_autocast/execute.py": {"ctx", "update(dtype=)"},
-    "jaxmp/_autocast/first_order.py": {
-        "params[broadcast_dimensions]",
-        "params[new_dtype]",
-        "source_info",
-    },
-    "jaxmp/_autocast/follow.py": {"source_info"},
-    "jaxmp/_autocast/licences.py": {
-        "jax.core",
-        "jax.core.Tracer",
-        "params[broadcast_dimensions]",
-    },
-    "jaxmp/_autocast/rules.py": {
-        "name_stack",
-        "params[name]",
-        "params[precision]",
-        "params[y]",
-        "source_info",
-    },
-}
-
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_jax_and_flax_do_not_promise_is_read_in_few_files(path):
     name = str(path.relative_to(ROOT))
-    allowed = PUBLIC_THERE.get(name, set()) | PENDING.get(name, set())
     if name not in HOMES:
-        assert read_in(path) == allowed, f"{name}: belongs in one of {', '.join(HOMES)}"
+        assert read_in(path) == PUBLIC_THERE.get(name, set()), (
+            f"{name}: belongs in one of {', '.join(HOMES)}"
+        )
 
 
 def test_import_loads_neither_plots_nor_tables_nor_compilers():

@@ -223,7 +223,7 @@ def _why(
     if eqn.primitive.name == "convert_element_type":
         before = dtype_of(eqn.invars[0])
         if before in LOW and dtype_of(eqn.outvars[0]) == FLOAT32:
-            if is_ours(eqn) or compat.wrote_dtype(eqn.source_info):
+            if is_ours(eqn) or compat.wrote_dtype(eqn):
                 what = f"an upcast from {before} to float32"
                 return Cause(place.source, place.path, what, by_policy=is_ours(eqn))
             return Promoted(str(before))

@@ -21,6 +21,7 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 from jaxmp._autocast.plan import DType
 from jaxmp._autocast.primitives import TRACED_ONCE
 from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs.attributes import returns_several
 from jaxmp._jaxprs.compat import INLINE, bind, shape_of
 from jaxmp._jaxprs.scopes import CAST
 
@@ -91,7 +92,7 @@ def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
     key = tuple((i, x.dtype, x.shape, x.tobytes()) for i, x in constants)
     params = tuple((eqn.params | replaced).items())
     out = _applier(eqn.primitive, params, key)(*arrays)
-    return list(out) if eqn.primitive.multiple_results else [out]
+    return list(out) if returns_several(eqn.primitive) else [out]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -22,6 +22,7 @@ from jaxmp._autocast.literals import made_of_literals
 from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, ROUNDING
 from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import converted_dtype, is_reference
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.dataflow import demanded, settled_demand
 from jaxmp._jaxprs.higher_order import Inner
@@ -40,7 +41,7 @@ class Demand(NamedTuple):
 
 def ours(atom: Any) -> bool:
     """Whether autocast may change the dtype of a value: float32 arrays, not references to them."""
-    return compat.dtype_of(atom) == FLOAT32 and not hasattr(atom.aval, "inner_aval")
+    return compat.dtype_of(atom) == FLOAT32 and not is_reference(atom)
 
 
 class Demands:
@@ -129,7 +130,7 @@ def is_position(eqn: JaxprEqn, whole: set[Any]) -> bool:
     """Whether an equation makes an index of its operand, or compares it with one."""
     name = eqn.primitive.name
     if name == "convert_element_type":
-        return np.issubdtype(np.dtype(eqn.params["new_dtype"]), np.integer)
+        return np.issubdtype(converted_dtype(eqn), np.integer)
     if name in COMPARING:
         return any(not isinstance(v, Literal) and v in whole for v in eqn.invars)
     return name in ROUNDING

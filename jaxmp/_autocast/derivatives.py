@@ -39,6 +39,7 @@ from jaxmp._autocast.rule_calls import (
     trace_rule,
 )
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import tangent_type
 
 Execute = Callable[[Plan, Sequence[Any]], list[Any]]
 
@@ -97,7 +98,7 @@ def _plan_jvp(
         out, out_tangents = jax.jvp(fn, [primals[i] for i in active], list(tangents))
         return [*out, *(out_tangents[i] for i in call.results)]
 
-    avals = [*call.ins, *(call.ins[i].to_tangent_aval() for i in active)]
+    avals = [*call.ins, *(tangent_type(call.ins[i]) for i in active)]
     with inside_autocast(plan.rules.policy):
         jaxpr, _ = trace_rule(call, jvp, avals)
     linear = [False] * len(call.ins) + [True] * len(active)
@@ -201,7 +202,7 @@ class _Pullback:
             given = iter(args[len(primals) :])
             return [*out, *pullback(self._cotangents(given, call.results))]
 
-        avals = [call.outs[i].to_tangent_aval() for i in call.results]
+        avals = [tangent_type(call.outs[i]) for i in call.results]
         with inside_autocast(self._plan.rules.policy):
             jaxpr = jax.make_jaxpr(both)(*call.ins, *avals)
         if not compat.is_whole(jaxpr):
@@ -236,7 +237,7 @@ class _Pullback:
             pullback = jax.tree.unflatten(self._tree, residuals)
             return list(pullback(self._cotangents(cotangents, given)))
 
-        avals = [self._call.outs[i].to_tangent_aval() for i in given]
+        avals = [tangent_type(self._call.outs[i]) for i in given]
         with inside_autocast(self._plan.rules.policy):
             jaxpr, _ = trace_rule(self._call, bwd, [*self._saved, *avals])
         self._know(jaxpr, len(avals))

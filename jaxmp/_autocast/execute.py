@@ -21,6 +21,7 @@ from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import BROADCASTING
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import in_context, with_dtype
 from jaxmp._jaxprs.compat import bind, shape_of
 from jaxmp._jaxprs.higher_order import rebind
 
@@ -38,7 +39,7 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     env = _Environment(plan, args)
     for step in plan.steps:
         eqn = step.eqn
-        with compat.source_of(eqn), eqn.ctx.manager, kept_scope(step):
+        with compat.source_of(eqn), in_context(eqn), kept_scope(step):
             outs = _ACTIONS[step.action](plan, step, env)
             for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
                 if dtype is not None and out.dtype != dtype:
@@ -125,7 +126,7 @@ def _contract(plan: Plan, step: Step, env: _Environment) -> list[Any]:
 def _inner_avals(plan: Plan) -> list[Any]:
     """The avals of a planned jaxpr's operands, in the dtypes they arrive in."""
     return [
-        v.aval if dtype is None else v.aval.update(dtype=dtype, weak_type=False)
+        v.aval if dtype is None else with_dtype(v.aval, dtype)
         for v, dtype in zip(plan.jaxpr.invars, plan.ins, strict=True)
     ]
 

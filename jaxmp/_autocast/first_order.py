@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.contractions import geometry
@@ -36,6 +35,7 @@ from jaxmp._autocast.primitives import (
 )
 from jaxmp._autocast.rules import LOW_DTYPES, author_keeps
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import broadcast_axes, converted_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 
 MOVES = "moves values: as they are"
@@ -154,7 +154,7 @@ def _convert(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Ste
     [value], [var] = values, eqn.outvars
     if value is None:
         upcast = ours(var) and dtype_of(eqn.invars[0]) in LOW_DTYPES
-        if upcast and compat.wrote_dtype(eqn.source_info):
+        if upcast and compat.wrote_dtype(eqn):
             out = Value(pinned="the author upcast an operand to float32", licence=DATA)
             return frame.step(eqn, values, [None], [out], "the author's upcast")
         [made] = frame.are_made(eqn.invars)
@@ -163,7 +163,7 @@ def _convert(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Ste
     if ours(var):  # float32 to float32: a change of weak type
         return _transparent(frame, eqn, values)
     # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
-    narrows = np.dtype(eqn.params["new_dtype"]).itemsize <= 2
+    narrows = converted_dtype(eqn).itemsize <= 2
     dtype = value.dtype if narrows else None
     return frame.step(eqn, values, [dtype], [None], "the author's conversion")
 
@@ -194,5 +194,5 @@ def _repeats(eqn: JaxprEqn) -> bool:
     """Whether an op of `REPEATING` really repeats or merges elements."""
     if eqn.primitive.name != "broadcast_in_dim":
         return True
-    axes = dict(zip(eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0]), strict=True))
+    axes = dict(zip(broadcast_axes(eqn), shape_of(eqn.invars[0]), strict=True))
     return any(axes.get(i, 1) != n for i, n in enumerate(shape_of(eqn.outvars[0])))

@@ -40,7 +40,7 @@ def follow(
     name = eqn.primitive.name
     if not frame.summed.isdisjoint(eqn.outvars):
         return frame.as_written(eqn, values, "summed in float32 from iteration to iteration")
-    if low and compat.in_associative_scan(eqn.source_info):
+    if low and compat.in_associative_scan(eqn):
         return frame.as_written(eqn, values, "a recurrence: combined in float32")
     chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
     if not chooses:

@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jaxmp._jaxprs.attributes import broadcast_axes, is_tracer
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 
 CONSTANT = "constant"
@@ -82,7 +82,7 @@ def after_move(eqn: JaxprEqn, licence: str) -> str:
     if licence == GIVEN and name == "gather":
         return PARAMETER  # looked up by integers
     if licence == GIVEN and name == "broadcast_in_dim":
-        axes = dict(zip(eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0]), strict=True))
+        axes = dict(zip(broadcast_axes(eqn), shape_of(eqn.invars[0]), strict=True))
         result = shape_of(eqn.outvars[0])
         if is_broadcast([axes.get(i, 1) for i in range(len(result))], result):
             return PARAMETER
@@ -104,7 +104,7 @@ def of_constant(array: Any, low: np.dtype[Any] | None) -> str:
     A tracer is an argument of the function around, and a large array a parameter. A grid (integers,
     or evenly spaced along an axis) says where something is: rounding must keep it exactly.
     """
-    if isinstance(array, jax.core.Tracer):
+    if is_tracer(array):
         return GIVEN
     values = _looked_at(array)
     if low is None or values is None or not _is_grid(values) or _is_exact(values, low):
@@ -119,7 +119,7 @@ def of_wave(licence: str) -> str:
 
 def is_small(array: Any) -> bool:
     """Whether a constant is a stencil, a window or a basis, and not the weights of a layer."""
-    if isinstance(array, jax.core.Tracer) or array.size > _BASIS:
+    if is_tracer(array) or array.size > _BASIS:
         return False
     if array.size <= _STENCIL:
         return True

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.primitives import classify
+from jaxmp._jaxprs.attributes import exponent, jitted_name, name_stack, precision
 from jaxmp._jaxprs.compat import dtype_of, kind
 from jaxmp._jaxprs.scopes import OWN, REGION
 from jaxmp.policy import Policy, get_policy
@@ -54,7 +55,7 @@ class Rules:
             # A softmax's exp is the one whose result reaches a contraction; exp in a loss does not,
             # and an exp without a low operand stays float32 like any other `follow` op.
             return "softmax"
-        if name == "integer_pow" and eqn.params["y"] > 2 and self.low == FLOAT16:
+        if name == "integer_pow" and exponent(eqn.params) > 2 and self.low == FLOAT16:
             return "full"  # the cube in GELU overflows float16 at 41
         return op_class
 
@@ -90,16 +91,16 @@ def region_rules(eqn: JaxprEqn) -> Rules | None:
 
     A region around the whole jaxpr is not seen from inside: name stacks are relative to it.
     """
-    name = eqn.params.get("name")
-    if isinstance(name, str) and name.startswith(REGION) and eqn.primitive.name == "jit":
+    name = jitted_name(eqn)
+    if name.startswith(REGION):
         return rules_for(get_policy(name.removeprefix(REGION)))
-    return _scope_rules(eqn.source_info.name_stack)
+    return _scope_rules(name_stack(eqn))
 
 
 @functools.lru_cache(maxsize=4096)
-def _scope_rules(name_stack: Any) -> Rules | None:
+def _scope_rules(stack: Any) -> Rules | None:
     """The rules of the last marker in a name stack, within whatever `jvp(…)` wraps it."""
-    policies = _SCOPE.findall(str(name_stack))
+    policies = _SCOPE.findall(str(stack))
     if not policies:
         return None
     if policies[-1].startswith(OWN):
@@ -114,8 +115,8 @@ def _own_rules(policy: str) -> Rules:
 
 def author_keeps(eqn: JaxprEqn) -> str | None:
     """Why a contraction runs as written whatever its operands are, or None."""
-    precision = eqn.params.get("precision")
-    for p in precision if isinstance(precision, tuple) else (precision,):
+    asked = precision(eqn)
+    for p in asked if isinstance(asked, tuple) else (asked,):
         name = str(getattr(p, "name", p))
         if p is not None and name.upper() != "DEFAULT":
             return f"precision={name}, as the author asked"

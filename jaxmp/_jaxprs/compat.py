@@ -338,14 +338,14 @@ def scan_options(eqn: jex_core.JaxprEqn) -> dict[str, Any]:
     return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
 
-def wrote_dtype(source_info: Any) -> bool:
+def wrote_dtype(eqn: jex_core.JaxprEqn) -> bool:
     """Whether a conversion was written by the author (`x.astype(…)`), not by type promotion.
 
     jnp's promotion happens inside jnp's own jitted functions: it leaves no `astype` or
     `convert_element_type` frame next to the equation. Flax's happens in `promote_dtype`, ours in
     `marks.widen`.
     """
-    traceback = getattr(source_info, "traceback", None)
+    traceback: Any = eqn.source_info.traceback
     if traceback is None:
         return True
     frames = [
@@ -364,9 +364,9 @@ _PROMOTING = {
 }
 
 
-def in_associative_scan(source_info: Any) -> bool:
+def in_associative_scan(eqn: jex_core.JaxprEqn) -> bool:
     """Whether an equation is part of `jax.lax.associative_scan`, which is no primitive."""
-    traceback = getattr(source_info, "traceback", None)
+    traceback: Any = eqn.source_info.traceback
     return traceback is not None and _in_associative_scan(traceback)
 
 
