@@ -67,8 +67,28 @@ FOLLOW = frozenset(
     ]
 )
 
+# Moves that name their operand, or place it on devices.
+PLACING = frozenset(
+    [
+        "name",
+        "optimization_barrier",
+        "sharding_constraint",
+        "device_put",
+        "reshard",
+        "layout_constraint",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "pbroadcast",
+        "pvary",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+    ]
+)
+
 # Exact on whatever they are given.
-TRANSPARENT = frozenset(
+TRANSPARENT = PLACING | frozenset(
     [
         "neg",
         "abs",
@@ -108,20 +128,6 @@ TRANSPARENT = frozenset(
         "cummax",
         "cummin",
         "stop_gradient",
-        "optimization_barrier",
-        "name",
-        "sharding_constraint",
-        "device_put",
-        "reshard",
-        "layout_constraint",
-        "pmax",
-        "pmin",
-        "ppermute",
-        "pbroadcast",
-        "pvary",
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
     ]
 )
 
@@ -266,41 +272,31 @@ REPEATING = frozenset({"broadcast_in_dim", "gather", "tile", "reduce_max", "redu
 # Elementwise ops that broadcast operands of size 1 by themselves; so do their transposes sum.
 BROADCASTING = frozenset({"add", "add_any", "sub", "mul", "div", "max", "min"})
 
-# What `equations.apply` may trace once and reuse: no effects, no axis names, hashable parameters.
-TRACED_ONCE = (LOW | FULL | FOLLOW | TRANSPARENT) - frozenset(
-    [
-        "reduce",
-        "reduce_window",
-        "select_and_scatter",
-        "select_and_scatter_add",
-        "select_and_gather_add",
-        "scatter",
-        "scatter-add",
-        "scatter-sub",
-        "scatter-mul",
-        "scatter-min",
-        "scatter-max",
-        "random_gamma",
-        "psum",
-        "psum_invariant",
-        "reduce_scatter",
-        "unreduced_psum",
-        "unreduced_reduce_scatter",
-        "name",
-        "optimization_barrier",
-        "sharding_constraint",
-        "device_put",
-        "reshard",
-        "layout_constraint",
-        "pmax",
-        "pmin",
-        "ppermute",
-        "pbroadcast",
-        "pvary",
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
-    ]
+# What `bind.apply` may trace once and reuse: no effects, no axis names, hashable parameters.
+TRACED_ONCE = (
+    (LOW | FULL | FOLLOW | TRANSPARENT)
+    - PLACING
+    - frozenset(
+        [
+            "reduce",
+            "reduce_window",
+            "select_and_scatter",
+            "select_and_scatter_add",
+            "select_and_gather_add",
+            "scatter",
+            "scatter-add",
+            "scatter-sub",
+            "scatter-mul",
+            "scatter-min",
+            "scatter-max",
+            "random_gamma",
+            "psum",
+            "psum_invariant",
+            "reduce_scatter",
+            "unreduced_psum",
+            "unreduced_reduce_scatter",
+        ]
+    )
 )
 
 # Ops that write one operand into another keep the dtype of the first.
