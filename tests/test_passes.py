@@ -85,12 +85,7 @@ def test_what_a_pass_decides_is_what_runs() -> None:
 
     def full(plan: Plan, _planner: Planner) -> Plan:
         steps = tuple(
-            dataclasses.replace(
-                step,
-                action="bind",
-                ins=tuple(d and jnp.dtype("float32") for d in step.ins),
-                outs=tuple(d and jnp.dtype("float32") for d in step.outs),
-            )
+            dataclasses.replace(step.run_in(jnp.dtype("float32"), "a pass"), action="bind")
             if step.action == "contract"
             else step
             for step in plan.steps

@@ -1,8 +1,8 @@
 """Binding first-order equations again, in other dtypes.
 
-Conversions and primitives are bound through small jitted functions, inlined into the program that
-calls them. They leave no trace in it; but JAX remembers their jaxprs and derivatives, so that what
-occurs in every layer of a model is traced and differentiated once.
+Primitives are bound through small jitted functions, inlined into the program that calls them. They
+leave no trace in it; but JAX remembers their jaxprs and derivatives, so that what occurs in every
+layer of a model is traced and differentiated once.
 """
 
 from __future__ import annotations
@@ -20,63 +20,11 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 
 from jaxmp._autocast.plan import DType
 from jaxmp._autocast.primitives import TRACED_ONCE
-from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.reading import cast
 from jaxmp._jaxprs.attributes import returns_several
 from jaxmp._jaxprs.compat import INLINE, bind, shape_of
-from jaxmp._jaxprs.scopes import CAST
 
 Params = tuple[tuple[str, Any], ...]
-
-
-# Conversions.
-
-
-def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None) -> Any:
-    """`array` in `dtype`.
-
-    Args:
-      array: a floating array.
-      dtype: the dtype to convert to.
-      saturate: whether finite values stay finite where `dtype` has a smaller range.
-      shape: a shape to broadcast to. Done in float32, so that the gradient is summed in float32.
-    """
-    limit = dtype if saturate and dtype.itemsize < array.dtype.itemsize else None
-    return _caster(dtype, limit, shape)(array)
-
-
-@functools.lru_cache(maxsize=4096)
-def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any], Any]:
-    limit = np.float32(jnp.finfo(dtype).max)
-
-    @jax.custom_jvp
-    def saturate(x: Any) -> Any:
-        # Infinities and NaN pass. finfo(float32).min, the usual attention mask, is -inf in
-        # bfloat16, and a row of nothing but -inf is NaN after softmax.
-        infinite = lax.eq(lax.abs(x), np.float32(np.inf))
-        return lax.select(infinite, x, lax.clamp(-limit, x, limit))
-
-    # Straight through: to the gradient this is a conversion.
-    saturate.defjvps(lambda tangent, _out, _x: tangent)
-
-    @jax.named_scope(CAST)
-    def convert(x: Any) -> Any:
-        if range_of is not None:
-            x = saturate(x)
-        if shape is not None:
-            x = jnp.broadcast_to(lax.convert_element_type(x, FLOAT32), shape)
-        return lax.convert_element_type(x, dtype)
-
-    return jax.jit(convert, inline=INLINE)
-
-
-def narrow_constant(value: Any, dtype: DType) -> Any:
-    """A constant in `dtype`, finite if it was."""
-    value = np.asarray(value)
-    limit = np.float32(jnp.finfo(dtype).max)
-    return np.where(np.isinf(value), value, np.clip(value, -limit, limit)).astype(dtype)
-
-
-# Equations.
 
 
 def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:

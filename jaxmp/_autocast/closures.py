@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxmp._autocast import derivatives, rule_calls
-from jaxmp._autocast.bind import cast
 from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.planner import Pass
+from jaxmp._autocast.reading import cast
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat

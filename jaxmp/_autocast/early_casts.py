@@ -36,12 +36,7 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
             [var] = step.eqn.outvars
             match tuple(read.get(var, ())):
                 case (dtype,) if dtype not in (None, FLOAT32):
-                    step = dataclasses.replace(
-                        step,
-                        ins=tuple(d and dtype for d in step.ins),
-                        outs=(dtype,),
-                        reason="moves what a contraction reads",
-                    )
+                    step = step.run_in(dtype, "moves what a contraction reads")
         for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
             if _is_variable(atom):
                 known = moves or step.action == "contract"
@@ -72,12 +67,7 @@ def widen_early(plan: Plan, _planner: object = None) -> Plan:
         sources = [v for v in step.eqn.invars if _is_variable(v)]
         if any(v in wide or readers[v] > 1 for v in sources):
             wide.update(step.eqn.outvars)
-            planned[i] = dataclasses.replace(
-                step,
-                ins=tuple(d and FLOAT32 for d in step.ins),
-                outs=tuple(d and FLOAT32 for d in step.outs),
-                reason="moves what float32 ops read: widened once",
-            )
+            planned[i] = step.run_in(FLOAT32, "moves what float32 ops read: widened once")
     return dataclasses.replace(plan, steps=tuple(planned))
 
 

@@ -12,17 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
-from jaxmp._autocast.bind import apply, cast, narrow_constant, scale
+from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract
 from jaxmp._autocast.kept import kept_scope
-from jaxmp._autocast.plan import DType, Plan, Step
-from jaxmp._autocast.primitives import BROADCASTING
-from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.reading import Environment, cast
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, with_dtype
-from jaxmp._jaxprs.compat import bind, shape_of
+from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import rebind
 
 
@@ -36,7 +34,7 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     Returns:
       One array per result, in the dtypes `plan.outs`.
     """
-    env = _Environment(plan, args)
+    env = Environment(plan, args)
     for step in plan.steps:
         eqn = step.eqn
         with compat.source_of(eqn), in_context(eqn), kept_scope(step):
@@ -51,72 +49,18 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     ]
 
 
-class _Environment:
-    """The arrays computed so far, and their copies in the other dtype."""
-
-    def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
-        self.arrays: dict[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
-        self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
-        self.copies: dict[Any, Any] = {}
-
-    def operands(self, step: Step, shape: tuple[int, ...] | None = None) -> list[Any]:
-        """The operands of a step, in the dtypes it reads them in, broadcast to `shape` if given."""
-        return [
-            self.read(atom, dtype, saturate=saturate, share=share, shape=shape)
-            for atom, dtype, saturate, share in zip(
-                step.eqn.invars, step.ins, step.saturate, step.share, strict=True
-            )
-        ]
-
-    def read(
-        self,
-        atom: Any,
-        dtype: DType | None,
-        *,
-        saturate: bool = False,
-        share: bool = True,
-        shape: tuple[int, ...] | None = None,
-    ) -> Any:
-        """One operand in `dtype` (None: as it is)."""
-        if isinstance(atom, Literal):
-            if dtype is None or dtype == FLOAT32:
-                return atom.val
-            return narrow_constant(atom.val, dtype)
-        array = self.arrays[atom]
-        if dtype is None:
-            return array
-        if shape is None or shape_of(atom) == shape:
-            if array.dtype == dtype:
-                return array
-            shape = None
-        key = (atom, dtype, saturate, shape)
-        if key not in self.copies or not share:
-            self.copies[key] = cast(array, dtype, saturate=saturate, shape=shape)
-        return self.copies[key]
-
-    def result(self, atom: Any, dtype: DType | None, *, saturate: bool) -> Any:
-        """A result of the jaxpr in `dtype` (None: in float32, or not ours)."""
-        if dtype is None and getattr(atom.aval, "dtype", None) == FLOAT32:
-            dtype = FLOAT32
-        return self.read(atom, dtype, saturate=saturate)
-
-
 # First-order equations.
 
 
-def _bind(plan: Plan, step: Step, env: _Environment) -> list[Any]:
-    """The equation on operands of the planned dtypes."""
-    eqn = step.eqn
-    if eqn.primitive.name in BROADCASTING and step.outs[0] not in (None, FLOAT32):
-        shape = shape_of(eqn.outvars[0])
-        if any(shape_of(v) != shape and not isinstance(v, Literal) for v in eqn.invars):
-            if eqn.primitive.name in ("mul", "div"):
-                return [scale(eqn, *env.operands(step))]
-            return apply(eqn, env.operands(step, shape))
-    return apply(eqn, env.operands(step))
+def _bind(plan: Plan, step: Step, env: Environment) -> list[Any]:
+    return apply(step.eqn, env.operands(step))
 
 
-def _contract(plan: Plan, step: Step, env: _Environment) -> list[Any]:
+def _scale(plan: Plan, step: Step, env: Environment) -> list[Any]:
+    return [scale(step.eqn, *env.operands(step))]
+
+
+def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
     return contract(step, env.operands(step))
 
 
@@ -151,7 +95,7 @@ class _Planned:
         return transformed(self.plan)
 
 
-def _inside(plan: Plan, step: Step, env: _Environment) -> list[Any]:
+def _inside(plan: Plan, step: Step, env: Environment) -> list[Any]:
     """The equation, with plans in place of its jaxprs."""
     operands = env.operands(step)
     if all(inner.unchanged for inner in step.plans):
@@ -159,7 +103,7 @@ def _inside(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     return rebind(step.eqn, operands, [_Planned(inner) for inner in step.plans])
 
 
-def _custom(plan: Plan, step: Step, env: _Environment) -> list[Any]:
+def _custom(plan: Plan, step: Step, env: Environment) -> list[Any]:
     """The function that a pass made of one with derivative rules of its own."""
     operands = env.operands(step)
     if step.derived is None:
@@ -167,9 +111,10 @@ def _custom(plan: Plan, step: Step, env: _Environment) -> list[Any]:
     return list(step.derived()(*operands))
 
 
-_ACTIONS: dict[str, Callable[[Plan, Step, _Environment], list[Any]]] = {
+_ACTIONS: dict[str, Callable[[Plan, Step, Environment], list[Any]]] = {
     "bind": _bind,
     "reorder": _bind,
+    "scale": _scale,
     "contract": _contract,
     "inside": _inside,
     "custom_jvp": _custom,

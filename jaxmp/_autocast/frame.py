@@ -21,8 +21,8 @@ from jaxmp._autocast.licences import (
     of_constant,
 )
 from jaxmp._autocast.literals import keeps_made
-from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Step, Value
-from jaxmp._autocast.primitives import IN_PARTS
+from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Value
+from jaxmp._autocast.primitives import BROADCASTING, IN_PARTS, SCALING
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
@@ -209,24 +209,35 @@ class Frame:
             if value is not None and var in self.planning.tangents:
                 value = value._replace(tangent=True)
             self.kept_as[var] = value if ours(var) else None
+        kept = [value if ours(var) else None for var, value in zip(eqn.outvars, outs, strict=True)]
+        repeats = action == "bind" and self._repeats(eqn, kept)
+        scales = repeats and eqn.primitive.name in SCALING
+        shape = shape_of(eqn.outvars[0]) if repeats and not scales else None
         return Step(
             eqn=eqn,
-            action=action,
-            ins=tuple(
-                None if v is None else (FLOAT32 if d is None else d)
-                for v, d in zip(values, dtypes, strict=True)
+            action="scale" if scales else action,
+            reads=tuple(
+                Read()
+                if value is None
+                else Read(
+                    dtype or FLOAT32,
+                    saturate=(saturate or self.rules.saturate) and stays_finite(value, self.rules),
+                    alone=value.argument,
+                    shape=None if shape == shape_of(atom) else shape,
+                )
+                for atom, value, dtype in zip(eqn.invars, values, dtypes, strict=True)
             ),
-            outs=tuple(
-                None if not ours(var) or value is None else (value.dtype or FLOAT32)
-                for var, value in zip(eqn.outvars, outs, strict=True)
-            ),
+            outs=tuple(value and (value.dtype or FLOAT32) for value in kept),
             reason=reason,
-            saturate=tuple(
-                (saturate or self.rules.saturate) and stays_finite(v, self.rules) for v in values
-            ),
-            share=tuple(v is not None and not v.argument for v in values),
             plans=plans,
         )
+
+    def _repeats(self, eqn: JaxprEqn, kept: Sequence[Value | None]) -> bool:
+        """Whether an op with a low result broadcasts an operand: its gradient is a sum."""
+        if eqn.primitive.name not in BROADCASTING or kept[0] is None or kept[0].dtype is None:
+            return False
+        shape = shape_of(eqn.outvars[0])
+        return any(shape_of(v) != shape and not isinstance(v, Literal) for v in eqn.invars)
 
     def as_written(
         self,

@@ -72,32 +72,60 @@ class Value(NamedTuple):
         return self.dtype is None and self.licence in (DATA, GIVEN, POSITION)
 
 
+class Read(NamedTuple):
+    """How a step reads an operand.
+
+    Attributes:
+      dtype: in which dtype; None leaves it as it is (not float32, not ours).
+      saturate: whether finite values stay finite where that is narrower.
+      alone: whether the copy is this reader's own, so that the gradients of all readers are added
+        up in float32.
+      shape: what it is broadcast to on the way, in float32, so that its gradient is summed in
+        float32; None leaves its shape.
+    """
+
+    dtype: DType | None = None
+    saturate: bool = False
+    alone: bool = False
+    shape: tuple[int, ...] | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """What to do with one equation.
 
     Attributes:
       eqn: the equation as written.
-      action: which handler of `execute` runs it: ``bind``, ``reorder``, ``contract``, ``inside``,
-        ``custom_jvp``, ``custom_vjp``.
-      ins: the dtype each operand is read in; None leaves it as it is (not float32, not ours).
+      action: which handler of `execute` runs it: ``bind``, ``reorder``, ``scale`` (a product that
+        repeats an operand), ``contract``, ``inside``, ``custom_jvp``, ``custom_vjp``.
+      reads: how each operand is read.
       outs: the dtype each result is kept in; None for what is not ours.
       reason: why, in words.
-      saturate: which operands are clipped to the finite range when narrowed.
-      share: which operands' narrowed copies serve other equations too.
       plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
       derived: of a function with derivative rules, makes it anew, with its rules transformed.
     """
 
     eqn: JaxprEqn
     action: str
-    ins: tuple[DType | None, ...]
+    reads: tuple[Read, ...]
     outs: tuple[DType | None, ...]
     reason: str
-    saturate: tuple[bool, ...] = ()
-    share: tuple[bool, ...] = ()
     plans: tuple[Plan, ...] = ()
     derived: Callable[[], Callable[..., Any]] | None = None
+
+    @property
+    def ins(self) -> tuple[DType | None, ...]:
+        """The dtype each operand is read in."""
+        return tuple(read.dtype for read in self.reads)
+
+    def run_in(self, dtype: DType, reason: str) -> Step:
+        """The step with our operands and results in another dtype."""
+        return dataclasses.replace(
+            self,
+            reads=tuple(r._replace(dtype=r.dtype and dtype) for r in self.reads),
+            outs=tuple(d and dtype for d in self.outs),
+            reason=reason,
+        )
 
     @property
     def unchanged(self) -> bool:

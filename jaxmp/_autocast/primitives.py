@@ -272,6 +272,9 @@ REPEATING = frozenset({"broadcast_in_dim", "gather", "tile", "reduce_max", "redu
 # Elementwise ops that broadcast operands of size 1 by themselves; so do their transposes sum.
 BROADCASTING = frozenset({"add", "add_any", "sub", "mul", "div", "max", "min"})
 
+# Those of them whose operands are saved for the backward pass: `bind.scale` saves them small.
+SCALING = frozenset({"mul", "div"})
+
 # What `bind.apply` may trace once and reuse: no effects, no axis names, hashable parameters.
 TRACED_ONCE = (
     (LOW | FULL | FOLLOW | TRANSPARENT)

@@ -13,7 +13,6 @@ import jmp
 import numpy as np
 
 from jaxmp._autocast import closures, nnx_calls
-from jaxmp._autocast.bind import cast
 from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.escapes import refuse_escapes, with_held_tracers
@@ -31,6 +30,7 @@ from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
+from jaxmp._autocast.reading import cast
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unseen
 from jaxmp._jaxprs import compat

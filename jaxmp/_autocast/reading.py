@@ -1,0 +1,100 @@
+"""How values are read in another dtype than they are kept in.
+
+A copy that several steps share has its cotangents added in its own dtype; the gradients of an
+argument, and of what is repeated, are sums of many terms, and are added up in float32, on either
+side of the conversion. `Read` says which; `bind.scale` does so for products.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from jaxmp._autocast.plan import DType, Plan, Read, Step
+from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs.compat import INLINE, dtype_of
+from jaxmp._jaxprs.scopes import CAST
+
+
+class Environment:
+    """The arrays of a planned jaxpr computed so far, and their copies as steps read them."""
+
+    def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
+        self.arrays: dict[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
+        self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
+        self._copies: dict[Any, Any] = {}
+
+    def operands(self, step: Step) -> list[Any]:
+        """The operands of a step, as it reads them."""
+        return [self.read(v, read) for v, read in zip(step.eqn.invars, step.reads, strict=True)]
+
+    def read(self, atom: Any, read: Read) -> Any:
+        """A variable or literal of the jaxpr, as it is read."""
+        dtype = read.dtype
+        if isinstance(atom, Literal):
+            return atom.val if dtype in (None, FLOAT32) else narrow_constant(atom.val, dtype)
+        array = self.arrays[atom]
+        if dtype is None or (read.shape is None and array.dtype == dtype):
+            return array
+        key = (atom, dtype, read.saturate, read.shape)
+        if key not in self._copies or read.alone:
+            self._copies[key] = cast(array, dtype, saturate=read.saturate, shape=read.shape)
+        return self._copies[key]
+
+    def result(self, atom: Any, dtype: DType | None, *, saturate: bool) -> Any:
+        """A result of the jaxpr in `dtype` (None: in float32, or not ours)."""
+        if dtype is None and dtype_of(atom) == FLOAT32:
+            dtype = FLOAT32
+        return self.read(atom, Read(dtype, saturate))
+
+
+def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None) -> Any:
+    """`array` in `dtype`.
+
+    Args:
+      array: a floating array.
+      dtype: the dtype to convert to.
+      saturate: whether finite values stay finite where `dtype` has a smaller range.
+      shape: a shape to broadcast to. Done in float32, so that the gradient is summed in float32.
+    """
+    limit = dtype if saturate and dtype.itemsize < array.dtype.itemsize else None
+    return _caster(dtype, limit, shape)(array)
+
+
+@functools.lru_cache(maxsize=4096)
+def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any], Any]:
+    limit = np.float32(jnp.finfo(dtype).max)
+
+    @jax.custom_jvp
+    def saturate(x: Any) -> Any:
+        # Infinities and NaN pass. finfo(float32).min, the usual attention mask, is -inf in
+        # bfloat16, and a row of nothing but -inf is NaN after softmax.
+        infinite = lax.eq(lax.abs(x), np.float32(np.inf))
+        return lax.select(infinite, x, lax.clamp(-limit, x, limit))
+
+    # Straight through: to the gradient this is a conversion.
+    saturate.defjvps(lambda tangent, _out, _x: tangent)
+
+    @jax.named_scope(CAST)
+    def convert(x: Any) -> Any:
+        if range_of is not None:
+            x = saturate(x)
+        if shape is not None:
+            x = jnp.broadcast_to(lax.convert_element_type(x, FLOAT32), shape)
+        return lax.convert_element_type(x, dtype)
+
+    return jax.jit(convert, inline=INLINE)
+
+
+def narrow_constant(value: Any, dtype: Any) -> Any:
+    """A constant in `dtype`, finite if it was."""
+    value = np.asarray(value)
+    limit = np.float32(jnp.finfo(dtype).max)
+    return np.where(np.isinf(value), value, np.clip(value, -limit, limit)).astype(dtype)
