@@ -14,8 +14,8 @@ from jaxmp._jaxprs.attributes import layout, product_axes
 from jaxmp._jaxprs.compat import is_at_most, shape_of
 from jaxmp._jaxprs.source import is_backward
 
-# A product that contracts so few elements rotates, projects or mixes coordinates. Eight are the rank
-# of an adapter, the experts or the heads of a layer, and would be float32 at a cost in bytes.
+# A product that contracts so few elements rotates, projects or mixes coordinates. Eight are the
+# rank of an adapter, the experts or the heads of a layer, and would be float32 at a cost in bytes.
 COORDINATES = 4
 
 
