@@ -58,6 +58,9 @@ _NEXT = {
 # where True came to mean "inlined when lowered".
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
+# The class of closed jaxprs: an alias of Jaxpr from 0.12 on, which type checkers are not shown.
+_CLOSED: Any = getattr(jex_core, "ClosedJaxpr", jex_core.Jaxpr)
+
 
 class Closed(NamedTuple):
     """A jaxpr with its constants, whichever class this JAX keeps them in."""
@@ -166,7 +169,7 @@ def without_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
         invars=[*opened.constvars, *opened.invars],
         debug_info=opened.debug_info._replace(arg_names=None, result_paths=None),
     )
-    return jex_core.ClosedJaxpr(whole, ()), list(consts)
+    return _CLOSED(whole, ()), list(consts)
 
 
 def filled(aval: Any, value: Any) -> Any:
