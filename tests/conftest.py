@@ -27,9 +27,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """`support.slow_when`: marks a test that has the condition's parameters, where it holds."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    for (condition,) in [mark.args for mark in item.iter_markers("slow_when")]:
+    for node, mark in list(item.iter_markers_with_node("slow_when")):
+        (condition,) = mark.args
         names = inspect.signature(condition).parameters
-        if params.keys() >= names.keys() and condition(*(params[name] for name in names)):
+        if missing := names.keys() - params.keys():
+            if node is item:  # a whole file's mark is for those of its tests that have them
+                raise pytest.UsageError(
+                    f"{item.nodeid}: slow_when asks for {', '.join(sorted(missing))}, which is no "
+                    "parameter of it"
+                )
+        elif condition(*(params[name] for name in names)):
             item.add_marker("slow")
 
 

@@ -379,3 +379,25 @@ def both(h: jax.Array, k: jax.Array, w: jax.Array) -> Any:
 )  # fmt: skip
 def test_what_loops_sum_share_and_return(fn: Program, op: str, dtype: str, reason: str) -> None:
     check(fn, op, dtype, reason)
+
+
+def runs_a_jit_in_a_loop(x: jax.Array, w: jax.Array) -> jax.Array:
+    return lax.fori_loop(0, 2, lambda _, c: jax.jit(jnp.matmul)(c, w), x @ w)
+
+
+@pytest.mark.parametrize("op_class", ["low", "follow", "transparent"])
+@pytest.mark.parametrize("op", ["jit", "scan"])
+def test_what_runs_other_operations_takes_no_class_of_one(op: str, op_class: str) -> None:
+    expected = rf"autocast: the policy's ops give '{op}' the class '{op_class}'.*'full' or 'own'"
+    with pytest.raises(ValueError, match=expected):
+        jaxmp.autocast(runs_a_jit_in_a_loop, f"{BF16},ops={op}:{op_class}")
+
+
+@pytest.mark.parametrize("op_class", ["full", "own"])
+@pytest.mark.parametrize("op", ["jit", "scan"])
+def test_what_runs_other_operations_may_run_as_a_whole(op: str, op_class: str) -> None:
+    policy = f"{BF16},ops={op}:{op_class}"
+    rows = {r.op: r.dtype for r in jaxmp.explain(runs_a_jit_in_a_loop, policy)(X, W).rows}
+    assert (rows["dot_general"], rows[op]) == (LOW, FULL)
+    out = jaxmp.autocast(runs_a_jit_in_a_loop, policy)(X, W)
+    np.testing.assert_allclose(out, (X.astype(LOW) @ W.astype(LOW)) @ W @ W, rtol=1e-5)

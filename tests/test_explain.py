@@ -583,3 +583,10 @@ def test_explain_agrees_with_the_transformed_program(name: str, policy: str) -> 
             if e.primitive.name == op
         )
         assert said == runs, op
+
+
+def test_what_the_policy_says_of_ops_that_do_not_occur() -> None:
+    policy = f"{BF16},ops=exp:follow|pjit:full|tanh:full"
+    said = jaxmp.explain(lambda x, w: jnp.exp(jnp.tanh(x @ w)), policy)(X, W).summary()
+    assert said.splitlines()[-1] == "in the policy's ops, but not in this program: pjit"
+    assert "not in this program" not in jaxmp.explain(layer, BF16)(X, W).summary()

@@ -38,7 +38,7 @@ def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, bo
 
 
 def _is_scan(step: Step) -> bool:
-    return any(inner.loops and inner.trips is not None for inner in inside(step.eqn))
+    return any(inner.loops and not inner.open_ended for inner in inside(step.eqn))
 
 
 def closes_over(step: Step) -> bool:

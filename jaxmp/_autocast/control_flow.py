@@ -31,7 +31,7 @@ def plan_inside(
     if not body.loops:
         planned = _branches if tests else _call
         return planned(frame, eqn, values, inners)
-    if body.trips is None:
+    if body.open_ended:
         return _while(frame, eqn, values, tests, body)
     return _scan(frame, eqn, values, body)
 
@@ -41,24 +41,22 @@ def _call(
 ) -> Step:
     """One inner jaxpr, called once."""
     [inner] = inners
-    name = compat.kind(eqn)
     entering = [values[i] for i in inner.operands]
     wanted = _wanted(frame, eqn, inner)
-    if name == "custom_jvp_call" and frame.rules.low is not None:
+    if inner.rule == "custom_jvp" and frame.rules.low is not None:
         entering, wanted = _at_the_door(frame, inner.jaxpr, entering, wanted)
     made = frame.are_made([eqn.invars[i] for i in inner.operands])
     plan = frame.planning.plan(inner.jaxpr, entering, wanted, frame.rules, made=made)
     dtypes = [v.dtype if v else None for v in values]
     for i, dtype in zip(inner.operands, plan.ins, strict=True):
         dtypes[i] = dtype
-    action = {"custom_jvp_call": "custom_jvp", "custom_vjp_call": "custom_vjp"}.get(name, "inside")
     return frame.step(
         eqn,
         values,
         dtypes,
         _returned(eqn, inner, plan.values),
         LOOKED_INSIDE,
-        action=action,
+        action=inner.rule or "inside",
         saturate=True,
         plans=(plan,),
     )

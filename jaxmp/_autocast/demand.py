@@ -25,7 +25,7 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import converted_dtype, is_reference
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.dataflow import demanded, settled_demand
-from jaxmp._jaxprs.higher_order import Inner
+from jaxmp._jaxprs.higher_order import Inner, inside
 
 # Bits of a demand. OPERAND: a contraction reads the value itself, through moves alone. STEEP: a
 # function that ends somewhere, such as a logarithm.
@@ -48,15 +48,14 @@ class Demands:
     """Computes demands, remembering them per inner jaxpr and wanted results."""
 
     def __init__(self) -> None:
-        self._memo: dict[Any, tuple[Any, Demand]] = {}
+        self._memo: dict[Any, Demand] = {}
 
     def __call__(self, jaxpr: Any, outs: Sequence[int], rules: Rules) -> Demand:
         """The demand on every variable of an open jaxpr whose results are wanted for `outs`."""
-        key = (id(jaxpr), tuple(outs), rules)
+        key = (jaxpr, tuple(outs), rules)
         if key not in self._memo:
-            # The jaxpr is kept beside its demand: an id is only unique while the object lives.
-            self._memo[key] = (jaxpr, self._compute(jaxpr, outs, rules))
-        return self._memo[key][1]
+            self._memo[key] = self._compute(jaxpr, outs, rules)
+        return self._memo[key]
 
     def _compute(self, jaxpr: Any, outs: Sequence[int], rules: Rules) -> Demand:
         of: dict[Any, int] = {}
@@ -84,7 +83,7 @@ class Demands:
         name = compat.kind(eqn)
         rules = region_rules(eqn) or rules
         if rules.looks_inside(eqn):
-            if name == "while":  # its carry stays float32
+            if any(inner.open_ended for inner in inside(eqn)):  # what it carries stays float32
                 return [FULL] * len(eqn.invars)
             inner = demanded(eqn, wanted, self._inner(rules), operator.or_, NOTHING)
             if inner is not None:

@@ -23,7 +23,7 @@ from jaxmp._autocast.transform import (
     trace_program,
 )
 from jaxmp._jaxprs.source import library_line
-from jaxmp.policy import Policy, single_policy
+from jaxmp.policy import Policy, get_policy, single_policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Explanation:
         return dict(counts.most_common())
 
     def summary(self) -> str:
-        """A few lines: contractions and all ops by dtype, and why any contraction is float32."""
+        """A few lines: ops by dtype, why any contraction is float32, what did not apply."""
         total: Counter[str] = Counter()
         for row in self.rows:
             total[row.dtype] += row.count
@@ -89,6 +89,11 @@ class Explanation:
         unknown = sorted({row.op for row in self.rows if row.reason.startswith("not classified")})
         if unknown:
             lines.append(f"not classified, run as written: {', '.join(unknown)}")
+        met = {row.op for row in self.rows}
+        ops = get_policy(self.policy).ops if self.policy else ()
+        unmet = [name for name, _ in ops if name not in met]
+        if unmet:
+            lines.append(f"in the policy's ops, but not in this program: {', '.join(unmet)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -148,7 +148,6 @@ class Plan:
       arguments: how each operand arrives; None for what is not ours.
       values: how each result is kept, for the plan of the caller; likewise.
       clip: which results are clipped to the finite range when they leave narrower than they are.
-      held: the jaxpr as the equation around holds it: its identity is the plan's.
       built: a place for `execute` to keep what it traces once per plan.
     """
 
@@ -159,7 +158,6 @@ class Plan:
     arguments: tuple[Value | None, ...]
     values: tuple[Value | None, ...]
     clip: tuple[bool, ...]
-    held: Any
     built: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

@@ -56,10 +56,10 @@ class Planner(Planning):
             for origin in sorted(value.origins) if value else ():
                 names.setdefault(origin, origin._replace(number=-1 - len(names)))
         local = tuple(_renamed(value, names) for value in ins)
-        key = (id(jaxpr), local, tuple(wanted), rules, tuple(summed), tuple(made))
+        key = (jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(made))
         if key not in self._memo:
             frame = Frame(self, jaxpr, local, wanted, rules, summed, made)
-            self._memo[key] = self._passed(_decided(frame, held=jaxpr))
+            self._memo[key] = self._passed(_decided(frame))
         plan = self._memo[key]
         if outs is not None:
             leaving = (key, tuple(outs))
@@ -106,7 +106,7 @@ def _renamed(value: Value | None, names: dict[Origin, Origin]) -> Value | None:
     return value._replace(origins=frozenset(names[origin] for origin in value.origins))
 
 
-def _decided(frame: Frame, held: Any) -> Plan:
+def _decided(frame: Frame) -> Plan:
     """The plan of the jaxpr of a frame, every equation in order."""
     steps = tuple(_step(frame, eqn) for eqn in frame.jaxpr.eqns)
     results = tuple(map(frame.read, frame.jaxpr.outvars))
@@ -118,7 +118,6 @@ def _decided(frame: Frame, held: Any) -> Plan:
         arguments=frame.ins,
         values=results,
         clip=(False,) * len(results),
-        held=held,
     )
 
 

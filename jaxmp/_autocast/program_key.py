@@ -50,17 +50,17 @@ class _Key:
 
     def __init__(self) -> None:
         self.programs: list[Hashable] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[Any, int] = {}
 
     def of_jaxpr(self, jaxpr: Any) -> int:
         """The number of a jaxpr."""
-        known = self._numbers.get(id(jaxpr))
+        known = self._numbers.get(jaxpr)
         if known is not None:
             return known
         opened, consts = closed(jaxpr)
         if not all(isinstance(const, jax.Array) for const in consts):
             raise TypeError("a NumPy array may be changed in place")
-        number = self._numbers[id(jaxpr)] = len(self.programs)
+        number = self._numbers[jaxpr] = len(self.programs)
         self.programs.append(None)  # those inside come after it
         names: dict[Any, int] = {}
         for var in (*opened.constvars, *opened.invars):

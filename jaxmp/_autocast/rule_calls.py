@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.marks import inside_autocast
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.higher_order import inside
 from jaxmp.policy import Policy
 
 Pattern = tuple[int, ...]
@@ -81,10 +82,11 @@ def call_of(eqn: JaxprEqn) -> Call:
 def closes_over(eqn: JaxprEqn, policy: Policy) -> bool:
     """Whether the rule of an equation uses a traced value that is not an operand of it."""
     call = call_of(eqn)
+    [inner] = inside(eqn)
 
     def derivative(*args: Any) -> Any:
         fn, primals = call.by(args, call.active), [args[i] for i in call.active]
-        if compat.kind(eqn) == "custom_jvp_call":
+        if inner.rule == "custom_jvp":
             return jax.jvp(fn, primals, primals)[1]
         out, pullback = jax.vjp(fn, *primals)
         return pullback(

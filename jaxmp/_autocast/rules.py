@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.primitives import classify
 from jaxmp._jaxprs.attributes import exponent, jitted_name, name_stack, precision
 from jaxmp._jaxprs.compat import dtype_of, kind
+from jaxmp._jaxprs.higher_order import HIGHER_ORDER
 from jaxmp._jaxprs.scopes import OWN, REGION
 from jaxmp.policy import Policy, get_policy
 
@@ -22,6 +23,8 @@ FLOAT16 = np.dtype("float16")
 LOW_DTYPES = (np.dtype("bfloat16"), FLOAT16)
 
 LAYERS_OWN = "float32: the layer's own dtype"
+# The classes in which a primitive with jaxprs inside runs as it is, in float32.
+WHOLE = ("full", "own")
 _SCOPE = re.compile(rf"{REGION}([^/()]+)")
 
 
@@ -69,9 +72,17 @@ def rules_for(policy: Policy) -> Rules:
     """The rules of a policy.
 
     Raises:
-      ValueError: if the compute dtype is neither float32 nor a 16-bit float.
+      ValueError: if the compute dtype is neither float32 nor a 16-bit float, or `ops` gives a
+        primitive with jaxprs inside another class than those in which it runs as a whole.
     """
     compute = np.dtype(policy.compute_dtype)
+    for name, op_class in policy.ops or ():
+        if name in HIGHER_ORDER and op_class not in WHOLE:
+            raise ValueError(
+                f"autocast: the policy's ops give {name!r} the class {op_class!r}, but {name} runs "
+                f"other operations: it may run {' or '.join(map(repr, WHOLE))}, as a whole. Leave "
+                "it out, and give classes to what is inside"
+            )
     if compute != FLOAT32 and compute not in LOW_DTYPES:
         raise ValueError(
             f"autocast: compute_dtype is {compute.name}, but autocast computes in bfloat16, "

@@ -43,9 +43,6 @@ CALLS = {
     "shard_map": "jaxpr",
 }
 
-# Those of them that have a derivative rule of their own.
-RULED = ("custom_jvp_call", "custom_vjp_call")
-
 # The objects of `call_hi_primitive`, by class → the primitive they are the next generation of.
 _NEXT = {
     "RematTraced": "remat2",

@@ -8,6 +8,7 @@ that `Inner` states, and need not know which primitive they are in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -31,6 +32,7 @@ class Inner(NamedTuple):
       carried: how many operands after those are the first results of the iteration before.
       trips: how often it runs; None if that is not known before it runs.
       chance: of several of which one runs, the share of one.
+      rule: ``custom_jvp`` or ``custom_vjp``, if it has such a derivative rule of its own; else "".
     """
 
     jaxpr: Any
@@ -40,11 +42,17 @@ class Inner(NamedTuple):
     carried: int = 0
     trips: Any = 1
     chance: float = 1.0
+    rule: str = ""
 
     @property
     def loops(self) -> bool:
         """Whether it runs again and again."""
         return self.shared is not None
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether it runs until a condition says that it is enough."""
+        return self.loops and self.trips is None
 
     @property
     def carries(self) -> range:
@@ -180,6 +188,10 @@ def _call(eqn: JaxprEqn) -> tuple[Inner, ...]:
     return _one(compat.call_jaxpr(eqn), eqn)
 
 
+def _ruled(rule: str, eqn: JaxprEqn) -> tuple[Inner, ...]:
+    return tuple(inner._replace(rule=rule) for inner in _call(eqn))
+
+
 def _run_in_place(
     _eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
 ) -> list[Any]:
@@ -273,7 +285,10 @@ def _rebind_while(
 
 HIGHER_ORDER: dict[str, HigherOrder] = {
     **dict.fromkeys(compat.CALLS, HigherOrder(_call, _run_in_place, threaded.in_place)),
-    **dict.fromkeys(compat.RULED, HigherOrder(_call, _run_in_place, threaded.beside)),
+    **{
+        f"{rule}_call": HigherOrder(partial(_ruled, rule), _run_in_place, threaded.beside)
+        for rule in ("custom_jvp", "custom_vjp")
+    },
     **dict.fromkeys(("jit", "remat2"), HigherOrder(_call, _rebind_jaxpr, threaded.through_call)),
     "shard_map": HigherOrder(_call, _rebind_shard_map, threaded.through_shard_map),
     "cond": HigherOrder(_branches, _rebind_branches, threaded.through_branches),
