@@ -117,7 +117,7 @@ def _one_of_many(case: Construct) -> bool:
     return case.fn.__name__ not in OF_EACH_KIND
 
 
-@slow_when(_one_of_many)
+@slow_when(lambda case, policy: policy == F16 or _one_of_many(case))
 @constructs
 @policies
 def test_values_and_derivatives(case: Construct, policy: str) -> None:

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 
 import jaxmp
 
-from support import contraction_dtypes, slow_when
+from support import contraction_dtypes, float16_is_slow, slow_when
 
 BF16 = "mixed_bfloat16"
 X = jnp.linspace(-1.0, 1.0, 48).reshape(6, 8)
@@ -246,22 +246,27 @@ REFUSED_BY_JAX = {
 }
 
 
+@float16_is_slow
+@slow_when(lambda how, which: how == "eagerly" and which != "both")
+@pytest.mark.parametrize("policy", [BF16, "mixed_float16"])
+@pytest.mark.parametrize("how", ["jit", "eagerly"])
 @pytest.mark.parametrize("place", CLOSING)
 @pytest.mark.parametrize("which", ["forward", "backward", "jvp", "both"])
-def test_a_rule_that_closes_over_a_value_works_where_jax_runs_it(which: str, place: str) -> None:
+def test_a_rule_that_closes_over_a_value_works_where_jax_runs_it(
+    which: str, place: str, how: str, policy: str
+) -> None:
     if (which, place) in REFUSED_BY_JAX:
         pytest.skip("JAX refuses it without autocast too")
 
     def fn(x, s):
         return CLOSING[place](x, s, which)
 
-    want = jax.jit(jax.grad(fn))(X, S)
-    cast = jaxmp.autocast(fn, BF16)
-    assert relative_error(jax.jit(jax.grad(cast))(X, S), want) < 0.03
-    assert relative_error(jax.grad(cast)(X, S), want) < 0.03
-    assert relative_error(cast(X, S), fn(X, S)) < 0.03
-    got = jax.jit(jax.grad(jaxmp.autocast(fn, "mixed_float16")))(X, S)
-    assert relative_error(got, want) < 0.03
+    run = jax.jit(jax.value_and_grad(jaxmp.autocast(fn, policy)))
+    if how == "eagerly":
+        run = jax.value_and_grad(jaxmp.autocast(fn, policy))
+    want = jax.jit(jax.value_and_grad(fn))(X, S)
+    for mine, theirs in zip(run(X, S), want, strict=True):
+        assert relative_error(mine, theirs) < 0.03
 
 
 def test_a_program_with_such_a_rule_is_low_forward_and_backward() -> None:

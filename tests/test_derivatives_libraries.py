@@ -158,6 +158,7 @@ LOSSES = {
 
 # They take seconds each, and are of a kind with another.
 LONG = (
+    "optimistix, root",
     "diffrax",  # a checkpointed loop of equinox; what of it is low is asked below
     "diffrax, backsolve",
     "optimistix, least squares",

@@ -16,7 +16,7 @@ from jax import lax
 import jaxmp
 
 from constructs import BF16, F16, V, W, X, assert_bitwise, assert_close, dense, gaussian, loss_of
-from support import contraction_dtypes, iter_eqns, jaxpr_of
+from support import contraction_dtypes, iter_eqns, jaxpr_of, slow_when
 
 # The nested part multiplies (8, 5) matrices, so that its contractions are told by their shape.
 NARROW = gaussian(7, 8, 5, scale=8**-0.5)
@@ -88,6 +88,7 @@ def _expected(place: str, derivative: bool) -> Any:
     return jax.jit(_of_the_loss(_placed(_part)[place], derivative))(X, W, NARROW)
 
 
+@slow_when(lambda derivative: not derivative)  # backward, they run forward as well
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("derivative", [False, True], ids=["forward", "backward"])
 def test_full_precision_region_stays_float32(place: str, derivative: bool) -> None:
@@ -115,6 +116,7 @@ def test_constructs_inside_a_full_precision_region(place: str) -> None:
     assert counts["float32"] == sum(counts.values()) - 1
 
 
+@slow_when(lambda derivative: not derivative)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("derivative", [False, True], ids=["forward", "backward"])
 def test_nested_autocast_inner_wins(place: str, derivative: bool) -> None:

@@ -85,7 +85,7 @@ def exported(fn, rows: str = "rows"):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_of_an_open_size_is_what_it_is_of_known_ones(name: str) -> None:
-    fn = jaxmp.autocast(FUNCTIONS[name], BF16)
+    fn = jax.jit(jaxmp.autocast(FUNCTIONS[name], BF16))
     program = exported(fn)
     assert "bf16" in program.mlir_module()
     for rows in (8, 24):
@@ -97,7 +97,7 @@ def test_a_function_of_an_open_size_is_what_it_is_of_known_ones(name: str) -> No
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_so_is_a_gradient(name: str) -> None:
     fn = jaxmp.autocast(FUNCTIONS[name], BF16)
-    gradient = jax.grad(lambda x: jnp.mean(jnp.square(fn(x))))
+    gradient = jax.jit(jax.grad(lambda x: jnp.mean(jnp.square(fn(x)))))
     x = draw(9, 8, 16)
     program = exported(gradient)
     np.testing.assert_allclose(program.call(x), gradient(x), rtol=5e-2, atol=2e-2)

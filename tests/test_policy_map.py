@@ -33,7 +33,7 @@ from linen_models import (
     run,
     variables_of,
 )
-from support import CONTRACTIONS, iter_eqns, jaxpr_of, primitives
+from support import CONTRACTIONS, iter_eqns, jaxpr_of, primitives, slow_when
 
 
 class Block(nn.Module):
@@ -221,6 +221,7 @@ class Layer(nn.Module):
         return x + Block(11, name="late")(x), None
 
 
+@slow_when(lambda layer: layer is Layer)
 @pytest.mark.parametrize("layer", [Layer, nn.remat(Layer)], ids=["scan", "scan_of_remat"])
 def test_inside_scan_and_remat_and_in_the_backward_pass(layer: Any) -> None:
     class Scanned(nn.Module):

@@ -160,6 +160,7 @@ def test_model_is_sound_in_float32(name: str) -> None:
     assert {x.dtype for x in jax.tree.leaves(model.params)} == {jnp.dtype("float32")}
 
 
+@slow_when(lambda name: name not in QUICK)
 def test_float32_policy_is_the_identity(name: str) -> None:
     model = _build(name)
     plain, cast = (_value_and_grad(model, policy) for policy in (None, "float32"))

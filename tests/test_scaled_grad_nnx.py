@@ -13,6 +13,8 @@ from flax import nnx
 
 import jaxmp
 
+from support import slow_when
+
 
 class Net(nnx.Module):
     """Parameters, BatchNorm's averages and Dropout's key and count."""
@@ -60,6 +62,7 @@ def unscaled(grads, name):
     return jax.tree.map(lambda g: g / SCALE, grads) if name == "scaled" else grads
 
 
+@slow_when(lambda name, jit: name != "scaled" and not jit)
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("jit", [False, True])
 def test_loss_gradients_and_what_moves_are_those_of_nnx(name, jit):

@@ -1276,7 +1276,7 @@ def rounded(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), tree)
 
 
-@slow_when(lambda model: model is ConvNet)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [ConvNet, Vit], ids=["resnet", "vit"])
 def test_trap_19_gradient_error_is_near_the_floor(model: Callable[..., nn.Module]) -> None:
     variables = jax.jit(model().init)(jax.random.key(0), IMAGES)

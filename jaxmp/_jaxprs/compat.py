@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -59,11 +60,15 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 _CLOSED: Any = getattr(jex_core, "ClosedJaxpr", jex_core.Jaxpr)
 
 
-class Closed(NamedTuple):
-    """A jaxpr with its constants, whichever class this JAX keeps them in."""
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Closed:
+    """A jaxpr with its constants, whichever class this JAX keeps them in; as JAX's, only itself."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.jaxpr, self.consts))
 
 
 def closed(jaxpr: Any) -> Closed:

@@ -18,7 +18,7 @@ REPRESENTATIVE = frozenset(
 )
 
 # Of these, those that compile in a second or two: by default, their numbers are looked at too.
-QUICK = frozenset({"gru_tagger", "mixture_of_experts", "nnx_cnn", "ppo"})
+QUICK = frozenset({"mixture_of_experts", "nnx_cnn"})
 
 # Contractions of the forward program that stay float32 though their operands are ours, and why:
 # model -> {why: how many}. All others multiply in the compute dtype, but for those that the author
