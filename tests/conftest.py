@@ -64,7 +64,7 @@ def _quick_compiles() -> None:
 
 # The same examples on every run, so that nobody's change meets somebody else's counterexample;
 # HYPOTHESIS_PROFILE=explore looks for new ones. Compiling takes as long as it takes: no deadlines.
-hypothesis.settings.register_profile("dev", max_examples=8, derandomize=True, deadline=None)
+hypothesis.settings.register_profile("dev", max_examples=5, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=300, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", max_examples=10_000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))

@@ -21,7 +21,7 @@ from jaxmp._audit.report import PrecisionError
 
 from aot import residual_mib
 from models import CASES
-from support import iter_eqns, jaxpr_of
+from support import iter_eqns, jaxpr_of, slow_when
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -374,6 +374,7 @@ def test_a_narrow_value_that_something_else_wants_is_no_cast_undone():
     assert not round_trips(fn, shape(8, 8), shape(8, 8, dtype=BF16))
 
 
+@slow_when(lambda model: model == "cnn")
 @pytest.mark.parametrize("model", ["lm", "cnn"])
 def test_neither_models_by_hand_nor_ours_undo_casts(model):
     """What autocast inserts on both sides is among `casts`, and the compiler's to remove."""

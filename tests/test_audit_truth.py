@@ -251,7 +251,7 @@ PUBLIC = [
 ]
 
 
-@slow_when(lambda name: name in PUBLIC[4:])
+@slow_when(lambda name: name in PUBLIC[2:])
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_models_under_autocast_have_no_faults(name):
     model = build(name)

@@ -101,6 +101,7 @@ def test_21_shardings_are_kept(tmp_path):
         assert x.sharding.is_equivalent_to(expected.sharding, x.ndim)
 
 
+@pytest.mark.slow
 def test_restore_under_another_policy(tmp_path):
     """From float16 with a scaler to bfloat16 without, and on to stored bfloat16 with masters."""
     adam = ADAM
@@ -223,6 +224,7 @@ print("survived")
 """
 
 
+@slow_when(lambda event: event == "open")
 @pytest.mark.parametrize(
     ("event", "part"),
     [

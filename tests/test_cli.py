@@ -180,6 +180,7 @@ def test_what_the_users_code_raises_keeps_its_traceback(audit, function, error):
         audit(function)
 
 
+@pytest.mark.slow
 def test_the_users_traceback_is_printed(folder):
     """In a process of its own, as a user sees it."""
     run = run_python("-m", "jaxmp", "audit", "train:model_of_the_user", folder=folder)

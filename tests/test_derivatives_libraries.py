@@ -197,6 +197,7 @@ def test_filter_grad_and_filter_jit_of_an_autocast() -> None:
         assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.04
 
 
+@pytest.mark.slow
 def test_the_network_inside_a_solver_is_low() -> None:
     counts = contraction_dtypes(
         jax.grad(jaxmp.autocast(diffrax_loss, "mixed_bfloat16")), weights(), X

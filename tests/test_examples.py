@@ -25,6 +25,7 @@ def table(stdout: str) -> dict[str, tuple[float, str]]:
     return rows
 
 
+@pytest.mark.slow
 def test_train_lm_compares_two_policies(tmp_path):
     # One run, many checks: starting a process costs more than any of them.
     result = run_example(

@@ -68,6 +68,7 @@ def test_train_digits_refuses_bad_options(options, message, monkeypatch, capsys)
     assert not out
 
 
+@pytest.mark.slow
 def test_train_digits_scales_the_loss_of_float16(monkeypatch, capsys):
     monkeypatch.syspath_prepend(EXAMPLES)
     script = importlib.import_module("train_digits_nnx")

@@ -143,14 +143,13 @@ def types(tree):
     return jax.tree.map(lambda x: (jnp.shape(x), x.dtype, getattr(x, "weak_type", False)), tree)
 
 
-# One of each kind: moments, factors, matrices, a line search, a second derivative, random numbers,
-# two sets of parameters, a schedule, an optimizer around another, and one for each label.
+# One of each kind: moments, factors, matrices, random numbers, two sets of parameters, a schedule,
+# an optimizer around another, one for each label. Line searches, second derivatives are slow.
 BY_DEFAULT = {
     "adafactor",
     "adamw",
     "apply_if_finite",
     "inject_hyperparams",
-    "lbfgs",
     "lookahead",
     "multi_transform",
     "muon",
@@ -159,7 +158,6 @@ BY_DEFAULT = {
     "scale_by_schedule",
     "schedule_free_sgd",
     "sgd",
-    "sophia",
 }
 
 

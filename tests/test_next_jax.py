@@ -43,6 +43,7 @@ def run_under(*flags: str, keyword: str = "") -> None:
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_one_of_each_kind_under_all_flags() -> None:
     run_under(*FLAGS, keyword="everything or activations or linen or zeros or scan or forward")
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxmp
 
-from support import contraction_dtypes
+from support import contraction_dtypes, slow_when
 
 BF16 = "mixed_bfloat16"
 X = jax.random.normal(jax.random.key(0), (8, 16)) + 3.0
@@ -49,6 +49,7 @@ def assert_same_state(got: nnx.Module, want: nnx.Module, atol: float = 0.05) -> 
         np.testing.assert_allclose(a, b, atol=atol)
 
 
+@slow_when(lambda cls, policy: cls is NoTree or policy == "mixed_float16")
 @pytest.mark.parametrize("policy", [BF16, "mixed_float16", "bfloat16", "p=f32,c=bf16,o=bf16"])
 @pytest.mark.parametrize("cls", [Net, NoTree])
 def test_what_a_call_changes_is_kept(cls: type[Net], policy: str) -> None:

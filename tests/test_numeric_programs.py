@@ -32,6 +32,7 @@ LONG = {
     "ensemble_of_streams_on_shared_data",
     "frames_updated_by_a_layer",
     "hamiltonian_monte_carlo",
+    "kernel_ridge_by_the_distance_trick",
     "linear_recurrent_unit",
     "minimal_gru",
     "stream_from_looked_up_embeddings",

@@ -83,6 +83,7 @@ def exported(fn, rows: str = "rows"):
     return export.export(jax.jit(fn))(jax.ShapeDtypeStruct((size, 16), jnp.float32))
 
 
+@slow_when(lambda name: name in ("attention", "convolution"))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_of_an_open_size_is_what_it_is_of_known_ones(name: str) -> None:
     fn = jax.jit(jaxmp.autocast(FUNCTIONS[name], BF16))

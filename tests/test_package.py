@@ -206,6 +206,7 @@ def test_import_leaves_the_environment_alone():
     assert run.stdout.split() == ["True"]
 
 
+@pytest.mark.slow
 def test_import_starts_no_backend():
     code = "import jax, jaxmp; jax.config.update('jax_platforms', 'nonexistent'); jax.devices()"
     run = subprocess.run(

@@ -151,6 +151,7 @@ def test_a_match_further_inside_wins_over_one_around_it() -> None:
     assert found == all_but(encoder__block_0="float32")
 
 
+@pytest.mark.slow
 def test_float16_in_one_block_and_bfloat16_in_another() -> None:
     wrapped = mapped({"encoder/block_0": F16, "head": "float32"})
     assert dtypes_by_block(wrapped) == all_but(encoder__block_0="float16", head="float32")
@@ -368,6 +369,7 @@ def test_a_wrapped_module_stores_its_parameters_by_its_own_policy(policy: Any) -
     assert {str(p.dtype) for p in jax.tree.leaves(params["head"])} == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_one_block_of_a_language_model() -> None:
     class LM(nn.Module):
         @nn.compact

@@ -29,7 +29,7 @@ from random_programs import Program, Rounding, evaluate
 
 import jaxmp
 
-from support import assert_same_program, float16_is_slow, iter_eqns, slow_when
+from support import assert_same_program, float16_is_slow, iter_eqns
 
 DRAWS = 8
 SPREADS = 4.0
@@ -136,7 +136,7 @@ def test_float32_policy_is_the_identity(program: Program) -> None:
     assert_same_program(plain, cast, *args)
 
 
-@slow_when(lambda seed: seed > 0)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_compiled_programs(seed: int) -> None:
     """What the suite evaluates equation by equation is what `jit` computes."""

@@ -78,7 +78,7 @@ def case_loss(case: Case, policy: str) -> Any:
     return Wrapped(case.name, case.module, case.full, case.small, case.has_softmax).loss(small=True)
 
 
-@slow_when(lambda name: name in ("lm_scan", "lm_post"))
+@slow_when(lambda name: name != "lm")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["lm", "cnn", "lm_scan", "lm_post"])
 def test_transformers_and_a_convolutional_net(name: str, policy: str) -> None:

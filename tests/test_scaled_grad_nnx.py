@@ -146,6 +146,7 @@ def test_float16_training_with_an_nnx_optimizer():
 # Accumulation.
 
 
+@slow_when(lambda jit: not jit)
 @pytest.mark.parametrize("jit", [False, True])
 def test_accumulated_pieces_pass_their_state_on(jit):
     ours, theirs = Net(), Net()

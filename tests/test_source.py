@@ -13,7 +13,7 @@ import pytest
 
 from jaxmp._jaxprs import source
 
-from support import ROOT, run_python
+from support import ROOT, run_python, slow_when
 
 # What JAX needs to be imported, and what jaxmp does.
 LINKED = ("jax", "jaxlib", "flax", "optax", "jmp", "numpy", "numpy.libs", "ml_dtypes")
@@ -92,6 +92,7 @@ def test_jax_on_the_python_path(libraries, tmp_path, monkeypatch):
     check(found)
 
 
+@pytest.mark.slow
 def test_jax_behind_a_linked_folder(libraries, tmp_path, monkeypatch):
     (tmp_path / "linked").symlink_to(libraries)
     found = run(tmp_path / "project", tmp_path / "linked", monkeypatch)
@@ -99,11 +100,13 @@ def test_jax_behind_a_linked_folder(libraries, tmp_path, monkeypatch):
     check(found)
 
 
+@slow_when(lambda name: name != "numpy/jax")
 @pytest.mark.parametrize("name", ["jax_experiments", "flax", "numpy/jax", "site-packages-of-mine"])
 def test_a_project_whose_name_is_that_of_a_library(name, tmp_path, monkeypatch):
     check(run(tmp_path / name, None, monkeypatch))
 
 
+@pytest.mark.slow
 def test_a_project_beside_the_libraries(libraries, monkeypatch):
     check(run(libraries, libraries, monkeypatch))
 

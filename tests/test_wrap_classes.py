@@ -23,7 +23,7 @@ from flax import nnx
 import jaxmp
 
 from linen_models import BF16, X, abstract_variables, counts, variables_of
-from support import contraction_dtypes
+from support import contraction_dtypes, slow_when
 
 # --- Classes that are made in unusual ways -------------------------------------------------------
 
@@ -287,6 +287,7 @@ def local_linen() -> Any:
     return Local()
 
 
+@slow_when(lambda mapped: not mapped)
 @pytest.mark.filterwarnings("ignore:wrap. 1 layer")
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_class_defined_in_a_function_can_be_collected(mapped: bool) -> None:

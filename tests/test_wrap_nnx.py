@@ -33,6 +33,7 @@ from nnx_models import (
     runs_low,
     uniform,
 )
+from support import slow_when
 
 LABELS = jnp.arange(6) % 3
 
@@ -264,6 +265,7 @@ def test_vmap_over_the_batch():
     assert_close(run(wrapped, ROWS), run(model, ROWS))
 
 
+@pytest.mark.slow
 def test_vmap_over_models():
     models = nnx.vmap(MLP, in_axes=0)(nnx.Rngs(0).split(2))
     run = nnx.vmap(lambda m, x: m(x), in_axes=(0, None))
@@ -279,6 +281,7 @@ def test_cond():
     assert_close(run(wrapped, ROWS), run(model, ROWS))
 
 
+@slow_when(lambda policy: policy != POLICY)
 @pytest.mark.parametrize(
     "transformed",
     [
@@ -353,6 +356,7 @@ def test_model_and_optimizer():
     assert runs_low(optimizer.model)
 
 
+@pytest.mark.slow
 def test_training_trains_the_original():
     model = made("mlp")
     wrapped = jaxmp.wrap(model, POLICY)

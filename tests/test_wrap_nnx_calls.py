@@ -84,7 +84,8 @@ def test_batchnorm_statistics_reach_the_original_in_float32():
 
 def decoded(model: Attention, x: jax.Array) -> jax.Array:
     model.attention.init_cache(x[:, :1].shape[:1] + x.shape[1:])
-    return jnp.concatenate([model(x[:, i : i + 1], decode=True) for i in range(x.shape[1])], 1)
+    step = nnx.jit(lambda model, x: model(x, decode=True))
+    return jnp.concatenate([step(model, x[:, i : i + 1]) for i in range(x.shape[1])], 1)
 
 
 def test_decode_cache():

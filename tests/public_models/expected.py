@@ -6,11 +6,8 @@ from __future__ import annotations
 # statistics, a rule of its own, routing, a configured dtype, places, rigid frames, a library.
 REPRESENTATIVE = frozenset(
     {
-        "alphafold",
         "configured_lm",
-        "flash_attention",
         "gemma",
-        "gru_tagger",
         "mixture_of_experts",
         "nnx_cnn",
         "ppo",
