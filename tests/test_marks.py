@@ -16,7 +16,7 @@ from jaxmp._autocast import marks as region_module
 from jaxmp._autocast.marks import region
 from jaxmp.policy import get_policy
 
-from support import contraction_dtypes
+from support import contraction_dtypes, slow_when
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 X = jax.random.normal(jax.random.key(0), (8, 8))
@@ -167,7 +167,7 @@ def attention(w, x, call=marked_kernel):
 
 
 TRANSFORMS = {
-    "eager": lambda f: f,
+    "as it is": lambda f: f,
     "jit": jax.jit,
     "remat": jax.checkpoint,
     "vmap": lambda f: lambda w, x: jax.vmap(f, in_axes=(None, 0))(w, x[None])[0],
@@ -177,12 +177,14 @@ TRANSFORMS = {
 }
 
 
+@slow_when(lambda name, compiled: not compiled and name != "as it is")
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_kernel_takes_the_compute_dtype_and_keeps_its_rule(name, policy):
+def test_a_kernel_takes_the_compute_dtype_and_keeps_its_rule(name, compiled, policy):
     fn = jaxmp.autocast(TRANSFORMS[name](attention), policy)
     run = jax.value_and_grad(fn)
-    loss, grad = (run if name == "eager" else jax.jit(run))(X, X)
+    loss, grad = (jax.jit(run) if compiled else run)(X, X)
     assert loss.dtype == grad.dtype == F32
     expected_loss, expected = in_float32_throughout()
     scale = float(jnp.abs(expected).max())

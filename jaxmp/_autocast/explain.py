@@ -93,7 +93,7 @@ class Explanation:
         ops = get_policy(self.policy).ops if self.policy else ()
         unmet = [name for name, _ in ops if name not in met]
         if unmet:
-            lines.append(f"in the policy's ops, but not in this program: {', '.join(unmet)}")
+            lines.append(f"in the policy's ops, but met nowhere here: {', '.join(unmet)}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
