@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxmp.dtypes import dtype_name, parse_dtype, short_dtype_name
 from jaxmp.policy_string import OP_CLASSES, policy_fields
+from jaxmp.recipes import Recipe, parse_recipe
 from jaxmp.tree import cast_floating
 
 __all__ = ["Policy", "PolicyMap", "get_policy"]
@@ -47,6 +48,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         gradients are then not finite, and a loss scaler leaves the step out. True clips them to the
         largest finite value, so that the step is made with a result that may be wrong. (Literals
         and masks, such as an attention mask's -1e9, are clipped either way.)
+      matmul: In which format each of a layer's three products multiplies: a recipe, such as
+        `jaxmp.float8()`, or its string, such as "float8"; None for the compute dtype.
       ops: Overrides of how `jaxmp.autocast` treats single primitives: a mapping from a primitive,
         or the name of one, to one of the classes in `jaxmp.policy_string.OP_CLASSES`. Kept
         as a sorted tuple of (primitive name, class) pairs.
@@ -73,7 +76,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     output_dtype: DTypeLike
     softmax_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
     saturate: bool = dataclasses.field(default=False, kw_only=True)
-    # Typed loosely because it is given as a mapping and kept as a tuple.
+    # Typed loosely: given as a string, too, and kept as a recipe.
+    matmul: Any = dataclasses.field(default=None, kw_only=True)
+    # Likewise: given as a mapping and kept as a tuple.
     ops: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -87,6 +92,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
             )
         object.__setattr__(self, "saturate", bool(self.saturate))
         object.__setattr__(self, "ops", _normalize_ops(self.ops))
+        object.__setattr__(self, "matmul", _read_recipe(self.matmul))
         if self.softmax_dtype not in (jnp.float32, self.compute_dtype):
             raise ValueError(
                 "Policy: softmax_dtype must be float32 or the compute dtype "
@@ -124,6 +130,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
             parts.append(f"softmax={short_dtype_name(self.softmax_dtype)}")
         if self.saturate:
             parts.append("saturate=true")
+        if self.matmul is not None:
+            parts.append(f"matmul={self.matmul}")
         if self.ops:
             # A primitive may be called anything; "%3A" keeps the separators unambiguous.
             ops = "|".join(f"{quote(name, safe='')}:{op_class}" for name, op_class in self.ops)
@@ -137,6 +145,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
             parts.append(f"softmax_dtype={dtype_name(self.softmax_dtype)!r}")
         if self.saturate:
             parts.append("saturate=True")
+        if self.matmul is not None:
+            parts.append(f"matmul={str(self.matmul)!r}")
         if self.ops:
             parts.append(f"ops={dict(self.ops)!r}")
         return f"Policy({', '.join(parts)})"
@@ -312,6 +322,17 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
             f"Policy, a jmp.Policy or a dtype; got {spec!r} of type {type(spec).__name__!r}."
         ) from None
     return Policy(dtype, dtype, dtype)
+
+
+def _read_recipe(matmul: Any) -> Recipe | None:
+    if matmul is None or isinstance(matmul, Recipe):
+        return matmul
+    if isinstance(matmul, str):
+        return parse_recipe(matmul)
+    raise TypeError(
+        "Policy: matmul takes a recipe, such as jaxmp.float8(), its string, or None; got "
+        f"{matmul!r} of type {type(matmul).__name__!r}."
+    )
 
 
 def _normalize_ops(ops: Any) -> tuple[tuple[str, str], ...]:

@@ -18,6 +18,7 @@ from jaxmp.dtypes import (
     parse_dtype,
     plain_name,
 )
+from jaxmp.recipes import Recipe, parse_recipe
 
 # What `Policy.ops` may say about a primitive; `jaxmp.autocast` says what each one means.
 OP_CLASSES: Final = ("low", "full", "follow", "transparent", "own")
@@ -28,7 +29,11 @@ _MIXED_POLICIES: Final[dict[str, DTypeLike | None]] = {
     "mixed_bfloat16": jnp.bfloat16,
     "mixed_float16": jnp.float16,
     "mixed_half": None,  # whichever of the two the device multiplies
+    "mixed_float8": jnp.bfloat16,
+    "mixed_int8": jnp.bfloat16,
 }
+# Those of them whose products are in 8 bits.
+_MATMUL: Final = {"mixed_float8": "float8", "mixed_int8": "int8"}
 
 # What other libraries call the same, as `plain_name` writes it: PyTorch Lightning's "bf16-mixed"
 # and "16-true", people's "mixed_fp16".
@@ -36,6 +41,7 @@ _SYNONYMS: Final = {
     **dict.fromkeys(("mixed_bf16", "bf16_mixed", "bfloat16_mixed"), "mixed_bfloat16"),
     **dict.fromkeys(("mixed_f16", "mixed_fp16", "mixed_16"), "mixed_float16"),
     **dict.fromkeys(("f16_mixed", "fp16_mixed", "float16_mixed", "16_mixed"), "mixed_float16"),
+    **dict.fromkeys(("mixed_fp8", "mixed_f8", "fp8_mixed"), "mixed_float8"),
     "half_mixed": "mixed_half",
     "bf16_true": "bfloat16",
     "16_true": "float16",
@@ -53,7 +59,7 @@ _MIXED_OR_NOT: Final = (
 _MIXED: Final = (
     "say 'mixed_bfloat16', 'mixed_float16', or 'mixed_half' for the one that the device multiplies"
 )
-_EIGHT_BITS: Final = "8-bit products are not supported yet; say 'mixed_bfloat16'"
+_EIGHT_BITS: Final = "say 'mixed_float8': values stay in 16 bits, layers multiply in 8"
 _FOREIGN: Final = {
     "fp16": _MIXED_OR_NOT,
     "16": _MIXED_OR_NOT,
@@ -62,7 +68,7 @@ _FOREIGN: Final = {
     "o2": "say 'mixed_float16', or 'mixed_bfloat16' where the device has it",
     "o3": "say 'float16'",
     **dict.fromkeys(("amp", "auto", "autocast", "mixed", "mixed_precision"), _MIXED),
-    **dict.fromkeys(("fp8", "f8", "float8", "mixed_fp8", "mixed_float8"), _EIGHT_BITS),
+    **dict.fromkeys(("fp8", "f8", "float8"), _EIGHT_BITS),
     **dict.fromkeys(
         ("tf32", "tensorfloat32"),
         "that is how float32 is multiplied, which is JAX's to say: use 'float32' under "
@@ -79,6 +85,7 @@ _FIELD_BY_KEY: Final = {
     "output": "output_dtype",
     "softmax": "softmax_dtype",
     "saturate": "saturate",
+    "matmul": "matmul",
     "ops": "ops",
 }
 
@@ -129,7 +136,8 @@ def _named_policy(piece: _Piece, spec: str) -> dict[str, Any]:
             f"{did_you_mean(name, known)}; the names are {', '.join(sorted(known))}, and "
             "'p=f32,c=bf16,o=f32' spells a policy out."
         )
-    return {"param_dtype": param, "compute_dtype": compute, "output_dtype": output}
+    fields = {"param_dtype": param, "compute_dtype": compute, "output_dtype": output}
+    return fields | ({"matmul": parse_recipe(_MATMUL[name])} if name in _MATMUL else {})
 
 
 def _read_settings(pieces: Iterable[_Piece], spec: str) -> dict[str, Any]:
@@ -148,12 +156,21 @@ def _read_settings(pieces: Iterable[_Piece], spec: str) -> dict[str, Any]:
             settings[field] = _read_ops(values[0], spec)
         elif field == "saturate":
             settings[field] = _read_flag(values[0], spec)
+        elif field == "matmul":
+            settings[field] = _read_recipe(values[0], spec)
         else:
             try:
                 settings[field] = parse_dtype(values[0].text, key.text)
             except ValueError as error:
                 raise _malformed(spec, values[0].start, str(error).rstrip(".")) from None
     return settings
+
+
+def _read_recipe(value: _Piece, spec: str) -> Recipe:
+    try:
+        return parse_recipe(value.text)
+    except ValueError as error:
+        raise _malformed(spec, value.start, str(error)) from None
 
 
 def _read_flag(value: _Piece, spec: str) -> bool:

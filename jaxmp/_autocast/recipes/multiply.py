@@ -1,0 +1,106 @@
+"""Products of 8-bit arrays, scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._autocast.recipes.quantise import Quantised
+
+Axes = tuple[int, ...]
+Dims = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+
+
+class Sides(NamedTuple):
+    """The axes of the two operands of a contraction, by what becomes of them.
+
+    The axes of the result are the batch axes, the free ones of the left operand, and those of the
+    right.
+    """
+
+    contracted: tuple[Axes, Axes]
+    batch: tuple[Axes, Axes]
+    free: tuple[Axes, Axes]
+
+    @classmethod
+    def of(cls, dims: Dims, ranks: tuple[int, int]) -> Sides:
+        """From ``dimension_numbers`` and the operands' numbers of axes."""
+        contracted, batch = (tuple(map(tuple, pair)) for pair in dims)
+        free = tuple(
+            tuple(i for i in range(rank) if i not in (*contracted[k], *batch[k]))
+            for k, rank in enumerate(ranks)
+        )
+        return cls(contracted, batch, free)  # type: ignore[arg-type]
+
+    def in_result(self, side: int) -> Axes:
+        """Where the free axes of an operand are in the result."""
+        start = len(self.batch[0]) + (len(self.free[0]) if side else 0)
+        return tuple(range(start, start + len(self.free[side])))
+
+    def laid_out(self, array: Any, side: int) -> Any:
+        """What varies over an operand's batch and free axes alone, over those of the result."""
+        order = (*self.batch[side], *self.free[side], *self.contracted[side])
+        array = jnp.transpose(array, order)
+        kept = array.shape[: len(self.batch[side]) + len(self.free[side])]
+        n_batch, ones = len(self.batch[0]), (1,) * len(self.free[1 - side])
+        shape = (*kept, *ones) if side == 0 else (*kept[:n_batch], *ones, *kept[n_batch:])
+        return array.reshape(shape)
+
+
+def multiply(a: Quantised, b: Quantised, sides: Sides, dtype: Any, *, exact: bool) -> Any:
+    """The contraction of two quantised arrays whose scales do not vary along what is contracted.
+
+    Args:
+      a: the left operand.
+      b: the right operand.
+      sides: their axes.
+      dtype: of the result.
+      exact: whether to accumulate in float32 on hardware that can do with less.
+    """
+    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    sums = np.dtype(np.int32) if a.values.dtype == np.int8 else _sums(dtype)
+    out = lax.dot_general(
+        a.values,
+        b.values,
+        (sides.contracted, sides.batch),
+        precision=precision,
+        preferred_element_type=sums,
+    )
+    scale = sides.laid_out(a.scale, 0) * sides.laid_out(b.scale, 1)
+    if sums == np.dtype(dtype):
+        return out * scale.astype(dtype)  # a power of two
+    return (out.astype(np.float32) * scale).astype(dtype)
+
+
+def _sums(dtype: Any) -> Any:
+    """What an unscaled product is returned in: float16 would overflow before it is scaled."""
+    return np.dtype(np.float32) if np.dtype(dtype) == np.float16 else np.dtype(dtype)
+
+
+def gradient_sides(sides: Sides, of: int) -> tuple[Sides, Axes]:
+    """The contraction that gives the gradient of an operand, and how its result is transposed.
+
+    The gradient that comes in, with the axes of the contraction's result, is the left operand; the
+    other operand is the right one.
+    """
+    other = 1 - of
+    n_batch = len(sides.batch[0])
+    gradient = Sides(
+        contracted=(sides.in_result(other), sides.free[other]),
+        batch=(tuple(range(n_batch)), sides.batch[other]),
+        free=(sides.in_result(of), _sorted_like(sides.contracted[other])),
+    )
+    # The result's axes: batch, the operand's free axes, the other's contracted ones in its order.
+    contracted = [
+        sides.contracted[of][sides.contracted[other].index(axis)] for axis in gradient.free[1]
+    ]
+    axes: Sequence[int] = (*sides.batch[of], *sides.free[of], *contracted)
+    return gradient, tuple(axes.index(i) for i in range(len(axes)))
+
+
+def _sorted_like(axes: Axes) -> Axes:
+    return tuple(sorted(axes))

@@ -1,0 +1,282 @@
+"""Recipes: in which format each of the three products of a layer multiplies.
+
+A layer multiplies its input by its weights, ``y = x @ w``; its derivative is two more products: one
+for the gradient of the input, ``dx = dy @ w.T``, one for that of the weights, ``dw = x.T @ dy``.
+A recipe, the `matmul` of a policy, names a format for each, and what shares a scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, NamedTuple
+
+from jaxmp.dtypes import did_you_mean, plain_name
+
+__all__ = [
+    "FORMATS",
+    "GRANULARITIES",
+    "Format",
+    "Recipe",
+    "deepseek",
+    "float8",
+    "int8",
+    "mxfp8",
+    "parse_recipe",
+    "products",
+]
+
+
+class Format(NamedTuple):
+    """A format that products multiply in.
+
+    Attributes:
+      name: NumPy's name of the dtype.
+      short: what recipes print.
+      bits: its size.
+      largest: the largest finite value, for formats that are scaled into their range; else 0.
+    """
+
+    name: str
+    short: str
+    bits: int
+    largest: float = 0.0
+
+    @property
+    def scaled(self) -> bool:
+        """Whether values are divided by a scale to fit, and quantised."""
+        return self.bits == 8
+
+
+# OFP8: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
+FORMATS: Final = {
+    f.short: f
+    for f in (
+        Format("float8_e4m3fn", "e4m3", 8, 448.0),
+        Format("float8_e5m2", "e5m2", 8, 57344.0),
+        Format("int8", "int8", 8, 127.0),
+        Format("bfloat16", "bf16", 16),
+        Format("float16", "f16", 16),
+        Format("float32", "f32", 32),
+    )
+}
+_BY_NAME: Final = {
+    **FORMATS,
+    **{f.name: f for f in FORMATS.values()},
+    "float8_e4m3": FORMATS["e4m3"],
+    "i8": FORMATS["int8"],
+    "fp16": FORMATS["f16"],
+    "fp32": FORMATS["f32"],
+}
+
+# What shares one scale, of an operand of a product:
+GRANULARITIES: Final = {
+    "tensor": "all of it",
+    "row": "what is multiplied with one row or column of the other",
+    "block": "1 x 128 of activations and gradients, 128 x 128 of weights",
+    "mx": "32 along what is summed; the scale is a power of two",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The format of each of a layer's products. Hashable; `str` of it reads back.
+
+    Attributes:
+      forward: the format of the input and of the weights: a key of `FORMATS`.
+      grad_input: of the product that gives the gradient of the input. In 8 bits, it is that of the
+        gradient that comes in, and the weights are multiplied as they were forward.
+      grad_weight: of the product that gives the gradient of the weights; likewise.
+      granularity: what shares a scale: a key of `GRANULARITIES`.
+
+    Raises:
+      ValueError: if a format or granularity is unknown, or the two do not go together.
+    """
+
+    forward: str
+    grad_input: str
+    grad_weight: str
+    granularity: str = "tensor"
+
+    def __post_init__(self) -> None:
+        for field in ("forward", "grad_input", "grad_weight"):
+            object.__setattr__(self, field, _format(getattr(self, field), field).short)
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(
+                f"products: granularity is {self.granularity!r}, which is none of "
+                f"{', '.join(map(repr, GRANULARITIES))}"
+            )
+        for field, short in self.formats.items():
+            why = _refused(short, field, self.granularity)
+            if why:
+                raise ValueError(f"products: {field} is {short!r} {why}")
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The three formats by product."""
+        return {
+            "forward": self.forward,
+            "grad_input": self.grad_input,
+            "grad_weight": self.grad_weight,
+        }
+
+    @property
+    def quantises(self) -> bool:
+        """Whether any product multiplies 8-bit operands."""
+        return any(FORMATS[short].scaled for short in self.formats.values())
+
+    def __str__(self) -> str:
+        if self in _NAMES:
+            return _NAMES[self]
+        formats = list(self.formats.values())
+        text = formats[0] if len(set(formats)) == 1 else "/".join(formats)
+        return text if self.granularity == "tensor" else f"{text}@{self.granularity}"
+
+
+def _format(name: object, field: str) -> Format:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"products: {field} takes the name of a format ({', '.join(FORMATS)}); got {name!r} of "
+            f"type {type(name).__name__!r}"
+        )
+    known = _BY_NAME.get(plain_name(name))
+    if known is None:
+        raise ValueError(
+            f"products: {field} is {name!r}, which names no format"
+            f"{did_you_mean(name, list(_BY_NAME))}; the formats are {', '.join(FORMATS)}"
+        )
+    return known
+
+
+def _refused(short: str, field: str, granularity: str) -> str:
+    """Why a format does not go with a granularity, or ''."""
+    if short == "int8" and granularity != "row":
+        return (
+            f"with granularity {granularity!r}: what one scale covers spans too much for 8 "
+            "integer bits; use granularity='row'"
+        )
+    if short == "e5m2" and granularity in ("block", "mx"):
+        return (
+            f"with granularity {granularity!r}: blocks are e4m3 throughout, since training "
+            "diverges with e5m2 gradients in them"
+        )
+    if short == "e5m2" and field == "forward":
+        return (
+            "where two bits of fraction lose more than the range gains; use 'e4m3', and 'e5m2' "
+            "for gradients alone"
+        )
+    return ""
+
+
+def products(
+    forward: str = "e4m3",
+    grad_input: str | None = None,
+    grad_weight: str | None = None,
+    *,
+    granularity: str = "tensor",
+) -> Recipe:
+    """A recipe: the format of each of a layer's three products.
+
+    Args:
+      forward: ``"e4m3"``, ``"int8"``, ``"bf16"``, ``"f16"`` or ``"f32"``, or NumPy's name of it.
+      grad_input: that of the product that gives the gradient of the input; `forward` if None. Here
+        ``"e5m2"`` may stand as well.
+      grad_weight: that of the product that gives the gradient of the weights; `grad_input` if None.
+      granularity: what shares a scale: ``"tensor"``, ``"row"``, ``"block"`` (1 x 128 of
+        activations, 128 x 128 of weights) or ``"mx"`` (32, with scales that are powers of two).
+
+    Returns:
+      A `Recipe`.
+
+    Raises:
+      ValueError: if a format or granularity is unknown, or they do not go together.
+
+    Example:
+      >>> str(products("e4m3", "e5m2"))
+      'e4m3/e5m2/e5m2'
+      >>> str(products("f32", "bf16"))
+      'f32/bf16/bf16'
+    """
+    grad_input = forward if grad_input is None else grad_input
+    grad_weight = grad_input if grad_weight is None else grad_weight
+    return Recipe(forward, grad_input, grad_weight, granularity)
+
+
+def float8(gradient: str = "e4m3", *, granularity: str = "tensor") -> Recipe:
+    """Float8 products, e4m3 operands.
+
+    Args:
+      gradient: the format of the gradient that comes in: ``"e4m3"`` or ``"e5m2"``.
+      granularity: ``"tensor"``, or ``"row"`` where gradients span decades from row to row.
+
+    Example:
+      >>> str(float8()), str(float8("e5m2", granularity="row"))
+      ('float8', 'e4m3/e5m2/e5m2@row')
+    """
+    return products("e4m3", gradient, granularity=granularity)
+
+
+def int8() -> Recipe:
+    """Products of 8-bit integers, with one scale for each row.
+
+    Example:
+      >>> str(int8())
+      'int8'
+    """
+    return products("int8", granularity="row")
+
+
+def mxfp8() -> Recipe:
+    """Microscaling: e4m3, and for every 32 values that are summed a power of two.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0 (2023).
+
+    Example:
+      >>> mxfp8().granularity
+      'mx'
+    """
+    return products("e4m3", granularity="mx")
+
+
+def deepseek() -> Recipe:
+    """DeepSeek-V3's: e4m3, one scale for 1 x 128 of an activation and 128 x 128 of a weight.
+
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.3.
+
+    Example:
+      >>> deepseek().granularity
+      'block'
+    """
+    return products("e4m3", granularity="block")
+
+
+_NAMES: Final = {float8(): "float8", int8(): "int8", mxfp8(): "mxfp8", deepseek(): "deepseek"}
+_NAMED: Final = {name: recipe for recipe, name in _NAMES.items()}
+
+
+def parse_recipe(text: str) -> Recipe:
+    """The recipe that a string describes: a name, or ``e4m3/e5m2/bf16@row``, the formats in order.
+
+    Raises:
+      ValueError: if it names nothing known, or cannot be read.
+
+    Example:
+      >>> parse_recipe("e4m3/e5m2/bf16@row")
+      Recipe(forward='e4m3', grad_input='e5m2', grad_weight='bf16', granularity='row')
+    """
+    name = plain_name(text.strip())
+    if name in _NAMED:
+        return _NAMED[name]
+    formats, _, granularity = name.partition("@")
+    parts = formats.split("/")
+    if len(parts) > 3:
+        raise ValueError(
+            f"products: cannot read {text!r}: a layer has three products, and {len(parts)} formats "
+            "are given"
+        )
+    if len(parts) == 1 and not granularity and parts[0] not in _BY_NAME:
+        known = [*_NAMED, *FORMATS]
+        raise ValueError(
+            f"products: {text!r} names no recipe{did_you_mean(name, known)}; the names are "
+            f"{', '.join(_NAMED)}, and 'e4m3/e5m2/e5m2@row' spells one out"
+        )
+    return products(*parts, granularity=granularity or "tensor")
