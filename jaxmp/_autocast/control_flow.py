@@ -16,7 +16,7 @@ from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import CONSTANT, DATA, GIVEN, PARAMETER
-from jaxmp._autocast.plan import DType, Plan, Step, Value
+from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.higher_order import Inner
 
@@ -266,7 +266,9 @@ def _entering(
     if value is None or not carried:
         return value
     if shared:  # float32: every iteration adds a gradient to it
-        return Value(argument=True, tangent=value.tangent, licence=value.licence, fixed=value.fixed)
+        return value._replace(
+            dtype=None, origins=NO_ORIGINS, pinned="", argument=True, constant=False
+        )
     if low:
         return Value(frame.rules.low, frozenset({frame.planning.fresh()}), tangent=value.tangent)
     return Value(argument=True, tangent=value.tangent, licence=DATA)

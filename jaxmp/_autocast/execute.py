@@ -18,6 +18,7 @@ from jaxmp._autocast.contract import contract
 from jaxmp._autocast.kept import kept_scope
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.reading import Environment, cast
+from jaxmp._autocast.recipes import product
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, with_dtype
 from jaxmp._jaxprs.compat import bind
@@ -61,7 +62,11 @@ def _scale(plan: Plan, step: Step, env: Environment) -> list[Any]:
 
 
 def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
-    return contract(step, env.operands(step))
+    operands = env.operands(step)
+    if step.product is None:
+        return contract(step, operands)
+    copies = tuple(env.copy(step, operands[k], k) for k in range(2))
+    return [product.contract(step.product, tuple(operands), copies)]
 
 
 # Higher-order equations.

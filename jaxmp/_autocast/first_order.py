@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.contractions import geometry
+from jaxmp._autocast.eligible import by_recipe
 from jaxmp._autocast.demand import ANGLE, LATER, ours
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Frame
@@ -92,14 +93,18 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
         out = Value(low, frozenset({frame.planning.fresh()}), tangent=tangent)
     else:
         out = Value(None, tangent=tangent)
-    return frame.step(
+    product, reason = None, "contraction"
+    if frame.rules.policy.matmul is not None:
+        product, reason = by_recipe(frame, eqn, values, low)
+    step = frame.step(
         eqn,
         values,
         [low] * len(values),
         [out] * len(eqn.outvars),
-        "contraction",
+        reason,
         action="contract",
     )
+    return dataclasses.replace(step, product=product)
 
 
 def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str | None:

@@ -22,7 +22,7 @@ from jaxmp._autocast.licences import (
 )
 from jaxmp._autocast.literals import keeps_made
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Value
-from jaxmp._autocast.primitives import BROADCASTING, IN_PARTS, SCALING
+from jaxmp._autocast.primitives import BROADCASTING, IN_PARTS, LOOKING_UP, LOW, SCALING
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
@@ -128,7 +128,7 @@ class Frame:
             return
         small = is_small(array)
         licence = of_constant(array, self.rules.low)
-        self.kept_as[var] = Value(argument=True, licence=licence, fixed=small)
+        self.kept_as[var] = Value(argument=True, licence=licence, fixed=small, weight=not small)
         if small:
             self.made.add(var)
 
@@ -261,12 +261,23 @@ class Frame:
         if eqn.primitive.name in IN_PARTS and not isinstance(eqn.invars[0], Literal):
             whole = self.whole.get(eqn.invars[0], eqn.invars[0])
             self.whole.update(dict.fromkeys(eqn.outvars, whole))
+        if self._keeps_weights(eqn):
+            for var in filter(ours, eqn.outvars):
+                self.kept_as[var] = self.kept_as[var]._replace(weight=True)
         if self.is_made(eqn):
             self.made.update(eqn.outvars)
             for var in eqn.outvars:
                 value = self.kept_as[var]
                 if value is not None:
                     self.kept_as[var] = value._replace(fixed=True)
+
+    def _keeps_weights(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation computes from weights alone: neither multiplies them, nor looks up."""
+        if eqn.primitive.name in (*LOW, *LOOKING_UP):
+            return False
+        values = [self.read(v) for v in eqn.invars]
+        mine = [v for v in values if v is not None and not v.fixed]
+        return bool(mine) and all(v.weight for v in mine)
 
 
 def stays_finite(value: Value | None, rules: Rules) -> bool:

@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN, POSITION
 from jaxmp._autocast.primitives import LOW
+from jaxmp._autocast.recipes.product import Product
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.source import module_path, user_line
@@ -55,6 +56,7 @@ class Value(NamedTuple):
       tangent: it is a tangent or cotangent: narrowing it must stay linear.
       licence: what allows it to be narrowed, or forbids it; see `licences`.
       fixed: it is made in the program from literals alone, or a small constant.
+      weight: it is a parameter, or computed from parameters alone; not looked up in one.
     """
 
     dtype: DType | None = None
@@ -65,6 +67,7 @@ class Value(NamedTuple):
     tangent: bool = False
     licence: str = COMPUTED
     fixed: bool = False
+    weight: bool = False
 
     @property
     def wins(self) -> bool:
@@ -103,6 +106,7 @@ class Step:
       reason: why, in words.
       plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
       derived: of a function with derivative rules, makes it anew, with its rules transformed.
+      product: of a contraction that a recipe multiplies: how.
     """
 
     eqn: JaxprEqn
@@ -112,6 +116,7 @@ class Step:
     reason: str
     plans: tuple[Plan, ...] = ()
     derived: Callable[[], Callable[..., Any]] | None = None
+    product: Product | None = None
 
     @property
     def ins(self) -> tuple[DType | None, ...]:
@@ -132,6 +137,8 @@ class Step:
         """Whether the step binds its equation as it is."""
         if self.action.startswith("custom_") and self.plans[0].rules.low is not None:
             return False  # its derivative rule, unseen yet, may hold contractions
+        if self.product is not None:
+            return False
         dtypes = (*self.ins, *self.outs)
         as_is = all(d is None or d == FLOAT32 for d in dtypes)
         return as_is and all(plan.unchanged for plan in self.plans)

@@ -232,6 +232,9 @@ SUBTRACTING = frozenset({"sub"})
 # Random numbers are data, whatever key they are made from.
 RANDOM = ("random_", "threefry", "rng_")
 
+# Rows of a table by their numbers.
+LOOKING_UP = frozenset({"gather"})
+
 # Bounded functions: of a grid they make a table of numbers in [-1, 1].
 BOUNDED = frozenset({"tanh", "logistic", "erf", "sign"})
 

@@ -48,6 +48,16 @@ class Environment:
             self._copies[key] = cast(array, dtype, saturate=read.saturate, shape=read.shape)
         return self._copies[key]
 
+    def copy(self, step: Step, operand: Any, of: int) -> Any:
+        """What the recipe of a step makes of an operand that it has read; one copy for all steps."""
+        atom, product = step.eqn.invars[of], step.product
+        if isinstance(atom, Literal):
+            return product.quantise(operand, of)
+        key = (atom, product.forward, product.shared(of))
+        if key not in self._copies:
+            self._copies[key] = product.quantise(operand, of)
+        return self._copies[key]
+
     def result(self, atom: Any, dtype: DType | None, *, saturate: bool) -> Any:
         """A result of the jaxpr in `dtype` (None: in float32, or not ours)."""
         if dtype is None and dtype_of(atom) == FLOAT32:

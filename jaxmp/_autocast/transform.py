@@ -17,7 +17,7 @@ from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.escapes import refuse_escapes, with_held_tracers
 from jaxmp._autocast.execute import execute
-from jaxmp._autocast.licences import GIVEN
+from jaxmp._autocast.licences import GIVEN, PARAMETER
 from jaxmp._autocast.marks import (
     check_callable,
     in_region,
@@ -27,7 +27,7 @@ from jaxmp._autocast.marks import (
 )
 from jaxmp._autocast.passes import PASSES
 from jaxmp._autocast.picklable import Transformed
-from jaxmp._autocast.plan import Plan, Value
+from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.reading import cast
@@ -193,7 +193,9 @@ def _under_policy_of_modules(fn: Callable[..., Any], policy: Policy) -> Callable
 
 
 def is_identity(policy: Policy) -> bool:
-    """Whether a policy is float32 throughout."""
+    """Whether a policy is float32 throughout, in every product as well."""
+    if policy.matmul is not None:
+        return False
     dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     return all(np.dtype(d) == FLOAT32 for d in dtypes)
 
@@ -232,9 +234,13 @@ def plan_program(jaxpr: Any, policy: Policy, licences: Sequence[str] = ()) -> Pl
     ins = [
         None
         if not ours(var)
-        else Value(rules.low, frozenset({planner.fresh()}), argument=True, licence=licence)
-        if stored == rules.low
-        else Value(argument=True, licence=licence)
+        else Value(
+            rules.low if stored == rules.low else None,
+            frozenset({planner.fresh()}) if stored == rules.low else NO_ORIGINS,
+            argument=True,
+            licence=licence,
+            weight=licence == PARAMETER or not licences,
+        )
         for var, licence in zip(
             open_jaxpr.invars, licences or [GIVEN] * len(open_jaxpr.invars), strict=True
         )

@@ -86,7 +86,11 @@ def _rule(product: Product) -> Callable[..., Any]:
             copies[k] if copies[k] is not None and product.backward(1 - k).scaled else operands[k]
             for k in range(2)
         )
-        return run(operands, copies), (saved, tuple(_Like.of(x) for x in operands), copies_like(copies))
+        return run(operands, copies), (
+            saved,
+            tuple(_Like.of(x) for x in operands),
+            copies_like(copies),
+        )
 
     def copies_like(copies: Any) -> Any:
         return tuple(None if c is None else Quantised(*map(_Like.of, c)) for c in copies)
