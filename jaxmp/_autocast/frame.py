@@ -256,14 +256,16 @@ class Frame:
             out = out._replace(licence=licence)
         return self.step(eqn, values, [None] * len(values), [out] * len(eqn.outvars), reason)
 
-    def follow_up(self, eqn: JaxprEqn) -> None:
+    def follow_up(self, eqn: JaxprEqn, step: Step) -> None:
         """Records what a planned equation says of its results besides how they are kept."""
         if eqn.primitive.name in IN_PARTS and not isinstance(eqn.invars[0], Literal):
             whole = self.whole.get(eqn.invars[0], eqn.invars[0])
             self.whole.update(dict.fromkeys(eqn.outvars, whole))
-        if self._keeps_weights(eqn):
-            for var in filter(ours, eqn.outvars):
-                self.kept_as[var] = self.kept_as[var]._replace(weight=True)
+        if not step.plans:
+            weight = self._keeps_weights(eqn)
+            for var in eqn.outvars:
+                value = self.kept_as[var]
+                self.kept_as[var] = value and value._replace(weight=weight)
         if self.is_made(eqn):
             self.made.update(eqn.outvars)
             for var in eqn.outvars:

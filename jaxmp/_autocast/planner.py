@@ -127,5 +127,5 @@ def _step(frame: Frame, eqn: JaxprEqn) -> Step:
     values = frame.operands(eqn)
     inners = inside(eqn) if frame.rules.looks_inside(eqn) else ()
     step = plan_inside(frame, eqn, values, inners) if inners else decide(frame, eqn, values)
-    frame.follow_up(eqn)
+    frame.follow_up(eqn, step)
     return step
