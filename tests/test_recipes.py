@@ -1,0 +1,111 @@
+"""Recipes as data: what they may say, and that their strings read back."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+
+import jaxmp
+from jaxmp.policy import Policy, get_policy
+from jaxmp.recipes import (
+    FORMATS,
+    GRANULARITIES,
+    Recipe,
+    deepseek,
+    float8,
+    int8,
+    mxfp8,
+    parse_recipe,
+    products,
+)
+
+
+def every_recipe() -> list[Recipe]:
+    found = []
+    for formats in itertools.product(FORMATS, repeat=3):
+        for granularity in GRANULARITIES:
+            try:
+                found.append(Recipe(*formats, granularity))
+            except ValueError:
+                continue
+    return found
+
+
+def test_strings_read_back_and_policies_keep_recipes() -> None:
+    recipes = every_recipe()
+    assert len(recipes) > 100
+    for recipe in recipes:
+        assert parse_recipe(str(recipe)) == recipe
+        policy = Policy("f32", "bf16", "f32", matmul=recipe)
+        assert get_policy(str(policy)) == policy
+        assert eval(repr(policy), {"Policy": Policy}) == policy  # noqa: S307
+        assert pickle.loads(pickle.dumps(policy)) == policy
+        assert len({policy, get_policy(str(policy))}) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        (float8(), "float8"),
+        (float8("e5m2"), "e4m3/e5m2/e5m2"),
+        (float8(granularity="row"), "e4m3@row"),
+        (int8(), "int8"),
+        (mxfp8(), "mxfp8"),
+        (deepseek(), "deepseek"),
+        (products("f32", "bf16"), "f32/bf16/bf16"),
+        (products("bf16", "f32", "bf16"), "bf16/f32/bf16"),
+        (products("float8_e4m3fn", "FLOAT8_E5M2", "bfloat16"), "e4m3/e5m2/bf16"),
+    ],
+)
+def test_names(recipe: Recipe, text: str) -> None:
+    assert str(recipe) == text
+    assert parse_recipe(text.upper()) == recipe
+
+
+def test_mixed_float8_and_mixed_int8_are_values_of_it() -> None:
+    for name, recipe in (("mixed_float8", float8()), ("mixed_int8", int8())):
+        policy = get_policy(name)
+        assert policy.matmul == recipe
+        assert policy == get_policy(f"mixed_bfloat16,matmul={recipe}")
+    assert get_policy("fp8-mixed") == get_policy("mixed_float8")
+    assert get_policy("mixed_bfloat16").matmul is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("int8@tensor", "granularity='row'"),
+        ("int8@mx", "granularity='row'"),
+        ("e5m2", "'e5m2' for gradients alone"),
+        ("e4m3/e5m2@block", "blocks are e4m3 throughout"),
+        ("e4m3@rows", "granularity is 'rows', which is none of 'tensor', 'row', 'block', 'mx'"),
+        ("e4m4", "did you mean 'e4m3'"),
+        ("e4m3/e4m3/e4m3/e4m3", "a layer has three products, and 4 formats are given"),
+        ("e4m3/nf4", "grad_input is 'nf4', which names no format"),
+        ("", "names no recipe"),
+    ],
+)
+def test_what_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match="products: ") as error:
+        parse_recipe(text)
+    assert says in str(error.value)
+
+
+def test_a_string_that_cannot_be_read_is_pointed_at() -> None:
+    with pytest.raises(ValueError, match="at position 22: products: forward is 'int8'"):
+        get_policy("mixed_bfloat16,matmul=int8@tensor")
+
+
+@pytest.mark.parametrize("value", [8, True, ("e4m3",), float8])
+def test_what_is_no_recipe(value: Any) -> None:
+    with pytest.raises(TypeError, match="Policy: matmul takes a recipe"):
+        Policy("f32", "bf16", "f32", matmul=value)
+    with pytest.raises(TypeError, match="products: forward takes the name of a format"):
+        products(value)
+
+
+def test_a_recipe_is_no_identity() -> None:
+    assert jaxmp.get_policy("float32,matmul=f32/bf16/bf16") != jaxmp.get_policy("float32")
