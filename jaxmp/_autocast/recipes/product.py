@@ -60,8 +60,22 @@ class Product(NamedTuple):
         """An operand as its products read it: in 8 bits; None where none does."""
         if not self.forward.scaled:
             return None
-        # It is no function of `x` to be differentiated: to the gradient it is `x` itself.
-        return quantise(lax.stop_gradient(x), self.forward, self.shared(of))
+        copy = quantise(lax.stop_gradient(x), self.forward, self.shared(of))
+        return copy._replace(scale=_derived(copy.scale, x))
+
+
+@jax.custom_jvp
+def _derived(scale: Any, _x: Any) -> Any:
+    """A scale of `x`. Its derivative is zero; but it is seen that it has one (see `_once`)."""
+    return scale
+
+
+def _nothing(dx: Any, scale: Any, *_: Any) -> Any:
+    """Zero, as a function of `dx`: the sum of none of it."""
+    return jnp.broadcast_to(jnp.sum(dx[:0], dtype=scale.dtype), scale.shape)
+
+
+_derived.defjvps(None, _nothing)
 
 
 def contract(product: Product, operands: tuple[Any, Any], copies: tuple[Any, Any]) -> Any:
@@ -72,57 +86,41 @@ def contract(product: Product, operands: tuple[Any, Any], copies: tuple[Any, Any
       operands: both, in the compute dtype or float32.
       copies: of each what `Product.quantise` made of it; several products may share one.
     """
-    return _rule(product)(operands, copies)
+    # Computed in the open, where the policies of `jax.checkpoint` see a product that they may save.
+    out = _forward(product, *lax.stop_gradient((operands, copies)))
+    return _rule(product)(out, operands, copies)
 
 
 @functools.lru_cache(maxsize=1024)
 def _rule(product: Product) -> Callable[..., Any]:
-    @jax.custom_vjp
-    def run(operands: Any, copies: Any) -> Any:
-        return _forward(product, operands, copies)
+    """The identity on a product of two operands, with the product's derivative."""
 
-    def forward(operands: Any, copies: Any) -> Any:
+    @jax.custom_vjp
+    def of_operands(out: Any, operands: Any, copies: Any) -> Any:
+        return out
+
+    def forward(out: Any, operands: Any, copies: Any) -> Any:
         saved = tuple(
             copies[k] if copies[k] is not None and product.backward(1 - k).scaled else operands[k]
             for k in range(2)
         )
-        return run(operands, copies), (
-            saved,
-            tuple(_Like.of(x) for x in operands),
-            copies_like(copies),
-        )
-
-    def copies_like(copies: Any) -> Any:
-        return tuple(None if c is None else Quantised(*map(_Like.of, c)) for c in copies)
+        dtypes = tuple(_Static(x.dtype) for x in operands)
+        return of_operands(out, operands, copies), (saved, dtypes)
 
     def backward(residuals: Any, g: Any) -> Any:
-        saved, operands, copies = residuals
+        saved, dtypes = residuals
         once = _once(product)
-        gradients = tuple(once(k, g, saved[1 - k]).astype(operands[k].dtype) for k in range(2))
-        zeros = jax.tree.map(lambda like: like.zeros(), copies, is_leaf=_is_like)
-        return gradients, zeros
+        return None, tuple(once(k, g, saved[1 - k]).astype(dtypes[k].value) for k in range(2)), None
 
-    run.defvjp(forward, backward)
-    return run
+    of_operands.defvjp(forward, backward)
+    return of_operands
 
 
 @jax.tree_util.register_static
-class _Like(NamedTuple):
-    """The shape and dtype of an array, as a part of a tree's structure."""
+class _Static(NamedTuple):
+    """Part of a tree's structure."""
 
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @classmethod
-    def of(cls, x: Any) -> _Like:
-        return cls(tuple(x.shape), np.dtype(x.dtype))
-
-    def zeros(self) -> Any:
-        return np.zeros(self.shape, jax.dtypes.float0 if self.dtype == np.int8 else self.dtype)
-
-
-def _is_like(x: Any) -> bool:
-    return isinstance(x, _Like)
+    value: Any
 
 
 def _forward(product: Product, operands: Any, copies: Any) -> Any:
@@ -143,7 +141,10 @@ def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _once(product: Product) -> Callable[..., Any]:
-    """The products of the gradient, which cannot be differentiated again."""
+    """The products of the gradient, which cannot be differentiated again.
+
+    That an operand of them is differentiated shows in the scale of its 8-bit copy.
+    """
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     def gradient(of: int, g: Any, other: Any) -> Any:
