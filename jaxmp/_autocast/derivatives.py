@@ -51,7 +51,7 @@ def derive(plan: Plan, planner: Planner) -> Plan:
     """
     steps = [
         dataclasses.replace(step, derived=_derived(step, planner.passes))
-        if step.action in ("custom_jvp", "custom_vjp") and step.plans[0].rules.low is not None
+        if step.action in ("custom_jvp", "custom_vjp") and not step.plans[0].rules.as_written
         else step
         for step in plan.steps
     ]

@@ -274,7 +274,7 @@ class Frame:
                     self.kept_as[var] = value._replace(fixed=True)
 
     def _keeps_weights(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation computes from weights alone: neither multiplies them, nor looks up."""
+        """Whether an equation computes from weights alone, and neither contracts nor looks up."""
         if eqn.primitive.name in (*LOW, *LOOKING_UP):
             return False
         values = [self.read(v) for v in eqn.invars]

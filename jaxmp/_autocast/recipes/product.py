@@ -56,6 +56,13 @@ class Product(NamedTuple):
             return tuple(range(self.ranks[of]))
         return self.sides.contracted[of]
 
+    def saved(self, x: Any, copy: Quantised | None, of: int) -> Any:
+        """What is kept of an operand for the backward pass: what is read there, if narrower."""
+        fmt = self.backward(1 - of)
+        if fmt.scaled:
+            return x if copy is None else copy
+        return x.astype(fmt.name) if fmt.bits < 8 * x.dtype.itemsize else x
+
     def quantise(self, x: Any, of: int) -> Quantised | None:
         """An operand as its products read it: in 8 bits; None where none does."""
         if not self.forward.scaled:
@@ -87,7 +94,7 @@ def contract(product: Product, operands: tuple[Any, Any], copies: tuple[Any, Any
       copies: of each what `Product.quantise` made of it; several products may share one.
     """
     # Computed in the open, where the policies of `jax.checkpoint` see a product that they may save.
-    out = _forward(product, *lax.stop_gradient((operands, copies)))
+    out = _forward(product, lax.stop_gradient(operands), lax.stop_gradient(copies))
     return _rule(product)(out, operands, copies)
 
 
@@ -96,14 +103,11 @@ def _rule(product: Product) -> Callable[..., Any]:
     """The identity on a product of two operands, with the product's derivative."""
 
     @jax.custom_vjp
-    def of_operands(out: Any, operands: Any, copies: Any) -> Any:
+    def of_operands(out: Any, _operands: Any, _copies: Any) -> Any:
         return out
 
     def forward(out: Any, operands: Any, copies: Any) -> Any:
-        saved = tuple(
-            copies[k] if copies[k] is not None and product.backward(1 - k).scaled else operands[k]
-            for k in range(2)
-        )
+        saved = tuple(product.saved(operands[k], copies[k], k) for k in range(2))
         dtypes = tuple(_Static(x.dtype) for x in operands)
         return of_operands(out, operands, copies), (saved, dtypes)
 
@@ -124,10 +128,11 @@ class _Static(NamedTuple):
 
 
 def _forward(product: Product, operands: Any, copies: Any) -> Any:
-    sides = product.sides
     if product.forward.scaled:
-        return multiply(*copies, sides, product.dtype, exact=False)
-    return _plain(*operands, product.forward, sides, product.dtype)
+        a, b = copies
+        return multiply(a, b, product.sides, product.dtype, exact=False)
+    a, b = operands
+    return _plain(a, b, product.forward, product.sides, product.dtype)
 
 
 def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any) -> Any:

@@ -44,10 +44,8 @@ def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
     x = x.astype(jnp.float32)
     amax = jnp.max(jnp.abs(x), axis=tuple(axes), keepdims=True, initial=0.0)
     scale = _scale(amax, fmt)
-    if fmt.name == "int8":
-        values = jnp.round(x / scale)
-    else:
-        values = x * (1 / scale)  # exact: the inverse is a power of two as well
+    # Of a power of two the inverse is one as well.
+    values = jnp.round(x / scale) if fmt.name == "int8" else x * (1 / scale)
     # Conversions to 8 bits do not saturate: beyond the range is NaN, or infinity.
     return Quantised(jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.name), scale)
 
