@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.demand import CONTRACTION, LATER
+from jaxmp._autocast.demand import CONTRACTION, LATER, NOTHING
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.plan import DType, Value
 from jaxmp._autocast.recipes.product import Product
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.attributes import product_axes
 from jaxmp._jaxprs.compat import shape_of
-from jaxmp._jaxprs.source import module_path, user_line
+from jaxmp._jaxprs.source import is_backward, module_path, user_line
 
 # Matrix units multiply 8-bit operands in blocks of so many.
 MULTIPLE = 16
@@ -77,6 +77,9 @@ def _refused(eqn: JaxprEqn, values: Sequence[Value | None]) -> Verdict | None:
     if any(v.tangent for v in values[:2] if v is not None):
         # It must stay linear, and be transposed.
         return Verdict(None, "it belongs to a derivative that is written out", intended=True)
+    if is_backward(eqn):
+        # Which of a layer's three products it is cannot be told.
+        return Verdict(None, "a backward pass in the program: differentiate what autocast returns")
     return None
 
 
@@ -87,7 +90,7 @@ def _no_layer(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Ve
         return Verdict(None, "neither operand is a weight", intended=True)
     if weights == 2:
         return Verdict(None, "both operands may be weights", intended=True)
-    if not frame.is_wanted_by(eqn, CONTRACTION | LATER):
+    if not frame.forward.of.get(eqn.outvars[0], NOTHING) & (CONTRACTION | LATER):
         return Verdict(None, "no contraction reads what comes of it", intended=True)
     for size in _sizes(eqn):
         if not isinstance(size, int) or size % MULTIPLE:

@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
-from jaxmp._autocast.recipes.quantise import Quantised, quantise
+from jaxmp._autocast.recipes.quantise import Quantised, as_bits, of_bits, quantise
+from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS, Format, Recipe
 
 
@@ -60,7 +61,7 @@ class Product(NamedTuple):
         """What is kept of an operand for the backward pass: what is read there, if narrower."""
         fmt = self.backward(1 - of)
         if fmt.scaled:
-            return x if copy is None else copy
+            return x if copy is None else as_bits(copy)
         return x.astype(fmt.name) if fmt.bits < 8 * x.dtype.itemsize else x
 
     def quantise(self, x: Any, of: int) -> Quantised | None:
@@ -174,12 +175,14 @@ def _gradient(product: Product, of: int, g: Any, other: Any) -> Any:
         if isinstance(other, Quantised):  # pragma: no cover - `forward` saves the operand then
             raise AssertionError
         return jnp.transpose(_plain(g, other, fmt, sides, g.dtype), order)
-    if not isinstance(other, Quantised):
+    if isinstance(other, Quantised):
+        other = of_bits(other, product.forward)
+    else:
         other = quantise(other, FORMATS["e4m3"], sides.contracted[1])
-    g = g.astype(jnp.float32)
     if product.recipe.granularity == "row":
         # The saved scale varies along what is contracted here: it goes into the gradient.
-        g = g * product.sides.laid_out(other.scale, 1 - of)
+        with jax.named_scope(CAST):
+            g = g.astype(jnp.float32) * product.sides.laid_out(other.scale, 1 - of)
         other = Quantised(other.values, _ones(other.scale, sides.contracted[1]))
         copy = quantise(g, fmt, sides.contracted[0])
     else:
