@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.demand import CONTRACTION, LATER, NOTHING
+from jaxmp._autocast.demand import NOTHING, PRODUCT
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.plan import DType, Value
 from jaxmp._autocast.recipes.product import Product
@@ -90,7 +90,7 @@ def _no_layer(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Ve
         return Verdict(None, "neither operand is a weight", intended=True)
     if weights == 2:
         return Verdict(None, "both operands may be weights", intended=True)
-    if not frame.forward.of.get(eqn.outvars[0], NOTHING) & (CONTRACTION | LATER):
+    if not frame.forward.of.get(eqn.outvars[0], NOTHING) & PRODUCT:
         return Verdict(None, "no contraction reads what comes of it", intended=True)
     for size in _sizes(eqn):
         if not isinstance(size, int) or size % MULTIPLE:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.demand import ANGLE, LATER, ours
+from jaxmp._autocast.demand import is_angle, ours
 from jaxmp._autocast.eligible import by_recipe
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Frame
@@ -124,7 +124,7 @@ def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str 
     fixed = any(v is not None and v.fixed for v in values[:2])
     if (kept := geometry(eqn, fixed=fixed)) is not None:
         return kept
-    if frame.demanded(eqn)[0] & ~LATER == ANGLE:
+    if is_angle(frame.demanded(eqn)[0]):
         return "only angles or a linear solver want the result"
     return None
 

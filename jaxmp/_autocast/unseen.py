@@ -73,8 +73,9 @@ def warn_unquantised(plan: Plan, known: set[str]) -> None:
     known.add(str(why))
     reasons = "; ".join(f"{n} because {reason}" for reason, n in why.most_common())
     warnings.warn(
-        f"autocast: {recipe} products: {missed / (done + missed):.0%} of what layers multiply stays "
-        f"in {np.dtype(plan.rules.policy.compute_dtype).name}: {reasons}. jaxmp.explain lists them.",
+        f"autocast: {recipe} products: {missed / (done + missed):.0%} of what layers multiply "
+        f"stays in {np.dtype(plan.rules.policy.compute_dtype).name}: {reasons}. jaxmp.explain "
+        "lists them.",
         UserWarning,
         stacklevel=4,
     )
