@@ -14,8 +14,8 @@ from jaxmp.dtypes import did_you_mean, plain_name
 
 __all__ = [
     "FORMATS",
-    "GRANULARITIES",
     "Format",
+    "GRANULARITIES",
     "Recipe",
     "deepseek",
     "float8",
@@ -90,6 +90,11 @@ class Recipe:
 
     Raises:
       ValueError: if a format or granularity is unknown, or the two do not go together.
+
+    Example:
+      >>> recipe = Recipe("e4m3", "e5m2", "bf16", granularity="row")
+      >>> recipe == parse_recipe(str(recipe))
+      True
     """
 
     forward: str
