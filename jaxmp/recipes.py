@@ -15,7 +15,6 @@ from jaxmp.dtypes import did_you_mean, plain_name
 __all__ = [
     "FORMATS",
     "Format",
-    "GRANULARITIES",
     "Recipe",
     "deepseek",
     "float8",
