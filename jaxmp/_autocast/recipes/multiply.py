@@ -70,10 +70,9 @@ def multiply(a: Quantised, b: Quantised, sides: Sides, dtype: Any, *, exact: boo
         precision=precision,
         preferred_element_type=sums,
     )
-    scale = sides.laid_out(a.scale, 0) * sides.laid_out(b.scale, 1)
-    if sums == np.dtype(dtype):
-        return out * scale.astype(dtype)  # a power of two
-    return (out.astype(np.float32) * scale).astype(dtype)
+    # One after the other: the product of two small scales may be zero.
+    out = out.astype(np.float32) * sides.laid_out(a.scale, 0) * sides.laid_out(b.scale, 1)
+    return out.astype(dtype)
 
 
 def _sums(dtype: Any) -> Any:

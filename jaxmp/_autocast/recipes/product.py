@@ -11,6 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._autocast.recipes.blockwise import (
+    BLOCKS,
+    Operand,
+    block_operands,
+    contract_blocks,
+    gradient_blocks,
+)
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
 from jaxmp._autocast.recipes.quantise import Quantised, quantise
 from jaxmp.recipes import FORMATS, Format, Recipe
@@ -50,8 +57,17 @@ class Product(NamedTuple):
         recipe = self.recipe
         return FORMATS[recipe.grad_weight if of == self.weight else recipe.grad_input]
 
-    def shared(self, of: int) -> Axes:
-        """The axes of an operand that share a scale, forward."""
+    @property
+    def blocks(self) -> tuple[Operand, Operand] | None:
+        """How its operands are quantised in blocks, or None where they are not."""
+        if self.recipe.granularity not in BLOCKS:
+            return None
+        return block_operands(self.sides, self.recipe.granularity, self.weight)
+
+    def shared(self, of: int) -> Axes | Operand:
+        """What of an operand shares a scale, forward: axes, or blocks."""
+        if self.blocks is not None:
+            return self.blocks[of]
         if self.recipe.granularity == "tensor":
             return tuple(range(self.ranks[of]))
         return self.sides.contracted[of]
@@ -61,7 +77,10 @@ class Product(NamedTuple):
         if not self.forward.scaled:
             return None
         # It is no function of `x` to be differentiated: to the gradient it is `x` itself.
-        return quantise(lax.stop_gradient(x), self.forward, self.shared(of))
+        x, shared = lax.stop_gradient(x), self.shared(of)
+        if isinstance(shared, Operand):
+            return shared.quantise(x, self.forward)
+        return quantise(x, self.forward, shared)
 
 
 def contract(product: Product, operands: tuple[Any, Any], copies: tuple[Any, Any]) -> Any:
@@ -118,7 +137,8 @@ class _Like(NamedTuple):
         return cls(tuple(x.shape), np.dtype(x.dtype))
 
     def zeros(self) -> Any:
-        return np.zeros(self.shape, jax.dtypes.float0 if self.dtype == np.int8 else self.dtype)
+        integers = np.issubdtype(self.dtype, np.integer)
+        return np.zeros(self.shape, jax.dtypes.float0 if integers else self.dtype)
 
 
 def _is_like(x: Any) -> bool:
@@ -127,6 +147,8 @@ def _is_like(x: Any) -> bool:
 
 def _forward(product: Product, operands: Any, copies: Any) -> Any:
     sides = product.sides
+    if product.forward.scaled and product.blocks is not None:
+        return contract_blocks(copies, product.blocks, product.dtype)
     if product.forward.scaled:
         return multiply(*copies, sides, product.dtype, exact=False)
     return _plain(*operands, product.forward, sides, product.dtype)
@@ -168,6 +190,8 @@ def _gradient(product: Product, of: int, g: Any, other: Any) -> Any:
         if isinstance(other, Quantised):  # pragma: no cover - `forward` saves the operand then
             raise AssertionError
         return jnp.transpose(_plain(g, other, fmt, sides, g.dtype), order)
+    if product.blocks is not None:
+        return gradient_blocks(g, other, product.blocks, of, fmt, product.dtype)
     if not isinstance(other, Quantised):
         other = quantise(other, FORMATS["e4m3"], sides.contracted[1])
     g = g.astype(jnp.float32)

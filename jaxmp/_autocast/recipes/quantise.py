@@ -11,8 +11,7 @@ from jax import lax
 
 from jaxmp.recipes import Format
 
-_EXPONENT_BITS = 23  # below float32's exponent
-_SMALLEST, _LARGEST = 1, 253  # exponents of scales whose inverse is a normal float32, too
+EXPONENT_BITS = 23  # below float32's exponent
 
 
 class Quantised(NamedTuple):
@@ -27,11 +26,14 @@ class Quantised(NamedTuple):
     scale: Any
 
 
-def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
+def quantise(x: Any, fmt: Format, axes: Sequence[int], *, power_of_two: bool = False) -> Quantised:
     """The nearest `Quantised` array in a format, with one scale for all that `axes` span.
 
-    The scale is what makes the largest magnitude fit, taken from the array as it is now: nothing is
-    remembered from step to step. For floats it is a power of two, so that only the values round.
+    The scale makes the largest magnitude, taken from the array as it is now, the largest of the
+    format: nothing is remembered from step to step. So that magnitude does not round, and where it
+    outweighs the others, as in rows with heavy tails, little is lost. As a power of two the scale
+    is rounded up, and values that are quantised again with another one do not round twice.
+
     Where all is zero, or so small that its scale would be subnormal, the scale is the smallest
     normal one. An infinity or NaN makes its scale that, and so all products with it: a loss scaler
     sees it.
@@ -40,29 +42,26 @@ def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
       x: a floating array.
       fmt: an 8-bit format.
       axes: the axes of `x` that share a scale.
+      power_of_two: whether scales are powers of two.
     """
     x = x.astype(jnp.float32)
     amax = jnp.max(jnp.abs(x), axis=tuple(axes), keepdims=True, initial=0.0)
-    scale = _scale(amax, fmt)
+    scale = jnp.maximum(amax / np.float32(fmt.largest), np.finfo(np.float32).tiny)
+    if power_of_two:
+        scale = _rounded_up(scale)
+    scale = jnp.where(jnp.isfinite(amax), scale, amax)
+    values = x / scale
     if fmt.name == "int8":
-        values = jnp.round(x / scale)
-    else:
-        values = x * (1 / scale)  # exact: the inverse is a power of two as well
+        values = jnp.round(values)
     # Conversions to 8 bits do not saturate: beyond the range is NaN, or infinity.
     return Quantised(jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.name), scale)
 
 
-def _scale(amax: Any, fmt: Format) -> Any:
-    """What a magnitude is divided by to fit; infinite and NaN where it is."""
-    exact = amax / np.float32(fmt.largest)
-    if fmt.name == "int8":
-        scale = jnp.maximum(exact, np.finfo(np.float32).tiny)
-    else:  # rounded up to a power of two
-        bits = lax.bitcast_convert_type(exact, np.int32)
-        exponent = (bits + np.int32(2**_EXPONENT_BITS - 1)) >> _EXPONENT_BITS
-        exponent = jnp.clip(exponent, _SMALLEST, _LARGEST)
-        scale = lax.bitcast_convert_type(exponent << _EXPONENT_BITS, np.float32)
-    return jnp.where(jnp.isfinite(amax), scale, amax)
+def _rounded_up(scale: Any) -> Any:
+    """The next power of two, of normal float32 below the largest one."""
+    bits = lax.bitcast_convert_type(scale, np.int32)
+    exponent = (bits + np.int32(2**EXPONENT_BITS - 1)) >> EXPONENT_BITS
+    return lax.bitcast_convert_type(exponent << EXPONENT_BITS, np.float32)
 
 
 def dequantise(x: Quantised) -> Any:
