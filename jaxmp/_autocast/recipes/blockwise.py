@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.recipes.multiply import Axes, Sides
-from jaxmp._autocast.recipes.quantise import EXPONENT_BITS, Quantised, quantise
+from jaxmp._autocast.recipes.native import multiplies_blocks
+from jaxmp._autocast.recipes.quantise import EXPONENT_BITS, Quantised, convert, kept
 from jaxmp.recipes import Format
 
 
@@ -99,15 +100,13 @@ def block_operands(sides: Sides, granularity: str, weight: int) -> tuple[Operand
 def quantise_blocks(x: Any, fmt: Format, blocks: Blocks) -> Quantised:
     """Matrices in 8 bits, a scale for each block.
 
-    The scale is a power of two, rounded up so that nothing saturates; see `quantise`. OCP's
+    The scale is a power of two, rounded up so that nothing saturates. OCP's
     conversion (MX 1.0, section 6.3) rounds down, and saturates.
     """
-    values, scale = quantise(_split(x, blocks), fmt, (2, 4), power_of_two=True)
+    values, scale = convert(_split(x, blocks), fmt, (2, 4), power_of_two=True)
     values = _join(values, x.shape)
     scale = scale.reshape(values.shape[0], *scale.shape[1:4:2])
-    # XLA takes a conversion there and back for excess precision, and leaves both out.
-    values = lax.optimization_barrier(values)
-    return Quantised(values, _to_bits(scale) if blocks.bits else scale)
+    return Quantised(kept(values), _to_bits(scale) if blocks.bits else scale)
 
 
 def dequantise_blocks(x: Quantised, blocks: Blocks) -> Any:
@@ -166,9 +165,8 @@ def turned(x: Any, operand: Operand, fmt: Format) -> Quantised:
 def multiply_blocks(a: Quantised, b: Quantised, blocks: tuple[Blocks, Blocks], dtype: Any) -> Any:
     """The products of quantised matrices, ``[batch, rows of a, rows of b]``.
 
-    Accumulated in float32. Where all scales are e8m0, JAX has a call on CUDA that XLA makes cuDNN's
-    block-scaled product of where the GPU that it compiles for has one (compute capability 10), or
-    what is written here.
+    Accumulated in float32. Where all scales are e8m0 and the hardware multiplies such blocks, it
+    does.
     """
     # A sum beyond float16 is scaled in float32.
     sums = np.dtype(np.float32) if np.dtype(dtype) == np.float16 else np.dtype(dtype)
@@ -184,7 +182,7 @@ def multiply_blocks(a: Quantised, b: Quantised, blocks: tuple[Blocks, Blocks], d
         scales = (lax.bitcast_convert_type(x.scale, jnp.float8_e8m0fnu) for x in (a, b))
         return jax.nn.scaled_matmul(left, right, *scales, preferred_element_type=sums)
 
-    if all(k.bits for k in blocks):
+    if all(k.bits for k in blocks) and multiplies_blocks():
         out = lax.platform_dependent(a, b, cuda=native, default=emulated)
     else:
         out = emulated(a, b)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._autocast.recipes.native import multiplies_float8
 from jaxmp.recipes import Format
 
 EXPONENT_BITS = 23  # below float32's exponent
@@ -26,13 +27,12 @@ class Quantised(NamedTuple):
     scale: Any
 
 
-def quantise(x: Any, fmt: Format, axes: Sequence[int], *, power_of_two: bool = False) -> Quantised:
+def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
     """The nearest `Quantised` array in a format, with one scale for all that `axes` span.
 
     The scale makes the largest magnitude, taken from the array as it is now, the largest of the
     format: nothing is remembered from step to step. So that magnitude does not round, and where it
-    outweighs the others, as in rows with heavy tails, little is lost. As a power of two the scale
-    is rounded up, and values that are quantised again with another one do not round twice.
+    outweighs the others, as in rows with heavy tails, little is lost.
 
     Where all is zero, or so small that its scale would be subnormal, the scale is the smallest
     normal one. An infinity or NaN makes its scale that, and so all products with it: a loss scaler
@@ -42,7 +42,20 @@ def quantise(x: Any, fmt: Format, axes: Sequence[int], *, power_of_two: bool = F
       x: a floating array.
       fmt: an 8-bit format.
       axes: the axes of `x` that share a scale.
-      power_of_two: whether scales are powers of two.
+    """
+    values, scale = convert(x, fmt, axes)
+    return Quantised(values if multiplies_float8() else kept(values), scale)
+
+
+def convert(x: Any, fmt: Format, axes: Sequence[int], *, power_of_two: bool = False) -> Quantised:
+    """As `quantise`, but XLA may leave out what is rounded; see `kept`.
+
+    Args:
+      x: a floating array.
+      fmt: an 8-bit format.
+      axes: the axes of `x` that share a scale.
+      power_of_two: whether to round the scale up to a power of two. To quantise again with another
+        such scale then rounds nothing.
     """
     x = x.astype(jnp.float32)
     amax = jnp.max(jnp.abs(x), axis=tuple(axes), keepdims=True, initial=0.0)
@@ -55,6 +68,15 @@ def quantise(x: Any, fmt: Format, axes: Sequence[int], *, power_of_two: bool = F
         values = jnp.round(values)
     # Conversions to 8 bits do not saturate: beyond the range is NaN, or infinity.
     return Quantised(jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.name), scale)
+
+
+def kept(values: Any) -> Any:
+    """The values in 8 bits, rounded wherever they are read.
+
+    Where what reads them widens them, XLA takes the way to 8 bits and back for excess precision
+    (``xla_allow_excess_precision``), and leaves out both.
+    """
+    return lax.optimization_barrier(values)
 
 
 def _rounded_up(scale: Any) -> Any:
