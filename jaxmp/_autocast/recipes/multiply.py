@@ -51,7 +51,9 @@ class Sides(NamedTuple):
         return array.reshape(shape)
 
 
-def multiply(a: Quantised, b: Quantised, sides: Sides, dtype: Any, *, exact: bool) -> Any:
+def multiply(
+    a: Quantised, b: Quantised, sides: Sides, dtype: Any, *, exact: bool, folds: bool
+) -> Any:
     """The contraction of two quantised arrays whose scales do not vary along what is contracted.
 
     Args:
@@ -60,6 +62,8 @@ def multiply(a: Quantised, b: Quantised, sides: Sides, dtype: Any, *, exact: boo
       sides: their axes.
       dtype: of the result.
       exact: whether to accumulate in float32 on hardware that can do with less.
+      folds: whether there is one scale, exact in bfloat16: XLA then gives it to the call. It does
+        not where the result is converted first.
     """
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     sums = np.dtype(np.int32) if a.values.dtype == np.int8 else _sums(dtype)
@@ -70,9 +74,11 @@ def multiply(a: Quantised, b: Quantised, sides: Sides, dtype: Any, *, exact: boo
         precision=precision,
         preferred_element_type=sums,
     )
+    left, right = sides.laid_out(a.scale, 0), sides.laid_out(b.scale, 1)
+    if folds and sums == np.dtype(dtype):
+        return out * (left * right).astype(dtype)
     # One after the other: the product of two small scales may be zero.
-    out = out.astype(np.float32) * sides.laid_out(a.scale, 0) * sides.laid_out(b.scale, 1)
-    return out.astype(dtype)
+    return (out.astype(np.float32) * left * right).astype(dtype)
 
 
 def _sums(dtype: Any) -> Any:
