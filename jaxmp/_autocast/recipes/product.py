@@ -72,16 +72,6 @@ class Product(NamedTuple):
             return tuple(range(self.ranks[of]))
         return self.sides.contracted[of]
 
-    def fraction_bits(self, of: int | None) -> int | None:
-        """Of the scale of an operand, or of the gradient (None), see `quantise`.
-
-        One scale per tensor goes into the call: that of the weight, a power of two, and another one
-        are a product that is exact in bfloat16.
-        """
-        if self.recipe.granularity != "tensor":
-            return None
-        return 0 if of == self.weight else 7
-
     def quantise(self, x: Any, of: int) -> Quantised | None:
         """An operand as its products read it: in 8 bits; None where none does."""
         if not self.forward.scaled:
@@ -90,7 +80,7 @@ class Product(NamedTuple):
         x, shared = lax.stop_gradient(x), self.shared(of)
         if isinstance(shared, Operand):
             return shared.quantise(x, self.forward)
-        return quantise(x, self.forward, shared, self.fraction_bits(of))
+        return quantise(x, self.forward, shared)
 
 
 def contract(product: Product, operands: tuple[Any, Any], copies: tuple[Any, Any]) -> Any:
@@ -204,7 +194,7 @@ def _gradient(product: Product, of: int, g: Any, other: Any) -> Any:
     if product.blocks is not None:
         return gradient_blocks(g, other, product.blocks, of, fmt, product.dtype)
     if not isinstance(other, Quantised):
-        other = quantise(other, FORMATS["e4m3"], sides.contracted[1], product.fraction_bits(1 - of))
+        other = quantise(other, FORMATS["e4m3"], sides.contracted[1])
     g = g.astype(jnp.float32)
     if product.recipe.granularity == "row":
         # The saved scale varies along what is contracted here: it goes into the gradient.
@@ -212,7 +202,7 @@ def _gradient(product: Product, of: int, g: Any, other: Any) -> Any:
         other = Quantised(other.values, _ones(other.scale, sides.contracted[1]))
         copy = quantise(g, fmt, sides.contracted[0])
     else:
-        copy = quantise(g, fmt, range(g.ndim), product.fraction_bits(None))
+        copy = quantise(g, fmt, range(g.ndim))
     folds = product.recipe.granularity == "tensor" and of != product.weight
     out = multiply(copy, other, sides, product.dtype, exact=True, folds=folds)
     return jnp.transpose(out, order)

@@ -27,9 +27,7 @@ class Quantised(NamedTuple):
     scale: Any
 
 
-def quantise(
-    x: Any, fmt: Format, axes: Sequence[int], fraction_bits: int | None = None
-) -> Quantised:
+def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
     """The nearest `Quantised` array in a format, with one scale for all that `axes` span.
 
     The scale makes the largest magnitude, taken from the array as it is now, the largest of the
@@ -44,34 +42,40 @@ def quantise(
       x: a floating array.
       fmt: an 8-bit format.
       axes: the axes of `x` that share a scale.
-      fraction_bits: to how many bits of fraction the scale is rounded up; None keeps it. 7 are
-        bfloat16's, and the largest magnitude still becomes the largest of the format; 0 is a power
-        of two, by which every value keeps its fraction.
     """
-    values, scale = convert(x, fmt, axes, fraction_bits)
+    values, scale = convert(x, fmt, axes)
     return Quantised(values if multiplies_float8() else kept(values), scale)
 
 
-def convert(x: Any, fmt: Format, axes: Sequence[int], fraction_bits: int | None) -> Quantised:
-    """As `quantise`, but XLA may leave out that values are rounded; see `kept`."""
+def convert(x: Any, fmt: Format, axes: Sequence[int], *, power_of_two: bool = False) -> Quantised:
+    """As `quantise`, but XLA may leave out that values are rounded; see `kept`.
+
+    Args:
+      x: As for `quantise`.
+      fmt: As for `quantise`.
+      axes: As for `quantise`.
+      power_of_two: whether the scale is rounded up to one. Values that are quantised again round
+        once then.
+    """
     x = x.astype(jnp.float32)
     amax = jnp.max(jnp.abs(x), axis=tuple(axes), keepdims=True, initial=0.0)
-    scale = jnp.maximum(amax / np.float32(fmt.largest), np.finfo(np.float32).tiny)
-    if fraction_bits is not None:
-        scale = _rounded_up(scale, fraction_bits)
+    # Inverses are multiplied by: XLA would do so here and there.
+    scale = jnp.maximum(amax * np.float32(1 / fmt.largest), np.finfo(np.float32).tiny)
+    if power_of_two:
+        scale = _rounded_up(scale)
     scale = jnp.where(jnp.isfinite(amax), scale, amax)
-    values = x / scale
+    values = x * (1 / scale)
     if fmt.name == "int8":
         values = jnp.round(values)
     # Conversions to 8 bits do not saturate: beyond the range is NaN, or infinity.
     return Quantised(jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.name), scale)
 
 
-def _rounded_up(scale: Any, fraction_bits: int) -> Any:
-    """Positive float32 that is far from infinite, with fewer bits of fraction."""
-    rest = np.int32(2 ** (EXPONENT_BITS - fraction_bits) - 1)
+def _rounded_up(scale: Any) -> Any:
+    """The next power of two, of positive float32 that is far from infinite."""
+    fraction = np.int32(2**EXPONENT_BITS - 1)
     bits = lax.bitcast_convert_type(scale, np.int32)
-    return lax.bitcast_convert_type((bits + rest) & ~rest, np.float32)
+    return lax.bitcast_convert_type((bits + fraction) & ~fraction, np.float32)
 
 
 def kept(values: Any) -> Any:
