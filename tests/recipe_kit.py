@@ -50,11 +50,13 @@ def family(name: str, seed: int, *shape: int) -> np.ndarray:
 FAMILIES = ("normal", "heavy tails", "outlier columns", "rows over seven decades")
 
 
-def product(recipe: Recipe, dims: Any = DENSE, dtype: Any = jnp.bfloat16) -> Callable[..., Any]:
+def product(
+    recipe: Recipe, dims: Any = DENSE, dtype: Any = jnp.bfloat16, weight: int = 1
+) -> Callable[..., Any]:
     """The product of float32 `x` and `w`, read in `dtype`."""
 
     def fn(x: Any, w: Any) -> Any:
-        made = Product(dims, (x.ndim, w.ndim), 1, recipe, np.dtype(dtype))
+        made = Product(dims, (x.ndim, w.ndim), weight, recipe, np.dtype(dtype))
         x, w = x.astype(dtype), w.astype(dtype)
         return contract(made, (x, w), (made.quantise(x, 0), made.quantise(w, 1)))
 
