@@ -66,8 +66,7 @@ class Contraction(abc.ABC):
         """An operand as its products read it: in 8 bits; None where none does."""
         if not self.forward.scaled:
             return None
-        copy = self.copy(lax.stop_gradient(x), of)
-        return copy._replace(scale=_derived(copy.scale, x))
+        return self.copy(lax.stop_gradient(x), of)._replace(mark=_zero_of(x))
 
     def copy(self, x: Any, of: int) -> Quantised:
         """An operand in 8 bits."""
@@ -81,18 +80,9 @@ class Contraction(abc.ABC):
         return x.astype(fmt.name) if fmt.bits < 8 * x.dtype.itemsize else x
 
 
-@jax.custom_jvp
-def _derived(scale: Any, _x: Any) -> Any:
-    """A scale of `x`. Its derivative is zero; but it is seen that it has one (see `_once`)."""
-    return scale
-
-
-def _nothing(dx: Any, scale: Any, *_: Any) -> Any:
-    """Zero, as a function of `dx`: the sum of none of it."""
-    return jnp.broadcast_to(jnp.sum(dx[:0], dtype=scale.dtype), scale.shape)
-
-
-_derived.defjvps(None, _nothing)
+def _zero_of(x: Any) -> Any:
+    """A zero that is differentiated where `x` is: the sum of none of it."""
+    return jnp.sum(x[:0], dtype=jnp.float32)
 
 
 def contract(product: Contraction, operands: Pair, copies: Pair, sizes: Sequence[Any] = ()) -> Any:
@@ -146,7 +136,7 @@ def _once(product: Contraction, of: int) -> Callable[..., Any]:
     """The product that gives the gradient of an operand.
 
     In 8 bits it cannot be differentiated again. That an operand of it is differentiated shows in
-    the scale of its 8-bit copy.
+    the mark of its 8-bit copy.
     """
 
     def gradient(g: Any, other: Any, sizes: Any) -> Any:

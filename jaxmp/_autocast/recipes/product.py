@@ -11,6 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._autocast.recipes.blockwise import (
+    BLOCKS,
+    Operand,
+    block_operands,
+    contract_blocks,
+    gradient_blocks,
+)
 from jaxmp._autocast.recipes.derivative import Contraction, Pair
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
 from jaxmp._autocast.recipes.quantise import Quantised, quantise
@@ -20,7 +27,7 @@ from jaxmp.recipes import FORMATS, Format
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product(Contraction):
-    """A `lax.dot_general` under a recipe, per tensor or per row.
+    """A `lax.dot_general` under a recipe.
 
     Attributes:
       dims: its ``dimension_numbers``.
@@ -35,17 +42,36 @@ class Product(Contraction):
         """The axes of its operands."""
         return Sides.of(self.dims, self.ranks)
 
-    def shared(self, of: int) -> Axes:
-        """See `Contraction`."""
+    @property
+    def blocks(self) -> tuple[Operand, Operand] | None:
+        """How its operands are quantised in blocks, or None where they are not."""
+        if self.recipe.granularity not in BLOCKS:
+            return None
+        return block_operands(self.sides, self.recipe.granularity, self.weight)
+
+    def shared(self, of: int) -> Axes | Operand:
+        """See `Contraction`: axes, or blocks."""
+        if self.blocks is not None:
+            return self.blocks[of]
         if self.recipe.granularity == "tensor":
             return tuple(range(self.ranks[of]))
         return self.sides.contracted[of]
 
+    def copy(self, x: Any, of: int) -> Quantised:
+        """See `Contraction`."""
+        shared = self.shared(of)
+        if isinstance(shared, Operand):
+            return shared.quantise(x, self.forward)
+        return quantise(x, self.forward, shared)
+
     def multiply(self, operands: Pair, copies: Pair, _sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
+        if self.forward.scaled and self.blocks is not None:
+            return contract_blocks(copies, self.blocks, self.dtype)
         if self.forward.scaled:
             a, b = copies
-            return multiply(a, b, self.sides, self.dtype, exact=False)
+            folds = self.recipe.granularity == "tensor"
+            return multiply(a, b, self.sides, self.dtype, exact=False, folds=folds)
         a, b = operands
         return _plain(a, b, self.forward, self.sides, self.dtype)
 
@@ -55,6 +81,8 @@ class Product(Contraction):
         fmt = self.backward(of)
         if not fmt.scaled:
             return jnp.transpose(_plain(g, other, fmt, sides, g.dtype), order)
+        if self.blocks is not None:
+            return gradient_blocks(g, other, self.blocks, of, fmt, self.dtype)
         if not isinstance(other, Quantised):
             other = quantise(other, FORMATS["e4m3"], sides.contracted[1])
         if self.recipe.granularity == "row":
@@ -65,7 +93,9 @@ class Product(Contraction):
             copy = quantise(g, fmt, sides.contracted[0])
         else:
             copy = quantise(g, fmt, range(g.ndim))
-        return jnp.transpose(multiply(copy, other, sides, self.dtype, exact=True), order)
+        folds = self.recipe.granularity == "tensor" and of != self.weight
+        out = multiply(copy, other, sides, self.dtype, exact=True, folds=folds)
+        return jnp.transpose(out, order)
 
 
 def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any) -> Any:
