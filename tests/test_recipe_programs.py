@@ -357,10 +357,12 @@ def test_what_jax_checkpoint_saves_is_what_its_policy_says(name: str | None) -> 
 # Derivatives of higher order, and the other order.
 
 
-def test_a_second_derivative_is_refused_by_name() -> None:
-    fast = jaxmp.autocast(loss, POLICY)
+@pytest.mark.parametrize("recipe", ["float8", "mxfp8"])
+def test_a_second_derivative_is_refused_by_name(recipe: str) -> None:
+    policy = f"mixed_bfloat16,matmul={recipe}"
+    fast = jaxmp.autocast(loss, policy)
 
-    @functools.partial(jaxmp.autocast, policy=POLICY)
+    @functools.partial(jaxmp.autocast, policy=policy)
     def linear(p: Any, t: Any) -> Any:
         return jnp.sum(mlp(p, jnp.sin(p["table"][t])) @ p["last"])
 
@@ -368,8 +370,19 @@ def test_a_second_derivative_is_refused_by_name() -> None:
         return lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(jax.grad(fn)(p, TOKENS)))
 
     for fn in (fast, linear):  # a loss that is linear in the product, as well
-        with pytest.raises(TypeError, match=r"the second derivative of the product at .* float8"):
+        with pytest.raises(TypeError, match=rf"the second derivative of the product at .* {recipe}"):
             jax.grad(norm(fn))(weights())
+
+
+def test_gradients_in_16_bits_may_be_differentiated_again() -> None:
+    """Triple precision has a second derivative as ever."""
+
+    def norm(fn: Any) -> Callable[..., Any]:
+        return lambda p: sum(jnp.sum(x**2) for x in jax.tree.leaves(jax.grad(fn)(p, TOKENS)))
+
+    fast = jaxmp.autocast(loss, "float32,matmul=f32:bf16:bf16")
+    got, want = (jax.jit(jax.grad(norm(fn)))(weights()) for fn in (fast, loss))
+    assert error(got, want) < 0.02
 
 
 def test_what_is_no_second_derivative_is_not_refused() -> None:
