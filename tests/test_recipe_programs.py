@@ -370,7 +370,9 @@ def test_a_second_derivative_is_refused_by_name(recipe: str) -> None:
         return lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(jax.grad(fn)(p, TOKENS)))
 
     for fn in (fast, linear):  # a loss that is linear in the product, as well
-        with pytest.raises(TypeError, match=rf"the second derivative of the product at .* {recipe}"):
+        with pytest.raises(
+            TypeError, match=rf"the second derivative of the product at .* {recipe}"
+        ):
             jax.grad(norm(fn))(weights())
 
 
