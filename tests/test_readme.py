@@ -28,7 +28,7 @@ def run(program: str, scope: dict) -> dict:
 
 def test_every_fenced_block_is_a_program_or_output():
     assert {language for language, _ in FENCED} == {"python", "text"}
-    assert len(PROGRAMS) == 5
+    assert len(PROGRAMS) == 6
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.split("\n\n")[1][:20])
@@ -54,8 +54,13 @@ def test_what_the_first_program_trains_is_parameters():
     assert scope["params"] is scope["variables"]["params"]
 
 
+def test_the_8_bit_program_prints_what_is_said(capsys):
+    run(PROGRAMS[1], {"__name__": "readme"})
+    assert f"```text\n{capsys.readouterr().out}```" in README
+
+
 def test_the_policy_map_fits_the_model_beside_it():
-    scope = run(PROGRAMS[1], {"__name__": "readme"})
+    scope = run(PROGRAMS[2], {"__name__": "readme"})
     model, variables = scope["model"], scope["variables"]
     dtypes = contraction_dtypes(model.apply, variables, jnp.ones((4, 8)))
     # block_0 and the routers and the head are float32; the other block's layer is not.
@@ -63,7 +68,7 @@ def test_the_policy_map_fits_the_model_beside_it():
 
 
 def test_the_nnx_program_keeps_its_averages():
-    scope = run(PROGRAMS[4], {"__name__": "readme"})
+    scope = run(PROGRAMS[5], {"__name__": "readme"})
     assert isinstance(scope["model"], nnx.Module)
     assert not np.allclose(scope["model"].norm.mean[...], 0)
     assert float(jaxmp.loss_scale(scope["optimizer"].opt_state)) == 2.0**16
