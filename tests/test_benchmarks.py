@@ -11,6 +11,8 @@ PROGRAMS = {
     "loss_scale_aot": "import loss_scale_aot",
     "fsdp": "import fsdp",
     "cpu_sums": "import cpu_sums",
+    "product_cycles": "import product_cycles",
+    "when_it_pays": "import when_it_pays; when_it_pays.main()",
 }
 
 

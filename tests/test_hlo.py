@@ -118,7 +118,7 @@ ENTRY %main (a: f8e4m3fn[64,32], b: f8e5m2[32,16], c: bf16[64,32]) -> bf16[64,16
   %c = bf16[64,32]{1,0} parameter(2)
   %one = f32[] constant(1)
   %y = (bf16[64,16]{1,0}, s8[1024]{0}) custom-call(%a, %b, %one, %one), \
-custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="jit(call)/call_exported/jit(<lambda>)\
+custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="jit(c)/call_exported/jit(f)\
 /transpose(jvp(Model))/Block_3/up/dot_general" stack_frame_id=2}
   %dx = (bf16[64,16]{1,0}, u8[0]{0}) custom-call(%a, %a, %one, %one), \
 custom_call_target="__cudnn$blockScaledDot", metadata={op_name="jit(f)/jvp(Model)/Block_4/up/x"}

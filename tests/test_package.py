@@ -24,6 +24,8 @@ LAYERS = [
     "_chips",
     "devices",
     "dtypes",
+    "recipes",
+    "_speed",
     "tree",
     "policy_string",
     "policy",
