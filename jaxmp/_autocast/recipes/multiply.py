@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxmp._autocast.recipes.quantise import Quantised
+from jaxmp._jaxprs.scopes import CAST
 
 Axes = tuple[int, ...]
 Dims = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
@@ -70,8 +72,12 @@ def multiply(a: Quantised, b: Quantised, sides: Sides, dtype: Any, *, exact: boo
         precision=precision,
         preferred_element_type=sums,
     )
-    scale = sides.laid_out(a.scale, 0) * sides.laid_out(b.scale, 1)
-    if sums == np.dtype(dtype):
+    return _scaled(out, sides.laid_out(a.scale, 0) * sides.laid_out(b.scale, 1), np.dtype(dtype))
+
+
+@jax.named_scope(CAST)
+def _scaled(out: Any, scale: Any, dtype: Any) -> Any:
+    if out.dtype == dtype:
         return out * scale.astype(dtype)  # a power of two
     return (out.astype(np.float32) * scale).astype(dtype)
 

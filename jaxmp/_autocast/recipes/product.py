@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
-from jaxmp._autocast.recipes.quantise import Quantised, quantise
+from jaxmp._autocast.recipes.quantise import Quantised, as_bits, of_bits, quantise
+from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS, Format, Recipe
 
 
@@ -56,12 +57,33 @@ class Product(NamedTuple):
             return tuple(range(self.ranks[of]))
         return self.sides.contracted[of]
 
+    def saved(self, x: Any, copy: Quantised | None, of: int) -> Any:
+        """What is kept of an operand for the backward pass: what is read there, if narrower."""
+        fmt = self.backward(1 - of)
+        if fmt.scaled:
+            return x if copy is None else as_bits(copy)
+        return x.astype(fmt.name) if fmt.bits < 8 * x.dtype.itemsize else x
+
     def quantise(self, x: Any, of: int) -> Quantised | None:
         """An operand as its products read it: in 8 bits; None where none does."""
         if not self.forward.scaled:
             return None
-        # It is no function of `x` to be differentiated: to the gradient it is `x` itself.
-        return quantise(lax.stop_gradient(x), self.forward, self.shared(of))
+        copy = quantise(lax.stop_gradient(x), self.forward, self.shared(of))
+        return copy._replace(scale=_derived(copy.scale, x))
+
+
+@jax.custom_jvp
+def _derived(scale: Any, _x: Any) -> Any:
+    """A scale of `x`. Its derivative is zero; but it is seen that it has one (see `_once`)."""
+    return scale
+
+
+def _nothing(dx: Any, scale: Any, *_: Any) -> Any:
+    """Zero, as a function of `dx`: the sum of none of it."""
+    return jnp.broadcast_to(jnp.sum(dx[:0], dtype=scale.dtype), scale.shape)
+
+
+_derived.defjvps(None, _nothing)
 
 
 def contract(product: Product, operands: tuple[Any, Any], copies: tuple[Any, Any]) -> Any:
@@ -72,64 +94,46 @@ def contract(product: Product, operands: tuple[Any, Any], copies: tuple[Any, Any
       operands: both, in the compute dtype or float32.
       copies: of each what `Product.quantise` made of it; several products may share one.
     """
-    return _rule(product)(operands, copies)
+    # Computed in the open, where the policies of `jax.checkpoint` see a product that they may save.
+    out = _forward(product, lax.stop_gradient(operands), lax.stop_gradient(copies))
+    return _rule(product)(out, operands, copies)
 
 
 @functools.lru_cache(maxsize=1024)
 def _rule(product: Product) -> Callable[..., Any]:
+    """The identity on a product of two operands, with the product's derivative."""
+
     @jax.custom_vjp
-    def run(operands: Any, copies: Any) -> Any:
-        return _forward(product, operands, copies)
+    def of_operands(out: Any, _operands: Any, _copies: Any) -> Any:
+        return out
 
-    def forward(operands: Any, copies: Any) -> Any:
-        saved = tuple(
-            copies[k] if copies[k] is not None and product.backward(1 - k).scaled else operands[k]
-            for k in range(2)
-        )
-        return run(operands, copies), (
-            saved,
-            tuple(_Like.of(x) for x in operands),
-            copies_like(copies),
-        )
-
-    def copies_like(copies: Any) -> Any:
-        return tuple(None if c is None else Quantised(*map(_Like.of, c)) for c in copies)
+    def forward(out: Any, operands: Any, copies: Any) -> Any:
+        saved = tuple(product.saved(operands[k], copies[k], k) for k in range(2))
+        dtypes = tuple(_Static(x.dtype) for x in operands)
+        return of_operands(out, operands, copies), (saved, dtypes)
 
     def backward(residuals: Any, g: Any) -> Any:
-        saved, operands, copies = residuals
+        saved, dtypes = residuals
         once = _once(product)
-        gradients = tuple(once(k, g, saved[1 - k]).astype(operands[k].dtype) for k in range(2))
-        zeros = jax.tree.map(lambda like: like.zeros(), copies, is_leaf=_is_like)
-        return gradients, zeros
+        return None, tuple(once(k, g, saved[1 - k]).astype(dtypes[k].value) for k in range(2)), None
 
-    run.defvjp(forward, backward)
-    return run
+    of_operands.defvjp(forward, backward)
+    return of_operands
 
 
 @jax.tree_util.register_static
-class _Like(NamedTuple):
-    """The shape and dtype of an array, as a part of a tree's structure."""
+class _Static(NamedTuple):
+    """Part of a tree's structure."""
 
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @classmethod
-    def of(cls, x: Any) -> _Like:
-        return cls(tuple(x.shape), np.dtype(x.dtype))
-
-    def zeros(self) -> Any:
-        return np.zeros(self.shape, jax.dtypes.float0 if self.dtype == np.int8 else self.dtype)
-
-
-def _is_like(x: Any) -> bool:
-    return isinstance(x, _Like)
+    value: Any
 
 
 def _forward(product: Product, operands: Any, copies: Any) -> Any:
-    sides = product.sides
     if product.forward.scaled:
-        return multiply(*copies, sides, product.dtype, exact=False)
-    return _plain(*operands, product.forward, sides, product.dtype)
+        a, b = copies
+        return multiply(a, b, product.sides, product.dtype, exact=False)
+    a, b = operands
+    return _plain(a, b, product.forward, product.sides, product.dtype)
 
 
 def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any) -> Any:
@@ -143,7 +147,10 @@ def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _once(product: Product) -> Callable[..., Any]:
-    """The products of the gradient, which cannot be differentiated again."""
+    """The products of the gradient, which cannot be differentiated again.
+
+    That an operand of them is differentiated shows in the scale of its 8-bit copy.
+    """
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
     def gradient(of: int, g: Any, other: Any) -> Any:
@@ -168,12 +175,14 @@ def _gradient(product: Product, of: int, g: Any, other: Any) -> Any:
         if isinstance(other, Quantised):  # pragma: no cover - `forward` saves the operand then
             raise AssertionError
         return jnp.transpose(_plain(g, other, fmt, sides, g.dtype), order)
-    if not isinstance(other, Quantised):
+    if isinstance(other, Quantised):
+        other = of_bits(other, product.forward)
+    else:
         other = quantise(other, FORMATS["e4m3"], sides.contracted[1])
-    g = g.astype(jnp.float32)
     if product.recipe.granularity == "row":
         # The saved scale varies along what is contracted here: it goes into the gradient.
-        g = g * product.sides.laid_out(other.scale, 1 - of)
+        with jax.named_scope(CAST):
+            g = g.astype(jnp.float32) * product.sides.laid_out(other.scale, 1 - of)
         other = Quantised(other.values, _ones(other.scale, sides.contracted[1]))
         copy = quantise(g, fmt, sides.contracted[0])
     else:

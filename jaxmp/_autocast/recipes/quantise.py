@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import Format
 
 _EXPONENT_BITS = 23  # below float32's exponent
@@ -27,6 +29,7 @@ class Quantised(NamedTuple):
     scale: Any
 
 
+@jax.named_scope(CAST)
 def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
     """The nearest `Quantised` array in a format, with one scale for all that `axes` span.
 
@@ -44,10 +47,8 @@ def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
     x = x.astype(jnp.float32)
     amax = jnp.max(jnp.abs(x), axis=tuple(axes), keepdims=True, initial=0.0)
     scale = _scale(amax, fmt)
-    if fmt.name == "int8":
-        values = jnp.round(x / scale)
-    else:
-        values = x * (1 / scale)  # exact: the inverse is a power of two as well
+    # Of a power of two the inverse is one as well.
+    values = jnp.round(x / scale) if fmt.name == "int8" else x * (1 / scale)
     # Conversions to 8 bits do not saturate: beyond the range is NaN, or infinity.
     return Quantised(jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.name), scale)
 
@@ -68,3 +69,21 @@ def _scale(amax: Any, fmt: Format) -> Any:
 def dequantise(x: Quantised) -> Any:
     """The array, in float32."""
     return x.values.astype(jnp.float32) * x.scale
+
+
+def as_bits(x: Quantised) -> Quantised:
+    """The array with its values as integers of 8 bits, to be kept for the backward pass.
+
+    `jax.checkpoint` rounds the floats that it keeps to their own format, to keep XLA from computing
+    with more precision; but e4m3 as `lax.reduce_precision` has it ends at 240, and beyond is NaN.
+    """
+    if x.values.dtype == np.int8:
+        return x
+    return x._replace(values=lax.bitcast_convert_type(x.values, np.uint8))
+
+
+def of_bits(x: Quantised, fmt: Format) -> Quantised:
+    """The array that `as_bits` was given."""
+    if x.values.dtype == np.int8:
+        return x
+    return x._replace(values=lax.bitcast_convert_type(x.values, np.dtype(fmt.name)))
