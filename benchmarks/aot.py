@@ -107,12 +107,20 @@ def residual_mib(loss_fn: Callable[..., Any], params: Any, *rest: Any) -> float:
     These are the leaves of the function that `jax.vjp` returns, without those that are parameters
     themselves: a float32 weight is there anyway, a 16-bit copy of it is not.
     """
+    return sum(residuals_by_dtype(loss_fn, params, *rest).values())
+
+
+def residuals_by_dtype(loss_fn: Callable[..., Any], params: Any, *rest: Any) -> Counter[str]:
+    """The same by dtype."""
     closed = jax.make_jaxpr(
         lambda params, *rest: jax.vjp(lambda p: loss_fn(p, *rest), params, has_aux=True)[1]
     )(params, *rest)
     here_anyway = {id(v) for v in closed.jaxpr.invars[: len(jax.tree.leaves(params))]}
     saved = {id(v): v.aval for v in closed.jaxpr.outvars if id(v) not in here_anyway}
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in saved.values()) / 2**20
+    sizes: Counter[str] = Counter()
+    for aval in saved.values():
+        sizes[str(aval.dtype)] += math.prod(aval.shape) * aval.dtype.itemsize / 2**20
+    return sizes
 
 
 def contraction_counts(fn: Callable[..., Any], *args: Any) -> Counter[str]:
