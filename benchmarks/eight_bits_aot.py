@@ -120,7 +120,9 @@ def residuals(args: argparse.Namespace) -> float:
     narrow = [sum(s for d, s in k.items() if d.endswith("8") or "float8" in d) for k in kept]
     replaced = kept[0]["bfloat16"] - kept[1]["bfloat16"]
     ratio = (narrow[1] - narrow[0]) / replaced if replaced else float("inf")
-    print(f"kept in 8 bits: {narrow[1] - narrow[0]:.0f} MiB for {replaced:.0f} in 16: {ratio:.3f} x")
+    print(
+        f"kept in 8 bits: {narrow[1] - narrow[0]:.0f} MiB for {replaced:.0f} in 16: {ratio:.3f} x"
+    )
     return ratio
 
 

@@ -121,7 +121,7 @@ ENTRY %main (a: f8e4m3fn[64,32], b: f8e5m2[32,16], c: bf16[64,32]) -> bf16[64,16
 custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="jit(c)/call_exported/jit(f)\
 /transpose(jvp(Model))/Block_3/up/dot_general" stack_frame_id=2}
   %dx = (bf16[64,16]{1,0}, u8[0]{0}) custom-call(%a, %a, %one, %one), \
-custom_call_target="__cudnn$blockScaledDot", metadata={op_name="jit(f)/jvp(Model)/Block_4/up/x"}
+custom_call_target="__cudnn$blockScaledDot", metadata={op_name="jit(f)/jvp(Model)/Block_4/up/jvp(jit(_scaled_matmul))/x"}
   %z = s32[64,64]{1,0} dot(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={1}
   ROOT %w = f32[64,64]{1,0} dot(%c, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}
 }
@@ -202,6 +202,18 @@ def test_collectives_in_8_bits_and_less(dtype, name, size):
     ):
         text = f"  %x.1 = {shape} {op}(%a), channel_id=1"
         assert read_hlo(text).collectives == {("all-gather", name): (1, size)}
+
+
+def test_a_collective_that_several_fusions_repeat_is_one():
+    """As on TPUs, where one is overlapped with several products: its channel tells it."""
+    line = "  %x.{} = s8[8,8]{{1,0}} all-gather(%a), channel_id={}, dimensions={{0}}\n"
+    text = "".join(line.format(i, channel) for i, channel in enumerate((9, 9, 9, 11)))
+    text += "  %y = s8[8]{0} all-reduce(%a), channel_id=9\n"
+    text += 2 * "  %z = s8[8]{0} all-reduce(%a), replica_groups={}\n"
+    assert read_hlo(text).collectives == {
+        ("all-gather", "int8"): (2, 128),
+        ("all-reduce", "int8"): (3, 24),
+    }
 
 
 def test_where_a_product_compiled_here_was_written():

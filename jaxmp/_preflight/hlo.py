@@ -16,6 +16,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # An operation whose cycles the TPU compiler does not know has the largest 63- or 64-bit integer.
 _UNKNOWN_CYCLES = 2**62
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 # HLO's names of dtypes → NumPy's.
@@ -99,6 +100,7 @@ def read_hlo(text: str) -> Program:
       {'bfloat16': 1}
     """
     shapes: dict[str, str] = {}
+    channels: set[tuple[str, str]] = set()
     places = Places(text)
     products: list[Multiplied] = []
     collectives: dict[tuple[str, str], tuple[int, int]] = {}
@@ -126,6 +128,12 @@ def read_hlo(text: str) -> Program:
             )
         kind = op.removesuffix("-start")
         if kind in _COLLECTIVES and not op.endswith("-done"):
+            # TPUs overlap one collective with several fusions, each of which then repeats it.
+            channel = _CHANNEL.search(rest)
+            if channel and (kind, channel.group(1)) in channels:
+                continue
+            if channel:
+                channels.add((kind, channel.group(1)))
             for dtype, size in _results(shape, op).items():
                 count, total = collectives.get((kind, dtype), (0, 0))
                 collectives[kind, dtype] = count + 1, total + size

@@ -16,6 +16,7 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _NOT_WRITTEN = re.compile(
     r"^(?:jit\(.*\)|call_exported|while|body|cond|closed_call|branch_\d+_fun)$"
 )
+_TRANSFORMED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)$")
 
 
 class Place(NamedTuple):
@@ -66,7 +67,7 @@ class Places:
         """The place that the text of an instruction, from its operands on, names."""
         name, frame = _OP_NAME.search(rest), _FRAME.search(rest)
         stack = name.group(1) if name else ""
-        parts = [p for p in _parts(stack)[:-1] if not _NOT_WRITTEN.match(p)]
+        parts = [p for p in map(_inner, _parts(stack)[:-1]) if not _NOT_WRITTEN.match(p)]
         return Place(
             plain_path("/".join(parts)),
             self._line(int(frame.group(1))) if frame else "",
@@ -85,6 +86,13 @@ class Places:
                 return f"{Path(file).name}:{line}"
             frame = parent
         return ""
+
+
+def _inner(part: str) -> str:
+    """What a part of a name stack is without the transformations around it."""
+    while match := _TRANSFORMED.match(part):
+        part = match.group(1)
+    return part
 
 
 def _parts(stack: str) -> list[str]:
