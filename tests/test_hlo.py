@@ -121,7 +121,8 @@ ENTRY %main (a: f8e4m3fn[64,32], b: f8e5m2[32,16], c: bf16[64,32]) -> bf16[64,16
 custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="jit(c)/call_exported/jit(f)\
 /transpose(jvp(Model))/Block_3/up/dot_general" stack_frame_id=2}
   %dx = (bf16[64,16]{1,0}, u8[0]{0}) custom-call(%a, %a, %one, %one), \
-custom_call_target="__cudnn$blockScaledDot", metadata={op_name="jit(f)/jvp(Model)/Block_4/up/jvp(jit(_scaled_matmul))/x"}
+custom_call_target="__cudnn$blockScaledDot", \
+metadata={op_name="jit(f)/jvp(Model)/Block_4/up/jvp(jit(_scaled_matmul))/x"}
   %z = s32[64,64]{1,0} dot(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={1}
   ROOT %w = f32[64,64]{1,0} dot(%c, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}
 }

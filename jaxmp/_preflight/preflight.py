@@ -23,6 +23,7 @@ from jaxmp._preflight.batch_arguments import batch_of, with_batch
 from jaxmp._preflight.batch_search import Probe, search_batch
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
+from jaxmp._speed import chip_named, warning
 from jaxmp.policy import Policy, single_policy
 
 _PYTHON: tuple[int, ...] = sys.version_info[:2]
@@ -104,10 +105,13 @@ def preflight(
     _check_compiler(resolved)
     results = [
         dataclasses.replace(
-            result, policy=label, requested=audit(program, *args).contraction_flops()
+            result,
+            policy=label,
+            requested=audit(program, *args).contraction_flops(),
+            warned=_warned(policy, resolved),
         )
-        for label, program, result in zip(
-            labels,
+        for (label, policy), program, result in zip(
+            named,
             programs,
             compile_ahead(resolved, programs, args, donated, labels, progress),
             strict=True,
@@ -145,6 +149,12 @@ def _named(policy: Any) -> tuple[str, Policy | None]:
         return AS_WRITTEN, None
     resolved = single_policy("preflight", policy)
     return (policy if isinstance(policy, str) else str(resolved)), resolved
+
+
+def _warned(policy: Policy | None, target: Target) -> str:
+    """What to warn of a policy's recipe on a target."""
+    recipe = policy.matmul if policy is not None else None
+    return warning(recipe, chip_named(target.name)) if recipe is not None else ""
 
 
 def _check_compiler(target: Target) -> None:

@@ -37,6 +37,8 @@ class Preflight:
       program: what the optimised program does.
       requested: contractions' FLOPs by dtype in the program before it was compiled.
       batches: what `max_batch` found.
+      warned: what to warn of the policy's recipe on the target: that its 8-bit products are
+        emulated, or no faster.
     """
 
     policy: str = AS_WRITTEN
@@ -52,6 +54,7 @@ class Preflight:
     program: Program | None = None
     requested: dict[str, float] = dataclasses.field(default_factory=dict)
     batches: Batches | None = None
+    warned: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -210,9 +213,13 @@ def _remarks(report: PreflightReport) -> Iterator[str]:
             of = f" of the {_gib(left)} that the compiler leaves to programs" if left else ""
             yield f"\n{result.policy}: does not fit, by {_gib(excess)}{of}."
         for dtype in report.emulated(result.policy):
+            if dtype in result.warned:
+                continue
             native = report.target.multiplies(dtype)
             why = "" if native else f"{report.target.name} does not multiply it, "
             yield f"\n{result.policy}: {dtype} is emulated: {why}its operands are widened first."
+        if result.warned:
+            yield f"\n{result.policy}: {result.warned}."
         if result.program and result.program.products_in_8_bits:
             yield f"\n{result.policy}, products in 8 bits:"
             yield from lines_of_8_bits(result.program)
