@@ -7,8 +7,9 @@
 It compiles, and needs no accelerator: `benchmarks/aot.py` says what to install. The parts:
 
 * `products`: one product of two matrices of `--size`, quantised already, its result scaled and
-  returned in bfloat16, over the same product in bfloat16. That is `relative` in
-  `jaxmp/_chips/chips.toml`.
+  returned in bfloat16, over the same product in bfloat16: `relative` in
+  `jaxmp/_chips/chips.toml`; and of one that sums the first axes, as the gradient of the weights
+  does: `relative_grad_weight` there.
 * `passes`: reading a float32 matrix of `--size` for its largest magnitude, and reading it and
   writing it in 8 bits: the bytes in the cycles in which the chip multiplies one FLOP in bfloat16,
   over what the documented peaks make of it: `achieved.memory` there. And what a product in
@@ -62,15 +63,16 @@ def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def product(target: str, size: int, dtype: str) -> int:
-    """The cycles of one product of two matrices."""
+def product(target: str, size: int, dtype: str, axes: tuple[int, int] = (1, 0)) -> int:
+    """The cycles of one product of two matrices that sums one axis of each."""
     matrix = shape(size, size, dtype=dtype)
 
     def multiply(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+        dims = (((axes[0],), (axes[1],)), ((), ()))
         if dtype == "bfloat16":
-            return jnp.matmul(a, b)
+            return lax.dot_general(a, b, dims)
         sums = jnp.int32 if dtype == "int8" else jnp.float32
-        out = lax.dot(a, b, preferred_element_type=sums)
+        out = lax.dot_general(a, b, dims, preferred_element_type=sums)
         return (out.astype(jnp.float32) * scale).astype(jnp.bfloat16)
 
     return cycles(target, multiply, matrix, matrix, shape()).cycles or 0
@@ -113,10 +115,11 @@ def ffn(target: str, policy: str, tokens: int, width: int, hidden: int) -> Progr
 
 
 def show_products(target: str, size: int) -> None:
-    full = product(target, size, "bfloat16")
-    for dtype in FORMATS:
-        ratio = product(target, size, dtype) / full
-        print(f"{target:8} product {size}^3 {dtype:14} {ratio:.3f} x bfloat16", flush=True)
+    for name, axes in (("", (1, 0)), (" of first axes", (0, 0))):
+        full = product(target, size, "bfloat16", axes)
+        for dtype in FORMATS:
+            ratio = product(target, size, dtype, axes) / full
+            print(f"{target:8} product{name} {dtype:14} {ratio:.3f} x bfloat16", flush=True)
 
 
 def show_passes(target: str, size: int) -> None:
@@ -143,7 +146,8 @@ def show_ffn(target: str, recipe: str, full: Program, args: argparse.Namespace) 
     estimated = sum(e.seconds for e in found) / sum(e.seconds_16_bits for e in found)
     in_8_bits = f"{len(program.products_in_8_bits)} of {len(program.products)} in 8 bits"
     unknown = f"unknown {program.unknown_cycles}, bfloat16 {full.unknown_cycles}"
-    limit = LIMITS.get((target, recipe))
+    usual = (args.tokens, args.width, args.hidden) == (8192, 4096, 16384)
+    limit = LIMITS.get((target, recipe)) if usual else None
     said = f", limit {limit}" if limit else ""
     print(f"{target:8} ffn {recipe:16} {ratio:.3f} x bfloat16's {(full.cycles or 0) / 1e6:.1f} M"
           f"{said}; estimate {estimated:.3f}; {in_8_bits}; {unknown}", flush=True)  # fmt: skip

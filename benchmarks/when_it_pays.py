@@ -56,7 +56,7 @@ def main() -> None:
     for name, found, published in rows():
         said = f"{published:.2f}" if published else "-"
         print(f"{name:46}  {found:9.2f}  {said:>9}")
-    print(f"\nA recipe is said to pay from {1 / WORTH:.2f} on.")
+    print(f"\nA recipe is said to pay from {1 / WORTH['gpu']:.2f} on.")
 
 
 if __name__ == "__main__":

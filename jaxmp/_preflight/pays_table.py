@@ -83,9 +83,10 @@ class PaysTable:
             for row in (heads, *rows)
         ]
         recipe, reason = fastest_recipe(self.chip)
+        least = WORTH[self.chip.platform]
         heading = (
             f"{self.chip.name}: from how many tokens on a layer's three products, forward and "
-            f"backward and quantising\nincluded, are estimated to take at most {WORTH} of "
+            f"backward and quantising\nincluded, are estimated to take at most {least} of "
             f"{self.chip.sixteen_bits}'s time. In parentheses: of {USUAL} tokens.\n"
             f"- is never, up to {TOKENS[-1]}."
         )

@@ -35,6 +35,8 @@ class Chip:
       relative: the time of a product of operands that are quantised already over that of the same
         product in 16 bits, by dtype; ``mx`` is of block-scaled ones, where they are native. What is
         missing goes by the peak rates.
+      relative_grad_weight: the same of the product that gives the gradient of the weights, which
+        sums the first axis of both operands; what is missing is as in `relative`.
       products: the share of the peak rate that products achieve.
       memory: the share of the bandwidth that quantising achieves.
       cast: what casting a float32 weight adds to a 16-bit product that it is part of (TPU), as a
@@ -52,6 +54,7 @@ class Chip:
     tflops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     bytes_per_second: float = 0.0
     relative: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    relative_grad_weight: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     products: float = 1.0
     memory: float = 1.0
     cast: float = 0.0
@@ -108,6 +111,7 @@ def chip_named(name: str) -> Chip:
         tflops={dtype: rate / per_chip for dtype, rate in chip["tflops"].items()},
         bytes_per_second=chip["hbm_bytes_per_second"] / per_chip,
         relative=chip.get("relative", {}),
+        relative_grad_weight=chip.get("relative_grad_weight", {}),
         **chip.get("achieved", {}),
         fuses=not capability,
         turns=bool(capability) and capability < (10, 0),

@@ -113,6 +113,9 @@ def _products(keys: dict[str, tuple[str, ...]], chip: Chip, sizes: Sizes, *, cas
         "grad_weight": (n_in, tokens, n_out),
     }
     seconds = {name: _product(chip, *matrices[name], keys[name]) for name in matrices}
+    slower = [chip.relative_grad_weight.get(key, 0.0) for key in keys["grad_weight"]]
+    full = _product(chip, *matrices["grad_weight"], ())
+    seconds["grad_weight"] = max(seconds["grad_weight"], full * max(slower, default=0.0))
     total = sum(seconds.values())
     reads = [name for name in ("forward", "grad_input") if not keys[name]] if cast else []
     if chip.fuses:
