@@ -316,6 +316,11 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
         return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
     if isinstance(spec, str):
         return Policy(**policy_fields(spec))
+    if isinstance(spec, Recipe):
+        raise TypeError(
+            f"get_policy: {str(spec)!r} is a recipe, the matmul of a policy: say "
+            f"'mixed_bfloat16,matmul={spec}', or Policy(..., matmul=recipe)."
+        )
     try:
         dtype = parse_dtype(spec, "get_policy")
     except TypeError:

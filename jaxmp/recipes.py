@@ -8,14 +8,15 @@ A recipe, the `matmul` of a policy, names a format for each, and what shares a s
 from __future__ import annotations
 
 import dataclasses
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from jaxmp.dtypes import did_you_mean, plain_name
 
 __all__ = [
     "FORMATS",
     "Format",
-    "GRANULARITIES",
     "Recipe",
     "deepseek",
     "float8",
@@ -62,7 +63,7 @@ FORMATS: Final = {
 _BY_NAME: Final = {
     **FORMATS,
     **{f.name: f for f in FORMATS.values()},
-    "float8_e4m3": FORMATS["e4m3"],
+    **dict.fromkeys(("float8_e4m3", "float8", "fp8", "f8"), FORMATS["e4m3"]),
     "i8": FORMATS["int8"],
     "fp16": FORMATS["f16"],
     "fp32": FORMATS["f32"],
@@ -137,11 +138,12 @@ class Recipe:
         return text if self.granularity == "tensor" else f"{text}@{self.granularity}"
 
 
-def _format(name: object, field: str) -> Format:
-    if not isinstance(name, str):
+def _format(value: object, field: str) -> Format:
+    name = value if isinstance(value, str) else _dtype_name(value)
+    if name is None:
         raise TypeError(
-            f"products: {field} takes the name of a format ({', '.join(FORMATS)}); got {name!r} of "
-            f"type {type(name).__name__!r}"
+            f"products: {field} takes a format ({', '.join(FORMATS)}) or its dtype; got {value!r} "
+            f"of type {type(value).__name__!r}"
         )
     known = _BY_NAME.get(plain_name(name))
     if known is None:
@@ -150,6 +152,13 @@ def _format(name: object, field: str) -> Format:
             f"{did_you_mean(name, list(_BY_NAME))}; the formats are {', '.join(FORMATS)}"
         )
     return known
+
+
+def _dtype_name(value: Any) -> str | None:
+    try:
+        return str(np.dtype(value).name)
+    except TypeError:
+        return None
 
 
 def _refused(short: str, field: str, granularity: str) -> str:

@@ -43,10 +43,13 @@ def assert_contractions_in(
         there is no contraction.
     """
     name = _dtype_name(dtype)
-    operations = audit(fn, *args, **kwargs).operations
-    contractions = [op for op in operations if op.flops and not op.kept]
-    if np.dtype(name).itemsize == 1:
+    report = audit(fn, *args, **kwargs)
+    contractions = [op for op in report.operations if op.flops and not op.kept]
+    if contractions and np.dtype(name).itemsize == 1:
         contractions = [op for op in contractions if not (op.skipped and op.skipped.intended)]
+        if not contractions:
+            why = report.quantised().summary()
+            raise PrecisionError(f"assert_contractions_in: no contraction is for 8 bits:\n{why}")
     if not contractions:
         raise PrecisionError("assert_contractions_in: there is no contraction.")
     wrong = {f"{op.source} multiplies {op.dtype}": None for op in contractions if op.dtype != name}

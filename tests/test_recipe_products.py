@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
+from recipe_kit import (
+    FAMILIES,
+    all_three,
+    errors,
+    family,
+    operands,
+    product,
+    quantised,
+    relative,
+    rounded,
+    worst_row,
+)
 
-from jaxmp._autocast.recipes.product import Product, contract
 from jaxmp._autocast.recipes.quantise import dequantise, quantise
 from jaxmp.recipes import FORMATS, Recipe, float8, int8, products
-
-DENSE = (((1,), (0,)), ((), ()))
-NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
-
-
-def quantised(x: np.ndarray, short: str, axes: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Values and scales, in float64 throughout."""
-    amax = np.abs(x).max(axis=axes, keepdims=True).astype(np.float64)
-    scale = np.maximum(amax / FORMATS[short].largest, float(np.finfo(np.float32).tiny))
-    if short == "int8":
-        return np.clip(np.rint(x / scale), -127, 127), scale
-    scale = 2.0 ** np.ceil(np.log2(scale))
-    return (x / scale).astype(NUMPY[short]).astype(np.float64), scale
-
-
-def family(name: str, seed: int, *shape: int) -> np.ndarray:
-    r = np.random.default_rng(seed)
-    x = r.normal(size=shape)
-    if name == "heavy tails":
-        x = r.standard_t(1.5, size=shape)
-    elif name == "outlier columns":
-        x[:, :: shape[1] // 4] *= 100
-    elif name == "rows over seven decades":
-        x *= 10.0 ** r.uniform(-7, 0, size=(shape[0], 1))
-    return x.astype(ml_dtypes.bfloat16).astype(np.float64)
-
-
-FAMILIES = ("normal", "heavy tails", "outlier columns", "rows over seven decades")
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (0,), (1,)])
@@ -52,42 +32,11 @@ FAMILIES = ("normal", "heavy tails", "outlier columns", "rows over seven decades
 def test_values_and_scales(name: str, short: str, axes: tuple[int, ...]) -> None:
     x = family(name, 0, 64, 48)
     got = jax.jit(quantise, static_argnums=(1, 2))(x.astype(np.float32), FORMATS[short], axes)
-    values, scale = quantised(x, short, axes)
-    np.testing.assert_allclose(got.scale, scale, rtol=1e-6)
-    # One unit where float32's division decides between two neighbours.
-    off = np.abs(np.asarray(got.values).astype(np.float64) - values)
-    assert np.count_nonzero(off) <= (2 if short == "int8" else 0)
-    assert off.max() <= 1
-
-
-def product(recipe: Recipe, dims: Any = DENSE, dtype: Any = jnp.bfloat16) -> Callable[..., Any]:
-    """The product of float32 `x` and `w`, read in `dtype`."""
-
-    def fn(x: Any, w: Any) -> Any:
-        made = Product(dims, (x.ndim, w.ndim), 1, recipe, np.dtype(dtype))
-        x, w = x.astype(dtype), w.astype(dtype)
-        return contract(made, (x, w), (made.quantise(x, 0), made.quantise(w, 1)))
-
-    return fn
-
-
-def all_three(fn: Callable[..., Any], x: Any, w: Any, g: Any) -> list[np.ndarray]:
-    """The product and its gradients, where `g` is that of the product."""
-
-    def run(x: Any, w: Any, g: Any) -> Any:
-        y, vjp = jax.vjp(fn, x, w)
-        return y, *vjp(g.astype(y.dtype))
-
-    out = jax.jit(run)(*(np.asarray(v, np.float32) for v in (x, w, g)))
-    return [np.asarray(v).astype(np.float64) for v in out]
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
-def worst_row(got: np.ndarray, want: np.ndarray) -> float:
-    return float((np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)).max())
+    np.testing.assert_array_equal(got.scale, quantised(x, short, axes)[1])
+    exact = np.abs(x).max(axis=axes, keepdims=True) / FORMATS[short].largest
+    np.testing.assert_allclose(got.scale, exact, rtol=2**-22)
+    values = np.asarray(got.values).astype(np.float64)
+    np.testing.assert_array_equal(values, rounded(x, short, np.asarray(got.scale)))
 
 
 # (y, dx, dw): what is published, or was measured for these families before; see the module.
@@ -106,18 +55,17 @@ TABLE = {
 }
 
 
-@functools.cache
-def operands(name: str) -> tuple[np.ndarray, ...]:
-    return family(name, 1, 256, 512), family("normal", 2, 512, 128), family(name, 3, 256, 128)
+# Draws differ: with heavy tails by .003, .009 and .014, so one is no measure. Sixteen elements are
+# most of the gradient of a weight where columns are outliers: of so many draws, ± .002.
+DRAWS = 24
+SAMPLED = {"outlier columns": (0, 0, 0.002)}
 
 
 @pytest.mark.parametrize(("name", "recipe"), TABLE, ids=str)
 def test_errors_are_at_or_under_the_table(name: str, recipe: Recipe) -> None:
-    x, w, g = operands(name)
-    got = all_three(product(recipe), x, w, g)
-    want = x @ w, g @ w.T, x.T @ g
-    for mine, exact, most in zip(got, want, TABLE[name, recipe], strict=True):
-        assert relative(mine, exact) <= most
+    draws = 1 if name == "normal" else DRAWS
+    most = np.add(TABLE[name, recipe], SAMPLED.get(name, 0))
+    assert (errors(product(recipe), name, draws) <= most).all()
 
 
 def test_rows_over_seven_decades_want_a_scale_each() -> None:
@@ -212,7 +160,7 @@ def test_the_backward_pass_keeps_8_bits_only() -> None:
     x, w = jnp.ones((32, 64)), jnp.ones((64, 16))
     _, vjp = jax.vjp(product(float8()), x, w)
     kept = [(str(a.dtype), a.shape) for a in jax.tree.leaves(vjp) if a.ndim == 2 and a.size > 1]
-    assert sorted(kept) == [("float8_e4m3fn", (32, 64)), ("float8_e4m3fn", (64, 16))]
+    assert sorted(kept) == [("uint8", (32, 64)), ("uint8", (64, 16))]
 
 
 def test_a_second_derivative_is_refused_by_name() -> None:

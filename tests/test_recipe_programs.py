@@ -210,6 +210,13 @@ def experts(p: Any, tokens: Any) -> Any:
     return jnp.mean((jnp.einsum("ecf,fd->ecd", h, p["down"]) @ p["table"].T) ** 2)
 
 
+def mixture(p: Any, tokens: Any) -> Any:
+    sizes = jnp.array([48, 0, 16, 64], jnp.int32)
+    x = jnp.sin(p["table"][tokens])
+    h = jax.lax.ragged_dot(x, jnp.stack([p["up"], 2 * p["up"], p["up"] ** 2, -p["up"]]), sizes)
+    return jnp.mean((jnp.tanh(h) @ p["down"] @ p["table"].T) ** 2)
+
+
 @jax.custom_vjp
 def layer_with_vjp(x: Any, w: Any) -> Any:
     return jnp.tanh(x @ w)
@@ -267,6 +274,7 @@ PROGRAMS = {
     "scan": (scanned, 6),
     "cond": (branched, 3),
     "experts": (experts, 2),
+    "ragged_dot": (mixture, 2),
     "custom_vjp": (with_rule(layer_with_vjp), 3),
     "custom_jvp": (with_rule(layer_with_jvp), 3),
     "shard_map": (sharded, 3),
@@ -349,10 +357,12 @@ def test_what_jax_checkpoint_saves_is_what_its_policy_says(name: str | None) -> 
 # Derivatives of higher order, and the other order.
 
 
-def test_a_second_derivative_is_refused_by_name() -> None:
-    fast = jaxmp.autocast(loss, POLICY)
+@pytest.mark.parametrize("recipe", ["float8", "mxfp8"])
+def test_a_second_derivative_is_refused_by_name(recipe: str) -> None:
+    policy = f"mixed_bfloat16,matmul={recipe}"
+    fast = jaxmp.autocast(loss, policy)
 
-    @functools.partial(jaxmp.autocast, policy=POLICY)
+    @functools.partial(jaxmp.autocast, policy=policy)
     def linear(p: Any, t: Any) -> Any:
         return jnp.sum(mlp(p, jnp.sin(p["table"][t])) @ p["last"])
 
@@ -360,8 +370,21 @@ def test_a_second_derivative_is_refused_by_name() -> None:
         return lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(jax.grad(fn)(p, TOKENS)))
 
     for fn in (fast, linear):  # a loss that is linear in the product, as well
-        with pytest.raises(TypeError, match=r"the second derivative of the product at .* float8"):
+        with pytest.raises(
+            TypeError, match=rf"the second derivative of the product at .* {recipe}"
+        ):
             jax.grad(norm(fn))(weights())
+
+
+def test_gradients_in_16_bits_may_be_differentiated_again() -> None:
+    """Triple precision has a second derivative as ever."""
+
+    def norm(fn: Any) -> Callable[..., Any]:
+        return lambda p: sum(jnp.sum(x**2) for x in jax.tree.leaves(jax.grad(fn)(p, TOKENS)))
+
+    fast = jaxmp.autocast(loss, "float32,matmul=f32:bf16:bf16")
+    got, want = (jax.jit(jax.grad(norm(fn)))(weights()) for fn in (fast, loss))
+    assert error(got, want) < 0.02
 
 
 def test_what_is_no_second_derivative_is_not_refused() -> None:

@@ -6,6 +6,8 @@ import itertools
 import pickle
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxmp
@@ -127,11 +129,22 @@ def test_a_string_that_cannot_be_read_is_pointed_at() -> None:
         get_policy("mixed_bfloat16,matmul=int8@tensor")
 
 
-@pytest.mark.parametrize("value", [8, True, ("e4m3",), float8])
+def test_a_recipe_is_no_policy() -> None:
+    with pytest.raises(TypeError, match=r"'int8' is a recipe.*say 'mixed_bfloat16,matmul=int8'"):
+        get_policy(int8())
+
+
+def test_formats_by_dtype_and_by_the_name_of_the_recipe() -> None:
+    assert products(jnp.float8_e4m3fn, np.dtype("bfloat16")) == products("e4m3", "bf16")
+    assert parse_recipe("float8@row") == parse_recipe("fp8@row")
+    assert parse_recipe("fp8@row") == float8(granularity="row")
+
+
+@pytest.mark.parametrize("value", [("e4m3",), float8])
 def test_what_is_no_recipe(value: Any) -> None:
     with pytest.raises(TypeError, match="Policy: matmul takes a recipe"):
         Policy("f32", "bf16", "f32", matmul=value)
-    with pytest.raises(TypeError, match="products: forward takes the name of a format"):
+    with pytest.raises(TypeError, match="products: forward takes a format"):
         products(value)
 
 

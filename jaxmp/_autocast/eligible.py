@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.demand import NOTHING, PRODUCT
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.plan import DType, Value
+from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.recipes.product import Product
+from jaxmp._autocast.recipes.ragged import ROWS, RaggedProduct
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs.attributes import product_axes
+from jaxmp._jaxprs.attributes import product_axes, ragged_axes
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.source import is_backward, module_path, user_line
 
@@ -30,7 +32,7 @@ class Verdict(NamedTuple):
       intended: whether that is as it should be: it is no layer, or the last one.
     """
 
-    product: Product | None
+    product: Contraction | None
     why_not: str = ""
     intended: bool = False
 
@@ -51,27 +53,34 @@ def by_recipe(
       low: the dtype of its result, None being float32.
     """
     recipe = frame.rules.policy.matmul
-    refused = _refused(eqn, values) or (recipe.quantises and _no_layer(frame, eqn, values))
+    refused = _refused(eqn, values, recipe.granularity) or (
+        recipe.quantises and _no_layer(frame, eqn, values)
+    )
     if refused:
         return refused
     left, _ = (v is not None and v.weight for v in values[:2])
-    name = f"{module_path(eqn) or 'the product'} at {user_line(eqn) or 'an unknown line'}"
-    return Verdict(
-        Product(
-            dims=product_axes(eqn),
-            ranks=(len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))),
-            weight=0 if left else 1,
-            recipe=recipe,
-            dtype=low or FLOAT32,
-            name=name,
-        )
-    )
+    common: dict[str, Any] = {
+        "recipe": recipe,
+        "dtype": low or FLOAT32,
+        "name": f"{module_path(eqn) or 'the product'} at {user_line(eqn) or 'an unknown line'}",
+    }
+    if _is_ragged(eqn):
+        return Verdict(RaggedProduct(weight=1, **common))
+    ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))
+    return Verdict(Product(dims=product_axes(eqn), ranks=ranks, weight=int(not left), **common))
 
 
-def _refused(eqn: JaxprEqn, values: Sequence[Value | None]) -> Verdict | None:
+def _is_ragged(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `lax.ragged_dot`: rows in groups, by one matrix for each."""
+    return bool(ragged_axes(eqn) == ROWS)
+
+
+def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) -> Verdict | None:
     """Why no recipe multiplies a contraction, if so."""
-    if eqn.primitive.name != "dot_general":
+    if eqn.primitive.name != "dot_general" and not _is_ragged(eqn):
         return Verdict(None, f"{eqn.primitive.name} is no matrix product")
+    if _is_ragged(eqn) and granularity not in ("tensor", "row"):
+        return Verdict(None, "a ragged product is not multiplied in blocks")
     if any(v is None for v in values[:2]):
         return Verdict(None, "the author chose the dtype of an operand", intended=True)
     if any(v.tangent for v in values[:2] if v is not None):

@@ -18,7 +18,7 @@ from jaxmp._autocast.contract import contract
 from jaxmp._autocast.kept import marked
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.reading import Environment, cast
-from jaxmp._autocast.recipes import product
+from jaxmp._autocast.recipes import derivative
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, with_dtype
 from jaxmp._jaxprs.compat import bind
@@ -65,9 +65,9 @@ def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
     operands = env.operands(step)
     if step.product is None:
         return contract(step, operands)
-    left, right = operands
+    left, right, *sizes = operands
     copies = (env.copy(step, step.product, left, 0), env.copy(step, step.product, right, 1))
-    return [product.contract(step.product, (left, right), copies)]
+    return [derivative.contract(step.product, (left, right), copies, sizes)]
 
 
 # Higher-order equations.

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN, POSITION
 from jaxmp._autocast.primitives import LOW
-from jaxmp._autocast.recipes.product import Product
+from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.source import module_path, user_line
@@ -129,7 +129,7 @@ class Step:
     reason: str
     plans: tuple[Plan, ...] = ()
     derived: Callable[[], Callable[..., Any]] | None = None
-    product: Product | None = None
+    product: Contraction | None = None
     skipped: Skipped | None = None
 
     @property

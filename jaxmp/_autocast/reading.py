@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxmp._autocast.plan import DType, Plan, Read, Step
-from jaxmp._autocast.recipes.product import Product
+from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import INLINE, dtype_of
 from jaxmp._jaxprs.scopes import CAST
@@ -49,7 +49,7 @@ class Environment:
             self._copies[key] = cast(array, dtype, saturate=read.saturate, shape=read.shape)
         return self._copies[key]
 
-    def copy(self, step: Step, product: Product, operand: Any, of: int) -> Any:
+    def copy(self, step: Step, product: Contraction, operand: Any, of: int) -> Any:
         """What a recipe makes of an operand that a step has read; one copy for all steps."""
         atom = step.eqn.invars[of]
         if isinstance(atom, Literal):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxmp._preflight import aot_worker
 from jaxmp._preflight.batch_arguments import sharding_of
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.report import Preflight
+from jaxmp.devices import chips
 
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -56,10 +58,26 @@ def compile_ahead(
         folder = Path(name)
         for i, fn in enumerate(fns):
             tell(f"tracing for {target.name}: {labels[i]} …")
-            (folder / f"{i}.exported").write_bytes(_export(fn, args, target.platform))
+            with _tracing_for(target):
+                exported = _export(fn, args, target.platform)
+            (folder / f"{i}.exported").write_bytes(exported)
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         _run_worker(folder, lambda i: tell(f"compiling for {target.name}: {labels[i]} …"))
         return [_result(folder, i) for i in range(len(fns))]
+
+
+def _tracing_for(target: Target) -> AbstractContextManager[Any]:
+    """Lets what is traced know the GPU that it is compiled for, as `recipes.native` asks.
+
+    A program that is given a mesh of its own keeps that.
+    """
+    if target.platform != "gpu" or jax.sharding.get_abstract_mesh().axis_names:
+        return nullcontext()
+    kind = chips()[target.name.partition(":")[0]]["config"]["name"]
+    device = jax.sharding.AbstractDevice(kind, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(mesh)
+    return context
 
 
 def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dict[str, Any]:

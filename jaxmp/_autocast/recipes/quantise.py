@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._autocast.recipes.native import multiplies_float8
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import Format
 
-_EXPONENT_BITS = 23  # below float32's exponent
-_SMALLEST, _LARGEST = 1, 253  # exponents of scales whose inverse is a normal float32, too
+EXPONENT_BITS = 23  # below float32's exponent
 
 
 class Quantised(NamedTuple):
@@ -23,18 +23,22 @@ class Quantised(NamedTuple):
     Attributes:
       values: in the 8-bit format, of the array's shape.
       scale: float32, of as many axes; of size 1 along those that share a scale.
+      mark: a zero that has the derivative of the array, where that matters; see `derivative`.
     """
 
     values: Any
     scale: Any
+    mark: Any = None
 
 
 @jax.named_scope(CAST)
 def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
     """The nearest `Quantised` array in a format, with one scale for all that `axes` span.
 
-    The scale is what makes the largest magnitude fit, taken from the array as it is now: nothing is
-    remembered from step to step. For floats it is a power of two, so that only the values round.
+    The scale makes the largest magnitude, taken from the array as it is now, the largest of the
+    format: nothing is remembered from step to step. So that magnitude does not round, and where it
+    outweighs the others, as in rows with heavy tails, little is lost.
+
     Where all is zero, or so small that its scale would be subnormal, the scale is the smallest
     normal one. An infinity or NaN makes its scale that, and so all products with it: a loss scaler
     sees it.
@@ -44,26 +48,48 @@ def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
       fmt: an 8-bit format.
       axes: the axes of `x` that share a scale.
     """
+    values, scale, _ = convert(x, fmt, axes)
+    return Quantised(values if multiplies_float8() else kept(values), scale)
+
+
+def convert(x: Any, fmt: Format, axes: Sequence[int], *, power_of_two: bool = False) -> Quantised:
+    """As `quantise`, but XLA may leave out that values are rounded; see `kept`.
+
+    Args:
+      x: As for `quantise`.
+      fmt: As for `quantise`.
+      axes: As for `quantise`.
+      power_of_two: whether the scale is rounded up to one. Values that are quantised again round
+        once then.
+    """
     x = x.astype(jnp.float32)
     amax = jnp.max(jnp.abs(x), axis=tuple(axes), keepdims=True, initial=0.0)
-    scale = _scale(amax, fmt)
-    # Of a power of two the inverse is one as well.
-    values = jnp.round(x / scale) if fmt.name == "int8" else x * (1 / scale)
+    # Inverses are multiplied by: XLA would do so here and there.
+    scale = jnp.maximum(amax * np.float32(1 / fmt.largest), np.finfo(np.float32).tiny)
+    if power_of_two:
+        scale = _rounded_up(scale)
+    scale = jnp.where(jnp.isfinite(amax), scale, amax)
+    values = x * (1 / scale)
+    if fmt.name == "int8":
+        values = jnp.round(values)
     # Conversions to 8 bits do not saturate: beyond the range is NaN, or infinity.
     return Quantised(jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.name), scale)
 
 
-def _scale(amax: Any, fmt: Format) -> Any:
-    """What a magnitude is divided by to fit; infinite and NaN where it is."""
-    exact = amax / np.float32(fmt.largest)
-    if fmt.name == "int8":
-        scale = jnp.maximum(exact, np.finfo(np.float32).tiny)
-    else:  # rounded up to a power of two
-        bits = lax.bitcast_convert_type(exact, np.int32)
-        exponent = (bits + np.int32(2**_EXPONENT_BITS - 1)) >> _EXPONENT_BITS
-        exponent = jnp.clip(exponent, _SMALLEST, _LARGEST)
-        scale = lax.bitcast_convert_type(exponent << _EXPONENT_BITS, np.float32)
-    return jnp.where(jnp.isfinite(amax), scale, amax)
+def _rounded_up(scale: Any) -> Any:
+    """The next power of two, of positive float32 that is far from infinite."""
+    fraction = np.int32(2**EXPONENT_BITS - 1)
+    bits = lax.bitcast_convert_type(scale, np.int32)
+    return lax.bitcast_convert_type((bits + fraction) & ~fraction, np.float32)
+
+
+def kept(values: Any) -> Any:
+    """The values in 8 bits, rounded wherever they are read.
+
+    Where what reads them widens them, XLA takes the way to 8 bits and back for excess precision
+    (``xla_allow_excess_precision``), and leaves out both.
+    """
+    return lax.optimization_barrier(values)
 
 
 def dequantise(x: Quantised) -> Any:

@@ -1,0 +1,234 @@
+"""Products of 8-bit arrays with a scale for each block along what is summed.
+
+An operand is seen as matrices, ``[batch, rows, sums]``: its rows are multiplied with those of the
+other, ``out[b, i, j] = sum_k left[b, i, k] * right[b, j, k]``. What stands for itself is never
+padded in the result: the last block of an axis may be short.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._autocast.recipes.multiply import Axes, Sides
+from jaxmp._autocast.recipes.native import multiplies_blocks
+from jaxmp._autocast.recipes.quantise import EXPONENT_BITS, Quantised, convert, kept
+from jaxmp.recipes import Format
+
+
+class Blocks(NamedTuple):
+    """What shares a scale.
+
+    Attributes:
+      rows: how many rows.
+      sums: how many elements along what is summed.
+      bits: whether scales are kept as the 8 bits of OCP's e8m0 (in uint8, for which JAX needs no
+        zero), else as float32.
+    """
+
+    rows: int
+    sums: int
+    bits: bool
+
+
+# By granularity: of activations and gradients, of weights.
+BLOCKS: Final = {
+    "block": (Blocks(1, 128, bits=False), Blocks(128, 128, bits=False)),
+    "mx": (Blocks(1, 32, bits=True), Blocks(1, 32, bits=True)),
+}
+
+
+class Operand(NamedTuple):
+    """How the axes of an operand make matrices, and their blocks.
+
+    Attributes:
+      batch: its batch axes.
+      free: the axes of its rows.
+      contracted: the axes that are summed, in the order of the other operand's.
+      blocks: what shares a scale.
+    """
+
+    batch: Axes
+    free: Axes
+    contracted: Axes
+    blocks: Blocks
+
+    @property
+    def order(self) -> Axes:
+        """Its axes, as matrices have them."""
+        return (*self.batch, *self.free, *self.contracted)
+
+    def matrices(self, x: Any) -> Any:
+        """The operand as matrices."""
+        sizes = [
+            math.prod(x.shape[i] for i in axes) for axes in (self.batch, self.free, self.contracted)
+        ]
+        return jnp.transpose(x, self.order).reshape(sizes)
+
+    def array(self, matrices: Any, shape: tuple[int, ...]) -> Any:
+        """The array of a shape that the matrices are of."""
+        order = self.order
+        back = tuple(order.index(i) for i in range(len(order)))
+        return jnp.transpose(matrices.reshape([shape[i] for i in order]), back)
+
+    def quantise(self, x: Any, fmt: Format) -> Quantised:
+        """The operand in 8 bits: values of its shape, and scales by batch and block."""
+        values, scale, _ = quantise_blocks(self.matrices(x), fmt, self.blocks)
+        return Quantised(self.array(values, x.shape), scale)
+
+    def quantised_matrices(self, x: Quantised) -> Quantised:
+        """What `quantise` made, as matrices."""
+        return Quantised(self.matrices(x.values), x.scale)
+
+
+def block_operands(sides: Sides, granularity: str, weight: int) -> tuple[Operand, Operand]:
+    """How the operands of a contraction, one of which is a weight, are quantised in blocks."""
+    first, second = (
+        Operand(
+            sides.batch[k], sides.free[k], sides.contracted[k], BLOCKS[granularity][k == weight]
+        )
+        for k in range(2)
+    )
+    return first, second
+
+
+def quantise_blocks(x: Any, fmt: Format, blocks: Blocks) -> Quantised:
+    """Matrices in 8 bits, a scale for each block.
+
+    The scale is a power of two, so that what is quantised twice does not round twice. It is rounded
+    up; OCP's conversion (MX 1.0, section 6.3) rounds down, and saturates.
+    """
+    values, scale, _ = convert(_split(x, blocks), fmt, (2, 4), power_of_two=True)
+    values = _join(values, x.shape)
+    scale = scale.reshape(values.shape[0], *scale.shape[1:4:2])
+    return Quantised(kept(values), _to_bits(scale) if blocks.bits else scale)
+
+
+def dequantise_blocks(x: Quantised, blocks: Blocks) -> Any:
+    """The matrices, in bfloat16: exact, but for what is subnormal."""
+    scale = _from_bits(x.scale) if blocks.bits else x.scale
+    scale = scale.astype(jnp.bfloat16)[:, :, None, :, None]
+    return _join(_split(x.values.astype(jnp.bfloat16), blocks) * scale, x.values.shape)
+
+
+def _split(x: Any, blocks: Blocks) -> Any:
+    """Matrices by block: ``[batch, row block, row, block of sums, sum]``; zeros fill the last."""
+    _, *sizes = x.shape
+    counts = [-(-n // size) for n, size in zip(sizes, blocks[:2], strict=True)]
+    missing = [c * size - n for c, n, size in zip(counts, sizes, blocks[:2], strict=True)]
+    if any(missing):
+        x = jnp.pad(x, [(0, 0), *((0, n) for n in missing)])
+    return x.reshape(x.shape[0], counts[0], blocks.rows, counts[1], blocks.sums)
+
+
+def _join(x: Any, shape: tuple[int, ...]) -> Any:
+    """The matrices of a shape that `_split` gave."""
+    batch, rows, row, sums, in_block = x.shape
+    return x.reshape(batch, rows * row, sums * in_block)[:, : shape[1], : shape[2]]
+
+
+def _to_bits(scale: Any) -> Any:
+    """The e8m0 of positive normal powers of two; its NaN for what is not finite."""
+    return (lax.bitcast_convert_type(scale, np.uint32) >> EXPONENT_BITS).astype(np.uint8)
+
+
+def _from_bits(bits: Any) -> Any:
+    """The float32 of e8m0."""
+    scale = lax.bitcast_convert_type(bits.astype(np.uint32) << EXPONENT_BITS, np.float32)
+    return jnp.where(bits == np.iinfo(np.uint8).max, np.float32(np.nan), scale)
+
+
+def turned(x: Any, operand: Operand, fmt: Format) -> Quantised:
+    """The matrices of an operand, transposed, as the gradient of the other operand sums them.
+
+    Square blocks stay what they are. Others are quantised again, in blocks along the new sums.
+
+    Args:
+      x: what `Operand.quantise` made, or the operand as it is.
+      operand: how its axes make matrices.
+      fmt: the format to quantise in.
+    """
+    blocks = operand.blocks
+    if not isinstance(x, Quantised):
+        return quantise_blocks(jnp.swapaxes(operand.matrices(x), 1, 2), fmt, blocks)
+    x = operand.quantised_matrices(x)
+    if blocks.rows == blocks.sums:
+        return Quantised(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
+    return quantise_blocks(jnp.swapaxes(dequantise_blocks(x, blocks), 1, 2), fmt, blocks)
+
+
+def multiply_blocks(a: Quantised, b: Quantised, blocks: tuple[Blocks, Blocks], dtype: Any) -> Any:
+    """The products of quantised matrices, ``[batch, rows of a, rows of b]``.
+
+    Accumulated in float32. Where all scales are e8m0 and the hardware multiplies such blocks, it
+    does.
+    """
+    # A sum beyond float16 is scaled in float32.
+    sums = np.dtype(np.float32) if np.dtype(dtype) == np.float16 else np.dtype(dtype)
+
+    def emulated(a: Quantised, b: Quantised) -> Any:
+        left, right = (dequantise_blocks(x, k) for x, k in zip((a, b), blocks, strict=True))
+        dims = (((2,), (2,)), ((0,), (0,)))
+        return lax.dot_general(left, right, dims, preferred_element_type=sums)
+
+    def native(a: Quantised, b: Quantised) -> Any:
+        short = -a.values.shape[2] % blocks[0].sums
+        left, right = (jnp.pad(x.values, ((0, 0), (0, 0), (0, short))) for x in (a, b))
+        by, others = (lax.bitcast_convert_type(x.scale, jnp.float8_e8m0fnu) for x in (a, b))
+        return jax.nn.scaled_matmul(left, right, by, others, preferred_element_type=sums)
+
+    if all(k.bits for k in blocks) and multiplies_blocks():
+        out = lax.platform_dependent(a, b, cuda=native, default=emulated)
+    else:
+        out = emulated(a, b)
+    return out.astype(dtype)
+
+
+def contract_blocks(
+    copies: tuple[Quantised, Quantised], operands: tuple[Operand, Operand], dtype: Any
+) -> Any:
+    """The contraction of two quantised operands."""
+    pairs = list(zip(copies, operands, strict=True))
+    left, right = (of.quantised_matrices(x) for x, of in pairs)
+    out = multiply_blocks(left, right, (operands[0].blocks, operands[1].blocks), dtype)
+    batch = [copies[0].values.shape[i] for i in operands[0].batch]
+    free = [x.values.shape[i] for x, of in pairs for i in of.free]
+    return out.reshape(batch + free)
+
+
+def gradient_blocks(
+    g: Any, other: Any, operands: tuple[Operand, Operand], of: int, fmt: Format, dtype: Any
+) -> Any:
+    """The gradient of an operand of `contract_blocks`.
+
+    Args:
+      g: that of the result.
+      other: the other operand, quantised, or as it is.
+      operands: both.
+      of: which one's gradient it is.
+      fmt: the format to quantise in.
+      dtype: of the gradient.
+    """
+    mine, others = operands[of], operands[1 - of]
+    n, end = len(mine.batch), len(mine.batch) + len(operands[0].free)
+    rows, sums = tuple(range(n, end)), tuple(range(end, g.ndim))
+    if of == 1:
+        rows, sums = sums, rows
+    gradient = Operand(tuple(range(n)), rows, sums, others.blocks._replace(rows=1))
+    out = multiply_blocks(
+        quantise_blocks(gradient.matrices(g), fmt, gradient.blocks),
+        turned(other, others, fmt),
+        (gradient.blocks, others.blocks),
+        dtype,
+    )
+    sizes = dict(
+        zip(mine.batch + mine.free, [g.shape[i] for i in gradient.batch + rows], strict=True)
+    )
+    shape = other.values.shape if isinstance(other, Quantised) else other.shape
+    sizes.update(zip(mine.contracted, [shape[i] for i in others.contracted], strict=True))
+    return mine.array(out, tuple(sizes[i] for i in range(len(sizes))))

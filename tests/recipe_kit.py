@@ -1,0 +1,117 @@
+"""Products under a recipe, the inputs they are tried on, and a quantiser in NumPy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxmp._autocast.recipes.derivative import contract
+from jaxmp._autocast.recipes.product import Product
+from jaxmp.recipes import FORMATS, Recipe
+
+DENSE = (((1,), (0,)), ((), ()))
+NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
+TINY = np.finfo(np.float32).tiny
+
+
+def quantised(x: np.ndarray, short: str, axes: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales: inverses are multiplied by, in float32."""
+    amax = np.abs(x).max(axis=axes, keepdims=True).astype(np.float32)
+    scale = np.maximum(amax * np.float32(1 / FORMATS[short].largest), TINY)
+    return rounded(x, short, scale), scale.astype(np.float64)
+
+
+def rounded(x: np.ndarray, short: str, scale: np.ndarray) -> np.ndarray:
+    """The values of a format that are nearest, and no further from zero than its largest."""
+    most = FORMATS[short].largest
+    values = np.clip(x.astype(np.float32) * (1 / scale.astype(np.float32)), -most, most)
+    if short == "int8":
+        values = np.rint(values)
+    return values.astype(NUMPY[short]).astype(np.float64)
+
+
+def family(name: str, seed: int, *shape: int) -> np.ndarray:
+    r = np.random.default_rng(seed)
+    x = r.normal(size=shape)
+    if name == "heavy tails":
+        x = r.standard_t(1.5, size=shape)
+    elif name == "outlier columns":
+        x[:, :: shape[1] // 4] *= 100
+    elif name == "rows over seven decades":
+        x *= 10.0 ** r.uniform(-7, 0, size=(shape[0], 1))
+    return x.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+FAMILIES = ("normal", "heavy tails", "outlier columns", "rows over seven decades")
+
+
+def product(
+    recipe: Recipe, dims: Any = DENSE, dtype: Any = jnp.bfloat16, weight: int = 1
+) -> Callable[..., Any]:
+    """The product of float32 `x` and `w`, read in `dtype`."""
+
+    def fn(x: Any, w: Any) -> Any:
+        made = Product(
+            dims=dims, ranks=(x.ndim, w.ndim), weight=weight, recipe=recipe, dtype=np.dtype(dtype)
+        )
+        x, w = x.astype(dtype), w.astype(dtype)
+        return contract(made, (x, w), (made.quantise(x, 0), made.quantise(w, 1)))
+
+    return fn
+
+
+def all_three(fn: Callable[..., Any], x: Any, w: Any, g: Any) -> list[np.ndarray]:
+    """The product and its gradients, where `g` is that of the product."""
+    out = _jitted(fn)(*(np.asarray(v, np.float32) for v in (x, w, g)))
+    return [np.asarray(v).astype(np.float64) for v in out]
+
+
+@functools.lru_cache(maxsize=4)
+def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: Any, w: Any, g: Any) -> Any:
+        y, vjp = jax.vjp(fn, x, w)
+        return y, *vjp(g.astype(y.dtype))
+
+    return jax.jit(run)
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def worst_row(got: np.ndarray, want: np.ndarray) -> float:
+    return float((np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)).max())
+
+
+def operands(name: str, draw: int = 0) -> tuple[np.ndarray, ...]:
+    """An input, a weight, and the gradient of their product."""
+    return (
+        family(name, 3 * draw + 1, 256, 512),
+        family("normal", 3 * draw + 2, 512, 128),
+        family(name, 3 * draw + 3, 256, 128),
+    )
+
+
+def wanted(x: np.ndarray, w: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, ...]:
+    return x @ w, g @ w.T, x.T @ g
+
+
+def errors(fn: Callable[..., Any], name: str, draws: int) -> np.ndarray:
+    """Relative errors of the product and of its gradients, over many draws.
+
+    With heavy tails one element may be most of all draws taken together: the mean of theirs then.
+    """
+    off, norm = np.zeros((2, draws, 3))
+    for i in range(draws):
+        drawn = operands(name, i)
+        for k, (mine, exact) in enumerate(zip(all_three(fn, *drawn), wanted(*drawn), strict=True)):
+            off[i, k], norm[i, k] = np.sum((mine - exact) ** 2), np.sum(exact**2)
+    if name == "heavy tails":
+        return np.sqrt(off / norm).mean(0)
+    return np.sqrt(off.sum(0) / norm.sum(0))

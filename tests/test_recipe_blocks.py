@@ -1,0 +1,312 @@
+"""Products in blocks, against a quantiser of their own in NumPy, block by block."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from recipe_kit import (
+    FAMILIES,
+    all_three,
+    errors,
+    family,
+    operands,
+    product,
+    relative,
+    wanted,
+    worst_row,
+)
+
+import jaxmp
+from jaxmp._autocast.recipes.native import multiplies_blocks, multiplies_float8
+from jaxmp._autocast.recipes.product import Product
+from jaxmp.recipes import Recipe, deepseek, mxfp8
+
+BLOCKED = [deepseek(), mxfp8()]
+# Of activations and gradients; of weights: rows, and elements along what is summed.
+SIZES = {deepseek(): ((1, 128), (128, 128)), mxfp8(): ((1, 32), (1, 32))}
+B200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA B200", None, "gpu"))
+
+
+def in_blocks(x: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales of a matrix, in float64; its columns are summed."""
+    values, counts = np.zeros(x.shape), [-(-n // k) for n, k in zip(x.shape, size, strict=True)]
+    scales = np.zeros(counts)
+    for i, j in np.ndindex(*counts):
+        block = tuple(slice(k * n, (k + 1) * n) for k, n in zip((i, j), size, strict=True))
+        scales[i, j] = 2.0 ** np.ceil(np.log2(max(np.abs(x[block]).max() / 448, 2.0**-126)))
+        values[block] = (x[block] / scales[i, j]).astype(ml_dtypes.float8_e4m3fn)
+    return values, scales
+
+
+def read_back(x: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """A matrix as its blocks have it."""
+    values, scales = in_blocks(x, size)
+    scales = np.repeat(np.repeat(scales, size[0], 0), size[1], 1)
+    return values * scales[: x.shape[0], : x.shape[1]]
+
+
+@pytest.mark.parametrize("recipe", BLOCKED, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_values_and_scales(name: str, recipe: Recipe) -> None:
+    x, w = family(name, 0, 48, 208), family(name, 1, 208, 144)
+    made = Product(
+        dims=(((1,), (0,)), ((), ())),
+        ranks=(2, 2),
+        weight=1,
+        recipe=recipe,
+        dtype=np.dtype(np.float32),
+    )
+    for of, operand, matrix in ((0, x, x), (1, w, w.T)):
+        got = jax.jit(made.quantise, static_argnums=1)(operand.astype(np.float32), of)
+        values, scales = in_blocks(matrix, SIZES[recipe][of])
+        read = np.asarray(got.values).astype(np.float64)
+        np.testing.assert_array_equal(read, values.T if of else values)
+        scale = np.asarray(got.scale, np.float64)[0]
+        np.testing.assert_array_equal(2 ** (scale - 127) if recipe == mxfp8() else scale, scales)
+
+
+@pytest.mark.parametrize("recipe", BLOCKED, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_values_are_those_of_quantised_operands(name: str, recipe: Recipe) -> None:
+    """Three products of what the oracle reads back, where no size is a multiple of a block."""
+    x, w, g = family(name, 1, 80, 208), family(name, 2, 208, 144), family(name, 3, 80, 144)
+    thin, wide = SIZES[recipe]
+    qx, qw = read_back(x, thin), read_back(w.T, wide).T
+    want = (
+        qx @ qw,
+        read_back(g, thin) @ read_back(qw, wide).T,
+        read_back(qx.T, thin) @ read_back(g.T, thin).T,
+    )
+    for mine, exact in zip(
+        all_three(product(recipe, dtype=jnp.float32), x, w, g), want, strict=True
+    ):
+        np.testing.assert_allclose(mine, exact, rtol=1e-5, atol=1e-6 * np.abs(exact).max())
+    for mine, exact in zip(all_three(product(recipe), x, w, g), want, strict=True):
+        assert relative(mine, exact) < 2**-8.5
+
+
+# By family: y, dx, dw. With heavy tails those of a scale per tensor are under .033, which powers of
+# two do not reach: the largest element of a block rounds, too, and may be most of the sum.
+TABLE = {
+    "normal": (0.038, 0.038, 0.038),
+    "heavy tails": (0.040, 0.044, 0.048),
+    "outlier columns": (0.038, 0.038, 0.040),
+    "rows over seven decades": (0.0385, 0.0385, 0.039),
+}
+
+
+@pytest.mark.parametrize(
+    "recipe", [deepseek(), pytest.param(mxfp8(), marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_errors_are_at_or_under_the_table(name: str, recipe: Recipe) -> None:
+    draws = 1 if name == "normal" else 24
+    assert (errors(product(recipe), name, draws) <= TABLE[name]).all()
+
+
+@pytest.mark.parametrize("recipe", BLOCKED, ids=str)
+def test_no_row_is_lost(recipe: Recipe) -> None:
+    drawn = operands("rows over seven decades")
+    for mine, exact in zip(all_three(product(recipe), *drawn)[:2], wanted(*drawn)[:2], strict=True):
+        assert worst_row(mine, exact) < 0.05
+
+
+def whole(seed: int, *shape: int) -> Any:
+    """Whole numbers that 8 bits hold, whatever their scale."""
+    return np.random.default_rng(seed).integers(-3, 4, size=shape).astype(np.float64)
+
+
+@pytest.mark.parametrize("recipe", BLOCKED, ids=str)
+@pytest.mark.parametrize("weight", [0, 1])
+@pytest.mark.parametrize(
+    ("left", "right", "dims"),
+    [
+        ((16, 16), (16, 16), (((1,), (0,)), ((), ()))),
+        ((48, 144), (144, 272), (((1,), (0,)), ((), ()))),
+        ((144, 48), (272, 144), (((0,), (1,)), ((), ()))),
+        ((4, 6, 16, 3), (3, 8, 4, 16), (((2, 3), (3, 0)), ((0,), (2,)))),
+        ((4, 16, 3, 5), (3, 7, 16), (((2, 1), (0, 2)), ((), ()))),
+        ((2, 3, 8, 16), (2, 3, 16), (((3,), (2,)), ((0, 1), (0, 1)))),
+        ((3, 2, 8, 16), (5, 2, 16, 3), (((3,), (2,)), ((1, 0), (1, 3)))),
+        ((8, 130), (8, 130, 4), (((1,), (1,)), ((0,), (0,)))),
+        ((16,), (16,), (((0,), (0,)), ((), ()))),
+    ],
+)
+def test_any_axes_and_sizes(left: Any, right: Any, dims: Any, weight: int, recipe: Recipe) -> None:
+    x, w = whole(1, *left), whole(2, *right)
+
+    def blocked(x: Any, w: Any) -> Any:
+        return product(recipe, dims, jnp.float32, weight)(x, w)
+
+    def plain(x: Any, w: Any) -> Any:
+        return lax.dot_general(x, w, dims)
+
+    g = whole(3, *jax.eval_shape(plain, x, w).shape)
+    for mine, exact in zip(all_three(blocked, x, w, g), all_three(plain, x, w, g), strict=True):
+        np.testing.assert_array_equal(mine, exact)
+
+
+@pytest.mark.parametrize("recipe", BLOCKED, ids=str)
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e-36, 1e-40])
+def test_nothing_at_all_has_finite_gradients(value: float, recipe: Recipe) -> None:
+    x, w = np.full((16, 160), 1.0), np.full((160, 16), 1.0)
+    x[:, :128] = value  # of one row, some blocks
+    y, dx, dw = all_three(product(recipe, dtype=jnp.float32), x, w, np.full((16, 16), value))
+    np.testing.assert_array_equal(y, 32.0)
+    assert np.isfinite(dx).all()
+    assert np.isfinite(dw).all()
+    np.testing.assert_allclose(dx, 16 * value, rtol=0.07, atol=1e-36)
+
+
+@pytest.mark.parametrize("recipe", BLOCKED, ids=str)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_seen(value: float, recipe: Recipe) -> None:
+    ones = np.ones((160, 160))
+    bad = ones.copy()
+    bad[3, 5] = value
+    fn = product(recipe)
+    for place in range(3):
+        found = [
+            np.isfinite(v).all()
+            for v in all_three(fn, *(bad if k == place else ones for k in range(3)))
+        ]
+        reads = [place != 2, place != 0, place != 1]  # y reads x and w; dx g and w; dw x and g
+        assert found == [not read for read in reads]
+
+
+@pytest.mark.parametrize("recipe", BLOCKED, ids=str)
+def test_float16_does_not_overflow_before_it_is_added_up(recipe: Recipe) -> None:
+    x = np.full((16, 64), 2.0**12)
+    x[:, 32:] *= -1
+    y, _, dw = all_three(
+        product(recipe, dtype=jnp.float16), x, np.full((64, 16), 2.0), np.ones((16, 16))
+    )
+    np.testing.assert_array_equal(y, 0.0)
+    np.testing.assert_array_equal(np.abs(dw), np.inf)  # 2^16, which float16 does not have
+
+
+@pytest.mark.parametrize("recipe", BLOCKED, ids=str)
+def test_the_backward_pass_keeps_8_bits_and_scales_only(recipe: Recipe) -> None:
+    x, w = jnp.ones((32, 256)), jnp.ones((256, 128))
+    _, vjp = jax.vjp(product(recipe), x, w)
+    kept = sorted((str(a.dtype), a.shape) for a in jax.tree.leaves(vjp) if a.size > 1)
+    scales = {
+        deepseek(): [("float32", (1, 1, 2)), ("float32", (1, 32, 2))],
+        mxfp8(): [("uint8", (1, 128, 8)), ("uint8", (1, 32, 8))],
+    }
+    eights = [("uint8", (32, 256)), ("uint8", (256, 128))]
+    assert kept == sorted(eights + scales[recipe])
+
+
+def test_other_formats_backward() -> None:
+    """In 16 bits the gradients are plain; where only they are in 8 bits, so are the operands."""
+    x, w, g = operands("normal")
+    exact = wanted(x, w, g)
+    for text, most in (("e4m3/bf16/e4m3@block", 1), ("bf16/e4m3/e4m3@mx", 0)):
+        got = all_three(product(jaxmp.recipes.parse_recipe(text)), x, w, g)
+        for k, (mine, want) in enumerate(zip(got, exact, strict=True)):
+            assert (relative(mine, want) < 0.004) == (k == most)
+
+
+def in_loops(recipe: Recipe) -> dict[str, tuple[Any, Any]]:
+    """What is computed at once, and one by one."""
+    r = np.random.default_rng(0)
+    x = jnp.asarray(r.normal(size=(3, 16, 48)), jnp.float32)
+    w = jnp.asarray(r.normal(size=(3, 48, 48)) / 7, jnp.float32)
+    multiply = product(recipe, dtype=jnp.float32)
+
+    def loss(fn: Any) -> Any:
+        return jax.value_and_grad(lambda x, w: jnp.sum(fn(x, w) ** 2), (0, 1))
+
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(multiply(x, w))
+
+    def scanned(x: Any, w: Any) -> Any:
+        return lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
+
+    def unrolled(x: Any, w: Any) -> Any:
+        for i in range(3):
+            x = layer(x, w[i])
+        return x
+
+    def run(x: Any, w: Any) -> Any:
+        stacked = functools.partial(jax.tree.map, lambda *v: jnp.stack(v))
+        once = loss(layer)
+        return {
+            "vmap": (jax.vmap(once)(x, w), stacked(*map(once, x, w))),
+            "vmap of one": (
+                jax.vmap(once, (0, None))(x, w[0]),
+                stacked(*(once(x[i], w[0]) for i in range(3))),
+            ),
+            "remat": (loss(jax.checkpoint(layer))(x[0], w[0]), once(x[0], w[0])),
+            "scan": (loss(scanned)(x[0], w), loss(unrolled)(x[0], w)),
+        }
+
+    return jax.jit(run)(x, w)
+
+
+@pytest.mark.parametrize("recipe", BLOCKED, ids=str)
+def test_it_composes(recipe: Recipe) -> None:
+    for name, (got, want) in in_loops(recipe).items():
+        for mine, exact in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(mine, exact, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_one_copy_for_all_readers() -> None:
+    def model(w: Any, ids: Any) -> Any:
+        x = w["table"][ids]
+        q, k, v = (x @ w[name] for name in "qkv")
+        return (q * k * v) @ x.T
+
+    w = {name: jnp.ones((32, 32)) for name in ("table", *"qkv")}
+    for recipe in BLOCKED:
+        policy = jaxmp.get_policy(f"mixed_bfloat16,matmul={recipe}")
+        text = str(jax.make_jaxpr(jaxmp.autocast(model, policy))(w, jnp.arange(16)))
+        assert text.count("reduce_max") == 4  # of x once, and of each weight
+
+
+def kinds(*names: str) -> list[AbstractDevice]:
+    platforms = {"TPU": "tpu", "cpu": "cpu"}
+    return [AbstractDevice(n, None, platforms.get(n[:3], "gpu")) for n in names]
+
+
+def test_where_blocks_and_float8_are_multiplied() -> None:
+    for device in kinds("NVIDIA B200"):
+        assert multiplies_blocks(device)
+        assert multiplies_float8(device)
+    for device in kinds("NVIDIA H100 80GB HBM3", "NVIDIA L4", "TPU7x"):
+        assert not multiplies_blocks(device)
+        assert multiplies_float8(device)
+    for device in kinds("NVIDIA A100-SXM4-80GB", "Tesla T4", "TPU v5 lite", "cpu", "AMD MI300X"):
+        assert not multiplies_blocks(device)
+        assert not multiplies_float8(device)
+    assert not multiplies_blocks()  # the device at hand, which tests run on
+
+
+def test_traced_for_a_gpu_that_multiplies_blocks_it_asks_for_that() -> None:
+    x, w, g = (np.asarray(v, np.float32) for v in operands("normal"))
+
+    def step(x: Any, w: Any, g: Any) -> Any:
+        y, vjp = jax.vjp(product(mxfp8()), x, w)
+        return y, *vjp(g.astype(y.dtype))
+
+    here = jax.jit(step)(x, w, g)
+    assert "scaled_matmul" not in str(jax.make_jaxpr(step)(x, w, g))
+    with use_abstract_mesh(B200):
+        assert str(jax.make_jaxpr(step)(x, w, g)).count("scaled_matmul_wrapper") == 3
+        there = jax.jit(step)(x, w, g)  # and runs here as it did
+    for mine, exact in zip(there, here, strict=True):
+        np.testing.assert_array_equal(mine, exact)
+
+
+def test_traced_for_a_gpu_that_multiplies_blocks_it_composes() -> None:
+    with use_abstract_mesh(B200):
+        test_it_composes(mxfp8())
