@@ -10,9 +10,9 @@ from jaxmp._speed.estimate import estimate, keys_of
 from jaxmp.recipes import Recipe, parse_recipe
 
 # A recipe is said to pay at so much of the time in 16 bits. On GPUs estimates are within 7 % of
-# what is published for layers that keep a chip busy (`benchmarks/when_it_pays.py`); on TPUs they are up
-# to 14 % below what XLA estimates of whole layers (`benchmarks/product_cycles.py`). Less of a gain
-# may be none.
+# what is published for layers that keep a chip busy (`benchmarks/when_it_pays.py`); on TPUs they
+# are up to 14 % below what XLA estimates of whole layers (`benchmarks/product_cycles.py`). Less of
+# a gain may be none.
 WORTH = {"gpu": 0.95, "tpu": 0.85}
 _BLOCKS = {"mx": "32", "block": "1 x 128"}
 
