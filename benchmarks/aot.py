@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from jax.extend import core as jex_core
 
 from jaxmp._audit.target import parse_target
 from jaxmp._preflight.aot_worker import topology_devices
+from jaxmp._preflight.hlo import read_hlo
 
 TARGETS = ("tpu-v5e", "gpu-h100")
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -46,9 +46,7 @@ class Compiled:
 
 
 def target_device(target: str) -> Any:
-    """One described (not present) device of `target`."""
-    if target not in TARGETS:
-        raise ValueError(f"target_device: unknown target {target!r}; there are {TARGETS}.")
+    """One described (not present) device of `target`, any chip that `preflight` takes."""
     chip = parse_target(target)
     job = {"platform": chip.platform, "topology": chip.topology, "config": chip.config}
     return topology_devices(job)[0]
@@ -67,20 +65,40 @@ def compile_for(
     options: dict[str, Any] | None = None,
 ) -> Compiled:
     """Compiles `fn` of `ShapeDtypeStruct`s for one device of `target`, with compiler options."""
-    sharding = jax.sharding.SingleDeviceSharding(target_device(target))
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    platform = "tpu" if target.startswith("tpu") else "cuda"
-    traced = jax.jit(fn, donate_argnums=donate).trace(*args)
-    compiled = traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
+    compiled = compile_on(target, fn, args, donate, options)
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis()
-    cycles = re.findall(r'"estimated_cycles":"(\d+)"', compiled.as_text())
+    cycles = read_hlo(compiled.as_text()).cycles
     return Compiled(
         gb_accessed=cost["bytes accessed"] / 1e9 if cost else None,
         temp_mib=memory.temp_size_in_bytes / 2**20,
         peak_mib=memory.peak_memory_in_bytes / 2**20,
-        mcycles=sum(map(int, cycles)) / 1e6 if cycles else None,
+        mcycles=cycles / 1e6 if cycles else None,
     )
+
+
+def hlo_for(
+    target: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any] | None = None,
+) -> str:
+    """The optimised program of `fn` of `ShapeDtypeStruct`s, compiled for one device of `target`."""
+    return compile_on(target, fn, args, (), options).as_text()
+
+
+def compile_on(
+    target: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    donate: tuple[int, ...],
+    options: dict[str, Any] | None,
+) -> Any:
+    sharding = jax.sharding.SingleDeviceSharding(target_device(target))
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    platform = "tpu" if target.startswith("tpu") else "cuda"
+    traced = jax.jit(fn, donate_argnums=donate).trace(*args)
+    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
 
 
 def residual_mib(loss_fn: Callable[..., Any], params: Any, *rest: Any) -> float:
@@ -89,12 +107,20 @@ def residual_mib(loss_fn: Callable[..., Any], params: Any, *rest: Any) -> float:
     These are the leaves of the function that `jax.vjp` returns, without those that are parameters
     themselves: a float32 weight is there anyway, a 16-bit copy of it is not.
     """
+    return sum(residuals_by_dtype(loss_fn, params, *rest).values())
+
+
+def residuals_by_dtype(loss_fn: Callable[..., Any], params: Any, *rest: Any) -> Counter[str]:
+    """The same by dtype."""
     closed = jax.make_jaxpr(
         lambda params, *rest: jax.vjp(lambda p: loss_fn(p, *rest), params, has_aux=True)[1]
     )(params, *rest)
     here_anyway = {id(v) for v in closed.jaxpr.invars[: len(jax.tree.leaves(params))]}
     saved = {id(v): v.aval for v in closed.jaxpr.outvars if id(v) not in here_anyway}
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in saved.values()) / 2**20
+    sizes: Counter[str] = Counter()
+    for aval in saved.values():
+        sizes[str(aval.dtype)] += math.prod(aval.shape) * aval.dtype.itemsize / 2**20
+    return sizes
 
 
 def contraction_counts(fn: Callable[..., Any], *args: Any) -> Counter[str]:

@@ -18,6 +18,7 @@ import jax
 
 from jaxmp._audit.audit import audit
 from jaxmp._audit.report import FAULTS, KINDS
+from jaxmp._preflight.pays_table import when_it_pays
 from jaxmp._preflight.preflight import CompilerMissingError, preflight
 from jaxmp.devices import describe
 from jaxmp.dtypes import did_you_mean
@@ -68,7 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_audit)
 
     command = commands.add_parser("preflight", help="memory and traffic on hardware not there")
-    _add_function(command)
+    _add_function(command, nargs="?")
+    command.add_argument(
+        "--table", action="store_true", help="print instead for which layers 8 bits pay on it"
+    )
     command.add_argument("--target", default="tpu-v5e", help="default: %(default)s")
     command.add_argument("--policy", action="append", help="repeatable; default: as written")
     command.add_argument(
@@ -94,8 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_function(command: argparse.ArgumentParser) -> None:
-    command.add_argument("function", metavar="module:function", help=_TAKES)
+def _add_function(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    command.add_argument("function", metavar="module:function", help=_TAKES, nargs=nargs)
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -107,6 +111,12 @@ def _audit(args: argparse.Namespace) -> int:
 
 
 def _preflight(args: argparse.Namespace) -> int:
+    if args.table == bool(args.function):
+        raise ValueError(f"preflight takes either --table or module:function, {_TAKES}")
+    if args.table:
+        table = when_it_pays(args.target)
+        print(json.dumps(table.to_dict()) if args.json else table)
+        return 0
     fn, arguments = _load(args.function)
     with _progress() as progress:
         report = preflight(

@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 
 __all__ = [
     "DTYPE_NAMES",
+    "compute_capability",
+    "default_device",
     "did_you_mean",
     "dtype_name",
     "half_dtype",
@@ -158,10 +160,10 @@ def half_dtype(device: Any = None) -> Any:
       >>> half_dtype(jax.local_devices(backend="cpu")[0]).__name__
       'bfloat16'
     """
-    device = _default_device() if device is None else device
+    device = default_device() if device is None else device
     if device.platform in ("cpu", "tpu"):
         return jnp.bfloat16
-    capability = _compute_capability(device)
+    capability = compute_capability(device)
     native = capability is not None and capability >= _BFLOAT16_COMPUTE_CAPABILITY
     return jnp.bfloat16 if native else jnp.float16
 
@@ -180,19 +182,29 @@ def multiplies_natively(dtype: DTypeLike, device: Any = None) -> bool:
       >>> multiplies_natively("float16", jax.local_devices(backend="cpu")[0])
       True
     """
-    device = _default_device() if device is None else device
+    device = default_device() if device is None else device
     if parse_dtype(dtype, "multiplies_natively: dtype") == jnp.float16:
         return bool(device.platform != "tpu")
     return half_dtype(device) is jnp.bfloat16
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
+    """The device that `jax.default_device` names, else the first local one.
+
+    Example:
+      >>> default_device() in jax.local_devices()
+      True
+    """
     default = getattr(jax.config, "jax_default_device", None)
     return default if isinstance(default, jax.Device) else jax.local_devices()[0]
 
 
-def _compute_capability(device: Any) -> tuple[int, int] | None:
-    """The device's CUDA compute capability; None where it has none ("gfx90a", other platforms)."""
+def compute_capability(device: Any) -> tuple[int, int] | None:
+    """The device's CUDA compute capability; None where it has none ("gfx90a", other platforms).
+
+    Example:
+      >>> compute_capability(jax.local_devices(backend="cpu")[0])
+    """
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     if not (major.isdecimal() and minor.isdecimal()):
         return None

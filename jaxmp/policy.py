@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxmp.dtypes import dtype_name, parse_dtype, short_dtype_name
 from jaxmp.policy_string import OP_CLASSES, policy_fields
-from jaxmp.recipes import FORMATS, Recipe, parse_recipe
+from jaxmp.recipes import FORMATS, Recipe, parse_matmul
 from jaxmp.tree import cast_floating
 
 __all__ = ["Policy", "PolicyMap", "get_policy"]
@@ -49,7 +49,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         largest finite value, so that the step is made with a result that may be wrong. (Literals
         and masks, such as an attention mask's -1e9, are clipped either way.)
       matmul: In which format each of a layer's three products multiplies: a recipe, such as
-        `jaxmp.float8()`, or its string, such as "float8"; None for the compute dtype.
+        `jaxmp.float8()`, or its string, such as "float8"; None for the compute dtype. "auto" is the
+        recipe that the chip at hand multiplies fast, for the layers for which it is estimated to
+        pay; "auto@gpu-h100" decides for another chip. `jaxmp.explain` says what it took, and why.
       ops: Overrides of how `jaxmp.autocast` treats single primitives: a mapping from a primitive,
         or the name of one, to one of the classes in `jaxmp.policy_string.OP_CLASSES`. Kept
         as a sorted tuple of (primitive name, class) pairs.
@@ -331,19 +333,26 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
     return Policy(dtype, dtype, dtype)
 
 
-def _read_recipe(matmul: Any) -> Recipe | None:
+def _read_recipe(matmul: Any) -> Recipe | str | None:
     if matmul is None or isinstance(matmul, Recipe):
         return matmul
     if isinstance(matmul, str):
-        return parse_recipe(matmul)
+        return parse_matmul(matmul)
     raise TypeError(
-        "Policy: matmul takes a recipe, such as jaxmp.float8(), its string, or None; got "
+        "Policy: matmul takes a recipe, such as jaxmp.float8(), its string, 'auto', or None; got "
         f"{matmul!r} of type {type(matmul).__name__!r}."
     )
 
 
-def _check_recipe(recipe: Recipe | None, compute: str) -> None:
+def _check_recipe(recipe: Recipe | str | None, compute: str) -> None:
     """Refuses formats that do not go with the dtype of what is multiplied."""
+    if isinstance(recipe, str):
+        if compute not in ("bfloat16", "float16"):
+            raise ValueError(
+                f"Policy: matmul={recipe!r} multiplies in 8 bits, and needs a compute_dtype of 16 "
+                f"bits; got {compute}. Say compute_dtype='bfloat16'."
+            )
+        return
     for field, short in recipe.formats.items() if recipe else ():
         fmt = FORMATS[short]
         if fmt.scaled and compute not in ("bfloat16", "float16"):

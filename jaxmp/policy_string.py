@@ -18,7 +18,7 @@ from jaxmp.dtypes import (
     parse_dtype,
     plain_name,
 )
-from jaxmp.recipes import Recipe, parse_recipe
+from jaxmp.recipes import Recipe, parse_matmul, parse_recipe
 
 # What `Policy.ops` may say about a primitive; `jaxmp.autocast` says what each one means.
 OP_CLASSES: Final = ("low", "full", "follow", "transparent", "own")
@@ -166,9 +166,9 @@ def _read_settings(pieces: Iterable[_Piece], spec: str) -> dict[str, Any]:
     return settings
 
 
-def _read_recipe(value: _Piece, spec: str) -> Recipe:
+def _read_recipe(value: _Piece, spec: str) -> Recipe | str:
     try:
-        return parse_recipe(value.text)
+        return parse_matmul(value.text)
     except ValueError as error:
         raise _malformed(spec, value.start, str(error)) from None
 

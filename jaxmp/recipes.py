@@ -12,16 +12,20 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from jaxmp.devices import chips
 from jaxmp.dtypes import did_you_mean, plain_name
 
 __all__ = [
+    "AUTO",
     "FORMATS",
     "Format",
     "Recipe",
+    "auto_chip",
     "deepseek",
     "float8",
     "int8",
     "mxfp8",
+    "parse_matmul",
     "parse_recipe",
     "products",
 ]
@@ -294,3 +298,42 @@ def parse_recipe(text: str) -> Recipe:
             f"{', '.join(_NAMED)}, and 'e4m3:e5m2:e5m2@row' spells one out"
         )
     return products(*parts, granularity=granularity or "tensor")
+
+
+# What a policy's `matmul` may be instead of a recipe: the one that the chip multiplies fast.
+AUTO: Final = "auto"
+
+
+def parse_matmul(text: str) -> Recipe | str:
+    """What a string says of a policy's `matmul`: a recipe, or ``auto``, which is kept as it is.
+
+    ``auto`` is the recipe that the chip at hand multiplies fast, for each layer for which it is
+    estimated to be faster; ``auto@gpu-h100`` decides for another chip.
+
+    Raises:
+      ValueError: if it is neither, or names no chip.
+
+    Example:
+      >>> parse_matmul("auto@tpu-v5e"), str(parse_matmul("float8"))
+      ('auto@tpu-v5e', 'float8')
+    """
+    name, _, chip = text.strip().partition("@")
+    if plain_name(name) != AUTO:
+        return parse_recipe(text)
+    known = chips()
+    if chip and chip not in known:
+        raise ValueError(
+            f"products: {text!r} names no chip{did_you_mean(chip, known)}; the chips are "
+            f"{', '.join(known)}"
+        )
+    return f"{AUTO}@{chip}" if chip else AUTO
+
+
+def auto_chip(matmul: str) -> str:
+    """The chip that ``auto`` decides for; empty for the one at hand.
+
+    Example:
+      >>> auto_chip("auto@tpu-v5e"), auto_chip("auto")
+      ('tpu-v5e', '')
+    """
+    return matmul.partition("@")[2]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +12,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._preflight.hlo import read_hlo
+from jaxmp._preflight.eight_bits import MOST, lines_of_8_bits, share_of_8_bits
+from jaxmp._preflight.hlo import Multiplied, read_hlo
+from jaxmp._preflight.hlo_places import Place
 
 
 def test_a_collective_of_many_arrays_is_counted():
@@ -86,3 +91,143 @@ custom-call(%a), custom_call_target="__cublas$lt$matmul"
     program = read_hlo(text)
     assert program.contractions == {"bfloat16": 2}
     assert program.library_calls == {"__cublas$lt$matmul": 1}
+
+
+EIGHT_BITS = """
+HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "/home/someone/train.py"
+2 "LIBRARY/flax/linen/linear.py"
+
+FunctionNames
+1 "Model.__call__"
+2 "Dense.__call__"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=42 end_line=42 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=2 line=287 end_line=292 column=8 end_column=5}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+ENTRY %main (a: f8e4m3fn[64,32], b: f8e5m2[32,16], c: bf16[64,32]) -> bf16[64,16] {
+  %a = f8e4m3fn[64,32]{1,0} parameter(0)
+  %b = f8e5m2[32,16]{1,0} parameter(1)
+  %c = bf16[64,32]{1,0} parameter(2)
+  %one = f32[] constant(1)
+  %y = (bf16[64,16]{1,0}, s8[1024]{0}) custom-call(%a, %b, %one, %one), \
+custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="jit(c)/call_exported/jit(f)\
+/transpose(jvp(Model))/Block_3/up/dot_general" stack_frame_id=2}
+  %dx = (bf16[64,16]{1,0}, u8[0]{0}) custom-call(%a, %a, %one, %one), \
+custom_call_target="__cudnn$blockScaledDot", \
+metadata={op_name="jit(f)/jvp(Model)/Block_4/up/jvp(jit(_scaled_matmul))/x"}
+  %z = s32[64,64]{1,0} dot(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  ROOT %w = f32[64,64]{1,0} dot(%c, %a), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+""".replace("LIBRARY", str(Path(jax.__file__).parents[1]))
+
+
+def test_products_in_8_bits_are_told_one_by_one():
+    program = read_hlo(EIGHT_BITS)
+    backward, block, unknown, mixed = program.products
+    assert backward == Multiplied(
+        "__cublas$lt$matmul$f8",
+        "float8_e4m3fn*float8_e5m2",
+        ("float8_e4m3fn[64,32]", "float8_e5m2[32,16]"),
+        "bfloat16[64,16]",
+        Place("Model/Block_3/up", "train.py:42", backward=True),
+    )
+    assert (block.op, block.dtype) == ("__cudnn$blockScaledDot", "float8_e4m3fn")
+    assert block.place == Place("Model/Block_4/up", "", backward=False)
+    assert mixed.dtype == "bfloat16*float8_e4m3fn"
+    assert not unknown.dtype
+    assert program.products_in_8_bits == (backward, block)
+    assert share_of_8_bits(program) == "2 of 4"
+
+
+def test_layers_that_differ_in_a_number_are_one_line():
+    call = EIGHT_BITS.splitlines()[25]
+    assert "blockScaledDot" in call
+    text = EIGHT_BITS.replace(call, f"{call}\n{call.replace('Block_4', 'Block_5')}")
+    lines = list(lines_of_8_bits(read_hlo(text)))
+    blocks, tensor, left = lines
+    assert blocks == (
+        "  2 x __cudnn$blockScaledDot float8_e4m3fn[64,32] x float8_e4m3fn[64,32] -> "
+        "bfloat16[64,16]: Model/Block_*/up forward"
+    )
+    assert tensor == (
+        "  1 x __cublas$lt$matmul$f8 float8_e4m3fn[64,32] x float8_e5m2[32,16] -> "
+        "bfloat16[64,16]: train.py:42 Model/Block_*/up backward"
+    )
+    assert left == "  not in 8 bits: 1 of an unknown dtype, 1 bfloat16*float8_e4m3fn"
+
+
+def test_more_kinds_than_are_printed_are_counted():
+    product = read_hlo(EIGHT_BITS).products[0]
+    kinds = [product._replace(result=f"bfloat16[{n},{n}]") for n in range(MOST + 3)]
+    program = read_hlo("")._replace(products=tuple(kinds))
+    lines = list(lines_of_8_bits(program))
+    assert len(lines) == MOST + 1
+    assert lines[-1] == "  and 3 kinds more"
+
+
+@pytest.mark.parametrize("unknown", [2**63 - 1, 2**64 - 1])
+def test_cycles_that_the_compiler_does_not_know_are_not_summed(unknown):
+    line = '  %x.{} = f32[8]{{0}} copy(%a), backend_config={{"estimated_cycles":"{}"}}\n'
+    text = "".join(line.format(i, n) for i, n in enumerate((1200, unknown, 34)))
+    program = read_hlo(text)
+    assert (program.cycles, program.unknown_cycles) == (1234, 1)
+    program = read_hlo(line.format(0, unknown))
+    assert (program.cycles, program.unknown_cycles) == (None, 1)
+    assert read_hlo("").unknown_cycles == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "size"),
+    [
+        ("f8e4m3fn", "float8_e4m3fn", 64),
+        ("f8e5m2", "float8_e5m2", 64),
+        ("f8e8m0fnu", "float8_e8m0fnu", 64),
+        ("s8", "int8", 64),
+        ("u8", "uint8", 64),
+        ("f4e2m1fn", "float4_e2m1fn", 32),
+        ("bf16", "bfloat16", 128),
+    ],
+)
+def test_collectives_in_8_bits_and_less(dtype, name, size):
+    for shape, op in (
+        (f"{dtype}[8,8]{{1,0}}", "all-gather"),
+        (f"({dtype}[2,8]{{1,0}}, {dtype}[8,8]{{1,0:T(8,128)(4,1)}})", "all-gather-start"),
+    ):
+        text = f"  %x.1 = {shape} {op}(%a), channel_id=1"
+        assert read_hlo(text).collectives == {("all-gather", name): (1, size)}
+
+
+def test_a_collective_that_several_fusions_repeat_is_one():
+    """As on TPUs, where one is overlapped with several products: its channel tells it."""
+    line = "  %x.{} = s8[8,8]{{1,0}} all-gather(%a), channel_id={}, dimensions={{0}}\n"
+    text = "".join(line.format(i, channel) for i, channel in enumerate((9, 9, 9, 11)))
+    text += "  %y = s8[8]{0} all-reduce(%a), channel_id=9\n"
+    text += 2 * "  %z = s8[8]{0} all-reduce(%a), replica_groups={}\n"
+    assert read_hlo(text).collectives == {
+        ("all-gather", "int8"): (2, 128),
+        ("all-reduce", "int8"): (3, 24),
+    }
+
+
+def test_where_a_product_compiled_here_was_written():
+    @jax.jit
+    @jax.grad
+    def program(x):
+        with jax.named_scope("layer"):
+            y = jnp.tanh(x) @ x  # the line in question
+        return y.sum()
+
+    places = [
+        p.place for p in read_hlo(program.lower(jnp.ones((32, 32))).compile().as_text()).products
+    ]
+    line = inspect.getsourcelines(program)[1] + 4
+    assert places
+    assert {(p.path, p.source) for p in places} == {("layer", f"test_hlo.py:{line}")}

@@ -26,6 +26,7 @@ LAYERS = [
     "dtypes",
     "tree",
     "recipes",
+    "_speed",
     "policy_string",
     "policy",
     "policies",

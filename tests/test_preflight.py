@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import math
 import subprocess
 import sys
 
+import flax.linen as nn
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -346,6 +348,93 @@ def test_what_a_chip_does_not_multiply_is_reported_as_emulated():
     h100 = jaxmp.preflight(fp8, low, low, target="gpu-h100")
     assert h100.emulated("as written").keys() == {"float8_e5m2"}
     assert "float8_e5m2 is emulated: its operands are widened" in str(h100)
+
+
+class Layers(nn.Module):
+    """Two layers, of which a recipe takes the first: nothing multiplies what the second returns."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(512, use_bias=False)(jnp.tanh(nn.Dense(512, use_bias=False)(x)))
+
+
+def layers(policy, sharding=None):
+    """The gradient of a loss under a policy, and its arguments."""
+    model = jaxmp.wrap(Layers(), policy)
+    x = shape(1024, 512, sharding=sharding)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    variables = jax.tree.map(lambda v: shape(*v.shape, sharding=sharding), variables)
+
+    def loss(variables, x):
+        return jnp.mean(model.apply(variables, x) ** 2)
+
+    return jax.grad(loss, argnums=(0, 1)), variables, x
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_8_bits_on_chips_that_have_them_and_that_have_not():
+    """A layer under a recipe: library calls in 8 bits, or 16 bits and a warning."""
+    h100 = jaxmp.preflight(*layers("mixed_float8"), target="gpu-h100")
+    program = h100["as written"].program
+    assert program.library_calls["__cublas$lt$matmul$f8"] == 3
+    assert [p.place.backward for p in program.products_in_8_bits].count(True) == 2
+    assert {p.place.path for p in program.products_in_8_bits} == {"Layers/Dense_1"}  # made second
+    line = inspect.getsourcelines(Layers)[1] + 5
+    assert {p.place.source for p in program.products} == {f"test_preflight.py:{line}"}
+    assert "as written, products in 8 bits" in str(h100)
+    int8 = jaxmp.preflight(*layers("mixed_bfloat16,matmul=int8"), target="gpu-h100")
+    assert {p.dtype for p in int8["as written"].program.products_in_8_bits} == {"int8"}
+    a100 = jaxmp.preflight(*layers("mixed_float8"), target="gpu-a100")
+    assert not a100["as written"].program.products_in_8_bits
+    assert a100.emulated("as written").keys() == {"float8_e4m3fn"}
+    assert json.loads(json.dumps(a100.to_dict()))["policies"][0]["program"]["products"]
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_a_recipe_that_is_emulated_is_warned_of_once():
+    report = jaxmp.preflight(loss, *arguments(), target="gpu-a100", policies=["mixed_float8"])
+    said = "float8 is emulated: gpu-a100 does not multiply float8_e4m3fn: it is widened to 16 bits"
+    assert report["mixed_float8"].warned.startswith(said)
+    assert str(report).count("is emulated") == 1
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_a_b200_multiplies_blocks():
+    """It takes cuDNN's version in the description of the GPU, beside that of the whole target."""
+    config = jax.nn.get_scaled_dot_general_config("mxfp8")
+
+    def product(x, w):
+        return jax.nn.scaled_dot_general(
+            x,
+            w,
+            (((2,), (1,)), ((0,), (0,))),
+            preferred_element_type=BF16,
+            configs=[config] * 3,
+        )
+
+    def step(x, w, g):
+        y, vjp = jax.vjp(product, x, w)
+        return y, vjp(g)
+
+    shapes = ((1, 256, 512), (1, 512, 128), (1, 256, 128))
+    report = jaxmp.preflight(step, *(shape(*s, dtype=BF16) for s in shapes), target="gpu-b200")
+    program = report["as written"].program
+    assert program.library_calls == {"__cudnn$blockScaledDot": 3}
+    assert len(program.products_in_8_bits) == 3
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_weights_are_gathered_in_8_bits():
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, P("data"))
+
+    report = jaxmp.preflight(*layers("mixed_float8", sharding=split), target="gpu-h100:8")
+    moved = report["as written"].program.collectives
+    assert moved["all-gather", "float8_e4m3fn"] == (1, 512**2)
 
 
 @needs_gpu_compiler

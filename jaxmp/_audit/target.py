@@ -137,6 +137,7 @@ def _gpu_config(chip: dict[str, Any]) -> str:
   runtime_version: "13.0.0"
   driver_version: "13.0.0"
   compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
 }}
 platform_name: "CUDA"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast.auto import chosen, verdict
 from jaxmp._autocast.demand import NOTHING, PRODUCT
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.plan import DType, Value
@@ -29,12 +30,14 @@ class Verdict(NamedTuple):
     Attributes:
       product: how the recipe multiplies it; None if it does not.
       why_not: why it does not; else empty.
-      intended: whether that is as it should be: it is no layer, or the last one.
+      intended: whether that is as it should be: it is no layer, or the last one, or `auto` decided.
+      why: of a recipe that `auto` took, why it does.
     """
 
     product: Contraction | None
     why_not: str = ""
     intended: bool = False
+    why: str = ""
 
 
 def by_recipe(
@@ -52,22 +55,32 @@ def by_recipe(
       values: how its operands are kept.
       low: the dtype of its result, None being float32.
     """
-    recipe = frame.rules.policy.matmul
+    choice = chosen(frame.rules.policy.matmul)
+    recipe = choice.recipe
+    if recipe is None:
+        return Verdict(None, choice.why, intended=True)
     refused = _refused(eqn, values, recipe.granularity) or (
         recipe.quantises and _no_layer(frame, eqn, values)
     )
     if refused:
         return refused
     left, _ = (v is not None and v.weight for v in values[:2])
+    why = ""
+    if choice.chip is not None and not _is_ragged(eqn):
+        n_in, *free = _sizes(eqn)
+        takes, why = verdict(choice, free[left], n_in, free[not left])
+        if not takes:
+            return Verdict(None, why, intended=True)
     common: dict[str, Any] = {
         "recipe": recipe,
         "dtype": low or FLOAT32,
         "name": f"{module_path(eqn) or 'the product'} at {user_line(eqn) or 'an unknown line'}",
     }
     if _is_ragged(eqn):
-        return Verdict(RaggedProduct(weight=1, **common))
+        return Verdict(RaggedProduct(weight=1, **common), why=choice.why)
     ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))
-    return Verdict(Product(dims=product_axes(eqn), ranks=ranks, weight=int(not left), **common))
+    product = Product(dims=product_axes(eqn), ranks=ranks, weight=int(not left), **common)
+    return Verdict(product, why=why)
 
 
 def _is_ragged(eqn: JaxprEqn) -> bool:

@@ -102,7 +102,8 @@ class Explanation:
             more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             lines.append(f"  float32: {first}{more}: {reason}")
         recipe = get_policy(self.policy).matmul if self.policy else None
-        if (recipe and recipe.quantises) or any(p.quantised for p in self.quantised().products):
+        asked = recipe is not None and (isinstance(recipe, str) or recipe.quantises)
+        if asked or any(p.quantised for p in self.quantised().products):
             lines.append(self.quantised().summary())
         unknown = sorted({row.op for row in self.rows if row.reason.startswith("not classified")})
         if unknown:

@@ -17,6 +17,7 @@ from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32, author_keeps
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.source import user_line
+from jaxmp.recipes import Recipe
 
 
 def warn_unseen(plan: Plan, known: set[str]) -> None:
@@ -58,7 +59,7 @@ def warn_unquantised(plan: Plan, known: set[str]) -> None:
       known: what was said already; what is said now is added.
     """
     recipe = plan.rules.policy.matmul
-    if recipe is None or not recipe.quantises:
+    if not isinstance(recipe, Recipe) or not recipe.quantises:
         return
     done, missed, why = 0, 0, Counter[str]()
     for visit in plan.walk():

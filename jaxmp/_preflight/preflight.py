@@ -23,7 +23,9 @@ from jaxmp._preflight.batch_arguments import batch_of, with_batch
 from jaxmp._preflight.batch_search import Probe, search_batch
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
+from jaxmp._speed import chip_named, warning
 from jaxmp.policy import Policy, single_policy
+from jaxmp.recipes import AUTO, Recipe
 
 _PYTHON: tuple[int, ...] = sys.version_info[:2]
 _GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_plugins.xla_cuda13")
@@ -98,16 +100,19 @@ def preflight(
             f"preflight: donate_argnums={donated}, but the function has {len(args)} arguments here."
         )
     start, unit = batch_of(args, batch) if max_batch else (0, 0)
-    named = [_named(policy) for policy in policies]
+    named = [(label, _for_target(policy, resolved)) for label, policy in map(_named, policies)]
     programs = [fn if policy is None else autocast(fn, policy) for _, policy in named]
     labels = [label for label, _ in named]
     _check_compiler(resolved)
     results = [
         dataclasses.replace(
-            result, policy=label, requested=audit(program, *args).contraction_flops()
+            result,
+            policy=label,
+            requested=audit(program, *args).contraction_flops(),
+            warned=_warned(policy, resolved),
         )
-        for label, program, result in zip(
-            labels,
+        for (label, policy), program, result in zip(
+            named,
             programs,
             compile_ahead(resolved, programs, args, donated, labels, progress),
             strict=True,
@@ -145,6 +150,19 @@ def _named(policy: Any) -> tuple[str, Policy | None]:
         return AS_WRITTEN, None
     resolved = single_policy("preflight", policy)
     return (policy if isinstance(policy, str) else str(resolved)), resolved
+
+
+def _warned(policy: Policy | None, target: Target) -> str:
+    """What to warn of a policy's recipe on a target."""
+    recipe = policy.matmul if policy is not None else None
+    return warning(recipe, chip_named(target.name)) if isinstance(recipe, Recipe) else ""
+
+
+def _for_target(policy: Policy | None, target: Target) -> Policy | None:
+    """A policy whose ``matmul="auto"`` decides for a target, rather than for the chip at hand."""
+    if policy is None or policy.matmul != AUTO:
+        return policy
+    return dataclasses.replace(policy, matmul=f"{AUTO}@{target.name.partition(':')[0]}")
 
 
 def _check_compiler(target: Target) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxmp._audit.target import Target
 from jaxmp._preflight.batch_search import Batches
+from jaxmp._preflight.eight_bits import lines_of_8_bits, share_of_8_bits
 from jaxmp._preflight.hlo import Program
 
 AS_WRITTEN = "as written"
@@ -36,6 +37,8 @@ class Preflight:
       program: what the optimised program does.
       requested: contractions' FLOPs by dtype in the program before it was compiled.
       batches: what `max_batch` found.
+      warned: what to warn of the policy's recipe on the target: that its 8-bit products are
+        emulated, or no faster.
     """
 
     policy: str = AS_WRITTEN
@@ -51,6 +54,7 @@ class Preflight:
     program: Program | None = None
     requested: dict[str, float] = dataclasses.field(default_factory=dict)
     batches: Batches | None = None
+    warned: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -112,10 +116,14 @@ class PreflightReport:
             row = dataclasses.asdict(result)
             if result.program is not None:
                 row["program"] = result.program._asdict() | {
+                    "products": [
+                        product._asdict() | {"place": product.place._asdict()}
+                        for product in result.program.products
+                    ],
                     "collectives": [
                         {"kind": kind, "dtype": dtype, "count": count, "bytes": size}
                         for (kind, dtype), (count, size) in result.program.collectives.items()
-                    ]
+                    ],
                 }
             row |= {"peak_bytes": result.peak_bytes, "fits": self.fits(result.policy)}
             rows.append(row | {"emulated": self.emulated(result.policy)})
@@ -171,14 +179,22 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     if any(r.bytes_accessed for r in results):
         traffic = [r.bytes_accessed for r in results]
         yield "traffic", [f"{size / 1e9:.2f} GB" if size else "-" for size in traffic]
-    if any(p.cycles for p in programs):
-        yield row("estimated cycles", lambda p: f"{(p.cycles or 0) / 1e6:.1f} M")
+    if any(p.cycles or p.unknown_cycles for p in programs):
+        yield row("estimated cycles", _cycles)
     for dtype in dict.fromkeys(d for p in programs for d in p.contractions):
         yield row(f"contractions {dtype}", lambda p, d=dtype: str(p.contractions.get(d, 0)))  # type: ignore[misc]
+    if any(p.products_in_8_bits for p in programs):
+        yield row("products in 8 bits", share_of_8_bits)
     for call in dict.fromkeys(c for p in programs for c in p.library_calls if _is_library(c)):
         yield row(call, lambda p, c=call: str(p.library_calls.get(c, 0)))  # type: ignore[misc]
     for kind in dict.fromkeys(k for p in programs for k in p.collectives):
         yield row(" ".join(kind), lambda p, k=kind: _moved(*p.collectives.get(k, (0, 0))))  # type: ignore[misc]
+
+
+def _cycles(program: Program) -> str:
+    """The cycles that are known, and of how many operations they are not."""
+    cycles = "unknown" if program.cycles is None else f"{program.cycles / 1e6:.1f} M"
+    return f"{cycles} (+ {program.unknown_cycles} ?)" if program.unknown_cycles else cycles
 
 
 def _is_library(target: str) -> bool:
@@ -197,9 +213,21 @@ def _remarks(report: PreflightReport) -> Iterator[str]:
             of = f" of the {_gib(left)} that the compiler leaves to programs" if left else ""
             yield f"\n{result.policy}: does not fit, by {_gib(excess)}{of}."
         for dtype in report.emulated(result.policy):
+            if dtype in result.warned:
+                continue
             native = report.target.multiplies(dtype)
             why = "" if native else f"{report.target.name} does not multiply it, "
             yield f"\n{result.policy}: {dtype} is emulated: {why}its operands are widened first."
+        if result.warned:
+            yield f"\n{result.policy}: {result.warned}."
+        if result.program and result.program.products_in_8_bits:
+            yield f"\n{result.policy}, products in 8 bits:"
+            yield from lines_of_8_bits(result.program)
+        if result.program and result.program.unknown_cycles:
+            yield (
+                f"\n{result.policy}: the compiler does not know the cycles of "
+                f"{result.program.unknown_cycles} operations, which are not in the sum."
+            )
 
 
 def _bits(dtype: str) -> int:

@@ -1,0 +1,167 @@
+"""What 8-bit products make of a language model's step, compiled ahead of time, beside bfloat16's.
+
+    python benchmarks/eight_bits_aot.py                                   # an H100, float8
+    python benchmarks/eight_bits_aot.py --target gpu-a100                 # emulated, and said so
+    python benchmarks/eight_bits_aot.py --target tpu-v5e --policy mixed_int8
+    python benchmarks/eight_bits_aot.py --part blocks                     # a B200's block products
+    python benchmarks/eight_bits_aot.py --check                           # exits with 1 on a miss
+
+It compiles the whole donated AdamW step of LM-A (`benchmarks/models.py`) by `jaxmp.preflight`, and
+needs no accelerator; `benchmarks/aot.py` says what to install. It prints:
+
+* the products in 8 bits in the program before it is compiled, forward and backward, and what each
+  compiled program multiplies;
+* the library calls in 8 bits (`$f8`), and which products that were to be in 8 bits are not: a
+  compiled product counts by the module that it was written in. XLA merges products of one operand
+  (queries, keys and values), so that there are fewer calls than products;
+* peak memory, and its ratio to `mixed_bfloat16`'s;
+* what the forward pass keeps for the backward pass, by dtype, and the 8-bit part of it over what
+  is no longer kept in 16 bits: 0.5 where every such array is halved.
+
+`--part blocks` compiles one MXFP8 product and its gradient for a B200, as
+`jax.nn.scaled_dot_general` has them: one native call forward and two backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxmp
+from jaxmp._preflight.hlo import Multiplied
+from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
+from jaxmp._speed import chip_named, warning
+
+import aot
+from models import CASES
+
+BASE = "mixed_bfloat16"
+# The most of `mixed_bfloat16`'s peak memory that an H100 may need, and of bytes kept per byte that
+# is no longer kept in 16 bits: scales are a little.
+PEAK, HALVED = 0.965, 0.51
+
+
+def step_of(policy: str, model: str) -> tuple[Any, tuple[Any, ...]]:
+    """The whole AdamW step under a policy, and its arguments."""
+    case, optimizer = CASES[model], optax.adamw(3e-4)
+    grad_fn = jax.value_and_grad(jaxmp.autocast(case.loss(), policy), has_aux=True)
+    params, *rest = case.shapes()
+
+    def step(params: Any, opt_state: Any, *batch: Any) -> Any:
+        (loss, _), grads = grad_fn(params, *batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return step, (params, jax.eval_shape(optimizer.init, params), *rest)
+
+
+def compiled(policy: str, args: argparse.Namespace) -> tuple[PreflightReport, Preflight]:
+    step, arguments = step_of(policy, args.model)
+    report = jaxmp.preflight(step, *arguments, target=args.target, donate_argnums=(0, 1))
+    result = report[AS_WRITTEN]
+    if result.error:
+        raise SystemExit(result.error)
+    return report, result
+
+
+def left_over(products: tuple[Multiplied, ...], paths: set[str]) -> list[Multiplied]:
+    """The compiled products of some modules that are not in 8 bits."""
+    return [p for p in products if not p.in_8_bits and p.place.path in paths]
+
+
+def language_model(args: argparse.Namespace) -> bool:
+    """Prints the figures of a model; returns whether they keep the limits."""
+    step, arguments = step_of(args.policy, args.model)
+    requested = jaxmp.audit(step, *arguments).quantised()
+    paths = {product.path for product in requested.products if product.quantised}
+    print(requested.summary())
+    base, low = compiled(BASE, args), compiled(args.policy, args)
+    for name, (_, result) in ((BASE, base), (args.policy, low)):
+        print(f"{name}: {result.program.contractions}, calls {result.program.library_calls}")
+    products = low[1].program.products
+    for direction, backward in (("forward", False), ("backward", True)):
+        mine = [p for p in low[1].program.products_in_8_bits if p.place.backward == backward]
+        print(f"calls in 8 bits, {direction}: {len(mine)}")
+    left = left_over(products, paths)
+    print(f"products that were to be in 8 bits and are not: {len(left)} of {len(products)}")
+    for product in left[:5]:
+        print(f"  {product.dtype} {product.operands} {product.place}")
+    emulated = low[0].emulated(AS_WRITTEN)
+    chip = chip_named(args.target)
+    recipe = jaxmp.get_policy(args.policy).matmul
+    print(f"emulated: {emulated or 'none'}; warned: {warning(recipe, chip) or 'of nothing'}")
+    peaks = [result.peak_bytes for _, result in (base, low)]
+    ratio = peaks[1] / peaks[0]
+    print(f"peak {peaks[0] / 2**20:.0f} -> {peaks[1] / 2**20:.0f} MiB: {ratio:.3f} x")
+    halved = residuals(args)
+    if emulated:
+        return bool(warning(recipe, chip))
+    in_time = ratio <= PEAK or args.target != "gpu-h100"
+    return not left and bool(low[1].program.products_in_8_bits) and in_time and halved <= HALVED
+
+
+def residuals(args: argparse.Namespace) -> float:
+    """Prints what is kept for the backward pass; returns the 8-bit part over what it replaces."""
+    case = CASES[args.model]
+    kept = [
+        aot.residuals_by_dtype(jaxmp.autocast(case.loss(), policy), *case.shapes())
+        for policy in (BASE, args.policy)
+    ]
+    for name, sizes in zip((BASE, args.policy), kept, strict=True):
+        by_dtype = ", ".join(f"{size:.0f} {dtype}" for dtype, size in sizes.most_common())
+        print(f"kept under {name}, MiB: {sum(sizes.values()):.0f}: {by_dtype}")
+    narrow = [sum(s for d, s in k.items() if d.endswith("8") or "float8" in d) for k in kept]
+    replaced = kept[0]["bfloat16"] - kept[1]["bfloat16"]
+    ratio = (narrow[1] - narrow[0]) / replaced if replaced else float("inf")
+    print(
+        f"kept in 8 bits: {narrow[1] - narrow[0]:.0f} MiB for {replaced:.0f} in 16: {ratio:.3f} x"
+    )
+    return ratio
+
+
+def blocks() -> bool:
+    """Prints the calls of an MXFP8 product on a B200; returns whether there are three."""
+    config = jax.nn.get_scaled_dot_general_config("mxfp8")
+
+    def step(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
+        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+            dims = (((2,), (1,)), ((0,), (0,)))
+            return jax.nn.scaled_dot_general(
+                x, w, dims, preferred_element_type=jnp.bfloat16, configs=[config] * 3
+            )
+
+        y, vjp = jax.vjp(product, x, w)
+        return y, vjp(g)
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    arguments = shape(1, 512, 1024), shape(1, 1024, 256), shape(1, 512, 256)
+    report = jaxmp.preflight(step, *arguments, target="gpu-b200")
+    print(report)
+    return report[AS_WRITTEN].program.library_calls.get("__cudnn$blockScaledDot") == 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=["model", "blocks"], default="model")
+    parser.add_argument("--model", choices=CASES, default="lm")
+    parser.add_argument("--target", default="gpu-h100")
+    parser.add_argument("--policy", default="mixed_float8")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")
+    args = parser.parse_args()
+    kept = blocks() if args.part == "blocks" else language_model(args)
+    return int(args.check and not kept)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""When 8 bits pay on a chip: a table of layers by recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+from jaxmp._audit.target import parse_target
+from jaxmp._speed import Chip, chip_named, fastest_recipe, pays, warning
+from jaxmp._speed.choice import WORTH
+from jaxmp.recipes import Recipe, deepseek, float8, int8, mxfp8
+
+RECIPES: Final = (float8(), float8(granularity="row"), int8(), mxfp8(), deepseek())
+# The weights of layers, in x out.
+WEIGHTS: Final = (
+    (512, 512), (1024, 1024), (1024, 4096), (4096, 1024), (2048, 2048), (2048, 8192), (8192, 2048),
+    (4096, 4096), (4096, 16384), (16384, 4096), (8192, 8192), (8192, 32768), (32768, 8192),
+)  # fmt: skip
+TOKENS: Final = tuple(2**i for i in range(8, 17))
+# Of so many tokens the table says how much faster.
+USUAL: Final = 16384
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cell:
+    """What a recipe makes of a layer, by the number of tokens.
+
+    Attributes:
+      ratios: the estimated time over that in 16 bits, by the number of tokens.
+      least: the fewest tokens of those from which on it pays, with more of them too; None if never.
+    """
+
+    ratios: dict[int, float]
+    least: int | None
+
+    def __str__(self) -> str:
+        return f"{self.least}+ ({self.ratios[USUAL]:.2f})" if self.least else "-"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PaysTable:
+    """For which layers which recipe is estimated faster than 16 bits, on one device. Print it.
+
+    Attributes:
+      chip: the device.
+      cells: by weights (in, out) and recipe.
+    """
+
+    chip: Chip
+    cells: dict[tuple[int, int], dict[Recipe, Cell]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table as plain data, for JSON."""
+        recipe, reason = fastest_recipe(self.chip)
+        rows = [
+            {
+                "in": n_in,
+                "out": n_out,
+                "recipe": str(recipe),
+                "pays_from_tokens": cell.least,
+                "ratios": {str(tokens): ratio for tokens, ratio in cell.ratios.items()},
+            }
+            for (n_in, n_out), cells in self.cells.items()
+            for recipe, cell in cells.items()
+        ]
+        auto = {"recipe": str(recipe) if recipe else None, "reason": reason}
+        return {"chip": self.chip.name, "auto": auto, "layers": rows}
+
+    def __str__(self) -> str:
+        heads = ["in x out", *map(str, RECIPES)]
+        rows = [
+            [f"{n_in} x {n_out}", *(str(cells[recipe]) for recipe in RECIPES)]
+            for (n_in, n_out), cells in self.cells.items()
+        ]
+        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+        table = [
+            "  ".join(
+                [
+                    row[0].ljust(widths[0]),
+                    *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+                ]
+            )
+            for row in (heads, *rows)
+        ]
+        recipe, reason = fastest_recipe(self.chip)
+        least = WORTH[self.chip.platform]
+        heading = (
+            f"{self.chip.name}: from how many tokens on a layer's three products, forward and "
+            f"backward and quantising\nincluded, are estimated to take at most {least} of "
+            f"{self.chip.sixteen_bits}'s time. In parentheses: of {USUAL} tokens.\n"
+            f"- is never, up to {TOKENS[-1]}."
+        )
+        auto = f'matmul="auto": {recipe or "none"}: {reason}.'
+        warnings = [said for recipe in RECIPES if (said := warning(recipe, self.chip))]
+        lines = [heading, "", *table, "", auto, *warnings, "", _TRUST]
+        return "\n".join(lines)
+
+
+_TRUST = (
+    "Estimated, not measured: a roofline of published figures and of XLA's estimated cycles.\n"
+    "python benchmarks/when_it_pays.py and product_cycles.py print how near it comes to them."
+)
+
+
+def when_it_pays(target: str) -> PaysTable:
+    """For which layers which recipe is estimated faster than 16 bits, on a device of a target.
+
+    Args:
+      target: as in `jaxmp.preflight`.
+
+    Raises:
+      ValueError: if the target is unknown.
+
+    Example:
+      >>> when_it_pays("gpu-h100").cells[4096, 16384][float8()].least
+      1024
+    """
+    chip = chip_named(parse_target(target).name)
+    return PaysTable(
+        chip,
+        {
+            (n_in, n_out): {recipe: _cell(recipe, chip, n_in, n_out) for recipe in RECIPES}
+            for n_in, n_out in WEIGHTS
+        },
+    )
+
+
+def _cell(recipe: Recipe, chip: Chip, n_in: int, n_out: int) -> Cell:
+    gains = {tokens: pays(recipe, chip, tokens, n_in, n_out) for tokens in TOKENS}
+    least = None
+    for tokens in reversed(TOKENS):
+        if not gains[tokens].pays:
+            break
+        least = tokens
+    return Cell({tokens: gain.ratio for tokens, gain in gains.items()}, least)

@@ -1,0 +1,142 @@
+"""Chips as far as the time of their products goes, by name or by device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmp.devices import chips, describe
+from jaxmp.dtypes import compute_capability, default_device, did_you_mean
+
+_SIXTEEN_BITS = ("bfloat16", "float16")
+# GPUs that the tables do not have are judged as one that they have, of the nearest lower compute
+# capability that multiplies the same formats: (at least, as).
+_BY_CAPABILITY = (
+    ((11, 0), "gpu-l4"),  # no block-scaled products as in 10.0, no operand order as in 9.0
+    ((10, 0), "gpu-b200"),
+    ((9, 0), "gpu-h100"),
+    ((8, 9), "gpu-l4"),
+    ((8, 0), "gpu-a100"),
+    ((0, 0), "gpu-t4"),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chip:
+    """One device, as far as the time of its products goes. Without figures, `tflops` is empty.
+
+    Attributes:
+      name: the chip's name in jaxmp's tables, or what JAX calls the device.
+      platform: ``cpu``, ``gpu`` or ``tpu``.
+      tflops: the peak rate by dtype, in 10^12 operations per second. What is missing is not
+        multiplied natively.
+      bytes_per_second: the bandwidth of its memory.
+      relative: the time of a product of operands that are quantised already over that of the same
+        product in 16 bits, by dtype; ``mx`` is of block-scaled ones, where they are native. What is
+        missing goes by the peak rates.
+      relative_grad_weight: the same of the product that gives the gradient of the weights, which
+        sums the first axis of both operands; what is missing is as in `relative`.
+      products: the share of the peak rate that products achieve.
+      memory: the share of the bandwidth that quantising achieves.
+      cast: what casting a float32 weight adds to a 16-bit product that it is part of (TPU), as a
+        share of the product.
+      launch_seconds: what each kernel takes at least.
+      fuses: whether the largest magnitude of an array, and the cast of a weight to 16 bits, are
+        part of the operations around them (TPU), rather than passes of their own.
+      turns: whether 8-bit products take operands in one order only, so that half of them are
+        transposed first (NVIDIA before compute capability 10).
+      recipe: the recipe that ``matmul="auto"`` takes; empty for none.
+    """
+
+    name: str
+    platform: str
+    tflops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    bytes_per_second: float = 0.0
+    relative: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    relative_grad_weight: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    products: float = 1.0
+    memory: float = 1.0
+    cast: float = 0.0
+    launch_seconds: float = 0.0
+    fuses: bool = False
+    turns: bool = False
+    recipe: str = ""
+
+    @property
+    def sixteen_bits(self) -> str:
+        """The 16-bit dtype that it multiplies: bfloat16 where it can."""
+        return next((name for name in _SIXTEEN_BITS if name in self.tflops), "")
+
+    def multiplies(self, key: str) -> bool:
+        """Whether it is documented to multiply a dtype, or ``mx``, as it is."""
+        native = self.relative if key == "mx" else self.tflops
+        return key == "float32" or key in native
+
+    def share(self, key: str) -> float:
+        """The time of a product in a dtype, or ``mx``, over that in 16 bits; 1 where emulated."""
+        if key in self.relative:
+            return self.relative[key]
+        if not self.multiplies(key):
+            return 1.0
+        full = self.tflops[self.sixteen_bits]
+        if key == "float32" and self.platform == "tpu":
+            return 1.0  # in one bfloat16 pass, by default
+        return full / self.tflops.get("tfloat32" if key == "float32" else key, full)
+
+
+def chip_named(name: str) -> Chip:
+    """The chip of a name, or of a target such as ``tpu-v5e:4x4``.
+
+    Raises:
+      ValueError: if there is no such chip.
+
+    Example:
+      >>> chip_named("gpu-h100:8").recipe
+      'float8'
+    """
+    name = name.partition(":")[0]
+    known = chips()
+    if name not in known:
+        raise ValueError(
+            f"chip_named: unknown chip {name!r}{did_you_mean(name, known)}; the chips are "
+            f"{', '.join(known)}"
+        )
+    chip = known[name]
+    capability = tuple(chip.get("config", {}).get("compute_capability", ()))
+    per_chip = chip.get("devices_per_chip", 1)
+    return Chip(
+        name=name,
+        platform="gpu" if capability else "tpu",
+        tflops={dtype: rate / per_chip for dtype, rate in chip["tflops"].items()},
+        bytes_per_second=chip["hbm_bytes_per_second"] / per_chip,
+        relative=chip.get("relative", {}),
+        relative_grad_weight=chip.get("relative_grad_weight", {}),
+        **chip.get("achieved", {}),
+        fuses=not capability,
+        turns=bool(capability) and capability < (10, 0),
+        recipe=chip.get("recipe", ""),
+    )
+
+
+def chip_of(device: Any = None) -> Chip:
+    """The chip that a device is; of a GPU that the tables do not have, one like it.
+
+    Args:
+      device: a `jax.Device`; by default that of `jax.default_device`, else the first local one,
+        which starts the backend.
+
+    Example:
+      >>> import jax
+      >>> chip_of(jax.local_devices(backend="cpu")[0]).recipe
+      ''
+    """
+    device = default_device() if device is None else device
+    described = describe(device)
+    if described.chip is not None:
+        return chip_named(described.chip)
+    capability = compute_capability(device)
+    if device.platform == "cpu" or capability is None:
+        return Chip(described.kind, described.platform)
+    like = next(name for least, name in _BY_CAPABILITY if capability >= least)
+    return dataclasses.replace(chip_named(like), name=f"{described.kind} (taken for {like})")

@@ -1,0 +1,210 @@
+"""How long the three products of a layer take, in 16 bits and under a recipe: a roofline.
+
+Of ``tokens`` rows, from ``n_in`` to ``n_out``, forward and backward. A product takes what its
+operations take at the chip's rate, or its bytes at the chip's bandwidth, or the start of a kernel,
+whichever is longest; each pass over an array that quantises it takes its bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from jaxmp._speed.chip import Chip
+from jaxmp.recipes import FORMATS, Recipe
+
+# Bytes of an element: of activations and gradients, and of weights as they are stored.
+_VALUE: Final = 2
+_WEIGHT: Final = 4
+
+
+class Sizes(NamedTuple):
+    """The sizes of a layer's products; `x` is its input, `w` its weights, `g` the gradient."""
+
+    tokens: int
+    n_in: int
+    n_out: int
+
+    @property
+    def elements(self) -> dict[str, int]:
+        """How many each array has."""
+        tokens, n_in, n_out = self
+        return {"x": tokens * n_in, "w": n_in * n_out, "g": tokens * n_out}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """An estimate of a layer's three products.
+
+    Attributes:
+      seconds: under the recipe, quantising included.
+      quantising: of that, for quantising.
+      seconds_16_bits: in 16 bits.
+    """
+
+    seconds: float
+    quantising: float
+    seconds_16_bits: float
+
+    @property
+    def ratio(self) -> float:
+        """The time under the recipe over that in 16 bits: below 1 is faster."""
+        return self.seconds / self.seconds_16_bits
+
+
+def estimate(
+    recipe: Recipe,
+    chip: Chip,
+    tokens: int,
+    n_in: int,
+    n_out: int,
+    *,
+    weight_bytes: int = _WEIGHT,
+) -> Estimate:
+    """How long the three products of a layer take on a chip, in 16 bits and under a recipe.
+
+    A format that the chip does not multiply is widened: its products take what 16 bits take.
+
+    Beside what is published (`benchmarks/when_it_pays.py` prints it): for the GEMMs of a layer of a
+    5-billion-parameter model, quantising included, TransformerEngine measures 1.58 x bfloat16 with
+    current scaling on an H200 and 1.42 x with MXFP8 on a B300; this says 1.59 and 1.39 (on a B200).
+    For tokens x in x out of 1024 x 2048 x 1024 and 4096 x 8192 x 16384, torchao measures 0.80 and
+    1.39 x on an H100 of 2.4 TB/s; this says 0.52 and 1.33. Small layers are slower in both.
+
+    Args:
+      recipe: of which at least one product is in 8 bits.
+      chip: with figures.
+      tokens: the rows of the input.
+      n_in: the sizes of the weights.
+      n_out: likewise.
+      weight_bytes: of an element of the weights as they are stored.
+
+    Raises:
+      ValueError: if there are no figures of the chip, or a size is not positive.
+    """
+    sizes = Sizes(tokens, n_in, n_out)
+    if not chip.tflops:
+        raise ValueError(f"estimate: there are no figures of {chip.name!r}")
+    if min(sizes) < 1:
+        raise ValueError(f"estimate: sizes must be positive; got {tuple(sizes)}")
+    cast = weight_bytes != _VALUE
+    full = _products(dict.fromkeys(recipe.formats, ()), chip, sizes, cast=cast)
+    keys = {name: keys_of(recipe, name) for name in recipe.formats}
+    quantising = sum(_seconds(chip, moved) for moved in _passes(recipe, chip, sizes, weight_bytes))
+    seconds = _products(keys, chip, sizes, cast=cast) + quantising
+    return Estimate(seconds, quantising, full)
+
+
+def _products(keys: dict[str, tuple[str, ...]], chip: Chip, sizes: Sizes, *, cast: bool) -> float:
+    """The seconds of the three products, by the formats of their operands; () is 16 bits.
+
+    Args:
+      keys: the formats.
+      chip: the chip.
+      sizes: their sizes.
+      cast: whether weights are cast to 16 bits for the products that read them so.
+    """
+    tokens, n_in, n_out = sizes
+    # The rows of a result, what is summed, and the columns.
+    matrices = {
+        "forward": (tokens, n_in, n_out),
+        "grad_input": (tokens, n_out, n_in),
+        "grad_weight": (n_in, tokens, n_out),
+    }
+    seconds = {name: _product(chip, *matrices[name], keys[name]) for name in matrices}
+    slower = [chip.relative_grad_weight.get(key, 0.0) for key in keys["grad_weight"]]
+    full = _product(chip, *matrices["grad_weight"], ())
+    seconds["grad_weight"] = max(seconds["grad_weight"], full * max(slower, default=0.0))
+    total = sum(seconds.values())
+    reads = [name for name in ("forward", "grad_input") if not keys[name]] if cast else []
+    if chip.fuses:
+        return total + chip.cast * sum(seconds[name] for name in reads)
+    moved = sizes.elements["w"] * (_WEIGHT + _VALUE)
+    return total + (_seconds(chip, moved) if reads else 0.0)
+
+
+def keys_of(recipe: Recipe, product: str) -> tuple[str, ...]:
+    """What the figures of a chip call the operands of one of a recipe's products; () is 16 bits."""
+    fmt, forward = FORMATS[recipe.formats[product]], FORMATS[recipe.forward]
+    if not fmt.scaled:
+        return (fmt.name,) if fmt.bits > 16 else ()
+    if recipe.granularity in ("mx", "block"):
+        return (recipe.granularity,)
+    # Backward, the other operand is as it was forward, or float8.
+    other = forward if forward.scaled else FORMATS["e4m3"]
+    return tuple(dict.fromkeys((fmt.name, other.name)))
+
+
+def _product(chip: Chip, m: int, k: int, n: int, keys: tuple[str, ...]) -> float:
+    """The seconds of one product of operands in some formats."""
+    share, operand, result = 1.0, _VALUE, _VALUE
+    if keys and all(key in chip.relative or chip.multiplies(key) for key in keys):
+        share = max(map(chip.share, keys))
+        operand = 4 if "float32" in keys else 1
+        if "int8" in keys and not chip.fuses:
+            result = 4 + 2  # sums of 32 bits, which what comes next reads
+    rate = chip.tflops[chip.sixteen_bits] * 1e12 * chip.products
+    moved = (m * k + k * n) * operand + m * n * result
+    return max(2 * m * k * n / rate * share, _seconds(chip, moved))
+
+
+def _passes(recipe: Recipe, chip: Chip, sizes: Sizes, weight_bytes: int) -> Iterator[float]:
+    """The bytes of every pass over an array that quantising takes."""
+    scaled = {name: FORMATS[short].scaled for name, short in recipe.formats.items()}
+    elements = sizes.elements
+    if recipe.granularity in ("block", "mx"):
+        yield from _block_passes(recipe.granularity, scaled, elements, weight_bytes)
+        return
+    # Which copies there are: (array, bytes it is read in, how many, whether one is transposed).
+    gradients = [
+        FORMATS[recipe.formats[name]].name for name in ("grad_input", "grad_weight") if scaled[name]
+    ]
+    # Per tensor one copy of the gradient serves both of its products; per row each has its own.
+    copies = len(gradients) if recipe.granularity == "row" else len(set(gradients))
+    for name, source, count, turned in (
+        ("x", _VALUE, int(scaled["forward"] or scaled["grad_weight"]), scaled["grad_weight"]),
+        ("w", weight_bytes, int(scaled["forward"] or scaled["grad_input"]), scaled["forward"]),
+        ("g", _VALUE, copies, scaled["grad_weight"]),
+    ):
+        n = elements[name]
+        if chip.fuses:
+            # What is computed has its largest magnitude already; copies are written together.
+            if name == "w" and count:
+                yield n * source
+            if count:
+                yield n * (source + count)
+            continue
+        for _ in range(count):
+            yield n * source
+            yield n * (source + 1)
+        if turned and chip.turns:
+            yield n * 2
+
+
+def _block_passes(
+    granularity: str, scaled: dict[str, bool], elements: dict[str, int], weight_bytes: int
+) -> Iterator[float]:
+    """As `_passes`, of blocks, in which the largest magnitude is found on the way.
+
+    Each product has copies in blocks along what it sums: those of the backward pass are made of
+    the 8-bit ones of the forward pass, but for square blocks, which are right as they are.
+    """
+    x, w, g = (elements[name] for name in "xwg")
+    if scaled["forward"]:
+        yield x * (_VALUE + 1)
+        yield w * (weight_bytes + 1)
+    if scaled["grad_input"]:
+        yield g * (_VALUE + 1)
+        if not scaled["forward"]:
+            yield w * (weight_bytes + 1)
+        elif granularity == "mx":
+            yield w * 2
+    if scaled["grad_weight"]:
+        yield g * (_VALUE + 1)
+        yield x * (2 if scaled["forward"] else _VALUE + 1)
+
+
+def _seconds(chip: Chip, moved: float) -> float:
+    """The seconds of a pass that moves so many bytes."""
+    return max(moved / (chip.bytes_per_second * chip.memory), chip.launch_seconds)

@@ -1,0 +1,103 @@
+"""`matmul="auto"`: the recipe of the chip, for the layers for which it pays."""
+
+from __future__ import annotations
+
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmp
+from jaxmp import Policy, get_policy
+from jaxmp._autocast.auto import chosen, verdict
+
+
+class Model(nn.Module):
+    """A large layer, a small one, and the last."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(nn.Dense(8192, use_bias=False, name="large")(x))
+        x = jnp.tanh(nn.Dense(64, use_bias=False, name="small")(x))
+        return nn.Dense(16, use_bias=False, name="last")(x)
+
+
+def rows(policy):
+    model = jaxmp.wrap(Model(), policy)
+    x = jax.ShapeDtypeStruct((16384, 8192), jnp.float32)
+    variables = jax.eval_shape(Model().init, jax.random.key(0), x)
+    report = jaxmp.audit(model.apply, variables, x)
+    return {product.path: product for product in report.quantised().products}
+
+
+@pytest.mark.parametrize(
+    ("chip", "recipe", "dtype"),
+    [
+        ("gpu-h100", "float8", "float8_e4m3fn"),
+        ("tpu7x", "float8", "float8_e4m3fn"),
+        ("tpu-v5e", "int8", "int8"),
+    ],
+)
+def test_what_pays_is_in_8_bits_and_the_rest_says_why_not(chip, recipe, dtype):
+    large, small, last = rows(f"mixed_bfloat16,matmul=auto@{chip}").values()
+    assert large.dtype == dtype
+    assert small.dtype == last.dtype == "bfloat16"
+    assert small.why_not.startswith(f"{recipe} is estimated at ")
+    assert small.why_not.endswith(f"of the time of 16 bits on {chip}")
+    assert small.intended
+    assert last.why_not == "no contraction reads what comes of it"
+
+
+@pytest.mark.parametrize("chip", ["@gpu-a100", "@tpu-v4", ""])
+def test_where_no_format_is_fast_none_is_taken(chip):
+    """Also on the CPU that these tests run on, of which there are no figures."""
+    name = chip.lstrip("@") or "cpu"
+    for product in rows(f"mixed_bfloat16,matmul=auto{chip}").values():
+        assert product.dtype == "bfloat16"
+        assert name in product.why_not
+
+
+def test_explain_says_what_was_taken_and_why():
+    def fn(tokens, table, w, v):
+        return (jnp.tanh(table[tokens]) @ w) @ v
+
+    s = jax.ShapeDtypeStruct
+    args = s((16384,), jnp.int32), *(s((8192, 8192), jnp.float32),) * 3
+    found = str(jaxmp.explain(fn, "mixed_bfloat16,matmul=auto@gpu-h200")(*args))
+    assert "products in 8 bits" in found
+    assert "of the time of 16 bits on gpu-h200" in found
+
+
+def test_it_is_a_string_that_reads_back():
+    for text in ("auto", "auto@tpu-v5e"):
+        policy = get_policy(f"mixed_bfloat16,matmul={text}")
+        assert policy.matmul == text
+        assert policy == Policy("float32", "bfloat16", "float32", matmul=text)
+        assert get_policy(str(policy)) == policy
+        assert eval(repr(policy), {"Policy": Policy}) == policy
+        assert pickle.loads(pickle.dumps(policy)) == policy
+        assert hash(policy) == hash(get_policy(str(policy)))
+    assert Policy("float32", "bfloat16", "float32", matmul="AUTO").matmul == "auto"
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match=r"names no chip \(did you mean 'gpu-h100'\?\)"):
+        get_policy("mixed_bfloat16,matmul=auto@gpu-h10")
+    with pytest.raises(ValueError, match="needs a compute_dtype of 16 bits; got float32"):
+        Policy("float32", "float32", "float32", matmul="auto")
+    with pytest.raises(ValueError, match="'autto' names no recipe"):
+        get_policy("mixed_bfloat16,matmul=autto")
+    with pytest.raises(ValueError, match="auto has chosen no recipe: there are no figures of cpu"):
+        verdict(chosen("auto"), 8, 8, 8)
+
+
+def test_it_runs():
+    """Numbers are those of the recipe, where it is taken."""
+    model = nn.Sequential([nn.Dense(64, use_bias=False), nn.Dense(32, use_bias=False)])
+    x = jax.random.normal(jax.random.key(0), (32, 64))
+    variables = model.init(jax.random.key(1), x)
+    plain = jaxmp.wrap(model, "mixed_bfloat16").apply(variables, x)
+    auto = jaxmp.wrap(model, "mixed_bfloat16,matmul=auto").apply(variables, x)
+    assert jnp.array_equal(plain, auto)

@@ -1,0 +1,307 @@
+"""When 8 bits pay: what is chosen for a chip, for which layers, and what is said of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from jaxmp import cli
+from jaxmp._preflight.pays_table import RECIPES, TOKENS, when_it_pays
+from jaxmp._speed import (
+    Chip,
+    chip_named,
+    chip_of,
+    estimate,
+    fastest_recipe,
+    pays,
+    warning,
+    why_emulated,
+)
+from jaxmp._speed.choice import WORTH
+from jaxmp.devices import chips
+from jaxmp.recipes import deepseek, float8, int8, mxfp8, parse_recipe, products
+
+import when_it_pays as published
+
+CHIPS = {name: chip_named(name) for name in chips()}
+
+
+class Described:
+    def __init__(self, platform, kind, capability=None):
+        self.platform, self.device_kind = platform, kind
+        if capability:
+            self.compute_capability = capability
+
+
+# What `matmul="auto"` takes.
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("gpu-t4", None),
+        ("gpu-l4", float8()),
+        ("gpu-a100", None),
+        ("gpu-h100", float8()),
+        ("gpu-h200", float8()),
+        ("gpu-b200", mxfp8()),
+        ("tpu-v4", None),
+        ("tpu-v5e", int8()),
+        ("tpu-v5p", int8()),
+        ("tpu-v6e", int8()),
+        ("tpu7x", float8()),
+    ],
+)
+def test_the_recipe_of_a_chip(name, recipe):
+    found, reason = fastest_recipe(CHIPS[name])
+    assert found == recipe
+    assert name in reason
+    if recipe is None:
+        assert not any(pays(float8(), CHIPS[name], 2**16, n, n).pays for n in (1024, 8192))
+    else:
+        assert not warning(recipe, CHIPS[name])
+        assert pays(recipe, CHIPS[name], 16384, 8192, 8192).pays
+
+
+def test_every_chip_is_in_the_table_above():
+    assert set(CHIPS) == {
+        *("gpu-t4", "gpu-l4", "gpu-a100", "gpu-h100", "gpu-h200", "gpu-b200"),
+        *("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu7x"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "capability", "recipe", "name"),
+    [
+        ("gpu", "NVIDIA H100 80GB HBM3", "9.0", float8(), "gpu-h100"),
+        ("gpu", "NVIDIA GH200 480GB", "9.0", float8(), "NVIDIA GH200 480GB (taken for gpu-h100)"),
+        ("gpu", "NVIDIA L40S", "8.9", float8(), "NVIDIA L40S (taken for gpu-l4)"),
+        ("gpu", "NVIDIA B300", "10.3", mxfp8(), "NVIDIA B300 (taken for gpu-b200)"),
+        ("gpu", "NVIDIA GeForce RTX 5090", "12.0", float8(), "(taken for gpu-l4)"),
+        ("gpu", "NVIDIA A10G", "8.6", None, "NVIDIA A10G (taken for gpu-a100)"),
+        ("gpu", "Tesla V100-SXM2-16GB", "7.0", None, "(taken for gpu-t4)"),
+        ("gpu", "AMD Instinct MI300X", "gfx942", None, "AMD Instinct MI300X"),
+        ("cpu", "cpu", None, None, "cpu"),
+        ("tpu", "TPU v6 lite", None, int8(), "tpu-v6e"),
+        ("tpu", "TPU v3", None, None, "TPU v3"),
+    ],
+)
+def test_the_recipe_of_a_device(platform, kind, capability, recipe, name):
+    chip = chip_of(Described(platform, kind, capability))
+    assert chip.name.endswith(name)
+    assert chip.platform == platform
+    found, reason = fastest_recipe(chip)
+    assert found == recipe
+    assert chip.name in reason
+
+
+def test_without_figures_nothing_is_promised_and_nothing_warned_of():
+    here = chip_of()
+    assert here.name == "cpu"
+    assert pays(float8(), here, 8192, 8192, 8192) == (False, math.inf)
+    assert not warning(float8(), here)
+    with pytest.raises(ValueError, match="estimate: there are no figures of 'cpu'"):
+        estimate(float8(), here, 8, 8, 8)
+
+
+def test_what_is_no_chip():
+    with pytest.raises(ValueError, match=r"unknown chip 'gpu-h10' \(did you mean 'gpu-h100'\?\)"):
+        chip_named("gpu-h10")
+
+
+def test_a_device_is_a_part_of_a_chip():
+    assert CHIPS["tpu7x"].tflops["bfloat16"] == chips()["tpu7x"]["tflops"]["bfloat16"] / 2
+    assert chip_named("tpu7x:2x2x2") == CHIPS["tpu7x"]
+    hash(CHIPS["tpu7x"])  # policies and plans keep it
+
+
+# What is emulated.
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "said"),
+    [
+        (float8(), "gpu-h100", ""),
+        (float8("e5m2"), "gpu-h100", ""),
+        (int8(), "gpu-a100", ""),
+        (mxfp8(), "gpu-b200", ""),
+        (float8(), "tpu7x", ""),
+        (products("bf16"), "gpu-t4", ""),
+        (products("f32", "bf16"), "tpu-v4", ""),
+        (float8(), "gpu-a100", "gpu-a100 does not multiply float8_e4m3fn: it is widened"),
+        (products("bf16", "e4m3"), "gpu-a100", "gpu-a100 does not multiply float8_e4m3fn"),
+        (mxfp8(), "gpu-h100", "gpu-h100 multiplies no blocks of 32"),
+        (deepseek(), "gpu-b200", "gpu-b200 multiplies no blocks of 1 x 128"),
+        (mxfp8(), "tpu7x", "tpu7x multiplies no blocks of 32"),
+        (int8(), "tpu7x", "tpu7x is not documented to multiply int8; by XLA's estimate a product"),
+        (float8(), "tpu-v6e", "takes 0.84 of the time of one in bfloat16"),
+    ],
+    ids=str,
+)
+def test_what_is_emulated(recipe, name, said):
+    why = why_emulated(recipe, CHIPS[name])
+    assert (said in why) if said else not why
+    if why:
+        assert warning(recipe, CHIPS[name]) == f"{recipe} is emulated: {why}"
+        assert not pays(recipe, CHIPS[name], 65536, 16384, 16384).pays
+
+
+def test_what_is_no_faster_is_warned_of():
+    said = "int8 is no faster than bfloat16 on tpu-v4: a product in int8 takes 1.00 of the time"
+    assert warning(int8(), CHIPS["tpu-v4"]) == said
+
+
+# The estimate.
+
+
+@pytest.mark.parametrize("name", [name for name in CHIPS if CHIPS[name].recipe])
+@pytest.mark.parametrize("recipe", ["float8", "e4m3@row", "int8", "mxfp8", "deepseek", "e4m3/bf16"])
+def test_more_work_for_the_same_arrays_pays_more(name, recipe):
+    """A layer twice as large in every direction quantises 4 times as much for 8 times the work."""
+    ratios = [
+        estimate(parse_recipe(recipe), CHIPS[name], n, n, n).ratio for n in (2048, 4096, 8192)
+    ]
+    assert ratios == sorted(ratios, reverse=True)
+
+
+def test_an_estimate_is_the_sum_of_its_parts():
+    """By hand: a chip of 1 TFLOP/s in 16 bits, 2 in 8, and 1 TB/s; 1000 x 1000 x 1000."""
+    chip = Chip("c", "gpu", {"bfloat16": 1, "float8_e4m3fn": 2, "int8": 2}, bytes_per_second=1e12)
+    product, array = 2e9 / 1e12, 1e6 / 1e12
+    found = estimate(float8(), chip, 1000, 1000, 1000)
+    assert found.seconds_16_bits == pytest.approx(3 * product + 6 * array)
+    # x: amax 2, copy 2 + 1. w: 4, 4 + 1. g: 2, 2 + 1.
+    assert found.quantising == pytest.approx((5 + 9 + 5) * array)
+    assert found.seconds == pytest.approx(3 * product / 2 + found.quantising)
+    # Per row, the gradient is quantised once for either product that reads it.
+    assert estimate(float8(granularity="row"), chip, 1000, 1000, 1000).quantising == pytest.approx(
+        (5 + 9 + 10) * array
+    )
+    # Blocks of 32 along what is summed: one pass each, and again, from 8 bits, backward.
+    assert estimate(mxfp8(), chip, 1000, 1000, 1000).quantising == pytest.approx(
+        (3 + 5 + 3 + 2 + 3 + 2) * array
+    )
+    assert estimate(deepseek(), chip, 1000, 1000, 1000).quantising == pytest.approx(
+        (3 + 5 + 3 + 3 + 2) * array
+    )
+    # What takes operands in one order only turns one of each product.
+    turning = dataclasses.replace(chip, turns=True)
+    assert estimate(float8(), turning, 1000, 1000, 1000).quantising == pytest.approx(
+        (19 + 6) * array
+    )
+    # The forward product alone.
+    forward = estimate(products("e4m3", "bf16"), chip, 1000, 1000, 1000)
+    assert forward.quantising == pytest.approx((5 + 9) * array)
+    assert forward.seconds - forward.quantising == pytest.approx(2.5 * product + 6 * array)
+    # On a TPU, the largest magnitude and the cast of a weight are part of what is beside them.
+    tpu = dataclasses.replace(chip, fuses=True, cast=0.1)
+    found = estimate(float8(), tpu, 1000, 1000, 1000)
+    assert found.quantising == pytest.approx((3 + 9 + 3) * array)
+    assert found.seconds_16_bits == pytest.approx(3.2 * product)
+    # Kernels have to be started.
+    slow = dataclasses.replace(chip, launch_seconds=1.0)
+    assert estimate(float8(), slow, 1000, 1000, 1000).quantising == 6.0
+
+
+def test_a_product_that_moves_more_than_it_multiplies():
+    chip = Chip("c", "gpu", {"bfloat16": 1, "int8": 2}, bytes_per_second=1e6)
+    found = estimate(int8(), chip, 16, 16, 16, weight_bytes=2)
+    assert found.seconds_16_bits == pytest.approx(3 * 6 * 256 / 1e6)
+    # 8-bit operands, sums of 32 bits written and read again, by two bytes more.
+    assert found.seconds - found.quantising == pytest.approx(3 * (2 + 6) * 256 / 1e6)
+
+
+def test_the_two_operands_of_a_gradient_go_by_the_slower_format():
+    chip = CHIPS["tpu-v5e"]
+    mixed = estimate(float8("e5m2"), chip, 8192, 8192, 8192).ratio
+    assert mixed == pytest.approx(estimate(float8(), chip, 8192, 8192, 8192).ratio, rel=0.01)
+
+
+@pytest.mark.parametrize(("what", "estimated", "said"), published.rows(), ids=lambda v: str(v)[:40])
+def test_estimates_are_near_what_is_published(what, estimated, said):
+    if said is None:  # what torchao leaves alone
+        assert estimated < 1 / WORTH["gpu"]
+    elif said < 1:
+        assert estimated < 1
+    else:
+        assert estimated == pytest.approx(said, rel=0.07)
+
+
+# XLA's estimated cycles of an FFN 4096/16384, forward and backward, over bfloat16's, by
+# `benchmarks/product_cycles.py --parts ffn` (libtpu 0.0.52, 8192 tokens).
+@pytest.mark.parametrize(
+    ("name", "recipe", "cycles"),
+    [
+        ("tpu-v5e", int8(), 0.616),
+        ("tpu-v6e", int8(), 0.748),
+        ("tpu7x", float8(), 0.534),
+    ],
+    ids=str,
+)
+def test_estimates_are_near_xlas_of_a_whole_ffn(name, recipe, cycles):
+    found = [estimate(recipe, CHIPS[name], 8192, *s) for s in ((4096, 16384), (16384, 4096))]
+    ratio = sum(e.seconds for e in found) / sum(e.seconds_16_bits for e in found)
+    assert ratio == pytest.approx(cycles, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["tpu-v5e", "tpu-v5p"])
+def test_what_xla_estimates_to_be_slower_is_not_said_to_pay(name):
+    """Two layers 1024/4096 of 8192 tokens, in int8: 1.08 and 1.04 of bfloat16's cycles."""
+    assert not any(pays(int8(), CHIPS[name], 8192, *s).pays for s in ((1024, 4096), (4096, 1024)))
+    slower = dataclasses.replace(CHIPS[name], relative_grad_weight={})
+    sizes = (8192, 4096, 4096)
+    assert estimate(int8(), slower, *sizes).ratio < estimate(int8(), CHIPS[name], *sizes).ratio
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 8), (8, -1, 8)])
+def test_sizes_are_positive(sizes):
+    with pytest.raises(ValueError, match="estimate: sizes must be positive; got"):
+        estimate(float8(), CHIPS["gpu-h100"], *sizes)
+
+
+# The table.
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_the_table_says_what_pays_says(name):
+    table = when_it_pays(name)
+    for (n_in, n_out), cells in table.cells.items():
+        assert tuple(cells) == RECIPES
+        for recipe, cell in cells.items():
+            gains = [pays(recipe, table.chip, tokens, n_in, n_out) for tokens in TOKENS]
+            assert list(cell.ratios.values()) == [gain.ratio for gain in gains]
+            pay = [gain.pays for gain in gains]
+            first = TOKENS.index(cell.least) if cell.least else len(TOKENS)
+            assert all(pay[first:])
+            assert not (first and pay[first - 1])
+    recipe, reason = fastest_recipe(table.chip)
+    assert f'matmul="auto": {recipe or "none"}: {reason}.' in str(table)
+
+
+def test_the_table_from_the_command_line(capsys):
+    assert cli.main(["preflight", "--table", "--target", "gpu-h100:8"]) == 0
+    out = capsys.readouterr().out
+    row = next(line for line in out.splitlines() if line.startswith("4096 x 16384"))
+    assert row.split()[3:5] == ["1024+", "(0.67)"]
+    assert row.endswith("-")
+    assert "mxfp8 is emulated: gpu-h100 multiplies no blocks of 32" in out
+    assert cli.main(["preflight", "--table", "--target", "tpu-v5e", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["auto"]["recipe"] == "int8"
+    assert {row["recipe"] for row in table["layers"]} == set(map(str, RECIPES))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--table", "--target", "gpu-h10"], "unknown target 'gpu-h10'"),
+        (["--table", "module:function"], "takes either --table or module:function"),
+        ([], "takes either --table or module:function"),
+    ],
+)
+def test_mistakes_with_the_table(arguments, message, capsys):
+    assert cli.main(["preflight", *arguments]) == 2
+    assert message in capsys.readouterr().err
