@@ -20,12 +20,14 @@ from jaxmp._training.scaled_grad import (
 )
 from jaxmp._training.train_state import TrainState
 from jaxmp.policy import Policy, PolicyMap, get_policy
+from jaxmp.recipes import Recipe, deepseek, float8, int8, mxfp8, products
 from jaxmp.tree import all_finite
 
 __all__ = [
     "LossScaleState",
     "Policy",
     "PolicyMap",
+    "Recipe",
     "TrainState",
     "__version__",
     "accumulate_gradients",
@@ -33,17 +35,22 @@ __all__ = [
     "audit",
     "autocast",
     "check_not_stuck",
+    "deepseek",
     "devices",
     "dynamic_loss_scale",
     "explain",
+    "float8",
     "full_precision",
     "get_policy",
     "grad",
+    "int8",
     "loss_scale",
     "loss_scale_for",
     "master_weights",
+    "mxfp8",
     "policies",
     "preflight",
+    "products",
     "reduced_precision",
     "scale_loss",
     "skipped_count",

@@ -67,7 +67,7 @@ _FOREIGN: Final = {
     "o1": "say 'mixed_float16', or 'mixed_bfloat16' where the device has it",
     "o2": "say 'mixed_float16', or 'mixed_bfloat16' where the device has it",
     "o3": "say 'float16'",
-    **dict.fromkeys(("amp", "auto", "autocast", "mixed", "mixed_precision"), _MIXED),
+    **dict.fromkeys(("amp", "auto", "autocast", "mixed", "mixed_float", "mixed_precision"), _MIXED),
     **dict.fromkeys(("fp8", "f8", "float8"), _EIGHT_BITS),
     **dict.fromkeys(
         ("tf32", "tensorfloat32"),

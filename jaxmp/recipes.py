@@ -14,7 +14,6 @@ from jaxmp.dtypes import did_you_mean, plain_name
 
 __all__ = [
     "FORMATS",
-    "GRANULARITIES",
     "Format",
     "Recipe",
     "deepseek",
@@ -90,6 +89,11 @@ class Recipe:
 
     Raises:
       ValueError: if a format or granularity is unknown, or the two do not go together.
+
+    Example:
+      >>> recipe = Recipe("e4m3", "e5m2", "bf16", granularity="row")
+      >>> recipe == parse_recipe(str(recipe))
+      True
     """
 
     forward: str
@@ -128,7 +132,7 @@ class Recipe:
         if self in _NAMES:
             return _NAMES[self]
         formats = list(self.formats.values())
-        text = formats[0] if len(set(formats)) == 1 else "/".join(formats)
+        text = formats[0] if len(set(formats)) == 1 else ":".join(formats)
         return text if self.granularity == "tensor" else f"{text}@{self.granularity}"
 
 
@@ -192,9 +196,9 @@ def products(
 
     Example:
       >>> str(products("e4m3", "e5m2"))
-      'e4m3/e5m2/e5m2'
+      'e4m3:e5m2:e5m2'
       >>> str(products("f32", "bf16"))
-      'f32/bf16/bf16'
+      'f32:bf16:bf16'
     """
     grad_input = forward if grad_input is None else grad_input
     grad_weight = grad_input if grad_weight is None else grad_weight
@@ -210,7 +214,7 @@ def float8(gradient: str = "e4m3", *, granularity: str = "tensor") -> Recipe:
 
     Example:
       >>> str(float8()), str(float8("e5m2", granularity="row"))
-      ('float8', 'e4m3/e5m2/e5m2@row')
+      ('float8', 'e4m3:e5m2:e5m2@row')
     """
     return products("e4m3", gradient, granularity=granularity)
 
@@ -254,20 +258,20 @@ _NAMED: Final = {name: recipe for recipe, name in _NAMES.items()}
 
 
 def parse_recipe(text: str) -> Recipe:
-    """The recipe that a string describes: a name, or ``e4m3/e5m2/bf16@row``, the formats in order.
+    """The recipe that a string describes: a name, or ``e4m3:e5m2:bf16@row``, the formats in order.
 
     Raises:
       ValueError: if it names nothing known, or cannot be read.
 
     Example:
-      >>> parse_recipe("e4m3/e5m2/bf16@row")
+      >>> parse_recipe("e4m3:e5m2:bf16@row")
       Recipe(forward='e4m3', grad_input='e5m2', grad_weight='bf16', granularity='row')
     """
     name = plain_name(text.strip())
     if name in _NAMED:
         return _NAMED[name]
     formats, _, granularity = name.partition("@")
-    parts = formats.split("/")
+    parts = formats.replace("/", ":").split(":")
     if len(parts) > 3:
         raise ValueError(
             f"products: cannot read {text!r}: a layer has three products, and {len(parts)} formats "
@@ -277,6 +281,6 @@ def parse_recipe(text: str) -> Recipe:
         known = [*_NAMED, *FORMATS]
         raise ValueError(
             f"products: {text!r} names no recipe{did_you_mean(name, known)}; the names are "
-            f"{', '.join(_NAMED)}, and 'e4m3/e5m2/e5m2@row' spells one out"
+            f"{', '.join(_NAMED)}, and 'e4m3:e5m2:e5m2@row' spells one out"
         )
     return products(*parts, granularity=granularity or "tensor")

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxmp._audit.audit import audit
 from jaxmp._audit.report import PrecisionError
 from jaxmp.dtypes import parse_dtype
+from jaxmp.recipes import FORMATS
 
 __all__ = ["PrecisionError", "assert_contractions_in"]
 
@@ -28,7 +29,8 @@ def assert_contractions_in(
     """Raises unless every contraction of a function, forward and backward, multiplies in a dtype.
 
     Contractions that autocast itself keeps in float32 because they are geometry or signal
-    processing, in which there is no speed, are not counted.
+    processing, in which there is no speed, are not counted. For an 8-bit dtype, neither are those
+    that are not for a recipe to multiply: attention's own products, the logits.
 
     Args:
       fn: a function of any pytrees, as for `jaxmp.audit`; it is traced, not run.
@@ -40,12 +42,22 @@ def assert_contractions_in(
       PrecisionError: (an AssertionError) that names the lines of those that do not, or says that
         there is no contraction.
     """
-    name = np.dtype(parse_dtype(dtype, "assert_contractions_in: dtype")).name
+    name = _dtype_name(dtype)
     operations = audit(fn, *args, **kwargs).operations
     contractions = [op for op in operations if op.flops and not op.kept]
+    if np.dtype(name).itemsize == 1:
+        contractions = [op for op in contractions if not (op.skipped and op.skipped.intended)]
     if not contractions:
         raise PrecisionError("assert_contractions_in: there is no contraction.")
     wrong = {f"{op.source} multiplies {op.dtype}": None for op in contractions if op.dtype != name}
     if wrong:
         lines = "\n".join(f"  {line}" for line in wrong)
         raise PrecisionError(f"assert_contractions_in: not all contractions are {name}:\n{lines}")
+
+
+def _dtype_name(dtype: DTypeLike) -> str:
+    spelled = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", str(dtype))
+    for fmt in FORMATS.values():
+        if fmt.scaled and spelled in (fmt.short, fmt.name):
+            return fmt.name
+    return str(np.dtype(parse_dtype(dtype, "assert_contractions_in: dtype")).name)

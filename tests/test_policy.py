@@ -370,12 +370,12 @@ def test_pickles_and_copies(policy):
 
 @pytest.mark.parametrize(
     ("spec", "nearest"),
-    [("mixed_bf17", "mixed_bfloat16"), ("Mixed_Float", "mixed_float16"), ("bfloat", "bfloat16")],
+    [("mixed_bf17", "mixed_bfloat16"), ("Mixed_Float1", "mixed_float16"), ("bfloat", "bfloat16")],
 )
 def test_an_unknown_name_lists_the_names_and_the_nearest(spec, nearest):
     message = (
         rf"get_policy: Unknown dtype or policy name '{spec}' \(did you mean '{nearest}'\?\); "
-        r"the names are bf16, .*half, mixed_bfloat16, mixed_float16, mixed_half"
+        r"the names are bf16, .*half, mixed_bfloat16, mixed_float16, mixed_float8, mixed_half"
     )
     with pytest.raises(ValueError, match=message):
         get_policy(spec)

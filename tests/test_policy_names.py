@@ -57,8 +57,9 @@ def test_other_libraries_names_are_understood(spec, expected):
         ("mixed", "'mixed_bfloat16', 'mixed_float16', or 'mixed_half'"),
         ("mixed-precision", "'mixed_bfloat16', 'mixed_float16', or 'mixed_half'"),
         ("TF32", r"'float32' under jax.default_matmul_precision\('tensorfloat32'\)"),
-        ("fp8", "8-bit products are not supported yet; say 'mixed_bfloat16'"),
-        ("mixed_float8", "8-bit products are not supported yet"),
+        ("Mixed_Float", "'mixed_bfloat16', 'mixed_float16', or 'mixed_half'"),
+        ("fp8", "'mixed_float8': values stay in 16 bits, layers multiply in 8"),
+        ("float8", "'mixed_float8'"),
     ],
 )
 def test_names_that_mean_another_thing_elsewhere_say_what_to_write(spec, suggestion):

@@ -30,6 +30,7 @@ from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy
 
+_EIGHT_BITS = "pad it, or give the module a policy without `matmul`: jaxmp.PolicyMap"
 # The backward pass of max-pooling: a window rarely adds more than a few gradients.
 _FEW_TERMS = frozenset({"select_and_scatter_add"})
 
@@ -58,7 +59,8 @@ def audit(
     Returns:
       The report: `print` it, or read its `findings`. The kinds of faults are "float32-contraction",
       "emulated" (by the chip), "promotion" (of 16-bit values), "sensitive-low" (operations),
-      "round-trip" (casts undone), "misaligned" (sizes) and "residual" (kept in float32).
+      "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32) and
+      "not-quantised" (a layer that the policy's recipe cannot multiply).
       "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
       float32, for the reason given. Very small products are geometry, and no fault either.
 
@@ -174,6 +176,7 @@ class _Auditor:
             backward=place.backward,
             inserted=is_ours(eqn),
             kept=blame.kept if blame else "",
+            skipped=place.skipped if contracts else None,
         )
         self.operations.append(operation)
         if blame is not None:
@@ -199,8 +202,11 @@ class _Auditor:
         self._sites[key][at.source] += 1
 
     def _narrow_contraction(self, eqn: jex_core.JaxprEqn, operation: Operation) -> None:
-        """Notes what the chip does not do with its dtypes or its sizes."""
+        """Notes what the chip does not do with its dtypes or its sizes, and a recipe with it."""
         where = operation.source, operation.path
+        if operation.skipped and not operation.skipped.intended:
+            what, fix = f"not in 8 bits: {operation.skipped.why}", _EIGHT_BITS
+            self._note("not-quantised", *where, what, fix, operation.flops, operation)
         for dtype in operation.dtype.split("*"):
             if dtype in self.emulated or not self.chip.multiplies(dtype):
                 what = f"{dtype} is not multiplied natively by {self.chip.name}: it is emulated"
@@ -268,7 +274,7 @@ class _Auditor:
         found = []
         for key, cost in self._costs.items():
             kind, source, path, what, fix = key
-            of_flops = kind in (FAULT, INTENDED, "emulated", "misaligned")
+            of_flops = kind in (FAULT, INTENDED, "emulated", "misaligned", "not-quantised")
             found.append(
                 Finding(
                     kind=kind,

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 
-from jaxmp._autocast.kept import kept_reason
+from jaxmp._autocast.kept import kept_reason, skipped
+from jaxmp._autocast.plan import Skipped
 from jaxmp._autocast.rules import Rules, region_rules
 from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.compat import called, closed, inner_jaxprs
@@ -27,6 +28,7 @@ class Place(NamedTuple):
       backward: whether it belongs to a backward pass.
       region: the rules of the autocast region it stands in, or None.
       kept: why autocast keeps its contractions in float32; empty where it does not.
+      skipped: why a policy's recipe does not multiply its contractions; None where it does.
       inside: the innermost primitive around it that autocast does not look inside; or empty.
     """
 
@@ -36,6 +38,7 @@ class Place(NamedTuple):
     backward: bool = False
     region: Rules | None = None
     kept: str = ""
+    skipped: Skipped | None = None
     inside: str = ""
 
 
@@ -49,6 +52,7 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
         backward=around.backward or is_backward(eqn),
         region=region_rules(eqn) or around.region,
         kept=kept_reason(name_stack(eqn)) or around.kept,
+        skipped=skipped(name_stack(eqn)) or around.skipped,
         inside=around.inside,
     )
 

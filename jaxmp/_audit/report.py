@@ -11,6 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from jaxmp._autocast.plan import Skipped
+from jaxmp._autocast.quantised import Product, Quantised
+
 # The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
 # the last are faults, of the program or of what it is audited for.
 KINDS = {
@@ -21,6 +24,7 @@ KINDS = {
     "round-trip": "cast there and back",
     "misaligned": "sizes that miss the tensor cores",
     "residual": "float32 kept for the backward pass",
+    "not-quantised": "layer that the recipe does not multiply",
     "intended-float32": "contraction kept in float32",
 }
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
@@ -49,6 +53,7 @@ class Operation:
       backward: whether it belongs to a backward pass.
       inserted: whether autocast added it.
       kept: why autocast keeps a contraction in float32 of its own accord; empty for all else.
+      skipped: why a policy's recipe does not multiply a contraction; None for all else.
     """
 
     op: str
@@ -62,6 +67,7 @@ class Operation:
     backward: bool
     inserted: bool = False
     kept: str = ""
+    skipped: Skipped | None = None
 
     @property
     def dtype(self) -> str:
@@ -75,9 +81,9 @@ class Finding:
 
     Attributes:
       kind: "float32-contraction", "emulated", "promotion", "sensitive-low", "round-trip",
-        "misaligned", "residual", or for what is no fault "intended-float32": a contraction that is
-        in float32 because the author or a policy says so (`precision=`, a region, a solver), or
-        because autocast keeps it (geometry, signal processing).
+        "misaligned", "residual", "not-quantised", or for what is no fault "intended-float32": a
+        contraction that is in float32 because the author or a policy says so (`precision=`, a
+        region, a solver), or because autocast keeps it (geometry, signal processing).
       source: the line to blame, ``file.py:line``.
       path: the module path there.
       what: what is the case.
@@ -166,6 +172,24 @@ class PrecisionReport:
                     table["->".join(pair)] = count + op.count, size + written
         return table
 
+    def quantised(self) -> Quantised:
+        """Every contraction, forward and backward: in 8 bits, or not and why. Print it."""
+        return Quantised(
+            tuple(
+                Product(
+                    path=op.path,
+                    source=op.source,
+                    dtype=op.dtype,
+                    count=op.count,
+                    backward=op.backward,
+                    why_not=op.skipped.why if op.skipped else op.kept,
+                    intended=op.skipped.intended if op.skipped else bool(op.kept),
+                )
+                for op in self.operations
+                if op.flops
+            )
+        )
+
     def assert_no(self, *kinds: str) -> None:
         """Raises if there are findings of some kinds; of any kind of fault if none is named.
 
@@ -199,6 +223,9 @@ class PrecisionReport:
         for by, inserted in (("the author", False), ("autocast", True)):
             for pair, (count, size) in sorted(self.casts(inserted=inserted).items()):
                 lines.append(f"casts by {by:14s} {count:g} {pair}, {_si(size)}B written")
+        products = self.quantised()
+        if any(p.quantised for p in products.products) or any(op.skipped for op in self.operations):
+            lines.append(products.summary())
         for name, by_dtype in self.arguments.items():
             lines.append(f"argument {name:14s} {_by_dtype(by_dtype)}")
         return "\n".join(lines)

@@ -44,7 +44,7 @@ def _is_scan(step: Step) -> bool:
 def closes_over(step: Step) -> bool:
     """Whether the rule of a step closes over a traced value."""
     rules = step.plans[0].rules
-    return rules.low is not None and rule_calls.closes_over(step.eqn, rules.policy)
+    return not rules.as_written and rule_calls.closes_over(step.eqn, rules.policy)
 
 
 def likely(plan: Plan) -> bool:

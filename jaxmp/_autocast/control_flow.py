@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.carries import recurrence
-from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING
+from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING, PRODUCT
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import CONSTANT, DATA, GIVEN, PARAMETER
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
@@ -87,10 +87,10 @@ def _at_the_door(
     """
     if not any(demand & (CONTRACTION | LATER) for demand in wanted):
         return list(values), wanted
-    asked = [CONTRACTION] * len(wanted)
+    asked = [CONTRACTION | demand & PRODUCT for demand in wanted]
     narrowed = [
         frame.planning.kept(frame.rules.low, [v])
-        if v and not v.dtype and v.origins and not v.wins and d == CONTRACTION
+        if v and not v.dtype and v.origins and not v.wins and d & ~PRODUCT == CONTRACTION
         else v
         for v, d in zip(
             values,

@@ -28,8 +28,10 @@ from jaxmp._jaxprs.dataflow import demanded, settled_demand
 from jaxmp._jaxprs.higher_order import Inner, inside
 
 # Bits of a demand. OPERAND: a contraction reads the value itself, through moves alone. STEEP: a
-# function that ends somewhere, such as a logarithm.
+# function that ends somewhere, such as a logarithm. PRODUCT: a contraction of the program reads
+# what comes of it, sooner or later (asked under policies with a recipe only).
 NOTHING, CONTRACTION, FULL, LATER, INDEX, ANGLE, OPERAND, STEEP = 0, 1, 2, 4, 8, 16, 32, 64
+PRODUCT = 128
 
 
 class Demand(NamedTuple):
@@ -92,14 +94,16 @@ class Demands:
         if kind == "low" and rules.low is not None and not author_keeps(eqn):
             fixed = any(isinstance(v, Literal) or v in made for v in eqn.invars[:2])
             exact = name in LOW and geometry(eqn, fixed=fixed) is not None
-            return [OPERAND | (FULL if exact else CONTRACTION)] * len(eqn.invars)
+            product = NOTHING if rules.policy.matmul is None else PRODUCT
+            return [OPERAND | product | (FULL if exact else CONTRACTION)] * len(eqn.invars)
         demand = _union(wanted)
         if kind in ("follow", "softmax"):
             demand &= ~OPERAND
         elif kind != "transparent":
-            amplified = name in AMPLIFYING or demand & ~LATER == ANGLE
+            amplified = name in AMPLIFYING or is_angle(demand)
             here = ANGLE if amplified else FULL | (STEEP if name in ENDING else NOTHING)
-            demand = here | (LATER if demand & (CONTRACTION | LATER) else NOTHING)
+            later = LATER if demand & (CONTRACTION | LATER) else NOTHING
+            demand = here | later | demand & PRODUCT
         return [demand] * len(eqn.invars)
 
     def of_loop(self, body: Inner, wanted: Sequence[int], rules: Rules) -> Sequence[int]:
@@ -109,6 +113,11 @@ class Demands:
     def _inner(self, rules: Rules) -> Callable[[Any, Sequence[int]], Sequence[int]]:
         """From demands on the results of an inner jaxpr to those on its operands."""
         return lambda jaxpr, wanted: self(compat.closed(jaxpr).jaxpr, wanted, rules).ins
+
+
+def is_angle(demand: int) -> bool:
+    """Whether only angles, or a linear solver, want a value here."""
+    return demand & ~(LATER | PRODUCT) == ANGLE
 
 
 def whole_numbers(jaxpr: Any) -> set[Any]:

@@ -23,7 +23,7 @@ from jax import dtypes
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
-from jaxmp._autocast.demand import CONTRACTION, FULL, ours
+from jaxmp._autocast.demand import CONTRACTION, FULL, NOTHING, PRODUCT, ours
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.licences import COMPUTED
@@ -51,7 +51,7 @@ def derive(plan: Plan, planner: Planner) -> Plan:
     """
     steps = [
         dataclasses.replace(step, derived=_derived(step, planner.passes))
-        if step.action in ("custom_jvp", "custom_vjp") and step.plans[0].rules.low is not None
+        if step.action in ("custom_jvp", "custom_vjp") and not step.plans[0].rules.as_written
         else step
         for step in plan.steps
     ]
@@ -103,15 +103,12 @@ def _plan_jvp(
         jaxpr, _ = trace_rule(call, jvp, avals)
     linear = [False] * len(call.ins) + [True] * len(active)
     planner = Planner(passes, hidden_tangents(jaxpr, linear))
-    ins = [
-        _kept(planner, *operand) for operand in zip(call.ins, plan.ins, plan.licences, strict=True)
-    ]
-    ins += [
-        _kept(planner, call.ins[i], plan.ins[i], plan.licences[i], tangent=True) for i in active
-    ]
+    ins = [_kept(planner, *operand) for operand in zip(call.ins, plan.arguments, strict=True)]
+    ins += [_kept(planner, call.ins[i], plan.arguments[i], tangent=True) for i in active]
     outs = [*plan.outs, *(plan.outs[i] for i in call.results)]
     zeros = _zeros(jaxpr)[len(call.outs) :]
-    return planner.plan(jaxpr, ins, _wanted(outs), plan.rules, outs=outs), zeros
+    wanted = [*_wanted(plan.outs, plan), *_wanted(outs[len(plan.outs) :])]
+    return planner.plan(jaxpr, ins, wanted, plan.rules, outs=outs), zeros
 
 
 # Reverse mode.
@@ -177,8 +174,8 @@ class _Pullback:
                 jaxpr, (_, pullback) = trace_rule(call, self._trace_forward, call.ins)
             self._tree = jax.tree.structure(pullback)
             self._saved = [v.aval for v in compat.closed(jaxpr).jaxpr.outvars[n_out:]]
-        wanted = [*_wanted(plan.outs), *self._saved_for()]
-        operands = zip(call.ins, plan.ins, plan.licences, strict=True)
+        wanted = [*_wanted(plan.outs, plan), *self._saved_for()]
+        operands = zip(call.ins, plan.arguments, strict=True)
         ins = [_kept(self._planner, *operand) for operand in operands]
         free = self._planner.plan(jaxpr, ins, wanted, plan.rules)
         outs = [*plan.outs, *free.outs[n_out:]]
@@ -265,7 +262,8 @@ class _Pullback:
             value._replace(tangent=False) if value is not None else None
             for value in self.forward.values[len(outs) :]
         ]
-        ins += [_kept(self._planner, outs[i], self._plan.outs[i], tangent=True) for i in given]
+        kept = [Value(dtype) for dtype in self._plan.outs]
+        ins += [_kept(self._planner, outs[i], kept[i], tangent=True) for i in given]
         rules = self._plan.rules
         plan = self._planner.plan(jaxpr, ins, _wanted(self._grads), rules, outs=self._grads)
         return plan, _zeros(jaxpr)
@@ -304,17 +302,18 @@ def _zeros(jaxpr: Any) -> list[bool]:
 def _kept(
     planner: Planner,
     aval: Any,
-    dtype: DType | None,
-    licence: str | None = None,
+    value: Value | None,
     *,
     tangent: bool = False,
 ) -> Value | None:
-    """How an operand of a rule is kept: as the call's operand is."""
+    """How an operand of a rule is kept: as the call's operand or result is."""
     if not ours(_Typed(aval)):
         return None
-    if dtype is None:
-        return Value(tangent=tangent, licence=licence or COMPUTED)
-    return Value(dtype, frozenset({planner.fresh()}), tangent=tangent)
+    weight = value is not None and value.weight and not tangent
+    if value is None or value.dtype is None:
+        return Value(tangent=tangent, licence=value.licence if value else COMPUTED, weight=weight)
+    origins = frozenset({planner.fresh()})
+    return Value(value.dtype, origins, tangent=tangent, weight=weight)
 
 
 class _Typed:
@@ -324,6 +323,11 @@ class _Typed:
         self.aval = aval
 
 
-def _wanted(outs: Sequence[DType | None]) -> list[int]:
-    """The demand that keeps each result in the dtype it must leave in."""
-    return [FULL if dtype is None else CONTRACTION for dtype in outs]
+def _wanted(outs: Sequence[DType | None], plan: Plan | None = None) -> list[int]:
+    """The demand that keeps each result in the dtype it must leave in.
+
+    And that keeps products in 8 bits, where the plan of the call has them so.
+    """
+    products = plan is not None and any(visit.step.product for visit in plan.walk())
+    later = PRODUCT if products else NOTHING
+    return [later | (FULL if dtype is None else CONTRACTION) for dtype in outs]

@@ -4,59 +4,109 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.demand import CONTRACTION, LATER
+from jaxmp._autocast.demand import NOTHING, PRODUCT
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.plan import DType, Value
+from jaxmp._autocast.recipes.blockwise import BLOCKS, BlockProduct
+from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.recipes.product import Product
-from jaxmp._jaxprs.attributes import product_axes
+from jaxmp._autocast.recipes.ragged import ROWS, RaggedProduct
+from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs.attributes import product_axes, ragged_axes
 from jaxmp._jaxprs.compat import shape_of
-from jaxmp._jaxprs.source import module_path, user_line
+from jaxmp._jaxprs.source import is_backward, module_path, user_line
 
 # Matrix units multiply 8-bit operands in blocks of so many.
 MULTIPLE = 16
 
 
+class Verdict(NamedTuple):
+    """What a recipe makes of a contraction.
+
+    Attributes:
+      product: how the recipe multiplies it; None if it does not.
+      why_not: why it does not; else empty.
+      intended: whether that is as it should be: it is no layer, or the last one.
+    """
+
+    product: Contraction | None
+    why_not: str = ""
+    intended: bool = False
+
+
 def by_recipe(
-    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], low: DType
-) -> tuple[Product | None, str]:
-    """How a contraction multiplies under the recipe of its rules, and the reason, in words.
+    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], low: DType | None
+) -> Verdict:
+    """How a contraction multiplies under the recipe of its rules.
 
     In 8 bits multiply layers: one operand is a weight, the other is not, and another contraction
-    reads what comes of it (so the logits stay in 16 bits).
+    reads what comes of it (so the logits stay in 16 bits). Formats of 16 and 32 bits are for every
+    product.
+
+    Args:
+      frame: what is known so far.
+      eqn: the contraction.
+      values: how its operands are kept.
+      low: the dtype of its result, None being float32.
     """
     recipe = frame.rules.policy.matmul
-    if recipe.quantises and (why := _why_not(frame, eqn, values)):
-        return None, f"contraction; not {recipe}: {why}"
-    weights = [v is not None and v.weight for v in values[:2]]
-    name = f"{module_path(eqn) or 'the product'} at {user_line(eqn) or 'an unknown line'}"
-    product = Product(
-        dims=product_axes(eqn),
-        ranks=(len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))),
-        weight=int(not weights[0]),
-        recipe=recipe,
-        dtype=low,
-        name=name,
+    refused = _refused(eqn, values, recipe.granularity) or (
+        recipe.quantises and _no_layer(frame, eqn, values)
     )
-    return product, f"contraction, {recipe}"
+    if refused:
+        return refused
+    left, _ = (v is not None and v.weight for v in values[:2])
+    common: dict[str, Any] = {
+        "recipe": recipe,
+        "dtype": low or FLOAT32,
+        "name": f"{module_path(eqn) or 'the product'} at {user_line(eqn) or 'an unknown line'}",
+    }
+    if _is_ragged(eqn):
+        return Verdict(RaggedProduct(weight=1, **common))
+    ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))
+    kind = BlockProduct if recipe.granularity in BLOCKS else Product
+    return Verdict(kind(dims=product_axes(eqn), ranks=ranks, weight=int(not left), **common))
 
 
-def _why_not(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str:
-    if eqn.primitive.name != "dot_general":
-        return f"{eqn.primitive.name} is no matrix product"
-    weights = sum(v is not None and v.weight for v in values[:2])
-    if weights != 1:
-        return "neither operand is a weight" if not weights else "both operands are weights"
+def _is_ragged(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a `lax.ragged_dot`: rows in groups, by one matrix for each."""
+    return bool(ragged_axes(eqn) == ROWS)
+
+
+def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) -> Verdict | None:
+    """Why no recipe multiplies a contraction, if so."""
+    if eqn.primitive.name != "dot_general" and not _is_ragged(eqn):
+        return Verdict(None, f"{eqn.primitive.name} is no matrix product")
+    if _is_ragged(eqn) and granularity not in ("tensor", "row"):
+        return Verdict(None, "a ragged product is not multiplied in blocks")
     if any(v is None for v in values[:2]):
-        return "the author chose the dtype of an operand"
-    if not frame.is_wanted_by(eqn, CONTRACTION | LATER):
-        return "no contraction reads what comes of it"
+        return Verdict(None, "the author chose the dtype of an operand", intended=True)
+    if any(v.tangent for v in values[:2] if v is not None):
+        # It must stay linear, and be transposed.
+        return Verdict(None, "it belongs to a derivative that is written out", intended=True)
+    if is_backward(eqn):
+        # Which of a layer's three products it is cannot be told.
+        return Verdict(None, "a backward pass in the program: differentiate what autocast returns")
+    return None
+
+
+def _no_layer(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Verdict | None:
+    """Why a contraction does not multiply in 8 bits, if it does not."""
+    weights = sum(v is not None and v.weight for v in values[:2])
+    if weights == 0:
+        return Verdict(None, "neither operand is a weight", intended=True)
+    if weights == 2:
+        return Verdict(None, "both operands may be weights", intended=True)
+    if not frame.forward.of.get(eqn.outvars[0], NOTHING) & PRODUCT:
+        return Verdict(None, "no contraction reads what comes of it", intended=True)
     for size in _sizes(eqn):
         if not isinstance(size, int) or size % MULTIPLE:
-            return f"a size is {size}, no multiple of {MULTIPLE}"
-    return ""
+            return Verdict(None, f"a size is {size}, no multiple of {MULTIPLE}")
+    return None
 
 
 def _sizes(eqn: JaxprEqn) -> list[int]:

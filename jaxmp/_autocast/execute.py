@@ -15,10 +15,10 @@ import jax
 
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract
-from jaxmp._autocast.kept import kept_scope
+from jaxmp._autocast.kept import marked
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.reading import Environment, cast
-from jaxmp._autocast.recipes import product
+from jaxmp._autocast.recipes import derivative
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, with_dtype
 from jaxmp._jaxprs.compat import bind
@@ -38,7 +38,7 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     env = Environment(plan, args)
     for step in plan.steps:
         eqn = step.eqn
-        with compat.source_of(eqn), in_context(eqn), kept_scope(step):
+        with compat.source_of(eqn), in_context(eqn), marked(step):
             outs = _ACTIONS[step.action](plan, step, env)
             for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
                 if dtype is not None and out.dtype != dtype:
@@ -65,8 +65,9 @@ def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
     operands = env.operands(step)
     if step.product is None:
         return contract(step, operands)
-    copies = tuple(env.copy(step, operands[k], k) for k in range(2))
-    return [product.contract(step.product, tuple(operands), copies)]
+    left, right, *sizes = operands
+    copies = (env.copy(step, step.product, left, 0), env.copy(step, step.product, right, 1))
+    return [derivative.contract(step.product, (left, right), copies, sizes)]
 
 
 # Higher-order equations.

@@ -13,8 +13,9 @@ import numpy as np
 from jaxmp._autocast import closures
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
-from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.plan import Plan, Skipped, Step
 from jaxmp._autocast.primitives import LOW
+from jaxmp._autocast.quantised import Product, Quantised
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.transform import (
     is_identity,
@@ -38,6 +39,7 @@ class Row:
       reason: why.
       count: how often it runs per call (lengths of scans around it multiplied; a while loop's body
         and each branch of a cond count once).
+      skipped: of a contraction, why the policy's recipe does not multiply it.
     """
 
     op: str
@@ -46,6 +48,7 @@ class Row:
     dtype: str
     reason: str
     count: int
+    skipped: Skipped | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +71,18 @@ class Explanation:
                 counts[row.dtype] += row.count
         return dict(counts.most_common())
 
+    def quantised(self) -> Quantised:
+        """Every contraction: in 8 bits, or not and why."""
+        products = []
+        for r in self.rows:
+            if r.op in LOW:
+                why, intended = r.skipped or Skipped(r.reason, intended=True)
+                product = Product(
+                    r.path, r.source, r.dtype, r.count, why_not=why, intended=intended
+                )
+                products.append(product)
+        return Quantised(tuple(products))
+
     def summary(self) -> str:
         """A few lines: ops by dtype, why any contraction is float32, what did not apply."""
         total: Counter[str] = Counter()
@@ -86,6 +101,9 @@ class Explanation:
             first = f"{rows[0].op} at {rows[0].source} {rows[0].path}".rstrip()
             more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             lines.append(f"  float32: {first}{more}: {reason}")
+        recipe = get_policy(self.policy).matmul if self.policy else None
+        if (recipe and recipe.quantises) or any(p.quantised for p in self.quantised().products):
+            lines.append(self.quantised().summary())
         unknown = sorted({row.op for row in self.rows if row.reason.startswith("not classified")})
         if unknown:
             lines.append(f"not classified, run as written: {', '.join(unknown)}")
@@ -157,13 +175,15 @@ def _rows(plan: Plan) -> Iterator[Row]:
         name = step.eqn.primitive.name
         if not step.plans:
             source = line or library_line(step.eqn)
-            yield Row(name, path, source, _dtype(step), step.reason, count)
+            yield Row(name, path, source, _dtype(step), step.reason, count, step.skipped)
         elif step.action.startswith("custom_") and closures.closes_over(step):
             yield Row(name, path, line, _dtype(step), closures.REASON, count)
 
 
 def _dtype(step: Step) -> str:
     """The dtype a first-order equation runs in."""
+    if step.product is not None:
+        return step.product.forward.name
     low = [d for d in step.ins if d is not None and d != FLOAT32]
     if low:
         return str(low[0])

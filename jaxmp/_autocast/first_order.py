@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.contractions import geometry
+from jaxmp._autocast.demand import is_angle, ours
 from jaxmp._autocast.eligible import by_recipe
-from jaxmp._autocast.demand import ANGLE, LATER, ours
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import (
@@ -23,7 +23,7 @@ from jaxmp._autocast.licences import (
     of_converted,
     of_wave,
 )
-from jaxmp._autocast.plan import Step, Value
+from jaxmp._autocast.plan import DType, Skipped, Step, Value
 from jaxmp._autocast.primitives import (
     CUMULATIVE,
     LOW,
@@ -48,7 +48,9 @@ def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """The step of one equation, by the class of its primitive."""
     name, rules = compat.kind(eqn), frame.rules
     if rules.low is None:
-        return frame.as_written(eqn, values, rules.why_float32)
+        step = frame.as_written(eqn, values, rules.why_float32)
+        recipe = rules.policy.matmul is not None and name in LOW and _exempt(frame, eqn, values)
+        return _by_recipe(frame, step, values, None) if recipe is None else step
     kind = rules.op_class(eqn)
     if name == "convert_element_type" and kind == "own":
         return _convert(frame, eqn, values)
@@ -93,18 +95,21 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
         out = Value(low, frozenset({frame.planning.fresh()}), tangent=tangent)
     else:
         out = Value(None, tangent=tangent)
-    product, reason = None, "contraction"
-    if frame.rules.policy.matmul is not None:
-        product, reason = by_recipe(frame, eqn, values, low)
     step = frame.step(
-        eqn,
-        values,
-        [low] * len(values),
-        [out] * len(eqn.outvars),
-        reason,
-        action="contract",
+        eqn, values, [low] * len(values), [out] * len(eqn.outvars), "contraction", action="contract"
     )
-    return dataclasses.replace(step, product=product)
+    return step if frame.rules.policy.matmul is None else _by_recipe(frame, step, values, low)
+
+
+def _by_recipe(frame: Frame, step: Step, values: Sequence[Value | None], low: DType | None) -> Step:
+    """The step of a contraction, multiplied as the recipe of the policy says, or saying why not."""
+    recipe = frame.rules.policy.matmul
+    product, why_not, intended = by_recipe(frame, step.eqn, values, low)
+    if product is None:
+        reason = f"{step.reason}; not {recipe}: {why_not}"
+        return dataclasses.replace(step, reason=reason, skipped=Skipped(why_not, intended))
+    reason = f"{step.reason}, {recipe}"
+    return dataclasses.replace(step, action="contract", reason=reason, product=product)
 
 
 def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str | None:
@@ -119,7 +124,7 @@ def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str 
     fixed = any(v is not None and v.fixed for v in values[:2])
     if (kept := geometry(eqn, fixed=fixed)) is not None:
         return kept
-    if frame.demanded(eqn)[0] & ~LATER == ANGLE:
+    if is_angle(frame.demanded(eqn)[0]):
         return "only angles or a linear solver want the result"
     return None
 

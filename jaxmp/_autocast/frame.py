@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from jaxmp._autocast.primitives import BROADCASTING, IN_PARTS, LOOKING_UP, LOW, 
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.source import is_backward
 
 
 class Planning(abc.ABC):
@@ -113,6 +115,7 @@ class Frame:
         self.jaxpr, self.consts = compat.closed(jaxpr)
         self.ins = tuple(ins)
         self.enclosing = self.rules = rules
+        self.wanted = tuple(wanted)
         self.demand: Demand = planning.demands(self.jaxpr, wanted, rules)
         self.summed = set(itertools.compress(self.jaxpr.outvars, summed))
         self.kept_as: dict[Any, Value | None] = dict(zip(self.jaxpr.invars, ins, strict=True))
@@ -166,6 +169,14 @@ class Frame:
     def demanded(self, eqn: JaxprEqn) -> list[int]:
         """The demand on each result of an equation."""
         return [self.demand.of.get(var, NOTHING) for var in eqn.outvars]
+
+    @functools.cached_property
+    def forward(self) -> Demand:
+        """The demand without that of a backward pass, where one is part of the jaxpr."""
+        if not any(map(is_backward, self.jaxpr.eqns)):
+            return self.demand
+        eqns = [eqn for eqn in self.jaxpr.eqns if not is_backward(eqn)]
+        return self.planning.demands(self.jaxpr.replace(eqns=eqns), self.wanted, self.enclosing)
 
     def is_wanted_by(self, eqn: JaxprEqn, demand: int) -> bool:
         """Whether any result of an equation is demanded so."""
@@ -274,7 +285,7 @@ class Frame:
                     self.kept_as[var] = value._replace(fixed=True)
 
     def _keeps_weights(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation computes from weights alone: neither multiplies them, nor looks up."""
+        """Whether an equation computes from weights alone, and neither contracts nor looks up."""
         if eqn.primitive.name in (*LOW, *LOOKING_UP):
             return False
         values = [self.read(v) for v in eqn.invars]

@@ -1,6 +1,6 @@
-"""A mark on the contractions that autocast keeps in float32: why, for `jaxmp.audit` to read.
+"""Marks on contractions for `jaxmp.audit` to read: why one is in float32, or not in 8 bits.
 
-It is a named scope, so it holds for their derivatives as well, and profiles show it.
+They are named scopes, so they hold for their derivatives as well, and profiles show them.
 """
 
 from __future__ import annotations
@@ -14,31 +14,44 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from jaxmp._autocast.plan import Step
+from jaxmp._autocast.plan import Skipped, Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import closed, inner_jaxprs
-from jaxmp._jaxprs.scopes import KEPT
+from jaxmp._jaxprs.scopes import KEPT, MISSED, SKIPPED
 
 # How the planner's reason for an operation that nobody listed begins.
 UNKNOWN = "not classified"
-_MARK = re.compile(rf"{KEPT}([^/()]+)")
+_MARK = re.compile(rf"({KEPT}|{SKIPPED}|{MISSED})([^/()]+)")
 _STRUCTURE = re.compile(r"[/()]+")  # what name stacks are made of
 
 
-def kept_scope(step: Step) -> AbstractContextManager[Any]:
-    """The scope to bind a step in: one that says why, if contractions in it stay float32."""
+def marked(step: Step) -> AbstractContextManager[Any]:
+    """The scope to bind a step in: it says why contractions in it are wider than they may be."""
+    if step.skipped is not None:
+        return _scope(SKIPPED if step.skipped.intended else MISSED, step.skipped.why)
     reason = _reason(step)
-    if not reason:
-        return contextlib.nullcontext()
-    return jax.named_scope(KEPT + _STRUCTURE.sub(" ", reason).strip())
+    return _scope(KEPT, reason) if reason else contextlib.nullcontext()
+
+
+def _scope(mark: str, reason: str) -> AbstractContextManager[Any]:
+    return jax.named_scope(mark + _STRUCTURE.sub(" ", reason).strip())
 
 
 @functools.lru_cache(maxsize=4096)
 def kept_reason(name_stack: Any) -> str:
     """Why autocast kept what stands under a name stack in float32; empty if it did not."""
-    reasons = _MARK.findall(str(name_stack))
+    reasons = [reason for mark, reason in _MARK.findall(str(name_stack)) if mark == KEPT]
     return reasons[-1] if reasons else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def skipped(name_stack: Any) -> Skipped | None:
+    """Why the recipe of a policy did not multiply what stands under a name stack, if so."""
+    for mark, reason in reversed(_MARK.findall(str(name_stack))):
+        if mark != KEPT:
+            return Skipped(reason, intended=mark == SKIPPED)
+    return None
 
 
 def _reason(step: Step) -> str:

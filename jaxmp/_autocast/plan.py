@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN, POSITION
 from jaxmp._autocast.primitives import LOW
-from jaxmp._autocast.recipes.product import Product
+from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.source import module_path, user_line
@@ -93,6 +93,18 @@ class Read(NamedTuple):
     shape: tuple[int, ...] | None = None
 
 
+class Skipped(NamedTuple):
+    """Why the recipe of a policy does not multiply a contraction.
+
+    Attributes:
+      why: in words.
+      intended: whether that is as it should be: it is no layer, or the last one.
+    """
+
+    why: str
+    intended: bool
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """What to do with one equation.
@@ -107,6 +119,7 @@ class Step:
       plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
       derived: of a function with derivative rules, makes it anew, with its rules transformed.
       product: of a contraction that a recipe multiplies: how.
+      skipped: of a contraction that a recipe does not multiply: why not.
     """
 
     eqn: JaxprEqn
@@ -116,7 +129,8 @@ class Step:
     reason: str
     plans: tuple[Plan, ...] = ()
     derived: Callable[[], Callable[..., Any]] | None = None
-    product: Product | None = None
+    product: Contraction | None = None
+    skipped: Skipped | None = None
 
     @property
     def ins(self) -> tuple[DType | None, ...]:
@@ -135,7 +149,7 @@ class Step:
     @property
     def unchanged(self) -> bool:
         """Whether the step binds its equation as it is."""
-        if self.action.startswith("custom_") and self.plans[0].rules.low is not None:
+        if self.action.startswith("custom_") and not self.plans[0].rules.as_written:
             return False  # its derivative rule, unseen yet, may hold contractions
         if self.product is not None:
             return False

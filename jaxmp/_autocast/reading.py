@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxmp._autocast.plan import DType, Plan, Read, Step
+from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import INLINE, dtype_of
 from jaxmp._jaxprs.scopes import CAST
@@ -48,12 +49,12 @@ class Environment:
             self._copies[key] = cast(array, dtype, saturate=read.saturate, shape=read.shape)
         return self._copies[key]
 
-    def copy(self, step: Step, operand: Any, of: int) -> Any:
-        """What the recipe of a step makes of an operand that it has read; one copy for all steps."""
-        atom, product = step.eqn.invars[of], step.product
+    def copy(self, step: Step, product: Contraction, operand: Any, of: int) -> Any:
+        """What a recipe makes of an operand that a step has read; one copy for all steps."""
+        atom = step.eqn.invars[of]
         if isinstance(atom, Literal):
             return product.quantise(operand, of)
-        key = (atom, product.forward, product.shared(of))
+        key = (atom, operand.dtype, product.forward, product.shared(of))
         if key not in self._copies:
             self._copies[key] = product.quantise(operand, of)
         return self._copies[key]

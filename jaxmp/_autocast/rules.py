@@ -48,6 +48,11 @@ class Rules:
     overrides: Mapping[str, str]
     why_float32: str = "float32 region"
 
+    @property
+    def as_written(self) -> bool:
+        """Whether programs run as written under them."""
+        return self.low is None and self.policy.matmul is None
+
     def op_class(self, eqn: JaxprEqn) -> str | None:
         """The class of an equation, or None for a primitive that nobody listed."""
         name = kind(eqn)

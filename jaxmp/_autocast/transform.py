@@ -32,7 +32,7 @@ from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.reading import cast
 from jaxmp._autocast.rules import FLOAT32, rules_for
-from jaxmp._autocast.unseen import warn_unseen
+from jaxmp._autocast.unseen import warn_unquantised, warn_unseen
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
@@ -152,6 +152,7 @@ def under_policy(
         program = comparable(traced.jaxpr)
         plan = make(traced.jaxpr, given) if program is None else plans(program, given)
         warn_unseen(plan, warned)
+        warn_unquantised(plan, warned)
         outs = closures.run(
             traced.as_written,
             plan,

@@ -1,4 +1,4 @@
-"""Contractions that autocast cannot reach, said out loud."""
+"""Contractions that autocast or a recipe cannot reach, said out loud."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.first_order import NOT_LOOKED_INSIDE
+from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32, author_keeps
@@ -46,6 +48,37 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def warn_unquantised(plan: Plan, known: set[str]) -> None:
+    """Warns where an 8-bit recipe multiplies less than half of what it was to multiply.
+
+    Args:
+      plan: the plan of the program.
+      known: what was said already; what is said now is added.
+    """
+    recipe = plan.rules.policy.matmul
+    if recipe is None or not recipe.quantises:
+        return
+    done, missed, why = 0, 0, Counter[str]()
+    for visit in plan.walk():
+        step, flops = visit.step, contraction_flops(visit.step.eqn) * visit.count
+        if step.product is not None:
+            done += flops
+        elif step.skipped is not None and not step.skipped.intended:
+            missed += flops
+            why[step.skipped.why] += 1
+    if missed <= done or str(why) in known:
+        return
+    known.add(str(why))
+    reasons = "; ".join(f"{n} because {reason}" for reason, n in why.most_common())
+    warnings.warn(
+        f"autocast: {recipe} products: {missed / (done + missed):.0%} of what layers multiply "
+        f"stays in {np.dtype(plan.rules.policy.compute_dtype).name}: {reasons}. jaxmp.explain "
+        "lists them.",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def _not_looked_inside(plan: Plan) -> Iterator[JaxprEqn]:

@@ -124,7 +124,7 @@ Axes = tuple[int, ...]
 
 def product_axes(eqn: jex_core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
     """The contracted axes of both operands of a product, then those of the batch."""
-    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    ragged = ragged_axes(eqn)
     both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = (
         eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
     )
@@ -138,6 +138,11 @@ class Window(NamedTuple):
     padding: Sequence[tuple[int, int]]
     lhs_dilation: Sequence[int]
     rhs_dilation: Sequence[int]
+
+
+def ragged_axes(eqn: jex_core.JaxprEqn) -> Any:
+    """The ``RaggedDotDimensionNumbers`` of a ragged product; None of any other equation."""
+    return eqn.params.get("ragged_dot_dimension_numbers")
 
 
 def window(eqn: jex_core.JaxprEqn) -> Window:

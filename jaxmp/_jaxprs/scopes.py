@@ -6,6 +6,11 @@ CAST = "jaxmp_cast"
 # Before the reason for which a contraction stays float32.
 KEPT = "jaxmp_keeps="
 
+# Before the reason for which a policy's recipe does not multiply a contraction: as it should be,
+# because it is no layer or the last one; or because it cannot.
+SKIPPED = "jaxmp_skips="
+MISSED = "jaxmp_misses="
+
 # A region with a policy of its own carries this and the policy's string: as the name of a jitted
 # function, which survives every transformation, or, for a Flax module inside a wrapped one, as a
 # named scope, which needs no lifting.

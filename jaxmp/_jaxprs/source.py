@@ -13,7 +13,7 @@ from pathlib import Path
 from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs.attributes import frames, name_stack, source_summary
-from jaxmp._jaxprs.scopes import CAST, KEPT, REGION
+from jaxmp._jaxprs.scopes import CAST, KEPT, MISSED, REGION, SKIPPED
 
 # Where Python keeps what is installed, and what belongs to it.
 _INSTALLED = {
@@ -30,6 +30,7 @@ _PACKAGES = (
 )  # fmt: skip
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 _SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST})
+_MARKS = (REGION, KEPT, SKIPPED, MISSED)
 
 
 def is_backward(eqn: JaxprEqn) -> bool:
@@ -90,7 +91,7 @@ def plain_path(stack: str) -> str:
         stack = plain
     kept: list[str] = []
     for part in stack.split("/"):
-        named = part and part not in _SCOPES_OF_OTHERS and not part.startswith((REGION, KEPT))
+        named = part and part not in _SCOPES_OF_OTHERS and not part.startswith(_MARKS)
         if named and (not kept or kept[-1] != part):
             kept.append(part)
     return "/".join(kept)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxmp._autocast.recipes.native import multiplies_float8
+from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import Format
 
 EXPONENT_BITS = 23  # below float32's exponent
@@ -47,6 +49,7 @@ def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
     return Quantised(values if multiplies_float8() else kept(values), scale)
 
 
+@jax.named_scope(CAST)
 def convert(x: Any, fmt: Format, axes: Sequence[int], *, power_of_two: bool = False) -> Quantised:
     """As `quantise`, but XLA may leave out that values are rounded; see `kept`.
 
@@ -90,3 +93,21 @@ def kept(values: Any) -> Any:
 def dequantise(x: Quantised) -> Any:
     """The array, in float32."""
     return x.values.astype(jnp.float32) * x.scale
+
+
+def as_bits(x: Quantised) -> Quantised:
+    """The array with its values as integers of 8 bits, to be kept for the backward pass.
+
+    `jax.checkpoint` rounds the floats that it keeps to their own format, to keep XLA from computing
+    with more precision; but e4m3 as `lax.reduce_precision` has it ends at 240, and beyond is NaN.
+    """
+    if x.values.dtype == np.int8:
+        return x
+    return x._replace(values=lax.bitcast_convert_type(x.values, np.uint8))
+
+
+def of_bits(x: Quantised, fmt: Format) -> Quantised:
+    """The array that `as_bits` was given."""
+    if x.values.dtype == np.int8:
+        return x
+    return x._replace(values=lax.bitcast_convert_type(x.values, np.dtype(fmt.name)))

@@ -1,0 +1,91 @@
+"""A report of every contraction: in 8 bits, or why not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Product:
+    """A contraction of a program.
+
+    Attributes:
+      path: the module path and named scopes around it.
+      source: ``file.py:line`` in the user's code.
+      dtype: the dtype it multiplies, or two, as in ``float8_e4m3fn*float8_e5m2``.
+      count: how often it runs per call.
+      backward: whether it belongs to a backward pass.
+      why_not: why the recipe does not multiply it; empty if it does, or none was asked to.
+      intended: whether that is as it should be: it is no layer, or the last one.
+    """
+
+    path: str
+    source: str
+    dtype: str
+    count: float
+    backward: bool = False
+    why_not: str = ""
+    intended: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        """Whether it multiplies 8-bit operands."""
+        return all("int8" in dtype or "float8" in dtype for dtype in self.dtype.split("*"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quantised:
+    """Every contraction of a program: quantised, or not and why. Print it.
+
+    Attributes:
+      products: one per contraction, in the program's order.
+    """
+
+    products: tuple[Product, ...]
+
+    def counts(self) -> dict[str, tuple[float, float]]:
+        """By pass ("forward", "backward"): how many are in 8 bits, and how many there are."""
+        table = {}
+        for name, backward in (("forward", False), ("backward", True)):
+            mine = [p for p in self.products if p.backward == backward]
+            if mine:
+                table[name] = (
+                    sum(p.count for p in mine if p.quantised),
+                    sum(p.count for p in mine),
+                )
+        return table
+
+    def reasons(self) -> dict[str, float]:
+        """How many products are not in 8 bits for which reason, most first."""
+        why: Counter[str] = Counter()
+        for p in self.products:
+            if not p.quantised:
+                why[p.why_not or f"multiplies {p.dtype}"] += p.count  # type: ignore[assignment]
+        return dict(why.most_common())
+
+    def summary(self) -> str:
+        """A few lines: how many products are in 8 bits, and why the others are not."""
+        shares = [f"{n:g} of {total:g} {name}" for name, (n, total) in self.counts().items()]
+        lines = [f"products in 8 bits  {', '.join(shares) or 'none'}"]
+        return "\n".join(lines + [f"  {n:g} not: {why}" for why, n in self.reasons().items()])
+
+    def __str__(self) -> str:
+        cells = [("dtype", "times", "pass", "source", "path", "why not 8 bits")]
+        cells += [
+            (
+                p.dtype,
+                f"{p.count:g}",
+                "backward" if p.backward else "forward",
+                p.source,
+                p.path,
+                "" if p.quantised else p.why_not,
+            )
+            for p in self.products
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        table = "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        )
+        return f"{table}\n\n{self.summary()}"

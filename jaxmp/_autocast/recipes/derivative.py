@@ -1,0 +1,168 @@
+"""A contraction under a recipe: its value, and by a derivative rule its gradient's products."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._autocast.recipes.quantise import Quantised, as_bits, of_bits, quantise
+from jaxmp.recipes import FORMATS, Format, Recipe
+
+Pair = tuple[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contraction(abc.ABC):
+    """A contraction of two operands under a recipe.
+
+    Attributes:
+      recipe: the recipe.
+      weight: which operand is the weight: 0 or 1.
+      dtype: the dtype of the result.
+      name: what an error calls it.
+    """
+
+    recipe: Recipe
+    weight: int
+    dtype: Any
+    name: str = "a product"
+
+    @property
+    def forward(self) -> Format:
+        """The format of both operands, forward."""
+        return FORMATS[self.recipe.forward]
+
+    def backward(self, of: int) -> Format:
+        """The format of the product that gives the gradient of an operand."""
+        recipe = self.recipe
+        return FORMATS[recipe.grad_weight if of == self.weight else recipe.grad_input]
+
+    @abc.abstractmethod
+    def shared(self, of: int) -> Any:
+        """The axes of an operand that share a scale, forward."""
+
+    @abc.abstractmethod
+    def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:
+        """The contraction, of the copies where they are in 8 bits.
+
+        Args:
+          operands: both, in the compute dtype or float32.
+          copies: of each what `quantise` made of it.
+          sizes: what it reads besides, of integers.
+        """
+
+    @abc.abstractmethod
+    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
+        """The gradient of an operand, from that of the result and the other operand, as saved."""
+
+    def quantise(self, x: Any, of: int) -> Quantised | None:
+        """An operand as its products read it: in 8 bits; None where none does."""
+        if not self.forward.scaled:
+            return None
+        copy = self.copy(lax.stop_gradient(x), of)
+        return copy._replace(scale=_derived(copy.scale, x))
+
+    def copy(self, x: Any, of: int) -> Quantised:
+        """An operand in 8 bits."""
+        return quantise(x, self.forward, self.shared(of))
+
+    def saved(self, x: Any, copy: Quantised | None, of: int) -> Any:
+        """What is kept of an operand for the backward pass: what is read there, if narrower."""
+        fmt = self.backward(1 - of)
+        if fmt.scaled:
+            return x if copy is None else as_bits(copy)
+        return x.astype(fmt.name) if fmt.bits < 8 * x.dtype.itemsize else x
+
+
+@jax.custom_jvp
+def _derived(scale: Any, _x: Any) -> Any:
+    """A scale of `x`. Its derivative is zero; but it is seen that it has one (see `_once`)."""
+    return scale
+
+
+def _nothing(dx: Any, scale: Any, *_: Any) -> Any:
+    """Zero, as a function of `dx`: the sum of none of it."""
+    return jnp.broadcast_to(jnp.sum(dx[:0], dtype=scale.dtype), scale.shape)
+
+
+_derived.defjvps(None, _nothing)
+
+
+def contract(product: Contraction, operands: Pair, copies: Pair, sizes: Sequence[Any] = ()) -> Any:
+    """The contraction, and by its derivative rule the two products of its gradient.
+
+    Args:
+      product: what it is.
+      operands: both, in the compute dtype or float32.
+      copies: of each what `quantise` made of it; several products may share one.
+      sizes: what it reads besides, of integers.
+    """
+    # Computed in the open, where the policies of `jax.checkpoint` see a product that they may save.
+    plain, eight = lax.stop_gradient(operands), lax.stop_gradient(copies)
+    return _rule(product)(product.multiply(plain, eight, sizes), operands, copies, tuple(sizes))
+
+
+@functools.lru_cache(maxsize=1024)
+def _rule(product: Contraction) -> Callable[..., Any]:
+    """The identity on a product of two operands, with the product's derivative."""
+
+    @jax.custom_vjp
+    def of_operands(out: Any, _operands: Any, _copies: Any, _sizes: Any) -> Any:
+        return out
+
+    def forward(out: Any, operands: Any, copies: Any, sizes: Any) -> Any:
+        saved = tuple(product.saved(operands[k], copies[k], k) for k in range(2))
+        dtypes = tuple(_Static(x.dtype) for x in operands)
+        return of_operands(out, operands, copies, sizes), (saved, dtypes, sizes)
+
+    def backward(residuals: Any, g: Any) -> Any:
+        saved, dtypes, sizes = residuals
+
+        def gradient(of: int) -> Any:
+            return _once(product, of)(g, saved[1 - of], sizes).astype(dtypes[of].value)
+
+        return None, (gradient(0), gradient(1)), None, None
+
+    of_operands.defvjp(forward, backward)
+    return of_operands
+
+
+@jax.tree_util.register_static
+class _Static(NamedTuple):
+    """Part of a tree's structure."""
+
+    value: Any
+
+
+@functools.lru_cache(maxsize=1024)
+def _once(product: Contraction, of: int) -> Callable[..., Any]:
+    """The product that gives the gradient of an operand.
+
+    In 8 bits it cannot be differentiated again. That an operand of it is differentiated shows in
+    the scale of its 8-bit copy.
+    """
+
+    def gradient(g: Any, other: Any, sizes: Any) -> Any:
+        if isinstance(other, Quantised):
+            other = of_bits(other, product.forward)
+        return product.gradient(of, g, other, sizes)
+
+    def refused(_primals: Any, _tangents: Any) -> Any:
+        raise TypeError(
+            f"autocast: the second derivative of {product.name}, which multiplies as "
+            f"{product.recipe}: it is a derivative through rounding to 8 bits, which is zero or "
+            "infinite. Differentiate once, or give this part a policy without `matmul`"
+        )
+
+    if not product.backward(of).scaled:
+        return gradient
+    guarded = jax.custom_jvp(gradient)
+    guarded.defjvp(refused)
+    return guarded

@@ -1,0 +1,454 @@
+"""Recipes in whole programs: which products they multiply, and under every transformation."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp.testing import PrecisionError, assert_contractions_in
+
+POLICY = "mixed_float8"
+RECIPES = ("float8", "e4m3:e5m2:e5m2", "e4m3@row", "int8", "e4m3:bf16:bf16")
+
+
+def weights(seed: int = 0) -> dict[str, jax.Array]:
+    r = np.random.default_rng(seed)
+    sizes = {"table": (32, 32), "up": (32, 64), "down": (64, 32), "last": (32, 32)}
+    return {k: jnp.asarray(r.normal(size=n) / np.sqrt(n[0]), jnp.float32) for k, n in sizes.items()}
+
+
+TOKENS = jnp.arange(128, dtype=jnp.int32) * 7 % 32
+
+
+def mlp(p: Any, x: Any) -> Any:
+    return jnp.tanh(jax.nn.gelu(x @ p["up"]) @ p["down"]) @ p["last"]
+
+
+def loss(p: Any, tokens: Any) -> Any:
+    """Three layers between an embedding and logits: three products are to be in 8 bits."""
+    return jnp.mean((mlp(p, p["table"][tokens]) @ p["table"].T) ** 2)
+
+
+def error(got: Any, want: Any) -> float:
+    got, want = (
+        np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)])
+        for t in (got, want)
+    )
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def counts(fn: Callable[..., Any], policy: str = POLICY, tokens: Any = TOKENS) -> Any:
+    return jaxmp.explain(fn, policy)(weights(), tokens).quantised().counts()["forward"]
+
+
+# Which products.
+
+
+def test_layers_multiply_in_8_bits_forward_and_backward() -> None:
+    found = jaxmp.explain(loss, POLICY)(weights(), TOKENS)
+    assert found.contractions() == {"float8_e4m3fn": 3, "bfloat16": 1}
+    assert found.quantised().reasons() == {"no contraction reads what comes of it": 1}
+    report = jaxmp.audit(jax.grad(jaxmp.autocast(loss, POLICY)), weights(), TOKENS)
+    assert report.quantised().counts() == {"forward": (3, 4), "backward": (6, 8)}
+    assert not report.findings
+    assert "products in 8 bits  3 of 4 forward, 6 of 8 backward" in str(report)
+    assert "1 not: no contraction reads what comes of it" in str(found)
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        x = nn.Embed(32, 32, name="table")(tokens)
+        q, k, v = (nn.Dense(32, name=name)(x) for name in "qkv")
+        x = x + nn.Dense(32, name="out")(jax.nn.softmax(q @ k.T / 6) @ v)
+        return nn.Dense(16, name="logits")(x)
+
+
+def test_products_of_attention_itself_have_no_weight() -> None:
+    model = jaxmp.wrap(Attention(), POLICY)
+    x = TOKENS[:48]
+    variables = model.init(jax.random.key(0), x)
+    found = jaxmp.explain(lambda v, x: model.apply(v, x))(variables, x).quantised()
+    assert {p.path.split("/")[-1]: p.quantised for p in found.products} == {
+        "q": True, "k": True, "v": True, "Attention": False, "out": True, "logits": False
+    }  # fmt: skip
+
+
+def test_what_several_products_read_is_quantised_once() -> None:
+    model = jaxmp.wrap(Attention(), POLICY)
+    x = TOKENS[:48]
+    variables = model.init(jax.random.key(0), x)
+    jaxpr = str(jax.make_jaxpr(model.apply)(variables, x))
+    copies = re.findall(r"f8_e4m3fn\[48,32\] = convert_element_type", jaxpr)
+    assert len(copies) == 2  # of what q, k and v read, and of what `out` reads
+
+
+def test_the_backward_pass_keeps_8_bits_only() -> None:
+    fn = jaxmp.autocast(loss, POLICY)
+    _, pullback = jax.vjp(fn, weights(), TOKENS)
+    kept = Counter(str(x.dtype) for x in jax.tree.leaves(pullback) if getattr(x, "ndim", 0) == 2)
+    _, pullback = jax.vjp(jaxmp.autocast(loss, "mixed_bfloat16"), weights(), TOKENS)
+    plain = Counter(str(x.dtype) for x in jax.tree.leaves(pullback) if getattr(x, "ndim", 0) == 2)
+    assert kept["uint8"] == 6  # of three products both operands, as bits
+    assert kept["bfloat16"] == plain["bfloat16"] - 6
+
+
+def test_sizes_that_matrix_units_do_not_take_are_told() -> None:
+    def odd(p: Any, tokens: Any) -> Any:
+        return jnp.mean((jnp.tanh(p["table"][tokens] @ p["up"][:, :20]) @ p["up"][:, :20].T) ** 2)
+
+    found = jaxmp.explain(odd, POLICY)(weights(), TOKENS).quantised()
+    assert found.products[0].why_not == "a size is 20, no multiple of 16"
+    assert not found.products[0].intended
+    with pytest.warns(UserWarning, match="float8 products: 100% of what layers multiply stays in"):
+        report = jaxmp.audit(jaxmp.autocast(odd, POLICY), weights(), TOKENS)
+    assert [f.kind for f in report.findings] == ["not-quantised"]
+    with pytest.raises(PrecisionError, match="not in 8 bits: a size is 20"):
+        report.assert_no("not-quantised")
+
+
+def test_convolutions_stay_in_16_bits_and_say_so() -> None:
+    class Convolutions(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Conv(16, (3, 3))(nn.relu(nn.Conv(16, (3, 3))(x)))
+
+    model, x = jaxmp.wrap(Convolutions(), POLICY), jnp.ones((2, 8, 8, 16))
+    variables = model.init(jax.random.key(0), x)
+    with pytest.warns(UserWarning, match="2 because conv_general_dilated is no matrix product"):
+        model.apply(variables, x)
+
+
+def test_assertions_about_8_bits() -> None:
+    step = jax.grad(jaxmp.autocast(loss, POLICY))
+    assert_contractions_in(step, weights(), TOKENS, dtype="float8_e4m3fn")
+    with pytest.raises(PrecisionError, match="multiplies float8_e4m3fn"):
+        assert_contractions_in(step, weights(), TOKENS, dtype="int8")
+    wide = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16,matmul=e4m3:e5m2:e5m2"))
+    with pytest.raises(PrecisionError, match=r"multiplies float8_e4m3fn\*float8_e5m2"):
+        assert_contractions_in(wide, weights(), TOKENS, dtype="e4m3")
+    plain = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))
+    with pytest.raises(PrecisionError, match="multiplies bfloat16"):
+        assert_contractions_in(plain, weights(), TOKENS, dtype="float8_e4m3fn")
+
+
+def test_modules_may_have_another_policy() -> None:
+    policies = jaxmp.PolicyMap({"out": "mixed_bfloat16"}, default=POLICY)
+    model = jaxmp.wrap(Attention(), policies)
+    x = TOKENS[:48]
+    variables = model.init(jax.random.key(0), x)
+    found = jaxmp.explain(lambda v, x: model.apply(v, x))(variables, x).quantised()
+    quantised = {p.path.split("/")[-1] for p in found.products if p.quantised}
+    assert quantised == {"q", "k", "v"}
+    spelled = jaxmp.PolicyMap({"out": "mixed_bfloat16,matmul=e4m3:e5m2:bf16@row"}, default=POLICY)
+    model = jaxmp.wrap(Attention(), spelled)
+    rows = jaxmp.explain(lambda v, x: model.apply(v, x))(variables, x).rows
+    assert [r.reason for r in rows if r.path.endswith("out") and r.op == "dot_general"] == [
+        "contraction, e4m3:e5m2:bf16@row"
+    ]
+
+
+def test_nnx_modules() -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(32, 32, rngs=rngs)
+            self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+
+        def __call__(self, tokens: Any) -> Any:
+            x = self.embed(tokens)
+            return self.embed.attend(x + self.down(nnx.gelu(self.up(x))))
+
+    model = Model(nnx.Rngs(0))
+    fast = jaxmp.wrap(model, POLICY)
+    found = jaxmp.explain(lambda m, t: m(t))(fast, TOKENS).quantised()
+    assert found.counts() == {"forward": (2, 3)}
+    assert error(fast(TOKENS), model(TOKENS)) < 0.06
+
+
+def test_results_in_16_bits_are_no_reason_for_the_logits_to_be_in_8() -> None:
+    assert counts(loss, "bfloat16,matmul=float8") == (3, 4)
+
+
+# Every transformation.
+
+
+def scanned(p: Any, tokens: Any) -> Any:
+    def layer(x: Any, w: Any) -> tuple[Any, None]:
+        return x + jax.nn.relu(x @ w[0]) @ w[1], None
+
+    stacked = jnp.stack([p["up"]] * 3), jnp.stack([p["down"]] * 3)
+    x, _ = jax.lax.scan(layer, p["table"][tokens], stacked)
+    return jnp.mean((x @ p["table"].T) ** 2)
+
+
+def branched(p: Any, tokens: Any) -> Any:
+    x = p["table"][tokens]
+    h = jax.lax.cond(
+        tokens[0] < 1, lambda x: jnp.tanh(x @ p["up"]), lambda x: jax.nn.relu(x @ p["up"]), x
+    )
+    return jnp.mean((h @ p["down"] @ p["table"].T) ** 2)
+
+
+def experts(p: Any, tokens: Any) -> Any:
+    x = p["table"][tokens].reshape(8, 16, 32)
+    h = jnp.tanh(jnp.einsum("ecd,edf->ecf", x, jnp.stack([p["up"]] * 8)))
+    return jnp.mean((jnp.einsum("ecf,fd->ecd", h, p["down"]) @ p["table"].T) ** 2)
+
+
+def mixture(p: Any, tokens: Any) -> Any:
+    sizes = jnp.array([48, 0, 16, 64], jnp.int32)
+    x = jnp.sin(p["table"][tokens])
+    h = jax.lax.ragged_dot(x, jnp.stack([p["up"], 2 * p["up"], p["up"] ** 2, -p["up"]]), sizes)
+    return jnp.mean((jnp.tanh(h) @ p["down"] @ p["table"].T) ** 2)
+
+
+@jax.custom_vjp
+def layer_with_vjp(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+layer_with_vjp.defvjp(
+    lambda x, w: (layer_with_vjp(x, w), (x, w, jnp.tanh(x @ w))),
+    lambda saved, g: (
+        (g * (1 - saved[2] ** 2)) @ saved[1].T,
+        saved[0].T @ (g * (1 - saved[2] ** 2)),
+    ),
+)
+
+
+@jax.custom_jvp
+def layer_with_jvp(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+@layer_with_jvp.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    (x, w), (dx, dw) = primals, tangents
+    y = jnp.tanh(x @ w)
+    return y, (1 - y * y) * (dx @ w + x @ dw)
+
+
+def with_rule(layer: Any) -> Callable[..., Any]:
+    def fn(p: Any, tokens: Any) -> Any:
+        h = layer(layer(p["table"][tokens], p["up"]), p["down"])
+        return jnp.mean((h @ p["last"] @ p["table"].T) ** 2)
+
+    return fn
+
+
+def sharded(p: Any, tokens: Any) -> Any:
+    return jax.shard_map(
+        lambda p, t: jax.lax.pmean(loss(p, t), "d"),
+        mesh=jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=(P(), P("d")),
+        out_specs=P(),
+    )(p, tokens)
+
+
+def vmapped(p: Any, tokens: Any) -> Any:
+    return jnp.mean(jax.vmap(loss, (None, 0))(p, tokens.reshape(4, 32)))
+
+
+def jitted(p: Any, tokens: Any) -> Any:
+    return jax.jit(loss)(p, tokens)
+
+
+PROGRAMS = {
+    "plain": (loss, 3),
+    "jit": (jitted, 3),
+    "scan": (scanned, 6),
+    "cond": (branched, 3),
+    "experts": (experts, 2),
+    "ragged_dot": (mixture, 2),
+    "custom_vjp": (with_rule(layer_with_vjp), 3),
+    "custom_jvp": (with_rule(layer_with_jvp), 3),
+    "shard_map": (sharded, 3),
+    "vmap": (vmapped, 3),
+}
+
+
+@pytest.mark.parametrize("recipe", ["float8", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name: str, recipe: str) -> None:
+    """All their layers are in 8 bits, and their gradients as good as 8 bits are."""
+    fn, quantised = PROGRAMS[name]
+    policy = f"mixed_bfloat16,matmul={recipe}"
+    assert counts(fn, policy)[0] == quantised
+    fast = jaxmp.autocast(fn, policy)
+    value, want = jax.jit(jax.value_and_grad(fn))(weights(), TOKENS)
+    fast_value, got = jax.jit(jax.value_and_grad(fast))(weights(), TOKENS)
+    assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype("float32")}
+    # Each of a chain of products adds its own error.
+    most = {"float8": 0.038, "int8": 0.011}[recipe] * np.sqrt(2 * quantised)
+    assert error(fast_value, value) < most
+    assert 1e-3 < error(got, want) < most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_transformations_outside(recipe: str) -> None:
+    fast = jaxmp.autocast(loss, f"mixed_bfloat16,matmul={recipe}")
+    p = weights()
+    want = jax.jit(jax.grad(loss))(p, TOKENS)
+    most = 0.03 if recipe == "int8" else 0.13
+    assert error(jax.grad(fast)(p, TOKENS), want) < most
+    both = jax.tree.map(lambda x: jnp.stack([x, 4 * x]), p)
+    each = jax.jit(jax.vmap(jax.grad(fast), (0, None)))(both, TOKENS)
+    assert error(jax.tree.map(lambda x: x[0], each), want) < most
+    assert error(jax.linearize(lambda p: fast(p, TOKENS), p)[0], fast(p, TOKENS)) == 0
+
+
+POLICIES = (
+    "everything_saveable",
+    "dots_saveable",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            None,
+            "nothing_saveable",
+            "dots_with_no_batch_dims_saveable",
+            "save_only_these_names",
+        )
+    ),
+)
+
+
+def remat(name: str | None) -> Callable[..., Any]:
+    policy = getattr(jax.checkpoint_policies, name) if name else None
+    policy = policy("hidden") if name == "save_only_these_names" else policy
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def block(p: Any, x: Any) -> Any:
+        h = checkpoint_name(x @ p["up"], "hidden")
+        return jnp.tanh(jax.nn.gelu(h) @ p["down"])
+
+    return lambda p, t: jnp.mean((block(p, p["table"][t]) @ p["last"] @ p["table"].T) ** 2)
+
+
+def products_run(fn: Callable[..., Any]) -> int:
+    return str(jax.make_jaxpr(jax.grad(fn))(weights(), TOKENS)).count(" dot_general[")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_jax_checkpoint_saves_is_what_its_policy_says(name: str | None) -> None:
+    """Products are seen by policies, and what is recomputed is the same."""
+    fast = jaxmp.autocast(remat(name), POLICY)
+    want = jax.jit(jax.grad(jaxmp.autocast(remat("nothing_saveable"), POLICY)))(weights(), TOKENS)
+    assert error(jax.jit(jax.grad(fast))(weights(), TOKENS), want) < 1e-2
+    plain = jaxmp.autocast(remat(name), "mixed_bfloat16")
+    assert products_run(fast) == products_run(plain)
+
+
+# Derivatives of higher order, and the other order.
+
+
+def test_a_second_derivative_is_refused_by_name() -> None:
+    fast = jaxmp.autocast(loss, POLICY)
+
+    @functools.partial(jaxmp.autocast, policy=POLICY)
+    def linear(p: Any, t: Any) -> Any:
+        return jnp.sum(mlp(p, jnp.sin(p["table"][t])) @ p["last"])
+
+    def norm(fn: Any) -> Callable[..., Any]:
+        return lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(jax.grad(fn)(p, TOKENS)))
+
+    for fn in (fast, linear):  # a loss that is linear in the product, as well
+        with pytest.raises(TypeError, match=r"the second derivative of the product at .* float8"):
+            jax.grad(norm(fn))(weights())
+
+
+def test_what_is_no_second_derivative_is_not_refused() -> None:
+    fast = jaxmp.autocast(loss, POLICY)
+    want = jax.grad(fast)(weights(), TOKENS)
+    value = lambda p: jax.vjp(lambda q: fast(q, TOKENS), p)[0]  # noqa: E731
+    assert error(jax.grad(value)(weights()), want) == 0
+
+
+def test_a_backward_pass_in_the_program_is_in_16_bits_and_says_so() -> None:
+    """`autocast(grad(f))`: differentiate what autocast returns."""
+    step = jax.grad(loss)
+    with pytest.warns(UserWarning, match="8 because a backward pass in the program"):
+        report = jaxmp.audit(step, weights(), TOKENS, policy=POLICY)
+    assert report.quantised().counts() == {"forward": (3, 4), "backward": (0, 8)}
+    assert {f.kind for f in report.findings} == {"not-quantised"}
+
+
+# Other formats than 8 bits.
+
+
+@pytest.mark.parametrize("rule", ["plain", "custom_vjp", "scan"])
+def test_triple_precision(rule: str) -> None:
+    """Float32 forward, bitwise; bfloat16 gradients, of what is kept in bfloat16."""
+    fn, _ = PROGRAMS[rule]
+    fast = jaxmp.autocast(fn, "float32,matmul=f32:bf16:bf16")
+    p = weights()
+    assert jax.jit(fast)(p, TOKENS) == jax.jit(fn)(p, TOKENS)
+    assert 1e-3 < error(jax.jit(jax.grad(fast))(p, TOKENS), jax.jit(jax.grad(fn))(p, TOKENS)) < 1e-2
+
+
+def test_triple_precision_keeps_16_bits_for_the_backward_pass() -> None:
+    fast = jaxmp.autocast(loss, "float32,matmul=f32:bf16:bf16")
+    kept = [x for x in jax.tree.leaves(jax.vjp(fast, weights(), TOKENS)[1]) if x.ndim == 2]
+    assert sum(x.dtype == jnp.bfloat16 for x in kept) == 8
+    share = jaxmp.audit(jax.grad(fast), weights(), TOKENS).contraction_flops
+    assert share(backward=False).keys() == {"float32"}
+    assert share(backward=True).keys() == {"bfloat16"}
+
+
+def test_the_reverse_of_it() -> None:
+    fast = jaxmp.autocast(loss, "mixed_bfloat16,matmul=bf16:f32:f32")
+    flops = jaxmp.audit(jax.grad(fast), weights(), TOKENS).contraction_flops
+    assert flops(backward=False).keys() == {"bfloat16"}
+    assert flops(backward=True).keys() == {"float32"}
+
+
+def test_a_float32_region_stays_float32() -> None:
+    def with_region(p: Any, t: Any) -> Any:
+        h = jaxmp.full_precision(lambda x: x @ p["up"])(p["table"][t])
+        return jnp.mean((h @ p["down"] @ p["table"].T) ** 2)
+
+    assert jaxmp.explain(with_region, POLICY)(weights(), TOKENS).contractions() == {
+        "float32": 1, "float8_e4m3fn": 1, "bfloat16": 1
+    }  # fmt: skip
+
+
+# Loss scaling and devices.
+
+
+def test_an_overflow_is_seen_by_the_loss_scaler() -> None:
+    p = weights()
+    p["down"] = p["down"].at[3, 3].set(jnp.inf)
+    tx = jaxmp.dynamic_loss_scale(optax.sgd(0.1))
+    state = tx.init(p)
+    fast = jaxmp.autocast(loss, "mixed_float16,matmul=float8")
+    grads = jax.jit(jax.grad(lambda p: jaxmp.scale_loss(fast(p, TOKENS), state)))(p)
+    updates, state = tx.update(grads, state, p)
+    assert int(state.skipped_count) == 1
+    assert all(not x.any() for x in jax.tree.leaves(updates))
+
+
+def test_sharded_weights_are_gathered_in_8_bits() -> None:
+    """int8, which CPUs have: float8 they emulate in wider dtypes, collectives included."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, batch = NamedSharding(mesh, P("d", None)), NamedSharding(mesh, P("d"))
+    p, tokens = jax.device_put(weights(), rows), jax.device_put(TOKENS, batch)
+    step = jax.jit(jax.grad(jaxmp.autocast(loss, "mixed_int8")))
+    text = step.lower(p, tokens).compile().as_text()
+    gathered = Counter(re.findall(r"= (\w+)\[[\d,]+\]\S* all-gather\(", text))
+    assert gathered["s8"] == 3  # each layer's weights, once for all three products
+    assert error(step(p, tokens), jax.grad(loss)(weights(), TOKENS)) < 0.03

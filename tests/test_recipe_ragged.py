@@ -1,0 +1,91 @@
+"""Ragged products under a recipe, group by group against dense float64 products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxmp._autocast.recipes.derivative import contract
+from jaxmp._autocast.recipes.ragged import RaggedProduct
+from jaxmp.recipes import Recipe, float8, int8, products
+
+RECIPES = {
+    float8(): (0.040, 0.040, 0.040),
+    float8("e5m2", granularity="row"): (0.040, 0.060, 0.060),
+    int8(): (0.012, 0.012, 0.012),
+    products("e4m3", "bf16"): (0.040, 0.005, 0.005),
+    products("bf16", "e4m3"): (0.005, 0.040, 0.040),
+}
+
+
+def operands() -> tuple[np.ndarray, ...]:
+    r = np.random.default_rng(0)
+    shapes = (96, 64), (4, 64, 32), (96, 32)
+    return tuple(r.normal(size=shape).astype(jnp.bfloat16).astype(np.float64) for shape in shapes)
+
+
+def by_groups(x: Any, w: Any, g: Any, sizes: Any) -> tuple[np.ndarray, ...]:
+    y, dx, dw = np.zeros_like(g), np.zeros_like(x), np.zeros_like(w)
+    start = 0
+    for i, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        y[rows], dx[rows], dw[i] = x[rows] @ w[i], g[rows] @ w[i].T, x[rows].T @ g[rows]
+        start += size
+    return y, dx, dw
+
+
+def all_three(recipe: Recipe, x: Any, w: Any, g: Any, sizes: Any) -> list[np.ndarray]:
+    made = RaggedProduct(recipe=recipe, weight=1, dtype=np.dtype(jnp.bfloat16))
+
+    def product(x: Any, w: Any) -> Any:
+        copies = made.quantise(x, 0), made.quantise(w, 1)
+        return contract(made, (x, w), copies, (jnp.array(sizes, jnp.int32),))
+
+    def run(x: Any, w: Any, g: Any) -> Any:
+        y, vjp = jax.vjp(product, x, w)
+        return y, *vjp(g)
+
+    out = jax.jit(run)(*(v.astype(jnp.bfloat16) for v in (x, w, g)))
+    return [np.asarray(v).astype(np.float64) for v in out]
+
+
+@pytest.mark.parametrize("sizes", [(24, 24, 24, 24), (48, 0, 16, 32), (0, 0, 96, 0), (8, 8, 8, 8)])
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_each_group_is_multiplied_by_its_own_matrix(recipe: Recipe, sizes: Any) -> None:
+    """Empty groups, and rows that are in no group, too."""
+    x, w, g = operands()
+    want = by_groups(x, w, g, sizes)
+    for got, exact, most in zip(
+        all_three(recipe, x, w, g, sizes), want, RECIPES[recipe], strict=True
+    ):
+        np.testing.assert_array_equal(got[exact == 0], 0)
+        assert np.linalg.norm(got - exact) <= most * np.linalg.norm(exact)
+
+
+def test_matrices_of_different_size_have_a_scale_each() -> None:
+    """Per row: what one scale for all matrices would round to nothing."""
+    x, w, g = operands()
+    w = w * np.array([1, 1e-5, 1e5, 1])[:, None, None]
+    sizes = (24, 24, 24, 24)
+    y, dx, _ = all_three(float8(granularity="row"), x, w, g, sizes)
+    want = by_groups(x, w, g, sizes)
+    for got, exact in ((y, want[0]), (dx, want[1])):
+        for i in range(4):
+            rows = slice(24 * i, 24 * (i + 1))
+            assert np.linalg.norm((got - exact)[rows]) <= 0.04 * np.linalg.norm(exact[rows])
+
+
+def test_the_gradients_are_those_of_jax() -> None:
+    """With every product in float32: the axes are right."""
+    x, w, g = operands()
+    sizes = (40, 8, 0, 48)
+    got = all_three(products("bf16", "f32"), x, w, g, sizes)
+    plain = lambda x, w: lax.ragged_dot(x, w, jnp.array(sizes))  # noqa: E731
+    y, vjp = jax.vjp(plain, jnp.float32(x), jnp.float32(w))
+    for mine, theirs in zip(got, (y, *vjp(jnp.float32(g))), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2**-7, atol=2**-7)
