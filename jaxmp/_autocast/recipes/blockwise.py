@@ -22,6 +22,7 @@ from jaxmp._autocast.recipes.multiply import Axes
 from jaxmp._autocast.recipes.native import multiplies_blocks
 from jaxmp._autocast.recipes.product import Product
 from jaxmp._autocast.recipes.quantise import EXPONENT_BITS, Quantised, convert, kept
+from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import Format
 
@@ -172,8 +173,14 @@ def multiply_blocks(a: Quantised, b: Quantised, blocks: tuple[Blocks, Blocks], d
     def native(a: Quantised, b: Quantised) -> Any:
         short = -a.values.shape[2] % blocks[0].sums
         left, right = (jnp.pad(x.values, ((0, 0), (0, 0), (0, short))) for x in (a, b))
-        scales = (lax.bitcast_convert_type(_to_bits(x.scale), jnp.float8_e8m0fnu) for x in (a, b))
-        return jax.nn.scaled_matmul(left, right, *scales, preferred_element_type=sums)
+        down, across = (
+            lax.bitcast_convert_type(_to_bits(x.scale), jnp.float8_e8m0fnu) for x in (a, b)
+        )
+        out = jax.nn.scaled_matmul(left, right, down, across, preferred_element_type=sums)
+        # JAX loses over which devices it varies.
+        varying = {axis for x in (*a, *b) for axis in varying_axes(jax.typeof(x))}
+        missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
+        return lax.pcast(out, missing, to="varying") if missing else out
 
     if all(k.e8m0 for k in blocks) and multiplies_blocks():
         out = lax.platform_dependent(a, b, cuda=native, default=emulated)
