@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxmp._autocast.recipes.blockwise import BLOCKS, BlockProduct
 from jaxmp._autocast.recipes.derivative import contract
 from jaxmp._autocast.recipes.product import Product
 from jaxmp.recipes import FORMATS, Recipe
@@ -51,15 +52,18 @@ def family(name: str, seed: int, *shape: int) -> np.ndarray:
 FAMILIES = ("normal", "heavy tails", "outlier columns", "rows over seven decades")
 
 
+def planned(recipe: Recipe, dims: Any, ranks: Any, dtype: Any, weight: int = 1) -> Product:
+    kind = BlockProduct if recipe.granularity in BLOCKS else Product
+    return kind(recipe=recipe, dims=dims, ranks=ranks, dtype=np.dtype(dtype), weight=weight)
+
+
 def product(
     recipe: Recipe, dims: Any = DENSE, dtype: Any = jnp.bfloat16, weight: int = 1
 ) -> Callable[..., Any]:
     """The product of float32 `x` and `w`, read in `dtype`."""
 
     def fn(x: Any, w: Any) -> Any:
-        made = Product(
-            dims=dims, ranks=(x.ndim, w.ndim), weight=weight, recipe=recipe, dtype=np.dtype(dtype)
-        )
+        made = planned(recipe, dims, (x.ndim, w.ndim), dtype, weight)
         x, w = x.astype(dtype), w.astype(dtype)
         return contract(made, (x, w), (made.quantise(x, 0), made.quantise(w, 1)))
 

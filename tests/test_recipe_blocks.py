@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib.util
 from typing import Any
 
 import jax
@@ -13,11 +15,13 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from recipe_kit import (
+    DENSE,
     FAMILIES,
     all_three,
     errors,
     family,
     operands,
+    planned,
     product,
     relative,
     wanted,
@@ -25,9 +29,11 @@ from recipe_kit import (
 )
 
 import jaxmp
+from jaxmp._audit.target import parse_target
+from jaxmp._autocast.recipes import blockwise
 from jaxmp._autocast.recipes.native import multiplies_blocks, multiplies_float8
-from jaxmp._autocast.recipes.product import Product
-from jaxmp.recipes import Recipe, deepseek, mxfp8
+from jaxmp._preflight.compile_ahead import compile_ahead
+from jaxmp.recipes import Recipe, deepseek, float8, mxfp8
 
 BLOCKED = [deepseek(), mxfp8()]
 # Of activations and gradients; of weights: rows, and elements along what is summed.
@@ -57,20 +63,14 @@ def read_back(x: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_values_and_scales(name: str, recipe: Recipe) -> None:
     x, w = family(name, 0, 48, 208), family(name, 1, 208, 144)
-    made = Product(
-        dims=(((1,), (0,)), ((), ())),
-        ranks=(2, 2),
-        weight=1,
-        recipe=recipe,
-        dtype=np.dtype(np.float32),
-    )
+    made = planned(recipe, DENSE, (2, 2), np.float32)
     for of, operand, matrix in ((0, x, x), (1, w, w.T)):
         got = jax.jit(made.quantise, static_argnums=1)(operand.astype(np.float32), of)
         values, scales = in_blocks(matrix, SIZES[recipe][of])
         read = np.asarray(got.values).astype(np.float64)
         np.testing.assert_array_equal(read, values.T if of else values)
         scale = np.asarray(got.scale, np.float64)[0]
-        np.testing.assert_array_equal(2 ** (scale - 127) if recipe == mxfp8() else scale, scales)
+        np.testing.assert_array_equal(scale, scales)
 
 
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
@@ -291,6 +291,24 @@ def test_where_blocks_and_float8_are_multiplied() -> None:
     assert not multiplies_blocks()  # the device at hand, which tests run on
 
 
+@pytest.mark.parametrize(
+    ("kind", "recipe", "count"),
+    [
+        ("NVIDIA A100-SXM4-80GB", float8(), 1),
+        ("NVIDIA H100 80GB HBM3", float8(), 0),  # reads 8 bits: nothing is widened
+        ("NVIDIA H100 80GB HBM3", deepseek(), 1),
+        ("NVIDIA B200", mxfp8(), 1),
+    ],
+)
+def test_values_are_rounded_although_they_are_widened(
+    kind: str, recipe: Recipe, count: int
+) -> None:
+    made = planned(recipe, DENSE, (2, 2), jnp.bfloat16)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))):
+        text = str(jax.make_jaxpr(lambda x: made.quantise(x, 0))(jnp.ones((16, 16))))
+    assert text.count("optimization_barrier") == count
+
+
 def test_traced_for_a_gpu_that_multiplies_blocks_it_asks_for_that() -> None:
     x, w, g = (np.asarray(v, np.float32) for v in operands("normal"))
 
@@ -310,3 +328,64 @@ def test_traced_for_a_gpu_that_multiplies_blocks_it_asks_for_that() -> None:
 def test_traced_for_a_gpu_that_multiplies_blocks_it_composes() -> None:
     with use_abstract_mesh(B200):
         test_it_composes(mxfp8())
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("recipe", BLOCKED, ids=str)
+def test_inside_a_shard_map(recipe: Recipe, native: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(blockwise, "multiplies_blocks", lambda: native)
+    x, w, _ = (np.asarray(v, np.float32) for v in operands("normal"))
+    fn = product(recipe, dtype=jnp.float32)
+
+    def step(x: Any, w: Any) -> Any:
+        w = lax.pcast(w, "data", to="varying")
+        _, (dx, dw) = jax.value_and_grad(lambda x, w: jnp.sum(fn(x, w) ** 2), (0, 1))(x, w)
+        return dx, lax.psum(dw, "data")
+
+    whole, part = jax.P(), jax.P("data")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.shard_map(step, mesh=mesh, in_specs=(part, whole), out_specs=(part, whole))
+    dx, dw = jax.jit(split)(x, w)
+    _, (want_dx, want_dw) = jax.value_and_grad(lambda x, w: jnp.sum(fn(x, w) ** 2), (0, 1))(x, w)
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-4)
+    assert relative(np.asarray(dw), np.asarray(want_dw)) < 1e-3  # blocks end where a device's do
+
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
+    reason="needs jaxmp[gpu-aot]",
+)
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "recipe", "calls"),
+    [
+        ("gpu-b200", mxfp8(), {"__cudnn$blockScaledDot": 3}),
+        ("gpu-b200", deepseek(), {"__cublas$lt$matmul": 3}),
+        ("gpu-h100", mxfp8(), {"__cublas$lt$matmul": 3}),
+        ("gpu-h100", deepseek(), {"__cublas$lt$matmul": 3}),
+        ("gpu-a100", mxfp8(), {"__cublas$lt$matmul": 3}),
+        ("gpu-a100", float8(), {"__cublas$lt$matmul": 3}),
+        ("gpu-h100", float8(), {"__cublas$lt$matmul$f8": 3}),
+    ],
+    ids=str,
+)
+def test_library_calls(chip: str, recipe: Recipe, calls: dict[str, int]) -> None:
+    """The hardware's own product where there is one; no loops, which XLA makes of one elsewhere."""
+    target = parse_target(chip)
+    if "dnn_version:" not in target.config:  # without it XLA knows of no block-scaled product
+        device = 'gpu_device_info {\n  dnn_version: "9.10.0"'
+        config = target.config.replace("gpu_device_info {", device, 1)
+        target = dataclasses.replace(target, config=config)
+
+    def step(x: Any, w: Any, g: Any) -> Any:
+        y, vjp = jax.vjp(product(recipe), x, w)
+        return y, *vjp(g)
+
+    shapes = ((256, 528), (528, 400), (256, 400))  # multiples of 16, not of 32
+    args = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    (result,) = compile_ahead(target, [step], args, (), [str(recipe)])
+    assert result.program is not None, result.error
+    assert result.program.library_calls == calls

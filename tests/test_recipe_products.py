@@ -148,6 +148,15 @@ def test_what_is_not_finite_is_seen(value: float, recipe: Recipe) -> None:
         assert found == [not read for read in reads]
 
 
+@pytest.mark.parametrize("recipe", [float8(granularity="row"), int8()], ids=str)
+def test_small_operands_have_a_product(recipe: Recipe) -> None:
+    """Their scales' product is zero in float32."""
+    x, w = np.full((16, 512), 1e-25), np.full((512, 16), 1e-12)
+    y, dx, _ = all_three(product(recipe, dtype=jnp.float32), x, w, np.full((16, 16), 1e-25))
+    for mine, exact in ((y, 512e-37), (dx, 16e-37)):
+        np.testing.assert_allclose(mine, exact, rtol=0.02)
+
+
 def test_float16_does_not_overflow_before_it_is_scaled() -> None:
     x, w = np.full((16, 512), 1.0), np.full((512, 16), 1.0)
     y, dx, dw = all_three(product(float8(), dtype=jnp.float16), x, w, np.ones((16, 16)))

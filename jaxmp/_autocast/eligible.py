@@ -12,6 +12,7 @@ from jaxmp._autocast.auto import chosen, verdict
 from jaxmp._autocast.demand import NOTHING, PRODUCT
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.plan import DType, Value
+from jaxmp._autocast.recipes.blockwise import BLOCKS, BlockProduct
 from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.recipes.product import Product
 from jaxmp._autocast.recipes.ragged import ROWS, RaggedProduct
@@ -79,7 +80,8 @@ def by_recipe(
     if _is_ragged(eqn):
         return Verdict(RaggedProduct(weight=1, **common), why=choice.why)
     ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))
-    product = Product(dims=product_axes(eqn), ranks=ranks, weight=int(not left), **common)
+    kind = BlockProduct if recipe.granularity in BLOCKS else Product
+    product = kind(dims=product_axes(eqn), ranks=ranks, weight=int(not left), **common)
     return Verdict(product, why=why)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from jaxmp._audit.target import Target
+from jaxmp._autocast.recipes.native import multiplies_blocks
 from jaxmp._jaxprs.trace import flatten_call, is_array
 from jaxmp._preflight import aot_worker
 from jaxmp._preflight.batch_arguments import sharding_of
@@ -58,7 +59,7 @@ def compile_ahead(
         folder = Path(name)
         for i, fn in enumerate(fns):
             tell(f"tracing for {target.name}: {labels[i]} …")
-            with _tracing_for(target):
+            with _tracing_for(target, sharded=job["mesh"] is not None):
                 exported = _export(fn, args, target.platform)
             (folder / f"{i}.exported").write_bytes(exported)
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
@@ -66,15 +67,18 @@ def compile_ahead(
         return [_result(folder, i) for i in range(len(fns))]
 
 
-def _tracing_for(target: Target) -> AbstractContextManager[Any]:
+def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any]:
     """Lets what is traced know the GPU that it is compiled for, as `recipes.native` asks.
 
-    A program that is given a mesh of its own keeps that.
+    Not where a program has a mesh of its own. Nor is it told of block-scaled products where its
+    arguments are sharded: JAX partitions those with the devices at hand.
     """
     if target.platform != "gpu" or jax.sharding.get_abstract_mesh().axis_names:
         return nullcontext()
     kind = chips()[target.name.partition(":")[0]]["config"]["name"]
     device = jax.sharding.AbstractDevice(kind, num_cores=None, platform="gpu")
+    if sharded and multiplies_blocks(device):
+        return nullcontext()
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(mesh)
     return context

@@ -7,7 +7,9 @@ padded in the result: the last block of an axis may be short.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -15,9 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast.recipes.multiply import Axes, Sides
+from jaxmp._autocast.recipes.derivative import Pair
+from jaxmp._autocast.recipes.multiply import Axes
 from jaxmp._autocast.recipes.native import multiplies_blocks
+from jaxmp._autocast.recipes.product import Product
 from jaxmp._autocast.recipes.quantise import EXPONENT_BITS, Quantised, convert, kept
+from jaxmp._jaxprs.attributes import varying_axes
+from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import Format
 
 
@@ -27,19 +33,18 @@ class Blocks(NamedTuple):
     Attributes:
       rows: how many rows.
       sums: how many elements along what is summed.
-      bits: whether scales are kept as the 8 bits of OCP's e8m0 (in uint8, for which JAX needs no
-        zero), else as float32.
+      e8m0: whether scales are kept in 8 bits, as OCP's e8m0, which has powers of two alone.
     """
 
     rows: int
     sums: int
-    bits: bool
+    e8m0: bool
 
 
 # By granularity: of activations and gradients, of weights.
 BLOCKS: Final = {
-    "block": (Blocks(1, 128, bits=False), Blocks(128, 128, bits=False)),
-    "mx": (Blocks(1, 32, bits=True), Blocks(1, 32, bits=True)),
+    "block": (Blocks(1, 128, e8m0=False), Blocks(128, 128, e8m0=False)),
+    "mx": (Blocks(1, 32, e8m0=True), Blocks(1, 32, e8m0=True)),
 }
 
 
@@ -86,17 +91,6 @@ class Operand(NamedTuple):
         return Quantised(self.matrices(x.values), x.scale)
 
 
-def block_operands(sides: Sides, granularity: str, weight: int) -> tuple[Operand, Operand]:
-    """How the operands of a contraction, one of which is a weight, are quantised in blocks."""
-    first, second = (
-        Operand(
-            sides.batch[k], sides.free[k], sides.contracted[k], BLOCKS[granularity][k == weight]
-        )
-        for k in range(2)
-    )
-    return first, second
-
-
 def quantise_blocks(x: Any, fmt: Format, blocks: Blocks) -> Quantised:
     """Matrices in 8 bits, a scale for each block.
 
@@ -106,13 +100,13 @@ def quantise_blocks(x: Any, fmt: Format, blocks: Blocks) -> Quantised:
     values, scale, _ = convert(_split(x, blocks), fmt, (2, 4), power_of_two=True)
     values = _join(values, x.shape)
     scale = scale.reshape(values.shape[0], *scale.shape[1:4:2])
-    return Quantised(kept(values), _to_bits(scale) if blocks.bits else scale)
+    return Quantised(kept(values), scale)
 
 
+@jax.named_scope(CAST)
 def dequantise_blocks(x: Quantised, blocks: Blocks) -> Any:
     """The matrices, in bfloat16: exact, but for what is subnormal."""
-    scale = _from_bits(x.scale) if blocks.bits else x.scale
-    scale = scale.astype(jnp.bfloat16)[:, :, None, :, None]
+    scale = x.scale.astype(jnp.bfloat16)[:, :, None, :, None]
     return _join(_split(x.values.astype(jnp.bfloat16), blocks) * scale, x.values.shape)
 
 
@@ -133,7 +127,7 @@ def _join(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _to_bits(scale: Any) -> Any:
-    """The e8m0 of positive normal powers of two; its NaN for what is not finite."""
+    """The e8m0, in uint8, of positive normal powers of two; its NaN for what is not finite."""
     return (lax.bitcast_convert_type(scale, np.uint32) >> EXPONENT_BITS).astype(np.uint8)
 
 
@@ -179,10 +173,16 @@ def multiply_blocks(a: Quantised, b: Quantised, blocks: tuple[Blocks, Blocks], d
     def native(a: Quantised, b: Quantised) -> Any:
         short = -a.values.shape[2] % blocks[0].sums
         left, right = (jnp.pad(x.values, ((0, 0), (0, 0), (0, short))) for x in (a, b))
-        by, others = (lax.bitcast_convert_type(x.scale, jnp.float8_e8m0fnu) for x in (a, b))
-        return jax.nn.scaled_matmul(left, right, by, others, preferred_element_type=sums)
+        down, across = (
+            lax.bitcast_convert_type(_to_bits(x.scale), jnp.float8_e8m0fnu) for x in (a, b)
+        )
+        out = jax.nn.scaled_matmul(left, right, down, across, preferred_element_type=sums)
+        # JAX loses over which devices it varies.
+        varying = {axis for x in (*a[:2], *b[:2]) for axis in varying_axes(jax.typeof(x))}
+        missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
+        return lax.pcast(out, missing, to="varying") if missing else out
 
-    if all(k.bits for k in blocks) and multiplies_blocks():
+    if all(k.e8m0 for k in blocks) and multiplies_blocks():
         out = lax.platform_dependent(a, b, cuda=native, default=emulated)
     else:
         out = emulated(a, b)
@@ -232,3 +232,52 @@ def gradient_blocks(
     shape = other.values.shape if isinstance(other, Quantised) else other.shape
     sizes.update(zip(mine.contracted, [shape[i] for i in others.contracted], strict=True))
     return mine.array(out, tuple(sizes[i] for i in range(len(sizes))))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockProduct(Product):
+    """A `lax.dot_general` under a recipe whose scales are of blocks.
+
+    The backward pass reads the same copies: that of a weight in square blocks as it is, others
+    quantised again along what is summed there.
+    """
+
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        """How its operands make matrices, and their blocks."""
+        sides, blocks = self.sides, BLOCKS[self.recipe.granularity]
+        left, right = (
+            Operand(sides.batch[k], sides.free[k], sides.contracted[k], blocks[k == self.weight])
+            for k in range(2)
+        )
+        return left, right
+
+    def shared(self, of: int) -> Operand:
+        """See `Contraction`."""
+        return self.operands[of]
+
+    def copy(self, x: Any, of: int) -> Quantised:
+        """See `Contraction`."""
+        return self.operands[of].quantise(x, self.forward)
+
+    def saved(self, x: Any, copy: Quantised | None, of: int) -> Any:
+        """See `Contraction`."""
+        saved = super().saved(x, copy, of)
+        if isinstance(saved, Quantised) and self.operands[of].blocks.e8m0:
+            return saved._replace(scale=_to_bits(saved.scale))
+        return saved
+
+    def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:
+        """See `Contraction`."""
+        if not self.forward.scaled:
+            return super().multiply(operands, copies, sizes)
+        return contract_blocks(copies, self.operands, self.dtype)
+
+    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
+        """See `Contraction`."""
+        fmt = self.backward(of)
+        if not fmt.scaled:
+            return super().gradient(of, g, other, sizes)
+        if isinstance(other, Quantised) and self.operands[1 - of].blocks.e8m0:
+            other = other._replace(scale=_from_bits(other.scale))
+        return gradient_blocks(g, other, self.operands, of, fmt, self.dtype)

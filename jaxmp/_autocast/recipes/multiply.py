@@ -77,12 +77,18 @@ def multiply(
         precision=precision,
         preferred_element_type=sums,
     )
-    scales = sides.laid_out(a.scale, 0), sides.laid_out(b.scale, 1)
-    with jax.named_scope(CAST):
-        if folds and sums == np.dtype(dtype):
-            return out * (scales[0] * scales[1]).astype(dtype)
-        # One after the other: the product of two small scales may be zero.
-        return (out.astype(np.float32) * scales[0] * scales[1]).astype(dtype)
+    scales = [sides.laid_out(a.scale, 0), sides.laid_out(b.scale, 1)]
+    return _scaled(out, scales, np.dtype(dtype), folds=folds)
+
+
+@jax.named_scope(CAST)
+def _scaled(out: Any, scales: Sequence[Any], dtype: Any, *, folds: bool) -> Any:
+    if folds and out.dtype == dtype:
+        return out * (scales[0] * scales[1]).astype(dtype)
+    out = out.astype(np.float32)
+    for scale in scales:  # one by one: the product of two small ones may be zero
+        out = out * scale
+    return out.astype(dtype)
 
 
 def _sums(dtype: Any) -> Any:

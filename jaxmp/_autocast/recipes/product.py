@@ -11,13 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast.recipes.blockwise import (
-    BLOCKS,
-    Operand,
-    block_operands,
-    contract_blocks,
-    gradient_blocks,
-)
 from jaxmp._autocast.recipes.derivative import Contraction, Pair
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
 from jaxmp._autocast.recipes.quantise import Quantised, quantise
@@ -43,35 +36,21 @@ class Product(Contraction):
         return Sides.of(self.dims, self.ranks)
 
     @property
-    def blocks(self) -> tuple[Operand, Operand] | None:
-        """How its operands are quantised in blocks, or None where they are not."""
-        if self.recipe.granularity not in BLOCKS:
-            return None
-        return block_operands(self.sides, self.recipe.granularity, self.weight)
+    def folds(self) -> bool:
+        """Whether each operand has one scale; see `multiply`."""
+        return self.recipe.granularity == "tensor"
 
-    def shared(self, of: int) -> Axes | Operand:
-        """See `Contraction`: axes, or blocks."""
-        if self.blocks is not None:
-            return self.blocks[of]
+    def shared(self, of: int) -> Any:
+        """See `Contraction`."""
         if self.recipe.granularity == "tensor":
             return tuple(range(self.ranks[of]))
         return self.sides.contracted[of]
 
-    def copy(self, x: Any, of: int) -> Quantised:
-        """See `Contraction`."""
-        shared = self.shared(of)
-        if isinstance(shared, Operand):
-            return shared.quantise(x, self.forward)
-        return quantise(x, self.forward, shared)
-
     def multiply(self, operands: Pair, copies: Pair, _sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
-        if self.forward.scaled and self.blocks is not None:
-            return contract_blocks(copies, self.blocks, self.dtype)
         if self.forward.scaled:
             a, b = copies
-            folds = self.recipe.granularity == "tensor"
-            return multiply(a, b, self.sides, self.dtype, exact=False, folds=folds)
+            return multiply(a, b, self.sides, self.dtype, exact=False, folds=self.folds)
         a, b = operands
         return _plain(a, b, self.forward, self.sides, self.dtype)
 
@@ -81,10 +60,9 @@ class Product(Contraction):
         fmt = self.backward(of)
         if not fmt.scaled:
             return jnp.transpose(_plain(g, other, fmt, sides, g.dtype), order)
-        if self.blocks is not None:
-            return gradient_blocks(g, other, self.blocks, of, fmt, self.dtype)
         if not isinstance(other, Quantised):
-            other = quantise(other, FORMATS["e4m3"], sides.contracted[1])
+            shared = range(other.ndim) if self.folds else sides.contracted[1]
+            other = quantise(other, FORMATS["e4m3"], shared)
         if self.recipe.granularity == "row":
             # The saved scale varies along what is contracted here: it goes into the gradient.
             with jax.named_scope(CAST):
@@ -93,8 +71,7 @@ class Product(Contraction):
             copy = quantise(g, fmt, sides.contracted[0])
         else:
             copy = quantise(g, fmt, range(g.ndim))
-        folds = self.recipe.granularity == "tensor" and of != self.weight
-        out = multiply(copy, other, sides, self.dtype, exact=True, folds=folds)
+        out = multiply(copy, other, sides, self.dtype, exact=True, folds=self.folds)
         return jnp.transpose(out, order)
 
 

@@ -31,7 +31,6 @@ class Quantised(NamedTuple):
     mark: Any = None
 
 
-@jax.named_scope(CAST)
 def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
     """The nearest `Quantised` array in a format, with one scale for all that `axes` span.
 
@@ -52,6 +51,7 @@ def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
     return Quantised(values if multiplies_float8() else kept(values), scale)
 
 
+@jax.named_scope(CAST)
 def convert(x: Any, fmt: Format, axes: Sequence[int], *, power_of_two: bool = False) -> Quantised:
     """As `quantise`, but XLA may leave out that values are rounded; see `kept`.
 
