@@ -5,6 +5,7 @@ from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
 from jaxmp._preflight.preflight import preflight
+from jaxmp._quantize.trees import dequantize, quantize
 from jaxmp._training.accumulate import accumulate_gradients
 from jaxmp._training.loss_scale import dynamic_loss_scale, loss_scale_for, static_loss_scale
 from jaxmp._training.master_weights import master_weights, stochastic_round
@@ -20,12 +21,14 @@ from jaxmp._training.scaled_grad import (
 )
 from jaxmp._training.train_state import TrainState
 from jaxmp.policy import Policy, PolicyMap, get_policy
+from jaxmp.quantized import QuantizedArray
 from jaxmp.tree import all_finite
 
 __all__ = [
     "LossScaleState",
     "Policy",
     "PolicyMap",
+    "QuantizedArray",
     "TrainState",
     "__version__",
     "accumulate_gradients",
@@ -33,6 +36,7 @@ __all__ = [
     "audit",
     "autocast",
     "check_not_stuck",
+    "dequantize",
     "devices",
     "dynamic_loss_scale",
     "explain",
@@ -44,6 +48,7 @@ __all__ = [
     "master_weights",
     "policies",
     "preflight",
+    "quantize",
     "reduced_precision",
     "scale_loss",
     "skipped_count",

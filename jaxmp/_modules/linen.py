@@ -23,7 +23,9 @@ from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.entering import Entering, kind_of_call
 from jaxmp._modules.overrides import Overrides
 from jaxmp._modules.words import Seen
+from jaxmp._quantize.calls import for_float32
 from jaxmp.policy import Policy, PolicyMap
+from jaxmp.quantized import is_quantized
 from jaxmp.tree import cast_floating
 
 Method = Callable[..., Any]
@@ -228,7 +230,7 @@ def _shown(variables: Any, overrides: Overrides) -> Any:
         stored = _is_param(path) and getattr(leaf, "dtype", None) in overrides.stored
         return widen(leaf, leaf.dtype) if stored else leaf
 
-    return jax.tree_util.tree_map_with_path(show, variables)
+    return jax.tree_util.tree_map_with_path(show, for_float32(variables), is_leaf=is_quantized)
 
 
 def _licences(args: Any, kwargs: Any) -> list[str]:
