@@ -81,7 +81,8 @@ class QuantizedArray(AxisMetadata[Any]):  # type: ignore[misc]  # untyped for my
         with jax.named_scope(EXACTLY), jax.named_scope(DEQUANTISE):
             values = lax.convert_element_type(jnp.asarray(self.values), np.float32)
             product = lax.mul(values, _spread(jnp.asarray(self.scale), values.shape))
-            return lax.convert_element_type(product, to)
+            # A constant to derivatives: float8 values and scales could be differentiated by.
+            return lax.stop_gradient(lax.convert_element_type(product, to))
 
     def for_dtype(self, dtype: DTypeLike) -> QuantizedArray:
         """The same, for a weight of another dtype."""

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from jaxmp._flax import is_graph_node
@@ -30,10 +29,8 @@ class _Sealed:
 
 
 def holds_quantized(tree: Any) -> bool:
-    """Whether a tree holds quantised weights, in NNX modules or outside of them."""
-    return any(map(is_quantized, jax.tree.leaves(tree, is_leaf=_is_one_or_node))) or any(
-        is_quantized(variable.get_raw_value()) for variable in _variables(tree)
-    )
+    """Whether a tree holds quantised weights outside of NNX modules, which dequantise their own."""
+    return any(map(is_quantized, jax.tree.leaves(tree, is_leaf=_is_one_or_node)))
 
 
 def seal(tree: Any) -> Any:
@@ -78,8 +75,3 @@ def _mapped(fn: Callable[[Any], Any], tree: Any, cls: type) -> Any:
 
 def _is_one_or_node(x: Any) -> bool:
     return is_quantized(x) or is_graph_node(x)
-
-
-def _variables(tree: Any) -> list[Any]:
-    nodes = [x for x in jax.tree.leaves(tree, is_leaf=is_graph_node) if is_graph_node(x)]
-    return [v for _, v in nnx.iter_graph(nodes) if isinstance(v, nnx.Variable)] if nodes else []

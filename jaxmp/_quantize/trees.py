@@ -186,7 +186,8 @@ def _of_variable(fn: Callable[..., Any], path: tuple[str, ...], variable: Any) -
 
 def read(variable: Any, value: Any) -> Any:  # noqa: ARG001
     """What reading an NNX Variable gives that holds a `QuantizedArray`."""
-    return value.dequantize() if is_quantized(value) else value
+    abstract = is_quantized(value) and isinstance(value.values, jax.ShapeDtypeStruct)
+    return value.dequantize() if is_quantized(value) and not abstract else value
 
 
 def _quantized(path: str, x: Any, fmt: Format, shape: tuple[int, ...]) -> QuantizedArray:
