@@ -16,14 +16,11 @@ prints the held-out loss with its weights in each format.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from aot import TARGETS, compile_for
 from models import TransformerLM
 
@@ -61,7 +58,9 @@ def serving_program(layers: int, batch: int, tokens: int, weights: str):
 def stored_mib(params) -> float:
     """What parameters are stored in, in 2^20 bytes."""
     whole = jax.tree.leaves(params, is_leaf=jaxmp.quantized.is_quantized)
-    return sum(p.nbytes if hasattr(p, "nbytes") else p.size * p.dtype.itemsize for p in whole) / 2**20
+    return (
+        sum(p.nbytes if hasattr(p, "nbytes") else p.size * p.dtype.itemsize for p in whole) / 2**20
+    )
 
 
 def memory(targets, formats, shapes) -> None:

@@ -20,7 +20,7 @@ __all__ = ["QuantizedArray", "is_quantized"]
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray(AxisMetadata[Any]):  # type: ignore[misc]  # untyped for mypy
+class QuantizedArray(AxisMetadata[Any]):
     """A weight stored in few bits, ``values * scale``; `jaxmp.quantize` makes them.
 
     A pytree of two leaves, so jit, vmap, scan, sharding, donation and checkpoints treat it as any
@@ -67,7 +67,7 @@ class QuantizedArray(AxisMetadata[Any]):  # type: ignore[misc]  # untyped for my
     def nbytes(self) -> int:
         """The bytes that it is stored in, scales included; two 4-bit values are in one."""
         bits = self.size * _bits(self.values.dtype) + math.prod(self.scale.shape) * 32
-        return -(-bits // 8)
+        return int(-(-bits // 8))
 
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The weight, multiplied in float32 and rounded once: to `dtype`, if that is given.
@@ -89,9 +89,7 @@ class QuantizedArray(AxisMetadata[Any]):  # type: ignore[misc]  # untyped for my
         return dataclasses.replace(self, dtype=np.dtype(dtype))
 
     def __repr__(self) -> str:
-        return (
-            f"QuantizedArray({_short(self.values)} for {self.dtype}, scale {_short(self.scale)})"
-        )
+        return f"QuantizedArray({_short(self.values)} for {self.dtype}, scale {_short(self.scale)})"
 
     # A pytree. What is put together again may be anything: tracers, shardings, None.
 
@@ -107,7 +105,8 @@ class QuantizedArray(AxisMetadata[Any]):  # type: ignore[misc]  # untyped for my
     @classmethod
     def tree_unflatten(cls, dtype: np.dtype[Any], leaves: Any) -> QuantizedArray:
         """From what `tree_flatten` gives."""
-        return cls(*leaves, dtype)
+        values, scale = leaves
+        return cls(values, scale, dtype)
 
     # A box of Flax Linen.
 
@@ -132,7 +131,7 @@ class QuantizedArray(AxisMetadata[Any]):  # type: ignore[misc]  # untyped for my
     def __jax_array__(self) -> jax.Array:
         return self.dequantize()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:  # noqa: ARG002, FBT001
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:  # noqa: FBT001
         return np.asarray(self.dequantize(), dtype=dtype)
 
     def __getitem__(self, index: Any) -> jax.Array:
@@ -142,9 +141,9 @@ class QuantizedArray(AxisMetadata[Any]):  # type: ignore[misc]  # untyped for my
         hint = ""
         if hasattr(jax.Array, name):
             hint = (
-                ", as arrays have: it is a weight in few bits. Run the function that reads it under "
-                "jaxmp.autocast, the Flax module under jaxmp.wrap, or take the array from its "
-                "dequantize()"
+                ", as arrays have: it is a weight in few bits. Run the function that reads it "
+                "under jaxmp.autocast, the Flax module under jaxmp.wrap, or take the array from "
+                "its dequantize()"
             )
         raise AttributeError(f"QuantizedArray has no {name!r}{hint}.")
 
@@ -171,8 +170,8 @@ def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _bits(dtype: Any) -> int:
-    integers = jnp.issubdtype(dtype, jnp.integer)
-    return int(jnp.iinfo(dtype).bits if integers else jnp.finfo(dtype).bits)
+    info: Any = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return int(info(dtype).bits)
 
 
 def _short(array: Any) -> str:

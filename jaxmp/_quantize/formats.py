@@ -81,7 +81,7 @@ def parse_format(spec: object) -> Format:
 
 def _dtype_name(spec: Any) -> str:
     try:
-        return np.dtype(spec).name
+        return str(np.dtype(spec).name)
     except TypeError:
         raise TypeError(
             f"quantize: format takes a name ({', '.join(map(repr, FORMATS))}), or a mapping from "

@@ -22,7 +22,7 @@ def rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> tuple[Any, Any
     """The values and scales of a weight, whose product is nearest to it.
 
     A scale is what makes the largest magnitude of those that share it fit. For floats it is rounded
-    up to a power of two, so that only the values round. An infinity or a NaN makes its scale that.
+    up to a power of two, so that only the values round. An infinity or a NaN makes its scale NaN.
 
     Args:
       x: float[…].
@@ -37,7 +37,9 @@ def rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> tuple[Any, Any
     groups, axes = _split(x.shape, scale_shape)
     parts = wide.reshape(groups)
     amax = jnp.max(jnp.abs(parts), axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)
-    scale = _scale(amax, fmt)
+    # The maximum alone does not tell: XLA's CPU backend leaves NaNs out of it (JAX 0.10, 0.12).
+    finite = jnp.all(jnp.isfinite(parts), axis=axes, keepdims=True) & jnp.isfinite(amax)
+    scale = jnp.where(finite, _scale(amax, fmt), np.float32(np.nan))
     values = parts / scale.astype(wide.dtype)
     if fmt.integer:
         values = jnp.round(values)
@@ -70,13 +72,11 @@ def _split(
 
 
 def _scale(amax: Any, fmt: Format) -> Any:
-    """What a magnitude is divided by to fit; infinite and NaN where it is."""
+    """What a finite magnitude is divided by to fit."""
     exact = amax / np.float32(fmt.largest)
     if fmt.integer:
-        scale = jnp.maximum(exact, np.finfo(np.float32).tiny)
-    else:
-        bits = lax.bitcast_convert_type(exact, np.int32)
-        exponent = (bits + np.int32(2**_FRACTION_BITS - 1)) >> _FRACTION_BITS
-        exponent = jnp.clip(exponent, _SMALLEST, _LARGEST)
-        scale = lax.bitcast_convert_type(exponent << _FRACTION_BITS, np.float32)
-    return jnp.where(jnp.isfinite(amax), scale, amax)
+        return jnp.maximum(exact, np.finfo(np.float32).tiny)
+    bits = lax.bitcast_convert_type(exact, np.int32)
+    exponent = (bits + np.int32(2**_FRACTION_BITS - 1)) >> _FRACTION_BITS
+    exponent = jnp.clip(exponent, _SMALLEST, _LARGEST)
+    return lax.bitcast_convert_type(exponent << _FRACTION_BITS, np.float32)

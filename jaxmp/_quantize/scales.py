@@ -20,8 +20,8 @@ def input_axis(name: str, shape: Sequence[int]) -> int:
     * a table (``embedding``): the last, the features.
     * a matrix ``[in, out]``: ``in``.
     * more axes: the longest but the last; of several, the last of them. That is ``in`` of
-      convolutions ``[…, in, out]``, of stacked layers and experts ``[layers, in, out]``, of attention's
-      ``[in, heads, size]``, and ``size`` of ``[heads, size, out]``.
+      convolutions ``[…, in, out]``, of stacked layers and experts ``[layers, in, out]``, of
+      attention's ``[in, heads, size]``, and ``size`` of ``[heads, size, out]``.
     * ``weight``, as Equinox calls it, has its outputs first: the longest but the first.
 
     Args:

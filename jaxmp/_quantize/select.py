@@ -125,7 +125,9 @@ def why_not(path: Path, leaf: Any, min_size: int) -> str:
 def _no_effect(pattern: str, found: Sequence[Leaf], leaves: Sequence[Leaf]) -> str:
     if found:
         leaf = max(found, key=lambda leaf: int(np.prod(leaf.shape)))
-        what = "nothing to quantise" if pattern == "**" else f"the pattern {pattern!r} has no effect"
+        what = (
+            "nothing to quantise" if pattern == "**" else f"the pattern {pattern!r} has no effect"
+        )
         count = f"{len(found)} leaves" if len(found) > 1 else "leaf"
         return (
             f"quantize: {what}: of the {count} that it could be, none is a large floating matrix; "

@@ -34,17 +34,20 @@ def quantize(
 
     The tree stays what it is, with a `QuantizedArray` in place of each large matrix. Give it to a
     module under `jaxmp.wrap`, or to a function under `jaxmp.autocast`: each weight is multiplied by
-    its scales in float32 and rounded once, to the compute dtype, where a product reads it. XLA makes
-    that one pass with the product, or with reading its operand. Flax modules that are not wrapped
-    take them as well, and get each weight in the dtype that it had.
+    its scales in float32 and rounded once, to the compute dtype, where a product reads it. XLA
+    makes that one pass, with the product where the compiler can. Flax modules that are not wrapped
+    take them as well, and get each weight in the dtype that it had. In a scan over stacked layers
+    (`nn.scan`, `nnx.scan`) they are dequantised in its body, layer by layer; one that is written by
+    hand over an argument of `autocast` gets the whole stack dequantised before it.
 
     Quantised are floating leaves of two or more axes and at least `min_size` elements. All others
     stay as they are, and so do leaves called ``bias``, ``b``, ``scale``, ``offset``, ``mean`` and
-    ``var`` (stacked by a scan, they have two axes), NNX Variables other than `nnx.Param`, `nnx.LoRAParam`, and,
-    in a dict of Linen's variables, all but its ``params``.
+    ``var`` (stacked by a scan, they have two axes), NNX Variables other than `nnx.Param`,
+    `nnx.LoRAParam`, and, in a dict of Linen's variables, all but its ``params``.
 
-    They are constants to a derivative: `jax.grad` with respect to a tree that holds some fails with
-    JAX's own error. Differentiate by the other parameters (LoRA), and pass these as they are.
+    They are constants to derivatives. Differentiate by the other parameters (LoRA), and pass these
+    as they are: `jax.grad` with respect to integers fails with JAX's own error, and the gradient of
+    float8 values and of scales is zero.
 
     Args:
       params: a pytree of parameters, or of Linen variables, `nnx.State`, or an NNX module, of which
@@ -52,12 +55,13 @@ def quantize(
       format: ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``; or a mapping from patterns of paths to
         formats, or to None for what stays as it is: the first that matches decides, and what none
         matches stays. Patterns are those of `PolicyMap`, over the path of a leaf: ``"**/kernel"``,
-        ``"encoder"``. int8 and float8 halve what 16 bits take; int4 takes 0.31 of it in blocks of
-        32, 0.28 in blocks of 64.
+        ``"encoder"``. int8 and float8 take half of what 16 bits take; int4, with its scales, 0.31
+        of it in blocks of 32 and 0.28 in blocks of 64.
       granularity: what shares a scale. ``"row"``: all weights that are summed in one result, for
         each output channel one; which axis that is, names and shapes tell (a table named
         ``embedding``: a row; else the longest axis but the last). ``"block"``: `block_size` of
-        those. ``"tensor"``: a matrix, the last two axes. None: ``"block"`` for int4, else ``"row"``.
+        those. ``"tensor"``: a matrix, the last two axes. None: ``"block"`` for int4, ``"row"`` for
+        the others.
       block_size: how many weights share a scale in ``"block"``; where it does not divide the axis,
         the nearest divisor.
       min_size: how many elements a matrix must have to be quantised.
@@ -67,8 +71,8 @@ def quantize(
       sharded as the weight was, scales along the axes where they can be.
 
     Raises:
-      ValueError: if a format or granularity is unknown, a pattern has no effect, a weight is quantised
-        already, or not finite (unless it is traced: its products are then NaN).
+      ValueError: if a format or granularity is unknown, a pattern has no effect, or a weight is
+        quantised already or not finite (unless it is traced: its products are then NaN).
       TypeError: if an argument is of another type.
 
     Example:
@@ -88,6 +92,11 @@ def quantize(
     check_granularity(granularity, block_size)
     if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)):
         raise TypeError(f"quantize: min_size is a number of elements; got {min_size!r}.")
+    if hasattr(params, "opt_state"):
+        raise TypeError(
+            f"quantize: takes parameters, and {type(params).__name__!r} holds an optimizer's state "
+            "too, which must stay as it is: give it state.params."
+        )
     choice = Choice(format)
     leaves: list[Leaf] = []
     chosen: dict[int, Format] = {}
@@ -216,7 +225,5 @@ def _as_sharded(x: Any, values: Any, scale: Any) -> tuple[Any, Any]:
         devices = int(np.prod([sharding.mesh.shape[n] for n in axes if n is not None]))
         if scale.shape[i] % devices:
             spec[i] = None
-    of_scale = NamedSharding(
-        sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind
-    )
+    of_scale = NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
     return jax.device_put(values, sharding), jax.device_put(scale, of_scale)
