@@ -47,8 +47,10 @@ def oracle(x: np.ndarray, fmt: str, shape) -> tuple[np.ndarray, np.ndarray]:
     for i in range(scale.size):
         mine = index == i
         exact = np.abs(x[mine]).max() / LARGEST[fmt]
-        scale[i] = max(exact, TINY) if fmt != "float8_e4m3fn" else 2.0 ** max(
-            np.ceil(np.log2(max(exact, 1e-300))), -126
+        scale[i] = (
+            max(exact, TINY)
+            if fmt != "float8_e4m3fn"
+            else 2.0 ** max(np.ceil(np.log2(max(exact, 1e-300))), -126)
         )
         quotient = x[mine] / scale[i]
         values[mine] = (
@@ -142,9 +144,7 @@ def test_the_dtype_is_kept_and_rounded_to_once(dtype):
     assert q.dtype == dtype and q.dequantize().dtype == dtype
     exact = np.asarray(q.values, np.float32) * np.asarray(q.scale)
     np.testing.assert_array_equal(np.asarray(q.dequantize()), exact.astype(dtype))
-    np.testing.assert_array_equal(
-        np.asarray(q.dequantize("bfloat16")), exact.astype(jnp.bfloat16)
-    )
+    np.testing.assert_array_equal(np.asarray(q.dequantize("bfloat16")), exact.astype(jnp.bfloat16))
 
 
 def test_float64_beyond_the_range_of_float32():
@@ -193,7 +193,9 @@ def test_the_axis_that_is_summed_is_the_more_accurate():
     x = weights((256, 64), seed=3)
     right = jaxmp.quantize({"kernel": x}, "int8")["kernel"].dequantize()
     wrong = jaxmp.quantize({"embedding": x}, "int8")["embedding"].dequantize()
-    worst = [np.max(np.linalg.norm(q - x, axis=0) / np.linalg.norm(x, axis=0)) for q in (right, wrong)]
+    worst = [
+        np.max(np.linalg.norm(q - x, axis=0) / np.linalg.norm(x, axis=0)) for q in (right, wrong)
+    ]
     assert worst[0] < 0.03 < 0.9 < worst[1]
 
 
@@ -238,7 +240,11 @@ def quantised(tree) -> dict[str, str]:
             {"min_size": 1},
             {"encoder/Dense_0/kernel": "int4", "router/kernel": "int8"},
         ),
-        ({"**/kernel": "e4m3"}, {}, dict.fromkeys(["encoder/Dense_0/kernel", "head/kernel"], "float8_e4m3fn")),
+        (
+            {"**/kernel": "e4m3"},
+            {},
+            dict.fromkeys(["encoder/Dense_0/kernel", "head/kernel"], "float8_e4m3fn"),
+        ),
         ({"encoder": "int8"}, {}, {"encoder/Dense_0/kernel": "int8"}),
     ],
 )
@@ -384,9 +390,7 @@ def test_a_slice_of_stacked_layers_is_that_of_the_layer(granularity):
         jaxmp.quantize(w, "int4", granularity=granularity, min_size=1).dequantize() for w in stack
     ]
     np.testing.assert_array_equal(jax.vmap(lambda q: q.dequantize())(q), each)
-    np.testing.assert_array_equal(
-        jax.lax.scan(lambda c, q: (c, q.dequantize()), None, q)[1], each
-    )
+    np.testing.assert_array_equal(jax.lax.scan(lambda c, q: (c, q.dequantize()), None, q)[1], each)
     np.testing.assert_array_equal(q.dequantize(), each)
 
 
@@ -435,4 +439,6 @@ def test_values_are_sharded_as_the_weight_and_scales_where_they_can_be(granulari
     assert q.values.sharding == sharding
     want = [s if n > 1 else None for s, n in zip(spec, q.scale.shape, strict=True)]
     assert q.scale.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*want)), 2)
-    jax.tree.map(np.testing.assert_array_equal, q, jaxmp.quantize(x, "int8", granularity=granularity))
+    jax.tree.map(
+        np.testing.assert_array_equal, q, jaxmp.quantize(x, "int8", granularity=granularity)
+    )

@@ -37,6 +37,7 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
 from jaxmp._quantize.calls import holds_quantized, opening, seal
+from jaxmp._quantize.lookups import rows_first
 from jaxmp.policy import Policy, single_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -208,7 +209,8 @@ def is_identity(policy: Policy) -> bool:
 def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Traced:
     """A call of `fn`, traced to be planned."""
     with inside_autocast(policy):
-        return trace(fn, args, kwargs)
+        traced = trace(fn, args, kwargs)
+        return traced._replace(jaxpr=rows_first(traced.jaxpr))
 
 
 def licences_of(args: Any, kwargs: Any) -> tuple[str, ...]:

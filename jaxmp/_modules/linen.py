@@ -246,14 +246,16 @@ def _licences(args: Any, kwargs: Any) -> list[str]:
 
 def _as_before(changed: Any, variables: Any) -> Any:
     """Changed variables in the dtypes they had."""
-    before = dict(jax.tree_util.tree_leaves_with_path(variables))
+    leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_quantized)
+    before = dict(leaves)
 
     def restore(path: Any, leaf: Any) -> Any:
         dtype = getattr(before.get(path), "dtype", None)
-        differs = _is_param(path) and dtype is not None and leaf.dtype != dtype
-        return leaf.astype(dtype) if differs else leaf
+        if not _is_param(path) or dtype is None or leaf.dtype == dtype:
+            return leaf
+        return leaf.for_dtype(dtype) if is_quantized(leaf) else leaf.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(restore, changed)
+    return jax.tree_util.tree_map_with_path(restore, changed, is_leaf=is_quantized)
 
 
 def _as_created(created: Any, variables: Any, entering: Entering) -> Any:
