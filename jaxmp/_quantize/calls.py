@@ -56,7 +56,8 @@ def for_float32(tree: Any) -> Any:
 
 def _sealed(x: QuantizedArray) -> _Sealed:
     if isinstance(x.scale, jax.ShapeDtypeStruct):
-        return _Sealed(x.values, x.scale.update(dtype=np.uint32))
+        bits = jax.ShapeDtypeStruct(x.scale.shape, np.uint32, sharding=x.scale.sharding)
+        return _Sealed(x.values, bits)
     return _Sealed(x.values, lax.bitcast_convert_type(jnp.asarray(x.scale), np.uint32))
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._quantize.formats import BLOCK_SIZE, Format, check_granularity
 from jaxmp._quantize.rounding import rounded
 from jaxmp._quantize.scales import scale_shape
@@ -204,7 +205,7 @@ def _quantized(path: str, x: Any, fmt: Format, shape: tuple[int, ...]) -> Quanti
         values, scale = jax.eval_shape(functools.partial(rounded, fmt=fmt, scale_shape=shape), x)
     else:
         values, scale = rounded(x if isinstance(x, jax.Array) else jnp.asarray(x), fmt, shape)
-    if not isinstance(values, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+    if not (is_tracer(values) or isinstance(values, jax.ShapeDtypeStruct)):
         if not bool(jnp.isfinite(scale).all()):
             raise ValueError(
                 f"quantize: {path or 'the leaf'} holds an infinity, a NaN, or a number beyond "
