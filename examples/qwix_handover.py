@@ -109,7 +109,7 @@ def calibrated(model, params):
 
 
 def adapted(model, params):
-    """Qwix's model with its weights in 4 bits and adapters that learn other names of the classes."""
+    """Qwix's model, its weights in 4 bits, and adapters that learn other names of the classes."""
     x, labels = data(1, shift=3)
     rule = qwix.LoraRule(module_path=".*", weight_qtype=jnp.int4, tile_size=32, rank=8, alpha=8.0)
     model = qwix.apply_lora_to_model(model, qwix.LoraProvider([rule]))

@@ -27,7 +27,8 @@ def roundtrip(path, tree, like):
 def assert_same_bits(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype and a.sharding == b.sharding
+        assert a.dtype == b.dtype
+        assert a.sharding == b.sharding
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 

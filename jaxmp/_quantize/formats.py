@@ -54,7 +54,7 @@ _BY_NAME: Final = {
 }
 
 GRANULARITIES: Final = ("tensor", "row", "block")
-BLOCK_SIZE: Final = 32
+BLOCK_SIZE: Final = 64
 
 
 def parse_format(spec: object) -> Format:

@@ -41,7 +41,8 @@ def _run(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], given: Mapping[Any, QuantizedArray]
 ) -> list[Any]:
     """The results of an open jaxpr; `given` are the operands that are dequantised weights."""
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    variables = (*jaxpr.constvars, *jaxpr.invars)
+    env: dict[Any, Any] = dict(zip(variables, (*consts, *args), strict=True))
     tables = dict(given)
     made_of: dict[Any, tuple[Any, ...]] = {}  # dequantised weights → the variables they are from
 
