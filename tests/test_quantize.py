@@ -280,9 +280,9 @@ def test_patterns_choose(formats, options, want):
 def test_of_linens_variables_only_the_parameters():
     big = np.ones((64, 64), np.float32)
     variables = {"params": {"layer": {"kernel": big}}, "cache": {"cached_key": big}}
-    assert quantised(jaxmp.quantize(variables, {"layer/kernel": "int8"})) == {
-        "params/layer/kernel": "int8"
-    }
+    want = {"params/layer/kernel": "int8"}
+    assert quantised(jaxmp.quantize(variables, "int8")) == want
+    assert quantised(jaxmp.quantize(variables, {"layer/kernel": "int8"})) == want
 
 
 def test_a_tree_comes_back_with_its_structure():

@@ -173,12 +173,12 @@ def test_the_residual_stream_stays_low():
 
 
 def test_the_scale_is_multiplied_in_float32():
-    _, variables = linen(scan=False)
-    fn = jaxmp.autocast(lambda p, x: x @ p["params"]["Layer_0"]["Dense_0"]["kernel"], "bfloat16")
-    q, x = small(variables), jnp.eye(32)
-    kernel = q["params"]["Layer_0"]["Dense_0"]["kernel"]
-    exact = np.asarray(kernel.values, np.float32) * np.asarray(kernel.scale)
-    np.testing.assert_array_equal(fn(q, x), exact.astype(jnp.bfloat16))
+    """Whatever the policy makes of other products."""
+    q = jaxmp.quantize(jax.random.normal(jax.random.key(0), (32, 16)), min_size=1)
+    exact = np.asarray(q.values, np.float32) * np.asarray(q.scale)
+    for policy in ("bfloat16", "p=bf16,c=bf16,o=bf16,ops=mul:low"):
+        fn = jaxmp.autocast(lambda w, x: x @ w, policy)
+        np.testing.assert_array_equal(fn(q, jnp.eye(32)), exact.astype(jnp.bfloat16))
 
 
 # NNX.
@@ -391,7 +391,7 @@ def test_what_is_stored_in_16_bits_leaves_the_scale_alone():
 def test_shapes_alone_are_explained():
     q = jax.eval_shape(lambda: jaxmp.quantize(jnp.ones((64, 64))))
     x = jax.ShapeDtypeStruct((2, 64), jnp.float32)
-    assert jaxmp.explain(lambda w, x: x @ w, "mixed_bfloat16")(q, x).contractions() == {
+    assert jaxmp.explain(lambda w, x: x @ w.T, "mixed_bfloat16")(q, x).contractions() == {
         "bfloat16": 1
     }
 

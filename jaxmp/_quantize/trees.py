@@ -212,7 +212,8 @@ def _quantized(path: str, x: Any, fmt: Format, shape: tuple[int, ...]) -> Quanti
                 "float32's range, which no scale can bring into range."
             )
         values, scale = _as_sharded(x, values, scale)
-    return QuantizedArray(values, scale, np.dtype(x.dtype))
+    # NumPy's float64 is float32 to JAX, unless it is told otherwise.
+    return QuantizedArray(values, scale, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _as_sharded(x: Any, values: Any, scale: Any) -> tuple[Any, Any]:
