@@ -37,6 +37,7 @@ class QuantizedArray(AxisMetadata[Any]):
       dtype: the dtype of the weight, and of what `dequantize` returns.
 
     Example:
+      >>> import jaxmp
       >>> q = jaxmp.quantize({"kernel": jnp.ones((64, 64))}, "int8")["kernel"]
       >>> q
       QuantizedArray(int8[64,64] for float32, scale float32[1,64])
@@ -73,6 +74,7 @@ class QuantizedArray(AxisMetadata[Any]):
         """The weight, multiplied in float32 and rounded once: to `dtype`, if that is given.
 
         Example:
+          >>> import jaxmp
           >>> q = jaxmp.quantize(jnp.ones((64, 64)), "int8")
           >>> str(q.dequantize("bfloat16").dtype)
           'bfloat16'
@@ -152,6 +154,7 @@ def is_quantized(x: Any) -> bool:
     """Whether something is a `QuantizedArray`: the ``is_leaf`` that keeps them whole.
 
     Example:
+      >>> import jaxmp
       >>> tree = jaxmp.quantize({"kernel": jnp.ones((64, 64))}, "int8")
       >>> len(jax.tree.leaves(tree)), len(jax.tree.leaves(tree, is_leaf=is_quantized))
       (2, 1)
