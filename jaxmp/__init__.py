@@ -5,6 +5,7 @@ from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
 from jaxmp._preflight.preflight import preflight
+from jaxmp._quantize.trees import dequantize, quantize
 from jaxmp._training.accumulate import accumulate_gradients
 from jaxmp._training.loss_scale import dynamic_loss_scale, loss_scale_for, static_loss_scale
 from jaxmp._training.master_weights import master_weights, stochastic_round
@@ -20,6 +21,7 @@ from jaxmp._training.scaled_grad import (
 )
 from jaxmp._training.train_state import TrainState
 from jaxmp.policy import Policy, PolicyMap, get_policy
+from jaxmp.quantized import QuantizedArray
 from jaxmp.recipes import Recipe, deepseek, float8, int8, mxfp8, products
 from jaxmp.tree import all_finite
 
@@ -27,6 +29,7 @@ __all__ = [
     "LossScaleState",
     "Policy",
     "PolicyMap",
+    "QuantizedArray",
     "Recipe",
     "TrainState",
     "__version__",
@@ -36,6 +39,7 @@ __all__ = [
     "autocast",
     "check_not_stuck",
     "deepseek",
+    "dequantize",
     "devices",
     "dynamic_loss_scale",
     "explain",
@@ -51,6 +55,7 @@ __all__ = [
     "policies",
     "preflight",
     "products",
+    "quantize",
     "reduced_precision",
     "scale_loss",
     "skipped_count",

@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmp.dtypes import parse_dtype
+from jaxmp.quantized import is_quantized
 
 __all__ = ["all_finite", "cast_floating", "select", "widen_floating"]
 
@@ -25,7 +26,8 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     Arrays, NumPy arrays, NumPy scalars and `ShapeDtypeStruct`s (which keep their sharding) are
     cast. Every other leaf is returned unchanged: integers, booleans, PRNG keys, complex numbers,
     8-bit floats (their values mean something only beside a scale), `None`, Python numbers (JAX
-    already gives them the dtype of what they meet), and objects that are not numbers.
+    already gives them the dtype of what they meet), a `QuantizedArray` with its float32 scale, and
+    objects that are not numbers.
 
     A leaf that already has the dtype is returned as it is, unless it is weakly typed: the result
     never is, so a jitted function compiles once.
@@ -44,7 +46,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
       ('bfloat16', 'int32', 0.5)
     """
     target = np.dtype(parse_dtype(dtype, "cast_floating: dtype"))
-    cast: T = jax.tree.map(lambda leaf: _cast_leaf(leaf, target), tree)
+    cast: T = jax.tree.map(lambda leaf: _cast_leaf(leaf, target), tree, is_leaf=is_quantized)
     return cast
 
 
@@ -98,7 +100,7 @@ def widen_floating(tree: T) -> T:
         narrow = getattr(getattr(leaf, "dtype", None), "itemsize", 0) == 2
         return _cast_leaf(leaf, np.dtype(np.float32)) if narrow else leaf
 
-    widened: T = jax.tree.map(widen, tree)
+    widened: T = jax.tree.map(widen, tree, is_leaf=is_quantized)
     return widened
 
 

@@ -24,6 +24,7 @@ from jaxmp._autocast.transform import (
     trace_program,
 )
 from jaxmp._jaxprs.source import library_line
+from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, get_policy, single_policy
 
 
@@ -159,7 +160,10 @@ def explain(
     check_callable("explain", fn)
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
-        traced = trace_program(on_a_clone(fn), args, kwargs, policy)
+        looked_at = on_a_clone(fn)
+        if holds_quantized((args, kwargs)):
+            (args, kwargs), looked_at = seal((args, kwargs)), opening(looked_at)
+        traced = trace_program(looked_at, args, kwargs, policy)
         plan = plan_program(traced.jaxpr, policy, licences_of(args, kwargs))
         rows = tuple(_rows(plan))
         return Explanation(rows, "" if is_identity(policy) else str(policy))

@@ -26,7 +26,9 @@ from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Va
 from jaxmp._autocast.primitives import BROADCASTING, IN_PARTS, LOOKING_UP, LOW, SCALING
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.scopes import DEQUANTISE
 from jaxmp._jaxprs.source import is_backward
 
 
@@ -277,6 +279,9 @@ class Frame:
             for var in eqn.outvars:
                 value = self.kept_as[var]
                 self.kept_as[var] = value and value._replace(weight=weight)
+        if DEQUANTISE in str(name_stack(eqn)):
+            for var in filter(ours, eqn.outvars):  # a weight, though it is computed from integers
+                self.kept_as[var] = Value(licence=PARAMETER, weight=True)
         if self.is_made(eqn):
             self.made.update(eqn.outvars)
             for var in eqn.outvars:

@@ -19,6 +19,7 @@ from flax import errors, nnx
 from jaxmp._autocast.licences import GIVEN, PARAMETER
 from jaxmp._autocast.marks import widen
 from jaxmp._flax import is_graph_node, merge_inputs, split_inputs
+from jaxmp.quantized import is_quantized
 
 Function = Callable[..., Any]
 
@@ -85,15 +86,21 @@ def variable_licences(args: Any, kwargs: Any, others: str = GIVEN) -> list[str]:
 
 @contextmanager
 def shown_as_float32(tree: Any, stored: Collection[np.dtype[Any]]) -> Iterator[None]:
-    """While a function is traced: Params stored in one of these dtypes are float32 values to it."""
+    """While a function is traced: Params stored in one of these dtypes are float32 values to it.
+
+    So are quantised ones, whatever they were before.
+    """
     shown_as = []
-    if stored:
-        for param in (v for v in _variables(tree) if isinstance(v, nnx.Param)):
-            value = param.get_raw_value()
-            if isinstance(value, jax.Array) and value.dtype in stored:
-                shown = widen(value, value.dtype)
-                shown_as.append((param, value, shown))
-                param.set_raw_value(shown)
+    for param in (v for v in _variables(tree) if isinstance(v, nnx.Param)):
+        value = param.get_raw_value()
+        if is_quantized(value) and value.dtype != np.float32:
+            shown = value.for_dtype(np.float32)
+        elif isinstance(value, jax.Array) and value.dtype in stored:
+            shown = widen(value, value.dtype)
+        else:
+            continue
+        shown_as.append((param, value, shown))
+        param.set_raw_value(shown)
     try:
         yield
     finally:

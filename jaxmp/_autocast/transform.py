@@ -36,6 +36,8 @@ from jaxmp._autocast.unseen import warn_unquantised, warn_unseen
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
+from jaxmp._quantize.calls import holds_quantized, opening, seal
+from jaxmp._quantize.lookups import rows_first
 from jaxmp.policy import Policy, single_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -97,8 +99,12 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
     method, modules = nnx_calls.with_module(fn)
     planned_of_modules = _under_policy_of_modules(method, policy)
     marked = in_region(fn, policy)
+    on_sealed = functools.cache(lambda: autocast(opening(method), policy))
 
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
+        if holds_quantized((args, kwargs)):
+            args, kwargs = seal((args, kwargs))
+            return on_sealed()(*modules, *args, **kwargs)
         if policy_in_force() is not None:
             return marked(*args, **kwargs)
         if is_identity(policy):
@@ -204,7 +210,8 @@ def is_identity(policy: Policy) -> bool:
 def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Traced:
     """A call of `fn`, traced to be planned."""
     with inside_autocast(policy):
-        return trace(fn, args, kwargs)
+        traced = trace(fn, args, kwargs)
+        return traced._replace(jaxpr=rows_first(traced.jaxpr))
 
 
 def licences_of(args: Any, kwargs: Any) -> tuple[str, ...]:

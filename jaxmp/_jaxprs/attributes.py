@@ -163,6 +163,15 @@ def broadcast_axes(eqn: jex_core.JaxprEqn) -> Axes:
     return axes
 
 
+def looked_up(eqn: jex_core.JaxprEqn) -> tuple[frozenset[int], Axes]:
+    """The axes of its operand that a gather takes an index along, and the sizes of its slices."""
+    numbers = eqn.params["dimension_numbers"]
+    return (
+        frozenset((*numbers.start_index_map, *numbers.operand_batching_dims)),
+        tuple(eqn.params["slice_sizes"]),
+    )
+
+
 def converted_dtype(eqn: jex_core.JaxprEqn) -> np.dtype[Any]:
     """What a ``convert_element_type`` makes of its operand."""
     dtype: np.dtype[Any] = np.dtype(eqn.params["new_dtype"])

@@ -18,3 +18,7 @@ REGION = "jaxmp:"
 
 # Before the policy, where it is a layer's own `dtype=float32` that marks the region.
 OWN = "own:"
+
+# Around what turns a quantised weight into an array: it runs in float32, and gives a parameter.
+DEQUANTISE = "jaxmp_dequantise"
+EXACTLY = f"{REGION}p=full,c=full,o=full"

@@ -23,7 +23,9 @@ from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.entering import Entering, kind_of_call
 from jaxmp._modules.overrides import Overrides
 from jaxmp._modules.words import Seen
+from jaxmp._quantize.calls import for_float32
 from jaxmp.policy import Policy, PolicyMap
+from jaxmp.quantized import is_quantized
 from jaxmp.tree import cast_floating
 
 Method = Callable[..., Any]
@@ -228,7 +230,7 @@ def _shown(variables: Any, overrides: Overrides) -> Any:
         stored = _is_param(path) and getattr(leaf, "dtype", None) in overrides.stored
         return widen(leaf, leaf.dtype) if stored else leaf
 
-    return jax.tree_util.tree_map_with_path(show, variables)
+    return jax.tree_util.tree_map_with_path(show, for_float32(variables), is_leaf=is_quantized)
 
 
 def _licences(args: Any, kwargs: Any) -> list[str]:
@@ -244,14 +246,16 @@ def _licences(args: Any, kwargs: Any) -> list[str]:
 
 def _as_before(changed: Any, variables: Any) -> Any:
     """Changed variables in the dtypes they had."""
-    before = dict(jax.tree_util.tree_leaves_with_path(variables))
+    leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_quantized)
+    before = dict(leaves)
 
     def restore(path: Any, leaf: Any) -> Any:
         dtype = getattr(before.get(path), "dtype", None)
-        differs = _is_param(path) and dtype is not None and leaf.dtype != dtype
-        return leaf.astype(dtype) if differs else leaf
+        if not _is_param(path) or dtype is None or leaf.dtype == dtype:
+            return leaf
+        return leaf.for_dtype(dtype) if is_quantized(leaf) else leaf.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(restore, changed)
+    return jax.tree_util.tree_map_with_path(restore, changed, is_leaf=is_quantized)
 
 
 def _as_created(created: Any, variables: Any, entering: Entering) -> Any:

@@ -1,0 +1,161 @@
+"""What serving takes with weights in 16, 8 and 4 bits: memory ahead of time, and the loss.
+
+    python benchmarks/serving.py memory --target gpu-h100 --target tpu-v5e
+    python benchmarks/serving.py accuracy
+
+`memory` compiles LM-A's forward pass (see `models.py`), parameters as arguments, under
+`jaxmp.wrap(model, "bfloat16")`, for a chip that need not be there. The parameters are bfloat16, or
+quantised. Peak memory is the arguments, the results and what lies between; on TPU also the cycles
+that the schedule estimates. What a step of serving reads is mostly weights where it has few tokens:
+the table has a line for each number of them, and for more layers.
+
+`accuracy` trains the byte model of `examples/train_lm.py` on the standard library's source, in
+float32, and prints the held-out loss with its weights in each format: computed in float32, which
+shows what the weights lose alone, and under "mixed_bfloat16".
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxmp
+
+from aot import TARGETS, compile_for
+from models import TransformerLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import train_lm
+
+FORMATS = {
+    "bf16": None,
+    "int8": ("int8", {}),
+    "float8": ("float8_e4m3fn", {}),
+    "int4 block 32": ("int4", {"block_size": 32}),
+    "int4 block 64": ("int4", {"block_size": 64}),
+    "int4 block 128": ("int4", {"block_size": 128}),
+}
+# (layers, batch, tokens): LM-A when it reads a few tokens, and a whole batch; a deeper one.
+SHAPES = ((4, 1, 16), (4, 8, 1024), (24, 1, 16))
+
+
+def serving_program(layers: int, batch: int, tokens: int, weights: str):
+    """LM-A's forward pass and the shapes of its arguments."""
+    model = TransformerLM(width=1024, heads=16, layers=layers, seq=1024, vocab=32000)
+    # The table of positions has as many rows as the model reads.
+    model = model.clone(seq=tokens)
+    inputs = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), inputs)
+    if FORMATS[weights] is None:
+        params = jaxmp.get_policy("bfloat16").cast_to_param(params)
+    else:
+        fmt, options = FORMATS[weights]
+        params = jaxmp.quantize(params, fmt, **options)
+    return jaxmp.wrap(model, "bfloat16").apply, (params, inputs)
+
+
+def stored_mib(params) -> float:
+    """What parameters are stored in, in 2^20 bytes."""
+    whole = jax.tree.leaves(params, is_leaf=jaxmp.quantized.is_quantized)
+    return (
+        sum(p.nbytes if hasattr(p, "nbytes") else p.size * p.dtype.itemsize for p in whole) / 2**20
+    )
+
+
+def memory(targets, formats, shapes) -> None:
+    for target in targets:
+        for shape in shapes:
+            print(f"\n{target}, {shape[0]} layers, tokens {shape[1]} x {shape[2]}")
+            print("weights         stored MiB  peak MiB  of bf16  temp MiB  Mcycles")
+            first = None
+            for weights in formats:
+                program, args = serving_program(*shape, weights)
+                seen = compile_for(target, program, args)
+                first = first or seen.peak_mib
+                cycles = "-" if seen.mcycles is None else f"{seen.mcycles:.2f}"
+                print(
+                    f"{weights:15s} {stored_mib(args[0]):10.0f} {seen.peak_mib:9.0f} "
+                    f"{seen.peak_mib / first:8.3f} {seen.temp_mib:9.0f}  {cycles}",
+                    flush=True,
+                )
+
+
+def trained(size, seed):
+    """The byte model trained in float32, and held-out windows in batches."""
+    text, held_out = train_lm.read_text()
+    starts = np.arange(256) * (len(held_out) - size.length) // 256
+    evaluation = np.split(train_lm.windows(held_out, starts, size.length), 32)
+    model = train_lm.LM(size)
+    params = model.init(jax.random.key(seed), evaluation[0][:, :-1])
+    schedule = optax.warmup_cosine_decay_schedule(
+        0, size.learning_rate, size.steps // 10, size.steps
+    )
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+
+    @jax.jit
+    def step(params, opt_state, tokens):
+        grads = jax.grad(lambda p: loss(model.apply, p, tokens))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    opt_state = tx.init(params)
+    for tokens in train_lm.batches(text, size, seed):
+        params, opt_state = step(params, opt_state, tokens)
+    return model, params, evaluation
+
+
+def loss(apply, params, tokens):
+    """The mean cross entropy of the next byte."""
+    logits = apply(params, tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def accuracy(size, seeds) -> None:
+    rows = {"float32": lambda p: p, "bf16": jaxmp.get_policy("bfloat16").cast_to_param}
+    for name, spec in FORMATS.items():
+        if spec is not None:
+            rows[name] = functools.partial(jaxmp.quantize, format=spec[0], **spec[1])
+    rows["int8 tensor"] = functools.partial(jaxmp.quantize, format="int8", granularity="tensor")
+    rows["int4 row"] = functools.partial(jaxmp.quantize, format="int4", granularity="row")
+    table = {name: [] for name in rows}
+    for seed in seeds:
+        model, params, evaluation = trained(size, seed)
+        for name, store in rows.items():
+            stored = store(params)
+            for policy in ("float32", "mixed_bfloat16"):
+                of = jax.jit(functools.partial(loss, jaxmp.wrap(model, policy).apply))
+                table[name].append(np.mean([float(of(stored, t)) for t in evaluation]))
+    print(f"held-out loss of {size}, seeds {list(seeds)}: of each, computed in float32, in bf16")
+    print(f"{'weights':15s}" + "".join(f"  {'loss':>7s} {'of f32':>8s}" for _ in table["float32"]))
+    for name, losses in table.items():
+        pairs = zip(losses, np.repeat(table["float32"][::2], 2), strict=True)
+        print(f"{name:15s}" + "".join(f"  {x:7.4f} {x / f - 1:+8.3%}" for x, f in pairs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    of_memory = commands.add_parser("memory")
+    of_memory.add_argument("--target", action="append", choices=TARGETS)
+    of_memory.add_argument("--weights", action="append", choices=FORMATS)
+    of_memory.add_argument("--shape", action="append", type=int, choices=range(len(SHAPES)))
+    of_accuracy = commands.add_parser("accuracy")
+    of_accuracy.add_argument("--size", default="small", choices=train_lm.SIZES)
+    of_accuracy.add_argument("--seeds", type=int, default=2)
+    args = parser.parse_args()
+    if args.command == "accuracy":
+        accuracy(train_lm.SIZES[args.size], range(args.seeds))
+        return
+    shapes = [SHAPES[i] for i in args.shape or range(len(SHAPES))]
+    memory(args.target or TARGETS, args.weights or list(FORMATS), shapes)
+
+
+if __name__ == "__main__":
+    main()

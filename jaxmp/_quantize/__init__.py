@@ -1,0 +1,1 @@
+"""Weight-only quantisation: which leaves of a tree, and how each is rounded."""

@@ -1,0 +1,78 @@
+"""Calls whose arguments hold quantised weights: the function sees arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._flax import is_graph_node
+from jaxmp.quantized import QuantizedArray, is_quantized
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Sealed:
+    """A `QuantizedArray` on its way into a function: the bits of its scale, which are no float.
+
+    What stores float32 arguments in ``param_dtype`` leaves it alone.
+    """
+
+    values: Any
+    bits: Any
+
+
+def holds_quantized(tree: Any) -> bool:
+    """Whether a tree holds quantised weights outside of NNX modules, which dequantise their own."""
+    return any(map(is_quantized, jax.tree.leaves(tree, is_leaf=_is_one_or_node)))
+
+
+def seal(tree: Any) -> Any:
+    """A tree, sealed for a function made by `opening`; NNX modules stay what they are."""
+    return _mapped(_sealed, tree, QuantizedArray)
+
+
+def opening(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` of sealed arguments: it sees float32 arrays, computed where it is traced."""
+
+    @functools.wraps(fn)
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _mapped(_opened, (args, kwargs), _Sealed)
+        return fn(*args, **kwargs)
+
+    return opened
+
+
+def for_float32(tree: Any) -> Any:
+    """A tree whose quantised weights are read as float32, whatever dtype they were made from."""
+    return _mapped(lambda q: q.for_dtype(np.float32), tree, QuantizedArray)
+
+
+def _sealed(x: QuantizedArray) -> _Sealed:
+    if isinstance(x.scale, jax.ShapeDtypeStruct):
+        bits = jax.ShapeDtypeStruct(x.scale.shape, np.uint32, sharding=x.scale.sharding)
+        return _Sealed(x.values, bits)
+    return _Sealed(x.values, lax.bitcast_convert_type(jnp.asarray(x.scale), np.uint32))
+
+
+def _opened(x: _Sealed) -> jax.Array:
+    scale = lax.bitcast_convert_type(x.bits, np.float32)
+    return QuantizedArray(x.values, scale, np.dtype(np.float32)).dequantize()
+
+
+def _mapped(fn: Callable[[Any], Any], tree: Any, cls: type) -> Any:
+    return jax.tree.map(
+        lambda x: fn(x) if isinstance(x, cls) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, cls) or is_graph_node(x),
+    )
+
+
+def _is_one_or_node(x: Any) -> bool:
+    return is_quantized(x) or is_graph_node(x)

@@ -1,0 +1,82 @@
+"""An array as values and scales: the rounding itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._quantize.formats import Format
+
+_FRACTION_BITS = 23  # below float32's exponent
+_SMALLEST, _LARGEST = 1, 253  # exponents of scales whose inverse is a normal float32, too
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """The values and scales of a weight, whose product is nearest to it.
+
+    A scale is what makes the largest magnitude of those that share it fit. For floats it is rounded
+    up to a power of two, so that only the values round. An infinity or a NaN makes its scale NaN.
+
+    Args:
+      x: float[…].
+      fmt: the format.
+      scale_shape: the shape of the scales, each axis of which divides that of `x`.
+
+    Returns:
+      The values, of the format and the shape of `x`, and float32 scales.
+    """
+    # float64 keeps its range: what float32 cannot hold makes an infinite scale.
+    wide = x if x.dtype == np.float64 else x.astype(jnp.float32)
+    groups, axes = _split(x.shape, scale_shape)
+    parts = wide.reshape(groups)
+    amax = jnp.max(jnp.abs(parts), axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)
+    # The maximum alone does not tell: XLA's CPU backend leaves NaNs out of it (JAX 0.10, 0.12).
+    finite = jnp.all(jnp.isfinite(parts), axis=axes, keepdims=True) & jnp.isfinite(amax)
+    scale = jnp.where(finite, _scale(amax, fmt), np.float32(np.nan))
+    values = parts / scale.astype(wide.dtype)
+    if fmt.integer:
+        values = jnp.round(values)
+    # Conversions to float8 do not saturate, and a quotient may round to just above the largest.
+    values = jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.dtype)
+    return values.reshape(x.shape), scale.reshape(scale_shape)
+
+
+def _split(
+    shape: Sequence[int], scale_shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A shape with groups as axes of their own, and the axes along which scales are shared.
+
+    Example:
+      >>> _split((64, 256), (2, 256)), _split((64, 256), (1, 256))
+      (((2, 32, 256), (1,)), ((64, 256), (0,)))
+    """
+    split: list[int] = []
+    axes = []
+    for size, groups in zip(shape, scale_shape, strict=True):
+        if groups == size:
+            split.append(size)
+        elif groups == 1:
+            axes.append(len(split))
+            split.append(size)
+        else:
+            axes.append(len(split) + 1)
+            split += [groups, size // groups]
+    return tuple(split), tuple(axes)
+
+
+def _scale(amax: Any, fmt: Format) -> Any:
+    """What a finite magnitude is divided by to fit."""
+    exact = amax / np.float32(fmt.largest)
+    if fmt.integer:
+        return jnp.maximum(exact, np.finfo(np.float32).tiny)
+    bits = lax.bitcast_convert_type(exact, np.int32)
+    exponent = (bits + np.int32(2**_FRACTION_BITS - 1)) >> _FRACTION_BITS
+    exponent = jnp.clip(exponent, _SMALLEST, _LARGEST)
+    return lax.bitcast_convert_type(exponent << _FRACTION_BITS, np.float32)

@@ -1,0 +1,146 @@
+"""Which leaves of a tree are stored in few bits, and in which format: by patterns of paths."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._quantize.formats import Format, parse_format
+from jaxmp.policy import key_matches
+
+# What layers call their parameters that are no matrices; stacked by a scan, they have two axes.
+_NO_MATRICES = ("bias", "b", "scale", "offset", "mean", "var")
+
+Path = tuple[str, ...]
+
+
+class Leaf(NamedTuple):
+    """A leaf that quantising may be asked for.
+
+    Attributes:
+      path: its path, as patterns see it.
+      shape: its shape.
+      why_not: why it stays as it is whatever is asked, or ''.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    why_not: str
+
+
+class Choice:
+    """Formats by path pattern, as `jaxmp.quantize` takes them.
+
+    Args:
+      formats: a format, or a mapping from patterns to formats or None.
+
+    Raises:
+      ValueError: if a format is unknown, or the mapping is empty.
+      TypeError: if something is neither.
+    """
+
+    def __init__(self, formats: Any) -> None:
+        pairs = formats.items() if isinstance(formats, Mapping) else [("**", formats)]
+        self.by_pattern: list[tuple[str, Format | None]] = []
+        for pattern, fmt in pairs:
+            if not isinstance(pattern, str) or not all(pattern.split("/")):
+                raise TypeError(
+                    "quantize: the keys of a mapping are patterns of paths, such as "
+                    f"'**/kernel' or 'encoder/layers_*'; got {pattern!r}."
+                )
+            self.by_pattern.append((pattern, None if fmt is None else parse_format(fmt)))
+        if not self.by_pattern:
+            raise ValueError("quantize: the mapping from patterns to formats is empty.")
+
+    def __call__(self, path: Path) -> Format | None:
+        """The format of a leaf: that of the first pattern that matches it, or what it is in."""
+        for pattern, fmt in self.by_pattern:
+            if matches(pattern, path):
+                return fmt
+        return None
+
+    def check(self, leaves: Sequence[Leaf]) -> None:
+        """Raises if a pattern has no effect.
+
+        Args:
+          leaves: all there are.
+
+        Raises:
+          ValueError: naming the pattern, what it matches and why that stays as it is, or the paths
+            nearest to it.
+        """
+        for pattern, _ in self.by_pattern:
+            found = [leaf for leaf in leaves if matches(pattern, leaf.path)]
+            if not any(not leaf.why_not for leaf in found):
+                raise ValueError(_no_effect(pattern, found, leaves))
+
+
+def matches(pattern: str, path: Path) -> bool:
+    """Whether a pattern matches a leaf, or a node that it is in.
+
+    Example:
+      >>> [matches(p, ("encoder", "Dense_0", "kernel")) for p in ("encoder", "**/kernel", "head")]
+      [True, True, False]
+    """
+    return any(key_matches(pattern, path[:i]) for i in range(len(path), -1, -1))
+
+
+def names_of(path: Sequence[Any]) -> Path:
+    """A path of JAX's keys as names; without what boxes and Variables call their value."""
+    names = [_name(key) for key in path]
+    last = path[-1] if path else None
+    in_box = isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value"
+    return tuple(names[:-1] if in_box else names)
+
+
+def _name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def why_not(path: Path, leaf: Any, min_size: int) -> str:
+    """Why a leaf stays as it is, or ''."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return f"is {type(leaf).__name__!r}, no array"
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        return f"is {dtype}, no float of 16 bits or more"
+    if len(leaf.shape) < 2:
+        return f"has {len(leaf.shape)} axes, and a matrix has two or more"
+    if path and path[-1] in _NO_MATRICES:
+        return f"is called {path[-1]!r}, as parameters are that are no matrices"
+    size = int(np.prod(leaf.shape))
+    if not size or size < min_size:
+        return f"has {size} elements, fewer than min_size={min_size}"
+    return ""
+
+
+def _no_effect(pattern: str, found: Sequence[Leaf], leaves: Sequence[Leaf]) -> str:
+    if found:
+        leaf = max(found, key=lambda leaf: int(np.prod(leaf.shape)))
+        what = (
+            "nothing to quantise" if pattern == "**" else f"the pattern {pattern!r} has no effect"
+        )
+        count = f"{len(found)} leaves" if len(found) > 1 else "leaf"
+        return (
+            f"quantize: {what}: of the {count} that it could be, none is a large floating matrix; "
+            f"{_shown(leaf)} {leaf.why_not}."
+        )
+    paths = sorted("/".join(leaf.path) for leaf in leaves if not leaf.why_not)
+    nearest = difflib.get_close_matches(pattern, paths, n=5, cutoff=0.3)
+    shown = ", ".join(map(repr, nearest or paths[:10]))
+    return (
+        f"quantize: the pattern {pattern!r} matches no leaf, so it would have no effect. "
+        f"{'The nearest paths' if nearest else 'Paths there are'}: {shown or 'none'}."
+    )
+
+
+def _shown(leaf: Leaf) -> str:
+    return f"{'/'.join(leaf.path) or 'the leaf'} {list(leaf.shape)}"

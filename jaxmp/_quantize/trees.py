@@ -1,0 +1,231 @@
+"""`quantize` and `dequantize`: from trees to trees."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxmp._jaxprs.attributes import is_tracer
+from jaxmp._quantize.formats import BLOCK_SIZE, Format, check_granularity
+from jaxmp._quantize.rounding import rounded
+from jaxmp._quantize.scales import scale_shape
+from jaxmp._quantize.select import Choice, Leaf, names_of, why_not
+from jaxmp.quantized import QuantizedArray, is_quantized
+
+T = TypeVar("T")
+
+
+def quantize(
+    params: T,
+    format: str | DTypeLike | Mapping[str, str | DTypeLike | None] = "int8",  # noqa: A002
+    *,
+    granularity: str | None = None,
+    block_size: int = BLOCK_SIZE,
+    min_size: int = 4096,
+) -> T:
+    """Stores the matrices among parameters in few bits: for serving, and as a frozen base.
+
+    The tree stays what it is, with a `QuantizedArray` in place of each large matrix. Give it to a
+    module under `jaxmp.wrap`, or to a function under `jaxmp.autocast`: each weight is multiplied by
+    its scales in float32 and rounded once, to the compute dtype, where a product reads it. XLA
+    makes that one pass, with the product where the compiler can. Flax modules that are not wrapped
+    take them as well, and get each weight in the dtype that it had. In a scan over stacked layers
+    (`nn.scan`, `nnx.scan`) they are dequantised in its body, layer by layer; one that is written by
+    hand over an argument of `autocast` gets the whole stack dequantised before it.
+
+    Quantised are floating leaves of two or more axes and at least `min_size` elements. All others
+    stay as they are, and so do leaves called ``bias``, ``b``, ``scale``, ``offset``, ``mean`` and
+    ``var`` (stacked by a scan, they have two axes), NNX Variables other than `nnx.Param`,
+    `nnx.LoRAParam`, and, in a dict of Linen's variables, all but its ``params``.
+
+    They are constants to derivatives. Differentiate by the other parameters (LoRA), and pass these
+    as they are: `jax.grad` with respect to integers fails with JAX's own error, and the gradient of
+    float8 values and of scales is zero.
+
+    Args:
+      params: a pytree of parameters, or of Linen variables, `nnx.State`, or an NNX module, of which
+        a copy is returned. Arrays may be NumPy's, `jax.ShapeDtypeStruct`, or traced.
+      format: ``"int8"``, ``"int4"`` or ``"float8_e4m3fn"``; or a mapping from patterns of paths to
+        formats, or to None for what stays as it is: the first that matches decides, and what none
+        matches stays. Patterns are those of `PolicyMap`, over the path of a leaf: ``"**/kernel"``,
+        ``"encoder"``. int8 and float8 take half of what 16 bits take; int4, with its scales, 0.31
+        of it in blocks of 32 and 0.28 in blocks of 64.
+      granularity: what shares a scale. ``"row"``: all weights that are summed in one result, for
+        each output channel one; which axis that is, names and shapes tell (a table named
+        ``embedding``: a row; else the longest axis but the last). ``"block"``: `block_size` of
+        those. ``"tensor"``: a matrix, the last two axes. None: ``"block"`` for int4, ``"row"`` for
+        the others.
+      block_size: how many weights share a scale in ``"block"``; where it does not divide the axis,
+        the nearest divisor.
+      min_size: how many elements a matrix must have to be quantised.
+
+    Returns:
+      A tree of the same structure but for those leaves. With concrete arrays, values and scales are
+      sharded as the weight was, scales along the axes where they can be.
+
+    Raises:
+      ValueError: if a format or granularity is unknown, a pattern has no effect, or a weight is
+        quantised already or not finite (unless it is traced: its products are then NaN).
+      TypeError: if an argument is of another type.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxmp
+      >>> model = jaxmp.wrap(nn.Dense(64), "mixed_bfloat16")
+      >>> params = model.init(jax.random.key(0), jnp.ones((1, 64)))
+      >>> small = jaxmp.quantize(params, "int8")
+      >>> small["params"]["kernel"]
+      QuantizedArray(int8[64,64] for float32, scale float32[1,64])
+      >>> model.apply(small, jnp.ones((1, 64))).shape
+      (1, 64)
+
+    Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference" (2018), symmetric; blocks: Dettmers and Zettlemoyer, "The
+    case for 4-bit precision" (2023).
+    """
+    check_granularity(granularity, block_size)
+    if isinstance(min_size, bool) or not isinstance(min_size, (int, np.integer)):
+        raise TypeError(f"quantize: min_size is a number of elements; got {min_size!r}.")
+    if hasattr(params, "opt_state"):
+        raise TypeError(
+            f"quantize: takes parameters, and {type(params).__name__!r} holds an optimizer's state "
+            "too, which must stay as it is: give it state.params."
+        )
+    choice = Choice(format)
+    leaves: list[Leaf] = []
+    chosen: dict[int, Format] = {}
+
+    def look(path: tuple[str, ...], leaf: Any) -> Any:
+        if is_quantized(leaf):
+            raise ValueError(
+                f"quantize: {'/'.join(path) or 'the leaf'} is quantised already: {leaf}. Rounding "
+                "twice adds its errors: quantise the weights as they were, or "
+                "jaxmp.dequantize(tree) first."
+            )
+        reason = why_not(path, leaf, min_size)
+        leaves.append(Leaf(path, tuple(np.shape(leaf)) if not reason else _shape(leaf), reason))
+        if not reason and (fmt := choice(path)) is not None:
+            chosen[len(leaves) - 1] = fmt
+        return leaf
+
+    def replace(path: tuple[str, ...], leaf: Any) -> Any:
+        fmt = chosen.get(next(numbers))
+        if fmt is None:
+            return leaf
+        name = path[-1] if path else ""
+        shape = scale_shape(name, leaf.shape, granularity or fmt.granularity, int(block_size))
+        return _quantized("/".join(path), leaf, fmt, tuple(shape))
+
+    _map(look, params)
+    choice.check(leaves)
+    numbers = iter(range(len(leaves)))
+    out: T = _map(replace, params)
+    return out
+
+
+def dequantize(tree: T) -> T:
+    """A tree with arrays, in the dtypes they had, in place of what `quantize` made of them.
+
+    Args:
+      tree: a pytree, `nnx.State` or NNX module (of which a copy is returned).
+
+    Returns:
+      A tree of the structure that `quantize` was given. Other leaves are returned as they are.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp
+      >>> small = jaxmp.quantize({"kernel": jnp.ones((64, 64))}, "int4")
+      >>> jaxmp.dequantize(small)["kernel"].shape
+      (64, 64)
+    """
+    out: T = _map(lambda _, leaf: leaf.dequantize() if is_quantized(leaf) else leaf, tree)
+    return out
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(getattr(leaf, "shape", ()))
+
+
+def _map(fn: Callable[[tuple[str, ...], Any], Any], tree: Any, above: tuple[str, ...] = ()) -> Any:
+    """A tree with `fn(path, leaf)` of each leaf that may be a parameter."""
+    # Linen's variables: only one of the collections holds parameters.
+    collections = not above and isinstance(tree, Mapping) and "params" in tree
+
+    def of_node(keys: Any, node: Any) -> Any:
+        if isinstance(node, nnx.Variable):
+            return _of_variable(fn, (*above, *names_of(keys)), node)
+        path = names_of(keys)
+        if isinstance(node, nnx.Module):
+            graphdef, state = nnx.split(node)
+            return nnx.merge(graphdef, _map(fn, state, (*above, *path)))
+        if collections and path[0] != "params":
+            return node
+        return fn((*above, *(path[1:] if collections else path)), node)
+
+    return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=_is_node)
+
+
+def _is_node(node: Any) -> bool:
+    return isinstance(node, (QuantizedArray, nnx.Variable, nnx.Module))
+
+
+def _of_variable(fn: Callable[..., Any], path: tuple[str, ...], variable: Any) -> Any:
+    if not isinstance(variable, nnx.Param) or isinstance(variable, nnx.LoRAParam):
+        return variable
+    value = variable.get_raw_value()
+    new = fn(path, value)
+    if new is value:
+        return variable
+    hooks = variable.get_metadata().get("on_get_value", ())
+    hooks = hooks if isinstance(hooks, tuple) else (hooks,)
+    others = tuple(hook for hook in hooks if hook is not read)
+    # What reads the Variable gets an array: this is Flax's way to have that.
+    hooks = (read, *others) if is_quantized(new) else others
+    copied = variable.copy(new, on_get_value=hooks)
+    if not hooks:
+        copied.del_metadata("on_get_value")
+    return copied
+
+
+def read(variable: Any, value: Any) -> Any:  # noqa: ARG001
+    """What reading an NNX Variable gives that holds a `QuantizedArray`."""
+    abstract = is_quantized(value) and isinstance(value.values, jax.ShapeDtypeStruct)
+    return value.dequantize() if is_quantized(value) and not abstract else value
+
+
+def _quantized(path: str, x: Any, fmt: Format, shape: tuple[int, ...]) -> QuantizedArray:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        values, scale = jax.eval_shape(functools.partial(rounded, fmt=fmt, scale_shape=shape), x)
+    else:
+        values, scale = rounded(x if isinstance(x, jax.Array) else jnp.asarray(x), fmt, shape)
+    if not (is_tracer(values) or isinstance(values, jax.ShapeDtypeStruct)):
+        if not bool(jnp.isfinite(scale).all()):
+            raise ValueError(
+                f"quantize: {path or 'the leaf'} holds an infinity, a NaN, or a number beyond "
+                "float32's range, which no scale can bring into range."
+            )
+        values, scale = _as_sharded(x, values, scale)
+    # NumPy's float64 is float32 to JAX, unless it is told otherwise.
+    return QuantizedArray(values, scale, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _as_sharded(x: Any, values: Any, scale: Any) -> tuple[Any, Any]:
+    """Values and scales, sharded as the array they are of: scales along the axes they can be."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return values, scale
+    spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    for i, names in enumerate(spec):
+        axes = names if isinstance(names, tuple) else (names,)
+        devices = int(np.prod([sharding.mesh.shape[n] for n in axes if n is not None]))
+        if scale.shape[i] % devices:
+            spec[i] = None
+    of_scale = NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+    return jax.device_put(values, sharding), jax.device_put(scale, of_scale)

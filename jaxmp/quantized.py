@@ -1,0 +1,184 @@
+"""`QuantizedArray`: a weight that is stored in few bits, as values and the scales of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from jaxmp._flax import AxisMetadata
+from jaxmp._jaxprs.scopes import DEQUANTISE, EXACTLY
+
+__all__ = ["QuantizedArray", "is_quantized"]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class QuantizedArray(AxisMetadata[Any]):
+    """A weight stored in few bits, ``values * scale``; `jaxmp.quantize` makes them.
+
+    A pytree of two leaves, so jit, vmap, scan, sharding, donation and checkpoints treat it as any
+    other. Each axis of `scale` is as long as that of `values`, or divides it: then neighbours share
+    a scale. All axes count, so that a slice of both along a stacked axis is such an array again.
+
+    To Flax Linen it is a box, as `nn.Partitioned` is: a module that reads the parameter gets the
+    array, dequantised where it is read, also inside `nn.scan`. To JAX's own functions it is no
+    array: `jaxmp.autocast` dequantises those among the arguments, `jaxmp.dequantize` a whole tree.
+
+    Attributes:
+      values: int8, int4 or float8_e4m3fn, of the shape of the weight.
+      scale: float32, of as many axes.
+      dtype: the dtype of the weight, and of what `dequantize` returns.
+
+    Example:
+      >>> import jaxmp
+      >>> q = jaxmp.quantize({"kernel": jnp.ones((64, 64))}, "int8")["kernel"]
+      >>> q
+      QuantizedArray(int8[64,64] for float32, scale float32[1,64])
+      >>> q.shape, str(q.dtype), bool((q.dequantize() == 1).all())
+      ((64, 64), 'float32', True)
+    """
+
+    values: Any
+    scale: Any
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        return tuple(self.values.shape)
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many numbers it stands for."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it is stored in, scales included; two 4-bit values are in one."""
+        bits = self.size * _bits(self.values.dtype) + math.prod(self.scale.shape) * 32
+        return int(-(-bits // 8))
+
+    def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
+        """The weight, multiplied in float32 and rounded once: to `dtype`, if that is given.
+
+        Example:
+          >>> import jaxmp
+          >>> q = jaxmp.quantize(jnp.ones((64, 64)), "int8")
+          >>> str(q.dequantize("bfloat16").dtype)
+          'bfloat16'
+        """
+        to = self.dtype if dtype is None else np.dtype(dtype)
+        with jax.named_scope(EXACTLY), jax.named_scope(DEQUANTISE):
+            values = lax.convert_element_type(jnp.asarray(self.values), np.float32)
+            product = lax.mul(values, _spread(jnp.asarray(self.scale), values.shape))
+            # A constant to derivatives: float8 values and scales could be differentiated by.
+            return lax.stop_gradient(lax.convert_element_type(product, to))
+
+    def for_dtype(self, dtype: DTypeLike) -> QuantizedArray:
+        """The same, for a weight of another dtype."""
+        return dataclasses.replace(self, dtype=np.dtype(dtype))
+
+    def __repr__(self) -> str:
+        return f"QuantizedArray({_short(self.values)} for {self.dtype}, scale {_short(self.scale)})"
+
+    # A pytree. What is put together again may be anything: tracers, shardings, None.
+
+    def tree_flatten_with_keys(self) -> tuple[Any, np.dtype[Any]]:
+        """The two leaves and their names; the dtype is part of the structure."""
+        key = jax.tree_util.GetAttrKey
+        return ((key("values"), self.values), (key("scale"), self.scale)), self.dtype
+
+    def tree_flatten(self) -> tuple[Any, np.dtype[Any]]:
+        """The two leaves; the dtype is part of the structure."""
+        return (self.values, self.scale), self.dtype
+
+    @classmethod
+    def tree_unflatten(cls, dtype: np.dtype[Any], leaves: Any) -> QuantizedArray:
+        """From what `tree_flatten` gives."""
+        values, scale = leaves
+        return cls(values, scale, dtype)
+
+    # A box of Flax Linen.
+
+    def unbox(self) -> jax.Array:
+        """What a module that reads this parameter gets."""
+        return self.dequantize()
+
+    def replace_boxed(self, val: Any) -> Any:
+        """What a module writes in its place: an array, as it is."""
+        return val
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> QuantizedArray:  # noqa: ARG002
+        """The arrays have the axis already: `nn.scan` and `nn.vmap` stack leaves."""
+        return self
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> QuantizedArray:  # noqa: ARG002
+        """As `add_axis`."""
+        return self
+
+    # Read as an array, where JAX, NumPy and NNX ask an object for one.
+
+    def __jax_array__(self) -> jax.Array:
+        return self.dequantize()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:  # noqa: FBT001
+        return np.asarray(self.dequantize(), dtype=dtype)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.dequantize()[index]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = ""
+        if hasattr(jax.Array, name):
+            hint = (
+                ", as arrays have: it is a weight in few bits. Run the function that reads it "
+                "under jaxmp.autocast, the Flax module under jaxmp.wrap, or take the array from "
+                "its dequantize()"
+            )
+        raise AttributeError(f"QuantizedArray has no {name!r}{hint}.")
+
+
+def is_quantized(x: Any) -> bool:
+    """Whether something is a `QuantizedArray`: the ``is_leaf`` that keeps them whole.
+
+    Example:
+      >>> import jaxmp
+      >>> tree = jaxmp.quantize({"kernel": jnp.ones((64, 64))}, "int8")
+      >>> len(jax.tree.leaves(tree)), len(jax.tree.leaves(tree, is_leaf=is_quantized))
+      (2, 1)
+    """
+    return isinstance(x, QuantizedArray)
+
+
+def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A scale for each value: each axis repeats its scales to the size it should have."""
+    split: list[int] = []
+    axes = []
+    for groups, size in zip(scale.shape, shape, strict=True):
+        axes.append(len(split))
+        split += [size] if groups in (1, size) else [groups, size // groups]
+    return lax.reshape(lax.broadcast_in_dim(scale, split, axes), shape)
+
+
+def _bits(dtype: Any) -> int:
+    info: Any = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return int(info(dtype).bits)
+
+
+def _short(array: Any) -> str:
+    """``int8[2,3]``, also of tracers and shapes; else what it is."""
+    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        return repr(array)
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"

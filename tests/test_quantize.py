@@ -1,0 +1,365 @@
+"""`quantize`: what is stored, against NumPy in float64; which leaves; what is refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxmp
+from jaxmp._quantize.scales import input_axis, scale_shape
+from jaxmp.quantized import is_quantized
+
+from support import slow_when
+
+FORMATS = ("int8", "int4", "float8_e4m3fn")
+LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0}
+EPS = np.finfo(np.float32).eps
+TINY = np.finfo(np.float32).tiny
+
+
+def weights(shape, seed=0, dtype=np.float32):
+    """Heavy-tailed weights whose columns are of different sizes."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_t(4, shape) * 10.0 ** rng.uniform(-3, 1, shape[-1])).astype(dtype)
+
+
+def groups_of(x: np.ndarray, shape) -> np.ndarray:
+    """Which scale each element has: the index of it, broadcast to the array."""
+    index = np.arange(np.prod(shape)).reshape(shape)
+    for axis, (size, groups) in enumerate(zip(x.shape, shape, strict=True)):
+        index = np.repeat(index, size // groups, axis)
+    return index
+
+
+def oracle(x: np.ndarray, fmt: str, shape) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales in float64, group by group."""
+    x, index = x.astype(np.float64), groups_of(x, shape)
+    values, scale = np.zeros_like(x), np.zeros(np.prod(shape))
+    for i in range(scale.size):
+        mine = index == i
+        exact = np.abs(x[mine]).max() / LARGEST[fmt]
+        scale[i] = (
+            max(exact, TINY)
+            if fmt != "float8_e4m3fn"
+            else 2.0 ** max(np.ceil(np.log2(max(exact, 1e-300))), -126)
+        )
+        quotient = x[mine] / scale[i]
+        values[mine] = (
+            quotient.astype(ml_dtypes.float8_e4m3fn) if "float" in fmt else np.rint(quotient)
+        )
+    return values, scale.reshape(shape)
+
+
+@slow_when(
+    lambda fmt, granularity, shape: (
+        (fmt, granularity, shape) != ("int4", "block", (2, 64, 8))
+        and (fmt, granularity, shape) != ("float8_e4m3fn", "row", (96, 48))
+    )
+)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("granularity", "block_size", "shape", "scales"),
+    [
+        ("tensor", 32, (96, 48), (1, 1)),
+        ("row", 32, (96, 48), (1, 48)),
+        ("block", 32, (96, 48), (3, 48)),
+        ("block", 16, (96, 48), (6, 48)),
+        ("row", 32, (3, 3, 16, 8), (3, 3, 1, 8)),
+        ("block", 8, (2, 64, 8), (2, 8, 8)),
+        ("tensor", 8, (2, 64, 8), (2, 1, 1)),
+    ],
+)
+def test_values_and_scales_are_those_of_the_oracle(fmt, granularity, block_size, shape, scales):
+    x = weights(shape)
+    q = jaxmp.quantize(
+        {"kernel": x}, fmt, granularity=granularity, block_size=block_size, min_size=1
+    )["kernel"]
+    want_values, want_scale = oracle(x, fmt, scales)
+    assert q.scale.shape == scales
+    assert q.scale.dtype == np.float32
+    assert q.values.shape == q.shape == shape
+    assert q.values.dtype.name == fmt
+    # Powers of two are exact; a quotient by 127 or 7 is rounded once.
+    np.testing.assert_allclose(q.scale, want_scale, rtol=0 if "float" in fmt else EPS)
+    got = np.asarray(q.values).astype(np.float64)
+    # A quotient next to the middle of two values may fall to either side, by its own rounding.
+    off = got != want_values
+    assert off.mean() < 1e-2
+    ratio = np.abs(x / np.repeat(want_scale, 1, 0).reshape(-1)[groups_of(x, scales)])
+    assert np.all(np.abs(ratio[off] - np.abs(got + want_values)[off] / 2) <= 8 * EPS * ratio[off])
+    back = np.asarray(q.dequantize(), np.float64)
+    np.testing.assert_allclose(
+        back, got * np.asarray(q.scale, np.float64).reshape(-1)[groups_of(x, scales)], rtol=EPS
+    )
+
+
+@slow_when(lambda fmt, granularity: (fmt, granularity) != ("int8", "row"))
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
+def test_no_weight_is_further_off_than_half_a_step(fmt, granularity):
+    x = weights((256, 64), seed=1)
+    q = jaxmp.quantize(x, fmt, granularity=granularity)
+    step = np.asarray(q.scale, np.float64).reshape(-1)[groups_of(x, q.scale.shape)]
+    if fmt == "float8_e4m3fn":  # 3 bits of fraction; steps of 2^-9 below the smallest normal
+        step = np.maximum(np.abs(x) * 2.0**-3, step * 2.0**-9)
+    error = np.abs(np.asarray(q.dequantize(), np.float64) - x)
+    assert np.all(error <= step / 2 * (1 + 1e-5))
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.sampled_from([1, 6, 16, 33]),
+    columns=st.sampled_from([1, 5, 16]),
+    block=st.integers(2, 40),
+    fmt=st.sampled_from(FORMATS),
+    granularity=st.sampled_from(["tensor", "row", "block"]),
+    exponent=st.integers(-44, 37),
+    seed=st.integers(0, 99),
+)
+def test_any_matrix_comes_back_within_a_step(
+    rows, columns, block, fmt, granularity, exponent, seed
+):
+    x = weights((rows, columns), seed) / 100 * np.float32(10.0) ** np.float32(exponent)
+    q = jaxmp.quantize(x, fmt, granularity=granularity, block_size=block, min_size=1)
+    back = np.asarray(q.dequantize(), np.float64)
+    # Below the smallest normal number XLA flushes to zero.
+    bound = np.abs(x).max() / LARGEST[fmt] * (28.1 if "float" in fmt else 0.51) + 200 * TINY
+    assert np.all(np.isfinite(back))
+    assert np.all(np.abs(back - x) <= bound)
+
+
+@slow_when(lambda fmt: fmt != "int4")
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_zeros_and_the_smallest_and_largest_numbers_come_back(fmt):
+    big = np.float32(3.1e38)  # rounded to float8, what is nearer to the end is beyond it
+    x = np.zeros((64, 5), np.float32)
+    x[0] = [0, 1e-40, TINY, big, -big]
+    back = np.asarray(jaxmp.quantize(x, fmt, granularity="row", min_size=1).dequantize())
+    assert np.isfinite(back).all()
+    assert not back[1:].any()
+    np.testing.assert_allclose(back[0, 3:], x[0, 3:], rtol=2.0**-4)
+
+
+@slow_when(lambda dtype: dtype != jnp.bfloat16)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32])
+def test_the_dtype_is_kept_and_rounded_to_once(dtype):
+    x = weights((64, 64)).astype(dtype)
+    q = jaxmp.quantize(x, "int8")
+    assert q.dtype == dtype
+    assert q.dequantize().dtype == dtype
+    exact = np.asarray(q.values, np.float32) * np.asarray(q.scale)
+    np.testing.assert_array_equal(np.asarray(q.dequantize()), exact.astype(dtype))
+    np.testing.assert_array_equal(np.asarray(q.dequantize("bfloat16")), exact.astype(jnp.bfloat16))
+
+
+@pytest.mark.slow
+def test_float64_beyond_the_range_of_float32():
+    with jax.enable_x64(True):
+        fine = jaxmp.quantize(jnp.full((64, 64), 1e30, jnp.float64), "int8")
+        assert fine.dequantize().dtype == np.float64
+        np.testing.assert_allclose(fine.dequantize(), 1e30, rtol=1e-6)
+        with pytest.raises(ValueError, match="beyond"):
+            jaxmp.quantize(jnp.full((64, 64), 1e300, jnp.float64), "int8")
+
+
+@pytest.mark.slow
+def test_int4_takes_half_a_byte():
+    x = np.ones((1024, 64), np.float32)
+    size = {f: jaxmp.quantize(x, f, granularity="row").nbytes - 64 * 4 for f in FORMATS}
+    assert size == {"int8": x.size, "float8_e4m3fn": x.size, "int4": x.size // 2}
+
+
+# What shares a scale.
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "axis"),
+    [
+        ("kernel", (64, 256), -2),
+        ("kernel", (3, 3, 16, 32), -2),  # convolution
+        ("kernel", (7, 16, 32), -2),
+        ("kernel", (1024, 16, 64), -3),  # attention's projections
+        ("kernel", (16, 64, 1024), -2),  # its output
+        ("kernel", (4, 64, 256), -2),  # stacked layers, experts
+        ("kernel", (4, 64, 8, 16), -3),  # stacked projections
+        ("embedding", (32000, 64), -1),
+        ("embedding", (4, 32000, 64), -1),
+        ("weight", (256, 64), -1),  # Equinox
+        ("weight", (32, 16, 3, 3), -3),
+        ("w", (64, 256), -2),  # Haiku
+    ],
+)
+def test_scales_are_shared_along_the_axis_that_is_summed(name, shape, axis):
+    assert input_axis(name, shape) == axis
+    shared = [1 if i - len(shape) == axis else n for i, n in enumerate(shape)]
+    assert scale_shape(name, shape, "row", 32) == shared
+
+
+@pytest.mark.slow
+def test_the_axis_that_is_summed_is_the_more_accurate():
+    """Columns of different sizes: with one scale for a row of `in` the small ones vanish."""
+    x = weights((256, 64), seed=3)
+    right = jaxmp.quantize({"kernel": x}, "int8")["kernel"].dequantize()
+    wrong = jaxmp.quantize({"embedding": x}, "int8")["embedding"].dequantize()
+    worst = [
+        np.max(np.linalg.norm(q - x, axis=0) / np.linalg.norm(x, axis=0)) for q in (right, wrong)
+    ]
+    assert worst[0] < 0.03 < 0.9 < worst[1]
+
+
+@pytest.mark.parametrize(("size", "block", "groups"), [(784, 128, 7), (257, 32, 1), (130, 128, 1)])
+def test_a_block_that_does_not_divide_is_the_nearest_that_does(size, block, groups):
+    assert scale_shape("kernel", (size, 8), "block", block) == [groups, 8]
+
+
+# Which leaves.
+
+
+def tree():
+    return {
+        "encoder": {
+            "Dense_0": {"kernel": np.ones((64, 64), np.float32), "bias": np.ones(64, np.float32)},
+            "norm": {"scale": np.ones((4, 1024), np.float32)},  # stacked
+        },
+        "head": {"kernel": np.ones((64, 128), np.float32)},
+        "router": {"kernel": np.ones((64, 4), np.float32)},
+        "steps": np.ones((64, 64), np.int32),
+        "rate": 0.1,
+        "none": None,
+    }
+
+
+def quantised(tree) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.values.dtype.name
+        for path, leaf in leaves
+        if is_quantized(leaf)
+    }
+
+
+@pytest.mark.parametrize(
+    ("formats", "options", "want"),
+    [
+        ("int8", {}, {"encoder/Dense_0/kernel": "int8", "head/kernel": "int8"}),
+        (jnp.int8, {"min_size": 5000}, {"head/kernel": "int8"}),
+        (
+            {"head": None, "encoder/**": "int4", "**": "int8"},
+            {"min_size": 1},
+            {"encoder/Dense_0/kernel": "int4", "router/kernel": "int8"},
+        ),
+        (
+            {"**/kernel": "e4m3"},
+            {},
+            dict.fromkeys(["encoder/Dense_0/kernel", "head/kernel"], "float8_e4m3fn"),
+        ),
+        ({"encoder": "int8"}, {}, {"encoder/Dense_0/kernel": "int8"}),
+    ],
+)
+def test_patterns_choose(formats, options, want):
+    before = tree()
+    after = jaxmp.quantize(before, formats, **options)
+    assert quantised(after) == want
+    kept = jax.tree.leaves(after, is_leaf=is_quantized)
+    for old, new in zip(jax.tree.leaves(before), kept, strict=True):
+        assert is_quantized(new) or new is old
+
+
+def test_of_linens_variables_only_the_parameters():
+    big = np.ones((64, 64), np.float32)
+    variables = {"params": {"layer": {"kernel": big}}, "cache": {"cached_key": big}}
+    want = {"params/layer/kernel": "int8"}
+    assert quantised(jaxmp.quantize(variables, "int8")) == want
+    assert quantised(jaxmp.quantize(variables, {"layer/kernel": "int8"})) == want
+
+
+def test_a_tree_comes_back_with_its_structure():
+    small = jaxmp.quantize(tree(), "int8")
+    back = jaxmp.dequantize(small)
+    assert jax.tree.structure(back) == jax.tree.structure(tree())
+    np.testing.assert_allclose(back["head"]["kernel"], 1, rtol=EPS)
+    assert back["steps"] is small["steps"]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: jaxmp.quantize(t, "int7"), ValueError, r"'int7' \(did you mean 'int"),
+        (lambda t: jaxmp.quantize(t, "bfloat16"), ValueError, "cast_to_param"),
+        (lambda t: jaxmp.quantize(t, 8), TypeError, "got 8 of type 'int'"),
+        (lambda t: jaxmp.quantize(t, {}), ValueError, "is empty"),
+        (lambda t: jaxmp.quantize(t, {"/head": "int8"}), TypeError, "patterns of paths"),
+        (lambda t: jaxmp.quantize(t, granularity="column"), ValueError, "'column'; it is one of"),
+        (lambda t: jaxmp.quantize(t, granularity="block", block_size=1), ValueError, "at least 2"),
+        (lambda t: jaxmp.quantize(t, granularity="block", block_size=3.0), TypeError, "integer"),
+        (lambda t: jaxmp.quantize(t, min_size="big"), TypeError, "min_size"),
+        (
+            lambda t: jaxmp.quantize(t, {"heads/kernel": "int8"}),
+            ValueError,
+            "matches no leaf.*'head/kernel'",
+        ),
+        (lambda t: jaxmp.quantize(t, {"head": "int8", "body": None}), ValueError, "'body'"),
+        (
+            lambda t: jaxmp.quantize(t, {"**/bias": "int8"}),
+            ValueError,
+            r"no effect.*encoder/Dense_0/bias \[64\] has 1 axes",
+        ),
+        (lambda t: jaxmp.quantize(t, {"steps": "int8"}), ValueError, "is int32, no float"),
+        (lambda t: jaxmp.quantize(t, {"**/scale": "int8"}), ValueError, "is called 'scale'"),
+        (
+            lambda t: jaxmp.quantize(t, {"router": "int8"}),
+            ValueError,
+            "256 elements, fewer than min_size=4096",
+        ),
+        (lambda t: jaxmp.quantize({}, "int8"), ValueError, "matches no leaf"),
+        (lambda t: jaxmp.quantize(np.ones((0, 8), np.float32), min_size=0), ValueError, "0 elem"),
+        (
+            lambda t: jaxmp.quantize(jaxmp.quantize(t, {"head": "int8"}), "int4"),
+            ValueError,
+            "head/kernel is quantised already.*dequantize",
+        ),
+    ],
+)
+def test_a_wrong_use_is_named(call, error, message):
+    with pytest.raises(error, match=f"(?s)quantize: .*{message}"):
+        call(tree())
+
+
+@slow_when(lambda fmt, bad: fmt != "int8" or bad == np.inf)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_is_not_finite_is_refused_by_path(bad, fmt):
+    x = weights((64, 64))
+    x[3, 5] = bad
+    with pytest.raises(ValueError, match="quantize: head/kernel holds an infinity"):
+        jaxmp.quantize({"head": {"kernel": x}}, fmt)
+    # Where it cannot be seen, it is in the result: of its own column alone.
+    traced = jax.jit(lambda x: jaxmp.quantize(x, fmt, granularity="row").dequantize())(x)
+    assert not np.isfinite(traced[3, 5])
+    assert np.isfinite(np.delete(traced, 5, 1)).all()
+
+
+def test_an_optimizers_state_is_refused():
+    state = jaxmp.TrainState.create(
+        apply_fn=None, params={"kernel": jnp.ones((64, 64))}, tx=optax.adam(1e-3)
+    )
+    with pytest.raises(TypeError, match=r"give it state\.params"):
+        jaxmp.quantize(state)
+
+
+def test_what_an_array_has_and_it_has_not_says_what_to_do():
+    q = jaxmp.quantize(weights((64, 64)))
+    with pytest.raises(AttributeError, match=r"no 'astype', as arrays have.*jaxmp\.autocast"):
+        q.astype(np.float32)
+    with pytest.raises(AttributeError, match=r"no 'nothing'\."):
+        _ = q.nothing
