@@ -14,7 +14,7 @@ from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.compat import called, closed, inner_jaxprs
 from jaxmp._jaxprs.higher_order import Inner, inside
 from jaxmp._jaxprs.scopes import CAST
-from jaxmp._jaxprs.source import is_backward, library_line, module_path, user_line
+from jaxmp._jaxprs.source import in_scope, is_backward, library_line, module_path, user_line
 
 
 class Place(NamedTuple):
@@ -78,4 +78,4 @@ def places_inside(eqn: jex_core.JaxprEqn, place: Place) -> Iterator[tuple[Any, P
 
 def is_ours(eqn: jex_core.JaxprEqn) -> bool:
     """Whether autocast added an equation."""
-    return CAST in str(name_stack(eqn))
+    return in_scope(eqn, CAST)

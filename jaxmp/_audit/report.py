@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxmp._autocast.plan import Skipped
-from jaxmp._autocast.quantised import Product, Quantised
+from jaxmp._autocast.product_report import Product, Quantised
 
 # The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
 # the last are faults, of the program or of what it is audited for.

@@ -15,7 +15,7 @@ from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.plan import Plan, Skipped, Step
 from jaxmp._autocast.primitives import LOW
-from jaxmp._autocast.quantised import Product, Quantised
+from jaxmp._autocast.product_report import Product, Quantised
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.transform import (
     is_identity,

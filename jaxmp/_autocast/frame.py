@@ -26,10 +26,9 @@ from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Va
 from jaxmp._autocast.primitives import BROADCASTING, IN_PARTS, LOOKING_UP, LOW, SCALING
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.scopes import DEQUANTISE
-from jaxmp._jaxprs.source import is_backward
+from jaxmp._jaxprs.source import in_scope, is_backward
 
 
 class Planning(abc.ABC):
@@ -279,7 +278,7 @@ class Frame:
             for var in eqn.outvars:
                 value = self.kept_as[var]
                 self.kept_as[var] = value and value._replace(weight=weight)
-        if DEQUANTISE in str(name_stack(eqn)):
+        if in_scope(eqn, DEQUANTISE):
             for var in filter(ours, eqn.outvars):  # a weight, though it is computed from integers
                 self.kept_as[var] = Value(licence=PARAMETER, weight=True)
         if self.is_made(eqn):

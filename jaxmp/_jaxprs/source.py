@@ -9,6 +9,7 @@ import site
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
@@ -35,7 +36,17 @@ _MARKS = (REGION, KEPT, SKIPPED, MISSED)
 
 def is_backward(eqn: JaxprEqn) -> bool:
     """Whether an equation belongs to a backward pass."""
-    return "transpose(" in str(name_stack(eqn))
+    return in_scope(eqn, "transpose(")
+
+
+def in_scope(eqn: JaxprEqn, scope: str) -> bool:
+    """Whether an equation stands in a named scope of jaxmp's."""
+    return _is_in(name_stack(eqn), scope)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_in(stack: Any, scope: str) -> bool:
+    return scope in str(stack)
 
 
 def user_line(eqn: JaxprEqn) -> str:

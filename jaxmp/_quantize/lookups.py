@@ -13,9 +13,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import in_context, jitted_name, looked_up, name_stack
+from jaxmp._jaxprs.attributes import in_context, jitted_name, looked_up
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.scopes import DEQUANTISE
+from jaxmp._jaxprs.source import in_scope
 from jaxmp.quantized import QuantizedArray
 
 
@@ -34,7 +35,7 @@ def rows_first(jaxpr: Any) -> Any:
 
 def is_dequantising(eqn: JaxprEqn) -> bool:
     """Whether an equation is part of turning a quantised weight into an array."""
-    return DEQUANTISE in str(name_stack(eqn))
+    return in_scope(eqn, DEQUANTISE)
 
 
 def _run(
