@@ -402,6 +402,23 @@ def test_a_recipe_that_is_emulated_is_warned_of_once():
 
 @needs_gpu_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "dtypes"), [("gpu-h100", {"float8_e4m3fn"}), ("gpu-a100", set())]
+)
+def test_auto_decides_for_the_target(target, dtypes):
+    def fn(tokens, table, w, v):
+        return (jnp.tanh(table[tokens]) @ w) @ v
+
+    matrices = [shape(4096, 4096)] * 3
+    policy = "mixed_bfloat16,matmul=auto"
+    report = jaxmp.preflight(
+        fn, shape(16384, dtype=jnp.int32), *matrices, target=target, policies=[policy]
+    )
+    assert {p.dtype for p in report[policy].program.products_in_8_bits} == dtypes
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
 def test_a_b200_multiplies_blocks():
     """It takes cuDNN's version in the description of the GPU, beside that of the whole target."""
     config = jax.nn.get_scaled_dot_general_config("mxfp8")
