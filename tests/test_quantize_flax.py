@@ -134,6 +134,7 @@ def test_a_frozen_dict_and_a_box_around_it():
         np.testing.assert_allclose(apply(q, jnp.ones((2, 16))), 16.0)
 
 
+@pytest.mark.slow
 def test_scanned_weights_are_dequantised_in_the_body():
     """Outside of it, the whole stack would be in 16 bits at once."""
     model, variables = linen(scan=True)
@@ -227,6 +228,7 @@ def test_an_nnx_module_copies_and_pickles(again):
     np.testing.assert_array_equal(again(q)(TOKENS), q(TOKENS))
 
 
+@pytest.mark.slow
 def test_an_nnx_state_and_its_shapes():
     module = Nnx(nnx.Rngs(0))
     state = nnx.state(module, nnx.Param)
@@ -240,6 +242,7 @@ def test_an_nnx_state_and_its_shapes():
     assert isinstance(shapes.up.kernel.get_raw_value().values, jax.ShapeDtypeStruct)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
 def test_a_readers_hook_of_the_authors_stays():
     def doubled(_, value):
@@ -324,6 +327,7 @@ def test_lora_learns_in_nnx_with_the_base_quantised():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=3e-2, atol=1e-3), grads, plain)
 
 
+@pytest.mark.slow
 def test_gradients_flow_past_them_and_not_into_them():
     w = jaxmp.quantize(jax.random.normal(jax.random.key(0), (16, 16)), min_size=1)
     f8 = jaxmp.quantize(w.dequantize(), "float8", min_size=1)

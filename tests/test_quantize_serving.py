@@ -12,6 +12,7 @@ import serving
 from support import ROOT
 
 
+@pytest.mark.slow
 def test_what_weights_are_stored_in():
     stored = {}
     for name in serving.FORMATS:
