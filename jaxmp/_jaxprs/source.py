@@ -41,11 +41,11 @@ def is_backward(eqn: JaxprEqn) -> bool:
 
 def in_scope(eqn: JaxprEqn, scope: str) -> bool:
     """Whether an equation stands in a named scope of jaxmp's."""
-    return _is_in(name_stack(eqn), scope)
+    return _names(name_stack(eqn), scope)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_in(stack: Any, scope: str) -> bool:
+def _names(stack: Any, scope: str) -> bool:
     return scope in str(stack)
 
 
