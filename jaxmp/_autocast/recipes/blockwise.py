@@ -8,8 +8,9 @@ padded in the result: the last block of an axis may be short.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -176,7 +177,7 @@ def multiply_blocks(a: Quantised, b: Quantised, blocks: tuple[Blocks, Blocks], d
         down, across = (
             lax.bitcast_convert_type(_to_bits(x.scale), jnp.float8_e8m0fnu) for x in (a, b)
         )
-        out = jax.nn.scaled_matmul(left, right, down, across, preferred_element_type=sums)
+        out = _scaled_matmul(sums)(left, right, down, across)
         # JAX loses over which devices it varies.
         varying = {axis for x in (*a[:2], *b[:2]) for axis in varying_axes(jax.typeof(x))}
         missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
@@ -187,6 +188,27 @@ def multiply_blocks(a: Quantised, b: Quantised, blocks: tuple[Blocks, Blocks], d
     else:
         out = emulated(a, b)
     return out.astype(dtype)
+
+
+@functools.lru_cache
+def _scaled_matmul(dtype: Any) -> Callable[..., Any]:
+    """JAX's, which JAX 0.10 batches only where all operands have the axis."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: Any) -> Any:
+        left, right, down, across = operands
+        return jax.nn.scaled_matmul(left, right, down, across, preferred_element_type=dtype)
+
+    @call.def_vmap
+    def _batched(size: int, has_axis: Sequence[bool], *operands: Any) -> tuple[Any, bool]:
+        stacked = (
+            x if has else jnp.broadcast_to(x, (size, *x.shape))
+            for x, has in zip(operands, has_axis, strict=True)
+        )
+        out = call(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    return call  # type: ignore[no-any-return, unused-ignore]
 
 
 def contract_blocks(
