@@ -101,3 +101,13 @@ def test_it_runs():
     plain = jaxmp.wrap(model, "mixed_bfloat16").apply(variables, x)
     auto = jaxmp.wrap(model, "mixed_bfloat16,matmul=auto").apply(variables, x)
     assert jnp.array_equal(plain, auto)
+
+
+def test_what_a_gpu_emulates_is_warned_of_once():
+    gpu = jax.sharding.AbstractDevice("NVIDIA A100-SXM4-80GB", num_cores=None, platform="gpu")
+    fast = jaxmp.autocast(lambda x, w: jnp.tanh(jnp.tanh(x[:1]) @ w) @ w, "mixed_float8")
+    arrays = jnp.ones((16, 64)), jnp.ones((64, 64))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=gpu)):
+        with pytest.warns(UserWarning, match="float8 is emulated: gpu-a100 does not multiply"):
+            jax.make_jaxpr(fast)(*arrays)
+        jax.make_jaxpr(fast)(*arrays)  # warnings are errors: none

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._speed import Chip, chip_named, chip_of, fastest_recipe, pays
 from jaxmp.recipes import Recipe, auto_chip
 
@@ -27,7 +28,7 @@ def chosen(matmul: Recipe | str) -> Choice:
     if isinstance(matmul, Recipe):
         return Choice(matmul)
     name = auto_chip(matmul)
-    chip = chip_named(name) if name else chip_of()
+    chip = chip_named(name) if name else chip_of(traced_for())
     recipe, why = fastest_recipe(chip)
     return Choice(recipe, chip, why)
 

@@ -31,6 +31,7 @@ from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.reading import cast
+from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unquantised, warn_unseen
 from jaxmp._jaxprs import compat
@@ -146,7 +147,8 @@ def under_policy(
             watch(plan)
         return plan
 
-    plans = functools.lru_cache(maxsize=64)(lambda program, given: make(program.jaxpr, given))
+    # By device as well: what a recipe multiplies may depend on it.
+    plans = functools.lru_cache(maxsize=64)(lambda program, given, _: make(program.jaxpr, given))
 
     warned: set[str] = set()  # every eager call plans anew what cannot be compared
 
@@ -156,7 +158,11 @@ def under_policy(
         refuse_escapes(traced, name)
         given = () if licences is None else _of_arrays(licences(args, kwargs), args, kwargs)
         program = comparable(traced.jaxpr)
-        plan = make(traced.jaxpr, given) if program is None else plans(program, given)
+        plan = (
+            make(traced.jaxpr, given)
+            if program is None
+            else plans(program, given, traced_for().device_kind)
+        )
         warn_unseen(plan, warned)
         warn_unquantised(plan, warned)
         outs = closures.run(

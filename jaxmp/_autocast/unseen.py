@@ -14,9 +14,11 @@ from jaxmp._autocast.first_order import NOT_LOOKED_INSIDE
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.primitives import LOW
+from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, author_keeps
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.source import user_line
+from jaxmp._speed import chip_of, warning
 from jaxmp.recipes import Recipe
 
 
@@ -52,7 +54,7 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
 
 
 def warn_unquantised(plan: Plan, known: set[str]) -> None:
-    """Warns where an 8-bit recipe multiplies less than half of what it was to multiply.
+    """Warns of an 8-bit recipe that is emulated here, or multiplies less than half of its layers.
 
     Args:
       plan: the plan of the program.
@@ -61,6 +63,10 @@ def warn_unquantised(plan: Plan, known: set[str]) -> None:
     recipe = plan.rules.policy.matmul
     if not isinstance(recipe, Recipe) or not recipe.quantises:
         return
+    slow = warning(recipe, chip_of(traced_for()))
+    if slow and slow not in known:
+        known.add(slow)
+        warnings.warn(f"autocast: {slow}. matmul=auto takes what pays.", UserWarning, stacklevel=4)
     done, missed, why = 0, 0, Counter[str]()
     for visit in plan.walk():
         step, flops = visit.step, contraction_flops(visit.step.eqn) * visit.count

@@ -282,12 +282,17 @@ class BlockProduct(Product):
         """See `Contraction`."""
         return self.operands[of].quantise(x, self.forward)
 
-    def saved(self, x: Any, copy: Quantised | None, of: int) -> Any:
+    def as_bits(self, copy: Quantised, of: int) -> Quantised:
         """See `Contraction`."""
-        saved = super().saved(x, copy, of)
-        if isinstance(saved, Quantised) and self.operands[of].blocks.e8m0:
-            return saved._replace(scale=_to_bits(saved.scale))
-        return saved
+        kept = super().as_bits(copy, of)
+        e8m0 = self.operands[of].blocks.e8m0
+        return kept._replace(scale=_to_bits(kept.scale)) if e8m0 else kept
+
+    def of_bits(self, kept: Quantised, of: int) -> Quantised:
+        """See `Contraction`."""
+        copy = super().of_bits(kept, of)
+        e8m0 = self.operands[of].blocks.e8m0
+        return copy._replace(scale=_from_bits(copy.scale)) if e8m0 else copy
 
     def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
@@ -300,6 +305,4 @@ class BlockProduct(Product):
         fmt = self.backward(of)
         if not fmt.scaled:
             return super().gradient(of, g, other, sizes)
-        if isinstance(other, Quantised) and self.operands[1 - of].blocks.e8m0:
-            other = other._replace(scale=_from_bits(other.scale))
         return gradient_blocks(g, other, self.operands, of, fmt, self.dtype)

@@ -18,6 +18,18 @@ from jaxmp.recipes import FORMATS, Format, Recipe
 Pair = tuple[Any, Any]
 
 
+class Copy(NamedTuple):
+    """An operand in 8 bits.
+
+    Attributes:
+      array: as it is multiplied.
+      kept: as it is kept for the backward pass: made once, whatever reads it.
+    """
+
+    array: Quantised
+    kept: Quantised
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contraction(abc.ABC):
     """A contraction of two operands under a recipe.
@@ -54,7 +66,7 @@ class Contraction(abc.ABC):
 
         Args:
           operands: both, in the compute dtype or float32.
-          copies: of each what `quantise` made of it.
+          copies: both in 8 bits; None where they are not.
           sizes: what it reads besides, of integers.
         """
 
@@ -62,21 +74,30 @@ class Contraction(abc.ABC):
     def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
         """The gradient of an operand, from that of the result and the other operand, as saved."""
 
-    def quantise(self, x: Any, of: int) -> Quantised | None:
+    def quantise(self, x: Any, of: int) -> Copy | None:
         """An operand as its products read it: in 8 bits; None where none does."""
         if not self.forward.scaled:
             return None
-        return self.copy(lax.stop_gradient(x), of)._replace(mark=_zero_of(x))
+        copy = self.copy(lax.stop_gradient(x), of)
+        return Copy(copy, self.as_bits(copy, of)._replace(mark=_zero_of(x)))
 
     def copy(self, x: Any, of: int) -> Quantised:
         """An operand in 8 bits."""
         return quantise(x, self.forward, self.shared(of))
 
-    def saved(self, x: Any, copy: Quantised | None, of: int) -> Any:
+    def as_bits(self, copy: Quantised, _of: int) -> Quantised:
+        """The copy of an operand as it is kept for the backward pass."""
+        return as_bits(copy)
+
+    def of_bits(self, kept: Quantised, _of: int) -> Quantised:
+        """The copy of an operand that `as_bits` was given."""
+        return of_bits(kept, self.forward)
+
+    def saved(self, x: Any, copy: Copy | None, of: int) -> Any:
         """What is kept of an operand for the backward pass: what is read there, if narrower."""
         fmt = self.backward(1 - of)
         if fmt.scaled:
-            return x if copy is None else as_bits(copy)
+            return x if copy is None else copy.kept
         return x.astype(fmt.name) if fmt.bits < 8 * x.dtype.itemsize else x
 
 
@@ -95,7 +116,8 @@ def contract(product: Contraction, operands: Pair, copies: Pair, sizes: Sequence
       sizes: what it reads besides, of integers.
     """
     # Computed in the open, where the policies of `jax.checkpoint` see a product that they may save.
-    plain, eight = lax.stop_gradient(operands), lax.stop_gradient(copies)
+    plain = lax.stop_gradient(operands)
+    eight = lax.stop_gradient((copies[0] and copies[0].array, copies[1] and copies[1].array))
     return _rule(product)(product.multiply(plain, eight, sizes), operands, copies, tuple(sizes))
 
 
@@ -141,7 +163,7 @@ def _once(product: Contraction, of: int) -> Callable[..., Any]:
 
     def gradient(g: Any, other: Any, sizes: Any) -> Any:
         if isinstance(other, Quantised):
-            other = of_bits(other, product.forward)
+            other = product.of_bits(other, 1 - of)
         return product.gradient(of, g, other, sizes)
 
     def refused(_primals: Any, _tangents: Any) -> Any:

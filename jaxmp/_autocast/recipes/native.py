@@ -12,11 +12,8 @@ from typing import Any
 
 import jax
 
-from jaxmp.devices import chips, describe
-
-# NVIDIA's "PTX ISA": tensor cores multiply float8 since compute capability 8.9 (`mma`, `.e4m3`),
-# and scale by block since 10 (`.block_scale`), where XLA calls cuDNN for it.
-_FLOAT8, _BLOCKS = (8, 9), (10, 0)
+from jaxmp._speed import chip_of
+from jaxmp.dtypes import default_device
 
 
 def multiplies_float8(device: Any = None) -> bool:
@@ -33,11 +30,7 @@ def multiplies_float8(device: Any = None) -> bool:
       >>> multiplies_float8(AbstractDevice("cpu", num_cores=None, platform="cpu"))
       False
     """
-    device = _traced_for() if device is None else device
-    capability = compute_capability(device)
-    if capability is not None:
-        return capability >= _FLOAT8
-    return "float8_e4m3fn" in describe(device).tflops
+    return chip_of(traced_for() if device is None else device).multiplies("float8_e4m3fn")
 
 
 def multiplies_blocks(device: Any = None) -> bool:
@@ -53,25 +46,17 @@ def multiplies_blocks(device: Any = None) -> bool:
       ...     multiplies_blocks()
       True
     """
-    capability = compute_capability(_traced_for() if device is None else device)
-    return capability is not None and capability >= _BLOCKS
+    return chip_of(traced_for() if device is None else device).multiplies("mx")
 
 
-def compute_capability(device: Any) -> tuple[int, int] | None:
-    """A GPU's compute capability; None where it has none ("gfx90a", other platforms)."""
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    if major.isdecimal() and minor.isdecimal():
-        return int(major), int(minor)
-    chip = describe(device).chip
-    if chip is None or "config" not in chips()[chip]:
-        return None
-    major, minor = chips()[chip]["config"]["compute_capability"]
-    return int(major), int(minor)
+def traced_for() -> Any:
+    """The device that what is traced now is for.
 
-
-def _traced_for() -> Any:
-    default = getattr(jax.config, "jax_default_device", None)
-    at_hand = default if isinstance(default, jax.Device) else jax.local_devices()[0]
+    Example:
+      >>> traced_for() in jax.local_devices()
+      True
+    """
+    at_hand = default_device()
     said = jax.sharding.get_abstract_mesh().abstract_device
     if said is None or said.device_kind == at_hand.device_kind:
         return at_hand

@@ -63,7 +63,9 @@ def convert(x: Any, fmt: Format, axes: Sequence[int], *, power_of_two: bool = Fa
         once then.
     """
     x = x.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(x), axis=tuple(axes), keepdims=True, initial=0.0)
+    # NaN as infinity: XLA's maximum on CPU may pass over NaN.
+    magnitude = jnp.where(jnp.isnan(x), np.float32(np.inf), jnp.abs(x))
+    amax = jnp.max(magnitude, axis=tuple(axes), keepdims=True, initial=0.0)
     # Inverses are multiplied by: XLA would do so here and there.
     scale = jnp.maximum(amax * np.float32(1 / fmt.largest), np.finfo(np.float32).tiny)
     if power_of_two:
