@@ -106,6 +106,9 @@ PRODUCT_SIZES = {
 }
 
 
+OUT_OF_TIME = "not run: out of time"
+
+
 class Row(dict[str, Any]):
     """What a worker says: of a shape, or of the step; `error` where there is no figure."""
 
@@ -114,7 +117,7 @@ def run_worker(job: dict[str, Any], deadline: float) -> Iterator[Row]:
     """The rows that a process of its own prints; ends with one that says why, if it failed."""
     left = deadline - time.monotonic()
     if left < 5:
-        yield Row(error="not run: out of time")
+        yield Row(error=OUT_OF_TIME)
         return
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         command = [sys.executable, str(Path(__file__).with_name("gpu_worker.py")), json.dumps(job)]
@@ -124,7 +127,7 @@ def run_worker(job: dict[str, Any], deadline: float) -> Iterator[Row]:
             )
             error = "" if run.returncode == 0 else f"exit status {run.returncode}"
         except subprocess.TimeoutExpired:
-            error = "not run: out of time"
+            error = OUT_OF_TIME
         out.seek(0), err.seek(0)
         rows = [Row(json.loads(line[4:])) for line in out if line.startswith("ROW ")]
         said = err.read()
@@ -183,13 +186,28 @@ def step_table(args: argparse.Namespace, deadline: float) -> None:
         goal("the step under mixed_float8", base / eight, GOALS["step"], found.values())
 
 
+def product_rows(job: dict[str, Any], deadline: float) -> list[Row]:
+    """A row for each shape: where one ends the process, another process does those after it."""
+    rows: list[Row] = []
+    left = list(range(len(job["shapes"])))
+    while left:
+        new = list(run_worker({**job, "indices": left}, deadline))
+        rows += [row for row in new if "shape" in row]
+        left = [i for i in left if i not in {row["shape"] for row in rows}]
+        if left:
+            failed = left if new[-1]["error"] == OUT_OF_TIME else left[:1]
+            rows += [Row(shape=i, error=new[-1]["error"]) for i in failed]
+            left = left[len(failed) :]
+    return rows
+
+
 def product_table(args: argparse.Namespace, deadline: float) -> None:
     shapes = PRODUCT_SIZES["toy" if args.size == "toy" else "full"]
     found: dict[str, list[Row]] = {}
     for variant, recipe in chosen(PRODUCTS, args.only):
         job = {"kind": "products", "variant": variant, "recipe": recipe, "repeats": args.repeats}
         job["toy"] = args.size == "toy"
-        found[variant] = list(run_worker({**job, "shapes": shapes}, deadline))
+        found[variant] = product_rows({**job, "shapes": shapes}, deadline)
         say(variant, [row.get("error", row.get("seconds")) for row in found[variant]])
     heading([row for rows in found.values() for row in rows], "products, forward and backward")
     names = [f"{name} {m} x {k} x {n}" for name, m, k, n in shapes]
@@ -204,8 +222,7 @@ def product_table(args: argparse.Namespace, deadline: float) -> None:
         cells = []
         for i, one in enumerate(seconds):
             if one is None:
-                why = [r["error"] for r in rows if "error" in r and r.get("shape") in (None, i)]
-                cells.append(why[0] if why else "no result")
+                cells.append(next(row["error"] for row in rows if row["shape"] == i))
                 continue
             ratio = f", {base[i] / one:.2f}" if base[i] else ""
             cells.append(f"{one * 1e3:.3f} ({flops[i] / one / 1e12:.0f}{ratio})")

@@ -22,7 +22,7 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 def program(variant: str, recipe: str, m: int, k: int, n: int) -> Program:
     """A function that gives (y, dx, dw), and its arguments, for x [m, k] and w [k, n]."""
-    x, w, g = _operands(m, k, n)
+    x, w, g = operands(m, k, n)
     if variant == "bfloat16":
         return _with_gradients(jnp.dot), (x, w, g)
     if variant.startswith("Flax"):
@@ -46,7 +46,7 @@ def program(variant: str, recipe: str, m: int, k: int, n: int) -> Program:
 _DENSE = {"use_bias": False, "dtype": LOW, "param_dtype": LOW}
 
 
-def _operands(m: int, k: int, n: int) -> tuple[Any, Any, Any]:
+def operands(m: int, k: int, n: int) -> tuple[Any, Any, Any]:
     """Random, as training's are: a GPU multiplies zeros faster."""
 
     @jax.jit
@@ -82,10 +82,10 @@ def _multiplied(product: Product, x: Any, w: Any, g: Any) -> Program:
 
     def run(forward: Any, backward: Any) -> Any:
         y = multiply(*forward, sides, LOW, exact=False)
-        grads = [
-            multiply(*copies, gradient_sides(sides, of)[0], LOW, exact=True)
-            for of, copies in enumerate(backward)
-        ]
+        grads = []
+        for of, copies in enumerate(backward):
+            gradient, order = gradient_sides(sides, of)
+            grads.append(jnp.transpose(multiply(*copies, gradient, LOW, exact=True), order))
         return y, *grads
 
     return run, (forward, backward)

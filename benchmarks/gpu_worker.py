@@ -100,11 +100,13 @@ def jax_step(job: dict[str, Any]) -> None:
 
 def products(job: dict[str, Any]) -> None:
     import jax
-    from gpu_products import program
 
-    for index, (_, m, k, n) in enumerate(job["shapes"]):
+    import gpu_products
+
+    for index in job["indices"]:
+        _, m, k, n = job["shapes"][index]
         try:
-            fn, args = program(job["variant"], job["recipe"], m, k, n)
+            fn, args = gpu_products.program(job["variant"], job["recipe"], m, k, n)
             started = time.perf_counter()
             compiled = jax.jit(fn).lower(*args).compile()
             seconds_to_compile = time.perf_counter() - started
