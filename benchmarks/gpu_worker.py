@@ -48,7 +48,8 @@ def peak() -> int | None:
     return stats and stats.get("peak_bytes_in_use")
 
 
-def jax_step(job: dict[str, Any]) -> None:
+def step_program(variant: str, policy: str, size: dict[str, int]) -> tuple[Any, Any]:
+    """`start(key) -> (params, opt_state, tokens, labels)`, and the step of them that gives a loss."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -57,13 +58,12 @@ def jax_step(job: dict[str, Any]) -> None:
 
     from models import TransformerLM
 
-    size = dict(job["size"])
-    shape = size.pop("batch"), size["seq"]
-    hand = job["variant"].startswith("hand")
-    softmax = {"float32_softmax": not job["variant"].endswith("softmax too")} if hand else {}
-    model = TransformerLM(**size, dtype=jnp.bfloat16 if hand else None, **softmax)
-    if job["policy"]:
-        model = jaxmp.wrap(model, job["policy"])
+    config = {name: n for name, n in size.items() if name != "batch"}
+    hand = variant.startswith("hand")
+    softmax = {"float32_softmax": not variant.endswith("softmax too")} if hand else {}
+    model = TransformerLM(**config, dtype=jnp.bfloat16 if hand else None, **softmax)
+    if policy:
+        model = jaxmp.wrap(model, policy)
     tx = optax.adamw(3e-4)
 
     def loss_fn(params: Any, tokens: Any, labels: Any) -> Any:
@@ -75,17 +75,23 @@ def jax_step(job: dict[str, Any]) -> None:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    @jax.jit
     def start(key: Any) -> Any:
-        a, b, c = jax.random.split(key, 3)
-        tokens, labels = (jax.random.randint(k, shape, 0, size["vocab"]) for k in (b, c))
-        params = model.init(a, tokens[:1])["params"]
+        keys = jax.random.split(key, 3)
+        shape = size["batch"], size["seq"]
+        tokens, labels = (jax.random.randint(k, shape, 0, size["vocab"]) for k in keys[1:])
+        params = model.init(keys[0], tokens[:1])["params"]
         return params, tx.init(params), tokens, labels
 
-    *state, tokens, labels = start(jax.random.key(0))
+    return start, step
+
+
+def jax_step(job: dict[str, Any]) -> None:
+    import jax
+
+    start, step = step_program(job["variant"], job["policy"], job["size"])
+    *state, tokens, labels = jax.jit(start)(jax.random.key(0))
     started = time.perf_counter()
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    compiled = jitted.lower(*state, tokens, labels).compile()
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*state, tokens, labels).compile()
     seconds_to_compile = time.perf_counter() - started
     *state, loss = compiled(*state, tokens, labels)
     first = float(loss)  # every row's, at the same parameters and tokens: they should agree
