@@ -49,7 +49,7 @@ def peak() -> int | None:
 
 
 def step_program(variant: str, policy: str, size: dict[str, int]) -> tuple[Any, Any]:
-    """`start(key) -> (params, opt_state, tokens, labels)`, and the step of them that gives a loss."""
+    """`start(key) -> (params, opt_state, tokens, labels)`, and the step of these, with its loss."""
     import jax
     import jax.numpy as jnp
     import optax
