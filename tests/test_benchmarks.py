@@ -123,7 +123,7 @@ def test_a_worker_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     deadline = time.monotonic() + 300
     (row,) = gpu.run_worker(job(kind="step", variant="jaxmp", policy="none", size={}), deadline)
-    assert row["error"].startswith("exit status 1: KeyError")
+    assert row["error"].startswith("exit status 1: TypeError: TransformerLM")
     (row,) = gpu.run_worker(job(), time.monotonic())
     assert row == {"error": gpu.OUT_OF_TIME}
 
