@@ -1,9 +1,20 @@
-"""The benchmarks start, also where no compiler for accelerators is installed."""
+"""The benchmarks start, also where there is no accelerator, nor a compiler for one."""
 
 from __future__ import annotations
 
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 import pytest
 
+import gpu
+import gpu_products
+import gpu_worker
 from support import ROOT, run_python, slow_when
 
 PROGRAMS = {
@@ -14,6 +25,9 @@ PROGRAMS = {
     "product_cycles": "import product_cycles",
     "eight_bits_aot": "import eight_bits_aot",
     "when_it_pays": "import when_it_pays; when_it_pays.main()",
+    "gpu": "import gpu",
+    "convergence": "import convergence",
+    "scaling": "import scaling; scaling.main()",
 }
 
 
@@ -25,5 +39,118 @@ def test_a_benchmark_starts(name: str) -> None:
 
 
 def test_every_benchmark_is_tried() -> None:
-    helpers = {"aot", "models"}
+    helpers = {"aot", "models", "gpu_worker", "gpu_products", "gpu_torch"}
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers == set(PROGRAMS)
+
+
+@slow_when(lambda variant: variant not in ("jaxmp float8", "jaxmp float8, multiplied"))
+@pytest.mark.parametrize("variant", [v for v in gpu.PRODUCTS if gpu.available(v)])
+def test_what_is_timed_are_the_products(variant: str) -> None:
+    m, k, n = 48, 32, 64
+    x, w, g = (np.asarray(a, np.float64) for a in gpu_products.operands(m, k, n))
+    fn, args = gpu_products.program(variant, gpu.PRODUCTS[variant], m, k, n)
+    y, *gradients = jax.jit(fn)(*args)
+    dx, dw = (a for a in jax.tree.leaves(gradients) if a.ndim > 1)
+    for got, want in ((y, x @ w), (dx, g @ w.T), (dw, x.T @ g)):
+        got = np.asarray(got, np.float64).reshape(want.shape)
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert (error < 0.005) == (variant == "bfloat16")
+        assert error < 0.1
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """The rows of the Markdown tables in a text, by their first cell."""
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in rows}
+
+
+def run_benchmark(name: str, *options: str) -> dict[str, list[str]]:
+    run = run_python(f"{name}.py", *options, folder=ROOT / "benchmarks")
+    assert run.returncode == 0, run.stderr[-2000:]
+    return table(run.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--float8",)], ids=["step", "products"])
+def test_every_row_of_the_gpu_benchmark_has_its_figures(options: tuple[str, ...]) -> None:
+    rows = run_benchmark("gpu", "--size", "toy", "--repeats", "1", *options)
+    variants = gpu.PRODUCTS if options else gpu.STEPS
+    assert {v for v in variants if gpu.available(v)} <= set(rows)
+    for variant in set(variants) & set(rows):
+        cells = rows[variant]
+        assert all(re.match(r"[0-9]|-$", cell) for cell in cells), (variant, cells)
+        assert cells[0] != "-"
+
+
+def job(**changed: Any) -> dict[str, Any]:
+    shapes = [("square", n, n, n) for n in (16, 32, 48)]
+    products = {"kind": "products", "variant": "bfloat16", "recipe": "", "repeats": 1, "toy": True}
+    return {**products, "shapes": shapes, "indices": [0, 1, 2], **changed}
+
+
+def test_a_shape_that_does_not_fit_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def program(variant: str, recipe: str, m: int, k: int, n: int) -> Any:
+        if m == 32:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+        if m == 48:
+            raise TypeError("no such product")
+        return lambda x: x, (np.ones(4),)
+
+    monkeypatch.setattr(gpu_products, "program", program)
+    gpu_worker.products(job())
+    rows = [json.loads(line.removeprefix("ROW ")) for line in capsys.readouterr().out.splitlines()]
+    assert rows[0]["seconds"] > 0
+    assert rows[1] == {"shape": 1, "error": "out of memory"}
+    assert rows[2] == {"shape": 2, "error": "TypeError: no such product"}
+
+
+def test_a_process_that_ends_takes_one_shape_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_worker(job: Any, deadline: float) -> Any:
+        for i in job["indices"]:
+            if i in (1, 3):
+                yield gpu.Row(error="exit status -8: boom" if i == 1 else gpu.OUT_OF_TIME)
+                return
+            yield gpu.Row(shape=i, seconds=1.0)
+
+    monkeypatch.setattr(gpu, "run_worker", run_worker)
+    rows = gpu.product_rows({"shapes": [("square", 16, 16, 16)] * 5}, 0.0)
+    errors = [row.get("error") for row in sorted(rows, key=lambda row: row["shape"])]
+    assert errors == [None, "exit status -8: boom", None, gpu.OUT_OF_TIME, gpu.OUT_OF_TIME]
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    deadline = time.monotonic() + 300
+    (row,) = gpu.run_worker(job(kind="step", variant="jaxmp", policy="none", size={}), deadline)
+    assert row["error"].startswith("exit status 1: TypeError: TransformerLM")
+    (row,) = gpu.run_worker(job(), time.monotonic())
+    assert row == {"error": gpu.OUT_OF_TIME}
+
+
+@pytest.mark.slow
+def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
+    options = [
+        "--tasks",
+        "digits",
+        "--steps",
+        "10",
+        "--seeds",
+        "2",
+        "--out",
+        str(tmp_path / "kept"),
+    ]
+    options += ["--recipes", "mixed_float8"]
+    nothing = run_python("convergence.py", *options, "--print", folder=ROOT / "benchmarks")
+    assert "nothing to compare with: float32: not in the file" in nothing.stdout
+    first = run_python("convergence.py", *options, folder=ROOT / "benchmarks")
+    assert "digits, mixed_float8, seed 1: " in first.stdout, first.stderr[-2000:]
+    again = run_python("convergence.py", *options, "--print", folder=ROOT / "benchmarks")
+    assert "seed 1: " not in again.stdout
+    rows = table(again.stdout)
+    assert rows == table(first.stdout)
+    assert set(rows) >= {"float32", "mixed_float8"}
+    assert rows["mixed_float8"][-1] == "6 float8_e4m3fn, 3 bfloat16"

@@ -196,6 +196,16 @@ def scanned(p: Any, tokens: Any) -> Any:
     return jnp.mean((x @ p["table"].T) ** 2)
 
 
+def refined(p: Any, tokens: Any) -> Any:
+    """A scan, and a while loop, whose carries start as data, and a layer after them."""
+    x = jnp.sin(p["table"][tokens] * tokens[:, None])
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, jnp.stack([p["last"]] * 3))
+    _, x = jax.lax.while_loop(
+        lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.tanh(s[1] @ p["last"])), (0, x)
+    )
+    return jnp.mean((x @ p["last"] @ p["table"].T) ** 2)
+
+
 def branched(p: Any, tokens: Any) -> Any:
     x = p["table"][tokens]
     h = jax.lax.cond(
@@ -352,6 +362,14 @@ def test_what_jax_checkpoint_saves_is_what_its_policy_says(name: str | None) -> 
     assert error(jax.jit(jax.grad(fast))(weights(), TOKENS), want) < 1e-2
     plain = jaxmp.autocast(remat(name), "mixed_bfloat16")
     assert products_run(fast) == products_run(plain)
+
+
+def test_loops_whose_carries_are_data() -> None:
+    """A layer after them reads what they return, so all their products are in 8 bits."""
+    found = jaxmp.explain(refined, POLICY)(weights(), TOKENS).quantised()
+    assert [(p.quantised, p.count) for p in found.products] == [
+        (True, 3), (True, 1), (True, 1), (False, 1)
+    ]  # fmt: skip
 
 
 # Derivatives of higher order, and the other order.

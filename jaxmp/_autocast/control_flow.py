@@ -158,14 +158,14 @@ def _while(
         Value(argument=True, licence=DATA) if v and i in carry else v for i, v in enumerate(values)
     ]
 
-    def planned(inner: Inner, wanted: int, outs: Sequence[None] | None) -> Plan:
+    def planned(inner: Inner, wanted: Sequence[int], outs: Sequence[None] | None) -> Plan:
         ins = [entering[i] for i in inner.operands]
-        return frame.planning.plan(
-            inner.jaxpr, ins, [wanted] * len(inner.results), frame.rules, outs=outs
-        )
+        return frame.planning.plan(inner.jaxpr, ins, wanted, frame.rules, outs=outs)
 
-    plans = [planned(test, NOTHING, None) for test in tests]
-    plans.append(planned(body, FULL, [None] * len(body.results)))
+    demand = frame.planning.demands.of_loop(body, frame.demanded(eqn), frame.rules)
+    carried = [FULL | demand[i] & PRODUCT for i in body.carries]
+    plans = [planned(test, [NOTHING] * len(test.results), None) for test in tests]
+    plans.append(planned(body, carried, [None] * len(body.results)))
     dtypes = [v.dtype if v else None for v in entering]
     outs = [
         frame.planning.kept(None, [v])._replace(licence=DATA) if v else None
@@ -196,7 +196,9 @@ def _scan(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], body: Inn
             for i, v in enumerate(values)
         ]
         # A float32 carry wants its summands in float32, whoever wants the sum.
-        carried = [demand[i] | CONTRACTION if i in low else FULL for i in carry]
+        carried = [
+            demand[i] | CONTRACTION if i in low else FULL | demand[i] & PRODUCT for i in carry
+        ]
         planned = functools.partial(
             frame.planning.plan,
             body.jaxpr,

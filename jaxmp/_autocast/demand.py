@@ -85,9 +85,9 @@ class Demands:
         name = compat.kind(eqn)
         rules = region_rules(eqn) or rules
         if rules.looks_inside(eqn):
-            if any(inner.open_ended for inner in inside(eqn)):  # what it carries stays float32
-                return [FULL] * len(eqn.invars)
             inner = demanded(eqn, wanted, self._inner(rules), operator.or_, NOTHING)
+            if inner and any(each.open_ended for each in inside(eqn)):
+                return [FULL | demand & PRODUCT for demand in inner]  # what it carries is float32
             if inner is not None:
                 return inner
         kind = rules.op_class(eqn)
