@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax.linen import fp8_ops
 
+from jaxmp._autocast.recipes.derivative import contract
 from jaxmp._autocast.recipes.multiply import gradient_sides, multiply
-from jaxmp._autocast.recipes.product import Product, contract
+from jaxmp._autocast.recipes.product import Product
 from jaxmp._autocast.recipes.quantise import quantise
 from jaxmp.recipes import parse_recipe
 
@@ -33,7 +34,9 @@ def program(variant: str, recipe: str, m: int, k: int, n: int) -> Program:
         dtype = "int8" if "int8" in variant else "float8_e4m3fn"
         # Qwix tells weights from activations by their shapes.
         return _module(_qwix(nn.Dense(n, **_DENSE), dtype), x[None], w, g[None])
-    product = Product(DENSE, (2, 2), 1, parse_recipe(recipe), jnp.dtype(LOW))
+    product = Product(
+        dims=DENSE, ranks=(2, 2), weight=1, recipe=parse_recipe(recipe), dtype=jnp.dtype(LOW)
+    )
     if variant.endswith("multiplied"):
         return _multiplied(product, x, w, g)
 
@@ -69,7 +72,7 @@ def _with_gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _multiplied(product: Product, x: Any, w: Any, g: Any) -> Program:
     """The three products of operands that are quantised already, each as its product reads it."""
     sides = product.sides
-    forward = product.quantise(x, 0), product.quantise(w, 1)
+    forward = product.copy(x, 0), product.copy(w, 1)
     backward = []
     for of in (0, 1):
         gradient, _ = gradient_sides(sides, of)
@@ -81,11 +84,12 @@ def _multiplied(product: Product, x: Any, w: Any, g: Any) -> Program:
         backward.append(copies)
 
     def run(forward: Any, backward: Any) -> Any:
-        y = multiply(*forward, sides, LOW, exact=False)
+        y = multiply(*forward, sides, LOW, exact=False, folds=product.folds)
         grads = []
         for of, copies in enumerate(backward):
             gradient, order = gradient_sides(sides, of)
-            grads.append(jnp.transpose(multiply(*copies, gradient, LOW, exact=True), order))
+            grad = multiply(*copies, gradient, LOW, exact=True, folds=product.folds)
+            grads.append(jnp.transpose(grad, order))
         return y, *grads
 
     return run, (forward, backward)

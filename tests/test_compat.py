@@ -382,6 +382,12 @@ def _() -> None:
     assert attributes.broadcast_axes(eqn) == (1, 3)
 
 
+@relied_on("gather: slice_sizes", "params[slice_sizes]")
+def _() -> None:
+    eqn = equation("gather", lambda x, i: x[:, i], jnp.ones((4, 6)), jnp.arange(3))
+    assert attributes.looked_up(eqn) == (frozenset({1}), (4, 1))
+
+
 @relied_on("convert_element_type: new_dtype", "params[new_dtype]")
 def _() -> None:
     [eqn] = equations(lambda x: x.astype(jnp.bfloat16), X)

@@ -61,7 +61,8 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
         return jnp.sum(jnp.exp(hidden @ w))  # into the loss
 
     rows = jaxmp.explain(fn, BF16)(X, W).rows
-    assert [dataclasses.astuple(r) for r in rows] == [
+    assert {dataclasses.astuple(r)[6:] for r in rows} == {("", False)}  # no recipe
+    assert [dataclasses.astuple(r)[:6] for r in rows] == [
         ("dot_general", "encoder", line_of(fn, "# low"), "bfloat16", "contraction", 1),
         ("tanh", "encoder", line_of(fn, "# low"), "bfloat16", "computed from 16-bit values", 1),
         ("dot_general", "", line_of(fn, "# into"), "bfloat16", "contraction", 1),
@@ -69,7 +70,9 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
         ("reduce_sum", "", line_of(fn, "# into"), "float32", "sensitive op: float32", 1),
     ]
     fields = [field.name for field in dataclasses.fields(rows[0])]
-    assert fields == ["op", "path", "source", "dtype", "reason", "count"]
+    assert fields == [
+        "op", "path", "source", "dtype", "reason", "count", "why_not", "intended"
+    ]  # fmt: skip
 
 
 def test_rows_keep_the_order_of_the_program() -> None:
@@ -365,7 +368,7 @@ def test_explanations_are_plain_data() -> None:
     assert one == jaxmp.explain(layer, BF16)(X, W)
     assert one != two
     assert isinstance(one.rows, tuple)
-    assert {type(cell) for row in one.rows for cell in dataclasses.astuple(row)} == {str, int}
+    assert {type(cell) for row in one.rows for cell in dataclasses.astuple(row)} == {str, int, bool}
 
 
 # --- every reason --------------------------------------------------------------------------------

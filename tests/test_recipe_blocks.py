@@ -35,6 +35,8 @@ from jaxmp._autocast.recipes.native import multiplies_blocks, multiplies_float8
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp.recipes import Recipe, deepseek, float8, mxfp8
 
+from support import slow_when
+
 BLOCKED = [deepseek(), mxfp8()]
 # Of activations and gradients; of weights: rows, and elements along what is summed.
 SIZES = {deepseek(): ((1, 128), (128, 128)), mxfp8(): ((1, 32), (1, 32))}
@@ -73,6 +75,7 @@ def test_values_and_scales(name: str, recipe: Recipe) -> None:
         np.testing.assert_array_equal(scale, scales)
 
 
+@slow_when(lambda name: name != "normal")
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_values_are_those_of_quantised_operands(name: str, recipe: Recipe) -> None:
@@ -103,6 +106,7 @@ TABLE = {
 }
 
 
+@slow_when(lambda name: name != "normal")
 @pytest.mark.parametrize(
     "recipe", [deepseek(), pytest.param(mxfp8(), marks=pytest.mark.slow)], ids=str
 )
@@ -124,6 +128,7 @@ def whole(seed: int, *shape: int) -> Any:
     return np.random.default_rng(seed).integers(-3, 4, size=shape).astype(np.float64)
 
 
+@slow_when(lambda weight, recipe: (weight == 1) == (recipe == mxfp8()))
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 @pytest.mark.parametrize("weight", [0, 1])
 @pytest.mark.parametrize(
@@ -154,6 +159,7 @@ def test_any_axes_and_sizes(left: Any, right: Any, dims: Any, weight: int, recip
         np.testing.assert_array_equal(mine, exact)
 
 
+@slow_when(lambda value: value in (1e-30, 1e-40))
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e-36, 1e-40])
 def test_nothing_at_all_has_finite_gradients(value: float, recipe: Recipe) -> None:
@@ -166,6 +172,7 @@ def test_nothing_at_all_has_finite_gradients(value: float, recipe: Recipe) -> No
     np.testing.assert_allclose(dx, 16 * value, rtol=0.07, atol=1e-36)
 
 
+@slow_when(lambda value: value != np.inf)
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_is_seen(value: float, recipe: Recipe) -> None:
@@ -253,6 +260,7 @@ def in_loops(recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     return jax.jit(run)(x, w)
 
 
+@slow_when(lambda recipe: recipe == mxfp8())
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 def test_it_composes(recipe: Recipe) -> None:
     for name, (got, want) in in_loops(recipe).items():
@@ -325,11 +333,13 @@ def test_traced_for_a_gpu_that_multiplies_blocks_it_asks_for_that() -> None:
         np.testing.assert_array_equal(mine, exact)
 
 
+@pytest.mark.slow
 def test_traced_for_a_gpu_that_multiplies_blocks_it_composes() -> None:
     with use_abstract_mesh(B200):
         test_it_composes(mxfp8())
 
 
+@slow_when(lambda recipe, native: native or recipe == mxfp8())
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 def test_inside_a_shard_map(recipe: Recipe, native: bool, monkeypatch: Any) -> None:

@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp.testing import PrecisionError, assert_contractions_in
 
+from support import slow_when
+
 POLICY = "mixed_float8"
 RECIPES = ("float8", "e4m3:e5m2:e5m2", "e4m3@row", "int8", "e4m3:bf16:bf16")
 
@@ -292,7 +294,8 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["float8", pytest.param("int8", marks=pytest.mark.slow)])
+@slow_when(lambda name, recipe: recipe == "int8" or name in ("plain", "jit", "cond", "vmap"))
+@pytest.mark.parametrize("recipe", ["float8", "int8"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name: str, recipe: str) -> None:
     """All their layers are in 8 bits, and their gradients as good as 8 bits are."""
@@ -325,12 +328,12 @@ def test_transformations_outside(recipe: str) -> None:
 
 POLICIES = (
     "everything_saveable",
-    "dots_saveable",
     *(
         pytest.param(name, marks=pytest.mark.slow)
         for name in (
             None,
             "nothing_saveable",
+            "dots_saveable",
             "dots_with_no_batch_dims_saveable",
             "save_only_these_names",
         )
@@ -375,6 +378,7 @@ def test_loops_whose_carries_are_data() -> None:
 # Derivatives of higher order, and the other order.
 
 
+@slow_when(lambda recipe: recipe == "mxfp8")
 @pytest.mark.parametrize("recipe", ["float8", "mxfp8"])
 def test_a_second_derivative_is_refused_by_name(recipe: str) -> None:
     policy = f"mixed_bfloat16,matmul={recipe}"
@@ -424,6 +428,7 @@ def test_a_backward_pass_in_the_program_is_in_16_bits_and_says_so() -> None:
 # Other formats than 8 bits.
 
 
+@slow_when(lambda rule: rule != "plain")
 @pytest.mark.parametrize("rule", ["plain", "custom_vjp", "scan"])
 def test_triple_precision(rule: str) -> None:
     """Float32 forward, bitwise; bfloat16 gradients, of what is kept in bfloat16."""

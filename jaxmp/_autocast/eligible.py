@@ -40,6 +40,12 @@ class Verdict(NamedTuple):
     intended: bool = False
     why: str = ""
 
+    def reason(self, before: str, matmul: Any) -> str:
+        """The reason of a step, in words, from what it was and the policy's `matmul`."""
+        if self.product is None:
+            return f"{before}; not {matmul}: {self.why_not}"
+        return ": ".join(filter(None, (f"{before}, {self.product.recipe}", self.why)))
+
 
 def by_recipe(
     frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], low: DType | None

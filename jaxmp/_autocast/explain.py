@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp._autocast import closures
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
-from jaxmp._autocast.plan import Plan, Skipped, Step
+from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.product_report import Product, Quantised
 from jaxmp._autocast.rules import FLOAT32
@@ -40,7 +40,8 @@ class Row:
       reason: why.
       count: how often it runs per call (lengths of scans around it multiplied; a while loop's body
         and each branch of a cond count once).
-      skipped: of a contraction, why the policy's recipe does not multiply it.
+      why_not: of a contraction, why the policy's recipe does not multiply it; empty if it does.
+      intended: whether that is as it should be: it is no layer, or the last one.
     """
 
     op: str
@@ -49,7 +50,8 @@ class Row:
     dtype: str
     reason: str
     count: int
-    skipped: Skipped | None = None
+    why_not: str = ""
+    intended: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Explanation:
         products = []
         for r in self.rows:
             if r.op in LOW:
-                why, intended = r.skipped or Skipped(r.reason, intended=True)
+                why, intended = (r.why_not, r.intended) if r.why_not else (r.reason, True)
                 product = Product(
                     r.path, r.source, r.dtype, r.count, why_not=why, intended=intended
                 )
@@ -180,7 +182,8 @@ def _rows(plan: Plan) -> Iterator[Row]:
         name = step.eqn.primitive.name
         if not step.plans:
             source = line or library_line(step.eqn)
-            yield Row(name, path, source, _dtype(step), step.reason, count, step.skipped)
+            why_not, intended = step.skipped or ("", False)
+            yield Row(name, path, source, _dtype(step), step.reason, count, why_not, intended)
         elif step.action.startswith("custom_") and closures.closes_over(step):
             yield Row(name, path, line, _dtype(step), closures.REASON, count)
 

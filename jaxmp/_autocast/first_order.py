@@ -103,13 +103,12 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
 
 def _by_recipe(frame: Frame, step: Step, values: Sequence[Value | None], low: DType | None) -> Step:
     """The step of a contraction, multiplied as the recipe of the policy says, or saying why not."""
-    recipe = frame.rules.policy.matmul
-    product, why_not, intended, why = by_recipe(frame, step.eqn, values, low)
-    if product is None:
-        reason = f"{step.reason}; not {recipe}: {why_not}"
-        return dataclasses.replace(step, reason=reason, skipped=Skipped(why_not, intended))
-    reason = f"{step.reason}, {product.recipe}" + (f": {why}" if why else "")
-    return dataclasses.replace(step, action="contract", reason=reason, product=product)
+    verdict = by_recipe(frame, step.eqn, values, low)
+    step = dataclasses.replace(step, reason=verdict.reason(step.reason, frame.rules.policy.matmul))
+    if verdict.product is None:
+        skipped = Skipped(verdict.why_not, verdict.intended)
+        return dataclasses.replace(step, skipped=skipped)
+    return dataclasses.replace(step, action="contract", product=verdict.product)
 
 
 def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str | None:
