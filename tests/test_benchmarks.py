@@ -22,6 +22,7 @@ PROGRAMS = {
     "loss_scale_aot": "import loss_scale_aot",
     "fsdp": "import fsdp",
     "cpu_sums": "import cpu_sums",
+    "serving": "import serving",
     "product_cycles": "import product_cycles",
     "eight_bits_aot": "import eight_bits_aot",
     "when_it_pays": "import when_it_pays; when_it_pays.main()",

@@ -26,9 +26,13 @@ from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Va
 from jaxmp._autocast.primitives import BROADCASTING, IN_PARTS, LOOKING_UP, LOW, SCALING
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import widens_8_bits
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.scopes import DEQUANTISE
 from jaxmp._jaxprs.source import in_scope, is_backward
+
+# What these compute of weights alone is none.
+_NO_WEIGHT = LOW | LOOKING_UP
 
 
 class Planning(abc.ABC):
@@ -277,8 +281,9 @@ class Frame:
             weight = self._keeps_weights(eqn)
             for var in eqn.outvars:
                 value = self.kept_as[var]
-                self.kept_as[var] = value and value._replace(weight=weight)
-        if in_scope(eqn, DEQUANTISE):
+                if value is not None and value.weight != weight:
+                    self.kept_as[var] = value._replace(weight=weight)
+        if self._dequantises and in_scope(eqn, DEQUANTISE):
             for var in filter(ours, eqn.outvars):  # a weight, though it is computed from integers
                 self.kept_as[var] = Value(licence=PARAMETER, weight=True)
         if self.is_made(eqn):
@@ -290,11 +295,18 @@ class Frame:
 
     def _keeps_weights(self, eqn: JaxprEqn) -> bool:
         """Whether an equation computes from weights alone, and neither contracts nor looks up."""
-        if eqn.primitive.name in (*LOW, *LOOKING_UP):
-            return False
-        values = [self.read(v) for v in eqn.invars]
-        mine = [v for v in values if v is not None and not v.fixed]
-        return bool(mine) and all(v.weight for v in mine)
+        found = False
+        for atom in eqn.invars:
+            value = None if isinstance(atom, Literal) else self.kept_as[atom]
+            if value is not None and not value.fixed:
+                if not value.weight:
+                    return False
+                found = True
+        return found and eqn.primitive.name not in _NO_WEIGHT
+
+    @functools.cached_property
+    def _dequantises(self) -> bool:
+        return any(map(widens_8_bits, self.jaxpr.eqns))
 
 
 def stays_finite(value: Value | None, rules: Rules) -> bool:

@@ -178,6 +178,14 @@ def converted_dtype(eqn: jex_core.JaxprEqn) -> np.dtype[Any]:
     return dtype
 
 
+def widens_8_bits(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether an equation converts values of 8 bits or less."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    dtype = getattr(eqn.invars[0].aval, "dtype", None)
+    return getattr(dtype, "itemsize", 0) == 1
+
+
 def precision(eqn: jex_core.JaxprEqn) -> Any:
     """What the author asked of a contraction: None, a precision, one for each operand, a preset."""
     return eqn.params.get("precision")

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import in_context, jitted_name, looked_up
+from jaxmp._jaxprs.attributes import in_context, jitted_name, looked_up, widens_8_bits
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.scopes import DEQUANTISE
 from jaxmp._jaxprs.source import in_scope
@@ -26,7 +26,7 @@ def rows_first(jaxpr: Any) -> Any:
     That holds outside of loops, where the tables of most models are read.
     """
     opened, consts = compat.closed(jaxpr)
-    if not any(map(is_dequantising, opened.eqns)):
+    if not any(widens_8_bits(eqn) and is_dequantising(eqn) for eqn in opened.eqns):
         return jaxpr
     return compat.trace(
         lambda *args: _run(opened, consts, args, {}), [v.aval for v in opened.invars]
