@@ -382,6 +382,23 @@ def _() -> None:
     assert attributes.broadcast_axes(eqn) == (1, 3)
 
 
+@relied_on("dot_general: out_sharding, and the sharding of an aval", "params[out_sharding]")
+def _() -> None:
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        rows = jax.sharding.NamedSharding(mesh, PartitionSpec("d", None))
+        x = jax.device_put(jnp.ones((4, 4)), rows)
+        said = PartitionSpec(None, "d")
+        eqn = equation("dot_general", lambda x: jnp.matmul(x, x.T, out_sharding=said), x)
+        assert attributes.out_sharding(eqn).spec == said
+        assert attributes.explicit_sharding(eqn.invars[0]).spec == rows.spec
+        assert attributes.explicit_sharding(x).spec == rows.spec
+    assert (
+        attributes.out_sharding(equation("dot_general", lambda x: x @ x, jnp.ones((4, 4)))) is None
+    )
+    assert attributes.explicit_sharding(jnp.ones((4, 4))) is None
+
+
 @relied_on("gather: slice_sizes", "params[slice_sizes]")
 def _() -> None:
     eqn = equation("gather", lambda x, i: x[:, i], jnp.ones((4, 6)), jnp.arange(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -480,6 +481,30 @@ def test_an_overflow_is_seen_by_the_loss_scaler() -> None:
     updates, state = tx.update(grads, state, p)
     assert int(state.skipped_count) == 1
     assert all(not x.any() for x in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("recipe", ["float8", "e4m3@row", "mxfp8", "f32:bf16:bf16"])
+@pytest.mark.parametrize("sharded", ["batch", "weights"])
+def test_sharding_in_types(sharded: str, recipe: str) -> None:
+    """Gradients have the shardings of what they are of, where types say which that is."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    policy = "float32" if recipe.startswith("f32") else "mixed_bfloat16"
+
+    def fn(p: Any, x: Any) -> Any:
+        h = jax.nn.relu(jnp.sin(x * 2) @ p["up"])
+        return jnp.mean((jnp.tanh(h @ p["down"]) @ p["last"]) ** 2)
+
+    p, x = weights(), jnp.asarray(np.random.default_rng(1).normal(size=(128, 32)), jnp.float32)
+    want = jax.jit(jax.grad(fn))(p, x)
+    with jax.set_mesh(mesh):
+        p = jax.device_put(p, NamedSharding(mesh, P("d", None) if sharded == "weights" else P()))
+        x = jax.device_put(x, NamedSharding(mesh, P("d", None) if sharded == "batch" else P()))
+        fast = jaxmp.autocast(fn, f"{policy},matmul={recipe}")
+        with warnings.catch_warnings(action="ignore"):  # blocks are not cut, and say so
+            got = jax.jit(jax.grad(fast))(p, x)
+    assert error(got, want) < 0.13
+    for k, gradient in got.items():
+        assert gradient.sharding.is_equivalent_to(p[k].sharding, 2)
 
 
 def test_sharded_weights_are_gathered_in_8_bits() -> None:

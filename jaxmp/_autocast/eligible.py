@@ -17,7 +17,7 @@ from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.recipes.product import Product
 from jaxmp._autocast.recipes.ragged import ROWS, RaggedProduct
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs.attributes import product_axes, ragged_axes
+from jaxmp._jaxprs.attributes import explicit_sharding, out_sharding, product_axes, ragged_axes
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.source import is_backward, module_path, user_line
 
@@ -81,6 +81,7 @@ def by_recipe(
     common: dict[str, Any] = {
         "recipe": recipe,
         "dtype": low or FLOAT32,
+        "sharding": out_sharding(eqn),
         "name": f"{module_path(eqn) or 'the product'} at {user_line(eqn) or 'an unknown line'}",
     }
     if _is_ragged(eqn):
@@ -102,6 +103,8 @@ def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) ->
         return Verdict(None, f"{eqn.primitive.name} is no matrix product")
     if _is_ragged(eqn) and granularity not in ("tensor", "row"):
         return Verdict(None, "a ragged product is not multiplied in blocks")
+    if (_is_ragged(eqn) or granularity in BLOCKS) and any(map(explicit_sharding, eqn.invars[:2])):
+        return Verdict(None, "it is ragged or in blocks, and types say how it is sharded")
     if any(v is None for v in values[:2]):
         return Verdict(None, "the author chose the dtype of an operand", intended=True)
     if any(v.tangent for v in values[:2] if v is not None):

@@ -16,6 +16,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core.primitives import convert_element_type_p
+from jax.sharding import AxisType, NamedSharding
 
 # Values and their types.
 
@@ -64,6 +65,24 @@ def varying_axes(aval: Any) -> tuple[Any, ...]:
 
 
 # Equations.
+
+
+def explicit_sharding(value: Any) -> NamedSharding | None:
+    """How the type of a value says that it is sharded; None where it does not say.
+
+    That is over mesh axes of type `AxisType.Explicit` alone; over others the compiler decides.
+    """
+    aval: Any = value.aval if hasattr(value, "aval") else jax.typeof(value)
+    sharding = getattr(aval, "sharding", None)
+    explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in (
+        sharding.mesh.axis_types or ()
+    )
+    return sharding if explicit else None
+
+
+def out_sharding(eqn: jex_core.JaxprEqn) -> Any:
+    """How the author of a product says that its result is sharded; None if he does not."""
+    return eqn.params.get("out_sharding")
 
 
 def name_stack(eqn: jex_core.JaxprEqn) -> Any:

@@ -300,9 +300,9 @@ class BlockProduct(Product):
             return super().multiply(operands, copies, sizes)
         return contract_blocks(copies, self.operands, self.dtype)
 
-    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
+    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any], sharding: Any) -> Any:
         """See `Contraction`."""
         fmt = self.backward(of)
         if not fmt.scaled:
-            return super().gradient(of, g, other, sizes)
+            return super().gradient(of, g, other, sizes, sharding)
         return gradient_blocks(g, other, self.operands, of, fmt, self.dtype)

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
 from jaxmp._autocast.recipes.quantise import Quantised, as_bits, of_bits, quantise
+from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp.recipes import FORMATS, Format, Recipe
 
 Pair = tuple[Any, Any]
@@ -39,12 +41,14 @@ class Contraction(abc.ABC):
       weight: which operand is the weight: 0 or 1.
       dtype: the dtype of the result.
       name: what an error calls it.
+      sharding: how the result is sharded, where the author says so.
     """
 
     recipe: Recipe
     weight: int
     dtype: Any
     name: str = "a product"
+    sharding: Any = None
 
     @property
     def forward(self) -> Format:
@@ -71,8 +75,18 @@ class Contraction(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
-        """The gradient of an operand, from that of the result and the other operand, as saved."""
+    def gradient(
+        self, of: int, g: Any, other: Any, sizes: Sequence[Any], sharding: NamedSharding | None
+    ) -> Any:
+        """The gradient of an operand, from that of the result and the other operand, as saved.
+
+        Args:
+          of: which operand.
+          g: the gradient of the result.
+          other: the other operand, in 8 bits if it was.
+          sizes: as for `multiply`.
+          sharding: how the gradient is to be sharded, if its type is to say so.
+        """
 
     def quantise(self, x: Any, of: int) -> Copy | None:
         """An operand as its products read it: in 8 bits; None where none does."""
@@ -131,14 +145,15 @@ def _rule(product: Contraction) -> Callable[..., Any]:
 
     def forward(out: Any, operands: Any, copies: Any, sizes: Any) -> Any:
         saved = tuple(product.saved(operands[k], copies[k], k) for k in range(2))
-        dtypes = tuple(_Static(x.dtype) for x in operands)
-        return of_operands(out, operands, copies, sizes), (saved, dtypes, sizes)
+        types = tuple(_Type(x.dtype, explicit_sharding(x)) for x in operands)
+        return of_operands(out, operands, copies, sizes), (saved, types, sizes)
 
     def backward(residuals: Any, g: Any) -> Any:
-        saved, dtypes, sizes = residuals
+        saved, types, sizes = residuals
 
         def gradient(of: int) -> Any:
-            return _once(product, of)(g, saved[1 - of], sizes).astype(dtypes[of].value)
+            once = _once(product, of, types[of].sharding)
+            return once(g, saved[1 - of], sizes).astype(types[of].dtype)
 
         return None, (gradient(0), gradient(1)), None, None
 
@@ -147,14 +162,15 @@ def _rule(product: Contraction) -> Callable[..., Any]:
 
 
 @jax.tree_util.register_static
-class _Static(NamedTuple):
-    """Part of a tree's structure."""
+class _Type(NamedTuple):
+    """What the gradient of an operand has of its type, as part of a tree's structure."""
 
-    value: Any
+    dtype: Any
+    sharding: NamedSharding | None
 
 
 @functools.lru_cache(maxsize=1024)
-def _once(product: Contraction, of: int) -> Callable[..., Any]:
+def _once(product: Contraction, of: int, sharding: NamedSharding | None) -> Callable[..., Any]:
     """The product that gives the gradient of an operand.
 
     In 8 bits it cannot be differentiated again. That an operand of it is differentiated shows in
@@ -164,7 +180,7 @@ def _once(product: Contraction, of: int) -> Callable[..., Any]:
     def gradient(g: Any, other: Any, sizes: Any) -> Any:
         if isinstance(other, Quantised):
             other = product.of_bits(other, 1 - of)
-        return product.gradient(of, g, other, sizes)
+        return product.gradient(of, g, other, sizes, sharding)
 
     def refused(_primals: Any, _tangents: Any) -> Any:
         raise TypeError(

@@ -54,7 +54,14 @@ class Sides(NamedTuple):
 
 
 def multiply(
-    a: Quantised, b: Quantised, sides: Sides, dtype: Any, *, exact: bool, folds: bool
+    a: Quantised,
+    b: Quantised,
+    sides: Sides,
+    dtype: Any,
+    *,
+    exact: bool,
+    folds: bool,
+    sharding: Any = None,
 ) -> Any:
     """The contraction of two quantised arrays whose scales do not vary along what is contracted.
 
@@ -67,6 +74,7 @@ def multiply(
       folds: whether there is one scale, which XLA gives to the call if it need not convert the
         result for it: it is rounded to `dtype`, which for bfloat16 is an error of 2^-9 at most,
         where the values' are 2^-4.
+      sharding: how the result is sharded, where its type is to say so.
     """
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     sums = np.dtype(np.int32) if a.values.dtype == np.int8 else _sums(dtype)
@@ -76,6 +84,7 @@ def multiply(
         (sides.contracted, sides.batch),
         precision=precision,
         preferred_element_type=sums,
+        out_sharding=sharding,
     )
     scales = [sides.laid_out(a.scale, 0), sides.laid_out(b.scale, 1)]
     return _scaled(out, scales, np.dtype(dtype), folds=folds)

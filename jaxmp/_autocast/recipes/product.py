@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._autocast.recipes.derivative import Contraction, Pair
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
@@ -50,16 +51,19 @@ class Product(Contraction):
         """See `Contraction`."""
         if self.forward.scaled:
             a, b = copies
-            return multiply(a, b, self.sides, self.dtype, exact=False, folds=self.folds)
+            return self._multiply(a, b, self.sides, self.sharding, exact=False)
         a, b = operands
-        return _plain(a, b, self.forward, self.sides, self.dtype)
+        return _plain(a, b, self.forward, self.sides, self.dtype, self.sharding)
 
-    def gradient(self, of: int, g: Any, other: Any, _sizes: Sequence[Any]) -> Any:
+    def gradient(
+        self, of: int, g: Any, other: Any, _sizes: Sequence[Any], sharding: NamedSharding | None
+    ) -> Any:
         """See `Contraction`."""
         sides, order = gradient_sides(self.sides, of)
+        sharding = sharding and _before(sharding, order)
         fmt = self.backward(of)
         if not fmt.scaled:
-            return jnp.transpose(_plain(g, other, fmt, sides, g.dtype), order)
+            return jnp.transpose(_plain(g, other, fmt, sides, g.dtype, sharding), order)
         if not isinstance(other, Quantised):
             shared = range(other.ndim) if self.folds else sides.contracted[1]
             other = quantise(other, FORMATS["e4m3"], shared)
@@ -71,17 +75,33 @@ class Product(Contraction):
             copy = quantise(g, fmt, sides.contracted[0])
         else:
             copy = quantise(g, fmt, range(g.ndim))
-        out = multiply(copy, other, sides, self.dtype, exact=True, folds=self.folds)
-        return jnp.transpose(out, order)
+        return jnp.transpose(self._multiply(copy, other, sides, sharding, exact=True), order)
+
+    def _multiply(
+        self, a: Quantised, b: Quantised, sides: Sides, sharding: Any, *, exact: bool
+    ) -> Any:
+        return multiply(a, b, sides, self.dtype, exact=exact, folds=self.folds, sharding=sharding)
 
 
-def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any) -> Any:
+def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any, sharding: Any) -> Any:
     """A product in 16 bits or float32."""
     a, b = (x.astype(fmt.name) for x in (a, b))
     out = lax.dot_general(
-        a, b, (sides.contracted, sides.batch), preferred_element_type=np.dtype(fmt.name)
+        a,
+        b,
+        (sides.contracted, sides.batch),
+        preferred_element_type=np.dtype(fmt.name),
+        out_sharding=sharding,
     )
     return out.astype(dtype)
+
+
+def _before(sharding: NamedSharding, order: Axes) -> NamedSharding:
+    """How an array is sharded that has a sharding when it is transposed."""
+    spec: list[Any] = [None] * len(order)
+    for i, names in zip(order, (*sharding.spec, *spec), strict=False):
+        spec[i] = names
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def _ones(scale: Any, axes: Axes) -> Any:

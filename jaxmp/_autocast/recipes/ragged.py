@@ -46,7 +46,7 @@ class RaggedProduct(Contraction):
         scales = rows.scale, _of_rows(matrices.scale, sizes, len(rows.values))
         return _scaled(rows, matrices, sizes, ROWS, scales, self.dtype)
 
-    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
+    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any], _sharding: Any) -> Any:
         """See `Contraction`."""
         numbers, fmt = (_BY_MATRICES if of else _BY_ROWS), self.backward(of)
         if not fmt.scaled:
