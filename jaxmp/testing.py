@@ -52,7 +52,8 @@ def assert_contractions_in(
             raise PrecisionError(f"assert_contractions_in: no contraction is for 8 bits:\n{why}")
     if not contractions:
         raise PrecisionError("assert_contractions_in: there is no contraction.")
-    wrong = {f"{op.source} multiplies {op.dtype}": None for op in contractions if op.dtype != name}
+    dtypes = [(op.source, op.emulates or op.dtype) for op in contractions]
+    wrong = {f"{source} multiplies {dtype}": None for source, dtype in dtypes if dtype != name}
     if wrong:
         lines = "\n".join(f"  {line}" for line in wrong)
         raise PrecisionError(f"assert_contractions_in: not all contractions are {name}:\n{lines}")

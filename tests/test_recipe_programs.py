@@ -151,6 +151,14 @@ def test_assertions_about_8_bits() -> None:
         assert_contractions_in(plain, weights(), TOKENS, dtype="float8_e4m3fn")
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("deepseek", marks=pytest.mark.slow)])
+def test_blocks_that_are_emulated_count_as_what_they_are(recipe: str) -> None:
+    step = jax.grad(jaxmp.autocast(loss, f"mixed_bfloat16,matmul={recipe}"))
+    found = jaxmp.audit(step, weights(), TOKENS).quantised()
+    assert found.counts() == {"forward": (3, 4), "backward": (6, 8)}
+    assert_contractions_in(step, weights(), TOKENS, dtype="float8_e4m3fn")
+
+
 def test_modules_may_have_another_policy() -> None:
     policies = jaxmp.PolicyMap({"out": "mixed_bfloat16"}, default=POLICY)
     model = jaxmp.wrap(Attention(), policies)

@@ -177,6 +177,7 @@ class _Auditor:
             inserted=is_ours(eqn),
             kept=blame.kept if blame else "",
             skipped=place.skipped if contracts else None,
+            emulates=place.emulates if contracts else "",
         )
         self.operations.append(operation)
         if blame is not None:

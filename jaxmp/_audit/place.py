@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 
-from jaxmp._autocast.kept import kept_reason, skipped
+from jaxmp._autocast.kept import emulated, kept_reason, skipped
 from jaxmp._autocast.plan import Skipped
 from jaxmp._autocast.rules import Rules, region_rules
 from jaxmp._jaxprs.attributes import name_stack
@@ -29,6 +29,7 @@ class Place(NamedTuple):
       region: the rules of the autocast region it stands in, or None.
       kept: why autocast keeps its contractions in float32; empty where it does not.
       skipped: why a policy's recipe does not multiply its contractions; None where it does.
+      emulates: the format whose values its contractions multiply in a wider one; or empty.
       inside: the innermost primitive around it that autocast does not look inside; or empty.
     """
 
@@ -39,6 +40,7 @@ class Place(NamedTuple):
     region: Rules | None = None
     kept: str = ""
     skipped: Skipped | None = None
+    emulates: str = ""
     inside: str = ""
 
 
@@ -53,6 +55,7 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
         region=region_rules(eqn) or around.region,
         kept=kept_reason(name_stack(eqn)) or around.kept,
         skipped=skipped(name_stack(eqn)) or around.skipped,
+        emulates=emulated(name_stack(eqn)) or around.emulates,
         inside=around.inside,
     )
 

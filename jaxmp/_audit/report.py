@@ -54,6 +54,8 @@ class Operation:
       inserted: whether autocast added it.
       kept: why autocast keeps a contraction in float32 of its own accord; empty for all else.
       skipped: why a policy's recipe does not multiply a contraction; None for all else.
+      emulates: the format whose values a contraction multiplies in a wider one, where the device
+        lacks it; empty for all else.
     """
 
     op: str
@@ -68,6 +70,7 @@ class Operation:
     inserted: bool = False
     kept: str = ""
     skipped: Skipped | None = None
+    emulates: str = ""
 
     @property
     def dtype(self) -> str:
@@ -179,7 +182,7 @@ class PrecisionReport:
                 Product(
                     path=op.path,
                     source=op.source,
-                    dtype=op.dtype,
+                    dtype=op.emulates or op.dtype,
                     count=op.count,
                     backward=op.backward,
                     why_not=op.skipped.why if op.skipped else op.kept,

@@ -18,11 +18,12 @@ from jaxmp._autocast.plan import Skipped, Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import closed, inner_jaxprs
-from jaxmp._jaxprs.scopes import KEPT, MISSED, SKIPPED
+from jaxmp._jaxprs.scopes import EMULATED, KEPT, MISSED, SKIPPED
 
 # How the planner's reason for an operation that nobody listed begins.
 UNKNOWN = "not classified"
 _MARK = re.compile(rf"({KEPT}|{SKIPPED}|{MISSED})([^/()]+)")
+_EMULATED = re.compile(rf"{EMULATED}([^/()]+)")
 _STRUCTURE = re.compile(r"[/()]+")  # what name stacks are made of
 
 
@@ -43,6 +44,13 @@ def kept_reason(name_stack: Any) -> str:
     """Why autocast kept what stands under a name stack in float32; empty if it did not."""
     reasons = [reason for mark, reason in _MARK.findall(str(name_stack)) if mark == KEPT]
     return reasons[-1] if reasons else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def emulated(name_stack: Any) -> str:
+    """The format whose values a product under a name stack multiplies in a wider one; or empty."""
+    formats = _EMULATED.findall(str(name_stack))
+    return formats[-1] if formats else ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,6 +11,9 @@ KEPT = "jaxmp_keeps="
 SKIPPED = "jaxmp_skips="
 MISSED = "jaxmp_misses="
 
+# Before the format whose values a product multiplies in a wider one, where hardware lacks it.
+EMULATED = "jaxmp_emulates="
+
 # A region with a policy of its own carries this and the policy's string: as the name of a jitted
 # function, which survives every transformation, or, for a Flax module inside a wrapped one, as a
 # named scope, which needs no lifting.

@@ -24,7 +24,7 @@ from jaxmp._autocast.recipes.native import multiplies_blocks
 from jaxmp._autocast.recipes.product import Product
 from jaxmp._autocast.recipes.quantise import EXPONENT_BITS, Quantised, convert, kept
 from jaxmp._jaxprs.attributes import varying_axes
-from jaxmp._jaxprs.scopes import CAST
+from jaxmp._jaxprs.scopes import CAST, EMULATED
 from jaxmp.recipes import Format
 
 
@@ -169,7 +169,8 @@ def multiply_blocks(a: Quantised, b: Quantised, blocks: tuple[Blocks, Blocks], d
     def emulated(a: Quantised, b: Quantised) -> Any:
         left, right = (dequantise_blocks(x, k) for x, k in zip((a, b), blocks, strict=True))
         dims = (((2,), (2,)), ((0,), (0,)))
-        return lax.dot_general(left, right, dims, preferred_element_type=sums)
+        with jax.named_scope(f"{EMULATED}{a.values.dtype}"):
+            return lax.dot_general(left, right, dims, preferred_element_type=sums)
 
     def native(a: Quantised, b: Quantised) -> Any:
         short = -a.values.shape[2] % blocks[0].sums
