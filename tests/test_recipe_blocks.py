@@ -263,7 +263,7 @@ def in_loops(recipe: Recipe) -> dict[str, tuple[Any, Any]]:
     return jax.jit(run)(x, w)
 
 
-@slow_when(lambda recipe: recipe == mxfp8())
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 def test_it_composes(recipe: Recipe) -> None:
     for name, (got, want) in in_loops(recipe).items():

@@ -142,7 +142,7 @@ def test_nothing_at_all_has_finite_gradients(value: float, recipe: Recipe) -> No
         assert np.isfinite(mine).all()
 
 
-@slow_when(lambda value: value == -np.inf)
+@slow_when(lambda value, recipe: not np.isnan(value) or recipe != int8())
 @pytest.mark.parametrize("recipe", [float8(), int8(), float8(granularity="row")], ids=str)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_is_seen(value: float, recipe: Recipe) -> None:
