@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxmp.dtypes import dtype_name, parse_dtype, short_dtype_name
 from jaxmp.policy_string import OP_CLASSES, policy_fields
-from jaxmp.recipes import FORMATS, Recipe, parse_matmul
+from jaxmp.recipes import Recipe, check_goes_with, parse_matmul
 from jaxmp.tree import cast_floating
 
 __all__ = ["Policy", "PolicyMap", "get_policy"]
@@ -96,7 +96,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         object.__setattr__(self, "saturate", bool(self.saturate))
         object.__setattr__(self, "ops", _normalize_ops(self.ops))
         object.__setattr__(self, "matmul", _read_recipe(self.matmul))
-        _check_recipe(self.matmul, dtype_name(self.compute_dtype))
+        check_goes_with(self.matmul, dtype_name(self.compute_dtype))
         if self.softmax_dtype not in (jnp.float32, self.compute_dtype):
             raise ValueError(
                 "Policy: softmax_dtype must be float32 or the compute dtype "
@@ -342,34 +342,6 @@ def _read_recipe(matmul: Any) -> Recipe | str | None:
         "Policy: matmul takes a recipe, such as jaxmp.float8(), its string, 'auto', or None; got "
         f"{matmul!r} of type {type(matmul).__name__!r}."
     )
-
-
-def _check_recipe(recipe: Recipe | str | None, compute: str) -> None:
-    """Refuses formats that do not go with the dtype of what is multiplied."""
-    if isinstance(recipe, str):
-        if compute not in ("bfloat16", "float16"):
-            raise ValueError(
-                f"Policy: matmul={recipe!r} multiplies in 8 bits, and needs a compute_dtype of 16 "
-                f"bits; got {compute}. Say compute_dtype='bfloat16'."
-            )
-        return
-    for field, short in recipe.formats.items() if recipe else ():
-        fmt = FORMATS[short]
-        if fmt.scaled and compute not in ("bfloat16", "float16"):
-            raise ValueError(
-                f"Policy: matmul={str(recipe)!r} multiplies {short}, and needs a compute_dtype of "
-                f"16 bits; got {compute}. Say compute_dtype='bfloat16'."
-            )
-        if field == "forward" and not fmt.scaled and fmt.name != compute:
-            raise ValueError(
-                f"Policy: matmul={str(recipe)!r} multiplies {fmt.name} forward, where "
-                f"compute_dtype says {compute}: say one or the other."
-            )
-        if fmt.bits == 16 and compute not in (fmt.name, "float32"):
-            raise ValueError(
-                f"Policy: matmul={str(recipe)!r} has {field} in {fmt.name}, and compute_dtype is "
-                f"{compute}: one 16-bit dtype has the other's range or precision, never both."
-            )
 
 
 def _normalize_ops(ops: Any) -> tuple[tuple[str, str], ...]:

@@ -21,6 +21,7 @@ __all__ = [
     "Format",
     "Recipe",
     "auto_chip",
+    "check_goes_with",
     "deepseek",
     "float8",
     "int8",
@@ -337,3 +338,39 @@ def auto_chip(matmul: str) -> str:
       ('tpu-v5e', '')
     """
     return matmul.partition("@")[2]
+
+
+def check_goes_with(matmul: Recipe | str | None, compute: str) -> None:
+    """Refuses formats that do not go with the dtype that a policy computes in.
+
+    Args:
+      matmul: a policy's `matmul`; a string is ``auto``.
+      compute: the name of its compute dtype.
+
+    Raises:
+      ValueError: if it multiplies in 8 bits and computes in 32, says two dtypes forward, or mixes
+        two 16-bit dtypes.
+
+    Example:
+      >>> check_goes_with(float8(), "bfloat16")
+    """
+    formats = matmul.formats if isinstance(matmul, Recipe) else {}
+    narrow = [short for short in formats.values() if FORMATS[short].scaled]
+    if (narrow or isinstance(matmul, str)) and compute not in ("bfloat16", "float16"):
+        what = narrow[0] if narrow else "in 8 bits"
+        raise ValueError(
+            f"Policy: matmul={str(matmul)!r} multiplies {what}, and needs a compute_dtype of 16 "
+            f"bits; got {compute}. Say compute_dtype='bfloat16'."
+        )
+    for field, short in formats.items():
+        fmt = FORMATS[short]
+        if field == "forward" and not fmt.scaled and fmt.name != compute:
+            raise ValueError(
+                f"Policy: matmul={str(matmul)!r} multiplies {fmt.name} forward, where "
+                f"compute_dtype says {compute}: say one or the other."
+            )
+        if fmt.bits == 16 and compute not in (fmt.name, "float32"):
+            raise ValueError(
+                f"Policy: matmul={str(matmul)!r} has {field} in {fmt.name}, and compute_dtype is "
+                f"{compute}: one 16-bit dtype has the other's range or precision, never both."
+            )

@@ -97,7 +97,7 @@ EIGHT_BITS = """
 HloModule jit_step, is_scheduled=true
 
 FileNames
-1 "/home/someone/train.py"
+1 "train.py"
 2 "LIBRARY/flax/linen/linear.py"
 
 FunctionNames
