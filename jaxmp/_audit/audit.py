@@ -30,7 +30,7 @@ from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy
 
-_EIGHT_BITS = "pad it, or give the module a policy without `matmul`: jaxmp.PolicyMap"
+_EIGHT_BITS = "give the module a policy without `matmul`: jaxmp.PolicyMap"
 # The backward pass of max-pooling: a window rarely adds more than a few gradients.
 _FEW_TERMS = frozenset({"select_and_scatter_add"})
 
@@ -206,7 +206,8 @@ class _Auditor:
         """Notes what the chip does not do with its dtypes or its sizes, and a recipe with it."""
         where = operation.source, operation.path
         if operation.skipped and not operation.skipped.intended:
-            what, fix = f"not in 8 bits: {operation.skipped.why}", _EIGHT_BITS
+            what = f"not in 8 bits: {operation.skipped.why}"
+            fix = f"pad it, or {_EIGHT_BITS}" if "no multiple" in what else _EIGHT_BITS
             self._note("not-quantised", *where, what, fix, operation.flops, operation)
         for dtype in operation.dtype.split("*"):
             if dtype in self.emulated or not self.chip.multiplies(dtype):
