@@ -63,7 +63,7 @@ PRODUCTS = {  # variant -> jaxmp's recipe, where it is jaxmp's
     "bfloat16": "",
     "jaxmp float8": "float8",
     "jaxmp float8, multiplied": "float8",
-    "jaxmp float8, e5m2 gradient": "e4m3/e5m2/e5m2",
+    "jaxmp float8, e5m2 gradient": "e4m3:e5m2:e5m2",
     "jaxmp float8 by row": "e4m3@row",
     "jaxmp float8 by row, multiplied": "e4m3@row",
     "Flax fp8": "",

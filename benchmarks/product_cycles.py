@@ -48,7 +48,7 @@ import aot
 
 TARGETS = tuple(name for name in chips() if name.startswith("tpu") and name != "tpu-v4")
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8")
-RECIPES = ("float8", "e4m3@row", "int8", "e4m3/e5m2/e5m2")
+RECIPES = ("float8", "e4m3@row", "int8", "e4m3:e5m2:e5m2")
 
 # (target, recipe) -> the most that an FFN 4096/16384 may take of bfloat16's cycles.
 LIMITS = {("tpu7x", "float8"): 0.67, ("tpu-v5e", "int8"): 0.62, ("tpu-v6e", "int8"): 0.76}

@@ -27,7 +27,7 @@ PROGRAMS = {
     "eight_bits_aot": "import eight_bits_aot",
     "when_it_pays": "import when_it_pays; when_it_pays.main()",
     "gpu": "import gpu",
-    "convergence": "import convergence",
+    "convergence": "import convergence as c; [c.jaxmp.get_policy(p) for p in c.RECIPES.values()]",
     "scaling": "import scaling; scaling.main()",
 }
 
