@@ -38,6 +38,7 @@ FORMATS = {
     "bf16": None,
     "int8": ("int8", {}),
     "float8": ("float8_e4m3fn", {}),
+    "int4 row": ("int4", {"granularity": "row"}),
     "int4 block 32": ("int4", {"block_size": 32}),
     "int4 block 64": ("int4", {"block_size": 64}),
     "int4 block 128": ("int4", {"block_size": 128}),
@@ -123,7 +124,6 @@ def accuracy(size, seeds) -> None:
         if spec is not None:
             rows[name] = functools.partial(jaxmp.quantize, format=spec[0], **spec[1])
     rows["int8 tensor"] = functools.partial(jaxmp.quantize, format="int8", granularity="tensor")
-    rows["int4 row"] = functools.partial(jaxmp.quantize, format="int4", granularity="row")
     table = {name: [] for name in rows}
     for seed in seeds:
         model, params, evaluation = trained(size, seed)

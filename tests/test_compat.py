@@ -382,6 +382,12 @@ def _() -> None:
     assert attributes.broadcast_axes(eqn) == (1, 3)
 
 
+@relied_on("transpose: permutation", "params[permutation]")
+def _() -> None:
+    [eqn] = equations(lambda x: lax.transpose(x, (1, 0)), X)
+    assert attributes.permutation(eqn) == (1, 0)
+
+
 @relied_on("dot_general: out_sharding, and the sharding of an aval", "params[out_sharding]")
 def _() -> None:
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))

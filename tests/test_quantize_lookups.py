@@ -32,6 +32,12 @@ LOOKUPS = {
 }
 
 
+def check_same(name, got, want):
+    """Bit by bit, but for a product with the table: it is scaled after, and rounds less."""
+    close = 2.0**-6 * float(jnp.max(jnp.abs(want), initial=0.0, where=jnp.isfinite(want)))
+    np.testing.assert_allclose(got, want, 0, close * (name == "tied"), err_msg=name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["int8", "int4", "float8"])
 @pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
@@ -42,7 +48,7 @@ def test_a_lookup_is_what_it_was(fmt, granularity):
     for name, fn in LOOKUPS.items():
         fast = jaxmp.autocast(fn, "mixed_bfloat16")
         got, want = fast(q, INDICES), fast(q.dequantize(), INDICES)
-        np.testing.assert_array_equal(got, want, err_msg=name)
+        check_same(name, got, want)
 
 
 @slow_when(lambda name: name not in ("take", "tied"))
@@ -54,7 +60,7 @@ def test_no_more_than_the_rows_are_dequantised_for_it(name):
     assert {(a.shape, a.dtype.name) for a in read} == {((64, 32), "int8"), ((64, 1), "float32")}
     got = jax.jit(jaxmp.autocast(LOOKUPS[name], "mixed_bfloat16"))(q, INDICES)
     want = jax.jit(jaxmp.autocast(LOOKUPS[name], "mixed_bfloat16"))(q.dequantize(), INDICES)
-    np.testing.assert_array_equal(got, want)
+    check_same(name, got, want)
 
 
 def test_a_program_without_quantised_weights_is_left_alone():

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jax import lax
+
 from jaxmp._autocast.bind import apply
-from jaxmp._autocast.plan import Step
-from jaxmp._jaxprs.attributes import takes_result_dtype
+from jaxmp._autocast.plan import DType, Step, Stored
+from jaxmp._autocast.recipes.multiply import Sides
+from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs.attributes import product_axes, takes_result_dtype
+from jaxmp._jaxprs.compat import INLINE, shape_of
 
 
 def contract(step: Step, operands: Sequence[Any]) -> list[Any]:
@@ -20,3 +27,48 @@ def contract(step: Step, operands: Sequence[Any]) -> list[Any]:
         return apply(step.eqn, operands)
     low = next(dtype for dtype in step.ins if dtype is not None)
     return apply(step.eqn, operands, preferred_element_type=low)
+
+
+def contract_stored(step: Step, weight: Stored, x: Any, values: Any, scale: Any) -> list[Any]:
+    """The product of an operand with a stored weight, scaled in float32 and rounded once.
+
+    Args:
+      step: its step.
+      weight: the weight.
+      x: the other operand, in the low dtype.
+      values: the values of the weight, as they are stored.
+      scale: their scales.
+    """
+    eqn = step.eqn
+    ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))
+    sides = Sides.of(product_axes(eqn), ranks)
+    return [_stored_product(sides, weight.side, weight.order, x.dtype)(x, values, scale)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored_product(
+    sides: Sides, side: int, order: tuple[int, ...], low: DType
+) -> Callable[..., Any]:
+    def product(x: Any, values: Any, scale: Any, sums: DType) -> Any:
+        """The product, summed in a dtype."""
+        weight = lax.convert_element_type(lax.transpose(values, order), low)
+        left, right = (x, weight) if side else (weight, x)
+        if any(axes != tuple(range(len(axes))) for axes in sides.batch):
+            # XLA on CPU sums no product in float32 whose operands begin with another axis.
+            left, right, dims = sides.batch_first(left, right)
+        else:
+            dims = (sides.contracted, sides.batch)
+        out = lax.dot_general(left, right, dims, preferred_element_type=sums)
+        scale = sides.laid_out(lax.transpose(scale, order), side)
+        return lax.convert_element_type(lax.convert_element_type(out, FLOAT32) * scale, low)
+
+    @jax.custom_jvp
+    def scaled(x: Any, values: Any, scale: Any) -> Any:
+        return product(x, values, scale, FLOAT32)
+
+    @scaled.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        # Summed in 16 bits, so that its transpose multiplies a gradient of 16 bits.
+        return scaled(*primals), product(tangents[0], *primals[1:], low)
+
+    return jax.jit(scaled, inline=INLINE)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxmp._autocast.bind import apply, scale
-from jaxmp._autocast.contract import contract
+from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.kept import marked
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.reading import Environment, cast
@@ -62,6 +62,11 @@ def _scale(plan: Plan, step: Step, env: Environment) -> list[Any]:
 
 
 def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
+    if (weight := step.stored) is not None:
+        other = 1 - weight.side
+        x = env.read(step.eqn.invars[other], step.reads[other])
+        values, scale = env.arrays[weight.values], env.arrays[weight.scale]
+        return contract_stored(step, weight, x, values, scale)
     operands = env.operands(step)
     if step.product is None:
         return contract(step, operands)

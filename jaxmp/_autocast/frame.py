@@ -28,7 +28,7 @@ from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import widens_8_bits
 from jaxmp._jaxprs.compat import shape_of
-from jaxmp._jaxprs.scopes import DEQUANTISE
+from jaxmp._jaxprs.scopes import DEQUANTISE, ROWS
 from jaxmp._jaxprs.source import in_scope, is_backward
 
 # What these compute of weights alone is none.
@@ -285,7 +285,7 @@ class Frame:
                     self.kept_as[var] = value._replace(weight=weight)
         if self._dequantises and in_scope(eqn, DEQUANTISE):
             for var in filter(ours, eqn.outvars):  # a weight, though it is computed from integers
-                self.kept_as[var] = Value(licence=PARAMETER, weight=True)
+                self.kept_as[var] = Value(licence=PARAMETER, weight=not in_scope(eqn, ROWS))
         if self.is_made(eqn):
             self.made.update(eqn.outvars)
             for var in eqn.outvars:

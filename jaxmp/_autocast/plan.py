@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN, POSITION
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import FLOAT32, Rules
+from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.source import module_path, user_line
 
@@ -105,6 +106,32 @@ class Skipped(NamedTuple):
     intended: bool
 
 
+class Stored(NamedTuple):
+    """A weight that is stored in few bits, as values and scales of as many axes.
+
+    Attributes:
+      values: the variable of its values.
+      scale: that of its scales.
+      order: for each axis of the weight as it is read, which of theirs it is.
+      side: which operand of a product it is.
+    """
+
+    values: Any
+    scale: Any
+    order: tuple[int, ...]
+    side: int = 0
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scales, axes as those of the weight."""
+        shape = shape_of(self.scale)
+        return tuple(shape[i] for i in self.order)
+
+    def transposed(self, order: Sequence[int]) -> Stored:
+        """The weight, transposed."""
+        return self._replace(order=tuple(self.order[i] for i in order))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """What to do with one equation.
@@ -120,6 +147,7 @@ class Step:
       derived: of a function with derivative rules, makes it anew, with its rules transformed.
       product: of a contraction that a recipe multiplies: how.
       skipped: of a contraction that a recipe does not multiply: why not.
+      stored: of a contraction that reads a weight as it is stored: which.
     """
 
     eqn: JaxprEqn
@@ -131,6 +159,7 @@ class Step:
     derived: Callable[[], Callable[..., Any]] | None = None
     product: Contraction | None = None
     skipped: Skipped | None = None
+    stored: Stored | None = None
 
     @property
     def ins(self) -> tuple[DType | None, ...]:

@@ -182,6 +182,12 @@ def broadcast_axes(eqn: jex_core.JaxprEqn) -> Axes:
     return axes
 
 
+def permutation(eqn: jex_core.JaxprEqn) -> Axes:
+    """Of a ``transpose``: for each axis of the result, which of the operand it is."""
+    axes: Axes = eqn.params["permutation"]
+    return axes
+
+
 def looked_up(eqn: jex_core.JaxprEqn) -> tuple[frozenset[int], Axes]:
     """The axes of its operand that a gather takes an index along, and the sizes of its slices."""
     numbers = eqn.params["dimension_numbers"]

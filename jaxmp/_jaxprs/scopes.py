@@ -24,4 +24,6 @@ OWN = "own:"
 
 # Around what turns a quantised weight into an array: it runs in float32, and gives a parameter.
 DEQUANTISE = "jaxmp_dequantise"
+# Around that, where it is rows of a table that are looked up, which are no weights.
+ROWS = "jaxmp_rows"
 EXACTLY = f"{REGION}p=full,c=full,o=full"

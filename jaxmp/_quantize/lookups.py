@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, jitted_name, looked_up, widens_8_bits
 from jaxmp._jaxprs.higher_order import inside
-from jaxmp._jaxprs.scopes import DEQUANTISE
+from jaxmp._jaxprs.scopes import DEQUANTISE, ROWS
 from jaxmp._jaxprs.source import in_scope
 from jaxmp.quantized import QuantizedArray
 
@@ -112,4 +113,5 @@ def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | Non
     # Beyond the end of the table is what is asked for there: 1 times that.
     [values] = compat.bind(eqn, [table.values, indices], fill_value=1)
     [scale] = compat.bind(eqn, [table.scale, indices], slice_sizes=tuple(of_scale))
-    return [QuantizedArray(values, scale, table.dtype).dequantize()]
+    with jax.named_scope(ROWS):
+        return [QuantizedArray(values, scale, table.dtype).dequantize()]

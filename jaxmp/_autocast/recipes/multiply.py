@@ -43,6 +43,16 @@ class Sides(NamedTuple):
         start = len(self.batch[0]) + (len(self.free[0]) if side else 0)
         return tuple(range(start, start + len(self.free[side])))
 
+    def batch_first(self, left: Any, right: Any) -> tuple[Any, Any, Dims]:
+        """Both operands with the axes of the batch in front, and the dimension numbers for that."""
+        moved = []
+        for k, array in enumerate((left, right)):
+            moved.append(jnp.transpose(array, (*self.batch[k], *self.free[k], *self.contracted[k])))
+        batch = tuple(range(len(self.batch[0])))
+        last = len(self.contracted[0])
+        contracted = tuple(tuple(range(a.ndim - last, a.ndim)) for a in moved)
+        return (*moved, (contracted, (batch, batch)))  # type: ignore[return-value]
+
     def laid_out(self, array: Any, side: int) -> Any:
         """What varies over an operand's batch and free axes alone, over those of the result."""
         order = (*self.batch[side], *self.free[side], *self.contracted[side])
