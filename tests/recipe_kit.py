@@ -22,9 +22,11 @@ TINY = np.finfo(np.float32).tiny
 
 
 def quantised(x: np.ndarray, short: str, axes: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Values and scales: inverses are multiplied by, in float32."""
+    """Values and scales: powers of two of floats. Inverses are multiplied by, in float32."""
     amax = np.abs(x).max(axis=axes, keepdims=True).astype(np.float32)
     scale = np.maximum(amax * np.float32(1 / FORMATS[short].largest), TINY)
+    if short != "int8":
+        scale = np.exp2(np.ceil(np.log2(scale.astype(np.float64)))).astype(np.float32)
     return rounded(x, short, scale), scale.astype(np.float64)
 
 

@@ -27,11 +27,13 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxmp import _flax
 from jaxmp._jaxprs import attributes, compat
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.parameter_products import Parameter, contract
 
 from support import iter_eqns
 
 X, W = jnp.ones((6, 8)), jnp.ones((8, 8))
 BFLOAT16 = np.dtype(jnp.bfloat16)
+DOT = "dot_general"
 
 Row = Callable[[], None]
 ROWS: dict[str, Row] = {}
@@ -288,6 +290,26 @@ def _() -> None:
     zero = compat.symbolic_zero(jax.typeof(X))
     with_zero = jax.make_jaxpr(lambda ct: backward((ct, zero)))(X)
     assert "neg" not in str(with_zero)  # nothing of the cosine
+
+
+@relied_on(
+    "jax.interpreters: the rules of a primitive of one's own",
+    "jax.interpreters.batching",
+    "jax.interpreters.mlir",
+)
+def _() -> None:
+    [eqn] = equations(lambda x, w: x @ w, X, W)
+
+    def product(x: Any, w: Any) -> Any:
+        low = [x.astype(BFLOAT16), w.astype(BFLOAT16)]
+        return contract(eqn, low, {1: Parameter(w)}, BFLOAT16)
+
+    y, tangent = jax.jvp(lambda w: product(X, w), (W,), (W,))
+    np.testing.assert_array_equal(tangent, y)
+    gradient = jax.grad(lambda w: jnp.sum(jax.vmap(product, (0, None))(X[None], w)))
+    [found] = [e for e in iter_eqns(jax.make_jaxpr(gradient)(W)) if e.primitive.name == DOT][1:]
+    assert [v.aval.dtype for v in (*found.invars, *found.outvars)] == [BFLOAT16, BFLOAT16, "f4"]
+    np.testing.assert_array_equal(gradient(W), 6)
 
 
 @relied_on("inline of jax.jit")

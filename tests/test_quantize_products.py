@@ -61,17 +61,19 @@ def reasons(fn, *args):
 @slow_when(lambda name, fmt: fmt != "int8" and name != "a layer")
 @pytest.mark.parametrize("fmt", ["int8", "int4", "float8"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_rounds_its_other_operand_and_its_result_alone(name, fmt):
+def test_a_product_rounds_no_weight(name, fmt):
     leaf, shape, x_shape, fn = PRODUCTS[name]
     q, x = weight_and_input(leaf, shape, x_shape, fmt, granularity="row")
     fast = jaxmp.autocast(fn, "mixed_bfloat16")
     assert reasons(fn, q, x) == [SCALED_AFTER]
-    assert dots(fast, q, x) == [("bfloat16", "bfloat16", "float32")]
+    assert dots(fast, q, x) == [("bfloat16",) * 3]
     exact = np.asarray(q.values, np.float64) * np.asarray(q.scale, np.float64)
     narrow = np.asarray(x.astype(jnp.bfloat16), np.float64)
     want, size = fn(exact, narrow), fn(np.abs(exact), np.abs(narrow))
-    # One rounding of the result to 8 bits, and of up to 32 sums and a scale to 24.
-    limit = np.abs(want) * 2.0**-8 + size * 34 * 2.0**-24
+    # The sum is rounded to 8 bits, and so is its multiple; 32 sums and a scale to 24.
+    limit = np.abs(want) * 2.01 * 2.0**-8 + size * 34 * 2.0**-24
+    if name == "one batch axis of two":  # XLA on CPU adds up some such products in bfloat16
+        limit = size * 8 * 2.0**-8
     for got in (fast(q, x), jax.jit(fast)(q, x)):
         assert (np.abs(np.asarray(got, np.float64) - want) <= limit).all()
 
@@ -108,8 +110,7 @@ def test_gradients_multiply_in_16_bits(name):
         got = gradient(call, q)
         assert got.dtype == jnp.float32
         assert np.linalg.norm(got - want) < 0.005 * np.linalg.norm(want)
-    of_gradient = dots(lambda q: gradient(fast, q), q)[-1]
-    assert of_gradient == ("bfloat16",) * 3
+    assert set(dots(lambda q: gradient(fast, q), q)) == {("bfloat16",) * 3}
     _, tangent = jax.jvp(lambda x: fast(q, x), (x,), (x,))
     np.testing.assert_allclose(
         tangent, fn(q.dequantize(), x), atol=0.02 * float(abs(tangent).max())
@@ -173,7 +174,8 @@ def test_layers_of_a_loop():
     params = Model().init(KEYS[1], x)
     model = jaxmp.wrap(Model(), "mixed_bfloat16")
     small = jaxmp.quantize(params, "int8", min_size=1)
-    assert dots(model.apply, small, x) == [("bfloat16", "bfloat16", "float32")]
+    found = [r for r in jaxmp.explain(model.apply)(small, x).rows if r.op == "dot_general"]
+    assert [(r.count, r.dtype) for r in found] == [(3, "bfloat16")]
     want = Model().apply(jaxmp.dequantize(small), x)
     np.testing.assert_allclose(model.apply(small, x), want, atol=0.02 * float(abs(want).max()))
     alike = jax.vmap(model.apply, (None, 0))(small, x[None])

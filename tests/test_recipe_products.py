@@ -35,8 +35,12 @@ def test_values_and_scales(name: str, short: str, axes: tuple[int, ...]) -> None
     x = family(name, 0, 64, 48)
     got = jax.jit(quantise, static_argnums=(1, 2))(x.astype(np.float32), FORMATS[short], axes)
     np.testing.assert_array_equal(got.scale, quantised(x, short, axes)[1])
-    exact = np.abs(x).max(axis=axes, keepdims=True) / FORMATS[short].largest
-    np.testing.assert_allclose(got.scale, exact, rtol=2**-22)
+    fits = np.abs(x).max(axis=axes, keepdims=True) / FORMATS[short].largest
+    if short == "int8":
+        np.testing.assert_allclose(got.scale, fits, rtol=2**-22)
+    else:
+        assert (np.frexp(got.scale)[0] == 0.5).all()
+        assert ((got.scale >= fits * (1 - 2**-22)) & (got.scale < 2 * fits)).all()
     values = np.asarray(got.values).astype(np.float64)
     np.testing.assert_array_equal(values, rounded(x, short, np.asarray(got.scale)))
 
@@ -50,10 +54,11 @@ TABLE = {
     ("normal", products("e4m3", "e4m3", "bf16")): (0.038, 0.038, 0.004),
     ("normal", products("e4m3", "bf16", "bf16")): (0.038, 0.004, 0.004),
     ("normal", products("bf16", "e4m3")): (0.004, 0.038, 0.038),
-    ("heavy tails", float8()): (0.035, 0.040, 0.040),
-    ("heavy tails", float8("e5m2")): (0.035, 0.050, 0.050),
+    # Scales that fit, which are no powers of two, have .035 here; they train to a higher loss.
+    ("heavy tails", float8()): (0.040, 0.040, 0.042),
+    ("heavy tails", float8("e5m2")): (0.040, 0.057, 0.057),
     ("outlier columns", float8()): (0.038, 0.038, 0.038),
-    ("outlier columns", float8("e5m2")): (0.038, 0.060, 0.060),
+    ("outlier columns", float8("e5m2")): (0.038, 0.060, 0.062),
 }
 
 
@@ -80,7 +85,7 @@ def test_rows_over_seven_decades_want_a_scale_each() -> None:
     _, by_row, _ = all_three(product(float8(granularity="row")), x, w, g)
     assert worst_row(by_tensor, exact) > 0.9  # whole rows are lost: so rows are an option
     assert worst_row(wide, exact) < 0.08
-    assert worst_row(by_row, exact) < 0.045
+    assert worst_row(by_row, exact) < 0.048
 
 
 @pytest.mark.parametrize("recipe", [float8(), float8(granularity="row"), int8()], ids=str)

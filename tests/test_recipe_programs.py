@@ -429,7 +429,8 @@ def test_what_is_no_second_derivative_is_not_refused() -> None:
     fast = jaxmp.autocast(loss, POLICY)
     want = jax.grad(fast)(weights(), TOKENS)
     value = lambda p: jax.vjp(lambda q: fast(q, TOKENS), p)[0]  # noqa: E731
-    assert error(jax.grad(value)(weights()), want) == 0
+    # What is differentiated twice leaves its products in 16 bits.
+    assert error(jax.grad(value)(weights()), want) < 2**-8
 
 
 def test_a_backward_pass_in_the_program_is_in_16_bits_and_says_so() -> None:

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxmp._autocast.bind import apply
 from jaxmp._autocast.plan import DType, Step, Stored
-from jaxmp._autocast.recipes.multiply import Sides
+from jaxmp._autocast.recipes.multiply import Sides, sums_in
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.attributes import product_axes, takes_result_dtype
 from jaxmp._jaxprs.compat import INLINE, shape_of
@@ -30,7 +30,7 @@ def contract(step: Step, operands: Sequence[Any]) -> list[Any]:
 
 
 def contract_stored(step: Step, weight: Stored, x: Any, values: Any, scale: Any) -> list[Any]:
-    """The product of an operand with a stored weight, scaled in float32 and rounded once.
+    """The product of an operand with a stored weight, scaled in float32.
 
     Args:
       step: its step.
@@ -53,23 +53,20 @@ def _stored_product(
         """The product, summed in a dtype."""
         weight = lax.convert_element_type(lax.transpose(values, order), low)
         left, right = (x, weight) if side else (weight, x)
-        if any(axes != tuple(range(len(axes))) for axes in sides.batch):
-            # XLA on CPU sums no product in float32 whose operands begin with another axis.
-            left, right, dims = sides.batch_first(left, right)
-        else:
-            dims = (sides.contracted, sides.batch)
+        dims = sides.contracted, sides.batch
         out = lax.dot_general(left, right, dims, preferred_element_type=sums)
         scale = sides.laid_out(lax.transpose(scale, order), side)
         return lax.convert_element_type(lax.convert_element_type(out, FLOAT32) * scale, low)
 
     @jax.custom_jvp
     def scaled(x: Any, values: Any, scale: Any) -> Any:
-        return product(x, values, scale, FLOAT32)
+        return product(x, values, scale, sums_in(low))
 
     @scaled.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         # Summed in 16 bits, so that its transpose multiplies a gradient of 16 bits.
-        _, values, scale = primals
-        return scaled(*primals), product(tangents[0], values, scale, low)
+        x, values, scale = primals
+        out = product(x, values, scale, sums_in(low))
+        return out, product(tangents[0], values, scale, low)
 
     return jax.jit(scaled, inline=INLINE)

@@ -88,15 +88,16 @@ def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
         values, scale = env.arrays[weight.values], env.arrays[weight.scale]
         return contract_stored(step, weight, x, values, scale)
     operands = env.operands(step)
-    if step.product is None and step.parameters:
-        parameters = {i: _parameter(env, step.eqn.invars[i]) for i in step.parameters}
+    parameters = {i: _parameter(env, step.eqn.invars[i]) for i in step.parameters}
+    if step.product is not None:
+        left, right, *sizes = operands
+        copies = (env.copy(step, step.product, left, 0), env.copy(step, step.product, right, 1))
+        by = {i: parameter.moved() for i, parameter in parameters.items()}
+        return [derivative.contract(step.product, (left, right), copies, sizes, by)]
+    if parameters:
         low = next(dtype for dtype in step.ins if dtype is not None)
         return [parameter_products.contract(step.eqn, operands, parameters, low)]
-    if step.product is None:
-        return contract(step, operands)
-    left, right, *sizes = operands
-    copies = (env.copy(step, step.product, left, 0), env.copy(step, step.product, right, 1))
-    return [derivative.contract(step.product, (left, right), copies, sizes)]
+    return contract(step, operands)
 
 
 # Higher-order equations.

@@ -103,7 +103,8 @@ def _contraction(op: Op, types: tuple[Any, ...], sources: Any, low: DType) -> Ca
             side = i if i < count else sides[i - count]
             given = (*operands[:side], tangent, *operands[side + 1 :])
             terms.append(_bound(op, given, low) if i < count else by(i - count).bind(given))
-        out = product(*primals)
+        # In the open, where the policies of `jax.checkpoint` see a product that they may save.
+        out = _bound(op, operands, low)
         return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
 
     product.defjvp(jvp, symbolic_zeros=True)
@@ -138,7 +139,7 @@ def _float32(aval: Any) -> Any:
 # The derivative by a parameter.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Product:
     """A contraction with a parameter, as a primitive that is linear in it.
 
@@ -163,17 +164,16 @@ class _Product:
         given[self.side] = lax.convert_element_type(given[self.side], self.low)
         return _evaluated(self.jaxpr, given, self.low)
 
-    def transposed(self, by: int, of: Any, given: Sequence[Any], sums: DType) -> Any:
-        """What it is transposed by an operand.
+    def transposed(self, by: int, of: Any, given: Sequence[Any]) -> Any:
+        """A closed jaxpr in float32: the product, transposed by an operand.
 
         Args:
           by: which.
           of: the type of that.
-          given: the gradient of the result and the other operands, low.
-          sums: the dtype of what comes out.
+          given: the gradient of the result and the other operands, of which it is a function.
         """
         types = tuple(_float32(jax.typeof(x)) for x in given)
-        return _evaluated(_transposed(self, by, _float32(of), types), given, sums)
+        return _transposed(self, by, _float32(of), types)
 
 
 def _evaluated(jaxpr: Any, operands: Sequence[Any], sums: DType) -> Any:
@@ -217,13 +217,12 @@ def _gradient(product: _Product, of: Any) -> Callable[..., Any]:
 
     @jax.custom_jvp
     def gradient(*given: Any) -> Any:
-        return product.transposed(product.side, of, given, FLOAT32)
+        return _summed_wide(product.transposed(product.side, of, given), given)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        jaxpr = product.transposed(product.side, of, primals)
         terms = [
-            product.transposed(
-                product.side, of, (*primals[:i], tangent, *primals[i + 1 :]), product.low
-            )
+            _evaluated(jaxpr, (*primals[:i], tangent, *primals[i + 1 :]), product.low)
             for i, tangent in enumerate(tangents)
             if not isinstance(tangent, SymbolicZero)
         ]
@@ -243,7 +242,7 @@ def _run(*operands: Any, product: _Product, jaxpr: Any) -> Any:  # noqa: ARG001
     return product.narrow(operands)
 
 
-def _type(*_avals: Any, product: _Product, jaxpr: Any) -> Any:  # noqa: ARG001
+def _type(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
     [out] = compat.closed(jaxpr).jaxpr.outvars
     return out.aval
 
@@ -275,7 +274,8 @@ def _transpose(g: Any, *operands: Any, product: _Product, jaxpr: Any) -> list[An
         grad = _gradient(product, aval)(g, *operands[:by], *operands[by + 1 :])
     else:
         given[product.side] = lax.convert_element_type(given[product.side], product.low)
-        grad = product.transposed(by, aval, [g, *given[:by], *given[by + 1 :]], product.low)
+        others = (g, *given[:by], *given[by + 1 :])
+        grad = _evaluated(product.transposed(by, aval, others), others, product.low)
     return [grad if i == by else None for i in range(len(operands))]
 
 
@@ -287,17 +287,19 @@ def _batch(
     jaxpr: Any,  # noqa: ARG001
 ) -> tuple[Any, int]:
     types = tuple(_float32(jax.typeof(x)) for x in operands)
-    return _batched(product, tuple(axes), types).bind(operands), 0
+    mapped = _mapped(product.jaxpr, tuple(axes), types)
+    return dataclasses.replace(product, jaxpr=mapped).bind(operands), 0
 
 
 @functools.lru_cache(maxsize=4096)
-def _batched(product: _Product, axes: tuple[int | None, ...], types: tuple[Any, ...]) -> _Product:
+def _mapped(jaxpr: Any, axes: tuple[int | None, ...], types: tuple[Any, ...]) -> Any:
+    """A closed jaxpr of one result, under `jax.vmap`."""
+
     def one(*operands: Any) -> Any:
-        [out] = jaxpr_as_fun(product.jaxpr)(*operands)
+        [out] = jaxpr_as_fun(jaxpr)(*operands)
         return out
 
-    mapped = compat.trace(jax.vmap(one, in_axes=axes), types)
-    return dataclasses.replace(product, jaxpr=mapped)
+    return compat.trace(jax.vmap(one, in_axes=axes), types)
 
 
 by_parameter_p.def_impl(_run)
@@ -306,3 +308,92 @@ ad.primitive_jvps[by_parameter_p] = _jvp
 ad.primitive_transposes[by_parameter_p] = _transpose
 batching.primitive_batchers[by_parameter_p] = _batch
 mlir.register_lowering(by_parameter_p, mlir.lower_fun(_run, multiple_results=False))
+
+
+# Products of 16-bit operands in float32.
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Held:
+    """A jaxpr that nobody looks into: what runs is another."""
+
+    jaxpr: Any
+
+
+def _summed_wide(jaxpr: Any, operands: Sequence[Any]) -> Any:
+    """What a closed jaxpr in float32 contracts, of low operands, in float32."""
+    types = tuple(map(jax.typeof, operands))
+    return wide_p.bind(*operands, held=_held(jaxpr), jaxpr=_wide(jaxpr, types))
+
+
+def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
+    """The float32 `lax.dot_general` of 16-bit arrays; its derivative is a product of 16 bits."""
+    types = tuple(_float32(jax.typeof(x)) for x in (a, b))
+
+    @jax.custom_jvp
+    def dot(*operands: Any) -> Any:
+        return _summed_wide(_dot(types, dims, out_sharding), operands)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        def low(a: Any, b: Any) -> Any:
+            sums = np.dtype(a.dtype)
+            return lax.dot_general(
+                a, b, dims, preferred_element_type=sums, out_sharding=out_sharding
+            )
+
+        (a, b), (da, db) = primals, tangents
+        return dot(a, b), lax.convert_element_type(lax.add(low(da, b), low(a, db)), FLOAT32)
+
+    dot.defjvp(jvp)
+    return dot(a, b)
+
+
+@functools.lru_cache(maxsize=4096)
+def _dot(types: tuple[Any, ...], dims: Any, out_sharding: Any) -> Any:
+    return compat.trace(lambda a, b: lax.dot_general(a, b, dims, out_sharding=out_sharding), types)
+
+
+_held = functools.lru_cache(maxsize=4096)(_Held)
+
+
+@functools.lru_cache(maxsize=4096)
+def _wide(jaxpr: Any, types: tuple[Any, ...]) -> Any:
+    return compat.trace(lambda *operands: _evaluated(jaxpr, operands, FLOAT32), types)
+
+
+wide_p = Primitive("product_in_float32")
+
+
+def _run_wide(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: ARG001
+    return _evaluated(held.jaxpr, operands, FLOAT32)
+
+
+def _run_wide_on_cpu(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: ARG001
+    # The same numbers: XLA on CPU has no such product in every layout, and fails when it runs.
+    wide = [x if x.dtype.kind in "iu" else lax.convert_element_type(x, FLOAT32) for x in operands]
+    return _evaluated(held.jaxpr, wide, FLOAT32)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(held: _Held, jaxpr: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(wide_p.bind, held=held, jaxpr=jaxpr))
+
+
+def _batch_wide(
+    operands: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    held: _Held,
+    jaxpr: Any,  # noqa: ARG001
+) -> tuple[Any, int]:
+    types = tuple(_float32(jax.typeof(x)) for x in operands)
+    return _summed_wide(_mapped(held.jaxpr, tuple(axes), types), operands), 0
+
+
+wide_p.def_impl(lambda *operands, held, jaxpr: _jitted(held, jaxpr)(*operands))
+wide_p.def_abstract_eval(_type)
+batching.primitive_batchers[wide_p] = _batch_wide
+mlir.register_lowering(wide_p, mlir.lower_fun(_run_wide, multiple_results=False))
+mlir.register_lowering(
+    wide_p, mlir.lower_fun(_run_wide_on_cpu, multiple_results=False), platform="cpu"
+)

@@ -98,7 +98,7 @@ def quantise_blocks(x: Any, fmt: Format, blocks: Blocks) -> Quantised:
     The scale is a power of two, so that what is quantised twice does not round twice. It is rounded
     up; OCP's conversion (MX 1.0, section 6.3) rounds down, and saturates.
     """
-    values, scale, _ = convert(_split(x, blocks), fmt, (2, 4), power_of_two=True)
+    values, scale, _ = convert(_split(x, blocks), fmt, (2, 4))
     values = _join(values, x.shape)
     scale = scale.reshape(values.shape[0], *scale.shape[1:4:2])
     return Quantised(kept(values), scale)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +40,7 @@ class Contraction(abc.ABC):
     Attributes:
       recipe: the recipe.
       weight: which operand is the weight: 0 or 1.
-      dtype: the dtype of the result.
+      dtype: the dtype of the result, or of the gradient that `gradient` gives.
       name: what an error calls it.
       sharding: how the result is sharded, where the author says so.
     """
@@ -120,7 +121,13 @@ def _zero_of(x: Any) -> Any:
     return jnp.sum(x[:0], dtype=jnp.float32)
 
 
-def contract(product: Contraction, operands: Pair, copies: Pair, sizes: Sequence[Any] = ()) -> Any:
+def contract(
+    product: Contraction,
+    operands: Pair,
+    copies: Pair,
+    sizes: Sequence[Any] = (),
+    parameters: Mapping[int, Any] = MappingProxyType({}),
+) -> Any:
     """The contraction, and by its derivative rule the two products of its gradient.
 
     Args:
@@ -128,11 +135,14 @@ def contract(product: Contraction, operands: Pair, copies: Pair, sizes: Sequence
       operands: both, in the compute dtype or float32.
       copies: of each what `quantise` made of it; several products may share one.
       sizes: what it reads besides, of integers.
+      parameters: the float32 parameters that operands are low copies of, and by which the
+        contraction is differentiated: their gradients are float32.
     """
     # Computed in the open, where the policies of `jax.checkpoint` see a product that they may save.
     plain = lax.stop_gradient(operands)
     eight = lax.stop_gradient((copies[0] and copies[0].array, copies[1] and copies[1].array))
-    return _rule(product)(product.multiply(plain, eight, sizes), operands, copies, tuple(sizes))
+    by = tuple(parameters.get(k, operands[k]) for k in range(2))
+    return _rule(product)(product.multiply(plain, eight, sizes), by, plain, copies, tuple(sizes))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,22 +150,24 @@ def _rule(product: Contraction) -> Callable[..., Any]:
     """The identity on a product of two operands, with the product's derivative."""
 
     @jax.custom_vjp
-    def of_operands(out: Any, _operands: Any, _copies: Any, _sizes: Any) -> Any:
+    def of_operands(out: Any, _by: Any, _operands: Any, _copies: Any, _sizes: Any) -> Any:
         return out
 
-    def forward(out: Any, operands: Any, copies: Any, sizes: Any) -> Any:
+    def forward(out: Any, by: Any, operands: Any, copies: Any, sizes: Any) -> Any:
         saved = tuple(product.saved(operands[k], copies[k], k) for k in range(2))
-        types = tuple(_Type(x.dtype, explicit_sharding(x)) for x in operands)
-        return of_operands(out, operands, copies, sizes), (saved, types, sizes)
+        types = tuple(_Type(x.dtype, explicit_sharding(x)) for x in by)
+        return of_operands(out, by, operands, copies, sizes), (saved, types, sizes)
 
     def backward(residuals: Any, g: Any) -> Any:
         saved, types, sizes = residuals
 
         def gradient(of: int) -> Any:
-            once = _once(product, of, types[of].sharding)
-            return once(g, saved[1 - of], sizes).astype(types[of].dtype)
+            once = _once(
+                dataclasses.replace(product, dtype=types[of].dtype), of, types[of].sharding
+            )
+            return once(g, saved[1 - of], sizes)
 
-        return None, (gradient(0), gradient(1)), None, None
+        return None, (gradient(0), gradient(1)), None, None, None
 
     of_operands.defvjp(forward, backward)
     return of_operands

@@ -43,16 +43,6 @@ class Sides(NamedTuple):
         start = len(self.batch[0]) + (len(self.free[0]) if side else 0)
         return tuple(range(start, start + len(self.free[side])))
 
-    def batch_first(self, left: Any, right: Any) -> tuple[Any, Any, Dims]:
-        """Both operands with the axes of the batch in front, and the dimension numbers for that."""
-        moved = []
-        for k, array in enumerate((left, right)):
-            moved.append(jnp.transpose(array, (*self.batch[k], *self.free[k], *self.contracted[k])))
-        batch = tuple(range(len(self.batch[0])))
-        last = len(self.contracted[0])
-        contracted = tuple(tuple(range(a.ndim - last, a.ndim)) for a in moved)
-        return (*moved, (contracted, (batch, batch)))  # type: ignore[return-value]
-
     def laid_out(self, array: Any, side: int) -> Any:
         """What varies over an operand's batch and free axes alone, over those of the result."""
         order = (*self.batch[side], *self.free[side], *self.contracted[side])
@@ -82,12 +72,12 @@ def multiply(
       dtype: of the result.
       exact: whether to accumulate in float32 on hardware that can do with less.
       folds: whether there is one scale, which XLA gives to the call if it need not convert the
-        result for it: it is rounded to `dtype`, which for bfloat16 is an error of 2^-9 at most,
-        where the values' are 2^-4.
+        result for it: in `dtype`, which has the powers of two that floats' scales are. Those of
+        int8 are not; but it has none of a whole array.
       sharding: how the result is sharded, where its type is to say so.
     """
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-    sums = np.dtype(np.int32) if a.values.dtype == np.int8 else _sums(dtype)
+    sums = np.dtype(np.int32) if a.values.dtype == np.int8 else sums_in(dtype)
     out = lax.dot_general(
         a.values,
         b.values,
@@ -110,7 +100,7 @@ def _scaled(out: Any, scales: Sequence[Any], dtype: Any, *, folds: bool) -> Any:
     return out.astype(dtype)
 
 
-def _sums(dtype: Any) -> Any:
+def sums_in(dtype: Any) -> Any:
     """What an unscaled product is returned in: float16 would overflow before it is scaled."""
     return np.dtype(np.float32) if np.dtype(dtype) == np.float16 else np.dtype(dtype)
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmp._autocast.recipes.derivative import Contraction, Pair
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
 from jaxmp._autocast.recipes.quantise import Quantised, quantise
+from jaxmp._jaxprs.parameter_products import dot_in_float32
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS, Format
 
@@ -63,7 +64,7 @@ class Product(Contraction):
         sharding = sharding and _before(sharding, order)
         fmt = self.backward(of)
         if not fmt.scaled:
-            return jnp.transpose(_plain(g, other, fmt, sides, g.dtype, sharding), order)
+            return jnp.transpose(_plain(g, other, fmt, sides, self.dtype, sharding), order)
         if not isinstance(other, Quantised):
             shared = range(other.ndim) if self.folds else sides.contracted[1]
             other = quantise(other, FORMATS["e4m3"], shared)
@@ -84,14 +85,13 @@ class Product(Contraction):
 
 
 def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any, sharding: Any) -> Any:
-    """A product in 16 bits or float32."""
+    """A product of 16 bits or float32."""
     a, b = (x.astype(fmt.name) for x in (a, b))
+    dims = sides.contracted, sides.batch
+    if a.dtype != dtype == np.float32:
+        return dot_in_float32(a, b, dims, sharding)
     out = lax.dot_general(
-        a,
-        b,
-        (sides.contracted, sides.batch),
-        preferred_element_type=np.dtype(fmt.name),
-        out_sharding=sharding,
+        a, b, dims, preferred_element_type=np.dtype(fmt.name), out_sharding=sharding
     )
     return out.astype(dtype)
 

@@ -51,7 +51,7 @@ class RaggedProduct(Contraction):
         numbers, fmt = (_BY_MATRICES if of else _BY_ROWS), self.backward(of)
         if not fmt.scaled:
             left, right = (x.astype(fmt.name) for x in ((other, g) if of else (g, other)))
-            return _ragged(left, right, sizes, numbers, fmt.name).astype(g.dtype)
+            return _ragged(left, right, sizes, numbers, fmt.name).astype(self.dtype)
         if not isinstance(other, Quantised):
             other = quantise(other, FORMATS["e4m3"], self.shared(1 - of))
         if self.recipe.granularity == "tensor":
