@@ -142,7 +142,7 @@ def contract(
     plain = lax.stop_gradient(operands)
     eight = lax.stop_gradient((copies[0] and copies[0].array, copies[1] and copies[1].array))
     by = tuple(parameters.get(k, operands[k]) for k in range(2))
-    return _rule(product)(product.multiply(plain, eight, sizes), by, plain, copies, tuple(sizes))
+    return _rule(product)(product.multiply(plain, eight, sizes), by, operands, copies, tuple(sizes))
 
 
 @functools.lru_cache(maxsize=1024)
