@@ -194,7 +194,7 @@ def products(loss_fn: Any, policy: str, params: Any, batch: Batch) -> tuple[str,
     """How many products of the loss run as the recipe says; what the step's are multiplied in."""
     recipe = jaxmp.get_policy(policy).matmul
     rows = [r for r in jaxmp.explain(loss_fn)(params, batch).rows if r.op in aot.CONTRACTIONS]
-    meant = sum(r.count for r in rows if r.reason.startswith("contraction, "))
+    meant = sum(r.count for r in rows if f", {recipe}" in r.reason)
     planned = f"{meant} of {sum(r.count for r in rows)}" if recipe else "-"
     counts = aot.contraction_counts(jax.value_and_grad(loss_fn), params, batch)
     eight = sum(n for dtypes, n in counts.items() if set(dtypes.split("*")) & set(EIGHT_BITS))
