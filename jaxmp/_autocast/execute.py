@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import Literal
 
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.kept import marked
 from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.primitives import CROSSING
 from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.recipes import derivative
 from jaxmp._autocast.rules import FLOAT32
@@ -75,6 +77,14 @@ def _parameter(env: Environment, atom: Any) -> Parameter:
 
 def _bind(plan: Plan, step: Step, env: Environment) -> list[Any]:
     return apply(step.eqn, env.operands(step))
+
+
+def _reorder(plan: Plan, step: Step, env: Environment) -> list[Any]:
+    operands = env.operands(step)
+    if step.eqn.primitive.name in CROSSING and step.outs[0] not in (None, FLOAT32):
+        # Or XLA sends float32, and narrows what has arrived.
+        operands = [lax.optimization_barrier(x) for x in operands]
+    return apply(step.eqn, operands)
 
 
 def _scale(plan: Plan, step: Step, env: Environment) -> list[Any]:
@@ -149,7 +159,7 @@ def _custom(plan: Plan, step: Step, env: Environment) -> list[Any]:
 
 _ACTIONS: dict[str, Callable[[Plan, Step, Environment], list[Any]]] = {
     "bind": _bind,
-    "reorder": _bind,
+    "reorder": _reorder,
     "scale": _scale,
     "contract": _contract,
     "inside": _inside,

@@ -25,6 +25,7 @@ from jaxmp._autocast.licences import (
 )
 from jaxmp._autocast.plan import DType, Skipped, Step, Value
 from jaxmp._autocast.primitives import (
+    CROSSING,
     CUMULATIVE,
     LOW,
     REORDERING,
@@ -167,7 +168,7 @@ def _transparent(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
         [None if widen else dtype] * len(values),
         [out] * len(eqn.outvars),
         "repeats values: its gradient is summed in float32" if widen else MOVES,
-        action="reorder" if eqn.primitive.name in REORDERING else "bind",
+        action="reorder" if eqn.primitive.name in REORDERING | CROSSING else "bind",
     )
 
 

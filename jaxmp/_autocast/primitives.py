@@ -260,8 +260,11 @@ MOVING = frozenset(
 # Of the transparent ops, those that neither drop nor repeat an element: `early_casts`.
 REORDERING = frozenset({"reshape", "transpose", "squeeze", "rev"})
 
+# Of the transparent ops, those that send values from device to device, or say that they are there.
+CROSSING = frozenset({"sharding_constraint", "reshard", "all_gather", "pvary"})
+
 # Moves on the way to a contraction, which are made in its dtype: those, and what joins operands.
-TO_CONTRACTIONS = REORDERING | {"concatenate", "pad"}
+TO_CONTRACTIONS = REORDERING | CROSSING | {"concatenate", "pad"}
 
 # Moves that take a value in parts: `early_casts`.
 IN_PARTS = REORDERING | frozenset(

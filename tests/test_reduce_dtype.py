@@ -1,0 +1,241 @@
+"""`Policy.reduce_dtype`: in which dtype gradients of parameters leave their products, and cross."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxmp
+
+from support import iter_eqns, slow_when
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+POLICIES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16", "mixed_float8": "bfloat16"}
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+# name of a program → the shapes of its parameter and its input, and the program
+PROGRAMS = {
+    "layer": ((8, 16), (6, 8), lambda w, x: x @ w),
+    "sequence": ((8, 16), (2, 6, 8), lambda w, x: x @ w),
+    "vector": ((8, 16), (8,), lambda w, x: x @ w),
+    "transposed": ((16, 8), (6, 8), lambda w, x: x @ w.T),
+    "moved": ((2, 8, 8), (6, 8), lambda w, x: x @ w.transpose(1, 0, 2).reshape(8, 16)[::-1]),
+    "joined": ((8, 8), (6, 8), lambda w, x: x @ jnp.concatenate([w, w.T], 1)),
+    "heads": ((8, 2, 8), (2, 6, 8), lambda w, x: jnp.einsum("bti,ihd->bhtd", x, w)),
+    "experts": ((3, 8, 16), (2, 3, 8), lambda w, x: jnp.einsum("bei,eio->beo", x, w)),
+    "convolution": (
+        (3, 8, 16),
+        (2, 6, 8),
+        lambda w, x: lax.conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        ),
+    ),
+    "ragged": ((2, 8, 16), (6, 8), lambda w, x: lax.ragged_dot(x, w, jnp.array([4, 2]))),
+    "loop": (
+        (3, 8, 8),
+        (6, 8),
+        lambda w, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0],
+    ),
+    "remat": ((8, 16), (6, 8), lambda w, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(w, x)),
+    "mapped": ((8, 16), (2, 6, 8), lambda w, x: jax.vmap(lambda x: x @ w)(x)),
+    "weights mapped": ((2, 8, 16), (6, 8), lambda w, x: jax.vmap(lambda w: x @ w)(w)),
+    "twice": ((8, 8), (6, 8), lambda w, x: jnp.tanh(x @ w) @ w),
+}
+
+
+def given(name: str) -> tuple[jax.Array, jax.Array]:
+    w, x, _ = PROGRAMS[name]
+    return jax.random.normal(KEYS[0], w) / 4, jax.random.normal(KEYS[1], x)
+
+
+def gradient(fn: Any, w: jax.Array, x: jax.Array) -> Any:
+    """The gradient by the parameter of a loss that weighs every result."""
+    weights = jax.random.normal(KEYS[2], jax.eval_shape(fn, w, x).shape)
+    return jax.grad(lambda w: jnp.sum(weights * fn(w, x)))
+
+
+def products(fn: Any, *args: Any) -> Counter[tuple[str, ...]]:
+    """Contractions by the dtypes of their operands and of their result."""
+    eqns = [e for e in iter_eqns(jax.make_jaxpr(fn)(*args)) if e.primitive.name in CONTRACTIONS]
+    return Counter(tuple(v.aval.dtype.name for v in (*e.invars[:2], *e.outvars)) for e in eqns)
+
+
+def error(got: Any, want: Any) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@slow_when(lambda name, policy: policy != "mixed_bfloat16")
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_leave_products_in_float32(name: str, policy: str) -> None:
+    fn, low = PROGRAMS[name][2], POLICIES[policy]
+    w, x = given(name)
+    wide, narrow = (
+        gradient(jaxmp.autocast(fn, f"{policy}{refined}"), w, x)
+        for refined in ("", f",reduce={low}")
+    )
+    assert products(wide, w)[low, low, "float32"] == (2 if name == "twice" else 1)
+    assert set(products(narrow, w)) == {(low, low, low)}
+    want = gradient(fn, w, x)(w)
+    for run in (wide, jax.jit(wide)):
+        got = run(w)
+        assert got.dtype == jnp.float32
+        assert error(got, want) < (0.02 if name in ("loop", "twice") else 0.006)
+    # What is rounded once less is as near, but for what rounding chances to mend.
+    assert error(wide(w), want) < 1.1 * error(narrow(w), want)
+
+
+def test_it_is_the_product_of_the_rounded_operands() -> None:
+    w, x = given("sequence")
+    g = jax.random.normal(KEYS[3], (2, 6, 16))
+    _, vjp = jax.vjp(lambda w: jaxmp.autocast(PROGRAMS["sequence"][2], "mixed_bfloat16")(w, x), w)
+    [got] = vjp(g)
+    exact = np.einsum("bti,bto->io", *(np.float64(v.astype(jnp.bfloat16)) for v in (x, g)))
+    np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["layer", "transposed", "twice", "convolution"])
+def test_derivatives_of_other_kinds(name: str) -> None:
+    fn = PROGRAMS[name][2]
+    w, x = given(name)
+    fast = jaxmp.autocast(fn, "mixed_bfloat16")
+
+    def kinds(f: Any) -> dict[str, Any]:
+        loss = lambda w: jnp.sum(jnp.tanh(f(w, x)))  # noqa: E731
+        along = jnp.cos(w)
+        twice = lambda w: jnp.sum(jax.grad(loss)(w) * along)  # noqa: E731
+        return {
+            "jvp": lambda: jax.jvp(lambda w: f(w, x), (w,), (along,))[1],
+            "linearize": lambda: jax.linearize(lambda w: f(w, x), w)[1](along),
+            "forward over reverse": lambda: jax.jvp(jax.grad(loss), (w,), (along,))[1],
+            "reverse over reverse": lambda: jax.grad(twice)(w),
+            "per example": lambda: jax.vmap(jax.grad(loss))(jnp.stack([w, 2 * w])),
+            "jacrev": lambda: jax.jacrev(lambda w: f(w, x).sum(-1))(w),
+        }
+
+    exact = kinds(fn)
+    for kind, run in kinds(fast).items():
+        assert error(jax.jit(run)(), exact[kind]()) < 0.06, kind
+        found = products(run)
+        assert {dtype for dtypes in found for dtype in dtypes[:2]} == {"bfloat16"}, (kind, found)
+
+
+@pytest.mark.parametrize("recipe", ["float8", "e4m3:e4m3:bf16", "int8"])
+def test_gradients_of_recipes(recipe: str) -> None:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            h = nn.Embed(16, 32)(tokens)
+            return nn.Dense(16)(jnp.tanh(nn.Dense(48, use_bias=False)(h)))
+
+    tokens = jnp.arange(16)
+    params = Model().init(KEYS[0], tokens)
+
+    def loss(model):
+        return lambda p: jnp.sum(model.apply(p, tokens) ** 2)
+
+    wide, narrow = (
+        jax.grad(loss(jaxmp.wrap(Model(), f"mixed_bfloat16,matmul={recipe}{refined}")))
+        for refined in ("", ",reduce=bf16")
+    )
+    want = jax.grad(loss(Model()))(params)["params"]["Dense_0"]["kernel"]
+    got, rounded = (g(params)["params"]["Dense_0"]["kernel"] for g in (wide, narrow))
+    assert error(got, want) < 0.08
+    assert np.array_equal(rounded, rounded.astype(jnp.bfloat16))
+    assert not np.array_equal(got, got.astype(jnp.bfloat16))
+
+
+def test_what_jax_checkpoint_saves() -> None:
+    """Its policies see a product, in the dtype in which it was multiplied."""
+    seen = []
+
+    def watch(primitive: Any, *_avals: Any, **_params: Any) -> bool:
+        seen.append(primitive.name)
+        return primitive.name == "dot_general"
+
+    w, x = given("layer")
+    fast = jaxmp.autocast(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w.T), "mixed_bfloat16")
+    saving = jax.grad(lambda w: jax.checkpoint(fast, policy=watch)(w, x).sum())
+    assert seen == []
+    found = products(saving, w)
+    assert seen.count("dot_general") == 2
+    assert found == {("bfloat16",) * 3: 3, ("bfloat16", "bfloat16", "float32"): 2}
+
+
+# Crossing.
+
+
+def mesh(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((8,), ("d",), axis_types=(kind,))
+
+
+CROSSINGS = {
+    "constraint": (
+        AxisType.Auto,
+        lambda m, w: lax.with_sharding_constraint(w, NamedSharding(m, PartitionSpec())),
+        "sharding_constraint",
+    ),
+    "reshard": (
+        AxisType.Explicit,
+        lambda m, w: jax.sharding.reshard(w, PartitionSpec()),
+        "reshard",
+    ),
+    "all_gather": (
+        AxisType.Auto,
+        lambda m, w: lax.all_gather(w, "d", tiled=True),
+        "all_gather",
+    ),
+}
+
+
+@slow_when(lambda refined: refined != "")
+@pytest.mark.parametrize("refined", ["", ",reduce=bf16"])
+@pytest.mark.parametrize("name", CROSSINGS)
+def test_weights_cross_in_16_bits(name: str, refined: str) -> None:
+    kind, gather, primitive = CROSSINGS[name]
+    devices = mesh(kind)
+    w, x = jax.random.normal(KEYS[0], (16, 8)) / 4, jax.random.normal(KEYS[1], (8, 16))
+    by_row = NamedSharding(devices, PartitionSpec("d"))
+
+    def one(w, x):
+        return jnp.sum(jnp.tanh(x @ gather(devices, w)) ** 2)
+
+    def fn(w, x):
+        if name != "all_gather":
+            return one(w, x)
+        spec = PartitionSpec("d")
+        run = lambda w, x: lax.psum(one(w, x), "d")  # noqa: E731
+        return jax.shard_map(run, mesh=devices, in_specs=(spec, spec), out_specs=PartitionSpec())(
+            w, x
+        )
+
+    with jax.set_mesh(devices):
+        sharded = jax.device_put(w, by_row), jax.device_put(x, by_row)
+        step = jax.grad(jaxmp.autocast(fn, f"mixed_bfloat16{refined}"))
+        eqns = list(iter_eqns(jax.make_jaxpr(step)(*sharded)))
+        crossing = [e for e in eqns if e.primitive.name == primitive]
+        assert crossing[0].invars[0].aval.dtype == jnp.bfloat16
+        back = "reduce_scatter" if name == "all_gather" else primitive
+        returning = [e for e in eqns if e.primitive.name == back][-1]
+        assert returning.invars[0].aval.dtype == ("bfloat16" if refined else "float32")
+        got = jax.jit(step)(*sharded)
+    want = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+    assert error(np.asarray(got), want) < 0.01
+
+
+def test_strings_and_what_is_refused() -> None:
+    policy = jaxmp.get_policy("mixed_bfloat16,reduce=bf16")
+    assert policy.reduce_dtype == jnp.bfloat16
+    assert jaxmp.get_policy(str(policy)) == policy
+    assert repr(policy).endswith("reduce_dtype='bfloat16')")
+    assert jaxmp.get_policy("mixed_bfloat16,reduce=f32") == jaxmp.get_policy("mixed_bfloat16")
+    with pytest.raises(ValueError, match=r"reduce_dtype must be float32 or the compute dtype"):
+        jaxmp.get_policy("mixed_bfloat16,reduce=f16")
