@@ -27,6 +27,10 @@ __all__ = ["Policy", "PolicyMap", "get_policy"]
 
 T = TypeVar("T")
 
+_DTYPES = ("param_dtype", "compute_dtype", "output_dtype")
+# Those that are float32 or the compute dtype, and what a string calls them.
+_FLOAT32_OR_COMPUTE = {"softmax_dtype": "softmax", "reduce_dtype": "reduce"}
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
@@ -43,6 +47,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
       softmax_dtype: What the exponential and the division of a softmax run in: float32, or the
         compute dtype, which saves the memory of a float32 copy of every attention matrix. The sum
         is float32 either way.
+      reduce_dtype: What the gradients of float32 parameters leave their products and lookups in,
+        and are added up in where they are sums over devices: float32, or the compute dtype, of
+        which half the bytes cross.
       saturate: What becomes of computed values beyond the range of the compute dtype, which for
         float16 ends at 65504, where they are narrowed to it. False leaves them infinite: the
         gradients are then not finite, and a loss scaler leaves the step out. True clips them to the
@@ -60,9 +67,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     as JAX's scalar types, such as `jnp.bfloat16`.
 
     Raises:
-      ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype` is
-        neither float32 nor the compute dtype, `matmul` has formats that do not go with the compute
-        dtype, or `ops` names an unknown class.
+      ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype` or
+        `reduce_dtype` is neither float32 nor the compute dtype, `matmul` has formats that do not go
+        with the compute dtype, or `ops` names an unknown class.
       TypeError: If a dtype is neither a name nor a dtype, `saturate` is no bool, `matmul` is no
         recipe, or `ops` is not such a mapping.
 
@@ -78,6 +85,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     compute_dtype: DTypeLike
     output_dtype: DTypeLike
     softmax_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
+    reduce_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
     saturate: bool = dataclasses.field(default=False, kw_only=True)
     # Typed loosely: given as a string, too, and kept as a recipe.
     matmul: Any = dataclasses.field(default=None, kw_only=True)
@@ -85,7 +93,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     ops: Any = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "compute_dtype", "output_dtype", "softmax_dtype"):
+        for field in (*_DTYPES, *_FLOAT32_OR_COMPUTE):
             dtype = parse_dtype(getattr(self, field), f"Policy: {field}")
             object.__setattr__(self, field, dtype)
         if not isinstance(self.saturate, (bool, np.bool_)):
@@ -97,11 +105,12 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         object.__setattr__(self, "ops", _normalize_ops(self.ops))
         object.__setattr__(self, "matmul", _read_recipe(self.matmul))
         check_goes_with(self.matmul, dtype_name(self.compute_dtype))
-        if self.softmax_dtype not in (jnp.float32, self.compute_dtype):
-            raise ValueError(
-                "Policy: softmax_dtype must be float32 or the compute dtype "
-                f"({dtype_name(self.compute_dtype)}); got {dtype_name(self.softmax_dtype)}."
-            )
+        for field in _FLOAT32_OR_COMPUTE:
+            if getattr(self, field) not in (jnp.float32, self.compute_dtype):
+                raise ValueError(
+                    f"Policy: {field} must be float32 or the compute dtype "
+                    f"({dtype_name(self.compute_dtype)}); got {dtype_name(getattr(self, field))}."
+                )
 
     def cast_to_param(self, x: T) -> T:
         """Casts floating leaves to `param_dtype`; see `jaxmp.tree.cast_floating` for which."""
@@ -130,8 +139,11 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
             f"c={short_dtype_name(self.compute_dtype)}",
             f"o={short_dtype_name(self.output_dtype)}",
         ]
-        if self.softmax_dtype != jnp.float32:
-            parts.append(f"softmax={short_dtype_name(self.softmax_dtype)}")
+        parts += [
+            f"{key}={short_dtype_name(getattr(self, field))}"
+            for field, key in _FLOAT32_OR_COMPUTE.items()
+            if getattr(self, field) != jnp.float32
+        ]
         if self.saturate:
             parts.append("saturate=true")
         if self.matmul is not None:
@@ -143,10 +155,12 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         return ",".join(parts)
 
     def __repr__(self) -> str:
-        names = (self.param_dtype, self.compute_dtype, self.output_dtype)
-        parts = [repr(dtype_name(dtype)) for dtype in names]
-        if self.softmax_dtype != jnp.float32:
-            parts.append(f"softmax_dtype={dtype_name(self.softmax_dtype)!r}")
+        parts = [repr(dtype_name(getattr(self, field))) for field in _DTYPES]
+        parts += [
+            f"{field}={dtype_name(getattr(self, field))!r}"
+            for field in _FLOAT32_OR_COMPUTE
+            if getattr(self, field) != jnp.float32
+        ]
         if self.saturate:
             parts.append("saturate=True")
         if self.matmul is not None:

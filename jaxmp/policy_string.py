@@ -84,6 +84,7 @@ _FIELD_BY_KEY: Final = {
     "o": "output_dtype",
     "output": "output_dtype",
     "softmax": "softmax_dtype",
+    "reduce": "reduce_dtype",
     "saturate": "saturate",
     "matmul": "matmul",
     "ops": "ops",

@@ -14,6 +14,7 @@ HOMES = (
     "jaxmp/_jaxprs/attributes.py",
     "jaxmp/_jaxprs/compat.py",
     "jaxmp/_jaxprs/higher_order.py",
+    "jaxmp/_jaxprs/parameter_products.py",
     "jaxmp/_jaxprs/threaded.py",
 )
 

@@ -69,6 +69,7 @@ def _stored_product(
     @scaled.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         # Summed in 16 bits, so that its transpose multiplies a gradient of 16 bits.
-        return scaled(*primals), product(tangents[0], *primals[1:], low)
+        _, values, scale = primals
+        return scaled(*primals), product(tangents[0], values, scale, low)
 
     return jax.jit(scaled, inline=INLINE)

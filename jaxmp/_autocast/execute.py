@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
@@ -19,10 +20,12 @@ from jaxmp._autocast.kept import marked
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.recipes import derivative
-from jaxmp._jaxprs import compat
+from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs import compat, parameter_products
 from jaxmp._jaxprs.attributes import in_context, with_dtype
 from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import rebind
+from jaxmp._jaxprs.parameter_products import Parameter, op_of
 
 
 def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
@@ -44,6 +47,8 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
                 if dtype is not None and out.dtype != dtype:
                     out = cast(out, dtype)
                 env.arrays[var] = out
+            if step.action == "reorder":
+                env.moved.update(dict.fromkeys(eqn.outvars, eqn))
     return [
         env.result(atom, dtype, saturate=clip)
         for atom, dtype, clip in zip(plan.jaxpr.outvars, plan.outs, plan.clip, strict=True)
@@ -51,6 +56,21 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
 
 
 # First-order equations.
+
+
+def _parameter(env: Environment, atom: Any) -> Parameter:
+    """A float32 parameter of which a contraction reads a copy, moved in 16 bits on its way."""
+    if isinstance(atom, Literal):
+        return Parameter(atom.val)
+    array = env.arrays[atom]
+    if array.dtype == FLOAT32 or atom not in env.moved:
+        return Parameter(array)
+    eqn = env.moved[atom]
+    pieces = [_parameter(env, v) for v in eqn.invars]
+    if len(pieces) == 1:
+        return Parameter(pieces[0].array, (*pieces[0].moves, op_of(eqn)))
+    [joined] = bind(eqn, [piece.moved() for piece in pieces])
+    return Parameter(joined)
 
 
 def _bind(plan: Plan, step: Step, env: Environment) -> list[Any]:
@@ -68,6 +88,10 @@ def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
         values, scale = env.arrays[weight.values], env.arrays[weight.scale]
         return contract_stored(step, weight, x, values, scale)
     operands = env.operands(step)
+    if step.product is None and step.parameters:
+        parameters = {i: _parameter(env, step.eqn.invars[i]) for i in step.parameters}
+        low = next(dtype for dtype in step.ins if dtype is not None)
+        return [parameter_products.contract(step.eqn, operands, parameters, low)]
     if step.product is None:
         return contract(step, operands)
     left, right, *sizes = operands

@@ -34,9 +34,9 @@ from jaxmp._autocast.primitives import (
     WAVES,
     WRITING,
 )
-from jaxmp._autocast.rules import LOW_DTYPES, author_keeps
+from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, author_keeps
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import broadcast_axes, converted_dtype
+from jaxmp._jaxprs.attributes import broadcast_axes, converted_dtype, takes_result_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 
 MOVES = "moves values: as they are"
@@ -98,7 +98,20 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
     step = frame.step(
         eqn, values, [low] * len(values), [out] * len(eqn.outvars), "contraction", action="contract"
     )
+    if low == frame.rules.low and frame.rules.wide_gradients:
+        step = dataclasses.replace(step, parameters=_parameters(eqn, values))
     return step if frame.rules.policy.matmul is None else _by_recipe(frame, step, values, low)
+
+
+def _parameters(eqn: JaxprEqn, values: Sequence[Value | None]) -> tuple[int, ...]:
+    """The operands of a contraction that are float32 parameters, or made of them alone."""
+    if not takes_result_dtype(eqn) or any(v is not None and v.tangent for v in values):
+        return ()  # a tangent must stay linear, and be transposed
+    return tuple(
+        i
+        for i, (atom, v) in enumerate(zip(eqn.invars, values, strict=True))
+        if v is not None and v.weight and v.dtype is None and dtype_of(atom) == FLOAT32
+    )
 
 
 def _by_recipe(frame: Frame, step: Step, values: Sequence[Value | None], low: DType | None) -> Step:

@@ -148,6 +148,7 @@ class Step:
       product: of a contraction that a recipe multiplies: how.
       skipped: of a contraction that a recipe does not multiply: why not.
       stored: of a contraction that reads a weight as it is stored: which.
+      parameters: of a contraction, which operands' gradients are float32.
     """
 
     eqn: JaxprEqn
@@ -160,6 +161,7 @@ class Step:
     product: Contraction | None = None
     skipped: Skipped | None = None
     stored: Stored | None = None
+    parameters: tuple[int, ...] = ()
 
     @property
     def ins(self) -> tuple[DType | None, ...]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.plan import DType, Plan, Read, Step
 from jaxmp._autocast.recipes.derivative import Contraction
@@ -30,6 +30,7 @@ class Environment:
     def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
         self.arrays: dict[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
         self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
+        self.moved: dict[Any, JaxprEqn] = {}  # what moves made, and which
         self._copies: dict[Any, Any] = {}
 
     def operands(self, step: Step) -> list[Any]:

@@ -36,6 +36,7 @@ class Rules:
       policy: the policy.
       low: the 16-bit dtype contractions run in, or None when the compute dtype is float32.
       low_softmax: whether a softmax's exp and division run low.
+      wide_gradients: whether gradients of parameters leave their products in float32.
       saturate: whether computed values are clipped to the finite range when they are narrowed.
       overrides: primitive name → class.
       why_float32: why a region of these rules is float32, if it is.
@@ -44,6 +45,7 @@ class Rules:
     policy: Policy
     low: np.dtype[Any] | None
     low_softmax: bool
+    wide_gradients: bool
     saturate: bool
     overrides: Mapping[str, str]
     why_float32: str = "float32 region"
@@ -97,6 +99,7 @@ def rules_for(policy: Policy) -> Rules:
         policy=policy,
         low=None if compute == FLOAT32 else compute,
         low_softmax=np.dtype(policy.softmax_dtype) != FLOAT32,
+        wide_gradients=np.dtype(policy.reduce_dtype) == FLOAT32,
         saturate=policy.saturate,
         overrides=dict(policy.ops or ()),
     )

@@ -42,6 +42,7 @@ CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "shard_map": "jaxpr",
+    "product_by_parameter": "jaxpr",  # our own: `parameter_products`
 }
 
 # The objects of `call_hi_primitive`, by class → the primitive they are the next generation of.
