@@ -164,6 +164,22 @@ def test_unreduced_gradients_are_reduced_once():
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
+@pytest.mark.xfail(strict=True, reason="reduce_dtype")
+def test_unreduced_gradients_under_a_policy():
+    """The same of a product with a parameter, whose gradient leaves it in `reduce_dtype`."""
+    on = mesh()
+    params, batch = put(W1, on, P(reduced={"data"})), put(BATCH["x"], on, P("data"))
+
+    def loss_fn(w, x):
+        return jnp.mean(jnp.square(jnp.dot(x, w, out_sharding=P("data"))))
+
+    with jax.set_mesh(on):
+        gradient = jax.eval_shape(
+            jax.grad(jaxmp.autocast(loss_fn, "mixed_bfloat16")), params, batch
+        )
+        assert gradient.sharding.spec.unreduced == {"data"}
+
+
 @pytest.mark.parametrize(
     ("spec", "microbatches", "ways"),
     [(P("data"), 16, 4), (P("data"), 32, 4), (P(("data", "model")), 8, 8)],
@@ -225,7 +241,7 @@ def optimizer(policy, masters=None):
     return tx if masters is None else master_weights(tx, stochastic_rounding=masters)
 
 
-@slow_when(lambda policy: policy != "mixed_bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "masters"),
     [
