@@ -57,12 +57,14 @@ def accumulate_gradients(
     Returns:
       A function of `grad_fn`'s arguments. The loss and the gradients are float32 where they were 16
       bits; `aux` has a new leading axis, int[microbatches, ...] for an int[...]. float0 gradients
-      pass, and of those under Flax's `_overwrite_with_gradient` the largest is kept.
+      pass, and of those under Flax's `_overwrite_with_gradient` the largest is kept. Over explicit
+      mesh axes gradients are typed as `grad_fn` types them; unreduced ones are added up unreduced.
 
     Raises:
       ValueError: If `microbatches` is less than 1 or `reduce` is unknown; when called, if a leading
-        axis does not divide, an argument of `batch_argnums` is not there, or a piece gives an NNX
-        module new variables.
+        axis does not divide, or over a mesh of explicit axes the pieces do not divide over the
+        devices, an argument of `batch_argnums` is not there, or a piece gives an NNX module new
+        variables.
       TypeError: If an argument is of the wrong kind; when called, if `grad_fn` does not return a
         pair, or its loss or a gradient is no floating number.
 
