@@ -72,7 +72,8 @@ def explicit_sharding(value: Any) -> NamedSharding | None:
 
     That is over mesh axes of type `AxisType.Explicit` alone; over others the compiler decides.
     """
-    aval: Any = value.aval if hasattr(value, "aval") else jax.typeof(value)
+    aval: Any = getattr(value, "aval", value)  # of a variable or an array, or it is one
+    aval = aval if hasattr(aval, "manual_axis_type") else jax.typeof(aval)
     sharding = getattr(aval, "sharding", None)
     explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in (
         sharding.mesh.axis_types or ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._jaxprs.attributes import varying_axes
+from jaxmp._jaxprs.attributes import explicit_sharding, varying_axes
 from jaxmp._training.gradients import check_floating, show
 from jaxmp._training.loss_scale import is_overwrite
 
@@ -55,12 +57,14 @@ def accumulate_gradients(
     Returns:
       A function of `grad_fn`'s arguments. The loss and the gradients are float32 where they were 16
       bits; `aux` has a new leading axis, int[microbatches, ...] for an int[...]. float0 gradients
-      pass, and of those under Flax's `_overwrite_with_gradient` the largest is kept.
+      pass, and of those under Flax's `_overwrite_with_gradient` the largest is kept. Over explicit
+      mesh axes gradients are typed as `grad_fn` types them; unreduced ones are added up unreduced.
 
     Raises:
       ValueError: If `microbatches` is less than 1 or `reduce` is unknown; when called, if a leading
-        axis does not divide, an argument of `batch_argnums` is not there, or a piece gives an NNX
-        module new variables.
+        axis does not divide, or over a mesh of explicit axes the pieces do not divide over the
+        devices, an argument of `batch_argnums` is not there, or a piece gives an NNX module new
+        variables.
       TypeError: If an argument is of the wrong kind; when called, if `grad_fn` does not return a
         pair, or its loss or a gradient is no floating number.
 
@@ -108,7 +112,10 @@ def accumulate_gradients(
                 arguments[argnum] = value
             return _pair(grad_fn(*arguments, **keywords)), nnx.state(fresh)
 
-        (value, grads), after = jax.eval_shape(run, jax.tree.map(lambda x: x[0], pieces), state)
+        # `jax.eval_shape` would lose the sharding over a mesh of which one axis is explicit.
+        first = jax.tree.map(lambda x: x[0], pieces)
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(first, state)
+        (value, grads), after = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
         has_aux = isinstance(value, tuple)
         like = (value[0] if has_aux else value, grads)
         _check(like, state, after)
@@ -211,6 +218,13 @@ def _split(args: tuple[Any, ...], argnums: tuple[int, ...], count: int) -> tuple
                 f"{jax.tree_util.keystr(path)}) has {axis}, which microbatches={count} does not "
                 "divide; batch_argnums says which arguments are cut."
             )
+        if parts := _parts(leaf, size // count):
+            raise ValueError(
+                f"accumulate_gradients: the batch (argument {argnum}"
+                f"{jax.tree_util.keystr(path)}) has a leading axis of {size}, sharded {parts} "
+                f"ways over an explicit mesh, which does not divide the pieces of {size // count} "
+                f"that microbatches={count} makes; take fewer pieces or a larger batch."
+            )
         # Row i of the result is every count-th example from the i-th on: a reshape to
         # [count, n / count] would move the examples of a sharded batch between devices.
         return jnp.swapaxes(leaf.reshape(size // count, count, *leaf.shape[1:]), 0, 1)
@@ -224,6 +238,15 @@ def _split(args: tuple[Any, ...], argnums: tuple[int, ...], count: int) -> tuple
             )
         pieces.append(jax.tree_util.tree_map_with_path(split, args[argnum]))
     return tuple(pieces)
+
+
+def _parts(leaf: Any, size: int) -> int | None:
+    """How many ways the type of a batch says that it is sharded, where that divides no `size`."""
+    sharding = explicit_sharding(leaf)
+    axes = sharding.spec[0] if sharding is not None and len(sharding.spec) else None
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    parts = math.prod(sharding.mesh.shape[name] for name in names) if sharding is not None else 1
+    return parts if size % parts else None
 
 
 def _summable(tree: Any) -> list[tuple[bool, Any]]:
@@ -245,7 +268,11 @@ def _start(like: Any) -> list[jax.Array]:
     for overwrites, leaf in _summable(like):
         dtype = jnp.promote_types(leaf.dtype, jnp.float32)
         total = jnp.full(leaf.shape, -np.inf if overwrites else 0, dtype)
-        # Under shard_map a scan's carry must begin with the axes that it will vary over.
+        # A scan's carry must begin with the type that it will have: over an explicit mesh with the
+        # sharding of the gradient, under shard_map with the axes that it varies over.
+        sharding = explicit_sharding(leaf)
+        if sharding is not None and not jax.sharding.get_abstract_mesh().empty:
+            total = jax.sharding.reshard(total, sharding)
         varying = varying_axes(leaf)
         totals.append(lax.pcast(total, varying, to="varying") if varying else total)
     return totals
@@ -266,6 +293,16 @@ def _finish(totals: list[jax.Array], like: Any, factor: np.float32) -> Any:
         if not _is_inexact(shape):
             return np.zeros(shape.shape, jax.dtypes.float0)
         total = next(remaining)
-        return total.astype(shape.dtype) if is_overwrite(path) else total * factor
+        return total.astype(shape.dtype) if is_overwrite(path) else total * _beside(shape, factor)
 
     return jax.tree_util.tree_map_with_path(leaf, like)
+
+
+def _beside(like: Any, factor: np.float32) -> Any:
+    """A factor as an explicit mesh wants it, beside gradients that are yet to be reduced."""
+    sharding = explicit_sharding(like)
+    axes = sharding.spec.unreduced if sharding is not None else None
+    if not axes or sharding is None:
+        return factor
+    reduced = NamedSharding(sharding.mesh, PartitionSpec(reduced=axes))
+    return jax.sharding.reshard(factor, reduced)

@@ -1,0 +1,208 @@
+"""Trains a language model that is split over all devices (FSDP): the shape of a real run.
+
+Scanned layers, each computed again in the backward pass (remat); gradients accumulated over
+microbatches; parameters, optimizer state and batch split over the devices; one donated, compiled
+step. The model is plain Flax Linen in float32; `jaxmp.wrap` applies the policy to it.
+
+    python examples/train_fsdp.py                   # on a CPU: over eight pretended devices
+    python examples/train_fsdp.py --size 1b         # on eight chips or 256: the same program
+    python examples/train_fsdp.py --size 1b --distributed  # ... on each of their hosts
+
+The text is that of Python's standard library, byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sysconfig
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+
+class Size(NamedTuple):
+    """A model's shape."""
+
+    width: int
+    heads: int
+    layers: int
+    length: int
+    learning_rate: float
+
+
+SIZES = {
+    "tiny": Size(32, 2, 2, 32, 5e-3),
+    "small": Size(128, 2, 4, 128, 2e-3),
+    "1b": Size(2048, 16, 20, 1024, 3e-4),
+}
+
+
+def by_batch(x):
+    """Keeps activations split along the batch; else XLA spreads the split of the weights."""
+    return jax.lax.with_sharding_constraint(x, P("data"))
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a LayerNorm, each added to the residual stream."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x, mask):
+        width = x.shape[-1]
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(self.heads)(h, mask=mask)
+        h = nn.LayerNorm()(x)
+        return by_batch(x + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(h)))), None
+
+
+class LM(nn.Module):
+    """Bytes int[batch, length] to the logits of the byte after each: [batch, length, 256]."""
+
+    size: Size
+
+    @nn.compact
+    def __call__(self, tokens):
+        size = self.size
+        embed = nn.Embed(256, size.width)
+        positions = nn.Embed(size.length, size.width)(jnp.arange(tokens.shape[1]))
+        x = by_batch(embed(tokens) + positions)
+        # One layer is compiled, and one layer's activations are kept in the backward pass.
+        layers = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=size.layers,
+        )
+        x, _ = layers(size.heads)(x, nn.make_causal_mask(tokens))
+        return embed.attend(nn.LayerNorm()(x))
+
+
+def read_text() -> np.ndarray:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return np.frombuffer(b"".join(f.read_bytes() for f in sorted(root.glob("*.py"))), np.uint8)
+
+
+def split(mesh, like) -> NamedSharding:
+    """Over all devices, along the largest axis that they divide; whole where there is none."""
+    axes = [i for i, n in enumerate(like.shape) if n and n % mesh.size == 0]
+    axis = max(axes, key=lambda i: like.shape[i], default=None)
+    return NamedSharding(mesh, P(*("data" if i == axis else None for i in range(like.ndim))))
+
+
+def bytes_here(like, at: NamedSharding) -> int:
+    """What one device holds of an array."""
+    return math.prod(at.shard_shape(like.shape)) * like.dtype.itemsize
+
+
+def train(policy: str, size: Size, steps: int, batch: int, microbatches: int, seed: int):
+    """Trains over all of `jax.devices()`, with `batch` sequences for each in each microbatch.
+
+    Returns the last state and the losses.
+    """
+    devices = jax.device_count()
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    examples = batch * microbatches * devices
+    first = jax.process_index() == 0
+
+    model = jaxmp.wrap(LM(size), policy)
+    schedule = optax.warmup_cosine_decay_schedule(0, size.learning_rate, steps // 10 + 1, steps + 1)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    tx = jaxmp.loss_scale_for(policy, tx)  # for float16; with others it is `tx`
+
+    def create(key):
+        params = model.init(key, jnp.zeros((devices, size.length), jnp.uint8))["params"]
+        return jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)
+
+    def loss_fn(params, tokens):
+        logits = model.apply({"params": params}, tokens[:, :-1]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(create, jax.random.key(seed))
+        at = jax.tree.map(lambda x: split(mesh, x), shapes)
+        data, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+        def train_step(state, tokens):
+            def grad_fn(params, tokens):
+                loss, grads = state.value_and_grad(loss_fn)(params, tokens)
+                return loss, jax.lax.with_sharding_constraint(grads, at.params)
+
+            loss, grads = jaxmp.accumulate_gradients(grad_fn, microbatches)(state.params, tokens)
+            return state.apply_gradients(grads=grads), loss
+
+        train_step = jax.jit(
+            train_step, in_shardings=(at, data), out_shardings=(at, whole), donate_argnums=0
+        )
+        # Made in pieces: no device ever holds the whole model.
+        state = jax.jit(create, out_shardings=at)(jax.random.key(seed))
+        like = jax.ShapeDtypeStruct((examples, size.length + 1), jnp.uint8, sharding=data)
+        started = time.perf_counter()
+        compiled = train_step.lower(shapes, like).compile()
+        if first:
+            count = sum(x.size for x in jax.tree.leaves(shapes.params))
+            memory = compiled.memory_analysis()
+            print(
+                f"{policy}: {count:,} parameters over {devices} devices "
+                f"({jax.devices()[0].device_kind}), {examples} sequences a step\n"
+                f"compiled in {time.perf_counter() - started:.0f} s; bytes per device: "
+                f"train state {sum(jax.tree.leaves(jax.tree.map(bytes_here, shapes, at))):,}, "
+                f"temporary {memory.temp_size_in_bytes:,}"
+            )
+
+        text, rng, losses = read_text(), np.random.default_rng(seed), []
+        started = time.perf_counter()
+        for step in range(1, steps + 1):
+            # Every process draws the same batch, and its devices take their rows of it.
+            starts = rng.integers(len(text) - size.length, size=examples)
+            rows = text[starts[:, None] + np.arange(size.length + 1)]
+            tokens = jax.make_array_from_callback(rows.shape, data, rows.__getitem__)
+            state, loss = compiled(state, tokens)
+            losses.append(loss)
+            if step % -(-steps // 10) == 0 or step == steps:
+                jaxmp.check_not_stuck(state)
+                value = float(loss)  # waits for the step
+                speed = step * examples * size.length / (time.perf_counter() - started)
+                if first:
+                    print(f"step {step:5d}  loss {value:.4f}  {speed:,.0f} tokens/s")
+    if first and (skipped := int(state.skipped_count)):
+        print(f"{skipped} steps were left out; the loss scale is {float(state.loss_scale):g}")
+    return state, [float(loss) for loss in losses]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--policy", default="mixed_bfloat16", help="default: %(default)s")
+    parser.add_argument("--size", default="small", choices=SIZES, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=1, help="of a device; default: %(default)s")
+    parser.add_argument("--microbatches", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--distributed", action="store_true", help="several processes take part")
+    args = parser.parse_args()
+    if min(args.steps, args.batch, args.microbatches) < 1 or args.seed < 0:
+        parser.error("--steps, --batch and --microbatches must be at least 1, --seed at least 0")
+    # Eight devices of what is one; where there are accelerators this changes nothing.
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", 8)
+    if args.distributed:
+        jax.distributed.initialize()
+    batches = (args.steps, args.batch, args.microbatches, args.seed)
+    train(args.policy, SIZES[args.size], *batches)
+
+
+if __name__ == "__main__":
+    main()
