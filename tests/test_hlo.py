@@ -76,8 +76,9 @@ def test_a_collective_of_many_arrays_is_counted():
         # As started on GPUs, of many arrays: the sixth of each tuple behind a comment.
         (
             (
-                "((bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, /*index=5*/f32[4]{0}, "
-                "bf16[2]{0}), (bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, "
+                "((bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, "
+                "/*index=5*/f32[4]{0}, bf16[2]{0}), "
+                "(bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, "
                 "/*index=5*/f32[32]{0}, bf16[16]{0}))"
             ),
             "all-gather-start",

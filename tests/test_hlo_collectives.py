@@ -219,11 +219,11 @@ def test_what_is_not_known_is_said():
         Collective("all-reduce", "float32", "model", 128, 3, known=False),
     ]
     assert rows_of_collectives(program.moved) == {
-        "all-reduce float32 data": "1 x, 0.0 MB (1 ?)",
-        "all-reduce float32 data+model": "1 x, 0.0 MB",
-        "all-reduce float32 model": "3 x, 0.0 MB (1 ?)",
+        "all-reduce float32 data": "1 x, 128 B (1 ?)",
+        "all-reduce float32 data+model": "1 x, 128 B",
+        "all-reduce float32 model": "3 x, 384 B (1 ?)",
     }
-    assert remark_on_collectives(program.moved).startswith("2 collectives (?) count once")
+    assert remark_on_collectives(program.moved).startswith("2 of the collectives (?) count once")
     rows = {row["axes"]: row for row in collectives_as_data(program.moved)}
     assert rows["model"] == {
         "kind": "all-reduce",

@@ -20,7 +20,7 @@ def rows_of_collectives(moved: Sequence[Collective]) -> dict[str, str]:
     for (kind, dtype, axes), group in _grouped(moved).items():
         count, size = sum(one.times for one in group), _bytes(group)
         unknown = sum(not one.known for one in group)
-        cell = f"{count} x, {size / 1e6:.1f} MB" + (f" ({unknown} ?)" if unknown else "")
+        cell = f"{count} x, {_size(size)}" + (f" ({unknown} ?)" if unknown else "")
         cells[" ".join(filter(None, (kind, dtype, axes)))] = cell
     return cells
 
@@ -46,8 +46,8 @@ def remark_on_collectives(moved: Sequence[Collective]) -> str:
     if not unknown:
         return ""
     return (
-        f"{unknown} collectives (?) count once, and run as often as it turns out: in a loop whose "
-        "trips the compiled program does not tell, or in a branch."
+        f"{unknown} of the collectives (?) count once, and run as often as it turns out: in a loop "
+        "whose trips the compiled program does not tell, or in a branch."
     )
 
 
@@ -56,6 +56,13 @@ def _grouped(moved: Sequence[Collective]) -> dict[tuple[str, str, str], list[Col
     for one in moved:
         groups[one.kind, one.dtype, one.axes].append(one)
     return dict(groups)
+
+
+def _size(size: int) -> str:
+    """Megabytes, so that cells compare; of what is too small for them, less."""
+    if size >= 50_000:
+        return f"{size / 1e6:.1f} MB"
+    return f"{size / 1e3:.1f} kB" if size >= 1000 else f"{size} B"
 
 
 def _bytes(group: Sequence[Collective]) -> int:
