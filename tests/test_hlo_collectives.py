@@ -165,6 +165,21 @@ ENTRY %main (a: bf16[8,2], b: f32[8,8]) -> bf16[8,8] {
 """
 
 
+def test_what_no_fusion_starts_is_counted_once_too():
+    text = FUSIONS.replace("AsyncCollectiveStart", "Other")
+    assert sorted(read_hlo(text, MESH).moved) == sorted(read_hlo(FUSIONS, MESH).moved)
+    both = FUSIONS.replace('chain_id="0"', 'chain_id="1"', 1).replace("AsyncCollectiveStart", "O")
+    assert read_hlo(both).collectives["all-gather", "bfloat16"] == (2, 256)
+
+
+def test_groups_of_replicas_are_of_all_their_devices():
+    """Without `use_global_device_ids`, numbers are of replicas; there is one."""
+    rest = "%x), channel_id=2, replica_groups={{0}}"
+    assert axes_of(rest, MESH) == "data+model"
+    assert axes_of(f"{rest}, use_global_device_ids=true", MESH) == "groups of 1"
+    assert axes_of("%x), replica_groups={{0}}", MESH) == "groups of 1"
+
+
 def test_what_tpus_fuse_is_counted_once():
     """A gather that fusions carry on, a reduce-scatter in a fusion, an operation made async."""
     assert read_hlo(FUSIONS, MESH).moved == (

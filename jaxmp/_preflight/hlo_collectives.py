@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxmp._preflight.hlo_groups import Mesh, axes_of
-from jaxmp._preflight.hlo_loops import Runs, runs
+from jaxmp._preflight.hlo_loops import runs
 from jaxmp._preflight.hlo_shapes import members, sizes_by_dtype
 from jaxmp._preflight.hlo_text import Computation, Instruction
 
@@ -20,9 +21,11 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# TPUs overlap one collective with several fusions, each of which repeats it; one starts it.
+# TPUs overlap one collective with several fusions, each of which repeats it; one starts it. Its
+# channel is not enough to tell it: shard_map gives all its collectives the same.
 _REPEATED = '"async_collective_fusion_config"'
 _STARTS = 'custom_call_target="AsyncCollectiveStart"'
+_CHAIN = re.compile(r'\bchannel_id=\d+|\bchain_id="\d+"')
 # TPUs' reduce-scatter: a computation of an all-reduce, and each device's slice of it.
 _SCATTERS = "all-reduce-scatter"
 
@@ -59,27 +62,44 @@ def collectives(
       mesh: the mesh over which it is partitioned.
       devices: how many devices it is for, where that is known.
     """
-    often = runs(program)
-    return tuple(
-        one for computation in program.values() for one in _of(computation, often, mesh, devices)
-    )
-
-
-def _of(
-    computation: Computation, often: Mapping[str, Runs], mesh: Mesh, devices: int
-) -> Iterator[Collective]:
-    instructions = computation.instructions
-    starts = any(_STARTS in instruction.rest for instruction in instructions)
-    for instruction in instructions:
+    often, found = runs(program), []
+    for instruction in _once(program):
+        computation = program[instruction.computation]
         kind = instruction.op.removesuffix("-start")
-        if kind not in KINDS or (_REPEATED in instruction.rest and not starts):
-            continue
         axes = axes_of(instruction.rest, mesh, devices)
         sizes = sizes_by_dtype(_results(instruction))
         if kind == "all-reduce" and computation.name.startswith(_SCATTERS):
             kind, sizes = "reduce-scatter", _scattered(instruction, computation) or sizes
-        for dtype, size in sizes.items():
-            yield Collective(kind, dtype, axes, size, *often[computation.name])
+        found += [
+            Collective(kind, dtype, axes, size, *often[computation.name])
+            for dtype, size in sizes.items()
+        ]
+    return tuple(found)
+
+
+def _once(program: Mapping[str, Computation]) -> Iterator[Instruction]:
+    """The collectives of a program, those that several fusions repeat where they are started."""
+    repeated = []
+    started = set()
+    for computation in program.values():
+        starts = any(_STARTS in instruction.rest for instruction in computation.instructions)
+        for instruction in computation.instructions:
+            if instruction.op.removesuffix("-start") not in KINDS:
+                continue
+            if _REPEATED in instruction.rest and not starts:
+                repeated.append(instruction)
+            else:
+                started.add(_chain(instruction))
+                yield instruction
+    for instruction in repeated:
+        if _chain(instruction) not in started:
+            started.add(_chain(instruction))
+            yield instruction
+
+
+def _chain(instruction: Instruction) -> tuple[str, ...]:
+    """What the repetitions of a collective have in common."""
+    return (instruction.op, *_CHAIN.findall(instruction.rest))
 
 
 def _scattered(reduced: Instruction, computation: Computation) -> Counter[str]:

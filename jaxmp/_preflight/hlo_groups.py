@@ -51,17 +51,22 @@ def axes_of(rest: str, mesh: Mesh = (), devices: int = 0) -> str:
     pairs = _PAIRS.search(rest)
     if pairs:
         return _moved(_numbers(pairs.group(1)), mesh)
-    for pattern in (_LISTED, _IOTA, _NAMED):
-        found = pattern.search(rest)
-        if found:
-            return _joined(found.group(), mesh, size)
-    return ""
+    found = next(filter(None, (p.search(rest) for p in (_LISTED, _IOTA, _NAMED))), None)
+    if found is None:
+        return ""
+    of_replicas = "channel_id=" in rest and "use_global_device_ids=true" not in rest
+    return _joined(found.group(), mesh, size, of_replicas=of_replicas)
 
 
 @functools.lru_cache(maxsize=256)
-def _joined(text: str, mesh: Mesh, size: int) -> str:
-    """The axes that the groups of a ``replica_groups=…`` are."""
+def _joined(text: str, mesh: Mesh, size: int, *, of_replicas: bool) -> str:
+    """The axes that the groups of a ``replica_groups=…`` are.
+
+    Where it numbers replicas, all devices that share the one replica of a program take part.
+    """
     groups = _groups(text, size)
+    if of_replicas and groups == ((0,),):
+        groups = _groups("replica_groups={}", size)
     if not groups:
         return ""
     crossed = _crossed(groups, mesh)
