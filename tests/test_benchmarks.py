@@ -217,7 +217,8 @@ ENTRY %main (x: f32[4], y: f32[2,4]) -> bf16[16,4] {
   %f = (bf16[2,4]{1,0}, bf16[4]{0}) fusion(%y, %x), kind=kInput, calls=%narrow
   %f.0 = bf16[2,4]{1,0} get-tuple-element(%f), index=0
   %f.1 = bf16[4]{0} get-tuple-element(%f), index=1
-  %s = f32[4]{0} add(%x, %x)
+  %add = f32[4]{0} add(%x, %x)
+  %s = f32[4]{0} select(%mask, %x, %add)
   %g = ((bf16[2,4]{1,0}, bf16[4]{0}, f32[4]{0}), (bf16[16,4]{1,0}, bf16[32]{0}, f32[32]{0})) \
 all-gather-start(%f.0, %f.1, %s), replica_groups=[1,8]<=[8], dimensions={0}
   %d = (bf16[16,4]{1,0}, bf16[32]{0}, f32[32]{0}) all-gather-done(%g)
