@@ -176,7 +176,7 @@ def test_what_crosses_is_printed_and_checked() -> None:
     assert run.returncode == int("MISSED" in run.stdout)
     fsdp, dp = run.stdout.split("gpu-h100:8, embedding, ")[1:]
     assert re.search(r"all-gather float32 data +1 x, 12.6 MB +- ", fsdp)
-    assert re.search(r"of matrices, x float32's +1.0000 +0.5000 ", fsdp)
+    assert re.search(r"matrices gathered, bytes x float32's +1.0000 +0.5000 ", fsdp)
     assert re.search(r"weights gathered 1 x +4 +4 ", fsdp)
     assert re.search(r"all-reduce bfloat16 data +- +1 x, 6.3 MB ", dp)
     assert re.search(r"products float32 +9 +0 ", dp)
