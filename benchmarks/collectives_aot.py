@@ -15,9 +15,9 @@ It compiles a training step (SGD) for devices that are not there, and reads the 
 
 Each is compiled in float32, by hand (`dtype=bfloat16` in every layer), and by `jaxmp.wrap` under
 policies. For each it prints the bytes that each kind of collective returns on one device, by dtype
-and by axis of the mesh; the gathers' bytes over float32's; how often the weights are gathered; and
-what is multiplied in which dtype. A policy that this version does not know is listed, with what it
-says.
+and by axis of the mesh; for GPUs, the bytes of the weights that are gathered over float32's, and
+how often each is; and what is multiplied in which dtype. A policy that this version does not know
+is listed, with what it says.
 
 Goals, for what jaxmp compiles for GPUs (XLA for TPUs narrows every gather by itself):
 
@@ -232,7 +232,7 @@ def compiled(target: str, case: Case, variant: str, *, scaled: bool = False) -> 
     weights = jax.tree.leaves_with_path(arguments[0])  # the first of the program's parameters
     times: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for value in gathers.gathered(text):
+    for value in gathers.gathered(text) if gpu else ():  # on TPUs, fusions repeat a gather
         of = [weights[i] for i in value.parameters if i < len(weights)]
         times.update(jax.tree_util.keystr(path) for path, _ in of)
         matrix = any(weight.ndim > 1 for _, weight in of)
