@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import time
@@ -9,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import gathers
 import gpu
 import gpu_products
 import gpu_worker
@@ -29,6 +34,7 @@ PROGRAMS = {
     "gpu": "import gpu",
     "convergence": "import convergence as c; [c.jaxmp.get_policy(p) for p in c.RECIPES.values()]",
     "scaling": "import scaling; scaling.main()",
+    "collectives_aot": "import collectives_aot as c; [c.known(p) for p in c.POLICIES]",
 }
 
 
@@ -40,7 +46,7 @@ def test_a_benchmark_starts(name: str) -> None:
 
 
 def test_every_benchmark_is_tried() -> None:
-    helpers = {"aot", "models", "gpu_worker", "gpu_products", "gpu_torch"}
+    helpers = {"aot", "models", "gpu_worker", "gpu_products", "gpu_torch", "gathers"}
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers == set(PROGRAMS)
 
 
@@ -155,3 +161,72 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
     assert rows == table(first.stdout)
     assert set(rows) >= {"float32", "mixed_float8"}
     assert rows["mixed_float8"][-1] == "6 float8_e4m3fn, 3 bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
+    reason="needs jaxmp[gpu-aot]",
+)
+def test_what_crosses_is_printed_and_checked() -> None:
+    """The figures of float32 and of the hand-written model, which do not depend on jaxmp."""
+    options = ("--target", "gpu-h100:8", "--model", "embedding", "--check")
+    run = run_python("collectives_aot.py", *options, folder=ROOT / "benchmarks")
+    assert run.returncode in (0, 1), run.stderr[-2000:]
+    assert run.returncode == int("MISSED" in run.stdout)
+    fsdp, dp = run.stdout.split("gpu-h100:8, embedding, ")[1:]
+    assert re.search(r"all-gather float32 data +1 x, 12.6 MB +- ", fsdp)
+    assert re.search(r"matrices gathered, bytes x float32's +1.0000 +0.5000 ", fsdp)
+    assert re.search(r"weights gathered 1 x +4 +4 ", fsdp)
+    assert re.search(r"all-reduce bfloat16 data +- +1 x, 6.3 MB ", dp)
+    assert re.search(r"products float32 +9 +0 ", dp)
+
+
+def test_gathers_are_followed_to_the_weights() -> None:
+    """Through narrowing, and what jaxmp narrows with; what is computed is of no weight."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+    def gathered(w: jax.Array) -> jax.Array:
+        narrow = jnp.where(jnp.abs(w) == jnp.inf, w, jnp.clip(w, -3e38, 3e38)).astype(jnp.bfloat16)
+        pinned = jax.lax.with_sharding_constraint(narrow, split)
+        return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(pinned), whole)
+
+    def step(v: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        return gathered(w), gathered(v[::-1]), gathered(jnp.tanh(w)), v, w
+
+    like = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=split)
+    text = jax.jit(step).lower(like, like).compile().as_text()
+    assert sorted(sorted(value.parameters) for value in gathers.gathered(text)) == [[], [], [1]]
+
+
+def test_gathers_of_many_weights_at_once() -> None:
+    """As on GPUs: one gather is started of what one fusion narrows."""
+    text = """
+%narrow (p: f32[2,4], q: f32[4]) -> (bf16[2,4], bf16[4]) {
+  %p = f32[2,4]{1,0} parameter(0)
+  %q = f32[4]{0} parameter(1)
+  %a = bf16[2,4]{1,0} convert(%p)
+  %b = bf16[4]{0} convert(%q)
+  ROOT %t = (bf16[2,4]{1,0}, bf16[4]{0}) tuple(%a, %b)
+}
+
+ENTRY %main (x: f32[4], y: f32[2,4]) -> bf16[16,4] {
+  %x = f32[4]{0} parameter(0)
+  %y = f32[2,4]{1,0} parameter(1)
+  %f = (bf16[2,4]{1,0}, bf16[4]{0}) fusion(%y, %x), kind=kInput, calls=%narrow
+  %f.0 = bf16[2,4]{1,0} get-tuple-element(%f), index=0
+  %f.1 = bf16[4]{0} get-tuple-element(%f), index=1
+  %add = f32[4]{0} add(%x, %x)
+  %s = f32[4]{0} select(%mask, %x, %add)
+  %g = ((bf16[2,4]{1,0}, bf16[4]{0}, f32[4]{0}), (bf16[16,4]{1,0}, bf16[32]{0}, f32[32]{0})) \
+all-gather-start(%f.0, %f.1, %s), replica_groups=[1,8]<=[8], dimensions={0}
+  %d = (bf16[16,4]{1,0}, bf16[32]{0}, f32[32]{0}) all-gather-done(%g)
+  ROOT %r = bf16[16,4]{1,0} get-tuple-element(%d), index=0
+}
+"""
+    assert gathers.gathered(text) == [
+        gathers.Gathered(frozenset({1}), "bfloat16", 128),
+        gathers.Gathered(frozenset({0}), "bfloat16", 64),
+        gathers.Gathered(frozenset(), "float32", 128),
+    ]

@@ -73,7 +73,31 @@ def test_a_collective_of_many_arrays_is_counted():
             "all-to-all",
             {("all-to-all", "float32"): (1, 20), ("all-to-all", "int4"): (1, 4)},
         ),
+        # As started on GPUs, of many arrays: the sixth of each tuple behind a comment.
+        (
+            (
+                "((bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, "
+                "/*index=5*/f32[4]{0}, bf16[2]{0}), "
+                "(bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, "
+                "/*index=5*/f32[32]{0}, bf16[16]{0}))"
+            ),
+            "all-gather-start",
+            {("all-gather", "bfloat16"): (1, 6 * 32), ("all-gather", "float32"): (1, 128)},
+        ),
+        # On GPUs since JAX 0.12: the operands in a tuple, and the results.
+        (
+            "((f32[256,512]{1,0}), f32[256,512]{1,0})",
+            "all-reduce-start",
+            {("all-reduce", "float32"): (1, 4 * 256 * 512)},
+        ),
+        (
+            "((f32[2]{0}, bf16[4]{0}), (f32[2]{0}, bf16[4]{0}))",
+            "all-reduce-start",
+            {("all-reduce", "float32"): (1, 8), ("all-reduce", "bfloat16"): (1, 8)},
+        ),
         ("f32[16]{0}", "all-gather-done", {}),
+        ("s8[16]{0}", "ragged-all-to-all", {("ragged-all-to-all", "int8"): (1, 16)}),
+        ("s8[16]{0}", "collective-broadcast", {("collective-broadcast", "int8"): (1, 16)}),
     ],
 )
 def test_what_a_collective_returns(shape, op, collectives):
@@ -203,18 +227,6 @@ def test_collectives_in_8_bits_and_less(dtype, name, size):
     ):
         text = f"  %x.1 = {shape} {op}(%a), channel_id=1"
         assert read_hlo(text).collectives == {("all-gather", name): (1, size)}
-
-
-def test_a_collective_that_several_fusions_repeat_is_one():
-    """As on TPUs, where one is overlapped with several products: its channel tells it."""
-    line = "  %x.{} = s8[8,8]{{1,0}} all-gather(%a), channel_id={}, dimensions={{0}}\n"
-    text = "".join(line.format(i, channel) for i, channel in enumerate((9, 9, 9, 11)))
-    text += "  %y = s8[8]{0} all-reduce(%a), channel_id=9\n"
-    text += 2 * "  %z = s8[8]{0} all-reduce(%a), replica_groups={}\n"
-    assert read_hlo(text).collectives == {
-        ("all-gather", "int8"): (2, 128),
-        ("all-reduce", "int8"): (3, 24),
-    }
 
 
 def test_where_a_product_compiled_here_was_written():

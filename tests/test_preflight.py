@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -27,7 +28,9 @@ from jaxmp._preflight import batch_search, compile_ahead
 from jaxmp._preflight.batch_arguments import batch_of, with_batch
 from jaxmp._preflight.batch_search import Probe, search_batch
 from jaxmp._preflight.hlo import read_hlo
+from jaxmp._preflight.hlo_collectives import Collective
 from jaxmp._preflight.preflight import CompilerMissingError
+from jaxmp._preflight.report import Preflight, PreflightReport
 from jaxmp.devices import chips, describe
 
 import fsdp
@@ -145,6 +148,33 @@ def test_read_hlo():
     }
     assert program.library_calls == {"__cublas$lt$matmul": 1, "__cudnn$fmhaSoftmax": 1}
     assert program.cycles == 1200
+
+
+def test_what_crosses_is_reported_by_axis_and_as_often_as_it_runs():
+    known, unknown = (
+        Collective("all-gather", "bfloat16", "data", 4_000_000, 20),
+        Collective("all-reduce", "float32", "groups of 4", 512, known=False),
+    )
+    program = read_hlo("")
+    results = [
+        Preflight(policy="one", program=program._replace(moved=(known, known, unknown))),
+        Preflight(policy="two", program=program._replace(moved=(known,))),
+    ]
+    report = PreflightReport(parse_target("gpu-h100:8"), tuple(results))
+    lines = [re.sub("  +", " | ", line) for line in str(report).splitlines()]
+    assert "all-gather bfloat16 data | 40 x, 160.0 MB | 20 x, 80.0 MB" in lines
+    assert "all-reduce float32 groups of 4 | 1 x, 512 B (1 ?) | -" in lines
+    [remark] = [line for line in lines if line.startswith(("one: ", "two: "))]
+    assert remark.startswith("one: 1 of the collectives (?) count once")
+    assert "collectives, a loop's body times its trips" in str(report)
+    assert report["one"].program.collectives["all-gather", "bfloat16"] == (40, 160_000_000)
+    one, two = (row["program"] for row in json.loads(json.dumps(report.to_dict()))["policies"])
+    assert [row["axes"] for row in one["collectives"]] == ["data", "groups of 4"]
+    assert two["collectives"] == [
+        {"kind": "all-gather", "dtype": "bfloat16", "axes": "data", "count": 20}
+        | {"bytes": 80_000_000, "known": True}
+    ]
+    assert "moved" not in one
 
 
 def test_read_hlo_of_a_program_compiled_here():
@@ -517,6 +547,7 @@ def test_collectives_of_a_sharded_step():
     assert gathers["float32"].keys() == {"float32"}
     assert gathers["mixed_bfloat16"].keys() == {"bfloat16"}
     assert gathers["mixed_bfloat16"]["bfloat16"] < gathers["float32"]["float32"]
+    assert {one.axes for r in report.policies for one in r.program.moved} == {"data"}
     with pytest.raises(ValueError, match="sharded over 8 devices, but gpu-h100 has 1"):
         jaxmp.preflight(
             step, *arguments(sharding=NamedSharding(mesh, P("data"))), target="gpu-h100"
@@ -611,8 +642,11 @@ def test_a_billion_parameters_over_256_chips():
     [result] = report.policies
     # Three float32 numbers a parameter, split evenly but for vectors that 256 does not divide.
     assert result.argument_bytes == pytest.approx(3 * 4 * count / 256, rel=0.05)
+    # Of each of the twenty layers, two weights of 2048 x 8192 forward, and two backward.
+    assert {one.axes for one in result.program.moved} == {"data"}
+    assert all(one.known for one in result.program.moved)
     moved = {kind: size for kind, (_, size) in result.program.collectives.items()}
-    assert moved["all-gather", "bfloat16"] > 5e8
+    assert moved["all-gather", "bfloat16"] > 20 * 4 * 2 * 2048 * 8192
     assert {kind for kind, _ in moved} == {"all-gather", "all-reduce"}
     assert report.fits("mixed_bfloat16")
 
@@ -672,8 +706,6 @@ def test_mistakes_on_the_command_line(function, message, capsys):
 
 
 def jaxmp_error(capsys, message):
-    import re
-
     return re.search(message, capsys.readouterr().err)
 
 

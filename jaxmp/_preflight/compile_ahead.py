@@ -21,6 +21,7 @@ from jaxmp._jaxprs.trace import flatten_call, is_array
 from jaxmp._preflight import aot_worker
 from jaxmp._preflight.batch_arguments import sharding_of
 from jaxmp._preflight.hlo import read_hlo
+from jaxmp._preflight.hlo_groups import Mesh
 from jaxmp._preflight.report import Preflight
 from jaxmp.devices import chips
 
@@ -64,7 +65,7 @@ def compile_ahead(
             (folder / f"{i}.exported").write_bytes(exported)
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         _run_worker(folder, lambda i: tell(f"compiling for {target.name}: {labels[i]} …"))
-        return [_result(folder, i) for i in range(len(fns))]
+        return [_result(folder, i, _axes(job)) for i in range(len(fns))]
 
 
 def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any]:
@@ -168,7 +169,13 @@ def _run_worker(folder: Path, starts: Callable[[int], None]) -> None:
         )
 
 
-def _result(folder: Path, i: int) -> Preflight:
+def _axes(job: dict[str, Any]) -> Mesh:
+    """The names and sizes of the axes of a job's mesh; none if it has no mesh."""
+    mesh = job["mesh"] or {"names": (), "sizes": ()}
+    return tuple(zip(mesh["names"], mesh["sizes"], strict=True))
+
+
+def _result(folder: Path, i: int, mesh: Mesh) -> Preflight:
     path = folder / f"{i}.json"
     if not path.exists():
         return Preflight(error="the compiler crashed")
@@ -181,7 +188,7 @@ def _result(folder: Path, i: int) -> Preflight:
             code_bytes=result["code"],
             aliased_bytes=result["aliased"],
             bytes_accessed=result["cost"].get("bytes accessed"),
-            program=read_hlo((folder / f"{i}.hlo").read_text(encoding="utf-8")),
+            program=read_hlo((folder / f"{i}.hlo").read_text(encoding="utf-8"), mesh),
         )
     refused = _OUT_OF_MEMORY.search(result["error"])
     if refused is None:

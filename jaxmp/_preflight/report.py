@@ -9,6 +9,11 @@ from typing import Any
 
 from jaxmp._audit.target import Target
 from jaxmp._preflight.batch_search import Batches
+from jaxmp._preflight.crossing import (
+    collectives_as_data,
+    remark_on_collectives,
+    rows_of_collectives,
+)
 from jaxmp._preflight.eight_bits import lines_of_8_bits, share_of_8_bits
 from jaxmp._preflight.hlo import Program
 
@@ -120,11 +125,9 @@ class PreflightReport:
                         product._asdict() | {"place": product.place._asdict()}
                         for product in result.program.products
                     ],
-                    "collectives": [
-                        {"kind": kind, "dtype": dtype, "count": count, "bytes": size}
-                        for (kind, dtype), (count, size) in result.program.collectives.items()
-                    ],
+                    "collectives": collectives_as_data(result.program.moved),
                 }
+                del row["program"]["moved"]
             row |= {"peak_bytes": result.peak_bytes, "fits": self.fits(result.policy)}
             rows.append(row | {"emulated": self.emulated(result.policy)})
         target = {key: getattr(self.target, key) for key in ("name", "device_count", "hbm_bytes")}
@@ -153,8 +156,8 @@ class PreflightReport:
 
 
 _TRUST = (
-    "Exact: memory, traffic, contractions, collectives (a loop's body counts once). "
-    "Estimated by the compiler: cycles."
+    "Exact: memory; collectives, a loop's body times its trips; traffic and contractions, a loop's "
+    "body once.\nEstimated by the compiler: cycles, a loop's body once."
 )
 
 
@@ -187,8 +190,8 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         yield row("products in 8 bits", share_of_8_bits)
     for call in dict.fromkeys(c for p in programs for c in p.library_calls if _is_library(c)):
         yield row(call, lambda p, c=call: str(p.library_calls.get(c, 0)))  # type: ignore[misc]
-    for kind in dict.fromkeys(k for p in programs for k in p.collectives):
-        yield row(" ".join(kind), lambda p, k=kind: _moved(*p.collectives.get(k, (0, 0))))  # type: ignore[misc]
+    for words in dict.fromkeys(w for p in programs for w in rows_of_collectives(p.moved)):
+        yield row(words, lambda p, w=words: rows_of_collectives(p.moved).get(w, "-"))  # type: ignore[misc]
 
 
 def _cycles(program: Program) -> str:
@@ -223,6 +226,8 @@ def _remarks(report: PreflightReport) -> Iterator[str]:
         if result.program and result.program.products_in_8_bits:
             yield f"\n{result.policy}, products in 8 bits:"
             yield from lines_of_8_bits(result.program)
+        if result.program and (said := remark_on_collectives(result.program.moved)):
+            yield f"\n{result.policy}: {said}"
         if result.program and result.program.unknown_cycles:
             yield (
                 f"\n{result.policy}: the compiler does not know the cycles of "
@@ -241,7 +246,3 @@ def _first_lines(text: str) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
-
-
-def _moved(count: int, size: float) -> str:
-    return f"{count} x, {size / 1e6:.1f} MB"
