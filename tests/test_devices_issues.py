@@ -116,7 +116,6 @@ def fully_sharded(policy, gather):
 BY_PROGRAM = pytest.param(
     gathered,
     id="program",
-    marks=pytest.mark.xfail(strict=True, reason="reduce_dtype", raises=AssertionError),
 )
 
 

@@ -164,7 +164,6 @@ def test_unreduced_gradients_are_reduced_once():
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
-@pytest.mark.xfail(strict=True, reason="reduce_dtype")
 def test_unreduced_gradients_under_a_policy():
     """The same of a product with a parameter, whose gradient leaves it in `reduce_dtype`."""
     on = mesh()

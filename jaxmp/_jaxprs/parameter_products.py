@@ -164,16 +164,14 @@ class _Product:
         given[self.side] = lax.convert_element_type(given[self.side], self.low)
         return _evaluated(self.jaxpr, given, self.low)
 
-    def transposed(self, by: int, of: Any, given: Sequence[Any]) -> Any:
+    def transposed(self, by: int, given: Sequence[Any]) -> Any:
         """A closed jaxpr in float32: the product, transposed by an operand.
 
         Args:
           by: which.
-          of: the type of that.
           given: the gradient of the result and the other operands, of which it is a function.
         """
-        types = tuple(_float32(jax.typeof(x)) for x in given)
-        return _transposed(self, by, _float32(of), types)
+        return _transposed(self, by, tuple(_float32(jax.typeof(x)) for x in given))
 
 
 def _evaluated(jaxpr: Any, operands: Sequence[Any], sums: DType) -> Any:
@@ -195,8 +193,10 @@ def _forward(product: _Product, types: tuple[Any, ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _transposed(product: _Product, by: int, of: Any, types: tuple[Any, ...]) -> Any:
+def _transposed(product: _Product, by: int, types: tuple[Any, ...]) -> Any:
     """A closed jaxpr of the gradient and the other operands: the product, transposed by one."""
+    # Not the type of its gradient, which may say otherwise over which devices it is summed.
+    of = compat.closed(product.jaxpr).jaxpr.invars[by].aval
 
     def transposed(g: Any, *others: Any) -> Any:
         def linear(x: Any) -> Any:
@@ -209,7 +209,7 @@ def _transposed(product: _Product, by: int, of: Any, types: tuple[Any, ...]) -> 
 
 
 @functools.lru_cache(maxsize=4096)
-def _gradient(product: _Product, of: Any) -> Callable[..., Any]:
+def _gradient(product: _Product) -> Callable[..., Any]:
     """The gradient of the parameter in float32, of that of the result and the other operands.
 
     Its own derivative is a product of 16 bits.
@@ -217,10 +217,10 @@ def _gradient(product: _Product, of: Any) -> Callable[..., Any]:
 
     @jax.custom_jvp
     def gradient(*given: Any) -> Any:
-        return _summed_wide(product.transposed(product.side, of, given), given)
+        return _summed_wide(product.transposed(product.side, given), given)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        jaxpr = product.transposed(product.side, of, primals)
+        jaxpr = product.transposed(product.side, primals)
         terms = [
             _evaluated(jaxpr, (*primals[:i], tangent, *primals[i + 1 :]), product.low)
             for i, tangent in enumerate(tangents)
@@ -267,15 +267,15 @@ def _jvp(
 
 def _transpose(g: Any, *operands: Any, product: _Product, jaxpr: Any) -> list[Any]:  # noqa: ARG001
     [by] = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    aval, given = operands[by].aval, list(operands)
+    given = list(operands)
     if isinstance(g, ad.Zero):
-        grad: Any = ad.Zero(aval)
+        grad: Any = ad.Zero(operands[by].aval)
     elif by == product.side:
-        grad = _gradient(product, aval)(g, *operands[:by], *operands[by + 1 :])
+        grad = _gradient(product)(g, *operands[:by], *operands[by + 1 :])
     else:
         given[product.side] = lax.convert_element_type(given[product.side], product.low)
         others = (g, *given[:by], *given[by + 1 :])
-        grad = _evaluated(product.transposed(by, aval, others), others, product.low)
+        grad = _evaluated(product.transposed(by, others), others, product.low)
     return [grad if i == by else None for i in range(len(operands))]
 
 
