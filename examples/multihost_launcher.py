@@ -97,7 +97,7 @@ def launch_here(args: argparse.Namespace) -> int:
         [sys.executable, *sys.argv],
         args.processes,
         timeout=args.timeout,
-        grace=args.heartbeat + 20,
+        grace=2 * args.heartbeat + 10,
         kill=None if args.kill is None else (args.victim % args.processes, args.kill),
     )
     if code in {0, 2}:
@@ -143,10 +143,10 @@ class Process:
             print(f"[{self.index}] {line.rstrip()}", flush=True)
         return int(match[1]) if match else None
 
-    def end(self) -> str:
+    @property
+    def how(self) -> str:
         code = self.popen.returncode
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return f"launcher: process {self.index} {how}"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
 def launch(
@@ -192,7 +192,7 @@ def launch(
 
 def watch(processes, lines, timeout, grace, kill) -> int:
     """Waits until all have ended; once one has ended badly, no longer than the grace."""
-    running, bad = set(processes), []
+    running, bad = list(processes), []
     deadline = time.monotonic() + timeout
     while running:
         try:
@@ -210,13 +210,19 @@ def watch(processes, lines, timeout, grace, kill) -> int:
             if (process.index, step) == kill:
                 process.popen.kill()
 
-    # JAX aborts those whose partner has died: one that ended in another way was the first.
-    bad.sort(key=lambda end: end[0].popen.returncode == -signal.SIGABRT)
-    for i, (process, at) in enumerate(bad):
-        print(process.end(), process.step if i == 0 else f"{abs(at - bad[0][1]):.1f} s later")
-    late = f"had not ended {grace:g} s later" if bad else f"printed no step for {timeout:g} s"
-    for process in sorted(running, key=lambda process: process.index):
-        print(f"launcher: process {process.index} {late}, {process.step}, and is killed")
-    if running or bad:
-        return 2 if bad and bad[0][0].popen.returncode == 2 else 1
-    return 0
+    if not running and not bad:
+        return 0
+    # The others end by an exception or an abort of JAX's: one that ended by itself was the first.
+    rank = {-signal.SIGABRT: 2, 1: 1}
+    bad.sort(key=lambda end: rank.get(end[0].popen.returncode, 0))
+    dead = []
+    for process, at in bad:
+        when = f"{abs(at - bad[0][1]):.1f} s later" if dead else process.step
+        dead.append(f"launcher: process {process.index} {process.how} {when}")
+    hung = [f"launcher: process {p.index} hangs {p.step}, and is killed" for p in running]
+    if not bad:
+        hung.insert(0, f"launcher: no process has printed a step for {timeout:g} s")
+    # If all that ended were aborted, it is for one that hangs.
+    aborted = all(process.popen.returncode == -signal.SIGABRT for process, _ in bad)
+    print(*(hung + dead if aborted else dead + hung), sep="\n", flush=True)
+    return 2 if bad and bad[0][0].popen.returncode == 2 else 1
