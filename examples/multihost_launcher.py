@@ -97,7 +97,7 @@ def launch_here(args: argparse.Namespace) -> int:
         [sys.executable, *sys.argv],
         args.processes,
         timeout=args.timeout,
-        grace=2 * args.heartbeat + 10,
+        grace=args.heartbeat + 10,
         kill=None if args.kill is None else (args.victim % args.processes, args.kill),
     )
     if code in {0, 2}:
@@ -126,11 +126,13 @@ class Process:
             errors="replace",
             start_new_session=True,  # Ctrl-C is for the launcher, which ends them
         )
-        threading.Thread(target=self.read, daemon=True).start()
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
 
     def read(self) -> None:
-        for line in self.popen.stdout:
-            self.lines.put((self, line))
+        with self.popen.stdout as stdout:
+            for line in stdout:
+                self.lines.put((self, line))
         self.popen.wait()
         self.lines.put((self, END))
 
@@ -167,7 +169,7 @@ def launch(
       kill: (process, step): that process gets kill -9 after that step.
 
     Returns:
-      0 if all did well, 2 if they refused what was asked for, 130 after Ctrl-C, else 1.
+      0 if all did well, 2 if all refused what was asked for, 130 after Ctrl-C, else 1.
     """
     lines, processes = queue.SimpleQueue(), []
     # Held meanwhile, so that nobody else gets the port before process 0 has it, too.
@@ -187,7 +189,7 @@ def launch(
         finally:
             for process in processes:
                 process.popen.kill()
-                process.popen.wait()
+                process.reader.join(5)
 
 
 def watch(processes, lines, timeout, grace, kill) -> int:
@@ -212,6 +214,8 @@ def watch(processes, lines, timeout, grace, kill) -> int:
 
     if not running and not bad:
         return 0
+    if not running and {process.popen.returncode for process, _ in bad} == {2}:
+        return 2  # which they have explained
     # The others end by an exception or an abort of JAX's: one that ended by itself was the first.
     rank = {-signal.SIGABRT: 2, 1: 1}
     bad.sort(key=lambda end: rank.get(end[0].popen.returncode, 0))
@@ -225,4 +229,4 @@ def watch(processes, lines, timeout, grace, kill) -> int:
     # If all that ended were aborted, it is for one that hangs.
     aborted = all(process.popen.returncode == -signal.SIGABRT for process, _ in bad)
     print(*(hung + dead if aborted else dead + hung), sep="\n", flush=True)
-    return 2 if bad and bad[0][0].popen.returncode == 2 else 1
+    return 1
