@@ -171,14 +171,18 @@ def test_a_killed_run_resumes_bitwise(victim, whole, tmp_path):
 def interfere(folder: Path, *options: str | int, signal_to) -> tuple[int, str, float]:
     """Calls `signal_to(launcher, children)` after step 5: the exit code, the output, seconds."""
     command = [sys.executable, EXAMPLES / "train_multihost.py", "--processes", 2, *options]
-    with subprocess.Popen(
+    # What a shell starts in the background ignores SIGINT, and so would all that it starts.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    started = subprocess.Popen(
         list(map(str, command)),
         cwd=folder,
         env=cpu_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    ) as launcher:
+    )
+    signal.signal(signal.SIGINT, handler)
+    with started as launcher:
         try:
             lines = []
             for line in launcher.stdout:
