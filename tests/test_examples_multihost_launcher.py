@@ -1,4 +1,4 @@
-"""`examples/multihost_launcher.py`: wrong options; how processes end, with ones that take no time."""
+"""`examples/multihost_launcher.py`: wrong options; how processes end, with quick ones."""
 
 from __future__ import annotations
 
