@@ -107,16 +107,21 @@ def _is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
 
-def run_python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs Python in `folder` with jaxmp on its path; on CPU, and without the fake devices."""
+def cpu_environment() -> dict[str, str]:
+    """For processes of their own: jaxmp on the path; on CPU, and without the fake devices."""
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     env["JAX_PLATFORMS"] = "cpu"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
     env.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as in `conftest`
+    return env
+
+
+def run_python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python in `folder` with jaxmp on its path; on CPU, and without the fake devices."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=env,
+        env=cpu_environment(),
         capture_output=True,
         text=True,
         timeout=300,
