@@ -304,7 +304,7 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
     * jmp's form, "p=f32,c=bf16,o=f32" or "params=float32,compute=bfloat16,output=float32", where
       parameters default to float32, compute to the parameters' dtype and output to the compute
       dtype;
-    * either of them with refinements: "mixed_bfloat16,softmax=bf16",
+    * either of them with refinements: "mixed_bfloat16,softmax=bf16", "mixed_bfloat16,reduce=bf16",
       "mixed_float16,saturate=true,ops=exp:follow|my_primitive:full". In the names of primitives
       "%3A" stands for ":" and so on, as in a URL.
 
