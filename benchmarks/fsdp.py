@@ -1,9 +1,11 @@
 """A training step of a language model of a billion parameters, fully sharded over 256 chips.
 
     cd benchmarks
-    python -m jaxmp preflight fsdp:step --target tpu-v5e:16x16 --policy float32 \\
-        --policy mixed_bfloat16 --donate 0 --donate 1
+    python -m jaxmp preflight fsdp:step --target tpu-v5e:16x16 --donate 0 --donate 1
+    python -m jaxmp preflight fsdp:mixed --target tpu-v5e:16x16 --donate 0 --donate 1
+    python -m jaxmp preflight fsdp:mixed_reduced_low --target tpu-v5e:16x16 --donate 0 --donate 1
 
+The first is float32. Policies are inside of the gradient, which is where `reduce_dtype` tells.
 Every parameter and optimizer moment is split over the chips along its largest axis, and so is the
 batch. The model is the scanned transformer of `models.py`; what leaves its layers is constrained to
 the batch's sharding, without which XLA spreads that of the parameters to the activations.
@@ -19,6 +21,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import jaxmp
 
 from models import Block, TransformerLM
 
@@ -45,7 +49,17 @@ def by_batch(layer, args, kwargs, context):
     return out
 
 
-def step():
+def mixed():
+    """The step in mixed_bfloat16, whose gradients cross in float32."""
+    return step("mixed_bfloat16")
+
+
+def mixed_reduced_low():
+    """The same, whose gradients cross in bfloat16."""
+    return step("mixed_bfloat16,reduce=bf16")
+
+
+def step(policy: str = "float32"):
     """A training step and its arguments, as shapes with shardings."""
     model = TransformerLM(width=2048, heads=16, layers=20, seq=SEQ, vocab=32000, scan=True)
     optimizer = optax.adamw(3e-4)
@@ -59,7 +73,8 @@ def step():
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     def train_step(params, opt_state, inputs, labels):
-        loss, grads = jax.value_and_grad(loss_fn)(params, inputs, labels)
+        low = jaxmp.autocast(loss_fn, policy)
+        loss, grads = jax.value_and_grad(low)(params, inputs, labels)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 

@@ -108,7 +108,7 @@ def _contraction(op: Op, types: tuple[Any, ...], sources: Any, low: DType) -> Ca
         return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
 
     product.defjvp(jvp, symbolic_zeros=True)
-    return jax.jit(product, inline=INLINE)
+    return product  # not jitted: it would be traced once, with the source line of its first caller
 
 
 def _bound(op: Op, operands: Sequence[Any], sums: DType) -> Any:
