@@ -33,7 +33,7 @@ LOOKUPS = {
 
 
 def check_same(name, got, want):
-    """Bit by bit, but for sums, and a product with the table: it is scaled after, and rounds less."""
+    """Bit by bit, but for sums and products with the table, which are scaled after."""
     if name == "twice":
         np.testing.assert_allclose(got, want, rtol=1e-6)
         return
