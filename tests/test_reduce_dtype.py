@@ -225,6 +225,11 @@ def test_weights_cross_in_16_bits(name: str, refined: str) -> None:
         eqns = list(iter_eqns(jax.make_jaxpr(step)(*sharded)))
         crossing = [e for e in eqns if e.primitive.name == primitive]
         assert crossing[0].invars[0].aval.dtype == jnp.bfloat16
+        # Behind a barrier, or XLA narrows what has arrived.
+        barriers = {
+            v for e in eqns if e.primitive.name == "optimization_barrier" for v in e.outvars
+        }
+        assert crossing[0].invars[0] in barriers
         back = "reduce_scatter" if name == "all_gather" else primitive
         returning = [e for e in eqns if e.primitive.name == back][-1]
         assert returning.invars[0].aval.dtype == ("bfloat16" if refined else "float32")

@@ -14,7 +14,7 @@ from jaxmp._autocast.plan import DType, Step, Stored
 from jaxmp._autocast.recipes.multiply import Sides, sums_in
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.attributes import product_axes, takes_result_dtype
-from jaxmp._jaxprs.compat import INLINE, shape_of
+from jaxmp._jaxprs.compat import shape_of
 
 
 def contract(step: Step, operands: Sequence[Any]) -> list[Any]:
@@ -69,4 +69,4 @@ def _stored_product(
         out = product(x, values, scale, sums_in(low))
         return out, product(tangents[0], values, scale, low)
 
-    return jax.jit(scaled, inline=INLINE)
+    return scaled  # not jitted: it would be traced once, with the source line of its first caller

@@ -36,9 +36,9 @@ def quantise(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
 
     The scale brings the largest magnitude, taken from the array as it is now, into the range of the
     format: nothing is remembered from step to step. For floats it is a power of two, so that the
-    grid of values stays what it is while that magnitude changes little: models train to a lower
-    loss on it than on one that is stretched to fit each array (`benchmarks/convergence.py`: by 0.1
-    to 0.6 %), though fitting rounds heavy tails less (.034 for .039). For integers it fits.
+    grid of values stays what it is while that magnitude changes little: models were seen to train
+    to a lower loss on it than on one that is stretched to fit each array, though that rounds heavy
+    tails less. For integers it fits.
 
     Where all is zero, or so small that its scale would be subnormal, the scale is the smallest
     normal one. An infinity or NaN makes its scale that, and so all products with it: a loss scaler
