@@ -1,14 +1,15 @@
 """Contractions of 16-bit operands whose gradients by parameters are float32.
 
 A 16-bit copy of a parameter has a gradient of 16 bits: where that is a sum over devices, partial
-sums are rounded before they cross, and added in 16 bits on the way. So a contraction is made a
-function of the copy and of the parameter itself:
+sums are rounded before they cross, and added in 16 bits on the way. So the result of a contraction
+is passed on by a function that returns it, and has the derivative of the contraction: by the other
+operands as it is, by the copy zero, and by the parameter itself
 
-    product(x16, w16, w32) = x16 @ w16,   whose derivative by w32 is   dw32 -> x16 @ narrow(dw32)
+    dw32 -> x16 @ narrow(dw32)
 
-and that is a primitive, since its transpose is a product of two 16-bit operands in float32, which
-no operation of JAX has. `x16` is all that is kept for it. A program that was differentiated in
-reverse has no trace of it.
+That is a primitive, since its transpose is a product of two 16-bit operands in float32, which no
+operation of JAX has. `x16` is all that is kept for it. In a program that was differentiated in
+reverse it is gone.
 """
 
 from __future__ import annotations
@@ -70,13 +71,15 @@ def contract(
     """
     types = tuple(_float32(jax.typeof(x)) for x in operands)
     sources = tuple((i, p.moves, _float32(jax.typeof(p.array))) for i, p in parameters.items())
-    fn = _contraction(op_of(eqn), types, sources, low)
-    return fn(*operands, *(p.array for p in parameters.values()))
+    # In the open, where the policies of `jax.checkpoint` see a product that they may save.
+    out = _bound(op_of(eqn), [lax.stop_gradient(x) for x in operands], low)
+    with_gradients = _with_gradients(op_of(eqn), types, sources, low)
+    return with_gradients(out, *operands, *(p.array for p in parameters.values()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _contraction(op: Op, types: tuple[Any, ...], sources: Any, low: DType) -> Callable[..., Any]:
-    """As `contract`, a function of the operands and the parameters.
+def _with_gradients(op: Op, types: tuple[Any, ...], sources: Any, low: DType) -> Callable[..., Any]:
+    """A function of a result, the operands and the parameters: the result, with their gradients.
 
     Args:
       op: the contraction.
@@ -84,6 +87,7 @@ def _contraction(op: Op, types: tuple[Any, ...], sources: Any, low: DType) -> Ca
       sources: for each parameter: which operand it is, its moves and its type.
       low: the dtype of the result.
     """
+
     count, sides = len(types), [side for side, _, _ in sources]
 
     @functools.cache
@@ -92,23 +96,22 @@ def _contraction(op: Op, types: tuple[Any, ...], sources: Any, low: DType) -> Ca
         return _product(op, (*types[:side], aval, *types[side + 1 :]), side, moves, low)
 
     @jax.custom_jvp
-    def product(*arrays: Any) -> Any:
-        return _bound(op, arrays[:count], low)
+    def with_gradients(out: Any, *_: Any) -> Any:
+        return out
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        operands, terms = primals[:count], []
-        for i, tangent in enumerate(tangents):
+        operands, terms = primals[1 : 1 + count], []
+        for i, tangent in enumerate(tangents[1:]):
             if isinstance(tangent, SymbolicZero) or i in sides:
                 continue  # a copy is no function of its own
             side = i if i < count else sides[i - count]
             given = (*operands[:side], tangent, *operands[side + 1 :])
             terms.append(_bound(op, given, low) if i < count else by(i - count).bind(given))
-        # In the open, where the policies of `jax.checkpoint` see a product that they may save.
-        out = _bound(op, operands, low)
+        out = with_gradients(*primals)
         return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
 
-    product.defjvp(jvp, symbolic_zeros=True)
-    return product  # not jitted: it would be traced once, with the source line of its first caller
+    with_gradients.defjvp(jvp, symbolic_zeros=True)
+    return with_gradients
 
 
 def _bound(op: Op, operands: Sequence[Any], sums: DType) -> Any:
