@@ -1,9 +1,10 @@
 """Mixed precision for JAX and Flax: a policy, and one transformation that applies it."""
 
-from jaxmp import devices, policies, testing
+from jaxmp import devices, numerics, policies, testing
 from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
+from jaxmp._numerics.diagnose import diagnose
 from jaxmp._preflight.preflight import preflight
 from jaxmp._quantize.trees import dequantize, quantize
 from jaxmp._training.accumulate import accumulate_gradients
@@ -41,6 +42,7 @@ __all__ = [
     "deepseek",
     "dequantize",
     "devices",
+    "diagnose",
     "dynamic_loss_scale",
     "explain",
     "float8",
@@ -52,6 +54,7 @@ __all__ = [
     "loss_scale_for",
     "master_weights",
     "mxfp8",
+    "numerics",
     "policies",
     "preflight",
     "products",

@@ -39,6 +39,8 @@ LAYERS = [
     "_training",
     "_audit",
     "_preflight",
+    "_numerics",
+    "numerics",
     "testing",
     "cli",
     "__main__",
@@ -98,6 +100,7 @@ def test_the_root_exports_these_names():
         "deepseek",
         "dequantize",
         "devices",
+        "diagnose",
         "dynamic_loss_scale",
         "explain",
         "float8",
@@ -109,6 +112,7 @@ def test_the_root_exports_these_names():
         "loss_scale_for",
         "master_weights",
         "mxfp8",
+        "numerics",
         "policies",
         "preflight",
         "products",
@@ -140,7 +144,7 @@ def test_the_root_has_no_public_name_that_it_does_not_export():
         for name, value in vars(jaxmp).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    modules = {"devices", "policies", "testing"}
+    modules = {"devices", "numerics", "policies", "testing"}
     assert public | modules == set(jaxmp.__all__) - {"__version__"}
 
 

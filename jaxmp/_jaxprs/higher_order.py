@@ -31,6 +31,7 @@ class Inner(NamedTuple):
       shared: of a loop, how many leading operands all iterations share; else None.
       carried: how many operands after those are the first results of the iteration before.
       trips: how often it runs; None if that is not known before it runs.
+      reverse: of a loop, whether its last slice is read first.
       chance: of several of which one runs, the share of one.
       rule: ``custom_jvp`` or ``custom_vjp``, if it has such a derivative rule of its own; else "".
     """
@@ -41,6 +42,7 @@ class Inner(NamedTuple):
     shared: int | None = None
     carried: int = 0
     trips: Any = 1
+    reverse: bool = False
     chance: float = 1.0
     rule: str = ""
 
@@ -251,7 +253,15 @@ def _rebind_branches(
 def _scan(eqn: JaxprEqn) -> tuple[Inner, ...]:
     [body] = _one(eqn.params["jaxpr"], eqn)
     n_consts, n_carry = compat.scan_split(eqn)
-    return (body._replace(shared=n_consts, carried=n_carry, trips=eqn.params["length"]),)
+    options = compat.scan_options(eqn)
+    return (
+        body._replace(
+            shared=n_consts,
+            carried=n_carry,
+            trips=options["length"],
+            reverse=options["reverse"],
+        ),
+    )
 
 
 def _while(eqn: JaxprEqn) -> tuple[Inner, ...]:

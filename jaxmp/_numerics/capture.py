@@ -1,0 +1,344 @@
+"""One run of a program, forward and backward, with everything measured that it computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmp._audit.costs import check_sizes
+from jaxmp._autocast import autocast
+from jaxmp._autocast.marks import check_callable
+from jaxmp._autocast.nnx_calls import on_a_clone
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.threaded import Extra, Extras
+from jaxmp._jaxprs.trace import Traced, is_array, trace
+from jaxmp._numerics.origins import Origin, Walk
+from jaxmp._numerics.probe import Probe
+from jaxmp._numerics.statistics import Measurements, Statistics, unpack
+from jaxmp._numerics.survey import Program, Site, survey
+from jaxmp._training.loss_scale import static_loss_scale
+from jaxmp._training.scaled_grad import value_and_grad
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A site, and what was measured of it.
+
+    Attributes:
+      site: an operation of the program, or an argument.
+      statistics: of its result, over the iterations of the loops around it.
+    """
+
+    site: Site
+    statistics: Statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """What a run of a program computed.
+
+    Attributes:
+      measured_results: what the measured program returned: of a loss, it and its gradients. XLA may
+        fuse a program that is measured otherwise, so that last bits differ from `results`.
+      sites: what was measured, by name, in the order in which it ran.
+      program: what each site reads.
+      bytes: of all that was measured.
+      loss_scale: what the loss was multiplied by.
+      wide: whether it ran in float32 wherever the policy says 16 bits.
+    """
+
+    measured_results: Any
+    sites: dict[str, Measured]
+    program: Program
+    bytes: int
+    loss_scale: float
+    wide: bool
+    _unmeasured: Callable[[], Any] = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def results(self) -> Any:
+        """What the program returns when nothing is measured: it is run again for that."""
+        return self._unmeasured()
+
+    def origins(self) -> list[Origin]:
+        """The operations that made what is not finite in the results, in the order they ran."""
+        return self._walk().of_results()
+
+    def all_origins(self) -> list[Origin]:
+        """Those of everything that is not finite, also of what no result is made of."""
+        return self._walk().everywhere()
+
+    def _walk(self) -> Walk:
+        return Walk(self.program, {name: m.statistics for name, m in self.sites.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A program, ready to be run and measured.
+
+    Attributes:
+      program: its sites.
+      call: its trace.
+      measured_bytes: of what a run measures.
+      step: the compiled function of its arrays: its results, and what was measured.
+      extras: the types of what is measured.
+      places: for each site, where what is measured of it is: see `_places`.
+      loss_scale: what the loss is multiplied by.
+      wide: whether it runs in float32 wherever the policy says 16 bits.
+    """
+
+    program: Program
+    call: Traced
+    measured_bytes: int
+    step: Callable[..., tuple[list[Any], Extras]]
+    extras: Extras
+    places: dict[str, tuple[str, int, int | None]]
+    loss_scale: float
+    wide: bool
+
+    def run(self) -> Capture:
+        """Runs it."""
+        results, extras = self.step(*self.call.arrays)
+        arrays = {name: _by_iteration(extra) for name, extra in extras.items()}
+        sites = {
+            name: Measured(site, unpack(site.size, _measurements(arrays, *self.places[name])))
+            for name, site in self.program.sites.items()
+        }
+        return Capture(
+            measured_results=self.call.rebuild(results),
+            sites=sites,
+            program=self.program,
+            bytes=self.measured_bytes,
+            loss_scale=self.loss_scale,
+            wide=self.wide,
+            _unmeasured=self._unmeasured,
+        )
+
+    def _unmeasured(self) -> Any:
+        probe = Probe(whole=frozenset().__contains__, looks=False, wide=self.wide)
+        step = jax.jit(lambda *arrays: probe.run(self.call.jaxpr, arrays)[0])
+        return self.call.rebuild(step(*self.call.arrays))
+
+
+def prepare(
+    fn: Callable[..., Any],
+    policy: Any,
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    grad: bool | None = None,
+    loss_scale: float = 1.0,
+    wide: bool = False,
+    sites: str = "**",
+    twins: bool = True,
+) -> Prepared:
+    """Traces and compiles what `capture` runs. Arguments as there."""
+    check_callable("capture", fn)
+    check_sizes("capture", args, {})
+    program = on_a_clone(fn)
+    if policy is not None:
+        program = autocast(program, policy)
+    has_aux = _has_aux(program, args)
+    grad = (has_aux is not None and _is_differentiable(args, argnums)) if grad is None else grad
+    if grad:
+        scaler = optax.identity()
+        if loss_scale != 1:
+            scaler = static_loss_scale(scaler, loss_scale)
+        state = scaler.init(jnp.zeros(()))
+        program = value_and_grad(program, state, argnums=argnums, has_aux=bool(has_aux))
+    elif loss_scale != 1:
+        raise ValueError(
+            f"capture: loss_scale={loss_scale} scales a loss, but the function is not "
+            "differentiated: it does not return one number, or grad=False was given"
+        )
+    traced = trace(program, args, {})
+    several = argnums if isinstance(argnums, Sequence) else [argnums]
+    labels, owners = _labels(fn, args)
+    weights = [i for i, owner in enumerate(owners) if grad and owner in several]
+    found = survey(traced.jaxpr, labels, weights)
+    chosen = frozenset(name for name, site in found.sites.items() if _matches(site.path, sites))
+    if not chosen:
+        paths = sorted({site.path for site in found.sites.values() if site.path})
+        raise ValueError(
+            f"capture: sites={sites!r} matches no module path. There are: {', '.join(paths[:40])}"
+        )
+    probe = Probe(whole=chosen.__contains__, twins=twins, wide=wide)
+    step = jax.jit(lambda *arrays: probe.run(traced.jaxpr, arrays))
+    places = _places(found, chosen)
+    _, extras = jax.eval_shape(step, *traced.arrays)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(extras))
+    return Prepared(found, traced, size, step, extras, places, float(loss_scale), wide)
+
+
+def capture(
+    fn: Callable[..., Any],
+    policy: Any,
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    grad: bool | None = None,
+    loss_scale: float = 1.0,
+    wide: bool = False,
+    sites: str = "**",
+    twins: bool = True,
+    limit: int = 2**30,
+    announce: Callable[[str], Any] | None = None,
+) -> Capture:
+    """Runs a program once under a policy, and measures every number that it computes.
+
+    A loss, a function that returns one number or `(loss, aux)`, is differentiated: forward and
+    backward are measured. Anything else, such as a whole training step, runs as it is. Nothing
+    leaves the device while it runs: what is measured are further results of the one compiled
+    program, through jit, scan (per iteration), while, cond, remat, vmap, shard_map and functions
+    with derivative rules of their own.
+
+    Args:
+      fn: a function, a bound method of an NNX module, or one of modules. Not a Linen module: its
+        `apply`.
+      policy: as for `autocast`; None: the program as it is.
+      *args: what to call it with: arrays, pytrees, NNX modules.
+      argnums: which argument is differentiated; several: a sequence.
+      grad: whether to differentiate. By default where `fn` returns a loss.
+      loss_scale: what the loss is multiplied by before it is differentiated: a power of two.
+      wide: whether to compute in float32 wherever the policy says 16 bits: the same operations, and
+        what they would have to hold.
+      sites: a glob over module paths, where `**` stands for anything. What it does not match is
+        looked at for values that are not finite, and no more.
+      twins: whether operations in 16 bits are computed in float32 as well, from the same operands,
+        to tell what rounding cost.
+      limit: how many bytes may be measured.
+      announce: called with a sentence on how much is measured, before it runs.
+
+    Returns:
+      What was measured, and what the program returned.
+
+    Raises:
+      ValueError: if `sites` matches nothing, or more would be measured than `limit`.
+      TypeError: if `fn` is not callable.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxmp import numerics
+      >>> loss = lambda w, x: jnp.sum(x @ w)
+      >>> w = jnp.full((16, 8), 300.0)
+      >>> run = numerics.capture(loss, "mixed_float16", w, 100 * jnp.ones((4, 16)))
+      >>> [(o.site.op, o.site.dtype, o.nan) for o in run.origins()]
+      [('dot_general', 'float16', False)]
+    """
+    prepared = prepare(
+        fn, policy, *args, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
+        sites=sites, twins=twins,
+    )  # fmt: skip
+    count = len(prepared.program.sites)
+    said = f"{count} sites, {prepared.measured_bytes / 2**20:.1f} MiB of measurements"
+    if prepared.measured_bytes > limit:
+        raise ValueError(
+            f"capture: {said}, more than the limit of {limit / 2**20:.1f} MiB. Most of it is "
+            f"measured in {_largest(prepared)}: give a glob of module paths, sites='...', or a "
+            "larger limit"
+        )
+    if announce is not None:
+        announce(f"capture: {said}")
+    return prepared.run()
+
+
+def _has_aux(fn: Callable[..., Any], args: Any) -> bool | None:
+    """Whether a loss function returns more than the loss; None if it returns no loss."""
+    traced = trace(fn, args, {})
+    out = jax.tree.unflatten(
+        traced.tree, [v.aval for v in compat.closed(traced.jaxpr).jaxpr.outvars]
+    )
+    if _is_loss(out):
+        return False
+    if isinstance(out, tuple) and len(out) == 2 and _is_loss(out[0]):
+        return True
+    return None
+
+
+def _is_loss(out: Any) -> bool:
+    shape, dtype = getattr(out, "shape", None), getattr(out, "dtype", None)
+    return shape == () and dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _is_differentiable(args: Sequence[Any], argnums: int | Sequence[int]) -> bool:
+    several = argnums if isinstance(argnums, Sequence) else [argnums]
+    chosen = [args[i] for i in several if -len(args) <= i < len(args)]
+    return any(
+        is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        for leaf in jax.tree.leaves(chosen)
+    )
+
+
+def _labels(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[str], list[int]]:
+    """What to call each array of a call, and which argument it is in."""
+    try:
+        names = list(inspect.signature(fn).bind(*args).arguments)
+    except (TypeError, ValueError):
+        names = []
+    labels, owners = [], []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if is_array(leaf):
+            [owner, *rest] = path
+            name = names[owner.idx] if len(names) == len(args) else f"args[{owner.idx}]"
+            labels.append(name + jax.tree_util.keystr(tuple(rest)))
+            owners.append(owner.idx)
+    return labels, owners
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(path, pattern.replace("**", "*"))
+
+
+def _places(program: Program, whole: Container[str]) -> dict[str, tuple[str, int, int | None]]:
+    """For each site: the jaxpr that it is in, its number there, and that among those measured."""
+    places: dict[str, tuple[str, int, int | None]] = {}
+    counts: Counter[str] = Counter()
+    measured: Counter[str] = Counter()
+    for name in program.sites:
+        jaxpr = name[: name.rfind("/") + 1]
+        number = measured[jaxpr] if name in whole else None
+        places[name] = (jaxpr, counts[jaxpr], number)
+        counts[jaxpr] += 1
+        measured[jaxpr] += name in whole
+    return places
+
+
+def _measurements(
+    arrays: dict[str, Any], jaxpr: str, number: int, among: int | None
+) -> Measurements:
+    """What was measured at a place."""
+    top = arrays[f"{jaxpr}tops"][..., number]
+    if among is None:
+        return Measurements(top)
+    names = ("counts", "extremes", "sums", "spread")
+    return Measurements(top, *(arrays[f"{jaxpr}{name}"][..., among, :] for name in names))
+
+
+def _largest(prepared: Prepared) -> str:
+    """The modules in which most is measured."""
+    sizes: Counter[str] = Counter()
+    for name, site in prepared.program.sites.items():
+        jaxpr, _, among = prepared.places[name]
+        if among is not None:
+            value = prepared.extras[f"{jaxpr}spread"].value
+            sizes[site.path] += value.size // value.shape[-2] * value.dtype.itemsize
+    most = sizes.most_common(3)
+    return ", ".join(f"{path or 'no module'} ({size / 2**20:.1f} MiB)" for path, size in most)
+
+
+def _by_iteration(extra: Extra) -> np.ndarray[Any, Any]:
+    """What was measured, over iterations alone: devices are joined."""
+    value = np.asarray(extra.value)
+    for axis in reversed(range(len(extra.axes))):
+        if extra.axes[axis] == "devices":
+            summed = extra.join.neutral == 0
+            value = value.sum(axis, dtype=value.dtype) if summed else value.max(axis)
+    return value

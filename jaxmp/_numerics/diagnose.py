@@ -1,0 +1,317 @@
+"""Where a policy's numbers leave their format, and which operation made what is no number."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._numerics.capture import Capture, Measured, capture
+from jaxmp._numerics.origins import Origin
+from jaxmp._numerics.statistics import Statistics
+from jaxmp._numerics.survey import Site
+from jaxmp.policy import PolicyMap, get_policy
+
+# Of values: beyond this share, a loss is worth a line.
+_MUCH = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """An operation that made what is not finite out of finite numbers.
+
+    Attributes:
+      site: the operation, or the argument that came in so.
+      iteration: of the loops around it, outermost first, counted from 0.
+      kind: "overflow" (beyond the range of its dtype), "nan", "infinity" or "argument".
+      everywhere: whether the same operation does it in float32, too: then no loss scale and no
+        wider format of this operation mends it.
+      reaches: whether results are not finite for it.
+      why: in words.
+      of: of a conversion, the operation whose result it converts.
+    """
+
+    site: Site
+    iteration: tuple[int, ...]
+    kind: str
+    everywhere: bool
+    reaches: bool
+    why: str
+    of: Site | None = None
+
+    def __str__(self) -> str:
+        """One line."""
+        direction = "backward" if self.site.backward else "forward"
+        when = f", iteration {', '.join(map(str, self.iteration))}" if self.iteration else ""
+        place = self.site.where or "no module"
+        if self.site.op == "argument":
+            return f"argument {self.site.path}: {self.why}"
+        of = "" if self.of is None else f" of {self.of.op} ({self.of.dtype})"
+        return f"{self.site.op}{of} ({self.site.dtype}, {direction}{when}) in {place}: {self.why}"
+
+
+@dataclasses.dataclass(frozen=True)
+class NumericsReport:
+    """What `diagnose` found. Print it.
+
+    Attributes:
+      policy: under which policy.
+      run: what was measured under it.
+      wide: what the same operations compute in float32.
+    """
+
+    policy: str
+    run: Capture
+    wide: Capture
+
+    @functools.cached_property
+    def faults(self) -> tuple[Fault, ...]:
+        """What made results that are not finite, in the order in which it ran."""
+        return tuple(self._fault(origin, reaches=True) for origin in self.run.origins())
+
+    @functools.cached_property
+    def contained(self) -> tuple[Fault, ...]:
+        """What made values that are not finite and that no result is made of."""
+        known = {(o.site.name, o.at) for o in self.run.origins()}
+        return tuple(
+            self._fault(origin, reaches=False)
+            for origin in self.run.all_origins()
+            if (origin.site.name, origin.at) not in known
+        )
+
+    @property
+    def first(self) -> Fault | None:
+        """The first of the faults."""
+        return self.faults[0] if self.faults else None
+
+    @functools.cached_property
+    def predicted(self) -> tuple[Site, ...]:
+        """The operations whose results in float32 are beyond the dtype that the policy gives them.
+
+        From the float32 run alone.
+        """
+        return tuple(
+            measured.site
+            for measured in self.wide.sites.values()
+            if _is_beyond(measured.site, float(np.max(measured.statistics.largest, initial=0)))
+        )
+
+    @functools.cached_property
+    def largest_loss_scale(self) -> float:
+        """The largest power of two that keeps every gradient finite; infinite if all do."""
+        room = [
+            float(jnp.finfo(m.site.dtype).max) / float(np.max(m.statistics.largest))
+            for m in self._gradients()
+            if np.max(m.statistics.largest, initial=0) > 0
+        ]
+        return _power(min(room) * self.run.loss_scale) if room else float("inf")
+
+    @functools.cached_property
+    def smallest_loss_scale(self) -> float:
+        """The smallest power of two at which no gradient is below its dtype's normal range."""
+        needed = []
+        for m in self._gradients():
+            smallest = float(np.min(m.statistics.smallest, initial=np.inf))
+            if np.isfinite(smallest):
+                needed.append(float(jnp.finfo(m.site.dtype).tiny) / smallest)
+        return _power(max(needed) * self.run.loss_scale, up=True) if needed else 0.0
+
+    @functools.cached_property
+    def underflows(self) -> tuple[tuple[Site, float], ...]:
+        """The operations that made 0 of more than 1 % of what is not 0 in float32: most first.
+
+        With the share, in this one step: of its operands as they are.
+        """
+        found = []
+        for m in self._whole():
+            s = m.statistics.joined()
+            nonzero = s.twins - (s.zeros - s.flushed)
+            share = float(s.flushed / nonzero) if s.twins and nonzero > 0 else 0.0
+            if share > _MUCH:
+                found.append((m.site, share))
+        return tuple(sorted(found, key=lambda pair: -pair[1]))
+
+    @functools.cached_property
+    def errors(self) -> tuple[tuple[Site, float], ...]:
+        """The operations whose rounding cost more than four units in the last place: most first.
+
+        With the relative error, in this one step.
+        """
+        found = []
+        for m in self._whole():
+            error = float(m.statistics.joined().error)
+            if np.isfinite(error) and error > 4 * float(jnp.finfo(m.site.dtype).eps):
+                found.append((m.site, error))
+        return tuple(sorted(found, key=lambda pair: -pair[1]))
+
+    def __str__(self) -> str:
+        """The report."""
+        lines = [f"policy        {self.policy}"]
+        count = len(self.run.sites)
+        lines.append(
+            f"measured      {count} sites, {self.run.bytes / 2**20:.1f} MiB of measurements"
+        )
+        lines += _listed("not finite", [str(fault) for fault in self.faults])
+        if not self.faults:
+            lines.append("not finite    nothing: every result is finite")
+        lines += _listed("contained", [str(fault) for fault in self.contained])
+        lines += _listed("would leave", [_line(site) for site in self.predicted])
+        lines += _listed(
+            "underflow", [f"{share:.1%} became 0: {_line(site)}" for site, share in self.underflows]
+        )
+        lines += _listed(
+            "rounding", [f"relative error {error:.2g}: {_line(s)}" for s, error in self.errors]
+        )
+        if any(True for _ in self._gradients()):
+            lines.append(
+                f"loss scale    {self.run.loss_scale:g}; gradients stay finite up to "
+                f"{self.largest_loss_scale:g}, and normal from {self.smallest_loss_scale:g}"
+            )
+        return "\n".join(lines)
+
+    def _gradients(self) -> list[Measured]:
+        """What the float32 run measured of gradients that the policy computes in 16 bits."""
+        return [
+            m
+            for m in self.wide.sites.values()
+            if m.site.backward and m.site.dtype in ("float16", "bfloat16")
+            and m.statistics.is_whole
+        ]  # fmt: skip
+
+    def _whole(self) -> list[Measured]:
+        return [m for m in self.run.sites.values() if m.statistics.is_whole]
+
+    def _fault(self, origin: Origin, *, reaches: bool) -> Fault:
+        site = origin.site
+        at = tuple(
+            n - 1 - i if loop.reverse else i
+            for loop, i, n in zip(
+                site.loops, origin.at, np.shape(self.wide.sites[site.name].statistics.is_nan),
+                strict=True,
+            )
+        )  # fmt: skip
+        wide = self.wide.sites[site.name].statistics
+        everywhere = bool(wide.is_nan[at] or wide.is_infinite[at])
+        kind, why = self._kind(origin, wide, at, everywhere=everywhere)
+        of = None
+        if site.op == "convert_element_type":
+            of = next((self.run.program.sites.get(str(ref)) for ref in site.reads), None)
+        return Fault(site, origin.at, kind, everywhere, reaches, why, of)
+
+    def _kind(
+        self, origin: Origin, wide: Statistics, at: tuple[int, ...], *, everywhere: bool
+    ) -> tuple[str, str]:
+        """The kind of a fault, and what it is in words."""
+        site = origin.site
+        if site.op == "argument":
+            return "argument", "it came in not finite"
+        if origin.of_infinities:
+            return "nan", "NaN of infinities that are written in the program: a row masked whole?"
+        if not everywhere and not origin.nan:
+            largest = float(wide.largest[at])
+            if not _is_beyond(site, largest):
+                return "overflow", "infinite, though finite in float32: of what was rounded before"
+            limit = float(jnp.finfo(site.dtype).max)
+            return "overflow", f"overflow: {largest:.4g} in float32, beyond {limit:g}"
+        what = "NaN" if origin.nan else "an infinity"
+        also = "in float32 as well: no loss scale mends it" if everywhere else "not in float32"
+        return "nan" if origin.nan else "infinity", f"made {what}, {also}"
+
+
+def diagnose(
+    fn: Callable[..., Any],
+    policy: Any,
+    *,
+    argnums: int | Sequence[int] = 0,
+    grad: bool | None = None,
+    loss_scale: float = 1.0,
+    sites: str = "**",
+    announce: Callable[[str], Any] | None = None,
+) -> Callable[..., NumericsReport]:
+    """Finds where a program's numbers leave their format under a policy.
+
+    The program runs twice, measured: under the policy, and with the same operations in float32. A
+    loss is differentiated. The report tells
+
+    * the first operation that made what is not finite in a result, forward or backward, with its
+      module, line and iteration, and whether float32 does the same;
+    * what would overflow, from the float32 run alone;
+    * where values became 0, and what rounding cost, operation by operation;
+    * between which loss scales the gradients keep their range.
+
+    Args:
+      fn: as for `jaxmp.numerics.capture`, as are `argnums`, `grad`, `loss_scale`, `sites` and
+        `announce`.
+      policy: as for `autocast`; None: the program as it is.
+      argnums: which argument is differentiated.
+      grad: whether to differentiate.
+      loss_scale: what the loss is multiplied by.
+      sites: a glob over module paths.
+      announce: is told how much is measured.
+
+    Returns:
+      A function of the arguments of `fn` that gives the report.
+
+    Raises:
+      ValueError: if the policy is unknown, or `sites` matches nothing.
+      TypeError: if `fn` is not callable.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp
+      >>> def loss(w, x):
+      ...     return jnp.mean((x @ w) ** 2)
+      >>> w, x = jnp.full((16, 8), 300.0), 100 * jnp.ones((4, 16))
+      >>> report = jaxmp.diagnose(loss, "mixed_float16")(w, x)
+      >>> report.first.site.op, report.first.kind, report.first.everywhere
+      ('dot_general', 'overflow', False)
+      >>> [site.op for site in report.predicted if not site.backward]
+      ['dot_general']
+    """
+    capturing = functools.partial(
+        capture, argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites
+    )
+    name = "as written" if policy is None else str(_policy(policy))
+
+    @functools.wraps(fn)
+    def diagnosed(*args: Any) -> NumericsReport:
+        run = capturing(fn, policy, *args, announce=announce)
+        wide = capturing(fn, policy, *args, wide=True)
+        return NumericsReport(name, run, wide)
+
+    return diagnosed
+
+
+def _policy(policy: Any) -> Any:
+    return policy if isinstance(policy, PolicyMap) else get_policy(policy)
+
+
+def _is_beyond(site: Site, largest: float) -> bool:
+    """Whether a magnitude becomes infinite in the dtype of a site."""
+    if site.dtype not in ("float16", "bfloat16"):
+        return False
+    with np.errstate(over="ignore"):
+        return bool(np.isinf(np.float64(largest).astype(jnp.dtype(site.dtype)).astype(np.float64)))
+
+
+def _line(site: Site) -> str:
+    direction = "backward" if site.backward else "forward"
+    return f"{site.op} ({site.dtype}, {direction}) in {site.where or site.path or 'no module'}"
+
+
+def _listed(heading: str, lines: Sequence[str], limit: int = 8) -> list[str]:
+    shown = [f"{heading if not i else '':13} {line}" for i, line in enumerate(lines[:limit])]
+    if len(lines) > limit:
+        shown.append(f"{'':13} and {len(lines) - limit} more")
+    return shown
+
+
+def _power(x: float, *, up: bool = False) -> float:
+    """The power of two next to a number, below it or above it."""
+    if not np.isfinite(x) or x <= 0:
+        return x
+    exponent = np.log2(x)
+    return float(2.0 ** (np.ceil(exponent) if up else np.floor(exponent)))

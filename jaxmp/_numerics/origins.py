@@ -1,0 +1,185 @@
+"""Goes back from what is not finite to the operations that made it so, of finite operands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from jaxmp._numerics.statistics import Statistics
+from jaxmp._numerics.survey import INFINITY, Carry, Loop, Program, Refs, Site
+
+# An iteration of each loop around a site, outermost first.
+At = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """An operation that made what is not finite, in one iteration.
+
+    Attributes:
+      site: which.
+      at: the iterations of the loops that it is in, counted in the order in which they run.
+      nan: whether it made NaN; else an infinity.
+      of_infinities: whether it made NaN of infinities that the program has on purpose, such as the
+        mask of a softmax.
+    """
+
+    site: Site
+    at: At
+    nan: bool
+    of_infinities: bool = False
+
+
+class Walk:
+    """Finds origins. What has been asked once is remembered.
+
+    Args:
+      program: the sites.
+      measured: their statistics, by name.
+    """
+
+    def __init__(self, program: Program, measured: Mapping[str, Statistics]) -> None:
+        self._program = program
+        self._measured = measured
+        self._order = {name: i for i, name in enumerate(program.sites)}
+        self._seen: set[tuple[str, At, bool]] = set()
+
+    def of_results(self) -> list[Origin]:
+        """The origins of what is not finite in the program's results, in the order they ran."""
+        self._seen.clear()
+        found = [
+            origin
+            for refs in self._program.results
+            for nan in (True, False)
+            for name, at in self._bad(refs, None, (), nan=nan)
+            for origin in self._origins(name, at, nan=nan)
+        ]
+        return sorted(found, key=lambda o: (self._when(o), o.at))
+
+    def everywhere(self) -> list[Origin]:
+        """Those of all sites, also of what nothing reads."""
+        self._seen.clear()
+        found = []
+        for name in self._program.sites:
+            for nan in (True, False):
+                for at in self._iterations(name, (), nan=nan):
+                    found += self._origins(name, at, nan=nan)
+        return sorted(found, key=lambda o: (self._when(o), o.at))
+
+    def _when(self, origin: Origin) -> tuple[int, ...]:
+        """When an origin ran: what is in one loop runs iteration by iteration."""
+        # Sites of a loop's body are neighbours: the first of them stands for the loop.
+        if not origin.site.loops:
+            return (self._order[origin.site.name],)
+        loop = origin.site.loops[0]
+        first = min(i for name, i in self._order.items() if loop in self._program.sites[name].loops)
+        return (first, *origin.at, self._order[origin.site.name])
+
+    def _origins(self, name: str, at: At, *, nan: bool) -> list[Origin]:
+        """The origins of what is not finite at a site in an iteration."""
+        found: list[Origin] = []
+        waiting = [(name, at, nan)]
+        while waiting:
+            name, at, nan = waiting.pop()
+            if (name, at, nan) in self._seen:
+                continue
+            self._seen.add((name, at, nan))
+            site = self._program.sites[name]
+            if nan and (bad := list(self._bad(site.reads, site, at, nan=True))):
+                waiting += [(*b, True) for b in bad]
+                continue
+            bad = list(self._bad(site.reads, site, at, nan=False))
+            if not bad:
+                if nan or not site.endless:
+                    found.append(Origin(site, self._in_order(site, at), nan))
+                continue
+            if nan and all(map(self._on_purpose, bad)):
+                found.append(Origin(site, self._in_order(site, at), nan, of_infinities=True))
+                continue
+            waiting += [(*b, False) for b in bad]
+        return found
+
+    def _on_purpose(self, bad: tuple[str, At]) -> bool:
+        """Whether an infinity was written in the program, and moved or chosen since."""
+        waiting, seen = [bad], set()
+        while waiting:
+            name, at = waiting.pop()
+            if (name, at) in seen:
+                continue
+            seen.add((name, at))
+            site = self._program.sites[name]
+            more = list(self._bad(site.reads, site, at, nan=False))
+            if not more and not site.endless:
+                return False
+            waiting += more
+        return True
+
+    def _bad(
+        self, refs: Refs, reader: Site | None, at: At, *, nan: bool
+    ) -> Iterator[tuple[str, At]]:
+        """Those of what a site reads in an iteration that are not finite, and in which."""
+        loops = reader.loops if reader else ()
+        waiting = [(ref, loops, at) for ref in refs]
+        passed: set[tuple[int, At]] = set()
+        while waiting:
+            ref, inside, at = waiting.pop()
+            if ref == INFINITY:
+                continue
+            if not isinstance(ref, Carry):
+                shared = _shared(inside, self._program.sites[ref].loops)
+                for when in self._iterations(ref, at[:shared], nan=nan):
+                    yield ref, when
+                    break
+                continue
+            if (id(ref), at) in passed:
+                continue
+            passed.add((id(ref), at))
+            if ref.loop is None:
+                waiting += [(r, inside, at) for r in (*ref.start, *ref.back)]
+                continue
+            if ref.loop not in inside:  # asked for from outside: what it ends with
+                waiting += [(r, inside, at) for r in (*ref.back, *ref.start)]
+                continue
+            depth = inside.index(ref.loop)
+            before = at[depth] + (1 if ref.loop.reverse else -1)
+            if 0 <= before < self._trips(ref.loop):
+                here = (*at[:depth], before)
+                waiting += [(r, inside[: depth + 1], here) for r in ref.back]
+            else:
+                waiting += [(r, inside[:depth], at[:depth]) for r in ref.start]
+
+    def _trips(self, loop: Loop) -> int:
+        for name, site in self._program.sites.items():
+            if loop in site.loops:
+                return int(np.shape(self._measured[name].is_nan)[site.loops.index(loop)])
+        return 0
+
+    def _iterations(self, name: str, start: At, *, nan: bool) -> list[At]:
+        """The iterations in which a site is not finite, in the order in which they ran."""
+        measured = self._measured[name]
+        flags = measured.is_nan if nan else measured.is_infinite
+        loops = self._program.sites[name].loops[len(start) :]
+        found = [(*start, *map(int, at)) for at in np.argwhere(np.asarray(flags)[start])]
+        signs = [-1 if loop.reverse else 1 for loop in loops]
+        rest = len(start)
+        return sorted(found, key=lambda at: [s * i for s, i in zip(signs, at[rest:], strict=True)])
+
+    def _in_order(self, site: Site, at: At) -> At:
+        """Iterations as they are counted when they run."""
+        lengths = np.shape(self._measured[site.name].is_nan)
+        return tuple(
+            n - 1 - i if loop.reverse else i
+            for loop, n, i in zip(site.loops, lengths, at, strict=True)
+        )
+
+
+def _shared(a: tuple[Loop, ...], b: tuple[Loop, ...]) -> int:
+    """How many loops two places are in together."""
+    count = 0
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count

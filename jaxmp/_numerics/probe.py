@@ -1,0 +1,152 @@
+"""Runs a program and measures its sites, as it is or with float32 in the place of 16 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.higher_order import rebuild
+from jaxmp._jaxprs.threaded import Extras, Out, Threaded
+from jaxmp._numerics.statistics import FLOAT32, Look, look, measure
+from jaxmp._numerics.survey import MOVES, WHOLE, is_real, looked_into, site_names
+
+# Dtypes that are replaced by float32.
+LOW = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
+# Ops that compute in the dtype of their operands, whatever it is, and say no dtype but these.
+_POLYMORPHIC = MOVES | frozenset(
+    [
+        "abs", "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
+        "ceil", "clamp", "conv_general_dilated", "convert_element_type", "cos", "cosh",
+        "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "digamma", "div", "dot_general",
+        "dynamic_update_slice", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "gather",
+        "integer_pow", "lgamma", "log", "log1p", "logistic", "max", "min", "mul", "neg",
+        "nextafter", "one_minus_square", "pow", "ragged_dot_general", "reduce_max", "reduce_min",
+        "reduce_precision", "reduce_prod", "reduce_sum", "rem", "round", "rsqrt", "select_n",
+        "sign", "sin", "sinh", "sort", "sqrt", "square", "sub", "tan", "tanh",
+        "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_invariant",
+        "reduce_scatter",
+    ]
+)  # fmt: skip
+_DTYPES = ("new_dtype", "preferred_element_type")
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """How a program is run.
+
+    Attributes:
+      whole: whether all is measured at a site, by its name; else what is not finite.
+      twins: whether ops in 16 bits are computed in float32 too, from the same operands.
+      wide: whether the program runs in float32 wherever it would in 16 bits.
+      looks: whether anything is measured.
+    """
+
+    whole: Callable[[str], bool]
+    twins: bool = True
+    wide: bool = False
+    looks: bool = True
+
+    def run(self, jaxpr: Any, arrays: Sequence[Any], prefix: str = "") -> Out:
+        """The results of a program, and what was measured."""
+        opened, consts = compat.closed(jaxpr)
+        env: dict[Any, Any] = {}
+        extras: Extras = {}
+        looks: list[Look] = []
+
+        def read(atom: Any) -> Any:
+            if not isinstance(atom, Literal):
+                return env[atom]
+            return self._widened(atom.val) if dtype_of(atom) in LOW else atom.val
+
+        def write(var: Any, array: Any) -> None:
+            env[var] = self._widened(array) if dtype_of(var) in LOW else array
+
+        atoms = (*opened.constvars, *opened.invars)
+        for var, array in zip(atoms, (*consts, *arrays), strict=True):
+            write(var, array)
+        if not prefix and self.looks:
+            for kind, vs in (("argument", opened.invars), ("constant", opened.constvars)):
+                for i, var in enumerate(vs):
+                    if is_real(var):
+                        looks.append(look(env[var], whole=self.whole(f"{kind} {i}")))
+        for i, eqn in enumerate(opened.eqns):
+            with compat.source_of(eqn):
+                operands = [read(atom) for atom in eqn.invars]
+                results, more, seen = self._equation(eqn, operands, f"{prefix}{i}")
+            extras |= more
+            looks += seen
+            for var, result in zip(eqn.outvars, results, strict=True):
+                write(var, result)
+        extras |= measure(f"{prefix}", looks)
+        return [read(atom) for atom in opened.outvars], extras
+
+    def _widened(self, array: Any) -> Any:
+        return lax.convert_element_type(array, FLOAT32) if self.wide else array
+
+    def _part(self, jaxpr: Any, prefix: str) -> Threaded:
+        """A jaxpr inside an equation, measured in its place."""
+
+        def run(extra_in: Sequence[Any], *arrays: Any) -> Out:  # noqa: ARG001
+            return self.run(jaxpr, arrays, prefix)
+
+        return run
+
+    def _equation(
+        self, eqn: JaxprEqn, operands: list[Any], name: str
+    ) -> tuple[list[Any], Extras, list[Look]]:
+        inner = looked_into(eqn)
+        if inner:
+            parts = [self._part(one.jaxpr, f"{name}.{k}/") for k, one in enumerate(inner)]
+            if inner[0].rule:  # it is not differentiated here
+                return (*parts[0]((), *operands), [])
+            return (*rebuild(eqn, operands, parts), [])
+        results = _in_float32(eqn, operands) if self.wide else None
+        if results is None:
+            results = compat.bind(eqn, _as_written(eqn, operands) if self.wide else operands)
+        if not self.looks:
+            return results, {}, []
+        names = site_names(eqn, name)
+        low = self.twins and not self.wide and any(dtype_of(v) in LOW for v in eqn.outvars)
+        twins = (_in_float32(eqn, operands) if low and any(names) else None) or [None] * len(names)
+        looks = [
+            look(result, twin if dtype_of(var) in LOW else None, whole=self.whole(site))
+            for var, site, result, twin in zip(eqn.outvars, names, results, twins, strict=True)
+            if site is not None
+        ]
+        return results, {}, looks
+
+
+def _in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
+    """The results of an op computed in float32 instead of 16 bits; None where nobody knows how."""
+    if eqn.primitive.name in WHOLE:
+        return None
+    if eqn.primitive.name not in _POLYMORPHIC:
+        return None
+    wide = [
+        lax.convert_element_type(x, FLOAT32) if dtype_of(atom) in LOW else x
+        for atom, x in zip(eqn.invars, operands, strict=True)
+    ]
+    if eqn.primitive.name == "reduce_precision" and dtype_of(eqn.invars[0]) in LOW:
+        return wide
+    dtypes = {
+        key: FLOAT32
+        for key in _DTYPES
+        if eqn.params.get(key) is not None and np.dtype(eqn.params[key]) in LOW
+    }
+    return compat.bind(eqn, wide, **dtypes)
+
+
+def _as_written(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Operands in the dtypes in which an op was written to take them."""
+    return [
+        lax.convert_element_type(x, dtype) if (dtype := dtype_of(atom)) in LOW else x
+        for atom, x in zip(eqn.invars, operands, strict=True)
+    ]

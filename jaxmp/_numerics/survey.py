@@ -1,0 +1,301 @@
+"""The sites of a program: what is measured, in the order in which it runs, and what each reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import short_type
+from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.higher_order import Inner, inside, steering
+from jaxmp._jaxprs.source import is_backward, library_line, module_path, user_line
+
+# Ops whose results are elements of their operands, each as it is.
+MOVES = frozenset(
+    [
+        "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "expand_dims", "name",
+        "optimization_barrier", "pad", "pvary", "reshape", "reshard", "rev", "sharding_constraint",
+        "slice", "split", "squeeze", "stack", "stop_gradient", "tile", "transpose", "unstack",
+    ]
+)  # fmt: skip
+# Ours: what is inside is how they are multiplied.
+WHOLE = frozenset({"product_by_parameter", "product_in_float32"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop of known length that a site is in.
+
+    Attributes:
+      name: which.
+      reverse: whether the last iteration runs first.
+    """
+
+    name: str
+    reverse: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Carry:
+    """What a loop hands from iteration to iteration.
+
+    Attributes:
+      loop: which loop; None: one of unknown length, whose iterations are measured together.
+      start: what it is before the first.
+      back: what it is after each.
+    """
+
+    loop: Loop | None
+    start: tuple[Ref, ...]
+    back: tuple[Ref, ...] = ()
+
+
+# Where a value comes from: sites by their names, carries, or an infinity written in the program.
+Ref = str | Carry
+Refs = tuple[Ref, ...]
+INFINITY = "infinity"
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """An operation whose result is measured, or an argument of the program.
+
+    Attributes:
+      name: its place in the program.
+      op: the primitive; "argument" or "constant".
+      path: the modules around it, or what the argument is called.
+      line: ``file.py:line``.
+      kind: "activation", "gradient" or "weight".
+      dtype: of the result.
+      shape: of the result.
+      backward: whether it belongs to a backward pass.
+      loops: those it is in, outermost first.
+      branch: whether it is in one of several branches.
+      reads: where its operands come from.
+      endless: whether it reads an infinity that was written in the program.
+    """
+
+    name: str
+    op: str
+    path: str
+    line: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    backward: bool = False
+    loops: tuple[Loop, ...] = ()
+    branch: bool = False
+    reads: Refs = ()
+    endless: bool = False
+
+    @property
+    def size(self) -> int:
+        """How many elements one result has."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def where(self) -> str:
+        """The module and the line, as far as they are known."""
+        return " at ".join(filter(None, (self.path, self.line)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where in a program a jaxpr is."""
+
+    prefix: str = ""
+    path: str = ""
+    line: str = ""
+    backward: bool = False
+    loops: tuple[Loop, ...] = ()
+    branch: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program's sites.
+
+    Attributes:
+      sites: by name, in the order in which they run.
+      results: for each result of the program, where it comes from.
+    """
+
+    sites: dict[str, Site]
+    results: tuple[Refs, ...]
+
+
+def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Program:
+    """Finds the sites of a program.
+
+    Args:
+      jaxpr: it, a closed jaxpr.
+      labels: what to call its arguments.
+      weights: those of them that are parameters.
+    """
+    opened, consts = compat.closed(jaxpr)
+    sites: dict[str, Site] = {}
+    weights = frozenset(weights)
+    given = []
+    for i, (var, label) in enumerate(zip(opened.invars, labels, strict=True)):
+        kind = "weight" if i in weights else "activation"
+        given.append(_given(sites, f"argument {i}", "argument", label, var, kind))
+    env: dict[Any, Refs] = {}
+    for i, (var, const) in enumerate(zip(opened.constvars, consts, strict=True)):
+        refs = _given(sites, f"constant {i}", "constant", short_type(var), var, "activation")
+        if refs and bool(jnp.isinf(const).any()):
+            sites[refs[0]] = dataclasses.replace(sites[refs[0]], endless=True)  # type: ignore[index]
+        env[var] = refs
+    results = _inside(sites, opened, given, _Place(), env)
+    return Program(sites, tuple(results))
+
+
+def site_names(eqn: JaxprEqn, name: str) -> list[str | None]:
+    """The names of the sites that an equation's results are; None for what is not measured."""
+    if eqn.primitive.name in MOVES or (_is_widening(eqn) and not _narrows(eqn)):
+        return [None] * len(eqn.outvars)
+    return [f"{name}:{k}" if is_real(var) else None for k, var in enumerate(eqn.outvars)]
+
+
+def looked_into(eqn: JaxprEqn) -> tuple[Inner, ...]:
+    """The jaxprs inside an equation whose sites are the program's."""
+    return () if eqn.primitive.name in WHOLE else inside(eqn)
+
+
+def is_real(var: Any) -> bool:
+    """Whether a variable is an array of real floating numbers."""
+    dtype = dtype_of(var)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _is_widening(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type" and is_real(eqn.invars[0])
+
+
+def _narrows(eqn: JaxprEqn) -> bool:
+    to, of = (jnp.finfo(dtype_of(v)) for v in (eqn.outvars[0], eqn.invars[0]))
+    return to.nmant < of.nmant or to.maxexp < of.maxexp
+
+
+def _given(sites: dict[str, Site], name: str, op: str, label: str, var: Any, kind: str) -> Refs:
+    if not is_real(var):
+        return ()
+    dtype, shape = str(dtype_of(var)), shape_of(var)
+    sites[name] = Site(name, op, label, "", kind=kind, dtype=dtype, shape=shape)
+    return (name,)
+
+
+def _inside(
+    sites: dict[str, Site],
+    jaxpr: Any,
+    given: Sequence[Refs],
+    place: _Place,
+    env: dict[Any, Refs] | None = None,
+) -> list[Refs]:
+    """Adds the sites of a jaxpr; where its results come from."""
+    env = dict(env or {})
+    opened, _ = compat.closed(jaxpr)
+    env.update(zip(opened.invars, given, strict=True))
+
+    def refs(atom: Any) -> Refs:
+        if not isinstance(atom, Literal):
+            return env.get(atom, ())
+        return (INFINITY,) if is_real(atom) and bool(np.isinf(atom.val).any()) else ()
+
+    for i, eqn in enumerate(opened.eqns):
+        name = f"{place.prefix}{i}"
+        reads = [refs(atom) for atom in eqn.invars]
+        inner = looked_into(eqn)
+        if inner:
+            outs = _into(sites, eqn, inner, name, reads, place)
+        else:
+            outs = _site(sites, eqn, name, _union(reads), place)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [refs(atom) for atom in opened.outvars]
+
+
+def _site(
+    sites: dict[str, Site], eqn: JaxprEqn, name: str, reads: Refs, place: _Place
+) -> list[Refs]:
+    outs: list[Refs] = []
+    here = _at(eqn, place)
+    for var, site in zip(eqn.outvars, site_names(eqn, name), strict=True):
+        if site is None:
+            outs.append(reads if is_real(var) else ())
+            continue
+        of_weights = reads and all(ref in sites and sites[ref].kind == "weight" for ref in reads)
+        kind = "gradient" if here.backward else "weight" if of_weights else "activation"
+        sites[site] = Site(
+            name=site,
+            op=compat.called(eqn),
+            path=here.path,
+            line=here.line,
+            backward=here.backward,
+            kind=kind,
+            dtype=str(dtype_of(var)),
+            shape=shape_of(var),
+            loops=place.loops,
+            branch=place.branch,
+            reads=tuple(ref for ref in reads if ref != INFINITY),
+            endless=INFINITY in reads,
+        )
+        outs.append((site,))
+    return outs
+
+
+def _into(
+    sites: dict[str, Site],
+    eqn: JaxprEqn,
+    inner: Sequence[Inner],
+    name: str,
+    reads: Sequence[Refs],
+    place: _Place,
+) -> list[Refs]:
+    """Adds the sites inside an equation; where its results come from."""
+    found: list[Refs] = [()] * len(eqn.outvars)
+    here = _at(eqn, place)
+    for k, one in enumerate(inner):
+        given = [reads[i] for i in one.operands]
+        loops = place.loops
+        carries: list[Carry] = []
+        if one.loops:
+            loop = None
+            if not one.open_ended:
+                loop = Loop(name, reverse=one.reverse)
+                loops = (*loops, loop)
+            carries = [Carry(loop, given[i]) for i in one.carries]
+            for i, carry in zip(one.carries, carries, strict=True):
+                given[i] = (carry,)
+        inside_place = dataclasses.replace(
+            here, prefix=f"{name}.{k}/", loops=loops, branch=place.branch or one.chance < 1
+        )
+        outs = _inside(sites, one.jaxpr, given, inside_place)
+        for carry, out in zip(carries, outs, strict=False):
+            if one.results[0] is not None:
+                carry.back = out
+        for result, out in zip(one.results, outs, strict=True):
+            if result is not None:
+                found[result] = _union([found[result], out])
+    if not inner[0].loops and steering(eqn):
+        chosen = _union([reads[i] for i in steering(eqn)])
+        found = [_union([refs, chosen]) for refs in found]
+    return found
+
+
+def _at(eqn: JaxprEqn, place: _Place) -> _Place:
+    """Where an equation is: inside others, name stacks are relative, and lines may be missing."""
+    return dataclasses.replace(
+        place,
+        path="/".join(filter(None, (place.path, module_path(eqn)))),
+        line=user_line(eqn) or place.line or library_line(eqn),
+        backward=place.backward or is_backward(eqn),
+    )
+
+
+def _union(several: Iterable[Refs]) -> Refs:
+    return tuple(dict.fromkeys(ref for refs in several for ref in refs))

@@ -1,0 +1,31 @@
+"""What a program computes, number by number: `capture`, which `jaxmp.diagnose` reads.
+
+Example:
+  >>> import jax.numpy as jnp, jaxmp
+  >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w))
+  >>> run = jaxmp.numerics.capture(loss, "mixed_bfloat16", jnp.ones((4, 4)), jnp.ones((2, 4)))
+  >>> [float(m.statistics.largest) for m in run.sites.values() if m.site.op == "dot_general"]
+  [4.0]
+"""
+
+from jaxmp._numerics.capture import Capture, Measured, capture
+from jaxmp._numerics.diagnose import Fault, NumericsReport
+from jaxmp._numerics.formats import Format, Score, formats, score
+from jaxmp._numerics.origins import Origin
+from jaxmp._numerics.statistics import Statistics
+from jaxmp._numerics.survey import Site
+
+__all__ = [
+    "Capture",
+    "Fault",
+    "Format",
+    "Measured",
+    "NumericsReport",
+    "Origin",
+    "Score",
+    "Site",
+    "Statistics",
+    "capture",
+    "formats",
+    "score",
+]

@@ -1,0 +1,304 @@
+"""`jaxmp.diagnose`: planted faults are found where they were planted."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxmp
+from jaxmp.numerics import Fault, NumericsReport
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (8, 16))
+
+
+def line(fn: Callable[..., Any], text: str) -> str:
+    """``file.py:line`` of the line of a function that holds a text."""
+    lines, start = inspect.getsourcelines(fn)
+    [found] = [start + i for i, one in enumerate(lines) if text in one]
+    return f"test_diagnose.py:{found}"
+
+
+def only(report: NumericsReport) -> Fault:
+    [fault] = report.faults
+    assert fault is report.first
+    assert fault.reaches
+    return fault
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(3):
+            x = jnp.tanh(nn.Dense(16, name=f"hidden_{i}")(x))
+        return nn.Dense(4, name="head")(x)
+
+
+class Deep(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.stem = nnx.Linear(16, 16, rngs=rngs)
+        self.body = nnx.Linear(16, 16, rngs=rngs)
+        self.head = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nnx.relu(self.stem(x))
+        return self.head(self.body(h))
+
+
+def linen_loss(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(MLP().apply({"params": params}, x) ** 2)
+
+
+def linen_params() -> Any:
+    return MLP().init(KEYS[1], X)["params"]
+
+
+def nnx_loss(model: Deep, x: jax.Array) -> jax.Array:
+    return jnp.mean(model(x) ** 2)
+
+
+# Twelve faults.
+
+
+def test_overflow_in_the_forward_pass_of_a_layer() -> None:
+    params = linen_params()
+    params["hidden_1"]["kernel"] *= 1e5
+    params["hidden_1"]["kernel"] = jnp.clip(params["hidden_1"]["kernel"], -6e4, 6e4)
+    report = jaxmp.diagnose(linen_loss, "mixed_float16")(params, X)
+    # tanh takes infinities: the results are finite, and the report tells all the same.
+    fault = (*report.faults, *report.contained)[0]
+    assert (fault.site.op, fault.kind, fault.everywhere) == ("dot_general", "overflow", False)
+    assert fault.site.path == "MLP/hidden_1"
+    assert fault.site.line == line(MLP.__call__, "hidden_{i}")
+    assert not fault.site.backward
+    assert "MLP/hidden_1" in str(report)
+
+
+def test_overflow_in_a_layer_of_nnx() -> None:
+    model = Deep(nnx.Rngs(0))
+    model.body.kernel[...] = jnp.full((16, 16), 3e4)
+    fault = jaxmp.diagnose(nnx_loss, "mixed_float16")(model, 10 * X).first
+    assert fault is not None
+    assert (fault.site.op, fault.kind, fault.everywhere) == ("dot_general", "overflow", False)
+    assert fault.site.line == line(Deep.__call__, "self.body(h)")
+    assert jnp.all(model.body.kernel[...] == 3e4)
+
+
+def test_overflow_in_the_backward_pass_only() -> None:
+    params = linen_params()
+    report = jaxmp.diagnose(linen_loss, "mixed_float16", loss_scale=2.0**20)(params, X)
+    fault = report.first
+    assert fault is not None
+    assert (fault.kind, fault.everywhere, fault.site.backward) == ("overflow", False, True)
+    assert fault.site.dtype == "float16"
+    assert 1 <= report.largest_loss_scale < 2.0**20
+    better = jaxmp.diagnose(linen_loss, "mixed_float16", loss_scale=report.largest_loss_scale)
+    again = better(params, X)
+    assert again.faults == ()
+    assert again.largest_loss_scale == report.largest_loss_scale
+    twice = jaxmp.diagnose(linen_loss, "mixed_float16", loss_scale=2 * report.largest_loss_scale)
+    assert twice(params, X).first is not None
+
+
+def scanned(weights: jax.Array, x: jax.Array) -> jax.Array:
+    def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jax.nn.relu(h @ w), None
+
+    return jnp.mean(lax.scan(layer, x, weights)[0])
+
+
+def test_overflow_in_iteration_7_of_a_scan() -> None:
+    weights = jnp.stack([jnp.eye(16)] * 10).at[7].mul(6e4)
+    fault = only(jaxmp.diagnose(scanned, "mixed_float16")(weights, jnp.abs(X) + 2))
+    assert (fault.site.op, fault.kind, fault.iteration) == ("dot_general", "overflow", (7,))
+    assert fault.site.line == line(scanned, "h @ w")
+    assert "iteration 7" in str(fault)
+
+
+def test_overflow_in_the_backward_pass_of_a_scan() -> None:
+    # The eighth layer from the end: of ten, the backward pass is at layer 2.
+    weights = jnp.stack([jnp.eye(16)] * 10).at[2].mul(1e-3)
+    loss = lambda w, x: 3e4 * scanned(w, x)  # noqa: E731
+    report = jaxmp.diagnose(loss, "mixed_float16", loss_scale=2.0**12)(weights, jnp.abs(X) + 1)
+    fault = report.first
+    assert fault is not None
+    assert fault.site.backward
+    assert fault.kind == "overflow"
+
+
+def logarithm(w: jax.Array, x: jax.Array) -> jax.Array:
+    p = jax.nn.relu(x @ w)
+    return -jnp.mean(jnp.log(p))
+
+
+def test_the_logarithm_of_0() -> None:
+    fault = jaxmp.diagnose(logarithm, "mixed_bfloat16")(jnp.eye(16), X).first
+    assert fault is not None
+    assert (fault.site.op, fault.kind, fault.everywhere) == ("log", "infinity", True)
+    assert fault.site.line == line(logarithm, "jnp.log(p)")
+    assert "no loss scale" in str(fault)
+
+
+def normalised(w: jax.Array, x: jax.Array) -> jax.Array:
+    h = jax.nn.relu(x @ w)
+    h = h / jnp.sum(h, axis=-1, keepdims=True)
+    return jnp.mean(h**2)
+
+
+def test_0_by_0_in_a_normaliser() -> None:
+    fault = jaxmp.diagnose(normalised, "mixed_float16")(jnp.eye(16), X.at[3].set(-1.0)).first
+    assert fault is not None
+    assert (fault.site.op, fault.kind, fault.everywhere) == ("div", "nan", True)
+    assert fault.site.line == line(normalised, "h / jnp.sum")
+
+
+def summed(w: jax.Array, x: jax.Array) -> jax.Array:
+    h = (x @ w).astype(jnp.float16)
+    return jnp.sum(h).astype(jnp.float32) * 1e-6
+
+
+def test_a_float16_sum_overflows() -> None:
+    x = jnp.full((64, 16), 100.0)
+    fault = only(jaxmp.diagnose(summed, None)(jnp.eye(16), x))
+    assert (fault.kind, fault.everywhere) == ("overflow", False)
+    assert fault.site.line == line(summed, "jnp.sum(h)")
+
+
+def attention(w: jax.Array, x: jax.Array, mask: jax.Array) -> jax.Array:
+    scores = jnp.where(mask, (x @ w) @ x.T, -jnp.inf)
+    return jnp.mean((jax.nn.softmax(scores) @ x) ** 2)
+
+
+def test_a_row_of_a_softmax_that_is_masked_whole() -> None:
+    mask = jnp.tril(jnp.ones((8, 8), bool))
+    assert jaxmp.diagnose(attention, "mixed_bfloat16")(jnp.eye(16), X, mask).faults == ()
+    report = jaxmp.diagnose(attention, "mixed_bfloat16")(jnp.eye(16), X, mask.at[2].set(False))
+    fault = report.first
+    assert fault is not None
+    assert (fault.kind, fault.everywhere) == ("nan", True)
+    assert "masked" in fault.why
+    assert fault.site.line == line(attention, "softmax")
+
+
+def training(w: jax.Array, x: jax.Array) -> jax.Array:
+    def step(w: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 4))(w)
+        return w - 10.0 * grad, loss
+
+    return lax.scan(step, w, length=12)[1][-1]
+
+
+def test_a_learning_rate_that_explodes() -> None:
+    report = jaxmp.diagnose(training, "float32", grad=False)(jnp.eye(16), X)
+    fault = report.first
+    assert fault is not None
+    assert fault.everywhere
+    assert fault.kind == "infinity"
+    [iteration] = fault.iteration
+    assert 1 <= iteration < 12
+    w = jnp.eye(16)  # the loss is finite up to the iteration before, and no longer after
+    for i in range(iteration + 1):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((X @ w) ** 4))(w)
+        assert jnp.isfinite(loss) or i == iteration
+        w = w - 10.0 * grad
+    assert not jnp.isfinite(w).all()
+
+
+def test_a_nan_in_the_batch() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return linen_loss(params, batch["inputs"])
+
+    batch = {"inputs": X.at[2, 3].set(jnp.nan)}
+    fault = only(jaxmp.diagnose(loss, "mixed_bfloat16")(linen_params(), batch))
+    assert (fault.kind, fault.site.op, fault.site.path) == (
+        "argument", "argument", "batch['inputs']",
+    )  # fmt: skip
+
+
+class Heads(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(nn.Dense(16, name="trunk")(x))
+        return nn.Dense(4, name="main")(h), nn.Dense(4, name="auxiliary")(h)
+
+
+def test_underflow_of_the_gradients_of_one_layer() -> None:
+    params = Heads().init(KEYS[1], X)["params"]
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        main, auxiliary = Heads().apply({"params": params}, x)
+        return jnp.mean(main**2) + 1e-8 * jnp.mean(auxiliary**2)
+
+    report = jaxmp.diagnose(loss, "mixed_float16")(params, X)
+    assert report.faults == ()
+    places = {site.path for site, share in report.underflows if site.backward and share > 0.5}
+    assert places == {"Heads/auxiliary"}
+    assert report.smallest_loss_scale > 2.0**10
+    assert "became 0: " in str(report)
+    scaled = jaxmp.diagnose(loss, "mixed_float16", loss_scale=report.smallest_loss_scale)
+    assert scaled(params, X).underflows == ()
+
+
+@jax.custom_vjp
+def steep(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _steep_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, x
+
+
+def _steep_backward(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    return (g * 1e6 * x,)
+
+
+steep.defvjp(_steep_forward, _steep_backward)
+
+
+def with_a_rule(w: jax.Array, x: jax.Array) -> jax.Array:
+    h = steep((x @ w) * 2.0)
+    return jnp.sum(h @ w)
+
+
+def test_overflow_in_the_backward_rule_of_a_custom_vjp() -> None:
+    fault = jaxmp.diagnose(with_a_rule, "mixed_float16")(jnp.eye(16), X).first
+    assert fault is not None
+    assert (fault.kind, fault.everywhere, fault.site.backward) == ("overflow", False, True)
+    # The rule multiplies in float32, for its constant is beyond float16; its product is narrowed.
+    assert fault.of is not None
+    assert (fault.of.op, fault.of.dtype) == ("mul", "float32")
+    # JAX gives the operations of a backward rule the line where the function was called.
+    assert fault.site.line == line(with_a_rule, "steep(")
+
+
+def test_overflow_in_a_block_that_is_rematerialised() -> None:
+    @jax.checkpoint
+    def block(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ w) @ w  # the second product
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(block(w, x))
+
+    fault = jaxmp.diagnose(loss, "mixed_float16")(300 * jnp.eye(16), jnp.abs(X) + 1).first
+    assert fault is not None
+    assert (fault.kind, fault.site.op) == ("overflow", "dot_general")
+    assert fault.site.line == line(block.__wrapped__, "the second product")
+    assert not fault.site.backward
+
+
+# What is fine.
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32", None])
+def test_nothing_is_found_where_nothing_is(policy: str | None) -> None:
+    report = jaxmp.diagnose(linen_loss, policy, loss_scale=8.0)(linen_params(), X)
+    assert (report.faults, report.contained, report.predicted) == ((), (), ())
+    assert "every result is finite" in str(report)
