@@ -13,7 +13,7 @@ and the most memory that either of the two processes held.
 The models:
 
 * `1b`: the transformer of `models.py`, 20 layers of width 2048, nothing recomputed; 256 x 1024
-  tokens. By hand, softmax is in float32, as by jaxmp.
+  tokens. By hand, softmax is in bfloat16; by jaxmp, in float32.
 * `8b`: `llama.py` in the sizes of Llama 3 8B, layers recomputed; 256 x 4096 tokens.
 
 The layouts:
@@ -21,7 +21,7 @@ The layouts:
 * `fsdp`: every parameter and optimizer moment is split over all devices along its largest axis,
   and so is the batch.
 * `fsdp+tp`: the mesh is data x model, with a model axis of 8. Heads, hidden units and what comes
-  out are split along it, as in Megatron; along data, parameters are split as above, as is the batch.
+  out are split along it, as in Megatron; along data, parameters and batch are split as above.
 
 What leaves embedding and layers is constrained to the batch's sharding, without which XLA spreads
 that of the parameters to the activations.
@@ -71,24 +71,19 @@ class Size:
     """A model and its batch.
 
     Attributes:
-      model: makes it, in float32.
+      model: makes it, of a `dtype`.
       batch: the shape of a batch of tokens.
-      by_hand: what makes it the one written by hand.
     """
 
     model: Callable[..., nn.Module]
     batch: tuple[int, int]
-    by_hand: dict[str, Any]
 
 
 _LM = dict(width=2048, heads=16, layers=20, seq=1024, vocab=32000, scan=True)
 _LLAMA = dict(width=4096, heads=32, kv_heads=8, hidden=14336, layers=32, vocab=128256)
-_LOW = {"dtype": jnp.bfloat16}
 SIZES = {
-    "1b": Size(
-        functools.partial(TransformerLM, **_LM), (256, 1024), _LOW | {"float32_softmax": True}
-    ),
-    "8b": Size(functools.partial(Llama, **_LLAMA), (256, 4096), _LOW),
+    "1b": Size(functools.partial(TransformerLM, **_LM), (256, 1024)),
+    "8b": Size(functools.partial(Llama, **_LLAMA), (256, 4096)),
 }
 LAYOUTS = ("fsdp", "fsdp+tp")
 # What is compiled by default.
@@ -151,7 +146,7 @@ def step(
     """
     mesh = mesh_of(layout, devices)
     by_batch = NamedSharding(mesh, P("data"))
-    model = size.model(**size.by_hand if variant == BY_HAND else {})
+    model = size.model(dtype=jnp.bfloat16 if variant == BY_HAND else None)
     policy = FLOAT32 if variant == BY_HAND else variant
     optimizer = optax.adamw(3e-4)
     tokens = jax.ShapeDtypeStruct(size.batch, jnp.int32, sharding=by_batch)
