@@ -201,7 +201,7 @@ def measured(target: str, size: str, layout: str, variant: str) -> dict[str, str
     usages = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     [result] = report.policies
     return {
-        **_cells(result, result.available_bytes or chip.hbm_bytes),
+        **cells_of(result, result.available_bytes or chip.hbm_bytes),
         "host: trace and lower": f"{seconds[0]:.0f} s",
         "host: compile": f"{seconds[1]:.0f} s",
         "host: CPU": f"{sum(usage.ru_utime + usage.ru_stime for usage in usages):.0f} s",
@@ -209,7 +209,7 @@ def measured(target: str, size: str, layout: str, variant: str) -> dict[str, str
     }
 
 
-def _cells(result: Preflight, available: int) -> dict[str, str]:
+def cells_of(result: Preflight, available: int) -> dict[str, str]:
     """What a compiler says of a program."""
     if result.error:
         return {"error": result.error.split("\n")[0][:60]}
