@@ -19,7 +19,7 @@ from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.kept import marked
 from jaxmp._autocast.plan import Plan, Step
-from jaxmp._autocast.primitives import CROSSING
+from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
 from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.recipes import derivative
 from jaxmp._autocast.rules import FLOAT32
@@ -106,6 +106,8 @@ def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
         return [derivative.contract(step.product, (left, right), copies, sizes, by)]
     if parameters:
         low = next(dtype for dtype in step.ins if dtype is not None)
+        if step.eqn.primitive.name in LOOKING_UP:
+            return [parameter_products.look_up(step.eqn, operands, parameters[0])]
         return [parameter_products.contract(step.eqn, operands, parameters, low)]
     return contract(step, operands)
 

@@ -27,6 +27,7 @@ from jaxmp._autocast.plan import DType, Skipped, Step, Value
 from jaxmp._autocast.primitives import (
     CROSSING,
     CUMULATIVE,
+    LOOKING_UP,
     LOW,
     REORDERING,
     REPEATING,
@@ -96,8 +97,10 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
         out = Value(low, frozenset({frame.planning.fresh()}), tangent=tangent)
     else:
         out = Value(None, tangent=tangent)
+    known = eqn.primitive.name in LOW
+    reason = "contraction" if known else f"ops={{{eqn.primitive.name!r}: 'low'}}"
     step = frame.step(
-        eqn, values, [low] * len(values), [out] * len(eqn.outvars), "contraction", action="contract"
+        eqn, values, [low] * len(values), [out] * len(eqn.outvars), reason, action="contract"
     )
     if low == frame.rules.low and frame.rules.wide_gradients:
         step = dataclasses.replace(step, parameters=_parameters(eqn, values))
@@ -105,9 +108,14 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
 
 
 def _parameters(eqn: JaxprEqn, values: Sequence[Value | None]) -> tuple[int, ...]:
-    """The operands of a contraction that are float32 parameters, or made of them alone."""
-    if not takes_result_dtype(eqn) or any(v is not None and v.tangent for v in values):
+    """The operands of a contraction that are float32 parameters, or made of them alone.
+
+    Or of a lookup that a policy's `ops` makes one.
+    """
+    if any(v is not None and v.tangent for v in values):
         return ()  # a tangent must stay linear, and be transposed
+    if not takes_result_dtype(eqn) and eqn.primitive.name not in LOOKING_UP:
+        return ()
     return tuple(
         i
         for i, (atom, v) in enumerate(zip(eqn.invars, values, strict=True))

@@ -87,7 +87,6 @@ def _with_gradients(op: Op, types: tuple[Any, ...], sources: Any, low: DType) ->
       sources: for each parameter: which operand it is, its moves and its type.
       low: the dtype of the result.
     """
-
     count, sides = len(types), [side for side, _, _ in sources]
 
     @functools.cache
@@ -112,6 +111,29 @@ def _with_gradients(op: Op, types: tuple[Any, ...], sources: Any, low: DType) ->
 
     with_gradients.defjvp(jvp, symbolic_zeros=True)
     return with_gradients
+
+
+def look_up(eqn: JaxprEqn, operands: Sequence[Any], table: Parameter) -> Any:
+    """Rows of the low copy of a table, whose gradients are added up in float32.
+
+    Args:
+      eqn: the lookup.
+      operands: the copy, and where to look.
+      table: the float32 table.
+    """
+    primitive, params = op_of(eqn)
+
+    @jax.custom_jvp
+    def rows(copy: Any, _table: Any, *where: Any) -> Any:
+        return primitive.bind(copy, *where, **dict(params))
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        copy, _, *where = primals
+        wide = primitive.bind(_moved(tangents[1], table.moves), *where, **dict(params))
+        return rows(*primals), lax.convert_element_type(wide, copy.dtype)
+
+    rows.defjvp(jvp)
+    return rows(operands[0], table.array, *operands[1:])
 
 
 def _bound(op: Op, operands: Sequence[Any], sums: DType) -> Any:
