@@ -5,15 +5,10 @@
     python fsdp.py                                       # all of it, in float32, by hand, by jaxmp
     python fsdp.py --target gpu-h100:64 --size 1b --layout fsdp
 
-Models are in float32, by hand (`dtype=bfloat16` in every layer), or wrapped by jaxmp:
-
-* `jaxmp`: mixed_bfloat16, whose gradients cross in float32;
-* `+ reduce`: mixed_bfloat16,reduce=bfloat16, whose gradients cross in bfloat16;
-* `+ lookup`: mixed_bfloat16,ops=gather:low, whose tables of embeddings cross in bfloat16, too.
-
-`fsdp.py` runs `preflight` on one after the other, each in a process of its own, and prints what it
-says of it, and what it took on the host: seconds to trace and lower, seconds to compile, seconds of
-CPU of both, and the most memory that either of the two processes held.
+Policies are inside of the gradient, which is where `reduce_dtype` tells. `fsdp.py` runs `preflight`
+on one variant after the other, each in a process of its own, and prints what it says of it, and
+what it took on the host: seconds to trace and lower, seconds to compile, seconds of CPU of both,
+and the most memory that either of the two processes held.
 
 The models:
 
@@ -44,7 +39,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
@@ -57,7 +52,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._audit.target import parse_target
+from jaxmp._audit.target import Target, parse_target
 from jaxmp._preflight.crossing import rows_of_collectives
 from jaxmp._preflight.report import Preflight
 
@@ -68,13 +63,7 @@ from models import Block, TransformerLM
 CHIPS = 256
 TENSOR_PARALLEL = 8
 FLOAT32, BY_HAND = "float32", "by hand"
-VARIANTS = {
-    FLOAT32: FLOAT32,
-    BY_HAND: BY_HAND,
-    "jaxmp": "mixed_bfloat16",
-    "+ reduce": "mixed_bfloat16,reduce=bfloat16",
-    "+ lookup": "mixed_bfloat16,ops=gather:low",
-}
+VARIANTS = (FLOAT32, BY_HAND, "mixed_bfloat16", "mixed_bfloat16,reduce=bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +147,7 @@ def step(
     mesh = mesh_of(layout, devices)
     by_batch = NamedSharding(mesh, P("data"))
     model = size.model(dtype=jnp.bfloat16 if variant == BY_HAND else None)
-    if variant != BY_HAND:
-        model = jaxmp.wrap(model, variant)
+    policy = FLOAT32 if variant == BY_HAND else variant
     optimizer = optax.adamw(3e-4)
     tokens = jax.ShapeDtypeStruct(size.batch, jnp.int32, sharding=by_batch)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -183,7 +171,8 @@ def step(
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
     def train_step(params, opt_state, inputs, labels):
-        loss, grads = jax.value_and_grad(loss_fn)(params, inputs, labels)
+        low = jaxmp.autocast(loss_fn, policy)
+        loss, grads = jax.value_and_grad(low)(params, inputs, labels)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), opt_state
         return *jax.lax.with_sharding_constraint(new, shardings), loss
@@ -200,7 +189,7 @@ def measured(target: str, size: str, layout: str, variant: str) -> dict[str, str
     """Runs `preflight` on a variant: the cells of its column, by their labels."""
     chip = parse_target(target)
     started = []  # tracing, and compiling
-    train_step, arguments = step(VARIANTS[variant], SIZES[size], layout, chip.device_count)
+    train_step, arguments = step(variant, SIZES[size], layout, chip.device_count)
     report = jaxmp.preflight(
         train_step,
         *arguments,
@@ -212,7 +201,7 @@ def measured(target: str, size: str, layout: str, variant: str) -> dict[str, str
     usages = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     [result] = report.policies
     return {
-        **cells_of(result, result.available_bytes or chip.hbm_bytes),
+        **cells_of(result, chip),
         "host: trace and lower": f"{seconds[0]:.0f} s",
         "host: compile": f"{seconds[1]:.0f} s",
         "host: CPU": f"{sum(usage.ru_utime + usage.ru_stime for usage in usages):.0f} s",
@@ -220,14 +209,16 @@ def measured(target: str, size: str, layout: str, variant: str) -> dict[str, str
     }
 
 
-def cells_of(result: Preflight, available: int) -> dict[str, str]:
+def cells_of(result: Preflight, chip: Target) -> dict[str, str]:
     """What a compiler says of a program."""
     if result.error:
         return {"error": result.error.split("\n")[0][:60]}
-    excess = result.peak_bytes - available
+    excess = result.excess_bytes(chip)
     cells = {
         "peak memory": f"{result.peak_bytes / 2**30:.2f} GiB",
-        "fits": "yes" if excess <= 0 else f"NO, by {excess / 2**30:.2f} GiB",
+        f"fits {chip.hbm_bytes / 2**30:.2f} GiB": f"NO, by {excess / 2**30:.2f} GiB"
+        if excess > 0
+        else "yes",
     }
     if result.program:
         products = result.program.contractions.items()
@@ -240,33 +231,30 @@ def column(target: str, size: str, layout: str, variant: str) -> dict[str, str]:
     """`measured` in a process of its own, which has held nothing before."""
     command = [sys.executable, __file__, "--target", target, "--size", size, "--layout", layout]
     run = subprocess.run(
-        [*command, "--variant", variant], check=False, capture_output=True, text=True
+        [*command, "--variant", variant, "--data"], check=False, capture_output=True, text=True
     )
     if run.returncode:
         raise RuntimeError(f"fsdp: {variant} for {target}:\n{run.stderr[-2000:]}")
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def report(target: str, size: str, layout: str) -> str:
-    """The table of a target, a size and a layout."""
-    chip = parse_target(target)
-    devices = chip.device_count
+def report(target: str, size: str, layout: str, variants: Sequence[str] = VARIANTS) -> str:
+    """The table of a target, a size and a layout, with a column for each variant."""
+    devices = parse_target(target).device_count
     count = parameters(step(FLOAT32, SIZES[size], layout, devices)[1])
     columns = []
-    for variant in VARIANTS:
-        print(f"{target}, {size}, {layout}: {variant} ...", file=sys.stderr)
+    for variant in variants:
+        print(f"{target}, {size}, {layout}, {variant} ...", file=sys.stderr)
         columns.append(column(target, size, layout, variant))
     labels = list(dict.fromkeys(label for cells in columns for label in cells))
     # What the host took comes last, whichever column brought a row first.
     labels.sort(key=lambda label: (label.startswith("host"), label.startswith("products")))
     rows = [(label, [cells.get(label, "-") for cells in columns]) for label in labels]
     batch = " x ".join(map(str, SIZES[size].batch))
-    mesh = ", ".join(f"{name} {n}" for name, n in mesh_of(layout, devices).shape_tuple)
     return (
         f"{count / 1e9:.2f} billion parameters, {2 * count / 1e6:.1f} MB in bfloat16; "
-        f"{batch} tokens; "
-        f"{mesh}; {chip.hbm_bytes / 2**30:.2f} GiB each\n"
-        f"{table(f'{target}, {size}, {layout}', list(VARIANTS), rows)}\n"
+        f"{batch} tokens; {mesh_of(layout, devices).shape_tuple}\n"
+        f"{table(f'{target}, {size}, {layout}', list(variants), rows)}\n"
     )
 
 
@@ -277,19 +265,23 @@ def main() -> None:
     parser.add_argument("--target", help="by default, and of the next two: what is in the docs")
     parser.add_argument("--size", choices=SIZES)
     parser.add_argument("--layout", choices=LAYOUTS)
-    parser.add_argument("--variant", choices=VARIANTS, help="one only, as data")
+    known = f"'{FLOAT32}', '{BY_HAND}' or a policy; may be repeated; by default all four"
+    parser.add_argument("--variant", action="append", help=known)
+    parser.add_argument("--data", action="store_true", help="one variant, measured here, as data")
     args = parser.parse_args()
     given = (args.target, args.size, args.layout)
     runs = [run for run in RUNS if all(g in (None, r) for g, r in zip(given, run, strict=True))]
     runs = runs or [(args.target, args.size or "1b", args.layout or "fsdp")]
     if ("1b", "fsdp+tp") in {run[1:] for run in runs}:
-        parser.error("it is llama.py, --size 8b, whose layers are split by tensor parallelism")
-    if args.variant:
-        print(json.dumps(measured(*runs[0], args.variant)))
+        parser.error(
+            "tensor parallelism is for llama.py, --size 8b, whose layers it splits by name"
+        )
+    if args.data:
+        print(json.dumps(measured(*runs[0], *args.variant)))
         return
     print(f"JAX {jax.__version__}; sizes are of one device\n", flush=True)
     for run in runs:
-        print(report(*run), flush=True)
+        print(report(*run, args.variant or VARIANTS), flush=True)
 
 
 if __name__ == "__main__":

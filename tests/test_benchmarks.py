@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._audit.target import parse_target
 from jaxmp._preflight.report import Preflight
 
 import fsdp
@@ -263,10 +264,12 @@ def test_tensor_parallel_layers_are_split_by_what_they_make() -> None:
 
 def test_what_does_not_fit_is_told_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of a table may lack rows, and what the host took comes last."""
-    refused = Preflight(required_bytes=20 * 2**30, available_bytes=16 * 2**30)
+    refused = Preflight(required_bytes=20 * 2**30, available_bytes=15 * 2**30)
     fits = Preflight(argument_bytes=2**30)
     columns = {
-        variant: fsdp.cells_of(refused if variant == fsdp.FLOAT32 else fits, 16 * 2**30)
+        variant: fsdp.cells_of(
+            refused if variant == fsdp.FLOAT32 else fits, parse_target("tpu-v5e")
+        )
         | {"host: memory": "1.00 GiB"}
         | ({"all-gather": "2 x"} if variant == fsdp.BY_HAND else {})
         for variant in fsdp.VARIANTS
@@ -275,6 +278,6 @@ def test_what_does_not_fit_is_told_by_how_much(monkeypatch: pytest.MonkeyPatch) 
     lines = fsdp.report("gpu-h100:64", "1b", "fsdp").splitlines()
     assert lines[0].startswith("1.07 billion parameters, 2149.6 MB in bfloat16; 256 x 1024 tokens")
     rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[1:] if line}
-    assert rows["fits"] == ["NO, by 4.00 GiB", *["yes"] * 4]
-    assert rows["all-gather"] == ["-", "2 x", "-", "-", "-"]
+    assert rows["fits 16.00 GiB"] == ["NO, by 5.00 GiB", "yes", "yes", "yes"]
+    assert rows["all-gather"] == ["-", "2 x", "-", "-"]
     assert list(rows)[-1] == "host: memory"
