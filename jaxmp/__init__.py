@@ -4,6 +4,8 @@ from jaxmp import devices, policies, testing
 from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
+from jaxmp._numerics.validate import validate
+from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._preflight.preflight import preflight
 from jaxmp._quantize.trees import dequantize, quantize
 from jaxmp._training.accumulate import accumulate_gradients
@@ -32,6 +34,7 @@ __all__ = [
     "QuantizedArray",
     "Recipe",
     "TrainState",
+    "ValidationReport",
     "__version__",
     "accumulate_gradients",
     "all_finite",
@@ -63,6 +66,7 @@ __all__ = [
     "step_was_finite",
     "stochastic_round",
     "testing",
+    "validate",
     "value_and_grad",
     "wrap",
 ]

@@ -39,6 +39,7 @@ LAYERS = [
     "_training",
     "_audit",
     "_preflight",
+    "_numerics",
     "testing",
     "cli",
     "__main__",
@@ -89,6 +90,7 @@ def test_the_root_exports_these_names():
         "QuantizedArray",
         "Recipe",
         "TrainState",
+        "ValidationReport",
         "__version__",
         "accumulate_gradients",
         "all_finite",
@@ -120,6 +122,7 @@ def test_the_root_exports_these_names():
         "step_was_finite",
         "stochastic_round",
         "testing",
+        "validate",
         "value_and_grad",
         "wrap",
     ]
