@@ -50,7 +50,7 @@ def under(policy):
         loss, grads = state.value_and_grad(loss_fn)(state.params, tokens)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads) / state.loss_scale,
+            "grad_norm": optax.tree.norm(grads) / state.loss_scale,
             "loss_scale": state.loss_scale,
         }
         state = state.apply_gradients(grads=grads)

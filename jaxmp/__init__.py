@@ -5,7 +5,6 @@ from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
 from jaxmp._numerics.validate import validate
-from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._preflight.preflight import preflight
 from jaxmp._quantize.trees import dequantize, quantize
 from jaxmp._training.accumulate import accumulate_gradients
@@ -34,7 +33,6 @@ __all__ = [
     "QuantizedArray",
     "Recipe",
     "TrainState",
-    "ValidationReport",
     "__version__",
     "accumulate_gradients",
     "all_finite",

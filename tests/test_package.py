@@ -90,7 +90,6 @@ def test_the_root_exports_these_names():
         "QuantizedArray",
         "Recipe",
         "TrainState",
-        "ValidationReport",
         "__version__",
         "accumulate_gradients",
         "all_finite",

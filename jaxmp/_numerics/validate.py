@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -109,33 +110,33 @@ def validate(
       >>> import jax, jax.numpy as jnp, optax, jaxmp
       >>> def make_step(policy, seed):
       ...     x = jax.random.normal(jax.random.key(seed), (64, 8))
-      ...     model = jaxmp.autocast(lambda w, x: jnp.mean((x @ w - jnp.sin(x)) ** 2), policy)
+      ...     model = jaxmp.autocast(lambda p, x: jnp.mean((x @ p["w"] - jnp.sin(x)) ** 2), policy)
       ...     tx = jaxmp.loss_scale_for(policy, optax.sgd(0.1))
       ...
       ...     @jax.jit
       ...     def step(state, i):
       ...         loss, grads = state.value_and_grad(model)(state.params, x)
-      ...         metrics = {"loss": loss, "grad_norm": optax.global_norm(grads) / state.loss_scale}
+      ...         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads) / state.loss_scale}
       ...         return state.apply_gradients(grads=grads), metrics
       ...
-      ...     w = jax.random.normal(jax.random.key(seed + 1), (8, 8))
-      ...     return jaxmp.TrainState.create(apply_fn=None, params=w, tx=tx), step
+      ...     params = {"w": jax.random.normal(jax.random.key(seed + 1), (8, 8))}
+      ...     return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx), step
       >>> report = validate(make_step, "mixed_float16", steps=20, seeds=2)
       >>> report["mixed_float16"].verdict
       'passes'
     """
     named = _named_policies(policies)
-    base_name, base_policy = _reference(reference, named)
+    base_name = _name_of_reference(reference, named)
     seeds = _seeds(seeds)
     _check_callables(make_step, batches)
     _check_numbers(steps, nudges, threshold, grad_norm_threshold, curve_threshold)
-    check_cpu_sums([base_policy, *named.values()])
+    check_cpu_sums(map(_parsed, (reference, *named.values())))
     numerics = describe_numerics()
     task = Task(make_step, batches, steps)
     kept = Kept(out, made_by(task, depends_on, numerics))
 
-    base = [Job(base_name, base_policy, seed) for seed in seeds]
-    nudged = [Job(base_name, base_policy, seed, n + 1) for seed in seeds for n in range(nudges)]
+    base = [Job(base_name, reference, seed) for seed in seeds]
+    nudged = [Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(nudges)]
     others = {name: [Job(name, policy, seed) for seed in seeds] for name, policy in named.items()}
     total = steps * (len(base) + len(nudged) + len(others) * len(seeds))
     with bar_of(total, show=progress) as bar:
@@ -194,7 +195,7 @@ class _Runs:
             run, base = self.make(job), self._base[job.seed]
             first, again = base.losses[0], run.losses[0]
             # A last bit of the parameters is 1e-7 of them.
-            if not abs(again - first) <= 1e-3 * abs(first):
+            if math.isfinite(first) and not abs(again - first) <= 1e-3 * abs(first):
                 raise ValueError(
                     f"validate: the first loss of {job.label}, seed {job.seed}, was {first:.6g}, "
                     f"and {again:.6g} when it was made again with parameters that differ in their "
@@ -240,35 +241,45 @@ def _named_policies(policies: Any) -> dict[str, Any]:
             raise TypeError(f"validate: the names of policies must be strings; got {wrong[0]!r}.")
         named = dict(policies)
     else:
-        several = isinstance(policies, Iterable) and not isinstance(policies, (str, jmp.Policy))
-        named = {}
-        for spec in policies if several else [policies]:
-            policy = get_policy(spec)
-            if policy in [get_policy(other) for other in named.values()]:
+        one = isinstance(policies, (str, jmp.Policy, PolicyMap)) or not isinstance(
+            policies, Iterable
+        )
+        specs = [policies] if one else list(policies)
+        for i, spec in enumerate(specs):
+            if get_policy(spec) in map(get_policy, specs[:i]):
                 raise ValueError(f"validate: the policy {str(spec)!r} is named twice.")
-            named[str(spec)] = spec
+        named = {str(spec): spec for spec in specs}
     if not named:
         raise ValueError("validate: there are no policies; name one, such as 'mixed_bfloat16'.")
     return named
 
 
-def _reference(reference: Any, named: Mapping[str, Any]) -> tuple[str, Any]:
+def _parsed(policy: Any) -> Any:
+    """As jaxmp reads it; as it is, if it is something that `make_step` alone understands."""
+    try:
+        return get_policy(policy)
+    except (TypeError, ValueError):
+        return policy
+
+
+def _name_of_reference(reference: Any, named: Mapping[str, Any]) -> str:
     name = str(reference)
-    if name in named or reference in list(named.values()):
-        raise ValueError(
-            f"validate: {name!r} is what the others are compared with, and runs anyway; leave it "
-            "out of the policies."
-        )
-    return name, reference
+    parsed = _parsed(reference)
+    for other, policy in named.items():
+        if other == name or (type(_parsed(policy)) is type(parsed) and _parsed(policy) == parsed):
+            raise ValueError(
+                f"validate: {other!r} is what the others are compared with, and runs anyway; leave "
+                "it out of the policies."
+            )
+    return name
 
 
 def _seeds(seeds: Any) -> tuple[int, ...]:
-    found = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
-    if (
-        not found
-        or len(set(found)) < len(found)
-        or any(not isinstance(seed, int) or seed < 0 for seed in found)
-    ):
+    try:
+        found = tuple(range(operator.index(seeds)))
+    except TypeError:
+        found = tuple(operator.index(seed) for seed in seeds)
+    if not found or len(set(found)) < len(found) or min(found) < 0:
         raise ValueError(
             "validate: seeds is how many, at least 1, or different numbers from 0 on; got "
             f"{seeds!r}."

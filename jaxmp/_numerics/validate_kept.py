@@ -79,6 +79,7 @@ def made_by(task: Task, depends_on: Iterable[Any], numerics: Mapping[str, str]) 
             for thing in depends_on
         ],
         "numerics": dict(numerics),
+        "jaxmp": _content(Path(__file__).parents[1]),  # its version does not tell every change
     }
 
 

@@ -6,12 +6,12 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax import lax
 
 __all__ = ["nudge"]
 
-_BITS: Final[dict[int, Any]] = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+_BITS: Final[dict[int, Any]] = {2: np.int16, 4: np.int32, 8: np.int64}
 _NEVER: Final = {"loss_scale"}  # a power of two
 
 
@@ -31,22 +31,21 @@ def nudge(state: Any, seed: tuple[int, int]) -> tuple[Any, bool]:
       The state, and whether anything in it has changed.
 
     Example:
-      >>> import numpy as np
-      >>> before = {"params": jnp.ones(100), "momentum": jnp.ones(100)}
+      >>> before = {"params": np.ones(100, "f"), "momentum": np.ones(100, "f")}
       >>> after, changed = nudge(before, (0, 1))
       >>> changed, sorted({int(x) for x in np.round((after["params"] - 1) * 2**24)})
       (True, [-1, 0, 2])
-      >>> bool(jnp.all(after["momentum"] == 1))
+      >>> bool(np.all(after["momentum"] == 1))
       True
     """
-    key = jax.random.fold_in(jax.random.key(seed[0]), seed[1])
+    draw = np.random.default_rng(seed)
     nodes, treedef = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda node: isinstance(node, nnx.Module)
     )
     modules = [node for _, node in nodes if isinstance(node, nnx.Module)]
     if modules:
         params, rest = jax.tree.flatten([nnx.state(module, nnx.Param) for module in modules])
-        moved, changed = _nudge_leaves(params, key)
+        moved, changed = _nudge_leaves(params, draw)
         for module, new in zip(modules, jax.tree.unflatten(rest, moved), strict=True):
             nnx.update(module, new)
         return state, changed
@@ -56,26 +55,31 @@ def nudge(state: Any, seed: tuple[int, int]) -> tuple[Any, bool]:
     wanted = [
         i for i, name in enumerate(names) if ("params" in name if named else not {*name} & _NEVER)
     ]
-    moved, changed = _nudge_leaves([leaves[i] for i in wanted], key)
+    moved, changed = _nudge_leaves([leaves[i] for i in wanted], draw)
     for i, new in zip(wanted, moved, strict=True):
         leaves[i] = new
     return jax.tree.unflatten(treedef, leaves), changed
 
 
-def _nudge_leaves(leaves: list[Any], key: jax.Array) -> tuple[list[Any], bool]:
-    moved = [_nudge_leaf(leaf, jax.random.fold_in(key, i)) for i, leaf in enumerate(leaves)]
-    pairs = [(new, old) for new, old in zip(moved, leaves, strict=True) if new is not old]
-    return moved, any(bool(jnp.any(new != old)) for new, old in pairs)
+def _nudge_leaves(leaves: list[Any], draw: np.random.Generator) -> tuple[list[Any], bool]:
+    moved = [_nudge_leaf(leaf, draw) for leaf in leaves]
+    return moved, any(new is not old for new, old in zip(moved, leaves, strict=True))
 
 
-def _nudge_leaf(leaf: Any, key: jax.Array) -> Any:
-    """A floating array of 16 bits or more, changed; whatever else, as it is."""
+def _nudge_leaf(leaf: Any, draw: np.random.Generator) -> Any:
+    """A floating array of 16 bits or more, changed; whatever else, or has not changed, as it is.
+
+    On the host: there is nothing to compile for each shape.
+    """
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in _BITS:
         return leaf
+    array = np.array(leaf)
     # Neighbours in size are neighbours as integers, whatever the sign.
-    bits = lax.bitcast_convert_type(leaf, _BITS[dtype.itemsize])
-    steps = jax.random.randint(key, leaf.shape, -1, 2, _BITS[dtype.itemsize])
-    moved = lax.bitcast_convert_type(bits + steps, dtype)
-    usable = (abs(leaf) >= jnp.finfo(dtype).tiny) & jnp.isfinite(moved)
-    return jnp.where(usable, moved, leaf)
+    bits = array.view(_BITS[dtype.itemsize])
+    moved = (bits + draw.integers(-1, 2, bits.shape, bits.dtype)).view(dtype)
+    usable = (abs(array) >= jnp.finfo(dtype).tiny) & np.isfinite(moved)
+    if not np.any(usable & (moved != array)):
+        return leaf
+    moved = np.where(usable, moved, array)
+    return jax.device_put(moved, leaf.sharding) if isinstance(leaf, jax.Array) else moved

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final
 
 import flax
@@ -42,7 +40,7 @@ def describe_numerics() -> dict[str, str]:
     return {
         "backend": device.platform,
         "device": f"{device.device_kind} ({jax.device_count()} in all)",
-        "versions": f"jaxmp {version} (sources {_sources()}), JAX {jax.__version__}, "
+        "versions": f"jaxmp {version}, JAX {jax.__version__}, "
         f"jaxlib {metadata.version('jaxlib')}, Flax {flax.__version__}, optax {optax.__version__}, "
         f"NumPy {np.__version__}, Python {platform.python_version()}",
         "matmul precision": str(_setting("jax_default_matmul_precision") or "JAX's default"),
@@ -149,11 +147,3 @@ def _excess_precision(flags: Iterable[str]) -> str:
 
 def _multiplies_tf32() -> bool:
     return (compute_capability(default_device()) or (0, 0)) >= (8, 0)
-
-
-@functools.cache
-def _sources() -> str:
-    """A hash of jaxmp's own sources: the version does not change with each of their lines."""
-    package = Path(__file__).parents[1]
-    content = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
-    return hashlib.sha256(content).hexdigest()[:12]

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from jaxmp._numerics.validate_run import Run
-from jaxmp._numerics.validate_verdict import FAILS, percent
+from jaxmp._numerics.validate_verdict import FAILS
 
 __all__ = ["plot_runs"]
 
@@ -67,10 +67,12 @@ def _draw_losses(ax: Any, report: Any) -> None:
 def _draw_differences(ax: Any, report: Any) -> None:
     """Of the smoothed curves, in percent of float32's, beside what chance makes."""
     window = _window(report.steps)
-    base = {run.seed: _smooth(np.array(run.losses), window) for run in report.reference_runs}
+    base = {
+        run.seed: _smooth(_filled(np.array(run.losses)), window) for run in report.reference_runs
+    }
 
     def difference(run: Run) -> Curve:
-        own = _smooth(np.array(run.losses), window)
+        own = _smooth(_filled(np.array(run.losses)), window)
         reference = base[run.seed][: len(own)]
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(100 * (own - reference) / np.abs(reference))
@@ -81,7 +83,7 @@ def _draw_differences(ax: Any, report: Any) -> None:
     name = f"{report.reference}, last bits nudged"
     ax.fill_between(steps, low, high, color=_PALE, alpha=0.7, lw=0, label=name)
     limit = 100 * report.threshold
-    for y, label in ((limit, f"±{percent(report.threshold, sign=False)}"), (-limit, None)):
+    for y, label in ((limit, f"±{limit:g}%"), (-limit, None)):
         ax.axhline(y, color="#78716c", lw=1, ls=(0, (4, 3)), label=label)
     seen = [3 * limit, 1.2 * float(np.nanmax(np.abs(chance)))]
     curves = [_mean(map(difference, result.runs)) for result in report.policies]
@@ -125,7 +127,7 @@ def _draw_scales(ax: Any, report: Any) -> None:
             continue
         style = _style(i)
         for row, run in zip(scales, result.runs, strict=True):
-            ax.step(np.arange(len(row)), row, where="post", **style)
+            ax.step(np.arange(len(row)), row, where="post", **style | {"lw": 1})
             made = np.array(run.finite or np.ones(len(row)), bool)[: len(row)]
             left_out = np.flatnonzero(~made)
             marked |= left_out.size > 0
@@ -179,8 +181,18 @@ def _smooth(curve: Curve, window: int) -> Curve:
     return np.asarray(np.convolve(curve, np.full(window, 1 / window), mode="valid"))
 
 
+def _filled(curve: Curve) -> Curve:
+    """Without the gaps that steps leave that were left out; what is never finite again stays so."""
+    finite = np.flatnonzero(np.isfinite(curve))
+    if not len(finite):
+        return curve
+    steps = np.arange(len(curve))
+    filled = np.interp(steps, finite, curve[finite])
+    return np.where(steps > finite[-1], np.nan, filled)
+
+
 def _mean(curves: Any) -> Curve:
     """Over seeds; as long as the shortest."""
-    arrays = [np.asarray(curve, float) for curve in curves]
+    arrays = [_filled(np.asarray(curve, float)) for curve in curves]
     length = min(map(len, arrays))
     return np.asarray(np.mean([array[:length] for array in arrays], axis=0))

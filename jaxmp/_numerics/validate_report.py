@@ -119,11 +119,11 @@ class ValidationReport:
     def _heading(self) -> str:
         seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
         held_out = "held out" if self.reference_runs[0].held_out else "of training"
-        spread = "" if self.spread is None else f" {percent(self.spread, sign=False)} by seed,"
+        spread = "" if self.spread is None else f"{percent(self.spread, sign=False)} by seed, "
         return (
-            f"Against {self.reference}, {self.steps} steps, {seeds}; final loss {held_out}. "
-            f"{self.reference} differs from itself by{spread} {percent(self.floor, sign=False)} by "
-            "chance (noise floor: its last bits nudged)."
+            f"Against {self.reference}: {self.steps} steps, {seeds}, final loss {held_out}.\n"
+            f"{self.reference} against itself: {spread}{percent(self.floor, sign=False)} with its "
+            "last bits nudged (the noise floor)."
         )
 
     def _rows(self) -> list[list[str]]:
@@ -157,10 +157,8 @@ def _has(name: str) -> Any:
 
 def _with_error(result: PolicyResult) -> str:
     check = result.checks[0]
-    if not math.isfinite(check.difference):
-        return "not finite"
     error = check.standard_error
-    after = "" if error is None else f" ± {percent(error, sign=False)}"
+    after = "" if error is None or not math.isfinite(error) else f" ± {percent(error, sign=False)}"
     return percent(check.difference) + after
 
 

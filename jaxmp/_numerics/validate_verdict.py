@@ -11,21 +11,6 @@ import numpy as np
 
 from jaxmp._numerics.validate_run import Run
 
-__all__ = [
-    "FAILS",
-    "NOISE",
-    "PASSES",
-    "Check",
-    "Limits",
-    "PolicyResult",
-    "conclude",
-    "floor_of",
-    "judge",
-    "judge_runs",
-    "percent",
-    "spread_of",
-]
-
 PASSES: Final = "passes"
 FAILS: Final = "fails"
 NOISE: Final = "inside noise: proves nothing"
@@ -146,7 +131,9 @@ def percent(x: float, *, sign: bool = True) -> str:
       ('+0.12%', '-3e-05%', '+29,117%', '2.00%')
     """
     plus = "+" if sign else ""
-    if not math.isfinite(x) or abs(x) >= 10:
+    if not math.isfinite(x):
+        return "not finite"
+    if abs(x) >= 10:
         return f"{100 * x:{plus},.0f}%"
     return f"{100 * x:{plus}.2f}%" if abs(x) >= 5e-5 or x == 0 else f"{100 * x:{plus}.1g}%"
 
