@@ -2,10 +2,11 @@
 
     cd examples
     python -m jaxmp validate validate_lm:make_step --batches validate_lm:batches \\
-        --policies mixed_bfloat16 mixed_float16 --steps 300 --seeds 4 --out validate_lm
+        --policies mixed_bfloat16 mixed_float16 --steps 300 --seeds 4 --out validate_lm \\
+        --depends-on train_lm.py
 
-The model, its data and its optimizer are those of `train_lm.py`, a quarter of an hour of two CPU
-cores in all; `docs/validation.md` shows what the command prints and draws.
+The model, its data and its optimizer are those of `train_lm.py`, which makes it some minutes of two
+CPU cores; `docs/validation.md` shows what the command prints and draws.
 """
 
 from __future__ import annotations

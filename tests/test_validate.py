@@ -54,7 +54,7 @@ def test_what_chance_makes_as_well_proves_nothing():
     assert report["large"].verdict == FAILS
     assert not report.passed
     for said in (str(report), report.to_markdown()):
-        assert "inside float32's noise floor of" in said
+        assert "(float32's, nudged), which is wider than the 0.5% allowed" in said
         assert "proves nothing; more seeds" in said
 
 
@@ -71,6 +71,46 @@ def test_the_noise_floor_is_the_interval_of_a_mean_of_such_differences():
     assert report["it"].check("final loss").floor == pytest.approx(floor)
     assert report.spread == pytest.approx((max(base.values()) - min(base.values())) / mean)
     assert validate(seeds=1).spread is None
+
+
+@pytest.mark.parametrize(
+    ("effects", "verdict"),
+    [
+        ((0.02, -0.015, 0.004), NOISE),  # each of them is large, and so is their scatter
+        ((0.004, -0.004, 0.0), NOISE),  # within the threshold on average, and nobody knows
+        ((0.0012, 0.0008, 0.001), PASSES),
+        ((0.012, 0.008, 0.01), FAILS),
+    ],
+)
+def test_differences_that_scatter_from_seed_to_seed_prove_nothing(effects, verdict):
+    def make_step(policy, seed):
+        return simulated("float32" if policy == "float32" else effects[seed], seed)
+
+    report = validate(make_step)
+    [check] = [check for check in report["it"].checks if check.name == "final loss"]
+    assert report["it"].verdict == verdict
+    finals = [np.array([r.final for r in x]) for x in (report["it"].runs, report.reference_runs)]
+    differences = (finals[0] - finals[1]) / finals[1].mean()
+    # Student's t of two degrees of freedom, 97.5 %.
+    assert check.scatter == pytest.approx(4.303 * np.std(differences, ddof=1) / np.sqrt(3))
+    assert check.noise == check.scatter > check.floor
+    assert "(from seed to seed)" in str(report)
+
+
+def test_curves_are_judged_by_their_mean_and_their_distance_is_shown():
+    def metrics(policy, loss, i):
+        there_and_back = 0.0 if policy == "float32" else 0.2 * (-1) ** i
+        return {"loss": 2 + there_and_back + loss / 1000}
+
+    def make_step(policy, seed):
+        return simulated(0.0, seed, metrics=functools.partial(metrics, policy))
+
+    result = validate(make_step)["it"]
+    assert result.verdict == PASSES
+    assert abs(result.check("curve").difference) < 1e-6
+    assert result.curve_distance == pytest.approx(0.1, rel=1e-3)
+    assert result.curve_floor < 1e-6
+    assert "training curves 9.99% apart (float32's, nudged: 0.00%)" in " ".join(result.reasons)
 
 
 def test_a_policy_that_changes_no_bit_proves_nothing():

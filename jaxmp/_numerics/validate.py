@@ -44,18 +44,19 @@ def validate(
     """Trains in float32 and under other policies, and says whether they come to the same.
 
     Every run of a seed starts from the same parameters and sees the same batches in the same order;
-    only the policy differs. Two runs in float32 itself differ as soon as one last bit does: so
-    float32 also runs with each initial parameter moved to the number above or below, or left, at
-    random. What these nudged runs differ by is chance. Its *noise floor* is what the mean of such
-    differences over the seeds stays below 19 times in 20, and it makes the verdict on the final
-    loss:
+    only the policy differs, and each run is compared with float32's of its seed. But float32 itself
+    comes to another loss as soon as one last bit differs: so it also runs with each initial
+    parameter moved to the number above or below, or left, at random. What the mean over seeds of
+    such differences stays below 19 times in 20 is its *noise floor*. Rounding disturbs more than a
+    last bit, so the policy's own differences, as they scatter from seed to seed, count as well: the
+    *noise* is the wider of the two. The verdict on the final loss:
 
-    * **passes**: the policy's is within `threshold` of float32's, and so is chance;
-    * **fails**: it is beyond `threshold`, and beyond the noise floor. So does a loss that is not
-      finite, and gradient norms or curves beyond their own thresholds;
-    * **inside noise: proves nothing**: the noise floor is wider than `threshold`, and the
-      difference within it: had the policy done harm, this would not have shown it. More seeds,
-      longer runs or a lower learning rate would. So does a policy that changes not one bit.
+    * **passes**: the policy's is within `threshold` of float32's, and so is the noise;
+    * **fails**: it is beyond `threshold`, and beyond the noise. So does a loss that is not finite,
+      and gradient norms or curves that are so by their own thresholds;
+    * **inside noise: proves nothing**: the noise is wider than `threshold`, and the difference
+      inside it: had the policy done harm, this would not have shown it. More seeds, longer runs or
+      a lower learning rate would. So does a policy that changes not one bit.
 
     The final loss is `evaluate`'s, if `make_step` returns one; else the mean training loss of the
     last twentieth of the steps. Differences are relative to float32's mean, in either direction.
@@ -76,7 +77,7 @@ def validate(
       policies: what to compare: what `jaxmp.get_policy` takes, one or several, or a mapping of
         names to whatever your `make_step` takes for a policy.
       steps: how many each run makes.
-      seeds: how many, from 0 on, or which. One tells little: the noise floor narrows with more.
+      seeds: how many, from 0 on, or which. Two tell little: the noise narrows fast with more.
       batches: ``batches(seed)`` returns an iterable of at least `steps` batches, pytrees of arrays,
         anew at each call. They are compared from run to run.
       reference: what to compare with instead of float32: a policy, or what `make_step` takes.
@@ -84,9 +85,8 @@ def validate(
       threshold: the largest relative difference in final loss that passes.
       grad_norm_threshold: the same of gradient norms, of which the median over the steps of the
         relative difference is taken; None not to judge them.
-      curve_threshold: the same of the area between the two curves of training losses, relative to
-        that under float32's; None not to judge it. Where steps were left out, which moves the
-        rest of a curve along, it is not judged.
+      curve_threshold: the same of the training loss on average over all steps; None not to judge
+        it. Where steps were left out, which moves the rest of a curve along, it is not judged.
       out: a folder where finished runs are kept: a validation that was killed goes on with the run
         it was at. A run is made again when one of these has changed: the file in which `make_step`
         or `batches` is written, or what plain values they close over; `depends_on`; the policy, the

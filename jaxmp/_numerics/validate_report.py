@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmp._numerics.validate_plots import plot_runs
 from jaxmp._numerics.validate_run import Run
-from jaxmp._numerics.validate_verdict import FAILS, PASSES, PolicyResult, percent
+from jaxmp._numerics.validate_verdict import FAILS, PASSES, Check, PolicyResult, percent
 
 __all__ = ["ValidationReport"]
 
@@ -132,14 +132,21 @@ class ValidationReport:
         mean = sum(run.final for run in self.reference_runs) / len(self.reference_runs)
         blank = [""] * (len(names) + skips)
         rows = [
-            ["policy", "final loss", "difference", *names, *["left out"] * skips, "verdict"],
+            [
+                "policy",
+                "final loss",
+                "difference ± noise",
+                *names,
+                *["left out"] * skips,
+                "verdict",
+            ],
             [self.reference, f"{mean:.5g}", "", *blank, ""],
         ]
         for result in self.policies:
-            row = [result.label, f"{result.final_loss:.5g}", _with_error(result)]
+            row = [result.label, f"{result.final_loss:.5g}", _with_noise(result.checks[0])]
             for name in names:
                 check = result.check(name)
-                row.append("" if check is None else percent(check.difference, sign=name != "curve"))
+                row.append("" if check is None else percent(check.difference))
             row += [str(result.skipped_count)] * skips
             rows.append([*row, result.verdict])
         return rows
@@ -155,11 +162,10 @@ def _has(name: str) -> Any:
     return lambda result: result.check(name) is not None
 
 
-def _with_error(result: PolicyResult) -> str:
-    check = result.checks[0]
-    error = check.standard_error
-    after = "" if error is None or not math.isfinite(error) else f" ± {percent(error, sign=False)}"
-    return percent(check.difference) + after
+def _with_noise(check: Check) -> str:
+    if not math.isfinite(check.difference):
+        return percent(check.difference)
+    return f"{percent(check.difference)} ± {percent(check.noise, sign=False)}"
 
 
 def _line(cells: list[str]) -> str:

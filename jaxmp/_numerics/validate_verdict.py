@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -36,18 +36,24 @@ class Check:
     Attributes:
       name: "final loss", "gradient norm" or "curve".
       difference: from float32's, relative; the mean over seeds.
-      standard_error: of that mean; None for one seed.
       threshold: the largest that passes.
-      floor: how far float32 is from itself, by chance: see `jaxmp.validate`.
+      floor: float32's noise floor: how far nudged runs are from it, 19 times in 20.
+      scatter: what the mean of the policy's differences may be off by, 19 times in 20, as they
+        differ from seed to seed; None for one seed.
       outcome: as `judge` has it.
     """
 
     name: str
     difference: float
-    standard_error: float | None
     threshold: float
     floor: float
+    scatter: float | None
     outcome: str
+
+    @property
+    def noise(self) -> float:
+        """What chance makes of the difference: the larger of `floor` and `scatter`."""
+        return max(self.floor, self.scatter or 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,8 +65,11 @@ class PolicyResult:
       verdict: "passes", "fails" or "inside noise: proves nothing".
       reasons: why, in sentences.
       final_loss: the mean over seeds.
-      checks: the quantities that were judged, the final loss first. If it is the only one inside
-        noise, so is the verdict; if any fails, the policy does.
+      checks: the quantities that were judged, the final loss first. If any fails, the policy does;
+        if none does, the final loss' outcome is the verdict.
+      curve_distance: the area between the curves of training losses and float32's, relative to that
+        under float32's; the mean over seeds.
+      curve_floor: the largest such of float32's nudged runs.
       skipped_count: the steps that were not made, in all seeds.
       runs: one per seed.
     """
@@ -70,6 +79,8 @@ class PolicyResult:
     reasons: tuple[str, ...]
     final_loss: float
     checks: tuple[Check, ...]
+    curve_distance: float
+    curve_floor: float
     skipped_count: int
     runs: tuple[Run, ...]
 
@@ -104,23 +115,39 @@ def conclude(
     if skipped:
         of = sum(len(run.finite) for run in runs)
         reasons.append(f"{skipped} of {of} steps were left out, their gradients not being finite")
-    mean = float(np.mean([run.final for run in runs]))
-    return PolicyResult(label, verdict, tuple(reasons), mean, checks, skipped, tuple(runs))
+    distances = [_between_curves(run, other) for run, other in _with_base(runs, base)]
+    apart, floor = float(np.mean(distances)), _largest_between(nudged, base)
+    if math.isfinite(apart) and not same:
+        reasons.append(
+            f"training curves {percent(apart, sign=False)} apart ({base[0].label}'s, nudged: "
+            f"{percent(floor, sign=False)})"
+        )
+    return PolicyResult(
+        label=label,
+        verdict=verdict,
+        reasons=tuple(reasons),
+        final_loss=float(np.mean([run.final for run in runs])),
+        checks=checks,
+        curve_distance=apart,
+        curve_floor=floor,
+        skipped_count=skipped,
+        runs=tuple(runs),
+    )
 
 
 def in_words(check: Check, base: str) -> str:
     """A check as a sentence."""
-    difference = percent(check.difference, sign=check.name != "curve")
-    floor, threshold = percent(check.floor, sign=False), f"{100 * check.threshold:g}%"
-    is_it = f"{check.name} {difference} from {base}'s"
+    noise, threshold = percent(check.noise, sign=False), f"{100 * check.threshold:g}%"
+    of = f"{base}'s, nudged" if check.noise == check.floor else "from seed to seed"
+    is_it = f"{check.name} {percent(check.difference)} from {base}'s"
     if check.outcome == NOISE:
         return (
-            f"{is_it}, inside {base}'s noise floor of {floor}, which is wider than the {threshold} "
+            f"{is_it}, inside noise of {noise} ({of}), which is wider than the {threshold} "
             "allowed: this proves nothing; more seeds, longer runs or a lower learning rate would"
         )
     within = "within" if check.outcome == PASSES else "beyond"
-    beside = "inside" if abs(check.difference) <= check.floor else "above"
-    return f"{is_it}: {within} {threshold}, and {beside} {base}'s noise floor of {floor}"
+    beside = "inside" if abs(check.difference) <= check.noise else "above"
+    return f"{is_it}: {within} {threshold}, and {beside} noise of {noise} ({of})"
 
 
 def percent(x: float, *, sign: bool = True) -> str:
@@ -173,11 +200,11 @@ def _underflow(runs: Sequence[Run], base: Sequence[Run], limits: Limits) -> list
     return [f"the first gradient, of equal parameters, is {percent(change)} in norm{why}"]
 
 
-def judge(difference: float, threshold: float, floor: float) -> str:
+def judge(difference: float, threshold: float, noise: float) -> str:
     """The verdict of one quantity.
 
-    Within the threshold it passes, and beyond it fails, unless chance makes as much: where the
-    floor is above the threshold, a difference inside the floor is no evidence either way.
+    Within the threshold it passes, and beyond it fails, unless chance makes as much: where noise is
+    wider than the threshold, a difference inside it is no evidence either way.
 
     Example:
       >>> judge(0.004, 0.005, 0.001), judge(0.006, 0.005, 0.001)
@@ -187,7 +214,7 @@ def judge(difference: float, threshold: float, floor: float) -> str:
     """
     if not math.isfinite(difference):
         return FAILS
-    if abs(difference) <= floor and threshold < floor:
+    if abs(difference) <= noise and threshold < noise:
         return NOISE
     return PASSES if abs(difference) <= threshold else FAILS
 
@@ -210,22 +237,21 @@ def judge_runs(
     # A step that is left out moves the rest of the curve along: shown, and not judged.
     left_out = any(_skipped(run) for run in runs)
     curve = limits.curve and (math.inf if left_out else limits.curve)
-    for name, threshold, distance, signed in (
-        ("final loss", limits.final_loss, lambda r, b: (r.final - b.final) / scale, True),
-        ("gradient norm", limits.grad_norm, _of_norms, True),
-        ("curve", curve, _of_curves, False),
+    for name, threshold, difference in (
+        ("final loss", limits.final_loss, lambda run, of: (run.final - of.final) / scale),
+        ("gradient norm", limits.grad_norm, _of_norms),
+        ("curve", curve, _of_curves),
     ):
         if threshold is None or (name == "gradient norm" and not all(r.grad_norms for r in runs)):
             continue
-        differences = np.array([distance(*pair) for pair in pairs])
-        chance = np.array([distance(*pair) for pair in nudged_pairs])
+        differences = np.array([difference(*pair) for pair in pairs])
+        chance = np.array([difference(*pair) for pair in nudged_pairs])
         if np.isnan(chance).any():  # float32 does not report it, or it is always zero
             continue
         mean = float(differences.mean())
-        error = float(differences.std(ddof=1)) / len(pairs) ** 0.5 if len(pairs) > 1 else None
-        floor = _floor(chance, len(pairs)) if signed else float(chance.max())
-        outcome = judge(mean, threshold, floor)
-        checks.append(Check(name, mean, error, threshold, floor, outcome))
+        check = Check(name, mean, threshold, _floor(chance, len(pairs)), _scatter(differences), "")
+        outcome = judge(mean, threshold, check.noise)
+        checks.append(dataclasses.replace(check, outcome=outcome))
     return tuple(checks)
 
 
@@ -258,8 +284,19 @@ def _floor(chance: np.ndarray[Any, Any], seeds: int) -> float:
     Their expectation is zero, so the root of their mean square estimates their deviation, with as
     many degrees of freedom as there are; that of a mean over seeds is smaller by their root.
     """
-    factor = _STUDENT[max(count for count in _STUDENT if count <= len(chance))]
-    return float(factor * np.sqrt(np.mean(chance**2) / seeds))
+    return float(_student(len(chance)) * np.sqrt(np.mean(chance**2) / seeds))
+
+
+def _scatter(differences: np.ndarray[Any, Any]) -> float | None:
+    """The same for differences whose expectation is not known, by how they differ."""
+    seeds = len(differences)
+    if seeds == 1 or not np.isfinite(differences).all():
+        return None
+    return float(_student(seeds - 1) * differences.std(ddof=1) / seeds**0.5)
+
+
+def _student(degrees: int) -> float:
+    return _STUDENT[max(count for count in _STUDENT if count <= degrees)]
 
 
 def _skipped(run: Run) -> int:
@@ -274,13 +311,26 @@ def _of_norms(run: Run, base: Run) -> float:
 
 
 def _of_curves(run: Run, base: Run) -> float:
-    """The area between two curves of training losses, relative to that under float32's."""
+    """By how much a curve of training losses is above float32's, on average, relative to it."""
+    return _area(run, base, lambda differences: differences)
+
+
+def _between_curves(run: Run, base: Run) -> float:
+    """The area between the two, whichever is above."""
+    return _area(run, base, np.abs)
+
+
+def _area(run: Run, base: Run, of: Callable[..., Any]) -> float:
     losses, reference = _both(run.losses, base.losses)
     made = np.isfinite(losses) & np.isfinite(reference)
     if len(losses) < len(base.losses) or not made.any():
         return math.inf
-    area = float(np.abs(reference[made]).mean()) or 1e-300
-    return float(np.abs(losses - reference)[made].mean()) / area
+    under = float(np.abs(reference[made]).mean()) or 1e-300
+    return float(np.mean(of(losses[made] - reference[made]))) / under
+
+
+def _largest_between(nudged: Sequence[Run], base: Sequence[Run]) -> float:
+    return max(_between_curves(run, other) for run, other in _with_base(nudged, base))
 
 
 def _both(
