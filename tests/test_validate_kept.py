@@ -83,7 +83,7 @@ def test_a_change_makes_runs_anew(change, tmp_path, monkeypatch):
     data = tmp_path / "data.csv"
     data.write_text("as it was")
     options = {"out": tmp_path / "runs", "seeds": 1}
-    validate(Counting(), depends_on=[str(data), "rate 1"], **options)
+    validate(Counting(), depends_on=(str(data), "rate 1"), **options)
     same = Counting()
     validate(same, depends_on=[str(data), "rate 1"], **options)
     assert not same.made
@@ -97,6 +97,18 @@ def test_a_change_makes_runs_anew(change, tmp_path, monkeypatch):
     named = [data, *change.pop("depends_on", ["rate 1"])]
     validate(changed, depends_on=named, **options, **change)
     assert len(changed.made) == (1 if "policies" in change else 3)
+
+
+def test_one_thing_to_depend_on_needs_no_list(tmp_path):
+    data = tmp_path / "data.csv"
+    for depends_on in (data, str(data)):
+        data.write_text("as it was")
+        options = {"depends_on": depends_on, "out": tmp_path / type(depends_on).__name__}
+        validate(Counting(), seeds=1, **options)
+        data.write_text("changed")
+        changed = Counting()
+        validate(changed, seeds=1, **options)
+        assert len(changed.made) == 3
 
 
 def test_a_file_that_is_no_run_any_more_is_made_again(tmp_path):

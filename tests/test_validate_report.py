@@ -22,7 +22,7 @@ from jaxmp._numerics import validate_numerics
 from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, percent
 
-from support import EXAMPLES, cpu_environment, run_example
+from support import EXAMPLES, ROOT, cpu_environment, run_example, run_python
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -251,6 +251,17 @@ def test_percentages():
 
 
 # The examples.
+
+
+@pytest.mark.slow
+def test_the_example_of_the_documentation(tmp_path):
+    [code] = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/validation.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "example.py").write_text(code + "assert report.passed\n")
+    result = run_python("example.py", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "mixed_float16: passes" in result.stdout
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jmp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp._numerics.progress import Bar, bar_of
@@ -129,7 +130,8 @@ def validate(
     base_name = _name_of_reference(reference, named)
     seeds = _seeds(seeds)
     _check_callables(make_step, batches)
-    _check_numbers(steps, nudges, threshold, grad_norm_threshold, curve_threshold)
+    steps, nudges = _count("steps", steps), _count("nudges", nudges)
+    _check_thresholds(threshold, grad_norm_threshold, curve_threshold)
     check_cpu_sums(map(_parsed, (reference, *named.values())))
     numerics = describe_numerics()
     task = Task(make_step, batches, steps)
@@ -276,9 +278,10 @@ def _name_of_reference(reference: Any, named: Mapping[str, Any]) -> str:
 
 def _seeds(seeds: Any) -> tuple[int, ...]:
     try:
-        found = tuple(range(operator.index(seeds)))
+        several = isinstance(seeds, Iterable)
+        found = tuple(map(operator.index, seeds if several else range(operator.index(seeds))))
     except TypeError:
-        found = tuple(operator.index(seed) for seed in seeds)
+        found = ()
     if not found or len(set(found)) < len(found) or min(found) < 0:
         raise ValueError(
             "validate: seeds is how many, at least 1, or different numbers from 0 on; got "
@@ -309,13 +312,16 @@ def _check_callables(make_step: Any, batches: Any) -> None:
             ) from error
 
 
-def _check_numbers(steps: Any, nudges: Any, *thresholds: float | None) -> None:
-    for name, number in (("steps", steps), ("nudges", nudges)):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"validate: {name} must be a number from 1 on; got {number!r}.")
+def _count(name: str, number: Any) -> int:
+    if not isinstance(number, (int, np.integer)) or number < 1:
+        raise ValueError(f"validate: {name} must be a number from 1 on; got {number!r}.")
+    return int(number)
+
+
+def _check_thresholds(*thresholds: float | None) -> None:
     names = ("threshold", "grad_norm_threshold", "curve_threshold")
     for name, limit in zip(names, thresholds, strict=True):
-        if limit is not None and not limit > 0:
+        if (limit is None and name == "threshold") or (limit is not None and not limit > 0):
             raise ValueError(
                 f"validate: {name} must be positive, 0.005 for half a percent; got {limit!r}."
             )

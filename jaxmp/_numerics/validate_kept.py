@@ -70,6 +70,8 @@ class Kept:
 
 def made_by(task: Task, depends_on: Iterable[Any], numerics: Mapping[str, str]) -> dict[str, Any]:
     """What a run depends on, beside its policy and seed, as plain data."""
+    if isinstance(depends_on, (str, Path, ModuleType)):
+        depends_on = (depends_on,)
     return {
         "make_step": fingerprint(task.make_step),
         "batches": fingerprint(task.batches),

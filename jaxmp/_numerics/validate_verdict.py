@@ -191,7 +191,9 @@ def _underflow(runs: Sequence[Run], base: Sequence[Run], limits: Limits) -> list
         )
         return [said]
     first = [
-        norms[0] / reference[0] - 1 for norms, reference in pairs if len(norms) and reference[0]
+        norms[0] / reference[0] - 1
+        for norms, reference in pairs
+        if len(norms) and 0 < reference[0] < math.inf
     ]
     change = float(np.mean(first)) if first else 0.0
     if limits.grad_norm is None or not limits.grad_norm < abs(change) < math.inf:
