@@ -313,6 +313,7 @@ COUNTER = itertools.count()
         ({"seeds": "3"}, ValueError, "got '3'"),
         ({"seeds": 2.5}, ValueError, "got 2.5"),
         ({"nudges": 0}, ValueError, "nudges must be"),
+        ({"threshold": "0.5%"}, ValueError, "threshold must be positive, .*; got '0.5%'"),
         ({"threshold": None}, ValueError, "threshold must be positive"),
         ({"threshold": 0}, ValueError, "threshold must be positive"),
         ({"curve_threshold": -1}, ValueError, "curve_threshold must be positive"),
@@ -373,6 +374,15 @@ def test_a_loss_that_is_still_scaled_is_found():
 
     with pytest.raises(ValueError, match="float32's times the loss scale of 1024: report the loss"):
         validate(make_step)
+
+
+def test_policies_that_are_no_strings_are_named():
+    def make_step(policy, seed):
+        return simulated(0.001 if policy is jnp.bfloat16 else 0.0, seed)
+
+    report = validate(make_step, jnp.bfloat16, reference=jaxmp.get_policy("float32"))
+    assert report.reference == str(jaxmp.get_policy("float32"))
+    assert [result.label for result in report.policies] == [str(jaxmp.get_policy("bfloat16"))]
 
 
 def test_what_the_users_code_raises_is_theirs():

@@ -117,6 +117,7 @@ def test_without_matplotlib_the_picture_says_what_to_install(report, monkeypatch
 
 
 def test_it_says_whose_numerics_they_are(monkeypatch):
+    jax.devices()  # these flags do not exist: the backend has to have started
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_allow_excess_precision=false")
     with jax.default_matmul_precision("highest"):
         numerics = validate_numerics.describe_numerics()

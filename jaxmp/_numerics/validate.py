@@ -250,7 +250,7 @@ def _named_policies(policies: Any) -> dict[str, Any]:
         for i, spec in enumerate(specs):
             if get_policy(spec) in map(get_policy, specs[:i]):
                 raise ValueError(f"validate: the policy {str(spec)!r} is named twice.")
-        named = {str(spec): spec for spec in specs}
+        named = {_name_of(spec): spec for spec in specs}
     if not named:
         raise ValueError("validate: there are no policies; name one, such as 'mixed_bfloat16'.")
     return named
@@ -264,8 +264,12 @@ def _parsed(policy: Any) -> Any:
         return policy
 
 
+def _name_of(spec: Any) -> str:
+    return spec if isinstance(spec, str) else str(_parsed(spec))
+
+
 def _name_of_reference(reference: Any, named: Mapping[str, Any]) -> str:
-    name = str(reference)
+    name = _name_of(reference)
     parsed = _parsed(reference)
     for other, policy in named.items():
         if other == name or (type(_parsed(policy)) is type(parsed) and _parsed(policy) == parsed):
@@ -321,7 +325,9 @@ def _count(name: str, number: Any) -> int:
 def _check_thresholds(*thresholds: float | None) -> None:
     names = ("threshold", "grad_norm_threshold", "curve_threshold")
     for name, limit in zip(names, thresholds, strict=True):
-        if (limit is None and name == "threshold") or (limit is not None and not limit > 0):
+        if limit is None and name != "threshold":
+            continue
+        if not isinstance(limit, (int, float, np.floating)) or not limit > 0:
             raise ValueError(
                 f"validate: {name} must be positive, 0.005 for half a percent; got {limit!r}."
             )
