@@ -182,11 +182,13 @@ def test_the_command_line(command, tmp_path, monkeypatch):
 def test_the_command_line_is_strict_if_asked(command, monkeypatch):
     module = types.ModuleType("program_to_validate")
     module.ignoring = lambda policy, seed: simulated("float32", seed)
-    module.batches = lambda seed: iter(range(20))
+    seeds = []
+    module.batches = lambda seed: seeds.append(seed) or range(20)
     monkeypatch.setitem(sys.modules, "program_to_validate", module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     options = ("--policies", "float16", "--batches", "program_to_validate:batches")
     assert command("ignoring", *options)[0] == 0
+    assert seeds == [0, 1, 0, 1, 0, 1], "float32, nudged, float16"
     assert not Path("runs/report.png").exists()
     code, printed = command("ignoring", *options, "--strict")
     assert code == 1
