@@ -4,6 +4,7 @@ from jaxmp import devices, policies, testing
 from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
+from jaxmp._numerics.monitor import monitor, read_monitor
 from jaxmp._preflight.preflight import preflight
 from jaxmp._quantize.trees import dequantize, quantize
 from jaxmp._training.accumulate import accumulate_gradients
@@ -51,11 +52,13 @@ __all__ = [
     "loss_scale",
     "loss_scale_for",
     "master_weights",
+    "monitor",
     "mxfp8",
     "policies",
     "preflight",
     "products",
     "quantize",
+    "read_monitor",
     "reduced_precision",
     "scale_loss",
     "skipped_count",

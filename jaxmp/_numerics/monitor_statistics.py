@@ -1,0 +1,213 @@
+"""What `monitor` measures of gradients, and the names that it measures them under."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+
+from jaxmp._flax import AxisMetadata
+from jaxmp._jaxprs.attributes import varying_axes
+from jaxmp._training.gradients import show
+from jaxmp._training.loss_scale import is_overwrite, unscale
+from jaxmp.tree import all_finite
+
+__all__ = ["Leaf", "Statistics", "leaves_of", "measure", "modules_of", "names_of", "skeleton"]
+
+_SMALLEST_NORMAL: Final = 2.0**-14  # of float16
+
+
+class Statistics(NamedTuple):
+    """What is measured of the gradients of one step.
+
+    Attributes:
+      grad_norm: float32[modules], the Euclidean norm of the unscaled gradients.
+      underflow: float32[modules], the share of elements that are not 0, but at the scale that the
+        gradients were made with are 0 or subnormal in float16.
+      zeros: float32[modules], the share of elements that are exactly 0.
+    """
+
+    grad_norm: jax.Array
+    underflow: jax.Array
+    zeros: jax.Array
+
+
+class Leaf(NamedTuple):
+    """A gradient.
+
+    Attributes:
+      path: where it is in its tree; the box or the NNX variable around it is no part of that.
+      index: which of the parameters it is the gradient of.
+      array: the gradient, divided by the scale.
+    """
+
+    path: tuple[Any, ...]
+    index: int
+    array: Any
+
+
+def skeleton(params: Any) -> Any:
+    """The structure of parameters without the arrays: names, that is, which cost no buffers.
+
+    Example:
+      >>> skeleton({"w": 1.0, "b": [2.0]})
+      {'b': [EmptyState()], 'w': EmptyState()}
+    """
+    params = params.fast if isinstance(params, optax.LookaheadParams) else params
+    return jax.tree.map(lambda _: optax.EmptyState(), params, is_leaf=_is_boxed)
+
+
+def names_of(paths: Any) -> list[str]:
+    """The names of the parameters in a skeleton: ``Dense_0/kernel``.
+
+    A leading ``params``, the collection of Linen's variables, is left out; one without a path is
+    called ``params``.
+
+    Example:
+      >>> names_of(skeleton({"params": {"Dense_0": {"bias": 1.0}, "heads": [2.0]}}))
+      ['Dense_0/bias', 'heads/0']
+    """
+    return ["/".join(_parts(path)) for path in _skeleton_paths(paths)]
+
+
+def modules_of(paths: Any) -> list[str]:
+    """The names of the top-level modules in a skeleton, in order.
+
+    Example:
+      >>> modules_of(skeleton({"Dense_0": {"bias": 1.0, "kernel": 1.0}, "scale": 1.0}))
+      ['Dense_0', 'scale']
+    """
+    return list(dict.fromkeys(_parts(path)[0] for path in _skeleton_paths(paths)))
+
+
+def leaves_of(grads: Any, paths: Any, scale: jax.Array | None) -> list[Leaf]:
+    """The gradients, divided as a loss scaler divides them: XLA computes that once for both.
+
+    Raises:
+      ValueError: If one is not of a parameter that the skeleton has.
+    """
+    grads = grads.fast if isinstance(grads, optax.LookaheadParams) else grads
+    grads = grads if scale is None else unscale(grads, scale)
+    index = {_keys(path): i for i, path in enumerate(_skeleton_paths(paths))}
+    found = []
+    for path, node in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_boxed):
+        if _keys(path) not in index:
+            raise ValueError(
+                f"monitor: no parameter at {show(path)}, but a gradient; the state was made by "
+                "init of other parameters. Differentiate with respect to those."
+            )
+        found += [Leaf(path, index[_keys(path)], array) for array in jax.tree.leaves(node)]
+    return found
+
+
+def measure(
+    leaves: Sequence[Leaf], paths: Any, scale: jax.Array | None, step_count: jax.Array
+) -> tuple[jax.Array, Statistics]:
+    """Measures gradients.
+
+    Every number is a float32 sum over one gradient, as the scaler's own test is, so XLA computes
+    all of them in one pass. (On TPU that is the pass that writes the gradient. Sums of integers are
+    passes of their own; so is a `lax.cond` around the sums, taken or not, because a branch reads
+    gradients as float32 arrays, which are otherwise never written.)
+
+    Args:
+      leaves: the gradients.
+      paths: the skeleton of the parameters.
+      scale: what they were made with; None for 1.
+      step_count: an array of the state. Devices over which it differs keep to themselves.
+
+    Returns:
+      int32[], the index of the first parameter whose gradient is not finite, or how many parameters
+      there are; and the statistics.
+    """
+    names = [_parts(path)[0] for path in _skeleton_paths(paths)]
+    known, own = _varying(leaf.array for leaf in leaves), _varying([step_count])
+    # Where JAX does not say what differs (jax.pmap, check_vma=False), devices must agree as well.
+    unknown = () if known else tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    counted = [leaf for leaf in leaves if _is_measured(leaf)]
+    flags = [jnp.asarray(all_finite(leaf.array)) for leaf in leaves]
+    sums = [_sums(leaf.array, scale) for leaf in counted]
+    # Without the barrier XLA on CPU would repeat the sums wherever they are read.
+    flags, sums = lax.optimization_barrier((flags, sums))
+
+    first = jnp.asarray(np.int32(len(names)))
+    if leaves:
+        indices = np.array([leaf.index for leaf in leaves], np.int32)
+        first = jnp.min(jnp.where(jnp.stack(flags), np.int32(len(names)), indices))
+    if axes := _sorted(known - own) or unknown:
+        first = lax.pmin(first, axes)
+
+    modules = list(dict.fromkeys(names))
+    totals = {name: [jnp.zeros([], jnp.float32)] * 3 for name in modules}
+    sizes = dict.fromkeys(modules, 0)
+    for leaf, parts in zip(counted, sums, strict=True):
+        if axes := _sorted(_varying([leaf.array]) - own):  # the devices have parts of one array
+            parts = lax.psum(parts, axes)
+        elif unknown:  # right where all have the same
+            parts = lax.pmean(parts, unknown)
+        name = names[leaf.index]
+        totals[name] = [total + part for total, part in zip(totals[name], parts, strict=True)]
+        sizes[name] += leaf.array.size * math.prod(lax.axis_size(axis) for axis in axes)
+    size = np.array([max(sizes[name], 1) for name in modules], np.float32)
+    squares, small, zero = (
+        jnp.stack([totals[name][i] for name in modules]) if modules else jnp.zeros(0, jnp.float32)
+        for i in range(3)
+    )
+    return first, Statistics(jnp.sqrt(squares), small / size, zero / size)
+
+
+def _sums(grad: Any, scale: jax.Array | None) -> list[jax.Array]:
+    """Of a gradient: the sum of squares, how many elements are lost in float16, how many are 0."""
+    grad = jnp.asarray(grad)
+    size = jnp.abs(grad.astype(jnp.promote_types(grad.dtype, jnp.float32)))
+    smallest = np.float32(_SMALLEST_NORMAL) / (np.float32(1) if scale is None else scale)
+    lost = (size > 0) & (size < smallest)
+    return [
+        jnp.sum(jnp.square(size)).astype(jnp.float32),
+        jnp.sum(lost, dtype=jnp.float32),
+        jnp.sum(size == 0, dtype=jnp.float32),
+    ]
+
+
+def _is_measured(leaf: Leaf) -> bool:
+    # What Flax's float8 layers overwrite are new scales, and no gradients.
+    inexact = jnp.issubdtype(jnp.result_type(leaf.array), jnp.inexact)
+    return bool(inexact) and not is_overwrite(leaf.path)
+
+
+def _varying(arrays: Iterable[Any]) -> frozenset[Any]:
+    """The mapped axes that JAX knows some of the arrays to differ along."""
+    return frozenset(axis for array in arrays for axis in varying_axes(jax.typeof(array)))
+
+
+def _sorted(axes: frozenset[Any]) -> tuple[Any, ...]:
+    return tuple(sorted(axes, key=str))
+
+
+def _is_boxed(node: Any) -> bool:
+    return isinstance(node, (AxisMetadata, nnx.Variable))
+
+
+def _skeleton_paths(paths: Any) -> list[tuple[Any, ...]]:
+    nodes = jax.tree_util.tree_leaves_with_path(
+        paths, is_leaf=lambda node: isinstance(node, optax.EmptyState)
+    )
+    return [path for path, _ in nodes]
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The entries of a path as strings, whether they are keys, attributes or positions."""
+    names = ("key", "name", "idx")
+    return tuple(str(next(getattr(e, n) for n in names if hasattr(e, n))) for e in path)
+
+
+def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
+    keys = _keys(path)
+    return (keys[1:] if len(keys) > 1 and keys[0] == "params" else keys) or ("params",)
