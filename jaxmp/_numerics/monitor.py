@@ -11,14 +11,7 @@ import numpy as np
 import optax
 
 from jaxmp._jaxprs.attributes import is_tracer
-from jaxmp._numerics.monitor_statistics import (
-    Statistics,
-    leaves_of,
-    measure,
-    modules_of,
-    names_of,
-    skeleton,
-)
+from jaxmp._numerics.monitor_statistics import Paths, Statistics, leaves_of, measure
 from jaxmp._training.loss_scale import as_transformation
 from jaxmp._training.opt_state import (
     check_is_state,
@@ -44,8 +37,7 @@ class MonitorState(NamedTuple):
       nonfinite_index: int32[], the first parameter whose gradient was not finite in that step.
       statistics_step: int32[], the step that `statistics` is of, counted from 1; 0 before the first.
       statistics: float32[modules] each: norms, shares of underflow and of zeros.
-      paths: The parameters' structure, with an `optax.EmptyState`, which is no leaf, in the place
-        of every array.
+      paths: The names of the parameters, which are a part of the structure, and no leaf.
       inner_state: The state of the transformation inside.
     """
 
@@ -55,7 +47,7 @@ class MonitorState(NamedTuple):
     nonfinite_index: jax.Array
     statistics_step: jax.Array
     statistics: Statistics
-    paths: Any
+    paths: Paths
     inner_state: optax.OptState
 
 
@@ -133,8 +125,8 @@ def monitor(
     def init(params: optax.Params) -> MonitorState:
         inner_state = wrapped.init(params)
         the_scaler("monitor", inner_state)
-        paths = skeleton(params)
-        count = len(modules_of(paths))
+        paths = Paths.of(params)
+        count = len(paths.modules)
         # One array each: donated buffers must not be shared.
         none = Statistics(*(jnp.zeros(count, jnp.float32) for _ in range(3)))
         counts = (jnp.zeros([], jnp.int32) for _ in range(5))
@@ -220,13 +212,13 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
         "step_count": step,
         "nonfinite_count": nonfinite,
         "nonfinite_step": nonfinite_step,
-        "nonfinite_parameter": names_of(state.paths)[index] if nonfinite_step else "",
+        "nonfinite_parameter": state.paths.names[index] if nonfinite_step else "",
         "loss_scale": float(scale),
         "skipped_count": int(skipped),
         "statistics_step": statistics_step,
         "grad_norm": math.sqrt(math.fsum(float(norm) ** 2 for norm in norms)),
     }
-    for i, module in enumerate(modules_of(state.paths)):
+    for i, module in enumerate(state.paths.modules):
         read[f"grad_norm/{module}"] = float(norms[i])
         read[f"underflow/{module}"] = float(underflow[i])
         read[f"zeros/{module}"] = float(zeros[i])
@@ -238,7 +230,7 @@ def _next_state(
 ) -> MonitorState:
     """What a step leaves; `first` is the index of the first parameter of which it is not finite."""
     step = optax.safe_increment(state.step_count)
-    finite = first == len(names_of(state.paths))
+    finite = first == len(state.paths.paths)
     due = (state.statistics_step == 0) | (step - state.statistics_step >= np.int32(every))
     kept = finite & due
     return state._replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import nnx, serialization
 from jax import lax
 
 from jaxmp._flax import AxisMetadata
@@ -19,7 +20,7 @@ from jaxmp._training.gradients import show
 from jaxmp._training.loss_scale import is_overwrite, unscale
 from jaxmp.tree import all_finite
 
-__all__ = ["Leaf", "Statistics", "leaves_of", "measure", "modules_of", "names_of", "skeleton"]
+__all__ = ["Leaf", "Paths", "Statistics", "leaves_of", "measure"]
 
 _SMALLEST_NORMAL: Final = 2.0**-14  # of float16
 
@@ -39,11 +40,67 @@ class Statistics(NamedTuple):
     zeros: jax.Array
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Paths:
+    """The paths of parameters: a part of a state's structure, which costs no buffers.
+
+    No paths equal any others: `optax.tree_utils.tree_map_params` compares a state with that of no
+    parameters. (Arrays of the state then differ in shape.)
+
+    Attributes:
+      paths: one for each parameter, in the order of the tree: ``("Dense_0", "kernel")``. The box or
+        the NNX variable around an array is no part of it.
+
+    Example:
+      >>> Paths.of({"params": {"Dense_0": {"bias": 1.0, "kernel": 1.0}, "heads": [2.0]}}).names
+      ('Dense_0/bias', 'Dense_0/kernel', 'heads/0')
+    """
+
+    paths: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, params: Any) -> Paths:
+        """Those of parameters."""
+        params = params.fast if isinstance(params, optax.LookaheadParams) else params
+        nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_boxed)
+        return cls(tuple(_keys(path) for path, _ in nodes))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Paths):
+            return NotImplemented
+        return self.paths == other.paths or not self.paths or not other.paths
+
+    def __hash__(self) -> int:
+        return hash(Paths)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """For each parameter its name; a leading ``params``, a collection of Linen's, left out."""
+        return tuple("/".join(_shown(path)) for path in self.paths)
+
+    @property
+    def tops(self) -> tuple[str, ...]:
+        """For each parameter the name of its top-level module."""
+        return tuple(_shown(path)[0] for path in self.paths)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The top-level modules, in order."""
+        return tuple(dict.fromkeys(self.tops))
+
+
+# Nothing of it is in a checkpoint of Flax's; it is what it was in the state that is restored into.
+serialization.register_serialization_state(
+    Paths, ty_to_state_dict=lambda _: {}, ty_from_state_dict=lambda paths, _: paths
+)
+
+
 class Leaf(NamedTuple):
     """A gradient.
 
     Attributes:
-      path: where it is in its tree; the box or the NNX variable around it is no part of that.
+      path: where it is in its tree.
       index: which of the parameters it is the gradient of.
       array: the gradient, divided by the scale.
     """
@@ -53,49 +110,14 @@ class Leaf(NamedTuple):
     array: Any
 
 
-def skeleton(params: Any) -> Any:
-    """The structure of parameters without the arrays: names, that is, which cost no buffers.
-
-    Example:
-      >>> skeleton({"w": 1.0, "b": [2.0]})
-      {'b': [EmptyState()], 'w': EmptyState()}
-    """
-    params = params.fast if isinstance(params, optax.LookaheadParams) else params
-    return jax.tree.map(lambda _: optax.EmptyState(), params, is_leaf=_is_boxed)
-
-
-def names_of(paths: Any) -> list[str]:
-    """The names of the parameters in a skeleton: ``Dense_0/kernel``.
-
-    A leading ``params``, the collection of Linen's variables, is left out; one without a path is
-    called ``params``.
-
-    Example:
-      >>> names_of(skeleton({"params": {"Dense_0": {"bias": 1.0}, "heads": [2.0]}}))
-      ['Dense_0/bias', 'heads/0']
-    """
-    return ["/".join(_parts(path)) for path in _skeleton_paths(paths)]
-
-
-def modules_of(paths: Any) -> list[str]:
-    """The names of the top-level modules in a skeleton, in order.
-
-    Example:
-      >>> modules_of(skeleton({"Dense_0": {"bias": 1.0, "kernel": 1.0}, "scale": 1.0}))
-      ['Dense_0', 'scale']
-    """
-    return list(dict.fromkeys(_parts(path)[0] for path in _skeleton_paths(paths)))
-
-
-def leaves_of(grads: Any, paths: Any, scale: jax.Array | None) -> list[Leaf]:
+def leaves_of(grads: Any, paths: Paths, scale: jax.Array | None) -> list[Leaf]:
     """The gradients, divided as a loss scaler divides them: XLA computes that once for both.
 
     Raises:
-      ValueError: If one is not of a parameter that the skeleton has.
+      ValueError: If one is not of a parameter that there is.
     """
-    grads = grads.fast if isinstance(grads, optax.LookaheadParams) else grads
     grads = grads if scale is None else unscale(grads, scale)
-    index = {_keys(path): i for i, path in enumerate(_skeleton_paths(paths))}
+    index = {path: i for i, path in enumerate(paths.paths)}
     found = []
     for path, node in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_boxed):
         if _keys(path) not in index:
@@ -108,7 +130,7 @@ def leaves_of(grads: Any, paths: Any, scale: jax.Array | None) -> list[Leaf]:
 
 
 def measure(
-    leaves: Sequence[Leaf], paths: Any, scale: jax.Array | None, step_count: jax.Array
+    leaves: Sequence[Leaf], paths: Paths, scale: jax.Array | None, step_count: jax.Array
 ) -> tuple[jax.Array, Statistics]:
     """Measures gradients.
 
@@ -119,7 +141,7 @@ def measure(
 
     Args:
       leaves: the gradients.
-      paths: the skeleton of the parameters.
+      paths: those of the parameters.
       scale: what they were made with; None for 1.
       step_count: an array of the state. Devices over which it differs keep to themselves.
 
@@ -127,7 +149,6 @@ def measure(
       int32[], the index of the first parameter whose gradient is not finite, or how many parameters
       there are; and the statistics.
     """
-    names = [_parts(path)[0] for path in _skeleton_paths(paths)]
     known, own = _varying(leaf.array for leaf in leaves), _varying([step_count])
     # Where JAX does not say what differs (jax.pmap, check_vma=False), devices must agree as well.
     unknown = () if known else tuple(jax.sharding.get_abstract_mesh().manual_axes)
@@ -137,14 +158,14 @@ def measure(
     # Without the barrier XLA on CPU would repeat the sums wherever they are read.
     flags, sums = lax.optimization_barrier((flags, sums))
 
-    first = jnp.asarray(np.int32(len(names)))
+    first = jnp.asarray(np.int32(len(paths.paths)))
     if leaves:
         indices = np.array([leaf.index for leaf in leaves], np.int32)
-        first = jnp.min(jnp.where(jnp.stack(flags), np.int32(len(names)), indices))
+        first = jnp.min(jnp.where(jnp.stack(flags), np.int32(len(paths.paths)), indices))
     if axes := _sorted(known - own) or unknown:
         first = lax.pmin(first, axes)
 
-    modules = list(dict.fromkeys(names))
+    modules, tops = paths.modules, paths.tops
     totals = {name: [jnp.zeros([], jnp.float32)] * 3 for name in modules}
     sizes = dict.fromkeys(modules, 0)
     for leaf, parts in zip(counted, sums, strict=True):
@@ -152,7 +173,7 @@ def measure(
             parts = lax.psum(parts, axes)
         elif unknown:  # right where all have the same
             parts = lax.pmean(parts, unknown)
-        name = names[leaf.index]
+        name = tops[leaf.index]
         totals[name] = [total + part for total, part in zip(totals[name], parts, strict=True)]
         sizes[name] += leaf.array.size * math.prod(lax.axis_size(axis) for axis in axes)
     size = np.array([max(sizes[name], 1) for name in modules], np.float32)
@@ -195,19 +216,11 @@ def _is_boxed(node: Any) -> bool:
     return isinstance(node, (AxisMetadata, nnx.Variable))
 
 
-def _skeleton_paths(paths: Any) -> list[tuple[Any, ...]]:
-    nodes = jax.tree_util.tree_leaves_with_path(
-        paths, is_leaf=lambda node: isinstance(node, optax.EmptyState)
-    )
-    return [path for path, _ in nodes]
-
-
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The entries of a path as strings, whether they are keys, attributes or positions."""
     names = ("key", "name", "idx")
     return tuple(str(next(getattr(e, n) for n in names if hasattr(e, n))) for e in path)
 
 
-def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
-    keys = _keys(path)
-    return (keys[1:] if len(keys) > 1 and keys[0] == "params" else keys) or ("params",)
+def _shown(path: tuple[str, ...]) -> tuple[str, ...]:
+    return (path[1:] if len(path) > 1 and path[0] == "params" else path) or ("params",)
