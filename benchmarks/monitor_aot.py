@@ -7,10 +7,10 @@ It compiles the donated AdamW step of LM-B (`loss_scale_aot.py` describes it) fo
 and without the monitor: AdamW alone, and within a loss scaler. Every array is kept in HBM, so that
 what is counted is the program's own traffic, and no copies that the compiler makes ahead of time.
 
-The monitor has no branches: all of a step's bytes are those of every step, whatever `every` is, and
-nothing is to be amortised. `--branch` compares it with the same statistics in a `lax.cond`, of which
-the compiler counts both branches. Its figure is amortised over `--every` steps: what the whole step
-has more than one whose branch reads a single number of each gradient is the branch's own.
+The monitor has no branches: the bytes are those of every step, whatever `every` is, and nothing is
+to be amortised. `--branch` compares it with the same statistics in a `lax.cond`. Its figure is
+amortised over `--every` steps: what such a step has more than one whose branch reads a single
+number of each gradient is taken to be the branch's own; the rest is paid in every step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def in_a_branch(inner: optax.GradientTransformation, *, whole: bool) -> Any:
 
     def init(params):
         count = jnp.zeros([], jnp.int32)
-        return count, jax.tree.map(lambda p: jnp.zeros([3]), params), inner.init(params)
+        return count, jax.tree.map(lambda _: jnp.zeros([3]), params), inner.init(params)
 
     def update(grads, state, params):
         count, kept, inner_state = state
@@ -61,7 +61,7 @@ def in_a_branch(inner: optax.GradientTransformation, *, whole: bool) -> Any:
             if not whole:
                 return jax.tree.map(lambda g: jnp.zeros(3) + g.ravel()[0], grads)
             some = measure(leaves_of(grads, paths, scale), paths, scale, count)[1]
-            return jax.tree.map(lambda g: jnp.stack(some).sum(1), grads)
+            return jax.tree.map(lambda _: jnp.stack(some).sum(1), grads)
 
         kept = lax.cond(count % 100 == 0, statistics, lambda: kept)
         updates, inner_state = inner.update(grads, inner_state, params)

@@ -1,4 +1,4 @@
-"""A training run's numbers, kept in the optimizer's state: norms, underflow, where it overflowed."""
+"""A run's numbers, kept in the optimizer's state: norms, underflow, where it overflowed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MonitorState(NamedTuple):
       nonfinite_count: int32[], how many of them had a gradient that was not finite.
       nonfinite_step: int32[], the last of those, counted from 1; 0 if there was none.
       nonfinite_index: int32[], the first parameter whose gradient was not finite in that step.
-      statistics_step: int32[], the step that `statistics` is of, counted from 1; 0 before the first.
+      statistics_step: int32[], the step that `statistics` is of, likewise.
       statistics: float32[modules] each: norms, shares of underflow and of zeros.
       paths: The names of the parameters, which are a part of the structure, and no leaf.
       inner_state: The state of the transformation inside.
@@ -128,9 +128,16 @@ def monitor(
         paths = Paths.of(params)
         count = len(paths.modules)
         # One array each: donated buffers must not be shared.
-        none = Statistics(*(jnp.zeros(count, jnp.float32) for _ in range(3)))
-        counts = (jnp.zeros([], jnp.int32) for _ in range(5))
-        return MonitorState(*counts, none, paths, inner_state)
+        return MonitorState(
+            step_count=jnp.zeros([], jnp.int32),
+            nonfinite_count=jnp.zeros([], jnp.int32),
+            nonfinite_step=jnp.zeros([], jnp.int32),
+            nonfinite_index=jnp.zeros([], jnp.int32),
+            statistics_step=jnp.zeros([], jnp.int32),
+            statistics=Statistics(*(jnp.zeros(count, jnp.float32) for _ in range(3))),
+            paths=paths,
+            inner_state=inner_state,
+        )
 
     def update(
         updates: optax.Updates,

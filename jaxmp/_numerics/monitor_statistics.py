@@ -101,12 +101,12 @@ class Leaf(NamedTuple):
 
     Attributes:
       path: where it is in its tree.
-      index: which of the parameters it is the gradient of.
+      parameter: which of the parameters it is the gradient of.
       array: the gradient, divided by the scale.
     """
 
     path: tuple[Any, ...]
-    index: int
+    parameter: int
     array: Any
 
 
@@ -160,7 +160,7 @@ def measure(
 
     first = jnp.asarray(np.int32(len(paths.paths)))
     if leaves:
-        indices = np.array([leaf.index for leaf in leaves], np.int32)
+        indices = np.array([leaf.parameter for leaf in leaves], np.int32)
         first = jnp.min(jnp.where(jnp.stack(flags), np.int32(len(paths.paths)), indices))
     if axes := _sorted(known - own) or unknown:
         first = lax.pmin(first, axes)
@@ -173,7 +173,7 @@ def measure(
             parts = lax.psum(parts, axes)
         elif unknown:  # right where all have the same
             parts = lax.pmean(parts, unknown)
-        name = tops[leaf.index]
+        name = tops[leaf.parameter]
         totals[name] = [total + part for total, part in zip(totals[name], parts, strict=True)]
         sizes[name] += leaf.array.size * math.prod(lax.axis_size(axis) for axis in axes)
     size = np.array([max(sizes[name], 1) for name in modules], np.float32)
