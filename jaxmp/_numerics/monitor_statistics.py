@@ -152,14 +152,9 @@ def measure(
     known, own = _varying(leaf.array for leaf in leaves), _varying([step_count])
     # Where JAX does not say what differs (jax.pmap, check_vma=False), devices must agree as well.
     unknown = () if known else tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    counted = [leaf for leaf in leaves if _is_measured(leaf)]
-    flags = [jnp.asarray(all_finite(leaf.array)) for leaf in leaves]
-    sums = [_sums(leaf.array, scale) for leaf in counted]
-    # Without the barrier XLA on CPU would repeat the sums wherever they are read.
-    flags, sums = lax.optimization_barrier((flags, sums))
-
     first = jnp.asarray(np.int32(len(paths.paths)))
     if leaves:
+        flags = [jnp.asarray(all_finite(leaf.array)) for leaf in leaves]
         indices = np.array([leaf.parameter for leaf in leaves], np.int32)
         first = jnp.min(jnp.where(jnp.stack(flags), np.int32(len(paths.paths)), indices))
     if axes := _sorted(known - own) or unknown:
@@ -168,7 +163,10 @@ def measure(
     modules, tops = paths.modules, paths.tops
     totals = {name: [jnp.zeros([], jnp.float32)] * 3 for name in modules}
     sizes = dict.fromkeys(modules, 0)
-    for leaf, parts in zip(counted, sums, strict=True):
+    for leaf in leaves:
+        if not _is_measured(leaf):
+            continue
+        parts = _sums(leaf.array, scale)
         if axes := _sorted(_varying([leaf.array]) - own):  # the devices have parts of one array
             parts = lax.psum(parts, axes)
         elif unknown:  # right where all have the same
@@ -176,6 +174,8 @@ def measure(
         name = tops[leaf.parameter]
         totals[name] = [total + part for total, part in zip(totals[name], parts, strict=True)]
         sizes[name] += leaf.array.size * math.prod(lax.axis_size(axis) for axis in axes)
+    # Without the barrier XLA on CPU would repeat the sums wherever they are read.
+    first, totals = lax.optimization_barrier((first, totals))
     size = np.array([max(sizes[name], 1) for name in modules], np.float32)
     squares, small, zero = (
         jnp.stack([totals[name][i] for name in modules]) if modules else jnp.zeros(0, jnp.float32)
