@@ -173,7 +173,7 @@ def measure(
             parts = lax.pmean(parts, unknown)
         name = tops[leaf.parameter]
         totals[name] = [total + part for total, part in zip(totals[name], parts, strict=True)]
-        sizes[name] += leaf.array.size * math.prod(lax.axis_size(axis) for axis in axes)
+        sizes[name] += np.size(leaf.array) * math.prod(lax.axis_size(axis) for axis in axes)
     # Without the barrier XLA on CPU would repeat the sums wherever they are read.
     first, totals = lax.optimization_barrier((first, totals))
     size = np.array([max(sizes[name], 1) for name in modules], np.float32)
@@ -187,7 +187,7 @@ def measure(
 def _sums(grad: Any, scale: jax.Array | None) -> list[jax.Array]:
     """Of a gradient: the sum of squares, how many elements are lost in float16, how many are 0."""
     grad = jnp.asarray(grad)
-    size = jnp.abs(grad.astype(jnp.promote_types(grad.dtype, jnp.float32)))
+    size = jnp.abs(grad.astype(jnp.float32) if grad.dtype.itemsize < 4 else grad)
     smallest = np.float32(_SMALLEST_NORMAL) / (np.float32(1) if scale is None else scale)
     lost = (size > 0) & (size < smallest)
     return [
