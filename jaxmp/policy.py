@@ -55,9 +55,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         loss scaler leaves the step out. True clips them to the largest finite value, where they are
         narrowed and where a float16 operation returns them, so that the step is made with a result
         that may be wrong; `jaxmp.explain` says where. To the gradient clipping is no operation, and
-        gradients themselves are not clipped. Infinities that are no overflow pass, such as a mask's,
-        log(0) and 1/0, but not through a product. (Literals and masks, such as an attention mask's
-        -1e9, are clipped either way.)
+        gradients themselves are not clipped. Infinities that are no overflow pass: a mask's, log(0)
+        and 1/0, but not through a product. (Literals and masks, such as an attention mask's -1e9,
+        are clipped either way.)
       matmul: In which format each of a layer's three products multiplies: a recipe, such as
         `jaxmp.float8()`, or its string, such as "float8"; None for the compute dtype. "auto" is the
         recipe that the chip at hand multiplies fast, for the layers for which it is estimated to

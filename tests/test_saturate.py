@@ -93,9 +93,17 @@ def test_infinities_that_are_meant_and_nan_pass() -> None:
     masked = run(lambda x, w: jax.nn.softmax(x @ w + mask) @ w)
     np.testing.assert_allclose(masked[0], [1 / 3] * 3 + [0] * 5, rtol=1e-3)
     assert np.isnan(run(lambda x, w: jax.nn.softmax(x @ w - jnp.inf) @ w)).all()
-    assert np.isposinf(run(lambda x, w: (x @ w) / (x @ (0 * w)))).all()
     assert np.isneginf(run(lambda x, w: jnp.log(x @ (0 * w)))).all()
     assert np.isnan(run(lambda x, w: (x @ (w * jnp.nan)) @ w)).all()
+
+    # What leaves in float16 is computed in it.
+    low = "params=float32,compute=float16,output=float16,saturate=true"
+    added = jaxmp.autocast(lambda x, w: x @ w + mask, low)(ONES, EYE)
+    assert added.dtype == jnp.float16
+    np.testing.assert_array_equal(added[0], [1.0] * 3 + [-np.inf] * 5)
+    divided = jaxmp.autocast(lambda x, w: (x @ w) / (x @ (0 * w)), low)(ONES, EYE)
+    assert divided.dtype == jnp.float16
+    assert np.isposinf(divided).all()
 
 
 def test_the_gradient_goes_straight_through() -> None:
