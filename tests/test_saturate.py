@@ -156,6 +156,21 @@ def test_tangents_stay_linear() -> None:
     assert not np.isfinite(tangent).any()
 
 
+@jax.custom_jvp
+def steeper(x: jax.Array) -> jax.Array:
+    return x
+
+
+steeper.defjvp(lambda primals, tangents: (primals[0], tangents[0] * 300.0 * 300.0))
+
+
+@pytest.mark.slow
+def test_tangents_of_a_rule_stay_linear() -> None:
+    clipped = jaxmp.autocast(lambda x, e: steeper(x @ e) @ e, CLIPPED)
+    tangent = jax.jvp(lambda x: clipped(x, EYE), (ONES,), (ONES,))[1]
+    assert not np.isfinite(tangent).any()
+
+
 def test_explain_says_where() -> None:
     fn = FORWARD["elementwise"]
     clipped = [
