@@ -5,6 +5,7 @@ from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
 from jaxmp._numerics.diagnose import diagnose
+from jaxmp._numerics.monitor import monitor, read_monitor
 from jaxmp._numerics.validate import validate
 from jaxmp._preflight.preflight import preflight
 from jaxmp._quantize.trees import dequantize, quantize
@@ -54,12 +55,14 @@ __all__ = [
     "loss_scale",
     "loss_scale_for",
     "master_weights",
+    "monitor",
     "mxfp8",
     "numerics",
     "policies",
     "preflight",
     "products",
     "quantize",
+    "read_monitor",
     "reduced_precision",
     "scale_loss",
     "skipped_count",

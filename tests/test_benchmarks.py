@@ -29,6 +29,7 @@ from support import ROOT, run_python, slow_when
 PROGRAMS = {
     "autocast_aot": "import autocast_aot; autocast_aot.Cache(None, 1).get('mlp', 'hand', 'cpu')",
     "loss_scale_aot": "import loss_scale_aot",
+    "monitor_aot": "import monitor_aot",
     "fsdp": "import fsdp",
     "cpu_sums": "import cpu_sums",
     "serving": "import serving",

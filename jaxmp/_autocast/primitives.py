@@ -281,6 +281,25 @@ BROADCASTING = frozenset({"add", "add_any", "sub", "mul", "div", "max", "min"})
 # Those of them whose operands are saved for the backward pass: `bind.scale` saves them small.
 SCALING = frozenset({"mul", "div"})
 
+# Besides contractions, what makes numbers beyond float16's range out of numbers within: policies
+# with `saturate` clip their results. What others make infinite, log(0), is so in every dtype.
+GROWING = frozenset(
+    [
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "div",
+        "square",
+        "integer_pow",
+        "exp",
+        "exp2",
+        "expm1",
+        "sinh",
+        "cosh",
+    ]
+)
+
 # What `bind.apply` may trace once and reuse: no effects, no axis names, hashable parameters.
 TRACED_ONCE = (
     (LOW | FULL | FOLLOW | TRANSPARENT)

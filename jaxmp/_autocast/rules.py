@@ -105,6 +105,12 @@ def rules_for(policy: Policy) -> Rules:
     )
 
 
+@functools.lru_cache(maxsize=256)
+def without_clipping(rules: Rules) -> Rules:
+    """The same rules, but computed values become infinite: for gradients, which a scaler tests."""
+    return dataclasses.replace(rules, saturate=False)
+
+
 def region_rules(eqn: JaxprEqn) -> Rules | None:
     """The rules of the innermost region that `eqn` marks or lies in, or None if there is none.
 
