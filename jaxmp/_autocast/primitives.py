@@ -155,7 +155,7 @@ OWN = frozenset(
     "pure_callback io_callback debug_callback debug_print custom_lin".split()
 )
 
-_TABLE: dict[str, str] = {
+TABLE: dict[str, str] = {
     name: kind
     for kind, names in (
         ("low", LOW),
@@ -279,6 +279,7 @@ HANDING_ON = frozenset({"ppermute", "all_to_all"})
 # A function of JAX that is another primitive by what it is given, or is called otherwise.
 CALLED = {
     "psum": ("psum_invariant", "unreduced_psum"),
+    "pmean": ("psum", "psum_invariant", "unreduced_psum"),
     "psum_scatter": ("reduce_scatter", "unreduced_reduce_scatter"),
     "reduce_scatter": ("unreduced_reduce_scatter",),
     "all_gather": ("all_gather_invariant", "all_gather_reduced"),
@@ -346,4 +347,4 @@ def classify(name: str, params: Mapping[str, Any]) -> str | None:
     """
     if name == "integer_pow" and exponent(params) < 0:
         return "full"
-    return _TABLE.get(name)
+    return TABLE.get(name)
