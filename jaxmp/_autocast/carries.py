@@ -61,10 +61,12 @@ class Recurrence(NamedTuple):
       summed: for each carry, whether it comes back as itself, other than through a product or
         round the devices.
       layered: for each carry, whether it also does through a product with the iteration's weights.
+      sent: for each carry, whether all that becomes of it is that it goes round the devices.
     """
 
     summed: tuple[bool, ...]
     layered: tuple[bool, ...]
+    sent: tuple[bool, ...]
 
 
 def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
@@ -90,13 +92,14 @@ def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
         reached = [
             bits | _union(reached[j] for j in range(n_carry) if bits >> j & 1) for bits in reached
         ]
-    round_devices = [
-        all(outs[j].moved and outs[j].sent for j in range(n_carry) if bits >> j & 1)
+    sent = [
+        bool(bits) and all(outs[j].moved and outs[j].sent for j in range(n_carry) if bits >> j & 1)
         for bits in reached
     ]
     return Recurrence(
-        summed=tuple(bool(b >> i & 1) and not round_devices[i] for i, b in enumerate(reached)),
+        summed=tuple(bool(bits >> i & 1) and not sent[i] for i, bits in enumerate(reached)),
         layered=tuple(bool(out.layered >> i & 1) for i, out in enumerate(outs)),
+        sent=tuple(sent),
     )
 
 
