@@ -178,7 +178,7 @@ def mesh_of(shape):
 
 
 def on_many(name, mesh, where, policy, *, check_vma):
-    """The same over the devices of axis "d", and where other axes split weights, XLA's are those."""
+    """The same over the devices of axis "d"; what other axes split is XLA's to see to."""
     n = mesh.shape["d"]
 
     def local(x, w, v):

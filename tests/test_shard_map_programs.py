@@ -1,245 +1,41 @@
-"""What people write with `jax.shard_map`: tensor parallelism, ring attention, expert parallelism.
+"""What people write with `jax.shard_map`: ring attention, expert parallelism, pipelines.
 
-Each is in plain JAX, in float32, and beside it the same on one device. In float64 that is the
-oracle; with the operands of its products rounded and nothing else (`contraction_floor`), forward
-and backward, it is the floor: what 16-bit products alone do to it. Losses and gradients may err
-three times as much (law 8 of the design). Errors are root mean squares over `DRAWS` draws.
+Each is in plain JAX, in float32, and beside it the same on one device; see `shard_map_kit`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contraction_floor import rounded_contractions
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from numeric_kit import EXACT
+from shard_map_kit import (
+    BF16,
+    N,
+    Program,
+    assert_near,
+    crossing,
+    crossing_on_gpus,
+    draws,
+    loss,
+    mesh,
+    on_many,
+)
 
 import jaxmp
 from jaxmp import full_precision
 
 from support import iter_eqns, slow_when
 
-BF16 = "mixed_bfloat16"
-DRAWS = 3
-N = 8  # devices
-NEGLIGIBLE = (1e-3, 1e-2)  # of loss and gradient, as in `numeric_kit`
-
-
-def mesh():
-    return jax.make_mesh((N,), ("d",), axis_types=(AxisType.Auto,))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """A layer, on one device and on many.
-
-    Attributes:
-      draw: Parameters, by name, and inputs, of a random number generator.
-      one: The layer on one device, of parameters and inputs.
-      local: The layer on each device.
-      params: How parameters are split over devices, where they are.
-      inputs: How inputs and results are.
-    """
-
-    draw: Callable[[Any], tuple[Any, Any]]
-    one: Callable[[Any, Any], Any]
-    local: Callable[[Any, Any], Any]
-    params: dict[str, P]
-    inputs: P
-
-
-def loss(out):
-    return jnp.mean(jnp.square(out))
-
-
-def on_one(program):
-    return lambda params, x: loss(program.one(params, x))
-
-
-def on_many(program, policy, *, inside=False, check_vma=True, on=None):
-    local = jaxmp.autocast(program.local, policy) if inside else program.local
-
-    def fn(params, x):
-        mapped = jax.shard_map(
-            local,
-            mesh=mesh() if on is None else on,
-            in_specs=({name: program.params.get(name, P()) for name in params}, program.inputs),
-            out_specs=program.inputs,
-            check_vma=check_vma,
-        )
-        return loss(mapped(params, x))
-
-    return fn if inside else jaxmp.autocast(fn, policy)
-
-
-def gradient(fn):
-    return jax.value_and_grad(fn, argnums=(0, 1))
-
-
-def draws(program):
-    def narrowed(x):
-        return np.asarray(x, "float32")
-
-    return [jax.tree.map(narrowed, program.draw(np.random.default_rng(i))) for i in range(DRAWS)]
-
-
-def numbers(found):
-    """A loss, and its gradient as one vector."""
-    value, grads = found
-    flat = [np.ravel(np.asarray(x, "float64")) for x in jax.tree.leaves(grads)]
-    return np.asarray(value, "float64"), np.concatenate(flat)
-
-
-@functools.cache
-def oracle(program):
-    with jax.enable_x64(True):
-        run = jax.jit(gradient(on_one(program)))
-        wide = [jax.tree.map(lambda x: x.astype("float64"), args) for args in draws(program)]
-        return [numbers(run(*args)) for args in wide]
-
-
-def errors(program, fn):
-    """The errors of a loss and its gradient, against the oracle."""
-    run = jax.jit(fn, compiler_options=EXACT)
-    relative = [
-        [np.linalg.norm(g - w) / np.linalg.norm(w) for g, w in zip(got, want, strict=True)]
-        for got, want in zip(
-            (numbers(run(*args)) for args in draws(program)), oracle(program), strict=True
-        )
-    ]
-    return tuple(np.sqrt(np.mean(np.square(relative), axis=0)).tolist())
-
-
-@functools.cache
-def floor(program):
-    return errors(program, rounded_contractions(gradient(on_one(program))))
-
-
-def assert_near(program, fn):
-    mine, least = errors(program, gradient(fn)), floor(program)
-    for what, got, known, negligible in zip(
-        ("loss", "gradient"), mine, least, NEGLIGIBLE, strict=True
-    ):
-        assert got <= max(3 * known, negligible), (what, mine, least)
-
-
-def crossing(fn, program, names):
-    """The dtypes in which arrays cross devices, of the primitives of these names."""
-    jaxpr = jax.make_jaxpr(gradient(fn))(*draws(program)[0])
-    return {
-        (eqn.primitive.name, str(eqn.invars[0].aval.dtype))
-        for eqn in iter_eqns(jaxpr)
-        if eqn.primitive.name in names and eqn.invars[0].aval.ndim > 1
-    }
-
-
-# Tensor parallelism: columns of the first weight and rows of the second on each device, and a sum
-# over devices of what the second product makes.
-
-WIDTH, HIDDEN = 16, 64
-
-
-def normalised(x, scale):
-    x = x - jnp.mean(x, -1, keepdims=True)
-    return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * scale
-
-
-def mlp(add_up):
-    def layer(p, x):
-        x = x @ p["inward"]
-        hidden = jax.nn.gelu(normalised(x, p["scale"]) @ p["up"])
-        return (x + add_up(hidden @ p["down"]) + p["bias"]) @ p["head"]
-
-    return layer
-
-
-def draw_mlp(rng):
-    def normal(*shape):
-        return rng.normal(size=shape) / shape[0] ** 0.5
-
-    params = {
-        "inward": normal(WIDTH, WIDTH),
-        "scale": 1 + rng.normal(size=WIDTH) / 8,
-        "up": normal(WIDTH, HIDDEN),
-        "down": normal(HIDDEN, WIDTH),
-        "bias": rng.normal(size=WIDTH) / 8,
-        "head": normal(WIDTH, 8),
-    }
-    return params, rng.normal(size=(32, WIDTH))
-
-
-TENSOR, SCATTERED = (
-    Program(
-        draw_mlp,
-        mlp(lambda y: y),
-        mlp(add_up),
-        {"up": P(None, "d"), "down": P("d")},
-        P(),
-    )
-    for add_up in (
-        lambda y: lax.psum(y, "d"),
-        lambda y: lax.all_gather(lax.psum_scatter(y, "d", tiled=True), "d", tiled=True),
-    )
+needs_gpu_compiler = pytest.mark.skipif(
+    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
+    reason="needs jaxmp[gpu-aot]",
 )
-SUMS = ("psum", "psum_invariant", "reduce_scatter")
-
-
-def sums_of_activations(program, policy, **options):
-    """The dtypes in which products of the size of activations are added up, forward."""
-    jaxpr = jax.make_jaxpr(on_many(program, policy, **options))(*draws(program)[0])
-    eqns = [e for e in iter_eqns(jaxpr) if e.primitive.name in SUMS]
-    return {str(e.invars[0].aval.dtype) for e in eqns if e.invars[0].aval.ndim > 1}
-
-
-# As one calls the function, and as primitives are called.
-@pytest.mark.parametrize(
-    ("program", "check_vma", "names"),
-    [
-        (TENSOR, True, ("psum", "psum_invariant", "pmean")),
-        (TENSOR, False, ("psum", "pmean")),
-        (SCATTERED, False, ("psum_scatter", "reduce_scatter")),
-    ],
-    ids=("psum", "psum, unchecked", "psum_scatter"),
-)
-def test_products_are_added_up_in_float32_or_as_the_policy_says(program, check_vma, names):
-    assert sums_of_activations(program, BF16, check_vma=check_vma) == {"float32"}
-    for name in names:
-        policy = f"{BF16},ops={name}:follow"
-        assert sums_of_activations(program, policy, check_vma=check_vma) == {"bfloat16"}
-        said = jaxmp.explain(on_many(program, "float32", check_vma=check_vma), policy)
-        assert "met nowhere" not in said(*draws(program)[0]).summary()
-
-
-def test_an_override_of_one_primitive_comes_before_that_of_its_function():
-    policy = f"{BF16},ops=psum:follow|psum_invariant:full"
-    assert sums_of_activations(TENSOR, policy) == {"float32"}
-    assert sums_of_activations(TENSOR, policy, check_vma=False) == {"bfloat16"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False], ids=("checked", "unchecked"))
-@pytest.mark.parametrize("ops", ["", "psum:follow", "psum_scatter:follow"])
-def test_tensor_parallelism_is_near(ops, check_vma):
-    program = SCATTERED if "scatter" in ops else TENSOR
-    if program is SCATTERED and check_vma:
-        pytest.skip("JAX does not know the result to be the same on all devices")
-    policy = f"{BF16},ops={ops}" if ops else BF16
-    assert_near(program, on_many(program, policy, check_vma=check_vma))
-    low = "bfloat16" if ops else "float32"
-    found = crossing(on_many(program, policy, inside=True, check_vma=check_vma), program, SUMS)
-    assert low in {dtype for _, dtype in found}
-    if check_vma and ops:
-        # What every device multiplies by weights of its own has a gradient that is their sum.
-        assert found == {("psum_invariant", "bfloat16")}
 
 
 # Ring attention: the sequence is split over devices, and keys and values go round them.
@@ -354,7 +150,9 @@ def test_ring_attention_is_near(loop, check_vma):
 
 def test_ring_attention_of_arguments():
     """Where keys and values are nobody's products, and where the policy says how they cross."""
-    q, k, v = (jax.random.normal(key, (2, 64, 2, 16)) for key in jax.random.split(jax.random.key(0), 3))
+    q, k, v = (
+        jax.random.normal(key, (2, 64, 2, 16)) for key in jax.random.split(jax.random.key(0), 3)
+    )
     spec = P(None, "d")
 
     def crosses(policy):
@@ -453,7 +251,10 @@ MIXTURES = {
 }
 
 
-@slow_when(lambda inside, check_vma: inside or not check_vma)
+CHOSEN = ("by_index", False, True)
+
+
+@slow_when(lambda dispatch, inside, check_vma: (dispatch, inside, check_vma) != CHOSEN)
 @pytest.mark.parametrize("check_vma", [True, False], ids=("checked", "unchecked"))
 @pytest.mark.parametrize("inside", [True, False], ids=("inside", "around"))
 @pytest.mark.parametrize("dispatch", MIXTURES)
@@ -473,7 +274,94 @@ def test_expert_parallelism_is_near(dispatch, check_vma):
     assert_near(program, on_many(program, BF16, inside=inside, check_vma=check_vma))
 
 
+@pytest.mark.slow
 def test_some_tokens_go_past_their_expert():
     for params, x in draws(MIXTURES["by_index"]):
         places = [routed(params, part)[1] for part in jnp.split(x, N)]
         assert 0 < np.sum(np.concatenate(places) >= CAPACITY) < TOKENS / 4
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [(RINGS["scan"], "collective-permute"), (MIXTURES["by_index"], "all-to-all")],
+    ids=("ring", "experts"),
+)
+def test_gpus_send_half_the_bytes(program, kind):
+    full, mixed = (crossing_on_gpus(program, policy) for policy in ("float32", BF16))
+    sent = {key: size for key, size in mixed.items() if key[0] == kind}
+    assert sent == {(kind, "bfloat16"): full[kind, "float32"] / 2}
+
+
+def test_a_ragged_exchange_sends_16_bits():
+    """Which XLA on CPU has not: that is as much as can be seen here."""
+    sizes = jnp.full(N, 2)
+
+    def local(x, w):
+        at = jnp.arange(N) * 2
+        return lax.ragged_all_to_all(
+            x @ w, jnp.zeros((2 * N, 16)), at, sizes, at, sizes, axis_name="d"
+        )
+
+    fn = jax.shard_map(
+        lambda x, w: local(x, w) @ w,
+        mesh=mesh(),
+        in_specs=(P("d"), P()),
+        out_specs=P("d"),
+        check_vma=False,
+    )
+    args = jnp.ones((16 * N, 16)), jnp.ones((16, 16))
+    step = jax.grad(lambda x, w: loss(jaxmp.autocast(fn, BF16)(x, w)))
+    eqns = [
+        e for e in iter_eqns(jax.make_jaxpr(step)(*args)) if e.primitive.name == "ragged_all_to_all"
+    ]
+    assert [str(e.invars[0].aval.dtype) for e in eqns] == ["bfloat16"] * 2
+
+
+# Pipelines: a layer on each device, which adds to what the one before it hands on. To a loop that
+# is what it adds to itself; so it stays float32, and crosses in it, unless the policy says else.
+
+
+def residual(p, h):
+    return h + jnp.tanh(h @ p["up"]) @ p["down"]
+
+
+def pipeline(p, x):
+    p, first, last = jax.tree.map(lambda w: w[0], p), 0, N - 1
+    here = lax.axis_index("d")
+
+    def tick(handed, t):
+        h = residual(p, jnp.where(here == first, x[jnp.minimum(t, len(x) - 1)], handed))
+        return lax.ppermute(h, "d", [(i, (i + 1) % N) for i in range(N)]), h
+
+    start = lax.pcast(jnp.zeros_like(x[0]), "d", to="varying")
+    _, made = lax.scan(tick, start, jnp.arange(len(x) + N - 1))
+    return lax.psum(jnp.where(here == last, made[N - 1 :], 0), "d")
+
+
+def layers(p, x):
+    for i in range(N):
+        x = residual(jax.tree.map(lambda w, i=i: w[i], p), x)
+    return x
+
+
+def draw_layers(rng):
+    params = {"up": rng.normal(size=(N, 16, 32)) / 4, "down": rng.normal(size=(N, 32, 16)) / 8}
+    return params, rng.normal(size=(4, 8, 16))
+
+
+PIPELINE = Program(draw_layers, layers, pipeline, {"up": P("d"), "down": P("d")}, P())
+LOW = f"{BF16},ops=ppermute:low"
+
+
+def test_a_pipeline_hands_on_what_the_policy_says():
+    names = ("ppermute",)
+    assert crossing(on_many(PIPELINE, BF16), PIPELINE, names) == {("ppermute", "float32")}
+    assert crossing(on_many(PIPELINE, LOW), PIPELINE, names) == {("ppermute", "bfloat16")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [BF16, LOW])
+def test_a_pipeline_is_near(policy):
+    assert_near(PIPELINE, on_many(PIPELINE, policy))

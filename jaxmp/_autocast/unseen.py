@@ -110,7 +110,7 @@ def warn_unknown(plan: Plan, known: set[str]) -> None:
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         warnings.warn(
             f"autocast: the policy's ops name {name!r}, but no primitive of this program or of JAX "
-            f"is called that: it changes nothing.{hint} jaxmp.explain lists a program's primitives.",
+            f"is called that: it changes nothing.{hint} jaxmp.explain lists those of a program.",
             UserWarning,
             stacklevel=4,
         )
