@@ -16,7 +16,7 @@ from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
-from jaxmp._autocast.rules import FLOAT32, author_keeps
+from jaxmp._autocast.rules import FLOAT32, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
@@ -99,8 +99,8 @@ def warn_unknown(plan: Plan, known: set[str]) -> None:
       known: what was said already; what is said now is added.
     """
     steps = [visit.step for visit in plan.walk()]
-    plans = [plan, *(inner for step in steps for inner in step.plans)]
-    asked = {name for p in plans for name, _ in p.rules.policy.ops or ()}
+    rules = {plan.rules, *(found for step in steps if (found := region_rules(step.eqn)))}
+    asked = {name for each in rules for name, _ in each.policy.ops}
     if not asked:
         return
     names = {*TABLE, *HIGHER_ORDER, *CALLED, *(compat.kind(step.eqn) for step in steps)}

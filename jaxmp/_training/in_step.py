@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 __all__ = ["Copies", "copies_in"]
@@ -65,4 +66,4 @@ def copies_in(tree: Any) -> Iterator[Copies]:
 
 
 def _is_key(array: jax.Array) -> bool:
-    return bool(jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key))
+    return bool(jnp.issubdtype(array.dtype, jax.dtypes.prng_key))
