@@ -306,6 +306,17 @@ def test_overflow_in_a_block_that_is_rematerialised() -> None:
     assert not fault.site.backward
 
 
+@pytest.mark.slow
+def test_where_a_policy_that_saturates_acted_and_how_often() -> None:
+    x = jnp.abs(X).at[2:].set(1e-3)
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w)  # noqa: E731
+    report = jaxmp.diagnose(loss, "mixed_float16,saturate=true")(jnp.full((16, 16), 6e4), x)
+    assert report.faults == ()
+    fault, _ = [fault for fault in report.contained if fault.site.op == "dot_general"]
+    assert (fault.kind, fault.reaches) == ("overflow", False)
+    assert "in 0.25 of its values" in str(report)
+
+
 # What is fine.
 
 

@@ -92,13 +92,14 @@ class NumericsReport:
     def predicted(self) -> tuple[Site, ...]:
         """The operations whose results in float32 are beyond the dtype that the policy gives them.
 
-        From the float32 run alone.
+        From the float32 run alone; those that read such a result are left out.
         """
-        return tuple(
-            measured.site
-            for measured in self.wide.sites.values()
+        beyond = {
+            name: measured.site
+            for name, measured in self.wide.sites.items()
             if _is_beyond(measured.site, float(np.max(measured.statistics.largest, initial=0)))
-        )
+        }
+        return tuple(site for site in beyond.values() if beyond.keys().isdisjoint(site.reads))
 
     @functools.cached_property
     def largest_loss_scale(self) -> float:
@@ -216,7 +217,8 @@ class NumericsReport:
             if not _is_beyond(site, largest):
                 return "overflow", "infinite, though finite in float32: of what was rounded before"
             limit = float(jnp.finfo(site.dtype).max)
-            return "overflow", f"overflow: {largest:.4g} in float32, beyond {limit:g}"
+            how_often = _share_of_overflows(self.run.sites[site.name].statistics, at)
+            return "overflow", f"overflow: {largest:.4g} in float32, beyond {limit:g}{how_often}"
         what = "NaN" if origin.nan else "an infinity"
         also = "in float32 as well: no loss scale mends it" if everywhere else "not in float32"
         return "nan" if origin.nan else "infinity", f"made {what}, {also}"
@@ -295,6 +297,13 @@ def _is_beyond(site: Site, largest: float) -> bool:
         return False
     with np.errstate(over="ignore"):
         return bool(np.isinf(np.float64(largest).astype(jnp.dtype(site.dtype)).astype(np.float64)))
+
+
+def _share_of_overflows(of: Statistics, at: tuple[int, ...]) -> str:
+    """In how many of the values, in words; empty if none of the sample is one."""
+    if not of.is_whole or not of.overflowed[at]:
+        return ""
+    return f", in {of.overflowed[at] / of.twins[at]:.2g} of its values"
 
 
 def _line(site: Site) -> str:
