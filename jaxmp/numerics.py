@@ -9,23 +9,31 @@ Example:
 """
 
 from jaxmp._numerics.capture import Capture, Measured, capture
+from jaxmp._numerics.compare import Comparison, Divergence, Pair
 from jaxmp._numerics.diagnose import Fault, NumericsReport
 from jaxmp._numerics.formats import Format, Score, formats, score
 from jaxmp._numerics.origins import Origin
+from jaxmp._numerics.readings import SavedRun, load, save
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site
 
 __all__ = [
     "Capture",
+    "Comparison",
+    "Divergence",
     "Fault",
     "Format",
     "Measured",
     "NumericsReport",
     "Origin",
+    "Pair",
+    "SavedRun",
     "Score",
     "Site",
     "Statistics",
     "capture",
     "formats",
+    "load",
+    "save",
     "score",
 ]
