@@ -65,7 +65,7 @@ def main() -> None:
         parser.error(f"--out: there is no folder {folder}")
 
     key = jax.random.key(0)
-    x = 60 * jax.random.normal(jax.random.fold_in(key, 0), (32, 64))
+    x = 90 * jax.random.normal(jax.random.fold_in(key, 0), (32, 64))
     y = jax.random.randint(jax.random.fold_in(key, 1), (32,), 0, 10)
     params = Sounds().init(jax.random.fold_in(key, 2), x)["params"]
 

@@ -83,9 +83,10 @@ class Capture(Readings):
     def record(self) -> Record:
         """What is kept of it to compare it: see `compare` and `jaxmp.numerics.save`."""
         measured = ((m.site, m.statistics) for m in self.sites.values())
-        title = "the program in float32" if self.wide else "the program"
+        dtypes = sorted({m.site.dtype for m in self.sites.values()})
+        title = "float32 in the place of 16 bits" if self.wide else f"in {', '.join(dtypes)}"
         sites = entries(self.program, measured, wide=self.wide)
-        return record(title, self.loss_scale, sites)
+        return record(f"a capture {title}", self.loss_scale, sites)
 
     def _walk(self) -> Walk:
         return Walk(self.program, {name: m.statistics for name, m in self.sites.items()})

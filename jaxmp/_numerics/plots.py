@@ -50,6 +50,7 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
         len(chosen) + 1, sharex=True, squeeze=False, height_ratios=[1.0] * len(chosen) + [0.95]
     )[:, 0]
     exponents = np.arange(OCTAVES) - BIAS
+    half = jnp.finfo("float16")
     for ax, (kind, (counts, zeros, count)) in zip(rows, chosen.items(), strict=False):
         share = 100 * counts / counts.sum()
         ax.bar(exponents, share, width=1.0, align="edge", color=_COLOURS[kind], alpha=0.85)
@@ -59,16 +60,16 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
             loc="left", fontsize=10,
         )  # fmt: skip
         ax.set_ylabel("share of\nnonzeros (%)")
-        for name, colour in (("float16", "#57534e"),):
-            info = jnp.finfo(name)
-            for edge in (float(info.smallest_subnormal), float(info.max)):
-                ax.axvline(np.log2(edge), color=colour, lw=0.8, ls=":")
+        edges = [np.log2(float(getattr(half, edge))) for edge in ("smallest_subnormal", "max")]
+        for edge in edges:
+            ax.axvline(edge, color="#57534e", lw=0.8, ls=":")
         ax.grid(axis="y", alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
     _ranges(rows[-1], limits)
     run = "computed in float32" if of.wide else "as computed"
     scale = f", loss scale {of.loss_scale:g}" if of.loss_scale != 1 else ""
-    figure.suptitle(f"Magnitudes under {of.policy}, {run}{scale}", fontsize=11)
+    figure.suptitle(f"Magnitudes: {of.policy}, {run}{scale}", fontsize=11)
+    figure.align_ylabels(rows)
     _save(figure, path)
 
 
@@ -86,7 +87,11 @@ def _ranges(ax: Any, limits: tuple[int, int]) -> None:
     ax.set_ylim(len(_FORMATS) - 0.4, -0.6)
     ax.set_xlim(limits)
     ax.set_xlabel("magnitude: exponent of 2")
-    ax.set_title("What each format holds (hatched: subnormal numbers)", loc="left", fontsize=10)
+    ax.set_title(
+        "What each format holds (hatched: subnormal numbers; dotted above: float16)",
+        loc="left",
+        fontsize=10,
+    )
     ax.grid(axis="x", alpha=0.3)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -112,7 +117,8 @@ def plot_underflow(of: Record, path: Path | str) -> None:
         for path, directions in lost.items()
     }
     worst = sorted(shares, key=lambda path: -max(shares[path].values()))[:_MODULES]
-    shown = [path for path in shares if path in set(worst)]
+    order = dict.fromkeys(entry.site.path or "(no module)" for entry in of.sites.values())
+    shown = [path for path in order if path in set(worst)]
     height = 0.3
     figure = figure_class(figsize=(9, 1.5 + 0.42 * len(shown)), dpi=110, layout="constrained")
     ax = figure.subplots()
@@ -132,7 +138,7 @@ def plot_underflow(of: Record, path: Path | str) -> None:
     ax.set_xlabel("numbers that became 0 (% of those that are not 0 in float32)")
     of_all = f", the {len(shown)} worst of {len(shares)} modules" if len(shares) > _MODULES else ""
     scale = f", loss scale {of.loss_scale:g}"
-    ax.set_title(f"Underflow under {of.policy}{scale}{of_all}", loc="left", fontsize=11)
+    ax.set_title(f"Underflow: {of.policy}{scale}{of_all}", loc="left", fontsize=11)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9)
     ax.grid(axis="x", alpha=0.3)
     ax.set_axisbelow(True)
