@@ -19,13 +19,13 @@ from jaxmp._numerics.record import Entry, Record, epsilon
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Loop, Site
 
-# A magnitude may differ by this many units in the last place of the coarsest dtype up to there, for
-# each time that the number of operations that lead there doubles. Roundings average out in what is
-# measured of whole arrays: over the hundreds of operations of a transformer's forward and backward
-# pass, bfloat16 against float16 moved root mean squares by up to 0.6 units, the largest magnitudes
-# by up to 4.3.
+# A root mean square may differ by this many units in the last place of the coarsest dtype up to
+# there, for each time that the number of operations that lead there doubles. Roundings average out:
+# over the hundreds of operations of a transformer's forward and backward pass, bfloat16 against
+# float16 and against float32 moved it by up to 0.6 units of bfloat16.
 _UNITS = 4.0
-# And by no more than this, however long the program.
+# And by no more than this, however long the program; so may the largest magnitude, which is one
+# element of many: a tie that rounding makes or breaks doubles a count.
 _MOST = 0.5
 # The share of zeros may differ by this, or by what a magnitude may.
 _SHARE = 0.02
@@ -43,6 +43,7 @@ class Divergence:
         "amax".
       this: that in the one run; of what is not finite, 1.
       other: that in the other.
+      allowed: how far they may differ for rounding.
     """
 
     pair: Pair
@@ -50,6 +51,7 @@ class Divergence:
     what: str
     this: float
     other: float
+    allowed: float
 
     def __str__(self) -> str:
         """One line."""
@@ -59,7 +61,7 @@ class Divergence:
         what = "share of zeros" if self.what == "zeros" else self.what
         return (
             f"{self.pair}{when}: {what} {self.this:.4g} here, {self.other:.4g} there; rounding "
-            f"explains {self.pair.allowed:.2g}"
+            f"explains {self.allowed:.2g}"
         )
 
 
@@ -149,23 +151,23 @@ class Pair:
         if a.bad or b.bad:
             if a.bad and b.bad:
                 return None
-            return Divergence(self, at, "not finite", float(a.bad), float(b.bad))
+            return Divergence(self, at, "not finite", float(a.bad), float(b.bad), 0.0)
         if self.this.site.op == "add_any":  # in which order gradients are added, no one promises
             return None
         allowed = max(self.allowed, _SHARE)
         if a.zeros is not None and b.zeros is not None and abs(a.zeros - b.zeros) > allowed:
-            return Divergence(self, at, "zeros", a.zeros, b.zeros)
+            return Divergence(self, at, "zeros", a.zeros, b.zeros, allowed)
         if a.mean_square is not None and b.mean_square is not None:
             roots = (math.sqrt(a.mean_square), math.sqrt(b.mean_square))
-            if self._is_beyond(*roots):
-                return Divergence(self, at, "rms", *roots)
-        if self._is_beyond(a.largest, b.largest):
-            return Divergence(self, at, "amax", a.largest, b.largest)
+            if self._is_beyond(self.allowed, *roots):
+                return Divergence(self, at, "rms", *roots, self.allowed)
+        if self._is_beyond(_MOST, a.largest, b.largest):
+            return Divergence(self, at, "amax", a.largest, b.largest, _MOST)
         return None
 
-    def _is_beyond(self, a: float, b: float) -> bool:
-        """Whether two magnitudes differ by more than rounding, of the terms too if it is a sum."""
-        return abs(a - b) > self.allowed * max(a, b, self.this.scale, self.other.scale)
+    def _is_beyond(self, allowed: float, a: float, b: float) -> bool:
+        """Whether two magnitudes differ by more than that, of a sum's terms if it is one."""
+        return abs(a - b) > allowed * max(a, b, self.this.scale, self.other.scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,7 +411,7 @@ def _divergence_as_data(divergence: Divergence) -> dict[str, Any]:
     data = _site_as_data(divergence.pair.this.site)
     names = ("iteration", "what", "this", "other")
     data |= {name: getattr(divergence, name) for name in names}
-    return data | {"allowed": divergence.pair.allowed, "text": str(divergence)}
+    return data | {"allowed": divergence.allowed, "text": str(divergence)}
 
 
 def _finite(x: Any) -> float | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,10 +114,10 @@ def plot_underflow(of: Record, path: Path | str) -> None:
             "with a policy in 16 bits and twins=True"
         )
     shares = {
-        path: {back: 100 * zero / max(of, 1) for back, (zero, of) in directions.items()}
-        for path, directions in lost.items()
+        path: {back: 100 * zero / of if of else math.nan for back, (zero, of) in both.items()}
+        for path, both in lost.items()
     }
-    worst = sorted(shares, key=lambda path: -max(shares[path].values()))[:_MODULES]
+    worst = sorted(shares, key=lambda path: -np.nanmax([0, *shares[path].values()]))[:_MODULES]
     order = dict.fromkeys(entry.site.path or "(no module)" for entry in of.sites.values())
     shown = [path for path in order if path in set(worst)]
     height = 0.3
@@ -128,10 +129,10 @@ def plot_underflow(of: Record, path: Path | str) -> None:
         (True, height / 2, "#c2410c", "backward"),
     ):
         values = [shares[path][back] for path in shown]
-        bars = ax.barh(y + offset, values, height=height, color=colour, label=label)
+        bars = ax.barh(y + offset, np.nan_to_num(values), height=height, color=colour, label=label)
         labels = [_percent(v) for v in values]
         ax.bar_label(bars, labels, padding=3, fontsize=8, color="#44403c")
-    most = max(max(s.values()) for s in shares.values())
+    most = np.nanmax([0, *(share for both in shares.values() for share in both.values())])
     ax.set_xlim(0, max(1.15 * most, 1.0))
     ax.set_yticks(y, [_short(path) for path in shown], fontsize=9)
     ax.set_ylim(len(shown) - 0.4, -0.6)
@@ -171,6 +172,8 @@ def _modules(entries: Mapping[str, Entry]) -> list[str]:
 
 
 def _percent(share: float) -> str:
+    if math.isnan(share):  # nothing was computed in 16 bits, or all of it is 0
+        return "–"
     if share == 0:
         return "0"
     return "< 0.1%" if share < 0.1 else f"{share:.1f}%"
