@@ -49,6 +49,7 @@ def entry(
     loops: tuple[Loop, ...] = (),
     depth: int = 1,
     scale: float = 0.0,
+    runs: int = 1,
     **site: Any,
 ) -> Entry:
     """A site of so many iterations, whose results are all of one magnitude in each."""
@@ -57,7 +58,7 @@ def entry(
     octaves = np.zeros(256, np.int64)
     octaves[127] = 100 - zeros
     statistics = Statistics(
-        size=100, is_nan=bool(bad.any()), is_infinite=False, largest=float(each.max()), runs=1,
+        size=100, is_nan=bool(bad.any()), is_infinite=False, largest=float(each.max()), runs=runs,
         smallest=float(each.min()), mean_square=float((each**2).mean()), error=np.nan, sampled=100,
         zeros=zeros, subnormals=0, nans=0, infinities=0, flushed=0, overflowed=0, saturated=0,
         twins=0, octaves=octaves, below={group: np.zeros(48, np.int64) for group in GROUPS},
@@ -129,6 +130,7 @@ def test_moved_lines_are_left_alone_where_nobody_knows_which_is_which():
         ({"op": "reduce_sum", "magnitudes": 1e-5, "scale": 1.0}, {"op": "reduce_sum"}, "rms"),
         ({"op": "reduce_sum", "magnitudes": 1e-5, "scale": 1.0},
          {"op": "reduce_sum", "magnitudes": 1e-4, "scale": 1.0}, None),
+        ({}, {"runs": 0, "magnitudes": 0.0}, "runs"),
         ({"op": "add_any"}, {"op": "add_any", "magnitudes": 2.0}, None),
     ],
 )  # fmt: skip
@@ -238,6 +240,7 @@ def test_iterations_survive_saving():
     np.testing.assert_array_equal(b.bad, [False, True, False])
 
 
+@pytest.mark.slow
 def test_the_float32_run_is_compared_operation_by_operation():
     small = lambda w: jnp.sum(w * jnp.float16(300) * jnp.float16(300))  # noqa: E731
     report = jaxmp.diagnose(small, None)(jnp.ones(3, jnp.float16))
@@ -250,6 +253,7 @@ def test_the_float32_run_is_compared_operation_by_operation():
     assert list(record.wide) == list(report.wide.sites)
 
 
+@pytest.mark.slow
 def test_reversed_loops_are_kept_in_the_order_in_which_they_ran():
     def cumulated(x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda c, x: (c * x, None), 1.0, x, reverse=True)[0]

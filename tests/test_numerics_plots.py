@@ -59,6 +59,7 @@ def test_the_underflow(run, monkeypatch):
     assert [label.get_text() for label in ax.get_yticklabels()] == ["(no module)"]
 
 
+@pytest.mark.slow
 def test_files(run, tmp_path):
     for name, draw in (("a", run.plot_exponents), ("b", run.plot_underflow)):
         draw(tmp_path / f"{name}.png")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmp._numerics.compare_page import comparison_page
+from jaxmp._numerics.matching import matched
 from jaxmp._numerics.record import Entry, Record, epsilon
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Loop, Site
@@ -39,8 +38,8 @@ class Divergence:
       pair: the site in both.
       iteration: of the loops around it, outermost first, counted from 0; empty where it is in none,
         or in loops that are not as long in both.
-      what: what differs: "not finite", "zeros" (their share), "rms" (the root mean square) or
-        "amax".
+      what: what differs: "not finite", "zeros" (their share), "rms" (the root mean square), "amax",
+        or "runs": it is in a branch that one of them did not take.
       this: that in the one run; of what is not finite, 1.
       other: that in the other.
       allowed: how far they may differ for rounding.
@@ -58,6 +57,8 @@ class Divergence:
         when = f", iteration {', '.join(map(str, self.iteration))}" if self.iteration else ""
         if self.what == "not finite":
             return f"{self.pair}{when}: not finite {'here' if self.this else 'there'}"
+        if self.what == "runs":
+            return f"{self.pair}: its branch was taken {'here' if self.this else 'there'} alone"
         what = "share of zeros" if self.what == "zeros" else self.what
         return (
             f"{self.pair}{when}: {what} {self.this:.4g} here, {self.other:.4g} there; rounding "
@@ -139,6 +140,9 @@ class Pair:
     def divergences(self) -> tuple[Divergence, ...]:
         """Where it differs by more than rounding, in the order of the iterations."""
         a, b = self.this, self.other
+        runs = [float(e.statistics.runs) for e in (a, b)] if self.is_whole else [1.0, 1.0]
+        if bool(runs[0]) != bool(runs[1]):  # a branch that one of them did not take
+            return (Divergence(self, (), "runs", *runs, 0.0),)
         if not a.site.loops or np.shape(a.bad) != np.shape(b.bad):
             found = [self._judged((), _all(a), _all(b))]
         else:
@@ -264,7 +268,7 @@ class Comparison:
 
 def compare(this: Record, other: Record) -> Comparison:
     """Compares two runs. See `Readings.compare`."""
-    found = dict(_matched(this, other))
+    found = dict(matched(this, other))
     coarsest = (_coarsest(this), _coarsest(other))
     pairs = []
     for name, entry in this.sites.items():
@@ -273,70 +277,14 @@ def compare(this: Record, other: Record) -> Comparison:
             ulp = max(coarsest[0][name], coarsest[1][found[name]])
             allowed = min(_UNITS * ulp * math.log2(1 + max(entry.depth, twin.depth)), _MOST)
             pairs.append(Pair(entry, twin, allowed))
-    matched = set(found.values())
+    twins = set(found.values())
     return Comparison(
         this,
         other,
         tuple(pairs),
         tuple(entry.site for name, entry in this.sites.items() if name not in found),
-        tuple(entry.site for name, entry in other.sites.items() if name not in matched),
+        tuple(entry.site for name, entry in other.sites.items() if name not in twins),
     )
-
-
-# What two sites must agree in that are not matched as below, the strictest first: an operation may
-# have moved, lines move between commits, and batches may have other sizes.
-_KEYS: tuple[Callable[[Site], Hashable], ...] = (
-    lambda s: (s.path, s.op, s.backward, s.line, s.shape),
-    lambda s: (s.path, s.op, s.backward, s.line),
-    lambda s: (s.path, s.op, s.backward, s.line.rpartition(":")[0], s.shape),
-    lambda s: (s.path, s.op, s.backward, s.line.rpartition(":")[0]),
-)
-
-
-def _matched(this: Record, other: Record) -> Iterator[tuple[str, str]]:
-    """The names of sites in both.
-
-    Of a module's line, forward or backward, the operations are laid side by side so that as many as
-    may be are the same: another policy adds some in between. Of what is left over, the nth is the
-    nth, where as many are left in both.
-    """
-    left = (dict(this.sites), dict(other.sites))
-    for strictness, key in enumerate((_place, *_KEYS)):
-        groups: tuple[dict[Hashable, list[str]], ...] = (defaultdict(list), defaultdict(list))
-        for sites, group in zip(left, groups, strict=True):
-            for name, entry in sites.items():
-                group[key(entry.site)].append(name)
-        for like, names in groups[0].items():
-            others = groups[1].get(like, [])
-            if not strictness:
-                twins = list(_aligned(names, this, others, other))
-            elif len(names) == len(others):
-                twins = list(zip(names, others, strict=True))
-            else:
-                continue
-            for name, twin in twins:
-                yield name, twin
-                del left[0][name], left[1][twin]
-
-
-def _place(site: Site) -> Hashable:
-    return site.path, site.line, site.backward
-
-
-def _aligned(
-    names: Sequence[str], this: Record, others: Sequence[str], other: Record
-) -> Iterator[tuple[str, str]]:
-    """Two sequences of sites side by side, where they are the same operations."""
-    a, b = (
-        [(of.sites[name].site.op, of.sites[name].site.shape) for name in some]
-        for some, of in ((names, this), (others, other))
-    )
-    if a == b:
-        yield from zip(names, others, strict=True)
-        return
-    for block in difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks():
-        for k in range(block.size):
-            yield names[block.a + k], others[block.b + k]
 
 
 def _coarsest(of: Record) -> dict[str, float]:

@@ -70,7 +70,7 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
     run = "computed in float32" if of.wide else "as computed"
     scale = f", loss scale {of.loss_scale:g}" if of.loss_scale != 1 else ""
     figure.suptitle(f"Magnitudes: {of.policy}, {run}{scale}", fontsize=11)
-    figure.align_ylabels(rows)
+    figure.align_ylabels(rows[:-1])
     _save(figure, path)
 
 
