@@ -142,7 +142,7 @@ class Pair:
         a, b = self.this, self.other
         runs = [float(e.statistics.runs) for e in (a, b)] if self.is_whole else [1.0, 1.0]
         if bool(runs[0]) != bool(runs[1]):  # a branch that one of them did not take
-            return (Divergence(self, (), "runs", *runs, 0.0),)
+            return (Divergence(self, (), "runs", runs[0], runs[1], 0.0),)
         if not a.site.loops or np.shape(a.bad) != np.shape(b.bad):
             found = [self._judged((), _all(a), _all(b))]
         else:

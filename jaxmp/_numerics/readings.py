@@ -28,7 +28,7 @@ class Readings(abc.ABC):
         What has no counterpart is listed.
 
         The first divergence is the first site, in the order of execution, iteration by iteration,
-        that is finite in one of the runs alone, or whose root mean square differs by more than
+        that is finite in one of the runs alone, that only one of them ran, or whose root mean square differs by more than
         rounding explains: 4 units in the last place of the coarsest dtype up to there in either
         run, times the binary logarithm of the number of operations that lead there, and at most by
         half. A sum may differ by so much of its terms, which may cancel; a largest magnitude by
