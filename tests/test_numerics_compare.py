@@ -101,6 +101,7 @@ def test_forward_is_not_backward_and_one_module_not_another():
     a = run(entry("1"), entry("2", backward=True), entry("3", path="Net/head"))
     b = run(entry("1", path="Net/head"), entry("2"), entry("3", backward=True))
     assert matched(a, b) == [("1", "2"), ("2", "3"), ("3", "1")]
+    assert matched(run(entry("1")), run(entry("1", backward=True))) == []
 
 
 def test_moved_lines_are_left_alone_where_nobody_knows_which_is_which():

@@ -28,11 +28,13 @@ class Readings(abc.ABC):
         What has no counterpart is listed.
 
         The first divergence is the first site, in the order of execution, iteration by iteration,
-        that is finite in one of the runs alone, that only one of them ran, or whose root mean square differs by more than
-        rounding explains: 4 units in the last place of the coarsest dtype up to there in either
-        run, times the binary logarithm of the number of operations that lead there, and at most by
-        half. A sum may differ by so much of its terms, which may cancel; a largest magnitude by
-        half; a share of zeros by 0.02. It is a rule of thumb that finds what went wrong: no bound.
+        that is finite in one of the runs alone, that one of them did not run (a branch), or whose
+        root mean square differs by more than rounding explains: 4 units in the last place of the
+        coarsest dtype up to there in either run, times the binary logarithm of the number of
+        operations that lead there, and at most by half. A sum may differ by so much of its terms,
+        which may cancel; a largest magnitude by half; a share of zeros by 0.02. Sums of gradients
+        (`add_any`) are added up in any order, and only have to be finite. It is a rule of thumb
+        that finds what went wrong: no bound.
 
         Other operations may run under another policy: to see what rounding did, compare a report's
         `run` with its `wide`, which are the same operations.
