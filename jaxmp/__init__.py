@@ -5,6 +5,8 @@ from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
 from jaxmp._numerics.diagnose import diagnose
+from jaxmp._numerics.monitor import monitor, read_monitor
+from jaxmp._numerics.validate import validate
 from jaxmp._preflight.preflight import preflight
 from jaxmp._quantize.trees import dequantize, quantize
 from jaxmp._training.accumulate import accumulate_gradients
@@ -53,12 +55,14 @@ __all__ = [
     "loss_scale",
     "loss_scale_for",
     "master_weights",
+    "monitor",
     "mxfp8",
     "numerics",
     "policies",
     "preflight",
     "products",
     "quantize",
+    "read_monitor",
     "reduced_precision",
     "scale_loss",
     "skipped_count",
@@ -66,6 +70,7 @@ __all__ = [
     "step_was_finite",
     "stochastic_round",
     "testing",
+    "validate",
     "value_and_grad",
     "wrap",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``python -m jaxmp audit``, ``preflight``, ``devices``."""
+"""The command line: ``python -m jaxmp audit``, ``preflight``, ``validate``, ``devices``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ import jax
 
 from jaxmp._audit.audit import audit
 from jaxmp._audit.report import FAULTS, KINDS
+from jaxmp._numerics.validate import validate
+from jaxmp._numerics.validate_numerics import with_cpu_sums
 from jaxmp._preflight.pays_table import when_it_pays
 from jaxmp._preflight.preflight import CompilerMissingError, preflight
 from jaxmp.devices import describe
 from jaxmp.dtypes import did_you_mean
 
 _TAKES = "a function without arguments that returns (fn, args)"
+_MAKE_STEP = "make_step(policy, seed), which returns (state, step) or (state, step, evaluate)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +95,37 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_preflight)
 
+    command = commands.add_parser("validate", help="whether training comes to the same")
+    command.add_argument("function", metavar="module:function", help=_MAKE_STEP)
+    command.add_argument("--json", action="store_true", help="print JSON, without the runs")
+    command.add_argument("--policies", nargs="+", required=True, metavar="POLICY")
+    command.add_argument("--steps", type=int, required=True, help="of each run")
+    command.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
+    command.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where finished runs are kept, to go on with after an interruption, and report.json, "
+        "report.md and, with matplotlib, report.png are written",
+    )
+    command.add_argument("--batches", metavar="module:function", help="batches(seed)")
+    command.add_argument("--reference", default="float32", help="default: %(default)s")
+    command.add_argument("--nudges", type=int, default=1, help="runs per seed to measure noise by")
+    command.add_argument("--threshold", type=float, default=0.005, help="default: %(default)s")
+    command.add_argument(
+        "--depends-on",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="what else the runs are made from: they are made again when it changes; repeatable",
+    )
+    command.add_argument(
+        "--strict", action="store_true", help="exit with 1 also if a comparison proves nothing"
+    )
+    command.set_defaults(run=_validate)
+
     command = commands.add_parser("devices", help="what this machine multiplies natively")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_devices)
@@ -133,6 +167,31 @@ def _preflight(args: argparse.Namespace) -> int:
     failed = any(result.error for result in report.policies)
     too_large = not all(report.fits(result.policy) for result in report.policies)
     return int(failed or (too_large and bool(args.fail_on)))
+
+
+def _validate(args: argparse.Namespace) -> int:
+    # Read when the backend starts, which is not before the user's module is imported.
+    if flags := with_cpu_sums(os.environ.get("XLA_FLAGS")):
+        os.environ["XLA_FLAGS"] = flags
+    make_step = _attribute(args.function, _MAKE_STEP)
+    report = validate(
+        make_step,
+        args.policies,
+        args.steps,
+        args.seeds,
+        batches=args.batches and _attribute(args.batches, "batches(seed)"),
+        reference=args.reference,
+        nudges=args.nudges,
+        threshold=args.threshold,
+        out=args.out,
+        depends_on=args.depends_on,
+    )
+    (args.out / "report.json").write_text(report.to_json(), encoding="utf-8")
+    (args.out / "report.md").write_text(report.to_markdown(), encoding="utf-8")
+    if importlib.util.find_spec("matplotlib"):
+        report.plot(args.out / "report.png")
+    print(report.to_json(runs=False) if args.json else report)
+    return int(not report.passed if args.strict else report.failed)
 
 
 @contextmanager
@@ -188,12 +247,21 @@ def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         the function when it is called, is not caught.
       TypeError: if it takes arguments, or does not return ``(fn, args)``.
     """
+    return _made_by(_attribute(spec, _TAKES), spec, spec.partition(":")[2])
+
+
+def _attribute(spec: str, what: str) -> Any:
+    """What ``module:function`` names.
+
+    Raises:
+      ValueError: if there is no such thing; it says `what` is wanted.
+    """
     name, _, attribute = spec.partition(":")
     as_module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
     if name != as_module or not all(map(str.isidentifier, (*name.split("."), attribute))):
         of_file = bool(name and attribute) and name != as_module
         hint = f"; a file's function is named as in '{as_module}:{attribute}'" if of_file else ""
-        raise ValueError(f"write module:function, {_TAKES}; got {spec!r}{hint}")
+        raise ValueError(f"write module:function, {what}; got {spec!r}{hint}")
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 (sys.path holds strings)
         sys.path.insert(0, here)
     try:
@@ -203,13 +271,12 @@ def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             raise  # the module is there, and imports one that is not
         raise ValueError(f"cannot find {spec!r}: there is no module {error.name!r}") from error
     try:
-        make = getattr(module, attribute)
+        return getattr(module, attribute)
     except AttributeError as error:
         near = did_you_mean(attribute, dir(module))
         raise ValueError(
             f"cannot find {spec!r}: the module {name!r} has no {attribute!r}{near}"
         ) from error
-    return _made_by(make, spec, attribute)
 
 
 def _made_by(make: Any, spec: str, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

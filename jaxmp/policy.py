@@ -51,10 +51,13 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         and are added up in where they are sums over devices: float32, or the compute dtype, of
         which half the bytes cross.
       saturate: What becomes of computed values beyond the range of the compute dtype, which for
-        float16 ends at 65504, where they are narrowed to it. False leaves them infinite: the
-        gradients are then not finite, and a loss scaler leaves the step out. True clips them to the
-        largest finite value, so that the step is made with a result that may be wrong. (Literals
-        and masks, such as an attention mask's -1e9, are clipped either way.)
+        float16 ends at 65504. False leaves them infinite: the gradients are then not finite, and a
+        loss scaler leaves the step out. True clips them to the largest finite value, where they are
+        narrowed and where a float16 operation returns them, so that the step is made with a result
+        that may be wrong; `jaxmp.explain` says where. To the gradient clipping is no operation, and
+        gradients themselves are not clipped. Infinities that are no overflow pass: a mask's, log(0)
+        and 1/0, but not through a product. (Literals and masks, such as an attention mask's -1e9,
+        are clipped either way.)
       matmul: In which format each of a layer's three products multiplies: a recipe, such as
         `jaxmp.float8()`, or its string, such as "float8"; None for the compute dtype. "auto" is the
         recipe that the chip at hand multiplies fast, for the layers for which it is estimated to

@@ -1,4 +1,4 @@
-"""Assertions about precision, for your own test suite.
+"""Assertions about precision and about devices, for your own test suite.
 
 Example:
   >>> import jax, jax.numpy as jnp, jaxmp
@@ -12,15 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp._audit.audit import audit
 from jaxmp._audit.report import PrecisionError
+from jaxmp._jaxprs.attributes import is_tracer
+from jaxmp._training.in_step import copies_in
 from jaxmp.dtypes import parse_dtype
 from jaxmp.recipes import FORMATS
 
-__all__ = ["PrecisionError", "assert_contractions_in"]
+__all__ = ["PrecisionError", "assert_contractions_in", "assert_in_step"]
 
 
 def assert_contractions_in(
@@ -57,6 +60,53 @@ def assert_contractions_in(
     if wrong:
         lines = "\n".join(f"  {line}" for line in wrong)
         raise PrecisionError(f"assert_contractions_in: not all contractions are {name}:\n{lines}")
+
+
+def assert_in_step(tree: Any) -> None:
+    """Raises unless all devices that are to hold the same values do, bit by bit.
+
+    Where a sharding says that an array, or a part of it, is on several devices, each has a copy of
+    its own. Under `jax.shard_map(..., check_vma=False)` nothing keeps them equal: a gradient that
+    was not averaged over devices, a step that one of them left out, a random key of its own, and
+    they train apart. Call it outside of jit, on a state after a few steps. It compares the devices
+    of this process; `jax.experimental.multihost_utils.assert_equal` compares processes.
+
+    Args:
+      tree: A pytree, such as a train state; of a Flax NNX module, `nnx.state(module)`.
+
+    Raises:
+      AssertionError: If copies differ; it names the arrays, and how many elements on which device.
+      ValueError: If no array is on several devices, so that there is nothing to compare.
+      TypeError: If an array is traced.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmp
+      >>> from jax.sharding import NamedSharding, PartitionSpec
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> state = jax.device_put({"w": jnp.ones(8)}, NamedSharding(mesh, PartitionSpec()))
+      >>> if jax.device_count() > 1:
+      ...     jaxmp.testing.assert_in_step(state)
+    """
+    if any(map(is_tracer, jax.tree.leaves(tree))):
+        raise TypeError("assert_in_step: reads values, so call it outside jit, on the new state.")
+    compared, apart = 0, list[str]()
+    for copies in copies_in(tree):
+        compared += 1
+        if copies.differ:
+            apart.append(f"  {copies.path or 'the array'}: {copies.elements()}")
+    if not compared:
+        raise ValueError(
+            "assert_in_step: no array in it is on several devices of this process, so there is "
+            "nothing to compare."
+        )
+    if apart:
+        more = [f"  and {len(apart) - 8} more"] if len(apart) > 8 else []
+        lines = "\n".join([*apart[:8], *more])
+        raise AssertionError(
+            f"assert_in_step: devices that are to hold the same values do not:\n{lines}\nUnder "
+            "jax.shard_map, average gradients over devices (jax.lax.pmean) before the optimizer's "
+            "update, leave axis_name out of dynamic_loss_scale, and let JAX check (check_vma=True)."
+        )
 
 
 def _dtype_name(dtype: DTypeLike) -> str:

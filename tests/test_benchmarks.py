@@ -16,6 +16,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._audit.target import parse_target
+from jaxmp._preflight.report import Preflight
+
+import fsdp
 import gathers
 import gpu
 import gpu_products
@@ -25,6 +29,7 @@ from support import ROOT, run_python, slow_when
 PROGRAMS = {
     "autocast_aot": "import autocast_aot; autocast_aot.Cache(None, 1).get('mlp', 'hand', 'cpu')",
     "loss_scale_aot": "import loss_scale_aot",
+    "monitor_aot": "import monitor_aot",
     "fsdp": "import fsdp",
     "cpu_sums": "import cpu_sums",
     "serving": "import serving",
@@ -46,7 +51,7 @@ def test_a_benchmark_starts(name: str) -> None:
 
 
 def test_every_benchmark_is_tried() -> None:
-    helpers = {"aot", "models", "gpu_worker", "gpu_products", "gpu_torch", "gathers"}
+    helpers = {"aot", "models", "llama", "gpu_worker", "gpu_products", "gpu_torch", "gathers"}
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers == set(PROGRAMS)
 
 
@@ -230,3 +235,50 @@ all-gather-start(%f.0, %f.1, %s), replica_groups=[1,8]<=[8], dimensions={0}
         gathers.Gathered(frozenset({0}), "bfloat16", 64),
         gathers.Gathered(frozenset(), "float32", 128),
     ]
+
+
+@slow_when(lambda layout: layout != "fsdp+tp")
+@pytest.mark.parametrize("layout", fsdp.LAYOUTS)
+def test_eight_billion_parameters_are_split(layout: str) -> None:
+    """Of what training keeps, each of 256 devices holds its part, and again after a step."""
+    step, arguments = fsdp.step("mixed_bfloat16", fsdp.SIZES["8b"], layout, 256)
+    assert fsdp.parameters(arguments) == 8_030_261_248  # Llama 3 8B's
+    state = jax.tree.leaves(arguments[:2])
+    held = sum(int(np.prod(x.sharding.shard_shape(x.shape))) for x in state)
+    assert held / (3 * 8_030_261_248 / 256) == pytest.approx(1, rel=1e-3)
+    params, opt_state, loss = jax.eval_shape(step, *arguments)
+    assert loss.shape == ()
+    after = jax.tree.leaves((params, opt_state))
+    assert [(x.shape, x.dtype) for x in after] == [(x.shape, x.dtype) for x in state]
+
+
+def test_tensor_parallel_layers_are_split_by_what_they_make() -> None:
+    """Queries by their heads, the hidden layer by its units: what joins them crosses, once each."""
+    _, (params, *_) = fsdp.step(fsdp.FLOAT32, fsdp.SIZES["8b"], "fsdp+tp", 256)
+    layers = params["params"]["ScanCheckpointLayer_0"]
+    by_model = {
+        name: layers[name]["kernel"].sharding.spec.index("model") - layers[name]["kernel"].ndim
+        for name in ("q", "k", "v", "o", "gate", "up", "down")
+    }
+    assert by_model == {"q": -2, "k": -2, "v": -2, "o": -3, "gate": -1, "up": -1, "down": -2}
+
+
+def test_what_does_not_fit_is_told_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a table may lack rows, and what the host took comes last."""
+    refused = Preflight(required_bytes=20 * 2**30, available_bytes=15 * 2**30)
+    fits = Preflight(argument_bytes=2**30)
+    columns = {
+        variant: fsdp.cells_of(
+            refused if variant == fsdp.FLOAT32 else fits, parse_target("tpu-v5e")
+        )
+        | {"host: memory": "1.00 GiB"}
+        | ({"all-gather": "2 x"} if variant == fsdp.BY_HAND else {})
+        for variant in fsdp.VARIANTS
+    }
+    monkeypatch.setattr(fsdp, "column", lambda *run: columns[run[-1]])
+    lines = fsdp.report("gpu-h100:64", "1b", "fsdp").splitlines()
+    assert lines[0].startswith("1.07 billion parameters, 2149.6 MB in bfloat16; 256 x 1024 tokens")
+    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[1:] if line}
+    assert rows["fits 16.00 GiB"] == ["NO, by 5.00 GiB", "yes", "yes", "yes"]
+    assert rows["all-gather"] == ["-", "2 x", "-", "-"]
+    assert list(rows)[-1] == "host: memory"

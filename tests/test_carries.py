@@ -252,3 +252,42 @@ def test_what_is_a_step_and_what_is_a_layer(body: Callable[..., Any], expected: 
 def test_states_go_round_through_others(body: Callable[..., Any], expected: list[bool]) -> None:
     found, _ = summed(lambda c, w: (body(*c, w), None), (X, X, X), STACK)
     assert found == expected
+
+
+# What goes round devices.
+
+RING = [(i, (i + 1) % 8) for i in range(8)]
+
+
+def handed_on(x: Any) -> Any:
+    return lax.ppermute(x, "d", RING)
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"),
+    [
+        (lambda a, b: (handed_on(a), handed_on(b)), [True, True]),
+        (lambda a, b: (handed_on(b), handed_on(a)), [True, True]),
+        (lambda a, b: (jax.jit(handed_on)(a.T).T, handed_on(b)[::-1]), [True, True]),
+        (lambda a, b: (lax.cond(True, handed_on, handed_on, a), handed_on(b)), [True, True]),
+        # Moved, but on its own device; or it comes back as more than itself.
+        (lambda a, b: (a.T, b[::-1]), [False, False]),
+        (lambda a, b: (b, handed_on(a)), [False, False]),
+        (lambda a, b: (handed_on(a) + 1, handed_on(b + b)), [False, False]),
+        (lambda a, b: (handed_on(a), b + a), [True, False]),
+        (lambda a, b: (handed_on(b), b + a), [False, False]),
+        (lambda a, b: (handed_on(a) + handed_on(b), handed_on(b)), [False, True]),
+        (lambda a, b: (jnp.where(b > 0, handed_on(a), a), handed_on(b @ W)), [False, False]),
+    ],
+)
+def test_what_only_goes_round_devices_adds_nothing(
+    body: Callable[..., Any], sent: list[bool]
+) -> None:
+    def scan(a: Any, b: Any) -> Any:
+        return lax.scan(lambda carry, _: (body(*carry), None), (a, b), length=3)
+
+    jaxpr = jax.make_jaxpr(scan, axis_env=[("d", 8)])(W, W)
+    [eqn] = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    found = recurrence(inside(eqn)[0], [False] * len(eqn.invars))
+    assert list(found.sent)[-2:] == sent
+    assert not any(a and b for a, b in zip(found.sent, found.summed, strict=True))

@@ -16,6 +16,8 @@ from jax import lax
 import jaxmp
 from jaxmp.numerics import Fault, NumericsReport
 
+from support import slow_when
+
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (8, 16))
 
@@ -82,6 +84,7 @@ def test_overflow_in_the_forward_pass_of_a_layer() -> None:
     assert "MLP/hidden_1" in str(report)
 
 
+@pytest.mark.slow
 def test_overflow_in_a_layer_of_nnx() -> None:
     model = Deep(nnx.Rngs(0))
     model.body.kernel[...] = jnp.full((16, 16), 3e4)
@@ -92,6 +95,7 @@ def test_overflow_in_a_layer_of_nnx() -> None:
     assert jnp.all(model.body.kernel[...] == 3e4)
 
 
+@pytest.mark.slow
 def test_overflow_in_the_backward_pass_only() -> None:
     params = linen_params()
     report = jaxmp.diagnose(linen_loss, "mixed_float16", loss_scale=2.0**20)(params, X)
@@ -123,6 +127,7 @@ def test_overflow_in_iteration_7_of_a_scan() -> None:
     assert "iteration 7" in str(fault)
 
 
+@pytest.mark.slow
 def test_overflow_in_the_backward_pass_of_a_scan() -> None:
     # The eighth layer from the end: of ten, the backward pass is at layer 2.
     weights = jnp.stack([jnp.eye(16)] * 10).at[2].mul(1e-3)
@@ -139,6 +144,7 @@ def logarithm(w: jax.Array, x: jax.Array) -> jax.Array:
     return -jnp.mean(jnp.log(p))
 
 
+@pytest.mark.slow
 def test_the_logarithm_of_0() -> None:
     fault = jaxmp.diagnose(logarithm, "mixed_bfloat16")(jnp.eye(16), X).first
     assert fault is not None
@@ -153,6 +159,7 @@ def normalised(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(h**2)
 
 
+@pytest.mark.slow
 def test_0_by_0_in_a_normaliser() -> None:
     fault = jaxmp.diagnose(normalised, "mixed_float16")(jnp.eye(16), X.at[3].set(-1.0)).first
     assert fault is not None
@@ -165,6 +172,7 @@ def summed(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(h).astype(jnp.float32) * 1e-6
 
 
+@pytest.mark.slow
 def test_a_float16_sum_overflows() -> None:
     x = jnp.full((64, 16), 100.0)
     fault = only(jaxmp.diagnose(summed, None)(jnp.eye(16), x))
@@ -196,6 +204,7 @@ def training(w: jax.Array, x: jax.Array) -> jax.Array:
     return lax.scan(step, w, length=12)[1][-1]
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_explodes() -> None:
     report = jaxmp.diagnose(training, "float32", grad=False)(jnp.eye(16), X)
     fault = report.first
@@ -230,6 +239,7 @@ class Heads(nn.Module):
         return nn.Dense(4, name="main")(h), nn.Dense(4, name="auxiliary")(h)
 
 
+@pytest.mark.slow
 def test_underflow_of_the_gradients_of_one_layer() -> None:
     params = Heads().init(KEYS[1], X)["params"]
 
@@ -268,6 +278,7 @@ def with_a_rule(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(h @ w)
 
 
+@pytest.mark.slow
 def test_overflow_in_the_backward_rule_of_a_custom_vjp() -> None:
     fault = jaxmp.diagnose(with_a_rule, "mixed_float16")(jnp.eye(16), X).first
     assert fault is not None
@@ -279,6 +290,7 @@ def test_overflow_in_the_backward_rule_of_a_custom_vjp() -> None:
     assert fault.site.line == line(with_a_rule, "steep(")
 
 
+@pytest.mark.slow
 def test_overflow_in_a_block_that_is_rematerialised() -> None:
     @jax.checkpoint
     def block(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -297,6 +309,7 @@ def test_overflow_in_a_block_that_is_rematerialised() -> None:
 # What is fine.
 
 
+@slow_when(lambda policy: policy != "mixed_float16")
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32", None])
 def test_nothing_is_found_where_nothing_is(policy: str | None) -> None:
     report = jaxmp.diagnose(linen_loss, policy, loss_scale=8.0)(linen_params(), X)

@@ -28,7 +28,7 @@ def run(program: str, scope: dict) -> dict:
 
 def test_every_fenced_block_is_a_program_or_output():
     assert {language for language, _ in FENCED} == {"python", "text"}
-    assert len(PROGRAMS) == 6
+    assert len(PROGRAMS) == 7
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.split("\n\n")[1][:20])
@@ -43,6 +43,7 @@ def test_the_programs_run_one_after_the_other(capsys):
     out = capsys.readouterr().out
     assert "bfloat16" in out, "the audit of the first"
     assert "65536.0 0 True" in out, "the state of the scaler"
+    assert "overflow: 1.28e+05 in float32" in out, "what diagnose found"
     assert {str(x.dtype) for x in jax.tree.leaves(scope["grads"])} == {"float32"}
     assert scope["loss"].dtype == "float32"
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.custom_derivatives import linear_call
+from jax.extend.core import Primitive
 
 import jaxmp
 
@@ -86,3 +87,54 @@ def test_what_the_author_decided_is_not_reported(name: str) -> None:
 
 def test_solvers_are_meant_to_be_float32() -> None:
     jaxmp.autocast(solver, BF16)(X, W)
+
+
+# Names in a policy's `ops`.
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("psums", " Did you mean 'psum'?"),
+        ("dot-general", " Did you mean 'dot_general'"),
+        ("my_kernel_of_yesterday", ""),
+    ],
+)
+def test_a_name_that_no_primitive_has_is_said_once(name: str, near: str) -> None:
+    fast = jaxmp.autocast(lambda x, w: x @ w, f"{BF16},ops=exp:follow|{name}:full")
+    with pytest.warns(UserWarning, match=f"the policy's ops name '{name}'") as record:
+        fast(X, W)
+    [warning] = record
+    assert f"it changes nothing.{near}" in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast(X + 1, W)
+
+
+@pytest.mark.parametrize(
+    "name", ["psum", "psum_invariant", "psum_scatter", "pmean", "scan", "pallas_call", "ffi_call"]
+)
+def test_a_primitive_that_a_program_has_not_is_no_mistake(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxmp.autocast(lambda x, w: x @ w, f"{BF16},ops={name}:full")(X, W)
+
+
+def test_nor_is_one_of_the_programs_own() -> None:
+    own_p = Primitive("own_of_the_program")
+    own_p.def_abstract_eval(lambda x: x)
+
+    def fn(x, w):
+        return jax.jit(lambda x: own_p.bind(x))(x) @ w
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.make_jaxpr(jaxmp.autocast(fn, f"{BF16},ops=own_of_the_program:own"))(X, W)
+
+
+def test_names_in_the_policy_of_a_region() -> None:
+    def fn(x, w):
+        return jaxmp.autocast(jnp.matmul, f"{BF16},ops=tanhs:full")(x, w)
+
+    with pytest.warns(UserWarning, match="'tanhs'.* mean 'tanh'"):
+        jaxmp.autocast(fn, BF16)(X, W)

@@ -5,7 +5,8 @@ average, an optimizer's parameters. In 16 bits small contributions are lost, so 
 A stack of layers looks alike (`x + mlp(x)`) but multiplies by weights of its own in each iteration,
 and starts from what other layers made: it may be low, as by hand. A step of an integrator or of an
 optimizer may multiply by data of the iteration's own, too; but what it adds is scaled, by a small
-literal or by a number that is the same in every iteration.
+literal or by a number that is the same in every iteration. And what only goes round the devices, as
+keys and values do in ring attention, comes back as itself plus nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.primitives import LOW, MOVING
+from jaxmp._autocast.primitives import HANDING_ON, LOW, MOVING
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import forward, through
@@ -34,6 +35,8 @@ class Flow(NamedTuple):
       own: whether it is made of such weights alone.
       stack: whether it is an argument that every iteration sees whole; a part of it, at an index
         that changes, is the iteration's own.
+      moved: whether it is a carry, moved at most.
+      sent: whether it is one that another device handed on.
     """
 
     itself: int = 0
@@ -41,6 +44,8 @@ class Flow(NamedTuple):
     layered: int = 0
     own: bool = False
     stack: bool = False
+    moved: bool = False
+    sent: bool = False
 
 
 _NOTHING = Flow()
@@ -53,12 +58,15 @@ class Recurrence(NamedTuple):
     """How the carries of a scan depend on themselves.
 
     Attributes:
-      summed: for each carry, whether it comes back as itself, other than through a product.
+      summed: for each carry, whether it comes back as itself, other than through a product or
+        round the devices.
       layered: for each carry, whether it also does through a product with the iteration's weights.
+      sent: for each carry, whether all that becomes of it is that it goes round the devices.
     """
 
     summed: tuple[bool, ...]
     layered: tuple[bool, ...]
+    sent: tuple[bool, ...]
 
 
 def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
@@ -72,7 +80,7 @@ def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
     ins = [
         Flow(stack=weight)
         if i < carry.start
-        else Flow(itself=1 << (i - carry.start))
+        else Flow(itself=1 << (i - carry.start), moved=True)
         if i < carry.stop
         else Flow(own=weight)
         for i, weight in enumerate(weights)
@@ -84,9 +92,14 @@ def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
         reached = [
             bits | _union(reached[j] for j in range(n_carry) if bits >> j & 1) for bits in reached
         ]
+    sent = [
+        bool(bits) and all(outs[j].moved and outs[j].sent for j in range(n_carry) if bits >> j & 1)
+        for bits in reached
+    ]
     return Recurrence(
-        summed=tuple(bool(bits >> i & 1) for i, bits in enumerate(reached)),
+        summed=tuple(bool(bits >> i & 1) and not sent[i] for i, bits in enumerate(reached)),
         layered=tuple(bool(out.layered >> i & 1) for i, out in enumerate(outs)),
+        sent=tuple(sent),
     )
 
 
@@ -99,16 +112,16 @@ def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
     name = compat.kind(eqn)
     if name in LOW and geometry(eqn) is None:  # else it is arithmetic of float32
         return [_product(ins)]
-    outs = through(eqn, ins, _flow, lambda a, b: _merged([a, b]))
+    outs = through(eqn, ins, _flow, _either)
     if outs is not None:
         steers = [Flow(itself=ins[i].itself) for i in steering(eqn)]
-        return [_merged([out, *steers]) for out in outs]
+        return [_merged([out, *steers])._replace(moved=out.moved, sent=out.sent) for out in outs]
     merged = _merged(ins)
     if name in ("gather", "dynamic_slice") and ins[0].stack:
         indexed = any(not isinstance(v, Literal) for v in eqn.invars[1:])
         return [Flow(own=indexed, stack=not indexed)]
-    if name in MOVING and len(ins) == 1:
-        return [ins[0]] * len(eqn.outvars)
+    if name in MOVING | HANDING_ON and len(ins) == 1:
+        return [ins[0]._replace(sent=ins[0].sent or name in HANDING_ON)] * len(eqn.outvars)
     if name in ("mul", "div") and _is_step(eqn, ins):
         merged = merged._replace(scaled=merged.itself, layered=0)
     return [merged] * len(eqn.outvars)
@@ -151,6 +164,11 @@ def _merged(flows: Sequence[Flow]) -> Flow:
         own=bool(known) and all(f.own for f in known),
         stack=bool(known) and all(f.stack for f in known),
     )
+
+
+def _either(a: Flow, b: Flow) -> Flow:
+    """What is known of a value that is one of two."""
+    return _merged([a, b])._replace(moved=a.moved and b.moved, sent=a.sent and b.sent)
 
 
 def _union(bits: Any) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.carries import recurrence
-from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING, PRODUCT
+from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, PRODUCT
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import CONSTANT, DATA, GIVEN, PARAMETER
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
@@ -186,7 +186,7 @@ def _scan(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], body: Inn
     """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
     wanted = frame.demanded(eqn)
     demand = frame.planning.demands.of_loop(body, wanted, frame.rules)
-    low = _low_carry(frame, body, values) if frame.rules.low is not None else frozenset()
+    low = _low_carry(frame, body, values, demand) if frame.rules.low is not None else frozenset()
     values = _widened_parts(frame, eqn, values, demand, body)
     carry = body.carries
     made = frame.are_made(eqn.invars[: carry.start])
@@ -276,11 +276,14 @@ def _entering(
     return Value(argument=True, tangent=value.tangent, licence=DATA)
 
 
-def _low_carry(frame: Frame, body: Inner, values: Sequence[Value | None]) -> frozenset[int]:
+def _low_carry(
+    frame: Frame, body: Inner, values: Sequence[Value | None], wanted: Sequence[int]
+) -> frozenset[int]:
     """Which operands of a scan are carries that may be low: the body feeds them to a contraction.
 
     They start low, or from what may be narrowed, and do not come back as themselves plus something;
-    unless they run through layers.
+    unless they run through layers. What goes round the devices for contractions alone is an operand
+    of theirs, and may start from anything.
     """
     jaxpr = compat.closed(body.jaxpr).jaxpr
     own = frame.planning.demands(jaxpr, [NOTHING] * len(jaxpr.outvars), frame.rules).ins
@@ -290,7 +293,8 @@ def _low_carry(frame: Frame, body: Inner, values: Sequence[Value | None]) -> fro
         value, demand = values[operand], own[operand]
         if value is None or not demand & CONTRACTION or demand & INDEX:
             continue
-        if value.wins:
+        operand_alone = wanted[operand] & ~PRODUCT == CONTRACTION | OPERAND
+        if value.wins and not (loop.sent[i] and operand_alone):
             continue
         layer = loop.layered[i] and value.licence != CONSTANT
         if layer or not loop.summed[i]:

@@ -20,9 +20,9 @@ from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.kept import marked
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
-from jaxmp._autocast.reading import Environment, cast
+from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.recipes import derivative
-from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.rules import FLOAT16, FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
 from jaxmp._jaxprs.attributes import in_context, with_dtype
 from jaxmp._jaxprs.compat import bind
@@ -47,7 +47,9 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
             outs = _ACTIONS[step.action](plan, step, env)
             for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
                 if dtype is not None and out.dtype != dtype:
-                    out = cast(out, dtype)
+                    out = cast(out, dtype, saturate=step.clips)
+                if step.clips and out.dtype == FLOAT16:
+                    out = clip(step, out, env)
                 env.arrays[var] = out
             if step.action == "reorder":
                 env.moved.update(dict.fromkeys(eqn.outvars, eqn))

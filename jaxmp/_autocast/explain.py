@@ -14,7 +14,7 @@ from jaxmp._autocast import closures
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.plan import Plan, Step
-from jaxmp._autocast.primitives import LOW
+from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.product_report import Product, Quantised
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.transform import (
@@ -113,7 +113,7 @@ class Explanation:
             lines.append(f"not classified, run as written: {', '.join(unknown)}")
         met = {row.op for row in self.rows}
         ops = get_policy(self.policy).ops if self.policy else ()
-        unmet = [name for name, _ in ops if name not in met]
+        unmet = [name for name, _ in ops if met.isdisjoint((name, *CALLED.get(name, ())))]
         if unmet:
             lines.append(f"in the policy's ops, but met nowhere here: {', '.join(unmet)}")
         return "\n".join(lines)

@@ -23,8 +23,8 @@ from jaxmp._autocast.licences import (
 )
 from jaxmp._autocast.literals import keeps_made
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Value
-from jaxmp._autocast.primitives import BROADCASTING, IN_PARTS, LOOKING_UP, LOW, SCALING
-from jaxmp._autocast.rules import FLOAT32, Rules
+from jaxmp._autocast.primitives import BROADCASTING, GROWING, IN_PARTS, LOOKING_UP, LOW, SCALING
+from jaxmp._autocast.rules import FLOAT16, FLOAT32, Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import widens_8_bits
 from jaxmp._jaxprs.compat import shape_of
@@ -229,6 +229,7 @@ class Frame:
         repeats = action == "bind" and self._repeats(eqn, kept)
         scales = repeats and eqn.primitive.name in SCALING
         shape = shape_of(eqn.outvars[0]) if repeats and not scales else None
+        clips = self._clips(eqn, kept)
         return Step(
             eqn=eqn,
             action="scale" if scales else action,
@@ -244,9 +245,20 @@ class Frame:
                 for atom, value, dtype in zip(eqn.invars, values, dtypes, strict=True)
             ),
             outs=tuple(value and (value.dtype or FLOAT32) for value in kept),
-            reason=reason,
+            reason=f"{reason}; clipped to float16's range" if clips else reason,
             plans=plans,
+            clips=clips,
         )
+
+    def _clips(self, eqn: JaxprEqn, kept: Sequence[Value | None]) -> bool:
+        """Whether the policy has the result of an equation clipped.
+
+        Not a tangent, which must stay linear, nor a gradient: that it overflows tells a loss scaler
+        to back off.
+        """
+        if not self.rules.saturate or eqn.primitive.name not in LOW | GROWING or is_backward(eqn):
+            return False
+        return any(v and v.dtype == FLOAT16 and not v.tangent for v in kept)
 
     def _repeats(self, eqn: JaxprEqn, kept: Sequence[Value | None]) -> bool:
         """Whether an op with a low result broadcasts an operand: its gradient is a sum."""

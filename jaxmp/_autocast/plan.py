@@ -149,6 +149,8 @@ class Step:
       skipped: of a contraction that a recipe does not multiply: why not.
       stored: of a contraction that reads a weight as it is stored: which.
       parameters: of a contraction, which operands' gradients are float32.
+      clips: whether results beyond the range of the low dtype are clipped to it, as policies ask
+        with ``saturate``.
     """
 
     eqn: JaxprEqn
@@ -162,6 +164,7 @@ class Step:
     skipped: Skipped | None = None
     stored: Stored | None = None
     parameters: tuple[int, ...] = ()
+    clips: bool = False
 
     @property
     def ins(self) -> tuple[DType | None, ...]:

@@ -17,8 +17,9 @@ from jaxmp._autocast.control_flow import plan_inside
 from jaxmp._autocast.first_order import decide
 from jaxmp._autocast.frame import Frame, Planning, stays_finite
 from jaxmp._autocast.plan import DType, Origin, Plan, Step, Value
-from jaxmp._autocast.rules import Rules, region_rules
+from jaxmp._autocast.rules import Rules, region_rules, without_clipping
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.source import is_backward
 
 Pass = Callable[[Plan, "Planner"], Plan]
 
@@ -126,6 +127,8 @@ def _step(frame: Frame, eqn: JaxprEqn) -> Step:
     frame.rules = region_rules(eqn) or frame.enclosing
     values = frame.operands(eqn)
     inners = inside(eqn) if frame.rules.looks_inside(eqn) else ()
+    if inners and frame.rules.saturate and is_backward(eqn):  # which what is inside does not say
+        frame.rules = without_clipping(frame.rules)
     step = plan_inside(frame, eqn, values, inners) if inners else decide(frame, eqn, values)
     frame.follow_up(eqn, step)
     return step

@@ -80,10 +80,17 @@ PLACING = frozenset(
         "pmin",
         "ppermute",
         "pbroadcast",
+        "pbroadcast_dynamic",
         "pvary",
+        "vary_unreduced_cast",
+        "vary_unreduced_cast_p",  # as JAX 0.10 spells it, and the next
+        "reduced_vary_cast",
+        "reduced_vary_cast_p",
         "all_gather",
         "all_gather_invariant",
+        "all_gather_reduced",
         "all_to_all",
+        "ragged_all_to_all",
     ]
 )
 
@@ -143,12 +150,12 @@ OWN = frozenset(
     "random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone "
     "rng_bit_generator rng_uniform threefry2x32 "
     "axis_index platform_index create_token after_all dce_sink stage "
-    "ragged_all_to_all get swap addupdate new_ref freeze "
+    "get swap addupdate new_ref freeze "
     "linear_solve "  # of lineax
     "pure_callback io_callback debug_callback debug_print custom_lin".split()
 )
 
-_TABLE: dict[str, str] = {
+TABLE: dict[str, str] = {
     name: kind
     for kind, names in (
         ("low", LOW),
@@ -261,7 +268,22 @@ MOVING = frozenset(
 REORDERING = frozenset({"reshape", "transpose", "squeeze", "rev"})
 
 # Of the transparent ops, those that send values from device to device, or say that they are there.
-CROSSING = frozenset({"sharding_constraint", "reshard", "all_gather", "pvary"})
+CROSSING = frozenset(
+    "sharding_constraint reshard pvary all_gather all_gather_invariant all_gather_reduced "
+    "reduced_vary_cast reduced_vary_cast_p all_to_all ppermute pbroadcast".split()
+)
+
+# Those of them that hand a value on to another device.
+HANDING_ON = frozenset({"ppermute", "all_to_all"})
+
+# A function of JAX that is another primitive by what it is given, or is called otherwise.
+CALLED = {
+    "psum": ("psum_invariant", "unreduced_psum"),
+    "pmean": ("psum", "psum_invariant", "unreduced_psum"),
+    "psum_scatter": ("reduce_scatter", "unreduced_reduce_scatter"),
+    "reduce_scatter": ("unreduced_reduce_scatter",),
+    "all_gather": ("all_gather_invariant", "all_gather_reduced"),
+}
 
 # Moves on the way to a contraction, which are made in its dtype: those, and what joins operands.
 TO_CONTRACTIONS = REORDERING | CROSSING | {"concatenate", "pad"}
@@ -280,6 +302,25 @@ BROADCASTING = frozenset({"add", "add_any", "sub", "mul", "div", "max", "min"})
 
 # Those of them whose operands are saved for the backward pass: `bind.scale` saves them small.
 SCALING = frozenset({"mul", "div"})
+
+# Besides contractions, what makes numbers beyond float16's range out of numbers within: policies
+# with `saturate` clip their results. What others make infinite, log(0), is so in every dtype.
+GROWING = frozenset(
+    [
+        "add",
+        "add_any",
+        "sub",
+        "mul",
+        "div",
+        "square",
+        "integer_pow",
+        "exp",
+        "exp2",
+        "expm1",
+        "sinh",
+        "cosh",
+    ]
+)
 
 # What `bind.apply` may trace once and reuse: no effects, no axis names, hashable parameters.
 TRACED_ONCE = (
@@ -309,7 +350,7 @@ TRACED_ONCE = (
 )
 
 # Ops that write one operand into another keep the dtype of the first.
-WRITING = frozenset({"dynamic_update_slice"})
+WRITING = frozenset({"dynamic_update_slice", "ragged_all_to_all"})
 
 
 def classify(name: str, params: Mapping[str, Any]) -> str | None:
@@ -325,4 +366,4 @@ def classify(name: str, params: Mapping[str, Any]) -> str | None:
     """
     if name == "integer_pow" and exponent(params) < 0:
         return "full"
-    return _TABLE.get(name)
+    return TABLE.get(name)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.plan import DType, Plan, Read, Step
+from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import INLINE, dtype_of
@@ -103,6 +104,33 @@ def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any],
         return lax.convert_element_type(x, dtype)
 
     return jax.jit(convert, inline=INLINE)
+
+
+def clip(step: Step, out: Any, env: Environment) -> Any:
+    """A float16 result with the largest finite numbers in the place of those that overflowed.
+
+    An infinity that comes of one among the operands, or of a division by zero, stays. Of a
+    contraction's, whose operands it would take another pass to look at, none does.
+    """
+    eqn = step.eqn
+    exempt = jnp.zeros([], bool)
+    if eqn.primitive.name not in LOW:
+        operands = [lax.stop_gradient(x) for x in env.operands(step)]
+        for x in operands:
+            exempt |= jnp.isinf(x)
+        if eqn.primitive.name in ("div", "integer_pow"):
+            exempt |= operands[-1] == 0
+    return _clip(out, jnp.broadcast_to(exempt, out.shape))
+
+
+@jax.custom_jvp
+def _clip(x: Any, exempt: Any) -> Any:
+    limit = jnp.finfo(x.dtype).max
+    return lax.select(jnp.isinf(x) & ~exempt, lax.clamp(-limit, x, limit), x)
+
+
+# Straight through, as above: what was clipped keeps its gradient, so that it can come back.
+_clip.defjvps(lambda tangent, _out, _x, _exempt: tangent, None)
 
 
 def narrow_constant(value: Any, dtype: Any) -> Any:

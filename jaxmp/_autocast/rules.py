@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.primitives import classify
+from jaxmp._autocast.primitives import CALLED, classify
 from jaxmp._jaxprs.attributes import exponent, jitted_name, name_stack, precision
 from jaxmp._jaxprs.compat import dtype_of, kind
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
@@ -83,6 +83,7 @@ def rules_for(policy: Policy) -> Rules:
         primitive with jaxprs inside another class than those in which it runs as a whole.
     """
     compute = np.dtype(policy.compute_dtype)
+    overrides = {k: c for name, c in policy.ops or () for k in CALLED.get(name, ())}
     for name, op_class in policy.ops or ():
         if name in HIGHER_ORDER and op_class not in WHOLE:
             raise ValueError(
@@ -101,8 +102,14 @@ def rules_for(policy: Policy) -> Rules:
         low_softmax=np.dtype(policy.softmax_dtype) != FLOAT32,
         wide_gradients=np.dtype(policy.reduce_dtype) == FLOAT32,
         saturate=policy.saturate,
-        overrides=dict(policy.ops or ()),
+        overrides=overrides | dict(policy.ops or ()),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def without_clipping(rules: Rules) -> Rules:
+    """The same rules, but computed values become infinite: for gradients, which a scaler tests."""
+    return dataclasses.replace(rules, saturate=False)
 
 
 def region_rules(eqn: JaxprEqn) -> Rules | None:

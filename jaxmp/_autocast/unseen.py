@@ -1,7 +1,8 @@
-"""Contractions that autocast or a recipe cannot reach, said out loud."""
+"""What autocast, a recipe or a policy's `ops` cannot reach, said out loud."""
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.first_order import NOT_LOOKED_INSIDE
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.plan import Plan
-from jaxmp._autocast.primitives import LOW
+from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
-from jaxmp._autocast.rules import FLOAT32, author_keeps
+from jaxmp._autocast.rules import FLOAT32, author_keeps, region_rules
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import known_primitives
+from jaxmp._jaxprs.higher_order import HIGHER_ORDER
 from jaxmp._jaxprs.source import user_line
 from jaxmp._speed import chip_of, warning
 from jaxmp.recipes import Recipe
@@ -86,6 +89,31 @@ def warn_unquantised(plan: Plan, known: set[str]) -> None:
         UserWarning,
         stacklevel=4,
     )
+
+
+def warn_unknown(plan: Plan, known: set[str]) -> None:
+    """Warns of names in a policy's `ops` that no primitive has, of the program or of JAX.
+
+    Args:
+      plan: the plan of the program.
+      known: what was said already; what is said now is added.
+    """
+    steps = [visit.step for visit in plan.walk()]
+    rules = {plan.rules, *(found for step in steps if (found := region_rules(step.eqn)))}
+    asked = {name for each in rules for name, _ in each.policy.ops}
+    if not asked:
+        return
+    names = {*TABLE, *HIGHER_ORDER, *CALLED, *(compat.kind(step.eqn) for step in steps)}
+    for name in sorted(asked - names - known_primitives() - known):
+        known.add(name)
+        near = difflib.get_close_matches(name, sorted(names))
+        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        warnings.warn(
+            f"autocast: the policy's ops name {name!r}, but no primitive of this program or of JAX "
+            f"is called that: it changes nothing.{hint} jaxmp.explain lists those of a program.",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _not_looked_inside(plan: Plan) -> Iterator[JaxprEqn]:

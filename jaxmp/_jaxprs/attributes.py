@@ -16,6 +16,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core.primitives import convert_element_type_p
+from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding
 
 # Values and their types.
@@ -232,3 +233,8 @@ def jitted_name(eqn: jex_core.JaxprEqn) -> str:
     """The name of the function that a jit calls; empty for other equations."""
     name = eqn.params.get("name") if eqn.primitive.name == "jit" else None
     return name if isinstance(name, str) else ""
+
+
+def known_primitives() -> frozenset[str]:
+    """The names of the primitives that have a derivative here, and of JAX's kernels."""
+    return frozenset(primitive.name for primitive in ad.primitive_jvps) | {"pallas_call"}

@@ -58,6 +58,9 @@ _NEXT = {
 # where True came to mean "inlined when lowered".
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
+# What XLA_FLAGS needs for the CPU backend to sum bfloat16 products in float32, all of them.
+CPU_SUMS_FLAG = "--xla_cpu_experimental_ynn_fusion_type=" if jax.__version_info__ >= (0, 12) else ""
+
 # The class of closed jaxprs: an alias of Jaxpr from 0.12 on, which type checkers are not shown.
 _CLOSED: Any = getattr(jex_core, "ClosedJaxpr", jex_core.Jaxpr)
 

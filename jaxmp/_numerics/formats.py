@@ -111,7 +111,7 @@ def _beyond(of: Statistics, form: Format, counts: Any) -> float:
     """The share of values that a format without a scale cannot hold."""
     top = math.floor(math.log2(form.largest)) + BIAS
     share = counts[top + 1 :].sum() / max(counts.sum(), 1)
-    if share == 0 and of.largest > rounds_to_infinity(form):
+    if share == 0 and of.largest >= rounds_to_infinity(form):
         return float(1 / max(counts.sum(), 1))  # at least one, which the sample may not have
     return float(share)
 

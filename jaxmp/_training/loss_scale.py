@@ -29,7 +29,14 @@ from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, st
 from jaxmp.policy import PolicyMap, get_policy
 from jaxmp.tree import all_finite, select, widen_floating
 
-__all__ = ["dynamic_loss_scale", "is_overwrite", "loss_scale_for", "static_loss_scale"]
+__all__ = [
+    "as_transformation",
+    "dynamic_loss_scale",
+    "is_overwrite",
+    "loss_scale_for",
+    "static_loss_scale",
+    "unscale",
+]
 
 AxisName = Any  # what `jax.lax.pmin` takes: a hashable, or a tuple of them
 
@@ -227,7 +234,7 @@ def is_overwrite(path: tuple[Any, ...]) -> bool:
 def _transformation(
     inner: optax.GradientTransformation | None, rule: ScaleRule, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    wrapped = _as_transformation(rule.function, inner)
+    wrapped = as_transformation(rule.function, inner)
 
     def init(params: optax.Params) -> LossScaleState:
         check_floating(rule.function, "parameter", params)
@@ -251,13 +258,13 @@ def _transformation(
             # optax.lookahead differentiates one of its two sets of parameters.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
             check_structure(rule.function, updates, fast)
-        grads = _unscale(updates, state.loss_scale)
+        grads = unscale(updates, state.loss_scale)
         # XLA on CPU would repeat the whole test inside every fusion that selects by it, unless the
         # flag is itself a result of the program: 240 leaves then take minutes to compile. (The
         # barrier helps from JAX 0.12 on; before, the flag in the returned state has to.)
         finite = lax.optimization_barrier(_finite_everywhere(rule.function, grads, axis_name))
         if "grad" in extra_args:
-            extra_args["grad"] = _unscale(extra_args["grad"], state.loss_scale)
+            extra_args["grad"] = unscale(extra_args["grad"], state.loss_scale)
         full = widen_floating(params)
         try:
             updates, inner_state = wrapped.update(grads, state.inner_state, full, **extra_args)
@@ -271,17 +278,18 @@ def _transformation(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _unscale(grads: Any, scale: jax.Array) -> Any:
+def unscale(grads: Any, scale: jax.Array) -> Any:
+    """Gradients divided by the scale they were made with, in float32; others as they are."""
     # A product with the reciprocal: exact for powers of two, and what GradScaler does.
     inverse = np.float32(1) / scale
 
-    def unscale(path: tuple[Any, ...], grad: Any) -> Any:
+    def divide(path: tuple[Any, ...], grad: Any) -> Any:
         if is_overwrite(path) or not _is_inexact(grad):
             return grad
         # A weak float64 would become float32 beside the scale.
         return _strong(jnp.asarray(widen_floating(grad))) * inverse
 
-    return jax.tree_util.tree_map_with_path(unscale, grads)
+    return jax.tree_util.tree_map_with_path(divide, grads)
 
 
 def _finite_everywhere(function: str, grads: Any, axis_name: AxisName) -> jax.Array:
@@ -322,7 +330,8 @@ def _zeros_like(leaf: Any) -> Any:
     return jnp.zeros_like(leaf) if _is_inexact(leaf) else leaf
 
 
-def _as_transformation(name: str, inner: Any) -> optax.GradientTransformationExtraArgs:
+def as_transformation(name: str, inner: Any) -> optax.GradientTransformationExtraArgs:
+    """What a wrapper calls: anything that optax takes for a transformation; None does nothing."""
     if inner is None:
         inner = optax.identity()
     if isinstance(inner, optax.MultiSteps):

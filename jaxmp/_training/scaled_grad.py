@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._training.differentiate import scaled, scaled_value_and_grad
+from jaxmp._training.in_step import copies_in
 from jaxmp._training.opt_state import find_scaler, scale_of, skipped_by, was_finite
 
 __all__ = [
@@ -100,12 +101,18 @@ def skipped_count(opt_state: Any) -> jax.Array:
 
 
 def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
-    """Raises once `limit` steps in a row were left out: the model is broken, not the scale.
+    """Raises once `limit` steps in a row were left out, or devices no longer agree on the scale.
 
     Call it on the host now and then, outside jit: it waits for the state to be computed. A scale
     that is too large is halved a few times and training goes on; gradients that stay non-finite
     down to the smallest scale come from the model, the data or the learning rate. Parameters are
     as they were before the first of these steps.
+
+    Under `jax.shard_map`, devices that each decide by gradients of their own which steps to leave
+    out (`axis_name=()`, or one of several mapped axes) drift apart, in their parameters too. Of the
+    devices of this process, it compares what each holds of the scaler's state;
+    `jaxmp.testing.assert_in_step` does so for parameters, and
+    `jax.experimental.multihost_utils.assert_equal(jaxmp.loss_scale(opt_state))` for processes.
 
     Args:
       opt_state: As for `loss_scale`; of several stacked states, the worst counts.
@@ -114,7 +121,8 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
 
     Raises:
       FloatingPointError: If the last `limit` steps or more were all left out.
-      ValueError: As `loss_scale`, or if `limit` is less than 1.
+      ValueError: As `loss_scale`, or if `limit` is less than 1, or devices that are to hold the
+        same scale and counters do not.
       TypeError: As `loss_scale`, or if it is called on traced values, under jit.
 
     Example:
@@ -137,6 +145,15 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
     counts = jnp.asarray(state.consecutive_skipped_count)
     if is_tracer(counts):
         raise TypeError("check_not_stuck: reads values, so call it outside jit, on the new state.")
+    drifted = [copies for copies in copies_in(state._replace(inner_state=None)) if copies.differ]
+    if drifted:
+        found = "; ".join(f"{copies.path.strip('.')} is {copies.values()}" for copies in drifted)
+        raise ValueError(
+            f"check_not_stuck: devices that are to hold one state of the scaler do not: {found}. "
+            "Each has left out steps by gradients of its own, so parameters differ as well. Leave "
+            "axis_name out of dynamic_loss_scale, or name every mapped axis, and give `update` "
+            "gradients that are averaged over devices; go on from a checkpoint in which they agree."
+        )
     count = int(np.max(np.asarray(counts)))
     if count >= limit:
         scale = float(np.min(np.asarray(jnp.asarray(state.loss_scale))))

@@ -1,0 +1,278 @@
+"""A run's numbers, kept in the optimizer's state: norms, underflow, where it overflowed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmp._jaxprs.attributes import is_tracer
+from jaxmp._numerics.monitor_statistics import Paths, Statistics, leaves_of, measure
+from jaxmp._training.loss_scale import as_transformation
+from jaxmp._training.opt_state import (
+    check_is_state,
+    find_scalers,
+    scale_of,
+    skipped_by,
+    the_scaler,
+)
+from jaxmp.tree import select
+
+__all__ = ["MonitorState", "monitor", "read_monitor"]
+
+_RIGHT = "jaxmp.monitor(jaxmp.dynamic_loss_scale(...))"
+
+
+class MonitorState(NamedTuple):
+    """The state of `monitor`, strongly typed arrays all of them. `read_monitor` reads it.
+
+    Attributes:
+      step_count: int32[], steps so far, those that a scaler left out included.
+      nonfinite_count: int32[], how many of them had a gradient that was not finite.
+      nonfinite_step: int32[], the last of those, counted from 1; 0 if there was none.
+      nonfinite_index: int32[], the first parameter whose gradient was not finite in that step.
+      statistics_step: int32[], the step that `statistics` is of, likewise.
+      statistics: float32[modules] each: norms, shares of underflow and of zeros.
+      paths: The names of the parameters, which are a part of the structure, and no leaf.
+      inner_state: The state of the transformation inside.
+    """
+
+    step_count: jax.Array
+    nonfinite_count: jax.Array
+    nonfinite_step: jax.Array
+    nonfinite_index: jax.Array
+    statistics_step: jax.Array
+    statistics: Statistics
+    paths: Paths
+    inner_state: optax.OptState
+
+
+def monitor(
+    inner: optax.GradientTransformation, *, every: int = 100
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps statistics of a training run in the optimizer's state, and changes nothing else.
+
+    The updates are `inner`'s, to the bit, and so is its state. Beside it the state has, on the
+    device and without ever waiting for it,
+
+    * which parameter first (in the order of the tree) had a gradient that was not finite in the
+      last step with such gradients, and which step that was: of every step;
+    * of one step in `every`: the norm of the unscaled gradients, of each top-level module and in
+      all; the share of *underflow*, of elements that are not 0, but would be 0 or subnormal in
+      float16 at the scale that they were made with; and the share of exact zeros. Zeros are rows
+      that no token looked up, units that are off, and whatever had underflowed before: in
+      gradients that arrive in 16 bits, or in float16 cotangents on the way to them.
+
+    `jaxmp.read_monitor(opt_state)` makes a dict of numbers for any logger. A rising share of
+    underflow or of zeros says that the loss scale is too small; the parameter says where to look
+    when it does not stop falling.
+
+    It goes *around* a loss scaler, whose scale it reads, and may be around or inside anything else:
+    `jaxmp.master_weights`, `optax.chain`, `optax.MultiSteps` (of which it then sees the averages).
+    Inside a scaler it would see no step that is left out, and no scale; `read_monitor` refuses it.
+    A step that is left out moves `step_count` and the three fields about it, which say that it
+    happened; the statistics stay those of the last step that was measured.
+
+    The sums over a gradient are made in every step, and kept in one of `every`: XLA makes them in
+    passes that there are anyway, and branches would cost more. That holds under `jax.vmap` too,
+    where there are no branches. Sharded gradients are summed over all devices; under
+    `jax.shard_map`, those that JAX knows to differ between devices count as parts of one array.
+    Where it does not know, with `check_vma=False` or `jax.pmap`, norms are root mean squares over
+    the devices, which is right where all have the same gradients.
+
+    Args:
+      inner: The optimizer, with its loss scaler if it has one.
+      every: How many steps apart those are whose statistics are kept, from the first on. One that
+        is left out is made up for by the next.
+
+    Returns:
+      A transformation whose state is a `MonitorState`.
+
+    Raises:
+      ValueError: If `every` is less than 1; from `update`, if there is a gradient without a
+        parameter.
+      TypeError: If `inner` is no optax transformation, or `every` no integer; from `update`, if the
+        state is not of a `monitor`.
+
+    Example:
+      >>> import jaxmp
+      >>> optimizer = monitor(jaxmp.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0))
+      >>> params = {"Dense_0": {"bias": jnp.zeros(2), "kernel": jnp.zeros((2, 2))}}
+      >>> state = optimizer.init(params)
+      >>> grads = {"Dense_0": {"bias": jnp.full(2, 8e-6), "kernel": jnp.ones((2, 2))}}
+      >>> _, state = optimizer.update(grads, state, params)
+      >>> numbers = read_monitor(state)
+      >>> numbers["grad_norm/Dense_0"], round(numbers["underflow/Dense_0"], 3)
+      (0.25, 0.333)
+      >>> grads["Dense_0"]["kernel"] = jnp.full((2, 2), jnp.inf)
+      >>> _, state = optimizer.update(grads, state, params)
+      >>> numbers = read_monitor(state)
+      >>> numbers["nonfinite_parameter"], numbers["nonfinite_step"], numbers["loss_scale"]
+      ('Dense_0/kernel', 2, 4.0)
+    """
+    if isinstance(every, bool) or not isinstance(every, (int, np.integer)):
+        raise TypeError(f"monitor: every must be an integer; got {every!r}.")
+    if not 1 <= every < 2**31:
+        raise ValueError(f"monitor: every must be at least 1 (and an int32); got {every}.")
+    if inner is None:
+        raise TypeError("monitor: inner must be an optax transformation; got None.")
+    wrapped = as_transformation("monitor", inner)
+
+    def init(params: optax.Params) -> MonitorState:
+        inner_state = wrapped.init(params)
+        the_scaler("monitor", inner_state)
+        paths = Paths.of(params)
+        count = len(paths.modules)
+        # One array each: donated buffers must not be shared.
+        return MonitorState(
+            step_count=jnp.zeros([], jnp.int32),
+            nonfinite_count=jnp.zeros([], jnp.int32),
+            nonfinite_step=jnp.zeros([], jnp.int32),
+            nonfinite_index=jnp.zeros([], jnp.int32),
+            statistics_step=jnp.zeros([], jnp.int32),
+            statistics=Statistics(*(jnp.zeros(count, jnp.float32) for _ in range(3))),
+            paths=paths,
+            inner_state=inner_state,
+        )
+
+    def update(
+        updates: optax.Updates,
+        state: MonitorState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, MonitorState]:
+        _check_state(state)
+        scaler = the_scaler("monitor", state.inner_state)
+        scale = None if scaler is None else scaler.loss_scale
+        leaves = leaves_of(updates, state.paths, scale)
+        first, statistics = measure(leaves, state.paths, scale, state.step_count)
+        moved = _next_state(state, int(every), first, statistics)
+        updates, inner_state = wrapped.update(updates, state.inner_state, params, **extra_args)
+        return updates, moved._replace(inner_state=inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
+    """Reads what `monitor` keeps as a flat dict of numbers, which any logger takes.
+
+    Call it on the host now and then, outside jit: it waits for the state to be computed. With
+    TensorBoard, for instance, by way of tensorboardX (or `clu.metric_writers`, whose
+    `write_scalars(step, numbers)` takes them at once):
+
+        if step % 100 == 0:
+            for name, value in jaxmp.read_monitor(state.opt_state).items():
+                if not isinstance(value, str):
+                    writer.add_scalar(name, value, step)
+
+    Args:
+      opt_state: The optimizer's state, or any pytree that holds it, such as a train state. Its
+        `MonitorState` is found by its type, at any depth. Of several stacked states, give one:
+        `jax.tree.map(lambda x: x[0], opt_state)`.
+
+    Returns:
+      The same names every time. Steps are counted from 1, and 0 stands for none.
+
+      * ``step_count``, ``nonfinite_count``: steps so far, and those of which some gradient was not
+        finite; ``nonfinite_step``, ``nonfinite_parameter``: the last of these, and the path of the
+        first such parameter in it, empty if there was none.
+      * ``loss_scale``, ``skipped_count``: the scaler's; 1 and 0 without one.
+      * ``statistics_step``: the step that the following are of; they are NaN before the first.
+        ``grad_norm``: of all gradients; ``grad_norm/<module>``, ``underflow/<module>``,
+        ``zeros/<module>`` for each top-level module of the parameters.
+
+    Raises:
+      ValueError: If there is no monitor, there are several, it is not around the loss scaler, or
+        the state is of several stacked ones.
+      TypeError: If `opt_state` is no optimizer's state and holds none, or it is called on traced
+        values, under jit.
+
+    Example:
+      >>> import jaxmp
+      >>> optimizer = jaxmp.monitor(optax.adam(1e-3), every=10)
+      >>> params = {"w": jnp.zeros(2)}
+      >>> _, state = optimizer.update({"w": jnp.array([3.0, 4.0])}, optimizer.init(params), params)
+      >>> read_monitor(state)["grad_norm/w"], read_monitor(state)["zeros/w"]
+      (5.0, 0.0)
+    """
+    state = _find(opt_state)
+    scaler = the_scaler("read_monitor", state.inner_state)
+    counts = [jnp.asarray(x) for x in state[:5]]
+    shares = [jnp.asarray(x) for x in state.statistics]
+    arrays = [*counts, *shares, scale_of(scaler), skipped_by(scaler)]
+    if any(map(is_tracer, arrays)):
+        raise TypeError("read_monitor: reads values, so call it outside jit, on the new state.")
+    if counts[0].ndim:
+        raise ValueError(
+            f"read_monitor: this is a stack of {counts[0].shape[0]} states; give one of them: "
+            "jax.tree.map(lambda x: x[0], opt_state)."
+        )
+    *numbers, norms, underflow, zeros, scale, skipped = jax.device_get(arrays)
+    step, nonfinite, nonfinite_step, index, statistics_step = map(int, numbers)
+    if not statistics_step:
+        norms, underflow, zeros = (np.full_like(x, math.nan) for x in (norms, underflow, zeros))
+    read: dict[str, float | int | str] = {
+        "step_count": step,
+        "nonfinite_count": nonfinite,
+        "nonfinite_step": nonfinite_step,
+        "nonfinite_parameter": state.paths.names[index] if nonfinite_step else "",
+        "loss_scale": float(scale),
+        "skipped_count": int(skipped),
+        "statistics_step": statistics_step,
+        "grad_norm": math.sqrt(math.fsum(float(norm) ** 2 for norm in norms)),
+    }
+    for i, module in enumerate(state.paths.modules):
+        read[f"grad_norm/{module}"] = float(norms[i])
+        read[f"underflow/{module}"] = float(underflow[i])
+        read[f"zeros/{module}"] = float(zeros[i])
+    return read
+
+
+def _next_state(
+    state: MonitorState, every: int, first: jax.Array, statistics: Statistics
+) -> MonitorState:
+    """What a step leaves; `first` is the index of the first parameter of which it is not finite."""
+    step = optax.safe_increment(state.step_count)
+    finite = first == len(state.paths.paths)
+    due = (state.statistics_step == 0) | (step - state.statistics_step >= np.int32(every))
+    kept = finite & due
+    return state._replace(
+        step_count=step,
+        nonfinite_count=jnp.where(
+            finite, state.nonfinite_count, optax.safe_increment(state.nonfinite_count)
+        ),
+        nonfinite_step=jnp.where(finite, state.nonfinite_step, step),
+        nonfinite_index=jnp.where(finite, state.nonfinite_index, first),
+        statistics_step=jnp.where(kept, step, state.statistics_step),
+        statistics=select(kept, statistics, state.statistics),
+    )
+
+
+def _find(opt_state: Any) -> MonitorState:
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: type(node) is MonitorState)
+    found = [node for node in nodes if type(node) is MonitorState]
+    if not found:
+        check_is_state("read_monitor", opt_state)
+    if len(found) != 1:
+        raise ValueError(
+            f"read_monitor: there are {len(found)} monitors in the state; it reads the one that "
+            "jaxmp.monitor(optimizer) makes, around the whole optimizer."
+        )
+    if len(find_scalers(opt_state)) != len(find_scalers(found[0].inner_state)):
+        raise ValueError(
+            "read_monitor: the loss scaler is not inside of the monitor, which so sees neither its "
+            f"scale nor the steps that it leaves out. The right form is {_RIGHT}."
+        )
+    return found[0]
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, MonitorState):
+        raise TypeError(
+            "monitor: update takes (gradients, state, params), the state being a MonitorState from "
+            f"this optimizer's init; got {type(state).__name__!r}."
+        )

@@ -1,0 +1,226 @@
+"""What `monitor` measures of gradients, and the names that it measures them under."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx, serialization
+from jax import lax
+
+from jaxmp._flax import AxisMetadata
+from jaxmp._jaxprs.attributes import varying_axes
+from jaxmp._training.gradients import show
+from jaxmp._training.loss_scale import is_overwrite, unscale
+from jaxmp.tree import all_finite
+
+__all__ = ["Leaf", "Paths", "Statistics", "leaves_of", "measure"]
+
+_SMALLEST_NORMAL: Final = 2.0**-14  # of float16
+
+
+class Statistics(NamedTuple):
+    """What is measured of the gradients of one step.
+
+    Attributes:
+      grad_norm: float32[modules], the Euclidean norm of the unscaled gradients.
+      underflow: float32[modules], the share of elements that are not 0, but at the scale that the
+        gradients were made with are 0 or subnormal in float16.
+      zeros: float32[modules], the share of elements that are exactly 0.
+    """
+
+    grad_norm: jax.Array
+    underflow: jax.Array
+    zeros: jax.Array
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Paths:
+    """The paths of parameters: a part of a state's structure, which costs no buffers.
+
+    No paths equal any others: `optax.tree_utils.tree_map_params` compares a state with that of no
+    parameters. (Arrays of the state then differ in shape.)
+
+    Attributes:
+      paths: one for each parameter, in the order of the tree: ``("Dense_0", "kernel")``. The box or
+        the NNX variable around an array is no part of it.
+
+    Example:
+      >>> Paths.of({"params": {"Dense_0": {"bias": 1.0, "kernel": 1.0}, "heads": [2.0]}}).names
+      ('Dense_0/bias', 'Dense_0/kernel', 'heads/0')
+    """
+
+    paths: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, params: Any) -> Paths:
+        """Those of parameters."""
+        params = params.fast if isinstance(params, optax.LookaheadParams) else params
+        nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_boxed)
+        return cls(tuple(_keys(path) for path, _ in nodes))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Paths):
+            return NotImplemented
+        return self.paths == other.paths or not self.paths or not other.paths
+
+    def __hash__(self) -> int:
+        return hash(Paths)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """For each parameter its name; a leading ``params``, a collection of Linen's, left out."""
+        return tuple("/".join(_shown(path)) for path in self.paths)
+
+    @property
+    def tops(self) -> tuple[str, ...]:
+        """For each parameter the name of its top-level module."""
+        return tuple(_shown(path)[0] for path in self.paths)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The top-level modules, in order."""
+        return tuple(dict.fromkeys(self.tops))
+
+
+# Nothing of it is in a checkpoint of Flax's; it is what it was in the state that is restored into.
+serialization.register_serialization_state(
+    Paths, ty_to_state_dict=lambda _: {}, ty_from_state_dict=lambda paths, _: paths
+)
+
+
+class Leaf(NamedTuple):
+    """A gradient.
+
+    Attributes:
+      path: where it is in its tree.
+      parameter: which of the parameters it is the gradient of.
+      array: the gradient, divided by the scale.
+    """
+
+    path: tuple[Any, ...]
+    parameter: int
+    array: Any
+
+
+def leaves_of(grads: Any, paths: Paths, scale: jax.Array | None) -> list[Leaf]:
+    """The gradients, divided as a loss scaler divides them: XLA computes that once for both.
+
+    Raises:
+      ValueError: If one is not of a parameter that there is.
+    """
+    grads = grads if scale is None else unscale(grads, scale)
+    index = {path: i for i, path in enumerate(paths.paths)}
+    found = []
+    for path, node in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_boxed):
+        if _keys(path) not in index:
+            raise ValueError(
+                f"monitor: no parameter at {show(path)}, but a gradient; the state was made by "
+                "init of other parameters. Differentiate with respect to those."
+            )
+        found += [Leaf(path, index[_keys(path)], array) for array in jax.tree.leaves(node)]
+    return found
+
+
+def measure(
+    leaves: Sequence[Leaf], paths: Paths, scale: jax.Array | None, step_count: jax.Array
+) -> tuple[jax.Array, Statistics]:
+    """Measures gradients.
+
+    Every number is a float32 sum over one gradient, as the scaler's own test is, so XLA computes
+    all of them in one pass. (On TPU that is the pass that writes the gradient. Sums of integers are
+    passes of their own; so is a `lax.cond` around the sums, taken or not, because a branch reads
+    gradients as float32 arrays, which are otherwise never written.)
+
+    Args:
+      leaves: the gradients.
+      paths: those of the parameters.
+      scale: what they were made with; None for 1.
+      step_count: an array of the state. Devices over which it differs keep to themselves.
+
+    Returns:
+      int32[], the index of the first parameter whose gradient is not finite, or how many parameters
+      there are; and the statistics.
+    """
+    known, own = _varying(leaf.array for leaf in leaves), _varying([step_count])
+    # Where JAX does not say what differs (jax.pmap, check_vma=False), devices must agree as well.
+    unknown = () if known else tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    first = jnp.asarray(np.int32(len(paths.paths)))
+    if leaves:
+        flags = [jnp.asarray(all_finite(leaf.array)) for leaf in leaves]
+        indices = np.array([leaf.parameter for leaf in leaves], np.int32)
+        first = jnp.min(jnp.where(jnp.stack(flags), np.int32(len(paths.paths)), indices))
+    if axes := _sorted(known - own) or unknown:
+        first = lax.pmin(first, axes)
+
+    modules, tops = paths.modules, paths.tops
+    totals = {name: [jnp.zeros([], jnp.float32)] * 3 for name in modules}
+    sizes = dict.fromkeys(modules, 0)
+    for leaf in leaves:
+        if not _is_measured(leaf):
+            continue
+        parts = _sums(leaf.array, scale)
+        if axes := _sorted(_varying([leaf.array]) - own):  # the devices have parts of one array
+            parts = lax.psum(parts, axes)
+        elif unknown:  # right where all have the same
+            parts = lax.pmean(parts, unknown)
+        name = tops[leaf.parameter]
+        totals[name] = [total + part for total, part in zip(totals[name], parts, strict=True)]
+        sizes[name] += np.size(leaf.array) * math.prod(lax.axis_size(axis) for axis in axes)
+    # Without the barrier XLA on CPU would repeat the sums wherever they are read.
+    first, totals = lax.optimization_barrier((first, totals))
+    size = np.array([max(sizes[name], 1) for name in modules], np.float32)
+    squares, small, zero = (
+        jnp.stack([totals[name][i] for name in modules]) if modules else jnp.zeros(0, jnp.float32)
+        for i in range(3)
+    )
+    return first, Statistics(jnp.sqrt(squares), small / size, zero / size)
+
+
+def _sums(grad: Any, scale: jax.Array | None) -> list[jax.Array]:
+    """Of a gradient: the sum of squares, how many elements are lost in float16, how many are 0."""
+    grad = jnp.asarray(grad)
+    size = jnp.abs(grad.astype(jnp.float32) if grad.dtype.itemsize < 4 else grad)
+    smallest = np.float32(_SMALLEST_NORMAL) / (np.float32(1) if scale is None else scale)
+    lost = (size > 0) & (size < smallest)
+    return [
+        jnp.sum(jnp.square(size)).astype(jnp.float32),
+        jnp.sum(lost, dtype=jnp.float32),
+        jnp.sum(size == 0, dtype=jnp.float32),
+    ]
+
+
+def _is_measured(leaf: Leaf) -> bool:
+    # What Flax's float8 layers overwrite are new scales, and no gradients.
+    inexact = jnp.issubdtype(jnp.result_type(leaf.array), jnp.inexact)
+    return bool(inexact) and not is_overwrite(leaf.path)
+
+
+def _varying(arrays: Iterable[Any]) -> frozenset[Any]:
+    """The mapped axes that JAX knows some of the arrays to differ along."""
+    return frozenset(axis for array in arrays for axis in varying_axes(jax.typeof(array)))
+
+
+def _sorted(axes: frozenset[Any]) -> tuple[Any, ...]:
+    return tuple(sorted(axes, key=str))
+
+
+def _is_boxed(node: Any) -> bool:
+    return isinstance(node, (AxisMetadata, nnx.Variable))
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The entries of a path as strings, whether they are keys, attributes or positions."""
+    names = ("key", "name", "idx")
+    return tuple(str(next(getattr(e, n) for n in names if hasattr(e, n))) for e in path)
+
+
+def _shown(path: tuple[str, ...]) -> tuple[str, ...]:
+    return (path[1:] if len(path) > 1 and path[0] == "params" else path) or ("params",)

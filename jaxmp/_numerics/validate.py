@@ -1,0 +1,333 @@
+"""`validate`: does training come to the same under another policy, or is the difference chance?"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jmp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxmp._numerics.progress import Bar, bar_of
+from jaxmp._numerics.validate_kept import Kept, made_by
+from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics, remarks_on
+from jaxmp._numerics.validate_report import ValidationReport
+from jaxmp._numerics.validate_run import Job, Run, Task, train
+from jaxmp._numerics.validate_verdict import Limits, conclude, floor_of, spread_of
+from jaxmp.policy import Policy, PolicyMap, get_policy
+
+__all__ = ["validate"]
+
+Spec: TypeAlias = str | Policy | PolicyMap | jmp.Policy | DTypeLike
+
+
+def validate(
+    make_step: Callable[[Any, int], Any],
+    policies: Spec | Sequence[Spec] | Mapping[str, Any],
+    steps: int,
+    seeds: int | Sequence[int] = 3,
+    *,
+    batches: Callable[[int], Iterable[Any]] | None = None,
+    reference: Any = "float32",
+    nudges: int = 1,
+    threshold: float = 0.005,
+    grad_norm_threshold: float | None = 0.1,
+    curve_threshold: float | None = 0.05,
+    out: str | os.PathLike[str] | None = None,
+    depends_on: Iterable[Any] = (),
+    progress: bool = True,
+) -> ValidationReport:
+    """Trains in float32 and under other policies, and says whether they come to the same.
+
+    Every run of a seed starts from the same parameters and sees the same batches in the same order;
+    only the policy differs, and each run is compared with float32's of its seed. But float32 itself
+    comes to another loss as soon as one last bit differs: so it also runs with each initial
+    parameter moved to the number above or below, or left, at random. What the mean over seeds of
+    such differences stays below 19 times in 20 is its *noise floor*. Rounding disturbs more than a
+    last bit, so the policy's own differences, as they scatter from seed to seed, count as well: the
+    *noise* is the wider of the two. The verdict on the final loss:
+
+    * **passes**: the policy's is within `threshold` of float32's, and so is the noise;
+    * **fails**: it is beyond `threshold`, and beyond the noise. So does a loss that is not finite,
+      and gradient norms or curves that are so by their own thresholds;
+    * **inside noise: proves nothing**: the noise is wider than `threshold`, and the difference
+      inside it: had the policy done harm, this would not have shown it. More seeds, longer runs or
+      a lower learning rate would. So does a policy that changes not one bit.
+
+    The final loss is `evaluate`'s, if `make_step` returns one; else the mean training loss of the
+    last twentieth of the steps. Differences are relative to float32's mean, in either direction.
+
+    Args:
+      make_step: ``make_step(policy, seed)`` makes a new model and optimizer under the policy, as
+        `jaxmp.wrap(model, policy)`, and returns ``(state, step)`` or ``(state, step, evaluate)``:
+
+        * ``state``: a pytree, such as a `TrainState`, or NNX modules;
+        * ``step(state, i) -> (state, metrics)`` makes step ``i``, or with `batches` ``step(state,
+          batch)``. Best compiled, by `jax.jit`; a function made once for each policy and cached
+          compiles once for all seeds. ``metrics`` is a dict of numbers: "loss", not multiplied by a
+          loss scale, and if you like "grad_norm" (unscaled too), "loss_scale", and "finite", which
+          says whether the step was made;
+        * ``evaluate(state) -> loss``, on what is held out.
+
+        Everything in it has to follow from the policy and the seed.
+      policies: what to compare: what `jaxmp.get_policy` takes, one or several, or a mapping of
+        names to whatever your `make_step` takes for a policy.
+      steps: how many each run makes.
+      seeds: how many, from 0 on, or which. Two tell little: the noise narrows fast with more.
+      batches: ``batches(seed)`` returns an iterable of at least `steps` batches, pytrees of arrays,
+        anew at each call. They are compared from run to run.
+      reference: what to compare with instead of float32: a policy, or what `make_step` takes.
+      nudges: how many nudged runs per seed.
+      threshold: the largest relative difference in final loss that passes.
+      grad_norm_threshold: the same of gradient norms, of which the median over the steps of the
+        relative difference is taken; None not to judge them.
+      curve_threshold: the same of the training loss on average over all steps; None not to judge
+        it. Where steps were left out, which moves the rest of a curve along, it is not judged.
+      out: a folder where finished runs are kept: a validation that was killed goes on with the run
+        it was at. A run is made again when one of these has changed: the file in which `make_step`
+        or `batches` is written, or what plain values they close over; `depends_on`; the policy, the
+        seed, `steps`; jaxmp's sources, versions of JAX, Flax, optax, NumPy and Python; the device,
+        XLA_FLAGS, matmul precision. What else they use, you name.
+      depends_on: paths and modules, whose contents decide the outcome, or anything else, whose
+        `repr` does.
+      progress: whether to show a bar, where stderr is a terminal and tqdm or rich is installed.
+
+    Returns:
+      The report: `print` it, `plot` it.
+
+    Raises:
+      ValueError: if a policy is unknown or named twice; an option is out of range; batches or
+        losses show that `make_step` or `batches` do not follow from policy and seed alone; float32
+        itself does not come to a finite loss; a metric is missing or no number.
+      TypeError: if something is not callable, or returns what it must not.
+      RuntimeError: on a CPU that sums bfloat16 products in bfloat16; it says which flag mends it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, jaxmp
+      >>> def make_step(policy, seed):
+      ...     x = jax.random.normal(jax.random.key(seed), (64, 8))
+      ...     model = jaxmp.autocast(lambda p, x: jnp.mean((x @ p["w"] - jnp.sin(x)) ** 2), policy)
+      ...     tx = jaxmp.loss_scale_for(policy, optax.sgd(0.1))
+      ...
+      ...     @jax.jit
+      ...     def step(state, i):
+      ...         loss, grads = state.value_and_grad(model)(state.params, x)
+      ...         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads) / state.loss_scale}
+      ...         return state.apply_gradients(grads=grads), metrics
+      ...
+      ...     params = {"w": jax.random.normal(jax.random.key(seed + 1), (8, 8))}
+      ...     return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx), step
+      >>> report = validate(make_step, "mixed_float16", steps=20, seeds=2)
+      >>> report["mixed_float16"].verdict
+      'passes'
+    """
+    named = _named_policies(policies)
+    base_name = _name_of_reference(reference, named)
+    seeds = _seeds(seeds)
+    _check_callables(make_step, batches)
+    steps, nudges = _count("steps", steps), _count("nudges", nudges)
+    _check_thresholds(threshold, grad_norm_threshold, curve_threshold)
+    check_cpu_sums(map(_parsed, (reference, *named.values())))
+    numerics = describe_numerics()
+    task = Task(make_step, batches, steps)
+    kept = Kept(out, made_by(task, depends_on, numerics))
+
+    base = [Job(base_name, reference, seed) for seed in seeds]
+    nudged = [Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(nudges)]
+    others = {name: [Job(name, policy, seed) for seed in seeds] for name, policy in named.items()}
+    total = steps * (len(base) + len(nudged) + len(others) * len(seeds))
+    with bar_of(total, show=progress) as bar:
+        maker = _Runs(task, kept, bar)
+        base_runs = maker.make_base(base)
+        nudged_runs = maker.make_nudged(nudged)
+        other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
+
+    limits = Limits(threshold, grad_norm_threshold, curve_threshold)
+    return ValidationReport(
+        policies=tuple(
+            conclude(name, runs, base_runs, nudged_runs, limits)
+            for name, runs in other_runs.items()
+        ),
+        reference=base_name,
+        steps=steps,
+        seeds=seeds,
+        threshold=threshold,
+        spread=spread_of(base_runs),
+        floor=floor_of(base_runs, nudged_runs),
+        reference_runs=tuple(base_runs),
+        nudged_runs=tuple(nudged_runs),
+        numerics=numerics,
+        remarks=remarks_on(numerics),
+    )
+
+
+class _Runs:
+    """Makes the runs that are not kept, and checks each against the reference of its seed."""
+
+    def __init__(self, task: Task, kept: Kept, bar: Bar) -> None:
+        self._task, self._kept, self._bar = task, kept, bar
+        self._base: dict[int, Run] = {}
+
+    def make_base(self, jobs: Sequence[Job]) -> list[Run]:
+        for job in jobs:
+            run = self.make(job)
+            if not math.isfinite(run.final):
+                raise ValueError(
+                    f"validate: {job} does not come to a finite loss itself, so there is nothing "
+                    "to compare with: mend the training first (a lower learning rate, clipping)."
+                )
+            twin = next((r for r in self._base.values() if r.same_as(run)), None)
+            if twin is not None:
+                raise ValueError(
+                    f"validate: seeds {twin.seed} and {run.seed} made the same run to the bit: "
+                    "make_step(policy, seed) has to initialise, or batches(seed) to draw, by the "
+                    "seed. (With nothing random in it, take seeds=1.)"
+                )
+            self._base[job.seed] = run
+        return list(self._base.values())
+
+    def make_nudged(self, jobs: Sequence[Job]) -> list[Run]:
+        runs = []
+        for job in jobs:
+            run, base = self.make(job), self._base[job.seed]
+            first, again = base.losses[0], run.losses[0]
+            # A last bit of the parameters is 1e-7 of them.
+            if math.isfinite(first) and not abs(again - first) <= 1e-3 * abs(first):
+                raise ValueError(
+                    f"validate: the first loss of {job.label}, seed {job.seed}, was {first:.6g}, "
+                    f"and {again:.6g} when it was made again with parameters that differ in their "
+                    "last bits: make_step must make the same parameters, and step use the same "
+                    "data, for the same policy and seed."
+                )
+            if not math.isfinite(run.final):
+                raise ValueError(
+                    f"validate: {job} (its parameters differ from those of the run before in their "
+                    "last bits alone) does not come to a finite loss: this training is unstable in "
+                    f"{job.label} already."
+                )
+            runs.append(run)
+        return runs
+
+    def make(self, job: Job) -> Run:
+        self._bar.describe(str(job))
+        if (run := self._kept.get(job)) is not None:
+            self._bar.advance(self._task.steps)
+            return run
+        base = self._base.get(job.seed)
+        run = train(self._task, job, self._bar.advance, base.data if base else ())
+        self._bar.advance(self._task.steps - len(run.losses))
+        if base:
+            _check_unscaled(run, base)
+        self._kept.put(job, run)
+        return run
+
+
+def _check_unscaled(run: Run, base: Run) -> None:
+    scale = run.loss_scales[0] if run.loss_scales else 1.0
+    if scale > 2 and base.losses[0] and 0.5 < run.losses[0] / base.losses[0] / scale < 2:
+        raise ValueError(
+            f'validate: the "loss" of {run.label} is {run.losses[0]:.6g} at the first step, which '
+            f"is {base.label}'s times the loss scale of {scale:g}: report the loss that is not "
+            "scaled."
+        )
+
+
+def _named_policies(policies: Any) -> dict[str, Any]:
+    if isinstance(policies, Mapping):
+        if wrong := [name for name in policies if not isinstance(name, str)]:
+            raise TypeError(f"validate: the names of policies must be strings; got {wrong[0]!r}.")
+        named = dict(policies)
+    else:
+        one = isinstance(policies, (str, jmp.Policy, PolicyMap)) or not isinstance(
+            policies, Iterable
+        )
+        specs = [policies] if one else list(policies)
+        for i, spec in enumerate(specs):
+            if get_policy(spec) in map(get_policy, specs[:i]):
+                raise ValueError(f"validate: the policy {str(spec)!r} is named twice.")
+        named = {_name_of(spec): spec for spec in specs}
+    if not named:
+        raise ValueError("validate: there are no policies; name one, such as 'mixed_bfloat16'.")
+    return named
+
+
+def _parsed(policy: Any) -> Any:
+    """As jaxmp reads it; as it is, if it is something that `make_step` alone understands."""
+    try:
+        return get_policy(policy)
+    except (TypeError, ValueError):
+        return policy
+
+
+def _name_of(spec: Any) -> str:
+    return spec if isinstance(spec, str) else str(_parsed(spec))
+
+
+def _name_of_reference(reference: Any, named: Mapping[str, Any]) -> str:
+    name = _name_of(reference)
+    parsed = _parsed(reference)
+    for other, policy in named.items():
+        if other == name or (type(_parsed(policy)) is type(parsed) and _parsed(policy) == parsed):
+            raise ValueError(
+                f"validate: {other!r} is what the others are compared with, and runs anyway; leave "
+                "it out of the policies."
+            )
+    return name
+
+
+def _seeds(seeds: Any) -> tuple[int, ...]:
+    try:
+        several = isinstance(seeds, Iterable)
+        found = tuple(map(operator.index, seeds if several else range(operator.index(seeds))))
+    except TypeError:
+        found = ()
+    if not found or len(set(found)) < len(found) or min(found) < 0:
+        raise ValueError(
+            "validate: seeds is how many, at least 1, or different numbers from 0 on; got "
+            f"{seeds!r}."
+        )
+    return found
+
+
+def _check_callables(make_step: Any, batches: Any) -> None:
+    for name, function, arguments in (
+        ("make_step", make_step, ("policy", 0)),
+        ("batches", batches, (0,)),
+    ):
+        if function is None and name == "batches":
+            continue
+        takes = f"{name}({', '.join(('policy', 'seed')[-len(arguments) :])})"
+        if not callable(function):
+            raise TypeError(
+                f"validate: {name} must be a function, {takes}; got a {type(function).__name__!r}."
+            )
+        try:
+            inspect.signature(function).bind(*arguments)
+        except ValueError:  # a builtin that does not say what it takes
+            pass
+        except TypeError as error:
+            raise TypeError(
+                f"validate: {name} is called as {takes}, and takes {inspect.signature(function)}."
+            ) from error
+
+
+def _count(name: str, number: Any) -> int:
+    if not isinstance(number, (int, np.integer)) or number < 1:
+        raise ValueError(f"validate: {name} must be a number from 1 on; got {number!r}.")
+    return int(number)
+
+
+def _check_thresholds(*thresholds: float | None) -> None:
+    names = ("threshold", "grad_norm_threshold", "curve_threshold")
+    for name, limit in zip(names, thresholds, strict=True):
+        if limit is None and name != "threshold":
+            continue
+        if not isinstance(limit, (int, float, np.floating)) or not limit > 0:
+            raise ValueError(
+                f"validate: {name} must be positive, 0.005 for half a percent; got {limit!r}."
+            )

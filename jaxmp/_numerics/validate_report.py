@@ -1,0 +1,180 @@
+"""What `validate` returns: a verdict per policy, and how it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from typing import Any
+
+from jaxmp._numerics.validate_plots import plot_runs
+from jaxmp._numerics.validate_run import Run
+from jaxmp._numerics.validate_verdict import FAILS, PASSES, Check, PolicyResult, percent
+
+__all__ = ["ValidationReport"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """What `jaxmp.validate` found, policy by policy. Print it.
+
+    Attributes:
+      policies: one result per policy, with its `verdict`, `reasons`, `checks` and `runs`.
+      reference: the name of what they were compared with: "float32".
+      steps: of each run.
+      seeds: of the runs.
+      threshold: the largest relative difference in final loss that passes.
+      spread: the reference's final loss from seed to seed, largest less smallest, relative to its
+        mean; None for one seed.
+      floor: its noise floor: how far the mean final loss is from itself by chance, relative to it.
+      reference_runs: one per seed.
+      nudged_runs: one or more per seed: the reference, its parameters nudged in their last bits.
+      numerics: whose numerics these are: backend, versions, settings.
+      remarks: what has to be known of them.
+    """
+
+    policies: tuple[PolicyResult, ...]
+    reference: str
+    steps: int
+    seeds: tuple[int, ...]
+    threshold: float
+    spread: float | None
+    floor: float
+    reference_runs: tuple[Run, ...]
+    nudged_runs: tuple[Run, ...]
+    numerics: dict[str, str]
+    remarks: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every policy passes; not so if a comparison proves nothing."""
+        return all(result.verdict == PASSES for result in self.policies)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a policy fails."""
+        return any(result.verdict == FAILS for result in self.policies)
+
+    def __getitem__(self, label: str) -> PolicyResult:
+        """The result of a policy, by its name."""
+        for result in self.policies:
+            if result.label == label:
+                return result
+        names = ", ".join(repr(result.label) for result in self.policies)
+        raise KeyError(f"there is no policy {label!r} in the report; there are {names}")
+
+    def to_dict(self, *, runs: bool = True) -> dict[str, Any]:
+        """The report as plain data, for JSON: what is not finite is None.
+
+        Args:
+          runs: whether with every run, step by step.
+        """
+        data: dict[str, Any] = _plain(dataclasses.asdict(self))
+        if not runs:
+            del data["reference_runs"], data["nudged_runs"]
+            for result in data["policies"]:
+                del result["runs"]
+        return data | {"passed": self.passed, "failed": self.failed}
+
+    def to_json(self, *, runs: bool = True) -> str:
+        """The report as JSON; the arguments are those of `to_dict`."""
+        return json.dumps(self.to_dict(runs=runs), allow_nan=False)
+
+    def to_markdown(self) -> str:
+        """The report in Markdown: a table, a reason for each verdict, whose numerics these are."""
+        head, *rows = self._rows()
+        lines = [self._heading(), ""]
+        lines += [_line(head), _line([":--", *["--:"] * (len(head) - 2), ":--"])]
+        lines += [*map(_line, rows), "", *self._said(), ""]
+        lines += [f"* {name}: {value}" for name, value in self.numerics.items()]
+        return "\n".join([*lines, *(f"* {remark}" for remark in self.remarks)]) + "\n"
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws curves, differences, gradient norms and loss scales into a picture.
+
+        Args:
+          path: of the file, with the ending of its format, such as ``.png``.
+
+        Raises:
+          ImportError: if matplotlib is not installed: the extra ``jaxmp[plots]``.
+        """
+        plot_runs(self, path)
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        last = len(widths) - 1
+        table = [
+            "  ".join(
+                cell.rjust(width) if 0 < i < last else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        where = [f"{name}: {value}" for name, value in self.numerics.items()]
+        lines = [self._heading(), "", *table, "", *self._said(), "", *where]
+        return "\n".join([*lines, *(f"({remark})" for remark in self.remarks)])
+
+    def _heading(self) -> str:
+        seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
+        held_out = "held out" if self.reference_runs[0].held_out else "of training"
+        spread = "" if self.spread is None else f"{percent(self.spread, sign=False)} by seed, "
+        return (
+            f"Against {self.reference}: {self.steps} steps, {seeds}, final loss {held_out}.\n"
+            f"{self.reference} against itself: {spread}{percent(self.floor, sign=False)} with its "
+            "last bits nudged (the noise floor)."
+        )
+
+    def _rows(self) -> list[list[str]]:
+        names = [name for name in ("gradient norm", "curve") if any(map(_has(name), self.policies))]
+        skips = any(run.finite for result in self.policies for run in result.runs)
+        mean = sum(run.final for run in self.reference_runs) / len(self.reference_runs)
+        blank = [""] * (len(names) + skips)
+        rows = [
+            [
+                "policy",
+                "final loss",
+                "difference ± noise",
+                *names,
+                *["left out"] * skips,
+                "verdict",
+            ],
+            [self.reference, f"{mean:.5g}", "", *blank, ""],
+        ]
+        for result in self.policies:
+            row = [result.label, f"{result.final_loss:.5g}", _with_noise(result.checks[0])]
+            for name in names:
+                check = result.check(name)
+                row.append("" if check is None else percent(check.difference))
+            row += [str(result.skipped_count)] * skips
+            rows.append([*row, result.verdict])
+        return rows
+
+    def _said(self) -> list[str]:
+        return [
+            f"* {result.label}: {result.verdict}: {'; '.join(result.reasons)}."
+            for result in self.policies
+        ]
+
+
+def _has(name: str) -> Any:
+    return lambda result: result.check(name) is not None
+
+
+def _with_noise(check: Check) -> str:
+    if not math.isfinite(check.difference):
+        return percent(check.difference)
+    return f"{percent(check.difference)} ± {percent(check.noise, sign=False)}"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

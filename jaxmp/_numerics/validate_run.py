@@ -1,0 +1,274 @@
+"""One training run of a validation: what `make_step` returns is checked, called and recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._numerics.validate_nudge import nudge
+
+__all__ = ["Job", "Run", "Task", "train"]
+
+_CHUNK: Final = 32  # steps whose metrics are fetched at once: the device need not wait for each
+# A scale of 2^60, the largest that makes sense, is down at 1 after 60 overflows.
+_HOPELESS: Final = 100
+_MADE: Final = "(state, step), or (state, step, evaluate) with evaluate(state) -> loss"
+_KEPT: Final = ("loss", "grad_norm", "loss_scale", "finite")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What every run has in common."""
+
+    make_step: Callable[..., Any]
+    batches: Callable[[int], Any] | None
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """Which run: of the policy called `label`, from a seed; nudged if `nudge` is not 0."""
+
+    label: str
+    policy: Any
+    seed: int
+    nudge: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.label}, seed {self.seed}" + (f", nudge {self.nudge}" * bool(self.nudge))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """What a training run came to, step by step.
+
+    Attributes:
+      label: the policy's name.
+      seed: of the run.
+      nudge: which of the nudged runs of this seed; 0 for one that was not.
+      losses: of each step, on its batch. Fewer than the steps if the run was given up, its losses
+        having been non-finite for 100 steps.
+      grad_norms: of each step, if the step reports them.
+      loss_scales: likewise.
+      finite: likewise: whether the step was made.
+      final: the loss that is judged: `evaluate`'s after the last step, or the mean training loss of
+        the last twentieth of the steps.
+      held_out: whether it is `evaluate`'s.
+      data: a checksum of each batch, if there are `batches`.
+    """
+
+    label: str
+    seed: int
+    nudge: int
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    loss_scales: tuple[float, ...]
+    finite: tuple[bool, ...]
+    final: float
+    held_out: bool
+    data: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run as plain data; `from_dict` reads it back, to the bit."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Run:
+        """The run that `to_dict` wrote."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+        }
+        return cls(**fields)
+
+    def same_as(self, other: Run) -> bool:
+        """Whether both made the same losses, to the bit."""
+        return self.losses == other.losses and self.final == other.final
+
+
+def train(task: Task, job: Job, tick: Callable[[int], None], data: tuple[int, ...] = ()) -> Run:
+    """Makes one run.
+
+    Args:
+      task: what is run.
+      job: which of its runs.
+      tick: is told how many steps were made since it was called last.
+      data: the checksums of the batches that there have to be; empty if that is not known yet.
+
+    Raises:
+      TypeError: if `make_step`, `step` or `evaluate` returns something else than it has to.
+      ValueError: if a metric is missing or no number, the batches end early or differ from `data`,
+        or nothing in the state can be nudged.
+    """
+    state, step, evaluate = _read_made(task.make_step(job.policy, job.seed), job)
+    record: dict[str, list[Any]] = {name: [] for name in _KEPT}
+    pending: list[dict[str, Any]] = []
+    checksums: list[int] = []
+    nudged = not job.nudge
+    names: set[str] | None = None
+
+    def fetch() -> None:
+        for metrics in jax.device_get(pending):
+            for name, value in metrics.items():
+                record[name].append(bool(value) if name == "finite" else float(value))
+        tick(len(pending))
+        pending.clear()
+
+    for i, fed in enumerate(_feed(task, job.seed)):
+        if task.batches is not None:
+            checksums.append(checksum := _checksum(fed))
+            if data and checksum != data[i]:
+                raise ValueError(
+                    f"validate: batch {i} of {job} differs from that of the first run of this "
+                    "seed: batches(seed) must return the same batches in the same order each time "
+                    "(is a generator, or a random number generator, shared between the runs?)."
+                )
+        if not nudged:  # parameters that are all zero can be after the first step
+            state, nudged = nudge(state, (job.seed, job.nudge))
+        state, metrics = _read_step(step(state, fed), i, job)
+        if names not in (None, metrics.keys()):
+            raise ValueError(
+                f"validate: step {i} of {job} reports {_listed(metrics)}, and the one before "
+                f"{_listed(names or ())}: each step has to report the same."
+            )
+        names = set(metrics)
+        pending.append(metrics)
+        if len(pending) == _CHUNK:
+            fetch()
+            if not any(map(math.isfinite, record["loss"][-_HOPELESS:])) and i >= _HOPELESS:
+                break
+    fetch()
+    if not nudged:
+        raise ValueError(
+            "validate: found no floating parameter to nudge in the state that make_step returned, "
+            "so float32's noise floor cannot be measured. A state is a pytree: a TrainState, "
+            "(params, opt_state), NNX modules."
+        )
+    return Run(
+        label=job.label,
+        seed=job.seed,
+        nudge=job.nudge,
+        losses=tuple(record["loss"]),
+        grad_norms=tuple(record["grad_norm"]),
+        loss_scales=tuple(record["loss_scale"]),
+        finite=tuple(record["finite"]),
+        final=_final(record, task.steps) if evaluate is None else _evaluated(evaluate, state),
+        held_out=evaluate is not None,
+        data=tuple(checksums),
+    )
+
+
+def _feed(task: Task, seed: int) -> Iterator[Any]:
+    """What `step` takes beside the state: the step's number, or its batch."""
+    if task.batches is None:
+        yield from range(task.steps)
+        return
+    batches = task.batches(seed)
+    try:
+        iterator = iter(batches)
+    except TypeError:
+        raise TypeError(
+            f"validate: batches({seed}) returned {_kind(batches)}; it must return an iterable of "
+            "batches."
+        ) from None
+    end = object()
+    for i in range(task.steps):
+        if (batch := next(iterator, end)) is end:
+            raise ValueError(
+                f"validate: batches({seed}) ended after {i} of {task.steps} batches: repeat the "
+                "data, or take fewer steps. (An iterator that was used up by an earlier run, where "
+                "a new one is wanted for each?)"
+            )
+        yield batch
+
+
+def _checksum(batch: Any) -> int:
+    """Of every leaf's dtype, shape and bytes."""
+    total = 0
+    for leaf in jax.tree.leaves(batch):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        total = zlib.crc32(f"{array.dtype}{array.shape}".encode(), total)
+        content = array.tobytes() if array.dtype != object else repr(leaf).encode()
+        total = zlib.crc32(content, total)
+    return total
+
+
+def _read_made(made: Any, job: Job) -> tuple[Any, Callable[..., Any], Callable[..., Any] | None]:
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise TypeError(f"validate: make_step returned {_kind(made)}; it must return {_MADE}.")
+    state, step, evaluate = (*made, None)[:3]
+    if not callable(step):
+        swapped = "; are the two swapped?" if callable(state) else ""
+        raise TypeError(
+            f"validate: make_step must return {_MADE}, and its step is {_kind(step)}{swapped}"
+        )
+    if evaluate is not None and not callable(evaluate):
+        raise TypeError(
+            f"validate: make_step must return {_MADE}, and its evaluate is {_kind(evaluate)}."
+        )
+    if not jax.tree.leaves(state):
+        raise TypeError(
+            f"validate: the state that make_step returned for {job} has no leaves "
+            f"({_kind(state)}); it must return {_MADE}."
+        )
+    return state, step, evaluate
+
+
+def _read_step(result: Any, i: int, job: Job) -> tuple[Any, dict[str, Any]]:
+    """The state, and those of the metrics that are kept."""
+    wanted = 'step must return (state, metrics) with metrics such as {"loss": loss}'
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"validate: {wanted}; step {i} of {job} returned {_kind(result)}.")
+    state, metrics = result
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"validate: {wanted}; step {i} of {job} has metrics of {_kind(metrics)}.")
+    if "loss" not in metrics:
+        raise ValueError(
+            f'validate: {wanted}; step {i} of {job} reports {_listed(metrics)}, and no "loss".'
+        )
+    kept = {name: metrics[name] for name in _KEPT if name in metrics}
+    for name, value in kept.items():
+        if np.shape(value) != () or not hasattr(value, "__float__"):
+            raise ValueError(
+                f"validate: the metric {name!r} must be one number, and is {_kind(value)} of shape "
+                f"{np.shape(value)}: report its mean, for example."
+            )
+    return state, kept
+
+
+def _evaluated(evaluate: Callable[..., Any], state: Any) -> float:
+    loss = evaluate(state)
+    if np.shape(loss) != () or not hasattr(loss, "__float__"):
+        raise TypeError(
+            f"validate: evaluate(state) must return the loss, one number, and returned "
+            f"{_kind(loss)} of shape {np.shape(loss)}."
+        )
+    return float(loss)
+
+
+def _final(record: Mapping[str, Sequence[Any]], steps: int) -> float:
+    """The mean over the last twentieth of the steps, those left out aside; NaN if given up."""
+    window = max(1, steps // 20)
+    losses = record["loss"][-window:]
+    made = record["finite"][-window:] or [True] * len(losses)
+    counted = [loss for loss, so in zip(losses, made, strict=True) if so]
+    return float(np.mean(counted)) if counted and len(record["loss"]) == steps else math.nan
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(repr, sorted(map(str, names)))) or "nothing"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -1,0 +1,310 @@
+"""`numerics.capture`: what is measured is what the program computes, and it computes the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jaxmp
+from jaxmp import numerics
+from jaxmp._numerics.capture import prepare
+from jaxmp._numerics.statistics import BIAS, Measurements, Statistics, look, measure, unpack
+
+from constructs import CONSTRUCTS, data_mesh, loss_of
+from support import slow_when
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (8, 16))
+W = jax.random.normal(KEYS[1], (16, 16)) / 4
+
+
+def measured(x: Any, twin: Any = None) -> Statistics:
+    """The statistics of one array."""
+    extras = jax.jit(lambda x, twin: measure("", [look(x, twin)]))(x, twin)
+    values = {name: np.asarray(extra.value) for name, extra in extras.items()}
+    names = ("counts", "extremes", "sums", "spread")
+    return unpack(x.size, Measurements(values["tops"][0], *(values[n][0] for n in names)))
+
+
+# Statistics, against NumPy.
+
+VALUES = np.array(
+    [0.0, -0.0, 1.0, -3.5, 6e-8, 2.0**-14, 2.0**-15, -500.0, 65504.0, 1e-3, 0.75, -(2.0**-24)]
+)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", [(12,), (3, 4), (2, 3, 2), (12, 1)])
+def test_statistics_of_small_arrays(dtype: Any, shape: tuple[int, ...]) -> None:
+    x = jnp.asarray(VALUES.reshape(shape), dtype)
+    wide = np.abs(np.float64(x)).ravel()
+    nonzero = wide[wide > 0]
+    found = measured(x)
+    assert (found.runs, found.sampled, found.zeros) == (1, 12, np.sum(wide == 0))
+    assert (found.largest, found.smallest) == (wide.max(), nonzero.min())
+    np.testing.assert_allclose(found.mean_square, np.mean(wide**2), rtol=1e-6)
+    assert found.subnormals == np.sum(nonzero < float(jnp.finfo(dtype).tiny))
+    assert not found.is_nan
+    assert not found.is_infinite
+    octaves = np.bincount(np.int64(np.floor(np.log2(nonzero))) + BIAS, minlength=256)
+    np.testing.assert_array_equal(found.octaves, octaves)
+    assert np.isnan(found.error)
+
+
+def test_statistics_of_large_arrays_know_all_of_the_extremes() -> None:
+    x = jax.random.normal(KEYS[2], (100, 700)).at[57, 333].set(1e6)
+    found = measured(x)
+    assert found.largest == 1e6
+    assert 16 * 60 <= found.sampled <= 16 * 128  # a row's last piece is shorter
+    spread = np.asarray(x).ravel()
+    np.testing.assert_allclose(found.mean_square, np.mean(spread[abs(spread) < 10] ** 2), rtol=0.1)
+    assert measured(x.at[99, 699].set(jnp.nan)).is_nan
+    assert measured(x.at[99, 699].set(-jnp.inf)).is_infinite
+
+
+@pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
+def test_what_is_not_finite_is_left_out_of_the_rest(value: float) -> None:
+    found = measured(jnp.array([1.0, value, 3.0], jnp.float16))
+    assert found.largest == 3
+    assert found.mean_square == pytest.approx((1 + 9) / (2 if np.isnan(value) else 3))
+    assert bool(found.is_nan) == bool(np.isnan(value))
+    assert bool(found.is_infinite) == bool(np.isinf(value))
+
+
+def test_what_rounding_cost() -> None:
+    wide = jnp.array([1.0 + 2.0**-12, 1e-9, 1e6, 2.0, 1e-30])
+    found = measured(wide.astype(jnp.float16), wide)
+    assert (found.flushed, found.overflowed, found.twins) == (2, 1, 5)
+    want = np.sqrt(2.0**-24 + 1e-18) / np.sqrt((1 + 2.0**-12) ** 2 + 4)
+    assert found.error == pytest.approx(want, rel=1e-3)
+    clipped = jnp.clip(wide, -65504, 65504).astype(jnp.float16)
+    assert measured(clipped, wide).saturated == 1
+
+
+@pytest.mark.parametrize("form", numerics.formats, ids=lambda form: form.name)
+def test_what_a_format_would_make_of_them(form: numerics.Format) -> None:
+    """Against rounding: normal numbers over four octaves, so that scales matter."""
+    scale = 2.0 ** jax.random.randint(KEYS[3], (16, 1), -2, 3)
+    x = np.float64(jax.random.normal(KEYS[2], (16, 128)) * scale)
+    got = numerics.score(measured(jnp.float32(x)), form)
+    want = rounded(x, form)
+    error = np.sqrt(np.mean((want - x) ** 2) / np.mean(x**2))
+    assert got.error == pytest.approx(error, rel=0.35)
+    assert got.lost == pytest.approx(np.mean((want == 0) & (x != 0)), abs=0.05)
+    assert got.beyond == 0
+
+
+def rounded(x: Any, form: numerics.Format) -> Any:
+    """An array in a format, by NumPy alone."""
+    width = {"": 0, "tensor": 0, "row": 128}.get(form.scaled)
+    if width is None:
+        width = int(form.scaled.rpartition(" ")[2])
+    groups = x.reshape(-1, width) if width else x.reshape(1, -1)
+    unit = np.abs(groups).max(1, keepdims=True) / form.largest if form.scaled else 1.0
+    y = groups / unit
+    exponent = np.floor(np.log2(np.maximum(np.abs(y), 1e-300)))
+    spacing = np.maximum(form.step, 2.0 ** (exponent - form.bits))
+    spacing = np.full_like(y, form.step) if form.integer else spacing
+    return (np.round(y / spacing) * spacing * unit).reshape(x.shape)
+
+
+def test_beyond_a_range() -> None:
+    [float16] = [form for form in numerics.formats if form.name == "float16"]
+    assert numerics.score(measured(jnp.array([1e5, 1.0, 1.0, 1.0])), float16).beyond == 0.25
+    assert numerics.score(measured(jnp.array([65520.0, 1.0])), float16).beyond == 0.5
+    assert numerics.score(measured(jnp.array([65519.0, 1.0])), float16).beyond == 0
+    assert numerics.score(measured(jnp.array([1e-9, 1.0])), float16).lost == 0.5
+
+
+# Programs.
+
+QUICK = {"custom_vjp"}
+# Every kind of equation with others inside, and whatever comes third.
+KINDS = {
+    "scan_reverse",
+    "cond",
+    "switch",
+    "while_loop",
+    "remat_in_scan",
+    "custom_jvp",
+    "ragged_dot",
+}
+CASES = [
+    case
+    for i, case in enumerate(CONSTRUCTS)
+    if i % 3 == 0 or case.fn.__name__ in QUICK | KINDS or "shard_map" in case.fn.__name__
+]
+
+
+def ready(case: Any, **options: Any) -> Any:
+    if not case.diff or case.forward_only:
+        return prepare(case.fn, "mixed_bfloat16", *case.args, grad=False, **options)
+    loss = loss_of(case.fn)
+    return prepare(loss, "mixed_bfloat16", *case.args, argnums=case.diff, **options)
+
+
+@slow_when(lambda case: case.fn.__name__ not in QUICK)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fn.__name__)
+def test_a_program_computes_the_same(case: Any) -> None:
+    prepared = ready(case)
+    arrays = prepared.call.arrays
+    plain = jax.jit(jex_core.jaxpr_as_fun(prepared.call.jaxpr))(*arrays)
+    run = prepared.run()
+    for got, want in zip(jax.tree.leaves(run.results), plain, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+    # XLA fuses what is measured otherwise: a rounding to 16 bits more or less.
+    for got, want in zip(jax.tree.leaves(run.measured_results), plain, strict=True):
+        bound = 2.0**-8 * float(np.abs(np.float64(want)).max(initial=0))
+        np.testing.assert_allclose(np.float64(got), np.float64(want), atol=bound)
+    assert run.origins() == []
+    wide = ready(case, wide=True).run()
+    assert list(wide.sites) == list(run.sites)
+    close(wide.results, plain)
+
+
+def close(got: Any, want: Any) -> None:
+    """What float32 makes of the same program is near."""
+    for g, w in zip(jax.tree.leaves(got), want, strict=True):
+        if jnp.issubdtype(w.dtype, jnp.floating):
+            np.testing.assert_allclose(g, w, rtol=0.2, atol=0.2 * float(np.abs(w).max()) + 1e-6)
+
+
+def sites(run: numerics.Capture, op: str, *, backward: bool = False) -> list[numerics.Measured]:
+    return [m for m in run.sites.values() if m.site.op == op and m.site.backward == backward]
+
+
+def test_a_scan_is_measured_iteration_by_iteration() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, x: (c, jnp.sin(x) * c), 2.0, x, reverse=True)[1]
+
+    x = jnp.arange(10.0).reshape(5, 2)
+    [sine] = sites(numerics.capture(fn, "float32", x), "sin")
+    np.testing.assert_allclose(sine.statistics.largest, np.abs(np.sin(x)).max(1), rtol=1e-6)
+    assert sine.site.loops[0].reverse
+    assert sine.statistics.joined().sampled == 10
+
+
+def test_a_while_loop_is_measured_as_a_whole() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda x: jnp.max(x) < 100, lambda x: jnp.exp2(jnp.log2(x) + 1), x)
+
+    run = numerics.capture(fn, "float32", jnp.array([1.0, 3.0]), grad=False)
+    [power] = sites(run, "exp2")
+    assert power.statistics.runs == 6
+    assert float(power.statistics.largest) == pytest.approx(192)
+    assert float(power.statistics.smallest) == pytest.approx(2)
+
+
+def test_a_branch_that_is_not_taken_is_not_measured() -> None:
+    def fn(flag: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.cond(flag, jnp.sin, jnp.cos, x)
+
+    run = numerics.capture(fn, "float32", jnp.array(True), X)
+    [sine], [cosine] = sites(run, "sin"), sites(run, "cos")
+    assert (sine.statistics.runs, cosine.statistics.runs) == (1, 0)
+    assert sine.site.branch
+    assert float(cosine.statistics.largest) == 0
+
+
+def test_devices_are_measured_together() -> None:
+    mesh = data_mesh()
+
+    def fn(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(mesh.axis_names[0])
+        return jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    x = jnp.arange(16.0 * mesh.size).reshape(-1, 16)
+    [sine] = sites(numerics.capture(fn, "float32", x, grad=False), "sin")
+    assert sine.statistics.runs == mesh.size
+    assert float(sine.statistics.largest) == pytest.approx(float(np.abs(np.sin(x)).max()))
+
+
+def test_an_overflow_on_one_device_is_found() -> None:
+    mesh = data_mesh()
+
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(mesh.axis_names[0])
+        each = jax.shard_map(
+            lambda x, w: x @ w, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
+        )
+        return jnp.mean(each(x, w))
+
+    x = jnp.ones((mesh.size, 16)).at[mesh.size - 1].set(1e5 / 16)
+    fault = jaxmp.diagnose(fn, "mixed_float16")(jnp.ones((16, 16)), x).first
+    assert fault is not None
+    assert (fault.site.op, fault.kind) == ("dot_general", "overflow")
+
+
+# What is asked of it.
+
+
+def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def test_what_is_said_and_refused() -> None:
+    said: list[str] = []
+    run = numerics.capture(loss, "mixed_bfloat16", W, X, announce=said.append)
+    assert said == [f"capture: {len(run.sites)} sites, {run.bytes / 2**20:.1f} MiB of measurements"]
+    with pytest.raises(ValueError, match=r"capture: .* more than the limit of 0.0 MiB.*no module"):
+        numerics.capture(loss, "mixed_bfloat16", W, X, limit=1000)
+    with pytest.raises(ValueError, match=r"sites='\*\*/nowhere' matches no module path"):
+        numerics.capture(loss, "mixed_bfloat16", W, X, sites="**/nowhere")
+    with pytest.raises(ValueError, match="loss_scale=8 scales a loss, but"):
+        numerics.capture(jnp.sin, "mixed_bfloat16", X, loss_scale=8)
+    with pytest.raises(TypeError, match="capture: "):
+        numerics.capture(3, "mixed_bfloat16", W, X)  # type: ignore[arg-type]
+
+
+def test_a_glob_measures_less() -> None:
+    def scoped(w: jax.Array, x: jax.Array) -> jax.Array:
+        with jax.named_scope("inside"):
+            h = jnp.tanh(x @ w)
+        return jnp.sum(h / jnp.sum(h * 0))  # 0 by 0, outside
+
+    run = numerics.capture(scoped, "float32", W, X, sites="inside", grad=False)
+    whole = {m.site.op for m in run.sites.values() if m.statistics.is_whole}
+    assert whole == {"dot_general", "tanh"}
+    assert [origin.site.op for origin in run.origins()] == ["div"]
+    assert run.bytes < numerics.capture(scoped, "float32", W, X, grad=False).bytes
+
+
+def test_arguments_have_names_and_kinds() -> None:
+    def fn(params: Any, batch: Any) -> Any:
+        out = batch["x"] @ params["w"]
+        return jnp.sum(out), {"out": out}
+
+    run = numerics.capture(fn, "mixed_bfloat16", {"w": W}, {"x": X, "ids": jnp.arange(3)})
+    given = [m.site for m in run.sites.values() if m.site.op == "argument"]
+    assert [(site.path, site.kind) for site in given] == [
+        ("params['w']", "weight"),
+        ("batch['x']", "activation"),
+    ]
+    narrowed = {m.site.kind for m in sites(run, "convert_element_type")}
+    assert "weight" in narrowed
+    (_, aux), grads = run.results
+    assert aux["out"].shape == (8, 16)
+    assert grads["w"].dtype == jnp.float32
+
+
+def test_a_training_step_as_it_is() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(loss)(w, x)
+
+    run = numerics.capture(step, "mixed_bfloat16", W, X)
+    assert run.results.shape == W.shape
+    assert sites(run, "dot_general")
+    assert [m for m in run.sites.values() if m.site.backward]
+
+
+def test_it_changes_nothing_when_it_is_not_differentiated() -> None:
+    got = numerics.capture(loss, "mixed_bfloat16", W, X, grad=False).results
+    assert got == jax.jit(jaxmp.autocast(loss, "mixed_bfloat16"))(W, X)

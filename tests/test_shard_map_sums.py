@@ -1,0 +1,179 @@
+"""`jax.shard_map`: products that are added up over devices, and weights that are gathered."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from shard_map_kit import (
+    BF16,
+    Program,
+    assert_near,
+    crossing,
+    crossing_on_gpus,
+    draws,
+    loss,
+    mesh,
+    on_many,
+)
+
+import jaxmp
+
+from support import iter_eqns, slow_when
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
+    reason="needs jaxmp[gpu-aot]",
+)
+
+# Tensor parallelism: columns of the first weight and rows of the second on each device, and a sum
+# over devices of what the second product makes.
+
+WIDTH, HIDDEN = 16, 64
+
+
+def normalised(x, scale):
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * scale
+
+
+def mlp(add_up):
+    def layer(p, x):
+        x = x @ p["inward"]
+        hidden = jax.nn.gelu(normalised(x, p["scale"]) @ p["up"])
+        return (x + add_up(hidden @ p["down"]) + p["bias"]) @ p["head"]
+
+    return layer
+
+
+def draw_mlp(rng):
+    def normal(*shape):
+        return rng.normal(size=shape) / shape[0] ** 0.5
+
+    params = {
+        "inward": normal(WIDTH, WIDTH),
+        "scale": 1 + rng.normal(size=WIDTH) / 8,
+        "up": normal(WIDTH, HIDDEN),
+        "down": normal(HIDDEN, WIDTH),
+        "bias": rng.normal(size=WIDTH) / 8,
+        "head": normal(WIDTH, 8),
+    }
+    return params, rng.normal(size=(32, WIDTH))
+
+
+TENSOR, SCATTERED = (
+    Program(
+        draw_mlp,
+        mlp(lambda y: y),
+        mlp(add_up),
+        {"up": P(None, "d"), "down": P("d")},
+        P(),
+    )
+    for add_up in (
+        lambda y: lax.psum(y, "d"),
+        lambda y: lax.all_gather(lax.psum_scatter(y, "d", tiled=True), "d", tiled=True),
+    )
+)
+SUMS = ("psum", "psum_invariant", "reduce_scatter")
+
+
+def sums_of_activations(program, policy, **options):
+    """The dtypes in which products of the size of activations are added up, forward."""
+    jaxpr = jax.make_jaxpr(on_many(program, policy, **options))(*draws(program)[0])
+    eqns = [e for e in iter_eqns(jaxpr) if e.primitive.name in SUMS]
+    return {str(e.invars[0].aval.dtype) for e in eqns if e.invars[0].aval.ndim > 1}
+
+
+# As one calls the function, and as primitives are called.
+@slow_when(lambda check_vma, names: not check_vma and "psum" in names)
+@pytest.mark.parametrize(
+    ("program", "check_vma", "names"),
+    [
+        (TENSOR, True, ("psum", "psum_invariant", "pmean")),
+        (TENSOR, False, ("psum", "pmean")),
+        (SCATTERED, False, ("psum_scatter", "reduce_scatter")),
+    ],
+    ids=("psum", "psum, unchecked", "psum_scatter"),
+)
+def test_products_are_added_up_in_float32_or_as_the_policy_says(program, check_vma, names):
+    assert sums_of_activations(program, BF16, check_vma=check_vma) == {"float32"}
+    for name in names:
+        policy = f"{BF16},ops={name}:follow"
+        assert sums_of_activations(program, policy, check_vma=check_vma) == {"bfloat16"}
+        said = jaxmp.explain(on_many(program, "float32", check_vma=check_vma), policy)
+        assert "met nowhere" not in said(*draws(program)[0]).summary()
+
+
+def test_an_override_of_one_primitive_comes_before_that_of_its_function():
+    policy = f"{BF16},ops=psum:follow|psum_invariant:full"
+    assert sums_of_activations(TENSOR, policy) == {"float32"}
+    assert sums_of_activations(TENSOR, policy, check_vma=False) == {"bfloat16"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False], ids=("checked", "unchecked"))
+@pytest.mark.parametrize("ops", ["", "psum:follow", "psum_scatter:follow"])
+def test_tensor_parallelism_is_near(ops, check_vma):
+    program = SCATTERED if "scatter" in ops else TENSOR
+    if program is SCATTERED and check_vma:
+        pytest.skip("JAX does not know the result to be the same on all devices")
+    policy = f"{BF16},ops={ops}" if ops else BF16
+    assert_near(program, on_many(program, policy, check_vma=check_vma))
+    low = "bfloat16" if ops else "float32"
+    found = crossing(on_many(program, policy, inside=True, check_vma=check_vma), program, SUMS)
+    assert low in {dtype for _, dtype in found}
+    if check_vma and ops:
+        # What every device multiplies by weights of its own has a gradient that is their sum.
+        assert found == {("psum_invariant", "bfloat16")}
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_sums_that_gpus_make():
+    """All that crosses are the sums of the layer, forward, and of its input's gradient, backward.
+
+    That is an activation's, and crosses as activations do.
+    """
+    full = crossing_on_gpus(TENSOR, "float32")
+    [(_, size)] = full.items()
+    mixed, followed = (crossing_on_gpus(TENSOR, f"{BF16}{ops}") for ops in ("", ",ops=psum:follow"))
+    assert mixed == {("all-reduce", "float32"): size / 2, ("all-reduce", "bfloat16"): size / 4}
+    assert followed == {("all-reduce", "bfloat16"): size / 2}
+
+
+# Weights that the program gathers, in all the ways that JAX knows.
+
+GATHERED = {
+    "varying": lambda x, w: jnp.tanh(x @ lax.all_gather(w, "d", tiled=True)),
+    "reduced": lambda x, w: jnp.tanh(x @ lax.all_gather(w, "d", tiled=True, to="reduced")),
+    "invarying": lambda x, w: lax.psum(
+        jnp.tanh(x @ lax.all_gather(w, "d", tiled=True, to="invarying")), "d"
+    ),
+}
+
+
+@slow_when(lambda to: to != "invarying")
+@pytest.mark.parametrize("to", GATHERED)
+def test_weights_are_gathered_in_16_bits_and_their_gradients_added_up_in_float32(to):
+    out = P() if to == "invarying" else P("d")
+    rng = np.random.default_rng(0)
+    x, w = (np.asarray(rng.normal(size=size) / 4, "float32") for size in ((64, 32), (32, 16)))
+
+    def fn(w, x):
+        mapped = jax.shard_map(GATHERED[to], mesh=mesh(), in_specs=(P("d"), P("d")), out_specs=out)
+        return loss(mapped(x, w))
+
+    with jax.set_mesh(mesh()):
+        step = jax.jit(jax.grad(jaxmp.autocast(fn, BF16)))
+        eqns = list(iter_eqns(jax.make_jaxpr(step)(w, x)))
+        got, want = step(w, x), jax.jit(jax.grad(fn))(w, x)
+    crossed = [(e.primitive.name, str(e.invars[0].aval.dtype)) for e in eqns if e.invars]
+    assert {d for name, d in crossed if name.startswith("all_gather")} == {"bfloat16"}
+    sums = {d for name, d in crossed if "reduce_scatter" in name or "psum" in name}
+    assert sums == {"float32"}
+    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)

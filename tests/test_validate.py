@@ -1,0 +1,424 @@
+"""validate: its verdicts, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from validate_kit import faulty, simulated, validate
+
+import jaxmp
+from jaxmp._numerics import validate_numerics
+from jaxmp._numerics.validate_verdict import FAILS, NOISE, PASSES
+
+from support import cpu_environment
+
+# Verdicts.
+
+
+@pytest.mark.parametrize(
+    ("effect", "verdict"),
+    [(0.004, PASSES), (-0.004, PASSES), (0.006, FAILS), (-0.006, FAILS), (0.0, NOISE)],
+)
+def test_the_verdict_is_by_the_threshold_where_chance_is_small(effect, verdict):
+    report = validate(policies={"it": effect})
+    result = report["it"]
+    assert result.verdict == verdict
+    assert report.passed == (verdict == PASSES)
+    assert report.failed == (verdict == FAILS)
+    assert report.floor < 1e-6
+    assert result.check("final loss").difference == pytest.approx(effect, abs=1e-9)
+
+
+def test_the_threshold_can_be_set():
+    assert validate(policies={"it": 0.02}, threshold=0.03).passed
+    assert not validate(policies={"it": 0.02}, threshold=0.01).passed
+    # The curve is as far away as its end.
+    assert validate(policies={"it": 0.02}, threshold=0.03, curve_threshold=0.01).failed
+    assert validate(policies={"it": 0.02}, threshold=0.03, curve_threshold=None).passed
+
+
+def test_what_chance_makes_as_well_proves_nothing():
+    chaotic = functools.partial(simulated, chaos=0.2)
+    report = validate(chaotic, {"small": 0.001, "beyond": 0.008, "large": 0.5})
+    assert report.floor > 0.01
+    assert report["small"].verdict == NOISE, "within the threshold, but so wide is chance"
+    assert report["beyond"].verdict == NOISE, "beyond the threshold, but not beyond chance"
+    assert report["large"].verdict == FAILS
+    assert not report.passed
+    for said in (str(report), report.to_markdown()):
+        assert "(float32's, nudged), which is wider than the 0.5% allowed" in said
+        assert "proves nothing; more seeds" in said
+
+
+def test_the_noise_floor_is_the_interval_of_a_mean_of_such_differences():
+    chaotic = functools.partial(simulated, chaos=0.2)
+    report = validate(chaotic, nudges=2)
+    base = {run.seed: run.final for run in report.reference_runs}
+    mean = np.mean(list(base.values()))
+    chance = [(run.final - base[run.seed]) / mean for run in report.nudged_runs]
+    assert len(chance) == 6
+    # Student's t of six degrees of freedom, 97.5 %.
+    floor = 2.447 * np.sqrt(np.mean(np.square(chance))) / np.sqrt(3)
+    assert report.floor == pytest.approx(floor)
+    assert report["it"].check("final loss").floor == pytest.approx(floor)
+    assert report.spread == pytest.approx((max(base.values()) - min(base.values())) / mean)
+    assert validate(seeds=1).spread is None
+
+
+@pytest.mark.parametrize(
+    ("effects", "verdict"),
+    [
+        ((0.02, -0.015, 0.004), NOISE),  # each of them is large, and so is their scatter
+        ((0.004, -0.004, 0.0), NOISE),  # within the threshold on average, and nobody knows
+        ((0.0012, 0.0008, 0.001), PASSES),
+        ((0.012, 0.008, 0.01), FAILS),
+    ],
+)
+def test_differences_that_scatter_from_seed_to_seed_prove_nothing(effects, verdict):
+    def make_step(policy, seed):
+        return simulated("float32" if policy == "float32" else effects[seed], seed)
+
+    report = validate(make_step)
+    [check] = [check for check in report["it"].checks if check.name == "final loss"]
+    assert report["it"].verdict == verdict
+    finals = [np.array([r.final for r in x]) for x in (report["it"].runs, report.reference_runs)]
+    differences = (finals[0] - finals[1]) / finals[1].mean()
+    # Student's t of two degrees of freedom, 97.5 %.
+    assert check.scatter == pytest.approx(4.303 * np.std(differences, ddof=1) / np.sqrt(3))
+    assert check.noise == check.scatter > check.floor
+    assert "(from seed to seed)" in str(report)
+
+
+def test_curves_are_judged_by_their_mean_and_their_distance_is_shown():
+    def metrics(policy, loss, i):
+        there_and_back = 0.0 if policy == "float32" else 0.2 * (-1) ** i
+        return {"loss": 2 + there_and_back + loss / 1000}
+
+    def make_step(policy, seed):
+        return simulated(0.0, seed, metrics=functools.partial(metrics, policy))
+
+    result = validate(make_step)["it"]
+    assert result.verdict == PASSES
+    assert abs(result.check("curve").difference) < 1e-6
+    assert result.curve_distance == pytest.approx(0.1, rel=1e-3)
+    assert result.curve_floor < 1e-6
+    assert "training curves 9.99% apart (float32's, nudged: 0.00%)" in " ".join(result.reasons)
+
+
+def test_a_policy_that_changes_no_bit_proves_nothing():
+    report = validate(policies={"ignored": 0.0})
+    assert report["ignored"].verdict == NOISE
+    assert "every loss is float32's to the bit" in str(report)
+
+
+def test_the_loss_that_is_held_out_is_judged():
+    def make_step(policy, seed):
+        state, step = simulated(0.5 if policy != "float32" else 0.0, seed)
+        return state, step, lambda state: np.float32(2 + 0.001 * seed)
+
+    report = validate(make_step, {"it": 0.5}, curve_threshold=None)
+    assert report["it"].check("final loss").difference == 0
+    assert report["it"].verdict == PASSES
+    assert "held out" in str(report)
+    assert "of training" in str(validate())
+
+
+def test_without_it_the_last_twentieth_is():
+    make_step = functools.partial(simulated, metrics=lambda loss, i: {"loss": 1 + i + 0 * loss})
+    report = validate(make_step, {"it": 0.5}, steps=60, seeds=1)
+    assert report["it"].final_loss == np.mean([58, 59, 60])
+
+
+def test_a_loss_that_is_not_finite_fails():
+    late = functools.partial(faulty, fault=lambda _, i: {"loss": np.nan} if i >= 30 else {})
+    report = validate(late)
+    assert report.failed
+    assert "the loss of seed 0 is not finite from step 30 on" in str(report)
+    assert len(report["it"].runs[0].losses) == 40
+
+
+def test_a_run_that_stays_non_finite_is_given_up():
+    lost = functools.partial(faulty, fault=lambda _, i: {"loss": np.inf} if i >= 50 else {})
+    report = validate(lost, steps=400, seeds=1)
+    assert 150 <= len(report["it"].runs[0].losses) < 200
+    assert report.failed
+    assert "not finite from step 50 on" in str(report)
+    # Three quarters of a minute of overflows are a scale that starts high.
+    back = functools.partial(faulty, fault=lambda _, i: {"loss": np.inf} if i < 60 else {})
+    assert len(validate(back, steps=400, seeds=1)["it"].runs[0].losses) == 400
+
+
+def test_steps_that_were_left_out_are_counted_and_the_curve_is_not_judged():
+    def metrics(policy, loss, i):
+        made = policy == "float32" or i not in (3, 39)
+        return {"loss": loss if made else np.inf, "finite": jnp.array(made), "loss_scale": 2.0}
+
+    def make_step(policy, seed):
+        return simulated(policy, seed, metrics=functools.partial(metrics, policy))
+
+    result = validate(make_step, curve_threshold=1e-9)["it"]
+    assert result.skipped_count == 6
+    assert result.verdict == PASSES, "the last of them is not in the final loss"
+    assert "6 of 120 steps were left out" in " ".join(result.reasons)
+    assert result.check("curve").difference == pytest.approx(0.001)
+
+
+def with_norms(norm):
+    """Gradient norms of `norm(policy, i)`."""
+
+    def make_step(policy, seed):
+        def metrics(loss, i):
+            return {"loss": loss, "grad_norm": jnp.float32(norm(policy, i))}
+
+        return simulated(policy, seed, metrics=metrics)
+
+    return make_step
+
+
+def test_gradient_norms_are_judged():
+    report = validate(with_norms(lambda policy, i: 1.2 if policy != "float32" else 1.0))
+    assert report.failed
+    assert report["it"].check("gradient norm").difference == pytest.approx(0.2)
+    assert "gradient norm +20.00% from float32's: beyond 10%" in str(report)
+    assert validate(
+        with_norms(lambda policy, i: 1.2 if policy != "float32" else 1.0), grad_norm_threshold=None
+    ).passed
+    # A few steps, those that overflow among them, are not the median.
+    odd = {0: np.inf, 1: 9.0}
+    make_step = with_norms(lambda policy, i: odd.get(i, 1.0) if policy != "float32" else 1.0)
+    assert validate(make_step).passed
+
+
+def test_gradients_that_are_zero_are_said_to_underflow():
+    report = validate(with_norms(lambda policy, i: float(policy == "float32" or i % 4)))
+    [said] = [reason for reason in report["it"].reasons if "zero" in reason]
+    assert "every gradient is exactly zero in 25% of the steps" in said
+    assert "jaxmp.loss_scale_for" in said
+
+
+def test_a_first_gradient_that_is_smaller_is_said_to_underflow():
+    report = validate(with_norms(lambda policy, i: 1.0 if policy == "float32" or i else 0.2))
+    assert "the first gradient, of equal parameters, is -80.00% in norm: gradients un" in str(
+        report
+    )
+
+
+# What is refused.
+
+
+def returning(*made):
+    return lambda policy, seed: made if len(made) != 1 else made[0]
+
+
+def stepping(result):
+    return lambda policy, seed: (np.float32(1), lambda state, i: result)
+
+
+COUNTER = itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"make_step": 3}, TypeError, "make_step must be a function, make_step.policy, seed.; got"),
+        (
+            {"make_step": lambda policy: 1},
+            TypeError,
+            r"called as make_step\(policy, seed\), and ta",
+        ),
+        ({"make_step": returning(1)}, TypeError, "returned an int; it must return .state, step"),
+        ({"make_step": returning(1, 2)}, TypeError, "its step is an int"),
+        ({"make_step": returning(len, 2)}, TypeError, "are the two swapped?"),
+        ({"make_step": returning(1.0, len, 3)}, TypeError, "its evaluate is an int"),
+        ({"make_step": returning((), len)}, TypeError, "has no leaves"),
+        (
+            {"make_step": stepping(3)},
+            TypeError,
+            "step must return .state, metrics.*returned an int",
+        ),
+        ({"make_step": stepping((1, 2.0))}, TypeError, "has metrics of a float"),
+        ({"make_step": stepping((1, {"los": 2.0}))}, ValueError, "reports 'los', and no \"loss\""),
+        (
+            {"make_step": stepping((1, {"loss": np.ones(2)}))},
+            ValueError,
+            r"'loss' must be one numb",
+        ),
+        ({"make_step": stepping((1, {"loss": "a"}))}, ValueError, "is a str"),
+        (
+            {"make_step": lambda p, s: (*simulated(p, s), lambda state: np.ones(3))},
+            TypeError,
+            r"evaluate.state. must return the loss, one number.*\(3,\)",
+        ),
+        (
+            {"make_step": lambda p, s: simulated(p, s, metrics=lambda loss, i: {"loss": np.nan})},
+            ValueError,
+            "float32, seed 0 does not come to a finite loss itself",
+        ),
+        (
+            {
+                "make_step": lambda p, s: simulated(
+                    p, s, metrics=lambda x, i: {"loss": x, **({"finite": True} if i else {})}
+                )
+            },
+            ValueError,
+            "step 1 .* reports 'finite', 'loss', and the one before 'loss'",
+        ),
+        (
+            {"make_step": lambda p, s: simulated(p, s + 10 * next(COUNTER))},
+            ValueError,
+            "first loss of float32, seed 0, was .*: make_step must make the same parameters",
+        ),
+        (
+            {"make_step": lambda p, s: simulated(p, 0)},
+            ValueError,
+            "seeds 0 and 1 made the same run",
+        ),
+        (
+            {"make_step": lambda p, s: (3, lambda state, i: (state, {"loss": 1.0 + s}))},
+            ValueError,
+            "no floating parameter to nudge",
+        ),
+        ({"batches": 3}, TypeError, "batches must be a function, batches.seed.; got a 'int'"),
+        ({"batches": lambda other=1, /, *, needed: other}, TypeError, r"called as batches\(seed\)"),
+        ({"batches": lambda seed: 3}, TypeError, r"batches\(0\) returned an int"),
+        (
+            {"batches": lambda seed: [1] * 7},
+            ValueError,
+            r"batches\(0\) ended after 7 of 40 batches",
+        ),
+        (
+            {"batches": lambda seed: (next(COUNTER) for _ in range(99))},
+            ValueError,
+            "batch 0 of float32, seed 0, nudge 1 differs from that of the first run of this seed",
+        ),
+        ({"policies": []}, ValueError, "there are no policies"),
+        ({"policies": "mixed_bflaot16"}, ValueError, "mixed_bfloat16"),
+        ({"policies": ["bf16", "bfloat16"]}, ValueError, "'bfloat16' is named twice"),
+        ({"policies": {1: "float16"}}, TypeError, "names of policies must be strings; got 1"),
+        ({"policies": ["float32"]}, ValueError, "'float32' is what the others are compared with"),
+        ({"policies": "p=f32,c=f32,o=f32"}, ValueError, "is what the others are compared with"),
+        ({"policies": {"float32": 1}}, ValueError, "is what the others are compared with"),
+        ({"steps": 0}, ValueError, "steps must be a number from 1 on; got 0"),
+        ({"seeds": 0}, ValueError, "seeds is how many, at least 1"),
+        ({"seeds": [1, 1]}, ValueError, "different numbers"),
+        ({"seeds": [-1]}, ValueError, "from 0 on"),
+        ({"seeds": "3"}, ValueError, "got '3'"),
+        ({"seeds": 2.5}, ValueError, "got 2.5"),
+        ({"nudges": 0}, ValueError, "nudges must be"),
+        ({"threshold": "0.5%"}, ValueError, "threshold must be positive, .*; got '0.5%'"),
+        ({"threshold": None}, ValueError, "threshold must be positive"),
+        ({"threshold": 0}, ValueError, "threshold must be positive"),
+        ({"curve_threshold": -1}, ValueError, "curve_threshold must be positive"),
+        ({"out": __file__}, ValueError, "is a file; name a folder"),
+        (
+            {"out": "unused", "depends_on": [Path("nowhere.csv")]},
+            ValueError,
+            "'nowhere.csv', which",
+        ),
+    ],
+)
+def test_wrong_uses(options, error, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message) as raised:
+        validate(**options)
+    assert str(raised.value).startswith(("validate: ", "get_policy: "))
+
+
+def test_batches_of_a_policy_that_differ_are_found():
+    """The first batches agree: it is not the first step that tells."""
+    calls = itertools.count()
+
+    def batches(seed):
+        call = next(calls)
+        return ({"x": np.full(3, i + (i == 7 and call == 2))} for i in range(40))
+
+    with pytest.raises(ValueError, match="batch 7 of it, seed 0 differs"):
+        validate(batches=batches, seeds=1)
+
+
+@pytest.mark.parametrize("other", [np.ones(4), np.ones((3, 1)), np.ones(3).view("i8"), -np.ones(3)])
+def test_batches_are_compared_by_shape_dtype_and_content(other):
+    calls = itertools.count()
+
+    def batches(seed):
+        return itertools.repeat({"x": other} if next(calls) else {"x": np.ones(3)}, 40)
+
+    with pytest.raises(ValueError, match="batch 0 of"):
+        validate(batches=batches, seeds=1)
+
+
+def test_batches_may_hold_keys_jax_arrays_and_none():
+    def batches(seed):
+        key = jax.random.key(seed)
+        return ((jnp.ones(2), jax.random.fold_in(key, i), None, 3) for i in range(40))
+
+    report = validate(batches=batches, seeds=1)
+    assert len(set(report.reference_runs[0].data)) == 40
+
+
+def test_a_loss_that_is_still_scaled_is_found():
+    def metrics(policy, loss, i):
+        scale = 1.0 if policy == "float32" else 1024.0
+        return {"loss": loss * scale, "loss_scale": scale}
+
+    def make_step(policy, seed):
+        return simulated(policy, seed, metrics=functools.partial(metrics, policy))
+
+    with pytest.raises(ValueError, match="float32's times the loss scale of 1024: report the loss"):
+        validate(make_step)
+
+
+def test_policies_that_are_no_strings_are_named():
+    def make_step(policy, seed):
+        return simulated(0.001 if policy is jnp.bfloat16 else 0.0, seed)
+
+    report = validate(make_step, jnp.bfloat16, reference=jaxmp.get_policy("float32"))
+    assert report.reference == str(jaxmp.get_policy("float32"))
+    assert [result.label for result in report.policies] == [str(jaxmp.get_policy("bfloat16"))]
+
+
+def test_what_the_users_code_raises_is_theirs():
+    def make_step(policy, seed):
+        raise KeyError("theirs")
+
+    with pytest.raises(KeyError, match="theirs"):
+        validate(make_step)
+
+
+def test_on_a_cpu_that_sums_in_bfloat16_it_demands_the_flag():
+    wanted = "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= in the environment"
+    for policies in (
+        "mixed_bfloat16",
+        "mixed_int8",
+        "float32,matmul=f32:bf16:bf16",
+        [jaxmp.PolicyMap({"a": "mixed_bfloat16"}, default="mixed_float16")],
+        {"known to make_step alone": 3},
+    ):
+        with pytest.raises(RuntimeError, match=wanted):
+            validate(policies=policies, sums_in_bfloat16=True)
+
+    def ignoring(policy, seed):
+        return simulated(0.0, seed)
+
+    assert validate(ignoring, "mixed_float16", sums_in_bfloat16=True).policies
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", [True, False])
+def test_whether_this_cpu_sums_in_bfloat16_is_tried(flag, tmp_path):
+    code = "from jaxmp._numerics import validate_numerics as v; print(v._sums_in_bfloat16())"
+    env = cpu_environment()
+    if flag:
+        env["XLA_FLAGS"] = validate_numerics.with_cpu_sums("")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(not flag and jax.__version_info__ >= (0, 12))]

@@ -1,0 +1,233 @@
+"""What validate keeps through kill -9, what invalidates it, and how parameters are nudged."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from validate_kit import faulty, simulated, validate
+
+import jaxmp
+from jaxmp._numerics import progress, validate_numerics
+from jaxmp._numerics.validate_kept import fingerprint
+from jaxmp._numerics.validate_nudge import nudge
+
+from support import ROOT, cpu_environment
+
+# What is kept.
+
+
+class Counting:
+    """`simulated`, which remembers what it made, and may be killed."""
+
+    def __init__(self, dies_at=None):
+        self.made, self.dies_at = [], dies_at
+
+    def __call__(self, policy, seed):
+        if len(self.made) == self.dies_at:
+            raise KeyboardInterrupt
+        self.made.append((policy, seed))
+        return simulated(policy, seed)
+
+
+def test_what_was_interrupted_goes_on_with_the_run_it_was_at(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        validate(Counting(dies_at=5), out=tmp_path)
+    again = Counting()
+    report = validate(again, out=tmp_path)
+    assert again.made == [("float32", 2), (0.001, 0), (0.001, 1), (0.001, 2)]
+    whole = validate(Counting())
+    assert report == whole, "the very same numbers"
+    none = Counting()
+    assert validate(none, out=tmp_path) == whole
+    assert not none.made
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_new_policy_or_seed_is_added_to_what_is_kept(tmp_path):
+    validate(Counting(), seeds=2, out=tmp_path)
+    more = Counting()
+    report = validate(more, {"it": 0.001, "other": 0.002}, seeds=3, out=tmp_path, threshold=0.1)
+    assert more.made == [
+        ("float32", 2),
+        ("float32", 2),  # nudged
+        (0.001, 2),
+        *[(0.002, seed) for seed in range(3)],
+    ]
+    assert report.passed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 41},
+        {"depends_on": ["rate 2"]},
+        {"policies": {"it": 0.002}},
+        {"flags": "--xla_something=1"},
+        {"file": "changed"},
+    ],
+    ids=str,
+)
+def test_a_change_makes_runs_anew(change, tmp_path, monkeypatch):
+    data = tmp_path / "data.csv"
+    data.write_text("as it was")
+    options = {"out": tmp_path / "runs", "seeds": 1}
+    validate(Counting(), depends_on=(str(data), "rate 1"), **options)
+    same = Counting()
+    validate(same, depends_on=[str(data), "rate 1"], **options)
+    assert not same.made
+
+    jax.devices()  # no backend starts with a flag that does not exist
+    change = dict(change)
+    if flags := change.pop("flags", None):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+    if text := change.pop("file", None):
+        data.write_text(text)
+    changed = Counting()
+    named = [data, *change.pop("depends_on", ["rate 1"])]
+    validate(changed, depends_on=named, **options, **change)
+    assert len(changed.made) == (1 if "policies" in change else 3)
+
+
+def test_one_thing_to_depend_on_needs_no_list(tmp_path):
+    data = tmp_path / "data.csv"
+    for depends_on in (data, str(data)):
+        data.write_text("as it was")
+        options = {"depends_on": depends_on, "out": tmp_path / type(depends_on).__name__}
+        validate(Counting(), seeds=1, **options)
+        data.write_text("changed")
+        changed = Counting()
+        validate(changed, seeds=1, **options)
+        assert len(changed.made) == 3
+
+
+def test_a_file_that_is_no_run_any_more_is_made_again(tmp_path):
+    validate(Counting(), seeds=1, out=tmp_path)
+    for path in tmp_path.glob("it-*.json"):
+        path.write_text(path.read_text()[:100])
+    again = Counting()
+    validate(again, seeds=1, out=tmp_path)
+    assert again.made == [(0.001, 0)]
+
+
+def test_fingerprints():
+    assert fingerprint(simulated) == fingerprint(simulated)
+    assert fingerprint(simulated) != fingerprint(faulty), "two functions of one file"
+    partial = functools.partial(simulated, chaos=0.1)
+    assert fingerprint(partial) == fingerprint(functools.partial(simulated, chaos=0.1))
+    assert fingerprint(partial) != fingerprint(functools.partial(simulated, chaos=0.2))
+    assert fingerprint(Counting()) == fingerprint(Counting())
+    assert fingerprint(object()) == fingerprint(object()), "without its address"
+    assert fingerprint(progress) == fingerprint(Path(progress.__file__))
+    assert fingerprint(jaxmp._numerics) == fingerprint(ROOT / "jaxmp" / "_numerics")
+    assert fingerprint(jax.jit(simulated)) == fingerprint(jax.jit(simulated))
+    typed = [eval(f"lambda policy, seed: {n}") for n in (1, 1, 2)]  # has no source
+    first, same, other = map(fingerprint, typed)
+    assert first == same != other
+
+
+@pytest.mark.slow
+def test_kill_9(tmp_path):
+    """In a process that is killed in the middle of its runs."""
+    (tmp_path / "program.py").write_text(
+        "import sys, time, numpy as np, jaxmp\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "def make_step(policy, seed):\n"
+        "    x = np.random.default_rng(seed).random(4).astype('f')\n"
+        "    def step(state, i):\n"
+        "        time.sleep(0.02)\n"
+        "        return state * np.float32(.9), {'loss': 1 + float(abs(state).sum())}\n"
+        "    return x, step\n"
+        "policies = {'it': 1, 'other': 2}\n"
+        "print(jaxmp.validate(make_step, policies, 20, 3, out='runs').reference_runs[2].final)\n"
+    )
+    env = cpu_environment()
+    env["XLA_FLAGS"] = validate_numerics.with_cpu_sums("")
+    command = [sys.executable, "program.py"]
+    runs = tmp_path / "runs"
+    with subprocess.Popen(command, cwd=tmp_path, env=env) as process:
+        while len(list(runs.glob("*.run.json"))) < 4:
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+    kept = {path: path.stat().st_mtime_ns for path in runs.glob("*.run.json")}
+    assert len(kept) < 12
+    again = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    assert len(list(runs.glob("*.run.json"))) == 12
+    assert all(path.stat().st_mtime_ns == made for path, made in kept.items())
+
+
+# Nudges.
+
+
+def test_a_nudge_is_a_last_bit_up_or_down_or_none():
+    x = np.random.default_rng(0).normal(size=3000).astype("f")
+    after, changed = nudge(x, (0, 1))
+    assert changed
+    steps = np.asarray(after).view("i4") - np.asarray(x).view("i4")
+    counts = np.bincount(steps + 1)
+    assert len(counts) == 3
+    assert counts.min() > 900
+    assert not np.array_equal(after, nudge(x, (0, 2))[0])
+    assert not np.array_equal(after, nudge(x, (1, 1))[0])
+    assert np.array_equal(after, nudge(x, (0, 1))[0])
+
+
+def test_what_is_not_a_parameter_is_left_alone():
+    odd = np.array([0.0, np.inf, np.nan, -np.inf, 1e-45, *[np.finfo("f").max] * 9], "f")
+    after, _ = nudge(odd, (0, 1))
+    assert np.isfinite(after[5:]).all()
+    np.testing.assert_array_equal(after[:5], odd[:5])
+    for leaf in (jnp.arange(9), jax.random.key(1), 2.0, "a", jnp.float8_e4m3fn(1)):
+        assert nudge([leaf], (0, 1)) == ([leaf], False)
+    tx = jaxmp.dynamic_loss_scale(optax.adam(1e-3))
+    params = {"w": jnp.ones(50, jnp.bfloat16), "b": jnp.zeros(3)}
+    state = jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx)
+    after, changed = nudge(state, (0, 1))
+    assert changed
+    assert {float(x) for x in after.params["w"]} == {1 - 2**-8, 1.0, 1 + 2**-7}
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (after.opt_state, state.opt_state))))
+    (params, opt_state), changed = nudge((state.params, state.opt_state), (0, 1))
+    assert changed
+    assert opt_state.loss_scale == 2.0**16
+
+
+def test_parameters_of_nnx_modules_are_nudged():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    net = Net(nnx.Rngs(0))
+    before = jax.tree.map(jnp.copy, nnx.state(net))
+    state = (net, nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param))
+    assert nudge(state, (0, 1)) == (state, True)
+    after = nnx.state(net)
+    assert not np.array_equal(before["linear"]["kernel"][...], after["linear"]["kernel"][...])
+    assert np.array_equal(before["norm"]["var"][...], after["norm"]["var"][...])
+
+
+def test_parameters_that_start_at_zero_are_nudged_after_the_first_step():
+    def make_step(policy, seed):
+        def step(w, i):
+            new = np.float32(1.1) * w + np.float32(1 + seed)
+            return new, {"loss": float(np.sum(new, dtype=float)) + (policy != "float32")}
+
+        return np.zeros(40, "f"), step
+
+    report = validate(make_step, seeds=2)
+    assert 0 < report.floor < 1e-5
