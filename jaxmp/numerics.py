@@ -8,6 +8,7 @@ Example:
   [1.0]
 """
 
+from jaxmp._numerics.capture import Capture, Measured, capture
 from jaxmp._numerics.compare import Comparison, Divergence, Pair
 from jaxmp._numerics.diagnose import Fault, NumericsReport
 from jaxmp._numerics.formats import Format, Score, formats, score
