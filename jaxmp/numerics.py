@@ -4,8 +4,9 @@ Example:
   >>> import jax.numpy as jnp, jaxmp
   >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w))
   >>> run = jaxmp.numerics.capture(loss, "mixed_bfloat16", jnp.ones((4, 4)), jnp.ones((2, 4)))
-  >>> [float(m.statistics.largest) for m in run.sites.values() if m.site.op == "tanh"]
-  [1.0]
+  >>> products = [m for m in run.sites.values() if m.site.op == "dot_general"]
+  >>> float(products[0].statistics.largest)
+  4.0
 """
 
 from jaxmp._numerics.capture import Capture, Measured, capture
