@@ -4,28 +4,37 @@ Example:
   >>> import jax.numpy as jnp, jaxmp
   >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w))
   >>> run = jaxmp.numerics.capture(loss, "mixed_bfloat16", jnp.ones((4, 4)), jnp.ones((2, 4)))
-  >>> [float(m.statistics.largest) for m in run.sites.values() if m.site.op == "tanh"]
-  [1.0]
+  >>> products = [m for m in run.sites.values() if m.site.op == "dot_general"]
+  >>> float(products[0].statistics.largest)
+  4.0
 """
 
 from jaxmp._numerics.capture import Capture, Measured, capture
+from jaxmp._numerics.compare import Comparison, Divergence, Pair
 from jaxmp._numerics.diagnose import Fault, NumericsReport
 from jaxmp._numerics.formats import Format, Score, formats, score
 from jaxmp._numerics.origins import Origin
+from jaxmp._numerics.readings import SavedRun, load, save
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site
 
 __all__ = [
     "Capture",
+    "Comparison",
+    "Divergence",
     "Fault",
     "Format",
     "Measured",
     "NumericsReport",
     "Origin",
+    "Pair",
+    "SavedRun",
     "Score",
     "Site",
     "Statistics",
     "capture",
     "formats",
+    "load",
+    "save",
     "score",
 ]

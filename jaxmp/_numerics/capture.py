@@ -24,6 +24,8 @@ from jaxmp._jaxprs.threaded import Extra, Extras
 from jaxmp._jaxprs.trace import Traced, is_array, trace
 from jaxmp._numerics.origins import Origin, Walk
 from jaxmp._numerics.probe import Probe
+from jaxmp._numerics.readings import Readings
+from jaxmp._numerics.record import Record, entries, record
 from jaxmp._numerics.statistics import Measurements, Statistics, unpack
 from jaxmp._numerics.survey import Program, Site, survey
 from jaxmp._training.loss_scale import static_loss_scale
@@ -44,7 +46,7 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Capture:
+class Capture(Readings):
     """What a run of a program computed.
 
     Attributes:
@@ -77,6 +79,14 @@ class Capture:
     def all_origins(self) -> list[Origin]:
         """Those of everything that is not finite, also of what no result is made of."""
         return self._walk().everywhere()
+
+    def record(self) -> Record:
+        """What is kept of it to compare it: see `compare` and `jaxmp.numerics.save`."""
+        measured = ((m.site, m.statistics) for m in self.sites.values())
+        dtypes = sorted({m.site.dtype for m in self.sites.values()})
+        title = "float32 in the place of 16 bits" if self.wide else f"in {', '.join(dtypes)}"
+        sites = entries(self.program, measured, wide=self.wide)
+        return record(f"a capture {title}", self.loss_scale, sites)
 
     def _walk(self) -> Walk:
         return Walk(self.program, {name: m.statistics for name, m in self.sites.items()})

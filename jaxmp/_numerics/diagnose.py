@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxmp._numerics.capture import Capture, Measured, capture
 from jaxmp._numerics.origins import Origin
+from jaxmp._numerics.readings import Readings
+from jaxmp._numerics.record import Record, record
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site
 from jaxmp.policy import PolicyMap, get_policy
@@ -55,7 +57,7 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True)
-class NumericsReport:
+class NumericsReport(Readings):
     """What `diagnose` found. Print it.
 
     Attributes:
@@ -173,6 +175,12 @@ class NumericsReport:
                 f"{self.largest_loss_scale:g}, and normal from {self.smallest_loss_scale:g}"
             )
         return "\n".join(lines)
+
+    def record(self) -> Record:
+        """What is kept of it to compare it: see `compare` and `jaxmp.numerics.save`."""
+        run, wide = self.run.record(), self.wide.record()
+        faults = [str(fault) for fault in self.faults]
+        return record(self.policy, run.loss_scale, run.sites, wide.sites, faults)
 
     def _gradients(self) -> list[Measured]:
         """What the float32 run measured of gradients that the policy computes in 16 bits."""

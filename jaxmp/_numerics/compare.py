@@ -1,0 +1,366 @@
+"""Two runs, site by site: what each has alone, how far their numbers differ, and where first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmp._numerics.compare_page import comparison_page
+from jaxmp._numerics.matching import matched
+from jaxmp._numerics.record import Entry, Record, epsilon
+from jaxmp._numerics.statistics import Statistics
+from jaxmp._numerics.survey import Loop, Site
+
+# A root mean square may differ by this many units in the last place of the coarsest dtype up to
+# there, for each time that the number of operations that lead there doubles. Roundings average out:
+# over the hundreds of operations of a transformer's forward and backward pass, bfloat16 against
+# float16 and against float32 moved it by up to 0.6 units of bfloat16.
+_UNITS = 4.0
+# And by no more than this, however long the program; so may the largest magnitude, which is one
+# element of many: a tie that rounding makes or breaks doubles a count.
+_MOST = 0.5
+# The share of zeros may differ by this, or by what a magnitude may.
+_SHARE = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """Where two runs differ by more than rounding.
+
+    Attributes:
+      pair: the site in both.
+      iteration: of the loops around it, outermost first, counted from 0; empty where it is in none,
+        or in loops that are not as long in both.
+      what: what differs: "not finite", "zeros" (their share), "rms" (the root mean square), "amax",
+        or "runs": it is in a branch that one of them did not take.
+      this: that in the one run; of what is not finite, 1.
+      other: that in the other.
+      allowed: how far they may differ for rounding.
+    """
+
+    pair: Pair
+    iteration: tuple[int, ...]
+    what: str
+    this: float
+    other: float
+    allowed: float
+
+    def __str__(self) -> str:
+        """One line."""
+        when = f", iteration {', '.join(map(str, self.iteration))}" if self.iteration else ""
+        if self.what == "not finite":
+            return f"{self.pair}{when}: not finite {'here' if self.this else 'there'}"
+        if self.what == "runs":
+            return f"{self.pair}: its branch was taken {'here' if self.this else 'there'} alone"
+        what = "share of zeros" if self.what == "zeros" else self.what
+        return (
+            f"{self.pair}{when}: {what} {self.this:.4g} here, {self.other:.4g} there; rounding "
+            f"explains {self.allowed:.2g}"
+        )
+
+
+class _Numbers(NamedTuple):
+    """What is compared of one iteration."""
+
+    bad: bool
+    largest: float
+    mean_square: float | None
+    zeros: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A site of both runs. Relative differences are of the greater of two magnitudes.
+
+    Attributes:
+      this: the one run's.
+      other: the other's.
+      allowed: how far rounding may move a magnitude, relatively.
+    """
+
+    this: Entry
+    other: Entry
+    allowed: float
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether more is known of both than what is not finite."""
+        return self.this.statistics.is_whole and self.other.statistics.is_whole
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether either is not finite."""
+        return any(bool(e.statistics.is_nan or e.statistics.is_infinite) for e in self._both)
+
+    @property
+    def _both(self) -> tuple[Entry, Entry]:
+        return self.this, self.other
+
+    @property
+    def amax(self) -> float:
+        """The relative difference of the largest finite magnitude."""
+        return _relative(self.this.statistics.largest, self.other.statistics.largest)
+
+    @property
+    def mean_square(self) -> float:
+        """The relative difference of the mean square; NaN where it is not known."""
+        if not self.is_whole:
+            return math.nan
+        return _relative(self.this.statistics.mean_square, self.other.statistics.mean_square)
+
+    @property
+    def zeros(self) -> float:
+        """How much greater the share of zeros is in the other run; NaN where it is not known."""
+        return share(self.other.statistics, "zeros") - share(self.this.statistics, "zeros")
+
+    @property
+    def subnormals(self) -> float:
+        """How much greater that of subnormal numbers is."""
+        this, other = self.this.statistics, self.other.statistics
+        return share(other, "subnormals") - share(this, "subnormals")
+
+    @property
+    def dtypes(self) -> str:
+        """The dtype, or both where they are not the same."""
+        a, b = self.this.site.dtype, self.other.site.dtype
+        return a if a == b else f"{a}, {b}"
+
+    def __str__(self) -> str:
+        """The site in one line."""
+        return _line(self.this.site, self.dtypes)
+
+    @functools.cached_property
+    def divergences(self) -> tuple[Divergence, ...]:
+        """Where it differs by more than rounding, in the order of the iterations."""
+        a, b = self.this, self.other
+        runs = [float(e.statistics.runs) for e in (a, b)] if self.is_whole else [1.0, 1.0]
+        if bool(runs[0]) != bool(runs[1]):  # a branch that one of them did not take
+            return (Divergence(self, (), "runs", runs[0], runs[1], 0.0),)
+        if not a.site.loops or np.shape(a.bad) != np.shape(b.bad):
+            found = [self._judged((), _all(a), _all(b))]
+        else:
+            shape = np.shape(a.bad)
+            found = [self._judged(at, _one(a, at), _one(b, at)) for at in np.ndindex(shape)]
+        return tuple(divergence for divergence in found if divergence is not None)
+
+    def _judged(self, at: tuple[int, ...], a: _Numbers, b: _Numbers) -> Divergence | None:
+        """The gravest difference, if it is more than rounding."""
+        if a.bad or b.bad:
+            if a.bad and b.bad:
+                return None
+            return Divergence(self, at, "not finite", float(a.bad), float(b.bad), 0.0)
+        if self.this.site.op == "add_any":  # in which order gradients are added, no one promises
+            return None
+        allowed = max(self.allowed, _SHARE)
+        if a.zeros is not None and b.zeros is not None and abs(a.zeros - b.zeros) > allowed:
+            return Divergence(self, at, "zeros", a.zeros, b.zeros, allowed)
+        if a.mean_square is not None and b.mean_square is not None:
+            roots = (math.sqrt(a.mean_square), math.sqrt(b.mean_square))
+            if self._is_beyond(self.allowed, *roots):
+                return Divergence(self, at, "rms", *roots, self.allowed)
+        if self._is_beyond(_MOST, a.largest, b.largest):
+            return Divergence(self, at, "amax", a.largest, b.largest, _MOST)
+        return None
+
+    def _is_beyond(self, allowed: float, a: float, b: float) -> bool:
+        """Whether two magnitudes differ by more than that, of a sum's terms if it is one."""
+        return abs(a - b) > allowed * max(a, b, self.this.scale, self.other.scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two runs, site by site. Print it, or `to_html`.
+
+    Attributes:
+      this: the one run.
+      other: the other.
+      pairs: the sites of both, in the order in which they run in this one.
+      only_this: the sites that the other run lacks.
+      only_other: those that this one lacks.
+    """
+
+    this: Record
+    other: Record
+    pairs: tuple[Pair, ...]
+    only_this: tuple[Site, ...]
+    only_other: tuple[Site, ...]
+
+    @functools.cached_property
+    def first(self) -> Divergence | None:
+        """The first divergence in the order of execution; None if rounding explains all."""
+        firsts: dict[Loop, int] = {}
+        order = {name: i for i, name in enumerate(self.this.sites)}
+        for name, i in order.items():
+            for loop in self.this.sites[name].site.loops:
+                firsts.setdefault(loop, i)
+
+        def when(divergence: Divergence) -> tuple[int, ...]:
+            """What is in a loop runs iteration by iteration."""
+            site = divergence.pair.this.site
+            at = divergence.iteration or (0,) * len(site.loops)
+            turns = [n for loop, i in zip(site.loops, at, strict=True) for n in (firsts[loop], i)]
+            return (*turns, order[site.name])
+
+        found = (divergence for pair in self.pairs for divergence in pair.divergences)
+        return min(found, key=when, default=None)
+
+    def __str__(self) -> str:
+        """The runs, the first divergence, the largest differences, and what has no counterpart."""
+        mixed = sum(pair.this.site.dtype != pair.other.site.dtype for pair in self.pairs)
+        diverged = [pair for pair in self.pairs if pair.divergences]
+        counts = f"{len(self.pairs)} in both, {mixed} of them in other dtypes; "
+        counts += f"{len(self.only_this)} here alone, {len(self.only_other)} there alone"
+        lines = [
+            f"here          {self.this.title}",
+            f"there         {self.other.title}",
+            f"sites         {counts}",
+        ]
+        if self.first is None:
+            lines.append("first         no divergence: rounding explains every difference")
+        else:
+            lines.append(f"first         {self.first}")
+            lines.append(f"diverged      {len(diverged)} of {len(self.pairs)} sites")
+        finite = [pair for pair in self.pairs if not pair.is_bad and pair.mean_square > 0]
+        largest = sorted(finite, key=lambda pair: -pair.mean_square)[:5]
+        lines += _listed("mean square", [f"{p.mean_square:.2g} apart: {p}" for p in largest])
+        lines += _listed("faults here", self.this.faults)
+        lines += _listed("faults there", self.other.faults)
+        lines += _listed("here alone", [_line(site, site.dtype) for site in self.only_this])
+        lines += _listed("there alone", [_line(site, site.dtype) for site in self.only_other])
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """What was compared, as JSON: what is no number is null, what is infinite too."""
+        data = {
+            "this": self.this.title,
+            "other": self.other.title,
+            "first": None if self.first is None else _divergence_as_data(self.first),
+            "sites": [_pair_as_data(pair) for pair in self.pairs],
+            "only_this": [_site_as_data(site) for site in self.only_this],
+            "only_other": [_site_as_data(site) for site in self.only_other],
+        }
+        return json.dumps(data, allow_nan=False, indent=1)
+
+    def to_html(self, path: Path | str) -> None:
+        """Writes a page that needs nothing else: a table of the sites to sort and to filter."""
+        alone = [
+            (heading, [_line(site, site.dtype) for site in sites])
+            for heading, sites in (
+                ("Here alone", self.only_this),
+                ("There alone", self.only_other),
+            )
+            if sites
+        ]
+        first = None if self.first is None else self.first.pair
+        rows = [
+            (p.this, p.other, "first" if p is first else "differs" if p.divergences else "")
+            for p in self.pairs
+        ]
+        Path(path).write_text(comparison_page(str(self), rows, alone), encoding="utf-8")
+
+
+def compare(this: Record, other: Record) -> Comparison:
+    """Compares two runs. See `Readings.compare`."""
+    found = dict(matched(this, other))
+    coarsest = (_coarsest(this), _coarsest(other))
+    pairs = []
+    for name, entry in this.sites.items():
+        if name in found:
+            twin = other.sites[found[name]]
+            ulp = max(coarsest[0][name], coarsest[1][found[name]])
+            allowed = min(_UNITS * ulp * math.log2(1 + max(entry.depth, twin.depth)), _MOST)
+            pairs.append(Pair(entry, twin, allowed))
+    twins = set(found.values())
+    return Comparison(
+        this,
+        other,
+        tuple(pairs),
+        tuple(entry.site for name, entry in this.sites.items() if name not in found),
+        tuple(entry.site for name, entry in other.sites.items() if name not in twins),
+    )
+
+
+def _coarsest(of: Record) -> dict[str, float]:
+    """For each site: one unit in the last place of the coarsest dtype up to there."""
+    found, most = {}, 0.0
+    for name, entry in of.sites.items():
+        most = max(most, epsilon(entry.site.dtype))
+        found[name] = most
+    return found
+
+
+def _all(entry: Entry) -> _Numbers:
+    s = entry.statistics
+    bad = bool(s.is_nan or s.is_infinite)
+    if not s.is_whole:
+        return _Numbers(bad, float(s.largest), None, None)
+    return _Numbers(bad, float(s.largest), float(s.mean_square), share(s, "zeros"))
+
+
+def _one(entry: Entry, at: tuple[int, ...]) -> _Numbers:
+    mean_square = None if entry.mean_square is None else float(entry.mean_square[at])
+    return _Numbers(bool(entry.bad[at]), float(entry.largest[at]), mean_square, None)
+
+
+def share(of: Statistics, what: str) -> float:
+    """The share of what was counted of a site; NaN where nothing was."""
+    if not of.is_whole or not of.sampled:
+        return math.nan
+    return float(getattr(of, what) / of.sampled)
+
+
+def _relative(a: float, b: float) -> float:
+    most = max(abs(a), abs(b))
+    return float(abs(a - b) / most) if most else 0.0
+
+
+def _line(site: Site, dtypes: str) -> str:
+    direction = "backward" if site.backward else "forward"
+    return f"{site.op} ({dtypes}, {direction}) in {site.where or 'no module'}"
+
+
+def _listed(heading: str, lines: Iterable[str], limit: int = 8) -> list[str]:
+    lines = list(lines)
+    shown = [f"{heading if not i else '':13} {line}" for i, line in enumerate(lines[:limit])]
+    if len(lines) > limit:
+        shown.append(f"{'':13} and {len(lines) - limit} more")
+    return shown
+
+
+def _site_as_data(site: Site) -> dict[str, Any]:
+    names = ("path", "line", "op", "kind", "backward", "dtype", "shape")
+    return {name: getattr(site, name) for name in names}
+
+
+def _pair_as_data(pair: Pair) -> dict[str, Any]:
+    data = _site_as_data(pair.this.site) | {"dtype_of_other": pair.other.site.dtype}
+    for name in ("amax", "mean_square", "zeros", "subnormals", "allowed"):
+        data[name] = _finite(getattr(pair, name))
+    for name, entry in (("this", pair.this), ("other", pair.other)):
+        s = entry.statistics
+        data[name] = {
+            "amax": _finite(s.largest),
+            "mean_square": _finite(s.mean_square),
+            "error": _finite(s.error),
+            "not_finite": bool(s.is_nan or s.is_infinite),
+        }
+        data[name] |= {what: _finite(share(s, what)) for what in ("zeros", "subnormals", "flushed")}
+    return data | {"diverges": bool(pair.divergences)}
+
+
+def _divergence_as_data(divergence: Divergence) -> dict[str, Any]:
+    data = _site_as_data(divergence.pair.this.site)
+    names = ("iteration", "what", "this", "other")
+    data |= {name: getattr(divergence, name) for name in names}
+    return data | {"allowed": divergence.allowed, "text": str(divergence)}
+
+
+def _finite(x: Any) -> float | None:
+    return None if x is None or not math.isfinite(x) else float(x)

@@ -1,0 +1,200 @@
+"""Pictures of a run: how magnitudes lie in each format's range, and where they became 0.
+
+After figures 2 and 3 of https://arxiv.org/abs/1710.03740.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._numerics.record import Entry, Record
+from jaxmp._numerics.statistics import BIAS, OCTAVES
+
+KINDS = ("activation", "weight", "gradient")
+_FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_COLOURS = {"activation": "#1d4ed8", "weight": "#15803d", "gradient": "#c2410c"}
+_PLURALS = {"activation": "activations", "weight": "weights", "gradient": "gradients"}
+# How many modules fit in a picture.
+_MODULES = 40
+
+
+def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str]) -> None:
+    """Draws how the magnitudes of each kind are spread. See `Readings.plot_exponents`."""
+    figure_class = _figure("plot_exponents")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(
+            f"plot_exponents: kinds has {unknown[0]!r}; there are {', '.join(map(repr, KINDS))}"
+        )
+    measured = of.wide or of.sites
+    chosen = {kind: _counted(measured, sites, kind) for kind in KINDS if kind in kinds}
+    chosen = {kind: counted for kind, counted in chosen.items() if counted[0].any()}
+    if not chosen:
+        raise ValueError(
+            f"plot_exponents: sites={sites!r}, kinds={tuple(kinds)!r} has nothing but zeros: no "
+            "site was measured there. The modules are: " + ", ".join(_modules(measured)[:40])
+        )
+    low = min(np.flatnonzero(counts)[0] for counts, _, _ in chosen.values()) - BIAS
+    high = max(np.flatnonzero(counts)[-1] for counts, _, _ in chosen.values()) - BIAS
+    limits = (min(low, -24) - 3, max(high, 16) + 4)
+
+    figure = figure_class(figsize=(9, 1.4 + 1.7 * len(chosen) + 1.6), dpi=110, layout="constrained")
+    rows = figure.subplots(
+        len(chosen) + 1, sharex=True, squeeze=False, height_ratios=[1.0] * len(chosen) + [0.95]
+    )[:, 0]
+    exponents = np.arange(OCTAVES) - BIAS
+    half = jnp.finfo("float16")
+    for ax, (kind, (counts, zeros, count)) in zip(rows, chosen.items(), strict=False):
+        share = 100 * counts / counts.sum()
+        ax.bar(exponents, share, width=1.0, align="edge", color=_COLOURS[kind], alpha=0.85)
+        sites_said = f"{count} site{'s' if count != 1 else ''}"
+        ax.set_title(
+            f"{_PLURALS[kind].capitalize()}: {sites_said}, {zeros:.1%} zeros (not shown)",
+            loc="left", fontsize=10,
+        )  # fmt: skip
+        ax.set_ylabel("share of\nnonzeros (%)")
+        edges = [np.log2(float(getattr(half, edge))) for edge in ("smallest_subnormal", "max")]
+        for edge in edges:
+            ax.axvline(edge, color="#57534e", lw=0.8, ls=":")
+        ax.grid(axis="y", alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    _ranges(rows[-1], limits)
+    run = "computed in float32" if of.wide else "as computed"
+    scale = f", loss scale {of.loss_scale:g}" if of.loss_scale != 1 else ""
+    figure.suptitle(f"Magnitudes: {of.policy}, {run}{scale}", fontsize=11)
+    figure.align_ylabels(rows[:-1])
+    _save(figure, path)
+
+
+def _ranges(ax: Any, limits: tuple[int, int]) -> None:
+    """A bar for each format: from its smallest number to its largest."""
+    for i, name in enumerate(_FORMATS):
+        info = jnp.finfo(name)
+        bottom, normal, top = (
+            float(np.log2(float(x))) for x in (info.smallest_subnormal, info.tiny, info.max)
+        )
+        ax.barh(i, top - normal, left=normal, height=0.55, color="#57534e")
+        ax.barh(i, normal - bottom, left=bottom, height=0.55, color="#d6d3d1", hatch="////",
+                edgecolor="#a8a29e", lw=0)  # fmt: skip
+    ax.set_yticks(range(len(_FORMATS)), [n.removesuffix("fn") for n in _FORMATS])
+    ax.set_ylim(len(_FORMATS) - 0.4, -0.6)
+    ax.set_xlim(limits)
+    ax.set_xlabel("magnitude: exponent of 2")
+    ax.set_title(
+        "What each format holds (hatched: subnormal numbers; dotted above: float16)",
+        loc="left",
+        fontsize=10,
+    )
+    ax.grid(axis="x", alpha=0.3)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def plot_underflow(of: Record, path: Path | str) -> None:
+    """Draws which share of its numbers each module lost to 0. See `Readings.plot_underflow`."""
+    figure_class = _figure("plot_underflow")
+    lost: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {False: [0, 0], True: [0, 0]})
+    for entry in of.sites.values():
+        s = entry.statistics
+        if s.is_whole and s.twins:
+            there = lost[entry.site.path or "(no module)"][entry.site.backward]
+            there[0] += int(s.flushed)
+            there[1] += int(s.twins - (s.zeros - s.flushed))
+    if not lost:
+        raise ValueError(
+            "plot_underflow: no operation in 16 bits was measured beside its float32 twin: capture "
+            "with a policy in 16 bits and twins=True"
+        )
+    shares = {
+        path: {back: 100 * zero / of if of else math.nan for back, (zero, of) in both.items()}
+        for path, both in lost.items()
+    }
+    worst = sorted(shares, key=lambda path: -np.nanmax([0, *shares[path].values()]))[:_MODULES]
+    order = dict.fromkeys(entry.site.path or "(no module)" for entry in of.sites.values())
+    shown = [path for path in order if path in set(worst)]
+    height = 0.3
+    figure = figure_class(figsize=(9, 1.5 + 0.42 * len(shown)), dpi=110, layout="constrained")
+    ax = figure.subplots()
+    y = np.arange(len(shown))
+    for back, offset, colour, label in (
+        (False, -height / 2, "#1d4ed8", "forward"),
+        (True, height / 2, "#c2410c", "backward"),
+    ):
+        values = [shares[path][back] for path in shown]
+        bars = ax.barh(y + offset, np.nan_to_num(values), height=height, color=colour, label=label)
+        labels = [_percent(v) for v in values]
+        ax.bar_label(bars, labels, padding=3, fontsize=8, color="#44403c")
+    most = np.nanmax([0, *(share for both in shares.values() for share in both.values())])
+    ax.set_xlim(0, max(1.15 * most, 1.0))
+    ax.set_yticks(y, [_short(path) for path in shown], fontsize=9)
+    ax.set_ylim(len(shown) - 0.4, -0.6)
+    ax.set_xlabel("numbers that became 0 (% of those that are not 0 in float32)")
+    of_all = f", the {len(shown)} worst of {len(shares)} modules" if len(shares) > _MODULES else ""
+    scale = f", loss scale {of.loss_scale:g}"
+    ax.set_title(f"Underflow: {of.policy}{scale}{of_all}", loc="left", fontsize=11)
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9)
+    ax.grid(axis="x", alpha=0.3)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
+def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, float, int]:
+    """Of the sites of a kind: how many magnitudes lie in each octave, the share of 0, how many.
+
+    Each site counts as its array is large, of which a sample was counted.
+    """
+    counts = np.zeros(OCTAVES)
+    zeros = sampled = 0.0
+    count = 0
+    for entry in entries.values():
+        s = entry.statistics
+        of_kind = entry.site.kind == kind and s.is_whole and s.sampled
+        if of_kind and fnmatch.fnmatchcase(entry.site.path, sites.replace("**", "*")):
+            weight = s.size * int(s.runs) / int(s.sampled)
+            counts += weight * s.octaves
+            zeros += weight * int(s.zeros)
+            sampled += weight * int(s.sampled)
+            count += 1
+    return counts, zeros / max(sampled, 1.0), count
+
+
+def _modules(entries: Mapping[str, Entry]) -> list[str]:
+    return sorted({entry.site.path for entry in entries.values() if entry.site.path})
+
+
+def _percent(share: float) -> str:
+    if math.isnan(share):  # nothing was computed in 16 bits, or all of it is 0
+        return "–"
+    if share == 0:
+        return "0"
+    return "< 0.1%" if share < 0.1 else f"{share:.1f}%"
+
+
+def _short(path: str, most: int = 44) -> str:
+    return path if len(path) <= most else f"…{path[-most + 1 :]}"
+
+
+def _figure(what: str) -> Any:
+    """Matplotlib's `Figure`, which needs no display."""
+    try:
+        return importlib.import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise ImportError(
+            f"{what} needs Matplotlib: pip install 'jaxmp[plots]', or matplotlib itself"
+        ) from error
+
+
+def _save(figure: Any, path: Path | str) -> None:
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write {path.name} in")
+    figure.savefig(path)

@@ -1,0 +1,273 @@
+"""What is kept of a measured run to compare it with another, here or in another process: JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._numerics.statistics import BELOW, OCTAVES, Statistics
+from jaxmp._numerics.survey import Carry, Loop, Program, Refs, Site
+
+VERSION = 1
+
+# Whose operands are terms, which may cancel.
+SUMS = frozenset(["add", "add_any", "cumsum", "psum", "reduce_sum", "sub"])
+
+_SITE = ("op", "path", "line", "kind", "dtype", "backward", "branch")
+# What `Statistics` knows of every site, and of those that are measured whole.
+_KNOWN = ("size", "is_nan", "is_infinite", "largest")
+_WHOLE = (
+    "runs", "smallest", "mean_square", "error", "sampled", "zeros", "subnormals", "nans",
+    "infinities", "flushed", "overflowed", "saturated", "twins",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What is kept of a site.
+
+    Attributes:
+      site: which; what it reads is not kept.
+      statistics: over all iterations of the loops around it.
+      largest: float64[...]: the largest finite magnitude of each iteration, in the order in which
+        they ran.
+      mean_square: of each iteration; None where no more is known than what is not finite.
+      bad: bool[...]: whether it is not finite, by iteration.
+      depth: how many sites follow from one another up to this one, itself included.
+      scale: of a sum, what its root mean square would be were its terms independent: what rounding
+        errors of the terms are relative to, where they cancel. Else 0.
+    """
+
+    site: Site
+    statistics: Statistics
+    largest: Any
+    mean_square: Any
+    bad: Any
+    depth: int
+    scale: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What is kept of a run.
+
+    Attributes:
+      policy: under which policy it ran, as far as that is known.
+      loss_scale: what the loss was multiplied by.
+      backend: where it ran: "cpu", "gpu", "tpu".
+      jax: the version of JAX.
+      faults: what made results that are not finite, in words.
+      sites: by name, in the order in which they ran.
+      wide: the same sites in float32; empty where that was not measured.
+    """
+
+    policy: str
+    loss_scale: float
+    backend: str
+    jax: str
+    faults: tuple[str, ...]
+    sites: dict[str, Entry]
+    wide: dict[str, Entry] = dataclasses.field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The run in one line."""
+        scale = f", loss scale {self.loss_scale:g}" if self.loss_scale != 1 else ""
+        return f"{self.policy}{scale} (JAX {self.jax}, {self.backend})"
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        return json.dumps(
+            {
+                "jaxmp_numerics": VERSION,
+                "policy": self.policy,
+                "loss_scale": self.loss_scale,
+                "backend": self.backend,
+                "jax": self.jax,
+                "faults": list(self.faults),
+                "sites": [_entry_as_data(entry) for entry in self.sites.values()],
+                "wide": [_entry_as_data(entry) for entry in self.wide.values()],
+            },
+            allow_nan=False,
+        )
+
+
+def entries(
+    program: Program, measured: Iterable[tuple[Site, Statistics]], *, wide: bool
+) -> dict[str, Entry]:
+    """What is kept of measured sites.
+
+    Args:
+      program: they are of it.
+      measured: each with its statistics.
+      wide: whether they were computed in float32, whatever dtype the program says.
+    """
+    depths: dict[str, int] = {}
+    for name, site in program.sites.items():
+        depths[name] = 1 + max((depths.get(ref, 0) for ref in _names(site.reads)), default=0)
+    found: dict[str, Entry] = {}
+    for site, statistics in measured:
+        flips = tuple(slice(None, None, -1) if loop.reverse else slice(None) for loop in site.loops)
+        dtype = "float32" if wide and site.dtype in ("bfloat16", "float16") else site.dtype
+        known = statistics.is_whole
+        found[site.name] = Entry(
+            dataclasses.replace(site, dtype=dtype, reads=(), endless=False),
+            statistics.joined(),
+            np.asarray(statistics.largest)[flips],
+            np.asarray(statistics.mean_square)[flips] if known else None,
+            np.asarray(statistics.is_nan | statistics.is_infinite)[flips],
+            depths[site.name],
+            _scale(site, found),
+        )
+    return found
+
+
+def _scale(site: Site, before: Mapping[str, Entry]) -> float:
+    """The root of the sum of the squares of the terms of a sum, for each of its results."""
+    if site.op not in SUMS:
+        return 0.0
+    squares = 0.0
+    for name in _names(site.reads):
+        if name in before and before[name].statistics.is_whole:
+            terms = before[name].site.size / max(site.size, 1)
+            squares += float(before[name].statistics.mean_square) * max(terms, 1.0)
+    return math.sqrt(squares)
+
+
+def record(
+    policy: str,
+    loss_scale: float,
+    sites: dict[str, Entry],
+    wide: dict[str, Entry] | None = None,
+    faults: Iterable[str] = (),
+) -> Record:
+    """A record of a run in this process."""
+    return Record(
+        policy, loss_scale, jax.default_backend(), jax.__version__, tuple(faults), sites, wide or {}
+    )
+
+
+def from_json(text: str, source: str) -> Record:
+    """The record that `Record.to_json` wrote.
+
+    Args:
+      text: the JSON.
+      source: where it is from, for errors.
+
+    Raises:
+      ValueError: if it is none, or of a version that is not known here.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"load: {source} is not JSON: {error}") from error
+    version = data.get("jaxmp_numerics") if isinstance(data, dict) else None
+    if version is None:
+        raise ValueError(f"load: {source} was not written by jaxmp.numerics.save")
+    if version != VERSION:
+        raise ValueError(
+            f"load: {source} is of version {version}, and this jaxmp reads version {VERSION}: "
+            "write it again with jaxmp.numerics.save"
+        )
+    try:
+        sites, wide = (
+            {entry["name"]: _entry(entry) for entry in data[key]} for key in ("sites", "wide")
+        )
+        return Record(
+            data["policy"], data["loss_scale"], data["backend"], data["jax"],
+            tuple(data["faults"]), sites, wide,
+        )  # fmt: skip
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(f"load: {source} is damaged: {error!r}") from error
+
+
+def _names(refs: Refs) -> Iterator[str]:
+    """The sites that are read, but for those of the iteration before."""
+    for ref in refs:
+        if isinstance(ref, Carry):
+            yield from _names(ref.start)
+        else:
+            yield ref
+
+
+def _entry_as_data(entry: Entry) -> dict[str, Any]:
+    site, statistics = entry.site, entry.statistics
+    data: dict[str, Any] = {"name": site.name, "depth": entry.depth, "shape": list(site.shape)}
+    data["scale"] = _plain(entry.scale)
+    data |= {name: getattr(site, name) for name in _SITE}
+    data["loops"] = [[loop.name, loop.reverse] for loop in site.loops]
+    known = (*_KNOWN, *_WHOLE) if statistics.is_whole else _KNOWN
+    data["statistics"] = {name: _plain(getattr(statistics, name)) for name in known}
+    if statistics.is_whole:
+        data["octaves"] = _sparse(statistics.octaves)
+        data["below"] = {group: _sparse(counts) for group, counts in statistics.below.items()}
+    if site.loops:
+        data["iterations"] = {
+            "largest": _plain(entry.largest),
+            "mean_square": None if entry.mean_square is None else _plain(entry.mean_square),
+            "bad": _plain(entry.bad),
+        }
+    return data
+
+
+def _entry(data: Mapping[str, Any]) -> Entry:
+    loops = tuple(Loop(name, reverse) for name, reverse in data["loops"])
+    site = Site(
+        name=data["name"], shape=tuple(data["shape"]), loops=loops,
+        **{name: data[name] for name in _SITE},
+    )  # fmt: skip
+    known = {name: _number(value) for name, value in data["statistics"].items()}
+    if "octaves" in data:
+        known["octaves"] = _dense(data["octaves"], OCTAVES)
+        known["below"] = {group: _dense(c, BELOW) for group, c in data["below"].items()}
+    statistics = Statistics(**known)
+    last = (data["depth"], _number(data["scale"]))
+    if not loops:
+        bad = np.asarray(statistics.is_nan or statistics.is_infinite)
+        mean_square = statistics.mean_square
+        mean_square = None if mean_square is None else np.asarray(mean_square)
+        largest = np.asarray(statistics.largest)
+        return Entry(site, statistics, largest, mean_square, bad, *last)
+    each = {
+        name: None if values is None else np.array(_number(values))
+        for name, values in data["iterations"].items()
+    }
+    return Entry(site, statistics, each["largest"], each["mean_square"], each["bad"], data["depth"])
+
+
+def _plain(value: Any) -> Any:
+    """A number or an array of them as JSON has it: what is not finite as a string."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        value = np.asarray(value).tolist()
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_number(one) for one in value]
+    return float(value) if isinstance(value, str) else value
+
+
+def _sparse(counts: Any) -> dict[str, int]:
+    return {str(i): int(counts[i]) for i in np.flatnonzero(counts)}
+
+
+def _dense(counts: Mapping[str, int], length: int) -> Any:
+    found = np.zeros(length, np.int64)
+    for i, count in counts.items():
+        found[int(i)] = count
+    return found
+
+
+def epsilon(dtype: str) -> float:
+    """The distance from 1 to the next number of a dtype."""
+    return float(jnp.finfo(dtype).eps)

@@ -1,0 +1,369 @@
+"""Two runs, site by site: `compare`, its text, JSON and page; runs that are saved and loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmp
+from jaxmp import numerics
+from jaxmp._numerics.compare import compare
+from jaxmp._numerics.record import Entry, Record, from_json
+from jaxmp._numerics.statistics import GROUPS, Statistics
+from jaxmp._numerics.survey import Loop, Site
+
+W = jnp.full((16, 8), 300.0).at[:, 1:].set(0.01)
+X = 100 * jnp.ones((4, 16))
+
+
+def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(1e-3 * (x @ w)))
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, numerics.Capture]:
+    return {
+        policy: numerics.capture(loss, policy, W, X, twins=False)
+        for policy in ("mixed_float16", "mixed_bfloat16")
+    }
+
+
+def entry(
+    name: str,
+    op: str = "mul",
+    magnitudes: Any = 1.0,
+    *,
+    zeros: int = 0,
+    dtype: str = "float16",
+    bad: Any = None,
+    loops: tuple[Loop, ...] = (),
+    depth: int = 1,
+    scale: float = 0.0,
+    runs: int = 1,
+    **site: Any,
+) -> Entry:
+    """A site of so many iterations, whose results are all of one magnitude in each."""
+    each = np.asarray(magnitudes, np.float64)
+    bad = np.zeros(each.shape, bool) if bad is None else np.asarray(bad)
+    octaves = np.zeros(256, np.int64)
+    octaves[127] = 100 - zeros
+    statistics = Statistics(
+        size=100, is_nan=bool(bad.any()), is_infinite=False, largest=float(each.max()), runs=runs,
+        smallest=float(each.min()), mean_square=float((each**2).mean()), error=np.nan, sampled=100,
+        zeros=zeros, subnormals=0, nans=0, infinities=0, flushed=0, overflowed=0, saturated=0,
+        twins=0, octaves=octaves, below={group: np.zeros(48, np.int64) for group in GROUPS},
+    )  # fmt: skip
+    place = {"path": "Net/layer", "line": "net.py:1", "kind": "activation", "shape": (10, 10)}
+    where = Site(name=name, op=op, dtype=dtype, loops=loops, **place | site)
+    return Entry(where, statistics, each, each**2, bad, depth, scale)
+
+
+def run(*entries: Entry, policy: str = "a policy") -> Record:
+    return Record(policy, 1.0, "cpu", "0", (), {e.site.name: e for e in entries})
+
+
+def matched(a: Record, b: Record) -> list[tuple[str, str]]:
+    return [(p.this.site.name, p.other.site.name) for p in compare(a, b).pairs]
+
+
+# What is the same site.
+
+
+def test_what_another_policy_adds_shifts_no_pair():
+    a = run(entry("1"), entry("2", "add"), entry("3"), entry("4", "tanh"))
+    b = run(entry("1"), entry("2", "convert_element_type"), entry("3"), entry("4", "add"),
+            entry("5"), entry("6", "tanh"))  # fmt: skip
+    # Of the three products of the one and two of the other, each is beside its neighbour's.
+    found = compare(a, b)
+    assert matched(a, b)[1:] == [("2", "4"), ("3", "5"), ("4", "6")]
+    assert len(found.only_other) == 2
+    assert found.only_this == ()
+
+
+def test_lines_may_move_and_sizes_change():
+    a = run(entry("1", line="net.py:7"), entry("2", "add", shape=(4,)))
+    b = run(entry("1", line="net.py:9"), entry("2", "add", shape=(8,)))
+    assert matched(a, b) == [("1", "1"), ("2", "2")]
+    assert matched(a, run(entry("1", line="other.py:7"), entry("2", "add", path="Net"))) == []
+
+
+def test_forward_is_not_backward_and_one_module_not_another():
+    a = run(entry("1"), entry("2", backward=True), entry("3", path="Net/head"))
+    b = run(entry("1", path="Net/head"), entry("2"), entry("3", backward=True))
+    assert matched(a, b) == [("1", "2"), ("2", "3"), ("3", "1")]
+    assert matched(run(entry("1")), run(entry("1", backward=True))) == []
+
+
+def test_moved_lines_are_left_alone_where_nobody_knows_which_is_which():
+    a = run(entry("1", line="net.py:7"), entry("2", line="net.py:8"))
+    assert matched(a, run(entry("1", line="net.py:9"))) == []
+
+
+# What is more than rounding.
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "what"),
+    [
+        ({}, {"magnitudes": 1 + 3 * 2**-10}, None),
+        ({}, {"magnitudes": 1 + 6 * 2**-10}, "rms"),
+        # The coarser of two dtypes is what counts.
+        ({}, {"magnitudes": 1 + 3 * 2**-7, "dtype": "bfloat16"}, None),
+        ({}, {"magnitudes": 1 + 6 * 2**-7, "dtype": "bfloat16"}, "rms"),
+        # Longer programs round more often.
+        ({"depth": 255}, {"depth": 255, "magnitudes": 1 + 28 * 2**-10}, None),
+        ({"depth": 255}, {"depth": 255, "magnitudes": 1 + 36 * 2**-10}, "rms"),
+        ({"zeros": 10}, {"zeros": 12}, None),
+        ({"zeros": 10}, {"zeros": 15}, "zeros"),
+        ({}, {"bad": True}, "not finite"),
+        ({"bad": True}, {"bad": True, "magnitudes": 9.0}, None),
+        # What a sum's terms left when they cancelled.
+        ({"op": "reduce_sum", "magnitudes": 1e-5, "scale": 1.0}, {"op": "reduce_sum"}, "rms"),
+        ({"op": "reduce_sum", "magnitudes": 1e-5, "scale": 1.0},
+         {"op": "reduce_sum", "magnitudes": 1e-4, "scale": 1.0}, None),
+        ({}, {"runs": 0, "magnitudes": 0.0}, "runs"),
+        ({"op": "add_any"}, {"op": "add_any", "magnitudes": 2.0}, None),
+    ],
+)  # fmt: skip
+def test_what_diverges(a, b, what):
+    for one, two in ((a, b), (b, a)):
+        first = compare(run(entry("1", **one)), run(entry("1", **two))).first
+        assert (first.what if first else None) == what
+
+
+def test_the_largest_magnitude_counts_where_the_mean_does_not():
+    def peak(x: float) -> Entry:
+        a = entry("1")
+        statistics = dataclasses.replace(a.statistics, largest=x)
+        return dataclasses.replace(a, largest=np.asarray(x), statistics=statistics)
+
+    first = compare(run(peak(1.0)), run(peak(2.1))).first
+    assert (first.what, first.this, first.other) == ("amax", 1.0, 2.1)
+    assert compare(run(peak(1.0)), run(peak(2.0))).first is None
+
+
+def test_a_float32_site_after_coarse_ones_is_as_coarse():
+    def after(x: float) -> Record:
+        return run(entry("1", dtype="bfloat16"), entry("2", "exp", x, dtype="float32"))
+
+    assert compare(after(1.0), after(1.01)).first is None
+    assert compare(run(entry("2", dtype="float32")),
+                   run(entry("2", magnitudes=1.01, dtype="float32"))).first  # fmt: skip
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_first_divergence_is_the_first_that_ran(reverse):
+    loop = (Loop("3", reverse=reverse),)
+    same = [entry("1"), entry("3.0/0", magnitudes=[1.0] * 5, loops=loop)]
+    b = entry("3.0/1", "add", [1.0] * 5, loops=loop)
+    first = compare(
+        run(*same, b, entry("4", "sub")),
+        run(
+            same[0],
+            entry("3.0/0", magnitudes=[1.0, 1.0, 1.0, 2.0, 2.0], loops=loop),
+            entry("3.0/1", "add", [1.0, 1.0, 3.0, 1.0, 1.0], loops=loop),
+            entry("4", "sub", 7.0),
+        ),
+    ).first
+    # `3.0/1` is the later in the body, and differs in an earlier iteration.
+    assert (first.pair.this.site.name, first.iteration, first.other) == ("3.0/1", (2,), 3.0)
+    assert "add (float16, forward), iteration 2" not in str(first)
+    assert "iteration 2: rms 1 here, 3 there" in str(first)
+
+
+def test_loops_of_other_lengths_are_compared_as_a_whole():
+    loop = (Loop("3"),)
+    a = run(entry("1", magnitudes=[1.0] * 5, loops=loop))
+    b = run(entry("1", magnitudes=[1.0] * 6, loops=loop))
+    assert compare(a, b).first is None
+    c = run(entry("1", magnitudes=[1.0] * 5 + [9.0], loops=loop))
+    assert compare(a, c).first.iteration == ()
+
+
+# Real runs.
+
+
+def test_two_policies(runs):
+    comparison = runs["mixed_float16"].compare(runs["mixed_bfloat16"])
+    first = comparison.first
+    assert first.pair.this.site.op == "dot_general"
+    assert (first.what, first.this, first.other) == ("not finite", 1.0, 0.0)
+    assert first.pair.dtypes == "float16, bfloat16"
+    text = str(comparison)
+    assert re.search(
+        r"^first +dot_general \(float16, bfloat16, forward\) in test_numerics_", text, re.MULTILINE
+    )
+    assert not comparison.only_this + comparison.only_other
+    back = runs["mixed_bfloat16"].compare(runs["mixed_float16"]).first
+    assert (back.pair.this.site.name, back.this, back.other) == (first.pair.other.site.name, 0, 1)
+
+
+def test_a_run_is_as_itself(runs):
+    comparison = runs["mixed_float16"].compare(runs["mixed_float16"])
+    assert comparison.first is None
+    assert "rounding explains every difference" in str(comparison)
+    assert len(comparison.pairs) == len(runs["mixed_float16"].sites)
+    assert all(p.amax == 0 for p in comparison.pairs)
+
+
+def test_saved_and_loaded(runs, tmp_path):
+    one, two = runs["mixed_float16"], runs["mixed_bfloat16"]
+    for name, which in (("one", one), ("two", two)):
+        numerics.save(which, tmp_path / name)
+    loaded = numerics.load(tmp_path / "one")
+    assert loaded.to_json() == one.to_json()
+    there = loaded.compare(numerics.load(tmp_path / "two"))
+    assert str(there) == str(one.compare(two))
+    assert there.to_json() == one.compare(two).to_json()
+    for name, saved in loaded.record().sites.items():
+        joined = one.sites[name].statistics.joined()
+        for field in dataclasses.fields(Statistics):
+            a, b = getattr(joined, field.name), getattr(saved.statistics, field.name)
+            np.testing.assert_equal(np.asarray(b) if field.name == "octaves" else b, a, field.name)
+
+
+def test_iterations_survive_saving():
+    loop = (Loop("3", reverse=True),)
+    a = run(entry("1", magnitudes=[1.0, 2.0, np.inf], bad=[False, True, False], loops=loop))
+    b = from_json(a.to_json(), "here").sites["1"]
+    assert b.site == a.sites["1"].site
+    np.testing.assert_array_equal(b.largest, [1.0, 2.0, np.inf])
+    np.testing.assert_array_equal(b.bad, [False, True, False])
+
+
+@pytest.mark.slow
+def test_the_float32_run_is_compared_operation_by_operation():
+    small = lambda w: jnp.sum(w * jnp.float16(300) * jnp.float16(300))  # noqa: E731
+    report = jaxmp.diagnose(small, None)(jnp.ones(3, jnp.float16))
+    comparison = report.run.compare(report.wide)
+    assert comparison.first.what == "not finite"
+    assert comparison.first.pair.other.site.dtype == "float32"
+    assert [p.this.site.name for p in comparison.pairs] == list(report.run.sites)
+    record = report.record()
+    assert record.faults == tuple(map(str, report.faults)) != ()
+    assert list(record.wide) == list(report.wide.sites)
+
+
+@pytest.mark.slow
+def test_reversed_loops_are_kept_in_the_order_in_which_they_ran():
+    def cumulated(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, x: (c * x, None), 1.0, x, reverse=True)[0]
+
+    x = jnp.array([2.0, 3.0, 5.0])
+    captured = numerics.capture(cumulated, None, x, grad=False)
+    [site] = [e for e in captured.record().sites.values() if e.site.op == "mul"]
+    np.testing.assert_array_equal(site.largest, [5.0, 15.0, 30.0])
+
+
+# Files and pages.
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "was not written by"),
+        ('{"jaxmp_numerics": 99}', "is of version 99, and this jaxmp reads version 1"),
+        ('{"jaxmp_numerics": 1, "sites": [{}]}', "is damaged"),
+    ],
+)
+def test_what_cannot_be_loaded(text, message, tmp_path):
+    (tmp_path / "run").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        numerics.load(tmp_path / "run")
+
+
+def test_what_is_no_run(runs):
+    with pytest.raises(TypeError, match=r"compare: other must be what .* not str"):
+        runs["mixed_float16"].compare("mixed_bfloat16")
+    with pytest.raises(TypeError, match="save: run must be"):
+        numerics.save(3, "nowhere")
+
+
+def test_json(runs):
+    comparison = runs["mixed_float16"].compare(runs["mixed_bfloat16"])
+
+    def never(constant: str) -> None:
+        raise AssertionError(constant)
+
+    data = json.loads(comparison.to_json(), parse_constant=never)
+    assert data["first"]["op"] == "dot_general"
+    assert len(data["sites"]) == len(comparison.pairs)
+    assert [site["diverges"] for site in data["sites"]].count(True) >= 1
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_the_page_holds_a_thousand_sites_and_asks_for_nothing(tmp_path):
+    evil = "</td><script>alert('\"&')</script>"
+    a = run(*(entry(str(i), path=f"{evil}/{i}", zeros=i % 7) for i in range(1000)),
+            entry("alone", "exp", path=evil), policy=evil)  # fmt: skip
+    b = run(*(entry(str(i), path=f"{evil}/{i}") for i in range(1000)), entry("x", path=evil))
+    compare(a, b).to_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "<script>alert" not in text
+    page = Page(text)
+    rows = [attrs for tag, attrs in page.tags if tag == "tr"]
+    assert len(rows) == 1001
+    assert [row.get("class") for row in rows].count("first") == 1
+    heads, cells = (sum(tag == t for tag, _ in page.tags) for t in ("th", "td"))
+    assert cells == 1000 * heads
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+    addresses = {"src", "href", "action", "data", "srcset"}
+    assert not any(addresses & attrs.keys() for _, attrs in page.tags)
+    assert "http" not in text
+    assert "url(" not in text
+    assert len(text) < 3e6
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_page_sorts(tmp_path):
+    """Its script, run on a page of a few lines of JavaScript."""
+    from jaxmp._numerics import html as pages
+
+    program = (
+        """
+const cell = v => ({dataset: typeof v === "number" ? {value: String(v)} : {}, textContent: v});
+const rows = [["b", 2], ["a10", -Infinity], ["a9", 7]].map(
+  vs => ({cells: vs.map(cell), textContent: String(vs[0])}));
+const clicks = [];
+const head = i => ({a: null, getAttribute() { return this.a; }, setAttribute(_, v) { this.a = v; },
+  removeAttribute() { this.a = null; }, addEventListener(_, f) { clicks[i] = f; }});
+const heads = [head(0), head(1)];
+let shown = rows;
+const input = {value: "", addEventListener(_, f) { this.f = f; }};
+const body = {rows, append(...all) { shown = all; }};
+const count = {};
+const document = {querySelector: () => body, querySelectorAll: () => heads,
+  getElementById: name => name === "filter" ? input : count};
+const names = () => shown.map(r => r.cells[0].textContent).join(" ");
+"""
+        f"{{ {pages._SCRIPT} }}"
+        """
+clicks[0](); console.log(names()); clicks[0](); console.log(names());
+clicks[1](); console.log(names()); clicks[1](); console.log(names());
+input.value = "A"; input.f(); console.log(count.textContent);
+"""
+    )
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "a9 a10 b", "b a10 a9", "a9 b a10", "a10 b a9", "2 of 3.",
+    ], done.stderr  # fmt: skip
