@@ -5,6 +5,7 @@ from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
 from jaxmp._numerics.diagnose import diagnose
+from jaxmp._numerics.tune import tune
 from jaxmp._preflight.preflight import preflight
 from jaxmp._quantize.trees import dequantize, quantize
 from jaxmp._training.accumulate import accumulate_gradients
@@ -66,6 +67,7 @@ __all__ = [
     "step_was_finite",
     "stochastic_round",
     "testing",
+    "tune",
     "value_and_grad",
     "wrap",
 ]

@@ -124,6 +124,7 @@ def test_the_root_exports_these_names():
         "step_was_finite",
         "stochastic_round",
         "testing",
+        "tune",
         "value_and_grad",
         "wrap",
     ]
