@@ -19,7 +19,6 @@ from flax import nnx
 import jaxmp
 from jaxmp._numerics import tune_scores
 from jaxmp._numerics.tune import Tuned, tied
-from jaxmp._numerics.tune_paths import prepared
 from jaxmp._numerics.tune_solve import front
 
 BF16 = "p=full,c=bf16,o=full"
@@ -105,15 +104,15 @@ def test_the_solver_finds_what_trying_everything_finds(seed):
 
 def test_a_thinned_front_keeps_the_budget_and_costs_little_more():
     rng = np.random.default_rng(0)
-    costs = [rng.random(3) for _ in range(12)]
-    errors = [rng.random(3) for _ in range(12)]
-    exact, thin = front(costs, errors), front(costs, errors, limit=300)
+    costs = [rng.random(3) for _ in range(40)]
+    errors = [rng.random(3) for _ in range(40)]
+    exact, thin = front(costs, errors), front(costs, errors, limit=1000)
     assert exact.exact
     assert not thin.exact
     assert thin.costs[0] == exact.costs[0]
     for budget in np.linspace(exact.errors[-1] * 1.2, exact.errors[0], 9):
         assert thin.errors[thin.within(budget)] <= budget
-        assert thin.costs[thin.within(budget)] <= exact.costs[exact.within(budget)] * 1.05
+        assert thin.costs[thin.within(budget)] <= exact.costs[exact.within(budget)] * 1.1
 
 
 def test_a_budget_that_nothing_keeps_is_refused():
@@ -134,36 +133,57 @@ def test_ties():
     assert tied("head") != tied("block")
 
 
-# A small model, by default.
+# A small function, by default.
+
+
+def scoped_loss(params: Any, x: jax.Array) -> jax.Array:
+    with jax.named_scope("calm"):
+        x = x @ params["a"]
+    with jax.named_scope("planted"):
+        h = (x + 300.0) @ params["b"]
+    return jnp.mean((h - jnp.mean(h, 0)) ** 3)
+
+
+SCOPED_X = jax.random.normal(jax.random.key(0), (16, 16))
+SCOPED_PARAMS = {"a": SCOPED_X / 4, "b": SCOPED_X[:, :4] / 4}
+SCOPED_PARAMS["a"] = SCOPED_PARAMS["a"][::-1]
 
 
 @pytest.fixture(scope="module")
 def small() -> Tuned:
-    loss, params, batches = problem(Planted(3, 1), 16, count=1)
-    return jaxmp.tune(loss, params, batches, budget=1e-3, probes=2)
+    return jaxmp.tune(scoped_loss, SCOPED_PARAMS, [SCOPED_X], probes=2)
 
 
 def test_a_planted_layer_is_found(small):
-    assert small.policy == jaxmp.PolicyMap({"block_1": "float32"}, default="mixed_bfloat16")
+    assert small.policy == jaxmp.PolicyMap({"planted": "float32"}, default="mixed_bfloat16")
     assert small.verified.error <= 1e-3
-    assert wrapped_cosine(Planted(3, 1), small, 16) == pytest.approx(1 - small.verified.error, abs=1e-5)
-    assert small.low_share == pytest.approx((2 * 16 + 4) / (3 * 16 + 4), abs=0.05)
+    # Each runs forward and backward by its weights; `x` has no gradient.
+    assert small.low_share == pytest.approx(2 * 16 / (2 * 16 + 3 * 4))
+
+
+def test_a_function_runs_as_it_was_verified(small):
+    run = small.apply(scoped_loss)
+    got = jaxmp.explain(run, "float32")(SCOPED_PARAMS, SCOPED_X)
+    assert [(row.path, row.dtype) for row in got.rows if row.op == "dot_general"] == [
+        ("calm", "bfloat16"),
+        ("planted", "float32"),
+    ]
 
 
 def test_another_budget_is_not_scored_anew(small, monkeypatch):
     monkeypatch.setattr(tune_scores.Scorer, "__call__", None)
     loose = small.solve(0.9)
     assert loose.policy == jaxmp.PolicyMap({}, default=BF16)
+    assert loose.cost == pytest.approx(0.5)
     assert loose.cost < small.cost
-    assert small.solve(0.0).policy == jaxmp.PolicyMap({}, default="float32")
-    assert small.solve(0.0).cost == pytest.approx(1)
     costs = [p.cost for p in small.pareto]
     assert costs == sorted(costs)
+    assert costs[-1] == pytest.approx(1)
 
 
 def test_the_table_names_modules_shares_and_what_was_measured(small):
     text = str(small)
-    assert "block_1" in text
+    assert "planted" in text
     assert "budget 0.001" in text
     assert f"{small.verified.error:.2g} measured" in text
 
@@ -175,24 +195,39 @@ def test_the_table_names_modules_shares_and_what_was_measured(small):
         ({"budget": -1.0}, "budget"),
         ({"budget": float("nan")}, "budget"),
         ({"probes": 0}, "probes"),
-        ({"loss_fn": lambda p, b: jnp.mean(b[0] @ p["head"]["kernel"])}, "named scopes"),
+        ({"loss_fn": lambda p, b: jnp.mean(b[0]) * p["a"][0, 0]}, "no float32 matrices"),
         ({"candidates": ["bfloat17"]}, "bfloat17"),
         ({"target": "tpu-v99"}, "tpu-v99"),
     ],
 )
 def test_wrong_arguments_are_refused(changed, message):
-    loss, params, batches = problem(Planted(1, None), 8, batch=4, count=1)
-    given = {"loss_fn": loss, "params": params, "batches": batches, **changed}
+    given = {"loss_fn": scoped_loss, "params": SCOPED_PARAMS, "batches": [SCOPED_X], **changed}
     with pytest.raises(ValueError, match=message):
         jaxmp.tune(given.pop("loss_fn"), given.pop("params"), given.pop("batches"), **given)
 
 
+def test_a_loss_that_is_not_twice_differentiable_says_so():
+    @jax.custom_vjp
+    def kernel(x: jax.Array) -> jax.Array:
+        return x * x
+
+    kernel.defvjp(
+        lambda x: (kernel(x), x),
+        lambda x, g: (jax.lax.while_loop(lambda y: y[0, 0] < 0, lambda y: y + 1, 2 * x * g),),
+    )
+    with pytest.raises(ValueError, match="while_loop") as raised:
+        jaxmp.tune(
+            lambda p, x: jnp.sum(kernel(x @ p["w"])), {"w": jnp.ones((8, 8))}, [jnp.ones((4, 8))]
+        )
+    assert "twice differentiable" in raised.value.__notes__[-1]
+
+
 def test_what_gives_no_loss_is_refused():
-    loss, params, batches = problem(Planted(1, None), 8, batch=4, count=1)
-    with pytest.raises(TypeError, match="one number"):
-        jaxmp.tune(lambda p, b: b[0], params, batches)
+    with pytest.raises(TypeError, match=r"one number.*float32\[16\]"):
+        jaxmp.tune(lambda p, x: x[0] @ p["a"], SCOPED_PARAMS, [SCOPED_X])
+    one_map = jaxmp.PolicyMap({}, default="float32")
     with pytest.raises(TypeError, match="PolicyMap"):
-        jaxmp.tune(loss, params, batches, candidates=[jaxmp.PolicyMap({}, default="float32")])
+        jaxmp.tune(scoped_loss, SCOPED_PARAMS, [SCOPED_X], candidates=[one_map])
 
 
 # As the issue has it.
@@ -211,3 +246,181 @@ def test_a_planted_layer_is_found_in_two_minutes_and_nine_tenths_stay_low():
     assert wrapped_cosine(model, found, 64) >= 0.999
     everything = found.solve(1.0)
     assert everything.verified.cosine < 0.999  # it had to be found
+
+
+@pytest.mark.slow
+def test_a_small_planted_layer_is_found_and_wrap_takes_the_map():
+    loss, params, batches = problem(Planted(3, 1), 16)
+    found = jaxmp.tune(loss, params, batches, probes=2)
+    assert found.policy == jaxmp.PolicyMap({"block_1": "float32"}, default=BF16)
+    off = 1 - found.verified.cosine
+    assert wrapped_cosine(Planted(3, 1), found, 16) == pytest.approx(1 - off, abs=off)
+
+
+@pytest.mark.slow
+def test_a_benign_model_costs_no_more_than_all_low():
+    loss, params, batches = problem(Planted(6, None), 32)
+    found = jaxmp.tune(loss, params, batches)
+    assert found.policy == jaxmp.PolicyMap({}, default="mixed_bfloat16")
+    assert found.low_share == 1
+    assert found.cost == min(p.cost for p in found.pareto) == pytest.approx(0.5)
+
+
+@pytest.mark.slow
+def test_scores_are_what_rounding_does_to_the_gradients():
+    """Of single modules and together, within a factor of 2.5 of what is measured."""
+    model = Planted(3, 1)
+    loss, params, batches = problem(model, 32)
+    found = jaxmp.tune(loss, params, batches, probes=16)
+    scored = found._scored
+    for group in scored.groups:
+        name = "/".join(group.paths[0])
+        alone = scored.verify(jaxmp.PolicyMap({name: BF16}, default="float32")).error
+        assert 0.4 < group.errors[1] / alone < 2.5, name
+
+
+class Attentive(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any = None) -> Any:
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(nn.LayerNorm()(x))
+        return x + nn.Dense(32, name="out")(nn.gelu(nn.Dense(64, name="up")(x))), None
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scanned = nn.scan(
+            nn.remat(Attentive, prevent_cse=False),
+            variable_axes={"params": 0}, split_rngs={"params": True}, length=2,
+        )  # fmt: skip
+        x, _ = scanned(name="layers")(x, None)
+        x, _ = Attentive(name="last")(x)
+        return nn.Dense(4, name="head")(x)
+
+
+@pytest.mark.slow
+def test_scanned_layers_are_one_decision_and_q_k_v_another():
+    model = Stack()
+    x = jax.random.normal(jax.random.key(0), (4, 8, 32))
+    params = model.init(jax.random.key(1), x)
+
+    def loss(params: Any, x: jax.Array) -> Any:
+        return jnp.mean(model.apply(params, x) ** 2), "aux"
+
+    found = jaxmp.tune(loss, params, [x], candidates=["mixed_bfloat16", "mixed_float8"])
+    names = found.assignment.keys()
+    attention = {f"attention/{n}" for n in ("query", "key", "value", "out")} | {"attention"}
+    assert names == {"head"} | {
+        f"{layer}/{n}" for layer in ("layers", "last") for n in attention | {"up", "out"}
+    }
+    for layer in ("layers", "last"):
+        together = {found.assignment[f"{layer}/attention/{n}"] for n in ("query", "key", "value")}
+        assert len(together) == 1
+    # float8 is too coarse for a millionth, and bfloat16 too: the map mixes, or is float32.
+    for budget in (1e-6, 1e-4, 3e-3):
+        at = found.solve(budget)
+        assert at.verified.error <= budget
+        wrapped = jaxmp.wrap(model, at.policy)
+        exact = jax.jit(jax.grad(lambda p: loss(p, x)[0]))(params)
+        low = jax.jit(jax.grad(lambda p, m=wrapped: jnp.mean(m.apply(p, x) ** 2)))(params)
+        assert cosine(exact, low) == pytest.approx(at.verified.cosine, abs=budget)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.stem = nnx.Linear(16, 16, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.tanh(self.stem(x))
+        h = self.layers[0](x + 300.0)
+        x = self.dropout(x + jnp.tanh(h - jnp.mean(h, axis=0)))
+        return self.layers[1](x)
+
+
+@pytest.mark.slow
+def test_nnx():
+    model = Net(nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (32, 16))
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+
+    def loss(model: Net, x: jax.Array) -> jax.Array:
+        return jnp.mean(model(x) ** 2)
+
+    found = jaxmp.tune(loss, model, [x])
+    assert found.policy == jaxmp.PolicyMap({"layers/0": "float32"}, default=BF16)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+    assert type(model) is Net
+    model.dropout.deterministic = True
+    wrapped = jaxmp.wrap(model, found.policy)
+    exact, low = nnx.grad(loss)(model, x), nnx.grad(loss)(wrapped, x)
+    assert cosine(exact, low) >= 0.999
+
+
+@pytest.mark.slow
+def test_float16_is_not_given_to_what_overflows():
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            h = nn.Dense(32, name="calm")(x)
+            h = nn.Dense(32, name="loud")(h * 2e5)
+            return nn.Dense(4, name="head")(jnp.tanh(h * 5e-6))
+
+    loss, params, batches = problem(Wide(), 32)
+    found = jaxmp.tune(loss, params, batches, candidates=["mixed_float16"])
+    assert found.assignment["loud"] == jaxmp.get_policy("float32")
+    assert found.assignment["calm"] == jaxmp.get_policy("mixed_float16")
+    assert found.verified.error <= 1e-3
+    assert "inf" in str(found)
+
+
+@pytest.mark.slow
+def test_scoring_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
+    loss, params, batches = problem(Planted(1, 0), 16, count=3)
+    whole = jaxmp.tune(loss, params, batches)
+    score, scored = tune_scores.Scorer.__call__, []
+
+    def until_the_second(self: Any, batch: Any, number: int) -> Any:
+        scored.append(number)
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        return score(self, batch, number)
+
+    monkeypatch.setattr(tune_scores.Scorer, "__call__", until_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        jaxmp.tune(loss, params, batches, out=tmp_path)
+    assert [f.name for f in tmp_path.iterdir()] == ["scores_0000.json"]
+    resumed = jaxmp.tune(loss, params, batches, out=tmp_path)
+    assert scored == [0, 1, 1, 2]
+    assert resumed.pareto == whole.pareto
+    assert json.loads((tmp_path / "scores_0002.json").read_text())["scores"]
+    with pytest.raises(ValueError, match=r"scores_0000\.json holds the scores of another"):
+        jaxmp.tune(loss, params, batches[1:], out=tmp_path)
+
+
+@pytest.mark.slow
+def test_costs_of_a_chip_and_the_picture(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    loss, params, batches = problem(Planted(4, 1), 64, count=1)
+    said: list[str] = []
+    candidates = ["mixed_bfloat16", "mixed_float8"]
+    found = jaxmp.tune(
+        loss, params, batches, candidates=candidates, target="gpu-h100", announce=said.append
+    )
+    assert "time on gpu-h100" in str(found)
+    assert said[0] == "tune: 5 modules, 2 candidates, 1 batches"
+    # Layers as small as these are no faster in float8: reading and writing is all.
+    assert not any(p.matmul for p in found.assignment.values())
+    found.plot(tmp_path / "tune.png")
+    assert (tmp_path / "tune.png").stat().st_size > 20_000
+
+
+@pytest.mark.slow
+def test_no_error_is_float32():
+    loss, params, batches = problem(Planted(1, None), 8, batch=4, count=1)
+    found = jaxmp.tune(loss, params, batches, budget=0.0)
+    assert found.policy == jaxmp.PolicyMap({}, default="float32")
+    assert found.cost == pytest.approx(1)
+    assert found.low_share == 0
+    assert found.verified == (pytest.approx(1), 0)

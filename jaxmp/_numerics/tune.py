@@ -11,7 +11,6 @@ from pathlib import Path as File
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._audit.costs import check_sizes
@@ -19,9 +18,17 @@ from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.marks import check_callable
 from jaxmp._jaxprs.trace import trace
 from jaxmp._numerics.tune_costs import Costs, Multiplied
-from jaxmp._numerics.tune_paths import FLOAT32, Path, Prepared, prepared, products, under_map
+from jaxmp._numerics.tune_paths import (
+    FLOAT32,
+    Path,
+    Prepared,
+    Product,
+    prepared,
+    products,
+    under_map,
+)
 from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, grouped, solve
-from jaxmp._numerics.tune_scores import Scorer, gradients, ways_of
+from jaxmp._numerics.tune_scores import Scorer, gradients, is_product, ways_of
 from jaxmp._numerics.tune_solve import front
 from jaxmp.policy import Policy, PolicyMap, single_policy
 
@@ -74,7 +81,7 @@ def tune(
     Args:
       loss_fn: from params and a batch to the loss, or to it and something else; float32 throughout,
         not wrapped, and twice differentiable. Modules are told by their named scopes: Flax Linen's,
-        those of `jax.named_scope`; of NNX by itself.
+        and those of `jax.named_scope`; a function without any is one module.
       params: a pytree of float arrays, such as Linen's parameters, or an NNX module.
       batches: a few batches of training, preferably of the middle of it.
       budget: what 1 - cosine may be, of the gradients and float32's, of each batch.
@@ -124,21 +131,23 @@ def tune(
     if loss_scale is None:
         halves = any(np.dtype(p.compute_dtype) == np.float16 for p in policies)
         loss_scale = 2.0**15 if halves else 1.0
+    costs = Costs(target)
     say = announce or (lambda _: None)
     loss = prepared(loss_fn, params, batches[0])
     program = gradients(loss.loss, loss_scale)
     found = list(products(trace(program, (loss.params, batches[0]), {}).jaxpr))
-    paths = sorted({path for p in found if (path := loss.places.of(p.scopes)) is not None})
+    places = [loss.places.of(p.scopes) for p in found if is_product(p.eqn)]
+    paths = sorted({path for path in places if path is not None})
     if not paths:
         raise ValueError(
-            "tune: no product is in a module. Modules are told by named scopes: those of Flax "
-            "Linen, of jax.named_scope, and of an NNX module that is given as params"
+            "tune: the loss multiplies no float32 matrices in the model. Give it as it is, not "
+            "wrapped. Modules are told by named scopes: those of Flax Linen, of jax.named_scope, "
+            "and of an NNX module that is given as params"
         )
     ways = ways_of(loss, batches[0], policies, paths)
     scorer = Scorer(loss, ways, loss_scale, probes)
     say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
     scores = _scores(scorer, batches, policies, None if out is None else File(out), say)
-    costs = Costs(target)
     groups = _groups(paths, tie, ways, scores, found, loss, costs)
     solutions = front([g.costs for g in groups], [g.errors for g in groups])
     total = sum(contraction_flops(p.eqn) * p.times for p in found)
@@ -152,15 +161,15 @@ def _groups(
     tie: Callable[[str], Hashable],
     ways: dict[Path, tuple[Multiplied, ...]],
     scores: np.ndarray[Any, Any],
-    found: Sequence[Any],
+    found: Sequence[Product],
     loss: Prepared,
     costs: Costs,
 ) -> tuple[Group, ...]:
     """What is decided on: what it costs, and how far it is off."""
-    of_path: dict[Path, list[Any]] = {path: [] for path in paths}
+    of_path: dict[Path, list[Product]] = {path: [] for path in paths}
     for product in found:
         path = loss.places.of(product.scopes)
-        if path is not None:
+        if path is not None and is_product(product.eqn):
             of_path[path].append(product)
     number = {path: i for i, path in enumerate(ways)}
     full = sum(costs(p, Multiplied()) for several in of_path.values() for p in several)
@@ -171,7 +180,15 @@ def _groups(
             Group(
                 paths=members,
                 flops=sum(contraction_flops(p.eqn) * p.times for m in members for p in of_path[m]),
-                ways=tuple(_lowest([ways[m][i] for m in members]) for i in options),
+                low_flops=tuple(
+                    sum(
+                        contraction_flops(p.eqn) * p.times
+                        for m in members
+                        for p in of_path[m]
+                        if ways[m][i].format_of(backward=p.backward) != "float32"
+                    )
+                    for i in options
+                ),
                 costs=tuple(
                     sum(costs(p, ways[m][i]) for m in members for p in of_path[m]) / full
                     for i in options
@@ -180,11 +197,6 @@ def _groups(
             )
         )
     return tuple(groups)
-
-
-def _lowest(several: Sequence[Multiplied]) -> str:
-    names = [how.format_of(backward=False) for how in several if how.is_low]
-    return min(names, key=lambda name: jnp.dtype(name).itemsize) if names else "float32"
 
 
 def _scores(

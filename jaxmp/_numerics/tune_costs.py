@@ -48,9 +48,16 @@ class Costs:
     Attributes:
       target: a chip, which may have a topology after it; None: the number of operations counts, and
         how many bits they are in.
+
+    Raises:
+      ValueError: if there is no such chip.
     """
 
     target: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.target is not None:
+            chip_named(self.target)
 
     @property
     def unit(self) -> str:

@@ -24,7 +24,7 @@ from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.scopes import REGION
 from jaxmp._jaxprs.source import is_backward, module_path
 from jaxmp._jaxprs.threaded import Out, Threaded
-from jaxmp._jaxprs.trace import trace
+from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 Path = tuple[str, ...]
@@ -98,10 +98,10 @@ def prepared(loss_fn: Loss, params: Any, batch: Any) -> Prepared:
     """A loss of a pytree or an NNX module as one of a pytree, and the modules in it."""
     if isinstance(params, nnx.Module):
         labels = {_label(path): _strings(path) for path, _ in nnx.iter_modules(params)}
-        graph, state, rest = nnx.split(params, nnx.Param, ...)
+        graph, state, *others = nnx.split(params, nnx.Param, ...)
 
         def of_module(state: Any, batch: Any) -> Any:
-            model = nnx.merge(graph, state, rest)
+            model = nnx.merge(graph, state, *others)
             for path, module in nnx.iter_modules(model):
                 object.__setattr__(module, "__class__", _scoped(type(module), _label(path)))
             return _loss_of(loss_fn(model, batch))
@@ -210,8 +210,7 @@ def _loss_of(out: Any) -> Any:
     if getattr(loss, "shape", None) != ():
         raise TypeError(
             "tune: loss_fn must return one number, or it and something else; got "
-            f"{jax.tree.map(getattr, out) if out is None else type(out).__name__}"
-            f"{list(loss.shape) if hasattr(loss, 'shape') else ''}"
+            f"{f'{loss.dtype}{list(loss.shape)}' if is_array(loss) else type(loss).__name__}"
         )
     return loss
 
@@ -226,9 +225,10 @@ def _places(params: Any, scopes: Sequence[str]) -> Places:
         counts.update(i for i, name in enumerate(path[:_DEEPEST_ROOT]) if name in tops)
     if counts:
         [(at, _)] = counts.most_common(1)
-        return Places(modules, frozenset(p[:at] for p in names if p[at : at + 1] and p[at] in tops))
-    if modules == {()} and any(names):  # a model that is one layer
-        return Places(modules, frozenset(path[:1] for path in names if path))
+        return Places(modules, frozenset(p[:at] for p in names if len(p) > at and p[at] in tops))
+    roots = frozenset(path[:1] for path in names if path)
+    if modules == {()} and len(roots) == 1:  # a model that is one layer
+        return Places(modules, roots)
     return Places()
 
 

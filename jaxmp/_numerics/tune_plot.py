@@ -38,7 +38,7 @@ def _front(axes: Any, tuned: Tuned, scored: Scored, index: int) -> None:
     floor = min(positive) / 3  # where what has no error is drawn
 
     def shown(error: float) -> float:
-        return max(error, floor) if np.isfinite(error) else max(positive) * 3
+        return float(np.clip(error, floor, max(positive) * 3))
 
     axes.step(
         front.costs, [shown(e) for e in front.errors], where="post", color="tab:blue",

@@ -2,10 +2,10 @@
 
 Let d be the change of the gradients g that rounding makes, across g: the cosine between g and what
 is computed falls to 1 - |d|^2 / (2 |g|^2). Of the rounding errors e of one product, wherever it is
-in the loss or in its backward pass, d is the derivative of g along e. With a random vector v of unit
-variance, across g, |d|^2 is the mean of <v, d>^2 = <u, e>^2, where u = d<v, g>/dy is what arrives at
-the product when <v, g> is differentiated: one backward pass through the gradients gives it for all
-products, and e is what the product itself would be in a format, less what it is.
+in the loss or in its backward pass, d is the derivative of g along e. With a random vector v of
+unit variance, across g, |d|^2 is the mean of <v, d>^2 = <u, e>^2, where u = d<v, g>/dy is what
+arrives at the product when <v, g> is differentiated: one backward pass through the gradients gives
+it for all products, and e is what the product itself would be in a format, less what it is.
 
 <u, e>^2 of few v is a rough guess of its mean. The sum of (u e)^2 over elements (as Fisher's
 information has it) is a good one where elements round independently, and too small where they do
@@ -68,10 +68,17 @@ class Scorer:
     def __call__(self, batch: Any, number: int) -> np.ndarray[Any, Any]:
         """The scores of a batch: float64[modules, ways], how much 1 - cosine grows by."""
         key = jax.random.fold_in(jax.random.key(0), number)
-        found = [
-            np.asarray(self._step(self.loss.params, batch, k), np.float64)
-            for k in jax.random.split(key, self.probes)
-        ]
+        try:
+            found = [
+                np.asarray(self._step(self.loss.params, batch, k), np.float64)
+                for k in jax.random.split(key, self.probes)
+            ]
+        except Exception as error:
+            error.add_note(
+                "tune: the gradients of the loss are differentiated: it must be twice "
+                "differentiable. Of a fused kernel, give what it computes in jax.numpy."
+            )
+            raise
         together, apart = np.moveaxis(np.stack(found), -1, 0)
         with np.errstate(invalid="ignore", over="ignore"):
             scores = np.maximum(np.mean(together**2, axis=0), np.mean(apart, axis=0)) / 2

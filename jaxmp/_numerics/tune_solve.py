@@ -104,4 +104,5 @@ def _thinned(kept: Integers, costs: Floats, limit: int) -> Integers:
     width = (costs[-1] - costs[0]) / (limit - 1) or 1.0
     bins = ((costs - costs[0]) / width).astype(int)
     last = np.flatnonzero(np.concatenate([bins[1:] != bins[:-1], [True]]))
-    return kept[np.union1d([0], last)]
+    thinned: Integers = kept[np.union1d([0], last)]
+    return thinned
