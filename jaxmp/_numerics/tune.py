@@ -127,7 +127,11 @@ def tune(
         raise ValueError(f"tune: probes must be at least 1; got {probes}")
     if not budget >= 0:
         raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
-    policies = tuple(dict.fromkeys([FLOAT32, *(single_policy("tune", c) for c in candidates)]))
+    names = {FLOAT32: "float32"}
+    for candidate in candidates:
+        policy = single_policy("tune", candidate)
+        names.setdefault(policy, candidate if isinstance(candidate, str) else str(policy))
+    policies = tuple(names)
     if loss_scale is None:
         halves = any(np.dtype(p.compute_dtype) == np.float16 for p in policies)
         loss_scale = 2.0**15 if halves else 1.0
@@ -152,7 +156,9 @@ def tune(
     solutions = front([g.costs for g in groups], [g.errors for g in groups])
     total = sum(contraction_flops(p.eqn) * p.times for p in found)
     verify = _verifier(loss, batches, loss_scale, say)
-    scored = Scored(loss, policies, groups, solutions, total, costs.unit, verify)
+    scored = Scored(
+        loss, policies, tuple(names.values()), groups, solutions, total, costs.unit, verify
+    )
     return solve(scored, budget)
 
 
@@ -180,6 +186,7 @@ def _groups(
             Group(
                 paths=members,
                 flops=sum(contraction_flops(p.eqn) * p.times for m in members for p in of_path[m]),
+                ways=tuple(tuple(ways[m][i] for m in members) for i in options),
                 low_flops=tuple(
                     sum(
                         contraction_flops(p.eqn) * p.times

@@ -16,6 +16,8 @@ from jaxmp.recipes import FORMATS, Recipe
 # What a multiply-add takes, of its time in float32, where no chip is named: half the bits, half
 # the time, as matrix units are built.
 _BY_BITS = {32: 1.0, 16: 0.5, 8: 0.25}
+# The same, over 16 bits, on GPUs whose makers' tables of matrix units have no float32.
+_UNKNOWN_FLOAT32 = 2.0
 
 
 class Multiplied(NamedTuple):
@@ -91,7 +93,10 @@ class Costs:
 def _share(chip: Chip, how: Multiplied, name: str, product: Product) -> float:
     """The time of a product on a chip over that of the same product in 16 bits."""
     if how.recipe is None or not FORMATS[_short(name)].scaled:
-        return chip.share(name if chip.multiplies(name) else "float32")
+        if name in chip.tflops:
+            return chip.share(name)
+        known = chip.platform == "tpu" or {"float32", "tfloat32"} & chip.tflops.keys()
+        return chip.share("float32") if known else _UNKNOWN_FLOAT32
     keys = keys_of(how.recipe, "grad_input" if product.backward else "forward")
     if not all(key in chip.relative or chip.multiplies(key) for key in keys):
         return 1.0

@@ -101,7 +101,9 @@ def prepared(loss_fn: Loss, params: Any, batch: Any) -> Prepared:
         graph, state, *others = nnx.split(params, nnx.Param, ...)
 
         def of_module(state: Any, batch: Any) -> Any:
-            model = nnx.merge(graph, state, *others)
+            # Variables of this trace, which the model may change: its changes are dropped.
+            own = jax.tree.map(lambda x: x, others)
+            model = nnx.merge(graph, state, *own)
             for path, module in nnx.iter_modules(model):
                 object.__setattr__(module, "__class__", _scoped(type(module), _label(path)))
             return _loss_of(loss_fn(model, batch))

@@ -71,7 +71,7 @@ def _modules(axes: Any, tuned: Tuned, scored: Scored, groups: list[Any]) -> None
     for i, candidate in enumerate(scored.candidates[1:], 1):
         errors = [group.errors[i] for group in groups]
         x = [min(max(e, min(finite) / 3), max(finite) * 3) for e in errors]
-        axes.scatter(x, rows, s=28, label=str(candidate))
+        axes.scatter(x, rows, s=28, label=scored.names[i])
         chosen = [assigned["/".join(g.paths[0])] == candidate for g in groups]
         axes.scatter(
             [a for a, c in zip(x, chosen, strict=True) if c],
@@ -86,7 +86,7 @@ def _modules(axes: Any, tuned: Tuned, scored: Scored, groups: list[Any]) -> None
     axes.set_xlabel("predicted share of 1 - cosine")
     axes.set_title("Modules: circled as chosen, bold in float32", fontsize=10)
     axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8)
 
 
 def _short(name: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
+from jaxmp._numerics.tune_costs import Multiplied
 from jaxmp._numerics.tune_paths import Loss, Path, Prepared, under_map
 from jaxmp._numerics.tune_solve import Front
 from jaxmp.policy import Policy, PolicyMap
@@ -49,6 +50,7 @@ class Group:
     Attributes:
       paths: of the modules.
       flops: of their products, forward and backward.
+      ways: for each candidate, in what each module multiplies.
       low_flops: for each candidate, those of them that are not in float32.
       costs: for each candidate, as a share of all products in float32.
       errors: for each candidate, the predicted share of 1 - cosine.
@@ -56,6 +58,7 @@ class Group:
 
     paths: tuple[Path, ...]
     flops: int
+    ways: tuple[tuple[Multiplied, ...], ...]
     low_flops: tuple[int, ...]
     costs: tuple[float, ...]
     errors: tuple[float, ...]
@@ -74,6 +77,7 @@ class Scored:
     Attributes:
       loss: the loss.
       candidates: the policies; the first is float32.
+      names: what the user calls them.
       groups: what is decided on.
       front: the assignments that none beats.
       total_flops: of all products of the program, also of those outside of the model.
@@ -83,24 +87,40 @@ class Scored:
 
     loss: Prepared
     candidates: tuple[Policy, ...]
+    names: tuple[str, ...]
     groups: tuple[Group, ...]
     front: Front
     total_flops: int
     unit: str
     verify: Callable[[PolicyMap], Verified]
 
+    def options(self, index: int) -> tuple[int, ...]:
+        """For each group, the number of its candidate in one of the assignments of the front."""
+        choices = self.front.choices(index)
+        usual = self._default(choices)
+        # Where it is all the same, as to attention in 8 bits, modules are not singled out.
+        return tuple(
+            usual if group.ways[option] == group.ways[usual] else option
+            for group, option in zip(self.groups, choices, strict=True)
+        )
+
+    def _default(self, options: Sequence[int]) -> int:
+        """The candidate of the most FLOPs; but that of what the model multiplies itself."""
+        flops = [0] * len(self.candidates)
+        for group, option in zip(self.groups, options, strict=True):
+            # A key that matched the model itself would match all that is in it.
+            flops[option] += self.total_flops if () in group.paths else group.flops
+        return flops.index(max(flops))
+
     def policy(self, index: int) -> PolicyMap:
         """The map of one of the assignments of the front."""
+        options = self.options(index)
         chosen = {
             path: self.candidates[option]
-            for group, option in zip(self.groups, self.front.choices(index), strict=True)
+            for group, option in zip(self.groups, options, strict=True)
             for path in group.paths
         }
-        flops = dict.fromkeys(self.candidates, 0)
-        for group, option in zip(self.groups, self.front.choices(index), strict=True):
-            flops[self.candidates[option]] += group.flops
-        # A key that matches the model itself would match all that is in it.
-        default = chosen.get(()) or max(flops, key=lambda policy: flops[policy])
+        default = self.candidates[self._default(options)]
         overrides: dict[str, Policy] = {}
         policies = PolicyMap({}, default=default)
         for path in sorted(chosen, key=len):
@@ -112,9 +132,9 @@ class Scored:
 
     def low_share(self, index: int) -> float:
         """The share of all FLOPs of products that are not in float32."""
-        choices = self.front.choices(index)
         low = sum(
-            group.low_flops[option] for group, option in zip(self.groups, choices, strict=True)
+            group.low_flops[option]
+            for group, option in zip(self.groups, self.options(index), strict=True)
         )
         return low / self.total_flops
 
@@ -183,7 +203,7 @@ class Tuned:
 
     @property
     def _choices(self) -> tuple[int, ...]:
-        return self._scored.front.choices(self._index)
+        return self._scored.options(self._index)
 
     def apply(self, loss_fn: Loss) -> Loss:
         """A function of params (a pytree) and a batch under the policy, by its named scopes.
@@ -218,14 +238,14 @@ class Tuned:
     def __str__(self) -> str:
         """The table: what each module got, what it adds, and what the candidates would."""
         scored = self._scored
-        cells = [("module", "FLOPs", "policy", *[str(c) for c in scored.candidates[1:]])]
+        cells = [("module", "FLOPs", "policy", *scored.names[1:])]
         pairs = list(zip(scored.groups, self._choices, strict=True))
         worst = sorted(pairs, key=lambda pair: -max(pair[0].errors))
         cells += [
             (
                 group.name,
                 f"{group.flops / scored.total_flops:.1%}",
-                str(scored.candidates[option]),
+                scored.names[option],
                 *(f"{e:.2g}" for e in group.errors[1:]),
             )
             for group, option in worst
@@ -289,7 +309,7 @@ def solve(scored: Scored, budget: float) -> Tuned:
 
 
 _HALVES = 3  # each is a compilation
-_OFF = 10
+_OFF = 3
 
 
 def _is_close(a: float, b: float) -> bool:

@@ -74,9 +74,9 @@ def front(
     Example:
       >>> found = front([[4, 1], [4, 1]], [[0, 0.5], [0, 0.1]])
       >>> found.costs.tolist(), found.errors.tolist()
-      ([2.0, 5.0, 8.0], [0.6, 0.5, 0.0])
+      ([2.0, 5.0, 8.0], [0.6, 0.1, 0.0])
       >>> found.choices(found.within(0.5))
-      (1, 0)
+      (0, 1)
     """
     cost, error = np.zeros(1), np.zeros(1)
     steps = []
