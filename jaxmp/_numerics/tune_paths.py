@@ -234,10 +234,10 @@ def _places(params: Any, scopes: Sequence[str]) -> Places:
     return Places()
 
 
-def _modules(params: Any) -> Iterator[Path]:
+def _modules(tree: Any) -> Iterator[Path]:
     """The paths of what holds parameters in a tree of them, or in Linen's collections of trees."""
-    collections = isinstance(params, Mapping) and "params" in params
-    for keys, _ in jax.tree_util.tree_leaves_with_path(params):
+    collections = isinstance(tree, Mapping) and "params" in tree
+    for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
         names = [str(k.key) for k in keys if isinstance(k, jax.tree_util.DictKey)]
         names = names[collections:]
         yield from (tuple(names[:i]) for i in range(len(names)))

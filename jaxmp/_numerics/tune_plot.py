@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path as File
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from jaxmp._numerics.tune_report import Scored, Tuned
 
 _MOST = 25  # modules that are drawn
 _LONGEST = 40  # characters of a name
 
 
-def plot(tuned: Tuned, scored: Scored, index: int, path: str | File) -> None:
-    """Writes the picture; see `Tuned.plot`."""
+def plot(tuned: Any, scored: Any, index: int, path: str | File) -> None:
+    """Writes the picture of a `Tuned` and its `Scored`; see `Tuned.plot`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -29,7 +26,7 @@ def plot(tuned: Tuned, scored: Scored, index: int, path: str | File) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _front(axes: Any, tuned: Tuned, scored: Scored, index: int) -> None:
+def _front(axes: Any, tuned: Any, scored: Any, index: int) -> None:
     """Cost against error: of all assignments by their scores, and as measured."""
     front = scored.front
     measured = {i: v.error for i, v in scored.measured.items()}
@@ -62,7 +59,7 @@ def _front(axes: Any, tuned: Tuned, scored: Scored, index: int) -> None:
     axes.legend(fontsize=8)
 
 
-def _modules(axes: Any, tuned: Tuned, scored: Scored, groups: list[Any]) -> None:
+def _modules(axes: Any, tuned: Any, scored: Any, groups: list[Any]) -> None:
     """What each candidate adds at each module, and which was chosen."""
     names = [_short(group.name) for group in groups]
     rows = np.arange(len(groups))
