@@ -361,14 +361,16 @@ class Net(nnx.Module):
 def test_nnx():
     model = Net(nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (32, 16))
-    before = jax.tree.map(jnp.copy, nnx.state(model))
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    drawn = int(model.dropout.rngs.count[...])
 
     def loss(model: Net, x: jax.Array) -> jax.Array:
         return jnp.mean(model(x) ** 2)
 
     found = jaxmp.tune(loss, model, [x])
     assert found.policy == jaxmp.PolicyMap({"layers/0": "float32"}, default=BF16)
-    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, nnx.Param))
+    assert int(model.dropout.rngs.count[...]) == drawn
     assert type(model) is Net
     model.dropout.deterministic = True
     wrapped = jaxmp.wrap(model, found.policy)
