@@ -6,6 +6,7 @@ from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
 from jaxmp._numerics.diagnose import diagnose
 from jaxmp._numerics.monitor import monitor, read_monitor
+from jaxmp._numerics.tune import tune
 from jaxmp._numerics.validate import validate
 from jaxmp._preflight.preflight import preflight
 from jaxmp._quantize.trees import dequantize, quantize
@@ -70,6 +71,7 @@ __all__ = [
     "step_was_finite",
     "stochastic_round",
     "testing",
+    "tune",
     "validate",
     "value_and_grad",
     "wrap",

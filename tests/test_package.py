@@ -126,6 +126,7 @@ def test_the_root_exports_these_names():
         "step_was_finite",
         "stochastic_round",
         "testing",
+        "tune",
         "validate",
         "value_and_grad",
         "wrap",

@@ -1,0 +1,281 @@
+"""`tune`: precision by sensitivity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path as File
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._audit.costs import check_sizes
+from jaxmp._autocast.flops import contraction_flops
+from jaxmp._autocast.marks import check_callable
+from jaxmp._jaxprs.trace import trace
+from jaxmp._numerics.tune_costs import Costs, Multiplied
+from jaxmp._numerics.tune_paths import (
+    FLOAT32,
+    Path,
+    Prepared,
+    Product,
+    prepared,
+    products,
+    under_map,
+)
+from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, grouped, solve
+from jaxmp._numerics.tune_scores import Scorer, gradients, is_product, ways_of
+from jaxmp._numerics.tune_solve import front
+from jaxmp.policy import Policy, PolicyMap, single_policy
+
+# Modules next to each other whose results are multiplied with each other.
+_TOGETHER = re.compile(r"(query|key|value|q|k|v|[qkv]_proj|to_[qkv]|w[qkv])")
+_NUMBERED_EXPERT = re.compile(r"(experts?)_?\d+")
+
+
+def tied(path: str) -> Hashable:
+    """What modules that should agree have in common: those of one attention, and experts.
+
+    Example:
+      >>> tied("block_0/attention/query") == tied("block_0/attention/value")
+      True
+      >>> tied("block_0/expert_3/up") == tied("block_0/expert_4/up")
+      True
+      >>> tied("block_0/attention/query") == tied("block_1/attention/query")
+      False
+    """
+    names = [_NUMBERED_EXPERT.sub(r"\1", name) for name in path.split("/")]
+    for i, name in enumerate(names[:-1]):
+        if name in ("expert", "experts") and names[i + 1].isdigit():
+            names[i + 1] = ""
+    if _TOGETHER.fullmatch(names[-1]):
+        names[-1] = "q, k and v"
+    return "/".join(names)
+
+
+def tune(
+    loss_fn: Callable[[Any, Any], Any],
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    budget: float = 1e-3,
+    candidates: Sequence[Any] = ("mixed_bfloat16",),
+    tie: Callable[[str], Hashable] = tied,
+    target: str | None = None,
+    loss_scale: float | None = None,
+    probes: int = 4,
+    out: str | os.PathLike[str] | None = None,
+    announce: Callable[[str], Any] | None = None,
+) -> Tuned:
+    """Finds a policy for each module: the cheapest whose gradients are those of float32, nearly.
+
+    The loss is given in float32. Each batch takes one backward pass, through the loss and its
+    gradients: it scores every module that multiplies with every candidate, by how far the rounding
+    of its products turns the gradient. Of all assignments the cheapest within the budget is chosen,
+    run, and made more precise where it is not within the budget after all.
+
+    Args:
+      loss_fn: from params and a batch to the loss, or to it and something else; float32 throughout,
+        not wrapped, and twice differentiable. Modules are told by their named scopes: Flax Linen's,
+        and those of `jax.named_scope`; a function without any is one module.
+      params: a pytree of float arrays, such as Linen's parameters, or an NNX module.
+      batches: a few batches of training, preferably of the middle of it.
+      budget: what 1 - cosine may be, of the gradients and float32's, of each batch.
+      candidates: the policies, or what `get_policy` reads as one; float32 always is one.
+      tie: from a module's path to what those have in common that get one policy. By default query,
+        key and value of one attention, and the experts of one layer.
+      target: a chip, such as "tpu-v5e": costs are the estimated times of products on it. By
+        default, their operations, in 16 bits half of what they are in 32, in 8 bits a quarter.
+      loss_scale: what the loss is multiplied by. By default 2^15 if a candidate computes in
+        float16, else 1.
+      probes: how many random directions are looked along for each batch: more are more exact.
+      out: a folder for the scores of each batch; another call with the same arguments goes on from
+        there.
+      announce: is called with a line of text before what takes a while: `print`, for example.
+
+    Returns:
+      The result: its `policy` is for `jaxmp.wrap`. Print it for the table.
+
+    Raises:
+      ValueError: if there are no batches, nothing multiplies in a module, the budget is negative,
+        or `out` holds the scores of something else.
+      TypeError: if `loss_fn` is not callable or gives no loss, or a candidate is a `PolicyMap`.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxmp
+      >>> model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(1)])
+      >>> x = jax.random.normal(jax.random.key(0), (32, 8))
+      >>> params = model.init(jax.random.key(1), x)
+      >>> found = jaxmp.tune(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, [x])
+      >>> found.policy
+      PolicyMap({}, default='p=full,c=bf16,o=full')
+      >>> f"{found.low_share:.0%}"
+      '100%'
+
+    Source: Model-Optimizer's AutoQuantize; see `jaxmp/_numerics/tune_scores.py`.
+    """
+    check_callable("tune", loss_fn)
+    batches = list(batches)
+    if not batches:
+        raise ValueError("tune: batches is empty; give at least one batch")
+    check_sizes("tune", (params, batches[0]))
+    if probes < 1:
+        raise ValueError(f"tune: probes must be at least 1; got {probes}")
+    if not budget >= 0:
+        raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
+    names = {FLOAT32: "float32"}
+    for candidate in candidates:
+        policy = single_policy("tune", candidate)
+        names.setdefault(policy, candidate if isinstance(candidate, str) else str(policy))
+    policies = tuple(names)
+    if loss_scale is None:
+        halves = any(np.dtype(p.compute_dtype) == np.float16 for p in policies)
+        loss_scale = 2.0**15 if halves else 1.0
+    costs = Costs(target)
+    say = announce or (lambda _: None)
+    loss = prepared(loss_fn, params, batches[0])
+    program = gradients(loss.loss, loss_scale)
+    found = list(products(trace(program, (loss.params, batches[0]), {}).jaxpr))
+    places = [loss.places.of(p.scopes) for p in found if is_product(p.eqn)]
+    paths = sorted({path for path in places if path is not None})
+    if not paths:
+        raise ValueError(
+            "tune: the loss multiplies no float32 matrices in the model. Give it as it is, not "
+            "wrapped. Modules are told by named scopes: those of Flax Linen, of jax.named_scope, "
+            "and of an NNX module that is given as params"
+        )
+    ways = ways_of(loss, batches[0], policies, paths)
+    scorer = Scorer(loss, ways, loss_scale, probes)
+    say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
+    scores = _scores(scorer, batches, policies, None if out is None else File(out), say)
+    groups = _groups(paths, tie, ways, scores, found, loss, costs)
+    solutions = front([g.costs for g in groups], [g.errors for g in groups])
+    total = sum(contraction_flops(p.eqn) * p.times for p in found)
+    verify = _verifier(loss, batches, loss_scale, say)
+    scored = Scored(
+        loss, policies, tuple(names.values()), groups, solutions, total, costs.unit, verify
+    )
+    return solve(scored, budget)
+
+
+def _groups(
+    paths: Sequence[Path],
+    tie: Callable[[str], Hashable],
+    ways: dict[Path, tuple[Multiplied, ...]],
+    scores: np.ndarray[Any, Any],
+    found: Sequence[Product],
+    loss: Prepared,
+    costs: Costs,
+) -> tuple[Group, ...]:
+    """What is decided on: what it costs, and how far it is off."""
+    of_path: dict[Path, list[Product]] = {path: [] for path in paths}
+    for product in found:
+        path = loss.places.of(product.scopes)
+        if path is not None and is_product(product.eqn):
+            of_path[path].append(product)
+    number = {path: i for i, path in enumerate(ways)}
+    full = sum(costs(p, Multiplied()) for several in of_path.values() for p in several)
+    groups = []
+    for members in grouped(paths, tie):
+        options = range(scores.shape[1])
+        groups.append(
+            Group(
+                paths=members,
+                flops=sum(contraction_flops(p.eqn) * p.times for m in members for p in of_path[m]),
+                ways=tuple(tuple(ways[m][i] for m in members) for i in options),
+                low_flops=tuple(
+                    sum(
+                        contraction_flops(p.eqn) * p.times
+                        for m in members
+                        for p in of_path[m]
+                        if ways[m][i].format_of(backward=p.backward) != "float32"
+                    )
+                    for i in options
+                ),
+                costs=tuple(
+                    sum(costs(p, ways[m][i]) for m in members for p in of_path[m]) / full
+                    for i in options
+                ),
+                errors=tuple(float(sum(scores[number[m], i] for m in members)) for i in options),
+            )
+        )
+    return tuple(groups)
+
+
+def _scores(
+    scorer: Scorer,
+    batches: Sequence[Any],
+    policies: Sequence[Policy],
+    out: File | None,
+    say: Callable[[str], Any],
+) -> np.ndarray[Any, Any]:
+    """The mean of the scores of all batches: of those on file as they are there."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    total: Any = 0.0
+    for i, batch in enumerate(batches):
+        file = None if out is None else out / f"scores_{i:04d}.json"
+        identity = "" if file is None else _identity(scorer, batch, policies)
+        if file is not None and file.exists():
+            read = json.loads(file.read_text(encoding="utf-8"))
+            if read["identity"] != identity:
+                raise ValueError(
+                    f"tune: {file} holds the scores of another model, other params, batches, "
+                    "candidates, loss_scale or probes; give another folder as `out`, or remove it"
+                )
+            total = total + np.asarray(read["scores"], np.float64)
+            continue
+        say(f"tune: scoring batch {i + 1} of {len(batches)}")
+        scores = scorer(batch, i)
+        total = total + scores
+        if file is not None:
+            partial = file.with_suffix(".partial")
+            text = json.dumps({"identity": identity, "scores": scores.tolist()})
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(file)
+    return np.asarray(total / len(batches))
+
+
+def _identity(scorer: Scorer, batch: Any, policies: Sequence[Policy]) -> str:
+    """What scores depend on, as a digest."""
+    digest = hashlib.sha256()
+    said = [list(map(str, policies)), list(scorer.ways), scorer.loss_scale, scorer.probes]
+    digest.update(repr(said).encode())
+    for leaf in jax.tree.leaves((scorer.loss.params, batch)):
+        array = np.asarray(leaf)
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _verifier(
+    loss: Prepared, batches: Sequence[Any], scale: float, say: Callable[[str], Any]
+) -> Callable[[PolicyMap], Verified]:
+    """Runs the loss and its gradients under a map, and compares them with float32's."""
+    exact = jax.jit(gradients(loss.loss, scale))
+
+    def verify(policies: PolicyMap) -> Verified:
+        say(f"tune: verifying {policies}")
+        program = jax.jit(gradients(under_map(loss.loss, policies, loss.places), scale))
+        cosines, errors = [], []
+        for batch in batches:
+            (value, g), (low_value, low) = exact(loss.params, batch), program(loss.params, batch)
+            cosines.append(_cosine(g, low))
+            errors.append(abs(float(low_value) - float(value)) / (abs(float(value)) or 1.0))
+        return Verified(float(np.min(cosines)), float(np.max(errors)))
+
+    return verify
+
+
+def _cosine(a: Any, b: Any) -> float:
+    """The cosine between two trees, in float64; NaN if one is not finite, or 0 alone."""
+    dots = np.zeros(3)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        u, v = (np.asarray(z, np.float64).ravel() for z in (x, y))
+        dots += [u @ v, u @ u, v @ v]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return float(dots[0] / np.sqrt(dots[1] * dots[2])) if dots[1:].any() else 1.0

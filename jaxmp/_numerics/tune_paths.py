@@ -1,0 +1,288 @@
+"""Which module an equation belongs to, and a loss under a policy for each module.
+
+In a trace modules are named scopes: Linen's own, those of `jax.named_scope`, and for NNX, which has
+none, those that are given to a copy here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp._autocast.flops import contraction_flops
+from jaxmp._autocast.transform import under_policy
+from jaxmp._flax import is_registered
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.higher_order import inside, rebuild
+from jaxmp._jaxprs.scopes import REGION
+from jaxmp._jaxprs.source import is_backward, module_path
+from jaxmp._jaxprs.threaded import Out, Threaded
+from jaxmp._jaxprs.trace import is_array, trace
+from jaxmp.policy import Policy, PolicyMap, get_policy
+
+Path = tuple[str, ...]
+Loss = Callable[[Any, Any], Any]
+
+FLOAT32 = get_policy("float32")
+_MODULE = "jaxmp_module="  # before the path of an NNX module, in scopes of ours
+_DEEPEST_ROOT = 4  # how many scopes may be around a model
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """From named scopes to modules.
+
+    Attributes:
+      modules: the paths of modules that are known; empty: every named scope is a module.
+      roots: the scopes around the model, which are no part of paths.
+      labels: of NNX: from what is in a scope to a path.
+    """
+
+    modules: frozenset[Path] = frozenset()
+    roots: frozenset[Path] = frozenset({()})
+    labels: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+
+    def of(self, scopes: str) -> Path | None:
+        """The innermost module that an equation of these scopes is in; None: outside the model."""
+        if self.labels:
+            found = [part for part in scopes.split("/") if part in self.labels]
+            return self.labels[found[-1]] if found else None
+        names = _names(scopes)
+        root = next((r for r in sorted(self.roots) if names[: len(r)] == r), None)
+        if root is None:
+            return None
+        path = names[len(root) :]
+        while self.modules and path not in self.modules:
+            path = path[:-1]
+        return path
+
+
+class Product(NamedTuple):
+    """A contraction of a program.
+
+    Attributes:
+      eqn: it.
+      scopes: the named scopes around it.
+      backward: whether it belongs to a backward pass.
+      times: how often it runs.
+    """
+
+    eqn: JaxprEqn
+    scopes: str
+    backward: bool
+    times: int
+
+
+class Prepared(NamedTuple):
+    """A loss as a function of pytrees.
+
+    Attributes:
+      loss: of params and a batch.
+      params: float arrays, a pytree.
+      places: where its equations are.
+    """
+
+    loss: Loss
+    params: Any
+    places: Places
+
+
+def prepared(loss_fn: Loss, params: Any, batch: Any) -> Prepared:
+    """A loss of a pytree or an NNX module as one of a pytree, and the modules in it."""
+    if isinstance(params, nnx.Module):
+        labels = {_label(path): _strings(path) for path, _ in nnx.iter_modules(params)}
+        graph, state, *others = nnx.split(params, nnx.Param, ...)
+
+        def of_module(state: Any, batch: Any) -> Any:
+            # Variables of this trace, which the model may change: its changes are dropped.
+            own = jax.tree.map(lambda x: x, others)
+            model = nnx.merge(graph, state, *own)
+            for path, module in nnx.iter_modules(model):
+                object.__setattr__(module, "__class__", _scoped(type(module), _label(path)))
+            return _loss_of(loss_fn(model, batch))
+
+        return Prepared(of_module, state, Places(labels=labels))
+
+    def of_tree(params: Any, batch: Any) -> Any:
+        return _loss_of(loss_fn(params, batch))
+
+    scopes = [product.scopes for product in products(trace(of_tree, (params, batch), {}).jaxpr)]
+    return Prepared(of_tree, params, _places(params, scopes))
+
+
+def products(
+    jaxpr: Any, scopes: str = "", times: int = 1, *, backward: bool = False
+) -> Iterator[Product]:
+    """The contractions of a program, as deep as they are."""
+    opened, _ = compat.closed(jaxpr)
+    for eqn in opened.eqns:
+        path = deeper(scopes, eqn)
+        back = backward or is_backward(eqn)
+        inner = inside(eqn)
+        for one in inner:
+            many = times * (one.times if isinstance(one.times, int) else 1)
+            yield from products(one.jaxpr, path, many, backward=back)
+        if not inner and contraction_flops(eqn):
+            yield Product(eqn, path, back, times)
+
+
+def deeper(scopes: str, eqn: JaxprEqn) -> str:
+    """The scopes of an equation, in a jaxpr of an equation in `scopes`."""
+    return "/".join(filter(None, (scopes, module_path(eqn))))
+
+
+def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
+    """A loss under the policies of a map, by the modules that its equations are in.
+
+    What is outside of the model stays float32, as it does where the model is wrapped.
+    """
+
+    @functools.wraps(loss)
+    def marked(*args: Any) -> Any:
+        traced = trace(loss, args, {})
+        marking = _Marking(policies, places)
+        results, _ = marking.run(traced.jaxpr, traced.arrays, "", policies.default)
+        return traced.rebuild(results)
+
+    return under_policy(marked, policies.default)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Marking:
+    """Runs a program as it is, in scopes that say which policy holds."""
+
+    policies: PolicyMap
+    places: Places
+
+    def run(self, jaxpr: Any, arrays: Sequence[Any], scopes: str, around: Policy) -> Out:
+        opened, consts = compat.closed(jaxpr)
+        env: dict[Any, Any] = dict(zip(opened.constvars, consts, strict=True))
+        env.update(zip(opened.invars, arrays, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn in opened.eqns:
+            path = deeper(scopes, eqn)
+            policy = self._policy(path)
+            with compat.source_of(eqn):
+                operands = [read(atom) for atom in eqn.invars]
+                if policy == around:
+                    results = self._bind(eqn, operands, path, policy)
+                else:
+                    with jax.named_scope(f"{REGION}{policy}"):
+                        results = self._bind(eqn, operands, path, policy)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in opened.outvars], {}
+
+    def _bind(self, eqn: JaxprEqn, operands: list[Any], path: str, policy: Policy) -> list[Any]:
+        inner = inside(eqn)
+        if not inner:
+            return compat.bind(eqn, operands)
+        return rebuild(eqn, operands, [self._part(one.jaxpr, path, policy) for one in inner])[0]
+
+    def _part(self, jaxpr: Any, path: str, policy: Policy) -> Threaded:
+        return lambda extra_in, *arrays: self.run(jaxpr, arrays, path, policy)  # noqa: ARG005
+
+    def _policy(self, scopes: str) -> Policy:
+        path = self.places.of(scopes)
+        return FLOAT32 if path is None else policy_for(self.policies, path)
+
+
+def policy_for(policies: PolicyMap, path: Path) -> Policy:
+    """The policy of a module: that of the innermost module around it that a key matches."""
+    for i in range(len(path), -1, -1):
+        policy = policies.policy_at(path[:i])
+        if policy is not None:
+            return policy
+    default: Policy = policies.default
+    return default
+
+
+def _loss_of(out: Any) -> Any:
+    """The loss, of what a loss function returns."""
+    loss = out[0] if isinstance(out, tuple) and out else out
+    if getattr(loss, "shape", None) != ():
+        raise TypeError(
+            "tune: loss_fn must return one number, or it and something else; got "
+            f"{f'{loss.dtype}{list(loss.shape)}' if is_array(loss) else type(loss).__name__}"
+        )
+    return loss
+
+
+def _places(params: Any, scopes: Sequence[str]) -> Places:
+    """The modules that have parameters, and what is around the model in the scopes of a program."""
+    modules = frozenset(_modules(params))
+    tops = {path[0] for path in modules if path}
+    names = [_names(path) for path in scopes]
+    counts: Counter[int] = Counter()
+    for path in names:
+        counts.update(i for i, name in enumerate(path[:_DEEPEST_ROOT]) if name in tops)
+    if counts:
+        [(at, _)] = counts.most_common(1)
+        return Places(modules, frozenset(p[:at] for p in names if len(p) > at and p[at] in tops))
+    roots = frozenset(path[:1] for path in names if path)
+    if modules == {()} and len(roots) == 1:  # a model that is one layer
+        return Places(modules, roots)
+    return Places()
+
+
+def _modules(tree: Any) -> Iterator[Path]:
+    """The paths of what holds parameters in a tree of them, or in Linen's collections of trees."""
+    collections = isinstance(tree, Mapping) and "params" in tree
+    for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
+        names = [str(k.key) for k in keys if isinstance(k, jax.tree_util.DictKey)]
+        names = names[collections:]
+        yield from (tuple(names[:i]) for i in range(len(names)))
+
+
+def _names(scopes: str) -> Path:
+    """Scopes as names of modules: without methods, up to what is no name, such as einsum's."""
+    names: list[str] = []
+    for part in filter(None, scopes.split("/")):
+        if "->" in part or "," in part:
+            break
+        names.append(part.partition(".")[0])
+    return tuple(names)
+
+
+def _strings(path: Sequence[Any]) -> Path:
+    return tuple(map(str, path))
+
+
+def _label(path: Sequence[Any]) -> str:
+    return _MODULE + ".".join(_strings(path))
+
+
+def _scoped(cls: Any, label: str) -> Any:
+    """A subclass of an NNX module's class, whose methods run in a named scope."""
+
+    def scoped(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def scoped_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with jax.named_scope(label):
+                return method(self, *args, **kwargs)
+
+        return scoped_method
+
+    flax = {name for base in nnx.Module.__mro__ for name in vars(base)}
+    methods = {
+        name: scoped(method)
+        for name in dir(cls)
+        if (name == "__call__" or not name.startswith("_")) and name not in flax
+        if callable(method := getattr(cls, name)) and not isinstance(method, type)
+        if not isinstance(vars_of(cls, name), (staticmethod, classmethod, property))
+    }
+    return type(cls)(cls.__name__, (cls,), methods, pytree=is_registered(cls))
+
+
+def vars_of(cls: type, name: str) -> Any:
+    """A member of a class as it was written."""
+    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))

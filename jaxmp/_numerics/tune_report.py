@@ -1,0 +1,338 @@
+"""What `tune` found: a policy for each module, what it costs, and how far its gradients are off."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path as File
+from typing import Any, NamedTuple
+
+from jaxmp._numerics.tune_costs import Multiplied
+from jaxmp._numerics.tune_paths import Loss, Path, Prepared, under_map
+from jaxmp._numerics.tune_solve import Front
+from jaxmp.policy import Policy, PolicyMap
+
+
+class Verified(NamedTuple):
+    """A loss and its gradients under a map of policies, against float32.
+
+    Attributes:
+      cosine: between the gradients, of the batch where it is least; NaN if they are not finite.
+      loss_error: of the loss, relative: the largest of the batches.
+    """
+
+    cosine: float
+    loss_error: float
+
+    @property
+    def error(self) -> float:
+        """1 - cosine; infinite if the gradients are not finite."""
+        return 1 - self.cosine if self.cosine == self.cosine else float("inf")  # NaN
+
+
+class Point(NamedTuple):
+    """An assignment that no other beats by its scores.
+
+    Attributes:
+      cost: of all products, as a share of what they cost in float32.
+      predicted: 1 - cosine by the scores.
+    """
+
+    cost: float
+    predicted: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Modules that have one policy.
+
+    Attributes:
+      paths: of the modules.
+      flops: of their products, forward and backward.
+      ways: for each candidate, in what each module multiplies.
+      low_flops: for each candidate, those of them that are not in float32.
+      costs: for each candidate, as a share of all products in float32.
+      errors: for each candidate, the predicted share of 1 - cosine.
+    """
+
+    paths: tuple[Path, ...]
+    flops: int
+    ways: tuple[tuple[Multiplied, ...], ...]
+    low_flops: tuple[int, ...]
+    costs: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """The paths, in short."""
+        first = "/".join(self.paths[0]) or "the model itself"
+        return first + (f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """What was found before a budget is asked for.
+
+    Attributes:
+      loss: the loss.
+      candidates: the policies; the first is float32.
+      names: what the user calls them.
+      groups: what is decided on.
+      front: the assignments that none beats.
+      total_flops: of all products of the program, also of those outside of the model.
+      unit: what costs are.
+      verify: runs the loss and its gradients under a map; each index of `front` once.
+    """
+
+    loss: Prepared
+    candidates: tuple[Policy, ...]
+    names: tuple[str, ...]
+    groups: tuple[Group, ...]
+    front: Front
+    total_flops: int
+    unit: str
+    verify: Callable[[PolicyMap], Verified]
+
+    def options(self, index: int) -> tuple[int, ...]:
+        """For each group, the number of its candidate in one of the assignments of the front."""
+        choices = self.front.choices(index)
+        usual = self._default(choices)
+        # Where it is all the same, as to attention in 8 bits, modules are not singled out.
+        return tuple(
+            usual if group.ways[option] == group.ways[usual] else option
+            for group, option in zip(self.groups, choices, strict=True)
+        )
+
+    def _default(self, options: Sequence[int]) -> int:
+        """The candidate of the most FLOPs; but that of what the model multiplies itself."""
+        flops = [0] * len(self.candidates)
+        for group, option in zip(self.groups, options, strict=True):
+            # A key that matched the model itself would match all that is in it.
+            flops[option] += self.total_flops if () in group.paths else group.flops
+        return flops.index(max(flops))
+
+    def policy(self, index: int) -> PolicyMap:
+        """The map of one of the assignments of the front."""
+        options = self.options(index)
+        chosen = {
+            path: self.candidates[option]
+            for group, option in zip(self.groups, options, strict=True)
+            for path in group.paths
+        }
+        default = self.candidates[self._default(options)]
+        overrides: dict[str, Policy] = {}
+        policies = PolicyMap({}, default=default)
+        for path in sorted(chosen, key=len):
+            if _in_force(overrides, path, default) != chosen[path]:
+                overrides["/".join(map(_escaped, path))] = chosen[path]
+        if overrides:
+            policies = PolicyMap(dict(sorted(overrides.items())), default=default)
+        return policies
+
+    def low_share(self, index: int) -> float:
+        """The share of all FLOPs of products that are not in float32."""
+        low = sum(
+            group.low_flops[option]
+            for group, option in zip(self.groups, self.options(index), strict=True)
+        )
+        return low / self.total_flops
+
+    @functools.cached_property
+    def measured(self) -> dict[int, Verified]:
+        """What was verified so far, by the index on the front."""
+        return {}
+
+    def check(self, index: int) -> Verified:
+        """Verifies an assignment, unless that was done."""
+        if index not in self.measured:
+            self.measured[index] = self.verify(self.policy(index))
+        return self.measured[index]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """A policy for each module of a model, found by `tune`. Print it.
+
+    Attributes:
+      budget: what 1 - cosine of the gradients may be.
+      verified: the loss and gradients under the policy, as they were measured.
+    """
+
+    budget: float
+    verified: Verified
+    _scored: Scored = dataclasses.field(repr=False)
+    _index: int = dataclasses.field(repr=False)
+
+    @property
+    def policy(self) -> PolicyMap:
+        """The map, for `jaxmp.wrap`: its paths are those of the model's parameters."""
+        return self._scored.policy(self._index)
+
+    @property
+    def assignment(self) -> dict[str, Policy]:
+        """The policy of each module that multiplies, by its path."""
+        return {
+            "/".join(path): self._scored.candidates[option]
+            for group, option in zip(self._scored.groups, self._choices, strict=True)
+            for path in group.paths
+        }
+
+    @property
+    def cost(self) -> float:
+        """What the products cost, as a share of their cost in float32."""
+        return float(self._scored.front.costs[self._index])
+
+    @property
+    def predicted(self) -> float:
+        """1 - cosine of the gradients, by the scores."""
+        return float(self._scored.front.errors[self._index])
+
+    @property
+    def low_share(self) -> float:
+        """The share of the FLOPs of products that are not in float32."""
+        return self._scored.low_share(self._index)
+
+    @property
+    def pareto(self) -> tuple[Point, ...]:
+        """What can be had at which cost, by the scores: cheap assignments first."""
+        front = self._scored.front
+        return tuple(
+            Point(float(c), float(e)) for c, e in zip(front.costs, front.errors, strict=True)
+        )
+
+    @property
+    def _choices(self) -> tuple[int, ...]:
+        return self._scored.options(self._index)
+
+    def apply(self, loss_fn: Loss) -> Loss:
+        """A function of params (a pytree) and a batch under the policy, by its named scopes.
+
+        As it was verified: for functions that `jaxmp.wrap` does not take.
+        """
+        return under_map(loss_fn, self.policy, self._scored.loss.places)
+
+    def solve(self, budget: float) -> Tuned:
+        """The cheapest assignment at another budget: verified, but not scored anew.
+
+        Args:
+          budget: what 1 - cosine of the gradients may be.
+
+        Raises:
+          ValueError: if it is negative or NaN.
+        """
+        return solve(self._scored, budget)
+
+    def plot(self, path: str | File) -> None:
+        """Writes a picture: cost against error of all assignments, and what each module adds.
+
+        It needs matplotlib.
+
+        Args:
+          path: a file, whose suffix says the format: ``tune.png``.
+        """
+        from jaxmp._numerics.tune_plot import plot  # noqa: PLC0415  # loads matplotlib
+
+        plot(self, self._scored, self._index, path)
+
+    def __str__(self) -> str:
+        """The table: what each module got, what it adds, and what the candidates would."""
+        scored = self._scored
+        cells = [("module", "FLOPs", "policy", *scored.names[1:])]
+        pairs = list(zip(scored.groups, self._choices, strict=True))
+        worst = sorted(pairs, key=lambda pair: -max(pair[0].errors))
+        cells += [
+            (
+                group.name,
+                f"{group.flops / scored.total_flops:.1%}",
+                scored.names[option],
+                *(f"{e:.2g}" for e in group.errors[1:]),
+            )
+            for group, option in worst
+        ]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        said = (
+            f"cost        {self.cost:.3f} of float32's ({scored.unit}); the cheapest is "
+            f"{scored.front.costs[0]:.3f}"
+        )
+        off = (
+            f"{self.verified.error:.2g} measured, {self.predicted:.2g} predicted, "
+            f"budget {self.budget:g}"
+        )
+        lines = [
+            said,
+            f"low         {self.low_share:.1%} of the FLOPs of all products",
+            f"1 - cosine  {off}",
+            f"loss        off by {self.verified.loss_error:.2g}",
+            f"policy      {self.policy}",
+        ]
+        if not scored.front.exact:
+            lines.append("thinned     too many assignments: a cheaper one may have been left out")
+        head = "what each policy would add to 1 - cosine, module by module:"
+        return "\n".join([*lines, "", head, *table])
+
+
+def solve(scored: Scored, budget: float) -> Tuned:
+    """The cheapest assignment on the front that keeps a budget when it is run.
+
+    The cheapest of all is run first: where it is within the budget, nothing has to be given up,
+    whatever the scores say. Then the one that the scores say, and from there along the front:
+    towards less error by as much as the scores were off, and back by halves.
+    """
+    if not budget >= 0:
+        raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
+    last = len(scored.front.costs) - 1
+    if scored.check(0).error <= budget or last == 0:
+        return Tuned(budget, scored.check(0), scored, 0)
+    fails, at = 0, max(1, scored.front.within(budget))
+    while at < last and (error := scored.check(at).error) > budget:
+        fails = at
+        aim = scored.front.errors[at] * min(budget / error, 0.5)
+        at = max(at + 1, scored.front.within(aim))
+    at = min(at, last)
+    scored.check(at)
+    # Scores are not that far off.
+    fails = max(fails, scored.front.within(_OFF * budget) - 1)
+    for _ in range(_HALVES):
+        middle = (fails + at) // 2
+        if middle == fails or _is_close(scored.front.costs[middle], scored.front.costs[at]):
+            break
+        if scored.check(middle).error <= budget:
+            at = middle
+        else:
+            fails = middle
+    return Tuned(budget, scored.check(at), scored, at)
+
+
+_HALVES = 3  # each is a compilation
+_OFF = 3
+
+
+def _is_close(a: float, b: float) -> bool:
+    return abs(a - b) < 0.005 * max(a, b)
+
+
+def _in_force(overrides: dict[str, Policy], path: Path, default: Policy) -> Policy:
+    """The policy of a module under keys that are paths."""
+    for i in range(len(path), 0, -1):
+        key = "/".join(map(_escaped, path[:i]))
+        if key in overrides:
+            return overrides[key]
+    return default
+
+
+def _escaped(name: str) -> str:
+    """A name as a pattern that matches it alone."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def grouped(paths: Sequence[Path], tie: Callable[[str], Any]) -> tuple[tuple[Path, ...], ...]:
+    """Modules by what ties them."""
+    groups: dict[Any, list[Path]] = {}
+    for path in paths:
+        groups.setdefault(tie("/".join(path)), []).append(path)
+    return tuple(map(tuple, groups.values()))

@@ -1,0 +1,298 @@
+"""How much each module's rounding turns the gradient, from one backward pass per batch.
+
+Let d be the change of the gradients g that rounding makes, across g: the cosine between g and what
+is computed falls to 1 - |d|^2 / (2 |g|^2). Of the rounding errors e of one product, wherever it is
+in the loss or in its backward pass, d is the derivative of g along e. With a random vector v of
+unit variance, across g, |d|^2 is the mean of <v, d>^2 = <u, e>^2, where u = d<v, g>/dy is what
+arrives at the product when <v, g> is differentiated: one backward pass through the gradients gives
+it for all products, and e is what the product itself would be in a format, less what it is.
+
+<u, e>^2 of few v is a rough guess of its mean. The sum of (u e)^2 over elements (as Fisher's
+information has it) is a good one where elements round independently, and too small where they do
+not, as where a weight is rounded once for all tokens. The larger of the two is taken. Errors of
+modules are taken to be independent, so that scores add up.
+
+Source: the scores of Model-Optimizer's AutoQuantize (first order, Fisher), of gradients instead of
+the loss; Hutchinson, "A stochastic estimator of the trace" (1990).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp._autocast.flops import contraction_flops
+from jaxmp._autocast.plan import Step
+from jaxmp._autocast.recipes.quantise import dequantise, quantise
+from jaxmp._autocast.rules import LOW_DTYPES
+from jaxmp._autocast.transform import plan_program, trace_program
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import product_axes
+from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.higher_order import inside, rebuild
+from jaxmp._jaxprs.source import is_backward
+from jaxmp._jaxprs.threaded import Out, Threaded
+from jaxmp._jaxprs.trace import trace
+from jaxmp._numerics.tune_costs import Multiplied
+from jaxmp._numerics.tune_paths import Path, Places, Prepared, deeper
+from jaxmp.policy import Policy
+from jaxmp.recipes import FORMATS, Format
+
+_SIZES = {"block": 128, "mx": 32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scorer:
+    """What is scored.
+
+    Attributes:
+      loss: the loss and where its equations are.
+      ways: for each module, the ways of multiplying that are tried.
+      loss_scale: what the loss is multiplied by.
+      probes: how many random vectors there are for each batch.
+    """
+
+    loss: Prepared
+    ways: dict[Path, tuple[Multiplied, ...]]
+    loss_scale: float
+    probes: int
+
+    def __call__(self, batch: Any, number: int) -> np.ndarray[Any, Any]:
+        """The scores of a batch: float64[modules, ways], how much 1 - cosine grows by."""
+        key = jax.random.fold_in(jax.random.key(0), number)
+        try:
+            found = [
+                np.asarray(self._step(self.loss.params, batch, k), np.float64)
+                for k in jax.random.split(key, self.probes)
+            ]
+        except Exception as error:
+            error.add_note(
+                "tune: the gradients of the loss are differentiated: it must be twice "
+                "differentiable. Of a fused kernel, give what it computes in jax.numpy."
+            )
+            raise
+        together, apart = np.moveaxis(np.stack(found), -1, 0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            scores = np.maximum(np.mean(together**2, axis=0), np.mean(apart, axis=0)) / 2
+        scores = np.where(np.isfinite(scores), scores, np.inf)
+        return np.array(
+            [
+                [scores[i, self._tried[path].index(way)] if way.is_low else 0.0 for way in ways]
+                for i, (path, ways) in enumerate(self.ways.items())
+            ]
+        )
+
+    @functools.cached_property
+    def _tried(self) -> dict[Path, tuple[Multiplied, ...]]:
+        """The ways that differ."""
+        return {path: tuple(dict.fromkeys(ways)) for path, ways in self.ways.items()}
+
+    @functools.cached_property
+    def _step(self) -> Callable[..., Any]:
+        return jax.jit(self._sums)
+
+    def _sums(self, params: Any, batch: Any, key: Any) -> Any:
+        """For each module and way: the sum of u e, and of (u e)^2."""
+        slots = max(map(len, self._tried.values()))
+        taps = jnp.zeros((len(self._tried), slots, 2))
+        program = gradients(self.loss.loss, self.loss_scale)
+        traced = trace(program, (params, batch), {})
+        tapped = _Tapped(self.loss.places, {p: i for i, p in enumerate(self._tried)}, self._tried)
+
+        def across(taps: Any) -> Any:
+            results, _ = tapped.run(traced.jaxpr, traced.arrays, "", taps, backward=False)
+            _, found = traced.rebuild(results)
+            g = jax.tree.leaves(found)
+            here = lax.stop_gradient(g)
+            keys = jax.random.split(key, len(g))
+            v = [jax.random.normal(k, x.shape) for k, x in zip(keys, g, strict=True)]
+            square = _dot(here, here)
+            along = _dot(v, here) / square
+            v = [a - along * b for a, b in zip(v, here, strict=True)]
+            return _dot(v, g) / jnp.sqrt(square)
+
+        return jax.grad(across)(taps)
+
+
+def gradients(loss: Callable[[Any, Any], Any], scale: float) -> Callable[[Any, Any], Any]:
+    """A function that gives the loss, multiplied, and its gradients."""
+    return jax.value_and_grad(lambda params, batch: loss(params, batch) * scale)
+
+
+def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
+    return sum(jnp.sum(x * y) for x, y in zip(a, b, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tapped:
+    """Runs a program whose products, when it is differentiated, tell of their errors.
+
+    Attributes:
+      places: the modules.
+      index: their numbers.
+      ways: the ways of multiplying that are tried at each.
+    """
+
+    places: Places
+    index: dict[Path, int]
+    ways: dict[Path, tuple[Multiplied, ...]]
+
+    def run(
+        self, jaxpr: Any, arrays: Sequence[Any], scopes: str, taps: Any, *, backward: bool
+    ) -> Out:
+        opened, consts = compat.closed(jaxpr)
+        env: dict[Any, Any] = dict(zip(opened.constvars, consts, strict=True))
+        env.update(zip(opened.invars, arrays, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else env[atom]
+
+        for eqn in opened.eqns:
+            path = deeper(scopes, eqn)
+            back = backward or is_backward(eqn)
+            operands = [read(atom) for atom in eqn.invars]
+            inner = inside(eqn)
+            with compat.source_of(eqn):
+                if inner:
+                    parts = [self._part(one.jaxpr, path, backward=back) for one in inner]
+                    results, _ = rebuild(eqn, operands, parts, [taps])
+                else:
+                    results = self._product(eqn, operands, path, taps, backward=back)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in opened.outvars], {}
+
+    def _part(self, jaxpr: Any, path: str, *, backward: bool) -> Threaded:
+        def part(extra_in: Sequence[Any], *arrays: Any) -> Out:
+            return self.run(jaxpr, arrays, path, extra_in[0], backward=backward)
+
+        return part
+
+    def _product(
+        self, eqn: JaxprEqn, operands: list[Any], path: str, taps: Any, *, backward: bool
+    ) -> list[Any]:
+        results = compat.bind(eqn, operands)
+        place = self.places.of(path) if is_product(eqn) else None
+        if place not in self.index:
+            return results
+        roundings = [_rounding(eqn, how, backward=backward) for how in self.ways[place]]
+        [y] = results
+        return [_tap(eqn, tuple(roundings), y, taps[self.index[place]], operands)]
+
+
+def is_product(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a contraction of float32."""
+    return contraction_flops(eqn) > 0 and all(
+        dtype_of(atom) == np.float32 for atom in eqn.invars[:2]
+    )
+
+
+_Rounding = tuple[Callable[..., Any], Callable[..., Any]] | None
+
+
+def _tap(
+    eqn: JaxprEqn, roundings: tuple[_Rounding, ...], y: Any, taps: Any, operands: list[Any]
+) -> Any:
+    """`y`, whose cotangent u leaves the sums of u e and (u e)^2 as the gradient of `taps`."""
+
+    @jax.custom_vjp
+    def tap(y: Any, taps: Any, *operands: Any) -> Any:  # noqa: ARG001
+        return y
+
+    def forward(y: Any, taps: Any, *operands: Any) -> Any:
+        return y, (y, taps, operands)
+
+    def backward(kept: Any, u: Any) -> Any:
+        y, taps, operands = kept
+        sums = jnp.zeros_like(taps)
+        for i, rounding in enumerate(roundings):
+            if rounding is None:
+                continue
+            of_operand, of_result = rounding
+            rounded = [of_operand(x, side) for side, x in enumerate(operands[:2])]
+            [low] = compat.bind(eqn, [*rounded, *operands[2:]])
+            weighed = u * (of_result(low) - y)
+            sums = sums.at[i].set(jnp.stack([jnp.sum(weighed), jnp.sum(weighed**2)]))
+        return (u, sums, *[None] * len(operands))
+
+    tap.defvjp(forward, backward)
+    return tap(y, taps, *operands)
+
+
+def _rounding(eqn: JaxprEqn, how: Multiplied, *, backward: bool) -> _Rounding:
+    """What rounds an operand, given which, and what the result; None if nothing is rounded."""
+    if not how.is_low:
+        return None
+    name = how.format_of(backward=backward)
+    fmt = next(f for f in FORMATS.values() if f.name == name)
+
+    def of_operand(x: Any, side: int) -> Any:
+        if not fmt.scaled or how.recipe is None or eqn.primitive.name != "dot_general":
+            return _nearest(x, how.dtype if fmt.scaled else fmt.name)
+        axes = product_axes(eqn)[0][side]
+        return _in_8_bits(_nearest(x, how.dtype), fmt, axes, how.recipe.granularity)
+
+    return of_operand, lambda y: _nearest(y, how.dtype)
+
+
+def _nearest(x: Any, dtype: str) -> Any:
+    """Values of a dtype, in float32: XLA might leave out a conversion to it and back."""
+    if dtype == "float32":
+        return x
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def _in_8_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -> Any:
+    """Values of an operand in 8 bits, scaled back; blocks lie along what is summed."""
+    every = tuple(range(x.ndim))
+    if granularity == "tensor":
+        return dequantise(quantise(x, fmt, every))
+    size = _SIZES.get(granularity, 0)
+    axis = summed[-1] if summed else None
+    if size and axis is not None and x.shape[axis] % size == 0:
+        split = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+        return dequantise(quantise(x.reshape(split), fmt, (axis + 1,))).reshape(x.shape)
+    return dequantise(quantise(x, fmt, tuple(summed)))
+
+
+def ways_of(
+    loss: Prepared, batch: Any, candidates: Sequence[Policy], paths: Sequence[Path]
+) -> dict[Path, tuple[Multiplied, ...]]:
+    """For each module, in what its products are multiplied under each candidate.
+
+    Of products that a policy treats differently, as those of a layer and of attention inside it,
+    the module has the way of the fewest bits.
+    """
+    ways: dict[Path, list[Multiplied]] = {path: [] for path in paths}
+    for policy in candidates:
+        traced = trace_program(loss.loss, (loss.params, batch), {}, policy)
+        found: dict[Path, Multiplied] = {}
+        for site in plan_program(traced.jaxpr, policy).sites:
+            path = loss.places.of(site.path)
+            how = _multiplied(site.step, policy)
+            if path in ways and (path not in found or _bits(how) < _bits(found[path])):
+                found[path] = how
+        for path in paths:
+            ways[path].append(found.get(path, Multiplied()))
+    return {path: tuple(several) for path, several in ways.items()}
+
+
+def _multiplied(step: Step, policy: Policy) -> Multiplied:
+    """In what a planned product is multiplied."""
+    if step.product is not None:
+        return Multiplied(np.dtype(policy.compute_dtype).name, step.product.recipe)
+    low = [dtype for dtype in step.ins if dtype in LOW_DTYPES]
+    return Multiplied(low[0].name) if low else Multiplied()
+
+
+def _bits(how: Multiplied) -> int:
+    names = {how.format_of(backward=backward) for backward in (False, True)}
+    return min(f.bits for f in FORMATS.values() if f.name in names)
