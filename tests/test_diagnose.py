@@ -16,8 +16,6 @@ from jax import lax
 import jaxmp
 from jaxmp.numerics import Fault, NumericsReport
 
-from support import slow_when
-
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (8, 16))
 
@@ -185,6 +183,7 @@ def attention(w: jax.Array, x: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.mean((jax.nn.softmax(scores) @ x) ** 2)
 
 
+@pytest.mark.slow
 def test_a_row_of_a_softmax_that_is_masked_whole() -> None:
     mask = jnp.tril(jnp.ones((8, 8), bool))
     assert jaxmp.diagnose(attention, "mixed_bfloat16")(jnp.eye(16), X, mask).faults == ()
@@ -221,6 +220,7 @@ def test_a_learning_rate_that_explodes() -> None:
     assert not jnp.isfinite(w).all()
 
 
+@pytest.mark.slow
 def test_a_nan_in_the_batch() -> None:
     def loss(params: Any, batch: Any) -> jax.Array:
         return linen_loss(params, batch["inputs"])
@@ -320,7 +320,7 @@ def test_where_a_policy_that_saturates_acted_and_how_often() -> None:
 # What is fine.
 
 
-@slow_when(lambda policy: policy != "mixed_float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32", None])
 def test_nothing_is_found_where_nothing_is(policy: str | None) -> None:
     report = jaxmp.diagnose(linen_loss, policy, loss_scale=8.0)(linen_params(), X)

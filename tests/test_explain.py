@@ -448,6 +448,9 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
         lambda x, w: (x @ w / 1e5) @ w, "div", "float32", F16,
     ),
     "sensitive op: float32": (lambda x, w: jnp.exp(x @ w) @ w, "exp", "float32", BF16),
+    "ops={'rev': 'low'}": (
+        lambda x, w: x[::-1] @ w, "rev", "bfloat16", "mixed_bfloat16,ops=rev:low",
+    ),
     "moves values: as they are": (
         lambda x, w: (x @ w).reshape(8, 4).T @ w, "reshape", "bfloat16", BF16,
     ),

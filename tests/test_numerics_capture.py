@@ -18,7 +18,6 @@ from jaxmp._numerics.capture import prepare
 from jaxmp._numerics.statistics import BIAS, Measurements, Statistics, look, measure, unpack
 
 from constructs import CONSTRUCTS, data_mesh, loss_of
-from support import slow_when
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (8, 16))
@@ -125,7 +124,6 @@ def test_beyond_a_range() -> None:
 
 # Programs.
 
-QUICK = {"custom_vjp"}
 # Every kind of equation with others inside, and whatever comes third.
 KINDS = {
     "scan_reverse",
@@ -134,12 +132,13 @@ KINDS = {
     "while_loop",
     "remat_in_scan",
     "custom_jvp",
+    "custom_vjp",
     "ragged_dot",
 }
 CASES = [
     case
     for i, case in enumerate(CONSTRUCTS)
-    if i % 3 == 0 or case.fn.__name__ in QUICK | KINDS or "shard_map" in case.fn.__name__
+    if i % 3 == 0 or case.fn.__name__ in KINDS or "shard_map" in case.fn.__name__
 ]
 
 
@@ -150,7 +149,7 @@ def ready(case: Any, **options: Any) -> Any:
     return prepare(loss, "mixed_bfloat16", *case.args, argnums=case.diff, **options)
 
 
-@slow_when(lambda case: case.fn.__name__ not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fn.__name__)
 def test_a_program_computes_the_same(case: Any) -> None:
     prepared = ready(case)
@@ -227,6 +226,7 @@ def test_devices_are_measured_together() -> None:
     assert float(sine.statistics.largest) == pytest.approx(float(np.abs(np.sin(x)).max()))
 
 
+@pytest.mark.slow
 def test_an_overflow_on_one_device_is_found() -> None:
     mesh = data_mesh()
 
@@ -295,6 +295,7 @@ def test_arguments_have_names_and_kinds() -> None:
     assert grads["w"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_training_step_as_it_is() -> None:
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return w - 0.1 * jax.grad(loss)(w, x)

@@ -253,13 +253,12 @@ def _rebind_branches(
 def _scan(eqn: JaxprEqn) -> tuple[Inner, ...]:
     [body] = _one(eqn.params["jaxpr"], eqn)
     n_consts, n_carry = compat.scan_split(eqn)
-    options = compat.scan_options(eqn)
     return (
         body._replace(
             shared=n_consts,
             carried=n_carry,
-            trips=options["length"],
-            reverse=options["reverse"],
+            trips=eqn.params["length"],
+            reverse=compat.scan_options(eqn)["reverse"],
         ),
     )
 
