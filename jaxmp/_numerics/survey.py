@@ -174,7 +174,9 @@ def is_real(var: Any) -> bool:
 
 
 def _is_widening(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type" and is_real(eqn.invars[0])
+    return eqn.primitive.name == "convert_element_type" and all(
+        map(is_real, (*eqn.invars, *eqn.outvars))
+    )
 
 
 def _narrows(eqn: JaxprEqn) -> bool:
