@@ -1,6 +1,7 @@
 """What serving takes with weights in 16, 8 and 4 bits: memory ahead of time, and the loss.
 
     python benchmarks/serving.py memory --target gpu-h100 --target tpu-v5e
+    python benchmarks/serving.py scan --target gpu-h100 --target tpu-v5e
     python benchmarks/serving.py accuracy
 
 `memory` compiles LM-A's forward pass (see `models.py`), parameters as arguments, under
@@ -8,6 +9,9 @@
 quantised. Peak memory is the arguments, the results and what lies between; on TPU also the cycles
 that the schedule estimates. What a step of serving reads is mostly weights where it has few tokens:
 the table has a line for each number of them, and for more layers.
+
+`scan` compiles 24 layers of 1024 -> 4096 -> 1024, stacked, which a `lax.scan` over the parameters
+reads one by one, under `jaxmp.autocast(…, "bfloat16")`.
 
 `accuracy` trains the byte model of `examples/train_lm.py` on the standard library's source, in
 float32, and prints the held-out loss with its weights in each format: computed in float32, which
@@ -54,12 +58,16 @@ def serving_program(layers: int, batch: int, tokens: int, weights: str):
     model = model.clone(seq=tokens)
     inputs = jax.ShapeDtypeStruct((batch, tokens), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), inputs)
-    if FORMATS[weights] is None:
-        params = jaxmp.get_policy("bfloat16").cast_to_param(params)
-    else:
-        fmt, options = FORMATS[weights]
-        params = jaxmp.quantize(params, fmt, **options)
+    params = stored_as(weights, params)
     return jaxmp.wrap(model, "bfloat16").apply, (params, inputs)
+
+
+def stored_as(weights: str, params):
+    """Parameters in one of `FORMATS`."""
+    if FORMATS[weights] is None:
+        return jaxmp.get_policy("bfloat16").cast_to_param(params)
+    fmt, options = FORMATS[weights]
+    return jaxmp.quantize(params, fmt, **options)
 
 
 def stored_mib(params) -> float:
@@ -74,18 +82,46 @@ def memory(targets, formats, shapes) -> None:
     for target in targets:
         for shape in shapes:
             print(f"\n{target}, {shape[0]} layers, tokens {shape[1]} x {shape[2]}")
-            print("weights         stored MiB  peak MiB  of bf16  temp MiB  Mcycles")
-            first = None
-            for weights in formats:
-                program, args = serving_program(*shape, weights)
-                seen = compile_for(target, program, args)
-                first = first or seen.peak_mib
-                cycles = "-" if seen.mcycles is None else f"{seen.mcycles:.2f}"
-                print(
-                    f"{weights:15s} {stored_mib(args[0]):10.0f} {seen.peak_mib:9.0f} "
-                    f"{seen.peak_mib / first:8.3f} {seen.temp_mib:9.0f}  {cycles}",
-                    flush=True,
-                )
+            print_memory(target, formats, functools.partial(serving_program, *shape))
+
+
+def print_memory(target, formats, program_of) -> None:
+    """A line for each format of the weights."""
+    print("weights         stored MiB  peak MiB  of bf16  temp MiB  Mcycles")
+    first = None
+    for weights in formats:
+        program, args = program_of(weights)
+        seen = compile_for(target, program, args)
+        first = first or seen.peak_mib
+        cycles = "-" if seen.mcycles is None else f"{seen.mcycles:.2f}"
+        print(
+            f"{weights:15s} {stored_mib(args[0]):10.0f} {seen.peak_mib:9.0f} "
+            f"{seen.peak_mib / first:8.3f} {seen.temp_mib:9.0f}  {cycles}",
+            flush=True,
+        )
+
+
+def scanned_program(weights: str):
+    """Layers in a loop, and the shapes of their arguments: stacked parameters, 16 tokens."""
+    layers, width, hidden = 24, 1024, 4096
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    def layer(x, p):
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+
+    def forward(params, x):
+        return jax.lax.scan(layer, x, params)[0]
+
+    params = {"up": shape(layers, width, hidden), "down": shape(layers, hidden, width)}
+    return jaxmp.autocast(forward, "bfloat16"), (stored_as(weights, params), shape(16, width))
+
+
+def scan(targets, formats) -> None:
+    for target in targets:
+        print(f"\n{target}, 24 layers in a scan, 16 tokens")
+        print_memory(target, formats, scanned_program)
 
 
 def trained(size, seed):
@@ -143,8 +179,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     of_memory = commands.add_parser("memory")
-    of_memory.add_argument("--target", action="append", choices=TARGETS)
-    of_memory.add_argument("--weights", action="append", choices=FORMATS)
+    of_scan = commands.add_parser("scan")
+    for command in (of_memory, of_scan):
+        command.add_argument("--target", action="append", choices=TARGETS)
+        command.add_argument("--weights", action="append", choices=FORMATS)
     of_memory.add_argument("--shape", action="append", type=int, choices=range(len(SHAPES)))
     of_accuracy = commands.add_parser("accuracy")
     of_accuracy.add_argument("--size", default="small", choices=train_lm.SIZES)
@@ -153,8 +191,11 @@ def main() -> None:
     if args.command == "accuracy":
         accuracy(train_lm.SIZES[args.size], range(args.seeds))
         return
-    shapes = [SHAPES[i] for i in args.shape or range(len(SHAPES))]
-    memory(args.target or TARGETS, args.weights or list(FORMATS), shapes)
+    targets, formats = args.target or TARGETS, args.weights or list(FORMATS)
+    if args.command == "scan":
+        scan(targets, formats)
+        return
+    memory(targets, formats, [SHAPES[i] for i in args.shape or range(len(SHAPES))])
 
 
 if __name__ == "__main__":

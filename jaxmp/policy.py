@@ -29,7 +29,11 @@ T = TypeVar("T")
 
 _DTYPES = ("param_dtype", "compute_dtype", "output_dtype")
 # Those that are float32 or the compute dtype, and what a string calls them.
-_FLOAT32_OR_COMPUTE = {"softmax_dtype": "softmax", "reduce_dtype": "reduce"}
+_FLOAT32_OR_COMPUTE = {
+    "softmax_dtype": "softmax",
+    "reduce_dtype": "reduce",
+    "wire_dtype": "wire",
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -50,6 +54,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
       reduce_dtype: What the gradients of float32 parameters leave their products and lookups in,
         and are added up in where they are sums over devices: float32, or the compute dtype, of
         which half the bytes cross.
+      wire_dtype: What gradients that are added up in float32 cross devices in, where that can be
+        said apart: of what `lax.all_gather` gathers under `jax.shard_map`. The compute dtype halves
+        their bytes, and rounds each device's part once.
       saturate: What becomes of computed values beyond the range of the compute dtype, which for
         float16 ends at 65504. False leaves them infinite: the gradients are then not finite, and a
         loss scaler leaves the step out. True clips them to the largest finite value, where they are
@@ -70,9 +77,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     as JAX's scalar types, such as `jnp.bfloat16`.
 
     Raises:
-      ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype` or
-        `reduce_dtype` is neither float32 nor the compute dtype, `matmul` has formats that do not go
-        with the compute dtype, or `ops` names an unknown class.
+      ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype`,
+        `reduce_dtype` or `wire_dtype` is neither float32 nor the compute dtype, `matmul` has
+        formats that do not go with the compute dtype, or `ops` names an unknown class.
       TypeError: If a dtype is neither a name nor a dtype, `saturate` is no bool, `matmul` is no
         recipe, or `ops` is not such a mapping.
 
@@ -89,6 +96,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     output_dtype: DTypeLike
     softmax_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
     reduce_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
+    wire_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
     saturate: bool = dataclasses.field(default=False, kw_only=True)
     # Typed loosely: given as a string, too, and kept as a recipe.
     matmul: Any = dataclasses.field(default=None, kw_only=True)

@@ -85,6 +85,7 @@ _FIELD_BY_KEY: Final = {
     "output": "output_dtype",
     "softmax": "softmax_dtype",
     "reduce": "reduce_dtype",
+    "wire": "wire_dtype",
     "saturate": "saturate",
     "matmul": "matmul",
     "ops": "ops",

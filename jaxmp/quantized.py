@@ -73,18 +73,24 @@ class QuantizedArray(AxisMetadata[Any]):
     def dequantize(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The weight, multiplied in float32 and rounded once: to `dtype`, if that is given.
 
+        A constant to derivatives. Differentiating by its values or scales raises a TypeError.
+
         Example:
           >>> import jaxmp
           >>> q = jaxmp.quantize(jnp.ones((64, 64)), "int8")
           >>> str(q.dequantize("bfloat16").dtype)
           'bfloat16'
         """
-        to = self.dtype if dtype is None else np.dtype(dtype)
-        with jax.named_scope(EXACTLY), jax.named_scope(DEQUANTISE):
-            values = lax.convert_element_type(jnp.asarray(self.values), np.float32)
-            product = lax.mul(values, _spread(jnp.asarray(self.scale), values.shape))
-            # A constant to derivatives: float8 values and scales could be differentiated by.
-            return lax.stop_gradient(lax.convert_element_type(product, to))
+        return array_of(self.constant(), dtype)
+
+    def constant(self) -> QuantizedArray:
+        """The same, refusing to be differentiated by: rounding has no derivative."""
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in (self.values, self.scale)):
+            return self
+        with jax.named_scope(EXACTLY):
+            return dataclasses.replace(
+                self, values=_constant(self.values), scale=_constant(self.scale)
+            )
 
     def for_dtype(self, dtype: DTypeLike) -> QuantizedArray:
         """The same, for a weight of another dtype."""
@@ -148,6 +154,43 @@ class QuantizedArray(AxisMetadata[Any]):
                 "its dequantize()"
             )
         raise AttributeError(f"QuantizedArray has no {name!r}{hint}.")
+
+
+def array_of(weight: QuantizedArray, dtype: DTypeLike | None = None) -> jax.Array:
+    """As `QuantizedArray.dequantize`, but derivatives by it are zero.
+
+    Example:
+      >>> import jaxmp
+      >>> str(array_of(jaxmp.quantize(jnp.ones((64, 64)), "int8"), "bfloat16").dtype)
+      'bfloat16'
+    """
+    to = weight.dtype if dtype is None else np.dtype(dtype)
+    with jax.named_scope(EXACTLY), jax.named_scope(DEQUANTISE):
+        values = lax.convert_element_type(jnp.asarray(weight.values), np.float32)
+        product = lax.mul(values, _spread(jnp.asarray(weight.scale), values.shape))
+        return lax.stop_gradient(lax.convert_element_type(product, to))
+
+
+def _constant(x: Any) -> Any:
+    """An array that cannot be differentiated by, if JAX would do so."""
+    x = jnp.asarray(x)
+    return _undifferentiated(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+@jax.custom_jvp
+def _undifferentiated(x: Any) -> Any:
+    return x
+
+
+@_undifferentiated.defjvp
+def _refused(primals: Any, _tangents: Any) -> NoReturn:
+    [x] = primals
+    raise TypeError(
+        f"QuantizedArray: differentiated by its {_short(x)}, values or scales of a weight in few "
+        "bits: its gradient would be zero, without a word. Differentiate by the other parameters, "
+        "and pass this one as an argument that is not differentiated (jax.grad's argnums, "
+        "nnx.DiffState); to train it, jaxmp.dequantize it first."
+    )
 
 
 def is_quantized(x: Any) -> bool:

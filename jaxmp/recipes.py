@@ -120,6 +120,12 @@ class Recipe:
             why = _refused(short, field, self.granularity)
             if why:
                 raise ValueError(f"products: {field} is {short!r} {why}")
+            both = FORMATS[self.forward].scaled and FORMATS[short].scaled
+            if both and (short == "int8") != (self.forward == "int8"):
+                raise ValueError(
+                    f"products: {field} is {short!r} and forward {self.forward!r}, and nothing "
+                    f"multiplies integers with floats; say {field}={self.forward!r} or 'bf16'"
+                )
 
     @property
     def formats(self) -> dict[str, str]:
@@ -129,6 +135,17 @@ class Recipe:
             "grad_input": self.grad_input,
             "grad_weight": self.grad_weight,
         }
+
+    def operand_of(self, gradient: str) -> str:
+        """The format of what a gradient in 8 bits is multiplied with: a key of `FORMATS`.
+
+        Example:
+          >>> Recipe("bf16", "e5m2", "e5m2").operand_of("e5m2")
+          'e4m3'
+        """
+        if FORMATS[self.forward].scaled:
+            return self.forward
+        return "int8" if gradient == "int8" else "e4m3"
 
     @property
     def quantises(self) -> bool:
@@ -161,7 +178,7 @@ def _format(value: object, field: str) -> Format:
 
 def _dtype_name(value: Any) -> str | None:
     try:
-        return str(np.dtype(value).name)
+        return None if value is None else str(np.dtype(value).name)
     except TypeError:
         return None
 

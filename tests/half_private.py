@@ -13,9 +13,11 @@ HOMES = (
     "jaxmp/_flax.py",
     "jaxmp/_jaxprs/attributes.py",
     "jaxmp/_jaxprs/compat.py",
+    "jaxmp/_jaxprs/held.py",
     "jaxmp/_jaxprs/higher_order.py",
     "jaxmp/_jaxprs/parameter_products.py",
     "jaxmp/_jaxprs/threaded.py",
+    "jaxmp/_jaxprs/wide_products.py",
 )
 
 # Attributes whose names alone give them away. The parameters of equations are found by themselves.

@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxmp
 
-from support import contraction_dtypes
+from support import contraction_dtypes, what_is_read
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 EPS = float(jnp.finfo(jnp.bfloat16).eps)
@@ -91,12 +91,16 @@ def run(model: nn.Module, variables: Any, *args: Any, **options: Any) -> Any:
 
 def counts(model: nn.Module, variables: Any, *args: Any, **options: Any) -> dict[str, int]:
     """How many contractions of the forward pass multiply in each dtype."""
-    return dict(contraction_dtypes(model.apply, variables, *args, **options))
+
+    def apply(variables: Any) -> Any:
+        return model.apply(variables, *args, **options)
+
+    return dict(contraction_dtypes(what_is_read(apply), variables))
 
 
 def all_counts(model: nn.Module, variables: Any, x: Any, **options: Any) -> dict[str, int]:
     """The same of forward and backward pass."""
-    return dict(contraction_dtypes(gradient_of(model, x, **options), variables))
+    return dict(contraction_dtypes(what_is_read(gradient_of(model, x, **options)), variables))
 
 
 class MLP(nn.Module):

@@ -348,6 +348,34 @@ def _masked_attention(x: Value, y: Value) -> Value:
     return jax.nn.softmax(logits, axis=-1) @ y
 
 
+@_op("mmv", "m")
+def _biased_attention(x: Value, y: Value, b: Value) -> Value:
+    keep = np.arange(ROWS)[:, None] > 0  # the first row has nothing to attend to
+    logits = 3.0 * _squash(x @ y.T * 0.3) + b[:ROWS]
+    logits = jnp.where(keep, logits, jnp.finfo(jnp.float32).min)
+    return jax.nn.softmax(logits, axis=-1) @ _squash(y)
+
+
+@_op("mmw", "m")
+def _attention_with_dropout(x: Value, y: Value, w: Value) -> Value:
+    weights = jax.nn.softmax((x @ w) @ y.T * 0.3, axis=-1)
+    keep = jax.random.bernoulli(jax.random.key(2), 0.7, weights.shape)
+    return jnp.where(keep, weights / 0.7, 0.0) @ (y @ w)
+
+
+@_op("mm", "m")
+def _heads(x: Value, y: Value) -> Value:
+    q, k = (z.reshape(ROWS, 2, WIDTH // 2) for z in (x, y))
+    weights = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k) * 0.5, axis=-1)
+    return jnp.einsum("hts,shd->thd", weights, q).reshape(ROWS, WIDTH)
+
+
+@_op("mw", "m")
+def _pick(x: Value, w: Value) -> Value:
+    logits = jax.nn.log_softmax(x @ w)
+    return 0.3 * jnp.take_along_axis(logits, np.array([[1], [7], [0], [1]]), axis=-1) * x
+
+
 @_op("mm", "m")
 def _batched_matmul(x: Value, y: Value) -> Value:
     a, b = x.reshape(2, ROWS, WIDTH // 2), y.reshape(2, WIDTH // 2, ROWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -15,6 +16,11 @@ import jax
 import numpy as np
 import pytest
 from jax.extend import core as jex_core
+from jax.interpreters import partial_eval
+
+import jaxmp
+from jaxmp._autocast import transform
+from jaxmp._jaxprs import compat
 
 # A run by default sees every kind of thing once; products of kinds (formats, models, optimizers,
 # transformations) are seen under `-m slow`. `@slow_when(lambda policy, case: ...)` marks a test as
@@ -24,6 +30,11 @@ slow_when: Callable[[Callable[..., bool]], pytest.MarkDecorator] = pytest.mark.s
 # But for its range, float16 is computed as bfloat16 is: a float16 twin is slow, unless a test is
 # about what overflows or saturates.
 float16_is_slow = slow_when(lambda policy: policy.startswith("mixed_float16"))
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
+    reason="needs jaxmp[gpu-aot]",
+)
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -74,6 +85,42 @@ def contractions(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cont
         for eqn in iter_eqns(jaxpr_of(fn, *args, **kwargs))
         if eqn.primitive.name in CONTRACTIONS
     ]
+
+
+def autocast_without(
+    left_out: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """`jaxmp.autocast` without one of its passes."""
+    passes = tuple(each for each in transform.PASSES if each is not left_out)
+
+    def autocast(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
+        planned = jaxmp.autocast(lambda *args: fn(*args), policy)
+
+        def plain(*args: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(transform, "PASSES", passes)
+                return planned(*args)
+
+        return plain
+
+    return autocast
+
+
+def what_is_read(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` without what nobody reads.
+
+    On JAX 0.10 a product with a parameter has two derivatives, of which loops may forget one.
+    """
+    if not compat.FORGETS_RULES:
+        return fn
+
+    def run(*args: Any) -> Any:
+        closed = jax.make_jaxpr(fn)(*args)
+        used = [True] * len(closed.jaxpr.outvars)
+        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
+        return jax.core.eval_jaxpr(jaxpr, closed.consts, *jax.tree.leaves(args))
+
+    return run
 
 
 def contraction_dtypes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Counter[str]:

@@ -31,6 +31,7 @@ PROGRAMS = {
     "loss_scale_aot": "import loss_scale_aot",
     "monitor_aot": "import monitor_aot",
     "fsdp": "import fsdp",
+    "capture_cost": "import capture_cost",
     "cpu_sums": "import cpu_sums",
     "serving": "import serving",
     "product_cycles": "import product_cycles",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -431,6 +432,36 @@ def _() -> None:
 def _() -> None:
     eqn = equation("gather", lambda x, i: x[:, i], jnp.ones((4, 6)), jnp.arange(3))
     assert attributes.looked_up(eqn) == (frozenset({1}), (4, 1))
+
+
+@relied_on("gather: dimension_numbers, mode", "params[mode]")
+def _() -> None:
+    def picked(x: Any, i: Any, mode: str) -> Any:
+        return jnp.take_along_axis(x, i, axis=1, mode=mode)
+
+    for mode in ("clip", "fill"):
+        eqn = equation("gather", partial(picked, mode=mode), X, jnp.zeros((X.shape[0], 1), int))
+        found = attributes.gather(eqn)
+        assert found.axes == (1,)
+        assert found.batch == (0, 1)
+        assert found.shared == {0: 0}
+        assert (found.offsets, found.sliced) == ((), {})
+        assert found.clamps == (mode == "clip")
+    eqn = equation("gather", lambda x, i: x[:, i], jnp.ones((4, 6)), jnp.arange(3))
+    found = attributes.gather(eqn)
+    assert (found.offsets, found.batch, found.sliced) == ((0,), (1,), {0: 0})
+
+
+@relied_on("iota: dimension", "params[dimension]")
+def _() -> None:
+    [eqn] = equations(lambda: lax.broadcasted_iota(jnp.int32, (2, 3), 1))
+    assert attributes.iota_axis(eqn) == 1
+
+
+@relied_on("reduce_sum: axes", "params[axes]")
+def _() -> None:
+    eqn = equation("reduce_sum", lambda x: x.sum(1), X)
+    assert attributes.reduced_axes(eqn) == (1,)
 
 
 @relied_on("convert_element_type: new_dtype", "params[new_dtype]")

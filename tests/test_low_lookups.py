@@ -76,6 +76,14 @@ def test_derivatives_of_other_kinds() -> None:
         np.testing.assert_allclose(run(fast), run(rows), rtol=0.03, atol=0.03)
 
 
+def test_gradients_of_rows_are_held_until_they_are_added_up() -> None:
+    """Or XLA for GPUs gathers them, to add those of a product with the same table."""
+    eqns = list(iter_eqns(jax.make_jaxpr(gradient(LOW))(TABLE)))
+    [added_up] = [e.outvars[0] for e in eqns if e.primitive.name == "scatter-add"]
+    [reader] = [e for e in eqns if added_up in e.invars]
+    assert reader.primitive.name == "optimization_barrier"
+
+
 class Tied(nn.Module):
     """A table that is looked up, by itself and inside a region, and multiplied."""
 

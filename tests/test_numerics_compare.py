@@ -365,5 +365,5 @@ input.value = "A"; input.f(); console.log(count.textContent);
     )
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [
-        "a9 a10 b", "b a10 a9", "a9 b a10", "a10 b a9", "2 of 3.",
+        "a9 a10 b", "b a10 a9", "a9 b a10", "b a9 a10", "2 of 3.",
     ], done.stderr  # fmt: skip

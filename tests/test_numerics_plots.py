@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmp import numerics
-from jaxmp._numerics import plots
+from jaxmp._numerics import plot_scale, plots
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 X = jnp.array([2.0, 1e-4, 1.5e-4, 0.0], jnp.float16)
@@ -25,7 +25,7 @@ def run() -> numerics.Capture:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are drawn from here on, instead of files."""
     figures: list[Any] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
     return figures
 
 
@@ -83,3 +83,62 @@ def test_without_matplotlib(run, monkeypatch):
     for draw in (run.plot_exponents, run.plot_underflow):
         with pytest.raises(ImportError, match=r"needs Matplotlib: pip install 'jaxmp\[plots\]'"):
             draw("x.png")
+
+
+def test_a_long_title_and_the_legend_do_not_lie_on_each_other(run, monkeypatch):
+    figures = drawn(monkeypatch)
+    run.plot_underflow("x.png")
+    [figure] = figures
+    figure.draw_without_rendering()
+    [ax] = figure.axes
+    [legend] = figure.legends
+    assert not legend.get_window_extent().overlaps(ax.title.get_window_extent())
+    assert not legend.get_window_extent().overlaps(ax.get_tightbbox())
+
+
+def test_what_is_not_finite_is_said(monkeypatch):
+    figures = drawn(monkeypatch)
+    numerics.capture(lambda x: x / 0, None, X, grad=False).plot_exponents("x.png")
+    assert "numbers of 1 of 2 sites not finite (left out)" in figures[0].get_suptitle()
+
+
+def test_kinds_are_several(run):
+    with pytest.raises(TypeError, match=r"kinds takes several, as in kinds=\['weight'\]"):
+        run.plot_exponents("x.png", kinds="weight")
+
+
+def readings(*of: tuple[int, float, int]) -> list[dict[str, Any]]:
+    return [
+        {"step_count": step, "loss_scale": scale, "skipped_count": skipped}
+        for step, scale, skipped in of
+    ]
+
+
+def test_the_scale_over_time(monkeypatch):
+    figures: list[Any] = []
+    monkeypatch.setattr(plot_scale, "save_figure", lambda figure, path: figures.append(figure))
+    numerics.plot_scale(readings((10, 8.0, 0), (20, 4.0, 1), (30, 4.0, 1), (40, 8.0, 1)), "x.png")
+    numerics.plot_scale([8.0, 8.0, 4.0], "x.png")
+    [first], [second] = (figure.axes for figure in figures)
+    scales, left_out = first.get_lines()
+    np.testing.assert_array_equal(scales.get_xydata(), [(10, 8), (20, 4), (30, 4), (40, 8)])
+    np.testing.assert_array_equal(left_out.get_xydata(), [(20, 4)])
+    assert first.get_title("left") == "Loss scale: 1 of 40 steps left out"
+    assert (first.get_xlabel(), first.get_ylabel()) == ("training step", "loss scale")
+    [scales] = second.get_lines()
+    np.testing.assert_array_equal(scales.get_xydata(), [(1, 8), (2, 8), (3, 4)])
+
+
+@pytest.mark.parametrize(
+    ("history", "error"),
+    [
+        ([], "history is empty"),
+        ([{"step_count": 1}], r"history\[0\] has no 'loss_scale'"),
+        ([object()], "what jaxmp.read_monitor returns"),
+        (readings((2, 1.0, 0), (2, 1.0, 0)), r"history\[1\] is of step 2, and the one before of 2"),
+        ([4.0, 0.0], r"the scale of history\[1\] is 0.0"),
+    ],
+)
+def test_wrong_histories(history, error):
+    with pytest.raises((TypeError, ValueError), match=f"plot_scale: .*{error}"):
+        numerics.plot_scale(history, "x.png")

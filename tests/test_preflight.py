@@ -35,6 +35,7 @@ from jaxmp.devices import chips, describe
 
 import fsdp
 from models import CASES
+from support import needs_gpu_compiler
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -311,10 +312,6 @@ def test_a_wrong_policy_is_refused_before_a_compiler_is_looked_for(monkeypatch):
 
 # Compiling, where there are compilers.
 
-needs_gpu_compiler = pytest.mark.skipif(
-    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
-    reason="needs jaxmp[gpu-aot]",
-)
 needs_tpu_compiler = pytest.mark.skipif(
     not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("flatbuffers")),
     reason="needs jaxmp[tpu-aot]",

@@ -159,6 +159,15 @@ def test_the_dtype_is_kept_and_rounded_to_once(dtype):
     np.testing.assert_array_equal(np.asarray(q.dequantize("bfloat16")), exact.astype(jnp.bfloat16))
 
 
+def test_what_would_round_to_infinity_is_refused():
+    top = np.full((16, 16), np.finfo(np.float32).max)
+    with pytest.raises(ValueError, match="beyond"):
+        jaxmp.quantize(top, "float8", min_size=1)
+    for x in (np.nextafter(top, 0, dtype=np.float32), top * np.float32(0.9)):
+        for fmt in ("int8", "int4") if x[0, 0] > 3.2e38 else FORMATS:
+            assert np.isfinite(jaxmp.quantize(x, fmt, min_size=1).dequantize()).all()
+
+
 @pytest.mark.slow
 def test_float64_beyond_the_range_of_float32():
     with jax.enable_x64(True):

@@ -130,3 +130,27 @@ def test_values_are_sharded_as_the_weight_and_scales_where_they_can_be(granulari
         q,
         jaxmp.quantize(x, "int8", granularity=granularity, block_size=32),
     )
+
+
+def _of_arrays(weight, x):
+    return jaxmp.autocast(lambda w, x: jnp.sum(x @ w), "mixed_bfloat16")(weight, x)
+
+
+READERS = {
+    "autocast": _of_arrays,
+    "autocast, jit": jax.jit(_of_arrays),
+    "dequantize": lambda weight, x: jnp.sum(x @ weight.dequantize()),
+    "as an array": lambda weight, x: jnp.sum(jnp.asarray(weight)[0] * x),
+}
+
+
+@pytest.mark.parametrize("fmt", ["float8", "int8"])
+@pytest.mark.parametrize("name", READERS)
+def test_a_derivative_by_what_is_stored_is_refused(name, fmt):
+    weight = jaxmp.quantize(jnp.ones((16, 16)), fmt, min_size=1)
+    fn, x = READERS[name], jnp.ones((2, 16)) if name != "as an array" else jnp.ones(16)
+    with pytest.raises(TypeError, match=r"QuantizedArray: differentiated by its .*argnums"):
+        jax.grad(fn, allow_int=True)(weight, x)
+    # By what it is multiplied with, it is as ever.
+    gradient = jax.grad(jax.checkpoint(fn), 1)(weight, x)
+    np.testing.assert_allclose(gradient, 16.0 if name != "as an array" else 1.0, rtol=1e-3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ from jaxmp._autocast.recipes.native import multiplies_blocks, multiplies_float8
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp.recipes import Recipe, deepseek, float8, mxfp8
 
-from support import slow_when
+from support import needs_gpu_compiler, slow_when
 
 BLOCKED = [deepseek(), mxfp8()]
 # Of activations and gradients; of weights: rows, and elements along what is summed.
@@ -362,12 +361,6 @@ def test_inside_a_shard_map(recipe: Recipe, native: bool, monkeypatch: Any) -> N
     _, (want_dx, want_dw) = jax.value_and_grad(lambda x, w: jnp.sum(fn(x, w) ** 2), (0, 1))(x, w)
     np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-4)
     assert relative(np.asarray(dw), np.asarray(want_dw)) < 1e-3  # blocks end where a device's do
-
-
-needs_gpu_compiler = pytest.mark.skipif(
-    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
-    reason="needs jaxmp[gpu-aot]",
-)
 
 
 @needs_gpu_compiler

@@ -23,7 +23,7 @@ from recipe_kit import (
 )
 
 from jaxmp._autocast.recipes.quantise import dequantise, quantise
-from jaxmp.recipes import FORMATS, Recipe, float8, int8, products
+from jaxmp.recipes import FORMATS, Recipe, float8, int8, parse_recipe, products
 
 from support import slow_when
 
@@ -136,6 +136,26 @@ def test_any_axes(left: Any, right: Any, dims: Any, recipe: Recipe) -> None:
     for mine, exact in zip(got, want, strict=True):
         assert mine.shape == exact.shape
         assert relative(mine, exact) < 0.09
+
+
+MIXED = {
+    "bf16:int8:int8@row": (0.005, 0.012, 0.012),
+    "bf16:e5m2:int8@row": (0.005, 0.065, 0.012),
+    "bf16:e4m3:e5m2@row": (0.005, 0.041, 0.065),
+    "e4m3:bf16:e5m2@row": (0.041, 0.005, 0.065),
+    "bf16:bf16:e4m3": (0.005, 0.005, 0.041),
+}
+
+
+@slow_when(lambda text: not text.startswith("bf16:int8"))
+@pytest.mark.parametrize("text", MIXED)
+def test_each_product_multiplies_in_its_own_format(text: str) -> None:
+    """Where the forward pass keeps 16 bits, the backward pass quantises both operands itself."""
+    low = [jnp.asarray(family("normal", seed, 64, 64), jnp.bfloat16) for seed in range(3)]
+    x, w, g = (np.asarray(v, np.float64) for v in low)
+    got = all_three(product(parse_recipe(text)), *low)
+    for mine, want, limit in zip(got, (x @ w, g @ w.T, x.T @ g), MIXED[text], strict=True):
+        assert relative(mine, want) < limit
 
 
 @slow_when(lambda recipe: recipe == float8("e5m2"))

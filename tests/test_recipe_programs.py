@@ -413,6 +413,13 @@ def test_a_second_derivative_is_refused_by_name(recipe: str) -> None:
             jax.grad(norm(fn))(weights())
 
 
+def test_a_forward_derivative_is_refused_by_name() -> None:
+    fast = jaxmp.autocast(loss, POLICY)
+    tangents = jax.tree.map(jnp.ones_like, weights())
+    with pytest.raises(TypeError, match=r"forward-mode .* of the product at .* float8: .*jax.grad"):
+        jax.jvp(lambda p: fast(p, TOKENS), (weights(),), (tangents,))
+
+
 @pytest.mark.slow
 def test_gradients_in_16_bits_may_be_differentiated_again() -> None:
     """Triple precision has a second derivative as ever."""

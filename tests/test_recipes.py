@@ -112,6 +112,8 @@ def test_mixed_float8_and_mixed_int8_are_values_of_it() -> None:
         ("e5m2", "'e5m2' for gradients alone"),
         ("e4m3/e5m2@block", "blocks are e4m3 throughout"),
         ("e4m3@rows", "granularity is 'rows', which is none of 'tensor', 'row', 'block', 'mx'"),
+        ("e4m3:int8@row", "grad_input is 'int8' and forward 'e4m3', and nothing multiplies"),
+        ("int8:bf16:e5m2@row", "say grad_weight='int8' or 'bf16'"),
         ("e4m4", "did you mean 'e4m3'"),
         ("e4m3/e4m3/e4m3/e4m3", "a layer has three products, and 4 formats are given"),
         ("e4m3/nf4", "grad_input is 'nf4', which names no format"),
@@ -146,6 +148,11 @@ def test_what_is_no_recipe(value: Any) -> None:
         Policy("f32", "bf16", "f32", matmul=value)
     with pytest.raises(TypeError, match="products: forward takes a format"):
         products(value)
+
+
+def test_none_is_no_format() -> None:
+    with pytest.raises(TypeError, match=r"products: forward takes a format .* got None"):
+        products(None)  # type: ignore[arg-type]
 
 
 def test_a_recipe_is_no_identity() -> None:

@@ -6,7 +6,6 @@ Each is in plain JAX, in float32, and beside it the same on one device; see `sha
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +29,7 @@ from shard_map_kit import (
 import jaxmp
 from jaxmp import full_precision
 
-from support import iter_eqns, slow_when
-
-needs_gpu_compiler = pytest.mark.skipif(
-    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
-    reason="needs jaxmp[gpu-aot]",
-)
-
+from support import iter_eqns, needs_gpu_compiler, slow_when
 
 # Ring attention: the sequence is split over devices, and keys and values go round them.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,12 +22,7 @@ from shard_map_kit import (
 
 import jaxmp
 
-from support import iter_eqns, slow_when
-
-needs_gpu_compiler = pytest.mark.skipif(
-    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
-    reason="needs jaxmp[gpu-aot]",
-)
+from support import iter_eqns, needs_gpu_compiler, slow_when
 
 # Tensor parallelism: columns of the first weight and rows of the second on each device, and a sum
 # over devices of what the second product makes.
@@ -146,6 +139,31 @@ def test_sums_that_gpus_make():
     assert followed == {("all-reduce", "bfloat16"): size / 2}
 
 
+FSDP = Program(
+    lambda rng: ({"w": rng.normal(size=(64, 32)) / 8}, rng.normal(size=(64, 64))),
+    lambda p, x: jnp.tanh(x @ p["w"]),
+    lambda p, x: jnp.tanh(x @ lax.all_gather(p["w"], "d", tiled=True)),
+    {"w": P("d")},
+    P("d"),
+)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_gradients_that_gpus_send():
+    """In 16 bits and added up in float32: as many bytes as in 16 bits.
+
+    Of a reduce-scatter the result is an eighth of what crosses, of an all-to-all all of it.
+    """
+    wide, narrow, wired = (
+        crossing_on_gpus(FSDP, f"{BF16}{refined}") for refined in ("", ",reduce=bf16", ",wire=bf16")
+    )
+    there = {("all-gather", "bfloat16"): 64 * 32 * 2}
+    assert wide == {**there, ("reduce-scatter", "float32"): 8 * 32 * 4}
+    assert narrow == {**there, ("reduce-scatter", "bfloat16"): 8 * 32 * 2}
+    assert wired == {**there, ("all-to-all", "bfloat16"): 64 * 32 * 2}
+
+
 # Weights that the program gathers, in all the ways that JAX knows.
 
 GATHERED = {
@@ -177,3 +195,52 @@ def test_weights_are_gathered_in_16_bits_and_their_gradients_added_up_in_float32
     sums = {d for name, d in crossed if "reduce_scatter" in name or "psum" in name}
     assert sums == {"float32"}
     assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+
+
+def unchecked(fn):
+    return jax.shard_map(
+        fn, mesh=mesh(), in_specs=(P(), P(), P("d")), out_specs=P("d"), check_vma=False
+    )
+
+
+def by_pmap(fn):
+    run = jax.pmap(fn, "d", in_axes=(None, None, 0))
+    return lambda table, w, tokens: run(table, w, tokens.reshape(8, -1))
+
+
+@slow_when(lambda mapped, policy: mapped is by_pmap and "gather" in policy)
+@pytest.mark.parametrize(
+    "policy",
+    [BF16, f"{BF16},reduce=bf16", f"{BF16},reduce=bf16,ops=gather:low"],
+    ids=("float32", "16 bits", "16 bits, tables too"),
+)
+@pytest.mark.parametrize("mapped", [unchecked, by_pmap])
+def test_sums_that_shard_map_makes_itself(mapped, policy):
+    """Without `check_vma` the transpose of what all devices have is in the dtype it came in."""
+    rng = np.random.default_rng(0)
+    table, w = (np.asarray(rng.normal(size=size) / 4, "float32") for size in ((12, 16), (16, 8)))
+    tokens = rng.integers(12, size=32)
+
+    def fn(table, w, tokens):
+        return loss(mapped(lambda table, w, i: jnp.tanh(table[i] @ w))(table, w, tokens))
+
+    step = jax.grad(jaxmp.autocast(fn, policy), (0, 1))
+    eqns = [e for e in iter_eqns(jax.make_jaxpr(step)(table, w, tokens)) if e.invars]
+    sums = {
+        v.aval.shape: str(v.aval.dtype)
+        for e in eqns
+        if "psum" in e.primitive.name
+        for v in e.invars
+        if v.aval.ndim > 1
+    }
+    low = "bfloat16"
+    assert sums == {
+        w.shape: low if "reduce" in policy else "float32",
+        table.shape: low if "gather" in policy else "float32",
+    }
+    for got, want in zip(
+        jax.jit(step)(table, w, tokens),
+        jax.jit(jax.grad(fn, (0, 1)))(table, w, tokens),
+        strict=True,
+    ):
+        assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)

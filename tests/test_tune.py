@@ -18,9 +18,10 @@ from flax import nnx
 
 import jaxmp
 from jaxmp._numerics import tune_scores
-from jaxmp._numerics.tune import Tuned, tied
+from jaxmp._numerics.tune import Tuned, check_exact, tied
 from jaxmp._numerics.tune_costs import Costs, Multiplied
 from jaxmp._numerics.tune_paths import products
+from jaxmp._numerics.tune_report import grouped
 from jaxmp._numerics.tune_solve import front
 
 BF16 = "p=full,c=bf16,o=full"
@@ -222,12 +223,55 @@ def test_the_table_names_modules_shares_and_what_was_measured(small):
         ({"loss_fn": lambda p, b: jnp.mean(b[0]) * p["a"][0, 0]}, "no float32 matrices"),
         ({"candidates": ["bfloat17"]}, "bfloat17"),
         ({"target": "tpu-v99"}, "tpu-v99"),
+        ({"candidates": ["float32"]}, "nothing beside float32"),
+        ({"candidates": "mixed_bfloat16"}, r"as in candidates=\['mixed_bfloat16'\]"),
+        ({"batches": 3}, "batches must be several"),
+        ({"params": {"a": jnp.arange(3)}}, r"params\['a'\] has int32"),
     ],
 )
 def test_wrong_arguments_are_refused(changed, message):
     given = {"loss_fn": scoped_loss, "params": SCOPED_PARAMS, "batches": [SCOPED_X], **changed}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=f"{message}"):
         jaxmp.tune(given.pop("loss_fn"), given.pop("params"), given.pop("batches"), **given)
+
+
+@pytest.mark.parametrize(("factor", "what"), [(jnp.nan, "not finite"), (0.0, "all 0")])
+def test_float32_has_to_have_gradients(factor, what):
+    with pytest.raises(ValueError, match=f"tune: in float32 the loss of batch 1, .* are {what}"):
+        check_exact(jnp.float32(1), {"a": factor * jnp.ones(3)}, 1)
+
+
+def test_a_batch_that_is_not_finite_is_named():
+    with pytest.raises(ValueError, match="the loss of batch 0, or its gradients, are not finite"):
+        jaxmp.tune(scoped_loss, SCOPED_PARAMS, [SCOPED_X * jnp.nan], probes=1)
+
+
+def test_a_tie_has_to_have_a_hash():
+    with pytest.raises(TypeError, match=r"tune: tie gives \['a'\] for 'a', which has no hash"):
+        grouped([("a",)], lambda path: [path])
+
+
+@pytest.mark.slow
+def test_across_devices_it_is_what_it_is_on_one(small):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def loss(params, x):
+        def local(params, x):
+            return jax.lax.pmean(scoped_loss(params, x), "data")
+
+        specs = {"mesh": mesh, "in_specs": (spec(), spec("data")), "out_specs": spec()}
+        return jax.shard_map(local, **specs)(params, x)
+
+    found = jaxmp.tune(loss, SCOPED_PARAMS, [SCOPED_X])
+    assert found.policy == small.policy
+    np.testing.assert_allclose(found.predicted, small.predicted, rtol=0.5)
+
+
+def test_a_damaged_file_of_scores_is_named(tmp_path):
+    (tmp_path / "scores_0000.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tune: .*scores_0000.json is damaged .* remove it"):
+        jaxmp.tune(scoped_loss, SCOPED_PARAMS, [SCOPED_X], out=tmp_path)
 
 
 def test_a_loss_that_is_not_twice_differentiable_says_so():

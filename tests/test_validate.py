@@ -422,3 +422,19 @@ def test_whether_this_cpu_sums_in_bfloat16_is_tried(flag, tmp_path):
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [str(not flag and jax.__version_info__ >= (0, 12))]
+
+
+def test_an_error_of_ones_own_says_in_which_run_it_was():
+    def fails(loss, i):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as caught:
+        validate(functools.partial(faulty, fault=fails))
+    assert caught.value.__notes__ == ["validate: this was in it, seed 0"]
+
+
+def test_one_step_is_drawn(tmp_path, monkeypatch):
+    axes = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, _: axes.extend(self.axes))
+    validate(steps=1, seeds=1).plot(tmp_path / "one.png")
+    assert all(line.get_marker() == "o" for line in axes[0].get_lines())

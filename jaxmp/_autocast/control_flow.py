@@ -17,8 +17,9 @@ from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING, OPE
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import CONSTANT, DATA, GIVEN, PARAMETER
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
+from jaxmp._autocast.rules import with_whole_tables
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.higher_order import Inner
+from jaxmp._jaxprs.higher_order import Inner, sums_as_given
 
 LOOKED_INSIDE = "looked inside"
 
@@ -45,6 +46,8 @@ def _call(
     wanted = _wanted(frame, eqn, inner)
     if inner.rule == "custom_jvp" and frame.rules.low is not None:
         entering, wanted = _at_the_door(frame, inner.jaxpr, entering, wanted)
+    if sums_as_given(eqn) and frame.rules.low is not None and not frame.rules.wide_gradients:
+        entering = _weights_narrowed(frame, inner.jaxpr, entering, wanted)
     made = frame.are_made([eqn.invars[i] for i in inner.operands])
     plan = frame.planning.plan(inner.jaxpr, entering, wanted, frame.rules, made=made)
     dtypes = [v.dtype if v else None for v in values]
@@ -101,6 +104,23 @@ def _at_the_door(
     if any(frame.planning.plan(inner, narrowed, asked, frame.rules).outs):
         return narrowed, asked
     return list(values), wanted
+
+
+def _weights_narrowed(
+    frame: Frame, inner: Any, values: Sequence[Value | None], wanted: list[int]
+) -> list[Value | None]:
+    """Narrows the parameters that only contractions read inside, so that their gradients leave low.
+
+    For a `shard_map` that adds up gradients itself: in the dtype in which the parameters come in.
+    """
+    rules = with_whole_tables(frame.rules)
+    demands = frame.planning.demands(compat.closed(inner).jaxpr, wanted, rules).ins
+    return [
+        frame.planning.kept(frame.rules.low, [v])
+        if v and v.weight and v.dtype is None and d & ~PRODUCT == CONTRACTION | OPERAND
+        else v
+        for v, d in zip(values, demands, strict=True)
+    ]
 
 
 def _branches(

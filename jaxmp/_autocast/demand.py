@@ -91,7 +91,8 @@ class Demands:
             if inner is not None:
                 return inner
         kind = rules.op_class(eqn)
-        if kind == "low" and rules.low is not None and not author_keeps(eqn):
+        kept = name in LOW and author_keeps(eqn)
+        if kind == "low" and rules.low is not None and not kept:
             fixed = any(isinstance(v, Literal) or v in made for v in eqn.invars[:2])
             exact = name in LOW and geometry(eqn, fixed=fixed) is not None
             product = NOTHING if rules.policy.matmul is None else PRODUCT

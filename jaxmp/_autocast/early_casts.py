@@ -37,11 +37,13 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
             match tuple(read.get(var, ())):
                 case (dtype,) if dtype not in (None, FLOAT32):
                     step = step.run_in(dtype, "moves what a contraction reads")
+        planned.append(step)
+        if moves and read.keys().isdisjoint(step.eqn.outvars):
+            continue  # nobody reads it: the last turn of a ring that is written out
         for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
             if _is_variable(atom):
                 known = moves or step.action == "contract"
                 read.setdefault(atom, set()).add(dtype if known else None)
-        planned.append(step)
     return dataclasses.replace(plan, steps=tuple(reversed(planned)))
 
 

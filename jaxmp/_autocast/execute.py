@@ -15,19 +15,21 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
+from jaxmp._autocast.attended import attended
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.kept import marked
-from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.picks import pick
+from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
 from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.recipes import derivative
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
-from jaxmp._jaxprs.attributes import in_context, with_dtype
+from jaxmp._jaxprs.attributes import in_context, on_mesh_of, with_dtype
 from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import rebind
-from jaxmp._jaxprs.parameter_products import Parameter, op_of
+from jaxmp._jaxprs.parameter_products import Parameter, crossed, op_of
 
 
 def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
@@ -64,12 +66,15 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
 
 def _parameter(env: Environment, atom: Any) -> Parameter:
     """A float32 parameter of which a contraction reads a copy, moved in 16 bits on its way."""
-    if isinstance(atom, Literal):
-        return Parameter(atom.val)
-    array = env.arrays[atom]
-    if array.dtype == FLOAT32 or atom not in env.moved:
+    array = env.array(atom)
+    if isinstance(atom, Literal) or array.dtype == FLOAT32 or atom not in env.moved:
         return Parameter(array)
     eqn = env.moved[atom]
+    if eqn.primitive.name in CROSSING:
+        if atom not in env.crossed:
+            wire = array.dtype if env.low_wire else None
+            env.crossed[atom] = crossed(eqn, array, _parameter(env, eqn.invars[0]), wire)
+        return env.crossed[atom]
     pieces = [_parameter(env, v) for v in eqn.invars]
     if len(pieces) == 1:
         return Parameter(pieces[0].array, (*pieces[0].moves, op_of(eqn)))
@@ -82,15 +87,23 @@ def _bind(plan: Plan, step: Step, env: Environment) -> list[Any]:
 
 
 def _reorder(plan: Plan, step: Step, env: Environment) -> list[Any]:
-    operands = env.operands(step)
-    if step.eqn.primitive.name in CROSSING and step.outs[0] not in (None, FLOAT32):
-        # Or XLA sends float32, and narrows what has arrived.
-        operands = [lax.optimization_barrier(x) for x in operands]
+    if step.eqn.primitive.name not in CROSSING:
+        return apply(step.eqn, env.operands(step))
+    with on_mesh_of(env.array(step.eqn.invars[0])):
+        operands = env.operands(step)
+        if step.outs[0] not in (None, FLOAT32):
+            # Or XLA sends float32, and narrows what has arrived.
+            operands = [lax.optimization_barrier(x) for x in operands]
     return apply(step.eqn, operands)
 
 
 def _scale(plan: Plan, step: Step, env: Environment) -> list[Any]:
     return [scale(step.eqn, *env.operands(step))]
+
+
+def _pick(plan: Plan, step: Step, env: Environment) -> list[Any]:
+    found: Pick = step.pick  # type: ignore[assignment]
+    return [pick(step.eqn, found, *env.operands(step))]
 
 
 def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
@@ -107,11 +120,31 @@ def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
         by = {i: parameter.moved() for i, parameter in parameters.items()}
         return [derivative.contract(step.product, (left, right), copies, sizes, by)]
     if parameters:
-        low = next(dtype for dtype in step.ins if dtype is not None)
         if step.eqn.primitive.name in LOOKING_UP:
             return [parameter_products.look_up(step.eqn, operands, parameters[0])]
-        return [parameter_products.contract(step.eqn, operands, parameters, low)]
+        return [parameter_products.contract(step.eqn, operands, parameters, _low(step))]
     return contract(step, operands)
+
+
+def _attend(plan: Plan, step: Step, env: Environment) -> list[Any]:
+    """A product of a softmax, which has no derivative of its own by it."""
+    found: Attention = step.attention  # type: ignore[assignment]
+    operands, eqn, side, softmax = env.operands(step), step.eqn, found.side, found.way.softmax
+    parameters = {i: _parameter(env, eqn.invars[i]) for i in step.parameters}
+    if parameters:
+        out = parameter_products.contract(eqn, operands, parameters, _low(step), without=side)
+    else:
+        read = operands if compat.FORGETS_RULES else [lax.stop_gradient(x) for x in operands]
+        [out] = contract(step, read)
+    low = operands[side] if not found.way.eqns else env.read(softmax.result, step.reads[side])
+    scores, *given = (env.arrays[v] for v in (softmax.scores, *found.reads))
+    other = operands[1 - side]
+    of_parameter = bool(parameters)
+    return [attended(eqn, found, out, scores, low, other, given, of_parameter=of_parameter)]
+
+
+def _low(step: Step) -> DType:
+    return next(dtype for dtype in step.ins if dtype is not None)
 
 
 # Higher-order equations.
@@ -166,6 +199,8 @@ _ACTIONS: dict[str, Callable[[Plan, Step, Environment], list[Any]]] = {
     "reorder": _reorder,
     "scale": _scale,
     "contract": _contract,
+    "attend": _attend,
+    "pick": _pick,
     "inside": _inside,
     "custom_jvp": _custom,
     "custom_vjp": _custom,

@@ -116,6 +116,10 @@ class Explanation:
         unmet = [name for name, _ in ops if met.isdisjoint((name, *CALLED.get(name, ())))]
         if unmet:
             lines.append(f"in the policy's ops, but met nowhere here: {', '.join(unmet)}")
+        if self.policy and get_policy(self.policy).wire_dtype != np.float32:
+            gathered = {row.dtype for row in self.rows if row.op == "all_gather"}
+            if not gathered - {FLOAT32.name}:
+                lines.append("the policy's wire_dtype: of no effect, no all_gather of weights here")
         return "\n".join(lines)
 
     def __str__(self) -> str:

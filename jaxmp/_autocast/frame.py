@@ -248,6 +248,7 @@ class Frame:
             reason=f"{reason}; clipped to float16's range" if clips else reason,
             plans=plans,
             clips=clips,
+            linear=any(v is not None and v.tangent for v in values),
         )
 
     def _clips(self, eqn: JaxprEqn, kept: Sequence[Value | None]) -> bool:

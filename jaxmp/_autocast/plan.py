@@ -19,6 +19,7 @@ from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN, POSITION
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import FLOAT32, Rules
+from jaxmp._autocast.softmaxes import Way
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.source import module_path, user_line
@@ -132,6 +133,45 @@ class Stored(NamedTuple):
         return self._replace(order=tuple(self.order[i] for i in order))
 
 
+class Pick(NamedTuple):
+    """Which element of each row a gather picks.
+
+    Attributes:
+      axis: the axis of the operand that is a row.
+      column: which entry of an index says where in the row.
+      rows: for each other axis of the operand, in order, which axis of the result it is.
+      whole: the axes of the result that the indices do not have.
+      clamps: whether an index beyond the row picks its last element.
+    """
+
+    axis: int
+    column: int
+    rows: tuple[int, ...]
+    whole: tuple[int, ...]
+    clamps: bool
+
+
+class Attention(NamedTuple):
+    """What a product of a softmax needs for its derivative.
+
+    Attributes:
+      way: from the softmax to the operand.
+      side: which operand of the product that is.
+      between: what stands between, as a closed jaxpr of the softmax and `sources`; None if nothing.
+      sources: variables.
+    """
+
+    way: Way
+    side: int
+    between: Any
+    sources: tuple[Any, ...]
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """The variables that masks of the scores are made of, and the sources."""
+        return (*(mask.operand for mask in self.way.softmax.masks), *self.sources)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """What to do with one equation.
@@ -149,6 +189,9 @@ class Step:
       skipped: of a contraction that a recipe does not multiply: why not.
       stored: of a contraction that reads a weight as it is stored: which.
       parameters: of a contraction, which operands' gradients are float32.
+      linear: whether an operand is a tangent: what is done with it may be transposed.
+      pick: of a lookup of one element of each row: which.
+      attention: of a product of a softmax: what its derivative needs.
       clips: whether results beyond the range of the low dtype are clipped to it, as policies ask
         with ``saturate``.
     """
@@ -164,6 +207,9 @@ class Step:
     skipped: Skipped | None = None
     stored: Stored | None = None
     parameters: tuple[int, ...] = ()
+    linear: bool = False
+    pick: Pick | None = None
+    attention: Attention | None = None
     clips: bool = False
 
     @property
@@ -185,7 +231,7 @@ class Step:
         """Whether the step binds its equation as it is."""
         if self.action.startswith("custom_") and not self.plans[0].rules.as_written:
             return False  # its derivative rule, unseen yet, may hold contractions
-        if self.product is not None:
+        if self.product is not None or self.pick is not None:
             return False
         dtypes = (*self.ins, *self.outs)
         as_is = all(d is None or d == FLOAT32 for d in dtypes)

@@ -22,6 +22,7 @@ from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import INLINE, dtype_of
+from jaxmp._jaxprs.parameter_products import Parameter
 from jaxmp._jaxprs.scopes import CAST
 
 
@@ -32,7 +33,13 @@ class Environment:
         self.arrays: dict[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
         self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
         self.moved: dict[Any, JaxprEqn] = {}  # what moves made, and which
+        self.low_wire = plan.rules.low_wire
+        self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
         self._copies: dict[Any, Any] = {}
+
+    def array(self, atom: Any) -> Any:
+        """A variable or literal of the jaxpr, as it is kept."""
+        return atom.val if isinstance(atom, Literal) else self.arrays[atom]
 
     def operands(self, step: Step) -> list[Any]:
         """The operands of a step, as it reads them."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.primitives import CALLED, classify
+from jaxmp._autocast.primitives import CALLED, LOOKING_UP, classify
 from jaxmp._jaxprs.attributes import exponent, jitted_name, name_stack, precision
 from jaxmp._jaxprs.compat import dtype_of, kind
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
@@ -37,6 +36,7 @@ class Rules:
       low: the 16-bit dtype contractions run in, or None when the compute dtype is float32.
       low_softmax: whether a softmax's exp and division run low.
       wide_gradients: whether gradients of parameters leave their products in float32.
+      low_wire: whether gradients that are added up in float32 cross devices in the low dtype.
       saturate: whether computed values are clipped to the finite range when they are narrowed.
       overrides: primitive name → class.
       why_float32: why a region of these rules is float32, if it is.
@@ -46,8 +46,9 @@ class Rules:
     low: np.dtype[Any] | None
     low_softmax: bool
     wide_gradients: bool
+    low_wire: bool
     saturate: bool
-    overrides: Mapping[str, str]
+    overrides: dict[str, str]
     why_float32: str = "float32 region"
 
     @property
@@ -101,6 +102,7 @@ def rules_for(policy: Policy) -> Rules:
         low=None if compute == FLOAT32 else compute,
         low_softmax=np.dtype(policy.softmax_dtype) != FLOAT32,
         wide_gradients=np.dtype(policy.reduce_dtype) == FLOAT32,
+        low_wire=np.dtype(policy.wire_dtype) != FLOAT32,
         saturate=policy.saturate,
         overrides=overrides | dict(policy.ops or ()),
     )
@@ -110,6 +112,12 @@ def rules_for(policy: Policy) -> Rules:
 def without_clipping(rules: Rules) -> Rules:
     """The same rules, but computed values become infinite: for gradients, which a scaler tests."""
     return dataclasses.replace(rules, saturate=False)
+
+
+@functools.lru_cache(maxsize=256)
+def with_whole_tables(rules: Rules) -> Rules:
+    """The same rules, but rows of tables are wanted in float32, unless the policy says else."""
+    return dataclasses.replace(rules, overrides=dict.fromkeys(LOOKING_UP, "full") | rules.overrides)
 
 
 def region_rules(eqn: JaxprEqn) -> Rules | None:

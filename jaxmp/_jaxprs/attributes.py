@@ -7,17 +7,21 @@ and `tests/test_package.py` finds what is read elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, get_abstract_mesh, use_abstract_mesh
 
 # Values and their types.
 
@@ -63,6 +67,13 @@ def varying_axes(aval: Any) -> tuple[Any, ...]:
     """The axes of devices over which a value is known to differ, under `jax.shard_map`."""
     axes = aval.manual_axis_type
     return tuple(axes.varying) if axes else ()
+
+
+def filled(aval: Any, value: Any) -> Any:
+    """An array of one value, varying over the same manual mesh axes as `aval`."""
+    array = jnp.full(aval.shape, value, aval.dtype)
+    axes = varying_axes(aval)
+    return lax.pcast(array, axes, to="varying") if axes else array
 
 
 # Equations.
@@ -111,6 +122,18 @@ def context(eqn: jex_core.JaxprEqn) -> Any:
 def in_context(eqn: jex_core.JaxprEqn) -> Any:
     """A context in which what is bound is bound under the configuration of an equation."""
     return eqn.ctx.manager
+
+
+def on_mesh_of(value: Any) -> AbstractContextManager[Any]:
+    """A context in which an array is used on its own mesh.
+
+    The context of an equation that takes it to another mesh is that other mesh.
+    """
+    sharding = getattr(jax.typeof(value), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or mesh.empty or mesh == get_abstract_mesh():
+        return contextlib.nullcontext()
+    return use_abstract_mesh(mesh)
 
 
 def has_effects(eqn: jex_core.JaxprEqn) -> bool:
@@ -184,6 +207,12 @@ def broadcast_axes(eqn: jex_core.JaxprEqn) -> Axes:
     return axes
 
 
+def reduced_axes(eqn: jex_core.JaxprEqn) -> Axes:
+    """The axes that a reduction adds up, or takes the largest of."""
+    axes: Axes = tuple(map(int, eqn.params["axes"]))
+    return axes
+
+
 def permutation(eqn: jex_core.JaxprEqn) -> Axes:
     """Of a ``transpose``: for each axis of the result, which of the operand it is."""
     axes: Axes = eqn.params["permutation"]
@@ -197,6 +226,78 @@ def looked_up(eqn: jex_core.JaxprEqn) -> tuple[frozenset[int], Axes]:
         frozenset((*numbers.start_index_map, *numbers.operand_batching_dims)),
         tuple(eqn.params["slice_sizes"]),
     )
+
+
+class Gather(NamedTuple):
+    """What a gather looks up: slices of its operand, where indices say.
+
+    Attributes:
+      axes: for each entry of an index, which axis of the operand it is along.
+      sizes: those of a slice, along each axis of the operand.
+      offsets: the axes of the result that run within a slice.
+      batch: those that the indices have, in their order.
+      sliced: for each axis of the operand that a slice has, which of the result it is.
+      shared: for each axis of the operand that the indices have as well, which of the result it is.
+      clamps: whether indices out of bounds are moved within them.
+    """
+
+    axes: Axes
+    sizes: Axes
+    offsets: Axes
+    batch: Axes
+    sliced: dict[int, int]
+    shared: dict[int, int]
+    clamps: bool
+
+
+def gather(eqn: jex_core.JaxprEqn) -> Gather:
+    """What a gather looks up."""
+    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    offsets = tuple(map(int, numbers.offset_dims))
+    operand, out = (len(v.aval.shape) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
+    batch = tuple(i for i in range(out) if i not in offsets)
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    sliced = [i for i in range(operand) if i not in gone]
+    shared = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    return Gather(
+        tuple(map(int, numbers.start_index_map)),
+        tuple(eqn.params["slice_sizes"]),
+        offsets,
+        batch,
+        dict(zip(sliced, offsets, strict=True)),
+        {int(i): batch[j] for i, j in shared},
+        clamps=mode == jax.lax.GatherScatterMode.CLIP,
+    )
+
+
+def iota_axis(eqn: jex_core.JaxprEqn) -> int:
+    """The axis along which an ``iota`` counts."""
+    axis: int = eqn.params["dimension"]
+    return axis
+
+
+class AllGather(NamedTuple):
+    """What a `lax.all_gather` gathers.
+
+    Attributes:
+      dimension: the axis along which, or the one that is new.
+      axes: the axes of devices over which.
+      groups: which devices do so together, if not all.
+      devices: how many.
+      tiled: whether blocks are joined along an axis, and not stacked.
+    """
+
+    dimension: int
+    axes: tuple[Any, ...]
+    groups: Any
+    devices: int
+    tiled: bool
+
+
+def all_gather_of(eqn: jex_core.JaxprEqn) -> AllGather:
+    """What an `all_gather` gathers."""
+    names = ("all_gather_dimension", "axis_name", "axis_index_groups", "axis_size", "tiled")
+    return AllGather(*(eqn.params[name] for name in names))
 
 
 def converted_dtype(eqn: jex_core.JaxprEqn) -> np.dtype[Any]:
@@ -238,3 +339,8 @@ def jitted_name(eqn: jex_core.JaxprEqn) -> str:
 def known_primitives() -> frozenset[str]:
     """The names of the primitives that have a derivative here, and of JAX's kernels."""
     return frozenset(primitive.name for primitive in ad.primitive_jvps) | {"pallas_call"}
+
+
+def refuses_forward_mode(error: TypeError) -> bool:
+    """Whether an error says that a function with a `custom_vjp` is differentiated forward."""
+    return "forward-mode autodiff" in str(error)

@@ -5,6 +5,7 @@
 * scan says how its operands split with ``num_consts``/``num_carry`` (0.10) or with the trees
   ``ft_in``/``ft_out`` (0.12).
 * What `inline=True` means to `jax.jit`.
+* Loops that are differentiated twice.
 * The primitives that merely call a jaxpr have come and gone.
 * JAX's next generation of remat, custom_vjp, custom_jvp, checkpoint_name and scan (0.12, behind the
   flags ``JAX_REMAT3=1`` and so on): one primitive, ``call_hi_primitive``, with an object in its
@@ -24,13 +25,10 @@ from typing import Any, NamedTuple
 import flax
 import jax
 import jax.extend.core as jex_core
-import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
 from jax.interpreters import ad
-
-from jaxmp._jaxprs.attributes import varying_axes
 
 # Primitives that run one jaxpr once, operands and results one to one → the parameter it is in.
 CALLS = {
@@ -42,8 +40,8 @@ CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "shard_map": "jaxpr",
-    "product_by_parameter": "jaxpr",  # our own, as the next: `parameter_products`
-    "product_in_float32": "jaxpr",
+    "product_by_parameter": "jaxpr",  # our own: `parameter_products`
+    "product_in_float32": "jaxpr",  # `wide_products`
 }
 
 # The objects of `call_hi_primitive`, by class → the primitive they are the next generation of.
@@ -57,6 +55,10 @@ _NEXT = {
 # `inline` of a jit that is to leave no trace in the jaxpr that calls it: an enum from 0.12 on,
 # where True came to mean "inlined when lowered".
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+# Whether loops forget, when they are differentiated again, the derivative rules of what is inside:
+# its derivative is then that of what it runs.
+FORGETS_RULES = jax.__version_info__ < (0, 12)
 
 # What XLA_FLAGS needs for the CPU backend to sum bfloat16 products in float32, all of them.
 CPU_SUMS_FLAG = "--xla_cpu_experimental_ynn_fusion_type=" if jax.__version_info__ >= (0, 12) else ""
@@ -79,6 +81,21 @@ class Closed:
 def closed(jaxpr: Any) -> Closed:
     """The open jaxpr and the constants of an inner jaxpr."""
     return Closed(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
+
+
+def close(jaxpr: Any) -> Any:
+    """An open jaxpr without constants, closed."""
+    return _CLOSED(jaxpr, ())
+
+
+def part(jaxpr: Any, eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """An open jaxpr of some of the equations of another, with other operands and results."""
+    return jaxpr.replace(
+        eqns=list(eqns),
+        invars=list(invars),
+        outvars=list(outvars),
+        debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+    )
 
 
 def dtype_of(atom: Any) -> np.dtype[Any] | None:
@@ -122,20 +139,9 @@ def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Closed, Closed, list[Any
     saved = list(dict.fromkeys(v for v in read if not isinstance(v, jex_core.Literal)))
     saved = [v for v in saved if v not in known]
 
-    def part(eqns: list[Any], invars: list[Any], outvars: list[Any]) -> Closed:
-        return Closed(
-            opened.replace(
-                eqns=eqns,
-                invars=invars,
-                outvars=outvars,
-                debug_info=opened.debug_info._replace(arg_names=None, result_paths=None),
-            ),
-            consts,
-        )
-
-    first = part(parts[0], list(opened.invars[:n_ins]), [*opened.outvars[:n_outs], *saved])
-    last = part(parts[1], [*saved, *opened.invars[n_ins:]], list(opened.outvars[n_outs:]))
-    return first, last, [v.aval for v in saved]
+    first = part(opened, parts[0], opened.invars[:n_ins], [*opened.outvars[:n_outs], *saved])
+    last = part(opened, parts[1], [*saved, *opened.invars[n_ins:]], opened.outvars[n_outs:])
+    return Closed(first, consts), Closed(last, consts), [v.aval for v in saved]
 
 
 def is_whole(jaxpr: Any) -> bool:
@@ -176,14 +182,7 @@ def without_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
         invars=[*opened.constvars, *opened.invars],
         debug_info=opened.debug_info._replace(arg_names=None, result_paths=None),
     )
-    return _CLOSED(whole, ()), list(consts)
-
-
-def filled(aval: Any, value: Any) -> Any:
-    """An array of one value, varying over the same manual mesh axes as `aval`."""
-    array = jnp.full(aval.shape, value, aval.dtype)
-    axes = varying_axes(aval)
-    return jax.lax.pcast(array, axes, to="varying") if axes else array
+    return close(whole), list(consts)
 
 
 def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:

@@ -212,6 +212,14 @@ def _rebind_jaxpr(
     return bind(eqn, operands, jaxpr=compat.like(body.trace(), eqn.params["jaxpr"]))
 
 
+def sums_as_given(eqn: JaxprEqn) -> bool:
+    """Whether it is a `shard_map` whose transpose adds up the gradients of what all devices have.
+
+    With `check_vma` it is a `pvary` inside that does.
+    """
+    return eqn.primitive.name == "shard_map" and not eqn.params["check_vma"]
+
+
 def _rebind_shard_map(
     eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
 ) -> list[Any]:

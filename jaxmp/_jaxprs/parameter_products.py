@@ -8,8 +8,8 @@ operands as it is, by the copy zero, and by the parameter itself
     dw32 -> x16 @ narrow(dw32)
 
 That is a primitive, since its transpose is a product of two 16-bit operands in float32, which no
-operation of JAX has. `x16` is all that is kept for it. In a program that was differentiated in
-reverse it is gone.
+operation of JAX is (`wide_products`). `x16` is all that is kept for it. In a program that was
+differentiated in reverse it is gone.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import takes_result_dtype, tangent_type, with_dtype
-from jaxmp._jaxprs.compat import INLINE
+from jaxmp._jaxprs.attributes import all_gather_of, in_context, on_mesh_of, tangent_type
+from jaxmp._jaxprs.wide_products import (
+    FLOAT32,
+    DType,
+    evaluated,
+    in_float32,
+    mapped,
+    summed_wide,
+    type_of_result,
+)
 
-FLOAT32 = np.dtype(np.float32)
-
-DType = np.dtype[Any]
 # A primitive and its parameters.
 Op = tuple[Primitive, tuple[tuple[str, Any], ...]]
 
@@ -59,7 +64,11 @@ def op_of(eqn: JaxprEqn) -> Op:
 
 
 def contract(
-    eqn: JaxprEqn, operands: Sequence[Any], parameters: Mapping[int, Parameter], low: DType
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    parameters: Mapping[int, Parameter],
+    low: DType,
+    without: int | None = None,
 ) -> Any:
     """A contraction, whose gradients by parameters are float32.
 
@@ -68,17 +77,22 @@ def contract(
       operands: its operands, in the low dtype; integers, as ragged products have, as they are.
       parameters: those of them that are copies of parameters: which.
       low: the dtype of the result.
+      without: an operand whose gradient is found elsewhere.
     """
-    types = tuple(_float32(jax.typeof(x)) for x in operands)
-    sources = tuple((i, p.moves, _float32(jax.typeof(p.array))) for i, p in parameters.items())
-    # In the open, where the policies of `jax.checkpoint` see a product that they may save.
-    out = _bound(op_of(eqn), [lax.stop_gradient(x) for x in operands], low)
-    with_gradients = _with_gradients(op_of(eqn), types, sources, low)
+    types = tuple(in_float32(jax.typeof(x)) for x in operands)
+    sources = tuple((i, p.moves, in_float32(jax.typeof(p.array))) for i, p in parameters.items())
+    # In the open, where the policies of `jax.checkpoint` see a product that they may save. Its own
+    # derivative, of 16 bits, is for loops that have forgotten the other.
+    read = operands if compat.FORGETS_RULES else [lax.stop_gradient(x) for x in operands]
+    out = _bound(op_of(eqn), read, low)
+    with_gradients = _with_gradients(op_of(eqn), types, sources, low, without)
     return with_gradients(out, *operands, *(p.array for p in parameters.values()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _with_gradients(op: Op, types: tuple[Any, ...], sources: Any, low: DType) -> Callable[..., Any]:
+def _with_gradients(
+    op: Op, types: tuple[Any, ...], sources: Any, low: DType, without: int | None
+) -> Callable[..., Any]:
     """A function of a result, the operands and the parameters: the result, with their gradients.
 
     Args:
@@ -86,6 +100,7 @@ def _with_gradients(op: Op, types: tuple[Any, ...], sources: Any, low: DType) ->
       types: of its operands, in float32.
       sources: for each parameter: which operand it is, its moves and its type.
       low: the dtype of the result.
+      without: an operand that has no part in it.
     """
     count, sides = len(types), [side for side, _, _ in sources]
 
@@ -101,7 +116,7 @@ def _with_gradients(op: Op, types: tuple[Any, ...], sources: Any, low: DType) ->
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         operands, terms = primals[1 : 1 + count], []
         for i, tangent in enumerate(tangents[1:]):
-            if isinstance(tangent, SymbolicZero) or i in sides:
+            if isinstance(tangent, SymbolicZero) or i in sides or i == without:
                 continue  # a copy is no function of its own
             side = i if i < count else sides[i - count]
             given = (*operands[:side], tangent, *operands[side + 1 :])
@@ -111,6 +126,52 @@ def _with_gradients(op: Op, types: tuple[Any, ...], sources: Any, low: DType) ->
 
     with_gradients.defjvp(jvp, symbolic_zeros=True)
     return with_gradients
+
+
+def crossed(eqn: JaxprEqn, copy: Any, parameter: Parameter, wire: DType | None = None) -> Parameter:
+    """A parameter of which the low copy was sent to other devices.
+
+    All that read it there have their gradients added up in float32, before those are sent back.
+
+    Args:
+      eqn: what sent it.
+      copy: the low copy, as it arrived.
+      parameter: the parameter, as it was sent.
+      wire: the dtype in which the gradients of what was gathered are sent, if not in float32.
+    """
+
+    @jax.custom_jvp
+    def arrived(copy: Any, _array: Any) -> Any:
+        return lax.convert_element_type(copy, FLOAT32)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        with on_mesh_of(tangents[1]):
+            sent = _moved(tangents[1], parameter.moves)
+        with in_context(eqn):
+            if wire is not None and eqn.primitive.name == "all_gather":
+                return arrived(*primals), _gathered(sent, eqn, wire)
+            return arrived(*primals), _moved(sent, [op_of(eqn)])
+
+    arrived.defjvp(jvp)
+    with on_mesh_of(copy):
+        return Parameter(arrived(copy, parameter.array))
+
+
+def _gathered(array: Any, eqn: JaxprEqn, wire: DType) -> Any:
+    """What `lax.all_gather` makes of an array: a copy sent to each device, in 16 bits.
+
+    That is for its transpose: the parts of a gradient cross in 16 bits, to where they are added up
+    in float32. The transpose of a gather adds up in the dtype in which they cross.
+    """
+    gather = all_gather_of(eqn)
+    copies = lax.convert_element_type(lax.broadcast(array, (gather.devices,)), wire)
+    there = lax.all_to_all(copies, gather.axes, 0, 0, axis_index_groups=gather.groups, tiled=True)
+    blocks = lax.convert_element_type(lax.optimization_barrier(there), FLOAT32)
+    blocks = jnp.moveaxis(blocks, 0, gather.dimension)
+    if not gather.tiled:
+        return blocks
+    at = gather.dimension
+    return blocks.reshape(*array.shape[:at], -1, *array.shape[at + 1 :])
 
 
 def look_up(eqn: JaxprEqn, operands: Sequence[Any], table: Parameter) -> Any:
@@ -129,7 +190,10 @@ def look_up(eqn: JaxprEqn, operands: Sequence[Any], table: Parameter) -> Any:
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         copy, _, *where = primals
-        wide = primitive.bind(_moved(tangents[1], table.moves), *where, **dict(params))
+        # A barrier for the gradient: or XLA for GPUs, where a table is used twice, gathers this one
+        # after it has added it up over the devices, to add the other.
+        read = _moved(lax.optimization_barrier(tangents[1]), table.moves)
+        wide = primitive.bind(read, *where, **dict(params))
         return rows(*primals), lax.convert_element_type(wide, copy.dtype)
 
     rows.defjvp(jvp)
@@ -155,10 +219,6 @@ def _product(
         return _bound(op, (*operands[:side], array, *operands[side + 1 :]), FLOAT32)
 
     return _Product(compat.trace(moved, types), side, low)
-
-
-def _float32(aval: Any) -> Any:
-    return aval if aval.dtype.kind in "iu" else with_dtype(aval, FLOAT32)
 
 
 # The derivative by a parameter.
@@ -187,7 +247,7 @@ class _Product:
         """The result of operands in any dtypes."""
         given = list(operands)
         given[self.side] = lax.convert_element_type(given[self.side], self.low)
-        return _evaluated(self.jaxpr, given, self.low)
+        return evaluated(self.jaxpr, given, self.low)
 
     def transposed(self, by: int, given: Sequence[Any]) -> Any:
         """A closed jaxpr in float32: the product, transposed by an operand.
@@ -196,19 +256,7 @@ class _Product:
           by: which.
           given: the gradient of the result and the other operands, of which it is a function.
         """
-        return _transposed(self, by, tuple(_float32(jax.typeof(x)) for x in given))
-
-
-def _evaluated(jaxpr: Any, operands: Sequence[Any], sums: DType) -> Any:
-    """The one result of a closed jaxpr of a contraction and moves, of operands of other dtypes."""
-    opened, consts = compat.closed(jaxpr)
-    env = dict(zip((*opened.constvars, *opened.invars), (*consts, *operands), strict=True))
-    for eqn in opened.eqns:
-        given = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        dtypes = {"preferred_element_type": sums} if takes_result_dtype(eqn) else {}
-        env.update(zip(eqn.outvars, compat.bind(eqn, given, **dtypes), strict=True))
-    [out] = opened.outvars
-    return env[out]
+        return _transposed(self, by, tuple(in_float32(jax.typeof(x)) for x in given))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -233,43 +281,11 @@ def _transposed(product: _Product, by: int, types: tuple[Any, ...]) -> Any:
     return compat.trace(transposed, types)
 
 
-@functools.lru_cache(maxsize=4096)
-def _gradient(product: _Product) -> Callable[..., Any]:
-    """The gradient of the parameter in float32, of that of the result and the other operands.
-
-    Its own derivative is a product of 16 bits.
-    """
-
-    @jax.custom_jvp
-    def gradient(*given: Any) -> Any:
-        return _summed_wide(product.transposed(product.side, given), given)
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        jaxpr = product.transposed(product.side, primals)
-        terms = [
-            _evaluated(jaxpr, (*primals[:i], tangent, *primals[i + 1 :]), product.low)
-            for i, tangent in enumerate(tangents)
-            if not isinstance(tangent, SymbolicZero)
-        ]
-        out = gradient(*primals)
-        if not terms:
-            return out, lax.full_like(out, 0)
-        return out, lax.convert_element_type(functools.reduce(lax.add, terms), FLOAT32)
-
-    gradient.defjvp(jvp, symbolic_zeros=True)
-    return jax.jit(gradient, inline=INLINE)
-
-
 by_parameter_p = Primitive("product_by_parameter")
 
 
 def _run(*operands: Any, product: _Product, jaxpr: Any) -> Any:  # noqa: ARG001
     return product.narrow(operands)
-
-
-def _type(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
-    [out] = compat.closed(jaxpr).jaxpr.outvars
-    return out.aval
 
 
 def _jvp(
@@ -296,11 +312,12 @@ def _transpose(g: Any, *operands: Any, product: _Product, jaxpr: Any) -> list[An
     if isinstance(g, ad.Zero):
         grad: Any = ad.Zero(operands[by].aval)
     elif by == product.side:
-        grad = _gradient(product)(g, *operands[:by], *operands[by + 1 :])
+        others = (g, *operands[:by], *operands[by + 1 :])
+        grad = summed_wide(product.transposed(by, others), others)
     else:
         given[product.side] = lax.convert_element_type(given[product.side], product.low)
         others = (g, *given[:by], *given[by + 1 :])
-        grad = _evaluated(product.transposed(by, others), others, product.low)
+        grad = evaluated(product.transposed(by, others), others, product.low)
     return [grad if i == by else None for i in range(len(operands))]
 
 
@@ -309,116 +326,16 @@ def _batch(
     axes: Sequence[int | None],
     *,
     product: _Product,
-    jaxpr: Any,  # noqa: ARG001
+    jaxpr: Any,
 ) -> tuple[Any, int]:
-    types = tuple(_float32(jax.typeof(x)) for x in operands)
-    mapped = _mapped(product.jaxpr, tuple(axes), types)
-    return dataclasses.replace(product, jaxpr=mapped).bind(operands), 0
-
-
-@functools.lru_cache(maxsize=4096)
-def _mapped(jaxpr: Any, axes: tuple[int | None, ...], types: tuple[Any, ...]) -> Any:
-    """A closed jaxpr of one result, under `jax.vmap`."""
-
-    def one(*operands: Any) -> Any:
-        [out] = jaxpr_as_fun(jaxpr)(*operands)
-        return out
-
-    return compat.trace(jax.vmap(one, in_axes=axes), types)
+    types = tuple(in_float32(jax.typeof(x)) for x in operands)
+    jaxpr = mapped(product.jaxpr, tuple(axes), types)
+    return dataclasses.replace(product, jaxpr=jaxpr).bind(operands), 0
 
 
 by_parameter_p.def_impl(_run)
-by_parameter_p.def_abstract_eval(_type)
+by_parameter_p.def_abstract_eval(type_of_result)
 ad.primitive_jvps[by_parameter_p] = _jvp
 ad.primitive_transposes[by_parameter_p] = _transpose
 batching.primitive_batchers[by_parameter_p] = _batch
 mlir.register_lowering(by_parameter_p, mlir.lower_fun(_run, multiple_results=False))
-
-
-# Products of 16-bit operands in float32.
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Held:
-    """A jaxpr that nobody looks into: what runs is another."""
-
-    jaxpr: Any
-
-
-def _summed_wide(jaxpr: Any, operands: Sequence[Any]) -> Any:
-    """What a closed jaxpr in float32 contracts, of low operands, in float32."""
-    types = tuple(map(jax.typeof, operands))
-    return wide_p.bind(*operands, held=_held(jaxpr), jaxpr=_wide(jaxpr, types))
-
-
-def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
-    """The float32 `lax.dot_general` of 16-bit arrays; its derivative is a product of 16 bits."""
-    types = tuple(_float32(jax.typeof(x)) for x in (a, b))
-
-    @jax.custom_jvp
-    def dot(*operands: Any) -> Any:
-        return _summed_wide(_dot(types, dims, out_sharding), operands)
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        def low(a: Any, b: Any) -> Any:
-            sums = np.dtype(a.dtype)
-            return lax.dot_general(
-                a, b, dims, preferred_element_type=sums, out_sharding=out_sharding
-            )
-
-        (a, b), (da, db) = primals, tangents
-        return dot(a, b), lax.convert_element_type(lax.add(low(da, b), low(a, db)), FLOAT32)
-
-    dot.defjvp(jvp)
-    return dot(a, b)
-
-
-@functools.lru_cache(maxsize=4096)
-def _dot(types: tuple[Any, ...], dims: Any, out_sharding: Any) -> Any:
-    return compat.trace(lambda a, b: lax.dot_general(a, b, dims, out_sharding=out_sharding), types)
-
-
-_held = functools.lru_cache(maxsize=4096)(_Held)
-
-
-@functools.lru_cache(maxsize=4096)
-def _wide(jaxpr: Any, types: tuple[Any, ...]) -> Any:
-    return compat.trace(lambda *operands: _evaluated(jaxpr, operands, FLOAT32), types)
-
-
-wide_p = Primitive("product_in_float32")
-
-
-def _run_wide(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: ARG001
-    return _evaluated(held.jaxpr, operands, FLOAT32)
-
-
-def _run_wide_on_cpu(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: ARG001
-    # The same numbers: XLA on CPU has no such product in every layout, and fails when it runs.
-    wide = [x if x.dtype.kind in "iu" else lax.convert_element_type(x, FLOAT32) for x in operands]
-    return _evaluated(held.jaxpr, wide, FLOAT32)
-
-
-@functools.lru_cache(maxsize=4096)
-def _jitted(held: _Held, jaxpr: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(wide_p.bind, held=held, jaxpr=jaxpr))
-
-
-def _batch_wide(
-    operands: Sequence[Any],
-    axes: Sequence[int | None],
-    *,
-    held: _Held,
-    jaxpr: Any,  # noqa: ARG001
-) -> tuple[Any, int]:
-    types = tuple(_float32(jax.typeof(x)) for x in operands)
-    return _summed_wide(_mapped(held.jaxpr, tuple(axes), types), operands), 0
-
-
-wide_p.def_impl(lambda *operands, held, jaxpr: _jitted(held, jaxpr)(*operands))
-wide_p.def_abstract_eval(_type)
-batching.primitive_batchers[wide_p] = _batch_wide
-mlir.register_lowering(wide_p, mlir.lower_fun(_run_wide, multiple_results=False))
-mlir.register_lowering(
-    wide_p, mlir.lower_fun(_run_wide_on_cpu, multiple_results=False), platform="cpu"
-)

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import filled
 from jaxmp._jaxprs.compat import bind
 
 
@@ -104,7 +106,7 @@ class Traced:
         """Its extra results where nothing computes them."""
         extras = sorted(self.extras.items())  # as JAX flattens a dict
         return {
-            name: dataclasses.replace(extra, value=compat.filled(aval, extra.join.neutral))
+            name: dataclasses.replace(extra, value=filled(aval, extra.join.neutral))
             for (name, extra), aval in zip(extras, self._avals, strict=True)
         }
 
@@ -241,7 +243,8 @@ def through_while(
 ) -> Out:
     """Extra results are carried, from their neutral value, and joined with those of an iteration.
 
-    Those of the condition as well, which runs once more than the body.
+    Those of the condition as well, which runs once more than the body. Under vmap, a condition may
+    differ from element to element: the loop goes on while one is true, and what is done stays.
     """
     n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     given, start = operands[: n_test + n_body], operands[n_test + n_body :]
@@ -261,6 +264,9 @@ def through_while(
     def step(state: tuple[list[Any], list[Any], Extras]) -> tuple[list[Any], list[Any], Extras]:
         ahead, carry, extras = state
         results, found = body(extra_in, *given[n_test:], *carry)
+        if several:
+            going = ahead[0] if ahead else goes_on(carry)[0]
+            results = [_where(going, *pair) for pair in zip(results, carry, strict=True)]
         if ahead:
             go, seen = goes_on(results)
             ahead, found = [go], _both(found, seen)
@@ -268,16 +274,22 @@ def through_while(
 
     # A condition that has extra results is computed at the end of the iteration before: a loop's
     # condition can return nothing else.
+    several = compat.shape_of(compat.closed(test.jaxpr).jaxpr.outvars[0]) != ()
     ahead, extras = [], body.neutral()
     if test.extras:
         go, seen = goes_on(start)
         ahead, extras = [go], _both(extras, seen)
     _, results, extras = lax.while_loop(
-        lambda state: state[0][0] if state[0] else goes_on(state[1])[0],
+        lambda state: jnp.any(state[0][0] if state[0] else goes_on(state[1])[0]),
         step,
         (ahead, list(start), extras),
     )
     return list(results), extras
+
+
+def _where(chosen: Any, new: Any, old: Any) -> Any:
+    """`new` where `chosen` is true, along its leading axes, and `old` elsewhere."""
+    return jnp.where(jnp.expand_dims(chosen, tuple(range(chosen.ndim, jnp.ndim(new)))), new, old)
 
 
 def _both(olds: Extras, news: Extras) -> Extras:

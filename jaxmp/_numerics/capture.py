@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from typing import Any
@@ -15,13 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast import autocast
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
-from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.threaded import Extra, Extras
-from jaxmp._jaxprs.trace import Traced, is_array, trace
+from jaxmp._jaxprs.trace import Traced, trace
+from jaxmp._numerics.arguments import (
+    check_arguments,
+    is_differentiable,
+    labels_of,
+    returns_aux,
+)
 from jaxmp._numerics.origins import Origin, Walk
 from jaxmp._numerics.probe import Probe
 from jaxmp._numerics.readings import Readings
@@ -30,6 +33,7 @@ from jaxmp._numerics.statistics import Measurements, Statistics, unpack
 from jaxmp._numerics.survey import Program, Site, survey
 from jaxmp._training.loss_scale import static_loss_scale
 from jaxmp._training.scaled_grad import value_and_grad
+from jaxmp.policy import get_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Capture(Readings):
     """What a run of a program computed.
 
     Attributes:
+      policy: under which policy it ran.
       measured_results: what the measured program returned: of a loss, it and its gradients. XLA may
         fuse a program that is measured otherwise, so that last bits differ from `results`.
       sites: what was measured, by name, in the order in which it ran.
@@ -59,6 +64,7 @@ class Capture(Readings):
       wide: whether it ran in float32 wherever the policy says 16 bits.
     """
 
+    policy: str
     measured_results: Any
     sites: dict[str, Measured]
     program: Program
@@ -83,13 +89,24 @@ class Capture(Readings):
     def record(self) -> Record:
         """What is kept of it to compare it: see `compare` and `jaxmp.numerics.save`."""
         measured = ((m.site, m.statistics) for m in self.sites.values())
-        dtypes = sorted({m.site.dtype for m in self.sites.values()})
-        title = "float32 in the place of 16 bits" if self.wide else f"in {', '.join(dtypes)}"
+        title = f"{self.policy}, run in float32" if self.wide else self.policy
         sites = entries(self.program, measured, wide=self.wide)
-        return record(f"a capture {title}", self.loss_scale, sites)
+        return record(title, self.loss_scale, sites)
 
     def _walk(self) -> Walk:
         return Walk(self.program, {name: m.statistics for name, m in self.sites.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a program is measured: the arguments of `capture`, which says what they mean."""
+
+    argnums: int | Sequence[int] = 0
+    grad: bool | None = None
+    loss_scale: float = 1.0
+    wide: bool = False
+    sites: str = "**"
+    twins: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +114,7 @@ class Prepared:
     """A program, ready to be run and measured.
 
     Attributes:
+      policy: under which policy, in words.
       program: its sites.
       call: its trace.
       measured_bytes: of what a run measures.
@@ -107,6 +125,7 @@ class Prepared:
       wide: whether it runs in float32 wherever the policy says 16 bits.
     """
 
+    policy: str
     program: Program
     call: Traced
     measured_bytes: int
@@ -125,16 +144,18 @@ class Prepared:
             for name, site in self.program.sites.items()
         }
         return Capture(
+            policy=self.policy,
             measured_results=self.call.rebuild(results),
             sites=sites,
             program=self.program,
             bytes=self.measured_bytes,
             loss_scale=self.loss_scale,
             wide=self.wide,
-            _unmeasured=self._unmeasured,
+            _unmeasured=self.results,
         )
 
-    def _unmeasured(self) -> Any:
+    def results(self) -> Any:
+        """What the program returns when nothing is measured."""
         probe = Probe(whole=frozenset().__contains__, looks=False, wide=self.wide)
         step = jax.jit(lambda *arrays: probe.run(self.call.jaxpr, arrays)[0])
         return self.call.rebuild(step(*self.call.arrays))
@@ -143,22 +164,24 @@ class Prepared:
 def prepare(
     fn: Callable[..., Any],
     policy: Any,
-    *args: Any,
-    argnums: int | Sequence[int] = 0,
-    grad: bool | None = None,
-    loss_scale: float = 1.0,
-    wide: bool = False,
-    sites: str = "**",
-    twins: bool = True,
+    args: Sequence[Any],
+    options: Options = Options(),
 ) -> Prepared:
-    """Traces and compiles what `capture` runs. Arguments as there."""
+    """Traces and compiles what `capture` runs."""
+    argnums, grad, loss_scale = options.argnums, options.grad, options.loss_scale
     check_callable("capture", fn)
-    check_sizes("capture", args, {})
+    chosen_args = check_arguments(args, argnums)
     program = on_a_clone(fn)
     if policy is not None:
         program = autocast(program, policy)
-    has_aux = _has_aux(program, args)
-    grad = (has_aux is not None and _is_differentiable(args, argnums)) if grad is None else grad
+    has_aux = returns_aux(program, args)
+    if grad is None:
+        grad = has_aux is not None and is_differentiable([args[i] for i in chosen_args])
+    if grad and has_aux is None:
+        raise ValueError(
+            "capture: grad=True, but the function returns neither one floating number nor such a "
+            "number and something else: (loss, aux)"
+        )
     if grad:
         scaler = optax.identity()
         if loss_scale != 1:
@@ -171,22 +194,30 @@ def prepare(
             "differentiated: it does not return one number, or grad=False was given"
         )
     traced = trace(program, args, {})
-    several = argnums if isinstance(argnums, Sequence) else [argnums]
-    labels, owners = _labels(fn, args)
-    weights = [i for i, owner in enumerate(owners) if grad and owner in several]
+    labels, owners = labels_of(fn, args)
+    weights = [i for i, owner in enumerate(owners) if grad and owner in chosen_args]
     found = survey(traced.jaxpr, labels, weights)
+    if not found.sites:
+        raise ValueError(
+            "capture: there is nothing to measure: the function computes no floating numbers of "
+            "arrays. A Python number among its arguments is a constant: give jnp.float32(x)"
+        )
+    sites = options.sites
     chosen = frozenset(name for name, site in found.sites.items() if _matches(site.path, sites))
     if not chosen:
         paths = sorted({site.path for site in found.sites.values() if site.path})
         raise ValueError(
             f"capture: sites={sites!r} matches no module path. There are: {', '.join(paths[:40])}"
         )
-    probe = Probe(whole=chosen.__contains__, twins=twins, wide=wide)
+    probe = Probe(whole=chosen.__contains__, twins=options.twins, wide=options.wide)
     step = jax.jit(lambda *arrays: probe.run(traced.jaxpr, arrays))
     places = _places(found, chosen)
     _, extras = jax.eval_shape(step, *traced.arrays)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(extras))
-    return Prepared(found, traced, size, step, extras, places, float(loss_scale), wide)
+    said = _said(policy, found)
+    return Prepared(
+        said, found, traced, size, step, extras, places, float(loss_scale), options.wide
+    )
 
 
 def capture(
@@ -231,8 +262,9 @@ def capture(
       What was measured, and what the program returned.
 
     Raises:
-      ValueError: if `sites` matches nothing, or more would be measured than `limit`.
-      TypeError: if `fn` is not callable.
+      ValueError: if `sites` matches nothing, nothing is a floating number, `argnums` is out of
+        range, or more would be measured than `limit`.
+      TypeError: if `fn` is not callable, or an argument is a shape instead of an array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -243,10 +275,8 @@ def capture(
       >>> [(o.site.op, o.site.dtype, o.nan) for o in run.origins()]
       [('dot_general', 'float16', False)]
     """
-    prepared = prepare(
-        fn, policy, *args, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
-        sites=sites, twins=twins,
-    )  # fmt: skip
+    options = Options(argnums, grad, loss_scale, wide, sites, twins)
+    prepared = prepare(fn, policy, args, options)
     count = len(prepared.program.sites)
     said = f"{count} sites, {prepared.measured_bytes / 2**20:.1f} MiB of measurements"
     if prepared.measured_bytes > limit:
@@ -260,47 +290,11 @@ def capture(
     return prepared.run()
 
 
-def _has_aux(fn: Callable[..., Any], args: Any) -> bool | None:
-    """Whether a loss function returns more than the loss; None if it returns no loss."""
-    traced = trace(fn, args, {})
-    out = jax.tree.unflatten(
-        traced.tree, [v.aval for v in compat.closed(traced.jaxpr).jaxpr.outvars]
-    )
-    if _is_loss(out):
-        return False
-    if isinstance(out, tuple) and len(out) == 2 and _is_loss(out[0]):
-        return True
-    return None
-
-
-def _is_loss(out: Any) -> bool:
-    shape, dtype = getattr(out, "shape", None), getattr(out, "dtype", None)
-    return shape == () and dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
-
-
-def _is_differentiable(args: Sequence[Any], argnums: int | Sequence[int]) -> bool:
-    several = argnums if isinstance(argnums, Sequence) else [argnums]
-    chosen = [args[i] for i in several if -len(args) <= i < len(args)]
-    return any(
-        is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        for leaf in jax.tree.leaves(chosen)
-    )
-
-
-def _labels(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[str], list[int]]:
-    """What to call each array of a call, and which argument it is in."""
-    try:
-        names = list(inspect.signature(fn).bind(*args).arguments)
-    except (TypeError, ValueError):
-        names = []
-    labels, owners = [], []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        if is_array(leaf):
-            [owner, *rest] = path
-            name = names[owner.idx] if len(names) == len(args) else f"args[{owner.idx}]"
-            labels.append(name + jax.tree_util.keystr(tuple(rest)))
-            owners.append(owner.idx)
-    return labels, owners
+def _said(policy: Any, program: Program) -> str:
+    """A policy in words; of a program as it is, which may be a wrapped module's, its dtypes."""
+    if policy is not None:
+        return str(get_policy(policy))
+    return f"as written, in {', '.join(sorted({site.dtype for site in program.sites.values()}))}"
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -222,7 +222,9 @@ class Comparison:
             f"there         {self.other.title}",
             f"sites         {counts}",
         ]
-        if self.first is None:
+        if not self.pairs:
+            lines.append("first         nothing was compared: the runs have no site in common")
+        elif self.first is None:
             lines.append("first         no divergence: rounding explains every difference")
         else:
             lines.append(f"first         {self.first}")

@@ -16,7 +16,7 @@ from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record, record
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site
-from jaxmp.policy import PolicyMap, get_policy
+from jaxmp.policy import get_policy
 
 # Of values: beyond this share, a loss is worth a line.
 _MUCH = 0.01
@@ -61,14 +61,17 @@ class NumericsReport(Readings):
     """What `diagnose` found. Print it.
 
     Attributes:
-      policy: under which policy.
       run: what was measured under it.
       wide: what the same operations compute in float32.
     """
 
-    policy: str
     run: Capture
     wide: Capture
+
+    @property
+    def policy(self) -> str:
+        """Under which policy it ran."""
+        return self.run.policy
 
     @functools.cached_property
     def faults(self) -> tuple[Fault, ...]:
@@ -284,19 +287,16 @@ def diagnose(
     capturing = functools.partial(
         capture, argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites
     )
-    name = "as written" if policy is None else str(_policy(policy))
+    if policy is not None:
+        get_policy(policy)  # it is refused here, not at the first call
 
     @functools.wraps(fn)
     def diagnosed(*args: Any) -> NumericsReport:
         run = capturing(fn, policy, *args, announce=announce)
         wide = capturing(fn, policy, *args, wide=True)
-        return NumericsReport(name, run, wide)
+        return NumericsReport(run, wide)
 
     return diagnosed
-
-
-def _policy(policy: Any) -> Any:
-    return policy if isinstance(policy, PolicyMap) else get_policy(policy)
 
 
 def _is_beyond(site: Site, largest: float) -> bool:

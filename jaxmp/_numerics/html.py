@@ -97,7 +97,7 @@ def _row(row: Row) -> str:
 def _cell(cell: Cell) -> str:
     attributes = ""
     if cell.value is not None:
-        # What is no number comes last when the largest come first.
+        # What is no number comes last.
         value = -math.inf if math.isnan(cell.value) else cell.value
         attributes = f' data-value="{str(value).replace("inf", "Infinity")}"'
     bar = ""
@@ -147,7 +147,9 @@ heads.forEach((head, i) => head.addEventListener("click", () => {
   const descending = before ? before === "ascending" : numbers && i > 0;
   heads.forEach(other => other.removeAttribute("aria-sort"));
   head.setAttribute("aria-sort", descending ? "descending" : "ascending");
-  rows.sort((a, b) => (descending ? -1 : 1) * order(key(a, i), key(b, i)));
+  const blank = row => key(row, i) === -Infinity;
+  rows.sort((a, b) => blank(a) - blank(b)
+    || (descending ? -1 : 1) * order(key(a, i), key(b, i)));
   body.append(...rows);
 }));
 const filter = document.getElementById("filter");

@@ -44,6 +44,11 @@ class Walk:
         self._program = program
         self._measured = measured
         self._order = {name: i for i, name in enumerate(program.sites)}
+        # Sites of a loop's body are neighbours: the first of them stands for the loop.
+        self._firsts: dict[Loop, int] = {}
+        for i, site in enumerate(program.sites.values()):
+            for loop in site.loops:
+                self._firsts.setdefault(loop, i)
         self._seen: set[tuple[str, At, bool]] = set()
 
     def of_results(self) -> list[Origin]:
@@ -70,12 +75,9 @@ class Walk:
 
     def _when(self, origin: Origin) -> tuple[int, ...]:
         """When an origin ran: what is in one loop runs iteration by iteration."""
-        # Sites of a loop's body are neighbours: the first of them stands for the loop.
-        if not origin.site.loops:
-            return (self._order[origin.site.name],)
-        loop = origin.site.loops[0]
-        first = min(i for name, i in self._order.items() if loop in self._program.sites[name].loops)
-        return (first, *origin.at, self._order[origin.site.name])
+        pairs = zip(origin.site.loops, origin.at, strict=True)
+        turns = [n for loop, i in pairs for n in (self._firsts[loop], i)]
+        return (*turns, self._order[origin.site.name])
 
     def _origins(self, name: str, at: At, *, nan: bool) -> list[Origin]:
         """The origins of what is not finite at a site in an iteration."""

@@ -29,7 +29,9 @@ _MODULES = 40
 
 def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str]) -> None:
     """Draws how the magnitudes of each kind are spread. See `Readings.plot_exponents`."""
-    figure_class = _figure("plot_exponents")
+    figure_class = figure_of("plot_exponents")
+    if isinstance(kinds, str):
+        raise TypeError(f"plot_exponents: kinds takes several, as in kinds=[{kinds!r}]")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ValueError(
             f"plot_exponents: kinds has {unknown[0]!r}; there are {', '.join(map(repr, KINDS))}"
@@ -69,9 +71,11 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
     _ranges(rows[-1], limits)
     run = "computed in float32" if of.wide else "as computed"
     scale = f", loss scale {of.loss_scale:g}" if of.loss_scale != 1 else ""
-    figure.suptitle(f"Magnitudes: {of.policy}, {run}{scale}", fontsize=11)
+    bad = _not_finite(measured, sites, kinds)
+    not_finite = f"; {bad} not finite (left out)" if bad else ""
+    figure.suptitle(f"Magnitudes: {of.policy}, {run}{scale}{not_finite}", fontsize=11)
     figure.align_ylabels(rows[:-1])
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _ranges(ax: Any, limits: tuple[int, int]) -> None:
@@ -100,7 +104,7 @@ def _ranges(ax: Any, limits: tuple[int, int]) -> None:
 
 def plot_underflow(of: Record, path: Path | str) -> None:
     """Draws which share of its numbers each module lost to 0. See `Readings.plot_underflow`."""
-    figure_class = _figure("plot_underflow")
+    figure_class = figure_of("plot_underflow")
     lost: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {False: [0, 0], True: [0, 0]})
     for entry in of.sites.values():
         s = entry.statistics
@@ -140,11 +144,11 @@ def plot_underflow(of: Record, path: Path | str) -> None:
     of_all = f", the {len(shown)} worst of {len(shares)} modules" if len(shares) > _MODULES else ""
     scale = f", loss scale {of.loss_scale:g}"
     ax.set_title(f"Underflow: {of.policy}{scale}{of_all}", loc="left", fontsize=11)
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9)
+    figure.legend(loc="outside lower right", ncols=2, frameon=False, fontsize=9)
     ax.grid(axis="x", alpha=0.3)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, float, int]:
@@ -158,13 +162,24 @@ def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, 
     for entry in entries.values():
         s = entry.statistics
         of_kind = entry.site.kind == kind and s.is_whole and s.sampled
-        if of_kind and fnmatch.fnmatchcase(entry.site.path, sites.replace("**", "*")):
+        if of_kind and _matches(entry, sites):
             weight = s.size * int(s.runs) / int(s.sampled)
             counts += weight * s.octaves
             zeros += weight * int(s.zeros)
             sampled += weight * int(s.sampled)
             count += 1
     return counts, zeros / max(sampled, 1.0), count
+
+
+def _not_finite(entries: Mapping[str, Entry], sites: str, kinds: Sequence[str]) -> str:
+    """How many of the sites have what is not finite, in words; empty if none has."""
+    of = [e for e in entries.values() if e.site.kind in kinds and _matches(e, sites)]
+    bad = sum(bool(e.statistics.is_nan or e.statistics.is_infinite) for e in of)
+    return f"numbers of {bad} of {len(of)} sites" if bad else ""
+
+
+def _matches(entry: Entry, sites: str) -> bool:
+    return fnmatch.fnmatchcase(entry.site.path, sites.replace("**", "*"))
 
 
 def _modules(entries: Mapping[str, Entry]) -> list[str]:
@@ -183,7 +198,7 @@ def _short(path: str, most: int = 44) -> str:
     return path if len(path) <= most else f"…{path[-most + 1 :]}"
 
 
-def _figure(what: str) -> Any:
+def figure_of(what: str) -> Any:
     """Matplotlib's `Figure`, which needs no display."""
     try:
         return importlib.import_module("matplotlib.figure").Figure
@@ -193,7 +208,7 @@ def _figure(what: str) -> Any:
         ) from error
 
 
-def _save(figure: Any, path: Path | str) -> None:
+def save_figure(figure: Any, path: Path | str) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} to write {path.name} in")

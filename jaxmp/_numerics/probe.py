@@ -16,7 +16,7 @@ from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import rebuild
 from jaxmp._jaxprs.threaded import Extras, Out, Threaded
 from jaxmp._numerics.statistics import FLOAT32, Look, look, measure
-from jaxmp._numerics.survey import MOVES, WHOLE, is_real, looked_into, site_names
+from jaxmp._numerics.survey import MOVES, WHOLE, is_measured, looked_into, site_names
 
 # Dtypes that are replaced by float32.
 LOW = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
@@ -75,7 +75,7 @@ class Probe:
         if not prefix and self.looks:
             for kind, vs in (("argument", opened.invars), ("constant", opened.constvars)):
                 for i, var in enumerate(vs):
-                    if is_real(var):
+                    if is_measured(var):
                         looks.append(look(env[var], whole=self.whole(f"{kind} {i}")))
         for i, eqn in enumerate(opened.eqns):
             with compat.source_of(eqn):

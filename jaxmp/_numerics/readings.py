@@ -73,6 +73,7 @@ class Readings(abc.ABC):
 
         Raises:
           ValueError: if nothing was measured there, or a kind is unknown.
+          TypeError: if `kinds` is a string.
           ImportError: without Matplotlib.
         """
         plot_exponents(self.record(), path, sites, kinds)
@@ -149,4 +150,4 @@ def load(path: Path | str) -> SavedRun:
     Raises:
       ValueError: if the file is none of `save`'s, or of a version that is not known.
     """
-    return SavedRun(from_json(Path(path).read_text(encoding="utf-8"), str(path)))
+    return SavedRun(from_json(Path(path).read_bytes(), str(path)))

@@ -154,7 +154,7 @@ def record(
     )
 
 
-def from_json(text: str, source: str) -> Record:
+def from_json(text: str | bytes, source: str) -> Record:
     """The record that `Record.to_json` wrote.
 
     Args:
@@ -166,7 +166,7 @@ def from_json(text: str, source: str) -> Record:
     """
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"load: {source} is not JSON: {error}") from error
     version = data.get("jaxmp_numerics") if isinstance(data, dict) else None
     if version is None:
@@ -239,7 +239,7 @@ def _entry(data: Mapping[str, Any]) -> Entry:
         name: None if values is None else np.array(_number(values))
         for name, values in data["iterations"].items()
     }
-    return Entry(site, statistics, each["largest"], each["mean_square"], each["bad"], data["depth"])
+    return Entry(site, statistics, each["largest"], each["mean_square"], each["bad"], *last)
 
 
 def _plain(value: Any) -> Any:

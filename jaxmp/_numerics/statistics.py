@@ -1,9 +1,10 @@
 """What is kept of an array: extremes, counts, and how its magnitudes are spread.
 
 The largest magnitude, and whether everything is finite, is known of all elements; the rest of a
-sample: up to 16 pieces of 128 neighbours along the last axis, evenly spaced. Small arrays are their
-own sample. Each array is looked at once while the program runs; what was sampled of all the arrays
-of a jaxpr is then measured together, so that a program with hundreds of sites stays compilable.
+sample: up to 16 pieces of 128 neighbours along the last axis, evenly spaced, four of a row where it
+is that long. Small arrays are their own sample. Each array is looked at once while the program
+runs; what was sampled of all the arrays of a jaxpr is then measured together, so that a program
+with hundreds of sites stays compilable.
 """
 
 from __future__ import annotations
@@ -72,41 +73,93 @@ def look(x: Any, twin: Any = None, *, whole: bool = True) -> Look:
             y if y is None else jax.sharding.reshard(y, jax.sharding.PartitionSpec())
             for y in (x, twin)
         )
+    if jnp.iscomplexobj(x):  # twice as many numbers
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == np.float64:
+        x = _within_float32(x)
     bits = _bits(x.astype(jnp.float32)) & 0x7FFFFFFF
     top = jnp.max(bits, initial=-1)
     if not whole:
         return Look(top)
-    rows, index, lengths = _pieces(tuple(x.shape))
+    pieces = _pieces(tuple(x.shape))
     limits = jnp.finfo(x.dtype)
     tiny = max(float(limits.tiny), float(jnp.finfo(jnp.float32).tiny))
-    sample = _sampled(x, index)
-    table = x.reshape(rows, -1) if x.size else jnp.zeros((1, 1))
-    wide = jnp.abs(table[index[:, 0] // max(table.shape[1], 1)].astype(jnp.float32))
+    most = min(float(limits.max), float(jnp.finfo(jnp.float32).max))
+    rows = pieces.rows_of(x)
+    wide = jnp.abs(rows)
     largest = jnp.max(jnp.where(jnp.isfinite(wide), wide, 0), axis=1, initial=0)
-    other = None if twin is None else _sampled(twin, index)
-    return Look(top, sample, lengths, largest, other, (tiny, float(limits.max)))
+    largest = jnp.repeat(largest, pieces.each, total_repeat_length=pieces.rows * pieces.each)
+    return Look(
+        top,
+        pieces.of(rows),
+        pieces.lengths,
+        lax.pad(largest, np.float32(0), [(0, PIECES - len(largest), 0)]),
+        None if twin is None else pieces.of(pieces.rows_of(twin)),
+        (tiny, most),
+    )
+
+
+def _within_float32(x: Any) -> Any:
+    """float64 as it is counted: what is beyond float32's range as its largest, or its smallest."""
+    limits = jnp.finfo(jnp.float32)
+    near = jnp.clip(x, float(limits.min), float(limits.max))
+    small = (x != 0) & (jnp.abs(x) < float(limits.tiny))
+    return jnp.where(jnp.isfinite(x), jnp.where(small, float(limits.tiny), near), x)
+
+
+class _Pieces(NamedTuple):
+    """Which elements are the sample of an array: pieces of some of its rows, by slices.
+
+    Attributes:
+      shape: of the array as rows.
+      rows: how many rows there are in the sample.
+      stride: how far apart they are.
+      each: how many pieces there are of each.
+      step: how far apart those are, in pieces.
+      lengths: int[16]: how many elements each piece has.
+    """
+
+    shape: tuple[int, int]
+    rows: int
+    stride: int
+    each: int
+    step: int
+    lengths: Any
+
+    def rows_of(self, x: Any) -> Any:
+        """Those rows, in float32."""
+        last = (self.rows - 1) * self.stride + 1
+        table = lax.slice(x.reshape(self.shape), (0, 0), (last, self.shape[1]), (self.stride, 1))
+        return table.astype(jnp.float32)
+
+    def of(self, rows: Any) -> Any:
+        """The sample, float32[16, 128]."""
+        long = -(-self.shape[1] // LENGTH)
+        rows = lax.pad(rows, np.float32(0), [(0, 0, 0), (0, long * LENGTH - self.shape[1], 0)])
+        last = (self.each - 1) * self.step + 1
+        pieces = rows.reshape(self.rows, long, LENGTH)[:, : last : self.step]
+        pieces = pieces.reshape(self.rows * self.each, LENGTH)
+        return lax.pad(pieces, np.float32(0), [(0, PIECES - len(pieces), 0), (0, 0, 0)])
 
 
 @functools.lru_cache(maxsize=4096)
-def _pieces(shape: tuple[int, ...]) -> tuple[int, Any, Any]:
-    """Which elements are the sample of an array, flat: the rows of it, int[16, 128] and int[16]."""
+def _pieces(shape: tuple[int, ...]) -> _Pieces:
+    """The sample of an array of a shape: all of it if it is small, else 4 pieces of a row or so."""
     size = math.prod(shape)
     row = shape[-1] if shape and shape[-1] >= 16 else size  # short rows share no scale
     rows = size // max(row, 1)
-    each = -(-row // LENGTH)
-    chosen = np.linspace(0, max(rows * each - 1, 0), PIECES).astype(np.int64)
-    if rows * each <= PIECES:
-        chosen = np.arange(PIECES)
-    start = chosen // max(each, 1) * row + chosen % max(each, 1) * LENGTH
-    lengths = np.clip(row - chosen % max(each, 1) * LENGTH, 0, LENGTH)
-    lengths = np.where(chosen < rows * each, lengths, 0)
-    index = np.clip(start[:, None] + np.arange(LENGTH), 0, max(size - 1, 0))
-    return max(rows, 1), index, lengths
-
-
-def _sampled(x: Any, index: Any) -> Any:
-    flat = x.reshape(-1) if x.size else jnp.zeros(1)
-    return flat[index].astype(jnp.float32)
+    long = -(-row // LENGTH)
+    each = long if rows * long <= PIECES else min(long, max(4, PIECES // rows))
+    count = min(rows, PIECES // max(each, 1))
+    # A stride that has nothing in common with the number of rows: not all of one place in each
+    # sequence of a batch.
+    farthest = (rows - 1) // max(count - 1, 1)
+    stride = next((n for n in range(farthest, 1, -1) if math.gcd(n, rows) == 1), 1)
+    step = max((long - 1) // max(each - 1, 1), 1)
+    starts = np.arange(each) * step * LENGTH
+    lengths = np.tile(np.clip(row - starts, 0, LENGTH), count)
+    lengths = np.pad(lengths, (0, PIECES - len(lengths)))
+    return _Pieces((rows, row), count, stride, each, step, lengths)
 
 
 def measure(name: str, looks: Sequence[Look]) -> dict[str, Extra]:
@@ -118,13 +171,13 @@ def measure(name: str, looks: Sequence[Look]) -> dict[str, Extra]:
     if not whole:
         return found
     samples = jnp.stack([one.sample for one in whole])
-    there = np.arange(LENGTH) < np.stack([one.lengths for one in whole])[..., None]
+    lengths = np.stack([one.lengths for one in whole])
     twins = jnp.stack([one.sample if one.twin is None else one.twin for one in whole])
     known = np.array([one.twin is not None for one in whole])
     tiny, largest = np.array([one.limits for one in whole], np.float32).T
     rows = jnp.stack([one.rows for one in whole])
     counts, extremes, sums, spread = jax.vmap(_measured)(
-        samples, there, twins, known, tiny, largest, rows
+        samples, lengths, twins, known, tiny, largest, rows
     )
     return found | {
         f"{name}counts": Extra(counts, _SUM),
@@ -135,8 +188,9 @@ def measure(name: str, looks: Sequence[Look]) -> dict[str, Extra]:
 
 
 def _measured(
-    x: Any, there: Any, twin: Any, known: Any, tiny: Any, limit: Any, rows: Any
+    x: Any, lengths: Any, twin: Any, known: Any, tiny: Any, limit: Any, rows: Any
 ) -> tuple[Any, Any, Any, Any]:
+    there = lax.broadcasted_iota(jnp.int32, (PIECES, LENGTH), 1) < lengths[:, None]
     nan, infinite = jnp.isnan(x), jnp.isinf(x)
     finite = ~(nan | infinite)
     a = jnp.where(finite & there, jnp.abs(x), 0)
@@ -145,8 +199,6 @@ def _measured(
     zero = there & finite & ~nonzero
     compared = there & jnp.isfinite(twin) & known
     counts = [
-        jnp.ones_like(there),
-        there,
         zero,
         nonzero & (a < tiny),
         nan & there,
@@ -156,8 +208,11 @@ def _measured(
         compared & (a == limit) & (jnp.abs(twin) > limit),
         compared,
     ]
-    counted = jnp.stack([jnp.sum(mask, dtype=jnp.int32) for mask in counts])
-    counted = counted.at[0].set(1)
+    counted = [jnp.int32(1), jnp.sum(lengths, dtype=jnp.int32)]
+    for one, other in zip(counts[::2], counts[1::2], strict=True):
+        # Two at once, of at most 2048 each: what costs is how often the sample is gone through.
+        both = jnp.sum(one.astype(jnp.int32) + (other.astype(jnp.int32) << 16), dtype=jnp.int32)
+        counted += [both & 0xFFFF, both >> 16]
     smallest = jnp.min(jnp.where(nonzero, a, jnp.inf))
     kept = compared & finite
     sums = [
@@ -165,31 +220,32 @@ def _measured(
         jnp.sum(jnp.where(kept, (x - twin) ** 2, 0)),
         jnp.sum(jnp.where(kept, twin**2, 0)),
     ]
+    spread = _spread(a, nonzero, rows)
+    return jnp.stack(counted), jnp.stack([jnp.max(a), -smallest]), jnp.stack(sums), spread
+
+
+def _spread(a: Any, nonzero: Any, rows: Any) -> Any:
+    """How many magnitudes lie in each octave, and so far below the largest of each of `GROUPS`."""
     exponents = (_bits(a) >> 23) & 0xFF
-    spread = [_histogram(exponents, nonzero, OCTAVES)]
-    tops = (_bits(rows) >> 23) & 0xFF
     few, some = exponents[::4], nonzero[::4]  # a scatter is slow on CPU
-    for group in GROUPS:
+    total = OCTAVES + BELOW * len(GROUPS)
+    bins = [jnp.where(nonzero, exponents, total)]
+    for i, group in enumerate(GROUPS):
         if group == "row":
-            above = tops[::4, None]
+            above = ((_bits(rows) >> 23) & 0xFF)[::4, None]
         else:
             width = int(group.rpartition(" ")[2])
             blocks = jnp.where(some, few, -1).reshape(-1, LENGTH // width, width)
             above = jnp.repeat(blocks.max(-1), width, axis=-1)
-        spread.append(_histogram(jnp.clip(above - few, 0, BELOW - 1), some, BELOW))
-    return counted, jnp.stack([jnp.max(a), -smallest]), jnp.stack(sums), jnp.concatenate(spread)
+        below = OCTAVES + BELOW * i + jnp.clip(above - few, 0, BELOW - 1)
+        bins.append(jnp.where(some, below, total))
+    # One scatter for all: each is compiled, and runs, by itself. What is not counted is left over.
+    every = jnp.concatenate([one.reshape(-1) for one in bins])
+    return jnp.zeros(total + 1, jnp.int32).at[every].add(1)[:total]
 
 
 def _bits(x: Any) -> Any:
     return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _histogram(bins: Any, counted: Any, length: int) -> Any:
-    zeros = jnp.zeros(length, jnp.int32)
-    return zeros.at[bins.reshape(-1)].add(counted.reshape(-1).astype(jnp.int32))
-
-
-# After the run.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +254,7 @@ class Statistics:
 
     Each attribute is an array over the iterations of the loops around it, outermost first; outside
     of loops, a number. `is_nan`, `is_infinite` and `largest` know all elements, the others a
-    sample.
+    sample. float64 is counted in float32's range, and of complex numbers both parts.
 
     Attributes:
       size: how many elements the array has.

@@ -159,7 +159,7 @@ def site_names(eqn: JaxprEqn, name: str) -> list[str | None]:
     """The names of the sites that an equation's results are; None for what is not measured."""
     if eqn.primitive.name in MOVES or (_is_widening(eqn) and not _narrows(eqn)):
         return [None] * len(eqn.outvars)
-    return [f"{name}:{k}" if is_real(var) else None for k, var in enumerate(eqn.outvars)]
+    return [f"{name}:{k}" if is_measured(var) else None for k, var in enumerate(eqn.outvars)]
 
 
 def looked_into(eqn: JaxprEqn) -> tuple[Inner, ...]:
@@ -167,15 +167,15 @@ def looked_into(eqn: JaxprEqn) -> tuple[Inner, ...]:
     return () if eqn.primitive.name in WHOLE else inside(eqn)
 
 
-def is_real(var: Any) -> bool:
-    """Whether a variable is an array of real floating numbers."""
+def is_measured(var: Any) -> bool:
+    """Whether a variable is an array of floating numbers, real or complex."""
     dtype = dtype_of(var)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _is_widening(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type" and all(
-        map(is_real, (*eqn.invars, *eqn.outvars))
+        map(is_measured, (*eqn.invars, *eqn.outvars))
     )
 
 
@@ -185,7 +185,7 @@ def _narrows(eqn: JaxprEqn) -> bool:
 
 
 def _given(sites: dict[str, Site], name: str, op: str, label: str, var: Any, kind: str) -> Refs:
-    if not is_real(var):
+    if not is_measured(var):
         return ()
     dtype, shape = str(dtype_of(var)), shape_of(var)
     sites[name] = Site(name, op, label, "", kind=kind, dtype=dtype, shape=shape)
@@ -207,7 +207,7 @@ def _inside(
     def refs(atom: Any) -> Refs:
         if not isinstance(atom, Literal):
             return env.get(atom, ())
-        return (INFINITY,) if is_real(atom) and bool(np.isinf(atom.val).any()) else ()
+        return (INFINITY,) if is_measured(atom) and bool(np.isinf(atom.val).any()) else ()
 
     for i, eqn in enumerate(opened.eqns):
         name = f"{place.prefix}{i}"
@@ -228,7 +228,7 @@ def _site(
     here = _at(eqn, place)
     for var, site in zip(eqn.outvars, site_names(eqn, name), strict=True):
         if site is None:
-            outs.append(reads if is_real(var) else ())
+            outs.append(reads if is_measured(var) else ())
             continue
         of_weights = reads and all(ref in sites and sites[ref].kind == "weight" for ref in reads)
         kind = "gradient" if here.backward else "weight" if of_weights else "activation"

@@ -11,7 +11,9 @@ from pathlib import Path as File
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast.flops import contraction_flops
@@ -101,9 +103,11 @@ def tune(
       The result: its `policy` is for `jaxmp.wrap`. Print it for the table.
 
     Raises:
-      ValueError: if there are no batches, nothing multiplies in a module, the budget is negative,
-        or `out` holds the scores of something else.
-      TypeError: if `loss_fn` is not callable or gives no loss, or a candidate is a `PolicyMap`.
+      ValueError: if there are no batches or candidates, nothing multiplies in a module, the budget
+        is negative, float32's gradients are not finite or all 0, or `out` holds the scores of
+        something else.
+      TypeError: if `loss_fn` is not callable or gives no loss, params are integers, or a candidate
+        is a `PolicyMap`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxmp
@@ -119,18 +123,14 @@ def tune(
     Source: Model-Optimizer's AutoQuantize; see `jaxmp/_numerics/tune_scores.py`.
     """
     check_callable("tune", loss_fn)
-    batches = list(batches)
-    if not batches:
-        raise ValueError("tune: batches is empty; give at least one batch")
+    batches = _batches(batches)
     check_sizes("tune", (params, batches[0]))
+    _check_params(params)
     if probes < 1:
         raise ValueError(f"tune: probes must be at least 1; got {probes}")
     if not budget >= 0:
         raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
-    names = {FLOAT32: "float32"}
-    for candidate in candidates:
-        policy = single_policy("tune", candidate)
-        names.setdefault(policy, candidate if isinstance(candidate, str) else str(policy))
+    names = _named(candidates)
     policies = tuple(names)
     if loss_scale is None:
         halves = any(np.dtype(p.compute_dtype) == np.float16 for p in policies)
@@ -160,6 +160,46 @@ def tune(
         loss, policies, tuple(names.values()), groups, solutions, total, costs.unit, verify
     )
     return solve(scored, budget)
+
+
+def _batches(batches: Iterable[Any]) -> list[Any]:
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"tune: batches must be several, as in [batch]; got {type(batches).__name__!r}"
+        )
+    several = list(batches)
+    if not several:
+        raise ValueError("tune: batches is empty; give at least one batch")
+    return several
+
+
+def _check_params(params: Any) -> None:
+    """An NNX module's parameters are chosen from its variables, and are floating."""
+    if isinstance(params, nnx.Module):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and not jnp.issubdtype(dtype, np.floating):
+            raise TypeError(
+                f"tune: params{jax.tree_util.keystr(path)} has {dtype}; params are differentiated: "
+                "close over the rest, or put it into the batches"
+            )
+
+
+def _named(candidates: Sequence[Any]) -> dict[Policy, str]:
+    """The policies that are tried, float32 first, and what to call them."""
+    if isinstance(candidates, str):
+        raise TypeError(f"tune: candidates takes several, as in candidates=[{candidates!r}]")
+    names = {FLOAT32: "float32"}
+    for candidate in candidates:
+        policy = single_policy("tune", candidate)
+        names.setdefault(policy, candidate if isinstance(candidate, str) else str(policy))
+    if len(names) == 1:
+        raise ValueError(
+            f"tune: candidates={candidates!r} has nothing beside float32, which always is one: "
+            "give what is cheaper, such as 'mixed_bfloat16'"
+        )
+    return names
 
 
 def _groups(
@@ -221,13 +261,17 @@ def _scores(
         file = None if out is None else out / f"scores_{i:04d}.json"
         identity = "" if file is None else _identity(scorer, batch, policies)
         if file is not None and file.exists():
-            read = json.loads(file.read_text(encoding="utf-8"))
-            if read["identity"] != identity:
+            try:
+                read = json.loads(file.read_bytes())
+                known, kept = read["identity"], np.asarray(read["scores"], np.float64)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"tune: {file} is damaged ({error}): remove it") from error
+            if known != identity:
                 raise ValueError(
                     f"tune: {file} holds the scores of another model, other params, batches, "
                     "candidates, loss_scale or probes; give another folder as `out`, or remove it"
                 )
-            total = total + np.asarray(read["scores"], np.float64)
+            total = total + kept
             continue
         say(f"tune: scoring batch {i + 1} of {len(batches)}")
         scores = scorer(batch, i)
@@ -262,13 +306,29 @@ def _verifier(
         say(f"tune: verifying {policies}")
         program = jax.jit(gradients(under_map(loss.loss, policies, loss.places), scale))
         cosines, errors = [], []
-        for batch in batches:
+        for i, batch in enumerate(batches):
             (value, g), (low_value, low) = exact(loss.params, batch), program(loss.params, batch)
+            check_exact(value, g, i)
             cosines.append(_cosine(g, low))
             errors.append(abs(float(low_value) - float(value)) / (abs(float(value)) or 1.0))
         return Verified(float(np.min(cosines)), float(np.max(errors)))
 
     return verify
+
+
+def check_exact(value: Any, gradients: Any, number: int) -> None:
+    """What low precision is held against has to be something."""
+    leaves = [np.asarray(x) for x in jax.tree.leaves(gradients)]
+    what = None
+    if not all(np.isfinite(x).all() for x in (np.asarray(value), *leaves)):
+        what = "not finite"
+    elif not any(x.any() for x in leaves):
+        what = "all 0"
+    if what:
+        raise ValueError(
+            f"tune: in float32 the loss of batch {number}, or its gradients, are {what}: there is "
+            "nothing to hold a rounding against"
+        )
 
 
 def _cosine(a: Any, b: Any) -> float:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.scopes import REGION
 from jaxmp._jaxprs.source import is_backward, module_path
@@ -162,25 +163,15 @@ class _Marking:
     places: Places
 
     def run(self, jaxpr: Any, arrays: Sequence[Any], scopes: str, around: Policy) -> Out:
-        opened, consts = compat.closed(jaxpr)
-        env: dict[Any, Any] = dict(zip(opened.constvars, consts, strict=True))
-        env.update(zip(opened.invars, arrays, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env[atom]
-
-        for eqn in opened.eqns:
+        def marked(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             path = deeper(scopes, eqn)
             policy = self._policy(path)
-            with compat.source_of(eqn):
-                operands = [read(atom) for atom in eqn.invars]
-                if policy == around:
-                    results = self._bind(eqn, operands, path, policy)
-                else:
-                    with jax.named_scope(f"{REGION}{policy}"):
-                        results = self._bind(eqn, operands, path, policy)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in opened.outvars], {}
+            if policy == around:
+                return self._bind(eqn, operands, path, policy)
+            with jax.named_scope(f"{REGION}{policy}"):
+                return self._bind(eqn, operands, path, policy)
+
+        return evaluate(jaxpr, arrays, marked), {}
 
     def _bind(self, eqn: JaxprEqn, operands: list[Any], path: str, policy: Policy) -> list[Any]:
         inner = inside(eqn)

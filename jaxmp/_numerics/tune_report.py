@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
@@ -334,5 +334,8 @@ def grouped(paths: Sequence[Path], tie: Callable[[str], Any]) -> tuple[tuple[Pat
     """Modules by what ties them."""
     groups: dict[Any, list[Path]] = {}
     for path in paths:
-        groups.setdefault(tie("/".join(path)), []).append(path)
+        name = tie("/".join(path))
+        if not isinstance(name, Hashable):
+            raise TypeError(f"tune: tie gives {name!r} for {'/'.join(path)!r}, which has no hash")
+        groups.setdefault(name, []).append(path)
     return tuple(map(tuple, groups.values()))

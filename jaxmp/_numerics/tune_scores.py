@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.plan import Step
@@ -35,8 +35,9 @@ from jaxmp._autocast.recipes.quantise import dequantise, quantise
 from jaxmp._autocast.rules import LOW_DTYPES
 from jaxmp._autocast.transform import plan_program, trace_program
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import product_axes
+from jaxmp._jaxprs.attributes import product_axes, varying_axes
 from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.source import is_backward
 from jaxmp._jaxprs.threaded import Out, Threaded
@@ -148,26 +149,16 @@ class _Tapped:
     def run(
         self, jaxpr: Any, arrays: Sequence[Any], scopes: str, taps: Any, *, backward: bool
     ) -> Out:
-        opened, consts = compat.closed(jaxpr)
-        env: dict[Any, Any] = dict(zip(opened.constvars, consts, strict=True))
-        env.update(zip(opened.invars, arrays, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, Literal) else env[atom]
-
-        for eqn in opened.eqns:
+        def tapped(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             path = deeper(scopes, eqn)
             back = backward or is_backward(eqn)
-            operands = [read(atom) for atom in eqn.invars]
             inner = inside(eqn)
-            with compat.source_of(eqn):
-                if inner:
-                    parts = [self._part(one.jaxpr, path, backward=back) for one in inner]
-                    results, _ = rebuild(eqn, operands, parts, [taps])
-                else:
-                    results = self._product(eqn, operands, path, taps, backward=back)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in opened.outvars], {}
+            if not inner:
+                return self._product(eqn, operands, path, taps, backward=back)
+            parts = [self._part(one.jaxpr, path, backward=back) for one in inner]
+            return rebuild(eqn, operands, parts, [taps])[0]
+
+        return evaluate(jaxpr, arrays, tapped), {}
 
     def _part(self, jaxpr: Any, path: str, *, backward: bool) -> Threaded:
         def part(extra_in: Sequence[Any], *arrays: Any) -> Out:
@@ -223,6 +214,10 @@ def _tap(
         return (u, sums, *[None] * len(operands))
 
     tap.defvjp(forward, backward)
+    # Under shard_map the sums are of each device: where `taps` comes to vary, they are added up.
+    axes = set(varying_axes(jax.typeof(y))) - set(varying_axes(jax.typeof(taps)))
+    if axes:
+        taps = lax.pcast(taps, tuple(sorted(axes)), to="varying")
     return tap(y, taps, *operands)
 
 

@@ -219,7 +219,11 @@ class _Runs:
             self._bar.advance(self._task.steps)
             return run
         base = self._base.get(job.seed)
-        run = train(self._task, job, self._bar.advance, base.data if base else ())
+        try:
+            run = train(self._task, job, self._bar.advance, base.data if base else ())
+        except Exception as error:
+            error.add_note(f"validate: this was in {job}")
+            raise
         self._bar.advance(self._task.steps - len(run.losses))
         if base:
             _check_unscaled(run, base)

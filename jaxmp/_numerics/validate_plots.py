@@ -155,7 +155,8 @@ def _style(i: int) -> dict[str, Any]:
 
 
 def _line(ax: Any, curve: Curve, first: int, **style: Any) -> None:
-    ax.plot(np.arange(len(curve)) + first, curve, **style)
+    # One step is no line.
+    ax.plot(np.arange(len(curve)) + first, curve, marker="o" if len(curve) == 1 else None, **style)
 
 
 def _band(ax: Any, curve: Curve, first: int, **style: Any) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxmp._flax import is_graph_node
-from jaxmp.quantized import QuantizedArray, is_quantized
+from jaxmp.quantized import QuantizedArray, array_of, is_quantized
 
 
 @jax.tree_util.register_dataclass
@@ -58,12 +57,13 @@ def _sealed(x: QuantizedArray) -> _Sealed:
     if isinstance(x.scale, jax.ShapeDtypeStruct):
         bits = jax.ShapeDtypeStruct(x.scale.shape, np.uint32, sharding=x.scale.sharding)
         return _Sealed(x.values, bits)
-    return _Sealed(x.values, lax.bitcast_convert_type(jnp.asarray(x.scale), np.uint32))
+    x = x.constant()
+    return _Sealed(x.values, lax.bitcast_convert_type(x.scale, np.uint32))
 
 
 def _opened(x: _Sealed) -> jax.Array:
     scale = lax.bitcast_convert_type(x.bits, np.float32)
-    return QuantizedArray(x.values, scale, np.dtype(np.float32)).dequantize()
+    return array_of(QuantizedArray(x.values, scale, np.dtype(np.float32)))
 
 
 def _mapped(fn: Callable[[Any], Any], tree: Any, cls: type) -> Any:

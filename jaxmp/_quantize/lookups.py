@@ -1,13 +1,15 @@
-"""Tables are looked up before they are dequantised: the rows that are read, and no others.
+"""Weights are dequantised as late as can be: rows of a table, slices of a stack, and in a loop.
 
-XLA dequantises a table as a whole where a product reads it too (a tied head), and on TPU always.
-The values are the same either way: a lookup takes whole rows, with the scales that they have.
+XLA dequantises a table as a whole where a product reads it too (a tied head), and on TPU always;
+and what a loop reads, before the loop. The values are the same either way: what is taken of a
+weight has the scales that it has there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -18,20 +20,26 @@ from jaxmp._jaxprs.attributes import in_context, jitted_name, looked_up, widens_
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.scopes import DEQUANTISE, ROWS
 from jaxmp._jaxprs.source import in_scope
-from jaxmp.quantized import QuantizedArray
+from jaxmp._quantize.within import Known, dequantised_inside
+from jaxmp.quantized import QuantizedArray, array_of
+
+# What takes a part, and its parameters that say which.
+_SLICED: Final = {
+    "slice": ("start_indices", "limit_indices", "strides"),
+    "dynamic_slice": ("slice_sizes",),
+}
 
 
 def rows_first(jaxpr: Any) -> Any:
-    """A closed jaxpr that computes the same, but dequantises only the rows that it looks up.
+    """A closed jaxpr that computes the same, but dequantises no more than it reads, where it does.
 
-    That holds outside of loops, where the tables of most models are read.
+    Of a table, the rows that it looks up; of stacked weights, the slice that it takes. What a loop,
+    a branch, a checkpoint or a jitted function reads, it dequantises inside.
     """
     opened, consts = compat.closed(jaxpr)
     if not any(widens_8_bits(eqn) and is_dequantising(eqn) for eqn in opened.eqns):
         return jaxpr
-    return compat.trace(
-        lambda *args: _run(opened, consts, args, {}), [v.aval for v in opened.invars]
-    )
+    return compat.trace(lambda *args: _run(opened, consts, args), [v.aval for v in opened.invars])
 
 
 def is_dequantising(eqn: JaxprEqn) -> bool:
@@ -40,34 +48,60 @@ def is_dequantising(eqn: JaxprEqn) -> bool:
 
 
 def _run(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], given: Mapping[Any, QuantizedArray]
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], given: Known | None = None
 ) -> list[Any]:
-    """The results of an open jaxpr; `given` are the operands that are dequantised weights."""
+    """The results of an open jaxpr.
+
+    Args:
+      jaxpr: the jaxpr.
+      consts: its constants.
+      args: its operands; None where one is given as it is stored.
+      given: for each operand what it is dequantised of, or None.
+    """
     variables = (*jaxpr.constvars, *jaxpr.invars)
     env: dict[Any, Any] = dict(zip(variables, (*consts, *args), strict=True))
-    tables = dict(given)
+    tables = {v: q for v, q in zip(jaxpr.invars, given or [None] * len(args), strict=True) if q}
+    # Dequantised where it is read, and not at all where nothing does.
+    later: dict[Any, Callable[[], list[Any]]] = {v: _of(q) for v, q in tables.items()}
     made_of: dict[Any, tuple[Any, ...]] = {}  # dequantised weights → the variables they are from
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom in later:
+            [env[atom]] = later.pop(atom)()
+        return env[atom]
+
+    def bound(eqn: JaxprEqn) -> list[Any]:
+        operands = [read(v) for v in eqn.invars]
+        with compat.source_of(eqn), in_context(eqn):
+            return compat.bind(eqn, operands)
 
     for eqn in jaxpr.eqns:
-        operands = [read(v) for v in eqn.invars]
-        known = [None if isinstance(v, Literal) else tables.get(v) for v in eqn.invars]
-        with compat.source_of(eqn), in_context(eqn):
-            outs = None
-            if any(known) and not is_dequantising(eqn):
-                outs = _of_table(eqn, operands, known)
-            outs = compat.bind(eqn, operands) if outs is None else outs
-        env.update(zip(eqn.outvars, outs, strict=True))
-        if is_dequantising(eqn):
+        if is_dequantising(eqn) and len(eqn.outvars) == 1:
             atoms = [v for v in eqn.invars if not isinstance(v, Literal)]
             origins = tuple(dict.fromkeys(o for v in atoms for o in made_of.get(v, (v,))))
-            made_of.update(dict.fromkeys(eqn.outvars, origins))
-            weight = _weight(eqn, [env[o] for o in origins])
+            [out] = eqn.outvars
+            made_of[out], later[out] = origins, functools.partial(bound, eqn)
+            weight = _weight(eqn, [read(o) for o in origins])
             if weight is not None:
-                tables[eqn.outvars[0]] = weight
+                tables[out] = weight
+            continue
+        known = [None if isinstance(v, Literal) else tables.get(v) for v in eqn.invars]
+        outs = None
+        if any(known):
+            operands = [None if q else read(v) for v, q in zip(eqn.invars, known, strict=True)]
+            with compat.source_of(eqn), in_context(eqn):
+                outs = _of_weights(eqn, operands, known)
+        if isinstance(outs, QuantizedArray):
+            tables[eqn.outvars[0]], later[eqn.outvars[0]] = outs, _of(outs)
+        else:
+            env.update(zip(eqn.outvars, bound(eqn) if outs is None else outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _of(stored: QuantizedArray) -> Callable[[], list[Any]]:
+    return lambda: [array_of(stored)]
 
 
 def _weight(eqn: JaxprEqn, arrays: Sequence[Any]) -> QuantizedArray | None:
@@ -81,20 +115,51 @@ def _weight(eqn: JaxprEqn, arrays: Sequence[Any]) -> QuantizedArray | None:
     return QuantizedArray(values, scale, np.dtype(compat.dtype_of(eqn.outvars[0]) or np.float32))
 
 
-def _of_table(
-    eqn: JaxprEqn, operands: Sequence[Any], known: Sequence[QuantizedArray | None]
-) -> list[Any] | None:
-    """The results of an equation that looks a dequantised table up, or None for any other."""
-    table = known[0]
-    if eqn.primitive.name == "gather" and table is not None:
-        return _rows(eqn, table, operands[1])
-    name = jitted_name(eqn)
-    if not name.startswith("_take"):  # `jnp.take`, which is not inlined
-        return None
+def _of_weights(
+    eqn: JaxprEqn, operands: Sequence[Any], known: Known
+) -> list[Any] | QuantizedArray | None:
+    """The results of an equation that takes a part of a weight, or reads one further inside.
+
+    A `QuantizedArray` is its only result, as it is stored; None: it reads the weight as a whole.
+    """
+    weight = known[0]
+    if eqn.primitive.name == "gather" and weight is not None:
+        return _rows(eqn, weight, operands[1])
+    if weight is not None and (part := _part(eqn, weight, operands[1:])) is not None:
+        return part
+    if not jitted_name(eqn).startswith("_take"):  # `jnp.take`, which is not inlined
+        return dequantised_inside(eqn, operands, known, _run)
     [call] = inside(eqn)
     inner, consts = compat.closed(call.jaxpr)
-    given = {v: t for v, t in zip(inner.invars, known, strict=True) if t is not None}
-    return _run(inner, consts, operands, given)
+    return _run(inner, consts, operands, known)
+
+
+def _part(eqn: JaxprEqn, table: QuantizedArray, starts: Sequence[Any]) -> QuantizedArray | None:
+    """What a slice takes of a dequantised weight, as it is stored, and what that is squeezed to."""
+    name = eqn.primitive.name
+    if name == "squeeze":
+        [values], [scale] = (compat.bind(eqn, [x]) for x in (table.values, table.scale))
+        return QuantizedArray(values, scale, table.dtype)
+    if name not in _SLICED:
+        return None
+    sizes = compat.shape_of(eqn.outvars[0])
+    split = [groups not in (1, n) for groups, n in zip(table.scale.shape, table.shape, strict=True)]
+    if any(s and size != n for s, size, n in zip(split, sizes, table.shape, strict=True)):
+        return None
+    # Where each index along an axis has its scale, it is taken alike; else all that there are.
+    alike, groups = np.equal(table.scale.shape, table.shape), table.scale.shape
+    said = {key: eqn.params[key] for key in _SLICED[name]}
+    strides = said.get("strides", 1) or 1
+    params = {
+        "slice_sizes": np.where(alike, sizes, groups),  # a start beyond is moved to where it fits
+        "start_indices": np.where(alike, said.get("start_indices", 0), 0),
+        "limit_indices": np.where(alike, said.get("limit_indices", 0), groups),
+        "strides": np.where(alike, strides, 1),
+    }
+    params = {key: tuple(params[key].tolist()) for key in said}
+    [values] = compat.bind(eqn, [table.values, *starts])
+    [scale] = compat.bind(eqn, [table.scale, *starts], **params)
+    return QuantizedArray(values, scale, table.dtype)
 
 
 def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | None:
@@ -114,4 +179,4 @@ def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | Non
     [values] = compat.bind(eqn, [table.values, indices], fill_value=1)
     [scale] = compat.bind(eqn, [table.scale, indices], slice_sizes=tuple(of_scale))
     with jax.named_scope(ROWS):
-        return [QuantizedArray(values, scale, table.dtype).dequantize()]
+        return [array_of(QuantizedArray(values, scale, table.dtype))]

@@ -13,8 +13,7 @@ from jax import lax
 
 from jaxmp._quantize.formats import Format
 
-_FRACTION_BITS = 23  # below float32's exponent
-_SMALLEST, _LARGEST = 1, 253  # exponents of scales whose inverse is a normal float32, too
+EXPONENT_BITS = 23  # below float32's exponent
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -39,13 +38,21 @@ def rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> tuple[Any, Any
     amax = jnp.max(jnp.abs(parts), axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)
     # The maximum alone does not tell: XLA's CPU backend leaves NaNs out of it (JAX 0.10, 0.12).
     finite = jnp.all(jnp.isfinite(parts), axis=axes, keepdims=True) & jnp.isfinite(amax)
-    scale = jnp.where(finite, _scale(amax, fmt), np.float32(np.nan))
-    values = parts / scale.astype(wide.dtype)
+    scale = scale_of(amax, fmt.largest, integer=fmt.integer)
+    # The largest float32 may round to what is beyond it.
+    finite &= jnp.isfinite(_values(amax, scale, fmt).astype(jnp.float32) * scale)
+    scale = jnp.where(finite, scale, np.float32(np.nan))
+    values = _values(parts, scale.astype(wide.dtype), fmt)
+    return values.reshape(x.shape), scale.reshape(scale_shape)
+
+
+def _values(x: Any, scale: Any, fmt: Format) -> Any:
+    """The values nearest to an array over its scales."""
+    values = x / scale
     if fmt.integer:
         values = jnp.round(values)
     # Conversions to float8 do not saturate, and a quotient may round to just above the largest.
-    values = jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.dtype)
-    return values.reshape(x.shape), scale.reshape(scale_shape)
+    return jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.dtype)
 
 
 def _split(
@@ -71,12 +78,24 @@ def _split(
     return tuple(split), tuple(axes)
 
 
-def _scale(amax: Any, fmt: Format) -> Any:
-    """What a finite magnitude is divided by to fit."""
-    exact = amax / np.float32(fmt.largest)
-    if fmt.integer:
-        return jnp.maximum(exact, np.finfo(np.float32).tiny)
-    bits = lax.bitcast_convert_type(exact, np.int32)
-    exponent = (bits + np.int32(2**_FRACTION_BITS - 1)) >> _FRACTION_BITS
-    exponent = jnp.clip(exponent, _SMALLEST, _LARGEST)
-    return lax.bitcast_convert_type(exponent << _FRACTION_BITS, np.float32)
+def scale_of(amax: Any, largest: float, *, integer: bool) -> Any:
+    """What magnitudes up to a finite float32 `amax` are divided by to fit: a normal float32.
+
+    Of integers it fits; of floats it is rounded up to a power of two, so that only values round.
+
+    Args:
+      amax: float32[…].
+      largest: the largest magnitude of the format, 100 or more or an integer's.
+      integer: whether its values are evenly spaced.
+
+    Example:
+      >>> float(scale_of(np.float32(900), 448.0, integer=False))
+      4.0
+    """
+    # The inverse is multiplied by: XLA would do so here and there.
+    fits = jnp.maximum(amax * np.float32(1 / largest), np.finfo(np.float32).tiny)
+    if integer:
+        return fits
+    fraction = np.int32(2**EXPONENT_BITS - 1)
+    bits = lax.bitcast_convert_type(fits, np.int32)
+    return lax.bitcast_convert_type((bits + fraction) & ~fraction, np.float32)

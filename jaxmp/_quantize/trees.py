@@ -37,9 +37,9 @@ def quantize(
     module under `jaxmp.wrap`, or to a function under `jaxmp.autocast`: each weight is multiplied by
     its scales in float32 and rounded once, to the compute dtype, where a product reads it. XLA
     makes that one pass, with the product where the compiler can. Flax modules that are not wrapped
-    take them as well, and get each weight in the dtype that it had. In a scan over stacked layers
-    (`nn.scan`, `nnx.scan`) they are dequantised in its body, layer by layer; one that is written by
-    hand over an argument of `autocast` gets the whole stack dequantised before it.
+    take them as well, and get each weight in the dtype that it had. A scan over stacked layers, of
+    Flax or written by hand, dequantises them in its body, layer by layer; loops, branches and
+    checkpoints likewise.
 
     Quantised are floating leaves of two or more axes and at least `min_size` elements. All others
     stay as they are, and so do leaves called ``bias``, ``b``, ``scale``, ``offset``, ``mean`` and
@@ -47,8 +47,8 @@ def quantize(
     `nnx.LoRAParam`, and, in a dict of Linen's variables, all but its ``params``.
 
     They are constants to derivatives. Differentiate by the other parameters (LoRA), and pass these
-    as they are: `jax.grad` with respect to integers fails with JAX's own error, and the gradient of
-    float8 values and of scales is zero.
+    as they are: `jax.grad` with respect to integers fails with JAX's own error, and with respect to
+    float8 values or scales with jaxmp's.
 
     Args:
       params: a pytree of parameters, or of Linen variables, `nnx.State`, or an NNX module, of which

@@ -22,9 +22,10 @@ from jaxmp._autocast.recipes.derivative import Pair
 from jaxmp._autocast.recipes.multiply import Axes
 from jaxmp._autocast.recipes.native import multiplies_blocks
 from jaxmp._autocast.recipes.product import Product
-from jaxmp._autocast.recipes.quantise import EXPONENT_BITS, Quantised, convert, kept
+from jaxmp._autocast.recipes.quantise import Quantised, convert, kept
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import CAST, EMULATED
+from jaxmp._quantize.rounding import EXPONENT_BITS
 from jaxmp.recipes import Format
 
 

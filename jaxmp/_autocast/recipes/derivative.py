@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jaxmp._autocast.recipes.quantise import Quantised, as_bits, of_bits, quantise
-from jaxmp._jaxprs.attributes import explicit_sharding
+from jaxmp._jaxprs.attributes import explicit_sharding, refuses_forward_mode
 from jaxmp.recipes import FORMATS, Format, Recipe
 
 Pair = tuple[Any, Any]
@@ -142,7 +142,18 @@ def contract(
     plain = lax.stop_gradient(operands)
     eight = lax.stop_gradient((copies[0] and copies[0].array, copies[1] and copies[1].array))
     by = tuple(parameters.get(k, operands[k]) for k in range(2))
-    return _rule(product)(product.multiply(plain, eight, sizes), by, operands, copies, tuple(sizes))
+    out = product.multiply(plain, eight, sizes)
+    try:
+        return _rule(product)(out, by, operands, copies, tuple(sizes))
+    except TypeError as error:
+        if not refuses_forward_mode(error):
+            raise
+        raise TypeError(
+            f"autocast: the forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian) of "
+            f"{product.name}, which multiplies as {product.recipe}: recipes say how a gradient "
+            "multiplies, and no more. Use reverse mode (jax.grad, jax.vjp, jax.jacrev), or give "
+            "this part a policy without `matmul`"
+        ) from error
 
 
 @functools.lru_cache(maxsize=1024)

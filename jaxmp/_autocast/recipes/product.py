@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmp._autocast.recipes.derivative import Contraction, Pair
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
 from jaxmp._autocast.recipes.quantise import Quantised, quantise
-from jaxmp._jaxprs.parameter_products import dot_in_float32
 from jaxmp._jaxprs.scopes import CAST
+from jaxmp._jaxprs.wide_products import dot_in_float32
 from jaxmp.recipes import FORMATS, Format
 
 
@@ -65,17 +65,16 @@ class Product(Contraction):
         fmt = self.backward(of)
         if not fmt.scaled:
             return jnp.transpose(_plain(g, other, fmt, sides, self.dtype, sharding), order)
+        shared = range(g.ndim) if self.folds else sides.contracted[0]
         if not isinstance(other, Quantised):
-            shared = range(other.ndim) if self.folds else sides.contracted[1]
-            other = quantise(other, FORMATS["e4m3"], shared)
-        if self.recipe.granularity == "row":
+            axes = range(other.ndim) if self.folds else sides.contracted[1]
+            other = quantise(other, FORMATS[self.recipe.operand_of(fmt.short)], axes)
+        elif not self.folds:
             # The saved scale varies along what is contracted here: it goes into the gradient.
             with jax.named_scope(CAST):
                 g = g.astype(jnp.float32) * self.sides.laid_out(other.scale, 1 - of)
             other = Quantised(other.values, _ones(other.scale, sides.contracted[1]))
-            copy = quantise(g, fmt, sides.contracted[0])
-        else:
-            copy = quantise(g, fmt, range(g.ndim))
+        copy = quantise(g, fmt, shared)
         return jnp.transpose(self._multiply(copy, other, sides, sharding, exact=True), order)
 
     def _multiply(

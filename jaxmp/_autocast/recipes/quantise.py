@@ -12,9 +12,8 @@ from jax import lax
 
 from jaxmp._autocast.recipes.native import multiplies_float8
 from jaxmp._jaxprs.scopes import CAST
+from jaxmp._quantize.rounding import scale_of
 from jaxmp.recipes import Format
-
-EXPONENT_BITS = 23  # below float32's exponent
 
 
 class Quantised(NamedTuple):
@@ -60,24 +59,14 @@ def convert(x: Any, fmt: Format, axes: Sequence[int]) -> Quantised:
     # NaN as infinity: XLA's maximum on CPU may pass over NaN.
     magnitude = jnp.where(jnp.isnan(x), np.float32(np.inf), jnp.abs(x))
     amax = jnp.max(magnitude, axis=tuple(axes), keepdims=True, initial=0.0)
-    # Inverses are multiplied by: XLA would do so here and there.
-    scale = jnp.maximum(amax * np.float32(1 / fmt.largest), np.finfo(np.float32).tiny)
     integer = fmt.name == "int8"
-    if not integer:
-        scale = _rounded_up(scale)
+    scale = scale_of(amax, fmt.largest, integer=integer)
     scale = jnp.where(jnp.isfinite(amax), scale, amax)
     values = x * (1 / scale)
     if integer:
         values = jnp.round(values)
     # Conversions to 8 bits do not saturate: beyond the range is NaN, or infinity.
     return Quantised(jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.name), scale)
-
-
-def _rounded_up(scale: Any) -> Any:
-    """The next power of two, of positive float32 that is far from infinite."""
-    fraction = np.int32(2**EXPONENT_BITS - 1)
-    bits = lax.bitcast_convert_type(scale, np.int32)
-    return lax.bitcast_convert_type((bits + fraction) & ~fraction, np.float32)
 
 
 def kept(values: Any) -> Any:

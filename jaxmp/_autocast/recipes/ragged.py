@@ -53,7 +53,8 @@ class RaggedProduct(Contraction):
             left, right = (x.astype(fmt.name) for x in ((other, g) if of else (g, other)))
             return _ragged(left, right, sizes, numbers, fmt.name).astype(self.dtype)
         if not isinstance(other, Quantised):
-            other = quantise(other, FORMATS["e4m3"], self.shared(1 - of))
+            as_forward = FORMATS[self.recipe.operand_of(fmt.short)]
+            other = quantise(other, as_forward, self.shared(1 - of))
         if self.recipe.granularity == "tensor":
             copy = quantise(g, fmt, (0, 1))
             scales = [copy.scale, other.scale.reshape(1, 1)]

@@ -1,0 +1,254 @@
+"""The derivative of a softmax followed by a product, by the scores that the softmax is of.
+
+    dS = P * (dP - rowsum(dP * P))        dP = dO V'        dV = P' dO
+
+where O = P V. Since rowsum(dP * P) = rowsum(dO * O), the backward pass needs P once, in 16 bits. It
+is written as a tangent, of which that is the transpose, so that JAX finds any derivative of it:
+
+    dO = (P * dS) V - rowsum(P * dS) O + P dV
+
+What stands between the softmax and the product (dropout, masks) is linear, so that it goes for P
+and for P * dS alike. What masks do to the scores before the softmax is part of it as well.
+
+Source: Dao et al., "FlashAttention" (2022), appendix B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
+
+from jaxmp._autocast.plan import Attention, DType
+from jaxmp._autocast.reading import cast
+from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.softmaxes import Move
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.held import held
+
+
+def attended(
+    eqn: JaxprEqn,
+    found: Attention,
+    out: Any,
+    scores: Any,
+    probabilities: Any,
+    other: Any,
+    given: Sequence[Any],
+    *,
+    of_parameter: bool,
+) -> Any:
+    """The result of a product of a softmax, with the derivative above.
+
+    Args:
+      eqn: the product.
+      found: what stands around it.
+      out: its result; a function of the other operand if that is a parameter, and else of nothing.
+      scores: what the softmax is of.
+      probabilities: the softmax, low.
+      other: the other operand of the product, low.
+      given: the arrays `Attention.reads`.
+      of_parameter: whether the other operand is a parameter, with a gradient of its own.
+    """
+    masks = tuple((mask.eqns, mask.where) for mask in found.way.softmax.masks)
+    product = _Product(
+        eqn.primitive,
+        tuple(eqn.params.items()),
+        found.way.axis,
+        found.way.moves,
+        found.side,
+        out.dtype,
+    )
+    between = None if found.between is None else _held(found.between)
+    axis = found.way.softmax.axis
+    group = _Group(product, axis, masks, between, of_parameter=of_parameter)
+    return _with_derivative(group)(out, scores, probabilities, other, *given)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Held:
+    """A closed jaxpr, the same as itself alone."""
+
+    jaxpr: Any
+
+
+_held = functools.lru_cache(maxsize=4096)(_Held)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """The product of a softmax and another operand.
+
+    Attributes:
+      primitive: what multiplies.
+      params: its parameters.
+      axis: where the axis of the softmax is in the operand.
+      moves: what moves the softmax to where the operand is.
+      side: which operand that is.
+      low: the dtype of all.
+    """
+
+    primitive: Primitive
+    params: tuple[tuple[str, Any], ...]
+    axis: int
+    moves: tuple[Move, ...]
+    side: int
+    low: DType
+
+    def __call__(self, weights: Any, other: Any) -> Any:
+        """The product, of weights in any dtype."""
+        weights = cast(weights, self.low)
+        operands = (other, weights) if self.side else (weights, other)
+        params = dict(self.params) | {"preferred_element_type": self.low}
+        return self.primitive.bind(*operands, **params)
+
+    def rounded(self, x: Any) -> Any:
+        """An array in float32 of numbers of the dtype, a rounding that XLA leaves in."""
+        info = jnp.finfo(self.low)
+        return lax.reduce_precision(x, info.nexp, info.nmant)
+
+    def beside_result(self, rows: Any, other: Any) -> Any:
+        """A value for each row of the softmax, laid out to be multiplied with the result.
+
+        Args:
+          rows: of the softmax's shape, with one element along its axis.
+          other: the other operand.
+        """
+        for move in self.moves:
+            rows = move.of(rows)
+        contracted, batch = dict(self.params)["dimension_numbers"]
+        mine, theirs = batch[self.side], (*contracted[1 - self.side], *batch[1 - self.side])
+        free = [i for i in range(rows.ndim) if i != self.axis and i not in mine]
+        rows = lax.transpose(rows, (*mine, *free, self.axis))
+        rows = lax.squeeze(rows, [rows.ndim - 1])
+        start = len(mine) if self.side else rows.ndim
+        return lax.expand_dims(rows, range(start, start + other.ndim - len(theirs)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """A softmax, its product, and what stands around.
+
+    Attributes:
+      product: the product.
+      axis: the axis of the softmax.
+      masks: of the scores, the last one first: the equations that make it, and where scores are.
+      between: what stands between; None if nothing.
+      of_parameter: whether the derivative by the other operand is found elsewhere.
+    """
+
+    product: _Product
+    axis: int
+    masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
+    between: _Held | None
+    of_parameter: bool
+
+    def weights(self, probabilities: Any, sources: Sequence[Any]) -> Any:
+        """The operand of the product in float32, as a linear function of the softmax."""
+        if self.between is None:
+            return _wide(probabilities)
+        [out] = jaxpr_as_fun(self.between.jaxpr)(_wide(probabilities), *sources)
+        return out
+
+    def masked(self, tangent: Any, masked_by: Sequence[Any]) -> Any:
+        """A tangent of the scores as it enters the softmax, in float32."""
+        tangent = _wide(tangent)
+        for (eqns, where), array in zip(self.masks[::-1], masked_by[::-1], strict=True):
+            cases = (tangent, jnp.zeros_like(tangent))
+            tangent = lax.select(_made(eqns, array), *(cases if where else cases[::-1]))
+        return tangent
+
+    # Each is a tangent of the result.
+
+    def by_scores(
+        self,
+        out: Any,
+        probabilities: Any,
+        other: Any,
+        masked_by: Sequence[Any],
+        sources: Sequence[Any],
+        tangent: Any,
+    ) -> Any:
+        wide = lax.mul(_wide(held(probabilities)), self.masked(tangent, masked_by))
+        # On the way back dP and rowsum(dO * O) are rounded alike, whatever roundings XLA leaves
+        # out: where one probability is 1 they are the same number, and cancel as they should.
+        rounded = self.product.rounded
+        first = self.product(self.weights(rounded(wide), sources), other)
+        rows = lax.expand_dims(rounded(lax.reduce_sum(wide, [self.axis])), [self.axis])
+        second = rounded(lax.mul(self.product.beside_result(rows, other), _wide(out)))
+        return lax.sub(first, cast(second, self.product.low))
+
+    def by_other(self, probabilities: Any, sources: Sequence[Any], tangent: Any) -> Any:
+        return self.product(self.weights(probabilities, sources), tangent)
+
+    def by_source(
+        self, probabilities: Any, other: Any, sources: Sequence[Any], tangents: Sequence[Any]
+    ) -> Any:
+        _, tangent = jax.jvp(
+            lambda *given: self.weights(probabilities, given), tuple(sources), tuple(tangents)
+        )
+        return self.product(tangent, other)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_derivative(group: _Group) -> Callable[..., Any]:
+    """A function of a result, scores, probabilities, other operand and `given`: the result."""
+    # Each keeps what it is given for the way back, and nothing that it makes of it.
+    by_scores, by_other, by_source = (
+        jax.checkpoint(tangent, prevent_cse=False)
+        for tangent in (group.by_scores, group.by_other, group.by_source)
+    )
+    n_masks = len(group.masks)
+
+    @jax.custom_jvp
+    def with_derivative(out: Any, *_: Any) -> Any:
+        return out
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        _, _, probabilities, other, *given = primals
+        masked_by, sources = given[:n_masks], given[n_masks:]
+        of_out, of_scores, _, of_other, *of_given = tangents
+        of_sources = of_given[n_masks:]
+        out, terms = with_derivative(*primals), []
+        if not _is_zero(of_scores):
+            terms.append(by_scores(out, probabilities, other, masked_by, sources, of_scores))
+        if group.of_parameter and not _is_zero(of_out):
+            terms.append(of_out)
+        if not group.of_parameter and not _is_zero(of_other):
+            terms.append(by_other(probabilities, sources, of_other))
+        if not all(map(_is_zero, of_sources)):
+            whole = [_instantiated(t, s) for t, s in zip(of_sources, sources, strict=True)]
+            terms.append(by_source(probabilities, other, sources, whole))
+        return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
+
+    with_derivative.defjvp(jvp, symbolic_zeros=True)
+    return with_derivative
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
+def _instantiated(tangent: Any, of: Any) -> Any:
+    if not _is_zero(tangent):
+        return tangent
+    return jnp.zeros(of.shape, jax.dtypes.float0) if of.dtype.kind in "biu" else jnp.zeros_like(of)
+
+
+def _made(eqns: Sequence[JaxprEqn], array: Any) -> Any:
+    """What equations, one after the other, make of an array."""
+    for eqn in eqns:
+        operands = [v.val if isinstance(v, Literal) else array for v in eqn.invars]
+        [array] = compat.bind(eqn, operands)
+    return array
+
+
+def _wide(x: Any) -> Any:
+    return cast(x, FLOAT32)

@@ -1,0 +1,118 @@
+"""Softmax followed by a product, as in attention, found and given a derivative that keeps less.
+
+Differentiated one by one, a softmax keeps its exponentials in float32 and the product after it the
+probabilities in 16 bits. Where `attended` finds the derivative of both at once, the probabilities
+in 16 bits are enough. What is computed forward stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp._autocast.plan import Attention, Plan, Step
+from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.softmaxes import Makers, Way, makers, sums_rows, way_to
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import explicit_sharding
+from jaxmp._jaxprs.compat import dtype_of
+
+REASON = "of a softmax: its probabilities are kept in 16 bits, and nothing else of it"
+
+
+def attend(plan: Plan, _planner: object = None) -> Plan:
+    """A plan in which products of a softmax are differentiated together with it.
+
+    That is where nothing else reads the softmax: for others it is kept in float32 anyway.
+    """
+    if not any(_is_low_product(step, plan) for step in plan.steps):
+        return plan
+    made_by = makers([step.eqn for step in plan.steps])
+    readers = Counter(v for s in plan.steps for v in s.eqn.invars if not isinstance(v, Literal))
+    steps = [_attending(step, made_by, readers, plan) for step in plan.steps]
+    return dataclasses.replace(plan, steps=tuple(steps))
+
+
+def _is_low_product(step: Step, plan: Plan) -> bool:
+    """Whether a step multiplies arrays in 16 bits: no tangents, and by no recipe.
+
+    Nor arrays of which the type says how they are sharded.
+    """
+    if step.action != "contract" or step.eqn.primitive.name != "dot_general":
+        return False
+    if step.product or step.stored or step.linear:
+        return False
+    if any(map(explicit_sharding, step.eqn.invars)):
+        return False
+    return plan.rules.low is not None and {*step.ins, *step.outs} == {plan.rules.low}
+
+
+def _attending(step: Step, made_by: Makers, readers: Mapping[Any, int], plan: Plan) -> Step:
+    if not _is_low_product(step, plan):
+        return step
+    for side, operand in enumerate(step.eqn.invars):
+        # A softmax of parameters is one itself, with a gradient in float32.
+        way = None if side in step.parameters else way_to(operand, made_by)
+        if way is None or not way.is_linear or not sums_rows(step.eqn, side, way):
+            continue
+        if any(readers[var] != 1 for var in way.along):
+            continue
+        found = Attention(way, side, *_between(way, made_by, plan))
+        reason = f"{step.reason} ({REASON})"
+        return dataclasses.replace(step, action="attend", attention=found, reason=reason)
+    return step
+
+
+def _between(way: Way, made_by: Makers, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
+    """What stands between a softmax and its product, as a closed jaxpr, and what else it is of.
+
+    A factor that is made of a mask is made again on the way back: of dropout the mask is kept.
+    """
+    if not way.eqns:
+        return None, ()
+    known = {way.softmax.result}
+    eqns: list[JaxprEqn] = []
+    sources: list[Any] = []
+
+    def need(atom: Any) -> None:
+        if isinstance(atom, Literal) or atom in known:
+            return
+        eqn = made_by.get(atom)
+        if eqn is not None and _is_made_of_mask(atom, made_by):
+            for operand in eqn.invars:
+                need(operand)
+            eqns.append(eqn)
+        else:
+            sources.append(atom)
+        known.add(atom)
+
+    for eqn in way.eqns:
+        for operand in eqn.invars:
+            need(operand)
+        eqns.append(eqn)
+        known.update(eqn.outvars)
+    operands, results = [way.softmax.result, *sources], way.eqns[-1].outvars[:1]
+    between = compat.part(plan.jaxpr, eqns, operands, results)
+    return compat.close(between.replace(constvars=[])), tuple(sources)
+
+
+_ELEMENTWISE = frozenset({"convert_element_type", "broadcast_in_dim", "mul", "div", "reshape"})
+
+
+def _is_made_of_mask(atom: Any, made_by: Makers) -> bool:
+    """Whether a float32 value is made of literals and of one mask, element by element."""
+    if dtype_of(atom) != FLOAT32:
+        return False
+    while (eqn := made_by.get(atom)) is not None and eqn.primitive.name in _ELEMENTWISE:
+        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
+        if len(operands) != 1:
+            return not operands
+        [atom] = operands
+        dtype = dtype_of(atom)
+        if dtype is not None and dtype.kind == "b":
+            return True
+    return False

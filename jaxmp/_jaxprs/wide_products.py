@@ -1,0 +1,155 @@
+"""Products of 16-bit operands in float32, which no operation of JAX is.
+
+`lax.dot_general` has them, but no derivative of them in which all products are of 16 bits; and a
+product that was transposed is one with what moves its operands and its result. So it is a jaxpr in
+float32 that is evaluated of 16-bit operands, as a primitive. Its own derivative is of 16 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import takes_result_dtype, tangent_type, with_dtype
+
+FLOAT32 = np.dtype(np.float32)
+
+DType = np.dtype[Any]
+
+
+# Jaxprs of a contraction, and of what moves its operands and its result.
+
+
+def in_float32(aval: Any) -> Any:
+    """The type of an array in float32; of integers as it is."""
+    return aval if aval.dtype.kind in "iu" else with_dtype(aval, FLOAT32)
+
+
+def evaluated(jaxpr: Any, operands: Sequence[Any], sums: DType) -> Any:
+    """The one result of a closed jaxpr of a contraction and moves, of operands of other dtypes."""
+    opened, consts = compat.closed(jaxpr)
+    env = dict(zip((*opened.constvars, *opened.invars), (*consts, *operands), strict=True))
+    for eqn in opened.eqns:
+        given = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        dtypes = {"preferred_element_type": sums} if takes_result_dtype(eqn) else {}
+        env.update(zip(eqn.outvars, compat.bind(eqn, given, **dtypes), strict=True))
+    [out] = opened.outvars
+    return env[out]
+
+
+@functools.lru_cache(maxsize=4096)
+def mapped(jaxpr: Any, axes: tuple[int | None, ...], types: tuple[Any, ...]) -> Any:
+    """A closed jaxpr of one result, under `jax.vmap`."""
+
+    def one(*operands: Any) -> Any:
+        [out] = jaxpr_as_fun(jaxpr)(*operands)
+        return out
+
+    return compat.trace(jax.vmap(one, in_axes=axes), types)
+
+
+def type_of_result(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
+    """The type of the result of a primitive that keeps what it runs as the parameter `jaxpr`."""
+    [out] = compat.closed(jaxpr).jaxpr.outvars
+    return out.aval
+
+
+# The products.
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Held:
+    """A jaxpr that nobody looks into: what runs is another."""
+
+    jaxpr: Any
+
+
+def summed_wide(jaxpr: Any, operands: Sequence[Any]) -> Any:
+    """What a closed jaxpr in float32 contracts, of low operands, in float32."""
+    types = tuple(map(jax.typeof, operands))
+    return wide_p.bind(*operands, held=_held(jaxpr), jaxpr=_wide(jaxpr, types))
+
+
+def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
+    """The float32 `lax.dot_general` of 16-bit arrays; its derivative is a product of 16 bits."""
+    types = tuple(in_float32(jax.typeof(x)) for x in (a, b))
+    return summed_wide(_dot(types, dims, out_sharding), (a, b))
+
+
+@functools.lru_cache(maxsize=4096)
+def _dot(types: tuple[Any, ...], dims: Any, out_sharding: Any) -> Any:
+    return compat.trace(lambda a, b: lax.dot_general(a, b, dims, out_sharding=out_sharding), types)
+
+
+_held = functools.lru_cache(maxsize=4096)(_Held)
+
+
+@functools.lru_cache(maxsize=4096)
+def _wide(jaxpr: Any, types: tuple[Any, ...]) -> Any:
+    return compat.trace(lambda *operands: evaluated(jaxpr, operands, FLOAT32), types)
+
+
+wide_p = Primitive("product_in_float32")
+
+
+def _run_wide(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: ARG001
+    return evaluated(held.jaxpr, operands, FLOAT32)
+
+
+def _run_wide_on_cpu(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: ARG001
+    # The same numbers: XLA on CPU has no such product in every layout, and fails when it runs.
+    wide = [x if x.dtype.kind in "iu" else lax.convert_element_type(x, FLOAT32) for x in operands]
+    return evaluated(held.jaxpr, wide, FLOAT32)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(held: _Held, jaxpr: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(wide_p.bind, held=held, jaxpr=jaxpr))
+
+
+def _jvp_wide(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    held: _Held,
+    jaxpr: Any,  # noqa: ARG001
+) -> tuple[Any, Any]:
+    out = summed_wide(held.jaxpr, primals)
+    terms = [
+        evaluated(held.jaxpr, (*primals[:i], tangent, *primals[i + 1 :]), tangent.dtype)
+        for i, tangent in enumerate(tangents)
+        if not isinstance(tangent, ad.Zero)
+    ]
+    if not terms:
+        return out, ad.Zero(tangent_type(jax.typeof(out)))
+    return out, lax.convert_element_type(functools.reduce(lax.add, terms), FLOAT32)
+
+
+def _batch_wide(
+    operands: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    held: _Held,
+    jaxpr: Any,  # noqa: ARG001
+) -> tuple[Any, int]:
+    types = tuple(in_float32(jax.typeof(x)) for x in operands)
+    return summed_wide(mapped(held.jaxpr, tuple(axes), types), operands), 0
+
+
+wide_p.def_impl(lambda *operands, held, jaxpr: _jitted(held, jaxpr)(*operands))
+wide_p.def_abstract_eval(type_of_result)
+ad.primitive_jvps[wide_p] = _jvp_wide
+batching.primitive_batchers[wide_p] = _batch_wide
+mlir.register_lowering(wide_p, mlir.lower_fun(_run_wide, multiple_results=False))
+mlir.register_lowering(
+    wide_p, mlir.lower_fun(_run_wide_on_cpu, multiple_results=False), platform="cpu"
+)

@@ -1,0 +1,72 @@
+"""What a function that is measured is called with, and whether it returns a loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp._audit.costs import check_sizes
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.trace import is_array, trace
+
+
+def check_arguments(args: Sequence[Any], argnums: int | Sequence[int]) -> list[int]:
+    """Those arguments that are differentiated, counted from 0, if all of them can be run with."""
+    check_sizes("capture", args, {})
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                "capture: runs the program, so its arguments are arrays; args"
+                f"{jax.tree_util.keystr(path)} is {leaf}"
+            )
+    several = argnums if isinstance(argnums, Sequence) else [argnums]
+    for i in several:
+        if args and not -len(args) <= i < len(args):
+            raise ValueError(f"capture: argnums={argnums}, but there are {len(args)} arguments")
+    return [i % len(args) for i in several] if args else []
+
+
+def returns_aux(fn: Callable[..., Any], args: Any) -> bool | None:
+    """Whether a loss function returns more than the loss; None if it returns no loss."""
+    traced = trace(fn, args, {})
+    out = jax.tree.unflatten(
+        traced.tree, [v.aval for v in compat.closed(traced.jaxpr).jaxpr.outvars]
+    )
+    if _is_loss(out):
+        return False
+    if isinstance(out, tuple) and len(out) == 2 and _is_loss(out[0]):
+        return True
+    return None
+
+
+def _is_loss(out: Any) -> bool:
+    shape, dtype = getattr(out, "shape", None), getattr(out, "dtype", None)
+    return shape == () and dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def is_differentiable(args: Sequence[Any]) -> bool:
+    """Whether there is a floating array in arguments."""
+    return any(
+        is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        for leaf in jax.tree.leaves(args)
+    )
+
+
+def labels_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[str], list[int]]:
+    """What to call each array of a call, and which argument it is in."""
+    try:
+        names = list(inspect.signature(fn).bind(*args).arguments)
+    except (TypeError, ValueError):
+        names = []
+    labels, owners = [], []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if is_array(leaf):
+            [owner, *rest] = path
+            name = names[owner.idx] if len(names) == len(args) else f"args[{owner.idx}]"
+            labels.append(name + jax.tree_util.keystr(tuple(rest)))
+            owners.append(owner.idx)
+    return labels, owners
