@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
@@ -81,6 +82,11 @@ def scatters(fn, *args) -> list[int]:
     return [e.outvars[0].aval.size for e in eqns if e.primitive.name.startswith("scatter")]
 
 
+def operation_by_operation(fn, *args) -> list[jax.Array]:
+    """Results that no fusion changes: two programs sum in one order."""
+    return jaxpr_as_fun(jax.make_jaxpr(fn)(*args))(*args)
+
+
 @pytest.fixture
 def without(monkeypatch):
     """autocast without this pass."""
@@ -93,7 +99,7 @@ def test_gradients_are_those_of_the_scatter_bitwise(name: str, without: Any) -> 
     plain, fast = without(loss, "mixed_bfloat16"), jaxmp.autocast(loss, "mixed_bfloat16")
     assert max(scatters(jax.grad(plain), W, X, LABELS), default=0) >= X.size
     assert scatters(jax.grad(fast), W, X, LABELS) == []
-    want, got = (jax.jit(jax.value_and_grad(f))(W, X, LABELS) for f in (plain, fast))
+    want, got = (operation_by_operation(jax.value_and_grad(f), W, X, LABELS) for f in (plain, fast))
     for a, b in zip(want, got, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
