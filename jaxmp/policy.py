@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp.dtypes import dtype_name, parse_dtype, short_dtype_name
-from jaxmp.policy_checks import check_residuals, normalize_ops, read_recipe
+from jaxmp.policy_checks import check_residuals, normalize_ops, read_attention, read_recipe
 from jaxmp.policy_string import policy_fields
 from jaxmp.recipes import Recipe, check_goes_with
 from jaxmp.tree import cast_floating
@@ -74,6 +74,11 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         elementwise values are computed again. That saves memory on GPUs and takes time; on TPUs,
         where XLA does so by itself, it takes time alone. It stands back where the program has a
         `jax.checkpoint` of its own. `jaxmp.explain` says where, `jaxmp.preflight` what it saves.
+      attention: What computes attention: None, the program's own operations; or "fused", the kernel
+        of the chip at hand (cuDNN's on NVIDIA from compute capability 8.0, Pallas' on TPU), which
+        keeps no array of scores; "fused@gpu-h100" is that of another chip. It sums in another order
+        and rounds at other places. It stands back where it does not fit, and `jaxmp.explain` and
+        `jaxmp.audit` say where and why.
       ops: Overrides of how `jaxmp.autocast` treats single primitives: a mapping from a primitive,
         or the name of one, to one of the classes in `jaxmp.policy_string.OP_CLASSES`. Kept
         as a sorted tuple of (primitive name, class) pairs.
@@ -85,7 +90,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
       ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype`,
         `reduce_dtype` or `wire_dtype` is neither float32 nor the compute dtype, `matmul` has
         formats that do not go with the compute dtype, `residuals` is neither "save" nor
-        "recompute", or `ops` names an unknown class.
+        "recompute", `attention` is not "fused" or names no chip, or `ops` names an unknown class.
       TypeError: If a dtype is neither a name nor a dtype, `saturate` is no bool, `matmul` is no
         recipe, or `ops` is not such a mapping.
 
@@ -107,6 +112,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     # Typed loosely: given as a string, too, and kept as a recipe.
     matmul: Any = dataclasses.field(default=None, kw_only=True)
     residuals: str = dataclasses.field(default="save", kw_only=True)
+    attention: str | None = dataclasses.field(default=None, kw_only=True)
     # Likewise: given as a mapping and kept as a tuple.
     ops: Any = dataclasses.field(default=None, kw_only=True)
 
@@ -124,6 +130,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         object.__setattr__(self, "matmul", read_recipe(self.matmul))
         check_goes_with(self.matmul, dtype_name(self.compute_dtype))
         check_residuals(self.residuals)
+        object.__setattr__(self, "attention", read_attention(self.attention))
         for field in _FLOAT32_OR_COMPUTE:
             if getattr(self, field) not in (jnp.float32, self.compute_dtype):
                 raise ValueError(
@@ -169,6 +176,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
             parts.append(f"matmul={self.matmul}")
         if self.residuals != "save":
             parts.append(f"residuals={self.residuals}")
+        if self.attention is not None:
+            parts.append(f"attention={self.attention}")
         if self.ops:
             # A primitive may be called anything; "%3A" keeps the separators unambiguous.
             ops = "|".join(f"{quote(name, safe='')}:{op_class}" for name, op_class in self.ops)
@@ -188,6 +197,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
             parts.append(f"matmul={str(self.matmul)!r}")
         if self.residuals != "save":
             parts.append(f"residuals={self.residuals!r}")
+        if self.attention is not None:
+            parts.append(f"attention={self.attention!r}")
         if self.ops:
             parts.append(f"ops={dict(self.ops)!r}")
         return f"Policy({', '.join(parts)})"
@@ -328,7 +339,7 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
       parameters default to float32, compute to the parameters' dtype and output to the compute
       dtype;
     * either of them with refinements: "mixed_bfloat16,softmax=bf16", "mixed_bfloat16,reduce=bf16",
-      "mixed_bfloat16,residuals=recompute",
+      "mixed_bfloat16,residuals=recompute", "mixed_bfloat16,attention=fused",
       "mixed_float16,saturate=true,ops=exp:follow|my_primitive:full". In the names of primitives
       "%3A" stands for ":" and so on, as in a URL.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Primitive
 
-from jaxmp.policy_string import OP_CLASSES, RESIDUALS
+from jaxmp.policy_string import OP_CLASSES, RESIDUALS, parse_attention
 from jaxmp.recipes import Recipe, parse_matmul
 
 
@@ -28,6 +28,16 @@ def read_recipe(matmul: Any) -> Recipe | str | None:
     raise TypeError(
         "Policy: matmul takes a recipe, such as jaxmp.float8(), its string, 'auto', or None; got "
         f"{matmul!r} of type {type(matmul).__name__!r}."
+    )
+
+
+def read_attention(attention: Any) -> str | None:
+    """What computes attention: None, or a string, spelled as `parse_attention` does."""
+    if attention is None or isinstance(attention, str):
+        return parse_attention(attention) if attention else None
+    raise TypeError(
+        "Policy: attention takes None, 'fused' or 'fused@CHIP'; got "
+        f"{attention!r} of type {type(attention).__name__!r}."
     )
 
 

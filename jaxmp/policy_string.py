@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxmp.devices import chips
 from jaxmp.dtypes import (
     DTYPE_NAMES,
     did_you_mean,
@@ -25,6 +26,9 @@ OP_CLASSES: Final = ("low", "full", "follow", "transparent", "own")
 
 # What `Policy.residuals` may be.
 RESIDUALS: Final = ("save", "recompute")
+
+# What `Policy.attention` may be, by itself or with the name of a chip.
+FUSED: Final = "fused"
 
 # What Keras calls its policies, by their compute dtype. Parameters and outputs are float32, so that
 # the loss after a "mixed" model is computed in it; a plain dtype name means that dtype throughout.
@@ -92,6 +96,7 @@ _FIELD_BY_KEY: Final = {
     "saturate": "saturate",
     "matmul": "matmul",
     "residuals": "residuals",
+    "attention": "attention",
     "ops": "ops",
 }
 
@@ -166,6 +171,8 @@ def _read_settings(pieces: Iterable[_Piece], spec: str) -> dict[str, Any]:
             settings[field] = _read_recipe(values[0], spec)
         elif field == "residuals":
             settings[field] = _read_residuals(values[0], spec)
+        elif field == "attention":
+            settings[field] = _read_attention(values[0], spec)
         else:
             try:
                 settings[field] = parse_dtype(values[0].text, key.text)
@@ -194,6 +201,13 @@ def _read_residuals(value: _Piece, spec: str) -> str:
     return value.text.lower()
 
 
+def _read_attention(value: _Piece, spec: str) -> str:
+    try:
+        return parse_attention(value.text)
+    except ValueError as error:
+        raise _malformed(spec, value.start, str(error).rstrip(".")) from None
+
+
 def _read_ops(value: _Piece, spec: str) -> dict[str, str]:
     ops: dict[str, str] = {}
     for piece in _split(value, "|"):
@@ -208,6 +222,38 @@ def _read_ops(value: _Piece, spec: str) -> dict[str, str]:
             raise _malformed(spec, name.start, f"the primitive {name.text!r} is set twice")
         ops[unquote(name.text)] = classes[0].text
     return ops
+
+
+def parse_attention(text: str) -> str:
+    """What a string says of a policy's `attention`: ``fused``, or ``fused@CHIP``.
+
+    Raises:
+      ValueError: if it is neither, or names no chip.
+
+    Example:
+      >>> parse_attention("fused@gpu-h100")
+      'fused@gpu-h100'
+    """
+    name, at, chip = text.strip().partition("@")
+    if plain_name(name) != FUSED or bool(at) is not bool(chip):
+        raise ValueError(f"attention is {FUSED!r} or '{FUSED}@CHIP', or left out; got {text!r}.")
+    known = chips()
+    if chip and chip not in known:
+        raise ValueError(
+            f"attention: {text!r} names no chip{did_you_mean(chip, known)}; the chips are "
+            f"{', '.join(known)}."
+        )
+    return f"{FUSED}@{chip}" if chip else FUSED
+
+
+def fused_chip(attention: str) -> str:
+    """The chip whose kernel computes attention; empty for the one at hand.
+
+    Example:
+      >>> fused_chip("fused@tpu-v5e"), fused_chip("fused")
+      ('tpu-v5e', '')
+    """
+    return attention.partition("@")[2]
 
 
 def _split(piece: _Piece, separator: str) -> list[_Piece]:

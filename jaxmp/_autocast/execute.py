@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 from jaxmp._autocast.attended import attended
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
+from jaxmp._autocast import fused
 from jaxmp._autocast.kept import marked
 from jaxmp._autocast.picks import pick
 from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Step
@@ -45,6 +46,8 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     env = Environment(plan, args)
     for step in plan.steps:
         eqn = step.eqn
+        if step.action == "drop":
+            continue
         with compat.source_of(eqn), in_context(eqn), marked(step):
             outs = _ACTIONS[step.action](plan, step, env)
             for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
@@ -143,6 +146,10 @@ def _attend(plan: Plan, step: Step, env: Environment) -> list[Any]:
     return [attended(eqn, found, out, scores, low, other, given, of_parameter=of_parameter)]
 
 
+def _fuse(plan: Plan, step: Step, env: Environment) -> list[Any]:
+    return fused.run(step, env)
+
+
 def _low(step: Step) -> DType:
     return next(dtype for dtype in step.ins if dtype is not None)
 
@@ -200,6 +207,7 @@ _ACTIONS: dict[str, Callable[[Plan, Step, Environment], list[Any]]] = {
     "scale": _scale,
     "contract": _contract,
     "attend": _attend,
+    "fuse": _fuse,
     "pick": _pick,
     "inside": _inside,
     "custom_jvp": _custom,

@@ -6,8 +6,17 @@ A pass takes the plan of a jaxpr, and the planner that made it, and returns a pl
 from jaxmp._autocast.attention import attend
 from jaxmp._autocast.derivatives import derive
 from jaxmp._autocast.early_casts import narrow_early, widen_early
+from jaxmp._autocast.fused import fuse
 from jaxmp._autocast.picks import compare_picks
 from jaxmp._autocast.planner import Pass
 from jaxmp._autocast.scale_after import scale_after
 
-PASSES: tuple[Pass, ...] = (narrow_early, widen_early, scale_after, compare_picks, attend, derive)
+PASSES: tuple[Pass, ...] = (
+    narrow_early,
+    widen_early,
+    scale_after,
+    compare_picks,
+    fuse,
+    attend,
+    derive,
+)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast.fused_group import Fused
 from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN, POSITION
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.recipes.derivative import Contraction
@@ -179,7 +180,8 @@ class Step:
     Attributes:
       eqn: the equation as written.
       action: which handler of `execute` runs it: ``bind``, ``reorder``, ``scale`` (a product that
-        repeats an operand), ``contract``, ``inside``, ``custom_jvp``, ``custom_vjp``.
+        repeats an operand), ``contract``, ``inside``, ``custom_jvp``, ``custom_vjp``;
+        or ``drop``: what it makes is not needed.
       reads: how each operand is read.
       outs: the dtype each result is kept in; None for what is not ours.
       reason: why, in words.
@@ -192,6 +194,8 @@ class Step:
       linear: whether an operand is a tangent: what is done with it may be transposed.
       pick: of a lookup of one element of each row: which.
       attention: of a product of a softmax: what its derivative needs.
+      fused: of a product of a softmax that a kernel computes, with all before it: how.
+      unfused: of one that no kernel does, though the policy asks for it: why not.
       clips: whether results beyond the range of the low dtype are clipped to it, as policies ask
         with ``saturate``.
     """
@@ -210,6 +214,8 @@ class Step:
     linear: bool = False
     pick: Pick | None = None
     attention: Attention | None = None
+    fused: Fused | None = None
+    unfused: str = ""
     clips: bool = False
 
     @property

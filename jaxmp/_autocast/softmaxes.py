@@ -40,12 +40,17 @@ class Found(NamedTuple):
       result: the softmax.
       axis: the axis along which its elements sum to one.
       masks: what numbers were put in some places of the scores with, the last one first.
+      masked: what it is of, masks and all.
+      plain: whether it is that and nothing else: no mask on the exponentials, nothing added to
+        their sum.
     """
 
     scores: Any
     result: Any
     axis: int
     masks: tuple[Mask, ...] = ()
+    masked: Any = None
+    plain: bool = True
 
 
 class Move(NamedTuple):
@@ -143,22 +148,25 @@ def _softmax(eqn: JaxprEqn, made_by: Makers) -> Found | None:
     if eqn.primitive.name != "div":
         return None
     above, below = (_source(v, made_by) for v in eqn.invars)
-    exp = _maker(above, made_by)
+    exp, plain = _maker(above, made_by), True
     if exp is not None and compat.kind(exp) in ("select_n", "jit"):  # a mask
         [unmasked] = _linear_in(exp, made_by) or (None,)
-        exp = unmasked and _maker(unmasked, made_by)
+        exp, plain = unmasked and _maker(unmasked, made_by), False
     if exp is None or exp.primitive.name != "exp":
         return None
-    axis = _sum_of(below, above, made_by)
-    if axis is None or shape_of(above) != shape_of(eqn.outvars[0]):
+    summed = _sum_of(below, above, made_by)
+    if summed is None or shape_of(above) != shape_of(eqn.outvars[0]):
         return None
+    axis, alone = summed
     scores = _source(exp.invars[0], made_by)
     shifted = _maker(scores, made_by)
     if shifted is not None and shifted.primitive.name == "sub":
         of, by = shifted.invars
         if shape_of(of) == shape_of(scores) and _is_same_along(axis, by, made_by):
             scores = _source(of, made_by)
-    return None if isinstance(scores, Literal) else Found(scores, eqn.outvars[0], axis)
+    if isinstance(scores, Literal):
+        return None
+    return Found(scores, eqn.outvars[0], axis, masked=scores, plain=plain and alone)
 
 
 def _unmasked(found: Found, made_by: Makers) -> Found:
@@ -181,12 +189,18 @@ def _jitted_softmax(eqn: JaxprEqn) -> Found | None:
     if not found or found.scores not in jaxpr.invars:
         return None
     scores = eqn.invars[call.operands[jaxpr.invars.index(found.scores)]]
-    return None if isinstance(scores, Literal) else Found(scores, eqn.outvars[0], found.axis)
+    if isinstance(scores, Literal):
+        return None
+    return found._replace(scores=scores, result=eqn.outvars[0], masked=scores)
 
 
-def _sum_of(atom: Any, of: Any, made_by: Makers) -> int | None:
-    """The axis along which a value is the sum of another, laid out as that is."""
+def _sum_of(atom: Any, of: Any, made_by: Makers) -> tuple[int, bool] | None:
+    """The axis along which a value is the sum of another, laid out as that is, and if that is all.
+
+    It is not all where an epsilon is added.
+    """
     moved: list[JaxprEqn] = []
+    alone = True
     for _ in range(_FAR):
         eqn = _maker(atom := _source(atom, made_by), made_by)
         if eqn is None:
@@ -196,11 +210,11 @@ def _sum_of(atom: Any, of: Any, made_by: Makers) -> int | None:
                 axes = reduced_axes(eqn)
                 mine = len(axes) == 1 and _source(eqn.invars[0], made_by) is of
                 laid_out = mine and _lies_as(shape_of(of), axes[0], reversed(moved))
-                return axes[0] if laid_out else None
+                return (axes[0], alone) if laid_out else None
             case "broadcast_in_dim" | "reshape":
                 moved.append(eqn)
             case "add" if isinstance(eqn.invars[1], Literal):  # an epsilon
-                pass
+                alone = False
             case _:
                 return None
         atom = eqn.invars[0]

@@ -1,0 +1,215 @@
+"""The kernels that compute attention on a chip, and what each of them takes.
+
+Arrays are ``[batch, length, heads, features]``; there may be more heads of queries than of keys, in
+groups that share one. A bias and a mask are ``[batch, heads, queries, keys]``, of one element where
+they repeat. What another platform than the kernel's compiles is the same attention without one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._autocast.rules import FLOAT16, FLOAT32
+from jaxmp._speed import Chip
+
+
+class Call(NamedTuple):
+    """What attention is, besides its arrays.
+
+    Attributes:
+      scale: what scores are multiplied with.
+      causal: whether each query sees the keys up to its own place.
+      biased: whether there is a bias.
+      masked: whether there is a mask.
+    """
+
+    scale: float
+    causal: bool
+    biased: bool
+    masked: bool
+
+    def beside(self, rest: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The bias and the mask, of what follows the values; None for what there is not."""
+        return rest[0] if self.biased else None, rest[-1] if self.masked else None
+
+
+class Kernel(NamedTuple):
+    """A kernel.
+
+    Attributes:
+      name: what to call it.
+      platform: what it is compiled for, as JAX names it.
+      run: computes attention: of a `Call`, queries, keys, values, the bias and the mask.
+    """
+
+    name: str
+    platform: str
+    run: Callable[..., Any]
+
+
+def plain(call: Call, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    """Attention without a kernel: products in 16 bits, the softmax between them in float32."""
+    bias, mask = call.beside(rest)
+    batch, queries, heads, features = q.shape
+    shared = heads // k.shape[2]
+    q = jnp.reshape(q, (batch, queries, k.shape[2], shared, features))
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=q.dtype)
+    scores = lax.convert_element_type(scores, FLOAT32) * np.float32(call.scale)
+    if bias is not None:
+        scores += lax.convert_element_type(_grouped(bias, k.shape[2], shared), FLOAT32)
+    lowest = jnp.finfo(FLOAT32).min
+    if mask is not None:
+        scores = jnp.where(_grouped(mask, k.shape[2], shared), scores, lowest)
+    if call.causal:
+        place = [lax.broadcasted_iota(np.int32, scores.shape, axis) for axis in (3, 4)]
+        scores = jnp.where(place[0] >= place[1], scores, lowest)
+    weights = lax.convert_element_type(jax.nn.softmax(scores), v.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, v, preferred_element_type=v.dtype)
+    return jnp.reshape(out, (batch, queries, heads, v.shape[3]))
+
+
+def _grouped(beside: Any, heads: int, shared: int) -> Any:
+    """What is beside the scores, with an axis of heads and one of those that share keys."""
+    batch, n, *lengths = beside.shape
+    return jnp.reshape(beside, (batch, *((1, 1) if n == 1 else (heads, shared)), *lengths))
+
+
+def library(
+    call: Call, q: Any, k: Any, v: Any, *rest: Any, implementation: str = "cudnn"
+) -> Any:
+    """Attention as JAX hands it to a library."""
+    bias, mask = call.beside(rest)
+    lengths = q.shape[1], k.shape[1]
+    beside = [
+        None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in (bias, mask)
+    ]
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        *beside,
+        scale=call.scale,
+        is_causal=call.causal,
+        implementation=implementation,  # type: ignore[arg-type]
+    )
+
+
+def flash(call: Call, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    """Attention by the kernel for TPUs that comes with JAX.
+
+    Raises:
+      NotImplementedError: if there is a bias or a mask, or a length is no multiple of a block's.
+    """
+    from jax.experimental.pallas.ops.tpu import flash_attention  # noqa: PLC0415 (slow to load)
+
+    if rest:
+        # Which the kernel takes as an array as large as the scores, with such a gradient.
+        raise NotImplementedError("of masks, it takes a causal one; and no bias")
+    if q.dtype == FLOAT16:
+        raise NotImplementedError("TPUs multiply no float16")
+    for name, n in (("queries", q.shape[1]), ("keys", k.shape[1])):
+        if n % _BLOCK:
+            raise NotImplementedError(f"{n} {name} are no multiple of {_BLOCK}")
+    shared = q.shape[2] // k.shape[2]
+    q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
+    k, v = (jnp.repeat(x, shared, axis=1) if shared > 1 else x for x in (k, v))
+    out = flash_attention.flash_attention(q, k, v, causal=call.causal, sm_scale=call.scale)
+    return jnp.moveaxis(out, 1, 2)
+
+
+_BLOCK = 128
+CUDNN = Kernel("cuDNN", "cuda", library)
+FLASH = Kernel("Pallas", "tpu", flash)
+
+
+def kernel_of(chip: Chip) -> Kernel | None:
+    """The kernel of a chip; None if it has none.
+
+    Example:
+      >>> from jaxmp._speed import chip_named
+      >>> [getattr(kernel_of(chip_named(n)), "name", None) for n in ("gpu-h100", "gpu-t4")]
+      ['cuDNN', None]
+    """
+    if chip.platform == "tpu":
+        return FLASH
+    # From compute capability 8.0 on, as bfloat16.
+    return CUDNN if chip.platform == "gpu" and chip.sixteen_bits == "bfloat16" else None
+
+
+@functools.lru_cache(maxsize=1024)
+def refusal(kernel: Kernel, call: Call, *arrays: tuple[tuple[int, ...], np.dtype[Any]]) -> str:
+    """Why a kernel does not take attention, forward and backward, in its words; empty if it does.
+
+    Args:
+      kernel: the kernel.
+      call: what attention.
+      arrays: shapes and dtypes of queries, keys, values, a bias, a mask.
+    """
+    avals = [jax.ShapeDtypeStruct(*array) for array in arrays]
+    n_masks = int(call.masked)
+
+    def both(*arrays: Any) -> Any:
+        floats, masks = arrays[: len(arrays) - n_masks], arrays[len(arrays) - n_masks :]
+        out, back = jax.vjp(lambda *x: kernel.run(call, *x, *masks), *floats)
+        return back(out)
+
+    try:
+        jax.eval_shape(both, *avals)
+    except Exception as error:  # noqa: BLE001 (whatever it raises, it does not take it)
+        said = str(error).strip().partition("\n")[0].rstrip(".")
+        return f"{kernel.name} refuses it: {said or type(error).__name__}"
+    return ""
+
+
+def attention(kernel: Kernel, call: Call, *arrays: Any) -> Any:
+    """Attention by a kernel, which is differentiated once, backward.
+
+    Args:
+      kernel: the kernel.
+      call: what attention.
+      arrays: queries, keys, values, a bias, a mask.
+
+    Returns:
+      An array as the queries are laid out.
+    """
+    return _differentiable(kernel, call)(*arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _differentiable(kernel: Kernel, call: Call) -> Callable[..., Any]:
+    # Elsewhere nothing as large as the scores is kept, either.
+    elsewhere = jax.checkpoint(functools.partial(plain, call), prevent_cse=False)
+    branches = {kernel.platform: functools.partial(kernel.run, call)}
+
+    def run(*arrays: Any) -> Any:
+        return lax.platform_dependent(*arrays, default=elsewhere, **branches)
+
+    @jax.custom_vjp
+    def fused_attention(*arrays: Any) -> Any:
+        return run(*arrays)
+
+    fused_attention.defvjp(
+        lambda *arrays: jax.vjp(run, *arrays), lambda back, tangent: _once(back, tangent)
+    )
+    return fused_attention
+
+
+@jax.custom_jvp
+def _once(back: Callable[[Any], Any], tangent: Any) -> Any:
+    """What a backward pass gives, which has no derivative."""
+    return back(tangent)
+
+
+@_once.defjvp
+def _(_primals: Any, _tangents: Any) -> Any:
+    raise NotImplementedError(
+        "autocast: the kernel of fused attention has a first derivative, and no second one. Leave "
+        "attention='fused' out of the policy where a gradient is differentiated"
+    )
