@@ -30,6 +30,7 @@ from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy
 
+_NOT_FUSED = "write it as a kernel takes it, or leave `attention` out of the module's policy"
 _EIGHT_BITS = "give the module a policy without `matmul`: jaxmp.PolicyMap"
 # The backward pass of max-pooling: a window rarely adds more than a few gradients.
 _FEW_TERMS = frozenset({"select_and_scatter_add"})
@@ -59,8 +60,9 @@ def audit(
     Returns:
       The report: `print` it, or read its `findings`. The kinds of faults are "float32-contraction",
       "emulated" (by the chip), "promotion" (of 16-bit values), "sensitive-low" (operations),
-      "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32) and
-      "not-quantised" (a layer that the policy's recipe cannot multiply).
+      "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
+      "not-quantised" (a layer that the policy's recipe cannot multiply) and "not-fused" (attention
+      that no kernel computes, though the policy asks for it).
       "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
       float32, for the reason given. Very small products are geometry, and no fault either.
 
@@ -180,6 +182,10 @@ class _Auditor:
             emulates=place.emulates if contracts else "",
         )
         self.operations.append(operation)
+        if contracts and place.unfused:
+            what = f"not fused: {place.unfused}"
+            where = operation.source, operation.path
+            self._note("not-fused", *where, what, _NOT_FUSED, operation.flops, operation)
         if blame is not None:
             kind, source, path, what, fix, _ = blame
             self._note(kind, source, path, what, fix, operation.flops, operation)
@@ -276,7 +282,7 @@ class _Auditor:
         found = []
         for key, cost in self._costs.items():
             kind, source, path, what, fix = key
-            of_flops = kind in (FAULT, INTENDED, "emulated", "misaligned", "not-quantised")
+            of_flops = kind in (FAULT, INTENDED, "emulated", "misaligned", "not-quantised", "not-fused")
             found.append(
                 Finding(
                     kind=kind,

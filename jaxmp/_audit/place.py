@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 
-from jaxmp._autocast.kept import emulated, kept_reason, skipped
+from jaxmp._autocast.kept import emulated, kept_reason, skipped, unfused
 from jaxmp._autocast.plan import Skipped
 from jaxmp._autocast.rules import Rules, region_rules
 from jaxmp._jaxprs.attributes import name_stack
@@ -30,6 +30,7 @@ class Place(NamedTuple):
       kept: why autocast keeps its contractions in float32; empty where it does not.
       skipped: why a policy's recipe does not multiply its contractions; None where it does.
       emulates: the format whose values its contractions multiply in a wider one; or empty.
+      unfused: why no kernel computes its attention, where a policy asks for it; or empty.
       inside: the innermost primitive around it that autocast does not look inside; or empty.
     """
 
@@ -41,6 +42,7 @@ class Place(NamedTuple):
     kept: str = ""
     skipped: Skipped | None = None
     emulates: str = ""
+    unfused: str = ""
     inside: str = ""
 
 
@@ -56,6 +58,7 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
         kept=kept_reason(name_stack(eqn)) or around.kept,
         skipped=skipped(name_stack(eqn)) or around.skipped,
         emulates=emulated(name_stack(eqn)) or around.emulates,
+        unfused=unfused(name_stack(eqn)) or around.unfused,
         inside=around.inside,
     )
 

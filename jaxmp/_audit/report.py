@@ -25,6 +25,7 @@ KINDS = {
     "misaligned": "sizes that miss the tensor cores",
     "residual": "float32 kept for the backward pass",
     "not-quantised": "layer that the recipe does not multiply",
+    "not-fused": "attention that no kernel computes",
     "intended-float32": "contraction kept in float32",
 }
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
@@ -84,9 +85,10 @@ class Finding:
 
     Attributes:
       kind: "float32-contraction", "emulated", "promotion", "sensitive-low", "round-trip",
-        "misaligned", "residual", "not-quantised", or for what is no fault "intended-float32": a
-        contraction that is in float32 because the author or a policy says so (`precision=`, a
-        region, a solver), or because autocast keeps it (geometry, signal processing).
+        "misaligned", "residual", "not-quantised", "not-fused", or for what is no fault
+        "intended-float32": a contraction that is in float32 because the author or a policy says so
+        (`precision=`, a region, a solver), or because autocast keeps it (geometry, signal
+        processing).
       source: the line to blame, ``file.py:line``.
       path: the module path there.
       what: what is the case.

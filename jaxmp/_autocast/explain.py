@@ -42,6 +42,8 @@ class Row:
         and each branch of a cond count once).
       why_not: of a contraction, why the policy's recipe does not multiply it; empty if it does.
       intended: whether that is as it should be: it is no layer, or the last one.
+      fused: of attention that a kernel computes, by which one, and on what; else empty.
+      not_fused: of attention that none computes, though the policy asks for it: why not.
     """
 
     op: str
@@ -52,6 +54,8 @@ class Row:
     count: int
     why_not: str = ""
     intended: bool = False
+    fused: str = ""
+    not_fused: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class Explanation:
         asked = recipe is not None and (isinstance(recipe, str) or recipe.quantises)
         if asked or any(p.quantised for p in self.quantised().products):
             lines.append(self.quantised().summary())
+        lines += self._attention()
         unknown = sorted({row.op for row in self.rows if row.reason.startswith("not classified")})
         if unknown:
             lines.append(f"not classified, run as written: {', '.join(unknown)}")
@@ -121,6 +126,19 @@ class Explanation:
             if not gathered - {FLOAT32.name}:
                 lines.append("the policy's wire_dtype: of no effect, no all_gather of weights here")
         return "\n".join(lines)
+
+    def _attention(self) -> Iterator[str]:
+        """Which attention a kernel computes, and why all other is left as it is."""
+        if not self.policy or get_policy(self.policy).attention is None:
+            return
+        by: Counter[str] = Counter()
+        for row in self.rows:
+            by[row.fused] += row.count if row.fused else 0
+        counts = [f"{n} by {kernel}" for kernel, n in by.items() if n]
+        yield f"attention     {', '.join(counts) or 'none'} fused"
+        for row in self.rows:
+            if row.not_fused:
+                yield f"  {row.count} not: {row.source} {row.path}".rstrip() + f": {row.not_fused}"
 
     def __str__(self) -> str:
         header = ("op", "dtype", "times", "source", "path", "reason")
@@ -187,7 +205,19 @@ def _rows(plan: Plan) -> Iterator[Row]:
         if not step.plans:
             source = line or library_line(step.eqn)
             why_not, intended = step.skipped or ("", False)
-            yield Row(name, path, source, _dtype(step), step.reason, count, why_not, intended)
+            fused = f"{step.fused.kernel.name} on {step.fused.chip}" if step.fused else ""
+            yield Row(
+                name,
+                path,
+                source,
+                _dtype(step),
+                step.reason,
+                count,
+                why_not,
+                intended,
+                fused,
+                step.unfused,
+            )
         elif step.action.startswith("custom_") and closures.closes_over(step):
             yield Row(name, path, line, _dtype(step), closures.REASON, count)
 

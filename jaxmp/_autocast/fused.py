@@ -29,11 +29,16 @@ from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.scores import Bias, Mask, NotFusedError, Placed, scores_of
 from jaxmp._autocast.seen import Scope, Seen, evaluate, leaves, seen
 from jaxmp._autocast.softmaxes import Way, makers, sums_rows, way_to
-from jaxmp._jaxprs.attributes import explicit_sharding, has_effects
+from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
 from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.source import is_backward
 from jaxmp._speed import Chip, chip_named, chip_of
 from jaxmp.policy_string import fused_chip
 
+# How the reason begins where no kernel could compute any attention.
+NO_KERNEL = "there is no kernel for"
+READ = "something else reads its scores or its probabilities"
+BACKWARD = ", as a backward pass does: transform the function first, and then take its gradient"
 DROPPED = "part of the attention that {} computes"
 
 
@@ -91,7 +96,7 @@ def _fused(
     """
     kernel = kernel_of(chip)
     if kernel is None:
-        raise NotFusedError(f"there is no kernel for {chip.name}")
+        raise NotFusedError(f"{NO_KERNEL} {chip.name}")
     if not way.softmax.plain:
         raise NotFusedError("its exponentials are masked, or something is added to their sum")
     for eqn in way.eqns:
@@ -108,10 +113,11 @@ def _fused(
     call = Call(scores.scale, causal, bool(scores.biases), bool(masks))
     fused = Fused(kernel, call, chip.name, layout, first, side, scores.biases, masks)
     avals = jax.eval_shape(functools.partial(_arrays_of, step, fused), *_given(step, fused))
-    shapes = [(x.shape, x.dtype) for x in avals]
+    shapes = tuple((x.shape, x.dtype) for x in avals)
     if not all(is_whole(shape) for shape, _ in shapes):
         raise NotFusedError("a size is open")
-    if why := refusal(kernel, call, *shapes):
+    varying = any(varying_axes(v.aval) for v in (*first.eqn.invars, *step.eqn.invars))
+    if why := refusal(kernel, call, shapes, varying=varying):
         raise NotFusedError(why)
     return fused
 
@@ -166,7 +172,8 @@ def _dropped(steps: Sequence[Step], at: int, fused: Fused, outvars: Sequence[Any
             if v in made_at:
                 unread.append(v)
     if not any(steps[i] is fused.scores for i in dropped):
-        raise NotFusedError("something else reads its scores or its probabilities")
+        others = [steps[i].eqn for i in range(len(steps)) if i != at and i not in dropped]
+        raise NotFusedError(READ + (BACKWARD if any(map(is_backward, others)) else ""))
     return dropped
 
 

@@ -1,4 +1,4 @@
-"""Marks on contractions for `jaxmp.audit` to read: why one is in float32, or not in 8 bits.
+"""Marks on contractions for `jaxmp.audit` to read: why in float32, not in 8 bits, or not fused.
 
 They are named scopes, so they hold for their derivatives as well, and profiles show them.
 """
@@ -6,8 +6,10 @@ They are named scopes, so they hold for their derivatives as well, and profiles 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,21 +20,37 @@ from jaxmp._autocast.plan import Skipped, Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import closed, inner_jaxprs
-from jaxmp._jaxprs.scopes import EMULATED, KEPT, MISSED, SKIPPED
+from jaxmp._jaxprs.scopes import EMULATED, KEPT, MISSED, SKIPPED, UNFUSED
 
 # How the planner's reason for an operation that nobody listed begins.
 UNKNOWN = "not classified"
 _MARK = re.compile(rf"({KEPT}|{SKIPPED}|{MISSED})([^/()]+)")
 _EMULATED = re.compile(rf"{EMULATED}([^/()]+)")
+_UNFUSED = re.compile(rf"{UNFUSED}([^/()]+)")
 _STRUCTURE = re.compile(r"[/()]+")  # what name stacks are made of
 
 
 def marked(step: Step) -> AbstractContextManager[Any]:
-    """The scope to bind a step in: it says why contractions in it are wider than they may be."""
+    """The scope to bind a step in: it says why contractions in it are wider than they may be.
+
+    Or why a kernel does not compute it, with the attention that it is part of.
+    """
+    if step.unfused:
+        wide = marked(dataclasses.replace(step, unfused=""))
+        unfused = _scope(UNFUSED, step.unfused)
+        return _both(unfused, wide)
     if step.skipped is not None:
         return _scope(SKIPPED if step.skipped.intended else MISSED, step.skipped.why)
     reason = _reason(step)
     return _scope(KEPT, reason) if reason else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _both(
+    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _scope(mark: str, reason: str) -> AbstractContextManager[Any]:
@@ -51,6 +69,13 @@ def emulated(name_stack: Any) -> str:
     """The format whose values a product under a name stack multiplies in a wider one; or empty."""
     formats = _EMULATED.findall(str(name_stack))
     return formats[-1] if formats else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def unfused(name_stack: Any) -> str:
+    """Why no kernel computes the attention that stands under a name stack; empty if not so."""
+    reasons = _UNFUSED.findall(str(name_stack))
+    return reasons[-1] if reasons else ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
+from jaxmp._jaxprs.scopes import CAST
 from jaxmp._speed import Chip
 
 
@@ -143,15 +144,33 @@ def kernel_of(chip: Chip) -> Kernel | None:
     return CUDNN if chip.platform == "gpu" and chip.sixteen_bits == "bfloat16" else None
 
 
-@functools.lru_cache(maxsize=1024)
-def refusal(kernel: Kernel, call: Call, *arrays: tuple[tuple[int, ...], np.dtype[Any]]) -> str:
+def refusal(
+    kernel: Kernel,
+    call: Call,
+    arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...],
+    *,
+    varying: bool,
+) -> str:
     """Why a kernel does not take attention, forward and backward, in its words; empty if it does.
 
     Args:
       kernel: the kernel.
       call: what attention.
       arrays: shapes and dtypes of queries, keys, values, a bias, a mask.
+      varying: whether they are known to differ over axes of devices, as under `jax.shard_map`.
     """
+    if varying and kernel is FLASH:
+        why = "it does not say over which devices its result differs: say check_vma=False"
+        return f"{kernel.name} refuses it: {why}"
+    # Inside of a shard_map the answer depends on more than is told here.
+    inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return (_refusal.__wrapped__ if inside else _refusal)(kernel, call, arrays)
+
+
+@functools.lru_cache(maxsize=1024)
+def _refusal(
+    kernel: Kernel, call: Call, arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+) -> str:
     avals = [jax.ShapeDtypeStruct(*array) for array in arrays]
     n_masks = int(call.masked)
 
@@ -184,9 +203,10 @@ def attention(kernel: Kernel, call: Call, *arrays: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _differentiable(kernel: Kernel, call: Call) -> Callable[..., Any]:
-    # Elsewhere nothing as large as the scores is kept, either.
-    elsewhere = jax.checkpoint(functools.partial(plain, call), prevent_cse=False)
-    branches = {kernel.platform: functools.partial(kernel.run, call)}
+    # The conversions are none of the author's. Elsewhere nothing as large as the scores is kept.
+    ours = jax.named_scope(CAST)
+    elsewhere = jax.checkpoint(ours(functools.partial(plain, call)), prevent_cse=False)
+    branches = {kernel.platform: ours(functools.partial(kernel.run, call))}
 
     def run(*arrays: Any) -> Any:
         return lax.platform_dependent(*arrays, default=elsewhere, **branches)

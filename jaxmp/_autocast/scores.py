@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.seen import Seen, number
+from jaxmp._autocast.seen import VARYING, Seen, number
 from jaxmp._jaxprs.attributes import broadcast_axes, iota_axis, permutation
 from jaxmp._jaxprs.compat import dtype_of, kind, shape_of
 
@@ -206,7 +206,7 @@ def _placed(value: Seen, axes: Axes) -> Placed:
             case "reshape" if [n for n in before if n != 1] == [n for n in value.shape if n != 1]:
                 kept = iter([a for a, n in zip(axes, value.shape, strict=True) if n != 1])
                 axes = tuple(None if n == 1 else next(kept) for n in before)
-            case _:
+            case name if name not in VARYING:
                 break
         value = value.of(0)
         if isinstance(value.atom, Literal):

@@ -25,9 +25,11 @@ from jaxmp._jaxprs.scopes import REGION
 
 # What leaves a value as it is.
 _NOTHING = frozenset({"copy", "name"})
+# What leaves its elements as they are, of each device.
+VARYING = ("pvary", "pcast")
 # What is computed of numbers when a program is planned.
 _OF_NUMBERS = frozenset(
-    {"add", "broadcast_in_dim", "convert_element_type", "div", "integer_pow", "mul", "neg", "pow"}
+    {"add", "broadcast_in_dim", *VARYING, "convert_element_type", "div", "integer_pow", "mul", "neg", "pow"}
     | {"rsqrt", "sqrt", "square", "sub"}
 )
 
@@ -132,7 +134,7 @@ def number(value: Seen, steps: int = 16) -> Any:
     eqn = value.eqn
     if eqn is None or eqn.primitive.name not in _OF_NUMBERS or not steps:
         return None
-    if eqn.primitive.name == "broadcast_in_dim":
+    if eqn.primitive.name in ("broadcast_in_dim", *VARYING):
         return number(value.of(0), steps - 1)
     numbers = [number(operand, steps - 1) for operand in value.operands]
     if any(n is None for n in numbers):

@@ -33,7 +33,7 @@ from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.reading import cast
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, rules_for
-from jaxmp._autocast.unseen import warn_unknown, warn_unquantised, warn_unseen
+from jaxmp._autocast.unseen import warn_unfused, warn_unknown, warn_unquantised, warn_unseen
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
@@ -165,6 +165,7 @@ def under_policy(
         )
         warn_unseen(plan, warned)
         warn_unquantised(plan, warned)
+        warn_unfused(plan, warned)
         warn_unknown(plan, warned)
         outs = closures.run(
             traced.as_written,

@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.first_order import NOT_LOOKED_INSIDE
 from jaxmp._autocast.flops import contraction_flops
+from jaxmp._autocast.fused import NO_KERNEL
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
@@ -86,6 +87,34 @@ def warn_unquantised(plan: Plan, known: set[str]) -> None:
         f"autocast: {recipe} products: {missed / (done + missed):.0%} of what layers multiply "
         f"stays in {np.dtype(plan.rules.policy.compute_dtype).name}: {reasons}. jaxmp.explain "
         "lists them.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def warn_unfused(plan: Plan, known: set[str]) -> None:
+    """Warns where a policy asks for fused attention, and a kernel computes less than half of it.
+
+    Not where the chip has no kernel: a program is tried out there that runs elsewhere.
+
+    Args:
+      plan: the plan of the program.
+      known: what was said already; what is said now is added.
+    """
+    done, missed, why = 0, 0, Counter[str]()
+    for visit in plan.walk():
+        step, flops = visit.step, contraction_flops(visit.step.eqn) * visit.count
+        done += flops if step.fused is not None else 0
+        if step.unfused and not step.unfused.startswith(NO_KERNEL):
+            missed += flops
+            why[step.unfused] += 1
+    if missed <= done or str(why) in known:
+        return
+    known.add(str(why))
+    reasons = "; ".join(f"{n} because {reason}" for reason, n in why.most_common())
+    warnings.warn(
+        f"autocast: attention=fused: {missed / (done + missed):.0%} of what attention multiplies "
+        f"is not fused: {reasons}. jaxmp.explain lists them.",
         UserWarning,
         stacklevel=4,
     )

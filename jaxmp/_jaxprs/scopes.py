@@ -11,6 +11,9 @@ KEPT = "jaxmp_keeps="
 SKIPPED = "jaxmp_skips="
 MISSED = "jaxmp_misses="
 
+# Before the reason for which no kernel computes attention, though a policy asks for it.
+UNFUSED = "jaxmp_unfused="
+
 # Before the format whose values a product multiplies in a wider one, where hardware lacks it.
 EMULATED = "jaxmp_emulates="
 

@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs.attributes import frames, name_stack, source_summary
-from jaxmp._jaxprs.scopes import CAST, EMULATED, KEPT, MISSED, REGION, SKIPPED
+from jaxmp._jaxprs.scopes import CAST, EMULATED, KEPT, MISSED, REGION, SKIPPED, UNFUSED
 
 # Where Python keeps what is installed, and what belongs to it.
 _INSTALLED = {
@@ -31,7 +31,7 @@ _PACKAGES = (
 )  # fmt: skip
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 _SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST})
-_MARKS = (REGION, KEPT, SKIPPED, MISSED, EMULATED)
+_MARKS = (REGION, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED)
 
 
 def is_backward(eqn: JaxprEqn) -> bool:

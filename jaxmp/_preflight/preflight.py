@@ -25,6 +25,7 @@ from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp._speed import chip_named, warning
 from jaxmp.policy import Policy, single_policy
+from jaxmp.policy_string import FUSED
 from jaxmp.recipes import AUTO, Recipe
 
 _PYTHON: tuple[int, ...] = sys.version_info[:2]
@@ -159,10 +160,15 @@ def _warned(policy: Policy | None, target: Target) -> str:
 
 
 def _for_target(policy: Policy | None, target: Target) -> Policy | None:
-    """A policy whose ``matmul="auto"`` decides for a target, rather than for the chip at hand."""
-    if policy is None or policy.matmul != AUTO:
+    """A policy that decides for a target what it would decide for the chip at hand."""
+    if policy is None:
         return policy
-    return dataclasses.replace(policy, matmul=f"{AUTO}@{target.name.partition(':')[0]}")
+    chip = target.name.partition(":")[0]
+    if policy.matmul == AUTO:
+        policy = dataclasses.replace(policy, matmul=f"{AUTO}@{chip}")
+    if policy.attention == FUSED:
+        policy = dataclasses.replace(policy, attention=f"{FUSED}@{chip}")
+    return policy
 
 
 def _check_compiler(target: Target) -> None:

@@ -201,8 +201,8 @@ def _cycles(program: Program) -> str:
 
 
 def _is_library(target: str) -> bool:
-    """Whether a custom call is one of NVIDIA's libraries: cuBLAS, cuDNN."""
-    return target.startswith("__cu")
+    """Whether a custom call is one of NVIDIA's libraries (cuBLAS, cuDNN), or a Pallas kernel."""
+    return target.startswith("__cu") or target == "tpu_custom_call"
 
 
 def _remarks(report: PreflightReport) -> Iterator[str]:
