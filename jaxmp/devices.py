@@ -90,6 +90,17 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
+def kind_of(chip: str) -> str:
+    """What JAX calls a chip, of which our tables have the name.
+
+    Example:
+      >>> kind_of("tpu-v5e"), kind_of("gpu-h100")
+      ('TPU v5 lite', 'NVIDIA H100 80GB HBM3')
+    """
+    kinds = {name: kind for kind, name in _TPU_KINDS.items()}
+    return kinds.get(chip) or str(_table()[chip]["config"]["name"])
+
+
 def _chip_of(device: Any) -> str | None:
     if device.platform == "tpu":
         return _TPU_KINDS.get(device.device_kind)

@@ -36,6 +36,11 @@ needs_gpu_compiler = pytest.mark.skipif(
     reason="needs jaxmp[gpu-aot]",
 )
 
+needs_tpu_compiler = pytest.mark.skipif(
+    not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("flatbuffers")),
+    reason="needs jaxmp[tpu-aot]",
+)
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 

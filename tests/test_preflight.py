@@ -35,7 +35,7 @@ from jaxmp.devices import chips, describe
 
 import fsdp
 from models import CASES
-from support import needs_gpu_compiler
+from support import needs_gpu_compiler, needs_tpu_compiler
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 
@@ -311,11 +311,6 @@ def test_a_wrong_policy_is_refused_before_a_compiler_is_looked_for(monkeypatch):
 
 
 # Compiling, where there are compilers.
-
-needs_tpu_compiler = pytest.mark.skipif(
-    not (importlib.util.find_spec("libtpu") and importlib.util.find_spec("flatbuffers")),
-    reason="needs jaxmp[tpu-aot]",
-)
 
 
 def loss(params, x):

@@ -30,6 +30,8 @@ from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy
 
+# Findings on contractions, besides those of `blame`.
+_OF_FLOPS = ("emulated", "misaligned", "not-quantised", "not-fused")
 _NOT_FUSED = "write it as a kernel takes it, or leave `attention` out of the module's policy"
 _EIGHT_BITS = "give the module a policy without `matmul`: jaxmp.PolicyMap"
 # The backward pass of max-pooling: a window rarely adds more than a few gradients.
@@ -282,7 +284,7 @@ class _Auditor:
         found = []
         for key, cost in self._costs.items():
             kind, source, path, what, fix = key
-            of_flops = kind in (FAULT, INTENDED, "emulated", "misaligned", "not-quantised", "not-fused")
+            of_flops = kind in (FAULT, INTENDED, *_OF_FLOPS)
             found.append(
                 Finding(
                     kind=kind,

@@ -15,10 +15,10 @@ import jax
 from jax import lax
 from jax.extend.core import Literal
 
+from jaxmp._autocast import fused
 from jaxmp._autocast.attended import attended
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
-from jaxmp._autocast import fused
 from jaxmp._autocast.kept import marked
 from jaxmp._autocast.picks import pick
 from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Step

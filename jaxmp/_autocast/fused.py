@@ -27,7 +27,7 @@ from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.scores import Bias, Mask, NotFusedError, Placed, scores_of
-from jaxmp._autocast.seen import Scope, Seen, evaluate, leaves, seen
+from jaxmp._autocast.seen import Scope, evaluate, leaves, seen
 from jaxmp._autocast.softmaxes import Way, makers, sums_rows, way_to
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
 from jaxmp._jaxprs.compat import dtype_of, shape_of
@@ -181,7 +181,7 @@ def _dropped(steps: Sequence[Step], at: int, fused: Fused, outvars: Sequence[Any
 
 
 def _beside(fused: Fused) -> list[Placed]:
-    return [each.placed for each in (*fused.biases, *fused.masks)]
+    return [bias.placed for bias in fused.biases] + [mask.placed for mask in fused.masks]
 
 
 def run(step: Step, env: Environment) -> list[Any]:

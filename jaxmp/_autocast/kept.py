@@ -46,9 +46,7 @@ def marked(step: Step) -> AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _both(
-    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
-) -> Iterator[None]:
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
 

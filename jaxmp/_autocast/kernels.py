@@ -82,23 +82,22 @@ def _grouped(beside: Any, heads: int, shared: int) -> Any:
     return jnp.reshape(beside, (batch, *((1, 1) if n == 1 else (heads, shared)), *lengths))
 
 
-def library(
-    call: Call, q: Any, k: Any, v: Any, *rest: Any, implementation: str = "cudnn"
-) -> Any:
+def library(call: Call, q: Any, k: Any, v: Any, *rest: Any, implementation: Any = "cudnn") -> Any:
     """Attention as JAX hands it to a library."""
     bias, mask = call.beside(rest)
     lengths = q.shape[1], k.shape[1]
-    beside = [
+    bias, mask = (
         None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in (bias, mask)
-    ]
+    )
     return jax.nn.dot_product_attention(
         q,
         k,
         v,
-        *beside,
+        bias,
+        mask,
         scale=call.scale,
         is_causal=call.causal,
-        implementation=implementation,  # type: ignore[arg-type]
+        implementation=implementation,
     )
 
 
@@ -215,9 +214,7 @@ def _differentiable(kernel: Kernel, call: Call) -> Callable[..., Any]:
     def fused_attention(*arrays: Any) -> Any:
         return run(*arrays)
 
-    fused_attention.defvjp(
-        lambda *arrays: jax.vjp(run, *arrays), lambda back, tangent: _once(back, tangent)
-    )
+    fused_attention.defvjp(lambda *arrays: jax.vjp(run, *arrays), _once)
     return fused_attention
 
 

@@ -133,10 +133,10 @@ def scores_of(value: Seen) -> Scores:
             case "select_n":
                 value, mask = _masked(value, axes, scale)
                 masks += mask
-            case "tanh":
-                raise NotFusedError("its scores are capped, by tanh")
-            case other:
-                raise NotFusedError(f"its scores come of {other}")
+            case name:
+                capped = name == "tanh"
+                what = "are capped, by tanh" if capped else f"come of {name}"
+                raise NotFusedError(f"its scores {what}")
     raise NotFusedError("its scores are made far from where they are read")
 
 
@@ -201,7 +201,7 @@ def _placed(value: Seen, axes: Axes) -> Placed:
                 axes = tuple(axes[at] for at in broadcast_axes(eqn))
             case "transpose":
                 order = permutation(eqn)
-                at = {there: axis for there, axis in zip(order, axes, strict=True)}
+                at = dict(zip(order, axes, strict=True))
                 axes = tuple(at[i] for i in range(len(order)))
             case "reshape" if [n for n in before if n != 1] == [n for n in value.shape if n != 1]:
                 kept = iter([a for a, n in zip(axes, value.shape, strict=True) if n != 1])

@@ -29,8 +29,8 @@ _NOTHING = frozenset({"copy", "name"})
 VARYING = ("pvary", "pcast")
 # What is computed of numbers when a program is planned.
 _OF_NUMBERS = frozenset(
-    {"add", "broadcast_in_dim", *VARYING, "convert_element_type", "div", "integer_pow", "mul", "neg", "pow"}
-    | {"rsqrt", "sqrt", "square", "sub"}
+    {"add", "broadcast_in_dim", "convert_element_type", "div", "integer_pow", "mul", "neg", "pow"}
+    | {"rsqrt", "sqrt", "square", "sub", *VARYING}
 )
 
 

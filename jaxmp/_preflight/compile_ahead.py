@@ -23,7 +23,7 @@ from jaxmp._preflight.batch_arguments import sharding_of
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_groups import Mesh
 from jaxmp._preflight.report import Preflight
-from jaxmp.devices import chips
+from jaxmp.devices import kind_of
 
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -69,15 +69,15 @@ def compile_ahead(
 
 
 def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any]:
-    """Lets what is traced know the GPU that it is compiled for, as `recipes.native` asks.
+    """Lets what is traced know the chip that it is compiled for, as `recipes.native` asks.
 
     Not where a program has a mesh of its own. Nor is it told of block-scaled products where its
     arguments are sharded: JAX partitions those with the devices at hand.
     """
-    if target.platform != "gpu" or jax.sharding.get_abstract_mesh().axis_names:
+    if jax.sharding.get_abstract_mesh().axis_names:
         return nullcontext()
-    kind = chips()[target.name.partition(":")[0]]["config"]["name"]
-    device = jax.sharding.AbstractDevice(kind, num_cores=None, platform="gpu")
+    kind = kind_of(target.name.partition(":")[0])
+    device = jax.sharding.AbstractDevice(kind, num_cores=None, platform=target.platform)
     if sharded and multiplies_blocks(device):
         return nullcontext()
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
