@@ -11,12 +11,5 @@ from jaxmp._autocast.picks import compare_picks
 from jaxmp._autocast.planner import Pass
 from jaxmp._autocast.scale_after import scale_after
 
-PASSES: tuple[Pass, ...] = (
-    narrow_early,
-    widen_early,
-    scale_after,
-    compare_picks,
-    fuse,
-    attend,
-    derive,
-)
+CASTS: tuple[Pass, ...] = (narrow_early, widen_early, scale_after)
+PASSES: tuple[Pass, ...] = (*CASTS, compare_picks, fuse, attend, derive)
