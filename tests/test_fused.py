@@ -248,7 +248,12 @@ def test_it_is_found_and_laid_out_as_a_library_takes_it(fn: Any, stand_in: list[
     fused = jax.jit(jaxmp.autocast(fn, FUSED))
     assert jax.eval_shape(fused, *args) == jax.eval_shape(fn, *args)
     assert set(stand_in) == {what}
-    if fn in (causal_and_padded, biased_before_the_scale, few_keys, keys_first):  # of all: slow, below
+    if fn in (
+        causal_and_padded,
+        biased_before_the_scale,
+        few_keys,
+        keys_first,
+    ):  # of all: slow, below
         assert error(fused(*args), jax.jit(fn)(*args)) < 0.02
 
 
@@ -481,6 +486,23 @@ def test_the_summary_counts_what_is_fused() -> None:
     summary = jaxmp.explain(scanned, FUSED)(Q, K, V).summary()
     assert "attention     2 by stand-in on gpu-h100 fused" in summary
     assert "attention" not in jaxmp.explain(scanned, BF16)(Q, K, V).summary()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_module_may_have_its_own_word() -> None:
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            attention = functools.partial(nn.MultiHeadDotProductAttention, HEADS)
+            return attention(name="first")(attention(name="second")(x))
+
+    x = gaussian(4, BATCH, TIME, HEADS * WIDTH)
+    model = jaxmp.wrap(Two(), jaxmp.PolicyMap({"second": BF16}, default=FUSED))
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    rows = jaxmp.explain(model.apply)(params, x).rows
+    [fused] = [row for row in rows if row.fused]
+    assert fused.path.startswith("Two/first/")
+    assert not any(row.not_fused for row in rows)
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -129,7 +129,8 @@ class Explanation:
 
     def _attention(self) -> Iterator[str]:
         """Which attention a kernel computes, and why all other is left as it is."""
-        if not self.policy or get_policy(self.policy).attention is None:
+        asked = self.policy and get_policy(self.policy).attention is not None
+        if not asked and not any(row.fused or row.not_fused for row in self.rows):
             return
         by: Counter[str] = Counter()
         for row in self.rows:

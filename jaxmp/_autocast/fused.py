@@ -25,7 +25,7 @@ from jaxmp._autocast.kernels import Call, attention, kernel_of, refusal
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.recipes.native import traced_for
-from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.rules import FLOAT32, region_rules
 from jaxmp._autocast.scores import Bias, Mask, NotFusedError, Placed, scores_of
 from jaxmp._autocast.seen import Scope, evaluate, leaves, seen
 from jaxmp._autocast.softmaxes import Way, makers, sums_rows, way_to
@@ -43,19 +43,20 @@ DROPPED = "part of the attention that {} computes"
 
 
 def fuse(plan: Plan, _planner: object = None) -> Plan:
-    """A plan in which kernels compute attention, if its policy asks for it."""
-    asked = plan.rules.policy.attention
-    if asked is None or not any(map(_multiplies, plan.steps)):
+    """A plan in which kernels compute attention, where its policy asks for it."""
+    asking = {i: asked for i, step in enumerate(plan.steps) if (asked := _asked(step, plan))}
+    if not asking:
         return plan
-    name = fused_chip(asked)
-    chip = chip_named(name) if name else chip_of(traced_for())
     eqns = [step.eqn for step in plan.steps]
     scope = Scope(makers(eqns), dict(zip(plan.jaxpr.constvars, plan.consts, strict=True)))
     steps = list(plan.steps)
-    for i, step in enumerate(plan.steps):
-        found = _softmax_of(step, scope) if _multiplies(step) else None
+    for i, asked in asking.items():
+        step = plan.steps[i]
+        found = _softmax_of(step, scope)
         if found is None:
             continue
+        name = fused_chip(asked)
+        chip = chip_named(name) if name else chip_of(traced_for())
         try:
             fused = _fused(steps, step, *found, scope, chip)
             dropped = _dropped(steps, i, fused, plan.jaxpr.outvars)
@@ -71,10 +72,13 @@ def fuse(plan: Plan, _planner: object = None) -> Plan:
     return dataclasses.replace(plan, steps=tuple(steps))
 
 
-def _multiplies(step: Step) -> bool:
-    """Whether a step may be the second product of attention."""
-    name = step.eqn.primitive.name
-    return name == "dot_general" and step.action in ("contract", "bind") and not step.linear
+def _asked(step: Step, plan: Plan) -> str | None:
+    """What its policy asks of a step, if it may be the second product of attention."""
+    product = step.eqn.primitive.name == "dot_general" and step.action in ("contract", "bind")
+    if not product or step.linear:
+        return None
+    asked: str | None = (region_rules(step.eqn) or plan.rules).policy.attention
+    return asked
 
 
 def _softmax_of(step: Step, scope: Scope) -> tuple[int, Way] | None:
