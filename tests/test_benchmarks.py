@@ -38,6 +38,7 @@ PROGRAMS = {
     "eight_bits_aot": "import eight_bits_aot",
     "when_it_pays": "import when_it_pays; when_it_pays.main()",
     "gpu": "import gpu",
+    "fused_attention": "import fused_attention as f; [f.step(policy) for policy in f.POLICIES]",
     "convergence": "import convergence as c; [c.jaxmp.get_policy(p) for p in c.RECIPES.values()]",
     "scaling": "import scaling; scaling.main()",
     "collectives_aot": "import collectives_aot as c; [c.known(p) for p in c.POLICIES]",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -457,6 +458,23 @@ def test_pallas_takes_what_it_takes() -> None:
         ("TPUs multiply no float16", (causal, *long), float16),
     ):
         assert explained(*args, policy=asked) == [("", f"Pallas refuses it: {why}")]
+
+
+@pytest.mark.slow
+def test_pallas_computes_it() -> None:
+    call = Call(0.2, True, False, False)
+    arrays = [
+        gaussian(i, 1, 256, heads, 32).astype(jnp.bfloat16) for i, heads in enumerate((4, 2, 2))
+    ]
+
+    def both(run: Callable[..., Any]) -> Any:
+        return run(call, *arrays), jax.grad(loss_of(functools.partial(run, call)), (0, 1, 2))(
+            *arrays
+        )
+
+    with pltpu.force_tpu_interpret_mode():
+        got = both(kernels.flash)
+    assert error(got, jax.tree.map(np.float64, both(kernels.plain))) < 0.02
 
 
 def test_without_a_kernel_it_runs_as_it_did_and_says_so() -> None:
