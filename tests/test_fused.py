@@ -344,6 +344,21 @@ def test_it_is_differentiated_wherever_it_is(name: str, stand_in: list[str]) -> 
     assert error(got, want) <= 1.5 * error(unfused, want) < 0.05
 
 
+@pytest.mark.usefixtures("elsewhere")
+def test_a_shared_mask_is_mapped_inside_alone() -> None:
+    """cuDNN's call is mapped by a rule of JAX's that takes a mask of each head."""
+    stacked = [jnp.stack([x, x]) for x in (Q, K, V)]
+
+    def outside(fn: Callable[..., Any]) -> Any:
+        return jax.eval_shape(jax.grad(loss_of(jax.vmap(jaxmp.autocast(fn, FUSED)))), *stacked)
+
+    with pytest.raises(NotImplementedError, match=r"Write jaxmp.autocast\(jax.vmap\(f\), policy\)"):
+        outside(mask_added)
+    assert outside(causal).shape == stacked[0].shape
+    inside = jaxmp.autocast(jax.vmap(mask_added), FUSED)
+    assert jax.eval_shape(jax.grad(loss_of(inside)), *stacked).shape == stacked[0].shape
+
+
 def second_read(q, k, v):
     p = jax.nn.softmax(scores_of(q, k) / 4)
     return jnp.einsum("bhts,bshd->bthd", p, v) + jnp.sum(p**2)

@@ -86,6 +86,8 @@ def library(call: Call, q: Any, k: Any, v: Any, *rest: Any, implementation: Any 
     """Attention as JAX hands it to a library."""
     bias, mask = call.beside(rest)
     lengths = q.shape[1], k.shape[1]
+    if q.shape[2] > 1 and any(x is not None and x.shape[1] == 1 for x in (bias, mask)):
+        q = _unmapped(q)
     bias, mask = (
         None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in (bias, mask)
     )
@@ -98,6 +100,29 @@ def library(call: Call, q: Any, k: Any, v: Any, *rest: Any, implementation: Any 
         scale=call.scale,
         is_causal=call.causal,
         implementation=implementation,
+    )
+
+
+@jax.custom_vjp
+def _unmapped(q: Any) -> Any:
+    """The queries, which refuse to be mapped over: JAX then lays out a mask for each head."""
+    return _refuse_map(q)
+
+
+_unmapped.defvjp(lambda q: (_refuse_map(q), None), lambda _, tangent: (tangent,))
+
+
+@jax.custom_batching.custom_vmap
+def _refuse_map(q: Any) -> Any:
+    return q
+
+
+@_refuse_map.def_vmap
+def _(_size: int, _mapped: Any, _q: Any) -> Any:
+    raise NotImplementedError(
+        "autocast: cuDNN's attention is not mapped with a mask or bias that all heads share. Write "
+        "jaxmp.autocast(jax.vmap(f), policy) in the place of jax.vmap(jaxmp.autocast(f, policy)), "
+        "or leave attention='fused' out of the policy"
     )
 
 
