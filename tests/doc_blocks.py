@@ -60,22 +60,25 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def run(program: str, scope: dict, name: str = "<page>") -> dict:
-    exec(compile(program, name, "exec"), scope)
+def run(program: str, scope: dict) -> dict:
+    """Runs a program under the name that reports give to its lines."""
+    exec(compile(program, "example.py", "exec"), scope)
     return scope
 
 
-def outputs(page: str, name: str) -> Iterator[tuple[Block, str]]:
+def outputs(page: str) -> Iterator[tuple[Block, str]]:
     """Runs a page; each block of output, and what the program before it has printed."""
     scope: dict = {"__name__": "page"}
     printed = None
     for block in blocks(page):
         if block.runs:
             out = io.StringIO()
-            # Errors name the line of the page, not that of the block.
-            padding = "\n" * page.count("\n", 0, block.start)
-            with contextlib.redirect_stdout(out):
-                run(padding + block.text, scope, name)
+            try:
+                with contextlib.redirect_stdout(out):
+                    run(block.text, scope)
+            except Exception as error:
+                error.add_note(f"in the block at line {page.count(chr(10), 0, block.start)}")
+                raise
             printed = out.getvalue()
         elif block.language == "text" and printed is not None:
             yield block, printed
@@ -86,7 +89,7 @@ def outputs(page: str, name: str) -> Iterator[tuple[Block, str]]:
 
 def write(path: Path) -> None:
     page = path.read_text(encoding="utf-8")
-    for block, printed in reversed(list(outputs(page, str(path)))):
+    for block, printed in reversed(list(outputs(page))):
         if not block.printed_here():
             raise SystemExit(f"{path}: not of JAX {jax.__version__}: {block.above}")
         page = page[: block.start] + printed + page[block.start + len(block.text) :]

@@ -47,7 +47,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in WITH_PROGRAMS]
 )
 def test_programs_run_and_print_what_is_shown(name):
-    for block, printed in outputs(PAGES[name], f"docs/{name}"):
+    for block, printed in outputs(PAGES[name]):
         if block.printed_here():
             assert printed == block.text, f"write it anew: python tests/doc_blocks.py docs/{name}"
 
