@@ -62,7 +62,7 @@ def blocks(page: str) -> list[Block]:
 
 def run(program: str, scope: dict) -> dict:
     """Runs a program under the name that reports give to its lines."""
-    exec(compile(program, "example.py", "exec"), scope)
+    exec(compile(program, "example.py", "exec", dont_inherit=True), scope)
     return scope
 
 
