@@ -16,6 +16,7 @@ import contextlib
 import io
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -89,7 +90,9 @@ def outputs(page: str) -> Iterator[tuple[Block, str]]:
 
 def write(path: Path) -> None:
     page = path.read_text(encoding="utf-8")
-    for block, printed in reversed(list(outputs(page))):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        found = list(outputs(page))
+    for block, printed in reversed(found):
         if not block.printed_here():
             raise SystemExit(f"{path}: not of JAX {jax.__version__}: {block.above}")
         page = page[: block.start] + printed + page[block.start + len(block.text) :]
@@ -98,4 +101,4 @@ def write(path: Path) -> None:
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        write(Path(argument))
+        write(Path(argument).resolve())
