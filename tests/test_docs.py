@@ -31,8 +31,19 @@ TESTED_ELSEWHERE = {
     "many_devices.md": "test_benchmarks.py",
     "validation.md": "test_validate_report.py",
 }
-# They compile for seconds.
-SLOW: set[str] = set()
+# The programs of the other pages compile for seconds.
+QUICK = {
+    "choosing.md",
+    "coming_from/jmp.md",
+    "coming_from/qwix.md",
+    "coming_from/torch.md",
+    "concepts/cotangents.md",
+    "concepts/float32.md",
+    "concepts/plan.md",
+    "how_to/attention.md",
+    "how_to/setup.md",
+    "index.md",
+}
 
 OWN = sorted(PAGES.keys() - TESTED_ELSEWHERE.keys())
 WITH_PROGRAMS = [name for name in OWN if any(block.runs for block in blocks(PAGES[name]))]
@@ -44,7 +55,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in WITH_PROGRAMS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in WITH_PROGRAMS]
 )
 def test_programs_run_and_print_what_is_shown(name):
     for block, printed in outputs(PAGES[name]):
