@@ -13,10 +13,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from doc_blocks import Block, blocks, outputs
 
 import jaxmp
 
+from doc_blocks import Block, blocks, outputs
 from support import ROOT
 
 DOCS = ROOT / "docs"

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from doc_blocks import blocks, run
 from flax import nnx
 
 import jaxmp
 
+from doc_blocks import blocks, run
 from support import contraction_dtypes
 
 ROOT = Path(__file__).parents[1]
