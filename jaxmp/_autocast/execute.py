@@ -19,6 +19,7 @@ from jaxmp._autocast.attended import attended
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.kept import marked
+from jaxmp._autocast.lines import Line, lines
 from jaxmp._autocast.picks import pick
 from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
@@ -43,7 +44,10 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
       One array per result, in the dtypes `plan.outs`.
     """
     env = Environment(plan, args)
-    for step in plan.steps:
+    for step in lines(plan):
+        if isinstance(step, Line):
+            _run_line(step, env)
+            continue
         eqn = step.eqn
         with compat.source_of(eqn), in_context(eqn), marked(step):
             outs = _ACTIONS[step.action](plan, step, env)
@@ -62,6 +66,12 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
 
 
 # First-order equations.
+
+
+def _run_line(line: Line, env: Environment) -> None:
+    first = line.steps[0].eqn
+    with compat.source_of(first), in_context(first):
+        line.run(env)
 
 
 def _parameter(env: Environment, atom: Any) -> Parameter:
