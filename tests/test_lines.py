@@ -138,3 +138,11 @@ def test_layers_are_one_function() -> None:
     assert len(traced) >= 12
     # The first layer reads x, which no product has returned.
     assert len(set(traced)) <= len(traced) // 2
+
+
+def test_what_is_computed_at_once_is_computed_step_by_step() -> None:
+    """A region in float32, called or differentiated without `jax.jit`: to the last bit."""
+    fn = jaxmp.autocast(jaxmp.full_precision(norm), "mixed_bfloat16")
+    assert jnp.array_equal(fn(X, X), norm(X, X))
+    got, want = (jax.grad(lambda x, f=f: f(x, X).sum())(X) for f in (fn, norm))
+    assert jnp.array_equal(got, want)

@@ -27,7 +27,7 @@ from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.recipes import derivative
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
-from jaxmp._jaxprs.attributes import in_context, on_mesh_of, with_dtype
+from jaxmp._jaxprs.attributes import in_context, is_abstract, on_mesh_of, with_dtype
 from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import rebind
 from jaxmp._jaxprs.parameter_products import Parameter, crossed, op_of
@@ -44,7 +44,9 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
       One array per result, in the dtypes `plan.outs`.
     """
     env = Environment(plan, args)
-    for step in lines(plan):
+    # What is computed at once is computed step by step, as without autocast, to the last bit.
+    traced = any(map(is_abstract, args))
+    for step in lines(plan) if traced else plan.steps:
         if isinstance(step, Line):
             _run_line(step, env)
             continue

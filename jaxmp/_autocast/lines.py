@@ -1,9 +1,9 @@
 """Steps of one line of the program, run as one function.
 
 JAX traces a jitted function once, and differentiates and transposes it once. A line such as a
-normalisation or an activation is many equations that occur in every layer of a model: as one
-function, inlined into the program that calls it, they leave no trace, and cost as much as one.
-Their equations carry the name stack and the line that all of them have in common.
+normalisation or an activation is many equations, which occur in every layer of a model. As one
+function they cost what one of them would. It is inlined into the program that calls it, which is
+the one that the steps make one by one: they have their module and their line in common.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxmp._autocast.primitives import CROSSING, TRACED_ONCE
 from jaxmp._autocast.reading import Environment, cast, narrow_constant, read_as
 from jaxmp._jaxprs.attributes import context, name_stack, returns_several
 from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
-from jaxmp._jaxprs.source import user_line
+from jaxmp._jaxprs.source import library_line, user_line
 
 
 class Constant(NamedTuple):
@@ -42,7 +42,7 @@ class Constant(NamedTuple):
 class Made(NamedTuple):
     """A result of an operation before, as it is kept, or a copy of it."""
 
-    index: int
+    position: int
     read: Read | None
 
 
@@ -57,7 +57,7 @@ class Operation(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Steps that are run as one function.
+    """Steps that follow one another, and are run as one function.
 
     Attributes:
       steps: the steps.
@@ -116,11 +116,11 @@ def _place(step: Step) -> Any:
         return None
     if any(isinstance(v, Literal) and not np.asarray(v.val).itemsize for v in eqn.invars):
         return None
-    return name_stack(eqn), context(eqn), user_line(eqn)
+    return name_stack(eqn), context(eqn), user_line(eqn) or library_line(eqn)
 
 
 def _line(steps: tuple[Step, ...]) -> Line:
-    index: dict[Any, int] = {}
+    positions: dict[Any, int] = {}
     inputs: list[tuple[Any, Read]] = []
     where: dict[tuple[Any, Read], int] = {}
     copies: dict[tuple[Any, Read], None] = {}
@@ -132,15 +132,16 @@ def _line(steps: tuple[Step, ...]) -> Line:
             as_is = read.dtype is None or read.dtype == np.float32
             value = np.asarray(atom.val if as_is else narrow_constant(atom.val, read.dtype))
             return Constant(value.dtype, value.shape, value.tobytes())
-        if atom not in index:
+        if atom not in positions:
             if (atom, read) not in where or read.alone:
                 where[atom, read] = len(inputs)
                 inputs.append((atom, read))
             return where[atom, read]
-        if read.dtype is None or (read.shape is None and read.dtype == kept[index[atom]]):
-            return Made(index[atom], None)
+        position = positions[atom]
+        if read.dtype is None or (read.shape is None and read.dtype == kept[position]):
+            return Made(position, None)
         copies[atom, read] = None
-        return Made(index[atom], read)
+        return Made(position, read)
 
     for step in steps:
         eqn = step.eqn
@@ -149,7 +150,7 @@ def _line(steps: tuple[Step, ...]) -> Line:
         params = tuple(eqn.params.items())
         operations.append(Operation(eqn.primitive, params, operands, step.outs, shape))
         for var, dtype in zip(eqn.outvars, step.outs, strict=True):
-            index[var] = len(kept)
+            positions[var] = len(kept)
             kept.append(dtype_of(var) if dtype is None else dtype)
     return Line(steps, tuple(inputs), tuple(operations), tuple(copies))
 
@@ -174,13 +175,16 @@ def _runner(
             if isinstance(operand, Constant):
                 return operand.array
             if isinstance(operand, int):
-                if to_read[operand] is not None and operand not in read_here:
-                    read_here[operand] = read_as(arrays[operand], to_read[operand])
-                return read_here.get(operand, arrays[operand])
+                read = to_read[operand]
+                if read is None:
+                    return arrays[operand]
+                if operand not in read_here:
+                    read_here[operand] = read_as(arrays[operand], read)
+                return read_here[operand]
             if operand.read is None:
-                return made[operand.index]
+                return made[operand.position]
             if operand not in copies or operand.read.alone:
-                copies[operand] = read_as(made[operand.index], operand.read)
+                copies[operand] = read_as(made[operand.position], operand.read)
             return copies[operand]
 
         for op in operations:

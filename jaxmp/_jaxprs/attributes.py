@@ -32,6 +32,17 @@ def is_tracer(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def is_abstract(value: Any) -> bool:
+    """Whether a value is traced into a program, and is no array that has been computed."""
+    if not is_tracer(value):
+        return False
+    try:
+        jex_core.concrete_or_error(None, value)
+    except jax.errors.ConcretizationTypeError:
+        return True
+    return False
+
+
 def is_reference(atom: Any) -> bool:
     """Whether a variable is a reference to an array, whose dtype is that of the array."""
     return hasattr(atom.aval, "inner_aval")
