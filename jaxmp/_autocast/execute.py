@@ -19,6 +19,7 @@ from jaxmp._autocast.attended import attended
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.kept import marked
+from jaxmp._autocast.lines import Line, lines
 from jaxmp._autocast.picks import pick
 from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
@@ -26,7 +27,7 @@ from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.recipes import derivative
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
-from jaxmp._jaxprs.attributes import in_context, on_mesh_of, with_dtype
+from jaxmp._jaxprs.attributes import in_context, is_abstract, on_mesh_of, with_dtype
 from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import rebind
 from jaxmp._jaxprs.parameter_products import Parameter, crossed, op_of
@@ -43,7 +44,12 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
       One array per result, in the dtypes `plan.outs`.
     """
     env = Environment(plan, args)
-    for step in plan.steps:
+    # What is computed at once is computed step by step, as without autocast, to the last bit.
+    traced = any(map(is_abstract, args))
+    for step in lines(plan) if traced else plan.steps:
+        if isinstance(step, Line):
+            _run_line(step, env)
+            continue
         eqn = step.eqn
         with compat.source_of(eqn), in_context(eqn), marked(step):
             outs = _ACTIONS[step.action](plan, step, env)
@@ -62,6 +68,12 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
 
 
 # First-order equations.
+
+
+def _run_line(line: Line, env: Environment) -> None:
+    first = line.steps[0].eqn
+    with compat.source_of(first), in_context(first):
+        line.run(env)
 
 
 def _parameter(env: Environment, atom: Any) -> Parameter:

@@ -35,6 +35,11 @@ def marked(step: Step) -> AbstractContextManager[Any]:
     return _scope(KEPT, reason) if reason else contextlib.nullcontext()
 
 
+def is_marked(step: Step) -> bool:
+    """Whether a step is bound in such a scope."""
+    return step.skipped is not None or bool(_reason(step))
+
+
 def _scope(mark: str, reason: str) -> AbstractContextManager[Any]:
     return jax.named_scope(mark + _STRUCTURE.sub(" ", reason).strip())
 

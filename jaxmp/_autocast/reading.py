@@ -47,16 +47,25 @@ class Environment:
 
     def read(self, atom: Any, read: Read) -> Any:
         """A variable or literal of the jaxpr, as it is read."""
-        dtype = read.dtype
         if isinstance(atom, Literal):
-            return atom.val if dtype in (None, FLOAT32) else narrow_constant(atom.val, dtype)
-        array = self.arrays[atom]
+            as_is = read.dtype in (None, FLOAT32)
+            return atom.val if as_is else narrow_constant(atom.val, read.dtype)
+        copy = self.copied(atom, read)
+        if copy is None:
+            copy = read_as(self.arrays[atom], read)
+            self.keep(atom, read, copy)
+        return copy
+
+    def copied(self, atom: Any, read: Read) -> Any:
+        """A variable as it is read, if no copy has to be made for it; else None."""
+        array, dtype = self.arrays[atom], read.dtype
         if dtype is None or (read.shape is None and array.dtype == dtype):
             return array
-        key = (atom, dtype, read.saturate, read.shape)
-        if key not in self._copies or read.alone:
-            self._copies[key] = cast(array, dtype, saturate=read.saturate, shape=read.shape)
-        return self._copies[key]
+        return None if read.alone else self._copies.get((atom, dtype, read.saturate, read.shape))
+
+    def keep(self, atom: Any, read: Read, copy: Any) -> None:
+        """Keeps a copy of a variable, for those that read it so."""
+        self._copies[atom, read.dtype, read.saturate, read.shape] = copy
 
     def copy(self, step: Step, product: Contraction, operand: Any, of: int) -> Any:
         """What a recipe makes of an operand that a step has read; one copy for all steps."""
@@ -73,6 +82,11 @@ class Environment:
         if dtype is None and dtype_of(atom) == FLOAT32:
             dtype = FLOAT32
         return self.read(atom, Read(dtype, saturate))
+
+
+def read_as(array: Any, read: Read) -> Any:
+    """A copy of an array."""
+    return cast(array, read.dtype, saturate=read.saturate, shape=read.shape)  # type: ignore[arg-type]
 
 
 def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None) -> Any:

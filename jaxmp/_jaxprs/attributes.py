@@ -8,9 +8,10 @@ and `tests/test_package.py` finds what is read elsewhere.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,17 @@ from jax.sharding import AxisType, NamedSharding, get_abstract_mesh, use_abstrac
 def is_tracer(value: Any) -> bool:
     """Whether a value is an array that is being traced."""
     return isinstance(value, jax.core.Tracer)
+
+
+def is_abstract(value: Any) -> bool:
+    """Whether a value is traced into a program, and is no array that has been computed."""
+    if not is_tracer(value):
+        return False
+    try:
+        jex_core.concrete_or_error(None, value)
+    except jax.errors.ConcretizationTypeError:
+        return True
+    return False
 
 
 def is_reference(atom: Any) -> bool:
@@ -103,10 +115,16 @@ def name_stack(eqn: jex_core.JaxprEqn) -> Any:
     return eqn.source_info.name_stack
 
 
-def frames(eqn: jex_core.JaxprEqn) -> Sequence[Any]:
-    """The Python frames an equation was made in, innermost first."""
+def frames(eqn: jex_core.JaxprEqn) -> Iterator[tuple[CodeType, int]]:
+    """The Python frames an equation was made in, innermost first: code, and where in it."""
     traceback: Any = eqn.source_info.traceback
-    return () if traceback is None else traceback.frames
+    return iter(()) if traceback is None else zip(*traceback.raw_frames(), strict=True)
+
+
+def line_number(eqn: jex_core.JaxprEqn, frame: tuple[CodeType, int]) -> int:
+    """The line of one of its frames."""
+    traceback: Any = eqn.source_info.traceback
+    return int(traceback.code_addr2line(*frame))
 
 
 def source_summary(eqn: jex_core.JaxprEqn) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._jaxprs.attributes import frames, name_stack, source_summary
+from jaxmp._jaxprs.attributes import frames, line_number, name_stack, source_summary
 from jaxmp._jaxprs.scopes import CAST, EMULATED, KEPT, MISSED, REGION, SKIPPED
 
 # Where Python keeps what is installed, and what belongs to it.
@@ -53,8 +53,9 @@ def user_line(eqn: JaxprEqn) -> str:
     """``file.py:line`` of the innermost frame that is in no library; empty if all are."""
     libraries = _libraries()
     for frame in frames(eqn):
-        if not _is_in(frame.file_name, libraries):
-            return f"{Path(frame.file_name).name}:{frame.line_num}"
+        file = frame[0].co_filename
+        if not _is_in(file, libraries):
+            return f"{Path(file).name}:{line_number(eqn, frame)}"
     return ""
 
 
