@@ -375,7 +375,7 @@ def main() -> int:
     versions = [f"{p} {version(p)}" for p in PACKAGES]
     print(", ".join([f"Python {platform.python_version()}", *versions]))
     if args.trace_time:
-        return int(trace_time(args.runs) > 1.35 and args.check)
+        return int(trace_time(args.runs) > 1.25 and args.check)
     cache = Cache(args.cache, args.seeds)
     all_rows, failures = [], []
     for name in args.models:
