@@ -8,7 +8,7 @@ and `tests/test_package.py` finds what is read elsewhere.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,6 +151,11 @@ def holds_jaxprs(parameter: Any) -> bool:
     return next(jex_core.jaxprs_in_params({"": parameter}), None) is not None
 
 
+def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The jaxprs in the parameters of an equation."""
+    yield from jex_core.jaxprs_in_params(params)
+
+
 def function_name(jaxpr: Any) -> str:
     """The name of the function that an open jaxpr was traced from."""
     return str(jaxpr.debug_info.func_name)
@@ -170,8 +175,14 @@ def product_axes(eqn: jex_core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes,
     """The contracted axes of both operands of a product, then those of the batch."""
     ragged = ragged_axes(eqn)
     both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = (
-        eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+        dot_axes(eqn.params) if ragged is None else ragged.dot_dimension_numbers
     )
+    return both
+
+
+def dot_axes(params: Mapping[str, Any]) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
+    """The same of a ``dot_general``, by its parameters."""
+    both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = params["dimension_numbers"]
     return both
 
 
@@ -211,6 +222,11 @@ def reduced_axes(eqn: jex_core.JaxprEqn) -> Axes:
     """The axes that a reduction adds up, or takes the largest of."""
     axes: Axes = tuple(map(int, eqn.params["axes"]))
     return axes
+
+
+def reduced_shape(aval: Any, params: Mapping[str, Any]) -> Axes:
+    """The sizes of what a reduction of an array sums over, by its parameters."""
+    return tuple(aval.shape[i] for i in params["axes"])
 
 
 def permutation(eqn: jex_core.JaxprEqn) -> Axes:
