@@ -20,7 +20,7 @@ from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.kept import marked
 from jaxmp._autocast.picks import pick
-from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Step
+from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Segment, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
 from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.recipes import derivative
@@ -30,6 +30,7 @@ from jaxmp._jaxprs.attributes import in_context, on_mesh_of, with_dtype
 from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import rebind
 from jaxmp._jaxprs.parameter_products import Parameter, crossed, op_of
+from jaxmp.checkpoint_policies import long_contractions
 
 
 def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
@@ -43,7 +44,21 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
       One array per result, in the dtypes `plan.outs`.
     """
     env = Environment(plan, args)
-    for step in plan.steps:
+    done = 0
+    for segment in plan.segments:
+        _run(plan, plan.steps[done : segment.start], env)
+        _run_again(plan, segment, env)
+        done = segment.stop
+    _run(plan, plan.steps[done:], env)
+    return [
+        env.result(atom, dtype, saturate=clip)
+        for atom, dtype, clip in zip(plan.jaxpr.outvars, plan.outs, plan.clip, strict=True)
+    ]
+
+
+def _run(plan: Plan, steps: Sequence[Step], env: Environment) -> None:
+    """Computes the results of steps."""
+    for step in steps:
         eqn = step.eqn
         with compat.source_of(eqn), in_context(eqn), marked(step):
             outs = _ACTIONS[step.action](plan, step, env)
@@ -55,10 +70,22 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
                 env.arrays[var] = out
             if step.action == "reorder":
                 env.moved.update(dict.fromkeys(eqn.outvars, eqn))
-    return [
-        env.result(atom, dtype, saturate=clip)
-        for atom, dtype, clip in zip(plan.jaxpr.outvars, plan.outs, plan.clip, strict=True)
-    ]
+
+
+def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
+    """The same of a segment, of which what is cheap is computed again on the way back."""
+    moved: dict[Any, Any] = {}
+
+    def run() -> list[Any]:
+        inner = env.within()
+        _run(plan, plan.steps[segment.start : segment.stop], inner)
+        moved.update(inner.moved)
+        return [inner.arrays[var] for var in segment.results]
+
+    # In a loop the way back is a loop of its own, and there is nothing to find computed before.
+    again = jax.checkpoint(run, policy=long_contractions, prevent_cse=not segment.looped)
+    env.arrays.update(zip(segment.results, again(), strict=True))
+    env.moved.update(moved)
 
 
 # First-order equations.

@@ -7,8 +7,10 @@ side of the conversion. `Read` says which; `bind.scale` does so for products.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -30,12 +32,19 @@ class Environment:
     """The arrays of a planned jaxpr computed so far, and their copies as steps read them."""
 
     def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
-        self.arrays: dict[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
+        self.arrays: MutableMapping[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
         self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
         self.moved: dict[Any, JaxprEqn] = {}  # what moves made, and which
         self.low_wire = plan.rules.low_wire
         self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
         self._copies: dict[Any, Any] = {}
+
+    def within(self) -> Environment:
+        """One for steps that are differentiated together: what it gets does not come back here."""
+        inner = copy.copy(self)
+        inner.arrays = ChainMap({}, self.arrays)
+        inner.moved, inner.crossed, inner._copies = dict(self.moved), dict(self.crossed), {}
+        return inner
 
     def array(self, atom: Any) -> Any:
         """A variable or literal of the jaxpr, as it is kept."""
