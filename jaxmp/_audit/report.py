@@ -52,6 +52,8 @@ class Operation:
       count: how often it runs per call.
       backward: whether it belongs to a backward pass.
       inserted: whether autocast added it.
+      again: whether it computes again, for the backward pass, what a `jax.checkpoint` or a policy
+        with ``residuals=recompute`` did not keep.
       kept: why autocast keeps a contraction in float32 of its own accord; empty for all else.
       skipped: why a policy's recipe does not multiply a contraction; None for all else.
       emulates: the format whose values a contraction multiplies in a wider one, where the device
@@ -68,6 +70,7 @@ class Operation:
     count: float
     backward: bool
     inserted: bool = False
+    again: bool = False
     kept: str = ""
     skipped: Skipped | None = None
     emulates: str = ""
@@ -223,6 +226,11 @@ class PrecisionReport:
                 lines.append(f"contractions, {name:8s}  {text} of {_si(total)}FLOPs")
         if self.residual_bytes:
             lines.append(f"kept for backward       {_by_dtype(self.residual_bytes)}")
+        again = [op for op in self.operations if op.again]
+        if again:
+            flops = sum(op.flops for op in again)
+            others = sum(op.count for op in again if not op.flops)
+            lines.append(f"computed again          {_si(flops)}FLOPs, {others:g} other operations")
         for by, inserted in (("the author", False), ("autocast", True)):
             for pair, (count, size) in sorted(self.casts(inserted=inserted).items()):
                 lines.append(f"casts by {by:14s} {count:g} {pair}, {_si(size)}B written")

@@ -15,14 +15,18 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxmp._autocast.attention import without_attention
 from jaxmp._autocast.plan import Plan, Segment, Step
 from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.rules import region_rules
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import has_effects
+from jaxmp._jaxprs.attributes import has_effects, parameters, with_dtype
+from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp.checkpoint_policies import long_contractions
 
 OWN_CHECKPOINT = "a jax.checkpoint of the program itself: it keeps what that one says"
 OWN_RULE = "a function with a custom_vjp: it keeps what its rule returns"
@@ -30,12 +34,39 @@ EFFECTS = "has side effects: runs once"
 UNKNOWN = "not looked inside: runs once"
 OPEN_ENDED = "a while loop: has no backward pass"
 SAVED = "the policy here says residuals=save"
+KEPT = "kept for the way back"
+AGAIN = "computed again on the way back"
 _PARTS = "in parts"  # what is inside decides for itself
 
 
 def recompute(plan: Plan) -> Plan:
     """A plan with segments, at any depth, where its policies ask for them."""
     return _Recomputing().segmented(plan, looped=False)
+
+
+def residual(step: Step, *, again: bool) -> str:
+    """What becomes of the results of a step until the way back; empty where that is as in JAX.
+
+    Args:
+      step: a step without plans.
+      again: whether it is in a segment.
+    """
+    if not again:
+        return step.saves
+    floats = [v for v in step.eqn.outvars if _is_kept_or_not(dtype_of(v))]
+    if not floats:
+        return ""
+    avals = [
+        v.aval if dtype is None else with_dtype(v.aval, dtype)
+        for v, dtype in zip(step.eqn.invars, step.ins, strict=True)
+    ]
+    keeps = long_contractions(step.eqn.primitive, *avals, **parameters(step.eqn))
+    return KEPT if keeps else AGAIN
+
+
+def _is_kept_or_not(dtype: Any) -> bool:
+    """Whether arrays of a dtype are kept for the way back: numbers with a derivative, and masks."""
+    return dtype is not None and (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.inexact))
 
 
 class _Recomputing:
@@ -70,11 +101,30 @@ class _Recomputing:
         return dataclasses.replace(plan, segments=segments)
 
     def _in_parts(self, step: Step, why: str, *, looped: bool) -> Step:
+        if not why:
+            return self._plain(step)
         if why != _PARTS:
-            return dataclasses.replace(step, saves=why) if why else step
+            return dataclasses.replace(step, saves=why)
         loops = looped or any(inner.loops for inner in inside(step.eqn))
         plans = tuple(self.segmented(plan, looped=loops) for plan in step.plans)
         return dataclasses.replace(step, plans=plans)
+
+    def _plain(self, step: Step) -> Step:
+        """A step of a segment. A product of a softmax needs no derivative that keeps less."""
+        if step.attention is not None:
+            return without_attention(step)
+        if not step.plans or step.action.startswith("custom_"):
+            return step
+        plans = tuple(map(self._plain_plan, step.plans))
+        return step if plans == step.plans else dataclasses.replace(step, plans=plans)
+
+    def _plain_plan(self, plan: Plan) -> Plan:
+        key = plan, "plain"
+        if key not in self._made:
+            steps = tuple(map(self._plain, plan.steps))
+            same = all(new is old for new, old in zip(steps, plan.steps, strict=True))
+            self._made[key] = plan if same else dataclasses.replace(plan, steps=steps, built={})
+        return self._made[key]
 
     def _is_whole(self, plan: Plan) -> bool:
         """Whether everything in a plan may be computed again."""

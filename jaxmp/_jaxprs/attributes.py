@@ -151,6 +151,12 @@ def holds_jaxprs(parameter: Any) -> bool:
     return next(jex_core.jaxprs_in_params({"": parameter}), None) is not None
 
 
+def parameters(eqn: jex_core.JaxprEqn) -> Mapping[str, Any]:
+    """The parameters of an equation, for whoever knows no more of them than their names."""
+    params: Mapping[str, Any] = eqn.params
+    return params
+
+
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
     """The jaxprs in the parameters of an equation."""
     yield from jex_core.jaxprs_in_params(params)
