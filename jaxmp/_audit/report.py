@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxmp._autocast.plan import Skipped
+from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.product_report import Product, Quantised
 
 # The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
@@ -29,6 +30,9 @@ KINDS = {
 }
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
+
+# Classes of what computes; casts and masks are made again by derivatives of autocast's own as well.
+_ARITHMETIC = ("low", "full", "follow")
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -227,7 +231,7 @@ class PrecisionReport:
         if self.residual_bytes:
             lines.append(f"kept for backward       {_by_dtype(self.residual_bytes)}")
         again = [op for op in self.operations if op.again]
-        if again:
+        if any(TABLE.get(op.op) in _ARITHMETIC for op in again):
             flops = sum(op.flops for op in again)
             others = sum(op.count for op in again if not op.flops)
             lines.append(f"computed again          {_si(flops)}FLOPs, {others:g} other operations")

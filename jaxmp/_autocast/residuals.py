@@ -23,9 +23,11 @@ from jaxmp._autocast.plan import Plan, Segment, Step
 from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.rules import region_rules
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import has_effects, parameters, with_dtype
+from jaxmp._jaxprs.attributes import parameters, runs_once, with_dtype
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.scopes import DEQUANTISE
+from jaxmp._jaxprs.source import in_scope
 from jaxmp.checkpoint_policies import long_contractions
 
 OWN_CHECKPOINT = "a jax.checkpoint of the program itself: it keeps what that one says"
@@ -147,9 +149,10 @@ class _Recomputing:
         whole = all(map(self._is_whole, step.plans))
         if not whole:
             return OWN_RULE if kind == "custom_jvp_call" else _PARTS
-        if not (region_rules(eqn) or plan.rules).recomputes and not step.plans:
+        asks = (region_rules(eqn) or plan.rules).recomputes or in_scope(eqn, DEQUANTISE)
+        if not asks and not step.plans:
             return SAVED
-        if has_effects(eqn):
+        if runs_once(eqn):
             return EFFECTS
         if not step.plans and kind not in TABLE and any(True for _ in compat.inner_jaxprs(eqn)):
             return UNKNOWN

@@ -141,6 +141,14 @@ def has_effects(eqn: jex_core.JaxprEqn) -> bool:
     return bool(eqn.effects)
 
 
+def runs_once(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether an equation does something that a second run of it would do again.
+
+    That it names an axis of a mesh, which JAX counts as an effect, is nothing of the kind.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def returns_several(primitive: jex_core.Primitive) -> bool:
     """Whether binding a primitive returns a list, and not an array."""
     return bool(primitive.multiple_results)
