@@ -181,6 +181,7 @@ def test_other_words_are_refused_where_they_stand():
         jaxmp.Policy("f32", "bf16", "f32", residuals=True)
 
 
+@pytest.mark.slow
 def test_float32_is_the_identity_unless_it_recomputes():
     assert "remat" not in str(jax.make_jaxpr(jax.grad(jaxmp.autocast(layers, "float32")))(W, X))
     again = jaxmp.autocast(layers, "float32,residuals=recompute")
@@ -255,12 +256,14 @@ def test_a_checkpoint_of_the_program_keeps_what_it_says():
     ],
     ids=["jvp", "vmap", "within a checkpoint"],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [layers, loop])
 def test_it_composes(fn, derivative):
     grads = [exactly(derivative(jaxmp.autocast(fn, p)))(W, X) for p in (AGAIN_POLICY, SAVE)]
     assert_close(*grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [layers, loop])
 def test_second_derivatives_are_as_good_as_those_of_saving(fn):
     def second(fn):
@@ -417,6 +420,7 @@ def linen_loss(block, policy=None):
     return loss, params
 
 
+@pytest.mark.slow
 def test_under_linen_remat():
     loss, params = linen_loss(Block)
     again, _ = linen_loss(nn.remat(Block, policy=contractions))
@@ -426,6 +430,7 @@ def test_under_linen_remat():
     assert sizes.total() < kept(loss, params).total() / 2
 
 
+@pytest.mark.slow
 def test_a_wrapped_linen_module():
     save, params = linen_loss(Block, SAVE)
     again, _ = linen_loss(Block, AGAIN_POLICY)
