@@ -40,8 +40,9 @@ memory and traffic. The errors are against true float32 on CPU.
 
 `--trace-time` measures the process CPU time (`time.process_time`) of
 `jax.jit(jax.value_and_grad(loss)).trace(params, ...)` for a 12-layer LM, float32 and jaxmp
-alternately, and with `--recompute` jaxmp under `residuals=recompute` as well. Each run makes a new model and loss, after `jax.clear_caches()` and a garbage
-collection outside the clock; a first, unmeasured run of each imports what is imported lazily.
+alternately, and with `--recompute` jaxmp under `residuals=recompute` as well. Each run makes a new
+model and loss, after `jax.clear_caches()` and a garbage collection outside the clock; a first,
+unmeasured run of each imports what is imported lazily.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`residuals=recompute` and the policies for `jax.checkpoint`: what is kept, and what comes of it."""
+"""`residuals=recompute`, and the policies for `jax.checkpoint`: what is kept."""
 
 from __future__ import annotations
 
@@ -270,9 +270,7 @@ def test_second_derivatives_are_as_good_as_those_of_saving(fn):
         return exactly(jax.grad(lambda w: jnp.vdot(jax.grad(fn)(w, X), jnp.cos(w))))(W)
 
     exact = second(fn)
-    errors = [
-        jnp.linalg.norm(second(jaxmp.autocast(fn, p)) - exact) for p in (AGAIN_POLICY, SAVE)
-    ]
+    errors = [jnp.linalg.norm(second(jaxmp.autocast(fn, p)) - exact) for p in (AGAIN_POLICY, SAVE)]
     assert errors[0] <= 1.5 * errors[1]
 
 

@@ -37,13 +37,13 @@ class Environment:
         self.moved: dict[Any, JaxprEqn] = {}  # what moves made, and which
         self.low_wire = plan.rules.low_wire
         self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
-        self._copies: dict[Any, Any] = {}
+        self.copies: dict[Any, Any] = {}
 
     def within(self) -> Environment:
         """One for steps that are differentiated together: what it gets does not come back here."""
         inner = copy.copy(self)
         inner.arrays = ChainMap({}, self.arrays)
-        inner.moved, inner.crossed, inner._copies = dict(self.moved), dict(self.crossed), {}
+        inner.moved, inner.crossed, inner.copies = dict(self.moved), dict(self.crossed), {}
         return inner
 
     def array(self, atom: Any) -> Any:
@@ -63,9 +63,9 @@ class Environment:
         if dtype is None or (read.shape is None and array.dtype == dtype):
             return array
         key = (atom, dtype, read.saturate, read.shape)
-        if key not in self._copies or read.alone:
-            self._copies[key] = cast(array, dtype, saturate=read.saturate, shape=read.shape)
-        return self._copies[key]
+        if key not in self.copies or read.alone:
+            self.copies[key] = cast(array, dtype, saturate=read.saturate, shape=read.shape)
+        return self.copies[key]
 
     def copy(self, step: Step, product: Contraction, operand: Any, of: int) -> Any:
         """What a recipe makes of an operand that a step has read; one copy for all steps."""
@@ -73,9 +73,9 @@ class Environment:
         if isinstance(atom, Literal):
             return product.quantise(operand, of)
         key = (atom, operand.dtype, product.forward, product.shared(of))
-        if key not in self._copies:
-            self._copies[key] = product.quantise(operand, of)
-        return self._copies[key]
+        if key not in self.copies:
+            self.copies[key] = product.quantise(operand, of)
+        return self.copies[key]
 
     def result(self, atom: Any, dtype: DType | None, *, saturate: bool) -> Any:
         """A result of the jaxpr in `dtype` (None: in float32, or not ours)."""

@@ -31,8 +31,8 @@ from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.reading import cast
-from jaxmp._autocast.residuals import recompute
 from jaxmp._autocast.recipes.native import traced_for
+from jaxmp._autocast.residuals import recompute
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unknown, warn_unquantised, warn_unseen
 from jaxmp._jaxprs import compat
