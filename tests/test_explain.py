@@ -71,7 +71,7 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
     ]
     fields = [field.name for field in dataclasses.fields(rows[0])]
     assert fields == [
-        "op", "path", "source", "dtype", "reason", "count", "why_not", "intended"
+        "op", "path", "source", "dtype", "reason", "count", "why_not", "intended", "residual"
     ]  # fmt: skip
 
 
