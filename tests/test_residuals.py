@@ -380,6 +380,13 @@ def test_audit_counts_what_is_computed_again():
     assert sum(again.residual_bytes.values()) < sum(save.residual_bytes.values())
 
 
+def test_what_is_computed_again_is_measured_as_no_gradient():
+    found = jaxmp.numerics.capture(layers, AGAIN_POLICY, W, X, grad=True)
+    roots = [m.site for m in found.sites.values() if m.site.op == "rsqrt"]
+    assert {site.backward for site in roots} == {False, True}
+    assert {site.kind for site in roots} == {"activation"}
+
+
 # The policies for `jax.checkpoint`.
 
 
