@@ -1,6 +1,6 @@
 """Mixed precision for JAX and Flax: a policy, and one transformation that applies it."""
 
-from jaxmp import devices, numerics, policies, testing
+from jaxmp import checkpoint_policies, devices, numerics, policies, testing
 from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
@@ -42,6 +42,7 @@ __all__ = [
     "audit",
     "autocast",
     "check_not_stuck",
+    "checkpoint_policies",
     "deepseek",
     "dequantize",
     "devices",

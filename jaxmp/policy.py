@@ -15,12 +15,12 @@ from urllib.parse import quote
 import jax.numpy as jnp
 import jmp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from jaxmp.dtypes import dtype_name, parse_dtype, short_dtype_name
-from jaxmp.policy_string import OP_CLASSES, policy_fields
-from jaxmp.recipes import Recipe, check_goes_with, parse_matmul
+from jaxmp.policy_checks import check_residuals, normalize_ops, read_recipe
+from jaxmp.policy_string import policy_fields
+from jaxmp.recipes import Recipe, check_goes_with
 from jaxmp.tree import cast_floating
 
 __all__ = ["Policy", "PolicyMap", "get_policy"]
@@ -69,6 +69,12 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         `jaxmp.float8()`, or its string, such as "float8"; None for the compute dtype. "auto" is the
         recipe that the chip at hand multiplies fast, for the layers for which it is estimated to
         pay; "auto@gpu-h100" decides for another chip. `jaxmp.explain` says what it took, and why.
+      residuals: What is kept for the backward pass: "save", whatever JAX finds that it reads, or
+        "recompute", what `jaxmp.checkpoint_policies.long_contractions` keeps: float32 and
+        elementwise values are computed again. That saves memory and takes time: more of it on TPUs,
+        where XLA computes much again by itself. It stands back where the program has a
+        `jax.checkpoint` of its own; one around the transformed function it cannot see, and need not
+        be there. `jaxmp.explain` says where, `jaxmp.preflight` what it saves and costs.
       ops: Overrides of how `jaxmp.autocast` treats single primitives: a mapping from a primitive,
         or the name of one, to one of the classes in `jaxmp.policy_string.OP_CLASSES`. Kept
         as a sorted tuple of (primitive name, class) pairs.
@@ -79,7 +85,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     Raises:
       ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype`,
         `reduce_dtype` or `wire_dtype` is neither float32 nor the compute dtype, `matmul` has
-        formats that do not go with the compute dtype, or `ops` names an unknown class.
+        formats that do not go with the compute dtype, `residuals` is neither "save" nor
+        "recompute", or `ops` names an unknown class.
       TypeError: If a dtype is neither a name nor a dtype, `saturate` is no bool, `matmul` is no
         recipe, or `ops` is not such a mapping.
 
@@ -100,6 +107,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     saturate: bool = dataclasses.field(default=False, kw_only=True)
     # Typed loosely: given as a string, too, and kept as a recipe.
     matmul: Any = dataclasses.field(default=None, kw_only=True)
+    residuals: str = dataclasses.field(default="save", kw_only=True)
     # Likewise: given as a mapping and kept as a tuple.
     ops: Any = dataclasses.field(default=None, kw_only=True)
 
@@ -113,9 +121,10 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
                 f"{type(self.saturate).__name__!r}."
             )
         object.__setattr__(self, "saturate", bool(self.saturate))
-        object.__setattr__(self, "ops", _normalize_ops(self.ops))
-        object.__setattr__(self, "matmul", _read_recipe(self.matmul))
+        object.__setattr__(self, "ops", normalize_ops(self.ops))
+        object.__setattr__(self, "matmul", read_recipe(self.matmul))
         check_goes_with(self.matmul, dtype_name(self.compute_dtype))
+        check_residuals(self.residuals)
         for field in _FLOAT32_OR_COMPUTE:
             if getattr(self, field) not in (jnp.float32, self.compute_dtype):
                 raise ValueError(
@@ -159,6 +168,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
             parts.append("saturate=true")
         if self.matmul is not None:
             parts.append(f"matmul={self.matmul}")
+        if self.residuals != "save":
+            parts.append(f"residuals={self.residuals}")
         if self.ops:
             # A primitive may be called anything; "%3A" keeps the separators unambiguous.
             ops = "|".join(f"{quote(name, safe='')}:{op_class}" for name, op_class in self.ops)
@@ -176,6 +187,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
             parts.append("saturate=True")
         if self.matmul is not None:
             parts.append(f"matmul={str(self.matmul)!r}")
+        if self.residuals != "save":
+            parts.append(f"residuals={self.residuals!r}")
         if self.ops:
             parts.append(f"ops={dict(self.ops)!r}")
         return f"Policy({', '.join(parts)})"
@@ -316,6 +329,7 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
       parameters default to float32, compute to the parameters' dtype and output to the compute
       dtype;
     * either of them with refinements: "mixed_bfloat16,softmax=bf16", "mixed_bfloat16,reduce=bf16",
+      "mixed_bfloat16,residuals=recompute",
       "mixed_float16,saturate=true,ops=exp:follow|my_primitive:full". In the names of primitives
       "%3A" stands for ":" and so on, as in a URL.
 
@@ -356,44 +370,3 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
             f"Policy, a jmp.Policy or a dtype; got {spec!r} of type {type(spec).__name__!r}."
         ) from None
     return Policy(dtype, dtype, dtype)
-
-
-def _read_recipe(matmul: Any) -> Recipe | str | None:
-    if matmul is None or isinstance(matmul, Recipe):
-        return matmul
-    if isinstance(matmul, str):
-        return parse_matmul(matmul)
-    raise TypeError(
-        "Policy: matmul takes a recipe, such as jaxmp.float8(), its string, 'auto', or None; got "
-        f"{matmul!r} of type {type(matmul).__name__!r}."
-    )
-
-
-def _normalize_ops(ops: Any) -> tuple[tuple[str, str], ...]:
-    """The overrides as sorted (primitive name, class) pairs."""
-    if ops is None:
-        return ()
-    pairs = tuple(ops.items()) if isinstance(ops, Mapping) else ops
-    # Pairs are how a policy keeps them: `dataclasses.replace` hands them back.
-    if not (isinstance(pairs, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs)):
-        raise TypeError(
-            "Policy: ops takes a mapping from primitives or their names to one of "
-            f"{', '.join(OP_CLASSES)}; got {ops!r} of type {type(ops).__name__!r}."
-        )
-    normalized: dict[str, str] = {}
-    for primitive, op_class in pairs:
-        name = primitive.name if isinstance(primitive, Primitive) else primitive
-        if not isinstance(name, str) or not name:
-            raise TypeError(
-                f"Policy: a key of ops must be a primitive or its name; got {primitive!r}."
-            )
-        if op_class not in OP_CLASSES:
-            raise ValueError(
-                f"Policy: ops gives {name!r} the unknown class {op_class!r}; the classes are "
-                f"{', '.join(OP_CLASSES)}."
-            )
-        if normalized.setdefault(name, op_class) != op_class:
-            raise ValueError(
-                f"Policy: ops gives {name!r} two classes, {normalized[name]!r} and {op_class!r}."
-            )
-    return tuple(sorted(normalized.items()))

@@ -23,6 +23,9 @@ from jaxmp.recipes import Recipe, parse_matmul, parse_recipe
 # What `Policy.ops` may say about a primitive; `jaxmp.autocast` says what each one means.
 OP_CLASSES: Final = ("low", "full", "follow", "transparent", "own")
 
+# What `Policy.residuals` may be.
+RESIDUALS: Final = ("save", "recompute")
+
 # What Keras calls its policies, by their compute dtype. Parameters and outputs are float32, so that
 # the loss after a "mixed" model is computed in it; a plain dtype name means that dtype throughout.
 _MIXED_POLICIES: Final[dict[str, DTypeLike | None]] = {
@@ -88,6 +91,7 @@ _FIELD_BY_KEY: Final = {
     "wire": "wire_dtype",
     "saturate": "saturate",
     "matmul": "matmul",
+    "residuals": "residuals",
     "ops": "ops",
 }
 
@@ -160,6 +164,8 @@ def _read_settings(pieces: Iterable[_Piece], spec: str) -> dict[str, Any]:
             settings[field] = _read_flag(values[0], spec)
         elif field == "matmul":
             settings[field] = _read_recipe(values[0], spec)
+        elif field == "residuals":
+            settings[field] = _read_residuals(values[0], spec)
         else:
             try:
                 settings[field] = parse_dtype(values[0].text, key.text)
@@ -179,6 +185,13 @@ def _read_flag(value: _Piece, spec: str) -> bool:
     if value.text.lower() not in ("true", "false"):
         raise _malformed(spec, value.start, f"expected true or false, got {value.text!r}")
     return value.text.lower() == "true"
+
+
+def _read_residuals(value: _Piece, spec: str) -> str:
+    if value.text.lower() not in RESIDUALS:
+        expected = f"expected {' or '.join(RESIDUALS)}, got {value.text!r}"
+        raise _malformed(spec, value.start, expected)
+    return value.text.lower()
 
 
 def _read_ops(value: _Piece, spec: str) -> dict[str, str]:

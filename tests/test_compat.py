@@ -260,6 +260,22 @@ def _() -> None:
     assert sum(effects.values()) == 1
 
 
+@relied_on("what names an axis of a mesh, as an effect", "effects")
+def _() -> None:
+    def fn(x: Any) -> Any:
+        jax.debug.callback(lambda _: None, x.sum())
+        return lax.psum(x, "d")
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    [eqn] = equations(mapped, X)
+    found = list(compat.closed(eqn.params["jaxpr"]).jaxpr.eqns)
+    assert {attributes.runs_once(e) for e in found if "callback" in e.primitive.name} == {True}
+    [sent] = [e for e in found if e.primitive.name.startswith("psum")]
+    assert attributes.has_effects(sent)
+    assert not attributes.runs_once(sent)
+
+
 @relied_on("Primitive.multiple_results", "multiple_results")
 def _() -> None:
     split = equation("split", lambda x: jnp.split(x, 2), X)

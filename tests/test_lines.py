@@ -21,7 +21,7 @@ X = jnp.linspace(-2, 2, 64).reshape(8, 8)
 
 
 def autocast(fn: Any, policy: str, steps_of: Any = lines.lines) -> Any:
-    """`jaxmp.autocast`, with steps run together as `steps_of` a plan says."""
+    """`jaxmp.autocast`, with steps run together as `steps_of` says."""
 
     def run(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
@@ -31,8 +31,8 @@ def autocast(fn: Any, policy: str, steps_of: Any = lines.lines) -> Any:
     return run
 
 
-def one_by_one(plan: Any) -> Any:
-    return plan.steps
+def one_by_one(steps: Any) -> Any:
+    return steps
 
 
 def norm(x, w):
@@ -61,6 +61,7 @@ POLICIES = (
     "bfloat16,softmax=bf16",
     "mixed_float16,saturate=true",
     "mixed_float8",
+    "mixed_bfloat16,residuals=recompute",
 )
 
 
@@ -98,8 +99,8 @@ def grouped(fn: Any, *args: Any) -> list[int]:
     """How many steps each line of a program has that is run as one function."""
     found: list[int] = []
 
-    def watched(plan: Any) -> Any:
-        steps = lines.lines(plan)
+    def watched(steps: Any) -> Any:
+        steps = list(lines.lines(steps))
         found.extend(len(s.steps) for s in steps if isinstance(s, lines.Line))
         return steps
 

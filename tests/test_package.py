@@ -31,8 +31,10 @@ LAYERS = [
     "recipes",
     "_speed",
     "policy_string",
+    "policy_checks",
     "policy",
     "policies",
+    "checkpoint_policies",
     "_quantize",
     "_autocast",
     "_modules",
@@ -97,6 +99,7 @@ def test_the_root_exports_these_names():
         "audit",
         "autocast",
         "check_not_stuck",
+        "checkpoint_policies",
         "deepseek",
         "dequantize",
         "devices",
@@ -148,7 +151,7 @@ def test_the_root_has_no_public_name_that_it_does_not_export():
         for name, value in vars(jaxmp).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    modules = {"devices", "numerics", "policies", "testing"}
+    modules = {"checkpoint_policies", "devices", "numerics", "policies", "testing"}
     assert public | modules == set(jaxmp.__all__) - {"__version__"}
 
 

@@ -19,7 +19,7 @@ from jax.extend.core import Literal, Primitive
 
 from jaxmp._autocast.bind import Params, rescaled
 from jaxmp._autocast.kept import is_marked
-from jaxmp._autocast.plan import DType, Plan, Read, Step
+from jaxmp._autocast.plan import DType, Read, Step
 from jaxmp._autocast.primitives import CROSSING, TRACED_ONCE
 from jaxmp._autocast.reading import Environment, cast, narrow_constant, read_as
 from jaxmp._jaxprs.attributes import context, name_stack, returns_several
@@ -90,15 +90,8 @@ class Line(NamedTuple):
                 env.moved.update(dict.fromkeys(step.eqn.outvars, step.eqn))
 
 
-def lines(plan: Plan) -> tuple[Step | Line, ...]:
-    """The steps of a plan, those that may be run as one together."""
-    if "lines" not in plan.built:
-        plan.built["lines"] = tuple(_grouped(plan.steps))
-    found: tuple[Step | Line, ...] = plan.built["lines"]
-    return found
-
-
-def _grouped(steps: Sequence[Step]) -> Iterator[Step | Line]:
+def lines(steps: Sequence[Step]) -> Iterator[Step | Line]:
+    """Steps in order, those that may be run as one together."""
     for place, group in itertools.groupby(steps, _place):
         together = tuple(group)
         if place is None or len(together) == 1:

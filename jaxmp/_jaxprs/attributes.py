@@ -159,6 +159,14 @@ def has_effects(eqn: jex_core.JaxprEqn) -> bool:
     return bool(eqn.effects)
 
 
+def runs_once(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether an equation does something that a second run of it would do again.
+
+    That it names an axis of a mesh, which JAX counts as an effect, is nothing of the kind.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def returns_several(primitive: jex_core.Primitive) -> bool:
     """Whether binding a primitive returns a list, and not an array."""
     return bool(primitive.multiple_results)
@@ -167,6 +175,17 @@ def returns_several(primitive: jex_core.Primitive) -> bool:
 def holds_jaxprs(parameter: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr, or has some in it."""
     return next(jex_core.jaxprs_in_params({"": parameter}), None) is not None
+
+
+def parameters(eqn: jex_core.JaxprEqn) -> Mapping[str, Any]:
+    """The parameters of an equation, for whoever knows no more of them than their names."""
+    params: Mapping[str, Any] = eqn.params
+    return params
+
+
+def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The jaxprs in the parameters of an equation."""
+    yield from jex_core.jaxprs_in_params(params)
 
 
 def function_name(jaxpr: Any) -> str:
@@ -188,8 +207,14 @@ def product_axes(eqn: jex_core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes,
     """The contracted axes of both operands of a product, then those of the batch."""
     ragged = ragged_axes(eqn)
     both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = (
-        eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers
+        dot_axes(eqn.params) if ragged is None else ragged.dot_dimension_numbers
     )
+    return both
+
+
+def dot_axes(params: Mapping[str, Any]) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
+    """The same of a ``dot_general``, by its parameters."""
+    both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = params["dimension_numbers"]
     return both
 
 
@@ -229,6 +254,11 @@ def reduced_axes(eqn: jex_core.JaxprEqn) -> Axes:
     """The axes that a reduction adds up, or takes the largest of."""
     axes: Axes = tuple(map(int, eqn.params["axes"]))
     return axes
+
+
+def reduced_shape(aval: Any, params: Mapping[str, Any]) -> Axes:
+    """The sizes of what a reduction of an array sums over, by its parameters."""
+    return tuple(aval.shape[i] for i in params["axes"])
 
 
 def permutation(eqn: jex_core.JaxprEqn) -> Axes:

@@ -39,6 +39,11 @@ def is_backward(eqn: JaxprEqn) -> bool:
     return in_scope(eqn, "transpose(")
 
 
+def is_rematerialised(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes again what a `jax.checkpoint` did not keep."""
+    return in_scope(eqn, "rematted_computation")
+
+
 def in_scope(eqn: JaxprEqn, scope: str) -> bool:
     """Whether an equation stands in a named scope of jaxmp's."""
     return _names(name_stack(eqn), scope)

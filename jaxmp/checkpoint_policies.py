@@ -1,0 +1,155 @@
+"""What to keep for the backward pass: policies for `jax.checkpoint`, `nn.remat` and `nnx.remat`.
+
+Both keep what is dear to compute again, and compute again what is cheap: float32 copies, casts,
+activation functions, masks, dropout's random bits, what a normalisation or a softmax makes of its
+statistics. In mixed precision that is most of what is kept, since it is in float32.
+
+`contractions` keeps what products and convolutions return, whichever dtype they multiply in, and
+
+* the statistics of rows: sums and maxima much smaller than what they are of;
+* the masks of dropout, one byte per element in place of the four of its random bits;
+* whatever is in no list here: what a kernel, a callback, a collective or a solver returned, sorted
+  and cumulative values.
+
+`long_contractions` keeps the same, but not what products over a short axis made larger than their
+operands: the scores of attention, contracted over the size of a head. They are the largest arrays
+of a transformer, and are multiplied again for a few percent of its FLOPs. It is what
+``residuals=recompute`` in a `jaxmp.Policy` goes by.
+
+Without `prevent_cse=False`: the compiler would find that what is computed again was computed
+before, and keep it.
+
+Example:
+  >>> import jax, jax.numpy as jnp, jaxmp
+  >>> def layer(w, x):
+  ...     return jnp.sum(jnp.tanh(x @ w) ** 2)
+  >>> layer = jax.checkpoint(layer, policy=jaxmp.checkpoint_policies.contractions)
+  >>> jax.grad(layer)(jnp.ones((4, 4)), jnp.ones((2, 4))).shape
+  (4, 4)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax.extend.core import Primitive
+
+from jaxmp._jaxprs.attributes import dot_axes, jaxprs_in, reduced_shape
+from jaxmp._jaxprs.compat import CALLS, closed, inner_jaxprs, is_at_most
+
+__all__ = ["contractions", "long_contractions"]
+
+# Computed again. What is in no list here is kept.
+_OF_ONE_ELEMENT = """
+    add add_any sub mul div max min neg abs sign floor ceil round square integer_pow pow sqrt rsqrt
+    cbrt one_minus_square select_n clamp nextafter rem reduce_precision exp exp2 expm1 log log1p
+    log2 tanh logistic erf erfc polynomial sin cos tan asin acos atan atan2 sinh cosh asinh acosh
+    atanh complex real imag conj is_finite eq ne lt le gt ge eq_to le_to lt_to and or xor not
+    shift_left shift_right_arithmetic shift_right_logical population_count clz convert_element_type
+    bitcast_convert_type iota empty empty2 stop_gradient copy name held optimization_barrier
+    sharding_constraint layout_constraint pvary vary_unreduced_cast vary_unreduced_cast_p
+    reduced_vary_cast reduced_vary_cast_p
+"""
+_MOVES = """
+    reshape transpose broadcast_in_dim squeeze expand_dims rev slice split unstack tile concatenate
+    pad stack dynamic_slice gather
+"""
+_RANDOM_BITS = """
+    random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone
+    threefry2x32 rng_bit_generator
+"""
+_AGAIN = frozenset(f"{_OF_ONE_ELEMENT} {_MOVES} {_RANDOM_BITS}".split())
+
+# Of the rows of an array. Kept where they are much smaller than it, else computed again.
+_STATISTICS = frozenset(
+    ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"]
+)
+_MUCH_SMALLER = 8
+
+# An axis at most so long is short: the largest head of attention in use. Contracted again, an
+# element of the result costs fewer FLOPs than an accelerator does while it writes and reads it.
+_SHORT = 256
+
+
+def contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+    """Keeps what contractions returned and the statistics of rows; see the module.
+
+    Args:
+      primitive: what computes a value.
+      *avals: the types of its operands.
+      **params: its parameters.
+
+    Returns:
+      Whether the value is kept for the backward pass.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxmp
+      >>> def loss(x, w):
+      ...     return jnp.sum(jax.nn.gelu(x @ w))
+      >>> kept = jax.checkpoint(loss, policy=jaxmp.checkpoint_policies.contractions)
+      >>> float(jax.grad(kept)(jnp.ones((2, 3)), jnp.zeros((3, 4)))[0, 0])
+      0.0
+
+    Source: `jax.checkpoint_policies.dots_saveable`, which keeps the products alone.
+    """
+    name = primitive.name
+    if name in _STATISTICS:
+        return not is_at_most(math.prod(reduced_shape(avals[0], params)), _MUCH_SMALLER - 1)
+    if name == "lt":
+        # As `jax.random.bernoulli` compares: a mask, made of random bits.
+        return bool(avals[0].dtype.kind not in "biu")
+    if name in CALLS:
+        return not all(map(_is_cheap, jaxprs_in(params)))
+    return name not in _AGAIN
+
+
+def long_contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+    """Keeps what `contractions` does, without the scores of attention; see the module.
+
+    Those are what a product with a batch axis, such as that of heads, made by contracting an axis
+    of at most 256 into more elements than both its operands have.
+
+    Args:
+      primitive: what computes a value.
+      *avals: the types of its operands.
+      **params: its parameters.
+
+    Returns:
+      Whether the value is kept for the backward pass.
+
+    Example:
+      >>> import flax.linen as nn, jaxmp
+      >>> Layer = nn.remat(
+      ...     nn.SelfAttention, policy=jaxmp.checkpoint_policies.long_contractions)
+
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+    (2022), section 5.
+    """
+    if primitive.name == "dot_general" and _is_short(avals, params):
+        return False
+    return contractions(primitive, *avals, **params)
+
+
+def _is_short(avals: Any, params: Any) -> bool:
+    """Whether a product contracts a short axis, in batches, into more than it reads."""
+    (contracted, _), (batch, _) = dot_axes(params)
+    left, right = (aval.shape for aval in avals[:2])
+    if not batch or not all(isinstance(size, int) for size in (*left, *right)):
+        return False  # of sizes that `jax.export` leaves open nothing is known
+    length = math.prod(left[i] for i in contracted)
+    read = math.prod(left) + math.prod(right)
+    pairs = math.prod(left) * math.prod(right)
+    result = pairs // max(1, length**2 * math.prod(left[i] for i in batch))
+    return bool(length <= _SHORT and result > read)
+
+
+def _is_cheap(jaxpr: Any) -> bool:
+    """Whether all in a jaxpr is computed again, or is the statistic of rows."""
+    for eqn in closed(jaxpr).jaxpr.eqns:
+        inner = tuple(inner_jaxprs(eqn))
+        if inner and not all(map(_is_cheap, inner)):
+            return False
+        if not inner and eqn.primitive.name not in _AGAIN | _STATISTICS:
+            return False
+    return True
