@@ -5,6 +5,7 @@
     python benchmarks/autocast_aot.py --target none              # no compiler: residuals, errors
     python benchmarks/autocast_aot.py --models lm --cache hand.json   # while developing jaxmp
     python benchmarks/autocast_aot.py --models cnn --no-prefetch
+    python benchmarks/autocast_aot.py --models lm --target gpu-h100 --recompute
     python benchmarks/autocast_aot.py --trace-time
 
 It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a model:
@@ -14,6 +15,9 @@ It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a
 * jaxmp: `jaxmp.autocast` of the float32 model's loss under `mixed_bfloat16` (its softmax in
   float32) and `mixed_bfloat16,softmax=bf16`. Ratios are against the hand-written row with the same
   softmax. Models without a softmax have one row of each.
+* with `--recompute`, "hand" and jaxmp with the softmax in bfloat16, and either with less kept:
+  "jaxmp, recompute" under `residuals=recompute`, "hand, recompute" in a `jax.checkpoint` of the
+  whole loss with the same policy, `jaxmp.checkpoint_policies.long_contractions`.
 
 The columns:
 
@@ -36,8 +40,9 @@ memory and traffic. The errors are against true float32 on CPU.
 
 `--trace-time` measures the process CPU time (`time.process_time`) of
 `jax.jit(jax.value_and_grad(loss)).trace(params, ...)` for a 12-layer LM, float32 and jaxmp
-alternately. Each run makes a new model and loss, after `jax.clear_caches()` and a garbage
-collection outside the clock; a first, unmeasured run of each imports what is imported lazily.
+alternately, and with `--recompute` jaxmp under `residuals=recompute` as well. Each run makes a new
+model and loss, after `jax.clear_caches()` and a garbage collection outside the clock; a first,
+unmeasured run of each imports what is imported lazily.
 """
 
 from __future__ import annotations
@@ -86,6 +91,8 @@ FLOAT32, HAND, HAND_F32, JAXMP, JAXMP_LOW = (
     "jaxmp",
     "jaxmp, softmax=bf16",
 )
+HAND_AGAIN, JAXMP_AGAIN = "hand, recompute", "jaxmp, recompute"
+NOT_OURS = (FLOAT32, HAND, HAND_F32)  # rows that do not depend on jaxmp
 
 
 @dataclasses.dataclass
@@ -116,29 +123,38 @@ LIMITS: dict[tuple[str, str], tuple[float, float]] = {
     ("lm", JAXMP): (1.00, 1.00),
     ("cnn", JAXMP): (0.95, 1.00),
 }
+# (model, variant, target) -> likewise of (temporaries, peak).
+MEMORY_LIMITS = {("lm", JAXMP_AGAIN, "gpu-h100"): (0.52, 0.60)}
 
 
-def variants(case: Case) -> tuple[str, ...]:
+def variants(case: Case, *, recompute: bool) -> tuple[str, ...]:
+    if recompute:
+        return HAND, HAND_AGAIN, JAXMP_LOW if case.has_softmax else JAXMP, JAXMP_AGAIN
     if case.has_softmax:
         return FLOAT32, HAND, HAND_F32, JAXMP, JAXMP_LOW
     return FLOAT32, HAND, JAXMP
 
 
-def twin(case: Case, variant: str) -> str | None:
-    """The hand-written variant that a jaxmp variant is compared with."""
+def twins(case: Case, variant: str) -> tuple[str, ...]:
+    """The hand-written variants that a variant is compared with."""
     if variant == JAXMP:
-        return HAND_F32 if case.has_softmax else HAND
-    return HAND if variant == JAXMP_LOW else None
+        return (HAND_F32 if case.has_softmax else HAND,)
+    return {JAXMP_LOW: (HAND,), HAND_AGAIN: (HAND,), JAXMP_AGAIN: (HAND, HAND_AGAIN)}.get(
+        variant, ()
+    )
 
 
 def loss_of(case: Case, variant: str, *, small: bool = False) -> LossFn:
     if variant in (HAND, HAND_F32):
         return case.loss(small=small, dtype=jnp.bfloat16, float32_softmax=variant == HAND_F32)
+    if variant == HAND_AGAIN:
+        policy = jaxmp.checkpoint_policies.long_contractions
+        return jax.checkpoint(loss_of(case, HAND, small=small), policy=policy)
     loss = case.loss(small=small)
     if variant == FLOAT32:
         return loss
-    policy = "mixed_bfloat16" + (",softmax=bf16" if variant == JAXMP_LOW else "")
-    return jaxmp.autocast(loss, policy)
+    refinements = {JAXMP_LOW: ",softmax=bf16", JAXMP_AGAIN: ",softmax=bf16,residuals=recompute"}
+    return jaxmp.autocast(loss, "mixed_bfloat16" + refinements.get(variant, ""))
 
 
 NO_PREFETCH = " without prefetch"  # after a target's name
@@ -295,19 +311,23 @@ def show(case: Case, rows: list[Row]) -> None:
 
 
 def pairs(case: Case, rows: list[Row]) -> list[tuple[Row, Row]]:
-    """Each jaxmp row and the hand-written row it is compared with."""
+    """Each row and the hand-written rows it is compared with."""
     by_variant = {row.variant: row for row in rows}
-    twins = [(row, by_variant.get(twin(case, row.variant) or "")) for row in rows]
-    return [(row, hand) for row, hand in twins if hand is not None]
+    found = [(row, by_variant.get(hand)) for row in rows for hand in twins(case, row.variant)]
+    return [(row, hand) for row, hand in found if hand is not None]
 
 
 def over_limits(case: Case, rows: list[Row]) -> list[str]:
     """What of jaxmp's rows is over its limit."""
     failures = []
     for row, hand in pairs(case, rows):
+        if row.variant == HAND_AGAIN or hand.variant == HAND_AGAIN:
+            continue
         found = ratios(row, hand)
         bytes_limit, saved_limit = LIMITS.get((row.model, row.variant), (None, None))
         limits = {"gb_accessed": bytes_limit, "saved_mib": saved_limit, "gradient_error": 1.0}
+        memory = MEMORY_LIMITS.get((row.model, row.variant, row.target), (None, None))
+        limits |= {"temp_mib": memory[0], "peak_mib": memory[1]}
         failures += [
             f"{row.model}, {row.variant}: {name} is {found[name]:.4f} of hand-written, over {most}"
             for name, most in limits.items()
@@ -321,7 +341,7 @@ def over_limits(case: Case, rows: list[Row]) -> list[str]:
     return failures
 
 
-def trace_time(runs: int) -> float:
+def trace_time(runs: int, *, recompute: bool) -> float:
     """Prints and returns the ratio of jaxmp's trace time to float32's."""
     shapes = trace_case().shapes(small=True)
 
@@ -334,17 +354,20 @@ def trace_time(runs: int) -> float:
         return time.process_time() - start
 
     times: dict[str, list[float]] = {FLOAT32: [], JAXMP: []}
+    if recompute:
+        times[JAXMP_AGAIN] = []
     for run in range(runs + 1):
         for variant, values in times.items():
             seconds = once(variant)
             if run:
                 values.append(seconds)
     for variant, values in times.items():
-        print(f"{variant:10} median {statistics.median(values):.3f} s of {runs} runs, "
+        print(f"{variant:16} median {statistics.median(values):.3f} s of {runs} runs, "
               f"{min(values):.3f} to {max(values):.3f} s of process CPU time")  # fmt: skip
-    ratio = statistics.median(times[JAXMP]) / statistics.median(times[FLOAT32])
-    print(f"jaxmp / float32: {ratio:.3f}")
-    return ratio
+    median = {variant: statistics.median(values) for variant, values in times.items()}
+    for variant in list(times)[1:]:
+        print(f"{variant} / float32: {median[variant] / median[FLOAT32]:.3f}")
+    return median[JAXMP] / median[FLOAT32]
 
 
 def parse_args() -> argparse.Namespace:
@@ -359,6 +382,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--cache", type=Path, help="keep float32 and hand-written rows in this file, and use them"
     )
+    parser.add_argument("--recompute", action="store_true", help="rows that keep less")
     parser.add_argument("--check", action="store_true", help="exit with 1 when over a limit")
     parser.add_argument("--trace-time", action="store_true", help="time tracing and nothing else")
     parser.add_argument("--runs", type=int, default=10, help="runs for --trace-time")
@@ -375,20 +399,21 @@ def main() -> int:
     versions = [f"{p} {version(p)}" for p in PACKAGES]
     print(", ".join([f"Python {platform.python_version()}", *versions]))
     if args.trace_time:
-        return int(trace_time(args.runs) > 1.35 and args.check)
+        limit = 1.5 if args.recompute else 1.25
+        return int(trace_time(args.runs, recompute=args.recompute) > limit and args.check)
     cache = Cache(args.cache, args.seeds)
     all_rows, failures = [], []
     for name in args.models:
         case = CASES[name]
         rows = []
-        for variant in variants(case):
+        for variant in variants(case, recompute=args.recompute):
             row = None
-            if variant in (FLOAT32, HAND, HAND_F32):
+            if variant in NOT_OURS:
                 row = cache.get(name, variant, args.target)
             if row is None:
                 print(f"{name}, {variant} ...", file=sys.stderr, flush=True)
                 row = measure(case, variant, args.target, args.seeds)
-                if variant in (FLOAT32, HAND, HAND_F32):
+                if variant in NOT_OURS:
                     cache.put(row)
             rows.append(row)
         show(case, rows)

@@ -40,31 +40,30 @@ from jaxmp._jaxprs.compat import CALLS, closed, inner_jaxprs, is_at_most
 
 __all__ = ["contractions", "long_contractions"]
 
-# Computed again: of one element, or moved. What is in no list here is kept.
-_ELEMENTWISE = frozenset(
-    "add add_any sub mul div max min neg abs sign floor ceil round square integer_pow pow sqrt "
-    "rsqrt cbrt one_minus_square select_n clamp nextafter rem reduce_precision "
-    "exp exp2 expm1 log log1p log2 tanh logistic erf erfc polynomial "
-    "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh complex real imag conj "
-    "is_finite eq ne lt le gt ge eq_to le_to lt_to and or xor not "
-    "shift_left shift_right_arithmetic shift_right_logical population_count clz "
-    "convert_element_type bitcast_convert_type iota empty empty2 stop_gradient copy name held "
-    "optimization_barrier sharding_constraint layout_constraint "
-    "pvary vary_unreduced_cast vary_unreduced_cast_p reduced_vary_cast reduced_vary_cast_p".split()
-)
-_MOVES = frozenset(
-    "reshape transpose broadcast_in_dim squeeze expand_dims rev slice split unstack tile "
-    "concatenate pad stack dynamic_slice gather".split()
-)
-_RANDOM_BITS = frozenset(
-    "random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone "
-    "threefry2x32 rng_bit_generator".split()
-)
-_AGAIN = _ELEMENTWISE | _MOVES | _RANDOM_BITS
+# Computed again. What is in no list here is kept.
+_OF_ONE_ELEMENT = """
+    add add_any sub mul div max min neg abs sign floor ceil round square integer_pow pow sqrt rsqrt
+    cbrt one_minus_square select_n clamp nextafter rem reduce_precision exp exp2 expm1 log log1p
+    log2 tanh logistic erf erfc polynomial sin cos tan asin acos atan atan2 sinh cosh asinh acosh
+    atanh complex real imag conj is_finite eq ne lt le gt ge eq_to le_to lt_to and or xor not
+    shift_left shift_right_arithmetic shift_right_logical population_count clz convert_element_type
+    bitcast_convert_type iota empty empty2 stop_gradient copy name held optimization_barrier
+    sharding_constraint layout_constraint pvary vary_unreduced_cast vary_unreduced_cast_p
+    reduced_vary_cast reduced_vary_cast_p
+"""
+_MOVES = """
+    reshape transpose broadcast_in_dim squeeze expand_dims rev slice split unstack tile concatenate
+    pad stack dynamic_slice gather
+"""
+_RANDOM_BITS = """
+    random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone
+    threefry2x32 rng_bit_generator
+"""
+_AGAIN = frozenset(f"{_OF_ONE_ELEMENT} {_MOVES} {_RANDOM_BITS}".split())
 
 # Of the rows of an array. Kept where they are much smaller than it, else computed again.
 _STATISTICS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor".split()
+    ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"]
 )
 _MUCH_SMALLER = 8
 
@@ -99,7 +98,7 @@ def contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
         return not is_at_most(math.prod(reduced_shape(avals[0], params)), _MUCH_SMALLER - 1)
     if name == "lt":
         # As `jax.random.bernoulli` compares: a mask, made of random bits.
-        return avals[0].dtype.kind not in "biu"
+        return bool(avals[0].dtype.kind not in "biu")
     if name in CALLS:
         return not all(map(_is_cheap, jaxprs_in(params)))
     return name not in _AGAIN
@@ -142,7 +141,7 @@ def _is_short(avals: Any, params: Any) -> bool:
     read = math.prod(left) + math.prod(right)
     pairs = math.prod(left) * math.prod(right)
     result = pairs // max(1, length**2 * math.prod(left[i] for i in batch))
-    return length <= _SHORT and result > read
+    return bool(length <= _SHORT and result > read)
 
 
 def _is_cheap(jaxpr: Any) -> bool:

@@ -8,6 +8,8 @@ Example:
 
 from __future__ import annotations
 
+import dataclasses
+
 import jmp
 from jax.typing import DTypeLike
 
@@ -21,7 +23,8 @@ def keep_float32(*keys: str | type, policy: str | jmp.Policy | PolicyMap | DType
 
     Args:
       *keys: Path patterns and module classes, as in `PolicyMap`.
-      policy: What the others run under. The keys go before those of a `PolicyMap`.
+      policy: What the others run under. The keys go before those of a `PolicyMap`. What it says of
+        residuals holds for all.
 
     Example:
       >>> keep_float32("head", "**/router", policy="mixed_bfloat16")
@@ -29,7 +32,9 @@ def keep_float32(*keys: str | type, policy: str | jmp.Policy | PolicyMap | DType
 default='p=full,c=bf16,o=full')
     """
     resolved = get_policy(policy)
-    float32 = [(key, get_policy("float32")) for key in keys]
+    default = resolved.default if isinstance(resolved, PolicyMap) else resolved
+    exact = dataclasses.replace(get_policy("float32"), residuals=default.residuals)
+    float32 = [(key, exact) for key in keys]
     if isinstance(resolved, PolicyMap):
         return PolicyMap((*float32, *resolved.overrides), default=resolved.default)
     return PolicyMap(tuple(float32), default=resolved)

@@ -71,9 +71,10 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         pay; "auto@gpu-h100" decides for another chip. `jaxmp.explain` says what it took, and why.
       residuals: What is kept for the backward pass: "save", whatever JAX finds that it reads, or
         "recompute", what `jaxmp.checkpoint_policies.long_contractions` keeps: float32 and
-        elementwise values are computed again. That saves memory on GPUs and takes time; on TPUs,
-        where XLA does so by itself, it takes time alone. It stands back where the program has a
-        `jax.checkpoint` of its own. `jaxmp.explain` says where, `jaxmp.preflight` what it saves.
+        elementwise values are computed again. That saves memory and takes time: more of it on TPUs,
+        where XLA computes much again by itself. It stands back where the program has a
+        `jax.checkpoint` of its own; one around the transformed function it cannot see, and need not
+        be there. `jaxmp.explain` says where, `jaxmp.preflight` what it saves and costs.
       attention: What computes attention: None, the program's own operations; or "fused", the kernel
         of the chip at hand (cuDNN's on NVIDIA from compute capability 8.0, Pallas' on TPU), which
         keeps no array of scores; "fused@gpu-h100" is that of another chip. It sums in another order

@@ -77,6 +77,23 @@ def _() -> None:
     assert not attributes.is_tracer(X)
 
 
+@relied_on("jax.extend.core.concrete_or_error")
+def _() -> None:
+    seen = {}
+
+    def look(name: str) -> Any:
+        def run(x: jax.Array) -> jax.Array:
+            seen[name] = attributes.is_abstract(x)
+            return jnp.sum(x)
+
+        return run
+
+    jax.grad(look("grad"))(X)
+    jax.jit(jax.grad(look("jitted")))(X)
+    look("array")(X)
+    assert seen == {"grad": False, "jitted": True, "array": False}
+
+
 @relied_on("AbstractRef.inner_aval", "inner_aval")
 def _() -> None:
     def fn(x: jax.Array) -> jax.Array:
@@ -163,7 +180,7 @@ def _() -> None:
     assert "transpose(" in str(attributes.name_stack(derived))
 
 
-@relied_on("eqn.source_info.traceback.frames", "frames")
+@relied_on("eqn.source_info.traceback.raw_frames, code_addr2line", "frames")
 def _() -> None:
     def called(x: jax.Array) -> jax.Array:
         return jnp.sin(x)
@@ -171,12 +188,12 @@ def _() -> None:
     def written_here(x: jax.Array) -> jax.Array:
         return called(x)
 
-    frames = attributes.frames(equation("sin", written_here, X))
-    names = [frame.function_name.rsplit(".", 1)[-1] for frame in frames]
+    eqn = equation("sin", written_here, X)
+    frames = list(attributes.frames(eqn))
+    names = [code.co_name for code, _ in frames]
     frame = frames[names.index("written_here")]
-    assert Path(frame.file_name).name == "test_compat.py"
-    line = written_here.__code__.co_firstlineno
-    assert frame.line_num == line + 1
+    assert frame[0] is written_here.__code__
+    assert attributes.line_number(eqn, frame) == frame[0].co_firstlineno + 1
     assert names.index("called") < names.index("written_here")  # innermost first
 
 
@@ -241,6 +258,22 @@ def _() -> None:
     effects = {eqn.primitive.name: attributes.has_effects(eqn) for eqn in equations(fn, X)}
     assert effects.pop("sin") is False
     assert sum(effects.values()) == 1
+
+
+@relied_on("what names an axis of a mesh, as an effect", "effects")
+def _() -> None:
+    def fn(x: Any) -> Any:
+        jax.debug.callback(lambda _: None, x.sum())
+        return lax.psum(x, "d")
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    [eqn] = equations(mapped, X)
+    found = list(compat.closed(eqn.params["jaxpr"]).jaxpr.eqns)
+    assert {attributes.runs_once(e) for e in found if "callback" in e.primitive.name} == {True}
+    [sent] = [e for e in found if e.primitive.name.startswith("psum")]
+    assert attributes.has_effects(sent)
+    assert not attributes.runs_once(sent)
 
 
 @relied_on("Primitive.multiple_results", "multiple_results")

@@ -61,8 +61,8 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
         return jnp.sum(jnp.exp(hidden @ w))  # into the loss
 
     rows = jaxmp.explain(fn, BF16)(X, W).rows
-    # No recipe, and no attention.
-    assert {dataclasses.astuple(r)[6:] for r in rows} == {("", False, "", "")}
+    # No recipe, nothing recomputed, and no attention.
+    assert {dataclasses.astuple(r)[6:] for r in rows} == {("", False, "", "", "")}
     assert [dataclasses.astuple(r)[:6] for r in rows] == [
         ("dot_general", "encoder", line_of(fn, "# low"), "bfloat16", "contraction", 1),
         ("tanh", "encoder", line_of(fn, "# low"), "bfloat16", "computed from 16-bit values", 1),
@@ -72,8 +72,8 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
     ]
     fields = [field.name for field in dataclasses.fields(rows[0])]
     assert fields == [
-        "op", "path", "source", "dtype", "reason", "count", "why_not", "intended", "fused",
-        "not_fused"
+        "op", "path", "source", "dtype", "reason", "count", "why_not", "intended", "residual",
+        "fused", "not_fused"
     ]  # fmt: skip
 
 

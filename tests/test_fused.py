@@ -549,6 +549,20 @@ def test_its_second_derivative_is_refused_by_name() -> None:
         jax.eval_shape(jax.grad(twice), Q)
 
 
+@pytest.mark.slow
+def test_what_is_around_is_computed_again_and_the_kernel_is_not(stand_in: list[str]) -> None:
+    fn, (params, x) = linen_layer()
+    policy = f"{FUSED},residuals=recompute"
+    rows = jaxmp.explain(fn, policy)(params, x).rows
+    [kept] = [row.residual for row in rows if row.fused]
+    assert kept == "attention that a kernel computes: it keeps what its rule returns"
+    assert {row.residual for row in rows} >= {"kept for the way back"}
+    want = jax.jit(jax.grad(loss_of(jaxmp.autocast(fn, FUSED))))(params, x)
+    got = jax.jit(jax.grad(loss_of(jaxmp.autocast(fn, policy))))(params, x)
+    assert error(got, jax.tree.map(np.float64, want)) < 0.02
+    assert stand_in
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_a_gradient_inside_is_transformed_last() -> None:
     fn = jax.grad(loss_of(plain))

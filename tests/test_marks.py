@@ -250,6 +250,15 @@ def test_never_a_dtype_that_the_device_does_not_multiply(monkeypatch):
     assert "bf16" not in str(jax.make_jaxpr(fn)(X))
 
 
+def test_explain_calls_float32_what_is():
+    """Inside of `reduced_precision`, what is not float32 is no float32 region."""
+    square = jaxmp.reduced_precision(lambda x: jnp.sum(x * x, dtype=jnp.float32))
+    rows = jaxmp.explain(square, "mixed_bfloat16")(X).rows
+    reasons = {row.op: row.reason for row in rows}
+    assert reasons["mul"] == "runs as written"
+    assert reasons["reduce_sum"] == "float32 region"
+
+
 @pytest.mark.parametrize("mark", [jaxmp.full_precision, jaxmp.reduced_precision])
 def test_a_mark_refuses_what_is_not_callable(mark):
     with pytest.raises(TypeError, match=f"{mark.__name__}: fn must be callable, got int"):

@@ -13,21 +13,16 @@ from flax import nnx
 
 import jaxmp
 
+from doc_blocks import blocks, run
 from support import contraction_dtypes
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-FENCED = re.findall(r"^```(\w+)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-PROGRAMS = [text for language, text in FENCED if language == "python"]
-
-
-def run(program: str, scope: dict) -> dict:
-    exec(compile(program, "README.md", "exec"), scope)
-    return scope
+PROGRAMS = [block.text for block in blocks(README) if block.runs]
 
 
 def test_every_fenced_block_is_a_program_or_output():
-    assert {language for language, _ in FENCED} == {"python", "text"}
+    assert {block.language for block in blocks(README)} == {"python", "text"}
     assert len(PROGRAMS) == 7
 
 
@@ -89,8 +84,8 @@ def test_the_files_that_commands_name_exist():
 
 
 def test_output_names_the_version_that_printed_it():
-    for match in re.finditer(r"^```text", README, re.MULTILINE):
-        assert "JAX 0.12" in README[match.start() - 50 : match.start()]
+    for block in blocks(README):
+        assert block.language != "text" or "JAX 0.12" in block.above[-50:]
 
 
 def test_the_cures_of_the_limits_are_programs():

@@ -178,6 +178,7 @@ class _Auditor:
             bytes=moved * place.times,
             count=place.times,
             backward=place.backward,
+            again=place.again,
             inserted=is_ours(eqn),
             kept=blame.kept if blame else "",
             skipped=place.skipped if contracts else None,

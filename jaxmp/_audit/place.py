@@ -14,7 +14,14 @@ from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.compat import called, closed, inner_jaxprs
 from jaxmp._jaxprs.higher_order import Inner, inside
 from jaxmp._jaxprs.scopes import CAST
-from jaxmp._jaxprs.source import in_scope, is_backward, library_line, module_path, user_line
+from jaxmp._jaxprs.source import (
+    in_scope,
+    is_backward,
+    is_rematerialised,
+    library_line,
+    module_path,
+    user_line,
+)
 
 
 class Place(NamedTuple):
@@ -26,6 +33,7 @@ class Place(NamedTuple):
       times: how often it runs per call: lengths of scans multiplied; a while loop's body counts
         once, a branch of a cond by its share.
       backward: whether it belongs to a backward pass.
+      again: whether it computes again what a `jax.checkpoint` did not keep.
       region: the rules of the autocast region it stands in, or None.
       kept: why autocast keeps its contractions in float32; empty where it does not.
       skipped: why a policy's recipe does not multiply its contractions; None where it does.
@@ -38,6 +46,7 @@ class Place(NamedTuple):
     source: str = ""
     times: float = 1
     backward: bool = False
+    again: bool = False
     region: Rules | None = None
     kept: str = ""
     skipped: Skipped | None = None
@@ -54,6 +63,7 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
         source=user_line(eqn) or around.source or library_line(eqn),
         times=around.times,
         backward=around.backward or is_backward(eqn),
+        again=around.again or is_rematerialised(eqn),
         region=region_rules(eqn) or around.region,
         kept=kept_reason(name_stack(eqn)) or around.kept,
         skipped=skipped(name_stack(eqn)) or around.skipped,

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxmp._autocast.plan import Skipped
+from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.product_report import Product, Quantised
 
 # The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
@@ -30,6 +31,9 @@ KINDS = {
 }
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
+
+# Classes of what computes; casts and masks are made again by derivatives of autocast's own as well.
+_ARITHMETIC = ("low", "full", "follow")
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -53,6 +57,8 @@ class Operation:
       count: how often it runs per call.
       backward: whether it belongs to a backward pass.
       inserted: whether autocast added it.
+      again: whether it computes again, for the backward pass, what a `jax.checkpoint` or a policy
+        with ``residuals=recompute`` did not keep.
       kept: why autocast keeps a contraction in float32 of its own accord; empty for all else.
       skipped: why a policy's recipe does not multiply a contraction; None for all else.
       emulates: the format whose values a contraction multiplies in a wider one, where the device
@@ -69,6 +75,7 @@ class Operation:
     count: float
     backward: bool
     inserted: bool = False
+    again: bool = False
     kept: str = ""
     skipped: Skipped | None = None
     emulates: str = ""
@@ -225,6 +232,11 @@ class PrecisionReport:
                 lines.append(f"contractions, {name:8s}  {text} of {_si(total)}FLOPs")
         if self.residual_bytes:
             lines.append(f"kept for backward       {_by_dtype(self.residual_bytes)}")
+        again = [op for op in self.operations if op.again]
+        if any(TABLE.get(op.op) in _ARITHMETIC for op in again):
+            flops = sum(op.flops for op in again)
+            others = sum(op.count for op in again if not op.flops)
+            lines.append(f"computed again          {_si(flops)}FLOPs, {others:g} other operations")
         for by, inserted in (("the author", False), ("autocast", True)):
             for pair, (count, size) in sorted(self.casts(inserted=inserted).items()):
                 lines.append(f"casts by {by:14s} {count:g} {pair}, {_si(size)}B written")

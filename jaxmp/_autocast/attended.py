@@ -199,7 +199,10 @@ class _Group:
 
 @functools.lru_cache(maxsize=1024)
 def _with_derivative(group: _Group) -> Callable[..., Any]:
-    """A function of a result, scores, probabilities, other operand and `given`: the result."""
+    """A function of a result, scores, probabilities, other operand and `given`: the result.
+
+    It is inlined into the program that calls it: JAX differentiates it once.
+    """
     # Each keeps what it is given for the way back, and nothing that it makes of it.
     by_scores, by_other, by_source = (
         jax.checkpoint(tangent, prevent_cse=False)
@@ -229,7 +232,7 @@ def _with_derivative(group: _Group) -> Callable[..., Any]:
         return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
 
     with_derivative.defjvp(jvp, symbolic_zeros=True)
-    return with_derivative
+    return jax.jit(with_derivative, inline=compat.INLINE)
 
 
 def _is_zero(tangent: Any) -> bool:

@@ -37,6 +37,12 @@ def attend(plan: Plan, _planner: object = None) -> Plan:
     return dataclasses.replace(plan, steps=tuple(steps))
 
 
+def without_attention(step: Step) -> Step:
+    """A step that `attend` found, as it was: a product."""
+    reason = step.reason.removesuffix(f" ({REASON})")
+    return dataclasses.replace(step, action="contract", attention=None, reason=reason)
+
+
 def _is_low_product(step: Step, plan: Plan) -> bool:
     """Whether a step multiplies arrays in 16 bits: no tangents, and by no recipe.
 

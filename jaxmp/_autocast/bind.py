@@ -62,11 +62,13 @@ def scale(eqn: JaxprEqn, x: Any, y: Any) -> Any:
     The small operand is saved small for the backward pass; only its tangent is broadcast, in
     float32, so that its gradient is summed in float32.
     """
-    return _scaler(eqn.primitive, tuple(eqn.params.items()), shape_of(eqn.outvars[0]))(x, y)
+    return rescaled(eqn.primitive, tuple(eqn.params.items()), shape_of(eqn.outvars[0]))(x, y)
 
 
 @functools.lru_cache(maxsize=1024)
-def _scaler(primitive: Primitive, params: Params, shape: tuple[int, ...]) -> Callable[..., Any]:
+def rescaled(primitive: Primitive, params: Params, shape: tuple[int, ...]) -> Callable[..., Any]:
+    """The function of `scale`, for results of a shape."""
+
     def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
         a, b = primals
         if dx.shape != shape:

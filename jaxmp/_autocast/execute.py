@@ -20,17 +20,19 @@ from jaxmp._autocast.attended import attended
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.kept import marked
+from jaxmp._autocast.lines import Line, lines
 from jaxmp._autocast.picks import pick
-from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Step
+from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Segment, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
 from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.recipes import derivative
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
-from jaxmp._jaxprs.attributes import in_context, on_mesh_of, with_dtype
+from jaxmp._jaxprs.attributes import in_context, is_abstract, on_mesh_of, with_dtype
 from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import rebind
 from jaxmp._jaxprs.parameter_products import Parameter, crossed, op_of
+from jaxmp.checkpoint_policies import long_contractions
 
 
 def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
@@ -44,7 +46,26 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
       One array per result, in the dtypes `plan.outs`.
     """
     env = Environment(plan, args)
-    for step in plan.steps:
+    # What is computed at once is computed step by step, as without autocast, to the last bit.
+    together = any(map(is_abstract, args))
+    done = 0
+    for segment in plan.segments:
+        _run(plan, slice(done, segment.start), env, together=together)
+        _run_again(plan, segment, env)
+        done = segment.stop
+    _run(plan, slice(done, None), env, together=together)
+    return [
+        env.result(atom, dtype, saturate=clip)
+        for atom, dtype, clip in zip(plan.jaxpr.outvars, plan.outs, plan.clip, strict=True)
+    ]
+
+
+def _run(plan: Plan, part: slice, env: Environment, *, together: bool) -> None:
+    """Computes the results of some steps, those of one line together or one by one."""
+    for step in lines(plan.steps[part]) if together else plan.steps[part]:
+        if isinstance(step, Line):
+            _run_line(step, env)
+            continue
         eqn = step.eqn
         if step.action == "drop":
             continue
@@ -58,13 +79,31 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
                 env.arrays[var] = out
             if step.action == "reorder":
                 env.moved.update(dict.fromkeys(eqn.outvars, eqn))
-    return [
-        env.result(atom, dtype, saturate=clip)
-        for atom, dtype, clip in zip(plan.jaxpr.outvars, plan.outs, plan.clip, strict=True)
-    ]
+
+
+def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
+    """The same of a segment, of which what is cheap is computed again on the way back."""
+    moved: dict[Any, Any] = {}
+
+    def run() -> list[Any]:
+        inner = env.within()
+        _run(plan, slice(segment.start, segment.stop), inner, together=True)
+        moved.update(inner.moved)
+        return [inner.arrays[var] for var in segment.results]
+
+    # In a loop the way back is a loop of its own, and there is nothing to find computed before.
+    again = jax.checkpoint(run, policy=long_contractions, prevent_cse=not segment.looped)
+    env.arrays.update(zip(segment.results, again(), strict=True))
+    env.moved.update(moved)
 
 
 # First-order equations.
+
+
+def _run_line(line: Line, env: Environment) -> None:
+    first = line.steps[0].eqn
+    with compat.source_of(first), in_context(first):
+        line.run(env)
 
 
 def _parameter(env: Environment, atom: Any) -> Parameter:

@@ -10,7 +10,7 @@ from typing import Any
 import jmp
 import numpy as np
 
-from jaxmp._autocast import closures
+from jaxmp._autocast import closures, residuals
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.plan import Plan, Step
@@ -42,6 +42,9 @@ class Row:
         and each branch of a cond count once).
       why_not: of a contraction, why the policy's recipe does not multiply it; empty if it does.
       intended: whether that is as it should be: it is no layer, or the last one.
+      residual: under ``residuals=recompute``, what becomes of the result until the backward pass:
+        kept (if that reads it), computed again, or why that policy has no say; empty under others,
+        and for what has no derivative.
       fused: of attention that a kernel computes, by which one, and on what; else empty.
       not_fused: of attention that none computes, though the policy asks for it: why not.
     """
@@ -54,6 +57,7 @@ class Row:
     count: int
     why_not: str = ""
     intended: bool = False
+    residual: str = ""
     fused: str = ""
     not_fused: str = ""
 
@@ -125,7 +129,27 @@ class Explanation:
             gathered = {row.dtype for row in self.rows if row.op == "all_gather"}
             if not gathered - {FLOAT32.name}:
                 lines.append("the policy's wire_dtype: of no effect, no all_gather of weights here")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._residuals()])
+
+    def _residuals(self) -> Iterator[str]:
+        """Lines on what ``residuals=recompute`` did, if a policy asks for it."""
+        ops = Counter[str]()
+        for row in self.rows:
+            ops[row.residual] += row.count
+        asked = bool(self.policy) and get_policy(self.policy).residuals == "recompute"
+        if ops[residuals.AGAIN]:
+            yield (
+                f"residuals     {ops[residuals.KEPT]} ops {residuals.KEPT}; "
+                f"{ops[residuals.AGAIN]} {residuals.AGAIN}"
+            )
+        elif asked:
+            yield "residuals     recompute: of no effect, nothing here is computed again"
+        for why in dict.fromkeys(row.residual for row in self.rows):
+            if why not in ("", residuals.KEPT, residuals.AGAIN):
+                rows = [row for row in self.rows if row.residual == why]
+                first = f"{rows[0].op} at {rows[0].source} {rows[0].path}".rstrip()
+                more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+                yield f"  not computed again: {first}{more}: {why}"
 
     def _attention(self) -> Iterator[str]:
         """Which attention a kernel computes, and why all other is left as it is."""
@@ -144,7 +168,7 @@ class Explanation:
     def __str__(self) -> str:
         header = ("op", "dtype", "times", "source", "path", "reason")
         cells = [header] + [
-            (r.op, r.dtype, str(r.count), r.source, r.path, r.reason) for r in self.rows
+            (r.op, r.dtype, str(r.count), r.source, r.path, _text(r)) for r in self.rows
         ]
         widths = [min(max(len(row[i]) for row in cells), 48) for i in range(len(header))]
         table = "\n".join(
@@ -191,6 +215,8 @@ def explain(
         traced = trace_program(looked_at, args, kwargs, policy)
         plan = plan_program(traced.jaxpr, policy, licences_of(args, kwargs))
         rows = tuple(_rows(plan))
+        if closures.likely(plan):  # differentiated before it is planned
+            rows = tuple(dataclasses.replace(row, residual="") for row in rows)
         return Explanation(rows, "" if is_identity(policy) else str(policy))
 
     return explain_fn
@@ -200,8 +226,12 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{n} {dtype}" for dtype, n in counts.items()) or "none"
 
 
+def _text(row: Row) -> str:
+    return f"{row.reason}; {row.residual}" if row.residual else row.reason
+
+
 def _rows(plan: Plan) -> Iterator[Row]:
-    for step, path, line, count in plan.walk():
+    for step, path, line, count, again in plan.walk():
         name = step.eqn.primitive.name
         if not step.plans:
             source = line or library_line(step.eqn)
@@ -216,11 +246,14 @@ def _rows(plan: Plan) -> Iterator[Row]:
                 count,
                 why_not,
                 intended,
+                residuals.residual(step, again=again),
                 fused,
                 step.unfused,
             )
         elif step.action.startswith("custom_") and closures.closes_over(step):
             yield Row(name, path, line, _dtype(step), closures.REASON, count)
+        elif step.saves:
+            yield Row(name, path, line, _dtype(step), step.reason, count, residual=step.saves)
 
 
 def _dtype(step: Step) -> str:

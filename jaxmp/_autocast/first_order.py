@@ -50,7 +50,9 @@ def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """The step of one equation, by the class of its primitive."""
     name, rules = compat.kind(eqn), frame.rules
     if rules.low is None:
-        step = frame.as_written(eqn, values, rules.why_float32)
+        is_float32 = any(map(ours, [*eqn.invars, *eqn.outvars]))
+        why = rules.why_float32 if is_float32 else "runs as written"
+        step = frame.as_written(eqn, values, why)
         recipe = rules.policy.matmul is not None and name in LOW and _exempt(frame, eqn, values)
         return _by_recipe(frame, step, values, None) if recipe is None else step
     kind = rules.op_class(eqn)

@@ -45,6 +45,7 @@ class Planning(abc.ABC):
     def __init__(self, tangents: frozenset[Any] = frozenset()) -> None:
         self.tangents = tangents
         self.demands = Demands()
+        self.recomputes = False  # whether rules of any equation ask for that
         self._numbers = itertools.count(1)
 
     def fresh(self, *, exponential: bool = False) -> Origin:

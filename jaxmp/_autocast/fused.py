@@ -143,8 +143,10 @@ def _check_low(step: Step) -> None:
 # What is not needed once a kernel computes attention.
 
 
-def _reads(step: Step) -> list[Any]:
-    """The variables that a step reads."""
+def reads_of(step: Step) -> list[Any]:
+    """The variables that a step reads, at most; none if what it makes is not needed."""
+    if step.action == "drop":
+        return []
     if step.fused is not None:
         beside = [leaf for placed in _beside(step.fused) for leaf in leaves(placed.value)]
         return [*step.fused.scores.eqn.invars, step.eqn.invars[1 - step.fused.side], *beside]
@@ -159,19 +161,18 @@ def _dropped(steps: Sequence[Step], at: int, fused: Fused, outvars: Sequence[Any
       NotFusedError: if the first product is.
     """
     after = dataclasses.replace(steps[at], fused=fused)
-    kept = [step for step in steps if step.action != "drop"]
-    reads = Counter(v for s in kept for v in _reads(after if s is steps[at] else s))
+    reads = Counter(v for s in steps for v in reads_of(after if s is steps[at] else s))
     reads.update(v for v in outvars if not isinstance(v, Literal))
     made_at = {v: i for i, s in enumerate(steps) for v in s.eqn.outvars if s.action != "drop"}
     dropped: list[int] = []
-    unread = [v for v in _reads(steps[at]) if v in made_at]
+    unread = [v for v in reads_of(steps[at]) if v in made_at]
     while unread:
         i = made_at[unread.pop()]
         step = steps[i]
         if i in dropped or any(reads[v] for v in step.eqn.outvars) or has_effects(step.eqn):
             continue
         dropped.append(i)
-        for v in _reads(step):
+        for v in reads_of(step):
             reads[v] -= 1
             if v in made_at:
                 unread.append(v)

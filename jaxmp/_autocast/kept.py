@@ -45,6 +45,11 @@ def marked(step: Step) -> AbstractContextManager[Any]:
     return _scope(KEPT, reason) if reason else contextlib.nullcontext()
 
 
+def is_marked(step: Step) -> bool:
+    """Whether a step is bound in such a scope."""
+    return bool(step.unfused) or step.skipped is not None or bool(_reason(step))
+
+
 @contextlib.contextmanager
 def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:

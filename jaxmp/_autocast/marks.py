@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,20 +43,35 @@ def policy_in_force() -> Policy | None:
 def region(policy: Policy, *, own: bool = False) -> Iterator[None]:
     """While part of a function is traced to be planned: it runs under a policy of its own.
 
-    `own` says that it is the author's own word, the `dtype` of a layer.
+    `own` says that it is the author's own word, the `dtype` of a layer. What that keeps for the
+    backward pass is no part of it.
     """
+    if own:
+        policy = _keeping_as_around(policy)
     with _POLICY(policy), jax.named_scope(f"{REGION}{OWN if own else ''}{policy}"):
         yield
 
 
-def in_region(fn: F, policy: Policy) -> F:
-    """`fn`, whose body is marked where it is traced to be planned. Elsewhere it is `fn`."""
+def _keeping_as_around(policy: Policy) -> Policy:
+    """The policy, which keeps for the backward pass what the one around it does."""
+    around = policy_in_force()
+    return policy if around is None else dataclasses.replace(policy, residuals=around.residuals)
+
+
+def in_region(fn: F, policy: Policy, *, keeps_as_around: bool = False) -> F:
+    """`fn`, whose body is marked where it is traced to be planned. Elsewhere it is `fn`.
+
+    Args:
+      fn: a function.
+      policy: the policy of the region.
+      keeps_as_around: whether what is kept for the backward pass is for the policy around to say.
+    """
 
     @functools.wraps(fn)
     def region_fn(*args: Any, **kwargs: Any) -> Any:
         if policy_in_force() is None:
             return fn(*args, **kwargs)
-        with region(policy):
+        with region(_keeping_as_around(policy) if keeps_as_around else policy):
             return fn(*args, **kwargs)
 
     return region_fn  # type: ignore[return-value]
@@ -85,7 +101,7 @@ def full_precision(fn: F) -> F:
       {'float32': 1}
     """
     check_callable("full_precision", fn)
-    marked = in_region(fn, get_policy("float32"))
+    marked = in_region(fn, get_policy("float32"), keeps_as_around=True)
     return Transformed(marked, full_precision, fn)  # type: ignore[return-value]
 
 
@@ -123,7 +139,7 @@ def reduced_precision(fn: F) -> F:
       dtype('float32')
     """
     check_callable("reduced_precision", fn)
-    as_written = in_region(fn, get_policy("float32"))
+    as_written = in_region(fn, get_policy("float32"), keeps_as_around=True)
 
     def reduced_fn(*args: Any, **kwargs: Any) -> Any:
         policy = policy_in_force()

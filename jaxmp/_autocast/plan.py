@@ -173,6 +173,22 @@ class Attention(NamedTuple):
         return (*(mask.operand for mask in self.way.softmax.masks), *self.sources)
 
 
+class Segment(NamedTuple):
+    """A run of steps of which most values are computed again on the way back.
+
+    Attributes:
+      start: the first step.
+      stop: the step after the last one.
+      results: the variables that what comes after it reads.
+      looped: whether a loop runs it.
+    """
+
+    start: int
+    stop: int
+    results: tuple[Any, ...]
+    looped: bool
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
     """What to do with one equation.
@@ -198,6 +214,8 @@ class Step:
       unfused: of one that no kernel does, though the policy asks for it: why not.
       clips: whether results beyond the range of the low dtype are clipped to it, as policies ask
         with ``saturate``.
+      saves: why nothing of it is computed again on the way back, under a policy that asks for that;
+        empty under others, and where it is.
     """
 
     eqn: JaxprEqn
@@ -217,6 +235,7 @@ class Step:
     fused: Fused | None = None
     unfused: str = ""
     clips: bool = False
+    saves: str = ""
 
     @property
     def ins(self) -> tuple[DType | None, ...]:
@@ -255,6 +274,7 @@ class Plan:
       arguments: how each operand arrives; None for what is not ours.
       values: how each result is kept, for the plan of the caller; likewise.
       clip: which results are clipped to the finite range when they leave narrower than they are.
+      segments: the runs of steps that are computed again on the way back, in order.
       built: a place for `execute` to keep what it traces once per plan.
     """
 
@@ -265,6 +285,7 @@ class Plan:
     arguments: tuple[Value | None, ...]
     values: tuple[Value | None, ...]
     clip: tuple[bool, ...]
+    segments: tuple[Segment, ...] = ()
     built: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -286,24 +307,28 @@ class Plan:
     def unchanged(self) -> bool:
         """Whether executing the plan is evaluating the jaxpr."""
         low = any(dtype is not None for dtype in (*self.ins, *self.outs))
-        return not low and all(step.unchanged for step in self.steps)
+        return not low and not self.segments and all(step.unchanged for step in self.steps)
 
-    def walk(self, path: str = "", source: str = "", count: Any = 1) -> Iterator[Visit]:
+    def walk(
+        self, path: str = "", source: str = "", count: Any = 1, *, again: bool = False
+    ) -> Iterator[Visit]:
         """Every step at any depth, in order: those with plans inside, then what is inside."""
-        for step in self.steps:
+        anew = {i for segment in self.segments for i in range(segment.start, segment.stop)}
+        for i, step in enumerate(self.steps):
             here = "/".join(filter(None, (path, module_path(step.eqn))))
             # Ops inside JAX's own functions have no line of the user's: the call's line is theirs.
             line = user_line(step.eqn) or source
-            yield Visit(step, here, line, count)
+            covered = again or i in anew
+            yield Visit(step, here, line, count, covered)
             for inner, plan in zip(inside(step.eqn) if step.plans else (), step.plans, strict=True):
-                yield from plan.walk(here, line, count * inner.times)
+                yield from plan.walk(here, line, count * inner.times, again=covered)
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
         """Every contraction of a program, by a name that is the same from run to run."""
         seen: Counter[tuple[str, str]] = Counter()
         found = []
-        for step, path, source, count in self.walk():
+        for step, path, source, count, _ in self.walk():
             if step.eqn.primitive.name in LOW:
                 found.append(Site(path, source, seen[path, source], count, step))
                 seen[path, source] += 1
@@ -318,12 +343,14 @@ class Visit(NamedTuple):
       path: the module path and named scopes around it.
       source: ``file.py:line`` in the user's code; empty if there is none.
       count: how often it runs per call.
+      again: whether it is in a segment that is computed again on the way back.
     """
 
     step: Step
     path: str
     source: str
     count: Any
+    again: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

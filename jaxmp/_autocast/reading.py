@@ -7,8 +7,10 @@ side of the conversion. `Read` says which; `bind.scale` does so for products.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -30,12 +32,19 @@ class Environment:
     """The arrays of a planned jaxpr computed so far, and their copies as steps read them."""
 
     def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
-        self.arrays: dict[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
+        self.arrays: MutableMapping[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
         self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
         self.moved: dict[Any, JaxprEqn] = {}  # what moves made, and which
         self.low_wire = plan.rules.low_wire
         self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
-        self._copies: dict[Any, Any] = {}
+        self.copies: dict[Any, Any] = {}
+
+    def within(self) -> Environment:
+        """One for steps that are differentiated together: what it gets does not come back here."""
+        inner = copy.copy(self)
+        inner.arrays = ChainMap({}, self.arrays)
+        inner.moved, inner.crossed, inner.copies = dict(self.moved), dict(self.crossed), {}
+        return inner
 
     def array(self, atom: Any) -> Any:
         """A variable or literal of the jaxpr, as it is kept."""
@@ -47,16 +56,25 @@ class Environment:
 
     def read(self, atom: Any, read: Read) -> Any:
         """A variable or literal of the jaxpr, as it is read."""
-        dtype = read.dtype
         if isinstance(atom, Literal):
-            return atom.val if dtype in (None, FLOAT32) else narrow_constant(atom.val, dtype)
-        array = self.arrays[atom]
+            as_is = read.dtype in (None, FLOAT32)
+            return atom.val if as_is else narrow_constant(atom.val, read.dtype)
+        array = self.copied(atom, read)
+        if array is None:
+            array = read_as(self.arrays[atom], read)
+            self.keep(atom, read, array)
+        return array
+
+    def copied(self, atom: Any, read: Read) -> Any:
+        """A variable as it is read, if no copy has to be made for it; else None."""
+        array, dtype = self.arrays[atom], read.dtype
         if dtype is None or (read.shape is None and array.dtype == dtype):
             return array
-        key = (atom, dtype, read.saturate, read.shape)
-        if key not in self._copies or read.alone:
-            self._copies[key] = cast(array, dtype, saturate=read.saturate, shape=read.shape)
-        return self._copies[key]
+        return None if read.alone else self.copies.get((atom, dtype, read.saturate, read.shape))
+
+    def keep(self, atom: Any, read: Read, array: Any) -> None:
+        """Keeps an array as the copy of a variable, for those that read it so."""
+        self.copies[atom, read.dtype, read.saturate, read.shape] = array
 
     def copy(self, step: Step, product: Contraction, operand: Any, of: int) -> Any:
         """What a recipe makes of an operand that a step has read; one copy for all steps."""
@@ -64,15 +82,20 @@ class Environment:
         if isinstance(atom, Literal):
             return product.quantise(operand, of)
         key = (atom, operand.dtype, product.forward, product.shared(of))
-        if key not in self._copies:
-            self._copies[key] = product.quantise(operand, of)
-        return self._copies[key]
+        if key not in self.copies:
+            self.copies[key] = product.quantise(operand, of)
+        return self.copies[key]
 
     def result(self, atom: Any, dtype: DType | None, *, saturate: bool) -> Any:
         """A result of the jaxpr in `dtype` (None: in float32, or not ours)."""
         if dtype is None and dtype_of(atom) == FLOAT32:
             dtype = FLOAT32
         return self.read(atom, Read(dtype, saturate))
+
+
+def read_as(array: Any, read: Read) -> Any:
+    """A copy of an array."""
+    return cast(array, read.dtype, saturate=read.saturate, shape=read.shape)  # type: ignore[arg-type]
 
 
 def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None) -> Any:

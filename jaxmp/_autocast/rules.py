@@ -38,6 +38,7 @@ class Rules:
       wide_gradients: whether gradients of parameters leave their products in float32.
       low_wire: whether gradients that are added up in float32 cross devices in the low dtype.
       saturate: whether computed values are clipped to the finite range when they are narrowed.
+      recomputes: whether what is cheap to compute again is not kept for the backward pass.
       overrides: primitive name → class.
       why_float32: why a region of these rules is float32, if it is.
     """
@@ -48,6 +49,7 @@ class Rules:
     wide_gradients: bool
     low_wire: bool
     saturate: bool
+    recomputes: bool
     overrides: dict[str, str]
     why_float32: str = "float32 region"
 
@@ -104,6 +106,7 @@ def rules_for(policy: Policy) -> Rules:
         wide_gradients=np.dtype(policy.reduce_dtype) == FLOAT32,
         low_wire=np.dtype(policy.wire_dtype) != FLOAT32,
         saturate=policy.saturate,
+        recomputes=policy.residuals == "recompute",
         overrides=overrides | dict(policy.ops or ()),
     )
 

@@ -32,6 +32,7 @@ from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.reading import cast
 from jaxmp._autocast.recipes.native import traced_for
+from jaxmp._autocast.residuals import recompute
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import warn_unfused, warn_unknown, warn_unquantised, warn_unseen
 from jaxmp._jaxprs import compat
@@ -208,8 +209,8 @@ def _under_policy_of_modules(fn: Callable[..., Any], policy: Policy) -> Callable
 
 
 def is_identity(policy: Policy) -> bool:
-    """Whether a policy is float32 throughout, in every product as well."""
-    if policy.matmul is not None:
+    """Whether a policy is float32 throughout, in every product as well, and keeps what JAX does."""
+    if policy.matmul is not None or policy.residuals != "save":
         return False
     dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     return all(np.dtype(d) == FLOAT32 for d in dtypes)
@@ -264,7 +265,8 @@ def plan_program(jaxpr: Any, policy: Policy, licences: Sequence[str] = ()) -> Pl
     low_output = output == rules.low
     wanted = [CONTRACTION if low_output else FULL] * len(open_jaxpr.outvars)
     outs = [rules.low if low_output and ours(var) else None for var in open_jaxpr.outvars]
-    return planner.plan(jaxpr, ins, wanted, rules, outs=outs)
+    plan = planner.plan(jaxpr, ins, wanted, rules, outs=outs)
+    return recompute(plan) if planner.recomputes else plan
 
 
 def run_program(

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,17 @@ from jax.sharding import AxisType, NamedSharding, get_abstract_mesh, use_abstrac
 def is_tracer(value: Any) -> bool:
     """Whether a value is an array that is being traced."""
     return isinstance(value, jax.core.Tracer)
+
+
+def is_abstract(value: Any) -> bool:
+    """Whether a value is traced into a program, and is no array that has been computed."""
+    if not is_tracer(value):
+        return False
+    try:
+        jex_core.concrete_or_error(None, value)
+    except jax.errors.ConcretizationTypeError:
+        return True
+    return False
 
 
 def is_reference(atom: Any) -> bool:
@@ -103,10 +115,16 @@ def name_stack(eqn: jex_core.JaxprEqn) -> Any:
     return eqn.source_info.name_stack
 
 
-def frames(eqn: jex_core.JaxprEqn) -> Sequence[Any]:
-    """The Python frames an equation was made in, innermost first."""
+def frames(eqn: jex_core.JaxprEqn) -> Iterator[tuple[CodeType, int]]:
+    """The Python frames an equation was made in, innermost first: code, and where in it."""
     traceback: Any = eqn.source_info.traceback
-    return () if traceback is None else traceback.frames
+    return iter(()) if traceback is None else zip(*traceback.raw_frames(), strict=True)
+
+
+def line_number(eqn: jex_core.JaxprEqn, frame: tuple[CodeType, int]) -> int:
+    """The line of one of its frames."""
+    traceback: Any = eqn.source_info.traceback
+    return int(traceback.code_addr2line(*frame))
 
 
 def source_summary(eqn: jex_core.JaxprEqn) -> str:
@@ -141,6 +159,14 @@ def has_effects(eqn: jex_core.JaxprEqn) -> bool:
     return bool(eqn.effects)
 
 
+def runs_once(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether an equation does something that a second run of it would do again.
+
+    That it names an axis of a mesh, which JAX counts as an effect, is nothing of the kind.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def returns_several(primitive: jex_core.Primitive) -> bool:
     """Whether binding a primitive returns a list, and not an array."""
     return bool(primitive.multiple_results)
@@ -149,6 +175,12 @@ def returns_several(primitive: jex_core.Primitive) -> bool:
 def holds_jaxprs(parameter: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr, or has some in it."""
     return next(jex_core.jaxprs_in_params({"": parameter}), None) is not None
+
+
+def parameters(eqn: jex_core.JaxprEqn) -> Mapping[str, Any]:
+    """The parameters of an equation, for whoever knows no more of them than their names."""
+    params: Mapping[str, Any] = eqn.params
+    return params
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:

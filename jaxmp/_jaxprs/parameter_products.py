@@ -81,15 +81,30 @@ def contract(
     """
     types = tuple(in_float32(jax.typeof(x)) for x in operands)
     sources = tuple((i, p.moves, in_float32(jax.typeof(p.array))) for i, p in parameters.items())
-    # In the open, where the policies of `jax.checkpoint` see a product that they may save. Its own
-    # derivative, of 16 bits, is for loops that have forgotten the other.
-    read = operands if compat.FORGETS_RULES else [lax.stop_gradient(x) for x in operands]
-    out = _bound(op_of(eqn), read, low)
-    with_gradients = _with_gradients(op_of(eqn), types, sources, low, without)
-    return with_gradients(out, *operands, *(p.array for p in parameters.values()))
+    run = _contraction(op_of(eqn), types, sources, low, without)
+    return run(*operands, *(p.array for p in parameters.values()))
 
 
 @functools.lru_cache(maxsize=4096)
+def _contraction(
+    op: Op, types: tuple[Any, ...], sources: Any, low: DType, without: int | None
+) -> Callable[..., Any]:
+    """A function of the operands and the parameters: the result, with their gradients.
+
+    It is inlined into the program that calls it: JAX traces and differentiates it once.
+    """
+    with_gradients = _with_gradients(op, types, sources, low, without)
+
+    def run(*arrays: Any) -> Any:
+        # In the open, where the policies of `jax.checkpoint` see a product that they may save. Its
+        # own derivative, of 16 bits, is for loops that have forgotten the other.
+        operands = arrays[: len(types)]
+        read = operands if compat.FORGETS_RULES else [lax.stop_gradient(x) for x in operands]
+        return with_gradients(_bound(op, read, low), *arrays)
+
+    return jax.jit(run, inline=compat.INLINE)
+
+
 def _with_gradients(
     op: Op, types: tuple[Any, ...], sources: Any, low: DType, without: int | None
 ) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._jaxprs.attributes import frames, name_stack, source_summary
+from jaxmp._jaxprs.attributes import frames, line_number, name_stack, source_summary
 from jaxmp._jaxprs.scopes import CAST, EMULATED, KEPT, MISSED, REGION, SKIPPED, UNFUSED
 
 # Where Python keeps what is installed, and what belongs to it.
@@ -39,6 +39,11 @@ def is_backward(eqn: JaxprEqn) -> bool:
     return in_scope(eqn, "transpose(")
 
 
+def is_rematerialised(eqn: JaxprEqn) -> bool:
+    """Whether an equation computes again what a `jax.checkpoint` did not keep."""
+    return in_scope(eqn, "rematted_computation")
+
+
 def in_scope(eqn: JaxprEqn, scope: str) -> bool:
     """Whether an equation stands in a named scope of jaxmp's."""
     return _names(name_stack(eqn), scope)
@@ -53,8 +58,9 @@ def user_line(eqn: JaxprEqn) -> str:
     """``file.py:line`` of the innermost frame that is in no library; empty if all are."""
     libraries = _libraries()
     for frame in frames(eqn):
-        if not _is_in(frame.file_name, libraries):
-            return f"{Path(frame.file_name).name}:{frame.line_num}"
+        file = frame[0].co_filename
+        if not _is_in(file, libraries):
+            return f"{Path(file).name}:{line_number(eqn, frame)}"
     return ""
 
 

@@ -14,7 +14,13 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import short_type
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import Inner, inside, steering
-from jaxmp._jaxprs.source import is_backward, library_line, module_path, user_line
+from jaxmp._jaxprs.source import (
+    is_backward,
+    is_rematerialised,
+    library_line,
+    module_path,
+    user_line,
+)
 
 # Ops whose results are elements of their operands, each as it is.
 MOVES = frozenset(
@@ -113,6 +119,7 @@ class _Place:
     path: str = ""
     line: str = ""
     backward: bool = False
+    again: bool = False  # computes again what a `jax.checkpoint` did not keep
     loops: tuple[Loop, ...] = ()
     branch: bool = False
 
@@ -231,7 +238,8 @@ def _site(
             outs.append(reads if is_measured(var) else ())
             continue
         of_weights = reads and all(ref in sites and sites[ref].kind == "weight" for ref in reads)
-        kind = "gradient" if here.backward else "weight" if of_weights else "activation"
+        gradient = here.backward and not here.again
+        kind = "gradient" if gradient else "weight" if of_weights else "activation"
         sites[site] = Site(
             name=site,
             op=compat.called(eqn),
@@ -296,6 +304,7 @@ def _at(eqn: JaxprEqn, place: _Place) -> _Place:
         path="/".join(filter(None, (place.path, module_path(eqn)))),
         line=user_line(eqn) or place.line or library_line(eqn),
         backward=place.backward or is_backward(eqn),
+        again=place.again or is_rematerialised(eqn),
     )
 
 

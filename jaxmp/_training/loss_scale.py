@@ -88,15 +88,13 @@ def dynamic_loss_scale(
     fills the counter again (`refill="growth"`), or every finite step does (`refill="clean"`,
     DeepSpeed's `consecutive_hysteresis`). With `hysteresis=2`, `growth_interval=3`:
 
-    ========= ======= ======= ========= ======= ======= ========= ====== ====== ====== =========
-    step      (start) finite  overflow  finite  finite  overflow  finite finite finite overflow
-    "growth"
-    scale     8       8       8         8       8       4         4      4      8      8
-    counter   2       2       1         1       1       1         1      1      2      1
-    "clean"
-    scale     8       8       8         8       8       8         8      8      16     16
-    counter   2       2       1         2       2       1         2      2      2      1
-    ========= ======= ======= ========= ======= ======= ========= ====== ====== ====== =========
+        step      (start) finite  overflow  finite  finite  overflow  finite finite finite overflow
+        "growth"
+        scale     8       8       8         8       8       4         4      4      8      8
+        counter   2       2       1         1       1       1         1      1      2      1
+        "clean"
+        scale     8       8       8         8       8       8         8      8      16     16
+        counter   2       2       1         2       2       1         2      2      2      1
 
     Args:
       inner: The optimizer. Left out, this is a link for `optax.chain` that only divides and zeroes:

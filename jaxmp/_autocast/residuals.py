@@ -1,0 +1,197 @@
+"""What is computed again on the way back, under policies with ``residuals=recompute``.
+
+Runs of steps become segments, which `execute` puts under a `jax.checkpoint` that keeps what
+`jaxmp.checkpoint_policies.long_contractions` says. A segment ends where something is not to run
+again, or has its own say in what is kept: a `jax.checkpoint` of the program, a function with a
+`custom_vjp`, a side effect, a region whose policy saves. What crosses such a place is kept, as it
+is without. Of loops and of `shard_map` the body has segments of its own, so that one iteration is
+computed again at a time; so have calls that are not of one piece.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxmp._autocast.attention import without_attention
+from jaxmp._autocast.fused import reads_of
+from jaxmp._autocast.plan import Plan, Segment, Step
+from jaxmp._autocast.primitives import TABLE
+from jaxmp._autocast.rules import region_rules
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import parameters, runs_once, with_dtype
+from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.scopes import DEQUANTISE
+from jaxmp._jaxprs.source import in_scope
+from jaxmp.checkpoint_policies import long_contractions
+
+OWN_CHECKPOINT = "a jax.checkpoint of the program itself: it keeps what that one says"
+FUSED = "attention that a kernel computes: it keeps what its rule returns"
+OWN_RULE = "a function with a custom_vjp: it keeps what its rule returns"
+EFFECTS = "has side effects: runs once"
+UNKNOWN = "not looked inside: runs once"
+OPEN_ENDED = "a while loop: has no backward pass"
+SAVED = "the policy here says residuals=save"
+KEPT = "kept for the way back"
+AGAIN = "computed again on the way back"
+_PARTS = "in parts"  # what is inside decides for itself
+
+
+def recompute(plan: Plan) -> Plan:
+    """A plan with segments, at any depth, where its policies ask for them."""
+    return _Recomputing().segmented(plan, looped=False)
+
+
+def residual(step: Step, *, again: bool) -> str:
+    """What becomes of the results of a step until the way back; empty where that is as in JAX.
+
+    Args:
+      step: a step without plans.
+      again: whether it is in a segment.
+    """
+    if step.action == "drop":
+        return ""
+    if not again:
+        return step.saves
+    floats = [v for v in step.eqn.outvars if _is_kept_or_not(dtype_of(v))]
+    if not floats:
+        return ""
+    avals = [
+        v.aval if dtype is None else with_dtype(v.aval, dtype)
+        for v, dtype in zip(step.eqn.invars, step.ins, strict=True)
+    ]
+    keeps = long_contractions(step.eqn.primitive, *avals, **parameters(step.eqn))
+    return KEPT if keeps else AGAIN
+
+
+def _is_kept_or_not(dtype: Any) -> bool:
+    """Whether arrays of a dtype are kept for the way back: numbers with a derivative, and masks."""
+    return dtype is not None and (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.inexact))
+
+
+class _Recomputing:
+    """Makes the plans of a program anew; those that are shared stay so."""
+
+    def __init__(self) -> None:
+        self._whole: dict[Any, bool] = {}
+        self._made: dict[Any, Plan] = {}
+
+    def segmented(self, plan: Plan, *, looped: bool) -> Plan:
+        """A plan with segments."""
+        key = plan, looped
+        if key not in self._made:
+            self._made[key] = self._segmented(plan, looped=looped)
+        return self._made[key]
+
+    def _segmented(self, plan: Plan, *, looped: bool) -> Plan:
+        whys = [self._why_not(step, plan) for step in plan.steps]
+        steps = tuple(
+            self._in_parts(step, why, looped=looped)
+            for step, why in zip(plan.steps, whys, strict=True)
+        )
+        runs = []
+        for free, run in itertools.groupby(range(len(steps)), lambda i: not whys[i]):
+            where = list(run)
+            if free and len(where) > 1:
+                runs.append((where[0], where[-1] + 1))
+        plan = dataclasses.replace(plan, steps=steps, built={})
+        segments = tuple(
+            Segment(start, stop, _results(plan, start, stop), looped) for start, stop in runs
+        )
+        return dataclasses.replace(plan, segments=segments)
+
+    def _in_parts(self, step: Step, why: str, *, looped: bool) -> Step:
+        if not why:
+            return self._plain(step)
+        if why != _PARTS:
+            return dataclasses.replace(step, saves=why)
+        loops = looped or any(inner.loops for inner in inside(step.eqn))
+        plans = tuple(self.segmented(plan, looped=loops) for plan in step.plans)
+        return dataclasses.replace(step, plans=plans)
+
+    def _plain(self, step: Step) -> Step:
+        """A step of a segment. A product of a softmax needs no derivative that keeps less."""
+        if step.attention is not None:
+            return without_attention(step)
+        if not step.plans or step.action.startswith("custom_"):
+            return step
+        plans = tuple(map(self._plain_plan, step.plans))
+        return step if plans == step.plans else dataclasses.replace(step, plans=plans)
+
+    def _plain_plan(self, plan: Plan) -> Plan:
+        key = plan, "plain"
+        if key not in self._made:
+            steps = tuple(map(self._plain, plan.steps))
+            same = all(new is old for new, old in zip(steps, plan.steps, strict=True))
+            self._made[key] = plan if same else dataclasses.replace(plan, steps=steps, built={})
+        return self._made[key]
+
+    def _is_whole(self, plan: Plan) -> bool:
+        """Whether everything in a plan may be computed again."""
+        if plan not in self._whole:
+            self._whole[plan] = not any(self._why_not(step, plan) for step in plan.steps)
+        return self._whole[plan]
+
+    def _why_not(self, step: Step, plan: Plan) -> str:
+        """Why a step is in no segment of the plan around it; empty if it may be."""
+        eqn, kind = step.eqn, compat.kind(step.eqn)
+        if kind == "remat2":
+            return OWN_CHECKPOINT
+        if kind == "custom_vjp_call":
+            return OWN_RULE
+        if step.fused is not None:
+            return FUSED
+        inners = inside(eqn) if step.plans else ()
+        if any(inner.open_ended for inner in inners):
+            return OPEN_ENDED
+        if any(inner.loops for inner in inners) or kind == "shard_map":
+            return _PARTS
+        whole = all(map(self._is_whole, step.plans))
+        if not whole:
+            return OWN_RULE if kind == "custom_jvp_call" else _PARTS
+        asks = (region_rules(eqn) or plan.rules).recomputes or in_scope(eqn, DEQUANTISE)
+        if not asks and not step.plans:
+            return SAVED
+        if runs_once(eqn):
+            return EFFECTS
+        if not step.plans and kind not in TABLE and any(True for _ in compat.inner_jaxprs(eqn)):
+            return UNKNOWN
+        return ""
+
+
+def _results(plan: Plan, start: int, stop: int) -> tuple[Any, ...]:
+    """The variables that steps of a plan make and others after them read."""
+    needed = [step for step in plan.steps[start:stop] if step.action != "drop"]
+    made = [v for step in needed for v in step.eqn.outvars]
+    makers = {v: s for s in plan.steps[:stop] if s.action == "reorder" for v in s.eqn.outvars}
+    read = {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
+    for step in plan.steps[stop:]:
+        read.update(_reads(step))
+        if step.parameters:  # whose gradients go to what the moves on the way were given
+            for i in step.parameters:
+                read.update(_way(step.eqn.invars[i], makers))
+    return tuple(v for v in made if v in read)
+
+
+def _reads(step: Step) -> Iterator[Any]:
+    """The variables that running a step reads."""
+    yield from reads_of(step)
+    if step.attention is not None:
+        softmax = step.attention.way.softmax
+        yield from (softmax.scores, softmax.result, *step.attention.reads)
+
+
+def _way(atom: Any, makers: dict[Any, Step]) -> Iterator[Any]:
+    """The variables between a parameter and what a contraction reads of it."""
+    if isinstance(atom, Literal):
+        return
+    yield atom
+    if atom in makers:
+        for operand in makers[atom].eqn.invars:
+            yield from _way(operand, makers)

@@ -1,0 +1,225 @@
+"""The site: programs run as pasted, output is what they print, every public name has an entry."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jaxmp
+
+from doc_blocks import Block, blocks, outputs
+from support import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = {str(p.relative_to(DOCS)): p.read_text(encoding="utf-8") for p in DOCS.rglob("*.md")}
+
+# Pages whose blocks are parts of files, or are printed by long runs, and what tries those.
+TESTED_ELSEWHERE = {
+    "benchmarks.md": "test_benchmarks.py",
+    "design.md": "test_design_doc.py",
+    "diagnose.md": "test_examples_diagnose_overflow.py",
+    "loss_scale_benchmarks.md": "test_benchmarks.py",
+    "many_devices.md": "test_benchmarks.py",
+    "validation.md": "test_validate_report.py",
+}
+# The programs of the other pages compile for seconds.
+QUICK = {
+    "choosing.md",
+    "coming_from/jmp.md",
+    "coming_from/qwix.md",
+    "coming_from/torch.md",
+    "concepts/cotangents.md",
+    "concepts/float32.md",
+    "concepts/plan.md",
+    "how_to/attention.md",
+    "how_to/setup.md",
+    "index.md",
+}
+
+OWN = sorted(PAGES.keys() - TESTED_ELSEWHERE.keys())
+WITH_PROGRAMS = [name for name in OWN if any(block.runs for block in blocks(PAGES[name]))]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in WITH_PROGRAMS]
+)
+def test_programs_run_and_print_what_is_shown(name):
+    for block, printed in outputs(PAGES[name]):
+        if block.printed_here():
+            assert printed == block.text, f"write it anew: python tests/doc_blocks.py docs/{name}"
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_blocks_are_programs_commands_or_output(name):
+    before = None
+    for block in blocks(PAGES[name]):
+        assert block.language in {"python", "sh", "text"}, block
+        if block.language == "text":
+            assert before is not None, "output of nothing"
+            assert re.search(r"JAX 0\.\d+", block.above), f"which JAX printed this?\n{block.text}"
+        before = block if block.language != "text" else None
+    # None is overlooked: indented, or with a fence of another kind.
+    assert PAGES[name].count("```") == 2 * len(blocks(PAGES[name]))
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each block of commands, and the page it is on."""
+    return [(n, b.text) for n in OWN for b in blocks(PAGES[n]) if b.language == "sh"]
+
+
+def lines(block: str) -> list[str]:
+    return [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize(("name", "block"), commands())
+def test_commands_name_what_there_is(name, block):
+    folder = ROOT
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    for line in lines(block):
+        words = shlex.split(line, comments=True)
+        if words[0] == "cd":
+            folder = folder / words[1]
+            assert folder.is_dir()
+        elif words[:4] == ["python", "-m", "pip", "install"]:
+            asked = re.findall(r"\[([\w,-]+)\]", line)
+            assert all(extra in extras for group in asked for extra in group.split(","))
+        elif words[:3] == ["python", "-m", "jaxmp"]:
+            assert words[3] in {"audit", "preflight", "validate", "devices"}
+        elif words[0] == "python":
+            file = folder / words[1]
+            assert file.exists()
+            tests = (ROOT / "tests").glob("test_*.py")
+            assert any(file.name in test.read_text("utf-8") for test in tests), "nobody runs it"
+        else:
+            pytest.fail(f"docs/{name}: of what kind is this command? {line}")
+
+
+def looks() -> list[tuple[str, str, Block | None]]:
+    """Blocks of commands of `python -m jaxmp`, with the output that is shown of the last."""
+    found = []
+    for name in OWN:
+        of_page = blocks(PAGES[name])
+        for block, after in zip(of_page, [*of_page, None][1:], strict=True):
+            if block.language == "sh" and "python -m jaxmp" in block.text:
+                shown = after if after is not None and after.language == "text" else None
+                found.append((name, block.text, shown))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "block", "shown"), looks())
+def test_the_command_line_prints_what_is_shown(name, block, shown):
+    folder, env = ROOT, {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    if "preflight" in block and "--target gpu" in block:
+        pytest.importorskip("jax_cuda13_plugin")
+    if "preflight" in block and "--target tpu" in block:
+        pytest.importorskip("libtpu")
+    for line in lines(block):
+        words = shlex.split(line, comments=True)
+        if words[0] == "cd":
+            folder = folder / words[1]
+            continue
+        run = subprocess.run(
+            [sys.executable, *words[1:]],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+    if shown is not None and shown.printed_here():
+        assert run.stdout == shown.text
+
+
+# --- the reference ------------------------------------------------------------------------------
+
+
+def entries() -> set[str]:
+    """What the pages of the reference have an entry of: by mkdocstrings, or in words."""
+    found = set()
+    for name, page in PAGES.items():
+        if name.startswith("reference/"):
+            found.update(re.findall(r"^::: (jaxmp[\w.]*)$", page, re.MULTILINE))
+            found.update(re.findall(r"^## (jaxmp[\w.]*)$", page, re.MULTILINE))
+    return found
+
+
+def public_names() -> set[str]:
+    """What the root exports, and what the modules without an underscore do."""
+    found = {f"jaxmp.{name}" for name in jaxmp.__all__} - {"jaxmp.__version__"}
+    for file in (ROOT / "jaxmp").glob("[a-z]*.py"):
+        module = importlib.import_module(f"jaxmp.{file.stem}")
+        found.update(f"jaxmp.{file.stem}.{name}" for name in getattr(module, "__all__", ()))
+    return found
+
+
+def is_of_the_root(name: str) -> bool:
+    """Whether `jaxmp.policy.Policy` is exported as `jaxmp.Policy`, and has its page there."""
+    return name.count(".") == 2 and name.rpartition(".")[2] in jaxmp.__all__
+
+
+def test_every_public_name_has_an_entry():
+    missing = {name for name in public_names() - entries() if not is_of_the_root(name)}
+    assert not missing, "give each a page in docs/reference, and a line in mkdocs.yml"
+
+
+def test_every_name_of_the_root_has_a_page_of_its_own():
+    for name in set(jaxmp.__all__) - {"__version__"}:
+        page = PAGES[f"reference/{name}.md"]
+        assert f"::: jaxmp.{name}\n" in page
+        assert f"({name}.md)" in PAGES["reference/index.md"]
+
+
+def test_entries_exist():
+    for name in entries():
+        module, rest = name, []
+        while True:
+            try:
+                found = importlib.import_module(module)
+                break
+            except ImportError:
+                module, _, last = module.rpartition(".")
+                rest.insert(0, last)
+        for attribute in rest:
+            found = getattr(found, attribute)
+
+
+def test_the_index_says_what_docstrings_say():
+    rows = re.findall(
+        r"^\| \[`jaxmp\.(\w+)`\]\(\w+\.md\) \| (.*) \|$", PAGES["reference/index.md"], 8
+    )
+    assert len(rows) > 40
+    for name, summary in rows:
+        value = getattr(jaxmp, name, None) or importlib.import_module(f"jaxmp.{name}")
+        first = inspect.getdoc(value).split("\n\n")[0].replace("\n", " ")
+        assert summary == first, f"docs/reference/index.md: {name}"
+
+
+def test_every_page_is_in_the_navigation():
+    """`mkdocs build --strict` says so too; this needs no MkDocs."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = re.findall(r"[\w/]+\.md$", config, re.MULTILINE)
+    assert sorted(named) == sorted(PAGES)
+
+
+def test_pages_tested_elsewhere_are():
+    for name, test in TESTED_ELSEWHERE.items():
+        assert name in PAGES
+        assert (Path(__file__).parent / test).exists()
