@@ -78,8 +78,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
       attention: What computes attention: None, the program's own operations; or "fused", the kernel
         of the chip at hand (cuDNN's on NVIDIA from compute capability 8.0, Pallas' on TPU), which
         keeps no array of scores; "fused@gpu-h100" is that of another chip. It sums in another order
-        and rounds at other places. It stands back where it does not fit, and `jaxmp.explain` and
-        `jaxmp.audit` say where and why.
+        and rounds at other places, and has a first derivative, backward, alone. It stands back
+        where it does not fit, and `jaxmp.explain` and `jaxmp.audit` say where and why. On several
+        TPUs it takes `jax.shard_map(check_vma=False)`: no compiler splits Pallas' kernels.
       ops: Overrides of how `jaxmp.autocast` treats single primitives: a mapping from a primitive,
         or the name of one, to one of the classes in `jaxmp.policy_string.OP_CLASSES`. Kept
         as a sorted tuple of (primitive name, class) pairs.

@@ -103,15 +103,6 @@ def library(call: Call, q: Any, k: Any, v: Any, *rest: Any, implementation: Any 
     )
 
 
-@jax.custom_vjp
-def _unmapped(q: Any) -> Any:
-    """The queries, which refuse to be mapped over: JAX then lays out a mask for each head."""
-    return _refuse_map(q)
-
-
-_unmapped.defvjp(lambda q: (_refuse_map(q), None), lambda _, tangent: (tangent,))
-
-
 @jax.custom_batching.custom_vmap
 def _refuse_map(q: Any) -> Any:
     return q
@@ -124,6 +115,15 @@ def _(_size: int, _mapped: Any, _q: Any) -> Any:
         "jaxmp.autocast(jax.vmap(f), policy) in the place of jax.vmap(jaxmp.autocast(f, policy)), "
         "or leave attention='fused' out of the policy"
     )
+
+
+@jax.custom_vjp
+def _unmapped(q: Any) -> Any:
+    """The queries, which refuse to be mapped over: JAX then lays out a mask for each head."""
+    return _refuse_map(q)
+
+
+_unmapped.defvjp(lambda q: (_refuse_map(q), None), lambda _, tangent: (tangent,))
 
 
 def flash(call: Call, q: Any, k: Any, v: Any, *rest: Any) -> Any:
