@@ -18,8 +18,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._audit.target import parse_target
 from jaxmp._autocast import kernels
 from jaxmp._autocast.kernels import Call, Kernel
+from jaxmp._preflight.aot_worker import topology_devices
+from jaxmp._preflight.hlo import read_hlo
 
 from support import assert_same_program, needs_gpu_compiler, needs_tpu_compiler
 
@@ -643,6 +646,32 @@ def test_compilers_see_the_kernel_forward_and_backward(target, calls) -> None:
     assert both.program.library_calls.items() >= calls[1].items()
     saved = preflight(BF16, step).temporary_bytes - both.temporary_bytes
     assert saved > 2 * heads * time**2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "calls"),
+    [
+        pytest.param("gpu-h100:4", 2, marks=[needs_gpu_compiler, needs_cudnn]),
+        pytest.param("tpu-v5e:2x2", 3, marks=needs_tpu_compiler),
+    ],
+)
+def test_examples_are_split_over_devices_without_a_word_between_them(target, calls) -> None:
+    chip = parse_target(target)
+    job = {"platform": chip.platform, "topology": chip.topology, "config": chip.config}
+    devices = topology_devices(job)
+    mesh = jax.make_mesh((4,), ("d",), devices=devices, axis_types=(AxisType.Auto,))
+    fn = jaxmp.autocast(causal, f"{BF16},attention=fused@{target.partition(':')[0]}")
+    if chip.platform == "tpu":  # whose compiler splits no kernel
+        fn = jax.shard_map(fn, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False)
+    sharding = jax.sharding.NamedSharding(mesh, P("d"))
+    args = [jax.ShapeDtypeStruct((8, 1024, 4, 64), jnp.float32, sharding=sharding)] * 3
+    step = jax.jit(jax.grad(loss_of(fn), (0, 1, 2)), out_shardings=sharding)
+    platform = "tpu" if chip.platform == "tpu" else "cuda"
+    program = read_hlo(step.trace(*args).lower(lowering_platforms=(platform,)).compile().as_text())
+    kernels_called = [n for name, n in program.library_calls.items() if "Concat" not in name]
+    assert sum(kernels_called) == calls
+    assert not program.moved
 
 
 # Policies.
