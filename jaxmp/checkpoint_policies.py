@@ -141,7 +141,7 @@ def _is_short(avals: Any, params: Any) -> bool:
     read = math.prod(left) + math.prod(right)
     pairs = math.prod(left) * math.prod(right)
     result = pairs // max(1, length**2 * math.prod(left[i] for i in batch))
-    return length <= _SHORT and result > read
+    return bool(length <= _SHORT and result > read)
 
 
 def _is_cheap(jaxpr: Any) -> bool:
