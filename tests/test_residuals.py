@@ -374,6 +374,13 @@ def test_explain_says_that_it_is_of_no_effect():
     assert OWN_CHECKPOINT in found.summary()
 
 
+def test_explain_says_that_a_program_is_differentiated_within():
+    for fn, said in ((layers, False), (jax.grad(layers), True)):
+        found = jaxmp.explain(fn, AGAIN_POLICY)(W, X)
+        assert ("differentiated within" in found.summary()) == said
+    assert "differentiated within" not in jaxmp.explain(jax.grad(layers), SAVE)(W, X).summary()
+
+
 def test_audit_counts_what_is_computed_again():
     grads = [jax.grad(jaxmp.autocast(attention, p)) for p in (SAVE, AGAIN_POLICY)]
     save, again = (jaxmp.audit(fn, W, X) for fn in grads)
