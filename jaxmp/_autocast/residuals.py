@@ -190,8 +190,9 @@ def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
         if multiplied and kept_anyway and _little_but(eqn.outvars[0], crossing):
             pieces.append((begin, i + 1))
             begin, multiplied, crossing = i + 1, False, set()
-    pieces.append((begin, stop))
-    return [(first, end) for first, end in pieces if end - first > 1]
+    if begin + 1 < stop or multiplied:
+        pieces.append((begin, stop))
+    return pieces
 
 
 def _little_but(var: Any, crossing: set[Any]) -> bool:
