@@ -4,7 +4,8 @@ Runs of steps become segments, which `execute` puts under a `jax.checkpoint` tha
 `jaxmp.checkpoint_policies.long_contractions` says. A segment ends where something is not to run
 again, or has its own say in what is kept: a `jax.checkpoint` of the program, a function with a
 `custom_vjp`, a side effect, a region whose policy saves. What crosses such a place is kept, as it
-is without. Of loops and of `shard_map` the body has segments of its own, so that one iteration is
+is without. It also ends between layers, where little crosses, so that one is computed again at a
+time. Of loops and of `shard_map` the body has segments of its own, so that one iteration is
 computed again at a time; so have calls that are not of one piece.
 """
 
