@@ -187,7 +187,8 @@ def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
             differentiated |= made
             crossing |= made
         crossing = {v for v in crossing if last.get(v, -1) > i}
-        kept_anyway = contracts(eqn) or eqn.primitive.name in ("add", "add_any")
+        keeps = contracts(eqn) and residual(plan.steps[i], again=True) == KEPT
+        kept_anyway = keeps or eqn.primitive.name in ("add", "add_any")
         if multiplied and kept_anyway and _little_but(eqn.outvars[0], crossing):
             pieces.append((begin, i + 1))
             begin, multiplied, crossing = i + 1, False, set()
