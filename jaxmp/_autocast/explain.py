@@ -23,7 +23,7 @@ from jaxmp._autocast.transform import (
     plan_program,
     trace_program,
 )
-from jaxmp._jaxprs.source import library_line
+from jaxmp._jaxprs.source import is_backward, library_line
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, get_policy, single_policy
 
@@ -69,10 +69,12 @@ class Explanation:
     Attributes:
       rows: one per equation, in order.
       policy: the policy that `explain` was given; empty if it was float32.
+      differentiated: whether the program has backward passes in it.
     """
 
     rows: tuple[Row, ...]
     policy: str
+    differentiated: bool = False
 
     def contractions(self) -> dict[str, int]:
         """How many contractions run per call in each dtype, most first."""
@@ -144,6 +146,11 @@ class Explanation:
             )
         elif asked:
             yield "residuals     recompute: of no effect, nothing here is computed again"
+        if self.differentiated and ops.keys() - {""}:
+            yield (
+                "  differentiated within the program, where what is kept was decided: explain the "
+                "loss itself, or see jaxmp.audit for what a whole step computes again"
+            )
         for why in dict.fromkeys(row.residual for row in self.rows):
             if why not in ("", residuals.KEPT, residuals.AGAIN):
                 rows = [row for row in self.rows if row.residual == why]
@@ -217,7 +224,8 @@ def explain(
         rows = tuple(_rows(plan))
         if closures.likely(plan):  # differentiated before it is planned
             rows = tuple(dataclasses.replace(row, residual="") for row in rows)
-        return Explanation(rows, "" if is_identity(policy) else str(policy))
+        differentiated = any(is_backward(visit.step.eqn) for visit in plan.walk())
+        return Explanation(rows, "" if is_identity(policy) else str(policy), differentiated)
 
     return explain_fn
 

@@ -4,7 +4,8 @@ Runs of steps become segments, which `execute` puts under a `jax.checkpoint` tha
 `jaxmp.checkpoint_policies.long_contractions` says. A segment ends where something is not to run
 again, or has its own say in what is kept: a `jax.checkpoint` of the program, a function with a
 `custom_vjp`, a side effect, a region whose policy saves. What crosses such a place is kept, as it
-is without. Of loops and of `shard_map` the body has segments of its own, so that one iteration is
+is without. It also ends between layers, where little crosses, so that one is computed again at a
+time. Of loops and of `shard_map` the body has segments of its own, so that one iteration is
 computed again at a time; so have calls that are not of one piece.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +22,13 @@ from jax.extend.core import Literal
 
 from jaxmp._autocast.attention import without_attention
 from jaxmp._autocast.fused import reads_of
+from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.plan import Plan, Segment, Step
 from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.rules import region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import parameters, runs_once, with_dtype
-from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.scopes import DEQUANTISE
 from jaxmp._jaxprs.source import in_scope
@@ -96,11 +99,11 @@ class _Recomputing:
             for step, why in zip(plan.steps, whys, strict=True)
         )
         runs = []
+        plan = dataclasses.replace(plan, steps=steps, built={})
         for free, run in itertools.groupby(range(len(steps)), lambda i: not whys[i]):
             where = list(run)
-            if free and len(where) > 1:
-                runs.append((where[0], where[-1] + 1))
-        plan = dataclasses.replace(plan, steps=steps, built={})
+            if free:
+                runs += _pieces(plan, where[0], where[-1] + 1)
         segments = tuple(
             Segment(start, stop, _results(plan, start, stop), looped) for start, stop in runs
         )
@@ -163,6 +166,54 @@ class _Recomputing:
         if not step.plans and kind not in TABLE and any(True for _ in compat.inner_jaxprs(eqn)):
             return UNKNOWN
         return ""
+
+
+def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
+    """A run of steps, cut where little crosses that is not kept anyway.
+
+    What is under one checkpoint may all be computed again before any of it is read: of a deep model
+    the scores of every layer. So it is cut after contractions, where nothing else goes on but what
+    a contraction returned, or a sum, which is then kept in the place of what it is a sum of.
+    """
+    last: dict[Any, int] = dict.fromkeys(
+        (v for v in plan.jaxpr.outvars if not isinstance(v, Literal)), len(plan.steps)
+    )
+    for i in reversed(range(start, len(plan.steps))):
+        for var in _reads(plan.steps[i]):
+            last.setdefault(var, i)
+    inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
+    differentiated = {v for v in inputs if _has_derivative(v)}
+    pieces, begin, multiplied = [], start, False
+    crossing: set[Any] = set()
+    for i in range(start, stop):
+        eqn = plan.steps[i].eqn
+        multiplied |= contracts(eqn)
+        if not differentiated.isdisjoint(v for v in eqn.invars if not isinstance(v, Literal)):
+            made = {v for v in eqn.outvars if _has_derivative(v)}
+            differentiated |= made
+            crossing |= made
+        crossing = {v for v in crossing if last.get(v, -1) > i}
+        keeps = contracts(eqn) and residual(plan.steps[i], again=True) == KEPT
+        kept_anyway = keeps or eqn.primitive.name in ("add", "add_any")
+        if multiplied and kept_anyway and _little_but(eqn.outvars[0], crossing):
+            pieces.append((begin, i + 1))
+            begin, multiplied, crossing = i + 1, False, set()
+    if begin + 1 < stop or multiplied:
+        pieces.append((begin, stop))
+    return pieces
+
+
+def _little_but(var: Any, crossing: set[Any]) -> bool:
+    """Whether a variable crosses, and of others nothing but what is much smaller, as averages."""
+    if var not in crossing or not all(isinstance(n, int) for v in crossing for n in shape_of(v)):
+        return False  # of sizes that `jax.export` leaves open nothing is known
+    others = sum(math.prod(shape_of(v)) for v in crossing - {var})
+    return 16 * others <= math.prod(shape_of(var))
+
+
+def _has_derivative(var: Any) -> bool:
+    dtype = dtype_of(var)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _results(plan: Plan, start: int, stop: int) -> tuple[Any, ...]:
