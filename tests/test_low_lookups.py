@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 
-from support import iter_eqns, slow_when
+from support import iter_eqns
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 LOW = "mixed_bfloat16,ops=gather:low"
@@ -96,7 +96,7 @@ class Tied(nn.Module):
         return embed.attend(x[chosen])
 
 
-@slow_when(lambda kind: kind != "wrapped")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["autocast", "wrapped", "wrapped by path"])
 def test_one_table_or_all(kind: str) -> None:
     tokens = jnp.arange(8) * 3 % 32

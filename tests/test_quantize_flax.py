@@ -159,6 +159,7 @@ def test_weights_that_were_16_bits_are_float32_to_a_wrapped_module():
     assert jax.tree.structure(kept["params"]) == jax.tree.structure(small(halved)["params"])
 
 
+@pytest.mark.slow
 def test_the_residual_stream_stays_low():
     """A table computed from integers is a parameter, as it was: it does not win as data."""
     model, variables = linen(scan=False)

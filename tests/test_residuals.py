@@ -403,6 +403,7 @@ def test_audit_counts_what_is_computed_again():
     assert sum(again.residual_bytes.values()) < sum(save.residual_bytes.values())
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_is_measured_as_no_gradient():
     found = jaxmp.numerics.capture(layers, AGAIN_POLICY, W, X, grad=True)
     roots = [m.site for m in found.sites.values() if m.site.op == "rsqrt"]
