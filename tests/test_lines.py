@@ -66,6 +66,7 @@ POLICIES = (
 
 
 @slow_when(lambda name, policy: policy != "mixed_bfloat16")
+@pytest.mark.filterwarnings("ignore:autocast. float8 products")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [*PROGRAMS, "lm", "cnn"])
 def test_the_program_is_the_one_made_step_by_step(name: str, policy: str) -> None:
