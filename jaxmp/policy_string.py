@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmp.devices import chips
+from jaxmp.devices import word_at_chip
 from jaxmp.dtypes import (
     DTYPE_NAMES,
     did_you_mean,
@@ -234,26 +234,13 @@ def parse_attention(text: str) -> str:
       >>> parse_attention("fused@gpu-h100")
       'fused@gpu-h100'
     """
-    name, at, chip = text.strip().partition("@")
-    if plain_name(name) != FUSED or bool(at) is not bool(chip):
+    try:
+        read = word_at_chip(text, FUSED)
+    except ValueError as error:
+        raise ValueError(f"attention: {error}.") from None
+    if read is None:
         raise ValueError(f"attention is {FUSED!r} or '{FUSED}@CHIP', or left out; got {text!r}.")
-    known = chips()
-    if chip and chip not in known:
-        raise ValueError(
-            f"attention: {text!r} names no chip{did_you_mean(chip, known)}; the chips are "
-            f"{', '.join(known)}."
-        )
-    return f"{FUSED}@{chip}" if chip else FUSED
-
-
-def fused_chip(attention: str) -> str:
-    """The chip whose kernel computes attention; empty for the one at hand.
-
-    Example:
-      >>> fused_chip("fused@tpu-v5e"), fused_chip("fused")
-      ('tpu-v5e', '')
-    """
-    return attention.partition("@")[2]
+    return read
 
 
 def _split(piece: _Piece, separator: str) -> list[_Piece]:

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from jaxmp.devices import chips
+from jaxmp.devices import word_at_chip
 from jaxmp.dtypes import did_you_mean, plain_name
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "FORMATS",
     "Format",
     "Recipe",
-    "auto_chip",
     "check_goes_with",
     "deepseek",
     "float8",
@@ -335,26 +334,11 @@ def parse_matmul(text: str) -> Recipe | str:
       >>> parse_matmul("auto@tpu-v5e"), str(parse_matmul("float8"))
       ('auto@tpu-v5e', 'float8')
     """
-    name, _, chip = text.strip().partition("@")
-    if plain_name(name) != AUTO:
-        return parse_recipe(text)
-    known = chips()
-    if chip and chip not in known:
-        raise ValueError(
-            f"products: {text!r} names no chip{did_you_mean(chip, known)}; the chips are "
-            f"{', '.join(known)}"
-        )
-    return f"{AUTO}@{chip}" if chip else AUTO
-
-
-def auto_chip(matmul: str) -> str:
-    """The chip that ``auto`` decides for; empty for the one at hand.
-
-    Example:
-      >>> auto_chip("auto@tpu-v5e"), auto_chip("auto")
-      ('tpu-v5e', '')
-    """
-    return matmul.partition("@")[2]
+    try:
+        auto = word_at_chip(text, AUTO)
+    except ValueError as error:
+        raise ValueError(f"products: {error}") from None
+    return auto or parse_recipe(text)
 
 
 def check_goes_with(matmul: Recipe | str | None, compute: str) -> None:

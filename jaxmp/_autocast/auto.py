@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._speed import Chip, chip_named, chip_of, fastest_recipe, pays
-from jaxmp.recipes import Recipe, auto_chip
+from jaxmp.devices import chip_in
+from jaxmp.recipes import Recipe
 
 
 class Choice(NamedTuple):
@@ -27,7 +28,7 @@ def chosen(matmul: Recipe | str) -> Choice:
     """The recipe that a policy's `matmul` stands for, on the chip it names or the one at hand."""
     if isinstance(matmul, Recipe):
         return Choice(matmul)
-    name = auto_chip(matmul)
+    name = chip_in(matmul)
     chip = chip_named(name) if name else chip_of(traced_for())
     recipe, why = fastest_recipe(chip)
     return Choice(recipe, chip, why)

@@ -33,7 +33,7 @@ from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axe
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.source import is_backward
 from jaxmp._speed import Chip, chip_named, chip_of
-from jaxmp.policy_string import fused_chip
+from jaxmp.devices import chip_in
 
 # How the reason begins where no kernel could compute any attention.
 NO_KERNEL = "there is no kernel for"
@@ -55,7 +55,7 @@ def fuse(plan: Plan, _planner: object = None) -> Plan:
         found = _softmax_of(step, scope)
         if found is None:
             continue
-        name = fused_chip(asked)
+        name = chip_in(asked)
         chip = chip_named(name) if name else chip_of(traced_for())
         try:
             fused = _fused(steps, step, *found, scope, chip)

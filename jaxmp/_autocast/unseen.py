@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.first_order import NOT_LOOKED_INSIDE
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.fused import NO_KERNEL
-from jaxmp._autocast.plan import Plan
+from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, author_keeps, region_rules
@@ -71,22 +71,18 @@ def warn_unquantised(plan: Plan, known: set[str]) -> None:
     if slow and slow not in known:
         known.add(slow)
         warnings.warn(f"autocast: {slow}. matmul=auto takes what pays.", UserWarning, stacklevel=4)
-    done, missed, why = 0, 0, Counter[str]()
-    for visit in plan.walk():
-        step, flops = visit.step, contraction_flops(visit.step.eqn) * visit.count
-        if step.product is not None:
-            done += flops
-        elif step.skipped is not None and not step.skipped.intended:
-            missed += flops
-            why[step.skipped.why] += 1
-    if missed <= done or str(why) in known:
+    missed = _missed(
+        plan,
+        done=lambda step: step.product is not None,
+        why=lambda step: step.skipped.why if step.skipped and not step.skipped.intended else None,
+    )
+    if missed is None or missed.why in known:
         return
-    known.add(str(why))
-    reasons = "; ".join(f"{n} because {reason}" for reason, n in why.most_common())
+    known.add(missed.why)
     warnings.warn(
-        f"autocast: {recipe} products: {missed / (done + missed):.0%} of what layers multiply "
-        f"stays in {np.dtype(plan.rules.policy.compute_dtype).name}: {reasons}. jaxmp.explain "
-        "lists them.",
+        f"autocast: {recipe} products: {missed.share:.0%} of what layers multiply stays in "
+        f"{np.dtype(plan.rules.policy.compute_dtype).name}: {missed.why}. jaxmp.explain lists "
+        "them.",
         UserWarning,
         stacklevel=4,
     )
@@ -101,20 +97,17 @@ def warn_unfused(plan: Plan, known: set[str]) -> None:
       plan: the plan of the program.
       known: what was said already; what is said now is added.
     """
-    done, missed, why = 0, 0, Counter[str]()
-    for visit in plan.walk():
-        step, flops = visit.step, contraction_flops(visit.step.eqn) * visit.count
-        done += flops if step.fused is not None else 0
-        if step.unfused and not step.unfused.startswith(NO_KERNEL):
-            missed += flops
-            why[step.unfused] += 1
-    if missed <= done or str(why) in known:
+    missed = _missed(
+        plan,
+        done=lambda step: step.fused is not None,
+        why=lambda step: None if step.unfused.startswith(NO_KERNEL) else step.unfused,
+    )
+    if missed is None or missed.why in known:
         return
-    known.add(str(why))
-    reasons = "; ".join(f"{n} because {reason}" for reason, n in why.most_common())
+    known.add(missed.why)
     warnings.warn(
-        f"autocast: attention=fused: {missed / (done + missed):.0%} of what attention multiplies "
-        f"is not fused: {reasons}. jaxmp.explain lists them.",
+        f"autocast: attention=fused: {missed.share:.0%} of what attention multiplies is not fused: "
+        f"{missed.why}. jaxmp.explain lists them.",
         UserWarning,
         stacklevel=4,
     )
@@ -143,6 +136,31 @@ def warn_unknown(plan: Plan, known: set[str]) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+class _Missed(NamedTuple):
+    """Which share of the FLOPs that a policy is about it missed, and why, in words."""
+
+    share: float
+    why: str
+
+
+def _missed(
+    plan: Plan, done: Callable[[Step], bool], why: Callable[[Step], str | None]
+) -> _Missed | None:
+    """What steps missed, by their FLOPs; None unless it is more than what they did."""
+    did, missed, reasons = 0, 0, Counter[str]()
+    for visit in plan.walk():
+        flops = contraction_flops(visit.step.eqn) * visit.count
+        if done(visit.step):
+            did += flops
+        elif reason := why(visit.step):
+            missed += flops
+            reasons[reason] += 1
+    if missed <= did:
+        return None
+    said = "; ".join(f"{n} because {reason}" for reason, n in reasons.most_common())
+    return _Missed(missed / (did + missed), said)
 
 
 def _not_looked_inside(plan: Plan) -> Iterator[JaxprEqn]:
