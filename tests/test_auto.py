@@ -85,6 +85,8 @@ def test_it_is_a_string_that_reads_back():
 def test_mistakes():
     with pytest.raises(ValueError, match=r"names no chip \(did you mean 'gpu-h100'\?\)"):
         get_policy("mixed_bfloat16,matmul=auto@gpu-h10")
+    with pytest.raises(ValueError, match="products: 'auto@' names no chip; the chips are tpu-v4"):
+        get_policy("mixed_bfloat16,matmul=auto@")
     with pytest.raises(ValueError, match="needs a compute_dtype of 16 bits; got float32"):
         Policy("float32", "float32", "float32", matmul="auto")
     with pytest.raises(ValueError, match="'autto' names no recipe"):

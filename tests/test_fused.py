@@ -690,7 +690,7 @@ def test_policies_say_so() -> None:
     ("attention", "said"),
     [
         ("flash", "attention is 'fused' or 'fused@CHIP'"),
-        ("fused@", "attention is 'fused' or 'fused@CHIP'"),
+        ("fused@", "'fused@' names no chip; the chips are tpu-v4"),
         ("fused@gpu-h10", "names no chip (did you mean 'gpu-h100'?)"),
     ],
 )
