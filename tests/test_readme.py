@@ -8,8 +8,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from flax import nnx
 
 import jaxmp
 
@@ -18,56 +16,64 @@ from support import contraction_dtypes
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROGRAMS = [block.text for block in blocks(README) if block.runs]
+LIMITS = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+(PROGRAM,) = (block.text for block in blocks(README) if block.runs)
 
 
 def test_every_fenced_block_is_a_program_or_output():
-    assert {block.language for block in blocks(README)} == {"python", "text"}
-    assert len(PROGRAMS) == 7
+    assert [block.language for block in blocks(README)] == [
+        "diff",
+        "python",
+        "text",
+        "text",
+        "text",
+        "text",
+    ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.split("\n\n")[1][:20])
-def test_each_program_runs_alone(program):
-    run(program, {"__name__": "readme"})
-
-
-def test_the_programs_run_one_after_the_other(capsys):
-    scope: dict = {"__name__": "readme"}
-    for program in PROGRAMS:
-        run(program, scope)
+def test_the_program_runs_and_prints_its_audit(capsys):
+    scope = run(PROGRAM, {"__name__": "readme"})
     out = capsys.readouterr().out
-    assert "bfloat16" in out, "the audit of the first"
-    assert "65536.0 0 True" in out, "the state of the scaler"
-    assert "overflow: 1.28e+05 in float32" in out, "what diagnose found"
-    assert {str(x.dtype) for x in jax.tree.leaves(scope["grads"])} == {"float32"}
+    assert "contractions, forward   100.0% bfloat16" in out
+    assert "contractions, backward  100.0% bfloat16" in out
+    assert {str(x.dtype) for x in jax.tree.leaves(scope["state"].params)} == {"float32"}
     assert scope["loss"].dtype == "float32"
 
 
-def test_what_the_first_program_trains_is_parameters():
+def test_the_three_lines_are_those_of_the_program():
+    (diff,) = (block.text for block in blocks(README) if block.language == "diff")
+    added = [line[2:].strip() for line in diff.splitlines() if line.startswith("+")]
+    assert len(added) == 3
+    assert all(line in PROGRAM for line in added)
+
+
+def test_what_the_program_trains_is_parameters():
     """Copied to a model with BatchNorm, it must not train the averages."""
-    scope = run(PROGRAMS[0], {"__name__": "readme"})
+    scope = run(PROGRAM, {"__name__": "readme"})
     assert "params" not in scope["state"].params
     assert scope["params"] is scope["variables"]["params"]
 
 
-def test_the_8_bit_program_prints_what_is_said(capsys):
-    run(PROGRAMS[1], {"__name__": "readme"})
-    assert f"```text\n{capsys.readouterr().out}```" in README
+def test_every_link_leads_somewhere():
+    defined = re.findall(r"^\[(\w+)\]: https://\S+$", README, re.MULTILINE)
+    used = re.findall(r"\[[^\]]+\]\[([a-z]\w+)\]", README)
+    assert set(used) == set(defined)
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        file, _, anchor = target.partition("#")
+        text = (ROOT / file).read_text("utf-8") if file.endswith(".md") else ""
+        titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        assert (ROOT / file).exists(), target
+        assert not anchor or anchor in {title.lower().replace(" ", "-") for title in titles}, target
 
 
-def test_the_policy_map_fits_the_model_beside_it():
-    scope = run(PROGRAMS[2], {"__name__": "readme"})
-    model, variables = scope["model"], scope["variables"]
-    dtypes = contraction_dtypes(model.apply, variables, jnp.ones((4, 8)))
-    # block_0 and the routers and the head are float32; the other block's layer is not.
-    assert dtypes == {"float32": 4, "bfloat16": 1}
-
-
-def test_the_nnx_program_keeps_its_averages():
-    scope = run(PROGRAMS[5], {"__name__": "readme"})
-    assert isinstance(scope["model"], nnx.Module)
-    assert not np.allclose(scope["model"].norm.mean[...], 0)
-    assert float(jaxmp.loss_scale(scope["optimizer"].opt_state)) == 2.0**16
+def test_every_cell_of_the_comparison_has_a_link():
+    rows = [line for line in README.splitlines() if line.startswith("|") and "PyTorch" in line]
+    (head,) = rows
+    table = README[README.index(head) :].split("\n\n")[0].splitlines()
+    for row in table[2:]:
+        name, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        assert len(cells) == 8, name
+        assert all(cell == "–" or "](" in cell or "][" in cell for cell in cells), name
 
 
 def test_installation_is_from_a_clone():
@@ -79,7 +85,7 @@ def test_installation_is_from_a_clone():
 
 
 def test_the_files_that_commands_name_exist():
-    for file in re.findall(r"\b((?:examples|benchmarks|docs)/\w+\.\w+)", README):
+    for file in re.findall(r"(?<![\w/])((?:examples|benchmarks|docs)/\w+\.\w+)", README):
         assert (ROOT / file).exists(), file
 
 
@@ -96,7 +102,7 @@ def test_the_cures_of_the_limits_are_programs():
 
     low = jaxmp.autocast(full, "mixed_bfloat16")
     np.testing.assert_array_equal(low(a), full(a))
-    assert "jaxmp.full_precision(jnp.matmul)(a, b)" in README
+    assert "jaxmp.full_precision(jnp.matmul)(a, b)" in LIMITS
     assert contraction_dtypes(low, a) == {"float32": 1}
 
     def step(x, w):
@@ -109,4 +115,4 @@ def test_the_cures_of_the_limits_are_programs():
 
     x, w = jnp.ones((1, 4)), jnp.eye(4)
     np.testing.assert_allclose(jaxmp.autocast(euler, "mixed_bfloat16")(x, w), 0.999**100, rtol=1e-5)
-    assert "jaxmp.full_precision(step)" in README
+    assert "jaxmp.full_precision(step)" in LIMITS
