@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import zlib
 from importlib.metadata import version
 
 import hypothesis
@@ -28,6 +29,29 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
     if not re.search(r"(?<!not )\b(gpu|tpu)\b", config.getoption("markexpr")):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        metavar="I/N",
+        help="run the I-th of N shares of the tests, as which all together are everything",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("share") is None:
+        return
+    read = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", config.getoption("share"))
+    if read is None or int(read[1]) > int(read[2]):
+        raise pytest.UsageError(
+            f"--share takes I/N, such as 1/2; got {config.getoption('share')!r}"
+        )
+    mine, shares = int(read[1]), int(read[2])
+    # By its name alone, so that a test stays in its share when others come and go.
+    kept = [i for i in items if zlib.crc32(i.nodeid.encode()) % shares == mine - 1]
+    config.hook.pytest_deselected(items=[i for i in items if i not in set(kept)])
+    items[:] = kept
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
