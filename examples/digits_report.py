@@ -55,7 +55,7 @@ def plot(results: Results, path: Path) -> None:
             smooth = np.convolve(run.losses, np.full(window, 1 / window), mode="valid")
             top.plot(np.arange(len(smooth)) + window, smooth, label=label, **styles[name])
             steps, accuracy = list(run.accuracy), list(run.accuracy.values())
-            bottom.plot(steps, accuracy, label=label, **styles[name])
+            bottom.plot(steps, accuracy, marker="o", ms=4, label=label, **styles[name])
 
     runs = len(results[policy])
     top.set_title(f"A convolutional network on handwritten digits, {runs} run{'s'[: runs > 1]}")

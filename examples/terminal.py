@@ -1,4 +1,4 @@
-"""What the programs here share: signs of life, an orderly Ctrl-C, files that can be written."""
+"""What the programs here share: signs of life, an orderly Ctrl-C, when to measure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def waiting(what: str, *, show: bool = True) -> Iterator[None]:
 
 
 class CtrlC:
-    """Ctrl-C, noted for a loop to end between two steps. A second one ends the program."""
+    """Ctrl-C, noted for a loop to end between two steps. A second one ends the program at once."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -78,8 +78,10 @@ class CtrlC:
         return self
 
     def note(self, *_: object) -> None:
+        if self.pressed:
+            tell("\nstopped at once: what was being written is left out\n")
+            os._exit(INTERRUPTED)
         self.pressed = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         tell("\nstops after this step; Ctrl-C again stops at once\n")
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +94,7 @@ def stop(message: str) -> NoReturn:
     raise SystemExit(INTERRUPTED)
 
 
-def run(main: Callable[[], None]) -> None:
+def start(main: Callable[[], None]) -> None:
     """Runs a program: its lines come at once through a pipe, too, and Ctrl-C is no error."""
     sys.stdout.reconfigure(line_buffering=True)
     try:
@@ -112,3 +114,15 @@ def check_file(parser: argparse.ArgumentParser, option: str, path: Path) -> None
         parser.error(f"{option}: {path} cannot be written ({error.strerror})")
     if new:
         path.unlink()
+
+
+def eighths(steps: int) -> set[int]:
+    """After which of `steps` steps an eighth of them, two, ... and all are made."""
+    eighth = -(-steps // 8)
+    return {*range(eighth, steps, eighth), steps}
+
+
+def often_at_first(steps: int) -> set[int]:
+    """When to measure what changes fastest at first: after 0, 1, 2, 4, ... steps, and eighths."""
+    powers = {2**i for i in range(steps.bit_length())}
+    return {0, *(n for n in powers if n < min(eighths(steps))), *eighths(steps)}

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from terminal import CtrlC, check_file, run, stop, waiting
+from terminal import CtrlC, check_file, eighths, often_at_first, start, stop, waiting
 
 with waiting("importing JAX, Flax and Orbax", show=__name__ == "__main__"):
     import flax.linen as nn
@@ -143,14 +143,6 @@ def generate(apply, params, size: Size, seed: int, prompt: bytes = b"def ") -> b
     return text
 
 
-def milestones(steps: int) -> tuple[set[int], set[int]]:
-    """After which steps the held-out loss is measured, and after which a checkpoint is saved."""
-    eighth = -(-steps // 8)
-    save_at = {*range(eighth, steps, eighth), steps}
-    # The loss falls fastest at first.
-    return save_at | {2**i for i in range(eighth.bit_length()) if 2**i < eighth}, save_at
-
-
 def train(policy: str, size: Size, seed: int, checkpoint: Path | None, *, resume: bool) -> Result:
     """Trains under `policy`, from the parameters and on the batches that `seed` stands for."""
     folder = None if checkpoint is None else checkpoint / policy
@@ -161,7 +153,7 @@ def train(policy: str, size: Size, seed: int, checkpoint: Path | None, *, resume
 def fit(policy, size, progress, data, train_step, evaluate, checkpoints):
     """The training loop: to the last step, or to that in which Ctrl-C is pressed."""
     state, losses, held_out = progress
-    measure_at, save_at = milestones(size.steps)
+    measure_at, save_at = often_at_first(size.steps), eighths(size.steps)
     per_step, seconds = size.batch * size.length, []
     counts = {"total": size.steps * per_step, "initial": len(losses) * per_step}
     with tqdm(desc=policy, unit=" tokens", unit_scale=True, **counts) as bar, CtrlC() as ctrl_c:
@@ -180,7 +172,7 @@ def fit(policy, size, progress, data, train_step, evaluate, checkpoints):
                 checkpoints.save(Progress(state, losses, held_out))
             if ctrl_c.pressed:
                 break
-    checkpoints.finish()
+        checkpoints.finish()
     if ctrl_c.pressed:
         stop(f"{policy}: stopped at step {len(losses)} of {size.steps}; {checkpoints.how_to_go_on}")
     return state, seconds
@@ -222,8 +214,10 @@ def train_from(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> 
     with waiting(f"{policy}: compiling the training step"):
         plan = jaxmp.explain(loss_fn)(state.params, evaluation[0])
         tokens = jax.ShapeDtypeStruct((size.batch, size.length + 1), np.uint8)
-        train_step = jax.jit(train_step, donate_argnums=0).lower(state, tokens).compile()
         eval_step = jax.jit(loss_fn).lower(state.params, evaluation[0]).compile()
+        train_step = jax.jit(train_step, donate_argnums=0)
+        if len(losses) < size.steps:
+            train_step = train_step.lower(state, tokens).compile()
     print(f"\n{policy}: what the loss function runs in\n{plan.summary()}")
 
     def evaluate(state):
@@ -282,4 +276,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    start(main)
