@@ -34,7 +34,6 @@ def waiting(what: str, *, show: bool = True) -> Iterator[None]:
         yield
         return
     started = time.perf_counter()
-    tell(f"{what} ...")
     awake, wakes = socket.socketpair()
     wakes.settimeout(0)  # as `set_wakeup_fd` wants it
 
@@ -52,6 +51,7 @@ def waiting(what: str, *, show: bool = True) -> Iterator[None]:
     before = signal.set_wakeup_fd(wakes.fileno())  # gets the number of each signal
     thread.start()
     try:
+        tell(f"{what} ...")
         yield
     except KeyboardInterrupt:
         thread.join()  # which ends the program

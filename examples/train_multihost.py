@@ -215,9 +215,7 @@ def restore(manager: ocp.CheckpointManager, shapes, shardings, args):
     if then != settings(args):
         refuse(args, f"the run in {args.checkpoint} has {then}, and this one {settings(args)}")
     if step >= args.steps:
-        say(
-            f"the run has made its {args.steps} steps: it is finished; a larger --steps continues it"
-        )
+        say(f"the run is finished: it has made {step} steps; a larger --steps continues it")
     return step, state
 
 
