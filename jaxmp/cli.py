@@ -57,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
     except KeyboardInterrupt:
-        kept = "; the same command goes on, with the runs that are finished" * (
-            args.run is _validate
-        )
+        kept = "; the same command goes on with what is finished" if "out" in args else ""
         print(f"\njaxmp: stopped{kept}", file=sys.stderr)
         return 130
     except (CompilerMissingError, RuntimeError, ValueError, TypeError) as error:

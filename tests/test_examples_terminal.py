@@ -1,4 +1,4 @@
-"""`examples/terminal.py`: signs of life, Ctrl-C wherever it is pressed, files that can be written."""
+"""`examples/terminal.py`: signs of life, Ctrl-C wherever it is pressed, where to write."""
 
 from __future__ import annotations
 
