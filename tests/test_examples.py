@@ -173,7 +173,7 @@ def test_train_lm_stopped_by_ctrl_c_goes_on_with_the_same_bits(tmp_path, monkeyp
         patch.setattr(script, "tqdm", Interrupted)
         for folder, how in [
             (tmp_path, "--resume continues it"),
-            (None, "--checkpoint DIR would have kept it"),
+            (None, "nothing is kept without --checkpoint"),
         ]:
             with pytest.raises(SystemExit) as error:
                 train(folder)
