@@ -20,7 +20,7 @@ SECONDS = 4  # between signs of life
 
 
 def tell(text: str) -> None:
-    """To stderr, at once, beneath a line that is still open; from a signal's handler as well."""
+    """To stderr at once, which a handler of signals may do as well; `print` is not for those."""
     os.write(2, text.encode())
 
 
@@ -54,7 +54,7 @@ def waiting(what: str, *, show: bool = True) -> Iterator[None]:
         tell(f"{what} ...")
         yield
     except KeyboardInterrupt:
-        thread.join()  # which ends the program
+        thread.join(1)  # which ends the program
         raise
     else:
         tell(f" {time.perf_counter() - started:.1f} s\n")
