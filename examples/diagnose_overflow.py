@@ -17,12 +17,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-import optax
+from terminal import start, waiting
 
-import jaxmp
+with waiting("importing JAX and Flax", show=__name__ == "__main__"):
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import jaxmp
 
 
 class Power(nn.Module):
@@ -64,28 +67,33 @@ def main() -> None:
     if not folder.is_dir():
         parser.error(f"--out: there is no folder {folder}")
 
-    key = jax.random.key(0)
-    x = 90 * jax.random.normal(jax.random.fold_in(key, 0), (32, 64))
-    y = jax.random.randint(jax.random.fold_in(key, 1), (32,), 0, 10)
-    params = Sounds().init(jax.random.fold_in(key, 2), x)["params"]
+    with waiting("making the data and the model"):
+        key = jax.random.key(0)
+        x = 90 * jax.random.normal(jax.random.fold_in(key, 0), (32, 64))
+        y = jax.random.randint(jax.random.fold_in(key, 1), (32,), 0, 10)
+        params = Sounds().init(jax.random.fold_in(key, 2), x)["params"]
 
     heading("float16")
-    half = jaxmp.diagnose(loss_of(Sounds()), "mixed_float16")(params, x, y)
+    with waiting("running it, and measuring every number"):
+        half = jaxmp.diagnose(loss_of(Sounds()), "mixed_float16")(params, x, y)
     print(half)
 
     heading("float16 beside bfloat16")
-    brain = jaxmp.numerics.capture(loss_of(Sounds()), "mixed_bfloat16", params, x, y)
-    comparison = half.compare(brain)
+    with waiting("running it in bfloat16"):
+        brain = jaxmp.numerics.capture(loss_of(Sounds()), "mixed_bfloat16", params, x, y)
+        comparison = half.compare(brain)
     print(comparison)
     comparison.to_html(folder / "comparison.html")
 
     heading("float16, but for the layer that overflows")
     policy = jaxmp.PolicyMap({"power": "float32"}, default="mixed_float16")
-    mended = jaxmp.diagnose(loss_of(jaxmp.wrap(Sounds(), policy)), None)(params, x, y)
+    with waiting("running it under the other policy"):
+        mended = jaxmp.diagnose(loss_of(jaxmp.wrap(Sounds(), policy)), None)(params, x, y)
     print(mended)
-    mended.plot_exponents(folder / "exponents.png")
-    mended.plot_underflow(folder / "underflow.png")
+    with waiting("drawing"):
+        mended.plot_exponents(folder / "exponents.png")
+        mended.plot_underflow(folder / "underflow.png")
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -40,7 +40,7 @@ def report(results: Results) -> None:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Draws the training loss above and the held-out accuracy below, each run a line."""
+    """Draws the training loss above and the held-out errors below, each run a line."""
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
     top, bottom = figure.subplots(2, sharex=True)
     policy, *baselines = results
@@ -54,16 +54,15 @@ def plot(results: Results, path: Path) -> None:
             window = max(1, len(run.losses) // 40)
             smooth = np.convolve(run.losses, np.full(window, 1 / window), mode="valid")
             top.plot(np.arange(len(smooth)) + window, smooth, label=label, **styles[name])
-            steps, accuracy = list(run.accuracy), list(run.accuracy.values())
-            bottom.plot(steps, accuracy, label=label, **styles[name])
+            wrong = [max(100 - accuracy, 0.05) for accuracy in run.accuracy.values()]
+            bottom.plot(list(run.accuracy), wrong, marker="o", ms=4, clip_on=False, **styles[name])
 
     runs = len(results[policy])
     top.set_title(f"A convolutional network on handwritten digits, {runs} run{'s'[: runs > 1]}")
     top.set(ylabel=f"training loss\n(mean of {window} steps)", yscale="log")
     top.legend()
-    finals = [run.final for runs in results.values() for run in runs.values()]
-    bottom.set(xlabel="training step", ylabel="held-out accuracy (%)")
-    bottom.set(xlim=(0, len(smooth) + window), ylim=(min(90, min(finals) - 5), 100))
+    bottom.set(xlabel="training step", ylabel="wrong of the held-out\ndigits (%)", yscale="log")
+    bottom.set(xlim=(0, len(smooth) + window))
     for ax in (top, bottom):
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)

@@ -25,14 +25,18 @@ import itertools
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
+from terminal import CtrlC, check_file, start, stop, waiting
 
-import jaxmp
+with waiting("importing JAX and scikit-learn", show=__name__ == "__main__"):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from matplotlib.figure import Figure
+    from sklearn.datasets import load_digits
+    from tqdm import tqdm
+
+    import jaxmp
 
 LOSS_WEIGHT = 1e-5
 LEARNING_RATE = 0.2 / LOSS_WEIGHT
@@ -86,14 +90,21 @@ def train(dtype: str, *, scaled: bool, updates: int, seed: int = 0) -> Run:
         loss, grads = state.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), loss / LOSS_WEIGHT
 
-    run = Run([], [], [])
-    while state.step < updates:
-        jaxmp.check_not_stuck(state)
-        run.scales.append(float(state.loss_scale))
-        state, loss = train_step(state)
-        run.losses.append(float(loss))
-        run.skipped.append(not jaxmp.step_was_finite(state))
-    return run
+    name = f"{dtype}, loss scaled" if scaled else dtype
+    with waiting(f"{name}: compiling"):
+        train_step = train_step.lower(state).compile()
+    losses, scales, skipped = [], [], []
+    with tqdm(desc=name, total=updates, unit=" updates") as bar, CtrlC() as ctrl_c:
+        while state.step < updates and not ctrl_c.pressed:
+            jaxmp.check_not_stuck(state)
+            scales.append(float(state.loss_scale))
+            state, loss = train_step(state)
+            losses.append(float(loss))
+            skipped.append(not jaxmp.step_was_finite(state))
+            bar.update(not skipped[-1])
+    if ctrl_c.pressed:
+        stop(f"{name}: stopped at update {state.step} of {updates}; nothing is kept")
+    return Run(losses, scales, skipped)
 
 
 def report(runs: dict[str, Run]) -> None:
@@ -149,8 +160,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.updates < 1:
         parser.error("--updates must be at least 1")
-    if not args.plot.parent.is_dir():
-        parser.error(f"--plot: there is no folder {args.plot.parent}")
+    check_file(parser, "--plot", args.plot)
 
     runs = {
         "float32": train("float32", scaled=False, updates=args.updates),
@@ -164,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -32,7 +32,12 @@ class Checkpoints:
         self.manager = None
         if folder is not None:
             options = ocp.CheckpointManagerOptions(max_to_keep=2)
-            self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
+            try:
+                self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
+            except OSError as error:
+                raise SystemExit(
+                    f"train_lm.py: {folder} is no folder to keep checkpoints in ({error.strerror})"
+                ) from error
             if self.manager.latest_step() is not None and not resume:
                 raise SystemExit(f"train_lm.py: {folder} holds a run; --resume continues it")
 
@@ -48,9 +53,11 @@ class Checkpoints:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._damaged(step, error) from error
         if settings != self.settings:
+            ours = {name: x for name, x in self.settings.items() if settings.get(name) != x}
+            then = {name: settings.get(name) for name in ours}
             raise SystemExit(
-                f"train_lm.py: the run in {self.manager.directory} was started with "
-                f"{settings}, and this one is {self.settings}"
+                f"train_lm.py: the run in {self.manager.directory} was started with {then}, and "
+                f"this one is {ours}; nothing was changed"
             )
         shapes = jax.eval_shape(lambda: start.state)
         state = self._read(step, "state", ocp.args.StandardRestore(shapes))
@@ -91,9 +98,22 @@ class Checkpoints:
             )
             self.manager.save(len(progress.losses), args=args)
 
+    def finish(self) -> None:
+        """Waits until the last one is written."""
+        if self.manager is not None:
+            self.manager.wait_until_finished()
+
+    @property
+    def how_to_go_on(self) -> str:
+        return (
+            "nothing is kept without --checkpoint"
+            if self.manager is None
+            else "--resume continues it"
+        )
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.manager is not None:
-            self.manager.close()  # waits until the last one is written
+            self.manager.close()

@@ -21,6 +21,7 @@ import time
 from etils import epath
 
 END = ""  # in place of a line, when a process has ended
+SILENCE = 5  # seconds without a line, after which there is one to say so
 
 
 def parse(description: str) -> argparse.Namespace:
@@ -76,7 +77,10 @@ def check_checkpoint(parser: argparse.ArgumentParser, args: argparse.Namespace) 
         if args.resume:
             parser.error("--resume needs --checkpoint")
     else:
-        steps = saved_steps(args.checkpoint)
+        try:
+            steps = saved_steps(args.checkpoint)
+        except OSError as error:
+            parser.error(f"--checkpoint: {args.checkpoint} is no folder ({error.strerror})")
         if args.resume and not steps:
             parser.error(f"--resume: there is no checkpoint in {args.checkpoint}")
         if steps and not args.resume:
@@ -107,7 +111,7 @@ def launch_here(args: argparse.Namespace) -> int:
     if steps and not args.resume:
         again += " --resume"
     where = f"from step {steps[-1]}" if steps else "from the beginning, no checkpoint is whole"
-    print(f"launcher: to go on {where}:\n    {again}", flush=True)
+    say(f"to go on {where}:\n    {again}")
     return code
 
 
@@ -181,10 +185,12 @@ def launch(
         env = os.environ | own | {"PYTHONUNBUFFERED": "1"}
         command = [*command, "--processes", str(count), "--coordinator", coordinator, "--process"]
         try:
+            say(f"starts {count} processes, which import JAX and compile a step first")
             processes.extend(Process(i, [*command, str(i)], env, lines) for i in range(count))
             return watch(processes, lines, timeout, grace, kill)
         except KeyboardInterrupt:
-            print("launcher: interrupted; all processes are killed", flush=True)
+            at = processes[0].step if processes else "at its start"
+            say(f"stopped {at}; all processes are killed")
             return 130
         finally:
             for process in processes:
@@ -192,15 +198,31 @@ def launch(
                 process.reader.join(5)
 
 
+def say(message: str) -> None:
+    print(f"launcher: {message}", flush=True)
+
+
+def next_line(lines, started, deadline) -> tuple[Process, str] | None:
+    """A line and whose it is, or None at the deadline."""
+    while True:
+        left = max(0, deadline - time.monotonic())
+        try:
+            return lines.get(timeout=min(left, SILENCE))
+        except queue.Empty:
+            if left <= SILENCE:
+                return None
+            say(f"waits for the processes, {time.monotonic() - started:.0f} s after their start")
+
+
 def watch(processes, lines, timeout, grace, kill) -> int:
     """Waits until all have ended; once one has ended badly, no longer than the grace."""
     running, bad = list(processes), []
-    deadline = time.monotonic() + timeout
+    started = time.monotonic()
+    deadline = started + timeout
     while running:
-        try:
-            process, line = lines.get(timeout=max(0, deadline - time.monotonic()))
-        except queue.Empty:
+        if (found := next_line(lines, started, deadline)) is None:
             break
+        process, line = found
         if line == END:
             running.remove(process)
             if process.popen.returncode:

@@ -24,18 +24,22 @@ from __future__ import annotations
 
 import sys
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-
-import jaxmp
+from terminal import start, waiting
 
 try:
-    import qwix
-except ImportError:
-    sys.exit("qwix_handover.py: needs Qwix: pip install --no-deps qwix opt_einsum absl-py")
+    with waiting("importing JAX, Flax and Qwix", show=__name__ == "__main__"):
+        import flax.linen as nn
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        import optax
+        import qwix
+
+        import jaxmp
+except ImportError as error:
+    sys.exit(
+        f"qwix_handover.py: {error}; needs Qwix: pip install --no-deps qwix opt_einsum absl-py"
+    )
 
 FEATURES, CLASSES = 64, 10
 
@@ -144,7 +148,8 @@ def merge(tree, base):
 
 
 def main() -> None:
-    model, params = trained()
+    with waiting("training in mixed precision"):
+        model, params = trained()
     x, labels = data(9)
 
     def show(what, share):
@@ -156,13 +161,15 @@ def main() -> None:
         "jaxmp.quantize, 4-bit weights",
         accuracy(jaxmp.wrap(model, "mixed_bfloat16").apply, small, x, labels),
     )
-    serving, quantised = calibrated(model, params)
+    with waiting("calibrating with Qwix"):
+        serving, quantised = calibrated(model, params)
     show("Qwix, 8 bits, calibrated", accuracy(serving.apply, {"params": quantised}, x, labels))
     x, labels = data(9, shift=3)
-    lora, before, after = adapted(model, params)
+    with waiting("training adapters with Qwix"):
+        lora, before, after = adapted(model, params)
     show("Qwix, 4-bit base, other classes", accuracy(lora.apply, before, x, labels))
     show("  with adapters that learnt them", accuracy(lora.apply, after, x, labels))
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

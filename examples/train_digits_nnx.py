@@ -22,17 +22,20 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from digits_report import Run, plot, report
-from flax import nnx
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-from tqdm import tqdm
+from terminal import CtrlC, check_file, often_at_first, start, stop, waiting
 
-import jaxmp
+with waiting("importing JAX, Flax and scikit-learn", show=__name__ == "__main__"):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from digits_report import Run, plot, report
+    from flax import nnx
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+    from tqdm import tqdm
+
+    import jaxmp
 
 
 class CNN(nnx.Module):
@@ -94,8 +97,9 @@ def batches(data, steps: int, batch: int, seed: int) -> Iterator[tuple[np.ndarra
 
 def train(policy: str, steps: int, batch: int, seed: int) -> Run:
     """Trains under `policy`, from the parameters and on the batches that `seed` stands for."""
-    data, held_out = read_digits()
-    model = CNN(nnx.Rngs(seed))
+    with waiting(f"{policy}, seed {seed}: making the model"):
+        data, held_out = read_digits()
+        model = CNN(nnx.Rngs(seed))
 
     # Mixed precision is this line. What trains the model knows nothing of it.
     model = jaxmp.wrap(model, policy)
@@ -110,14 +114,23 @@ def train(policy: str, steps: int, batch: int, seed: int) -> Run:
         accuracy[len(losses)] = 100 * int(right_answers(model, *held_out)) / len(held_out[0])
         model.train()
 
-    with tqdm(desc=f"{policy}, seed {seed}", total=steps, unit=" steps") as bar:
+    with waiting(f"{policy}, seed {seed}: compiling"):
+        evaluate()
+        images, digits = next(batches(data, 1, batch, seed))
+        compiled = train_step.lower(model, optimizer, images, digits).compile()
+
+    measure_at = often_at_first(steps)
+    with tqdm(desc=f"{policy}, seed {seed}", total=steps, unit=" steps") as bar, CtrlC() as ctrl_c:
         for images, digits in batches(data, steps, batch, seed):
-            if len(losses) % -(-steps // 8) == 0:
-                evaluate()
-            losses.append(float(train_step(model, optimizer, images, digits)))
+            losses.append(float(compiled(model, optimizer, images, digits)))
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
-    evaluate()
+            if len(losses) in measure_at:
+                evaluate()
+            if ctrl_c.pressed:
+                break
+    if ctrl_c.pressed:
+        stop(f"{policy}, seed {seed}: stopped at step {len(losses)} of {steps}; nothing is kept")
     jaxmp.check_not_stuck(optimizer.opt_state)
     if (scale := float(jaxmp.loss_scale(optimizer.opt_state))) != 1:
         left_out = jaxmp.skipped_count(optimizer.opt_state)
@@ -152,8 +165,7 @@ def main() -> None:
             parser.error("--compare needs a policy other than --policy")
     except ValueError as error:
         parser.error(str(error))
-    if not args.plot.parent.is_dir():
-        parser.error(f"--plot: there is no folder {args.plot.parent}")
+    check_file(parser, "--plot", args.plot)
 
     seeds = range(args.seed, args.seed + args.runs)
     results = {
@@ -166,4 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

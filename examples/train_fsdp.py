@@ -21,15 +21,19 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from terminal import CtrlC, start, stop, waiting
 
-import jaxmp
+with waiting("importing JAX and Flax", show=__name__ == "__main__"):
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+    from tqdm import tqdm
+
+    import jaxmp
 
 
 class Size(NamedTuple):
@@ -147,11 +151,13 @@ def train(policy: str, size: Size, steps: int, batch: int, microbatches: int, se
         train_step = jax.jit(
             train_step, in_shardings=(at, data), out_shardings=(at, whole), donate_argnums=0
         )
-        # Made in pieces: no device ever holds the whole model.
-        state = jax.jit(create, out_shardings=at)(jax.random.key(seed))
+        with waiting(f"{policy}: initialising the parameters", show=first):
+            # Made in pieces: no device ever holds the whole model.
+            state = jax.jit(create, out_shardings=at)(jax.random.key(seed))
         like = jax.ShapeDtypeStruct((examples, size.length + 1), jnp.uint8, sharding=data)
         started = time.perf_counter()
-        compiled = train_step.lower(shapes, like).compile()
+        with waiting(f"{policy}: compiling the training step", show=first):
+            compiled = train_step.lower(shapes, like).compile()
         if first:
             count = sum(x.size for x in jax.tree.leaves(shapes.params))
             memory = compiled.memory_analysis()
@@ -165,19 +171,27 @@ def train(policy: str, size: Size, steps: int, batch: int, microbatches: int, se
 
         text, rng, losses = read_text(), np.random.default_rng(seed), []
         started = time.perf_counter()
-        for step in range(1, steps + 1):
-            # Every process draws the same batch, and its devices take their rows of it.
-            starts = rng.integers(len(text) - size.length, size=examples)
-            rows = text[starts[:, None] + np.arange(size.length + 1)]
-            tokens = jax.make_array_from_callback(rows.shape, data, rows.__getitem__)
-            state, loss = compiled(state, tokens)
-            losses.append(loss)
-            if step % -(-steps // 10) == 0 or step == steps:
-                jaxmp.check_not_stuck(state)
-                value = float(loss)  # waits for the step
-                speed = step * examples * size.length / (time.perf_counter() - started)
-                if first:
-                    print(f"step {step:5d}  loss {value:.4f}  {speed:,.0f} tokens/s")
+        bar = tqdm(desc=policy, total=steps, unit=" steps", disable=not first)
+        with bar, CtrlC() as ctrl_c:
+            for step in range(1, steps + 1):
+                # Every process draws the same batch, and its devices take their rows of it.
+                starts = rng.integers(len(text) - size.length, size=examples)
+                rows = text[starts[:, None] + np.arange(size.length + 1)]
+                tokens = jax.make_array_from_callback(rows.shape, data, rows.__getitem__)
+                state, loss = compiled(state, tokens)
+                losses.append(loss)
+                jax.block_until_ready(losses[-2:-1])  # the step before: the devices never idle
+                bar.update()
+                if step % -(-steps // 10) == 0 or step == steps:
+                    jaxmp.check_not_stuck(state)
+                    value = float(loss)  # waits for the step
+                    speed = step * examples * size.length / (time.perf_counter() - started)
+                    if first:
+                        tqdm.write(f"step {step:5d}  loss {value:.4f}  {speed:,.0f} tokens/s")
+                if ctrl_c.pressed:
+                    break
+    if ctrl_c.pressed:
+        stop(f"{policy}: stopped at step {step} of {steps}; nothing is kept")
     if first and (skipped := int(state.skipped_count)):
         print(f"{skipped} steps were left out; the loss scale is {float(state.loss_scale):g}")
     return state, [float(loss) for loss in losses]
@@ -205,4 +219,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -28,16 +28,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from lm_checkpoint import Checkpoints, Progress
-from lm_report import Result, plot, report
-from tqdm import tqdm
+from terminal import CtrlC, check_file, eighths, often_at_first, start, stop, waiting
 
-import jaxmp
+with waiting("importing JAX, Flax and Orbax", show=__name__ == "__main__"):
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from lm_checkpoint import Checkpoints, Progress
+    from lm_report import Result, plot, report
+    from tqdm import tqdm
+
+    import jaxmp
 
 
 class Size(NamedTuple):
@@ -144,10 +147,38 @@ def train(policy: str, size: Size, seed: int, checkpoint: Path | None, *, resume
     """Trains under `policy`, from the parameters and on the batches that `seed` stands for."""
     folder = None if checkpoint is None else checkpoint / policy
     with Checkpoints(folder, size._asdict() | {"seed": seed}, resume=resume) as checkpoints:
-        return run(policy, size, seed, checkpoints)
+        return train_from(policy, size, seed, checkpoints)
 
 
-def run(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> Result:
+def fit(policy, size, progress, data, train_step, evaluate, checkpoints):
+    """The training loop: to the last step, or to that in which Ctrl-C is pressed."""
+    state, losses, held_out = progress
+    measure_at, save_at = often_at_first(size.steps), eighths(size.steps)
+    per_step, seconds = size.batch * size.length, []
+    counts = {"total": size.steps * per_step, "initial": len(losses) * per_step}
+    with tqdm(desc=policy, unit=" tokens", unit_scale=True, **counts) as bar, CtrlC() as ctrl_c:
+        if not losses:
+            held_out[0] = evaluate(state)
+        for tokens in data:
+            started = time.perf_counter()
+            state, loss = train_step(state, tokens)
+            losses.append(float(loss))
+            seconds.append(time.perf_counter() - started)
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.update(per_step)
+            if len(losses) in measure_at:
+                held_out[len(losses)] = evaluate(state)
+            if len(losses) in save_at or ctrl_c.pressed:
+                checkpoints.save(Progress(state, losses, held_out))
+            if ctrl_c.pressed:
+                break
+        checkpoints.finish()
+    if ctrl_c.pressed:
+        stop(f"{policy}: stopped at step {len(losses)} of {size.steps}; {checkpoints.how_to_go_on}")
+    return state, seconds
+
+
+def train_from(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> Result:
     """Does the training, from the last checkpoint if there is one."""
     text, held_out_text = read_text()
     starts = np.arange(256) * (len(held_out_text) - size.length) // 256
@@ -155,7 +186,8 @@ def run(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> Result:
 
     # Mixed precision is this line. The model knows nothing of it.
     model = jaxmp.wrap(LM(size), policy)
-    variables = model.init(jax.random.key(seed), evaluation[0][:, :-1])
+    with waiting(f"{policy}: initialising the parameters"):
+        variables = model.init(jax.random.key(seed), evaluation[0][:, :-1])
     schedule = optax.warmup_cosine_decay_schedule(
         0, size.learning_rate, size.steps // 10, size.steps
     )
@@ -163,6 +195,10 @@ def run(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> Result:
     # The loss is scaled where the policy is too coarse for small gradients; else `tx` is returned.
     tx = jaxmp.loss_scale_for(policy, tx)
     state = jaxmp.TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
+    state, losses, held_out = checkpoints.restore(Progress(state, [], {}))
+    if losses:
+        finished = "" if len(losses) < size.steps else ": it is finished, nothing is left to train"
+        print(f"{policy}: resumed after {len(losses)} of {size.steps} steps{finished}")
 
     def apply(params, tokens):
         return model.apply({"params": params}, tokens)
@@ -171,42 +207,32 @@ def run(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> Result:
         logits = apply(params, tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
-    plan = jaxmp.explain(loss_fn)(state.params, evaluation[0])
-
     def train_step(state, tokens):
         loss, grads = state.value_and_grad(loss_fn)(state.params, tokens)
         return state.apply_gradients(grads=grads), loss
 
-    train_step = jax.jit(train_step, donate_argnums=0)
-    eval_step = jax.jit(loss_fn)
-    state, losses, held_out = checkpoints.restore(Progress(state, [], {}))
-    seconds = []
-
-    def evaluate():
-        jaxmp.check_not_stuck(state)
-        held_out[len(losses)] = float(np.mean([eval_step(state.params, t) for t in evaluation]))
-
+    with waiting(f"{policy}: compiling the training step"):
+        plan = jaxmp.explain(loss_fn)(state.params, evaluation[0])
+        tokens = jax.ShapeDtypeStruct((size.batch, size.length + 1), np.uint8)
+        eval_step = jax.jit(loss_fn).lower(state.params, evaluation[0]).compile()
+        train_step = jax.jit(train_step, donate_argnums=0)
+        if len(losses) < size.steps:
+            train_step = train_step.lower(state, tokens).compile()
     print(f"\n{policy}: what the loss function runs in\n{plan.summary()}")
-    total = size.steps * size.batch * size.length
-    done = len(losses) * size.batch * size.length
-    with tqdm(desc=policy, total=total, initial=done, unit=" tokens", unit_scale=True) as bar:
-        for tokens in itertools.islice(batches(text, size, seed), len(losses), None):
-            if len(losses) % -(-size.steps // 8) == 0 and len(losses) not in held_out:
-                evaluate()
-                checkpoints.save(Progress(state, losses, held_out))
-            started = time.perf_counter()
-            state, loss = train_step(state, tokens)
-            losses.append(float(loss))
-            seconds.append(time.perf_counter() - started)
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-            bar.update(size.batch * size.length)
-    evaluate()
-    checkpoints.save(Progress(state, losses, held_out))
+
+    def evaluate(state):
+        jaxmp.check_not_stuck(state)
+        return float(np.mean([eval_step(state.params, tokens) for tokens in evaluation]))
+
+    data = itertools.islice(batches(text, size, seed), len(losses), None)
+    progress = Progress(state, losses, held_out)
+    state, seconds = fit(policy, size, progress, data, train_step, evaluate, checkpoints)
 
     if (scale := float(state.loss_scale)) != 1:
         print(f"{policy}: the loss scale is {scale:g}, {state.skipped_count} steps were left out")
+    with waiting(f"{policy}: sampling 150 bytes"):
+        sample = generate(apply, state.params, size, seed)
     print(f"{policy}: held-out loss {held_out[0]:.4f} -> {held_out[size.steps]:.4f}; it writes:")
-    sample = generate(apply, state.params, size, seed)
     for line in sample.split(b"\n"):
         print("  |", repr(line)[2:-1])  # a byte that is not printable ASCII shows as \xNN
     speed = size.batch * size.length / float(np.median(seconds or [np.nan]))
@@ -238,8 +264,7 @@ def main() -> None:
 
     if args.resume and args.checkpoint is None:
         parser.error("--resume needs --checkpoint")
-    if not args.plot.parent.is_dir():
-        parser.error(f"--plot: there is no folder {args.plot.parent}")
+    check_file(parser, "--plot", args.plot)
 
     results = {
         policy: train(policy, size, args.seed, args.checkpoint, resume=args.resume)
@@ -251,4 +276,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -23,19 +23,24 @@ import time
 import traceback
 from typing import NoReturn
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import orbax.checkpoint as ocp
-from etils import epath  # as pathlib, and reads gs://
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from multihost_launcher import launch_here, parse
-from sklearn.datasets import load_digits
+from terminal import start, waiting
 
-import jaxmp
+# The processes that the launcher starts leave it to the launcher.
+FIRST = __name__ == "__main__" and "--coordinator" not in sys.argv
+with waiting("importing JAX, Flax and Orbax", show=FIRST):
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    import orbax.checkpoint as ocp
+    from etils import epath  # as pathlib, and reads gs://
+    from jax.experimental import multihost_utils
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from multihost_launcher import launch_here, parse
+    from sklearn.datasets import load_digits
+
+    import jaxmp
 
 POLICY = "mixed_float16"
 HELD_OUT = 297
@@ -123,14 +128,14 @@ def train(args: argparse.Namespace) -> None:
 
     manager = open_checkpoints(args)
     if args.resume:
-        start, state = restore(manager, shapes, shardings, args)
+        done, state = restore(manager, shapes, shardings, args)
     else:
-        start, state = 0, jax.jit(create, out_shardings=shardings)(key)
+        done, state = 0, jax.jit(create, out_shardings=shardings)(key)
     say(f"{jax.process_count()} processes, {mesh.size} devices, {args.batch} examples a step")
-    say(f"step {start}: starts from {fingerprint(state)}")
+    say(f"step {done}: starts from {fingerprint(state)}")
 
     victim = args.victim % jax.process_count()
-    for step in range(start + 1, args.steps + 1):
+    for step in range(done + 1, args.steps + 1):
         images, digits = my_share(data, step, args)
         if step == args.poison and jax.process_index() == victim:
             images[0, 0] = np.inf
@@ -190,16 +195,28 @@ def save(manager: ocp.CheckpointManager | None, step: int, state, args) -> None:
 def restore(manager: ocp.CheckpointManager, shapes, shardings, args):
     """Each process reads the parts it is to have, whichever processes wrote them."""
     step = manager.latest_step()
-    how = ocp.args.Composite(settings=ocp.args.JsonRestore())
-    if (then := manager.restore(step, args=how)["settings"]) != settings(args):
-        refuse(args, f"the run in {args.checkpoint} has {then}, and this one {settings(args)}")
     target = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         shapes,
         shardings,
     )
-    how = ocp.args.Composite(state=ocp.args.StandardRestore(target))
-    return step, manager.restore(step, args=how)["state"]
+    try:
+        how = ocp.args.Composite(settings=ocp.args.JsonRestore())
+        then = manager.restore(step, args=how)["settings"]
+        how = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+        state = manager.restore(step, args=how)["state"]
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {(str(error) or '?').splitlines()[0][:200]}"
+        refuse(
+            args,
+            f"the checkpoint {manager.directory / str(step)} is damaged ({reason}); nothing was "
+            "changed: move it away to go on from the one before, or to begin again",
+        )
+    if then != settings(args):
+        refuse(args, f"the run in {args.checkpoint} has {then}, and this one {settings(args)}")
+    if step >= args.steps:
+        say(f"the run is finished: it has made {step} steps; a larger --steps continues it")
+    return step, state
 
 
 def join(args: argparse.Namespace) -> None:
@@ -234,4 +251,4 @@ def die(*error) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

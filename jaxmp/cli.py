@@ -22,15 +22,27 @@ from jaxmp._numerics.validate import validate
 from jaxmp._numerics.validate_numerics import with_cpu_sums
 from jaxmp._preflight.pays_table import when_it_pays
 from jaxmp._preflight.preflight import CompilerMissingError, preflight
-from jaxmp.devices import describe
+from jaxmp.devices import chips, describe
 from jaxmp.dtypes import did_you_mean
 
 _TAKES = "a function without arguments that returns (fn, args)"
+_AUDIT = "python -m jaxmp audit lm_step:small --policy mixed_bfloat16"
+_PREFLIGHT = (
+    "python -m jaxmp preflight lm_step:base --target gpu-h100 --policy float32 \\\n"
+    "      --policy mixed_bfloat16 --donate 0 --donate 1"
+)
+_VALIDATE = (
+    "python -m jaxmp validate validate_lm:make_step --batches validate_lm:batches \\\n"
+    "      --policies mixed_bfloat16 --steps 300 --out validate_lm --depends-on train_lm.py"
+)
+_DEVICES = "python -m jaxmp devices"
 _MAKE_STEP = "make_step(policy, seed), which returns (state, step) or (state, step, evaluate)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code: 1 for what ``--fail-on`` found, 2 for a mistake.
+
+    Ctrl-C ends it with 130.
 
     A mistake that jaxmp finds is told in one line. What the user's own code raises is not caught.
 
@@ -44,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args)
+    except KeyboardInterrupt:
+        kept = "; the same command goes on with what is finished" if "out" in args else ""
+        print(f"\njaxmp: stopped{kept}", file=sys.stderr)
+        return 130
     except (CompilerMissingError, RuntimeError, ValueError, TypeError) as error:
         if not _is_refusal(error):
             raise
@@ -53,13 +69,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxmp", description="Look at precision.")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxmp",
+        description="Shows what a JAX program does in which precision, what it will cost, and "
+        "whether it trains to the same. The program need not use jaxmp.",
+        epilog="`python -m jaxmp COMMAND --help` has a command's options and an example.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
 
-    command = commands.add_parser("audit", help="which operation runs in which dtype, and why")
+    command = _add(commands, "audit", "which operation runs in which dtype, and why", _AUDIT)
     _add_function(command)
     command.add_argument("--policy", help="audit jaxmp.autocast(fn, policy)")
-    command.add_argument("--target", help="the chip to judge for; default: the device here")
+    command.add_argument(
+        "--target", help=f"the chip to judge for; default: the device here; {_chips()}"
+    )
     command.add_argument(
         "--fail-on",
         action="append",
@@ -71,15 +94,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_audit)
 
-    command = commands.add_parser("preflight", help="memory and traffic on hardware not there")
+    command = _add(
+        commands, "preflight", "memory and traffic on a TPU or GPU that is not there", _PREFLIGHT
+    )
     _add_function(command, nargs="?")
     command.add_argument(
-        "--table", action="store_true", help="print instead for which layers 8 bits pay on it"
+        "--table",
+        action="store_true",
+        help="without a function: print for which layers products in 8 bits pay on the target",
     )
-    command.add_argument("--target", default="tpu-v5e", help="default: %(default)s")
-    command.add_argument("--policy", action="append", help="repeatable; default: as written")
+    command.add_argument("--target", default="tpu-v5e", help=f"default: %(default)s; {_chips()}")
     command.add_argument(
-        "--donate", type=int, action="append", default=[], help="a positional argument; repeatable"
+        "--policy", action="append", help="side by side; repeatable; default: as written"
+    )
+    command.add_argument(
+        "--donate",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="a positional argument, from 0, whose memory the results may take; repeatable",
     )
     command.add_argument(
         "--max-batch", action="store_true", help="find the largest batch that fits"
@@ -88,19 +122,30 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-argnum",
         type=int,
         action="append",
+        metavar="N",
         help="a positional argument that holds the batch; repeatable; default: the last",
     )
     command.add_argument(
-        "--fail-on", choices=["does-not-fit"], action="append", default=[], help="exit with 1 if so"
+        "--fail-on",
+        choices=["does-not-fit"],
+        action="append",
+        default=[],
+        help="exit with 1 if a policy needs more memory than there is",
     )
     command.set_defaults(run=_preflight)
 
-    command = commands.add_parser("validate", help="whether training comes to the same")
+    command = _add(
+        commands, "validate", "whether training under a policy comes to the same", _VALIDATE
+    )
     command.add_argument("function", metavar="module:function", help=_MAKE_STEP)
     command.add_argument("--json", action="store_true", help="print JSON, without the runs")
-    command.add_argument("--policies", nargs="+", required=True, metavar="POLICY")
-    command.add_argument("--steps", type=int, required=True, help="of each run")
-    command.add_argument("--seeds", type=int, default=3, help="how many; default: %(default)s")
+    command.add_argument(
+        "--policies", nargs="+", required=True, metavar="POLICY", help="what to compare"
+    )
+    command.add_argument("--steps", type=int, required=True, metavar="N", help="of each run")
+    command.add_argument(
+        "--seeds", type=int, default=3, metavar="N", help="how many; default: %(default)s"
+    )
     command.add_argument(
         "--out",
         type=Path,
@@ -109,10 +154,31 @@ def _parser() -> argparse.ArgumentParser:
         help="where finished runs are kept, to go on with after an interruption, and report.json, "
         "report.md and, with matplotlib, report.png are written",
     )
-    command.add_argument("--batches", metavar="module:function", help="batches(seed)")
-    command.add_argument("--reference", default="float32", help="default: %(default)s")
-    command.add_argument("--nudges", type=int, default=1, help="runs per seed to measure noise by")
-    command.add_argument("--threshold", type=float, default=0.005, help="default: %(default)s")
+    command.add_argument(
+        "--batches",
+        metavar="module:function",
+        help="batches(seed), an iterable of what step(state, batch) takes; default: the step's "
+        "number",
+    )
+    command.add_argument(
+        "--reference",
+        default="float32",
+        metavar="POLICY",
+        help="what to compare with; default: %(default)s",
+    )
+    command.add_argument(
+        "--nudges",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs per seed that measure the noise; default: %(default)s",
+    )
+    command.add_argument(
+        "--threshold",
+        type=float,
+        default=0.005,
+        help="the largest relative difference in final loss that passes; default: %(default)s",
+    )
     command.add_argument(
         "--depends-on",
         type=Path,
@@ -126,14 +192,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_validate)
 
-    command = commands.add_parser("devices", help="what this machine multiplies natively")
+    command = _add(commands, "devices", "what the devices here multiply natively", _DEVICES)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_devices)
     return parser
 
 
+def _add(commands: Any, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"Prints {summary}.",
+        epilog=f"example (the programs are in the folder examples/):\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return command
+
+
+def _chips() -> str:
+    return f"one of {', '.join(chips())}, with sizes as in tpu-v5e:4x4 and gpu-h100:8"
+
+
 def _add_function(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    command.add_argument("function", metavar="module:function", help=_TAKES, nargs=nargs)
+    what = f"{_TAKES}: make() in train.py is train:make"
+    command.add_argument("function", metavar="module:function", help=what, nargs=nargs)
     command.add_argument("--json", action="store_true", help="print JSON")
 
 

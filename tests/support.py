@@ -43,6 +43,8 @@ needs_tpu_compiler = pytest.mark.skipif(
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
+# Where jaxmp is imported from: the clone, or an environment that it is installed in.
+HERE = Path(jaxmp.__file__).parents[1]
 
 LOW_DTYPES = ("bfloat16", "float16")
 CONTRACTIONS = frozenset(
@@ -160,10 +162,10 @@ def _is_key(x: Any) -> bool:
 
 
 def cpu_environment() -> dict[str, str]:
-    """For processes of their own: jaxmp on the path; on CPU, and without the fake devices."""
+    """For processes of their own: this jaxmp on the path; on CPU, and without the fake devices."""
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     env["JAX_PLATFORMS"] = "cpu"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), env.get("PYTHONPATH"))))
     env.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as in `conftest`
     return env
 

@@ -24,7 +24,7 @@ import gathers
 import gpu
 import gpu_products
 import gpu_worker
-from support import ROOT, run_python, slow_when
+from support import HERE, ROOT, run_python, slow_when
 
 PROGRAMS = {
     "autocast_aot": "import autocast_aot; autocast_aot.Cache(None, 1).get('mlp', 'hand', 'cpu')",
@@ -137,7 +137,7 @@ def test_a_process_that_ends_takes_one_shape_with_it(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_a_worker_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
     deadline = time.monotonic() + 300
     (row,) = gpu.run_worker(job(kind="step", variant="jaxmp", policy="none", size={}), deadline)
     assert row["error"].startswith("exit status 1: TypeError: TransformerLM")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import types
 
@@ -194,6 +195,34 @@ def test_the_users_traceback_is_printed(folder):
 def test_a_callable_without_a_signature_is_called(audit, monkeypatch):
     monkeypatch.setitem(sys.modules, "odd", types.SimpleNamespace(make=dict))
     assert audit("odd:make")[0] == 2
+
+
+@pytest.mark.parametrize("command", ["", "audit", "preflight", "validate", "devices"])
+def test_help_has_an_example_that_parses(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as error:
+        cli.main([*command.split(), "--help"])
+    assert error.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in printed.splitlines())
+    if command:
+        example = printed.partition("example (")[2].partition("\n")[2].replace("\\\n", " ")
+        python, m, name, *arguments = shlex.split(example)
+        assert (python, m, name, arguments[0]) == ("python", "-m", "jaxmp", command)
+        cli._parser().parse_args(arguments)
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
+    def stopped(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "describe", stopped)
+    assert cli.main(["devices"]) == 130
+    assert capsys.readouterr().err == "\njaxmp: stopped\n"
+    monkeypatch.setattr(cli, "validate", stopped)
+    options = ["--policies", "bfloat16", "--steps", "1", "--out", "x"]
+    assert cli.main(["validate", "os.path:join", *options]) == 130
+    assert "the same command goes on with what is finished" in capsys.readouterr().err
 
 
 def test_the_kinds_of_findings_are_in_the_help(capsys):

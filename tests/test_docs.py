@@ -17,7 +17,7 @@ import pytest
 import jaxmp
 
 from doc_blocks import Block, blocks, outputs
-from support import ROOT
+from support import HERE, ROOT
 
 DOCS = ROOT / "docs"
 PAGES = {str(p.relative_to(DOCS)): p.read_text(encoding="utf-8") for p in DOCS.rglob("*.md")}
@@ -125,7 +125,7 @@ def looks() -> list[tuple[str, str, Block | None]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "block", "shown"), looks())
 def test_the_command_line_prints_what_is_shown(name, block, shown):
-    folder, env = ROOT, {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    folder, env = ROOT, {**os.environ, "PYTHONPATH": str(HERE), "JAX_PLATFORMS": "cpu"}
     if "preflight" in block and "--target gpu" in block:
         pytest.importorskip("jax_cuda13_plugin")
     if "preflight" in block and "--target tpu" in block:

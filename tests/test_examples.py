@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
+import signal
 import sys
 from types import ModuleType
 
 import pytest
+from tqdm import tqdm
 
 from support import EXAMPLES, run_example
 
@@ -136,10 +138,53 @@ def test_train_lm_resumes_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     assert resumed.losses == whole.losses
     assert resumed.held_out == whole.held_out
 
+    assert list(whole.held_out) == [0, 1, 2, 4, 6, 8, 10, 12, 14, 16]
+    assert "resumed after 14 of 16 steps\n" in capsys.readouterr().out
+
+    finished = train(tmp_path, resume=True)
+    assert "resumed after 16 of 16 steps: it is finished" in capsys.readouterr().out
+    assert finished.held_out == whole.held_out
+    assert sorted(path.name for path in folder.iterdir()) == ["14", "16"]
+
     with pytest.raises(SystemExit, match="holds a run; --resume continues it"):
         train(tmp_path)
     with pytest.raises(SystemExit, match="was started with"):
         train(tmp_path, size._replace(learning_rate=1e-3), resume=True)
+
+
+class Interrupted(tqdm):
+    """A progress bar at whose fifth step Ctrl-C is pressed."""
+
+    def update(self, n):
+        super().update(n)
+        if self.n == 5 * n:
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_train_lm_stopped_by_ctrl_c_goes_on_with_the_same_bits(tmp_path, monkeypatch, capsys):
+    script = example("train_lm", monkeypatch)
+    size = script.Size(16, 2, 1, 16, batch=2, steps=16, learning_rate=5e-3)
+
+    def train(folder, *, resume=False):
+        return script.train("mixed_float16", size, 3, folder, resume=resume)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "tqdm", Interrupted)
+        for folder, how in [
+            (tmp_path, "--resume continues it"),
+            (None, "nothing is kept without --checkpoint"),
+        ]:
+            with pytest.raises(SystemExit) as error:
+                train(folder)
+            assert error.value.code == 130
+            said = f"mixed_float16: stopped at step 5 of 16; {how}\n"
+            assert capsys.readouterr().err.endswith(said)
+    assert sorted(path.name for path in (tmp_path / "mixed_float16").iterdir()) == ["4", "5"]
+
+    resumed, whole = train(tmp_path, resume=True), train(None)
+    assert resumed.losses == whole.losses
+    assert resumed.held_out == whole.held_out
 
 
 @pytest.mark.slow

@@ -94,6 +94,22 @@ def test_the_last_checkpoint_of_a_run(module, folder):
         restore(module, folder)
 
 
+def test_other_settings_are_named(module, folder):
+    before = contents(folder)
+    with (
+        module.Checkpoints(folder, SETTINGS | {"width": 8}, resume=True) as checkpoints,
+        pytest.raises(SystemExit, match=r"started with {'width': 4}, and this one is {'width': 8}"),
+    ):
+        checkpoints.restore(start(module))
+    assert contents(folder) == before
+
+
+def test_a_place_for_no_checkpoints_is_named(module, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="file/run is no folder to keep checkpoints in"):
+        module.Checkpoints(tmp_path / "file" / "run", SETTINGS, resume=False)
+
+
 def test_a_scaler_that_was_added_is_named_with_the_recipe(module, folder):
     before = contents(folder)
     with pytest.raises(SystemExit, match=r"another optimizer or model .* loss scaler .*TrainState"):

@@ -39,6 +39,7 @@ def launcher(monkeypatch):
         ("--resume --checkpoint none", "--resume: there is no checkpoint in none"),
         ("--resume --checkpoint empty", "--resume: there is no checkpoint in empty"),
         ("--checkpoint full", "full holds a run; --resume continues it"),
+        ("--checkpoint file", "--checkpoint: file is no folder"),
         ("--process 2", "--coordinator and --process need each other"),
         ("--proc 2", "unrecognized arguments: --proc 2"),
     ],
@@ -46,6 +47,7 @@ def launcher(monkeypatch):
 def test_wrong_options_are_refused(options, message, launcher, monkeypatch, capsys, tmp_path):
     (tmp_path / "empty" / "5.orbax-checkpoint-tmp-1").mkdir(parents=True)  # was being written
     (tmp_path / "full" / "5").mkdir(parents=True)
+    (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train_multihost.py", *options.split()])
     with pytest.raises(SystemExit) as error:
@@ -122,6 +124,14 @@ def test_the_launcher_ends_all_and_tells_how(name, launcher, capfd):
     assert "[1] step" not in out, "the first process's steps are enough"
     assert time.monotonic() - started < 20
     assert not err
+
+
+def test_a_long_silence_is_broken(launcher, monkeypatch, capfd):
+    monkeypatch.setattr(launcher, "SILENCE", 0.1)
+    command = [sys.executable, "-S", "-c", CHILD + "time.sleep(0.5)\nstep(2)"]
+    assert launcher.launch(command, 1, timeout=30, grace=0.5) == 0
+    said = r"^launcher: waits for the processes, \d s after their start\n"
+    assert re.search(rf"{said}\[0\] step 2: loss", capfd.readouterr().out, re.MULTILINE)
 
 
 def test_how_to_go_on(launcher, monkeypatch, capsys, tmp_path):

@@ -35,7 +35,10 @@ def test_the_hand_over_keeps_what_was_learnt():
 
 @pytest.mark.slow
 def test_without_qwix_it_says_what_to_install():
-    code = f"import runpy, sys; sys.modules['qwix'] = None; runpy.run_path({str(PROGRAM)!r})"
+    code = (
+        f"import runpy, sys; sys.modules['qwix'] = None; sys.path.insert(0, {str(EXAMPLES)!r}); "
+        f"runpy.run_path({str(PROGRAM)!r})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "needs Qwix: pip install" in done.stderr

@@ -77,6 +77,7 @@ def test_train_digits_scales_the_loss_of_float16(monkeypatch, capsys):
         "mixed_float16: the loss scale is 65536, 0 steps were left out" in capsys.readouterr().out
     )
     assert run.contractions == {"float16": 3}
+    assert list(run.accuracy) == [0, 1, 2, 4, 5, 10, 15, 20, 25, 30, 35, 40]
     assert run.final > 80, "far more than chance is learned in 40 steps"
     assert run.losses[-1] < run.losses[0] / 2
 

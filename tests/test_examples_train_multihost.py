@@ -242,9 +242,31 @@ def test_what_interrupts_the_launcher_ends_all(name, tmp_path):
 
     code, out, seconds = interfere(tmp_path, "--steps", 3000, signal_to=interrupt)
     assert code == 130
-    assert "launcher: interrupted; all processes are killed\n" in out
+    assert re.search(
+        r"^launcher: stopped after step \d+; all processes are killed$", out, re.MULTILINE
+    )
     assert "Traceback" not in out
     assert seconds < 10
+
+
+@slow
+def test_a_run_that_is_finished_and_one_that_is_damaged(whole, tmp_path):
+    shutil.copytree(whole.folder / "run", tmp_path / "run")
+    options = ("--processes", 2, "--steps", 8, "--checkpoint", "run", "--resume")
+    out = train(*options, folder=tmp_path)
+    assert "[0] the run is finished: it has made 12 steps; a larger --steps continues it\n" in out
+    assert out.splitlines()[-1] == whole.stdout.splitlines()[-1]
+
+    for file in (tmp_path / "run" / "12").rglob("manifest.ocdbt"):
+        file.write_bytes(b"")
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    result = run_example("train_multihost.py", *map(str, options), folder=tmp_path)
+    assert result.returncode == 2, result.stdout
+    assert re.search(
+        r"run/12 is damaged \(.*; nothing was changed: move it away to go on from the one before",
+        result.stdout,
+    )
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
 
 
 FAILS = """

@@ -241,3 +241,10 @@ def test_import_starts_no_backend():
 
 def test_the_package_is_typed():
     assert (ROOT / "jaxmp" / "py.typed").exists()
+
+
+def test_the_version_is_the_changelogs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert jaxmp.__version__ == project["version"]
+    assert f"\n## [{project['version']}]" in changelog

@@ -18,7 +18,7 @@ import pytest
 from validate_kit import batches, faulty, make_step, simulated, validate
 
 from jaxmp import cli
-from jaxmp._numerics import validate_numerics
+from jaxmp._numerics import progress, validate_numerics
 from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, percent
 
@@ -213,6 +213,19 @@ def test_mistakes_on_the_command_line_are_told_in_one_line(command, function, op
     assert code == 2
     assert re.search(message, printed.err)
     assert len(printed.err.strip().splitlines()) == 1
+
+
+def test_a_file_gets_a_line_now_and_then(monkeypatch, capsys):
+    now = iter(range(0, 1000, 4))  # seconds
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    with progress.bar_of(20) as bar:
+        bar.describe("float32, seed 0")
+        for _ in range(6):
+            bar.advance(1)
+    assert capsys.readouterr().err == (
+        "float32, seed 0: 0 of 20 steps\nfloat32, seed 0: 3 of 20 steps\n"
+        "float32, seed 0: 6 of 20 steps\n"
+    )
 
 
 @pytest.mark.parametrize("installed", ["tqdm", "rich", "nothing"])

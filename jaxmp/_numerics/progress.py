@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ class Bar(Protocol):
 
 @contextmanager
 def bar_of(total: int, *, show: bool = True) -> Iterator[Bar]:
-    """A bar on stderr if that is a terminal and tqdm or rich is installed, or one not seen.
+    """A bar on stderr if that is a terminal and tqdm or rich is installed; lines if it is none.
 
     Example:
       >>> with bar_of(3, show=False) as bar:
@@ -41,8 +42,33 @@ def bar_of(total: int, *, show: bool = True) -> Iterator[Bar]:
 
         with Progress(console=Console(stderr=True)) as progress:
             yield _Rich(progress, progress.add_task("", total=total))
+    elif show and not sys.stderr.isatty():
+        yield _Lines(total)
     else:
         yield _Unseen()
+
+
+class _Lines:
+    """For a log file: what is being done, and how far it is, in a line every ten seconds."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._text = total, 0, ""
+        self._due = 0.0
+
+    def advance(self, steps: int) -> None:
+        self._done += steps
+        self._say()
+
+    def describe(self, text: str) -> None:
+        self._text = text
+        self._say()
+
+    def _say(self) -> None:
+        if (now := time.monotonic()) < self._due:
+            return
+        self._due = now + 10
+        line = f"{self._text}: {self._done:,} of {self._total:,} steps"
+        print(line, file=sys.stderr, flush=True)  # noqa: T201 (for people, where they asked for it)
 
 
 class _Unseen:

@@ -95,7 +95,8 @@ def validate(
         XLA_FLAGS, matmul precision. What else they use, you name.
       depends_on: paths and modules, whose contents decide the outcome, or anything else, whose
         `repr` does.
-      progress: whether to show a bar, where stderr is a terminal and tqdm or rich is installed.
+      progress: whether to show a bar, where stderr is a terminal and tqdm or rich is installed, or
+        a line every ten seconds, where it is a file or a pipe.
 
     Returns:
       The report: `print` it, `plot` it.

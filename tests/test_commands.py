@@ -1,0 +1,170 @@
+"""Every command of the README and of docs/, as the page has it: its options are there, it runs.
+
+What a page shows of commands is printed by them: test_docs.py and test_readme.py see to that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from jaxmp import cli
+
+from support import ROOT, run_python
+
+# By the program: what makes it cheap enough to run here. All else is as the page has it.
+RUN = {
+    "benchmarks/cpu_sums.py": "",
+    "benchmarks/scaling.py": "",
+    "benchmarks/when_it_pays.py": "",
+    "examples/train_digits_nnx.py": "--steps 3",
+    "examples/train_fsdp.py": "--size tiny --steps 2",
+    "examples/train_lm.py": "--size tiny --steps 2",
+    "examples/validate_digits.py": "--steps 2 --seeds 2",
+    "jaxmp audit": "",
+    "jaxmp devices": "",
+    "jaxmp validate": "--steps 2 --seeds 2",
+}
+# Why the others are not run by this file: only that their options are there.
+NOT_RUN = {
+    "benchmarks/autocast_aot.py": "compiles for hours, for TPUs and GPUs",
+    "benchmarks/capture_cost.py": "times minutes; test_benchmarks.py imports it",
+    "benchmarks/collectives_aot.py": "compiles for minutes; test_benchmarks.py runs a part",
+    "benchmarks/eight_bits_aot.py": "compiles for minutes, for TPUs and GPUs",
+    "benchmarks/fsdp.py": "compiles for 64 to 256 chips, minutes each",
+    "benchmarks/fused_attention.py": "needs cuDNN; test_benchmarks.py traces its steps",
+    "benchmarks/gpu.py": "needs a GPU; test_benchmarks.py runs its toy size",
+    "benchmarks/loss_scale_aot.py": "compiles for hours, for TPUs and GPUs",
+    "benchmarks/serving.py": "compiles and trains for minutes",
+    "examples/diagnose_overflow.py": "test_examples_diagnose_overflow.py runs it as it is",
+    "examples/qwix_handover.py": "needs Qwix; test_examples_qwix_handover.py runs it where it is",
+    "examples/train_multihost.py": "test_examples_train_multihost.py runs it, killed and resumed",
+    "jaxmp preflight": "needs a compiler for the target; test_docs.py runs those that show output",
+    "mkdocs": ".ci/run builds the site",
+    "pip": ".ci/run installs",
+    "pytest": "is what runs this",
+    "tests/doc_blocks.py": "rewrites a page; test_docs.py runs what it runs",
+}
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
+
+
+class Command(NamedTuple):
+    """A command, its page, and the folder to run it in."""
+
+    page: str
+    folder: str
+    words: tuple[str, ...]
+
+    @property
+    def program(self) -> str:
+        """What it runs: a file as seen from the root, or a module's name (and subcommand)."""
+        if self.words[0] != "python":
+            return self.words[0]
+        if self.words[1] != "-m":
+            return os.path.normpath(Path(self.folder, self.words[1]))
+        return " ".join(self.words[2 : 4 if self.words[2] == "jaxmp" else 3])
+
+    def __str__(self) -> str:
+        return f"{self.page}: {shlex.join(self.words)}"
+
+
+def read(page: str) -> list[Command]:
+    """Fenced blocks of commands, indented ones, and what stands between single backticks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks += re.findall(r"(?:^\n|\A)((?:^ {4}\S.*\n(?:^ {8}.*\n)*)+)", text, re.MULTILINE)
+    starts = r"(?:python3? |pip |mkdocs )"
+    blocks += [" ".join(code.split()) for code in re.findall(rf"`({starts}[^`]+)`", text)]
+    found = []
+    for block in blocks:
+        folder = "."
+        for line in re.sub(r"\\\n", " ", block).splitlines():
+            for part in line.split("&&"):
+                words = shlex.split(part, comments=True)
+                if words[:1] == ["cd"]:
+                    folder = words[1]
+                elif words and re.match(starts, f"{words[0]} "):
+                    found.append(Command(page, folder, tuple(words)))
+    return found
+
+
+COMMANDS = list(dict.fromkeys(command for page in PAGES for command in read(page)))
+
+
+def test_every_command_is_read():
+    """Wherever a line or a piece of code begins with Python, it is among them."""
+    text = "".join((ROOT / page).read_text("utf-8") for page in PAGES)
+    lines = len(re.findall(r"^(?: {4})?(?:python|pip|mkdocs) ", text, re.MULTILINE))
+    assert len([c for page in PAGES for c in read(page)]) >= lines > 50
+    assert {c.program for c in COMMANDS} == RUN.keys() | NOT_RUN.keys()
+
+
+class Parsed(BaseException):
+    """Raised in place of the work."""
+
+
+def parse_only(self, args=None, namespace=None, parse=argparse.ArgumentParser.parse_args):
+    raise Parsed(parse(self, args, namespace))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_its_options_are_there(command, monkeypatch, tmp_path):
+    words = list(command.words)
+    if command.program == "pip":
+        asked = re.findall(r"\[([\w,-]+)\]", shlex.join(words))
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+        extras = project["optional-dependencies"]
+        assert all(extra in extras for group in asked for extra in group.split(","))
+    elif command.program.startswith("jaxmp "):
+        args = cli._parser().parse_args(words[3:])
+        named = [getattr(args, name, None) for name in ("function", "batches")]
+        for spec in filter(None, named):
+            module, _, function = spec.partition(":")
+            if module != "module":  # a placeholder
+                source = (ROOT / command.folder / f"{module}.py").read_text(encoding="utf-8")
+                assert re.search(rf"^(def {function}\b|{function} = )", source, re.MULTILINE)
+    elif command.program.endswith(".py"):
+        file = ROOT / command.program
+        if "argparse" not in file.read_text(encoding="utf-8") + (
+            (file.parent / "multihost_launcher.py").read_text("utf-8")
+            if file.stem == "train_multihost"
+            else ""
+        ):
+            assert not words[2:] or file.stem == "doc_blocks"
+            return
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(file.parent)
+        monkeypatch.setattr(os, "environ", {**os.environ})
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+        monkeypatch.setattr(sys, "argv", [str(file), *words[2:]])
+        with pytest.raises(Parsed):
+            runpy.run_path(str(file), run_name="__main__")
+    else:
+        assert command.program in {"mkdocs", "pytest"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.program in RUN], ids=str)
+def test_it_runs(command, tmp_path):
+    words = list(command.words[1:])
+    if "module:function" in words:
+        pytest.skip("a placeholder")
+    folder = ROOT / command.folder if command.folder != "." else tmp_path
+    if words[0].endswith(".py"):
+        words[0] = str(ROOT / command.program)
+    words += shlex.split(RUN[command.program])
+    if "--out" in words and folder != tmp_path:
+        words += ["--out", str(tmp_path / "out")]
+    done = run_python(*words, folder=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout
