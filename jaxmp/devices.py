@@ -17,8 +17,6 @@ from typing import Any
 
 import jax
 
-from jaxmp.dtypes import did_you_mean, plain_name
-
 __all__ = ["Device", "chips", "describe"]
 
 # What JAX calls a TPU (`device.device_kind`) → what we do.
@@ -90,40 +88,6 @@ def chips() -> dict[str, Any]:
 def _table() -> dict[str, Any]:
     file = importlib.resources.files("jaxmp._chips") / "chips.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
-
-
-def word_at_chip(text: str, word: str) -> str | None:
-    """Reads ``WORD`` or ``WORD@CHIP``, which says for which chip a policy's word is meant.
-
-    Returns:
-      It, as a policy keeps it; None if it is another word.
-
-    Raises:
-      ValueError: if it names no chip of our tables.
-
-    Example:
-      >>> word_at_chip("Fused@gpu-h100", "fused"), word_at_chip("float8", "auto")
-      ('fused@gpu-h100', None)
-    """
-    said, at, chip = text.strip().partition("@")
-    if plain_name(said) != word:
-        return None
-    known = chips()
-    if at and chip not in known:
-        raise ValueError(
-            f"{text!r} names no chip{did_you_mean(chip, known)}; the chips are {', '.join(known)}"
-        )
-    return f"{word}@{chip}" if at else word
-
-
-def chip_in(words: str) -> str:
-    """The chip that ``WORD@CHIP`` names; empty for the one at hand.
-
-    Example:
-      >>> chip_in("auto@tpu-v5e"), chip_in("auto")
-      ('tpu-v5e', '')
-    """
-    return words.partition("@")[2]
 
 
 def kind_of(chip: str) -> str:

@@ -10,7 +10,6 @@ from urllib.parse import unquote
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmp.devices import word_at_chip
 from jaxmp.dtypes import (
     DTYPE_NAMES,
     did_you_mean,
@@ -19,7 +18,7 @@ from jaxmp.dtypes import (
     parse_dtype,
     plain_name,
 )
-from jaxmp.recipes import Recipe, parse_matmul, parse_recipe
+from jaxmp.recipes import Recipe, parse_matmul, parse_recipe, word_at_chip
 
 # What `Policy.ops` may say about a primitive; `jaxmp.autocast` says what each one means.
 OP_CLASSES: Final = ("low", "full", "follow", "transparent", "own")

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._speed import Chip, chip_named, chip_of, fastest_recipe, pays
-from jaxmp.devices import chip_in
-from jaxmp.recipes import Recipe
+from jaxmp.recipes import Recipe, chip_in
 
 
 class Choice(NamedTuple):

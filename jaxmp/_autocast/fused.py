@@ -33,7 +33,7 @@ from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axe
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.source import is_backward
 from jaxmp._speed import Chip, chip_named, chip_of
-from jaxmp.devices import chip_in
+from jaxmp.recipes import chip_in
 
 # How the reason begins where no kernel could compute any attention.
 NO_KERNEL = "there is no kernel for"
