@@ -131,9 +131,14 @@ def contraction_counts(fn: Callable[..., Any], *args: Any) -> Counter[str]:
 
 def low_share(fn: Callable[..., Any], *args: Any) -> float:
     """The share of the FLOPs of contractions in `fn` whose operands both have at most 16 bits."""
-    flops = _contractions(fn, args, contraction_flops)
+    flops = contraction_flops_by_dtype(fn, *args)
     low = sum(n for dtypes, n in flops.items() if is_low(dtypes))
     return low / sum(flops.values())
+
+
+def contraction_flops_by_dtype(fn: Callable[..., Any], *args: Any) -> Counter[str]:
+    """FLOPs of the contractions in one call of `fn` by the dtypes multiplied."""
+    return _contractions(fn, args, contraction_flops)
 
 
 def is_low(dtypes: str) -> bool:
