@@ -20,7 +20,7 @@ It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a
   "jaxmp, recompute" under `residuals=recompute`, "hand, recompute" in a `jax.checkpoint` of the
   whole loss with the same policy, `jaxmp.checkpoint_policies.long_contractions`. "jaxmp" is the
   default, and "jaxmp, fused" has `attention=fused` for the target (on GPU, cuDNN must be installed
-  to trace its call: `pip install nvidia-cudnn-cu13`); its errors are not told, for the kernel runs
+  to trace its call); its errors are not told, for the kernel runs
   on the target alone.
 * with `--peers`, the rows above and other libraries', on the same model and batch
   (`benchmarks/peers.py`), with jaxmp's 8-bit policy beside Qwix; int8 on TPUs, float8 on GPUs.
@@ -176,7 +176,7 @@ def can_fuse(target: str) -> bool:
     """Whether the call of the target's kernel for attention can be traced here."""
     if target == "none":
         return False
-    if target.startswith("gpu") and not find_spec("nvidia.cudnn"):
+    if target.startswith("gpu") and not (find_spec("nvidia") and find_spec("nvidia.cudnn")):
         print(f"{JAXMP_FUSED}: cuDNN is not installed", file=sys.stderr)
         return False
     return True

@@ -14,8 +14,8 @@ PyTorch are compared with where they can be imported, and named where not. Each 
 process of its own, so that its peak memory is its own and a crash ends nothing else; what does not
 fit says "out of memory". After `--minutes` the rows that are left say so.
 
-The step: `models.TransformerLM` (attention as Flax writes it, its scores in memory) or
-`models.ResNet`, mean cross entropy, `optax.adamw(3e-4)`, parameters and optimizer state donated.
+The step: `transformer.TransformerLM` (attention as Flax writes it, its scores in memory) or
+`convnets.ResNet`, mean cross entropy, `optax.adamw(3e-4)`, parameters and optimizer state donated.
 The rows (`gpu_steps.py`, and `gpu_torch.py` with the same models in PyTorch):
 
 * "float32" multiplies as XLA does by default, which is in TF32 on an NVIDIA GPU; "TF32 off" under
@@ -107,7 +107,7 @@ PRODUCTS = {  # variant -> jaxmp's recipe, where it is jaxmp's
 
 @dataclasses.dataclass(frozen=True)
 class LMSize:
-    """What `models.TransformerLM` takes, and the batch."""
+    """What `transformer.TransformerLM` takes, and the batch."""
 
     width: int
     heads: int
@@ -119,7 +119,7 @@ class LMSize:
 
 @dataclasses.dataclass(frozen=True)
 class ImageSize:
-    """What `models.ResNet` takes, and the batch."""
+    """What `convnets.ResNet` takes, and the batch."""
 
     channels: int
     stages: tuple[int, ...]
