@@ -91,6 +91,7 @@ from jaxmp._audit.target import chip_names
 
 import aot
 import peers
+from aot_table import Row, ratios, show
 from models import CASES, Case, trace_case
 from peers import LossFn
 
@@ -115,28 +116,6 @@ POLICIES = {
     JAXMP_FLOAT8: "mixed_float8",
 }
 
-
-@dataclasses.dataclass
-class Row:
-    """One measured variant of a model; its fields are the columns of the module's docstring."""
-
-    model: str
-    variant: str
-    target: str
-    gb_accessed: float | None
-    temp_mib: float | None
-    peak_mib: float | None
-    mcycles: float | None
-    saved_mib: float
-    low: float
-    forward: dict[str, int]
-    backward: dict[str, int]
-    gradient_error: float | None
-    loss_error: float | None
-    seconds: float
-
-
-COLUMNS = ("gb_accessed", "temp_mib", "peak_mib", "mcycles", "saved_mib", "gradient_error")
 
 # (model, variant) -> the most that (GB accessed, saved residuals) may be of the hand-written
 # row's: what this library promises, checked with --check.
@@ -338,42 +317,6 @@ def version(package: str) -> str:
         return "none"
 
 
-def ratios(row: Row, hand: Row) -> dict[str, float]:
-    """A row over its twin, for every column that both have."""
-    values = {name: (getattr(row, name), getattr(hand, name)) for name in COLUMNS}
-    return {name: x / y for name, (x, y) in values.items() if x is not None and y}
-
-
-def show(case: Case, rows: list[Row]) -> None:
-    """Prints one model's rows, and jaxmp's ratios to its hand-written twins, in Markdown."""
-
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4g}" if value < 1 else f"{value:.2f}"
-
-    def counts(by_dtype: dict[str, int]) -> str:
-        return " + ".join(f"{n} {dtype}" for dtype, n in sorted(by_dtype.items()))
-
-    heads = ("GB", "temp MiB", "peak MiB", "Mcycles", "saved MiB", "grad err", "loss err")
-    table = [(f"{case.name} on {rows[0].target}", *heads, "low", "forward", "backward")]
-    for row in rows:
-        numbers = [number(getattr(row, name)) for name in COLUMNS[:-1]]
-        errors = [f"{e:.2e}" if e else "-" for e in (row.gradient_error, row.loss_error)]
-        audit = (f"{row.low:.1%}", counts(row.forward), counts(row.backward))
-        table.append((row.variant, *numbers, *errors, *audit))
-    for row, hand in pairs(case, rows):
-        found = ratios(row, hand)
-        cells = [f"{found[name]:.3f}" if name in found else "-" for name in COLUMNS]
-        table.append((f"{row.variant} / {hand.variant}", *cells, "", "", "", ""))
-
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    alignments = [":" + "-" * (widths[0] - 1), *("-" * (w - 1) + ":" for w in widths[1:])]
-    print()
-    for cells in (table[0], alignments, *table[1:]):
-        print("| " + " | ".join(c.rjust(w) if i else c.ljust(w)
-                                for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
-              + " |")  # fmt: skip
-
-
 def pairs(case: Case, rows: list[Row]) -> list[tuple[Row, Row]]:
     """Each row and the hand-written rows it is compared with."""
     by_variant = {row.variant: row for row in rows}
@@ -484,7 +427,7 @@ def main() -> int:
                 if variant in NOT_OURS:
                     cache.put(row)
             rows.append(row)
-        show(case, rows)
+        show(rows, pairs(case, rows))
         failures += over_limits(case, rows)
         all_rows += rows
         sys.stdout.flush()
