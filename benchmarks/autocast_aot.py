@@ -20,10 +20,10 @@ It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a
   "jaxmp, recompute" under `residuals=recompute`, "hand, recompute" in a `jax.checkpoint` of the
   whole loss with the same policy, `jaxmp.checkpoint_policies.long_contractions`. "jaxmp" is the
   default, and "jaxmp, fused" has `attention=fused` for the target (on GPU, cuDNN must be installed
-  to trace its call); its errors are not told, for the kernel runs
-  on the target alone.
-* with `--peers`, the rows above and other libraries', on the same model and batch
-  (`benchmarks/peers.py`), with jaxmp's 8-bit policy beside Qwix; int8 on TPUs, float8 on GPUs.
+  to trace its call); its errors are not told, for the kernel runs on the target alone. Where no
+  attention is fused, a warning says why, and the row is the default's.
+* with `--peers`, float32, "hand", "jaxmp" and other libraries, on the same model and batch
+  (`benchmarks/peers.py`), and jaxmp's 8-bit policy beside Qwix: int8 on TPUs, float8 on GPUs.
   What is not installed is named and left out.
 
 The columns:
@@ -144,9 +144,12 @@ def variants(case: Case, target: str, *, recompute: bool, others: bool) -> tuple
         return FLOAT32, HAND, JAXMP
     tpu = target.startswith("tpu")
     wanted = (peers.JMP, peers.MPX, peers.QWIX_INT8 if tpu else peers.QWIX_FLOAT8)
-    found = [peer for peer in wanted if peers.available(peer)]
-    for peer in set(wanted) - set(found):
-        print(f"{peer}: not installed", file=sys.stderr)
+    found = []
+    for peer in wanted:
+        if peers.available(peer):
+            found.append(peer)
+        else:
+            print(f"{peer}: not installed", file=sys.stderr)
     jaxmp_rows = (JAXMP, JAXMP_INT8 if tpu else JAXMP_FLOAT8)
     return FLOAT32, HAND, *found, *jaxmp_rows
 
