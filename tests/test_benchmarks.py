@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,13 @@ def table(text: str) -> dict[str, list[str]]:
 
 
 def run_benchmark(name: str, *options: str) -> dict[str, list[str]]:
-    run = run_python(f"{name}.py", *options, folder=ROOT / "benchmarks")
+    run = run_python(f"{name}.py", *options, folder=ROOT / "benchmarks", timeout=1200)
     assert run.returncode == 0, run.stderr[-2000:]
     return table(run.stdout)
+
+
+# The rows are made as those of the language model are: two of them show that images are.
+IMAGES = [v for v in gpu.steps_of(gpu.SIZES["toy-images"]) if "jmp" in v] + [gpu.STEP_BASELINE]
 
 
 @pytest.mark.slow
@@ -95,16 +100,16 @@ def run_benchmark(name: str, *options: str) -> dict[str, list[str]]:
     ("variants", "options"),
     [
         (gpu.STEPS, ("--size", "toy")),
-        (gpu.steps_of(gpu.SIZES["toy-images"]), ("--size", "toy-images")),
+        (IMAGES, ("--size", "toy-images", "--only", "jmp")),
         (gpu.PRODUCTS, ("--size", "toy", "--float8")),
     ],
     ids=["step", "images", "products"],
 )
 def test_every_row_of_the_gpu_benchmark_has_its_figures(
-    variants: dict[str, str], options: tuple[str, ...], tmp_path: Path
+    variants: Iterable[str], options: tuple[str, ...], tmp_path: Path
 ) -> None:
     kept = tmp_path / "rows.json"
-    always = ("--repeats", "1", "--minutes", "30", "--json", str(kept))
+    always = ("--repeats", "1", "--minutes", "19", "--json", str(kept))
     rows = run_benchmark("gpu", *options, *always)
     found = json.loads(kept.read_text())
     assert set(found["products" if "products" in found else "steps"]) <= set(variants)
