@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from jaxmp._audit.target import parse_target
+from jaxmp._autocast.flops import contraction_flops
 from jaxmp._preflight.aot_worker import topology_devices
 from jaxmp._preflight.hlo import read_hlo
 
@@ -125,12 +126,36 @@ def residuals_by_dtype(loss_fn: Callable[..., Any], params: Any, *rest: Any) -> 
 
 def contraction_counts(fn: Callable[..., Any], *args: Any) -> Counter[str]:
     """How often each dtype is multiplied in one call of `fn`; mixed operands read "a*b"."""
+    return _contractions(fn, args, lambda _: 1)
+
+
+def low_share(fn: Callable[..., Any], *args: Any) -> float:
+    """The share of the FLOPs of contractions in `fn` whose operands both have at most 16 bits."""
+    flops = contraction_flops_by_dtype(fn, *args)
+    low = sum(n for dtypes, n in flops.items() if is_low(dtypes))
+    return low / sum(flops.values())
+
+
+def contraction_flops_by_dtype(fn: Callable[..., Any], *args: Any) -> Counter[str]:
+    """FLOPs of the contractions in one call of `fn` by the dtypes multiplied."""
+    return _contractions(fn, args, contraction_flops)
+
+
+def is_low(dtypes: str) -> bool:
+    """Whether all of the dtypes in "a*b" have at most 16 bits."""
+    return all(jnp.dtype(dtype).itemsize <= 2 for dtype in dtypes.split("*"))
+
+
+def _contractions(
+    fn: Callable[..., Any], args: tuple[Any, ...], cost: Callable[[Any], int]
+) -> Counter[str]:
+    """A cost of one call's contractions, by what they multiply; a scan's as often as it runs."""
 
     def count(jaxpr: Any, times: int) -> None:
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
             if eqn.primitive.name in CONTRACTIONS:
                 dtypes = {str(v.aval.dtype) for v in eqn.invars[:2]}
-                counts["*".join(sorted(dtypes))] += times
+                counts["*".join(sorted(dtypes))] += times * cost(eqn)
             inner_times = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
             for inner in jex_core.jaxprs_in_params(eqn.params):
                 count(inner, inner_times)

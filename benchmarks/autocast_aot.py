@@ -6,6 +6,7 @@
     python benchmarks/autocast_aot.py --models lm --cache hand.json   # while developing jaxmp
     python benchmarks/autocast_aot.py --models cnn --no-prefetch
     python benchmarks/autocast_aot.py --models lm --target gpu-h100 --recompute
+    python benchmarks/autocast_aot.py --models gpt2 --target gpu-b200 --peers
     python benchmarks/autocast_aot.py --trace-time
 
 It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a model:
@@ -17,15 +18,24 @@ It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a
   softmax. Models without a softmax have one row of each.
 * with `--recompute`, "hand" and jaxmp with the softmax in bfloat16, and either with less kept:
   "jaxmp, recompute" under `residuals=recompute`, "hand, recompute" in a `jax.checkpoint` of the
-  whole loss with the same policy, `jaxmp.checkpoint_policies.long_contractions`.
+  whole loss with the same policy, `jaxmp.checkpoint_policies.long_contractions`. "jaxmp" is the
+  default, and "jaxmp, fused" has `attention=fused` for the target (on GPU, cuDNN must be installed
+  to trace its call); its errors are not told, for the kernel runs on the target alone. Where no
+  attention is fused, a warning says why, and the row is the default's.
+* with `--peers`, float32, "hand", "jaxmp" and other libraries, on the same model and batch
+  (`benchmarks/peers.py`), and jaxmp's 8-bit policy beside Qwix: int8 on TPUs, float8 on GPUs.
+  What is not installed is named and left out.
 
 The columns:
 
 * `GB`, `temp`, `Mcycles` are of the whole donated AdamW step on one device (see `aot.py`).
 * `saved` is what the loss's forward pass keeps for its backward pass: the leaves of the function
   that `jax.vjp` returns, without those that are parameters themselves.
+* `low`: the share of the FLOPs of contractions in the jaxpr of the loss's `value_and_grad` that
+  multiply 16 or 8 bits by 16 or 8 bits. Read it first: it says what a row really is.
 * `forward`, `backward`: contractions by the dtype multiplied, in the jaxpr of the loss, and of its
-  `value_and_grad` less the former; those in a scan are counted as often as it runs.
+  `value_and_grad` less the former; those in a scan are counted as often as it runs, those in a
+  kernel written in JAX as if it were called once.
 * `grad err`: relative L2 error of the whole parameter gradient, and `loss err` of the loss, against
   float32. At small size, on CPU, with every rounding the program asks for carried out
   (`xla_allow_excess_precision` off) and dots summed in float32; root mean square over seeds.
@@ -59,7 +69,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +87,15 @@ import optax
 
 import jaxmp
 from jaxmp import _chips
+from jaxmp._audit.target import chip_names
 
 import aot
+import peers
+from aot_table import Row, ratios, show
 from models import CASES, Case, trace_case
+from peers import LossFn
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin")
-LossFn = Callable[..., tuple[jax.Array, Any]]
 
 FLOAT32, HAND, HAND_F32, JAXMP, JAXMP_LOW = (
     "float32",
@@ -91,30 +104,18 @@ FLOAT32, HAND, HAND_F32, JAXMP, JAXMP_LOW = (
     "jaxmp",
     "jaxmp, softmax=bf16",
 )
-HAND_AGAIN, JAXMP_AGAIN = "hand, recompute", "jaxmp, recompute"
-NOT_OURS = (FLOAT32, HAND, HAND_F32)  # rows that do not depend on jaxmp
+HAND_AGAIN, JAXMP_AGAIN, JAXMP_FUSED = "hand, recompute", "jaxmp, recompute", "jaxmp, fused"
+JAXMP_INT8, JAXMP_FLOAT8 = "jaxmp mixed_int8", "jaxmp mixed_float8"
+NOT_OURS = (FLOAT32, HAND, HAND_F32, *peers.PEERS)  # rows that do not depend on jaxmp
+POLICIES = {
+    JAXMP: "mixed_bfloat16",
+    JAXMP_LOW: "mixed_bfloat16,softmax=bf16",
+    JAXMP_AGAIN: "mixed_bfloat16,softmax=bf16,residuals=recompute",
+    JAXMP_FUSED: "mixed_bfloat16,attention=fused",  # @ the target
+    JAXMP_INT8: "mixed_int8",
+    JAXMP_FLOAT8: "mixed_float8",
+}
 
-
-@dataclasses.dataclass
-class Row:
-    """One measured variant of a model; its fields are the columns of the module's docstring."""
-
-    model: str
-    variant: str
-    target: str
-    gb_accessed: float | None
-    temp_mib: float | None
-    peak_mib: float | None
-    mcycles: float | None
-    saved_mib: float
-    forward: dict[str, int]
-    backward: dict[str, int]
-    gradient_error: float
-    loss_error: float
-    seconds: float
-
-
-COLUMNS = ("gb_accessed", "temp_mib", "peak_mib", "mcycles", "saved_mib", "gradient_error")
 
 # (model, variant) -> the most that (GB accessed, saved residuals) may be of the hand-written
 # row's: what this library promises, checked with --check.
@@ -127,24 +128,59 @@ LIMITS: dict[tuple[str, str], tuple[float, float]] = {
 MEMORY_LIMITS = {("lm", JAXMP_AGAIN, "gpu-h100"): (0.52, 0.60)}
 
 
-def variants(case: Case, *, recompute: bool) -> tuple[str, ...]:
+# Rows of which the limits, and what is said of errors and dtypes, are checked.
+PROMISED = (JAXMP, JAXMP_LOW, JAXMP_AGAIN)
+
+
+def variants(case: Case, target: str, *, recompute: bool, others: bool) -> tuple[str, ...]:
+    """A model's rows; those that cannot be had here are named on standard error and left out."""
     if recompute:
-        return HAND, HAND_AGAIN, JAXMP_LOW if case.has_softmax else JAXMP, JAXMP_AGAIN
-    if case.has_softmax:
-        return FLOAT32, HAND, HAND_F32, JAXMP, JAXMP_LOW
-    return FLOAT32, HAND, JAXMP
+        jaxmp_rows = (JAXMP, JAXMP_LOW) if case.has_softmax else (JAXMP,)
+        rows = (HAND, HAND_AGAIN, *jaxmp_rows, JAXMP_AGAIN)
+        return (*rows, JAXMP_FUSED) if case.has_softmax and can_fuse(target) else rows
+    if not others:
+        if case.has_softmax:
+            return FLOAT32, HAND, HAND_F32, JAXMP, JAXMP_LOW
+        return FLOAT32, HAND, JAXMP
+    tpu = target.startswith("tpu")
+    wanted = (peers.JMP, peers.MPX, peers.QWIX_INT8 if tpu else peers.QWIX_FLOAT8)
+    found = []
+    for peer in wanted:
+        if peers.available(peer):
+            found.append(peer)
+        else:
+            print(f"{peer}: not installed", file=sys.stderr)
+    jaxmp_rows = (JAXMP, JAXMP_INT8 if tpu else JAXMP_FLOAT8)
+    return FLOAT32, HAND, *found, *jaxmp_rows
+
+
+def can_fuse(target: str) -> bool:
+    """Whether the call of the target's kernel for attention can be traced here."""
+    if target == "none":
+        return False
+    if target.startswith("gpu") and not (find_spec("nvidia") and find_spec("nvidia.cudnn")):
+        print(f"{JAXMP_FUSED}: cuDNN is not installed", file=sys.stderr)
+        return False
+    return True
 
 
 def twins(case: Case, variant: str) -> tuple[str, ...]:
-    """The hand-written variants that a variant is compared with."""
+    """The variants that a variant is compared with: hand-written ones, and Qwix in 8 bits."""
     if variant == JAXMP:
-        return (HAND_F32 if case.has_softmax else HAND,)
-    return {JAXMP_LOW: (HAND,), HAND_AGAIN: (HAND,), JAXMP_AGAIN: (HAND, HAND_AGAIN)}.get(
-        variant, ()
-    )
+        return (HAND_F32, HAND) if case.has_softmax else (HAND,)
+    return {
+        JAXMP_LOW: (HAND,),
+        HAND_AGAIN: (HAND,),
+        JAXMP_AGAIN: (HAND, HAND_AGAIN),
+        JAXMP_FUSED: (HAND,),
+        JAXMP_INT8: (peers.QWIX_INT8,),
+        JAXMP_FLOAT8: (peers.QWIX_FLOAT8,),
+    }.get(variant, ())
 
 
-def loss_of(case: Case, variant: str, *, small: bool = False) -> LossFn:
+def loss_of(case: Case, variant: str, target: str = "none", *, small: bool = False) -> LossFn:
+    if variant in peers.PEERS:
+        return peers.loss(case, variant, small=small)
     if variant in (HAND, HAND_F32):
         return case.loss(small=small, dtype=jnp.bfloat16, float32_softmax=variant == HAND_F32)
     if variant == HAND_AGAIN:
@@ -153,8 +189,8 @@ def loss_of(case: Case, variant: str, *, small: bool = False) -> LossFn:
     loss = case.loss(small=small)
     if variant == FLOAT32:
         return loss
-    refinements = {JAXMP_LOW: ",softmax=bf16", JAXMP_AGAIN: ",softmax=bf16,residuals=recompute"}
-    return jaxmp.autocast(loss, "mixed_bfloat16" + refinements.get(variant, ""))
+    chip = f"@{target.removesuffix(NO_PREFETCH)}" if variant == JAXMP_FUSED else ""
+    return jaxmp.autocast(loss, POLICIES[variant] + chip)
 
 
 NO_PREFETCH = " without prefetch"  # after a target's name
@@ -212,14 +248,21 @@ def errors(case: Case, loss_fn: LossFn, seeds: int) -> tuple[float, float]:
 
 
 def measure(case: Case, variant: str, target: str, seeds: int) -> Row:
+    jax.clear_caches()  # Qwix replaces functions of JAX's, of which traces are kept
     start = time.perf_counter()
-    loss_fn = loss_of(case, variant)
+    loss_fn = loss_of(case, variant, target)
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     shapes = case.shapes()
     forward = aot.contraction_counts(loss_fn, *shapes)
-    both = aot.contraction_counts(jax.value_and_grad(loss_fn, has_aux=True), *shapes)
+    both = aot.contraction_counts(grad_fn, *shapes)
+    low = aot.low_share(grad_fn, *shapes)
     saved_mib = aot.residual_mib(loss_fn, *shapes)
     compiled = None if target == "none" else compile_step(target, case, loss_fn)
-    gradient_error, loss_error = errors(case, loss_of(case, variant, small=True), seeds)
+    gradient_error, loss_error = (
+        (None, None)
+        if variant == JAXMP_FUSED
+        else errors(case, loss_of(case, variant, small=True), seeds)
+    )
     return Row(
         model=case.name,
         variant=variant,
@@ -229,6 +272,7 @@ def measure(case: Case, variant: str, target: str, seeds: int) -> Row:
         peak_mib=compiled and compiled.peak_mib,
         mcycles=compiled and compiled.mcycles,
         saved_mib=saved_mib,
+        low=low,
         forward=dict(forward),
         backward=dict(both - forward),
         gradient_error=gradient_error,
@@ -245,11 +289,12 @@ class Cache:
         self._rows = json.loads(path.read_text()) if path and path.exists() else {}
         here = Path(__file__).parent
         chips = Path(_chips.__file__).with_name("chips.toml")
-        sources = [here / "models.py", here / "aot.py", chips]
+        files = ("models.py", "transformer.py", "convnets.py", "peers.py", "aot.py")
+        sources = [*(here / name for name in files), chips]
         # A row is stale once anything that made it has changed.
         self._made_by = "|".join(
             [f"seeds={seeds}", os.environ["XLA_FLAGS"]]
-            + [f"{p}={version(p)}" for p in PACKAGES]
+            + [f"{p}={version(p)}" for p in (*PACKAGES, *peers.PACKAGES.values())]
             + [f"{s.name}={hash_text(s.read_text())}" for s in sources]
         )
 
@@ -275,41 +320,6 @@ def version(package: str) -> str:
         return "none"
 
 
-def ratios(row: Row, hand: Row) -> dict[str, float]:
-    """A jaxmp row over its hand-written twin, for every column that both have."""
-    values = {name: (getattr(row, name), getattr(hand, name)) for name in COLUMNS}
-    return {name: x / y for name, (x, y) in values.items() if x is not None and y}
-
-
-def show(case: Case, rows: list[Row]) -> None:
-    """Prints one model's rows, and jaxmp's ratios to its hand-written twins, in Markdown."""
-
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4g}" if value < 1 else f"{value:.2f}"
-
-    def counts(by_dtype: dict[str, int]) -> str:
-        return " + ".join(f"{n} {dtype}" for dtype, n in sorted(by_dtype.items()))
-
-    heads = ("GB", "temp MiB", "peak MiB", "Mcycles", "saved MiB", "grad err", "loss err")
-    table = [(f"{case.name} on {rows[0].target}", *heads, "forward", "backward")]
-    for row in rows:
-        numbers = [number(getattr(row, name)) for name in COLUMNS[:-1]]
-        errors = [f"{e:.2e}" if e else "-" for e in (row.gradient_error, row.loss_error)]
-        table.append((row.variant, *numbers, *errors, counts(row.forward), counts(row.backward)))
-    for row, hand in pairs(case, rows):
-        found = ratios(row, hand)
-        cells = [f"{found[name]:.3f}" if name in found else "-" for name in COLUMNS]
-        table.append((f"{row.variant} / {hand.variant}", *cells, "", "", ""))
-
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    alignments = [":" + "-" * (widths[0] - 1), *("-" * (w - 1) + ":" for w in widths[1:])]
-    print()
-    for cells in (table[0], alignments, *table[1:]):
-        print("| " + " | ".join(c.rjust(w) if i else c.ljust(w)
-                                for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
-              + " |")  # fmt: skip
-
-
 def pairs(case: Case, rows: list[Row]) -> list[tuple[Row, Row]]:
     """Each row and the hand-written rows it is compared with."""
     by_variant = {row.variant: row for row in rows}
@@ -321,8 +331,10 @@ def over_limits(case: Case, rows: list[Row]) -> list[str]:
     """What of jaxmp's rows is over its limit."""
     failures = []
     for row, hand in pairs(case, rows):
-        if row.variant == HAND_AGAIN or hand.variant == HAND_AGAIN:
+        if row.variant not in PROMISED or hand.variant not in (HAND, HAND_F32):
             continue
+        if row.variant == JAXMP and hand.variant != twins(case, JAXMP)[0]:
+            continue  # of its softmax the hand-written row has a narrower one
         found = ratios(row, hand)
         bytes_limit, saved_limit = LIMITS.get((row.model, row.variant), (None, None))
         limits = {"gb_accessed": bytes_limit, "saved_mib": saved_limit, "gradient_error": 1.0}
@@ -375,7 +387,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--target", choices=(*aot.TARGETS, "none"), default="tpu-v5e")
+    parser.add_argument("--target", choices=(*chip_names(), "none"), default="tpu-v5e")
     parser.add_argument("--no-prefetch", action="store_true", help="TPU: keep every array in HBM")
     parser.add_argument("--seeds", type=int, default=3, help="runs that errors are averaged over")
     parser.add_argument("--json", type=Path, help="write every row to this file")
@@ -383,6 +395,7 @@ def parse_args() -> argparse.Namespace:
         "--cache", type=Path, help="keep float32 and hand-written rows in this file, and use them"
     )
     parser.add_argument("--recompute", action="store_true", help="rows that keep less")
+    parser.add_argument("--peers", action="store_true", help="rows of other libraries")
     parser.add_argument("--check", action="store_true", help="exit with 1 when over a limit")
     parser.add_argument("--trace-time", action="store_true", help="time tracing and nothing else")
     parser.add_argument("--runs", type=int, default=10, help="runs for --trace-time")
@@ -396,7 +409,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    versions = [f"{p} {version(p)}" for p in PACKAGES]
+    packages = (*PACKAGES, *(peers.PACKAGES.values() if args.peers else ()))
+    versions = [f"{p} {version(p)}" for p in packages]
     print(", ".join([f"Python {platform.python_version()}", *versions]))
     if args.trace_time:
         limit = 1.5 if args.recompute else 1.25
@@ -406,7 +420,7 @@ def main() -> int:
     for name in args.models:
         case = CASES[name]
         rows = []
-        for variant in variants(case, recompute=args.recompute):
+        for variant in variants(case, args.target, recompute=args.recompute, others=args.peers):
             row = None
             if variant in NOT_OURS:
                 row = cache.get(name, variant, args.target)
@@ -416,7 +430,7 @@ def main() -> int:
                 if variant in NOT_OURS:
                     cache.put(row)
             rows.append(row)
-        show(case, rows)
+        show(rows, pairs(case, rows))
         failures += over_limits(case, rows)
         all_rows += rows
         sys.stdout.flush()

@@ -58,7 +58,7 @@ from jaxmp._preflight.crossing import rows_of_collectives
 from jaxmp._preflight.hlo import Program, read_hlo
 
 import gathers
-from models import Block, TransformerLM
+from transformer import Block, TransformerLM
 
 TARGETS = ("gpu-h100:8", "tpu-v5e:4x4")
 FLOAT32, BY_HAND = "float32", "by hand"

@@ -58,7 +58,7 @@ from jaxmp._preflight.report import Preflight
 
 from collectives_aot import table
 from llama import TENSOR_AXES, Layer, Llama
-from models import Block, TransformerLM
+from transformer import Block, TransformerLM
 
 CHIPS = 256
 TENSOR_PARALLEL = 8

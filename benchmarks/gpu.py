@@ -2,27 +2,44 @@
 
     python benchmarks/gpu.py --size 8b                 # a step of layers as wide as 8 billion's
     python benchmarks/gpu.py --size lm                 # LM-A, the model of `autocast_aot.py`
+    python benchmarks/gpu.py --size gpt2               # at the shape of GPT-2 124M
+    python benchmarks/gpu.py --size resnet50           # images per second
     python benchmarks/gpu.py --float8                  # products: M = N = K, 5 billion's layer
     python benchmarks/gpu.py --size toy                # to see that it works, on a CPU as well
+    python benchmarks/gpu.py --size toy-images         # likewise, of convolutions
     python benchmarks/gpu.py --float8 --size toy
 
-It needs jaxmp's own dependencies; PyTorch and Qwix are compared with where they can be imported.
-Each row runs in a process of its own, so that its peak memory is its own and a crash ends nothing
-else; what does not fit says "out of memory". After `--minutes` the rows that are left say so.
+It needs jaxmp's own dependencies; jmp, mpx (`mixed-precision-for-JAX`), Qwix, TransformerEngine and
+PyTorch are compared with where they can be imported, and named where not. Each row runs in a
+process of its own, so that its peak memory is its own and a crash ends nothing else; what does not
+fit says "out of memory". After `--minutes` the rows that are left say so.
 
-The step: `models.TransformerLM` (attention as Flax writes it, its scores in memory), mean cross
-entropy, `optax.adamw(3e-4)`, parameters and optimizer state donated. `hand` has `dtype=bfloat16`
-written into every layer; "float32" multiplies as XLA does by default: in TF32 on an NVIDIA GPU.
-The PyTorch rows are the same model (`gpu_torch.py`), with its scores in memory or, "fused", by
-`scaled_dot_product_attention`. `8b` has the layers of a model of 8 billion parameters (4096 wide,
-32 heads, 16384 inside), but four of them, which is what one GPU trains with AdamW in float32.
+The step: `transformer.TransformerLM` (attention as Flax writes it, its scores in memory) or
+`convnets.ResNet`, mean cross entropy, `optax.adamw(3e-4)`, parameters and optimizer state donated.
+The rows (`gpu_steps.py`, and `gpu_torch.py` with the same models in PyTorch):
+
+* "float32" multiplies as XLA does by default, which is in TF32 on an NVIDIA GPU; "TF32 off" under
+  `jax.default_matmul_precision("highest")`;
+* "hand-written" and "Flax" have `dtype=` written into every layer, the latter with Flax's
+  `DynamicScale`; the softmax is in float32 but in "softmax too". Neither jmp nor mpx, which cast
+  parameters and inputs, have a float32 softmax;
+* "Qwix" and "TransformerEngine" are 8-bit products in the hand-written bfloat16 model, the latter
+  in its dense layers (`make_dot_general_cls`, current scaling); that row was never run yet;
+* "fused" is attention by a kernel: cuDNN's for jaxmp, `scaled_dot_product_attention` for PyTorch.
+
+Every row is audited before it is timed: "multiplied" are shares of the FLOPs of contractions, by
+the dtypes of their operands, in its jaxpr or by PyTorch's dispatcher; what kernels do is in none of
+them. A row that is not what its name says has no figure.
+
+`8b` has the layers of a model of 8 billion parameters (4096 wide, 32 heads, 16384 inside), but four
+of them, which is what one GPU trains with AdamW in float32.
 
 The products: y = x w, dx = dy w', dw = x' dy; in bfloat16, which is what all of them get and give.
 "multiplied" rows have x, w and dy quantised already: what is left is the products. The others
 quantise each time, as training does. TFLOP/s are 6 M N K a time, whatever the format.
 
-Times are medians of `--repeats`, each of as many calls as take a twentieth of a second, after
-compilation (its own column) and two calls to warm up; the host waits at the end of each repeat.
+Times are medians of `--repeats`, after compilation (its own column) and a few to warm up: of single
+steps that the host waits for, and of as many calls of products as take a twentieth of a second.
 """
 
 from __future__ import annotations
@@ -45,17 +62,31 @@ GOALS = {"step": 1.25, "products": 1.57}  # times as fast as bfloat16, on an H20
 
 STEPS = {  # variant -> the policy of jaxmp, where it is jaxmp's
     "float32": "",
+    "float32, TF32 off": "",
     "hand-written bfloat16": "",
     "jaxmp mixed_bfloat16": "mixed_bfloat16",
+    "jaxmp mixed_bfloat16, recompute": "mixed_bfloat16,residuals=recompute",
+    "jaxmp mixed_bfloat16, fused": "mixed_bfloat16,attention=fused",
     "jaxmp mixed_float8": "mixed_float8",
+    "jaxmp mixed_int8": "mixed_int8",
+    "jaxmp mixed_float16, loss scaling": "mixed_float16",
+    "Flax float16, DynamicScale": "",
     "hand-written bfloat16, softmax too": "",
     "jaxmp mixed_bfloat16, softmax too": "mixed_bfloat16,softmax=bf16",
     "jaxmp mixed_float8, softmax too": "mixed_float8,softmax=bf16",
+    "jmp bfloat16": "",
+    "mpx bfloat16": "",
+    "Qwix float8_e4m3fn": "",
+    "Qwix int8": "",
+    "TransformerEngine float8": "",
     "PyTorch float32": "",
+    "PyTorch float32, TF32 off": "",
     "PyTorch AMP bfloat16": "",
     "PyTorch AMP bfloat16, compiled": "",
     "PyTorch AMP bfloat16, compiled, fused": "",
 }
+# What a model without attention and dense layers has no rows of.
+NOT_OF_IMAGES = ("softmax", "fused", "jaxmp mixed_float8", "jaxmp mixed_int8", "TransformerEngine")
 # What each row's speed is compared with.
 STEP_BASELINE = "jaxmp mixed_bfloat16"
 PRODUCT_BASELINE = "bfloat16"
@@ -76,7 +107,7 @@ PRODUCTS = {  # variant -> jaxmp's recipe, where it is jaxmp's
 
 @dataclasses.dataclass(frozen=True)
 class LMSize:
-    """What `models.TransformerLM` takes, and the batch."""
+    """What `transformer.TransformerLM` takes, and the batch."""
 
     width: int
     heads: int
@@ -86,11 +117,25 @@ class LMSize:
     batch: int
 
 
-LM_SIZES = {
+@dataclasses.dataclass(frozen=True)
+class ImageSize:
+    """What `convnets.ResNet` takes, and the batch."""
+
+    channels: int
+    stages: tuple[int, ...]
+    classes: int
+    pixels: int
+    batch: int
+
+
+SIZES = {
     "toy": LMSize(32, 2, 1, 32, 64, 2),
     "small": LMSize(512, 8, 4, 512, 32000, 16),
     "lm": LMSize(1024, 16, 4, 1024, 32000, 8),
+    "gpt2": LMSize(768, 12, 12, 1024, 50257, 8),
     "8b": LMSize(4096, 32, 4, 1024, 32000, 8),
+    "toy-images": ImageSize(8, (1, 1), 16, 32, 2),
+    "resnet50": ImageSize(64, (3, 4, 6, 3), 1000, 224, 128),
 }
 # (name, tokens, in, out); the last four are a layer of a 5-billion model.
 LAYER = (("q, k, v", 4096, 12288), ("out", 4096, 4096), ("up", 4096, 16384), ("down", 16384, 4096))
@@ -152,38 +197,62 @@ def out_of_memory(text: str) -> bool:
     )
 
 
+MODULES = {
+    "PyTorch": "torch",
+    "Qwix": "qwix",
+    "jmp": "jmp",
+    "mpx": "mpx",
+    "TransformerEngine": "transformer_engine",
+}
+
+
 def available(variant: str) -> bool:
-    package = {"PyTorch": "torch", "Qwix": "qwix"}.get(variant.partition(" ")[0])
-    return package is None or find_spec(package) is not None
+    module = MODULES.get(variant.partition(" ")[0])
+    return module is None or find_spec(module) is not None
 
 
-def step_table(args: argparse.Namespace, deadline: float) -> None:
-    size = LM_SIZES[args.size]
+def steps_of(size: LMSize | ImageSize) -> dict[str, str]:
+    """The rows of a size."""
+    if isinstance(size, LMSize):
+        return STEPS
+    return {v: p for v, p in STEPS.items() if not any(word in v for word in NOT_OF_IMAGES)}
+
+
+def step_table(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    size = SIZES[args.size]
     found: dict[str, Row] = {}
-    for variant, policy in chosen(STEPS, args.only):
+    for variant, policy in chosen(steps_of(size), args.only):
         job = {"kind": "step", "variant": variant, "policy": policy, "repeats": args.repeats}
-        job["toy"] = args.size == "toy"
+        job["toy"] = args.size.startswith("toy")
         *_, found[variant] = run_worker({**job, "size": dataclasses.asdict(size)}, deadline)
         say(variant, found[variant])
     heading(found.values(), f"training step, `{args.size}`: {size}")
-    print("| | tokens/s | step, ms | times as fast | peak memory, GiB | compiled in, s | loss |")
-    print("| :-- | --: | --: | --: | --: | --: | --: |")
+    unit, samples = "images", size.batch
+    if isinstance(size, LMSize):
+        unit, samples = "tokens", size.batch * size.seq
+    print(
+        f"| | {unit}/s | step, ms | times as fast | peak memory, GiB | compiled in, s | loss | "
+        "multiplied |"
+    )
+    print("| :-- | --: | --: | --: | --: | --: | --: | :-- |")
     base = found.get(STEP_BASELINE, {}).get("seconds")
     for variant, row in found.items():
         if "error" in row:
-            print(f"| {variant} | {row['error']} | | | | | |")
+            print(f"| {variant} | {row['error']} | | | | | | |")
             continue
         peak = "-" if row["peak"] is None else f"{row['peak'] / 2**30:.2f}"
         speed = f"{base / row['seconds']:.2f}" if base else "-"
+        shares = ", ".join(f"{n:.0%} {dtypes}" for dtypes, n in row["multiplied"].items())
         print(
-            f"| {variant} | {size.batch * size.seq / row['seconds']:,.0f} | "
+            f"| {variant} | {samples / row['seconds']:,.0f} | "
             f"{row['seconds'] * 1e3:.2f} | {speed} | {peak} | {row['compiled']:.1f} | "
-            f"{row['loss']:.4f} |"
+            f"{row['loss']:.4f} | {shares} |"
         )
     print(f'\n"times as fast" is against {STEP_BASELINE}.')
     eight = found.get("jaxmp mixed_float8", {}).get("seconds")
     if base and eight:
         goal("the step under mixed_float8", base / eight, GOALS["step"], found.values())
+    return {"size": dataclasses.asdict(size), "steps": found}
 
 
 def product_rows(job: dict[str, Any], deadline: float) -> list[Row]:
@@ -201,7 +270,7 @@ def product_rows(job: dict[str, Any], deadline: float) -> list[Row]:
     return rows
 
 
-def product_table(args: argparse.Namespace, deadline: float) -> None:
+def product_table(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
     shapes = PRODUCT_SIZES["toy" if args.size == "toy" else "full"]
     found: dict[str, list[Row]] = {}
     for variant, recipe in chosen(PRODUCTS, args.only):
@@ -239,6 +308,7 @@ def product_table(args: argparse.Namespace, deadline: float) -> None:
         every = [row for rows in found.values() for row in rows]
         what = "a 5-billion layer's products under float8, quantising included"
         goal(what, ratio, GOALS["products"], every)
+    return {"shapes": shapes, "products": found}
 
 
 def times(rows: list[Row], shapes: list[Any]) -> list[float | None]:
@@ -279,16 +349,19 @@ def goal(what: str, ratio: float, least: float, rows: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=LM_SIZES, default="8b", help="default: %(default)s")
+    parser.add_argument("--size", choices=SIZES, default="8b", help="default: %(default)s")
     parser.add_argument("--float8", action="store_true", help="products alone")
     parser.add_argument("--only", metavar="TEXT", help="rows with this in them, and the baseline")
-    parser.add_argument("--repeats", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=20, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="write every row to this file")
     parser.add_argument("--minutes", type=float, default=9, help="at most (default: %(default)s)")
     args = parser.parse_args()
     if args.repeats < 1 or args.minutes <= 0:
         parser.error("--repeats must be at least 1, and --minutes more than 0")
     deadline = time.monotonic() + 60 * args.minutes
-    (product_table if args.float8 else step_table)(args, deadline)
+    found = (product_table if args.float8 else step_table)(args, deadline)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,51 @@ def median_seconds(call: Callable[[], Any], wait: Callable[[Any], Any], repeats:
     return statistics.median(found)
 
 
+def median_step_seconds(call: Callable[[], Any], wait: Callable[[Any], Any], repeats: int) -> float:
+    """The median of `repeats` steps, each waited for, after three to warm up."""
+    found = []
+    for step in range(repeats + 3):
+        started = time.perf_counter()
+        wait(call())
+        if step >= 3:
+            found.append(time.perf_counter() - started)
+    return statistics.median(found)
+
+
+# The least share of FLOPs that a row in 16 or 8 bits multiplies in them. Flax's softmax in float32
+# leaves those of probabilities and values mixed.
+LEAST_LOW = 0.8
+EIGHT_BITS = ("float8", "int8")
+
+
+def not_as_named(variant: str, shares: dict[str, float]) -> str:
+    """What of a row's contractions contradicts its name; empty if nothing does.
+
+    Args:
+      variant: The row.
+      shares: By the dtypes multiplied, shares of the FLOPs; calls of a library's own products
+        are in none.
+    """
+    names = {dtypes: dtypes.split("*") for dtypes in shares}
+    low = sum(n for d, n in shares.items() if not {"float32", "float64"} & set(names[d]))
+    eight = sum(n for d, n in shares.items() if any(x.startswith(EIGHT_BITS) for x in names[d]))
+    said = ", ".join(f"{n:.0%} {dtypes}" for dtypes, n in shares.items())
+    if variant.startswith(("float32", "PyTorch float32")):
+        return f"audit: not float32 throughout: {said}" if low else ""
+    if low < LEAST_LOW:
+        return f"audit: {low:.0%} in 16 or 8 bits: {said}"
+    if (
+        any(
+            word.startswith(("float8", "int8", "mixed_float8", "mixed_int8"))
+            for word in variant.split()
+        )
+        and not eight
+        and not variant.startswith("TransformerEngine")
+    ):
+        return f"audit: nothing is multiplied in 8 bits: {said}"
+    return ""
+
+
 def put(**row: Any) -> None:
     print("ROW " + json.dumps(row), flush=True)
 
@@ -48,60 +93,39 @@ def peak() -> int | None:
     return stats and stats.get("peak_bytes_in_use")
 
 
-def step_program(variant: str, policy: str, size: dict[str, int]) -> tuple[Any, Any]:
-    """`start(key) -> (params, opt_state, tokens, labels)`, and the step of these, with its loss."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    import jaxmp
-
-    from models import TransformerLM
-
-    config = {name: n for name, n in size.items() if name != "batch"}
-    hand = variant.startswith("hand")
-    softmax = {"float32_softmax": not variant.endswith("softmax too")} if hand else {}
-    model = TransformerLM(**config, dtype=jnp.bfloat16 if hand else None, **softmax)
-    if policy:
-        model = jaxmp.wrap(model, policy)
-    tx = optax.adamw(3e-4)
-
-    def loss_fn(params: Any, tokens: Any, labels: Any) -> Any:
-        logits = model.apply({"params": params}, tokens).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-    def step(params: Any, opt_state: Any, tokens: Any, labels: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, tokens, labels)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    def start(key: Any) -> Any:
-        keys = jax.random.split(key, 3)
-        shape = size["batch"], size["seq"]
-        tokens, labels = (jax.random.randint(k, shape, 0, size["vocab"]) for k in keys[1:])
-        params = model.init(keys[0], tokens[:1])["params"]
-        return params, tx.init(params), tokens, labels
-
-    return start, step
-
-
 def jax_step(job: dict[str, Any]) -> None:
     import jax
 
-    start, step = step_program(job["variant"], job["policy"], job["size"])
-    *state, tokens, labels = jax.jit(start)(jax.random.key(0))
+    import gpu_steps
+
+    made = gpu_steps.program(job["variant"], job["policy"], job["size"])
+    shares = gpu_steps.multiplied(made)
+    if wrong := not_as_named(job["variant"], shares):
+        put(error=wrong, multiplied=shares)
+        return
+    trained, *batch = jax.jit(made.start)(jax.random.key(0))
     started = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*state, tokens, labels).compile()
+    with gpu_steps.precision_of(made):
+        compiled = jax.jit(made.step, donate_argnums=0).lower(trained, *batch).compile()
     seconds_to_compile = time.perf_counter() - started
-    *state, loss = compiled(*state, tokens, labels)
-    first = float(loss)  # every row's, at the same parameters and tokens: they should agree
+    state = [trained]
+    del trained
+    state[0], loss = compiled(state[0], *batch)
+    first = float(loss)  # every row's, at the same parameters and batch: they should agree
 
     def call() -> Any:
-        *state[:], loss = compiled(*state, tokens, labels)
+        state[0], loss = compiled(state[0], *batch)
         return loss
 
-    seconds = median_seconds(call, jax.block_until_ready, job["repeats"])
-    put(seconds=seconds, compiled=seconds_to_compile, peak=peak(), loss=first, **where())
+    seconds = median_step_seconds(call, jax.block_until_ready, job["repeats"])
+    put(
+        seconds=seconds,
+        compiled=seconds_to_compile,
+        peak=peak(),
+        loss=first,
+        multiplied=shares,
+        **where(),
+    )
 
 
 def products(job: dict[str, Any]) -> None:
@@ -136,7 +160,7 @@ def main() -> None:
     elif job["variant"].startswith("PyTorch"):
         import gpu_torch
 
-        put(**gpu_torch.step(job, median_seconds))
+        put(**gpu_torch.step(job, median_step_seconds, not_as_named))
     else:
         jax_step(job)
 

@@ -48,7 +48,8 @@ from flax.training.dynamic_scale import DynamicScale
 import jaxmp
 
 import aot
-from models import Case, Size, TransformerLM
+from models import Case, Size
+from transformer import TransformerLM
 
 try:
     import mpx

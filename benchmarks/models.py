@@ -12,6 +12,11 @@ Where the definition of a model says no more than "transformer", the plain readi
   before either branch and before the logits, logits by `Embed.attend`, mean cross entropy over
   integer labels of the logits' own shape (inputs and labels are two arrays).
 * `lm_scan`: the same layers under one `nn.scan`. `lm_post`: LayerNorm after each residual sum.
+* `gpt2`: the same at the shape of GPT-2 124M: 12 layers, width 768, 12 heads, vocabulary 50257,
+  sequence 1024; batch 4.
+* `vit`: four of the layers of ViT-B/16, 224x224 images, 1000 classes, batch 64; see
+  `VisionTransformer`.
+* `resnet50`: ResNet-50, 224x224 images, 1000 classes, batch 64; see `ResNet`.
 * `cnn`: see `ConvNet`; 64 channels, 1000 classes, 64x64 images, batch 128.
 * `mlp`: 64-64-64-10 with tanh, 1797 rows (the size of scikit-learn's digits).
 
@@ -21,7 +26,6 @@ The step is `optax.adamw(3e-4)` without clipping or schedule.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,112 +35,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from convnets import ConvNet, ResNet
+from transformer import TransformerLM, VisionTransformer
+
 PyTree = Any
-
-
-class Block(nn.Module):
-    """A transformer layer; `(carry, mask) -> (carry, None)` so that `nn.scan` takes it too."""
-
-    heads: int
-    norm: str
-    dtype: Any
-    float32_softmax: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
-        norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
-        width = x.shape[-1]
-
-        def attention(h: jax.Array) -> jax.Array:
-            return nn.MultiHeadDotProductAttention(
-                self.heads, dtype=self.dtype, force_fp32_for_softmax=self.float32_softmax
-            )(h, mask=mask)
-
-        def mlp(h: jax.Array) -> jax.Array:
-            h = nn.gelu(nn.Dense(4 * width, dtype=self.dtype)(h))
-            return nn.Dense(width, dtype=self.dtype)(h)
-
-        for branch in (attention, mlp):
-            x = x + branch(norm()(x)) if self.norm == "pre" else norm()(x + branch(x))
-        return x, None
-
-
-class TransformerLM(nn.Module):
-    """A causal language model with tied embeddings: int32[batch, seq] -> [batch, seq, vocab]."""
-
-    width: int
-    heads: int
-    layers: int
-    seq: int
-    vocab: int
-    norm: str = "pre"
-    scan: bool = False
-    dtype: Any = None
-    float32_softmax: bool = False
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.vocab, self.width, dtype=self.dtype)
-        x = embed(tokens)
-        positions = self.param("positions", nn.initializers.normal(0.02), (self.seq, self.width))
-        x = x + positions.astype(x.dtype)
-        mask = nn.make_causal_mask(tokens)
-        block = functools.partial(Block, self.heads, self.norm, self.dtype, self.float32_softmax)
-        if self.scan:
-            layers = nn.scan(
-                Block,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                in_axes=nn.broadcast,
-                length=self.layers,
-            )(self.heads, self.norm, self.dtype, self.float32_softmax)
-            x, _ = layers(x, mask)
-        else:
-            for _ in range(self.layers):
-                x, _ = block()(x, mask)
-        if self.norm == "pre":
-            x = nn.LayerNorm(dtype=self.dtype)(x)
-        return embed.attend(x)
-
-
-class ConvBlock(nn.Module):
-    """A residual block: two 3x3 convolutions, each with BatchNorm; the sum, then ReLU.
-
-    Where the shape changes, the shortcut is a strided 1x1 convolution with BatchNorm.
-    """
-
-    channels: int
-    stride: int
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        conv = functools.partial(nn.Conv, self.channels, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=self.dtype)
-        h = nn.relu(norm()(conv((3, 3), strides=self.stride)(x)))
-        h = norm()(conv((3, 3))(h))
-        if h.shape != x.shape:
-            x = norm()(conv((1, 1), strides=self.stride)(x))
-        return nn.relu(x + h)
-
-
-class ConvNet(nn.Module):
-    """A residual network: float32[batch, size, size, 3] -> [batch, classes].
-
-    A convolution, six residual blocks (two of each width c, 2 c, 4 c; the image is halved where
-    the width grows), the mean over the image, a classifier.
-    """
-
-    channels: int
-    classes: int
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(self.channels, (3, 3), use_bias=False, dtype=self.dtype)(x)
-        for width, stride in ((1, 1), (1, 1), (2, 2), (2, 1), (4, 2), (4, 1)):
-            x = ConvBlock(width * self.channels, stride, self.dtype)(x)
-        return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
 
 
 class MLP(nn.Module):
@@ -159,6 +61,21 @@ class Size:
     inputs: jax.ShapeDtypeStruct
     labels: jax.ShapeDtypeStruct
     classes: int
+
+
+def loss_of(
+    apply: Callable[..., tuple[jax.Array, PyTree]],
+) -> Callable[..., tuple[jax.Array, PyTree]]:
+    """The loss of `apply(params, state, inputs) -> (logits, new state)`."""
+
+    def loss_fn(
+        params: PyTree, state: PyTree, inputs: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        logits, new_state = apply(params, state, inputs)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+        return losses.mean(), new_state
+
+    return loss_fn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,20 +108,15 @@ class Case:
 
         The state is BatchNorm's averages; a model without them has an empty one.
         """
-        model = self.model(**options)
+        return self.loss_with(self.model(**options))
 
-        def loss_fn(
-            params: PyTree, state: PyTree, inputs: jax.Array, labels: jax.Array
-        ) -> tuple[jax.Array, PyTree]:
-            logits, new_state = model.apply(
-                {"params": params, **state}, inputs, mutable=list(state)
-            )
-            losses = optax.softmax_cross_entropy_with_integer_labels(
-                logits.astype(jnp.float32), labels
-            )
-            return losses.mean(), new_state
+    def loss_with(self, model: nn.Module) -> Callable[..., tuple[jax.Array, PyTree]]:
+        """The same of any model with the case's inputs and outputs."""
 
-        return loss_fn
+        def apply(params: PyTree, state: PyTree, inputs: jax.Array) -> tuple[jax.Array, PyTree]:
+            return model.apply({"params": params, **state}, inputs, mutable=list(state))
+
+        return loss_of(apply)
 
     def shapes(self, *, small: bool = False) -> tuple[Any, ...]:
         """`(params, state, inputs, labels)` as `ShapeDtypeStruct`s."""
@@ -228,31 +140,45 @@ class Case:
         return state.pop("params"), state, inputs, labels
 
 
-def _lm(
-    name: str,
-    *,
-    norm: str = "pre",
-    scan: bool = False,
-    layers: int = 4,
-) -> Case:
+def _tokens(batch: int, **config: Any) -> Size:
+    tokens = jax.ShapeDtypeStruct((batch, config["seq"]), jnp.int32)
+    return Size(config, tokens, tokens, config["vocab"])
+
+
+def _lm(name: str, layers: int = 4, **options: Any) -> Case:
     """LM-A (width 1024, 16 heads, 4 layers, sequence 1024, batch 8, vocabulary 32000) and kin."""
-
-    def size(width: int, heads: int, seq: int, batch: int, vocab: int) -> Size:
-        tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-        config = dict(width=width, heads=heads, layers=layers, seq=seq, vocab=vocab)
-        return Size({**config, "norm": norm, "scan": scan}, tokens, tokens, vocab)
-
-    full, small = size(1024, 16, 1024, 8, 32000), size(128, 4, 128, 4, 512)
+    full = _tokens(8, width=1024, heads=16, layers=layers, seq=1024, vocab=32000, **options)
+    small = _tokens(4, width=128, heads=4, layers=layers, seq=128, vocab=512, **options)
     return Case(name, TransformerLM, full, small, has_softmax=True)
 
 
-def _cnn() -> Case:
-    def size(channels: int, pixels: int, batch: int, classes: int) -> Size:
-        images = jax.ShapeDtypeStruct((batch, pixels, pixels, 3), jnp.float32)
-        labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        return Size(dict(channels=channels, classes=classes), images, labels, classes)
+def _gpt2() -> Case:
+    full = _tokens(4, width=768, heads=12, layers=12, seq=1024, vocab=50257)
+    small = _tokens(4, width=128, heads=4, layers=4, seq=128, vocab=512)
+    return Case("gpt2", TransformerLM, full, small, has_softmax=True)
 
-    return Case("cnn", ConvNet, size(64, 64, 128, 1000), size(16, 32, 16, 10))
+
+def _images(pixels: int, batch: int, classes: int, **config: Any) -> Size:
+    images = jax.ShapeDtypeStruct((batch, pixels, pixels, 3), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return Size({**config, "classes": classes}, images, labels, classes)
+
+
+def _cnn() -> Case:
+    full = _images(64, 128, 1000, channels=64)
+    return Case("cnn", ConvNet, full, _images(32, 16, 10, channels=16))
+
+
+def _vit() -> Case:
+    full = _images(224, 64, 1000, width=768, heads=12, layers=4, patch=16)
+    small = _images(32, 16, 10, width=128, heads=4, layers=4, patch=8)
+    return Case("vit", VisionTransformer, full, small, has_softmax=True)
+
+
+def _resnet50() -> Case:
+    full = _images(224, 64, 1000, channels=64, stages=(3, 4, 6, 3))
+    small = _images(64, 8, 10, channels=8, stages=(1, 1, 1, 1))
+    return Case("resnet50", ResNet, full, small)
 
 
 def _mlp() -> Case:
@@ -265,7 +191,16 @@ def _mlp() -> Case:
 
 CASES: dict[str, Case] = {
     case.name: case
-    for case in (_lm("lm"), _lm("lm_scan", scan=True), _lm("lm_post", norm="post"), _cnn(), _mlp())
+    for case in (
+        _lm("lm"),
+        _lm("lm_scan", scan=True),
+        _lm("lm_post", norm="post"),
+        _gpt2(),
+        _vit(),
+        _resnet50(),
+        _cnn(),
+        _mlp(),
+    )
 }
 
 

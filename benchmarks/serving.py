@@ -33,7 +33,7 @@ import optax
 import jaxmp
 
 from aot import TARGETS, compile_for
-from models import TransformerLM
+from transformer import TransformerLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import train_lm

@@ -170,7 +170,9 @@ def cpu_environment() -> dict[str, str]:
     return env
 
 
-def run_python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *arguments: str, folder: Path, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
     """Runs Python in `folder` with jaxmp on its path; on CPU, and without the fake devices."""
     return subprocess.run(
         [sys.executable, *arguments],
@@ -178,7 +180,7 @@ def run_python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str
         env=cpu_environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
 

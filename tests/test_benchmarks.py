@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,15 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._audit.target import parse_target
 from jaxmp._preflight.report import Preflight
 
+import aot
 import fsdp
 import gathers
 import gpu
 import gpu_products
+import gpu_steps
 import gpu_worker
+import models
+import peers
 from support import HERE, ROOT, run_python, slow_when
 
 PROGRAMS = {
@@ -53,7 +59,8 @@ def test_a_benchmark_starts(name: str) -> None:
 
 
 def test_every_benchmark_is_tried() -> None:
-    helpers = {"aot", "models", "llama", "gpu_worker", "gpu_products", "gpu_torch", "gathers"}
+    helpers = {"aot", "aot_table", "convnets", "gathers", "llama", "models", "peers", "transformer"}
+    helpers |= {"gpu_products", "gpu_steps", "gpu_torch", "gpu_worker"}
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers == set(PROGRAMS)
 
 
@@ -79,21 +86,127 @@ def table(text: str) -> dict[str, list[str]]:
 
 
 def run_benchmark(name: str, *options: str) -> dict[str, list[str]]:
-    run = run_python(f"{name}.py", *options, folder=ROOT / "benchmarks")
+    run = run_python(f"{name}.py", *options, folder=ROOT / "benchmarks", timeout=1200)
     assert run.returncode == 0, run.stderr[-2000:]
     return table(run.stdout)
 
 
+# The rows are made as those of the language model are: two of them show that images are.
+IMAGES = [v for v in gpu.steps_of(gpu.SIZES["toy-images"]) if "jmp" in v] + [gpu.STEP_BASELINE]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--float8",)], ids=["step", "products"])
-def test_every_row_of_the_gpu_benchmark_has_its_figures(options: tuple[str, ...]) -> None:
-    rows = run_benchmark("gpu", "--size", "toy", "--repeats", "1", *options)
-    variants = gpu.PRODUCTS if options else gpu.STEPS
+@pytest.mark.parametrize(
+    ("variants", "options"),
+    [
+        (gpu.STEPS, ("--size", "toy")),
+        (IMAGES, ("--size", "toy-images", "--only", "jmp")),
+        (gpu.PRODUCTS, ("--size", "toy", "--float8")),
+    ],
+    ids=["step", "images", "products"],
+)
+def test_every_row_of_the_gpu_benchmark_has_its_figures(
+    variants: Iterable[str], options: tuple[str, ...], tmp_path: Path
+) -> None:
+    kept = tmp_path / "rows.json"
+    always = ("--repeats", "1", "--minutes", "19", "--json", str(kept))
+    rows = run_benchmark("gpu", *options, *always)
+    found = json.loads(kept.read_text())
+    assert set(found["products" if "products" in found else "steps"]) <= set(variants)
     assert {v for v in variants if gpu.available(v)} <= set(rows)
     for variant in set(variants) & set(rows):
         cells = rows[variant]
         assert all(re.match(r"[0-9]|-$", cell) for cell in cells), (variant, cells)
         assert cells[0] != "-"
+
+
+def test_a_row_that_is_not_what_it_is_called_has_no_figure() -> None:
+    """As a Dense without `dtype=` is float32, and a library may leave layers alone."""
+    named = gpu_worker.not_as_named
+    assert not named("hand-written bfloat16", {"bfloat16": 0.9, "bfloat16*float32": 0.1})
+    assert "70% in 16 or 8" in named("jmp bfloat16", {"bfloat16": 0.7, "float32": 0.3})
+    assert "0% in 16 or 8" in named("jmp bfloat16", {"bfloat16*float32": 1.0})
+    assert "not float32" in named("float32, TF32 off", {"float32": 0.9, "bfloat16": 0.1})
+    assert not named("PyTorch float32", {"float32": 1.0})
+    assert not named("Qwix int8", {"int8": 0.7, "bfloat16": 0.3})
+    for variant in ("Qwix int8", "jaxmp mixed_float8, softmax too"):
+        assert "nothing is multiplied in 8 bits" in named(variant, {"bfloat16": 1.0})
+
+
+@pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")  # by Qwix
+@pytest.mark.parametrize("variant", ["float32", "jaxmp mixed_float16, loss scaling", "Qwix int8"])
+def test_a_step_is_audited_before_it_is_timed(
+    variant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of a model that ignores what it is told, and is in bfloat16 always."""
+    if not gpu.available(variant):
+        pytest.skip("not installed")
+    size = dataclasses.asdict(gpu.SIZES["toy"])
+    honest = gpu_steps.multiplied(gpu_steps.program(variant, gpu.STEPS[variant], size))
+    assert not gpu_worker.not_as_named(variant, honest)
+
+    def model_of(case: Any, variant: str, policy: str) -> Any:
+        return case.model(dtype=None if variant.startswith(("jaxmp", "Qwix")) else jnp.bfloat16)
+
+    monkeypatch.setattr(gpu_steps, "model_of", model_of)
+    gpu_worker.jax_step(job(variant=variant, policy="", size=size))
+    row = json.loads(capsys.readouterr().out.removeprefix("ROW "))
+    assert row["error"].startswith("audit: ")
+    assert "seconds" not in row
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("gpt2", 124_439_808), ("resnet50", 25_557_032)])
+def test_models_have_the_sizes_that_were_published(name: str, parameters: int) -> None:
+    params, *_ = models.CASES[name].shapes()
+    assert sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params)) == parameters
+
+
+def test_flops_are_low_where_both_operands_are() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        low = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        mixed = jax.lax.dot(x, w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+        return jax.lax.scan(lambda c, _: (c @ w, None), low.astype(x.dtype) + mixed, length=2)[0]
+
+    x, w = np.ones((4, 8), np.float32), np.ones((8, 8), np.float32)
+    assert aot.low_share(fn, x, w) == 1 / 4
+    assert aot.contraction_counts(fn, x, w) == {
+        "bfloat16": 1,
+        "bfloat16*float32": 1,
+        "float32": 2,
+    }
+
+
+def test_peers_that_are_not_installed_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda module: module == "jmp" or None)
+    monkeypatch.setattr(gpu, "find_spec", lambda module: module == "jmp" or None)
+    assert peers.available("jmp")
+    assert not peers.available("Qwix int8")
+    rows = dict(gpu.chosen(gpu.STEPS, None))
+    assert {"jmp bfloat16", "jaxmp mixed_float8"} < set(rows)
+    assert not [row for row in rows if row.startswith(("Qwix", "PyTorch", "Tra", "mpx"))]
+    said = capsys.readouterr().err
+    for name in ("Qwix int8", "TransformerEngine float8", "mpx bfloat16", "PyTorch AMP bfloat16"):
+        assert f"{name}: not installed" in said
+
+
+@pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")  # by Qwix
+@pytest.mark.parametrize("peer", [p for p in peers.PEERS if peers.available(p)])
+def test_peers_train_the_same_model_in_few_bits(peer: str) -> None:
+    """With float32 gradients of float32 parameters, and near float32's own loss."""
+    case = models.CASES["mlp"]
+    params, *rest = case.arrays(0)
+    losses = {}
+    for name, loss_fn in (("float32", case.loss()), (peer, peers.loss(case, peer, small=True))):
+        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, _), grads = grad_fn(params, *rest)
+        losses[name] = float(loss)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    assert losses[peer] == pytest.approx(losses["float32"], rel=0.02)
+    assert losses[peer] != losses["float32"]
+    dtype = {"Qwix int8": "int8", "Qwix float8": "float8_e4m3fn"}.get(peer, "bfloat16")
+    assert set(aot.contraction_counts(grad_fn, params, *rest)) == {dtype}
 
 
 def job(**changed: Any) -> dict[str, Any]:
@@ -139,7 +252,8 @@ def test_a_worker_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     deadline = time.monotonic() + 300
-    (row,) = gpu.run_worker(job(kind="step", variant="jaxmp", policy="none", size={}), deadline)
+    size = {"batch": 1, "seq": 8, "vocab": 8}
+    (row,) = gpu.run_worker(job(kind="step", variant="jaxmp", policy="none", size=size), deadline)
     assert row["error"].startswith("exit status 1: TypeError: TransformerLM")
     (row,) = gpu.run_worker(job(), time.monotonic())
     assert row == {"error": gpu.OUT_OF_TIME}
