@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -91,6 +92,21 @@ def test_gradients_leave_products_in_float32(name: str, policy: str) -> None:
         assert error(got, want) < (0.02 if name in ("loop", "twice") else 0.006)
     # What is rounded once less is as near, but for what rounding chances to mend.
     assert error(wide(w), want) < 1.1 * error(narrow(w), want)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_no_convolution_for_a_gpu_has_another_dtype_than_its_operands(policy: str) -> None:
+    """XLA for GPUs has none of 16-bit operands in float32: it would convolve float32 copies."""
+    step = jax.jit(
+        jax.grad(lambda *a: jnp.sum(jaxmp.autocast(PROGRAMS["convolution"][2], policy)(*a)))
+    )
+    short = {"mixed_bfloat16": "bf16", "mixed_float16": "f16"}[policy]
+    for platform, result in (("cuda", short), ("rocm", short), ("tpu", "f32")):
+        text = step.trace(*given("convolution")).lower(lowering_platforms=(platform,)).as_text()
+        [types] = re.findall(r"stablehlo.convolution.*: (.*)", text)
+        dtypes = re.findall(r"tensor<(?:\d+x)*(\w+)>", types)
+        assert dtypes == [short, short, result], platform
+    assert step(*given("convolution")).dtype == "float32"
 
 
 def test_it_is_the_product_of_the_rounded_operands() -> None:

@@ -34,14 +34,28 @@ def in_float32(aval: Any) -> Any:
     return aval if aval.dtype.kind in "iu" else with_dtype(aval, FLOAT32)
 
 
-def evaluated(jaxpr: Any, operands: Sequence[Any], sums: DType) -> Any:
-    """The one result of a closed jaxpr of a contraction and moves, of operands of other dtypes."""
+def evaluated(
+    jaxpr: Any, operands: Sequence[Any], sums: DType, convolved: DType | None = None
+) -> Any:
+    """The one result of a closed jaxpr of a contraction and moves, of operands of other dtypes.
+
+    Args:
+      jaxpr: the closed jaxpr.
+      operands: its operands.
+      sums: the dtype of what the contraction makes.
+      convolved: that of a convolution, which is converted from it; None for the same.
+    """
     opened, consts = compat.closed(jaxpr)
     env = dict(zip((*opened.constvars, *opened.invars), (*consts, *operands), strict=True))
     for eqn in opened.eqns:
         given = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        dtypes = {"preferred_element_type": sums} if takes_result_dtype(eqn) else {}
-        env.update(zip(eqn.outvars, compat.bind(eqn, given, **dtypes), strict=True))
+        convolves = convolved is not None and eqn.primitive.name == "conv_general_dilated"
+        made = convolved if convolves else sums
+        dtypes = {"preferred_element_type": made} if takes_result_dtype(eqn) else {}
+        results = compat.bind(eqn, given, **dtypes)
+        if convolves:
+            results = [lax.convert_element_type(x, sums) for x in results]
+        env.update(zip(eqn.outvars, results, strict=True))
     [out] = opened.outvars
     return env[out]
 
@@ -111,6 +125,17 @@ def _run_wide_on_cpu(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: A
     return evaluated(held.jaxpr, wide, FLOAT32)
 
 
+def _run_wide_on_gpu(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: ARG001
+    # A convolution gives what it takes: XLA for GPUs has none of 16-bit operands in float32, and
+    # would multiply float32 copies of them.
+    return evaluated(held.jaxpr, operands, FLOAT32, convolved=_low(operands))
+
+
+def _low(operands: Sequence[Any]) -> DType:
+    """The dtype of those operands that are not integers."""
+    return next(x.dtype for x in operands if x.dtype.kind not in "iu")
+
+
 @functools.lru_cache(maxsize=4096)
 def _jitted(held: _Held, jaxpr: Any) -> Callable[..., Any]:
     return jax.jit(functools.partial(wide_p.bind, held=held, jaxpr=jaxpr))
@@ -152,4 +177,7 @@ batching.primitive_batchers[wide_p] = _batch_wide
 mlir.register_lowering(wide_p, mlir.lower_fun(_run_wide, multiple_results=False))
 mlir.register_lowering(
     wide_p, mlir.lower_fun(_run_wide_on_cpu, multiple_results=False), platform="cpu"
+)
+mlir.register_lowering(
+    wide_p, mlir.lower_fun(_run_wide_on_gpu, multiple_results=False), platform="gpu"
 )
