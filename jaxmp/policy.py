@@ -53,7 +53,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         is float32 either way.
       reduce_dtype: What the gradients of float32 parameters leave their products and lookups in,
         and are added up in where they are sums over devices: float32, or the compute dtype, of
-        which half the bytes cross.
+        which half the bytes cross. On GPUs a convolution's leave it in the compute dtype either
+        way: XLA has no other convolution of 16-bit operands there.
       wire_dtype: What gradients that are added up in float32 cross devices in, where that can be
         said apart: of what `lax.all_gather` gathers under `jax.shard_map`. The compute dtype halves
         their bytes, and rounds each device's part once.
