@@ -469,6 +469,23 @@ def test_a_b200_multiplies_blocks():
 
 @needs_gpu_compiler
 @pytest.mark.slow
+def test_a_gpu_convolves_in_16_bits_forward_and_backward():
+    """Not float32 copies, as where a convolution of 16-bit operands is to be float32."""
+
+    def loss(w, x):
+        y = jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.sum(jnp.tanh(y) ** 2)
+
+    args = shape(3, 3, 32, 32), shape(4, 16, 16, 32)
+    step = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"), (0, 1))
+    program = jaxmp.preflight(step, *args, target="gpu-h100")["as written"].program
+    assert program.contractions == {"bfloat16": 3}
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
 def test_weights_are_gathered_in_8_bits():
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, P("data"))
