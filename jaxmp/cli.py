@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import inspect
 import json
 import os
 import sys
@@ -18,14 +17,13 @@ import jax
 
 from jaxmp._audit.audit import audit
 from jaxmp._audit.report import FAULTS, KINDS
+from jaxmp._command_functions import TAKES, attribute_of, load
 from jaxmp._numerics.validate import validate
 from jaxmp._numerics.validate_numerics import with_cpu_sums
 from jaxmp._preflight.pays_table import when_it_pays
 from jaxmp._preflight.preflight import CompilerMissingError, preflight
 from jaxmp.devices import chips, describe
-from jaxmp.dtypes import did_you_mean
 
-_TAKES = "a function without arguments that returns (fn, args)"
 _AUDIT = "python -m jaxmp audit lm_step:small --policy mixed_bfloat16"
 _PREFLIGHT = (
     "python -m jaxmp preflight lm_step:base --target gpu-h100 --policy float32 \\\n"
@@ -214,13 +212,13 @@ def _chips() -> str:
 
 
 def _add_function(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    what = f"{_TAKES}: make() in train.py is train:make"
+    what = f"{TAKES}: make() in train.py is train:make"
     command.add_argument("function", metavar="module:function", help=what, nargs=nargs)
     command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _audit(args: argparse.Namespace) -> int:
-    fn, arguments = _load(args.function)
+    fn, arguments = load(args.function)
     report = audit(fn, *arguments, policy=args.policy, target=args.target)
     print(json.dumps(report.to_dict()) if args.json else report)
     return int(any(finding.kind in args.fail_on for finding in report.findings))
@@ -228,12 +226,12 @@ def _audit(args: argparse.Namespace) -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     if args.table == bool(args.function):
-        raise ValueError(f"preflight takes either --table or module:function, {_TAKES}")
+        raise ValueError(f"preflight takes either --table or module:function, {TAKES}")
     if args.table:
         table = when_it_pays(args.target)
         print(json.dumps(table.to_dict()) if args.json else table)
         return 0
-    fn, arguments = _load(args.function)
+    fn, arguments = load(args.function)
     with _progress() as progress:
         report = preflight(
             fn,
@@ -255,13 +253,13 @@ def _validate(args: argparse.Namespace) -> int:
     # Read when the backend starts, which is not before the user's module is imported.
     if flags := with_cpu_sums(os.environ.get("XLA_FLAGS")):
         os.environ["XLA_FLAGS"] = flags
-    make_step = _attribute(args.function, _MAKE_STEP)
+    make_step = attribute_of(args.function, _MAKE_STEP)
     report = validate(
         make_step,
         args.policies,
         args.steps,
         args.seeds,
-        batches=args.batches and _attribute(args.batches, "batches(seed)"),
+        batches=args.batches and attribute_of(args.batches, "batches(seed)"),
         reference=args.reference,
         nudges=args.nudges,
         threshold=args.threshold,
@@ -319,85 +317,6 @@ def _devices(args: argparse.Namespace) -> int:
         known = f"{device.chip}{memory}; TFLOP/s: {rates}" if device.chip else "not in the tables"
         print(f"{i}: {device.kind} ({device.platform}): {known}")
     return 0
-
-
-def _load(spec: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and arguments that ``module:function`` returns.
-
-    Raises:
-      ValueError: if there is no such function. What its module raises when it is imported, and
-        the function when it is called, is not caught.
-      TypeError: if it takes arguments, or does not return ``(fn, args)``.
-    """
-    return _made_by(_attribute(spec, _TAKES), spec, spec.partition(":")[2])
-
-
-def _attribute(spec: str, what: str) -> Any:
-    """What ``module:function`` names.
-
-    Raises:
-      ValueError: if there is no such thing; it says `what` is wanted.
-    """
-    name, _, attribute = spec.partition(":")
-    as_module = name.removesuffix(".py").removeprefix("./").replace("/", ".")
-    if name != as_module or not all(map(str.isidentifier, (*name.split("."), attribute))):
-        of_file = bool(name and attribute) and name != as_module
-        hint = f"; a file's function is named as in '{as_module}:{attribute}'" if of_file else ""
-        raise ValueError(f"write module:function, {what}; got {spec!r}{hint}")
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 (sys.path holds strings)
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports one that is not
-        raise ValueError(f"cannot find {spec!r}: there is no module {error.name!r}") from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError as error:
-        near = did_you_mean(attribute, dir(module))
-        raise ValueError(
-            f"cannot find {spec!r}: the module {name!r} has no {attribute!r}{near}"
-        ) from error
-
-
-def _made_by(make: Any, spec: str, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What a factory returns, a function and its arguments."""
-    if not callable(make):
-        raise TypeError(f"{spec} is {_kind(make)}; name {_TAKES}")
-    try:
-        inspect.signature(make).bind()
-    except ValueError:  # a builtin that does not say what it takes
-        pass
-    except TypeError as error:
-        raise TypeError(
-            f"{spec} takes arguments, {inspect.signature(make)}; name {_TAKES}, for example: "
-            f"def make(): return {name}, (…,)"
-        ) from error
-    made = make()
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        raise TypeError(
-            f"{spec} returned {_kind(made)}; it must return (fn, args), a function and a tuple of "
-            "its arguments"
-        )
-    fn, arguments = made
-    # Anything else can be iterated over as well, an array by its rows.
-    if type(arguments) not in (tuple, list):
-        raise TypeError(
-            f"{spec} returned its arguments in {_kind(arguments)}; they must be in a tuple: "
-            "(fn, (x,))"
-        )
-    return fn, tuple(arguments)
-
-
-def _kind(value: Any) -> str:
-    """What a value is, in words."""
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    if inspect.isroutine(value):
-        return f"the function {value.__name__!r} alone"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def _is_refusal(error: Exception) -> bool:

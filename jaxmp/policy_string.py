@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxmp._chip_words import word_at_chip
 from jaxmp.dtypes import (
     DTYPE_NAMES,
     did_you_mean,
@@ -18,7 +19,7 @@ from jaxmp.dtypes import (
     parse_dtype,
     plain_name,
 )
-from jaxmp.recipes import Recipe, parse_matmul, parse_recipe, word_at_chip
+from jaxmp.recipes import Recipe, parse_matmul, parse_recipe
 
 # What `Policy.ops` may say about a primitive; `jaxmp.autocast` says what each one means.
 OP_CLASSES: Final = ("low", "full", "follow", "transparent", "own")

@@ -24,6 +24,7 @@ LAYERS = [
     "_chips",
     "devices",
     "dtypes",
+    "_chip_words",
     "_flax",
     "_jaxprs",
     "quantized",
@@ -44,6 +45,7 @@ LAYERS = [
     "_numerics",
     "numerics",
     "testing",
+    "_command_functions",
     "cli",
     "__main__",
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jaxmp._autocast.recipes.native import traced_for
+from jaxmp._chip_words import chip_in
 from jaxmp._speed import Chip, chip_named, chip_of, fastest_recipe, pays
-from jaxmp.recipes import Recipe, chip_in
+from jaxmp.recipes import Recipe
 
 
 class Choice(NamedTuple):

@@ -29,11 +29,11 @@ from jaxmp._autocast.rules import FLOAT32, region_rules
 from jaxmp._autocast.scores import Bias, Mask, NotFusedError, Placed, scores_of
 from jaxmp._autocast.seen import Scope, evaluate, leaves, seen
 from jaxmp._autocast.softmaxes import Way, makers, sums_rows, way_to
+from jaxmp._chip_words import chip_in
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.source import is_backward
 from jaxmp._speed import Chip, chip_named, chip_of
-from jaxmp.recipes import chip_in
 
 # How the reason begins where no kernel could compute any attention.
 NO_KERNEL = "there is no kernel for"

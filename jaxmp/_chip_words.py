@@ -1,0 +1,40 @@
+"""Words of a policy that may name a chip: ``auto@tpu-v5e``, ``fused@gpu-h100``."""
+
+from __future__ import annotations
+
+from jaxmp.devices import chips
+from jaxmp.dtypes import did_you_mean, plain_name
+
+
+def word_at_chip(text: str, word: str) -> str | None:
+    """Reads ``WORD`` or ``WORD@CHIP``, which says for which chip a policy's word is meant.
+
+    Returns:
+      It, as a policy keeps it; None if it is another word.
+
+    Raises:
+      ValueError: if it names no chip of our tables.
+
+    Example:
+      >>> word_at_chip("Fused@gpu-h100", "fused"), word_at_chip("float8", "auto")
+      ('fused@gpu-h100', None)
+    """
+    said, at, chip = text.strip().partition("@")
+    if plain_name(said) != word:
+        return None
+    known = chips()
+    if at and chip not in known:
+        raise ValueError(
+            f"{text!r} names no chip{did_you_mean(chip, known)}; the chips are {', '.join(known)}"
+        )
+    return f"{word}@{chip}" if at else word
+
+
+def chip_in(words: str) -> str:
+    """The chip that ``WORD@CHIP`` names; empty for the one at hand.
+
+    Example:
+      >>> chip_in("auto@tpu-v5e"), chip_in("auto")
+      ('tpu-v5e', '')
+    """
+    return words.partition("@")[2]
