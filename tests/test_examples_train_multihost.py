@@ -304,7 +304,7 @@ def test_what_only_the_processes_can_refuse(whole, monkeypatch):
     assert result.returncode == 2
     said = "[0] train_multihost.py: error: --batch 64 does not divide by the 6 devices there are\n"
     assert said in result.stdout
-    assert "launcher:" not in result.stdout
+    assert "launcher: process" not in result.stdout
     assert result.stdout.count("error") == 1
 
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
