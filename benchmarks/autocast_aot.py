@@ -5,7 +5,7 @@
     python benchmarks/autocast_aot.py --target none              # no compiler: residuals, errors
     python benchmarks/autocast_aot.py --models lm --cache hand.json   # while developing jaxmp
     python benchmarks/autocast_aot.py --models cnn --no-prefetch
-    python benchmarks/autocast_aot.py --models lm --target gpu-h100 --recompute
+    python benchmarks/autocast_aot.py --models lm --target tpu-v5e gpu-h100 --recompute
     python benchmarks/autocast_aot.py --models gpt2 --target gpu-b200 --peers
     python benchmarks/autocast_aot.py --trace-time
 
@@ -16,12 +16,12 @@ It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a
 * jaxmp: `jaxmp.autocast` of the float32 model's loss under `mixed_bfloat16` (its softmax in
   float32) and `mixed_bfloat16,softmax=bf16`. Ratios are against the hand-written row with the same
   softmax. Models without a softmax have one row of each.
-* with `--recompute`, "hand" and jaxmp with the softmax in bfloat16, and either with less kept:
-  "jaxmp, recompute" under `residuals=recompute`, "hand, recompute" in a `jax.checkpoint` of the
-  whole loss with the same policy, `jaxmp.checkpoint_policies.long_contractions`. "jaxmp" is the
-  default, and "jaxmp, fused" has `attention=fused` for the target (on GPU, cuDNN must be installed
-  to trace its call); its errors are not told, for the kernel runs on the target alone. Where no
-  attention is fused, a warning says why, and the row is the default's.
+* with `--recompute`, rows that keep less, with the softmax in bfloat16: "jaxmp, recompute" under
+  `residuals=recompute`, "hand, recompute" in a `jax.checkpoint` of the whole loss with the same
+  policy, `jaxmp.checkpoint_policies.long_contractions`. "jaxmp, fused" is the default with
+  `attention=fused` for the target (on GPU, cuDNN must be installed to trace its call); its errors
+  are not told, for the kernel runs on the target alone. Where no attention is fused, a warning says
+  why, and the row is the default's.
 * with `--peers`, float32, "hand", "jaxmp" and other libraries, on the same model and batch
   (`benchmarks/peers.py`), and jaxmp's 8-bit policy beside Qwix: int8 on TPUs, float8 on GPUs.
   What is not installed is named and left out.
@@ -63,6 +63,7 @@ import functools
 import gc
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -134,14 +135,14 @@ PROMISED = (JAXMP, JAXMP_LOW, JAXMP_AGAIN)
 
 def variants(case: Case, target: str, *, recompute: bool, others: bool) -> tuple[str, ...]:
     """A model's rows; those that cannot be had here are named on standard error and left out."""
-    if recompute:
-        jaxmp_rows = (JAXMP, JAXMP_LOW) if case.has_softmax else (JAXMP,)
-        rows = (HAND, HAND_AGAIN, *jaxmp_rows, JAXMP_AGAIN)
-        return (*rows, JAXMP_FUSED) if case.has_softmax and can_fuse(target) else rows
     if not others:
-        if case.has_softmax:
-            return FLOAT32, HAND, HAND_F32, JAXMP, JAXMP_LOW
-        return FLOAT32, HAND, JAXMP
+        by_hand: tuple[str, ...] = (HAND, HAND_F32) if case.has_softmax else (HAND,)
+        ours: tuple[str, ...] = (JAXMP, JAXMP_LOW) if case.has_softmax else (JAXMP,)
+        if recompute:
+            by_hand, ours = (*by_hand, HAND_AGAIN), (*ours, JAXMP_AGAIN)
+            if case.has_softmax and can_fuse(target):
+                ours = (*ours, JAXMP_FUSED)
+        return FLOAT32, *by_hand, *ours
     tpu = target.startswith("tpu")
     wanted = (peers.JMP, peers.MPX, peers.QWIX_INT8 if tpu else peers.QWIX_FLOAT8)
     found = []
@@ -232,8 +233,10 @@ def float32_results(case: Case, seeds: int) -> list[tuple[float, Any]]:
     return small_results(case, case.loss(small=True), seeds)
 
 
-def errors(case: Case, loss_fn: LossFn, seeds: int) -> tuple[float, float]:
+@functools.cache  # they are of no target
+def errors(case: Case, variant: str, seeds: int) -> tuple[float, float]:
     """Root mean square over seeds of the relative errors of the gradient and of the loss."""
+    loss_fn = loss_of(case, variant, small=True)
 
     def rms(values: list[float]) -> float:
         return statistics.fmean(v * v for v in values) ** 0.5
@@ -259,9 +262,7 @@ def measure(case: Case, variant: str, target: str, seeds: int) -> Row:
     saved_mib = aot.residual_mib(loss_fn, *shapes)
     compiled = None if target == "none" else compile_step(target, case, loss_fn)
     gradient_error, loss_error = (
-        (None, None)
-        if variant == JAXMP_FUSED
-        else errors(case, loss_of(case, variant, small=True), seeds)
+        (None, None) if variant == JAXMP_FUSED else errors(case, variant, seeds)
     )
     return Row(
         model=case.name,
@@ -387,7 +388,7 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--target", choices=(*chip_names(), "none"), default="tpu-v5e")
+    parser.add_argument("--target", nargs="+", choices=(*chip_names(), "none"), default=["tpu-v5e"])
     parser.add_argument("--no-prefetch", action="store_true", help="TPU: keep every array in HBM")
     parser.add_argument("--seeds", type=int, default=3, help="runs that errors are averaged over")
     parser.add_argument("--json", type=Path, help="write every row to this file")
@@ -401,9 +402,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=10, help="runs for --trace-time")
     args = parser.parse_args()
     if args.no_prefetch:
-        if not args.target.startswith("tpu"):
+        if not all(target.startswith("tpu") for target in args.target):
             parser.error("--no-prefetch is an option of the TPU compiler")
-        args.target += NO_PREFETCH
+        args.target = [target + NO_PREFETCH for target in args.target]
     return args
 
 
@@ -417,16 +418,14 @@ def main() -> int:
         return int(trace_time(args.runs, recompute=args.recompute) > limit and args.check)
     cache = Cache(args.cache, args.seeds)
     all_rows, failures = [], []
-    for name in args.models:
+    for name, target in itertools.product(args.models, args.target):
         case = CASES[name]
         rows = []
-        for variant in variants(case, args.target, recompute=args.recompute, others=args.peers):
-            row = None
-            if variant in NOT_OURS:
-                row = cache.get(name, variant, args.target)
+        for variant in variants(case, target, recompute=args.recompute, others=args.peers):
+            row = cache.get(name, variant, target) if variant in NOT_OURS else None
             if row is None:
-                print(f"{name}, {variant} ...", file=sys.stderr, flush=True)
-                row = measure(case, variant, args.target, args.seeds)
+                print(f"{name}, {variant} on {target} ...", file=sys.stderr, flush=True)
+                row = measure(case, variant, target, args.seeds)
                 if variant in NOT_OURS:
                     cache.put(row)
             rows.append(row)

@@ -26,6 +26,7 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import optax
 from float16_loss_scaling import LEARNING_RATE, LOSS_WEIGHT, init_params, network
+from terminal import start, stop
 from train_digits_nnx import batches as draw
 from train_digits_nnx import read_digits
 
@@ -99,15 +100,18 @@ def main() -> None:
     args = parser.parse_args()
     if not 1 <= args.steps <= STEPS:
         parser.error(f"--steps must be from 1 to {STEPS}")
-    report = jaxmp.validate(
-        functools.partial(make_step, rate=args.rate),
-        POLICIES,
-        args.steps,
-        args.seeds,
-        batches=batches,
-        out=args.out,
-        depends_on=[Path(__file__).with_name(f"{name}.py") for name in USES],
-    )
+    try:
+        report = jaxmp.validate(
+            functools.partial(make_step, rate=args.rate),
+            POLICIES,
+            args.steps,
+            args.seeds,
+            batches=batches,
+            out=args.out,
+            depends_on=[Path(__file__).with_name(f"{name}.py") for name in USES],
+        )
+    except KeyboardInterrupt:
+        stop(f"\nstopped; the same command goes on with what is in {args.out}")
     (args.out / "report.json").write_text(report.to_json())
     (args.out / "report.md").write_text(report.to_markdown())
     report.plot(args.out / "report.png")
@@ -116,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -15,6 +15,7 @@ HOMES = (
     "jaxmp/_jaxprs/compat.py",
     "jaxmp/_jaxprs/held.py",
     "jaxmp/_jaxprs/higher_order.py",
+    "jaxmp/_jaxprs/layouts.py",
     "jaxmp/_jaxprs/parameter_products.py",
     "jaxmp/_jaxprs/threaded.py",
     "jaxmp/_jaxprs/wide_products.py",

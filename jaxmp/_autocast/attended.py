@@ -32,6 +32,7 @@ from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.softmaxes import Move
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.held import held
+from jaxmp._jaxprs.layouts import LANES, laid_out
 
 
 def attended(
@@ -68,7 +69,7 @@ def attended(
     )
     between = None if found.between is None else _held(found.between)
     axis = found.way.softmax.axis
-    group = _Group(product, axis, masks, between, of_parameter=of_parameter)
+    group = _Group(product, axis, masks, between, of_parameter=of_parameter, looped=found.looped)
     return _with_derivative(group)(out, scores, probabilities, other, *given)
 
 
@@ -109,6 +110,18 @@ class _Product:
         params = dict(self.params) | {"preferred_element_type": self.low}
         return self.primitive.bind(*operands, **params)
 
+    def with_rows_last(self, weights: Any) -> Any:
+        """The weights, low, with the softmax's rows innermost in memory, as XLA has them."""
+        weights = cast(weights, self.low)
+        _, batch = dict(self.params)["dimension_numbers"]
+        rows = [i for i in range(weights.ndim) if i != self.axis and i not in batch[self.side]]
+        size = weights.shape[rows[-1]] if rows else 0
+        if not isinstance(size, int) or size < LANES:  # `jax.export` leaves sizes open
+            return weights
+        last = (self.axis, rows[-1])
+        outer = [i for i in range(weights.ndim) if i not in last]
+        return laid_out(weights, (*outer, *last))
+
     def rounded(self, x: Any) -> Any:
         """An array in float32 of numbers of the dtype, a rounding that XLA leaves in."""
         info = jnp.finfo(self.low)
@@ -142,6 +155,7 @@ class _Group:
       masks: of the scores, the last one first: the equations that make it, and where scores are.
       between: what stands between; None if nothing.
       of_parameter: whether the derivative by the other operand is found elsewhere.
+      looped: whether a loop runs it.
     """
 
     product: _Product
@@ -149,6 +163,7 @@ class _Group:
     masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
     between: _Held | None
     of_parameter: bool
+    looped: bool
 
     def weights(self, probabilities: Any, sources: Sequence[Any]) -> Any:
         """The operand of the product in float32, as a linear function of the softmax."""
@@ -180,7 +195,10 @@ class _Group:
         # On the way back dP and rowsum(dO * O) are rounded alike, whatever roundings XLA leaves
         # out: where one probability is 1 they are the same number, and cancel as they should.
         rounded = self.product.rounded
-        first = self.product(self.weights(rounded(wide), sources), other)
+        weights = self.weights(rounded(wide), sources)
+        if self.looped:
+            weights = self.product.with_rows_last(weights)
+        first = self.product(weights, other)
         rows = lax.expand_dims(rounded(lax.reduce_sum(wide, [self.axis])), [self.axis])
         second = rounded(lax.mul(self.product.beside_result(rows, other), _wide(out)))
         return lax.sub(first, cast(second, self.product.low))

@@ -3,7 +3,7 @@
 A pass takes the plan of a jaxpr, and the planner that made it, and returns a plan.
 """
 
-from jaxmp._autocast.attention import attend
+from jaxmp._autocast.attention import attend, attend_in_loops
 from jaxmp._autocast.derivatives import derive
 from jaxmp._autocast.early_casts import narrow_early, widen_early
 from jaxmp._autocast.fused import fuse
@@ -12,4 +12,4 @@ from jaxmp._autocast.planner import Pass
 from jaxmp._autocast.scale_after import scale_after
 
 CASTS: tuple[Pass, ...] = (narrow_early, widen_early, scale_after)
-PASSES: tuple[Pass, ...] = (*CASTS, compare_picks, fuse, attend, derive)
+PASSES: tuple[Pass, ...] = (*CASTS, compare_picks, fuse, attend, attend_in_loops, derive)

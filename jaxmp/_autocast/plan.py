@@ -160,12 +160,14 @@ class Attention(NamedTuple):
       side: which operand of the product that is.
       between: what stands between, as a closed jaxpr of the softmax and `sources`; None if nothing.
       sources: variables.
+      looped: whether a loop runs the product.
     """
 
     way: Way
     side: int
     between: Any
     sources: tuple[Any, ...]
+    looped: bool = False
 
     @property
     def reads(self) -> tuple[Any, ...]:
