@@ -390,6 +390,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--target", nargs="+", choices=(*chip_names(), "none"), default=["tpu-v5e"])
     parser.add_argument("--no-prefetch", action="store_true", help="TPU: keep every array in HBM")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="these rows alone, of those above")
     parser.add_argument("--seeds", type=int, default=3, help="runs that errors are averaged over")
     parser.add_argument("--json", type=Path, help="write every row to this file")
     parser.add_argument(
@@ -422,6 +423,8 @@ def main() -> int:
         case = CASES[name]
         rows = []
         for variant in variants(case, target, recompute=args.recompute, others=args.peers):
+            if args.rows and variant not in args.rows:
+                continue
             row = cache.get(name, variant, target) if variant in NOT_OURS else None
             if row is None:
                 print(f"{name}, {variant} on {target} ...", file=sys.stderr, flush=True)

@@ -73,6 +73,25 @@ def masked_after(q, k, v):
     return product(jnp.where(CAUSAL, p, 0.0), v)
 
 
+def masked_within(q, k, v):
+    """Of the first row, no place is left."""
+    return product(jax.nn.softmax(scores_of(q, k), where=np.tril(CAUSAL, -1)), v)
+
+
+def masked_sum(q, k, v):
+    s = scores_of(q, k)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    total = jnp.where(CAUSAL, e, 0).sum(-1, keepdims=True)
+    return product(jnp.where(CAUSAL, e / total, 0), v)
+
+
+def with_a_sink(q, k, v):
+    """A place with a score of its own, to which no value belongs."""
+    s = scores_of(q, k)
+    s = jnp.concatenate([s, jnp.broadcast_to(q[:1, 0, 0, :1, None, None], (*s.shape[:-1], 1))], -1)
+    return product(jax.nn.softmax(s)[..., :-1], v)
+
+
 def dropped(q, k, v):
     p = jax.nn.softmax(scores_of(q, k))
     keep = jax.random.bernoulli(jax.random.key(0), 0.8, p.shape)
@@ -147,6 +166,9 @@ WRITTEN: dict[str, Callable[..., Any]] = {
         biased,
         twice_masked,
         masked_after,
+        masked_within,
+        masked_sum,
+        with_a_sink,
         dropped,
         factor_dropped,
         values_dropped,
@@ -256,7 +278,9 @@ def kept(fn: Callable[..., Any], *args: Any) -> list[Any]:
     return list({id(v): v.aval for v in jaxpr.outvars if id(v) not in given}.values())
 
 
-@cases(["by_hand", "biased", "values_dropped", "Linen", "Linen with dropout", "NNX"])
+@cases(
+    ["by_hand", "biased", "masked_within", "values_dropped", "Linen", "Linen with dropout", "NNX"]
+)
 def test_of_the_size_of_the_scores_only_low_probabilities_and_one_mask_are_kept(name: str) -> None:
     loss, args = program(name)
     large = [
@@ -300,6 +324,17 @@ def not_normalised(q, k, v):
     return product(e / jax.lax.stop_gradient(e.sum(-1, keepdims=True)), v)
 
 
+def other_mask(q, k, v):
+    """What is summed and what is read are not the same places."""
+    e = jnp.exp(scores_of(q, k))
+    total = jnp.where(CAUSAL, e, 0).sum(-1, keepdims=True)
+    return product(jnp.where(CAUSAL.T, e / total, 0), v)
+
+
+def half_of_the_rows(q, k, v):
+    return product(jax.nn.softmax(scores_of(q, k))[:, :, ::2], v)
+
+
 def other_sum(q, k, v):
     e = jnp.exp(scores_of(q, k) - 2)
     return product(e / jnp.exp(0.5 * scores_of(q, k)).sum(-1, keepdims=True), v)
@@ -315,6 +350,8 @@ def other_sum(q, k, v):
         straight_through,
         not_normalised,
         other_sum,
+        other_mask,
+        half_of_the_rows,
     ],
     ids=lambda fn: fn.__name__,
 )

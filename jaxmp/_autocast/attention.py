@@ -14,9 +14,10 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
+from jaxmp._autocast.masked import Makers, makers
 from jaxmp._autocast.plan import Attention, Plan, Step
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.softmaxes import Makers, Way, makers, sums_rows, way_to
+from jaxmp._autocast.softmaxes import Way, sums_rows, way_to
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import dtype_of

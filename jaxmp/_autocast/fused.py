@@ -22,13 +22,14 @@ from jax.extend.core import Literal
 from jaxmp._autocast.attention_layout import Layout, is_causal, is_whole, layout_of
 from jaxmp._autocast.fused_group import Fused
 from jaxmp._autocast.kernels import Call, attention, kernel_of, refusal
+from jaxmp._autocast.masked import makers
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, region_rules
 from jaxmp._autocast.scores import Bias, Mask, NotFusedError, Placed, scores_of
 from jaxmp._autocast.seen import Scope, evaluate, leaves, seen
-from jaxmp._autocast.softmaxes import Way, makers, sums_rows, way_to
+from jaxmp._autocast.softmaxes import Way, sums_rows, way_to
 from jaxmp._chip_words import chip_in
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
 from jaxmp._jaxprs.compat import dtype_of, shape_of

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.softmaxes import makers
+from jaxmp._autocast.masked import makers
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import jitted_name
 from jaxmp._jaxprs.compat import dtype_of, shape_of

@@ -8,13 +8,13 @@ dropout, factors, transposes, conversions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
+from jaxmp._autocast.masked import Makers, Mask, keeps, maker, makers, selected, source
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import (
@@ -28,8 +28,6 @@ from jaxmp._jaxprs.higher_order import inside
 
 # How many equations are followed from a product back to a softmax.
 _FAR = 16
-# What leaves values and derivatives as they are.
-_NOTHING = frozenset({"copy", "name"})
 
 
 class Found(NamedTuple):
@@ -97,21 +95,13 @@ class Way(NamedTuple):
         )
 
 
-Makers = Mapping[Any, JaxprEqn]
-
-
-def makers(eqns: Sequence[JaxprEqn]) -> Makers:
-    """For each variable, the equation that makes it."""
-    return {var: eqn for eqn in eqns for var in eqn.outvars}
-
-
 def way_to(atom: Any, made_by: Makers) -> Way | None:
     """The way from a softmax to a float32 operand of a product, if there is one."""
     return _way(atom, made_by, _FAR)
 
 
 def _way(atom: Any, made_by: Makers, steps: int) -> Way | None:
-    eqn = _maker(atom, made_by)
+    eqn = maker(atom, made_by)
     if eqn is None or not steps or dtype_of(atom) != FLOAT32:
         return None
     if (found := _softmax(eqn, made_by)) is not None:
@@ -122,48 +112,41 @@ def _way(atom: Any, made_by: Makers, steps: int) -> Way | None:
     return None
 
 
-def _maker(atom: Any, made_by: Makers) -> JaxprEqn | None:
-    return None if isinstance(atom, Literal) else made_by.get(atom)
-
-
-def _source(atom: Any, made_by: Makers) -> Any:
-    """What a value is, seen through what leaves it as it is."""
-    while (eqn := _maker(atom, made_by)) is not None and _keeps(eqn):
-        atom = eqn.invars[0]
-    return atom
-
-
-def _keeps(eqn: JaxprEqn) -> bool:
-    same = dtype_of(eqn.invars[0]) == dtype_of(eqn.outvars[0]) if eqn.invars else False
-    return compat.kind(eqn) in _NOTHING or (eqn.primitive.name == "convert_element_type" and same)
-
-
 # A softmax.
 
 
 def _softmax(eqn: JaxprEqn, made_by: Makers) -> Found | None:
-    """The softmax that a division makes, or a function that is jitted."""
-    if compat.kind(eqn) == "jit":
-        return _jitted_softmax(eqn)
+    """The softmax that a division makes, with a mask on its result or not, or a jitted function."""
+    masked = selected(eqn.outvars[0], made_by) if len(eqn.outvars) == 1 else None
+    if masked is not None and masked.number == 0:
+        division = maker(source(masked.array, made_by), made_by)
+        found = division and _quotient(division, made_by, masked.mask)
+        if found:
+            return found._replace(result=eqn.outvars[0], plain=False)
+    return _jitted_softmax(eqn) if compat.kind(eqn) == "jit" else _quotient(eqn, made_by)
+
+
+def _quotient(eqn: JaxprEqn, made_by: Makers, mask: Mask | None = None) -> Found | None:
+    """The softmax that a division makes; with a mask, one whose sum is of what is in that."""
     if eqn.primitive.name != "div":
         return None
-    above, below = (_source(v, made_by) for v in eqn.invars)
-    exp, plain = _maker(above, made_by), True
+    above, below = (source(v, made_by) for v in eqn.invars)
+    exp, plain = maker(above, made_by), True
     if exp is not None and compat.kind(exp) in ("select_n", "jit"):  # a mask
         [unmasked] = _linear_in(exp, made_by) or (None,)
-        exp, plain = unmasked and _maker(unmasked, made_by), False
+        exp, plain = unmasked and maker(unmasked, made_by), False
     if exp is None or exp.primitive.name != "exp":
         return None
-    summed = _sum_of(below, above, made_by)
+    summed = _sum_of(below, above, made_by, mask)
     if summed is None or shape_of(above) != shape_of(eqn.outvars[0]):
         return None
     axis, alone = summed
-    scores = _source(exp.invars[0], made_by)
-    shifted = _maker(scores, made_by)
+    scores = source(exp.invars[0], made_by)
+    shifted = maker(scores, made_by)
     if shifted is not None and shifted.primitive.name == "sub":
         of, by = shifted.invars
         if shape_of(of) == shape_of(scores) and _is_same_along(axis, by, made_by):
-            scores = _source(of, made_by)
+            scores = source(of, made_by)
     if isinstance(scores, Literal):
         return None
     return Found(scores, eqn.outvars[0], axis, masked=scores, plain=plain and alone)
@@ -184,7 +167,7 @@ def _jitted_softmax(eqn: JaxprEqn) -> Found | None:
     if len(jaxpr.outvars) != 1:
         return None
     inner = makers(jaxpr.eqns)
-    made = _maker(_source(jaxpr.outvars[0], inner), inner)
+    made = maker(source(jaxpr.outvars[0], inner), inner)
     found = made and _softmax(made, inner)
     if not found or found.scores not in jaxpr.invars:
         return None
@@ -194,21 +177,21 @@ def _jitted_softmax(eqn: JaxprEqn) -> Found | None:
     return found._replace(scores=scores, result=eqn.outvars[0], masked=scores)
 
 
-def _sum_of(atom: Any, of: Any, made_by: Makers) -> tuple[int, bool] | None:
+def _sum_of(atom: Any, of: Any, made_by: Makers, mask: Mask | None) -> tuple[int, bool] | None:
     """The axis along which a value is the sum of another, laid out as that is, and if that is all.
 
-    It is not all where an epsilon is added.
+    It is not all where an epsilon is added. With a mask, it is the sum of what is in that.
     """
     moved: list[JaxprEqn] = []
     alone = True
     for _ in range(_FAR):
-        eqn = _maker(atom := _source(atom, made_by), made_by)
+        eqn = maker(atom := source(atom, made_by), made_by)
         if eqn is None:
             return None
         match eqn.primitive.name:
             case "reduce_sum":
                 axes = reduced_axes(eqn)
-                mine = len(axes) == 1 and _source(eqn.invars[0], made_by) is of
+                mine = len(axes) == 1 and _is_in(mask, source(eqn.invars[0], made_by), of, made_by)
                 laid_out = mine and _lies_as(shape_of(of), axes[0], reversed(moved))
                 return (axes[0], alone) if laid_out else None
             case "broadcast_in_dim" | "reshape":
@@ -219,6 +202,16 @@ def _sum_of(atom: Any, of: Any, made_by: Makers) -> tuple[int, bool] | None:
                 return None
         atom = eqn.invars[0]
     return None
+
+
+def _is_in(mask: Mask | None, atom: Any, of: Any, made_by: Makers) -> bool:
+    """Whether a value is another one, but for zeros out of a mask."""
+    if mask is None:
+        return atom is of
+    found = selected(atom, made_by)
+    if found is None or found.number != 0 or source(found.array, made_by) is not of:
+        return False
+    return found.mask.is_as(mask)
 
 
 def _lies_as(shape: tuple[int, ...], axis: int, moved: Iterator[JaxprEqn]) -> bool:
@@ -245,7 +238,7 @@ def _is_same_along(axis: int, atom: Any, made_by: Makers) -> bool:
     shape = shape_of(atom)
     if not shape or shape[axis] == 1:
         return True
-    eqn = _maker(_source(atom, made_by), made_by)
+    eqn = maker(source(atom, made_by), made_by)
     if eqn is not None and eqn.primitive.name == "stop_gradient":
         return _is_same_along(axis, eqn.invars[0], made_by)
     if eqn is None or eqn.primitive.name != "broadcast_in_dim":
@@ -260,7 +253,7 @@ def _is_same_along(axis: int, atom: Any, made_by: Makers) -> bool:
 def _linear_in(eqn: JaxprEqn, made_by: Makers) -> tuple[Any, ...]:
     """The operands in which an equation is linear, element by element or as a move."""
     name = compat.kind(eqn)
-    if name in ("transpose", "reshape", "neg") or _keeps(eqn):
+    if name in ("transpose", "reshape", "neg", "slice") or keeps(eqn):
         return (eqn.invars[0],)
     if name == "mul":
         return tuple(v for v in eqn.invars if shape_of(v) == shape_of(eqn.outvars[0]))
@@ -270,100 +263,6 @@ def _linear_in(eqn: JaxprEqn, made_by: Makers) -> tuple[Any, ...]:
         found = selected(eqn.outvars[0], made_by)
         return (found.array,) if found is not None and not found.number else ()
     return ()
-
-
-class Mask(NamedTuple):
-    """Where an array is, and not a number in its place.
-
-    Attributes:
-      eqns: what makes the mask, in order.
-      operand: the variable that it is made of, or the mask itself.
-      where: whether the array is where the mask is true, or where it is false.
-    """
-
-    eqns: tuple[JaxprEqn, ...]
-    operand: Any
-    where: bool
-
-
-class Selected(NamedTuple):
-    """An array with a number in some places: ``where(mask, array, number)``.
-
-    Attributes:
-      array: the array.
-      number: the number.
-      mask: where which of them is.
-    """
-
-    array: Any
-    number: Any
-    mask: Mask
-
-
-def selected(atom: Any, made_by: Makers) -> Selected | None:
-    """An array and the mask on it, written as `lax.select` or as `jnp.where`; else None."""
-    eqn = _maker(_source(atom, made_by), made_by)
-    if eqn is None or compat.kind(eqn) not in ("select_n", "jit"):
-        return None
-    outer: dict[Any, Any] = {}
-    inner = made_by
-    if eqn.primitive.name != "select_n":
-        [call] = inside(eqn)
-        jaxpr, consts = compat.closed(call.jaxpr)
-        outer = dict(zip(jaxpr.invars, (eqn.invars[i] for i in call.operands), strict=True))
-        inner = makers(jaxpr.eqns)
-        eqn = None if len(jaxpr.outvars) != 1 else _maker(jaxpr.outvars[0], inner)
-        if eqn is None or eqn.primitive.name != "select_n" or consts:
-            return None
-    test, *cases = eqn.invars
-    if len(cases) != 2 or dtype_of(test) != np.bool_:
-        return None
-    numbers = [_number(v, inner, outer, made_by) for v in cases]
-    if sum(n is None for n in numbers) != 1 or shape_of(test) != shape_of(eqn.outvars[0]):
-        return None
-    side = numbers.index(None)
-    array = _source(cases[side], inner)
-    if outer:
-        array = outer.get(array)
-    if array is None or isinstance(array, Literal):
-        return None
-    eqns, read = _made_of_moves(test, inner)
-    operand = outer.get(read) if outer else read
-    if operand is None or isinstance(operand, Literal):
-        return None
-    mask = Mask(tuple(eqns), operand, where=side == 1)
-    return Selected(array, numbers[1 - side], mask)
-
-
-def _number(atom: Any, inner: Makers, outer: Mapping[Any, Any], made_by: Makers) -> Any:
-    """The number that an array is full of, written as a literal; else None."""
-    scopes = [inner, made_by] if outer else [inner]
-    for scope in scopes:
-        while not isinstance(atom, Literal):
-            eqn = scope.get(atom)
-            if eqn is None or eqn.primitive.name not in _REPEATS:
-                break
-            atom = eqn.invars[0]
-        if not isinstance(atom, Literal) and scope is inner and atom in outer:
-            atom = outer[atom]
-    return atom.val if isinstance(atom, Literal) and np.ndim(atom.val) == 0 else None
-
-
-_REPEATS = ("broadcast_in_dim", "convert_element_type")
-# What a mask is made of: cheaper to do again than to keep what comes of it.
-_MASKS = frozenset({*_REPEATS, "reshape", "ne", "eq", "gt", "lt", "ge", "le", "not"})
-
-
-def _made_of_moves(test: Any, made_by: Makers) -> tuple[list[JaxprEqn], Any]:
-    """The equations that make a mask of another array, and that array."""
-    eqns: list[JaxprEqn] = []
-    while (eqn := _maker(test, made_by)) is not None and eqn.primitive.name in _MASKS:
-        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
-        if len(operands) != 1:
-            break
-        eqns.append(eqn)
-        [test] = operands
-    return eqns[::-1], test
 
 
 def _longer(way: Way, eqn: JaxprEqn) -> Way | None:
@@ -382,6 +281,10 @@ def _longer(way: Way, eqn: JaxprEqn) -> Way | None:
                     thin = tuple(1 if i == axis else n for i, n in enumerate(after))
                     return Way(way.softmax, eqns, (*way.moves, Move(permutes=False, to=thin)), axis)
             return None
+        case "slice":  # of all rows
+            before, after = ([*shape_of(v)] for v in (eqn.invars[0], eqn.outvars[0]))
+            before.pop(way.axis), after.pop(way.axis)
+            return way._replace(eqns=eqns) if before == after else None
     return way._replace(eqns=eqns)
 
 
