@@ -375,11 +375,12 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
             f"get_policy: {str(spec)!r} is a recipe, the matmul of a policy: say "
             f"'mixed_bfloat16,matmul={spec}', or Policy(..., matmul=recipe)."
         )
+    hint = " For policies by path: jaxmp.PolicyMap(paths, default=policy)." * isinstance(spec, dict)
     try:
         dtype = parse_dtype(spec, "get_policy")
     except TypeError:
         raise TypeError(
             "get_policy: takes a string such as 'mixed_bfloat16' or 'p=f32,c=bf16,o=f32', a "
-            f"Policy, a jmp.Policy or a dtype; got {spec!r} of type {type(spec).__name__!r}."
+            f"Policy, a jmp.Policy or a dtype; got {spec!r} of type {type(spec).__name__!r}.{hint}"
         ) from None
     return Policy(dtype, dtype, dtype)

@@ -590,6 +590,11 @@ def test_loss_scale_for_wraps_only_for_float16(policy, scaled):
     assert float(jaxmp.loss_scale(state)) == (4 if scaled else 1)
 
 
+def test_loss_scale_for_takes_the_policy_first():
+    with pytest.raises(TypeError, match="the policy comes first, and then the optimizer"):
+        jaxmp.loss_scale_for(optax.adam(1e-3), "mixed_float16")
+
+
 def test_loss_scale_for_reads_every_policy_of_a_map():
     optimizer = optax.sgd(1.0)
     low = jaxmp.PolicyMap({"head": "mixed_float16"}, default="mixed_bfloat16")

@@ -698,8 +698,22 @@ def test_no_module_at_all() -> None:
         jaxmp.wrap(3, BF16)
 
 
+def test_wrapping_again_under_the_same_policy_is_no_matter() -> None:
+    wrapped = jaxmp.wrap(CASES["mlp"].model, "mixed_bfloat16")
+    assert jaxmp.wrap(wrapped, "mixed_bfloat16")
+    by_path = jaxmp.wrap(CASES["mlp"].model, jaxmp.PolicyMap(default="mixed_bfloat16"))
+    with pytest.warns(UserWarning, match="under a PolicyMap"):
+        jaxmp.wrap(by_path, "mixed_bfloat16")
+
+
+def test_the_module_comes_first() -> None:
+    with pytest.raises(TypeError, match="wrap: the module comes first"):
+        jaxmp.wrap("mixed_bfloat16", CASES["mlp"].model)
+
+
 def test_a_module_wrapped_twice_pickles():
-    wrapped = jaxmp.wrap(jaxmp.wrap(CASES["mlp"].model, "mixed_bfloat16"), "float32")
+    with pytest.warns(UserWarning, match="wrapped already"):
+        wrapped = jaxmp.wrap(jaxmp.wrap(CASES["mlp"].model, "mixed_bfloat16"), "float32")
     assert pickle.loads(pickle.dumps(wrapped)) == wrapped
 
 

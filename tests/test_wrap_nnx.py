@@ -114,7 +114,8 @@ def test_pickle():
 
 
 def test_pickle_of_a_graphdef_and_of_a_module_wrapped_twice():
-    twice = jaxmp.wrap(jaxmp.wrap(made("mlp"), POLICY), "float32")
+    with pytest.warns(UserWarning, match="wrapped already"):
+        twice = jaxmp.wrap(jaxmp.wrap(made("mlp"), POLICY), "float32")
     loaded = pickle.loads(pickle.dumps(twice))
     assert type(loaded) is type(twice)
     graphdef = nnx.graphdef(twice)

@@ -416,8 +416,11 @@ def test_the_module_is_whole_again_when_a_call_raises():
 
 def test_wrapped_in_wrapped_inner_wins():
     inner = jaxmp.wrap(made("mlp"), "float32")
-    assert_same(jaxmp.wrap(inner, POLICY)(ROWS), made("mlp")(ROWS))
-    assert runs_low(jaxmp.wrap(jaxmp.wrap(made("mlp"), POLICY), "float32"))
+    low = jaxmp.wrap(made("mlp"), POLICY)
+    with pytest.warns(UserWarning, match="MLP is wrapped already"):
+        assert_same(jaxmp.wrap(inner, POLICY)(ROWS), made("mlp")(ROWS))
+    with pytest.warns(UserWarning, match="stays in force"):
+        assert runs_low(jaxmp.wrap(low, "float32"))
 
 
 def test_a_wrapped_submodule_keeps_its_policy_in_a_wrapped_module():

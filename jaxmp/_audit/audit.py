@@ -17,6 +17,7 @@ from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbyt
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Seen, follow
 from jaxmp._audit.place import Place, is_ours, place_of, places_inside
 from jaxmp._audit.report import Finding, Operation, PrecisionReport
+from jaxmp._audit.scaling import FIXES, NO_SCALE, NOT_SCALED, Scaling, has_optimizer, is_scale
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
@@ -31,7 +32,7 @@ from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy
 
 # Findings on contractions, besides those of `blame`.
-_OF_FLOPS = ("emulated", "misaligned", "not-quantised", "not-fused")
+_OF_FLOPS = ("emulated", "misaligned", "not-quantised", "not-fused", NO_SCALE)
 _NOT_FUSED = "write it as a kernel takes it, or leave `attention` out of the module's policy"
 _EIGHT_BITS = "give the module a policy without `matmul`: jaxmp.PolicyMap"
 # The backward pass of max-pooling: a window rarely adds more than a few gradients.
@@ -63,8 +64,10 @@ def audit(
       The report: `print` it, or read its `findings`. The kinds of faults are "float32-contraction",
       "emulated" (by the chip), "promotion" (of 16-bit values), "sensitive-low" (operations),
       "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
-      "not-quantised" (a layer that the policy's recipe cannot multiply) and "not-fused" (attention
-      that no kernel computes, though the policy asks for it).
+      "not-quantised" (a layer that the policy's recipe cannot multiply), "not-fused" (attention
+      that no kernel computes, though the policy asks for it), "not-scaled" (gradients divided by a
+      loss scale that the loss was not multiplied by) and "no-scale" (a training step, told by the
+      state of an optax transformation, with a backward pass in float16 and no scaler).
       "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
       float32, for the reason given. Very small products are geometry, and no fault either.
 
@@ -96,7 +99,9 @@ def audit(
         auditor = _Auditor(_here(), emulated, padded=_has_matrix_units(jax.local_devices()[0]))
     else:
         auditor = _Auditor(parse_target(target, "audit"), set(), padded=True)
-    follow(jaxpr, _labels(args, kwargs), auditor.visit)
+    follow(jaxpr, _labels(args, kwargs), _scales(args, kwargs), auditor.visit)
+    if has_optimizer((args, kwargs)):  # else gradients may be scaled elsewhere
+        auditor.without_scale()
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, Place(), residuals, auditor)
     return PrecisionReport(
@@ -138,6 +143,12 @@ def _labels(args: Any, kwargs: Any) -> list[str]:
     ]
 
 
+def _scales(args: Any, kwargs: Any) -> list[bool]:
+    """Which arrays of a call are scales of a loss."""
+    with_paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    return [is_scale(path) for path, leaf in with_paths if is_array(leaf)]
+
+
 def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
     """Bytes by dtype of every argument, or field of an argument that has fields."""
     table: dict[str, Counter[str]] = defaultdict(Counter)
@@ -156,6 +167,7 @@ class _Auditor:
         has = "bfloat16" not in emulated and chip.multiplies("bfloat16")
         self.low = "bfloat16" if has else "float16"
         self.judge = Judge(self.low)
+        self.scaling = Scaling()
         self.operations: list[Operation] = []
         # (kind, source, path, what, fix) → cost: FLOPs of contractions, bytes of all else.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
@@ -198,6 +210,9 @@ class _Auditor:
             self._round_trip(eqn, operation, seen.known[0])
         else:
             self._sensitive(seen, operation)
+        if what := self.scaling.visit(seen, operation):
+            where = operation.source, ""
+            self._note(NOT_SCALED, *where, what, FIXES[NOT_SCALED], operation.bytes, operation)
         cause = seen.out.cause
         if cause is not None and cause.promoted and FLOAT32.name in operation.out_dtypes:
             size = sum(map(nbytes, eqn.outvars)) * place.times
@@ -277,6 +292,14 @@ class _Auditor:
         what = f"{short_type(var)} is kept in float32 for the backward pass, which narrows it"
         key = "residual", source, path, what, "narrow it before it is saved"
         self._costs[key] += int(size)
+
+    def without_scale(self) -> None:
+        """Notes a backward pass in float16 of a loss without a scale."""
+        low = self.scaling.unscaled()
+        for operation in low:
+            what = "the loss is not scaled: what is below 6e-8 on the way back becomes 0"
+            where = low[0].source, low[0].path
+            self._note(NO_SCALE, *where, what, FIXES[NO_SCALE], operation.flops, operation)
 
     def findings(self) -> Iterable[Finding]:
         """The findings, the costliest kind and place first."""

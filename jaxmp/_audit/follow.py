@@ -88,12 +88,14 @@ class Known(NamedTuple):
       cast: the conversion that made it, if it was only moved since.
       narrowed: whether it is a 16-bit value that autocast narrowed, or computed from one.
       fixed: whether it is made in the program from literals alone, or a small constant.
+      scaled: whether it is made of the scale of a loss.
     """
 
     why: Cause | Promoted | None = None
     cast: Cast | None = None
     narrowed: bool = False
     fixed: bool = False
+    scaled: bool = False
 
     @property
     def cause(self) -> Cause | None:
@@ -125,15 +127,17 @@ _LITERAL = Known(fixed=True)
 Visit = Callable[[Seen], None]
 
 
-def follow(jaxpr: Any, labels: Sequence[str], visit: Visit) -> None:
+def follow(jaxpr: Any, labels: Sequence[str], scales: Sequence[bool], visit: Visit) -> None:
     """Calls `visit(seen)` for every equation that is not looked inside.
 
     Args:
       jaxpr: the closed jaxpr of a program.
       labels: what to call each operand of it.
+      scales: whether each is the scale of a loss.
       visit: is called in order; for the body of a scan once.
     """
-    _Follower(visit).run(jaxpr, [NOTHING] * len(labels), list(labels), Place())
+    known = [Known(scaled=scale) for scale in scales]
+    _Follower(visit).run(jaxpr, known, list(labels), Place())
 
 
 class _Follower:
@@ -180,6 +184,7 @@ class _Follower:
                     cast=_cast(eqn, operands, place),
                     narrowed=_narrowed(eqn, operands),
                     fixed=_is_made(eqn, operands),
+                    scaled=any(known.scaled for known in operands),
                 )
                 outs = [out] * len(eqn.outvars)
                 if not silent:
@@ -210,10 +215,11 @@ class _Follower:
         if found or inside(eqn):
             return [found[i] for i in range(len(eqn.outvars))]
         place = place_unknown(eqn, place)
+        unknown = NOTHING._replace(scaled=any(k.scaled for k in known))
         for jaxpr in compat.jaxprs_run(eqn):
             count = len(closed(jaxpr).jaxpr.invars)
-            self.run(jaxpr, [NOTHING] * count, ["a value"] * count, place, silent=silent)
-        return [NOTHING] * len(eqn.outvars)
+            self.run(jaxpr, [unknown] * count, ["a value"] * count, place, silent=silent)
+        return [unknown] * len(eqn.outvars)
 
 
 def _why(
@@ -278,6 +284,7 @@ def _either(known: Sequence[Known]) -> Known:
         cast=casts.pop() if len(casts) == 1 else None,
         narrowed=any(k.narrowed for k in known),
         fixed=all(k.fixed for k in known),
+        scaled=any(k.scaled for k in known),
     )
 
 

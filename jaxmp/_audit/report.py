@@ -18,6 +18,8 @@ from jaxmp._autocast.product_report import Product, Quantised
 # The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
 # the last are faults, of the program or of what it is audited for.
 KINDS = {
+    "not-scaled": "gradients of a loss that was not scaled",
+    "no-scale": "backward pass in float16 without a loss scale",
     "float32-contraction": "contraction in float32",
     "emulated": "contraction in a dtype that this device emulates",
     "promotion": "16-bit values promoted to float32",

@@ -25,6 +25,9 @@ REGION = "jaxmp:"
 # Before the policy, where it is a layer's own `dtype=float32` that marks the region.
 OWN = "own:"
 
+# Around the division of gradients by the scale of the loss.
+UNSCALE = "jaxmp_unscale"
+
 # Around what turns a quantised weight into an array: it runs in float32, and gives a parameter.
 DEQUANTISE = "jaxmp_dequantise"
 # Around that, where it is rows of a table that are looked up, which are no weights.

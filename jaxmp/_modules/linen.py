@@ -65,6 +65,7 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
     made = (*getattr(cls, "_jaxmp_made", (cls,)), policy)
     members |= {
         "_jaxmp_made": made,
+        "_jaxmp_policy": policy,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,

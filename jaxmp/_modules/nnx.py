@@ -66,7 +66,8 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
         return reduced  # the author's own way
 
     members = {name: wrapped(name, method) for name, method in _methods(cls)}
-    return _subclass(cls, policy, {**members, "__reduce_ex__": reduce_ex})
+    own = {"_jaxmp_policy": policy, "__reduce_ex__": reduce_ex}
+    return _subclass(cls, policy, {**members, **own})
 
 
 _WRAPPED = MadeClasses(_make_wrapped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxmp._autocast.transform import autocast
 from jaxmp._modules.linen import wrap_linen
 from jaxmp._modules.nnx import wrap_nnx
-from jaxmp.policy import PolicyMap, get_policy
+from jaxmp.policy import Policy, PolicyMap, get_policy
 
 T = TypeVar("T")
 
@@ -45,7 +46,8 @@ def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
     `explain` and `audit` list what stays float32 by 2. If that is more than a tenth of the FLOPs of
     the contractions, the first call warns and says how to overrule it.
 
-    A module wrapped inside a wrapped one, or inside an autocast, keeps its own policy.
+    A module wrapped inside a wrapped one, or inside an autocast, keeps its own policy. So does one
+    that is itself wrapped once more, under another policy: a warning says so.
 
     Args:
       module: a Linen or NNX module, or a callable.
@@ -68,12 +70,15 @@ def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
       >>> jaxmp.explain(model.apply, "float32")(params, x).contractions()
       {'bfloat16': 2}
     """
+    if isinstance(policy, (nn.Module, nnx.Module)):
+        raise TypeError("wrap: the module comes first, and then the policy: wrap(module, policy).")
     resolved = get_policy(policy)
     if isinstance(module, type):
         raise TypeError(
             f"wrap: takes a module, not the class {module.__name__}: wrap an instance, as in "
             f"jaxmp.wrap({module.__name__}(...), policy)."
         )
+    _warn_if_wrapped(module, resolved)
     wrapped: Any
     if isinstance(module, nn.Module):
         wrapped = wrap_linen(module, resolved)
@@ -86,3 +91,16 @@ def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
     else:
         wrapped = autocast(module, resolved)
     return wrapped  # type: ignore[no-any-return]
+
+
+def _warn_if_wrapped(module: Any, policy: Policy | PolicyMap) -> None:
+    """Warns where a module has another policy already, which stays in force."""
+    before = getattr(type(module), "_jaxmp_policy", None)
+    if before is None or before == policy:
+        return
+    was = "a PolicyMap" if isinstance(before, PolicyMap) else repr(str(before))
+    warnings.warn(
+        f"wrap: the {type(module).__name__} is wrapped already, under {was}: that stays in force "
+        "for what it computes. Give the new policy to the module as it was before.",
+        stacklevel=3,
+    )

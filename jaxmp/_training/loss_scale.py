@@ -18,6 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmp._jaxprs.attributes import is_weak, varying_axes
+from jaxmp._jaxprs.scopes import UNSCALE
 from jaxmp._training.gradients import (
     check_floating,
     check_scaler_state,
@@ -199,7 +200,9 @@ def loss_scale_for(
       **options: Those of `dynamic_loss_scale`.
 
     Returns:
-      `dynamic_loss_scale(inner, **options)`, or `inner` itself.
+      `dynamic_loss_scale(inner, **options)`, or `inner` itself. With a scaler, gradients must be
+      those of a scaled loss (`value_and_grad`, `TrainState.value_and_grad`, `scale_loss`), which
+      nothing can tell at run time: `audit` of the training step does.
 
     Example:
       >>> optimizer = optax.adam(1e-3)
@@ -208,6 +211,11 @@ def loss_scale_for(
       >>> type(loss_scale_for("mixed_float16", optimizer).init(jnp.ones(2))).__name__
       'LossScaleState'
     """
+    if callable(getattr(policy, "update", None)):
+        raise TypeError(
+            "loss_scale_for: the policy comes first, and then the optimizer: "
+            'loss_scale_for("mixed_float16", optax.adam(1e-3)).'
+        )
     resolved = get_policy(policy)
     policies = [resolved]
     if isinstance(resolved, PolicyMap):
@@ -279,7 +287,8 @@ def _transformation(
 def unscale(grads: Any, scale: jax.Array) -> Any:
     """Gradients divided by the scale they were made with, in float32; others as they are."""
     # A product with the reciprocal: exact for powers of two, and what GradScaler does.
-    inverse = np.float32(1) / scale
+    with jax.named_scope(UNSCALE):
+        inverse = np.float32(1) / scale
 
     def divide(path: tuple[Any, ...], grad: Any) -> Any:
         if is_overwrite(path) or not _is_inexact(grad):
@@ -287,7 +296,8 @@ def unscale(grads: Any, scale: jax.Array) -> Any:
         # A weak float64 would become float32 beside the scale.
         return _strong(jnp.asarray(widen_floating(grad))) * inverse
 
-    return jax.tree_util.tree_map_with_path(divide, grads)
+    with jax.named_scope(UNSCALE):
+        return jax.tree_util.tree_map_with_path(divide, grads)
 
 
 def _finite_everywhere(function: str, grads: Any, axis_name: AxisName) -> jax.Array:

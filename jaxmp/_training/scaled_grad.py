@@ -160,9 +160,10 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
         raise FloatingPointError(
             f"check_not_stuck: the last {count} steps were all left out because gradients were not "
             f"finite; the loss scale is {scale:g} now. A smaller one does not help: the loss or "
-            "its gradients are NaN or infinite by themselves (the learning rate, a division or a "
-            "logarithm of zero, a mask, the data). The parameters are those of the last finite "
-            "step; run it on them under jax.debug_nans(True) to see where it begins."
+            "its gradients are NaN or infinite by themselves (in float16 all that is beyond 65504, "
+            "else the learning rate, a division or a logarithm of zero, a mask, the data). The "
+            "parameters are those of the last finite step: on them and its batch, jaxmp.diagnose "
+            "names the operation where it begins."
         )
 
 

@@ -1,0 +1,148 @@
+"""`audit` of training steps: whether a loss is scaled as its gradients are unscaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import jaxmp
+
+F16, BF16 = "mixed_float16", "mixed_bfloat16"
+X, Y = jnp.ones((4, 64)), jnp.ones((4, 1))
+NETWORK = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(1)])
+PARAMS = NETWORK.init(jax.random.key(0), X)
+
+Step = Callable[..., Any]
+
+
+def kinds(fn: Step, *args: Any) -> set[str]:
+    """What `audit` finds of loss scaling."""
+    return {f.kind for f in jaxmp.audit(fn, *args).findings} & {"not-scaled", "no-scale"}
+
+
+def loss_under(policy: str) -> Step:
+    model = jaxmp.wrap(NETWORK, policy)
+    return lambda params, x, y: jnp.mean((model.apply(params, x) - y) ** 2)
+
+
+def plain(loss: Step, state: Any) -> Step:
+    return jax.grad(loss)
+
+
+def by_jaxmp(loss: Step, state: Any) -> Step:
+    return jaxmp.grad(loss, state.opt_state)
+
+
+def by_scale_loss(loss: Step, state: Any) -> Step:
+    return jax.grad(lambda *args: jaxmp.scale_loss(loss(*args), state.opt_state))
+
+
+def by_hand(loss: Step, state: Any) -> Step:
+    return jax.grad(lambda *args: loss(*args) * jaxmp.loss_scale(state.opt_state))
+
+
+SCALED = (by_jaxmp, by_scale_loss, by_hand)
+
+
+def step_of(gradient: Callable[..., Step], policy: str = F16) -> Step:
+    loss = loss_under(policy)
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        return state.apply_gradients(grads=gradient(loss, state)(state.params, x, y))
+
+    return jax.jit(step)
+
+
+def state_with(tx: Any, create: Any = jaxmp.TrainState.create) -> Any:
+    return create(apply_fn=NETWORK.apply, params=PARAMS, tx=tx)
+
+
+def scaler(policy: str = F16) -> Any:
+    return jaxmp.loss_scale_for(policy, optax.adam(1e-3))
+
+
+@pytest.mark.parametrize("create", [jaxmp.TrainState.create, train_state.TrainState.create])
+def test_gradients_that_are_only_divided_by_the_scale_are_named(create: Any) -> None:
+    state = state_with(scaler(), create)
+    assert kinds(step_of(plain), state, X, Y) == {"not-scaled"}
+    report = jaxmp.audit(step_of(plain), state, X, Y)
+    with pytest.raises(AssertionError, match="that the loss was not multiplied by"):
+        report.assert_no("not-scaled")
+    [found] = [f for f in report.findings if f.kind == "not-scaled"]
+    assert found.source.startswith("test_audit_scaling.py:")
+    assert "jaxmp.value_and_grad(loss_fn, opt_state)" in found.fix
+
+
+@pytest.mark.parametrize("gradient", SCALED, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("create", [jaxmp.TrainState.create, train_state.TrainState.create])
+def test_a_loss_that_is_scaled_in_any_way_is_fine(gradient: Any, create: Any) -> None:
+    assert kinds(step_of(gradient), state_with(scaler(), create), X, Y) == set()
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(1e-3), optax.sgd(0.1, momentum=0.9)])
+def test_float16_without_a_scaler_is_named(optimizer: Any) -> None:
+    assert kinds(step_of(plain), state_with(optimizer), X, Y) == {"no-scale"}
+
+
+@pytest.mark.parametrize("policy", [BF16, "float32"])
+def test_other_dtypes_need_no_scale(policy: str) -> None:
+    for optimizer in (optax.adam(1e-3), scaler(policy)):
+        assert kinds(step_of(plain, policy), state_with(optimizer), X, Y) == set()
+
+
+def test_a_scaler_in_bfloat16_that_is_not_served_is_named_as_well() -> None:
+    state = state_with(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
+    assert kinds(step_of(plain, BF16), state, X, Y) == {"not-scaled"}
+
+
+def test_parts_of_a_step_are_not_judged() -> None:
+    """Gradients alone may be of a loss that is scaled elsewhere; an update, of one that was."""
+    state = state_with(scaler())
+    assert kinds(jax.grad(loss_under(F16)), PARAMS, X, Y) == set()
+    assert kinds(lambda s, grads: s.apply_gradients(grads=grads), state, PARAMS) == set()
+
+
+def test_accumulated_in_a_scan() -> None:
+    def step(state: Any, xs: Any, ys: Any, gradient: Any) -> Any:
+        def add(total: Any, batch: Any) -> Any:
+            grads = gradient(loss_under(F16), state)(state.params, *batch)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        return state.apply_gradients(grads=jax.lax.scan(add, zeros, (xs, ys))[0])
+
+    args = state_with(scaler()), jnp.stack([X, X]), jnp.stack([Y, Y])
+    assert kinds(lambda *a: step(*a, plain), *args) == {"not-scaled"}
+    assert kinds(lambda *a: step(*a, by_jaxmp), *args) == set()
+
+
+class TestNNX:
+    class Network(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.hidden = nnx.Linear(64, 64, rngs=rngs)
+            self.out = nnx.Linear(64, 1, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.out(jnp.tanh(self.hidden(x)))
+
+    @pytest.mark.parametrize(("scaled", "found"), [(True, set()), (False, {"not-scaled"})])
+    def test_a_step(self, scaled: bool, found: set[str]) -> None:
+        model = jaxmp.wrap(self.Network(nnx.Rngs(0)), F16)
+        optimizer = nnx.Optimizer(model, scaler(), wrt=nnx.Param)
+
+        def step(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+            def loss(model: Any) -> Any:
+                value = jnp.mean((model(x) - y) ** 2)
+                return jaxmp.scale_loss(value, optimizer.opt_state) if scaled else value
+
+            optimizer.update(model, nnx.grad(loss)(model))
+
+        assert kinds(nnx.jit(step), model, optimizer, X, Y) == found
