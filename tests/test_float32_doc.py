@@ -44,25 +44,25 @@ class _Sentences(ast.NodeVisitor):
     def __init__(self) -> None:
         self.found: set[str] = set()
 
-    def visit_Expr(self, node: ast.Expr) -> None:  # noqa: N802 (ast's names)
+    def visit_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Constant):  # a docstring
             self.generic_visit(node)
 
-    def visit_Raise(self, node: ast.Raise) -> None:  # noqa: N802
+    def visit_Raise(self, node: ast.Raise) -> None:
         # The words of two errors become the reason, unless they speak to the user.
         if re.match("raise (NotFusedError|NotImplementedError)", ast.unparse(node)):
             self.generic_visit(node)
 
-    def visit_Assign(self, node: ast.Assign) -> None:  # noqa: N802
+    def visit_Assign(self, node: ast.Assign) -> None:
         names = {target.id for target in node.targets if isinstance(target, ast.Name)}
         if names & HOLDERS:
             self.found.update(_literals(node.value))
         self.generic_visit(node)
 
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:  # noqa: N802
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         self._keep(_text(node))
 
-    def visit_Constant(self, node: ast.Constant) -> None:  # noqa: N802
+    def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str):
             self._keep(_text(node))
 
