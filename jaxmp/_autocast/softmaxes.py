@@ -282,9 +282,9 @@ def _longer(way: Way, eqn: JaxprEqn) -> Way | None:
                     return Way(way.softmax, eqns, (*way.moves, Move(permutes=False, to=thin)), axis)
             return None
         case "slice":  # of all rows
-            before, after = ([*shape_of(v)] for v in (eqn.invars[0], eqn.outvars[0]))
-            before.pop(way.axis), after.pop(way.axis)
-            return way._replace(eqns=eqns) if before == after else None
+            before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+            whole = all(before[i] == n for i, n in enumerate(after) if i != way.axis)
+            return way._replace(eqns=eqns) if whole else None
     return way._replace(eqns=eqns)
 
 

@@ -66,7 +66,7 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
         return reduced  # the author's own way
 
     members = {name: wrapped(name, method) for name, method in _methods(cls)}
-    own = {"_jaxmp_policy": policy, "__reduce_ex__": reduce_ex}
+    own: dict[str, Any] = {"_jaxmp_policy": policy, "__reduce_ex__": reduce_ex}
     return _subclass(cls, policy, {**members, **own})
 
 
