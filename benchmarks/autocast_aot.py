@@ -7,7 +7,6 @@
     python benchmarks/autocast_aot.py --models cnn --no-prefetch
     python benchmarks/autocast_aot.py --models lm --target tpu-v5e gpu-h100 --recompute
     python benchmarks/autocast_aot.py --models gpt2 --target gpu-b200 --peers
-    python benchmarks/autocast_aot.py --trace-time
 
 It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a model:
 
@@ -47,12 +46,6 @@ own operations read and write.
 
 On TPU, "float32" multiplies in one bfloat16 pass unless told otherwise: a policy's gain there is
 memory and traffic. The errors are against true float32 on CPU.
-
-`--trace-time` measures the process CPU time (`time.process_time`) of
-`jax.jit(jax.value_and_grad(loss)).trace(params, ...)` for a 12-layer LM, float32 and jaxmp
-alternately, and with `--recompute` jaxmp under `residuals=recompute` as well. Each run makes a new
-model and loss, after `jax.clear_caches()` and a garbage collection outside the clock; a first,
-unmeasured run of each imports what is imported lazily.
 """
 
 from __future__ import annotations
@@ -60,7 +53,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
 import hashlib
 import importlib.metadata
 import itertools
@@ -93,7 +85,7 @@ from jaxmp._audit.target import chip_names
 import aot
 import peers
 from aot_table import Row, ratios, show
-from models import CASES, Case, trace_case
+from models import CASES, Case
 from peers import LossFn
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin")
@@ -321,6 +313,12 @@ def version(package: str) -> str:
         return "none"
 
 
+def versions(*others: str) -> str:
+    """What the figures were made with."""
+    packages = [f"{package} {version(package)}" for package in (*PACKAGES, *others)]
+    return ", ".join([f"Python {platform.python_version()}", *packages])
+
+
 def pairs(case: Case, rows: list[Row]) -> list[tuple[Row, Row]]:
     """Each row and the hand-written rows it is compared with."""
     by_variant = {row.variant: row for row in rows}
@@ -354,35 +352,6 @@ def over_limits(case: Case, rows: list[Row]) -> list[str]:
     return failures
 
 
-def trace_time(runs: int, *, recompute: bool) -> float:
-    """Prints and returns the ratio of jaxmp's trace time to float32's."""
-    shapes = trace_case().shapes(small=True)
-
-    def once(variant: str) -> float:
-        loss_fn = loss_of(trace_case(), variant, small=True)
-        jax.clear_caches()
-        gc.collect()
-        start = time.process_time()
-        jax.jit(jax.value_and_grad(loss_fn, has_aux=True)).trace(*shapes)
-        return time.process_time() - start
-
-    times: dict[str, list[float]] = {FLOAT32: [], JAXMP: []}
-    if recompute:
-        times[JAXMP_AGAIN] = []
-    for run in range(runs + 1):
-        for variant, values in times.items():
-            seconds = once(variant)
-            if run:
-                values.append(seconds)
-    for variant, values in times.items():
-        print(f"{variant:16} median {statistics.median(values):.3f} s of {runs} runs, "
-              f"{min(values):.3f} to {max(values):.3f} s of process CPU time")  # fmt: skip
-    median = {variant: statistics.median(values) for variant, values in times.items()}
-    for variant in list(times)[1:]:
-        print(f"{variant} / float32: {median[variant] / median[FLOAT32]:.3f}")
-    return median[JAXMP] / median[FLOAT32]
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -399,8 +368,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="rows that keep less")
     parser.add_argument("--peers", action="store_true", help="rows of other libraries")
     parser.add_argument("--check", action="store_true", help="exit with 1 when over a limit")
-    parser.add_argument("--trace-time", action="store_true", help="time tracing and nothing else")
-    parser.add_argument("--runs", type=int, default=10, help="runs for --trace-time")
     args = parser.parse_args()
     if args.no_prefetch:
         if not all(target.startswith("tpu") for target in args.target):
@@ -411,12 +378,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    packages = (*PACKAGES, *(peers.PACKAGES.values() if args.peers else ()))
-    versions = [f"{p} {version(p)}" for p in packages]
-    print(", ".join([f"Python {platform.python_version()}", *versions]))
-    if args.trace_time:
-        limit = 1.5 if args.recompute else 1.25
-        return int(trace_time(args.runs, recompute=args.recompute) > limit and args.check)
+    print(versions(*(peers.PACKAGES.values() if args.peers else ())))
     cache = Cache(args.cache, args.seeds)
     all_rows, failures = [], []
     for name, target in itertools.product(args.models, args.target):

@@ -45,6 +45,7 @@ NOT_RUN = {
     "benchmarks/gpu.py": "needs a GPU; test_benchmarks.py runs its toy size",
     "benchmarks/loss_scale_aot.py": "compiles for hours, for TPUs and GPUs",
     "benchmarks/serving.py": "compiles and trains for minutes",
+    "benchmarks/trace_time.py": "times minutes; test_benchmarks.py runs a part",
     "examples/diagnose_overflow.py": "test_examples_diagnose_overflow.py runs it as it is",
     "examples/qwix_handover.py": "needs Qwix; test_examples_qwix_handover.py runs it where it is",
     "examples/train_multihost.py": "test_examples_train_multihost.py runs it, killed and resumed",
