@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import signal
@@ -11,6 +12,8 @@ from types import ModuleType
 
 import pytest
 from tqdm import tqdm
+
+import jaxmp
 
 from support import EXAMPLES, run_example
 
@@ -216,3 +219,18 @@ def test_every_gradient_is_zero_in_float16_without_scaling(monkeypatch):
     assert len(set(run.losses)) == 1
     run = script.train("bfloat16", scaled=False, updates=3)
     assert len(set(run.losses)) == 3
+
+
+def test_validate_digits_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which it adds to
+    script = example("validate_digits", monkeypatch)
+
+    def interrupted(*_args, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jaxmp, "validate", interrupted)
+    monkeypatch.setattr(sys, "argv", ["validate_digits.py", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == 130
+    assert f"the same command goes on with what is in {tmp_path}" in capsys.readouterr().err
