@@ -352,6 +352,7 @@ COPIES = {
 
 
 @pytest.mark.filterwarnings("ignore:wrap. 1 layer")
+@pytest.mark.filterwarnings("ignore:wrap. the .* is wrapped already")
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("twice", [False, True])
 def test_copies_of_a_wrapped_nnx_module(how: str, twice: bool) -> None:

@@ -701,7 +701,7 @@ def test_no_module_at_all() -> None:
 def test_wrapping_again_under_the_same_policy_is_no_matter() -> None:
     wrapped = jaxmp.wrap(CASES["mlp"].model, "mixed_bfloat16")
     assert jaxmp.wrap(wrapped, "mixed_bfloat16")
-    by_path = jaxmp.wrap(CASES["mlp"].model, jaxmp.PolicyMap(default="mixed_bfloat16"))
+    by_path = jaxmp.wrap(CASES["mlp"].model, jaxmp.PolicyMap({}, default="mixed_bfloat16"))
     with pytest.warns(UserWarning, match="under a PolicyMap"):
         jaxmp.wrap(by_path, "mixed_bfloat16")
 
