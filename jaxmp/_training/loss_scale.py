@@ -211,7 +211,7 @@ def loss_scale_for(
       >>> type(loss_scale_for("mixed_float16", optimizer).init(jnp.ones(2))).__name__
       'LossScaleState'
     """
-    if callable(getattr(policy, "update", None)):
+    if hasattr(policy, "init") and hasattr(policy, "update"):
         raise TypeError(
             "loss_scale_for: the policy comes first, and then the optimizer: "
             'loss_scale_for("mixed_float16", optax.adam(1e-3)).'
