@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         "whether it trains to the same. The program need not use jaxmp.",
         epilog="`python -m jaxmp COMMAND --help` has a command's options and an example.",
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    parser.set_defaults(run=lambda _: parser.print_help(sys.stderr) or 2)
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
     command = _add(commands, "audit", "which operation runs in which dtype, and why", _AUDIT)
     _add_function(command)

@@ -212,6 +212,12 @@ def test_help_has_an_example_that_parses(command, capsys, monkeypatch):
         cli._parser().parse_args(arguments)
 
 
+def test_without_a_command_they_are_listed(capsys):
+    assert cli.main([]) == 2
+    printed = capsys.readouterr().err
+    assert all(name in printed for name in ("audit", "preflight", "validate", "devices"))
+
+
 def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
     def stopped(*args, **options):
         raise KeyboardInterrupt

@@ -326,3 +326,25 @@ def test_nothing_is_found_where_nothing_is(policy: str | None) -> None:
     report = jaxmp.diagnose(linen_loss, policy, loss_scale=8.0)(linen_params(), X)
     assert (report.faults, report.contained, report.predicted) == ((), (), ())
     assert "every result is finite" in str(report)
+
+
+def halved_outside(w: jax.Array, x: jax.Array) -> jax.Array:
+    h = 1e5 * jnp.tanh(x @ w)
+    low = h.astype(jnp.float16)
+    return jnp.mean(low.astype(jnp.float32))
+
+
+def test_what_is_converted_is_named_with_its_line_and_what_no_loss_scale_mends() -> None:
+    said: list[str] = []
+    report = jaxmp.diagnose(halved_outside, None, announce=said.append)(jnp.eye(16), X)
+    assert [text.partition(":")[0] for text in said] == ["capture", "diagnose"]
+    made, cast = line(halved_outside, "1e5"), line(halved_outside, "h.astype")
+    fault = str(report.first)
+    assert fault.startswith(f"convert_element_type of mul (float32 at {made}) (float16, forward)")
+    assert f" in {cast}: overflow" in fault
+    assert "none mends the convert_element_type above, which is forward; the rest" in str(report)
+
+
+def test_between_which_loss_scales_gradients_are_kept() -> None:
+    text = str(jaxmp.diagnose(lambda w, x: jnp.mean(x @ w), "mixed_float16")(jnp.eye(16), X))
+    assert "\nloss scale    1; gradients stay finite up to " in text

@@ -253,7 +253,8 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
 def test_what_is_said_and_refused() -> None:
     said: list[str] = []
     run = numerics.capture(loss, "mixed_bfloat16", W, X, announce=said.append)
-    assert said == [f"capture: {len(run.sites)} sites, {run.bytes / 2**20:.1f} MiB of measurements"]
+    count = f"{len(run.sites)} sites, {run.bytes / 2**20:.1f} MiB of measurements"
+    assert said == [f"capture: compiles and runs the program with {count}"]
     with pytest.raises(ValueError, match=r"capture: .* more than the limit of 0.0 MiB.*no module"):
         numerics.capture(loss, "mixed_bfloat16", W, X, limit=1000)
     with pytest.raises(ValueError, match=r"sites='\*\*/nowhere' matches no module path"):

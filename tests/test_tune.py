@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,8 @@ def test_the_table_names_modules_shares_and_what_was_measured(small):
     assert "planted" in text
     assert "budget 0.001" in text
     assert f"{small.verified.error:.2g} measured" in text
+    assert re.search(r"^refused     the cheapest: 1 - cosine \S+ measured$", text, re.MULTILINE)
+    assert "refused" not in str(small.solve(1.0))
 
 
 @pytest.mark.parametrize(
@@ -226,6 +229,8 @@ def test_the_table_names_modules_shares_and_what_was_measured(small):
         ({"candidates": ["float32"]}, "nothing beside float32"),
         ({"candidates": "mixed_bfloat16"}, r"as in candidates=\['mixed_bfloat16'\]"),
         ({"batches": 3}, "batches must be several"),
+        ({"batches": SCOPED_X}, r"as in \[batch\]; got an array"),
+        ({"batches": {"x": SCOPED_X}}, r"as in \[batch\]; got 'dict'"),
         ({"params": {"a": jnp.arange(3)}}, r"params\['a'\] has int32"),
     ],
 )
@@ -437,6 +442,7 @@ def test_float16_is_not_given_to_what_overflows():
     assert found.assignment["calm"] == jaxmp.get_policy("mixed_float16")
     assert found.verified.error <= 1e-3
     assert "inf" in str(found)
+    assert "not finite  the gradients under mixed_float16 in loud\n" in str(found)
 
 
 @pytest.mark.slow

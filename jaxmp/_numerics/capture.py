@@ -256,7 +256,8 @@ def capture(
       twins: whether operations in 16 bits are computed in float32 as well, from the same operands,
         to tell what rounding cost.
       limit: how many bytes may be measured.
-      announce: called with a sentence on how much is measured, before it runs.
+      announce: is called with a line on how much is measured, before it is compiled and run, which
+        takes several times as long as compiling the program alone.
 
     Returns:
       What was measured, and what the program returned.
@@ -286,7 +287,7 @@ def capture(
             "larger limit"
         )
     if announce is not None:
-        announce(f"capture: {said}")
+        announce(f"capture: compiles and runs the program with {said}")
     return prepared.run()
 
 

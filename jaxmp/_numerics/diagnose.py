@@ -52,7 +52,10 @@ class Fault:
         place = self.site.where or "no module"
         if self.site.op == "argument":
             return f"argument {self.site.path}: {self.why}"
-        of = "" if self.of is None else f" of {self.of.op} ({self.of.dtype})"
+        of = ""
+        if self.of is not None:
+            line = f" at {self.of.line}" if self.of.line not in ("", self.site.line) else ""
+            of = f" of {self.of.op} ({self.of.dtype}{line})"
         return f"{self.site.op}{of} ({self.site.dtype}, {direction}{when}) in {place}: {self.why}"
 
 
@@ -172,11 +175,8 @@ class NumericsReport(Readings):
         lines += _listed(
             "rounding", [f"relative error {error:.2g}: {_line(s)}" for s, error in self.errors]
         )
-        if any(True for _ in self._gradients()):
-            lines.append(
-                f"loss scale    {self.run.loss_scale:g}; gradients stay finite up to "
-                f"{self.largest_loss_scale:g}, and normal from {self.smallest_loss_scale:g}"
-            )
+        if self._gradients():
+            lines.append(f"loss scale    {self.run.loss_scale:g}; {self._room()}")
         return "\n".join(lines)
 
     def record(self) -> Record:
@@ -184,6 +184,15 @@ class NumericsReport(Readings):
         run, wide = self.run.record(), self.wide.record()
         faults = [str(fault) for fault in self.faults]
         return record(self.policy, run.loss_scale, run.sites, wide.sites, faults)
+
+    def _room(self) -> str:
+        """Between which loss scales gradients keep their range, in words."""
+        forward = next((f for f in self.faults if not f.site.backward), None)
+        said = f"gradients stay finite up to {self.largest_loss_scale:g}"
+        if forward is not None:
+            said = f"none mends the {forward.site.op} above, which is forward; the rest of the "
+            said += f"gradients stays finite up to {self.largest_loss_scale:g}"
+        return f"{said}, and normal from {self.smallest_loss_scale:g}"
 
     def _gradients(self) -> list[Measured]:
         """What the float32 run measured of gradients that the policy computes in 16 bits."""
@@ -264,7 +273,8 @@ def diagnose(
       grad: whether to differentiate.
       loss_scale: what the loss is multiplied by.
       sites: a glob over module paths.
-      announce: is told how much is measured.
+      announce: is called with a line of text before what takes a while, which is compiling:
+        `print`, for example.
 
     Returns:
       A function of the arguments of `fn` that gives the report.
@@ -293,6 +303,8 @@ def diagnose(
     @functools.wraps(fn)
     def diagnosed(*args: Any) -> NumericsReport:
         run = capturing(fn, policy, *args, announce=announce)
+        if announce is not None:
+            announce("diagnose: the same operations in float32")
         wide = capturing(fn, policy, *args, wide=True)
         return NumericsReport(run, wide)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any
 
@@ -18,7 +18,7 @@ from flax import nnx
 from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.marks import check_callable
-from jaxmp._jaxprs.trace import trace
+from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._numerics.tune_costs import Costs, Multiplied
 from jaxmp._numerics.tune_paths import (
     FLOAT32,
@@ -163,10 +163,9 @@ def tune(
 
 
 def _batches(batches: Iterable[Any]) -> list[Any]:
-    if not isinstance(batches, Iterable):
-        raise TypeError(
-            f"tune: batches must be several, as in [batch]; got {type(batches).__name__!r}"
-        )
+    if not isinstance(batches, Iterable) or isinstance(batches, Mapping) or is_array(batches):
+        got = "an array" if is_array(batches) else repr(type(batches).__name__)
+        raise TypeError(f"tune: batches must be several, as in [batch]; got {got}")
     several = list(batches)
     if not several:
         raise ValueError("tune: batches is empty; give at least one batch")

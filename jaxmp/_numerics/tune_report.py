@@ -268,8 +268,19 @@ class Tuned:
             f"low         {self.low_share:.1%} of the FLOPs of all products",
             f"1 - cosine  {off}",
             f"loss        off by {self.verified.loss_error:.2g}",
-            f"policy      {self.policy}",
         ]
+        endless = [
+            f"{name} in {group.name}"
+            for group in scored.groups
+            for name, error in zip(scored.names, group.errors, strict=True)
+            if error == float("inf")
+        ]
+        if endless:
+            more = f" and {len(endless) - 3} more" if len(endless) > 3 else ""
+            lines.append(f"not finite  the gradients under {', '.join(endless[:3])}{more}")
+        if self._index:
+            lines.append(f"refused     the cheapest: {_said(scored.measured[0])}")
+        lines.append(f"policy      {self.policy}")
         if not scored.front.exact:
             lines.append("thinned     too many assignments: a cheaper one may have been left out")
         head = "what each policy would add to 1 - cosine, module by module:"
@@ -310,6 +321,13 @@ def solve(scored: Scored, budget: float) -> Tuned:
 
 _HALVES = 3  # each is a compilation
 _OFF = 3
+
+
+def _said(verified: Verified) -> str:
+    """What an assignment was found to do to the gradients."""
+    if verified.error == float("inf"):
+        return "its gradients are not finite; `jaxmp.diagnose` names the operation"
+    return f"1 - cosine {verified.error:.2g} measured"
 
 
 def _is_close(a: float, b: float) -> bool:
