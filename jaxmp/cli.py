@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -66,6 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _list_commands(parser: argparse.ArgumentParser, _: argparse.Namespace) -> int:
+    """What a call without a command does."""
+    parser.print_help(sys.stderr)
+    return 2
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxmp",
@@ -73,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "whether it trains to the same. The program need not use jaxmp.",
         epilog="`python -m jaxmp COMMAND --help` has a command's options and an example.",
     )
-    parser.set_defaults(run=lambda _: parser.print_help(sys.stderr) or 2)
+    parser.set_defaults(run=functools.partial(_list_commands, parser))
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
     command = _add(commands, "audit", "which operation runs in which dtype, and why", _AUDIT)
