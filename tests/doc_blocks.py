@@ -1,8 +1,8 @@
 """The fenced blocks of a page of documentation: to run its programs, and to write their output.
 
 A page's programs run one after the other in one namespace. A block of text after one of them, below
-a paragraph that names the JAX that printed it, is its output. A program with "not run" in its title
-is another library's, which is not installed here.
+a paragraph that names the JAX that printed it, is its output. Another library's program says in its
+title where it runs: "where torch is installed", by itself; or "not run here".
 
     python tests/doc_blocks.py docs/get_started.md
 
@@ -45,7 +45,14 @@ class Block(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        return self.language == "python" and "not run" not in self.title
+        """With the page's others."""
+        return self.language == "python" and "not run" not in self.title and self.needs is None
+
+    @property
+    def needs(self) -> str | None:
+        """The other library that it takes, and by itself."""
+        found = re.search(r"\(run where (\w+) is installed\)", self.title)
+        return found[1] if found else None
 
     def printed_here(self) -> bool:
         """Whether the JAX at hand is the one that printed it."""

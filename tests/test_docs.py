@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -61,6 +62,19 @@ def test_programs_run_and_print_what_is_shown(name):
     for block, printed in outputs(PAGES[name]):
         if block.printed_here():
             assert printed == block.text, f"write it anew: python tests/doc_blocks.py docs/{name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block", [b for name in OWN for b in blocks(PAGES[name]) if b.needs], ids=lambda b: b.needs
+)
+def test_what_one_comes_from_runs_where_it_is_installed(block):
+    if importlib.util.find_spec(block.needs) is None:
+        pytest.skip(f"{block.needs} is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", block.text], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", OWN)
