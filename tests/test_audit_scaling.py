@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,8 @@ Step = Callable[..., Any]
 
 def kinds(fn: Step, *args: Any) -> set[str]:
     """What `audit` finds of loss scaling."""
-    return {f.kind for f in jaxmp.audit(fn, *args).findings} & {"not-scaled", "no-scale"}
+    of_scaling = {"not-scaled", "scaled-twice", "no-scale"}
+    return {f.kind for f in jaxmp.audit(fn, *args).findings} & of_scaling
 
 
 def loss_under(policy: str) -> Step:
@@ -122,6 +124,87 @@ def test_accumulated_in_a_scan() -> None:
     args = state_with(scaler()), jnp.stack([X, X]), jnp.stack([Y, Y])
     assert kinds(lambda *a: step(*a, plain), *args) == {"not-scaled"}
     assert kinds(lambda *a: step(*a, by_jaxmp), *args) == set()
+
+
+def divided(loss: Step, state: Any) -> Step:
+    def gradient(*args: Any) -> Any:
+        grads = by_jaxmp(loss, state)(*args)
+        return jax.tree.map(lambda g: g / jaxmp.loss_scale(state.opt_state), grads)
+
+    return gradient
+
+
+def divided_by_hand_alone(loss: Step, state: Any) -> Step:
+    def gradient(*args: Any) -> Any:
+        inverse = 1 / jaxmp.loss_scale(state.opt_state)
+        return jax.tree.map(lambda g: g * inverse, plain(loss, state)(*args))
+
+    return gradient
+
+
+def scaled_twice(loss: Step, state: Any) -> Step:
+    return by_jaxmp(lambda *args: jaxmp.scale_loss(loss(*args), state.opt_state), state)
+
+
+@pytest.mark.parametrize("gradient", [divided, divided_by_hand_alone, scaled_twice])
+@pytest.mark.parametrize("policy", [F16, BF16])
+def test_scaled_or_unscaled_once_too_often(gradient: Any, policy: str) -> None:
+    state = state_with(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
+    assert kinds(step_of(gradient, policy), state, X, Y) == {"scaled-twice"}
+    [found] = [
+        f
+        for f in jaxmp.audit(step_of(gradient, policy), state, X, Y).findings
+        if f.kind == "scaled-twice"
+    ]
+    said = "multiplied by the loss scale 2 times" if gradient is scaled_twice else "were divided by"
+    assert said in found.what
+
+
+class Net(nn.Module):
+    """What gradients go through on their way back."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.relu(nn.Dense(64)(x)).reshape(-1, 8, 8, 1)
+        x = nn.max_pool(nn.relu(nn.Conv(32, (3, 3))(x)), (2, 2), (2, 2)).reshape(-1, 4, 128)
+        x = x + nn.MultiHeadDotProductAttention(4)(x, x)
+        x = nn.Dropout(0.5, deterministic=False)(nn.LayerNorm()(x), rng=jax.random.key(0))
+        x = nn.RNN(nn.GRUCell(16))(x)
+        return nn.Dense(1)(jnp.concatenate([x[:, 0], x[:, -1] / jnp.linalg.norm(x[:, -1])], -1))
+
+
+@pytest.mark.parametrize(
+    "policy", [F16, BF16, f"{F16},matmul=float8", f"{BF16},matmul=int8", f"{F16},softmax=f16"]
+)
+@pytest.mark.parametrize("remat", [False, True])
+def test_no_false_alarm(policy: str, remat: bool) -> None:
+    model = jaxmp.wrap(Net(), policy)
+    params = model.init(jax.random.key(0), X)
+    state = jaxmp.TrainState.create(
+        apply_fn=model.apply,
+        params=params,
+        tx=jaxmp.dynamic_loss_scale(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3), optax.ema(0.9))
+        ),
+    )
+    apply = jax.checkpoint(model.apply) if remat else model.apply
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        out = apply(params, x)
+        return optax.huber_loss(out, y).mean() + 1e-4 * sum(
+            jnp.vdot(w, w) for w in jax.tree.leaves(params)
+        )
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def step(state: Any, x: Any, y: Any, times: Any, twice: bool) -> Any:
+        gradient = scaled_twice(loss, state) if twice else by_jaxmp(loss, state)
+        grads = gradient(state.params, x, y)
+        grads = jax.tree.map(lambda g: jnp.where(times > 0, g * times, 0), grads)
+        return state.apply_gradients(grads=grads)
+
+    assert kinds(step, state, X, Y, jnp.float32(0.5), False) == set()
+    if "matmul" not in policy:  # the scale of a quantised gradient is a scale and no factor
+        assert kinds(step, state, X, Y, jnp.float32(0.5), True) == {"scaled-twice"}
 
 
 class TestNNX:

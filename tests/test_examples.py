@@ -172,17 +172,22 @@ def test_train_lm_stopped_by_ctrl_c_goes_on_with_the_same_bits(tmp_path, monkeyp
     def train(folder, *, resume=False):
         return script.train("mixed_float16", size, 3, folder, resume=resume)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "tqdm", Interrupted)
-        for folder, how in [
-            (tmp_path, "--resume continues it"),
-            (None, "nothing is kept without --checkpoint"),
-        ]:
-            with pytest.raises(SystemExit) as error:
-                train(folder)
-            assert error.value.code == 130
-            said = f"mixed_float16: stopped at step 5 of 16; {how}\n"
-            assert capsys.readouterr().err.endswith(said)
+    # What a shell starts in the background ignores SIGINT, and the example leaves that so.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(script, "tqdm", Interrupted)
+            for folder, how in [
+                (tmp_path, "--resume continues it"),
+                (None, "nothing is kept without --checkpoint"),
+            ]:
+                with pytest.raises(SystemExit) as error:
+                    train(folder)
+                assert error.value.code == 130
+                said = f"mixed_float16: stopped at step 5 of 16; {how}\n"
+                assert capsys.readouterr().err.endswith(said)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert sorted(path.name for path in (tmp_path / "mixed_float16").iterdir()) == ["4", "5"]
 
     resumed, whole = train(tmp_path, resume=True), train(None)

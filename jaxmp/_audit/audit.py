@@ -17,7 +17,7 @@ from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbyt
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Seen, follow
 from jaxmp._audit.place import Place, is_ours, place_of, places_inside
 from jaxmp._audit.report import Finding, Operation, PrecisionReport
-from jaxmp._audit.scaling import FIXES, NO_SCALE, NOT_SCALED, Scaling, has_optimizer, is_scale
+from jaxmp._audit.scaling import FIXES, NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
@@ -66,7 +66,8 @@ def audit(
       "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
       "not-quantised" (a layer that the policy's recipe cannot multiply), "not-fused" (attention
       that no kernel computes, though the policy asks for it), "not-scaled" (gradients divided by a
-      loss scale that the loss was not multiplied by) and "no-scale" (a training step, told by the
+      loss scale that the loss was not multiplied by), "scaled-twice" (or divided by it by hand as
+      well) and "no-scale" (a training step, told by the
       state of an optax transformation, with a backward pass in float16 and no scaler).
       "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
       float32, for the reason given. Very small products are geometry, and no fault either.
@@ -210,9 +211,10 @@ class _Auditor:
             self._round_trip(eqn, operation, seen.known[0])
         else:
             self._sensitive(seen, operation)
-        if what := self.scaling.visit(seen, operation):
+        if found := self.scaling.visit(seen, operation):
+            kind, what = found
             where = operation.source, ""
-            self._note(NOT_SCALED, *where, what, FIXES[NOT_SCALED], operation.bytes, operation)
+            self._note(kind, *where, what, FIXES[kind], operation.bytes, operation)
         cause = seen.out.cause
         if cause is not None and cause.promoted and FLOAT32.name in operation.out_dtypes:
             size = sum(map(nbytes, eqn.outvars)) * place.times

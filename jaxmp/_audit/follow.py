@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax.extend.core as jex_core
 import numpy as np
 
+from jaxmp._audit.degree import Degree, alike, degree_of, degree_of_literal
 from jaxmp._audit.place import Place, is_ours, place_inside, place_of, place_unknown
 from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.licences import is_small
@@ -89,6 +90,7 @@ class Known(NamedTuple):
       narrowed: whether it is a 16-bit value that autocast narrowed, or computed from one.
       fixed: whether it is made in the program from literals alone, or a small constant.
       scaled: whether it is made of the scale of a loss.
+      degree: how often it has that scale as a factor: see `degree.py`.
     """
 
     why: Cause | Promoted | None = None
@@ -96,6 +98,7 @@ class Known(NamedTuple):
     narrowed: bool = False
     fixed: bool = False
     scaled: bool = False
+    degree: Degree = None
 
     @property
     def cause(self) -> Cause | None:
@@ -123,7 +126,6 @@ class Seen(NamedTuple):
 
 ARRAY = "the constant array "
 NOTHING = Known()
-_LITERAL = Known(fixed=True)
 Visit = Callable[[Seen], None]
 
 
@@ -136,7 +138,7 @@ def follow(jaxpr: Any, labels: Sequence[str], scales: Sequence[bool], visit: Vis
       scales: whether each is the scale of a loss.
       visit: is called in order; for the body of a scan once.
     """
-    known = [Known(scaled=scale) for scale in scales]
+    known = [Known(scaled=scale, degree=int(scale)) for scale in scales]
     _Follower(visit).run(jaxpr, known, list(labels), Place())
 
 
@@ -158,14 +160,16 @@ class _Follower:
         env: dict[Any, Known] = dict(zip(opened.invars, known, strict=True))
         label: dict[Any, str] = dict(zip(opened.invars, labels, strict=True))
         for var, const in zip(opened.constvars, closed(jaxpr).consts, strict=False):
-            env[var] = Known(fixed=hasattr(const, "size") and is_small(const))
+            env[var] = Known(fixed=hasattr(const, "size") and is_small(const), degree=0)
         for var in opened.constvars:
             what = ARRAY if getattr(var.aval, "ndim", 0) else "the constant "
             label[var] = f"{what}{short_type(var)}"
         uses = _uses(opened)
 
         def read(atom: Any) -> Known:
-            found = _LITERAL if _is_literal(atom) else env.get(atom, NOTHING)
+            if isinstance(atom, jex_core.Literal):
+                return Known(fixed=True, degree=degree_of_literal(atom.val))
+            found = env.get(atom, NOTHING)
             if found.cast is not None and uses[atom] > 1:
                 return found._replace(cast=found.cast._replace(only=False))
             return found
@@ -185,6 +189,7 @@ class _Follower:
                     narrowed=_narrowed(eqn, operands),
                     fixed=_is_made(eqn, operands),
                     scaled=any(known.scaled for known in operands),
+                    degree=degree_of(eqn, [known.degree for known in operands]),
                 )
                 outs = [out] * len(eqn.outvars)
                 if not silent:
@@ -285,6 +290,7 @@ def _either(known: Sequence[Known]) -> Known:
         narrowed=any(k.narrowed for k in known),
         fixed=all(k.fixed for k in known),
         scaled=any(k.scaled for k in known),
+        degree=alike(k.degree for k in known),
     )
 
 

@@ -19,6 +19,7 @@ from jaxmp._autocast.product_report import Product, Quantised
 # the last are faults, of the program or of what it is audited for.
 KINDS = {
     "not-scaled": "gradients of a loss that was not scaled",
+    "scaled-twice": "gradients scaled or unscaled once too often",
     "no-scale": "backward pass in float16 without a loss scale",
     "float32-contraction": "contraction in float32",
     "emulated": "contraction in a dtype that this device emulates",

@@ -16,10 +16,13 @@ from jaxmp._jaxprs.source import in_scope
 
 FLOAT16 = np.dtype(np.float16)
 NOT_SCALED = "not-scaled"
+SCALED_TWICE = "scaled-twice"
 NO_SCALE = "no-scale"
 FIXES = {
     NOT_SCALED: "differentiate with jaxmp.value_and_grad(loss_fn, opt_state), with the "
     "value_and_grad of the train state, or what jaxmp.scale_loss(loss, opt_state) returns",
+    SCALED_TWICE: "scale the loss in one place and divide nothing by hand: the optimizer divides "
+    "gradients of a loss that was multiplied once, and clips behind that",
     NO_SCALE: "jaxmp.loss_scale_for(policy, optimizer), and gradients of a scaled loss",
 }
 
@@ -46,20 +49,34 @@ class Scaling:
         self._unscales = False
         self._in_float16: list[Operation] = []
 
-    def visit(self, seen: Seen, operation: Operation) -> str:
-        """Says of an equation that it divides gradients of a loss that was not multiplied."""
+    def visit(self, seen: Seen, operation: Operation) -> tuple[str, str] | None:
+        """Says of an equation that it divides what does not have the scale as its one factor.
+
+        Returns:
+          The kind of finding, and the finding in words.
+        """
         eqn = seen.eqn
         if eqn.primitive.name in CONTRACTIONS and operation.backward:
             self._backward = True
             if FLOAT16 in map(dtype_of, eqn.invars[:2]) and not seen.out.scaled:
                 self._in_float16.append(operation)
         if eqn.primitive.name != "mul" or not in_scope(eqn, UNSCALE):
-            return ""
+            return None
         self._unscales = True
         grad, inverse = seen.known
-        if not self._backward or grad.scaled or not inverse.scaled:
-            return ""
-        return "gradients are divided by a loss scale that the loss was not multiplied by"
+        if not self._backward or not inverse.scaled:
+            return None
+        if not grad.scaled:
+            what = "gradients are divided by a loss scale that the loss was not multiplied by"
+            return NOT_SCALED, what
+        if inverse.degree != -1 or not isinstance(grad.degree, int) or grad.degree == 1:
+            return None
+        if grad.degree < 1:
+            what = "gradients were divided by the loss scale before the optimizer divides them"
+        else:
+            what = f"the loss was multiplied by the loss scale {grad.degree} times, and its "
+            what += "gradients are divided by it once"
+        return SCALED_TWICE, what
 
     def unscaled(self) -> list[Operation]:
         """Contractions in float16 in the backward pass, of a program without a loss scale."""

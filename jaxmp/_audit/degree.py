@@ -1,0 +1,83 @@
+"""How often a value has the loss scale as a factor, by dimensional analysis.
+
+A gradient of a scaled loss has it once, for the backward pass is linear; one that was divided by it
+has not. A value of zeros has it as often as one likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal
+
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+
+from jaxmp._autocast.primitives import LOW as CONTRACTIONS
+from jaxmp._autocast.primitives import classify
+from jaxmp._jaxprs.attributes import exponent
+from jaxmp._jaxprs.compat import dtype_of
+
+ZEROS: Final = "zeros"
+# None: it cannot be told.
+Degree = int | Literal["zeros"] | None
+
+# What has as many factors as each of its operands.
+_LINEAR = frozenset(
+    [
+        *("abs", "add", "add_any", "convert_element_type", "cumsum", "imag", "max", "min", "neg"),
+        *("pmax", "pmin", "psum", "real", "reduce_max", "reduce_min", "reduce_sum"),
+        *("concatenate", "dynamic_update_slice", "pad", "scatter", "scatter-add", "select_n"),
+        *("reduce_window_sum", "select_and_gather_add", "select_and_scatter_add", "sub"),
+    ]
+)
+_PRODUCTS = frozenset(["mul", "integer_pow", "square", "div", *CONTRACTIONS])
+
+
+def alike(degrees: Iterable[Degree]) -> Degree:
+    """That of a value which is one of several, or their sum.
+
+    Example:
+      >>> alike([1, ZEROS, 1]), alike([1, 0])
+      (1, None)
+    """
+    several = {degree for degree in degrees if degree != ZEROS}
+    if len(several) > 1:
+        return None
+    return several.pop() if several else ZEROS
+
+
+def degree_of(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
+    """That of the results of an equation, by those of its operands."""
+    name = eqn.primitive.name
+    if name in _LINEAR or classify(name, eqn.params) == "transparent":
+        # Not of what it is indexed or chosen by.
+        floating = [d for d, v in zip(degrees, eqn.invars, strict=True) if _is_floating(v)]
+        return alike(floating or degrees)
+    if name in _PRODUCTS:
+        return _of_product(eqn, degrees)
+    return 0 if all(degree in (0, ZEROS) for degree in degrees) else None
+
+
+def degree_of_literal(value: Any) -> Degree:
+    """That of a number which is written in the program."""
+    return 0 if value else ZEROS
+
+
+def _of_product(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
+    known = [degree for degree in degrees if isinstance(degree, int)]
+    if len(known) < len(degrees):
+        return ZEROS if ZEROS in degrees and None not in degrees else None
+    match eqn.primitive.name:
+        case "div":
+            return known[0] - known[1]
+        case "square":
+            return 2 * known[0]
+        case "integer_pow":
+            return exponent(eqn.params) * known[0]
+        case _:
+            return sum(known)
+
+
+def _is_floating(atom: Any) -> bool:
+    dtype = dtype_of(atom)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
