@@ -41,7 +41,7 @@ _MAKE_STEP = "make_step(policy, seed), which returns (state, step) or (state, st
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code: 1 for what ``--fail-on`` found, 2 for a mistake.
 
-    Ctrl-C ends it with 130.
+    Ctrl-C ends it with 130, and a closed pipe, as of ``| head``, with 141.
 
     A mistake that jaxmp finds is told in one line. What the user's own code raises is not caught.
 
@@ -55,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `... | head`: what is left is for nobody
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         kept = "; the same command goes on with what is finished" if "out" in args else ""
         print(f"\njaxmp: stopped{kept}", file=sys.stderr)

@@ -375,7 +375,11 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
             f"get_policy: {str(spec)!r} is a recipe, the matmul of a policy: say "
             f"'mixed_bfloat16,matmul={spec}', or Policy(..., matmul=recipe)."
         )
-    hint = " For policies by path: jaxmp.PolicyMap(paths, default=policy)." * isinstance(spec, dict)
+    hint = ""
+    if isinstance(spec, dict):
+        hint = " For policies by path: jaxmp.PolicyMap(paths, default=policy)."
+    elif callable(spec) and not isinstance(spec, type):
+        hint = " The function or module comes first, the policy second: are the two swapped?"
     try:
         dtype = parse_dtype(spec, "get_policy")
     except TypeError:

@@ -218,3 +218,16 @@ def test_bad_calls_are_refused():
     for wrong in (loss_fn, lambda p, b: (1.0, 2.0, 3.0), lambda p, b: (jnp.ones(3), p)):
         with pytest.raises(TypeError, match=r"grad_fn must return \(loss, grads\)"):
             accumulate_gradients(wrong, 2)(PARAMS, BATCH)
+
+
+def test_an_uncut_argument_is_named():
+    """Beside JAX's error on the shapes, which does not tell that half the batch was not cut."""
+    grad_fn = jax.value_and_grad(lambda w, x, y: jnp.mean((x @ w - y) ** 2))
+    w, x, y = jnp.ones(3), jnp.ones((8, 3)), jnp.ones(8)
+    with pytest.raises(TypeError) as raised:
+        accumulate_gradients(grad_fn, 2)(w, x, y)
+    assert "batch_argnums=(1, 2)" in raised.value.__notes__[-1]
+    accumulate_gradients(grad_fn, 2, batch_argnums=(1, 2))(w, x, y)
+    with pytest.raises(TypeError) as raised:
+        accumulate_gradients(grad_fn, 2)(w, x, y[:3])
+    assert not any("batch_argnums" in note for note in getattr(raised.value, "__notes__", ()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
 import sys
 import types
 
@@ -229,6 +231,15 @@ def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
     options = ["--policies", "bfloat16", "--steps", "1", "--out", "x"]
     assert cli.main(["validate", "os.path:join", *options]) == 130
     assert "the same command goes on with what is finished" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_is_no_traceback():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "jaxmp", "devices"]
+    with os.fdopen(writing, "w") as closed:
+        run = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (run.returncode, run.stderr) == (141, "")
 
 
 def test_the_kinds_of_findings_are_in_the_help(capsys):

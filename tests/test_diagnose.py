@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 import jaxmp
+from jaxmp import numerics
 from jaxmp.numerics import Fault, NumericsReport
 
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -348,3 +349,20 @@ def test_what_is_converted_is_named_with_its_line_and_what_no_loss_scale_mends()
 def test_between_which_loss_scales_gradients_are_kept() -> None:
     text = str(jaxmp.diagnose(lambda w, x: jnp.mean(x @ w), "mixed_float16")(jnp.eye(16), X))
     assert "\nloss scale    1; gradients stay finite up to " in text
+
+
+def test_where_no_loss_scale_suits_all_gradients_it_says_so() -> None:
+    def loss_fn(params, x):
+        return jnp.sum(x @ params["a"] * 1e-7) + jnp.sum(x @ params["b"] * 1e4)
+
+    params = {"a": jnp.eye(16), "b": jnp.eye(16)}
+    report = jaxmp.diagnose(loss_fn, "mixed_float16")(params, X)
+    assert report.smallest_loss_scale > report.largest_loss_scale
+    assert ": none suits all" in str(report)
+
+
+def test_what_cannot_announce_is_refused() -> None:
+    with pytest.raises(TypeError, match="diagnose: announce is called with a line of text"):
+        jaxmp.diagnose(jnp.sin, "mixed_float16", announce=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="capture: announce is called with a line of text"):
+        numerics.capture(jnp.sin, None, X, announce=True)  # type: ignore[arg-type]

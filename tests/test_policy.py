@@ -18,6 +18,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
+import jaxmp
 from jaxmp import Policy, dtypes, get_policy
 from jaxmp.policy_string import OP_CLASSES
 
@@ -428,3 +429,9 @@ def test_the_wrong_type_says_what_it_takes(spec):
     message = r"get_policy: takes a string such as .*, a Policy, a jmp.Policy or a dtype; got .* of"
     with pytest.raises(TypeError, match=message):
         get_policy(spec)
+
+
+@pytest.mark.parametrize("fn", [jaxmp.autocast, jaxmp.wrap, jaxmp.explain, jaxmp.diagnose])
+def test_swapped_arguments_are_told(fn):
+    with pytest.raises(TypeError, match="the policy second: are the two swapped"):
+        fn("mixed_bfloat16", np.sin)

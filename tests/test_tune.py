@@ -231,6 +231,8 @@ def test_the_table_names_modules_shares_and_what_was_measured(small):
         ({"batches": 3}, "batches must be several"),
         ({"batches": SCOPED_X}, r"as in \[batch\]; got an array"),
         ({"batches": {"x": SCOPED_X}}, r"as in \[batch\]; got 'dict'"),
+        ({"announce": True}, "announce is called with a line of text: give print"),
+        ({"loss_fn": lambda p, x, y: p["a"]}, r"a batch is one argument.*\(p, x, y\): missing"),
         ({"params": {"a": jnp.arange(3)}}, r"params\['a'\] has int32"),
     ],
 )

@@ -30,6 +30,15 @@ def check_arguments(args: Sequence[Any], argnums: int | Sequence[int]) -> list[i
     return [i % len(args) for i in several] if args else []
 
 
+def check_announce(name: str, announce: Any) -> None:
+    """Raises unless `announce` is None or can be called with a line of text."""
+    if announce is not None and not callable(announce):
+        raise TypeError(
+            f"{name}: announce is called with a line of text: give print, for example; "
+            f"got {announce!r}"
+        )
+
+
 def returns_aux(fn: Callable[..., Any], args: Any) -> bool | None:
     """Whether a loss function returns more than the loss; None if it returns no loss."""
     traced = trace(fn, args, {})

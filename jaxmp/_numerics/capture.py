@@ -20,6 +20,7 @@ from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._jaxprs.threaded import Extra, Extras
 from jaxmp._jaxprs.trace import Traced, trace
 from jaxmp._numerics.arguments import (
+    check_announce,
     check_arguments,
     is_differentiable,
     labels_of,
@@ -276,6 +277,7 @@ def capture(
       >>> [(o.site.op, o.site.dtype, o.nan) for o in run.origins()]
       [('dot_general', 'float16', False)]
     """
+    check_announce("capture", announce)
     options = Options(argnums, grad, loss_scale, wide, sites, twins)
     prepared = prepare(fn, policy, args, options)
     count = len(prepared.program.sites)

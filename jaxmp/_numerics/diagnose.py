@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._numerics.arguments import check_announce
 from jaxmp._numerics.capture import Capture, Measured, capture
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.readings import Readings
@@ -192,6 +193,8 @@ class NumericsReport(Readings):
         if forward is not None:
             said = f"none mends the {forward.site.op} above, which is forward; the rest of the "
             said += f"gradients stays finite up to {self.largest_loss_scale:g}"
+        if self.smallest_loss_scale > self.largest_loss_scale:
+            return f"{said}, and normal only from {self.smallest_loss_scale:g}: none suits all"
         return f"{said}, and normal from {self.smallest_loss_scale:g}"
 
     def _gradients(self) -> list[Measured]:
@@ -294,6 +297,7 @@ def diagnose(
       >>> [site.op for site in report.predicted if not site.backward]
       ['dot_general']
     """
+    check_announce("diagnose", announce)
     capturing = functools.partial(
         capture, argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.marks import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
+from jaxmp._numerics.arguments import check_announce
 from jaxmp._numerics.tune_costs import Costs, Multiplied
 from jaxmp._numerics.tune_paths import (
     FLOAT32,
@@ -123,7 +125,9 @@ def tune(
     Source: Model-Optimizer's AutoQuantize; see `jaxmp/_numerics/tune_scores.py`.
     """
     check_callable("tune", loss_fn)
+    check_announce("tune", announce)
     batches = _batches(batches)
+    _check_takes_a_batch(loss_fn)
     check_sizes("tune", (params, batches[0]))
     _check_params(params)
     if probes < 1:
@@ -170,6 +174,20 @@ def _batches(batches: Iterable[Any]) -> list[Any]:
     if not several:
         raise ValueError("tune: batches is empty; give at least one batch")
     return several
+
+
+def _check_takes_a_batch(loss_fn: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # of some callables there is none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"tune: loss_fn is called as loss_fn(params, batch), where a batch is one argument: an "
+            f"item of batches, such as a tuple (x, y); that of loss_fn{signature}: {error}"
+        ) from None
 
 
 def _check_params(params: Any) -> None:

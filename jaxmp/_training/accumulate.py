@@ -114,7 +114,16 @@ def accumulate_gradients(
 
         # `jax.eval_shape` would lose the sharding over a mesh of which one axis is explicit.
         first = jax.tree.map(lambda x: x[0], pieces)
-        traced, shapes = jax.make_jaxpr(run, return_shape=True)(first, state)
+        try:
+            traced, shapes = jax.make_jaxpr(run, return_shape=True)(first, state)
+        except Exception as error:
+            if uncut := _as_long(args, argnums):
+                error.add_note(
+                    f"accumulate_gradients: batch_argnums={batch_argnums} cuts no other argument; "
+                    f"{uncut} is as long as the batch. If it belongs to it: "
+                    f"batch_argnums={(*argnums, uncut)}."
+                )
+            raise
         (value, grads), after = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
         has_aux = isinstance(value, tuple)
         like = (value[0] if has_aux else value, grads)
@@ -132,6 +141,21 @@ def accumulate_gradients(
         return ((loss, aux) if has_aux else loss), grads
 
     return accumulated
+
+
+def _as_long(args: tuple[Any, ...], argnums: tuple[int, ...]) -> int | None:
+    """The first argument that is not cut though its arrays are as long as those that are.
+
+    The first one of all is the parameters.
+    """
+    cut = {i % len(args) for i in argnums}
+    length = next((jnp.shape(leaf)[0] for leaf in jax.tree.leaves(args[min(cut)])), None)
+    for i, arg in enumerate(args):
+        leaves = jax.tree.leaves(arg)
+        long = all(jnp.shape(leaf)[:1] == (length,) for leaf in leaves)
+        if i and i not in cut and leaves and long:
+            return i
+    return None
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
