@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -231,3 +233,18 @@ def test_an_uncut_argument_is_named():
     with pytest.raises(TypeError) as raised:
         accumulate_gradients(grad_fn, 2)(w, x, y[:3])
     assert not any("batch_argnums" in note for note in getattr(raised.value, "__notes__", ()))
+
+
+def test_pieces_of_one_example_do_not_broadcast_without_a_word():
+    """A piece's (1,) against all (8,) has a shape, so that no error tells."""
+    grad_fn = jax.value_and_grad(lambda w, x, y: jnp.mean((x @ w - y) ** 2))
+    w, x, y = jnp.ones(3), jnp.ones((8, 3)), jnp.ones(8)
+    with pytest.warns(UserWarning, match=r"argument 2 is as long .* batch_argnums=\(1, 2\)"):
+        accumulate_gradients(grad_fn, 8)(w, x, y)
+    with pytest.warns(UserWarning, match="y= is as long as the batch and is not cut"):
+        accumulate_gradients(grad_fn, 8)(w, x, y=y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulate_gradients(grad_fn, 8, batch_argnums=(1, 2))(w, x, y)
+        accumulate_gradients(grad_fn, 8)(w, x, y[:1])
+        accumulate_gradients(grad_fn, 1)(w, x, y)

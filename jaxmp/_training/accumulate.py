@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -117,13 +118,10 @@ def accumulate_gradients(
         try:
             traced, shapes = jax.make_jaxpr(run, return_shape=True)(first, state)
         except Exception as error:
-            if uncut := _as_long(args, argnums):
-                error.add_note(
-                    f"accumulate_gradients: batch_argnums={batch_argnums} cuts no other argument; "
-                    f"{uncut} is as long as the batch. If it belongs to it: "
-                    f"batch_argnums={(*argnums, uncut)}."
-                )
+            if uncut := _as_long(args, kwargs, argnums):
+                error.add_note(f"accumulate_gradients: {uncut}.")
             raise
+        _warn_of_broadcasting(first, _as_long(args, kwargs, argnums) if microbatches > 1 else "")
         (value, grads), after = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
         has_aux = isinstance(value, tuple)
         like = (value[0] if has_aux else value, grads)
@@ -143,19 +141,38 @@ def accumulate_gradients(
     return accumulated
 
 
-def _as_long(args: tuple[Any, ...], argnums: tuple[int, ...]) -> int | None:
-    """The first argument that is not cut though its arrays are as long as those that are.
+def _as_long(args: tuple[Any, ...], kwargs: dict[str, Any], argnums: tuple[int, ...]) -> str:
+    """What to say of the first argument that is not cut though it is as long as those that are.
 
-    The first one of all is the parameters.
+    The first one of all is the parameters. Empty if there is none.
     """
-    cut = {i % len(args) for i in argnums}
-    length = next((jnp.shape(leaf)[0] for leaf in jax.tree.leaves(args[min(cut)])), None)
-    for i, arg in enumerate(args):
+    cut = sorted({i % len(args) for i in argnums})
+    length = next((jnp.shape(leaf)[0] for leaf in jax.tree.leaves([args[i] for i in cut])), None)
+
+    def is_long(arg: Any) -> bool:
         leaves = jax.tree.leaves(arg)
-        long = all(jnp.shape(leaf)[:1] == (length,) for leaf in leaves)
-        if i and i not in cut and leaves and long:
-            return i
-    return None
+        return bool(leaves) and all(jnp.shape(leaf)[:1] == (length,) for leaf in leaves)
+
+    said = "{} is as long as the batch and is not cut; if it belongs to the batch, {}"
+    for i, arg in enumerate(args):
+        if i and i not in cut and is_long(arg):
+            return said.format(f"argument {i}", f"give batch_argnums={(*cut, i)}")
+    for name, arg in kwargs.items():
+        if is_long(arg):
+            return said.format(f"{name}=", "give it by position and name that in batch_argnums")
+    return ""
+
+
+def _warn_of_broadcasting(piece: Any, uncut: str) -> None:
+    """Warns if a piece is one example, and so meets what is uncut without an error."""
+    if uncut and any(x.shape[:1] == (1,) for x in jax.tree.leaves(piece)):
+        warnings.warn(
+            f"accumulate_gradients: {uncut}. A piece here is one example, which broadcasts "
+            "against all of those. If it does not belong to the batch, bind it with "
+            "functools.partial.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _pair(out: Any) -> tuple[Any, Any]:
