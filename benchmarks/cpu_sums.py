@@ -1,4 +1,4 @@
-"""How far off the CPU backend's bfloat16 sums are: the limit that README states.
+"""How far off the CPU backend's bfloat16 sums are: what docs/limits.md says of it.
 
     python benchmarks/cpu_sums.py
     XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type= python benchmarks/cpu_sums.py

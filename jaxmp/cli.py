@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
+import jaxlib
 
+from jaxmp import __version__
 from jaxmp._audit.audit import audit
 from jaxmp._audit.report import FAULTS, KINDS
 from jaxmp._command_functions import TAKES, attribute_of, load
@@ -25,6 +29,7 @@ from jaxmp._preflight.pays_table import when_it_pays
 from jaxmp._preflight.preflight import CompilerMissingError, preflight
 from jaxmp.devices import chips, describe
 
+_AUDITS = "what is float32 in a program, what it costs, and the line to blame"
 _AUDIT = "python -m jaxmp audit lm_step:small --policy mixed_bfloat16"
 _PREFLIGHT = (
     "python -m jaxmp preflight lm_step:base --target gpu-h100 --policy float32 \\\n"
@@ -35,6 +40,10 @@ _VALIDATE = (
     "      --policies mixed_bfloat16 --steps 300 --out validate_lm --depends-on train_lm.py"
 )
 _DEVICES = "python -m jaxmp devices"
+_UNKNOWN = (
+    "no figures of it, only of TPUs and NVIDIA GPUs: for one of those audit and preflight judge "
+    "with --target"
+)
 _MAKE_STEP = "make_step(policy, seed), which returns (state, step) or (state, step, evaluate)"
 
 
@@ -82,12 +91,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxmp",
         description="Shows what a JAX program does in which precision, what it will cost, and "
         "whether it trains to the same. The program need not use jaxmp.",
-        epilog="`python -m jaxmp COMMAND --help` has a command's options and an example.",
+        epilog="`python -m jaxmp COMMAND --help` has a command's options and an example. explain, "
+        "diagnose, tune and monitor are functions: python -c 'import jaxmp; help(jaxmp.explain)'.",
     )
     parser.set_defaults(run=functools.partial(_list_commands, parser))
+    parser.add_argument(
+        "--version", action="version", version=_versions(), help="of jaxmp, Python, JAX and Flax"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
 
-    command = _add(commands, "audit", "which operation runs in which dtype, and why", _AUDIT)
+    command = _add(commands, "audit", _AUDITS, _AUDIT)
     _add_function(command)
     command.add_argument("--policy", help="audit jaxmp.autocast(fn, policy)")
     command.add_argument(
@@ -99,8 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         choices=KINDS,
         metavar="KIND",
-        help=f"exit with 1 if there is such a finding; one of {', '.join(FAULTS)}, or of what is "
-        f"no fault {', '.join(KINDS.keys() - set(FAULTS))}; repeatable",
+        help=f"exit with 1 if there is such a finding; one of {', '.join(FAULTS)}; also "
+        f"{', '.join(KINDS.keys() - set(FAULTS))}, which is no fault; repeatable",
     )
     command.set_defaults(run=_audit)
 
@@ -150,11 +163,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("function", metavar="module:function", help=_MAKE_STEP)
     command.add_argument("--json", action="store_true", help="print JSON, without the runs")
     command.add_argument(
-        "--policies", nargs="+", required=True, metavar="POLICY", help="what to compare"
+        "--policies",
+        "--policy",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="POLICY",
+        help="what to compare; repeatable",
     )
-    command.add_argument("--steps", type=int, required=True, metavar="N", help="of each run")
+    command.add_argument("--steps", type=int, required=True, metavar="N", help="steps of each run")
     command.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="how many; default: %(default)s"
+        "--seeds", type=int, default=3, metavar="N", help="how many seeds; default: %(default)s"
     )
     command.add_argument(
         "--out",
@@ -206,6 +225,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_devices)
     return parser
+
+
+def _versions() -> str:
+    others = [f"{package.__name__} {package.__version__}" for package in (jax, jaxlib, flax)]
+    return ", ".join([f"jaxmp {__version__}", *others, f"Python {platform.python_version()}"])
 
 
 def _add(commands: Any, name: str, summary: str, example: str) -> argparse.ArgumentParser:
@@ -326,7 +350,7 @@ def _devices(args: argparse.Namespace) -> int:
     for i, device in enumerate(devices):
         rates = ", ".join(f"{dtype} {rate:g}" for dtype, rate in device.tflops.items())
         memory = f", {device.hbm_bytes / 2**30:.0f} GiB" if device.hbm_bytes else ""
-        known = f"{device.chip}{memory}; TFLOP/s: {rates}" if device.chip else "not in the tables"
+        known = f"{device.chip}{memory}; TFLOP/s: {rates}" if device.chip else _UNKNOWN
         print(f"{i}: {device.kind} ({device.platform}): {known}")
     return 0
 

@@ -266,6 +266,26 @@ def test_devices_as_json(capsys):
     assert json.loads(capsys.readouterr().out)
 
 
+def test_a_device_without_figures_is_told_of_what_has_some(capsys):
+    assert cli.main(["devices"]) == 0
+    assert "no figures of it, only of TPUs and NVIDIA GPUs" in capsys.readouterr().out
+
+
+def test_the_versions(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["--version"])
+    assert error.value.code == 0
+    assert f"jax {jax.__version__}" in capsys.readouterr().out
+
+
+def test_policies_are_named_as_by_the_other_commands():
+    """Each one after --policy, or several after one --policies."""
+    rest = ["--steps", "1", "--out", "x"]
+    for words in (["--policies", "a", "b"], ["--policy", "a", "--policy", "b"]):
+        args = cli._parser().parse_args(["validate", "m:f", *words, *rest])
+        assert args.policies == ["a", "b"]
+
+
 def test_the_table_of_chips_is_nobodys_to_change():
     chips()["gpu-t4"]["tflops"]["bfloat16"] = 1e9
     chips().pop("tpu-v5e")

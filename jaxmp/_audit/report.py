@@ -94,11 +94,11 @@ class Finding:
     """Something that costs more than it must, or is less precise than it should be.
 
     Attributes:
-      kind: "float32-contraction", "emulated", "promotion", "sensitive-low", "round-trip",
-        "misaligned", "residual", "not-quantised", "not-fused", or for what is no fault
-        "intended-float32": a contraction that is in float32 because the author or a policy says so
-        (`precision=`, a region, a solver), or because autocast keeps it (geometry, signal
-        processing).
+      kind: "not-scaled", "scaled-twice", "no-scale", "float32-contraction", "emulated",
+        "promotion", "sensitive-low", "round-trip", "misaligned", "residual", "not-quantised",
+        "not-fused", or for what is no fault "intended-float32": a contraction that is in float32
+        because the author or a policy says so (`precision=`, a region, a solver), or because
+        autocast keeps it (geometry, signal processing).
       source: the line to blame, ``file.py:line``.
       path: the module path there.
       what: what is the case.

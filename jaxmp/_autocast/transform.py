@@ -77,10 +77,10 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
       in whichever dtype the enclosing program wants.
 
     Raises:
-      TypeError: if `fn` is not callable; at a call, if its result holds arrays where JAX does not
-        see them: in an object that is no pytree, in what a function closes over.
+      TypeError: if `fn` is not callable, or is a Flax Linen module; at a call, if its result holds
+        arrays where JAX does not see them: in an object that is no pytree, in what a function
+        closes over.
       ValueError: if the policy is malformed or computes in anything but 16 bits or float32.
-      TypeError: if `fn` is not callable, or is a Flax Linen module.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp

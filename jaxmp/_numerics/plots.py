@@ -203,9 +203,7 @@ def figure_of(what: str) -> Any:
     try:
         return importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
-        raise ImportError(
-            f"{what} needs Matplotlib: pip install 'jaxmp[plots]', or matplotlib itself"
-        ) from error
+        raise ImportError(f"{what} needs Matplotlib: python -m pip install matplotlib") from error
 
 
 def save_figure(figure: Any, path: Path | str) -> None:

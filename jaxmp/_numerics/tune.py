@@ -84,8 +84,9 @@ def tune(
 
     Args:
       loss_fn: from params and a batch to the loss, or to it and something else; float32 throughout,
-        not wrapped, and twice differentiable. Modules are told by their named scopes: Flax Linen's,
-        and those of `jax.named_scope`; a function without any is one module.
+        not wrapped, and twice differentiable. Modules are told by their named scopes: Flax Linen's
+        and those of `jax.named_scope`; of an NNX module given as `params`, by its attributes. A
+        function without any is one module.
       params: a pytree of float arrays, such as Linen's parameters, or an NNX module.
       batches: a few batches of training, preferably of the middle of it.
       budget: what 1 - cosine may be, of the gradients and float32's, of each batch.

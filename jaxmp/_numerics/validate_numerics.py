@@ -91,8 +91,8 @@ def check_cpu_sums(policies: Iterable[Any]) -> None:
         flag = compat.CPU_SUMS_FLAG or "--xla_cpu_experimental_ynn_fusion_type="
         raise RuntimeError(
             f"validate: on CPU, JAX {jax.__version__} sums some bfloat16 products in bfloat16, "
-            "weight gradients among them, and is off by up to 26%: that would be measured instead "
-            f"of the policy. Set XLA_FLAGS={flag} in the environment before the program starts, or "
+            "weight gradients among them: that would be measured instead of the policy. "
+            f"Set XLA_FLAGS={flag} in the environment before the program starts, or "
             'with os.environ["XLA_FLAGS"] before anything is computed; python -m jaxmp validate '
             "does it by itself."
         )

@@ -26,7 +26,7 @@ def plot_runs(report: Any, path: str | os.PathLike[str]) -> None:
     """Draws a `ValidationReport` (whose file imports this one) into a file."""
     if not importlib.util.find_spec("matplotlib"):
         raise ImportError(
-            "ValidationReport.plot: needs matplotlib: python -m pip install 'jaxmp[plots]'"
+            "ValidationReport.plot: needs matplotlib: python -m pip install matplotlib"
         )
     from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
 

@@ -97,7 +97,7 @@ class ValidationReport:
           path: of the file, with the ending of its format, such as ``.png``.
 
         Raises:
-          ImportError: if matplotlib is not installed: the extra ``jaxmp[plots]``.
+          ImportError: if matplotlib is not installed: the extra ``plots``.
         """
         plot_runs(self, path)
 

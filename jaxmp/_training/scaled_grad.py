@@ -58,6 +58,10 @@ def loss_scale(opt_state: Any) -> jax.Array:
 def step_was_finite(opt_state: Any) -> jax.Array:
     """Tells whether the last step was applied: bool[], True before the first and without a scaler.
 
+    Without one nothing is left out, and what is not finite goes into the parameters:
+    `static_loss_scale(inner, 1.0)` leaves such steps out in bfloat16 and float32, too, and
+    `monitor` sees them.
+
     Use it to leave other updates of a skipped step out too, such as BatchNorm averages:
     `jaxmp.tree.select(step_was_finite(opt_state), new, old)`.
 
