@@ -5,6 +5,7 @@ The default suite runs on CPU; `-m gpu` and `-m tpu` leave the choice of the pla
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import re
@@ -19,6 +20,9 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A worker comes to hold millions of traced objects, through which Python's collector goes again
+    # and again: 8 % of the time.
+    gc.set_threshold(50_000, 20, 20)
     flags = os.environ.get("XLA_FLAGS", "")
     if DEVICE_COUNT_FLAG not in flags:
         flags = f"{flags} {DEVICE_COUNT_FLAG}=8"
@@ -48,10 +52,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             f"--share takes I/N, such as 1/2; got {config.getoption('share')!r}"
         )
     mine, shares = int(read[1]), int(read[2])
-    # By its name alone, so that a test stays in its share when others come and go.
-    kept = [i for i in items if zlib.crc32(i.nodeid.encode()) % shares == mine - 1]
+    kept = [i for i in items if zlib.crc32(_together(i).encode()) % shares == mine - 1]
     config.hook.pytest_deselected(items=[i for i in items if i not in set(kept)])
     items[:] = kept
+
+
+def _together(item: pytest.Item) -> str:
+    """What a share has all of or nothing: a test, by its name alone, so that it stays in its share
+    when others come and go; in a file that names a parameter `TOGETHER`, all tests of one value,
+    for which things are compiled once.
+    """
+    parameter = getattr(getattr(item, "module", None), "TOGETHER", None)
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return f"{item.path.name}[{params[parameter]}]" if parameter in params else item.nodeid
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

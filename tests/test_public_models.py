@@ -71,6 +71,7 @@ COMPILER_OPTIONS = {
 
 
 pytestmark = slow_when(lambda name: name not in REPRESENTATIVE)
+TOGETHER = "name"  # tests/conftest.py: one model's tests share what they compile
 
 
 @pytest.fixture(scope="module", params=BUILDERS)
