@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 
 import jax
@@ -22,6 +24,7 @@ LIMITS = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 
 def test_every_fenced_block_is_a_program_or_output():
     assert [block.language for block in blocks(README)] == [
+        "text",
         "diff",
         "diff",
         "python",
@@ -94,6 +97,12 @@ def test_the_files_that_commands_name_exist():
 def test_output_names_the_version_that_printed_it():
     for block in blocks(README):
         assert block.language != "text" or "JAX 0.12" in block.above[-50:]
+
+
+def test_what_the_example_prints_is_what_its_docstring_says():
+    docstring = ast.get_docstring(ast.parse((ROOT / "examples" / "train_lm.py").read_text("utf-8")))
+    shown = next(block.text for block in blocks(README) if block.language == "text")
+    assert textwrap.indent(shown, "    ") in docstring
 
 
 def test_the_cures_of_the_limits_are_programs():
