@@ -217,6 +217,9 @@ class PolicyMap:
     keys match has the policy of the first. What a key matches, it matches with everything inside,
     except where a key matches a module further inside. All else runs under `default`.
 
+    Of the policies of modules inside, `compute_dtype` and the refinements count: what the wrapped
+    model returns is in the `output_dtype` of its own policy, and a float32 module hands on float32.
+
     Maps are immutable, hashable and comparable, and picklable if their classes are. `jaxmp.wrap`
     takes them, and raises if a pattern matches no module; paths are relative to the wrapped module.
 
@@ -377,14 +380,19 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
         )
     hint = ""
     if isinstance(spec, dict):
-        hint = " For policies by path: jaxmp.PolicyMap(paths, default=policy)."
+        hint = (
+            " For policies by path: jaxmp.PolicyMap(paths, default=policy). The arguments of a "
+            "function go into a second call: jaxmp.explain(fn, policy)(*args)."
+        )
     elif callable(spec) and not isinstance(spec, type):
         hint = " The function or module comes first, the policy second: are the two swapped?"
     try:
         dtype = parse_dtype(spec, "get_policy")
     except TypeError:
+        shown = repr(spec)
+        shown = shown if len(shown) <= 80 else f"{shown[:60]}…"
         raise TypeError(
             "get_policy: takes a string such as 'mixed_bfloat16' or 'p=f32,c=bf16,o=f32', a "
-            f"Policy, a jmp.Policy or a dtype; got {spec!r} of type {type(spec).__name__!r}.{hint}"
+            f"Policy, a jmp.Policy or a dtype; got {shown} of type {type(spec).__name__!r}.{hint}"
         ) from None
     return Policy(dtype, dtype, dtype)

@@ -457,3 +457,27 @@ def test_nothing_runs():
     audit(fn, jnp.ones((8, 8)))
     jax.effects_barrier()
     assert not ran
+
+
+def test_float64_is_told_of():
+    """jaxmp has nothing to do with it, and who asked for 16 bits thinks it has."""
+    with jax.enable_x64(True):
+        x = jax.ShapeDtypeStruct((64, 64), jnp.float64)
+        report = jaxmp.audit(jnp.matmul, x, x, policy="mixed_bfloat16")
+    (found,) = report.findings
+    assert (found.kind, found.share) == ("float64-contraction", 1.0)
+    assert "jax_enable_x64" in str(report)
+
+
+def test_a_policy_that_another_overrules_is_told_of():
+    """A module that was wrapped already stays under its own policy, whatever a tool is given."""
+    x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    for inner in ("float32", "mixed_float16"):
+        fn = jaxmp.wrap(jnp.matmul, inner)
+        said = "'p=full,c=bf16,o=full' decides no product here: the 1 of them"
+        with pytest.warns(UserWarning, match=f"audit: {said}"):
+            jaxmp.audit(fn, x, x, policy="mixed_bfloat16")
+        assert said in str(jaxmp.explain(fn, "mixed_bfloat16")(x, x))
+    # Not where it decides one, or the policies multiply alike.
+    jaxmp.audit(lambda x, w: fn(x, w) @ w, x, x, policy="mixed_bfloat16")
+    jaxmp.audit(jaxmp.wrap(jnp.matmul, "mixed_bfloat16"), x, x, policy="mixed_bfloat16")

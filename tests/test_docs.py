@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import jaxmp
+from jaxmp._audit.report import KINDS
 
 from doc_blocks import Block, blocks, outputs
 from support import HERE, ROOT
@@ -237,3 +238,8 @@ def test_pages_tested_elsewhere_are():
     for name, test in TESTED_ELSEWHERE.items():
         assert name in PAGES
         assert (Path(__file__).parent / test).exists()
+
+
+def test_every_kind_of_finding_is_on_the_page_of_tools():
+    for kind, printed in KINDS.items():
+        assert f"| `{kind}` | {printed} |" in PAGES["tools.md"]

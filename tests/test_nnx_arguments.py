@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 
 import jaxmp
 
@@ -233,3 +236,21 @@ def test_reduced_precision_refuses_a_module() -> None:
         jaxmp.autocast(marked, BF16)(model, X)
     marked(model, X)  # outside an autocast it is the function itself
     assert model.calls[...] == 1
+
+
+def test_a_module_that_is_closed_over_and_changed_is_to_be_an_argument():
+    class Dropping(nnx.Module):
+        def __init__(self, rngs):
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(x @ x)
+
+    net, x = Dropping(nnx.Rngs(0)), jnp.ones((4, 4))
+    for tool in (
+        jaxmp.explain(lambda x: net(x), "mixed_bfloat16"),
+        functools.partial(jaxmp.audit, lambda x: net(x)),
+    ):
+        with pytest.raises(TraceContextError) as error:
+            tool(x)
+        assert any("fn(model, x) in place of fn(x)" in note for note in error.value.__notes__)

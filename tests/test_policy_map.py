@@ -438,6 +438,12 @@ def test_a_pattern_that_matches_nothing(entry: str) -> None:
     assert nearest.startswith(("'encoder/block_1'", "'encoder/block_0'"))
 
 
+def test_a_pattern_that_begins_above_the_wrapped_module():
+    """As reports of whole programs print a path."""
+    with pytest.raises(ValueError, match="Paths begin below the wrapped module"):
+        mapped({"Model/head": "float32"}).init(jax.random.key(0), X)
+
+
 @pytest.mark.parametrize("entry", ["init", "apply"])
 def test_a_class_that_is_not_there(entry: str) -> None:
     wrapped = mapped({nn.Conv: "float32"})

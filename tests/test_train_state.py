@@ -179,6 +179,7 @@ def test_value_and_grad_returns_the_loss_and_scaled_gradients():
     np.testing.assert_array_equal(grads, 3 * 1024)
 
 
+@pytest.mark.filterwarnings("ignore:TrainState.create. all parameters are")
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_float16", "p=f16", None])
 def test_create_casts_params_to_param_dtype(policy):
     state = full_state(SCALED, policy)
@@ -281,6 +282,7 @@ def test_fsdp_keeps_shardings(masters):
     assert (state.step, state.skipped_count) == (2, 1)
 
 
+@pytest.mark.filterwarnings("ignore:TrainState.create. all parameters are")
 def test_boxed_params_give_partition_specs_for_the_whole_state():
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
     model = nn.Dense(8, kernel_init=init)
@@ -395,3 +397,30 @@ def test_nnx_steps_are_those_of_a_train_state():
     assert_same(nnx_params(model), numbers(state.params))
     assert jaxmp.loss_scale(optimizer.opt_state) == state.loss_scale == 1024
     assert state.skipped_count == 1
+
+
+def test_variables_are_no_parameters():
+    """Flax's averages would decay, and move with Adam, without a word."""
+    variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.zeros(2)}}
+    with pytest.raises(ValueError, match=r"params is all that init returned: its 'batch_stats'"):
+        TrainState.create(apply_fn=None, params=variables, tx=optax.sgd(0.1))
+    for params in (variables["params"], {"params": variables["params"]}):
+        TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+
+def test_16_bit_parameters_without_masters_are_warned_of():
+    low = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.float16)}
+    with pytest.warns(UserWarning, match="all parameters are bfloat16 and float16 and have no"):
+        TrainState.create(apply_fn=None, params=low, tx=optax.sgd(0.1))
+    with pytest.warns(UserWarning, match="all parameters are bfloat16 and have no float32 masters"):
+        TrainState.create(
+            apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1), policy="bfloat16"
+        )
+    # Masters, wherever they are, by either way; a frozen model in 16 bits beside what is trained.
+    for tx in (
+        jaxmp.master_weights(optax.sgd(0.1)),
+        optax.chain(jaxmp.master_weights(jaxmp.dynamic_loss_scale(optax.sgd(0.1)))),
+        jaxmp.master_weights(optax.sgd(0.1), stochastic_rounding=True),
+    ):
+        TrainState.create(apply_fn=None, params=low, tx=tx)
+    TrainState.create(apply_fn=None, params={**low, "lora": jnp.ones(2)}, tx=optax.sgd(0.1))

@@ -496,3 +496,11 @@ def test_no_error_is_float32():
     assert found.cost == pytest.approx(1)
     assert found.low_share == 0
     assert found.verified == (pytest.approx(1), 0)
+
+
+def test_a_wrapped_model_is_refused():
+    """Its own policy stays in force, so that no candidate changes anything."""
+    x, params = jnp.ones((16, 16)), {"w": jnp.ones((16, 16))}
+    loss = jaxmp.wrap(lambda params, x: jnp.sum(jnp.tanh(x @ params["w"])), "float32")
+    with pytest.raises(ValueError, match=r"tune: .* decides no product here"):
+        jaxmp.tune(loss, params, [x], candidates=["mixed_bfloat16"])

@@ -19,6 +19,7 @@ from jaxmp._audit.place import Place, is_ours, place_of, places_inside
 from jaxmp._audit.report import Finding, Operation, PrecisionReport
 from jaxmp._audit.scaling import FIXES, NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._audit.target import Target, parse_target
+from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
@@ -32,7 +33,15 @@ from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy
 
 # Findings on contractions, besides those of `blame`.
-_OF_FLOPS = ("emulated", "misaligned", "not-quantised", "not-fused", NO_SCALE)
+_OF_FLOPS = (
+    "float64-contraction",
+    "emulated",
+    "misaligned",
+    "not-quantised",
+    "not-fused",
+    NO_SCALE,
+)
+_DOUBLE = "give float32 arguments, x.astype(jnp.float32), or turn jax_enable_x64 off"
 _NOT_FUSED = "write it as a kernel takes it, or leave `attention` out of the module's policy"
 _EIGHT_BITS = "give the module a policy without `matmul`: jaxmp.PolicyMap"
 # The backward pass of max-pooling: a window rarely adds more than a few gradients.
@@ -62,13 +71,13 @@ def audit(
 
     Returns:
       The report: `print` it, or read its `findings`. The kinds of faults are "float32-contraction",
-      "emulated" (by the chip), "promotion" (of 16-bit values), "sensitive-low" (operations),
-      "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
-      "not-quantised" (a layer that the policy's recipe cannot multiply), "not-fused" (attention
-      that no kernel computes, though the policy asks for it), "not-scaled" (gradients divided by a
-      loss scale that the loss was not multiplied by), "scaled-twice" (or divided by it by hand as
-      well) and "no-scale" (a training step, told by the
-      state of an optax transformation, with a backward pass in float16 and no scaler).
+      "float64-contraction", "emulated" (by the chip), "promotion" (of 16-bit values),
+      "sensitive-low" (operations), "round-trip" (casts undone), "misaligned" (sizes), "residual"
+      (kept in float32), "not-quantised" (a layer that the policy's recipe cannot multiply),
+      "not-fused" (attention that no kernel computes, though the policy asks for it), "not-scaled"
+      (gradients divided by a loss scale that the loss was not multiplied by), "scaled-twice" (or
+      divided by it by hand as well) and "no-scale" (a training step, told by the state of an optax
+      transformation, with a backward pass in float16 and no scaler).
       "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
       float32, for the reason given. Very small products are geometry, and no fault either.
 
@@ -92,6 +101,7 @@ def audit(
     check_sizes("audit", args, kwargs)
     fn = on_a_clone(fn)
     if policy is not None:
+        warn_overruled("audit", fn, policy, args, kwargs)
         fn = autocast(fn, policy)
     jaxpr = trace(fn, args, kwargs).jaxpr
     if target is None:
@@ -231,6 +241,9 @@ class _Auditor:
     def _narrow_contraction(self, eqn: jex_core.JaxprEqn, operation: Operation) -> None:
         """Notes what the chip does not do with its dtypes or its sizes, and a recipe with it."""
         where = operation.source, operation.path
+        if "float64" in operation.dtype.split("*"):
+            what = "jaxmp narrows float32 values, and leaves float64 as it is"
+            self._note("float64-contraction", *where, what, _DOUBLE, operation.flops, operation)
         if operation.skipped and not operation.skipped.intended:
             what = f"not in 8 bits: {operation.skipped.why}"
             fix = f"pad it, or {_EIGHT_BITS}" if "no multiple" in what else _EIGHT_BITS

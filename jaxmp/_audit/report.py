@@ -22,6 +22,7 @@ KINDS = {
     "scaled-twice": "gradients scaled or unscaled once too often",
     "no-scale": "backward pass in float16 without a loss scale",
     "float32-contraction": "contraction in float32",
+    "float64-contraction": "contraction in float64",
     "emulated": "contraction in a dtype that this device emulates",
     "promotion": "16-bit values promoted to float32",
     "sensitive-low": "sensitive operation in 16 bits",
@@ -94,11 +95,11 @@ class Finding:
     """Something that costs more than it must, or is less precise than it should be.
 
     Attributes:
-      kind: "not-scaled", "scaled-twice", "no-scale", "float32-contraction", "emulated",
-        "promotion", "sensitive-low", "round-trip", "misaligned", "residual", "not-quantised",
-        "not-fused", or for what is no fault "intended-float32": a contraction that is in float32
-        because the author or a policy says so (`precision=`, a region, a solver), or because
-        autocast keeps it (geometry, signal processing).
+      kind: "not-scaled", "scaled-twice", "no-scale", "float32-contraction",
+        "float64-contraction", "emulated", "promotion", "sensitive-low", "round-trip", "misaligned",
+        "residual", "not-quantised", "not-fused", or for what is no fault "intended-float32": a
+        contraction that is in float32 because the author or a policy says so (`precision=`, a
+        region, a solver), or because autocast keeps it (geometry, signal processing).
       source: the line to blame, ``file.py:line``.
       path: the module path there.
       what: what is the case.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from jaxmp._autocast.transform import (
     plan_program,
     trace_program,
 )
+from jaxmp._autocast.unseen import overruled
 from jaxmp._jaxprs.source import is_backward, library_line
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, get_policy, single_policy
@@ -70,11 +72,13 @@ class Explanation:
       rows: one per equation, in order.
       policy: the policy that `explain` was given; empty if it was float32.
       differentiated: whether the program has backward passes in it.
+      overruled: why the policy decides no product, if it does not; else empty.
     """
 
     rows: tuple[Row, ...]
     policy: str
     differentiated: bool = False
+    overruled: str = ""
 
     def contractions(self) -> dict[str, int]:
         """How many contractions run per call in each dtype, most first."""
@@ -105,6 +109,7 @@ class Explanation:
             *([f"policy        {self.policy}"] if self.policy else []),
             f"contractions  {_counts(self.contractions())}",
             f"all ops       {_counts(dict(total.most_common()))}",
+            *([f"of no effect  {self.overruled}"] if self.overruled else []),
         ]
         by_reason: dict[str, list[Row]] = {}
         for row in self.rows:
@@ -225,9 +230,18 @@ def explain(
         if closures.likely(plan):  # differentiated before it is planned
             rows = tuple(dataclasses.replace(row, residual="") for row in rows)
         differentiated = any(is_backward(visit.step.eqn) for visit in plan.walk())
-        return Explanation(rows, "" if is_identity(policy) else str(policy), differentiated)
+        spelt = "" if is_identity(policy) else str(policy)
+        return Explanation(rows, spelt, differentiated, overruled(plan))
 
     return explain_fn
+
+
+def warn_overruled(
+    tool: str, fn: Callable[..., Any], policy: Any, args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Warns that the policy which a tool was given decides nothing in a function."""
+    if said := explain(fn, policy)(*args, **kwargs).overruled:
+        warnings.warn(f"{tool}: {said}.", UserWarning, stacklevel=3)
 
 
 def _counts(counts: dict[str, int]) -> str:

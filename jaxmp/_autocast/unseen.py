@@ -17,7 +17,7 @@ from jaxmp._autocast.fused import NO_KERNEL
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
-from jaxmp._autocast.rules import FLOAT32, author_keeps, region_rules
+from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
@@ -136,6 +136,34 @@ def warn_unknown(plan: Plan, known: set[str]) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def overruled(plan: Plan) -> str:
+    """What to say if a 16-bit policy decides no product, each being another policy's; else empty.
+
+    What was wrapped under a policy, or marked by `full_precision`, stays under it.
+    """
+    asked = plan.rules
+    if asked.low is None:
+        return ""
+    found = list(_governed(plan))
+    if not found or any(rules.low == asked.low for rules in found):
+        return ""
+    others = sorted({str(rules.policy) for rules in found})
+    return (
+        f"{str(asked.policy)!r} decides no product here: the {len(found)} of them are in modules "
+        f"or functions under a policy of their own ({', '.join(map(repr, others))}), which stays "
+        "in force. For another one, start from what was not wrapped yet"
+    )
+
+
+def _governed(plan: Plan) -> Iterator[Rules]:
+    """The rules that each contraction of a program is under."""
+    for step in plan.steps:
+        if step.eqn.primitive.name in LOW:
+            yield region_rules(step.eqn) or plan.rules
+        for inner in step.plans:
+            yield from _governed(inner)
 
 
 class _Missed(NamedTuple):

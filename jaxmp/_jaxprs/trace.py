@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax.errors import TraceContextError
 
 from jaxmp._flax import is_graph_node
 
@@ -67,7 +68,14 @@ class Traced(NamedTuple):
 def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     """Traces a call of `fn`."""
     flat, arrays = flatten_call(fn, args, kwargs)
-    jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    try:
+        jaxpr, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    except TraceContextError as error:
+        error.add_note(
+            "jaxmp: a function that is traced cannot change an NNX module which it closes over. "
+            "Make the module one of its arguments: fn(model, x) in place of fn(x)."
+        )
+        raise
     return Traced(
         jaxpr, arrays, jax.tree.structure(shapes), lambda *arrays: jax.tree.leaves(flat(*arrays))
     )

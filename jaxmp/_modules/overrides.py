@@ -167,7 +167,10 @@ def _unmatched(key: str | type, modules: list[Found]) -> str:
     paths = sorted({"/".join(path) for path, _ in modules if path})
     nearest = difflib.get_close_matches(key, paths, n=5, cutoff=0.3)
     shown = ", ".join(repr(p) for p in nearest or paths[:10])
+    inside = key.partition("/")[2]
+    relative = " Paths begin below the wrapped module." if inside and inside in paths else ""
     return (
         f"wrap: the pattern {key!r} matches no module, so its policy would have no effect. "
         f"{'The nearest paths' if nearest else 'Paths there are'}: {shown or 'none but the root'}."
+        f"{relative}"
     )

@@ -249,7 +249,7 @@ class NumericsReport(Readings):
 
 def diagnose(
     fn: Callable[..., Any],
-    policy: Any,
+    policy: Any = None,
     *,
     argnums: int | Sequence[int] = 0,
     grad: bool | None = None,
@@ -271,7 +271,7 @@ def diagnose(
     Args:
       fn: as for `jaxmp.numerics.capture`, as are `argnums`, `grad`, `loss_scale`, `sites` and
         `announce`.
-      policy: as for `autocast`; None: the program as it is.
+      policy: as for `autocast`; None: the program as it is, wrapped modules and all.
       argnums: which argument is differentiated.
       grad: whether to differentiate.
       loss_scale: what the loss is multiplied by.

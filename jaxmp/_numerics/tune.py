@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._audit.costs import check_sizes
+from jaxmp._autocast.explain import explain
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.marks import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
@@ -106,9 +107,9 @@ def tune(
       The result: its `policy` is for `jaxmp.wrap`. Print it for the table.
 
     Raises:
-      ValueError: if there are no batches or candidates, nothing multiplies in a module, the budget
-        is negative, float32's gradients are not finite or all 0, or `out` holds the scores of
-        something else.
+      ValueError: if there are no batches or candidates, nothing multiplies in a module, the
+        model is wrapped already, the budget is negative, float32's gradients are not finite or all
+        0, or `out` holds the scores of something else.
       TypeError: if `loss_fn` is not callable or gives no loss, params are integers, or a candidate
         is a `PolicyMap`.
 
@@ -153,6 +154,9 @@ def tune(
             "wrapped. Modules are told by named scopes: those of Flax Linen, of jax.named_scope, "
             "and of an NNX module that is given as params"
         )
+    for policy in policies:
+        if said := explain(loss.loss, policy)(loss.params, batches[0]).overruled:
+            raise ValueError(f"tune: {said}.")
     ways = ways_of(loss, batches[0], policies, paths)
     scorer = Scorer(loss, ways, loss_scale, probes)
     say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxmp._audit.audit import audit
 from jaxmp._audit.costs import check_sizes
 from jaxmp._audit.target import Target, parse_target
+from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.transform import autocast
@@ -105,6 +106,9 @@ def preflight(
     programs = [fn if policy is None else autocast(fn, policy) for _, policy in named]
     labels = [label for label, _ in named]
     _check_compiler(resolved)
+    for _, policy in named:
+        if policy is not None:
+            warn_overruled("preflight", fn, policy, args, {})
     results = [
         dataclasses.replace(
             result,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -17,11 +18,14 @@ from jax.typing import DTypeLike
 from jaxmp._flax import is_pytree_node
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import is_overwrite
+from jaxmp._training.master_weights import MasterWeightsState, StochasticRoundingState
 from jaxmp._training.opt_state import scale_of, skipped_by, the_scaler
 from jaxmp.policy import Policy, single_policy
 from jaxmp.tree import select
 
 __all__ = ["TrainState"]
+
+_16_BITS = {np.dtype(jnp.bfloat16), np.dtype(np.float16)}
 
 
 class TrainState(train_state.TrainState):
@@ -97,15 +101,21 @@ class TrainState(train_state.TrainState):
 
         Raises:
           TypeError: If a parameter is no floating (or complex) number, or `tx` no optimizer.
+          ValueError: If `params` is all that Linen's `init` returns, BatchNorm's averages too.
+
+        Warns:
+          UserWarning: If all parameters are stored in 16 bits, without `jaxmp.master_weights`.
         """
         _check_optimizer(tx)
         _check_container("TrainState.create: params", params)
         _check_trainable(params)
+        _check_is_no_variables(params)
         if policy is not None:
             params = _cast_params(params, single_policy("TrainState.create", policy))
         state: Self = super().create(  # type: ignore[no-untyped-call]  # Flax's is not annotated
             apply_fn=apply_fn, params=params, tx=tx, **fields
         )
+        _warn_without_masters(state.params, state.opt_state)
         started: Self = state.replace(step=jnp.zeros([], jnp.int32))
         return started
 
@@ -196,7 +206,7 @@ def _check_container(what: str, tree: Any) -> None:
     if is_array or not hasattr(type(tree), "__contains__"):
         raise TypeError(
             f"{what} must be a dict or the like of arrays; got {type(tree).__name__!r}. (An NNX or "
-            "Equinox module is trained without a train state; README shows the loop.)"
+            "Equinox module is trained without a train state; docs/get_started.md shows the loop.)"
         )
 
 
@@ -213,6 +223,33 @@ def _check_trainable(params: Any) -> None:
                 f"is {kind}, which no optimizer can move and no param_dtype hold; keep it out of "
                 "params, for instance in a field of a subclass."
             )
+
+
+def _check_is_no_variables(params: Any) -> None:
+    """Averages would be moved by the optimizer, and decay like weights, without a word."""
+    if isinstance(params, Mapping) and {"params", "batch_stats"} <= params.keys():
+        raise ValueError(
+            "TrainState.create: params is all that init returned: its 'batch_stats' are averages, "
+            "which are not trained. Write variables = model.init(...), params=variables['params'], "
+            "and keep batch_stats=variables['batch_stats'] in a field of a subclass."
+        )
+
+
+def _warn_without_masters(params: Any, opt_state: Any) -> None:
+    """Where every parameter is stored in 16 bits, nothing keeps what a small update is lost to."""
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")}
+    kinds = (MasterWeightsState, StochasticRoundingState)
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
+    if not dtypes or dtypes - _16_BITS or any(isinstance(n, kinds) for n in nodes):
+        return
+    stored = " and ".join(sorted(dtype.name for dtype in dtypes))
+    warnings.warn(
+        f"TrainState.create: all parameters are {stored} and have no float32 masters: an update "
+        "that is small beside its weight is lost. A policy such as 'mixed_bfloat16' keeps them in "
+        "float32; for parameters stored in 16 bits, tx=jaxmp.master_weights(tx).",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _cast_params(params: Any, policy: Policy) -> Any:
