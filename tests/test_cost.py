@@ -18,6 +18,7 @@ import pytest
 import jaxmp
 
 from aot import contraction_counts, residual_mib
+from cost_table import JAX, ROWS, figures, table
 from models import CASES
 from support import iter_eqns, jaxpr_of, slow_when
 
@@ -77,3 +78,14 @@ def test_a_wrapped_module_costs_what_autocast_of_its_apply_does(model: str) -> N
     steps = [jax.value_and_grad(loss, has_aux=True) for loss in (wrapped, applied)]
     counts = [Counter(e.primitive.name for e in iter_eqns(jaxpr_of(s, *shapes))) for s in steps]
     assert counts[0] == counts[1]
+
+
+@slow_when(lambda model: model not in ("lm_scan", "cnn", "mlp"))
+@pytest.mark.parametrize(("model", "policy"), ROWS)
+def test_the_figures_are_those_of_the_table(model: str, policy: str) -> None:
+    """Contractions by dtype, casts and what is kept: none moves by accident."""
+    if JAX not in table():
+        pytest.skip(f"no figures of JAX {JAX}: python tests/cost_table.py writes them")
+    assert figures(model, policy) == table()[JAX][model][policy], (
+        "if it is meant, write the table anew under both JAX: python tests/cost_table.py"
+    )
