@@ -22,7 +22,7 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 def pytest_configure(config: pytest.Config) -> None:
     # A worker comes to hold millions of traced objects, through which Python's collector goes again
     # and again: 8 % of the time.
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(50_000, 10, 10)
     flags = os.environ.get("XLA_FLAGS", "")
     if DEVICE_COUNT_FLAG not in flags:
         flags = f"{flags} {DEVICE_COUNT_FLAG}=8"
