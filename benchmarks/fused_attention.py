@@ -12,9 +12,14 @@ inside of a kernel.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib.metadata import version
 from typing import Any, NamedTuple
+
+# Nothing here runs on an accelerator, and without CUDA's libraries JAX's plugin starts under this
+# alone.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import flax.linen as nn
 import jax

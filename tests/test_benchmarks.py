@@ -399,3 +399,18 @@ def test_what_does_not_fit_is_told_by_how_much(monkeypatch: pytest.MonkeyPatch) 
     assert rows["fits 16.00 GiB"] == ["NO, by 5.00 GiB", "yes", "yes", "yes"]
     assert rows["all-gather"] == ["-", "2 x", "-", "-"]
     assert list(rows)[-1] == "host: memory"
+
+
+def _compile_ahead() -> list[Path]:
+    uses = re.compile(r"(?<!def )\b(compile_for|compile_on|hlo_for|target_device)\(")
+    files = sorted((ROOT / "benchmarks").glob("*.py"))
+    return [p for p in files if p.stem != "aot" and uses.search(p.read_text("utf-8"))]
+
+
+@pytest.mark.parametrize("path", _compile_ahead(), ids=lambda path: path.stem)
+def test_what_compiles_ahead_of_time_starts_no_accelerator(path):
+    """Without CUDA's libraries JAX's plugin does not start, unless it is told to run on the CPU."""
+    told = 'os.environ.setdefault("JAX_PLATFORMS", "cpu")'
+    before, _, after = path.read_text("utf-8").partition(told)
+    assert after, f"no {told}"
+    assert "\nimport jax" not in before
