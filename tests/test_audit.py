@@ -481,3 +481,9 @@ def test_a_policy_that_another_overrules_is_told_of():
     # Not where it decides one, or the policies multiply alike.
     jaxmp.audit(lambda x, w: fn(x, w) @ w, x, x, policy="mixed_bfloat16")
     jaxmp.audit(jaxmp.wrap(jnp.matmul, "mixed_bfloat16"), x, x, policy="mixed_bfloat16")
+
+
+def test_a_map_is_refused_by_the_name_of_the_tool():
+    x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    with pytest.raises(TypeError, match="audit: takes one policy"):
+        jaxmp.audit(jnp.matmul, x, x, policy=jaxmp.PolicyMap({}, default="float32"))

@@ -30,7 +30,7 @@ from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
-from jaxmp.policy import Policy
+from jaxmp.policy import Policy, single_policy
 
 # Findings on contractions, besides those of `blame`.
 _OF_FLOPS = (
@@ -101,6 +101,7 @@ def audit(
     check_sizes("audit", args, kwargs)
     fn = on_a_clone(fn)
     if policy is not None:
+        policy = single_policy("audit", policy)
         warn_overruled("audit", fn, policy, args, kwargs)
         fn = autocast(fn, policy)
     jaxpr = trace(fn, args, kwargs).jaxpr

@@ -154,9 +154,9 @@ def tune(
             "wrapped. Modules are told by named scopes: those of Flax Linen, of jax.named_scope, "
             "and of an NNX module that is given as params"
         )
-    for policy in policies:
-        if said := explain(loss.loss, policy)(loss.params, batches[0]).overruled:
-            raise ValueError(f"tune: {said}.")
+    lowest = min(policies, key=lambda policy: np.dtype(policy.compute_dtype).itemsize)
+    if said := explain(loss.loss, lowest)(loss.params, batches[0]).overruled:
+        raise ValueError(f"tune: {said}.")
     ways = ways_of(loss, batches[0], policies, paths)
     scorer = Scorer(loss, ways, loss_scale, probes)
     say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
