@@ -7,7 +7,8 @@
 What `test_commands.py` runs in CI is made cheap, and what compiles for minutes is only parsed
 there. Here nothing is changed: each command is run in its folder of one clone of what is committed,
 by the Python at hand, and has a line: its exit code, its seconds, and the longest time it printed
-nothing. Exit code 1 if one failed or took longer than it may.
+nothing. Under it are the rows of the tables it printed that its page does not show: figures that
+are another's, or that depend on the machine. Exit code 1 if one failed or took longer than it may.
 """
 
 from __future__ import annotations
@@ -35,10 +36,21 @@ def wanted(command: Command, words: list[str]) -> bool:
     return command.program not in LEFT_OUT and not placeholder and named
 
 
-def run(command: Command, clone: Path, seconds: float) -> tuple[int, float, float, bytes]:
-    """Its exit code, how long it took, its longest silence, and the last that it printed."""
+def not_shown(printed: str, page: str) -> list[str]:
+    """The rows of the Markdown tables that were printed that a page has not, however wide."""
+
+    def rows(text: str) -> list[str]:
+        lines = (line.strip() for line in text.splitlines())
+        return [" ".join(line.split()) for line in lines if line.startswith("|") and "--" not in line]
+
+    shown = set(rows(page))
+    return [row for row in rows(printed) if row not in shown]
+
+
+def run(command: Command, clone: Path, seconds: float) -> tuple[int, float, float, str]:
+    """Its exit code, how long it took, its longest silence, and what it printed."""
     started = last = time.monotonic()
-    silence, tail = 0.0, b""
+    silence, printed = 0.0, b""
     process = subprocess.Popen(
         [sys.executable, *command.words[1:]],
         cwd=clone / command.folder,
@@ -50,10 +62,11 @@ def run(command: Command, clone: Path, seconds: float) -> tuple[int, float, floa
     timer.start()
     while chunk := process.stdout.read1(65536):
         now = time.monotonic()
-        silence, last, tail = max(silence, now - last), now, (tail + chunk)[-2000:]
+        silence, last, printed = max(silence, now - last), now, printed + chunk
     code = process.wait()
     timer.cancel()
-    return code, time.monotonic() - started, max(silence, time.monotonic() - last), tail
+    now = time.monotonic()
+    return code, now - started, max(silence, now - last), printed.decode(errors="replace")
 
 
 def main() -> int:
@@ -69,11 +82,13 @@ def main() -> int:
             if not wanted(command, args.words):
                 continue
             print(f"{command.page}: {shlex.join(command.words)}", flush=True)
-            code, took, silence, tail = run(command, clone, 60 * args.minutes)
+            code, took, silence, printed = run(command, clone, 60 * args.minutes)
             print(f"  exit code {code}, {took:.0f} s, silent for {silence:.0f} s", flush=True)
+            for row in not_shown(printed, (ROOT / command.page).read_text()):
+                print(f"  {row}", flush=True)
             if code:
                 failed += 1
-                print(tail.decode(errors="replace"), flush=True)
+                print(printed[-2000:], flush=True)
     return int(failed > 0)
 
 

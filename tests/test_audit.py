@@ -386,6 +386,18 @@ def test_neither_models_by_hand_nor_ours_undo_casts(model):
     assert not round_trips(ours, *shapes)
 
 
+def test_the_casts_of_a_region_in_the_compute_dtype_are_ours():
+    def stream(x, w):
+        x = jaxmp.reduced_precision(lambda x: x)(jnp.exp(x))
+        return jnp.mean((x + x @ w) ** 2)
+
+    step = jax.grad(jaxmp.autocast(stream, "mixed_bfloat16"), argnums=(0, 1))
+    report = audit(step, shape(8, 8), shape(8, 8))
+    assert not report.findings
+    assert not report.casts(inserted=False)
+    assert report.casts(inserted=True)
+
+
 # How it is read.
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs.scopes import OWN, REGION
+from jaxmp._jaxprs.scopes import CAST, OWN, REGION
 from jaxmp._jaxprs.trace import holds_modules, is_array
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, get_policy
@@ -165,6 +165,7 @@ def widen(tree: Any, low: np.dtype[Any]) -> Any:
     return _converted(tree, low, FLOAT32)
 
 
+@jax.named_scope(CAST)
 def _converted(tree: Any, old: np.dtype[Any], new: np.dtype[Any]) -> Any:
     return jax.tree.map(lambda x: x.astype(new) if is_array(x) and x.dtype == old else x, tree)
 
