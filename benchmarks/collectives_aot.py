@@ -38,6 +38,7 @@ import argparse
 import dataclasses
 import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -223,6 +224,7 @@ class Compiled:
 @functools.cache
 def compiled(target: str, case: Case, variant: str, *, scaled: bool = False) -> Compiled:
     """Compiles one step for a target."""
+    print(f"{target}, {case}, {variant} ...", file=sys.stderr, flush=True)
     mesh = mesh_of(target)
     step, arguments = step_of(case, variant, mesh, scaled=scaled)
     gpu = target.startswith("gpu")

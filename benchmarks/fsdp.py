@@ -244,7 +244,7 @@ def report(target: str, size: str, layout: str, variants: Sequence[str] = VARIAN
     count = parameters(step(FLOAT32, SIZES[size], layout, devices)[1])
     columns = []
     for variant in variants:
-        print(f"{target}, {size}, {layout}, {variant} ...", file=sys.stderr)
+        print(f"{target}, {size}, {layout}, {variant} ...", file=sys.stderr, flush=True)
         columns.append(column(target, size, layout, variant))
     labels = list(dict.fromkeys(label for cells in columns for label in cells))
     # What the host took comes last, whichever column brought a row first.

@@ -147,7 +147,9 @@ def trained(size, seed):
         return optax.apply_updates(params, updates), opt_state
 
     opt_state = tx.init(params)
-    for tokens in train_lm.batches(text, size, seed):
+    for i, tokens in enumerate(train_lm.batches(text, size, seed)):
+        if i % 100 == 0:
+            print(f"seed {seed}: step {i} of {size.steps}", file=sys.stderr, flush=True)
         params, opt_state = step(params, opt_state, tokens)
     return model, params, evaluation
 
@@ -168,6 +170,7 @@ def accuracy(size, seeds) -> None:
     for seed in seeds:
         model, params, evaluation = trained(size, seed)
         for name, store in rows.items():
+            print(f"seed {seed}: {name}", file=sys.stderr, flush=True)
             stored = store(params)
             for policy in ("float32", "mixed_bfloat16"):
                 of = jax.jit(functools.partial(loss, jaxmp.wrap(model, policy).apply))

@@ -7,14 +7,16 @@
 What `test_commands.py` runs in CI is made cheap, and what compiles for minutes is only parsed
 there. Here nothing is changed: each command is run in its folder of one clone of what is committed,
 by the Python at hand, and has a line: its exit code, its seconds, and the longest time it printed
-nothing. Under it are the rows of the tables it printed that its page does not show: figures that
-are another's, or that depend on the machine. Exit code 1 if one failed or took longer than it may.
+nothing. Under it are the lines that its page shows below it, up to the next command, and that it
+did not print: figures that are no longer so, or that depend on the machine. Exit code 1 if one
+failed or took longer than it may.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -36,15 +38,28 @@ def wanted(command: Command, words: list[str]) -> bool:
     return command.program not in LEFT_OUT and not placeholder and named
 
 
-def not_shown(printed: str, page: str) -> list[str]:
-    """The rows of the Markdown tables that were printed that a page has not, however wide."""
+def shown_below(command: Command) -> list[str]:
+    """The rows of tables and the lines of output between a command and the next one or heading."""
+    words = (rf"""['"]?{re.escape(word)}['"]?""" for word in command.words)
+    page = (ROOT / command.page).read_text(encoding="utf-8")
+    _, *below = re.split(r"[\s\\]+".join(words), page, maxsplit=1)
+    if not below:
+        return []
+    ends = r"^(?:#+ | {4}python | {4}cd |```sh$)"
+    section = re.split(ends, below[0], maxsplit=1, flags=re.MULTILINE)[0]
+    blocks = re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\|.*$", section, re.MULTILINE)
+    return [line for block in [*blocks, *rows] for line in block.splitlines()]
 
-    def rows(text: str) -> list[str]:
-        lines = (line.strip() for line in text.splitlines())
-        return [" ".join(line.split()) for line in lines if line.startswith("|") and "--" not in line]
 
-    shown = set(rows(page))
-    return [row for row in rows(printed) if row not in shown]
+def not_printed(command: Command, printed: str) -> list[str]:
+    """What the page shows below a command that it did not print, however wide."""
+
+    def narrow(line: str) -> str:
+        return re.sub(r"-+", "-", " ".join(line.split()))
+
+    lines = {narrow(line) for line in printed.splitlines()}
+    return [line for line in map(narrow, shown_below(command)) if line and line not in lines]
 
 
 def run(command: Command, clone: Path, seconds: float) -> tuple[int, float, float, str]:
@@ -84,8 +99,8 @@ def main() -> int:
             print(f"{command.page}: {shlex.join(command.words)}", flush=True)
             code, took, silence, printed = run(command, clone, 60 * args.minutes)
             print(f"  exit code {code}, {took:.0f} s, silent for {silence:.0f} s", flush=True)
-            for row in not_shown(printed, (ROOT / command.page).read_text()):
-                print(f"  {row}", flush=True)
+            for line in not_printed(command, printed):
+                print(f"  not printed: {line}", flush=True)
             if code:
                 failed += 1
                 print(printed[-2000:], flush=True)
