@@ -138,3 +138,38 @@ def test_names_in_the_policy_of_a_region() -> None:
 
     with pytest.warns(UserWarning, match="'tanhs'.* mean 'tanh'"):
         jaxmp.autocast(fn, BF16)(X, W)
+
+
+def test_a_default_precision_that_keeps_products_float32_is_said_once() -> None:
+    fast = jax.jit(jaxmp.autocast(lambda x, w: jnp.tanh(x @ w) @ w, BF16))
+    with jax.default_matmul_precision("tensorfloat32"):
+        with pytest.warns(
+            UserWarning, match="100% .* default precision is 'tensorfloat32'"
+        ) as record:
+            fast(X, W)
+        assert len(record) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fast(jnp.ones((2, 8)), W)
+    assert jaxmp.explain(fast)(X, W).contractions() == {"bfloat16": 2}
+
+
+def _precise_where_it_matters(x: Any, w: Any) -> Any:
+    with jax.default_matmul_precision("highest"):
+        x = x @ w
+    return jnp.matmul(x, w, precision="highest")
+
+
+@pytest.mark.parametrize(
+    ("default", "fn", "policy"),
+    [
+        ("bfloat16", jnp.matmul, BF16),
+        ("highest", jnp.matmul, "float32"),
+        ("highest", jnp.add, BF16),
+        (None, _precise_where_it_matters, BF16),
+    ],
+)
+def test_nothing_is_said_of_a_precision_that_is_asked_for(default, fn, policy) -> None:
+    with jax.default_matmul_precision(default), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxmp.autocast(fn, policy)(W, W)

@@ -34,7 +34,13 @@ from jaxmp._autocast.reading import cast
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.residuals import recompute
 from jaxmp._autocast.rules import FLOAT32, rules_for
-from jaxmp._autocast.unseen import warn_unfused, warn_unknown, warn_unquantised, warn_unseen
+from jaxmp._autocast.unseen import (
+    warn_precision,
+    warn_unfused,
+    warn_unknown,
+    warn_unquantised,
+    warn_unseen,
+)
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
@@ -168,6 +174,7 @@ def under_policy(
         warn_unquantised(plan, warned)
         warn_unfused(plan, warned)
         warn_unknown(plan, warned)
+        warn_precision(plan, warned)
         outs = closures.run(
             traced.as_written,
             plan,

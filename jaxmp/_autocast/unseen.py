@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.first_order import NOT_LOOKED_INSIDE
@@ -108,6 +110,39 @@ def warn_unfused(plan: Plan, known: set[str]) -> None:
     warnings.warn(
         f"autocast: attention=fused: {missed.share:.0%} of what attention multiplies is not fused: "
         f"{missed.why}. jaxmp.explain lists them.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def warn_precision(plan: Plan, known: set[str]) -> None:
+    """Warns where JAX's default precision, being the author's word, keeps half of a program wide.
+
+    Args:
+      plan: the plan of the program.
+      known: what was said already; what is said now is added.
+    """
+    default = jax.config.jax_default_matmul_precision
+    if plan.rules.low is None or default is None:
+        return
+    one = jax.ShapeDtypeStruct((1, 1), FLOAT32)
+    unsaid = jax.make_jaxpr(lax.dot)(one, one).eqns[-1]
+    kept = author_keeps(unsaid)
+    if kept is None:
+        return
+    missed = _missed(
+        plan,
+        done=lambda step: step.eqn.primitive.name in LOW and step.reason != kept,
+        why=lambda step: kept if step.reason == kept else None,
+    )
+    if missed is None or missed.why in known:
+        return
+    known.add(missed.why)
+    warnings.warn(
+        f"autocast: {missed.share:.0%} of what contractions multiply stays float32: JAX's default "
+        f"precision is {default!r}, which asks for that like precision= in a call. Unset "
+        "jax_default_matmul_precision, or put `with jax.default_matmul_precision(...)` around only "
+        "what is to stay float32. jaxmp.explain lists it.",
         UserWarning,
         stacklevel=4,
     )
