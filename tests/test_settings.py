@@ -1,0 +1,125 @@
+"""JAX's and Flax's switches: under each, a model trains as it does without it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+
+from support import slow_when
+
+X = jax.random.normal(jax.random.key(0), (4, 8, 16))
+POLICIES = ("mixed_bfloat16", "mixed_float16,residuals=recompute", "mixed_float8")
+
+
+@contextlib.contextmanager
+def setting(name: str, value: Any) -> Iterator[None]:
+    """A switch that has no context manager of its own."""
+    config = flax.config if hasattr(flax.config, name) else jax.config
+    before = getattr(config, name)
+    config.update(name, value)
+    try:
+        yield
+    finally:
+        config.update(name, before)
+
+
+JAXS = {
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "checks": lambda: jax.enable_checks(True),
+    "leaks": jax.checking_leaks,
+    "NaNs": lambda: jax.debug_nans(True),
+    "infinities": lambda: jax.debug_infs(True),
+    "transfers": lambda: jax.transfer_guard("disallow"),
+    "keys": lambda: jax.debug_key_reuse(True),
+    "bfloat16 by default": lambda: jax.default_matmul_precision("bfloat16"),
+}
+FLAXS = {
+    "no graph": lambda: setting("nnx_graph_mode", False),
+    "no graph updates": lambda: setting("nnx_graph_updates", False),
+    "frozen dictionaries": lambda: setting("flax_return_frozendict", True),
+}
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.LayerNorm()(nn.Dense(16)(x))
+        p = jax.nn.softmax(h @ jnp.swapaxes(h, 1, 2))
+        return nn.Dense(16)(nn.gelu(p @ h))
+
+
+def trained(policy: str, switched: contextlib.AbstractContextManager[Any]) -> list[np.ndarray]:
+    """The loss of each of two steps, and what was learned."""
+    model = jaxmp.wrap(Model(), policy)
+    params = model.init(jax.random.key(1), X)["params"]
+    tx = jaxmp.loss_scale_for(policy, optax.sgd(1e-2))
+    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    @jax.jit
+    def step(state: Any, x: jax.Array) -> Any:
+        loss, grads = state.value_and_grad(
+            lambda params: jnp.mean((model.apply({"params": params}, x) - x) ** 2)
+        )(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    with switched:
+        state, first = step(state, X)
+        state, second = step(state, X)
+    return [*map(np.asarray, (first, second, *jax.tree.leaves(state.params)))]
+
+
+@slow_when(lambda name, policy: policy != POLICIES[0] and "promotion" not in name)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", JAXS)
+def test_a_training_step_under_a_switch_of_jax(name: str, policy: str) -> None:
+    want = trained(policy, contextlib.nullcontext())
+    for got, expected in zip(trained(policy, JAXS[name]()), want, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(16, 32, rngs=rngs)
+        self.head = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(nnx.relu(self.hidden(x)))
+
+
+@pytest.mark.parametrize("name", FLAXS)
+def test_modules_under_a_switch_of_flax(name: str) -> None:
+    def losses() -> list[float]:
+        net = jaxmp.wrap(Net(nnx.Rngs(0)), "mixed_float16")
+        optimizer = nnx.Optimizer(
+            net, jaxmp.loss_scale_for("mixed_float16", optax.adam(1e-2)), wrt=nnx.Param
+        )
+
+        @nnx.jit
+        def step(net: Net, optimizer: Any, x: jax.Array) -> jax.Array:
+            loss, grads = jaxmp.value_and_grad(
+                lambda net, x: jnp.mean(net(x) ** 2), optimizer.opt_state
+            )(net, x)
+            optimizer.update(net, grads)
+            return loss
+
+        found = [float(step(net, optimizer, X)) for _ in range(3)]
+        variables = jaxmp.wrap(Model(), "mixed_bfloat16").init(jax.random.key(1), X)
+        return [*found, float(jaxmp.wrap(Model(), "mixed_bfloat16").apply(variables, X).sum())]
+
+    want = losses()
+    assert want[2] < want[0]
+    with FLAXS[name]():
+        assert losses() == want
