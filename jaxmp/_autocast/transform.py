@@ -88,6 +88,12 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
         closes over.
       ValueError: if the policy is malformed or computes in anything but 16 bits or float32.
 
+    Warns:
+      UserWarning: at a call, where the policy does less than it says: JAX's default precision keeps
+        most contractions float32; most of what layers multiply is not in the 8 bits of a recipe, or
+        most attention not fused; float32 contractions are in what is not looked inside; a name in
+        ``ops`` is no primitive's.
+
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
       >>> def loss(w, x):
