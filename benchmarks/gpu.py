@@ -347,6 +347,13 @@ def goal(what: str, ratio: float, least: float, rows: Any) -> None:
     print(f"\n{what}: {ratio:.2f} x bfloat16; the goal on an H200 is {least} x: {verdict}")
 
 
+def backend() -> str:
+    """What JAX runs on here, asked in a process of its own: this one is to hold no GPU's memory."""
+    asked = "import jax; print(jax.default_backend())"
+    run = subprocess.run([sys.executable, "-c", asked], check=False, capture_output=True, text=True)
+    return run.stdout.strip().splitlines()[-1] if run.stdout.strip() else "none"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="8b", help="default: %(default)s")
@@ -358,10 +365,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.repeats < 1 or args.minutes <= 0:
         parser.error("--repeats must be at least 1, and --minutes more than 0")
+    if not args.size.startswith("toy") and (found := backend()) != "gpu":
+        parser.error(
+            f"JAX has no GPU here (its backend is {found!r}), and a CPU would take hours; "
+            "--size toy and --size toy-images show on a CPU that it works"
+        )
     deadline = time.monotonic() + 60 * args.minutes
-    found = (product_table if args.float8 else step_table)(args, deadline)
+    table = (product_table if args.float8 else step_table)(args, deadline)
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        args.json.write_text(json.dumps(table, indent=1))
 
 
 if __name__ == "__main__":

@@ -121,6 +121,14 @@ def test_every_row_of_the_gpu_benchmark_has_its_figures(
         assert cells[0] != "-"
 
 
+def test_without_a_gpu_the_gpu_benchmark_says_so(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main()
+    assert "no GPU here (its backend is 'cpu')" in capsys.readouterr().err
+
+
 def test_a_row_that_is_not_what_it_is_called_has_no_figure() -> None:
     """As a Dense without `dtype=` is float32, and a library may leave layers alone."""
     named = gpu_worker.not_as_named
