@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
