@@ -41,8 +41,9 @@ def wanted(command: Command, words: list[str]) -> bool:
 def shown_below(command: Command) -> list[str]:
     """The rows of tables and the lines of output between a command and the next one or heading."""
     words = (rf"""['"]?{re.escape(word)}['"]?""" for word in command.words)
+    whole = "^.*" + r"[\s\\]+".join(words) + "$"  # not the beginning of a longer one
     page = (ROOT / command.page).read_text(encoding="utf-8")
-    _, *below = re.split(r"[\s\\]+".join(words), page, maxsplit=1)
+    _, *below = re.split(whole, page, maxsplit=1, flags=re.MULTILINE)
     if not below:
         return []
     ends = r"^(?:#+ | {4}python | {4}cd |```sh$)"
@@ -59,7 +60,8 @@ def not_printed(command: Command, printed: str) -> list[str]:
         return re.sub(r"-+", "-", " ".join(line.split()))
 
     lines = {narrow(line) for line in printed.splitlines()}
-    return [line for line in map(narrow, shown_below(command)) if line and line not in lines]
+    shown = map(narrow, shown_below(command))
+    return [line for line in shown if line not in lines and line not in ("", "…")]
 
 
 def run(command: Command, clone: Path, seconds: float) -> tuple[int, float, float, str]:
@@ -89,7 +91,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="what a command has to have in it")
     parser.add_argument("--minutes", type=float, default=15, help="default: %(default)s")
     args = parser.parse_args()
-    failed = 0
+    failed, before = 0, ""
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder, "jaxmp")
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
@@ -99,8 +101,11 @@ def main() -> int:
             print(f"{command.page}: {shlex.join(command.words)}", flush=True)
             code, took, silence, printed = run(command, clone, 60 * args.minutes)
             print(f"  exit code {code}, {took:.0f} s, silent for {silence:.0f} s", flush=True)
-            for line in not_printed(command, printed):
-                print(f"  not printed: {line}", flush=True)
+            before += printed  # a page may show what several commands print below the last of them
+            if shown_below(command):
+                for line in not_printed(command, before):
+                    print(f"  not printed: {line}", flush=True)
+                before = ""
             if code:
                 failed += 1
                 print(printed[-2000:], flush=True)

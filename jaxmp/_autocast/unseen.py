@@ -75,12 +75,12 @@ def warn_unquantised(plan: Plan, known: set[str]) -> None:
         warnings.warn(f"autocast: {slow}. matmul=auto takes what pays.", UserWarning, stacklevel=4)
     missed = _missed(
         plan,
+        known,
         done=lambda step: step.product is not None,
         why=lambda step: step.skipped.why if step.skipped and not step.skipped.intended else None,
     )
-    if missed is None or missed.why in known:
+    if missed is None:
         return
-    known.add(missed.why)
     warnings.warn(
         f"autocast: {recipe} products: {missed.share:.0%} of what layers multiply stays in "
         f"{np.dtype(plan.rules.policy.compute_dtype).name}: {missed.why}. jaxmp.explain lists "
@@ -101,12 +101,12 @@ def warn_unfused(plan: Plan, known: set[str]) -> None:
     """
     missed = _missed(
         plan,
+        known,
         done=lambda step: step.fused is not None,
         why=lambda step: None if step.unfused.startswith(NO_KERNEL) else step.unfused,
     )
-    if missed is None or missed.why in known:
+    if missed is None:
         return
-    known.add(missed.why)
     warnings.warn(
         f"autocast: attention=fused: {missed.share:.0%} of what attention multiplies is not fused: "
         f"{missed.why}. jaxmp.explain lists them.",
@@ -116,7 +116,7 @@ def warn_unfused(plan: Plan, known: set[str]) -> None:
 
 
 def warn_precision(plan: Plan, known: set[str]) -> None:
-    """Warns where JAX's default precision, being the author's word, keeps half of a program wide.
+    """Warns where JAX's default precision, the author's word, keeps most of a program in float32.
 
     Args:
       plan: the plan of the program.
@@ -132,12 +132,12 @@ def warn_precision(plan: Plan, known: set[str]) -> None:
         return
     missed = _missed(
         plan,
+        known,
         done=lambda step: step.eqn.primitive.name in LOW and step.reason != kept,
         why=lambda step: kept if step.reason == kept else None,
     )
-    if missed is None or missed.why in known:
+    if missed is None:
         return
-    known.add(missed.why)
     warnings.warn(
         f"autocast: {missed.share:.0%} of what contractions multiply stays float32: JAX's default "
         f"precision is {default!r}, which asks for that like precision= in a call. Unset "
@@ -209,9 +209,12 @@ class _Missed(NamedTuple):
 
 
 def _missed(
-    plan: Plan, done: Callable[[Step], bool], why: Callable[[Step], str | None]
+    plan: Plan, known: set[str], done: Callable[[Step], bool], why: Callable[[Step], str | None]
 ) -> _Missed | None:
-    """What steps missed, by their FLOPs; None unless it is more than what they did."""
+    """What steps missed, by their FLOPs; None unless it is more than what they did, or if `known`.
+
+    What is found is known from then on.
+    """
     did, missed, reasons = 0, 0, Counter[str]()
     for visit in plan.walk():
         flops = contraction_flops(visit.step.eqn) * visit.count
@@ -223,6 +226,9 @@ def _missed(
     if missed <= did:
         return None
     said = "; ".join(f"{n} because {reason}" for reason, n in reasons.most_common())
+    if said in known:
+        return None
+    known.add(said)
     return _Missed(missed / (did + missed), said)
 
 
