@@ -46,7 +46,7 @@ def shown_below(command: Command) -> list[str]:
     _, *below = re.split(whole, page, maxsplit=1, flags=re.MULTILINE)
     if not below:
         return []
-    ends = r"^(?:#+ | {4}python | {4}cd |```sh$)"
+    ends = r"^(?:#+ | {4}python | {4}cd |```(?:sh|python)$)"
     section = re.split(ends, below[0], maxsplit=1, flags=re.MULTILINE)[0]
     blocks = re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^\|.*$", section, re.MULTILINE)

@@ -21,7 +21,7 @@ from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import known_primitives
+from jaxmp._jaxprs.attributes import known_primitives, setting
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
 from jaxmp._jaxprs.source import user_line
 from jaxmp._speed import chip_of, warning
@@ -122,7 +122,7 @@ def warn_precision(plan: Plan, known: set[str]) -> None:
       plan: the plan of the program.
       known: what was said already; what is said now is added.
     """
-    default = jax.config.jax_default_matmul_precision
+    default = setting("jax_default_matmul_precision")
     if plan.rules.low is None or default is None:
         return
     one = jax.ShapeDtypeStruct((1, 1), FLOAT32)

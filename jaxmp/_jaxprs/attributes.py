@@ -24,6 +24,12 @@ from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, get_abstract_mesh, use_abstract_mesh
 
+
+def setting(name: str) -> Any:
+    """A setting of JAX, such as "jax_enable_x64": those of JAX 0.10 are not declared for mypy."""
+    return getattr(jax.config, name)
+
+
 # Values and their types.
 
 

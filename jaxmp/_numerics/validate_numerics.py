@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import setting
 from jaxmp.dtypes import compute_capability, default_device
 from jaxmp.policy import Policy, PolicyMap
 
@@ -43,9 +44,9 @@ def describe_numerics() -> dict[str, str]:
         "versions": f"jaxmp {version}, JAX {jax.__version__}, "
         f"jaxlib {metadata.version('jaxlib')}, Flax {flax.__version__}, optax {optax.__version__}, "
         f"NumPy {np.__version__}, Python {platform.python_version()}",
-        "matmul precision": str(_setting("jax_default_matmul_precision") or "JAX's default"),
+        "matmul precision": str(setting("jax_default_matmul_precision") or "JAX's default"),
         "excess precision": _excess_precision(flags),
-        "64 bits": "on" if _setting("jax_enable_x64") else "off",
+        "64 bits": "on" if setting("jax_enable_x64") else "off",
         "XLA_FLAGS": " ".join(flags) or "none",
     }
 
@@ -122,10 +123,6 @@ def _sums_in_bfloat16() -> bool:
     x, w = jnp.ones((4, 256, 32), jnp.bfloat16), jnp.full((32, 32), 2 / 32, jnp.bfloat16)
     exact = jnp.full((32, 32), 2 / 32, jnp.bfloat16)
     return bool(jnp.any(jax.jit(jax.grad(loss))(w, x) != exact))
-
-
-def _setting(name: str) -> Any:
-    return getattr(jax.config, name)  # those of JAX 0.10 are not declared, for type checkers
 
 
 def _may_be_bfloat16(policy: Any) -> bool:
