@@ -9,6 +9,7 @@ from jaxmp._audit.follow import ARRAY, FLOAT32, LOW, Promoted, Seen
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.kept import UNKNOWN
 from jaxmp._autocast.primitives import classify
+from jaxmp._autocast.provenance import LITERALS, OTHER
 from jaxmp._autocast.rules import LAYERS_OWN, author_keeps
 from jaxmp._jaxprs.compat import dtype_of
 
@@ -109,7 +110,7 @@ class Judge:
         if place.kept:
             what = f"autocast keeps it float32: {place.kept}"
             return Blame(INTENDED, *here, what, kept=place.kept)
-        if geometry(eqn, fixed=any(k.fixed for k in seen.known[:2])):
+        if geometry(eqn, [LITERALS if k.fixed else OTHER for k in seen.known[:2]]):
             return None  # no speed is in it, and autocast would not narrow it either
         return self._operands(seen)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
@@ -22,13 +22,14 @@ import numpy as np
 from jaxmp._audit.degree import Degree, alike, degree_of, degree_of_literal
 from jaxmp._audit.place import Place, is_ours, place_inside, place_of, place_unknown
 from jaxmp._autocast.kept import contracts
-from jaxmp._autocast.licences import is_small
+from jaxmp._autocast.licences import is_basis
 from jaxmp._autocast.primitives import RANDOM, classify
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import has_effects, short_type
 from jaxmp._jaxprs.compat import closed, dtype_of
-from jaxmp._jaxprs.dataflow import settled
+from jaxmp._jaxprs.dataflow import readers_of, settled
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.source import is_promotion
 
 FLOAT32 = np.dtype("float32")
 LOW = frozenset(np.dtype(name) for name in ("float16", "bfloat16"))
@@ -160,11 +161,11 @@ class _Follower:
         env: dict[Any, Known] = dict(zip(opened.invars, known, strict=True))
         label: dict[Any, str] = dict(zip(opened.invars, labels, strict=True))
         for var, const in zip(opened.constvars, closed(jaxpr).consts, strict=False):
-            env[var] = Known(fixed=hasattr(const, "size") and is_small(const), degree=0)
+            env[var] = Known(fixed=hasattr(const, "size") and is_basis(const), degree=0)
         for var in opened.constvars:
             what = ARRAY if getattr(var.aval, "ndim", 0) else "the constant "
             label[var] = f"{what}{short_type(var)}"
-        uses = _uses(opened)
+        uses, readers = _uses(opened), readers_of(opened)
 
         def read(atom: Any) -> Known:
             if isinstance(atom, jex_core.Literal):
@@ -184,7 +185,7 @@ class _Follower:
                 outs = self._inside(eqn, operands, names, place, silent=silent)
             else:
                 out = Known(
-                    why=_why(eqn, operands, names, place),
+                    why=_why(eqn, operands, names, place, readers),
                     cast=_cast(eqn, operands, place),
                     narrowed=_narrowed(eqn, operands),
                     fixed=_is_made(eqn, operands),
@@ -228,13 +229,17 @@ class _Follower:
 
 
 def _why(
-    eqn: jex_core.JaxprEqn, known: list[Known], names: list[str], place: Place
+    eqn: jex_core.JaxprEqn,
+    known: list[Known],
+    names: list[str],
+    place: Place,
+    readers: Mapping[Any, Sequence[jex_core.JaxprEqn]],
 ) -> Cause | Promoted | None:
     """Why the result is float32, if it is."""
     if eqn.primitive.name == "convert_element_type":
         before = dtype_of(eqn.invars[0])
         if before in LOW and dtype_of(eqn.outvars[0]) == FLOAT32:
-            if is_ours(eqn) or compat.wrote_dtype(eqn):
+            if is_ours(eqn) or not is_promotion(eqn, readers.get(eqn.outvars[0], ())):
                 what = f"an upcast from {before} to float32"
                 return Cause(place.source, place.path, what, by_policy=is_ours(eqn))
             return Promoted(str(before))

@@ -1,12 +1,11 @@
-"""Which carries of a scan come back as themselves plus something.
+"""Which carries of a scan go through layers, and which are states.
 
-Such a carry adds up what each iteration contributes: a state integrated over time, a running
-average, an optimizer's parameters. In 16 bits small contributions are lost, so it stays float32.
-A stack of layers looks alike (`x + mlp(x)`) but multiplies by weights of its own in each iteration,
-and starts from what other layers made: it may be low, as by hand. A step of an integrator or of an
-optimizer may multiply by data of the iteration's own, too; but what it adds is scaled, by a small
-literal or by a number that is the same in every iteration. And what only goes round the devices, as
-keys and values do in ring attention, comes back as itself plus nothing.
+A state adds up what each iteration contributes (an integral over time, a running average, an
+optimizer's parameters), or is found by iterating: in 16 bits its error grows with the iterations.
+A stack of layers (`x + mlp(x)`) multiplies by weights of its own in each iteration: it may be low,
+as by hand. A step of an integrator or of an optimizer may do so, too; but what it adds is scaled,
+by a small literal or by a number that is the same in every iteration. And what only goes round the
+devices, as keys and values do in ring attention, is rounded once.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import HANDING_ON, LOW, MOVING
+from jaxmp._autocast.provenance import OTHER, WEIGHTS
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import forward, through
@@ -58,13 +58,10 @@ class Recurrence(NamedTuple):
     """How the carries of a scan depend on themselves.
 
     Attributes:
-      summed: for each carry, whether it comes back as itself, other than through a product or
-        round the devices.
-      layered: for each carry, whether it also does through a product with the iteration's weights.
+      layered: for each carry, whether it comes back through a product with the iteration's weights.
       sent: for each carry, whether all that becomes of it is that it goes round the devices.
     """
 
-    summed: tuple[bool, ...]
     layered: tuple[bool, ...]
     sent: tuple[bool, ...]
 
@@ -74,7 +71,7 @@ def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
 
     Args:
       body: what it runs.
-      weights: which of its operands are arguments or parameters of the program.
+      weights: which of its operands are parameters of the program.
     """
     carry, n_carry = body.carries, body.carried
     ins = [
@@ -97,7 +94,6 @@ def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
         for bits in reached
     ]
     return Recurrence(
-        summed=tuple(bool(bits >> i & 1) and not sent[i] for i, bits in enumerate(reached)),
         layered=tuple(bool(out.layered >> i & 1) for i, out in enumerate(outs)),
         sent=tuple(sent),
     )
@@ -110,7 +106,8 @@ def _flow(jaxpr: Any, ins: Sequence[Flow]) -> list[Flow]:
 
 def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
     name = compat.kind(eqn)
-    if name in LOW and geometry(eqn) is None:  # else it is arithmetic of float32
+    kinds = [WEIGHTS if flow.own or flow.stack else OTHER for flow in ins]
+    if name in LOW and geometry(eqn, kinds) is None:  # else it is arithmetic of float32
         return [_product(ins)]
     outs = through(eqn, ins, _flow, _either)
     if outs is not None:

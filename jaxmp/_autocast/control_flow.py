@@ -8,17 +8,16 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, PRODUCT
 from jaxmp._autocast.frame import Frame
-from jaxmp._autocast.licences import CONSTANT, DATA, GIVEN, PARAMETER
+from jaxmp._autocast.licences import CONSTANT, DATA
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
+from jaxmp._autocast.provenance import WEIGHTS
 from jaxmp._autocast.rules import with_whole_tables
-from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.higher_order import Inner, sums_as_given
 
 LOOKED_INSIDE = "looked inside"
@@ -45,10 +44,10 @@ def _call(
     entering = [values[i] for i in inner.operands]
     wanted = _wanted(frame, eqn, inner)
     if inner.rule == "custom_jvp" and frame.rules.low is not None:
-        entering, wanted = _at_the_door(frame, inner.jaxpr, entering, wanted)
+        entering, wanted = _at_the_door(frame, eqn, inner, entering, wanted)
     if sums_as_given(eqn) and frame.rules.low is not None and not frame.rules.wide_gradients:
-        entering = _weights_narrowed(frame, inner.jaxpr, entering, wanted)
-    made = frame.are_made([eqn.invars[i] for i in inner.operands])
+        entering = _weights_narrowed(frame, eqn, inner, entering, wanted)
+    made = frame.kinds_inside(eqn, inner)
     plan = frame.planning.plan(inner.jaxpr, entering, wanted, frame.rules, made=made)
     dtypes = [v.dtype if v else None for v in values]
     for i, dtype in zip(inner.operands, plan.ins, strict=True):
@@ -81,7 +80,7 @@ def _returned(eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None]) -> li
 
 
 def _at_the_door(
-    frame: Frame, inner: Any, values: Sequence[Value | None], wanted: list[int]
+    frame: Frame, eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None], wanted: list[int]
 ) -> tuple[list[Value | None], list[int]]:
     """Narrows what would leave a normalisation inside a function with its own derivative (relu).
 
@@ -91,33 +90,35 @@ def _at_the_door(
     if not any(demand & (CONTRACTION | LATER) for demand in wanted):
         return list(values), wanted
     asked = [CONTRACTION | demand & PRODUCT for demand in wanted]
+    made = frame.kinds_inside(eqn, inner)
     narrowed = [
         frame.planning.kept(frame.rules.low, [v])
         if v and not v.dtype and v.origins and not v.wins and d & ~PRODUCT == CONTRACTION
         else v
         for v, d in zip(
             values,
-            frame.planning.demands(compat.closed(inner).jaxpr, asked, frame.rules).ins,
+            frame.planning.demands(inner.jaxpr, asked, frame.rules, made).ins,
             strict=True,
         )
     ]
-    if any(frame.planning.plan(inner, narrowed, asked, frame.rules).outs):
+    if any(frame.planning.plan(inner.jaxpr, narrowed, asked, frame.rules, made=made).outs):
         return narrowed, asked
     return list(values), wanted
 
 
 def _weights_narrowed(
-    frame: Frame, inner: Any, values: Sequence[Value | None], wanted: list[int]
+    frame: Frame, eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None], wanted: list[int]
 ) -> list[Value | None]:
     """Narrows the parameters that only contractions read inside, so that their gradients leave low.
 
     For a `shard_map` that adds up gradients itself: in the dtype in which the parameters come in.
     """
     rules = with_whole_tables(frame.rules)
-    demands = frame.planning.demands(compat.closed(inner).jaxpr, wanted, rules).ins
+    made = frame.kinds_inside(eqn, inner)
+    demands = frame.planning.demands(inner.jaxpr, wanted, rules, made).ins
     return [
         frame.planning.kept(frame.rules.low, [v])
-        if v and v.weight and v.dtype is None and d & ~PRODUCT == CONTRACTION | OPERAND
+        if v and v.is_weight and v.dtype is None and d & ~PRODUCT == CONTRACTION | OPERAND
         else v
         for v, d in zip(values, demands, strict=True)
     ]
@@ -140,7 +141,7 @@ def _branches(
                 _wanted(frame, eqn, inner),
                 frame.rules,
                 outs=outs,
-                made=frame.are_made([eqn.invars[i] for i in inner.operands]),
+                made=frame.kinds_inside(eqn, inner),
             )
             for inner in inners
         )
@@ -179,10 +180,11 @@ def _while(
     ]
 
     def planned(inner: Inner, wanted: Sequence[int], outs: Sequence[None] | None) -> Plan:
-        ins = [entering[i] for i in inner.operands]
-        return frame.planning.plan(inner.jaxpr, ins, wanted, frame.rules, outs=outs)
+        ins, made = [entering[i] for i in inner.operands], frame.kinds_inside(eqn, inner)
+        return frame.planning.plan(inner.jaxpr, ins, wanted, frame.rules, outs=outs, made=made)
 
-    demand = frame.planning.demands.of_loop(body, frame.demanded(eqn), frame.rules)
+    kinds = frame.kinds(eqn)
+    demand = frame.planning.demands.of_loop(body, frame.demanded(eqn), frame.rules, kinds)
     carried = [FULL | demand[i] & PRODUCT for i in body.carries]
     plans = [planned(test, [NOTHING] * len(test.results), None) for test in tests]
     plans.append(planned(body, carried, [None] * len(body.results)))
@@ -205,11 +207,13 @@ def _while(
 def _scan(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], body: Inner) -> Step:
     """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
     wanted = frame.demanded(eqn)
-    demand = frame.planning.demands.of_loop(body, wanted, frame.rules)
-    low = _low_carry(frame, body, values, demand) if frame.rules.low is not None else frozenset()
+    made = frame.kinds_inside(eqn, body)
+    demand = frame.planning.demands.of_loop(body, wanted, frame.rules, frame.kinds(eqn))
+    low: frozenset[int] = frozenset()
+    if frame.rules.low is not None:
+        low = _low_carry(frame, body, values, demand, made)
     values = _widened_parts(frame, eqn, values, demand, body)
     carry = body.carries
-    made = frame.are_made(eqn.invars[: carry.start])
     while True:
         ins = [
             _entering(frame, v, shared=i < carry.start, carried=i < carry.stop, low=i in low)
@@ -297,26 +301,28 @@ def _entering(
 
 
 def _low_carry(
-    frame: Frame, body: Inner, values: Sequence[Value | None], wanted: Sequence[int]
+    frame: Frame,
+    body: Inner,
+    values: Sequence[Value | None],
+    wanted: Sequence[int],
+    made: Sequence[str],
 ) -> frozenset[int]:
     """Which operands of a scan are carries that may be low: the body feeds them to a contraction.
 
-    They start low, or from what may be narrowed, and do not come back as themselves plus something;
-    unless they run through layers. What goes round the devices for contractions alone is an operand
+    They start low, or from what may be narrowed, and run through layers: every iteration multiplies
+    them by weights of its own. And what goes round the devices for contractions alone is an operand
     of theirs, and may start from anything.
     """
-    jaxpr = compat.closed(body.jaxpr).jaxpr
-    own = frame.planning.demands(jaxpr, [NOTHING] * len(jaxpr.outvars), frame.rules).ins
-    loop = recurrence(body, [v is not None and v.licence in (GIVEN, PARAMETER) for v in values])
+    nothing = [NOTHING] * len(body.results)
+    own = frame.planning.demands(body.jaxpr, nothing, frame.rules, made).ins
+    loop = recurrence(body, [kind == WEIGHTS for kind in made])
     low = set()
     for i, operand in enumerate(body.carries):
         value, demand = values[operand], own[operand]
         if value is None or not demand & CONTRACTION or demand & INDEX:
             continue
         operand_alone = wanted[operand] & ~PRODUCT == CONTRACTION | OPERAND
-        if value.wins and not (loop.sent[i] and operand_alone):
-            continue
-        layer = loop.layered[i] and value.licence != CONSTANT
-        if layer or not loop.summed[i]:
+        starts_low = not value.wins and value.licence != CONSTANT
+        if (loop.sent[i] and operand_alone) or (loop.layered[i] and starts_low):
             low.add(operand)
     return frozenset(low)

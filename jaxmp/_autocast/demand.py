@@ -11,15 +11,15 @@ ends. Only float32 values are considered; everything else is not ours.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.literals import made_of_literals
 from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, ROUNDING
+from jaxmp._autocast.provenance import Provenance, kinds_of
 from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import converted_dtype, is_reference
@@ -49,19 +49,32 @@ def ours(atom: Any) -> bool:
 class Demands:
     """Computes demands, remembering them per inner jaxpr and wanted results."""
 
-    def __init__(self) -> None:
+    def __init__(self, provenance: Provenance) -> None:
+        self._provenance = provenance
         self._memo: dict[Any, Demand] = {}
 
-    def __call__(self, jaxpr: Any, outs: Sequence[int], rules: Rules) -> Demand:
-        """The demand on every variable of an open jaxpr whose results are wanted for `outs`."""
-        key = (jaxpr, tuple(outs), rules)
+    def __call__(
+        self, jaxpr: Any, outs: Sequence[int], rules: Rules, kinds: Sequence[str]
+    ) -> Demand:
+        """The demand on every variable of a jaxpr.
+
+        Args:
+          jaxpr: the jaxpr, open or closed.
+          outs: what its results are wanted for.
+          rules: the policy in force.
+          kinds: what its operands are made of.
+        """
+        key = (jaxpr, tuple(outs), rules, tuple(kinds))
         if key not in self._memo:
-            self._memo[key] = self._compute(jaxpr, outs, rules)
+            made = self._provenance(jaxpr, kinds)
+            self._memo[key] = self._compute(compat.closed(jaxpr).jaxpr, outs, rules, made)
         return self._memo[key]
 
-    def _compute(self, jaxpr: Any, outs: Sequence[int], rules: Rules) -> Demand:
+    def _compute(
+        self, jaxpr: Any, outs: Sequence[int], rules: Rules, made: Mapping[Any, str]
+    ) -> Demand:
         of: dict[Any, int] = {}
-        whole, made = whole_numbers(jaxpr), made_of_literals(jaxpr)
+        whole = whole_numbers(jaxpr)
 
         def want(atom: Any, demand: int) -> None:
             if demand and not isinstance(atom, Literal) and ours(atom):
@@ -71,7 +84,7 @@ class Demands:
             want(atom, demand)
         for eqn in reversed(jaxpr.eqns):
             wanted = [of.get(v, NOTHING) for v in eqn.outvars]
-            operands = self._of_operands(eqn, wanted, rules, made)
+            operands = self._of_operands(eqn, wanted, rules, kinds_of(eqn.invars, made))
             for atom, demand in zip(eqn.invars, operands, strict=True):
                 want(atom, demand)
             if is_position(eqn, whole):
@@ -80,21 +93,20 @@ class Demands:
         return Demand(tuple(of.get(v, NOTHING) for v in jaxpr.invars), of)
 
     def _of_operands(
-        self, eqn: JaxprEqn, wanted: list[int], rules: Rules, made: Container[Any]
+        self, eqn: JaxprEqn, wanted: list[int], rules: Rules, kinds: Sequence[str]
     ) -> Sequence[int]:
         name = compat.kind(eqn)
         rules = region_rules(eqn) or rules
         if rules.looks_inside(eqn):
-            inner = demanded(eqn, wanted, self._inner(rules), operator.or_, NOTHING)
+            inner = demanded(eqn, wanted, self._inner(rules, kinds), operator.or_, NOTHING)
             if inner and any(each.open_ended for each in inside(eqn)):
                 return [FULL | demand & PRODUCT for demand in inner]  # what it carries is float32
             if inner is not None:
                 return inner
         kind = rules.op_class(eqn)
-        kept = name in LOW and author_keeps(eqn)
+        kept = name in LOW and author_keeps(eqn, rules.low)
         if kind == "low" and rules.low is not None and not kept:
-            fixed = any(isinstance(v, Literal) or v in made for v in eqn.invars[:2])
-            exact = name in LOW and geometry(eqn, fixed=fixed) is not None
+            exact = name in LOW and geometry(eqn, kinds) is not None
             product = NOTHING if rules.policy.matmul is None else PRODUCT
             return [OPERAND | product | (FULL if exact else CONTRACTION)] * len(eqn.invars)
         demand = _union(wanted)
@@ -107,13 +119,22 @@ class Demands:
             demand = here | later | demand & PRODUCT
         return [demand] * len(eqn.invars)
 
-    def of_loop(self, body: Inner, wanted: Sequence[int], rules: Rules) -> Sequence[int]:
-        """The demand on the operands of a loop's body."""
-        return settled_demand(body, wanted, self._inner(rules), operator.or_)
+    def of_loop(
+        self, body: Inner, wanted: Sequence[int], rules: Rules, kinds: Sequence[str]
+    ) -> Sequence[int]:
+        """The demand on the operands of a loop's body, given what the loop's are made of."""
+        return settled_demand(body, wanted, self._inner(rules, kinds), operator.or_)
 
-    def _inner(self, rules: Rules) -> Callable[[Any, Sequence[int]], Sequence[int]]:
+    def _inner(
+        self, rules: Rules, kinds: Sequence[str]
+    ) -> Callable[[Inner, Sequence[int]], Sequence[int]]:
         """From demands on the results of an inner jaxpr to those on its operands."""
-        return lambda jaxpr, wanted: self(compat.closed(jaxpr).jaxpr, wanted, rules).ins
+
+        def run(inner: Inner, wanted: Sequence[int]) -> Sequence[int]:
+            made = self._provenance.of_operands(inner, kinds)
+            return self(inner.jaxpr, wanted, rules, made).ins
+
+        return run
 
 
 def is_angle(demand: int) -> bool:

@@ -30,6 +30,7 @@ from jaxmp._autocast.licences import COMPUTED
 from jaxmp._autocast.marks import inside_autocast
 from jaxmp._autocast.plan import DType, Plan, Step, Value
 from jaxmp._autocast.planner import Pass, Planner
+from jaxmp._autocast.provenance import OTHER
 from jaxmp._autocast.rule_calls import (
     Call,
     ClosedOverError,
@@ -222,8 +223,10 @@ class _Pullback:
                 raise
             # The rule does not take all cotangents at once. It gets those that are there, later.
             return [FULL] * len(self._saved)
-        opened, rules = compat.closed(jaxpr).jaxpr, self._plan.rules
-        demand = self._planner.demands(opened, _wanted(self._grads), rules)
+        operands = compat.closed(jaxpr).jaxpr.invars
+        made = [OTHER] * len(operands)
+        rules = self._plan.rules
+        demand = self._planner.demands(jaxpr, _wanted(self._grads), rules, made)
         return demand.ins[: len(self._saved)]
 
     def _backward_jaxpr(self, given: Pattern) -> Any:
@@ -309,11 +312,11 @@ def _kept(
     """How an operand of a rule is kept: as the call's operand or result is."""
     if not ours(_Typed(aval)):
         return None
-    weight = value is not None and value.weight and not tangent
+    made = OTHER if value is None or tangent else value.made
     if value is None or value.dtype is None:
-        return Value(tangent=tangent, licence=value.licence if value else COMPUTED, weight=weight)
+        return Value(tangent=tangent, licence=value.licence if value else COMPUTED, made=made)
     origins = frozenset({planner.fresh()})
-    return Value(value.dtype, origins, tangent=tangent, weight=weight)
+    return Value(value.dtype, origins, tangent=tangent, made=made)
 
 
 class _Typed:

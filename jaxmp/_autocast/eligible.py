@@ -19,6 +19,7 @@ from jaxmp._autocast.recipes.ragged import ROWS, RaggedProduct
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.attributes import explicit_sharding, out_sharding, product_axes, ragged_axes
 from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.dots import contracted, free_sizes
 from jaxmp._jaxprs.source import is_backward, module_path, user_line
 
 # Matrix units multiply 8-bit operands in blocks of so many.
@@ -71,7 +72,7 @@ def by_recipe(
     )
     if refused:
         return refused
-    left, _ = (v is not None and v.weight for v in values[:2])
+    left, _ = (v is not None and v.is_weight for v in values[:2])
     why = ""
     if choice.chip is not None and not _is_ragged(eqn):
         n_in, *free = _sizes(eqn)
@@ -118,7 +119,7 @@ def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) ->
 
 def _no_layer(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Verdict | None:
     """Why a contraction does not multiply in 8 bits, if it does not."""
-    weights = sum(v is not None and v.weight for v in values[:2])
+    weights = sum(v is not None and v.is_weight for v in values[:2])
     if weights == 0:
         return Verdict(None, "neither operand is a weight", intended=True)
     if weights == 2:
@@ -133,10 +134,4 @@ def _no_layer(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Ve
 
 def _sizes(eqn: JaxprEqn) -> list[int]:
     """What is contracted, and what each operand keeps: the sizes of the product as matrices."""
-    left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
-    (lc, rc), (lb, rb) = product_axes(eqn)
-    return [
-        math.prod(left[i] for i in lc),
-        math.prod(n for i, n in enumerate(left) if i not in (*lc, *lb)),
-        math.prod(n for i, n in enumerate(right) if i not in (*rc, *rb)),
-    ]
+    return [contracted(eqn), *map(math.prod, free_sizes(eqn))]

@@ -14,13 +14,14 @@ import numpy as np
 from jaxmp._autocast import closures, residuals
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
+from jaxmp._autocast.parameters import Argnums, by_position
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.product_report import Product, Quantised
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.transform import (
     is_identity,
-    licences_of,
+    of_arrays,
     plan_program,
     trace_program,
 )
@@ -191,7 +192,9 @@ class Explanation:
 
 
 def explain(
-    fn: Callable[..., Any], policy: str | Policy | jmp.Policy = "float32"
+    fn: Callable[..., Any],
+    policy: str | Policy | jmp.Policy = "float32",
+    argnums: Argnums = 0,
 ) -> Callable[..., Explanation]:
     """What `autocast(fn, policy)` would do, equation by equation, and why. Nothing is computed.
 
@@ -200,6 +203,7 @@ def explain(
     Args:
       fn: a function of any pytrees, as for `autocast`.
       policy: anything `get_policy` takes.
+      argnums: which arguments hold the parameters, as for `autocast`.
 
     Returns:
       A function with the arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) that returns an
@@ -219,13 +223,15 @@ def explain(
     """
     policy = single_policy("explain", policy)
     check_callable("explain", fn)
+    parameters = by_position(fn, argnums)
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
         looked_at = on_a_clone(fn)
         if holds_quantized((args, kwargs)):
             (args, kwargs), looked_at = seal((args, kwargs)), opening(looked_at)
         traced = trace_program(looked_at, args, kwargs, policy)
-        plan = plan_program(traced.jaxpr, policy, licences_of(args, kwargs))
+        given = of_arrays(parameters(args, kwargs), args, kwargs)
+        plan = plan_program(traced.jaxpr, policy, given)
         rows = tuple(_rows(plan))
         if closures.likely(plan):  # differentiated before it is planned
             rows = tuple(dataclasses.replace(row, residual="") for row in rows)

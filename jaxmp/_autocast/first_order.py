@@ -16,14 +16,13 @@ from jaxmp._autocast.licences import (
     COMPUTED,
     CONSTANT,
     DATA,
-    GIVEN,
-    POSITION,
-    after_move,
+    LARGE,
+    SHARED,
     joined,
     of_converted,
     of_wave,
 )
-from jaxmp._autocast.plan import DType, Skipped, Step, Value
+from jaxmp._autocast.plan import DType, Read, Skipped, Step, Value
 from jaxmp._autocast.primitives import (
     CROSSING,
     CUMULATIVE,
@@ -36,10 +35,12 @@ from jaxmp._autocast.primitives import (
     WAVES,
     WRITING,
 )
-from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, author_keeps
+from jaxmp._autocast.provenance import LITERALS
+from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, author_keeps, is_mask
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import broadcast_axes, converted_dtype, takes_result_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.source import is_promotion
 
 MOVES = "moves values: as they are"
 SOLUTION = "an operand is the solution of a linear system"
@@ -59,7 +60,7 @@ def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     if name == "convert_element_type" and kind == "own":
         return _convert(frame, eqn, values)
     if not any(v is not None for v in values):
-        licence = POSITION if name == "iota" else DATA
+        licence = LARGE if name == "iota" else DATA
         return frame.as_written(eqn, values, "no float32 operand", licence)
     match kind:
         case "low":
@@ -90,7 +91,7 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
         licence = COMPUTED if derived and all(v.licence != DATA for v in mine) else DATA
         return frame.as_written(eqn, values, kept, licence)
     low = frame.rules.low
-    for atom in eqn.invars[:2]:  # an author's 16-bit operand decides for the other
+    for atom in (*eqn.outvars, *eqn.invars[:2]):  # an author's 16-bit operand or result decides
         dtype = dtype_of(atom)
         if dtype in LOW_DTYPES:
             low = dtype
@@ -104,6 +105,12 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
     step = frame.step(
         eqn, values, [low] * len(values), [out] * len(eqn.outvars), reason, action="contract"
     )
+    if any(is_mask(dtype_of(v)) for v in eqn.invars[:2]):
+        reads = [
+            Read(low) if i < 2 and is_mask(dtype_of(v)) else read
+            for i, (v, read) in enumerate(zip(eqn.invars, step.reads, strict=True))
+        ]
+        step = dataclasses.replace(step, reads=tuple(reads))
     if low == frame.rules.low and frame.rules.wide_gradients:
         step = dataclasses.replace(step, parameters=_parameters(eqn, values))
     return step if frame.rules.policy.matmul is None else _by_recipe(frame, step, values, low)
@@ -121,7 +128,7 @@ def _parameters(eqn: JaxprEqn, values: Sequence[Value | None]) -> tuple[int, ...
     return tuple(
         i
         for i, (atom, v) in enumerate(zip(eqn.invars, values, strict=True))
-        if v is not None and v.weight and v.dtype is None and dtype_of(atom) == FLOAT32
+        if v is not None and v.is_weight and v.dtype is None and dtype_of(atom) == FLOAT32
     )
 
 
@@ -138,14 +145,14 @@ def _by_recipe(frame: Frame, step: Step, values: Sequence[Value | None], low: DT
 def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str | None:
     """Why a contraction stays in float32, or None."""
     known = eqn.primitive.name in LOW  # else a user's override says that it is a contraction
-    if known and (kept := author_keeps(eqn)) is not None:
+    if known and (kept := author_keeps(eqn, frame.rules.low)) is not None:
         return kept
     if pinned := next((v.pinned for v in values if v and v.pinned), ""):
         return pinned
     if not known:
         return None
-    fixed = any(v is not None and v.fixed for v in values[:2])
-    if (kept := geometry(eqn, fixed=fixed)) is not None:
+    of_layers = not any(v.wins for v in values[:2] if v is not None)
+    if (kept := geometry(eqn, frame.kinds(eqn), of_layers=of_layers)) is not None:
         return kept
     if is_angle(frame.demanded(eqn)[0]):
         return "only angles or a linear solver want the result"
@@ -154,31 +161,29 @@ def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str 
 
 def _transparent(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """Runs in the dtype the operands are kept in; float32 if they differ."""
-    mine = [v for v in values if v is not None]
+    name, mine = eqn.primitive.name, [v for v in values if v is not None]
     if len(eqn.outvars) == len(values) > 1:  # optimization_barrier: one to one
         dtypes = [v.dtype if v else None for v in values]
         return frame.step(eqn, values, dtypes, values, MOVES)
-    if eqn.primitive.name in WRITING:
+    if name in WRITING:
         dtype = values[0].dtype if values[0] and not any(v.wins for v in mine) else None
     else:
         dtype = mine[0].dtype if len({v.dtype for v in mine}) == 1 else None
     same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
     out = mine[0]._replace(argument=False) if same else frame.planning.kept(dtype, values)
     licence = joined([v.licence for v in mine])
-    repeats = eqn.primitive.name == "broadcast_in_dim"
-    if licence == GIVEN and repeats and any(map(frame.is_operand, eqn.invars)):
-        licence = DATA
-    else:
-        licence = after_move(eqn, licence)
-    out = out._replace(licence=licence, fixed=False)
-    widen = dtype is not None and eqn.primitive.name in REPEATING and _repeats(eqn)
+    repeats = name in REPEATING and _repeats(eqn)
+    if licence == COMPUTED and dtype is None and repeats and name == "broadcast_in_dim":
+        licence = SHARED
+    out = out._replace(licence=licence)
+    widen = dtype is not None and repeats
     return frame.step(
         eqn,
         values,
         [None if widen else dtype] * len(values),
         [out] * len(eqn.outvars),
         "repeats values: its gradient is summed in float32" if widen else MOVES,
-        action="reorder" if eqn.primitive.name in REORDERING | CROSSING else "bind",
+        action="reorder" if name in REORDERING | CROSSING else "bind",
     )
 
 
@@ -187,11 +192,11 @@ def _convert(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Ste
     [value], [var] = values, eqn.outvars
     if value is None:
         upcast = ours(var) and dtype_of(eqn.invars[0]) in LOW_DTYPES
-        if upcast and compat.wrote_dtype(eqn):
+        if upcast and not is_promotion(eqn, frame.readers[var]):
             out = Value(pinned="the author upcast an operand to float32", licence=DATA)
             return frame.step(eqn, values, [None], [out], "the author's upcast")
-        [made] = frame.are_made(eqn.invars)
-        licence = CONSTANT if made and not shape_of(var) else of_converted(eqn.invars[0])
+        made = frame.kinds(eqn) == [LITERALS] and not shape_of(var)
+        licence = CONSTANT if made else of_converted(eqn.invars[0])
         return frame.as_written(eqn, values, "no float32 operand", licence)
     if ours(var):  # float32 to float32: a change of weak type
         return _transparent(frame, eqn, values)

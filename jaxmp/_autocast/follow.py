@@ -13,9 +13,11 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP, ours
 from jaxmp._autocast.frame import Frame
-from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, PARAMETER, joined
+from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED, joined
 from jaxmp._autocast.plan import NO_ORIGINS, Origin, Step, Value
-from jaxmp._autocast.primitives import AFFINE, BOUNDED, CHOOSING, NORMALISING, SUBTRACTING
+from jaxmp._autocast.primitives import AFFINE, BOUNDED, CHOOSING, LOW, NORMALISING, SCALING
+from jaxmp._autocast.provenance import LITERALS
+from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs import compat
 
 
@@ -37,7 +39,7 @@ def follow(
     ]
     low = [v for v in mine if v.dtype is not None]
     full = [v for v in mine if v.dtype is None]
-    name = eqn.primitive.name
+    name = "mul" if eqn.primitive.name in LOW else eqn.primitive.name
     if not frame.summed.isdisjoint(eqn.outvars):
         return frame.as_written(eqn, values, "summed in float32 from iteration to iteration")
     if low and compat.in_associative_scan(eqn):
@@ -50,11 +52,14 @@ def follow(
             return frame.as_written(eqn, values, "only float32 ops want the result")
     if not low:
         derived = any(v.origins for v in full) and not any(v.wins for v in full)
-        if name in AFFINE or exponential or not derived or frame.is_wanted_by(eqn, STEEP):
+        affine = name in AFFINE and not _is_end(full)
+        if affine or exponential or not derived or frame.is_wanted_by(eqn, STEEP):
             return _in_full(frame, eqn, values, full)
         reason = "leaves a normalisation towards a contraction"
     else:
-        refusal = _refusal(frame, eqn, low, full)
+        refusal = _refusal(frame, name, eqn, low, full)
+        if name == "div" and frame.rules.low == FLOAT16 and values[1] and values[1].dtype:
+            refusal = "divides by a 16-bit value, of which the derivative may overflow", COMPUTED
         if refusal is not None:
             return frame.as_written(eqn, values, *refusal)
         reason = "chooses among 16-bit values" if chooses else _licensed(full)
@@ -78,7 +83,8 @@ def _in_full(
     frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], full: Sequence[Value]
 ) -> Step:
     """A `follow` op of float32 operands alone."""
-    table = PARAMETER if eqn.primitive.name in BOUNDED and frame.is_made(eqn) else None
+    made = set(frame.kinds(eqn)) <= {LITERALS}
+    table = CONSTANT if eqn.primitive.name in BOUNDED and made else None
     step = frame.as_written(eqn, values, "no 16-bit operand", table)
     written = [v for v in full if not v.constant]
     out = frame.kept_as[eqn.outvars[0]]
@@ -87,18 +93,30 @@ def _in_full(
     return step
 
 
+def _is_end(full: Sequence[Value]) -> bool:
+    """Whether an affine op of float32 operands ends a normalisation: it joins two, or masks one."""
+    if len(full) == 1:
+        return True
+    derived = [v.origins for v in full if v.licence == COMPUTED and v.origins]
+    return len(derived) > 1 and len(frozenset().union(*derived)) == sum(map(len, derived))
+
+
 def _refusal(
-    frame: Frame, eqn: JaxprEqn, low: list[Value], full: list[Value]
+    frame: Frame, name: str, eqn: JaxprEqn, low: list[Value], full: list[Value]
 ) -> tuple[str, str] | None:
     """Why float32 operands are not narrowed beside low ones, and the licence of the result."""
-    name, licences = eqn.primitive.name, {v.licence for v in full}
+    licences = {v.licence for v in full}
     if name in NORMALISING and _normalises(name, low, full):
         return "normalises: meets a statistic of its own operand", joined([*licences, COMPUTED])
-    if any(v.wins for v in full):
+    if DATA in licences:
         return "float32 data wins over 16 bits", DATA
-    if name in SUBTRACTING and PARAMETER in licences:
-        return "a float32 statistic wins: it is subtracted", COMPUTED
-    if PARAMETER in licences and frame.is_wanted_by(eqn, ANGLE | STEEP):
+    if name not in SCALING and any(
+        v.licence == LARGE and not (v.constant and name in CHOOSING) for v in full
+    ):
+        return "a large constant, or a position, wins over 16 bits as a summand", LARGE
+    if name not in SCALING and SHARED in licences:
+        return "a value that many share wins over 16 bits as a summand", COMPUTED
+    if licences & {PARAMETER, LARGE} and frame.is_wanted_by(eqn, ANGLE | STEEP):
         return "an angle, a logarithm or a root wants the result as well", COMPUTED
     return None
 
@@ -130,7 +148,7 @@ def _out_of_range(frame: Frame, eqn: JaxprEqn) -> str | None:
 def _licensed(full: Sequence[Value]) -> str:
     """Why float32 operands beside low ones are narrowed."""
     licences = {v.licence for v in full}
-    for licence in (PARAMETER, COMPUTED, CONSTANT):
+    for licence in (PARAMETER, COMPUTED, SHARED, CONSTANT, LARGE):
         if licence in licences:
             return _LICENSED[licence]
     return "computed from 16-bit values"
@@ -139,5 +157,7 @@ def _licensed(full: Sequence[Value]) -> str:
 _LICENSED = {
     PARAMETER: "a parameter beside a 16-bit value",
     COMPUTED: "made from 16-bit values, beside one",
+    SHARED: "made from 16-bit values, as a factor of one",
     CONSTANT: "a constant beside a 16-bit value",
+    LARGE: "a constant or a position as a factor of a 16-bit value",
 }

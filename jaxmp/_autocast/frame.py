@@ -8,31 +8,29 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.demand import NOTHING, OPERAND, Demand, Demands, ours
+from jaxmp._autocast.demand import CONTRACTION, NOTHING, OPERAND, PRODUCT, Demand, Demands, ours
 from jaxmp._autocast.licences import (
     COMPUTED,
-    CONSTANT,
-    GIVEN,
+    DATA,
     PARAMETER,
-    here,
-    is_small,
+    SHARED,
     joined,
     of_constant,
 )
-from jaxmp._autocast.literals import keeps_made
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Value
-from jaxmp._autocast.primitives import BROADCASTING, GROWING, IN_PARTS, LOOKING_UP, LOW, SCALING
+from jaxmp._autocast.primitives import BROADCASTING, GROWING, IN_PARTS, LOW, SCALING
+from jaxmp._autocast.provenance import LITERALS, OTHER, Provenance, kinds_of
 from jaxmp._autocast.rules import FLOAT16, FLOAT32, Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import widens_8_bits
 from jaxmp._jaxprs.compat import shape_of
-from jaxmp._jaxprs.scopes import DEQUANTISE, ROWS
+from jaxmp._jaxprs.dataflow import readers_of
+from jaxmp._jaxprs.higher_order import Inner
+from jaxmp._jaxprs.scopes import DEQUANTISE
 from jaxmp._jaxprs.source import in_scope, is_backward
-
-# What these compute of weights alone is none.
-_NO_WEIGHT = LOW | LOOKING_UP
 
 
 class Planning(abc.ABC):
@@ -44,7 +42,8 @@ class Planning(abc.ABC):
 
     def __init__(self, tangents: frozenset[Any] = frozenset()) -> None:
         self.tangents = tangents
-        self.demands = Demands()
+        self.provenance = Provenance()
+        self.demands = Demands(self.provenance)
         self.recomputes = False  # whether rules of any equation ask for that
         self._numbers = itertools.count(1)
 
@@ -62,7 +61,7 @@ class Planning(abc.ABC):
         *,
         outs: Sequence[DType | None] | None = None,
         summed: Sequence[bool] = (),
-        made: Sequence[bool] = (),
+        made: Sequence[str] = (),
     ) -> Plan:
         """The plan of a jaxpr (open or closed).
 
@@ -74,7 +73,7 @@ class Planning(abc.ABC):
           outs: the dtype each result must leave in, None being float32 or not ours; if not given,
             each leaves as it is kept.
           summed: which results are sums carried through a loop, to be computed in float32.
-          made: which operands, of any dtype, are made from literals alone; none, if not given.
+          made: what the operands, of any dtype, are made of; if not given, as their values say.
         """
 
     def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
@@ -103,7 +102,7 @@ class Frame:
       demand: what each of its variables is wanted for.
       kept_as: how each variable is kept; None for what is not ours.
       summed: results that must be computed in float32.
-      made: variables of any dtype that are made from literals alone.
+      made: what each of its variables, of any dtype, is made of.
       whole: what each moved variable is a part of.
     """
 
@@ -115,31 +114,29 @@ class Frame:
         wanted: Sequence[int],
         rules: Rules,
         summed: Sequence[bool] = (),
-        made: Sequence[bool] = (),
+        made: Sequence[str] = (),
     ) -> None:
         self.planning = planning
         self.jaxpr, self.consts = compat.closed(jaxpr)
+        made = made or [v.made if v else OTHER for v in ins]
+        self.made = planning.provenance(jaxpr, made)
+        self._kinds = made
         self.ins = tuple(ins)
         self.enclosing = self.rules = rules
         self.wanted = tuple(wanted)
-        self.demand: Demand = planning.demands(self.jaxpr, wanted, rules)
+        self.demand: Demand = planning.demands(jaxpr, wanted, rules, made)
         self.summed = set(itertools.compress(self.jaxpr.outvars, summed))
         self.kept_as: dict[Any, Value | None] = dict(zip(self.jaxpr.invars, ins, strict=True))
-        self.made = {var for var, value in self.kept_as.items() if value and value.fixed}
-        self.made.update(itertools.compress(self.jaxpr.invars, made))
         self.whole: dict[Any, Any] = {}
         for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
             self._close_over(var, array)
 
     def _close_over(self, var: Any, array: Any) -> None:
-        if not ours(var):
-            self.kept_as[var] = None
-            return
-        small = is_small(array)
-        licence = of_constant(array, self.rules.low)
-        self.kept_as[var] = Value(argument=True, licence=licence, fixed=small, weight=not small)
-        if small:
-            self.made.add(var)
+        # What only contractions read need not be looked at: the weights of a frozen model.
+        read_alone = not self.demand.of.get(var, NOTHING) & ~(CONTRACTION | OPERAND | PRODUCT)
+        licence = DATA if read_alone else of_constant(array)
+        value = Value(argument=True, licence=licence, made=self.made[var])
+        self.kept_as[var] = value if ours(var) else None
 
     # Reading.
 
@@ -149,8 +146,7 @@ class Frame:
             return self.kept_as[atom]
         if not ours(atom):
             return None
-        licence = of_constant(atom.val, self.rules.low) if shape_of(atom) else CONSTANT
-        return Value(constant=True, licence=licence, fixed=True)
+        return Value(constant=True, licence=of_constant(np.asarray(atom.val)), made=LITERALS)
 
     def operands(self, eqn: JaxprEqn) -> list[Value | None]:
         """How the operands of an equation are kept."""
@@ -161,16 +157,10 @@ class Frame:
         ]
 
     def licence_at(self, value: Value, atom: Any, eqn: JaxprEqn) -> str:
-        """The licence of an operand where it is read.
-
-        What contractions read themselves is a layer's input, however it is repeated: no bias.
-        """
-        return value.licence if self.is_operand(atom) else here(value.licence, atom, eqn)
-
-    def is_operand(self, atom: Any) -> bool:
-        """Whether a contraction reads a variable itself, through moves alone."""
-        found = NOTHING if isinstance(atom, Literal) else self.demand.of.get(atom, NOTHING)
-        return bool(found & OPERAND)
+        """The licence of an operand where it is read."""
+        if value.licence != COMPUTED or value.dtype or eqn.primitive.name not in BROADCASTING:
+            return value.licence
+        return COMPUTED if shape_of(atom) == shape_of(eqn.outvars[0]) else SHARED
 
     def demanded(self, eqn: JaxprEqn) -> list[int]:
         """The demand on each result of an equation."""
@@ -182,19 +172,20 @@ class Frame:
         if not any(map(is_backward, self.jaxpr.eqns)):
             return self.demand
         eqns = [eqn for eqn in self.jaxpr.eqns if not is_backward(eqn)]
-        return self.planning.demands(self.jaxpr.replace(eqns=eqns), self.wanted, self.enclosing)
+        jaxpr = self.jaxpr.replace(eqns=eqns)
+        return self.planning.demands(jaxpr, self.wanted, self.enclosing, self._kinds)
 
     def is_wanted_by(self, eqn: JaxprEqn, demand: int) -> bool:
         """Whether any result of an equation is demanded so."""
         return any(wanted & demand for wanted in self.demanded(eqn))
 
-    def is_made(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation makes its results from literals alone."""
-        return keeps_made(eqn, self.made)
+    def kinds(self, eqn: JaxprEqn) -> list[str]:
+        """What the operands of an equation are made of."""
+        return kinds_of(eqn.invars, self.made)
 
-    def are_made(self, atoms: Sequence[Any]) -> list[bool]:
-        """Which operands are made from literals alone."""
-        return [isinstance(v, Literal) or v in self.made for v in atoms]
+    def kinds_inside(self, eqn: JaxprEqn, inner: Inner) -> list[str]:
+        """What the operands of a jaxpr inside an equation are made of."""
+        return self.planning.provenance.of_operands(inner, self.kinds(eqn))
 
     # Recording.
 
@@ -223,8 +214,9 @@ class Frame:
           plans: the plans of the jaxprs inside.
         """
         for var, value in zip(eqn.outvars, outs, strict=True):
-            if value is not None and var in self.planning.tangents:
-                value = value._replace(tangent=True)
+            if value is not None:
+                tangent = value.tangent or var in self.planning.tangents
+                value = value._replace(tangent=tangent, made=self.made[var])
             self.kept_as[var] = value if ours(var) else None
         kept = [value if ours(var) else None for var, value in zip(eqn.outvars, outs, strict=True)]
         repeats = action == "bind" and self._repeats(eqn, kept)
@@ -281,42 +273,26 @@ class Frame:
             v and v._replace(licence=self.licence_at(v, atom, eqn))
             for atom, v in zip(eqn.invars, values, strict=True)
         ]
+        if eqn.primitive.name in SCALING:  # a literal factor, however large, changes nothing
+            used = [v for v in used if v and not v.constant] or used
         out = self.planning.kept(None, used)
         if licence is not None:
             out = out._replace(licence=licence)
         return self.step(eqn, values, [None] * len(values), [out] * len(eqn.outvars), reason)
 
-    def follow_up(self, eqn: JaxprEqn, step: Step) -> None:
+    def follow_up(self, eqn: JaxprEqn) -> None:
         """Records what a planned equation says of its results besides how they are kept."""
         if eqn.primitive.name in IN_PARTS and not isinstance(eqn.invars[0], Literal):
             whole = self.whole.get(eqn.invars[0], eqn.invars[0])
             self.whole.update(dict.fromkeys(eqn.outvars, whole))
-        if not step.plans:
-            weight = self._keeps_weights(eqn)
-            for var in eqn.outvars:
-                value = self.kept_as[var]
-                if value is not None and value.weight != weight:
-                    self.kept_as[var] = value._replace(weight=weight)
         if self._dequantises and in_scope(eqn, DEQUANTISE):
             for var in filter(ours, eqn.outvars):  # a weight, though it is computed from integers
-                self.kept_as[var] = Value(licence=PARAMETER, weight=not in_scope(eqn, ROWS))
-        if self.is_made(eqn):
-            self.made.update(eqn.outvars)
-            for var in eqn.outvars:
-                value = self.kept_as[var]
-                if value is not None:
-                    self.kept_as[var] = value._replace(fixed=True)
+                self.kept_as[var] = Value(licence=PARAMETER, made=self.made[var])
 
-    def _keeps_weights(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation computes from weights alone, and neither contracts nor looks up."""
-        found = False
-        for atom in eqn.invars:
-            value = None if isinstance(atom, Literal) else self.kept_as[atom]
-            if value is not None and not value.fixed:
-                if not value.weight:
-                    return False
-                found = True
-        return found and eqn.primitive.name not in _NO_WEIGHT
+    @functools.cached_property
+    def readers(self) -> dict[Any, list[JaxprEqn]]:
+        """Of each variable, the equations that read it."""
+        return readers_of(self.jaxpr)
 
     @functools.cached_property
     def _dequantises(self) -> bool:
@@ -331,5 +307,5 @@ def stays_finite(value: Value | None, rules: Rules) -> bool:
     """
     if value is None or value.tangent:
         return False
-    written = not value.origins and value.licence in (CONSTANT, PARAMETER, GIVEN)
+    written = not value.origins and value.licence not in (COMPUTED, SHARED)
     return written or rules.saturate

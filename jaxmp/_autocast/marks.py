@@ -160,7 +160,7 @@ def reduced_precision(fn: F) -> F:
 def widen(tree: Any, low: np.dtype[Any]) -> Any:
     """Arrays of a 16-bit dtype as float32 values of the program, which autocast may narrow again.
 
-    Unlike an author's upcast, which pins them: `compat.wrote_dtype` knows this function.
+    Unlike an author's upcast, which pins them.
     """
     return _converted(tree, low, FLOAT32)
 

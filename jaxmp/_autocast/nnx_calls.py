@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from flax import errors, nnx
 
-from jaxmp._autocast.licences import GIVEN, PARAMETER
 from jaxmp._autocast.marks import widen
 from jaxmp._flax import is_graph_node, merge_inputs, split_inputs
 from jaxmp.quantized import is_quantized
@@ -72,16 +71,6 @@ def on_a_clone(fn: Function) -> Function:
 def map_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
     """A tree with `fn` of its leaves, but for the modules in it, which stay what they are."""
     return jax.tree.map(lambda x: x if is_graph_node(x) else fn(x), tree, is_leaf=is_graph_node)
-
-
-def variable_licences(args: Any, kwargs: Any, others: str = GIVEN) -> list[str]:
-    """What the leaves of a call are: parameters, other Variables (given), and `others`."""
-    licences: list[str] = []
-    for leaf in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        kind = PARAMETER if isinstance(leaf, nnx.Param) else GIVEN
-        variable = isinstance(leaf, nnx.Variable)
-        licences += [kind if variable else others] * len(jax.tree.leaves(leaf))
-    return licences
 
 
 @contextmanager

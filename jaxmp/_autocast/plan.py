@@ -16,8 +16,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.fused_group import Fused
-from jaxmp._autocast.licences import COMPUTED, DATA, GIVEN, POSITION
+from jaxmp._autocast.licences import COMPUTED, DATA, LARGE
 from jaxmp._autocast.primitives import LOW
+from jaxmp._autocast.provenance import OTHER, WEIGHTS
 from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._autocast.softmaxes import Way
@@ -58,8 +59,7 @@ class Value(NamedTuple):
       constant: it is a literal of the program, or one broadcast.
       tangent: it is a tangent or cotangent: narrowing it must stay linear.
       licence: what allows it to be narrowed, or forbids it; see `licences`.
-      fixed: it is made in the program from literals alone, or a small constant.
-      weight: it is a parameter, or computed from parameters alone; not looked up in one.
+      made: what it is made of; see `provenance`.
     """
 
     dtype: DType | None = None
@@ -69,13 +69,17 @@ class Value(NamedTuple):
     constant: bool = False
     tangent: bool = False
     licence: str = COMPUTED
-    fixed: bool = False
-    weight: bool = False
+    made: str = OTHER
 
     @property
     def wins(self) -> bool:
         """Whether it is float32 that no licence allows to narrow: it wins over low values."""
-        return self.dtype is None and self.licence in (DATA, GIVEN, POSITION)
+        return self.dtype is None and self.licence in (DATA, LARGE)
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a parameter, or computed from parameters alone; not looked up in one."""
+        return self.made == WEIGHTS
 
 
 class Read(NamedTuple):

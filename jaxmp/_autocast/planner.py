@@ -47,7 +47,7 @@ class Planner(Planning):
         *,
         outs: Sequence[DType | None] | None = None,
         summed: Sequence[bool] = (),
-        made: Sequence[bool] = (),
+        made: Sequence[str] = (),
     ) -> Plan:
         """See `Planning.plan`."""
         # Identities are renumbered in the order they appear, so that two calls that differ only in
@@ -131,5 +131,5 @@ def _step(frame: Frame, eqn: JaxprEqn) -> Step:
     if inners and frame.rules.saturate and is_backward(eqn):  # which what is inside does not say
         frame.rules = without_clipping(frame.rules)
     step = plan_inside(frame, eqn, values, inners) if inners else decide(frame, eqn, values)
-    frame.follow_up(eqn, step)
+    frame.follow_up(eqn)
     return step

@@ -11,8 +11,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.primitives import CALLED, LOOKING_UP, classify
-from jaxmp._jaxprs.attributes import exponent, jitted_name, name_stack, precision
+from jaxmp._jaxprs.attributes import jitted_name, name_stack, precision
 from jaxmp._jaxprs.compat import dtype_of, kind
+from jaxmp._jaxprs.dots import contracted
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
 from jaxmp._jaxprs.scopes import OWN, REGION
 from jaxmp.policy import Policy, get_policy
@@ -64,12 +65,12 @@ class Rules:
         if name in self.overrides:
             return self.overrides[name]
         op_class = classify(name, eqn.params)
+        if op_class == "low" and contracted(eqn) == 1 and author_keeps(eqn, self.low) is None:
+            return "follow"  # it sums nothing up: a multiplication
         if name == "exp" and op_class == "full" and self.low_softmax:
             # A softmax's exp is the one whose result reaches a contraction; exp in a loss does not,
             # and an exp without a low operand stays float32 like any other `follow` op.
             return "softmax"
-        if name == "integer_pow" and exponent(eqn.params) > 2 and self.low == FLOAT16:
-            return "full"  # the cube in GELU overflows float16 at 41
         return op_class
 
     def looks_inside(self, eqn: JaxprEqn) -> bool:
@@ -150,17 +151,28 @@ def _own_rules(policy: str) -> Rules:
     return dataclasses.replace(rules_for(get_policy(policy)), why_float32=LAYERS_OWN)
 
 
-def author_keeps(eqn: JaxprEqn) -> str | None:
+def author_keeps(eqn: JaxprEqn, low: np.dtype[Any] | None = None) -> str | None:
     """Why a contraction runs as written whatever its operands are, or None."""
     asked = precision(eqn)
     for p in asked if isinstance(asked, tuple) else (asked,):
         name = str(getattr(p, "name", p))
-        if p is not None and name.upper() != "DEFAULT":
+        if p is not None and name.upper() != "DEFAULT" and not _means(name, low):
             return f"precision={name}, as the author asked"
     dtypes = {np.dtype(dtype_of(v)) for v in eqn.invars[:2]}
     if FLOAT32 not in dtypes:
         return f"operands are {' and '.join(sorted(d.name for d in dtypes))}, not float32"
     for dtype in dtypes - {FLOAT32}:
-        if dtype not in LOW_DTYPES:
+        if dtype not in LOW_DTYPES and not is_mask(dtype):
             return f"multiplies float32 by {dtype.name}"
     return None
+
+
+def is_mask(dtype: np.dtype[Any] | None) -> bool:
+    """Whether values of a dtype are masks and counts, which a contraction reads as numbers."""
+    return dtype is not None and dtype.kind in "biu"
+
+
+def _means(preset: str, low: np.dtype[Any] | None) -> bool:
+    """Whether a precision says what a policy does: ``BF16_BF16_F32``, and not ``…_X3``."""
+    short = "F16" if low == FLOAT16 else "BF16"
+    return preset.startswith(f"{short}_{short}_") and "_X" not in preset

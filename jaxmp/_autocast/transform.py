@@ -17,7 +17,7 @@ from jaxmp._autocast.demand import CONTRACTION, FULL, ours
 from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.escapes import refuse_escapes, with_held_tracers
 from jaxmp._autocast.execute import execute
-from jaxmp._autocast.licences import GIVEN, PARAMETER
+from jaxmp._autocast.licences import DATA, PARAMETER
 from jaxmp._autocast.marks import (
     check_callable,
     in_region,
@@ -25,16 +25,19 @@ from jaxmp._autocast.marks import (
     policy_in_force,
     widen,
 )
+from jaxmp._autocast.parameters import Argnums, Parameters, by_position, place_of
 from jaxmp._autocast.passes import PASSES
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
+from jaxmp._autocast.provenance import OTHER, WEIGHTS
 from jaxmp._autocast.reading import cast
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.residuals import recompute
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import (
+    warn_overlooked,
     warn_precision,
     warn_unfused,
     warn_unknown,
@@ -51,7 +54,7 @@ from jaxmp.policy import Policy, single_policy
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
+def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> F:
     """Runs a float32 function in mixed precision, decided with the whole function in view.
 
     Contractions (matmuls, convolutions) multiply in ``policy.compute_dtype`` and accumulate in
@@ -69,6 +72,10 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
         among its arguments: what `fn` changes in them (averages, random streams) is written back,
         as by `flax.nnx.jit`, and their Variables stay in the dtypes they have.
       policy: anything `get_policy` takes.
+      argnums: which positional arguments hold the parameters, as in `jax.grad`; all others are
+        data. Beside 16-bit values a parameter (a bias, a table) is narrowed, and data (a mean, a
+        time) is not. Of an argument that holds Flax variables, those in "params" are parameters;
+        of NNX modules, every `nnx.Param` is, whichever argument holds it.
 
     Returns:
       A function with the signature of `fn`. Only float32 values are autocast's to change:
@@ -85,14 +92,14 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
     Raises:
       TypeError: if `fn` is not callable, or is a Flax Linen module; at a call, if its result holds
         arrays where JAX does not see them: in an object that is no pytree, in what a function
-        closes over.
+        closes over; if `argnums` are no integers.
       ValueError: if the policy is malformed or computes in anything but 16 bits or float32.
 
     Warns:
       UserWarning: at a call, where the policy does less than it says: JAX's default precision keeps
         most contractions float32; most of what layers multiply is not in the 8 bits of a recipe, or
         most attention not fused; float32 contractions are in what is not looked inside; a name in
-        ``ops`` is no primitive's.
+        ``ops`` is no primitive's; most of what layers multiply is in no argument of `argnums`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -109,11 +116,11 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
     check_callable(
         "autocast", fn, "Use jaxmp.wrap(module, policy), or jaxmp.autocast(module.apply, policy)."
     )
-    planned = under_policy(fn, policy)
+    planned = under_policy(fn, policy, by_position(fn, argnums))
     method, modules = nnx_calls.with_module(fn)
-    planned_of_modules = _under_policy_of_modules(method, policy)
+    planned_of_modules = _under_policy_of_modules(method, policy, argnums)
     marked = in_region(fn, policy)
-    on_sealed = functools.cache(lambda: autocast(opening(method), policy))
+    on_sealed = functools.cache(lambda: autocast(opening(method), policy, argnums))
 
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
         if holds_quantized((args, kwargs)):
@@ -127,14 +134,14 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy) -> F:
             return planned_of_modules((*modules, *args), kwargs)
         return planned(*args, **kwargs)
 
-    return Transformed(autocast_fn, autocast, fn, policy)  # type: ignore[return-value]
+    return Transformed(autocast_fn, autocast, fn, policy, argnums)  # type: ignore[return-value]
 
 
 def under_policy(
     fn: F,
     policy: Policy,
+    parameters: Parameters,
     watch: Callable[[Plan], None] | None = None,
-    licences: Callable[..., Sequence[str]] | None = None,
 ) -> F:
     """`fn` traced, planned and executed: `autocast` where no other autocast is around it.
 
@@ -143,9 +150,8 @@ def under_policy(
     Args:
       fn: the function.
       policy: the policy.
+      parameters: given `(args, kwargs)` of a call, which of their leaves are parameters.
       watch: is shown each plan that is made.
-      licences: given `(args, kwargs)` of a call, the licence of each of their leaves; if None, what
-        an argument is shows by its use.
 
     Raises:
       ValueError: if the policy computes in anything but 16 bits or float32.
@@ -154,7 +160,7 @@ def under_policy(
     holding = with_held_tracers(fn)
     name = str(getattr(fn, "__name__", type(fn).__name__))
 
-    def make(jaxpr: Any, given: tuple[str, ...]) -> Plan:
+    def make(jaxpr: Any, given: tuple[bool, ...]) -> Plan:
         plan = plan_program(jaxpr, policy, given)
         if watch is not None:
             watch(plan)
@@ -169,7 +175,7 @@ def under_policy(
     def planned_fn(*args: Any, **kwargs: Any) -> Any:
         traced = trace_program(holding, args, kwargs, policy)
         refuse_escapes(traced, name)
-        given = () if licences is None else _of_arrays(licences(args, kwargs), args, kwargs)
+        given = of_arrays(parameters(args, kwargs), args, kwargs)
         program = comparable(traced.jaxpr)
         plan = (
             make(traced.jaxpr, given)
@@ -181,6 +187,8 @@ def under_policy(
         warn_unfused(plan, warned)
         warn_unknown(plan, warned)
         warn_precision(plan, warned)
+        place = functools.partial(place_of, args, kwargs)
+        warn_overlooked(plan, given, place, name, warned)
         outs = closures.run(
             traced.as_written,
             plan,
@@ -193,7 +201,9 @@ def under_policy(
     return planned_fn  # type: ignore[return-value]
 
 
-def _under_policy_of_modules(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+def _under_policy_of_modules(
+    fn: Callable[..., Any], policy: Policy, argnums: Argnums
+) -> Callable[..., Any]:
     """As `under_policy`, a function of `(args, kwargs)`, which may hold NNX modules.
 
     Their Variables stay in the dtypes they have: param and output dtype are for everything else.
@@ -215,8 +225,13 @@ def _under_policy_of_modules(fn: Callable[..., Any], policy: Policy) -> Callable
         with nnx_calls.shown_as_float32((args, kwargs), {stored} - {FLOAT32}):
             return fn(*args, **kwargs)
 
+    parameters = by_position(fn, argnums)
+
     planned = nnx_calls.lift(
-        functools.partial(under_policy, policy=inner, licences=nnx_calls.variable_licences), called
+        functools.partial(
+            under_policy, policy=inner, parameters=lambda call, _kwargs: parameters(*call)
+        ),
+        called,
     )
     return lambda args, kwargs: nnx_calls.map_arrays(returned, planned(args, kwargs))
 
@@ -236,26 +251,19 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
         return traced._replace(jaxpr=rows_first(traced.jaxpr))
 
 
-def licences_of(args: Any, kwargs: Any) -> tuple[str, ...]:
-    """The licences of the arrays of a call, as far as NNX modules in it tell; () without any."""
-    if not holds_modules((args, kwargs)):
-        return ()
-    return _of_arrays(nnx_calls.variable_licences(args, kwargs), args, kwargs)
-
-
-def _of_arrays(licences: Sequence[str], args: Any, kwargs: Any) -> tuple[str, ...]:
-    """The licences of those leaves of a call that are arrays."""
+def of_arrays(parameters: Sequence[bool], args: Any, kwargs: Any) -> tuple[bool, ...]:
+    """Whether each array of a call is a parameter, given that of all leaves."""
     leaves = jax.tree.leaves((args, kwargs))
-    return tuple(x for x, leaf in zip(licences, leaves, strict=True) if is_array(leaf))
+    return tuple(x for x, leaf in zip(parameters, leaves, strict=True) if is_array(leaf))
 
 
-def plan_program(jaxpr: Any, policy: Policy, licences: Sequence[str] = ()) -> Plan:
+def plan_program(jaxpr: Any, policy: Policy, parameters: Sequence[bool]) -> Plan:
     """The plan of a whole program under a policy.
 
     Args:
       jaxpr: the program.
       policy: the policy.
-      licences: that of each argument, where they are known.
+      parameters: which of its operands are parameters.
     """
     rules = rules_for(policy)
     planner = Planner(PASSES)
@@ -268,12 +276,10 @@ def plan_program(jaxpr: Any, policy: Policy, licences: Sequence[str] = ()) -> Pl
             rules.low if stored == rules.low else None,
             frozenset({planner.fresh()}) if stored == rules.low else NO_ORIGINS,
             argument=True,
-            licence=licence,
-            weight=licence == PARAMETER or not licences,
+            licence=PARAMETER if parameter else DATA,
+            made=WEIGHTS if parameter else OTHER,
         )
-        for var, licence in zip(
-            open_jaxpr.invars, licences or [GIVEN] * len(open_jaxpr.invars), strict=True
-        )
+        for var, parameter in zip(open_jaxpr.invars, parameters, strict=True)
     ]
     low_output = output == rules.low
     wanted = [CONTRACTION if low_output else FULL] * len(open_jaxpr.outvars)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.first_order import NOT_LOOKED_INSIDE
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.fused import NO_KERNEL
+from jaxmp._autocast.parameters import overlooked
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
@@ -143,6 +144,39 @@ def warn_precision(plan: Plan, known: set[str]) -> None:
         f"precision is {default!r}, which asks for that like precision= in a call. Unset "
         "jax_default_matmul_precision, or put `with jax.default_matmul_precision(...)` around only "
         "what is to stay float32. jaxmp.explain lists it.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def warn_overlooked(
+    plan: Plan,
+    parameters: Sequence[bool],
+    place: Callable[[int], str],
+    name: str,
+    known: set[str],
+) -> None:
+    """Warns where most of what layers multiply is in no argument that holds parameters.
+
+    Args:
+      plan: the plan of the program.
+      parameters: which of its operands are parameters.
+      place: where in the call an operand is, in words.
+      name: what the function is called.
+      known: what was said already; what is said now is added.
+    """
+    if plan.rules.low is None or "overlooked" in plan.built:
+        return
+    plan.built["overlooked"] = found = overlooked(plan.jaxpr, parameters)
+    if found is None or name in known:
+        return
+    known.add(name)
+    operand, share = found
+    warnings.warn(
+        f"autocast: {share:.0%} of what layers of {name} multiply is in "
+        f"{place(operand)}, which argnums does not name as parameters: it is data, beside "
+        "which nothing is narrowed. Give its position, as in jaxmp.autocast(fn, policy, "
+        "argnums=1); if there are no parameters, argnums=().",
         UserWarning,
         stacklevel=4,
     )

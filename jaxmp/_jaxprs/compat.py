@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax
 import jax
 import jax.extend.core as jex_core
 import numpy as np
@@ -345,32 +344,6 @@ def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
 def scan_options(eqn: jex_core.JaxprEqn) -> dict[str, Any]:
     """What a scan was told besides its function and its operands."""
     return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-
-
-def wrote_dtype(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether a conversion was written by the author (`x.astype(…)`), not by type promotion.
-
-    jnp's promotion happens inside jnp's own jitted functions: it leaves no `astype` or
-    `convert_element_type` frame next to the equation. Flax's happens in `promote_dtype`, ours in
-    `marks.widen`.
-    """
-    traceback: Any = eqn.source_info.traceback
-    if traceback is None:
-        return True
-    frames = [
-        (frame.function_name.rsplit(".", 1)[-1], frame.file_name) for frame in traceback.frames[:24]
-    ]
-    if any(file.startswith(_PROMOTING.get(name, "\0")) for name, file in frames):
-        return False
-    return any(name in _CONVERTING for name, _ in frames)
-
-
-_CONVERTING = ("astype", "_astype", "convert_element_type", "asarray")
-# Functions that promote, not their author → where: a user's function may have the same name.
-_PROMOTING = {
-    "promote_dtype": str(Path(flax.__file__).parent) + os.sep,
-    "widen": str(Path(__file__).parents[1] / "_autocast" / "marks.py"),
-}
 
 
 def in_associative_scan(eqn: jex_core.JaxprEqn) -> bool:

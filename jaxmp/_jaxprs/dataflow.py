@@ -7,6 +7,7 @@ what a loop carries is joined until it no longer grows.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from jaxmp._jaxprs.higher_order import Inner, inside
 
 F = TypeVar("F")
 Run = Callable[[Any, Sequence[F]], Sequence[F]]
+BackwardRun = Callable[[Inner, Sequence[F]], Sequence[F]]
 Join = Callable[[F, F], F]
 
 
@@ -45,6 +47,16 @@ def forward(
         outs = transfer(eqn, [read(v) for v in eqn.invars])
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in opened.outvars]
+
+
+def readers_of(jaxpr: Any) -> dict[Any, list[JaxprEqn]]:
+    """Of each variable of an open jaxpr, the equations that read it."""
+    found: dict[Any, list[JaxprEqn]] = defaultdict(list)
+    for eqn in jaxpr.eqns:
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal):
+                found[atom].append(eqn)
+    return found
 
 
 def through(eqn: JaxprEqn, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[F] | None:
@@ -81,14 +93,14 @@ def settled(inner: Inner, ins: Sequence[F], run: Run[F], join: Join[F]) -> list[
 
 
 def demanded(
-    eqn: JaxprEqn, wanted: Sequence[F], run: Run[F], join: Join[F], nothing: F
+    eqn: JaxprEqn, wanted: Sequence[F], run: BackwardRun[F], join: Join[F], nothing: F
 ) -> list[F] | None:
     """What the operands of an equation with jaxprs inside are wanted for; None if it has none.
 
     Args:
       eqn: the equation.
       wanted: what each of its results is wanted for.
-      run: the backward walk through one inner jaxpr: from demands on results to those on operands.
+      run: the backward walk through what is inside: from demands on results to those on operands.
       join: both demands.
       nothing: no demand.
     """
@@ -103,11 +115,13 @@ def demanded(
     return demand if inners else None
 
 
-def settled_demand(inner: Inner, wanted: Sequence[F], run: Run[F], join: Join[F]) -> Sequence[F]:
+def settled_demand(
+    inner: Inner, wanted: Sequence[F], run: BackwardRun[F], join: Join[F]
+) -> Sequence[F]:
     """The demands on an inner jaxpr's operands; a carry is wanted by the next iteration as well."""
     wanted = list(wanted)
     while True:
-        ins = run(inner.jaxpr, wanted)
+        ins = run(inner, wanted)
         grown = list(wanted)
         for result, operand in enumerate(inner.carries):
             grown[result] = join(wanted[result], ins[operand])

@@ -8,9 +8,12 @@ import re
 import site
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import flax
+import jax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs.attributes import frames, line_number, name_stack, source_summary
@@ -29,6 +32,8 @@ _PACKAGES = (
     "chex", "diffrax", "distrax", "einops", "equinox", "haiku", "jaxopt", "jaxtyping", "lineax",
     "optimistix", "orbax",
 )  # fmt: skip
+# Those of them that promote types for whoever calls them.
+_PROMOTING = tuple(str(Path(module.__path__[0])) + os.sep for module in (jax, flax))
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 _SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST})
 _MARKS = (REGION, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED)
@@ -62,6 +67,23 @@ def user_line(eqn: JaxprEqn) -> str:
         if not _is_in(file, libraries):
             return f"{Path(file).name}:{line_number(eqn, frame)}"
     return ""
+
+
+def is_promotion(eqn: JaxprEqn, readers: Sequence[JaxprEqn]) -> bool:
+    """Whether JAX or Flax made a conversion in order to promote types, and no author wrote it.
+
+    What promotes also reads what it promoted: both belong to one instruction of the code outside of
+    JAX and Flax. An author's conversion (`x.astype(...)`) is an instruction of its own.
+    """
+    if in_scope(eqn, CAST):
+        return True
+    here = _instruction(eqn)
+    return here is not None and any(_instruction(reader) == here for reader in readers)
+
+
+def _instruction(eqn: JaxprEqn) -> tuple[Any, int] | None:
+    """The innermost instruction outside of JAX and Flax that made an equation, if that is known."""
+    return next((f for f in frames(eqn) if not f[0].co_filename.startswith(_PROMOTING)), None)
 
 
 def in_library(file: str) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxmp._autocast.licences import DATA, GIVEN, PARAMETER
 from jaxmp._autocast.marks import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_managed, key_counters, lifted_class, lifted_scopes
@@ -211,7 +210,7 @@ def _lift(fn: Method) -> Method:
             with region(overrides.default):
                 out, changed = run(variables, rngs, args, kwargs)
             return out, _as_before(changed, variables)
-        traced = under_policy(attempt, overrides.inner, overrides.warn_of_kept, _licences)
+        traced = under_policy(attempt, overrides.inner, _parameters, overrides.warn_of_kept)
         try:
             out, changed = traced(variables, rngs, args, kwargs)
         except _SeenEnoughError:
@@ -234,15 +233,12 @@ def _shown(variables: Any, overrides: Overrides) -> Any:
     return jax.tree_util.tree_map_with_path(show, for_float32(variables), is_leaf=is_quantized)
 
 
-def _licences(args: Any, kwargs: Any) -> list[str]:
-    """What the leaves of a call are: parameters, other variables, data."""
-
-    def licence(path: Any) -> str:
-        if path[0].idx or path[1].idx:  # all but the first argument, the variables
-            return DATA
-        return PARAMETER if _is_param(path[2:]) else GIVEN
-
-    return [licence(path) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))]
+def _parameters(args: Any, kwargs: Any) -> list[bool]:
+    """Which leaves of a call are parameters: of the first argument, the variables."""
+    return [
+        not path[0].idx and not path[1].idx and _is_param(path[2:])
+        for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))
+    ]
 
 
 def _as_before(changed: Any, variables: Any) -> Any:

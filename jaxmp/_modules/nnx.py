@@ -17,15 +17,14 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxmp._autocast.licences import DATA
 from jaxmp._autocast.marks import policy_in_force, region
 from jaxmp._autocast.nnx_calls import (
     lift,
     map_arrays,
     on_copies,
     shown_as_float32,
-    variable_licences,
 )
+from jaxmp._autocast.parameters import of_variables
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
 from jaxmp._modules.classes import MadeClasses
@@ -154,8 +153,7 @@ class _Lifted:
 
     def _planned(self, method: Method) -> Method:
         overrides = self.overrides
-        licences = functools.partial(variable_licences, others=DATA)
-        return under_policy(method, overrides.inner, overrides.warn_of_kept, licences)
+        return under_policy(method, overrides.inner, of_variables, overrides.warn_of_kept)
 
     def call(self, name: str, module: nnx.Module, args: Any, kwargs: Any) -> Any:
         """Calls a method of a wrapped module."""

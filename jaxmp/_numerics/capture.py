@@ -174,7 +174,7 @@ def prepare(
     chosen_args = check_arguments(args, argnums)
     program = on_a_clone(fn)
     if policy is not None:
-        program = autocast(program, policy)
+        program = autocast(program, policy, chosen_args)
     has_aux = returns_aux(program, args)
     if grad is None:
         grad = has_aux is not None and is_differentiable([args[i] for i in chosen_args])

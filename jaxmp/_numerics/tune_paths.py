@@ -17,6 +17,7 @@ from flax import nnx
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.flops import contraction_flops
+from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
 from jaxmp._jaxprs import compat
@@ -152,7 +153,7 @@ def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
         results, _ = marking.run(traced.jaxpr, traced.arrays, "", policies.default)
         return traced.rebuild(results)
 
-    return under_policy(marked, policies.default)
+    return under_policy(marked, policies.default, by_position(loss, 0))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,10 +30,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.flops import contraction_flops
+from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.plan import Step
 from jaxmp._autocast.recipes.quantise import dequantise, quantise
 from jaxmp._autocast.rules import LOW_DTYPES
-from jaxmp._autocast.transform import plan_program, trace_program
+from jaxmp._autocast.transform import of_arrays, plan_program, trace_program
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import product_axes, varying_axes
 from jaxmp._jaxprs.compat import dtype_of
@@ -268,9 +269,11 @@ def ways_of(
     """
     ways: dict[Path, list[Multiplied]] = {path: [] for path in paths}
     for policy in candidates:
-        traced = trace_program(loss.loss, (loss.params, batch), {}, policy)
+        args = loss.params, batch
+        traced = trace_program(loss.loss, args, {}, policy)
+        given = of_arrays(by_position(loss.loss, 0)(args, {}), args, {})
         found: dict[Path, Multiplied] = {}
-        for site in plan_program(traced.jaxpr, policy).sites:
+        for site in plan_program(traced.jaxpr, policy, given).sites:
             path = loss.places.of(site.path)
             how = _multiplied(site.step, policy)
             if path in ways and (path not in found or _bits(how) < _bits(found[path])):

@@ -1,0 +1,143 @@
+"""Which arrays of a call are parameters. All others are data."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend.core import JaxprEqn
+
+from jaxmp._autocast.flops import contraction_flops
+from jaxmp._autocast.primitives import LOW, MOVING
+from jaxmp._jaxprs.attributes import product_axes
+from jaxmp._jaxprs.dataflow import forward, through
+from jaxmp._jaxprs.trace import is_array
+
+Argnums = int | Sequence[int]
+# Of a call, whether each leaf of `(args, kwargs)` is a parameter.
+Parameters = Callable[[Any, Any], list[bool]]
+
+
+def by_position(fn: Callable[..., Any], argnums: Argnums) -> Parameters:
+    """The parameters of a function, by the positions of its arguments.
+
+    Args:
+      fn: the function, whose signature says which position an argument has that is given by name.
+      argnums: the positions.
+    """
+    positions = read_argnums("autocast", argnums)
+    names = _names(fn)
+
+    def parameters(args: Any, kwargs: Any) -> list[bool]:
+        count = max(len(args), len(names), 1)
+        if not all(-count <= i < count for i in positions):
+            raise ValueError(
+                f"autocast: argnums={argnums}, but {_name(fn)} has {count} arguments here."
+            )
+        named = {i % len(args) if i < 0 and args else i for i in positions}
+        found = [x for i, arg in enumerate(args) for x in _of_argument(arg, named=i in named)]
+        for name in sorted(kwargs):
+            found += _of_argument(kwargs[name], named=names.get(name) in named)
+        return found
+
+    return parameters
+
+
+def read_argnums(name: str, argnums: Argnums) -> tuple[int, ...]:
+    """`argnums` as a tuple.
+
+    Raises:
+      TypeError: if they are no integers.
+    """
+    positions = (argnums,) if isinstance(argnums, int) else argnums
+    if not isinstance(positions, (tuple, list)) or not all(type(i) is int for i in positions):
+        raise TypeError(
+            f"{name}: argnums must be an integer or a sequence of integers, as in jax.grad: the "
+            f"positions of the arguments that are parameters; got {argnums!r}."
+        )
+    return tuple(positions)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def _names(fn: Callable[..., Any]) -> dict[str, int]:
+    try:
+        return {name: i for i, name in enumerate(inspect.signature(fn).parameters)}
+    except (TypeError, ValueError):  # a builtin without a signature
+        return {}
+
+
+def _of_argument(argument: Any, *, named: bool) -> list[bool]:
+    """Whether each leaf of an argument is a parameter, given whether the argument is named so.
+
+    Of Flax variables, those in the collection "params"; of NNX Variables, every `nnx.Param`.
+    """
+    collections = isinstance(argument, Mapping) and "params" in argument
+    found: list[bool] = []
+    paths = jax.tree.leaves_with_path(argument, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for path, leaf in paths:
+        if isinstance(leaf, nnx.Variable):
+            found += [isinstance(leaf, nnx.Param)] * len(jax.tree.leaves(leaf))
+        else:
+            found.append(named and (not collections or getattr(path[0], "key", "") == "params"))
+    return found
+
+
+def of_variables(args: Any, kwargs: Any) -> list[bool]:
+    """The parameters of a call of an NNX module: its Params, wherever they are."""
+    return _of_argument((args, kwargs), named=False)
+
+
+def place_of(args: Any, kwargs: Any, operand: int) -> str:
+    """Where in a call an array is, in words, given which of its arrays it is."""
+    paths = jax.tree.leaves_with_path((args, kwargs))
+    (kind, where, *inside), _ = [found for found in paths if is_array(found[1])][operand]
+    name = f"argument {where.idx}" if kind.idx == 0 else f"the argument {where.key!r}"
+    return f"{name}{jax.tree_util.keystr(tuple(inside))}"
+
+
+def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | None:
+    """The operand of a program that looks like most of its weights, and is no parameter.
+
+    Returns:
+      The first such operand, and the share of what layers multiply of which it is the weights;
+      None if most of them are parameters.
+    """
+    flops: Counter[int] = Counter()
+    seen: set[int] = set()
+    known, computed = -1, -2  # a parameter; what is neither an argument nor a constant
+
+    def transfer(eqn: JaxprEqn, ins: list[int | None]) -> Sequence[int | None]:
+        if eqn.primitive.name in LOW:
+            if id(eqn) not in seen and _has_no_batch(eqn):
+                seen.add(id(eqn))
+                weights = [i for i in ins[:2] if i not in (None, computed)]
+                if len(weights) == 1 and computed in ins[:2]:
+                    flops[weights[0]] += contraction_flops(eqn)
+            return [computed] * len(eqn.outvars)
+        outs = through(eqn, ins, run, lambda a, b: a if a == b else computed)
+        if outs is not None:
+            return outs
+        moves = eqn.primitive.name in MOVING | {"convert_element_type"} and len(ins) == 1
+        constant = all(i is None for i in ins)
+        return [ins[0] if moves else None if constant else computed] * len(eqn.outvars)
+
+    def run(jaxpr: Any, ins: Sequence[int | None]) -> list[int | None]:
+        return forward(jaxpr, ins, transfer, None)
+
+    run(jaxpr, [known if parameter else i for i, parameter in enumerate(parameters)])
+    total, missed = sum(flops.values()), sum(n for i, n in flops.items() if i != known)
+    if 2 * missed <= total:
+        return None
+    return next(i for i, _ in flops.most_common() if i != known), missed / total
+
+
+def _has_no_batch(eqn: JaxprEqn) -> bool:
+    """Whether a contraction may be a layer's: attention multiplies by head and example."""
+    return eqn.primitive.name != "dot_general" or not product_axes(eqn)[1][0]
