@@ -478,6 +478,28 @@ def test_pallas_takes_what_it_takes() -> None:
         assert explained(*args, policy=asked) == [("", f"Pallas refuses it: {why}")]
 
 
+def test_a_kernel_that_failed_once_is_asked_again() -> None:
+    raised: list[Exception] = [RuntimeError("the driver is busy"), ValueError("rank promotion")]
+
+    def run(call: Call, *arrays: Any) -> Any:
+        if raised:
+            raise raised.pop()
+        return kernels.plain(call, *arrays)
+
+    kernel, call = Kernel("busy", "cuda", run), Call(1.0, True, False, False)
+    said = [kernels.refusal(kernel, call, SHAPES, varying=False) for _ in range(3)]
+    assert said == [
+        *(f"busy refuses it: {why}" for why in ("rank promotion", "the driver is busy")),
+        "",
+    ]
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("a mistake")
+
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        kernels.refusal(Kernel("broken", "cuda", broken), call, SHAPES, varying=False)
+
+
 @pytest.mark.slow
 def test_pallas_computes_it() -> None:
     call = Call(0.2, True, False, False)

@@ -16,8 +16,9 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from jaxmp._jaxprs.wide_products import dot_in_float32
 
-from support import slow_when
+from support import contractions, slow_when
 
 X = jax.random.normal(jax.random.key(0), (4, 8, 16))
 POLICIES = ("mixed_bfloat16", "mixed_float16,residuals=recompute", "mixed_float8")
@@ -123,3 +124,20 @@ def test_modules_under_a_switch_of_flax(name: str) -> None:
     assert want[2] < want[0]
     with FLAXS[name]():
         assert losses() == want
+
+
+# Settings under which the same function is traced to another program.
+
+
+def test_what_is_traced_once_is_traced_again_under_another_precision() -> None:
+    low = X[0].astype(jnp.bfloat16)
+
+    def highest() -> list[bool]:
+        # A new function at each call: JAX keeps the jaxpr of one that it knows.
+        found = contractions(lambda x: dot_in_float32(x, x, (((1,), (1,)), ((), ()))), low)
+        return [product[-1] for product in found]
+
+    assert highest() == [False]
+    with jax.default_matmul_precision("highest"):
+        assert highest() == [True]
+    assert highest() == [False]

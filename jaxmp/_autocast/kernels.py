@@ -8,6 +8,7 @@ they repeat. What another platform than the kernel's compiles is the same attent
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
+from jaxmp._jaxprs.attributes import cached_trace
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp._speed import Chip
 
@@ -188,13 +190,22 @@ def refusal(
         return f"{kernel.name} refuses it: {why}"
     # Inside of a shard_map the answer depends on more than is told here.
     inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return (_refusal.__wrapped__ if inside else _refusal)(kernel, call, arrays)
+    try:
+        (inspect.unwrap(_trace) if inside else _trace)(kernel, call, arrays)
+    except _REFUSALS as error:
+        said = str(error).strip().partition("\n")[0].rstrip(".")
+        return f"{kernel.name} refuses it: {said or type(error).__name__}"
+    return ""
 
 
-@functools.lru_cache(maxsize=1024)
-def _refusal(
+# What kernels raise for what they do not take.
+_REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+@cached_trace
+def _trace(
     kernel: Kernel, call: Call, arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-) -> str:
+) -> None:
     avals = [jax.ShapeDtypeStruct(*array) for array in arrays]
     n_masks = int(call.masked)
 
@@ -203,12 +214,7 @@ def _refusal(
         out, back = jax.vjp(lambda *x: kernel.run(call, *x, *masks), *floats)
         return back(out)
 
-    try:
-        jax.eval_shape(both, *avals)
-    except Exception as error:  # noqa: BLE001 (whatever it raises, it does not take it)
-        said = str(error).strip().partition("\n")[0].rstrip(".")
-        return f"{kernel.name} refuses it: {said or type(error).__name__}"
-    return ""
+    jax.eval_shape(both, *avals)
 
 
 def attention(kernel: Kernel, call: Call, *arrays: Any) -> Any:

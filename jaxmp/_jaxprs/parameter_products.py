@@ -27,7 +27,13 @@ from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import all_gather_of, in_context, on_mesh_of, tangent_type
+from jaxmp._jaxprs.attributes import (
+    all_gather_of,
+    cached_trace,
+    in_context,
+    on_mesh_of,
+    tangent_type,
+)
 from jaxmp._jaxprs.wide_products import (
     FLOAT32,
     DType,
@@ -274,13 +280,13 @@ class _Product:
         return _transposed(self, by, tuple(in_float32(jax.typeof(x)) for x in given))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_trace
 def _forward(product: _Product, types: tuple[Any, ...]) -> Any:
     """A closed jaxpr of the primitive: also for whoever looks inside it."""
     return compat.trace(lambda *operands: product.narrow(operands), types)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_trace
 def _transposed(product: _Product, by: int, types: tuple[Any, ...]) -> Any:
     """A closed jaxpr of the gradient and the other operands: the product, transposed by one."""
     # Not the type of its gradient, which may say otherwise over which devices it is summed.

@@ -19,7 +19,7 @@ from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import takes_result_dtype, tangent_type, with_dtype
+from jaxmp._jaxprs.attributes import cached_trace, takes_result_dtype, tangent_type, with_dtype
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -60,7 +60,7 @@ def evaluated(
     return env[out]
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_trace
 def mapped(jaxpr: Any, axes: tuple[int | None, ...], types: tuple[Any, ...]) -> Any:
     """A closed jaxpr of one result, under `jax.vmap`."""
 
@@ -99,7 +99,7 @@ def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
     return summed_wide(_dot(types, dims, out_sharding), (a, b))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_trace
 def _dot(types: tuple[Any, ...], dims: Any, out_sharding: Any) -> Any:
     return compat.trace(lambda a, b: lax.dot_general(a, b, dims, out_sharding=out_sharding), types)
 
@@ -107,7 +107,7 @@ def _dot(types: tuple[Any, ...], dims: Any, out_sharding: Any) -> Any:
 _held = functools.lru_cache(maxsize=4096)(_Held)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_trace
 def _wide(jaxpr: Any, types: tuple[Any, ...]) -> Any:
     return compat.trace(lambda *operands: evaluated(jaxpr, operands, FLOAT32), types)
 
