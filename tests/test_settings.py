@@ -129,6 +129,19 @@ def test_modules_under_a_switch_of_flax(name: str) -> None:
 # Settings under which the same function is traced to another program.
 
 
+@pytest.mark.parametrize("policy", [*POLICIES, "mixed_bfloat16,reduce=bf16"])
+def test_gradients_without_jit(policy: str) -> None:
+    """At once and operation by operation, also where a primitive of ours runs as a jit."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x @ w) @ w.T)
+
+    w, x = jax.random.normal(jax.random.key(2), (16, 24)), X[0]
+    with jax.disable_jit():
+        got = jax.grad(jaxmp.autocast(loss, policy))(w, x)
+    np.testing.assert_array_equal(got, jax.grad(jaxmp.autocast(loss, policy))(w, x))
+
+
 def test_what_is_traced_once_is_traced_again_under_another_precision() -> None:
     low = X[0].astype(jnp.bfloat16)
 

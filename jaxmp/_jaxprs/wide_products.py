@@ -141,6 +141,12 @@ def _jitted(held: _Held, jaxpr: Any) -> Callable[..., Any]:
     return jax.jit(functools.partial(wide_p.bind, held=held, jaxpr=jaxpr))
 
 
+def _run_at_once(*operands: Any, held: _Held, jaxpr: Any) -> Any:
+    # Under `jax.disable_jit` the jit would bind the primitive, which would come back here.
+    with jax.disable_jit(disable=False):
+        return _jitted(held, jaxpr)(*operands)
+
+
 def _jvp_wide(
     primals: Sequence[Any],
     tangents: Sequence[Any],
@@ -170,7 +176,7 @@ def _batch_wide(
     return summed_wide(mapped(held.jaxpr, tuple(axes), types), operands), 0
 
 
-wide_p.def_impl(lambda *operands, held, jaxpr: _jitted(held, jaxpr)(*operands))
+wide_p.def_impl(_run_at_once)
 wide_p.def_abstract_eval(type_of_result)
 ad.primitive_jvps[wide_p] = _jvp_wide
 batching.primitive_batchers[wide_p] = _batch_wide
