@@ -21,6 +21,7 @@ from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.kept import marked
 from jaxmp._autocast.lines import Line, lines
+from jaxmp._autocast.liveness import last_reads
 from jaxmp._autocast.picks import pick
 from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Segment, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
@@ -52,6 +53,8 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     for segment in plan.segments:
         _run(plan, slice(done, segment.start), env, together=together)
         _run_again(plan, segment, env)
+        for dead in last_reads(plan)[segment.start : segment.stop]:
+            env.drop(dead)
         done = segment.stop
     _run(plan, slice(done, None), env, together=together)
     return [
@@ -62,23 +65,30 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
 
 def _run(plan: Plan, part: slice, env: Environment, *, together: bool) -> None:
     """Computes the results of some steps, those of one line together or one by one."""
+    ends = iter(last_reads(plan)[part])
     for step in lines(plan.steps[part]) if together else plan.steps[part]:
         if isinstance(step, Line):
             _run_line(step, env)
+            for _ in step.steps:
+                env.drop(next(ends))
             continue
-        eqn = step.eqn
-        if step.action == "drop":
-            continue
-        with compat.source_of(eqn), in_context(eqn), marked(step):
-            outs = _ACTIONS[step.action](plan, step, env)
-            for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
-                if dtype is not None and out.dtype != dtype:
-                    out = cast(out, dtype, saturate=step.clips)
-                if step.clips and out.dtype == FLOAT16:
-                    out = clip(step, out, env)
-                env.arrays[var] = out
-            if step.action == "reorder":
-                env.moved.update(dict.fromkeys(eqn.outvars, eqn))
+        if step.action != "drop":
+            _run_step(plan, step, env)
+        env.drop(next(ends))
+
+
+def _run_step(plan: Plan, step: Step, env: Environment) -> None:
+    eqn = step.eqn
+    with compat.source_of(eqn), in_context(eqn), marked(step):
+        outs = _ACTIONS[step.action](plan, step, env)
+        for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
+            if dtype is not None and out.dtype != dtype:
+                out = cast(out, dtype, saturate=step.clips)
+            if step.clips and out.dtype == FLOAT16:
+                out = clip(step, out, env)
+            env.arrays[var] = out
+        if step.action == "reorder":
+            env.moved.update(dict.fromkeys(eqn.outvars, eqn))
 
 
 def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:

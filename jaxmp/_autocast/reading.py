@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import ChainMap
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ class Environment:
         self.moved: dict[Any, JaxprEqn] = {}  # what moves made, and which
         self.low_wire = plan.rules.low_wire
         self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
-        self.copies: dict[Any, Any] = {}
+        self.copies: dict[Any, dict[Any, Any]] = {}  # by variable, and by how it is read
 
     def within(self) -> Environment:
         """One for steps that are differentiated together: what it gets does not come back here."""
@@ -70,21 +70,30 @@ class Environment:
         array, dtype = self.arrays[atom], read.dtype
         if dtype is None or (read.shape is None and array.dtype == dtype):
             return array
-        return None if read.alone else self.copies.get((atom, dtype, read.saturate, read.shape))
+        if read.alone or atom not in self.copies:
+            return None
+        return self.copies[atom].get((dtype, read.saturate, read.shape))
 
     def keep(self, atom: Any, read: Read, array: Any) -> None:
         """Keeps an array as the copy of a variable, for those that read it so."""
-        self.copies[atom, read.dtype, read.saturate, read.shape] = array
+        self.copies.setdefault(atom, {})[read.dtype, read.saturate, read.shape] = array
 
     def copy(self, step: Step, product: Contraction, operand: Any, of: int) -> Any:
         """What a recipe makes of an operand that a step has read; one copy for all steps."""
         atom = step.eqn.invars[of]
         if isinstance(atom, Literal):
             return product.quantise(operand, of)
-        key = (atom, operand.dtype, product.forward, product.shared(of))
-        if key not in self.copies:
-            self.copies[key] = product.quantise(operand, of)
-        return self.copies[key]
+        key = (operand.dtype, product.forward, product.shared(of))
+        copies = self.copies.setdefault(atom, {})
+        if key not in copies:
+            copies[key] = product.quantise(operand, of)
+        return copies[key]
+
+    def drop(self, variables: Iterable[Any]) -> None:
+        """Forgets variables that nothing will read, so that their arrays may be freed."""
+        for var in variables:
+            for kept in (self.arrays, self.copies, self.crossed):
+                kept.pop(var, None)
 
     def result(self, atom: Any, dtype: DType | None, *, saturate: bool) -> Any:
         """A result of the jaxpr in `dtype` (None: in float32, or not ours)."""

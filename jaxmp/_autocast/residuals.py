@@ -14,15 +14,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxmp._autocast.attention import without_attention
-from jaxmp._autocast.fused import reads_of
 from jaxmp._autocast.kept import contracts
+from jaxmp._autocast.liveness import moves, reads
 from jaxmp._autocast.plan import Plan, Segment, Step
 from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.rules import region_rules
@@ -178,8 +177,9 @@ def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
     last: dict[Any, int] = dict.fromkeys(
         (v for v in plan.jaxpr.outvars if not isinstance(v, Literal)), len(plan.steps)
     )
+    moved_by = moves(plan)
     for i in reversed(range(start, len(plan.steps))):
-        for var in _reads(plan.steps[i]):
+        for var in reads(plan.steps[i], moved_by):
             last.setdefault(var, i)
     inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
     differentiated = {v for v in inputs if _has_derivative(v)}
@@ -220,29 +220,8 @@ def _results(plan: Plan, start: int, stop: int) -> tuple[Any, ...]:
     """The variables that steps of a plan make and others after them read."""
     needed = [step for step in plan.steps[start:stop] if step.action != "drop"]
     made = [v for step in needed for v in step.eqn.outvars]
-    makers = {v: s for s in plan.steps[:stop] if s.action == "reorder" for v in s.eqn.outvars}
+    moved_by = moves(plan)
     read = {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
     for step in plan.steps[stop:]:
-        read.update(_reads(step))
-        if step.parameters:  # whose gradients go to what the moves on the way were given
-            for i in step.parameters:
-                read.update(_way(step.eqn.invars[i], makers))
+        read.update(reads(step, moved_by))
     return tuple(v for v in made if v in read)
-
-
-def _reads(step: Step) -> Iterator[Any]:
-    """The variables that running a step reads."""
-    yield from reads_of(step)
-    if step.attention is not None:
-        softmax = step.attention.way.softmax
-        yield from (softmax.scores, softmax.result, *step.attention.reads)
-
-
-def _way(atom: Any, makers: dict[Any, Step]) -> Iterator[Any]:
-    """The variables between a parameter and what a contraction reads of it."""
-    if isinstance(atom, Literal):
-        return
-    yield atom
-    if atom in makers:
-        for operand in makers[atom].eqn.invars:
-            yield from _way(operand, makers)
