@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -666,6 +667,95 @@ def test_what_a_tpu_cannot_hold_says_by_how_much():
     [result] = report.policies
     assert result.peak_bytes == pytest.approx(2 * 4 * 50_000**2, rel=1e-2)
     assert "does not fit, by 2.89 GiB of the 15.75 GiB" in str(report)
+
+
+def of_modules(net, optimizer, x):
+    """A training step that changes the NNX modules in its arguments."""
+    loss, grads = nnx.value_and_grad(lambda net: jnp.mean((net(x) - x) ** 2))(net)
+    optimizer.update(net, grads)
+    return loss
+
+
+class Trainer(nnx.Module):
+    def __init__(self, n):
+        net = nnx.Linear(n, n, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(n, n, rngs=nnx.Rngs(1))
+        self.net = nnx.Sequential(*net)
+        self.optimizer = nnx.Optimizer(self.net, optax.adam(1e-3), wrt=nnx.Param)
+
+    def step(self, x):
+        return of_modules(self.net, self.optimizer, x)
+
+
+@needs_gpu_compiler
+def test_what_a_step_changes_in_nnx_modules_is_compiled():
+    """As no results, the updates were removed, and with them the backward pass."""
+    trainer, x = Trainer(256), shape(1024, 256)
+    modules = trainer.net, trainer.optimizer
+    graph, state = nnx.split(modules)
+
+    def returned(state, x):
+        modules = nnx.merge(graph, state)
+        return of_modules(*modules, x), nnx.state(modules)
+
+    split = jaxmp.preflight(
+        returned, state, x, target="gpu-h100", policies=POLICIES, donate_argnums=0
+    )
+    both = *modules, x
+    for fn, args, donated in [
+        (nnx.jit(of_modules), both, (0, 1)),
+        (nnx.jit(lambda net, *rest: (of_modules(net, *rest), net)), both, (0, 1)),
+        (trainer.step, (x,), ()),
+    ]:
+        report = jaxmp.preflight(
+            fn, *args, target="gpu-h100", policies=POLICIES, donate_argnums=donated
+        )
+        for result, same in zip(report.policies, split.policies, strict=True):
+            explained = jaxmp.explain(fn, result.policy)(*args).contractions()
+            assert result.program.contractions == same.program.contractions == explained
+            assert sum(explained.values()) == 5
+            assert result.argument_bytes == same.argument_bytes
+            assert result.output_bytes == pytest.approx(same.output_bytes, rel=1e-3)
+            assert result.aliased_bytes == (same.aliased_bytes if donated else 0)
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trainer))
+
+
+@needs_gpu_compiler
+def test_modules_that_stay_as_they_are_are_no_results():
+    net, x = Trainer(256).net, shape(1024, 256)
+    for fn, args in [(net, (x,)), (nnx.jit(lambda net, x: net(x)), (net, x))]:
+        [result] = jaxmp.preflight(fn, *args, target="gpu-h100").policies
+        assert result.argument_bytes == pytest.approx(4 * (1024 + 2 * 257) * 256, rel=1e-2)
+        assert result.output_bytes == 4 * 1024 * 256
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_steps_of_nnx_modules_sharded_and_in_the_largest_batch():
+    trainer = Trainer(256)
+    modules = trainer.net, trainer.optimizer
+    [result] = jaxmp.preflight(
+        trainer.step, shape(4096, 256), target="gpu-t4", max_batch=True, batch_argnums=0
+    ).policies
+    [same] = jaxmp.preflight(
+        nnx.jit(of_modules), *modules, shape(4096, 256), target="gpu-t4", max_batch=True
+    ).policies
+    assert result.batches == same.batches
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    report = jaxmp.preflight(
+        nnx.jit(of_modules),
+        *jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=split if v.ndim else whole),
+            modules,
+        ),
+        shape(1024, 256, sharding=split),
+        target="gpu-h100:8",
+        policies=POLICIES,
+    )
+    for result in report.policies:
+        assert sum(result.program.contractions.values()) == 5
+        moved = {kind for kind, _ in result.program.collectives}
+        assert {"all-gather", "reduce-scatter"} <= moved  # weights, and their gradients
 
 
 @needs_gpu_compiler

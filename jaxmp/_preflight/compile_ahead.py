@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
 from jaxmp._audit.target import Target
 from jaxmp._autocast.recipes.native import multiplies_blocks
+from jaxmp._flax import is_graph_node
+from jaxmp._jaxprs import dataflow
+from jaxmp._jaxprs.compat import closed
 from jaxmp._jaxprs.trace import flatten_call, is_array
 from jaxmp._preflight import aot_worker
 from jaxmp._preflight.batch_arguments import sharding_of
@@ -124,20 +128,60 @@ def _arrays(args: Any) -> list[Any]:
 
 
 def _export(fn: Callable[..., Any], args: tuple[Any, ...], platform: str) -> bytes:
-    """The program as a function of flat arrays, lowered and serialised."""
-    flat, arrays = flatten_call(fn, args, {})
+    """Serializes the program as a function of flat arrays, lowered.
+
+    The results are those of `fn`, and what it changes in the NNX modules in its arguments: as no
+    result, an update would be removed as unused, and with it the gradients that it is made of.
+    """
+    flat, arrays = flatten_call(_with_modules(fn), args, {})
     structs = [
         jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=sharding_of(x))
         for x in arrays
     ]
     lowered = "tpu" if platform == "tpu" else "cuda"
-    jitted = jax.jit(lambda *arrays: jax.tree.leaves(flat(*arrays)))
+    traced = jax.jit(flat).trace(*structs)
+    kept = _distinct(traced.jaxpr, len(jax.tree.leaves(traced.out_info[0])))
+    run = jaxpr_as_fun(traced.jaxpr)
+    jitted = jax.jit(lambda *arrays: [out for out, k in zip(run(*arrays), kept, strict=True) if k])
     text = jitted.trace(*structs).lower(lowering_platforms=(lowered,)).as_text()
     # Kernels of libraries are custom calls, which export refuses unless they are named.
     calls = set(_CUSTOM_CALL.findall(text))
     checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in calls]
     exported = jax.export.export(jitted, platforms=[lowered], disabled_checks=checks)(*structs)
     return bytes(exported.serialize())
+
+
+def _with_modules(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn`, which returns the arrays of the NNX modules in its arguments as well."""
+
+    def called(*args: Any) -> Any:
+        out = fn(*args)
+        leaves = jax.tree.leaves(args, is_leaf=is_graph_node)
+        return out, jax.tree.leaves([leaf for leaf in leaves if is_graph_node(leaf)])
+
+    return called
+
+
+def _distinct(jaxpr: Any, own: int) -> list[bool]:
+    """Tells which results are a program's own, or changed: neither an operand nor repeated."""
+
+    def transfer(eqn: Any, ins: list[int | None]) -> list[int | None]:
+        outs = dataflow.through(eqn, ins, run, lambda a, b: a if a == b else None)
+        return outs or [None] * len(eqn.outvars)
+
+    def run(jaxpr: Any, ins: Any) -> list[int | None]:
+        return dataflow.forward(jaxpr, ins, transfer, None)
+
+    opened = closed(jaxpr).jaxpr
+    same_as = run(jaxpr, range(len(opened.invars)))
+    return [
+        i < own
+        or (
+            atom not in opened.outvars[:i]
+            and (same is None or atom.aval.shape != opened.invars[same].aval.shape)
+        )
+        for i, (atom, same) in enumerate(zip(opened.outvars, same_as, strict=True))
+    ]
 
 
 def _run_worker(folder: Path, starts: Callable[[int], None]) -> None:

@@ -18,7 +18,7 @@ from jaxmp._audit.costs import check_sizes
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.marks import check_callable
-from jaxmp._autocast.nnx_calls import on_a_clone
+from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.transform import autocast
 from jaxmp._preflight.batch_arguments import batch_of, with_batch
 from jaxmp._preflight.batch_search import Probe, search_batch
@@ -54,7 +54,8 @@ def preflight(
     runs, and no time is predicted.
 
     Args:
-      fn: a function of any pytrees: a forward pass, or better a whole training step.
+      fn: a function of any pytrees: a forward pass, or better a whole training step. What it
+        changes in the NNX modules in its arguments, or in its own, is a result of it.
       *args: its arguments: arrays or `jax.ShapeDtypeStruct`s. To split the program over the devices
         of a target, give the structs shardings: `jax.sharding.NamedSharding`s over one mesh, real
         or a `jax.sharding.AbstractMesh`, of as many devices as the target has.
@@ -95,13 +96,16 @@ def preflight(
     resolved = parse_target(target)
     check_callable("preflight", fn)
     check_sizes("preflight", args)
-    fn = on_a_clone(fn)
     donated, batch = _indices(donate_argnums), _indices(batch_argnums)
     if not all(-len(args) <= i < len(args) for i in donated):
         raise ValueError(
             f"preflight: donate_argnums={donated}, but the function has {len(args)} arguments here."
         )
     start, unit = batch_of(args, batch) if max_batch else (0, 0)
+    fn, modules = with_module(fn)  # in front of the arguments, which are counted from the end now
+    donated = tuple(i % len(args) - len(args) for i in donated)
+    batch = tuple(i % len(args) - len(args) for i in batch if max_batch)
+    args = (*modules, *args)
     named = [(label, _for_target(policy, resolved)) for label, policy in map(_named, policies)]
     programs = [fn if policy is None else autocast(fn, policy) for _, policy in named]
     labels = [label for label, _ in named]
