@@ -21,7 +21,7 @@ import jaxlib
 
 from jaxmp import __version__
 from jaxmp._audit.audit import audit
-from jaxmp._audit.report import FAULTS, KINDS
+from jaxmp._audit.report import FAULTS, KINDS, OVERRULED
 from jaxmp._command_functions import TAKES, attribute_of, load
 from jaxmp._numerics.validate import validate
 from jaxmp._numerics.validate_numerics import with_cpu_sums
@@ -102,7 +102,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _add(commands, "audit", _AUDITS, _AUDIT)
     _add_function(command)
-    command.add_argument("--policy", help="audit jaxmp.autocast(fn, policy)")
+    command.add_argument(
+        "--policy", help="audit jaxmp.autocast(fn, policy); exit with 1 if it decides nothing"
+    )
     command.add_argument(
         "--target", help=f"the chip to judge for; default: the device here; {_chips()}"
     )
@@ -257,7 +259,8 @@ def _audit(args: argparse.Namespace) -> int:
     fn, arguments = load(args.function)
     report = audit(fn, *arguments, policy=args.policy, target=args.target)
     print(json.dumps(report.to_dict()) if args.json else report)
-    return int(any(finding.kind in args.fail_on for finding in report.findings))
+    failed = {OVERRULED, *args.fail_on}  # of another policy than the one asked for: no answer
+    return int(any(finding.kind in failed for finding in report.findings))
 
 
 def _preflight(args: argparse.Namespace) -> int:

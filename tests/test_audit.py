@@ -484,15 +484,24 @@ def test_float64_is_told_of():
 def test_a_policy_that_another_overrules_is_told_of():
     """A module that was wrapped already stays under its own policy, whatever a tool is given."""
     x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    for inner in ("float32", "mixed_float16"):
+    mixed = "mixed_bfloat16"
+    for inner, asked in (("float32", mixed), ("mixed_float16", mixed), (mixed, "float32")):
         fn = jaxmp.wrap(jnp.matmul, inner)
-        said = "'p=full,c=bf16,o=full' decides no product here: the 1 of them"
-        with pytest.warns(UserWarning, match=f"audit: {said}"):
-            jaxmp.audit(fn, x, x, policy="mixed_bfloat16")
-        assert said in str(jaxmp.explain(fn, "mixed_bfloat16")(x, x))
+        said = "decides no product here: the 1 of them"
+        with pytest.warns(UserWarning, match=f"audit: '.*' {said}"):
+            report = jaxmp.audit(fn, x, x, policy=asked)
+        (found,) = [f for f in report.findings if f.kind != "intended-float32"]
+        assert (found.kind, found.share) == ("overruled", 1.0)
+        assert said in str(report)
+        if asked == mixed:
+            assert said in str(jaxmp.explain(fn, asked)(x, x))
+        jaxmp.audit(fn, x, x).assert_no("overruled")  # nor is it said where none is asked for
+        assert not jaxmp.explain(fn)(x, x).overruled
     # Not where it decides one, or the policies multiply alike.
     jaxmp.audit(lambda x, w: fn(x, w) @ w, x, x, policy="mixed_bfloat16")
-    jaxmp.audit(jaxmp.wrap(jnp.matmul, "mixed_bfloat16"), x, x, policy="mixed_bfloat16")
+    jaxmp.audit(jaxmp.wrap(jnp.matmul, "mixed_bfloat16"), x, x, policy="mixed_bfloat16").assert_no()
+    same = jaxmp.audit(jaxmp.wrap(jnp.matmul, "float32"), x, x, policy="float32")
+    same.assert_no("overruled")
 
 
 def test_a_map_is_refused_by_the_name_of_the_tool():

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxmp
 from jaxmp import cli
 from jaxmp.devices import chips
 
@@ -291,3 +292,18 @@ def test_the_table_of_chips_is_nobodys_to_change():
     chips().pop("tpu-v5e")
     assert "bfloat16" not in chips()["gpu-t4"]["tflops"]
     assert "tpu-v5e" in chips()
+
+
+def test_an_audit_of_another_policy_than_the_one_asked_for_fails(audit, monkeypatch):
+    """A model that a switch of its configuration has wrapped under float32."""
+
+    def make(policy="float32"):
+        x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        return jaxmp.wrap(jnp.matmul, policy), (x, x)
+
+    monkeypatch.setitem(sys.modules, "wrapped", types.SimpleNamespace(make=make))
+    with pytest.warns(UserWarning, match="decides no product here"):
+        code, printed = audit("wrapped:make", "--policy", "mixed_bfloat16")
+    assert code == 1
+    assert "1. policy that decides nothing, 100.0% of the FLOPs" in printed.out
+    assert audit("wrapped:make")[0] == 0

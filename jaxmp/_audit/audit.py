@@ -16,7 +16,7 @@ from jaxmp._audit.blame import FAULT, INTENDED, Judge
 from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Seen, follow
 from jaxmp._audit.place import Place, is_ours, place_of, places_inside
-from jaxmp._audit.report import Finding, Operation, PrecisionReport
+from jaxmp._audit.report import OVERRULED, Finding, Operation, PrecisionReport
 from jaxmp._audit.scaling import FIXES, NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import warn_overruled
@@ -40,9 +40,11 @@ _OF_FLOPS = (
     "not-quantised",
     "not-fused",
     NO_SCALE,
+    OVERRULED,
 )
 _DOUBLE = "give float32 arguments, x.astype(jnp.float32), or turn jax_enable_x64 off"
 _NOT_FUSED = "write it as a kernel takes it, or leave `attention` out of the module's policy"
+_NOT_WRAPPED = "audit the model as it was before jaxmp.wrap, or without a policy"
 _EIGHT_BITS = "give the module a policy without `matmul`: jaxmp.PolicyMap"
 # The backward pass of max-pooling: a window rarely adds more than a few gradients.
 _FEW_TERMS = frozenset({"select_and_scatter_add"})
@@ -70,7 +72,8 @@ def audit(
       **kwargs: keyword arguments of `fn`.
 
     Returns:
-      The report: `print` it, or read its `findings`. The kinds of faults are "float32-contraction",
+      The report: `print` it, or read its `findings`. The kinds of faults are "overruled" (a policy
+      that decides nothing, for what is wrapped stays under its own), "float32-contraction",
       "float64-contraction", "emulated" (by the chip), "promotion" (of 16-bit values),
       "sensitive-low" (operations), "round-trip" (casts undone), "misaligned" (sizes), "residual"
       (kept in float32), "not-quantised" (a layer that the policy's recipe cannot multiply),
@@ -100,10 +103,11 @@ def audit(
     check_callable("audit", fn)
     check_sizes("audit", args, kwargs)
     fn = on_a_clone(fn)
+    overruled = ""
     if policy is not None:
-        policy = single_policy("audit", policy)
-        warn_overruled("audit", fn, policy, args, kwargs)
-        fn = autocast(fn, policy)
+        asked = single_policy("audit", policy)
+        overruled = warn_overruled("audit", fn, asked, args, kwargs)
+        fn = autocast(fn, asked)
     jaxpr = trace(fn, args, kwargs).jaxpr
     if target is None:
         # Compute capabilities tell of GPUs, too, that the tables do not have.
@@ -112,6 +116,8 @@ def audit(
     else:
         auditor = _Auditor(parse_target(target, "audit"), set(), padded=True)
     follow(jaxpr, _labels(args, kwargs), _scales(args, kwargs), auditor.visit)
+    if overruled:
+        auditor.without_effect(overruled)
     if has_optimizer((args, kwargs)):  # else gradients may be scaled elsewhere
         auditor.without_scale()
     residuals = Counter[str]()
@@ -316,6 +322,13 @@ class _Auditor:
             what = "the loss is not scaled: what is below 6e-8 on the way back becomes 0"
             where = low[0].source, low[0].path
             self._note(NO_SCALE, *where, what, FIXES[NO_SCALE], operation.flops, operation)
+
+    def without_effect(self, what: str) -> None:
+        """Notes that the policy to judge decides no product."""
+        products = [op for op in self.operations if op.flops]
+        for op in products:
+            where = products[0].source, ""
+            self._note(OVERRULED, *where, what, _NOT_WRAPPED, op.flops, op)
 
     def findings(self) -> Iterable[Finding]:
         """The findings, the costliest kind and place first."""

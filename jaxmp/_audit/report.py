@@ -15,9 +15,11 @@ from jaxmp._autocast.plan import Skipped
 from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.product_report import Product, Quantised
 
+OVERRULED = "overruled"
 # The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
 # the last are faults, of the program or of what it is audited for.
 KINDS = {
+    OVERRULED: "policy that decides nothing",
     "not-scaled": "gradients of a loss that was not scaled",
     "scaled-twice": "gradients scaled or unscaled once too often",
     "no-scale": "backward pass in float16 without a loss scale",
@@ -95,7 +97,7 @@ class Finding:
     """Something that costs more than it must, or is less precise than it should be.
 
     Attributes:
-      kind: "not-scaled", "scaled-twice", "no-scale", "float32-contraction",
+      kind: "overruled", "not-scaled", "scaled-twice", "no-scale", "float32-contraction",
         "float64-contraction", "emulated", "promotion", "sensitive-low", "round-trip", "misaligned",
         "residual", "not-quantised", "not-fused", or for what is no fault "intended-float32": a
         contraction that is in float32 because the author or a policy says so (`precision=`, a

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp._autocast import closures, residuals
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
-from jaxmp._autocast.parameters import Argnums, by_position
+from jaxmp._autocast.parameters import Argnums, by_position, read_argnums
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.product_report import Product, Quantised
@@ -223,31 +223,40 @@ def explain(
     """
     policy = single_policy("explain", policy)
     check_callable("explain", fn)
-    parameters = by_position(fn, argnums)
+    read_argnums("explain", argnums)
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
-        looked_at = on_a_clone(fn)
-        if holds_quantized((args, kwargs)):
-            (args, kwargs), looked_at = seal((args, kwargs)), opening(looked_at)
-        traced = trace_program(looked_at, args, kwargs, policy)
-        given = of_arrays(parameters(args, kwargs), args, kwargs)
-        plan = plan_program(traced.jaxpr, policy, given)
+        plan = _plan(fn, policy, argnums, args, kwargs)
         rows = tuple(_rows(plan))
         if closures.likely(plan):  # differentiated before it is planned
             rows = tuple(dataclasses.replace(row, residual="") for row in rows)
         differentiated = any(is_backward(visit.step.eqn) for visit in plan.walk())
         spelt = "" if is_identity(policy) else str(policy)
-        return Explanation(rows, spelt, differentiated, overruled(plan))
+        return Explanation(rows, spelt, differentiated, spelt and overruled(plan))
 
     return explain_fn
 
 
 def warn_overruled(
-    tool: str, fn: Callable[..., Any], policy: Any, args: Any, kwargs: dict[str, Any]
-) -> None:
-    """Warns that the policy which a tool was given decides nothing in a function."""
-    if said := explain(fn, policy)(*args, **kwargs).overruled:
+    tool: str, fn: Callable[..., Any], policy: Policy, args: Any, kwargs: dict[str, Any]
+) -> str:
+    """Warns that the policy which a tool was given decides nothing in a function, and says why."""
+    said = overruled(_plan(fn, policy, 0, args, kwargs))
+    if said:
         warnings.warn(f"{tool}: {said}.", UserWarning, stacklevel=3)
+    return said
+
+
+def _plan(
+    fn: Callable[..., Any], policy: Policy, argnums: Argnums, args: Any, kwargs: dict[str, Any]
+) -> Plan:
+    parameters = by_position(fn, argnums)
+    looked_at = on_a_clone(fn)
+    if holds_quantized((args, kwargs)):
+        (args, kwargs), looked_at = seal((args, kwargs)), opening(looked_at)
+    traced = trace_program(looked_at, args, kwargs, policy)
+    given = of_arrays(parameters(args, kwargs), args, kwargs)
+    return plan_program(traced.jaxpr, policy, given)
 
 
 def _counts(counts: dict[str, int]) -> str:

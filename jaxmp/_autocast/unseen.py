@@ -208,13 +208,11 @@ def warn_unknown(plan: Plan, known: set[str]) -> None:
 
 
 def overruled(plan: Plan) -> str:
-    """What to say if a 16-bit policy decides no product, each being another policy's; else empty.
+    """What to say if a policy decides no product, each being another policy's; else empty.
 
     What was wrapped under a policy, or marked by `full_precision`, stays under it.
     """
     asked = plan.rules
-    if asked.low is None:
-        return ""
     found = list(_governed(plan))
     if not found or any(rules.low == asked.low for rules in found):
         return ""
