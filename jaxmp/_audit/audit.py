@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,7 @@ def audit(
     fn: Callable[..., Any],
     *args: Any,
     policy: str | Policy | jmp.Policy | DTypeLike | None = None,
+    argnums: int | Sequence[int] = 0,
     target: str | None = None,
     **kwargs: Any,
 ) -> PrecisionReport:
@@ -66,7 +67,8 @@ def audit(
     Args:
       fn: a function of any pytrees.
       *args: its arguments: arrays or `jax.ShapeDtypeStruct`s.
-      policy: if given, what `jaxmp.autocast(fn, policy)` does is reported.
+      policy: if given, what `jaxmp.autocast(fn, policy, argnums)` does is reported.
+      argnums: which arguments hold the parameters, as for `autocast`.
       target: the chip to judge dtypes and sizes for, as in `jaxmp.preflight`; by default the device
         that JAX runs on here.
       **kwargs: keyword arguments of `fn`.
@@ -107,7 +109,7 @@ def audit(
     if policy is not None:
         asked = single_policy("audit", policy)
         overruled = warn_overruled("audit", fn, asked, args, kwargs)
-        fn = autocast(fn, asked)
+        fn = autocast(fn, asked, argnums)
     jaxpr = trace(fn, args, kwargs).jaxpr
     if target is None:
         # Compute capabilities tell of GPUs, too, that the tables do not have.

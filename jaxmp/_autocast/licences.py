@@ -45,8 +45,9 @@ SMALL = 8.0
 _MASKED = -1e4
 # Constants of more elements are not looked at, nor more than so many of a matrix.
 _LOOKED_AT, _SAMPLE = 2**22, 2**14
-# A constant of so few elements is a stencil or a rotation.
-_STENCIL = 9
+# A constant of so few elements is a stencil or a rotation; one of so few, in which the same numbers
+# occur again and again, is a table of signs.
+_STENCIL, _TABLE = 9, 2**9
 
 
 def joined(licences: Sequence[str]) -> str:
@@ -91,8 +92,8 @@ def of_wave(licence: str) -> str:
 def is_basis(array: Any) -> bool:
     """Whether a constant is a stencil, a window or a basis, and not the weights of a layer.
 
-    In a window or a Fourier basis of any size the same numbers occur again and again, and are no
-    numbers of 16 bits, as in a mask or in weights that were stored in them.
+    In a window or a Fourier basis of any size the same numbers occur again and again. So they may
+    in a mask, or in weights that were stored in 16 bits: if large, those are no basis.
     """
     if is_tracer(array):
         return False
@@ -102,8 +103,9 @@ def is_basis(array: Any) -> bool:
     if values is None:
         return False
     values = values.reshape(-1)[:_SAMPLE]
-    repeats = np.unique(np.abs(values)).size * 2 <= values.size
-    return repeats and not any(_is_exact(values, dtype) for dtype in LOW_DTYPES)
+    if np.unique(np.abs(values)).size * 2 > values.size:
+        return False
+    return values.size <= _TABLE or not any(_is_exact(values, dtype) for dtype in LOW_DTYPES)
 
 
 def _looked_at(array: Any) -> np.ndarray[Any, Any] | None:

@@ -37,6 +37,7 @@ from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.residuals import recompute
 from jaxmp._autocast.rules import FLOAT32, rules_for
 from jaxmp._autocast.unseen import (
+    warn_float64,
     warn_overlooked,
     warn_precision,
     warn_unfused,
@@ -98,8 +99,9 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> 
     Warns:
       UserWarning: at a call, where the policy does less than it says: JAX's default precision keeps
         most contractions float32; most of what layers multiply is not in the 8 bits of a recipe, or
-        most attention not fused; float32 contractions are in what is not looked inside; a name in
-        ``ops`` is no primitive's; most of what layers multiply is in no argument of `argnums`.
+        most attention not fused; most products are float64; float32 contractions are in what is
+        not looked inside; a name in ``ops`` is no primitive's; most of what layers multiply is in
+        no argument of `argnums`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -187,6 +189,7 @@ def under_policy(
         warn_unfused(plan, warned)
         warn_unknown(plan, warned)
         warn_precision(plan, warned)
+        warn_float64(plan, warned)
         place = functools.partial(place_of, args, kwargs)
         warn_overlooked(plan, given, place, name, warned)
         outs = closures.run(

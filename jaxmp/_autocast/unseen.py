@@ -149,6 +149,33 @@ def warn_precision(plan: Plan, known: set[str]) -> None:
     )
 
 
+def warn_float64(plan: Plan, known: set[str]) -> None:
+    """Warns where most of what a program multiplies is float64, which no policy governs yet.
+
+    Args:
+      plan: the plan of the program.
+      known: what was said already; what is said now is added.
+    """
+
+    def is_double(step: Step) -> bool:
+        return any(compat.dtype_of(v) == np.float64 for v in step.eqn.invars)
+
+    missed = _missed(
+        plan,
+        known,
+        done=lambda step: step.eqn.primitive.name in LOW and not is_double(step),
+        why=lambda step: "operands are float64" if is_double(step) else None,
+    )
+    if missed is None:
+        return
+    warnings.warn(
+        f"autocast: {missed.share:.0%} of what contractions multiply is float64, and stays so: a "
+        "policy is about float32 values. Give float32 arrays, or unset jax_enable_x64.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
 def warn_overlooked(
     plan: Plan,
     parameters: Sequence[bool],

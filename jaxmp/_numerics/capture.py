@@ -247,7 +247,7 @@ def capture(
         `apply`.
       policy: as for `autocast`; None: the program as it is.
       *args: what to call it with: arrays, pytrees, NNX modules.
-      argnums: which argument is differentiated; several: a sequence.
+      argnums: which argument is differentiated, and holds the parameters; several: a sequence.
       grad: whether to differentiate. By default where `fn` returns a loss.
       loss_scale: what the loss is multiplied by before it is differentiated: a power of two.
       wide: whether to compute in float32 wherever the policy says 16 bits: the same operations, and

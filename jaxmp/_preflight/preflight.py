@@ -42,6 +42,7 @@ def preflight(
     *args: Any,
     target: str = "tpu-v5e",
     policies: Sequence[str | Policy | jmp.Policy | DTypeLike | None] = (None,),
+    argnums: int | Sequence[int] = 0,
     donate_argnums: int | Sequence[int] = (),
     max_batch: bool = False,
     batch_argnums: int | Sequence[int] = -1,
@@ -63,6 +64,7 @@ def preflight(
         "gpu-h100:8". `jaxmp.devices.chips()` lists the chips.
       policies: each is compiled: `jaxmp.autocast(fn, policy)`; None is the function as it is, which
         is right for one that calls a wrapped module.
+      argnums: which arguments hold the parameters, as for `autocast`.
       donate_argnums: the positional arguments that the step gives away, such as the train state.
       max_batch: whether to look for the largest batch that fits too, per policy: a handful more
         compilations, each of the function traced at another batch size.
@@ -107,7 +109,7 @@ def preflight(
     batch = tuple(i % len(args) - len(args) for i in batch if max_batch)
     args = (*modules, *args)
     named = [(label, _for_target(policy, resolved)) for label, policy in map(_named, policies)]
-    programs = [fn if policy is None else autocast(fn, policy) for _, policy in named]
+    programs = [fn if policy is None else autocast(fn, policy, argnums) for _, policy in named]
     labels = [label for label, _ in named]
     _check_compiler(resolved)
     for _, policy in named:
