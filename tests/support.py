@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -188,3 +190,32 @@ def run_python(
 def run_example(name: str, *options: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs an example in `folder` as a user does."""
     return run_python(str(EXAMPLES / name), *options, folder=folder)
+
+
+# Most programs of the tests are functions of data, and then of parameters: `fn(x, w, ...)`. Those
+# whose first argument has one of these names are functions of parameters, and then of data.
+_PARAMETERS = ("w", "p", "params", "variables", "weights", "stack")
+
+
+def autocast(fn: Callable[..., Any], policy: Any, *, data: int = 1) -> Callable[..., Any]:
+    """`jaxmp.autocast` of a function whose arguments are parameters, but for the first `data`."""
+    return _with_parameters(jaxmp.autocast, fn, policy, data)
+
+
+def explain(fn: Callable[..., Any], policy: Any, *, data: int = 1) -> Callable[..., Any]:
+    """`jaxmp.explain` of such a function."""
+    return _with_parameters(jaxmp.explain, fn, policy, data)
+
+
+def _with_parameters(
+    transformation: Callable[..., Any], fn: Callable[..., Any], policy: Any, data: int
+) -> Callable[..., Any]:
+    made = functools.cache(lambda argnums: transformation(fn, policy, argnums=argnums))
+    made((0,))  # what is wrong with the policy is said here
+    first = next(iter(inspect.signature(fn).parameters), "")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = tuple(range(data, len(args)))
+        return made((0,) if first in _PARAMETERS or not named else named)(*args, **kwargs)
+
+    return functools.wraps(fn)(call)

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxmp
-
 from constructs import BF16, CONSTRUCTS, XWV, V, W, X, assert_bitwise, assert_close
-from support import iter_eqns, jaxpr_of
+from support import autocast, iter_eqns, jaxpr_of
 
 
 class Pair(NamedTuple):
@@ -37,12 +35,12 @@ def test_pytrees_in_and_out() -> None:
         return {"out": Pair(h, None), "count": params.first.count + 1, "name": params.first}
 
     params = Pair(Layer(W, jnp.int32(4), "dense"), None)
-    got = jaxmp.autocast(fn, BF16)({"x": X}, params, scale=2.0)
+    got = autocast(fn, BF16)({"x": X}, params, scale=2.0)
     want = fn({"x": X}, params, scale=2.0)
     assert got["name"].name == "dense"
     assert_close(got, want, dtype="bfloat16", depth=1)
     gradient = jax.grad(
-        lambda p: jaxmp.autocast(fn, BF16)({"x": X}, p, scale=2.0)["out"].first.sum(),
+        lambda p: autocast(fn, BF16)({"x": X}, p, scale=2.0)["out"].first.sum(),
         allow_int=True,
     )(params)
     assert gradient.first.w.dtype == jnp.float32
@@ -59,7 +57,7 @@ def test_static_keyword_string_and_callable_arguments() -> None:
                 x = activation(x @ w)
         return x if train else -x
 
-    cast = jaxmp.autocast(fn, BF16)
+    cast = autocast(fn, BF16)
     for mode, train, steps in [("deep", True, 2), ("deep", False, 3), ("flat", True, 1)]:
         got = cast(X, W, jnp.tanh, mode, train=train, steps=steps)
         assert_close(
@@ -69,12 +67,12 @@ def test_static_keyword_string_and_callable_arguments() -> None:
 
 def test_static_python_scalars_do_not_collide_in_the_cache() -> None:
     """`1`, `1.0` and `True` are equal and hash alike, yet they are different arguments."""
-    cast = jaxmp.autocast(lambda x, s: (x * s, type(s).__name__), BF16)
+    cast = autocast(lambda x, s: (x * s, type(s).__name__), BF16)
     assert [cast(X, s)[1] for s in (1, 1.0, True, 1)] == ["int", "float", "bool", "int"]
 
 
 def test_negative_zero_is_its_own_static_argument() -> None:
-    cast = jaxmp.autocast(lambda x, s: x * s, BF16)
+    cast = autocast(lambda x, s: x * s, BF16)
     one = jnp.ones(())
     assert [bool(jnp.signbit(cast(one, s))) for s in (0.0, -0.0)] == [False, True]
 
@@ -83,7 +81,7 @@ def test_results_that_are_not_arrays() -> None:
     def fn(x, w):
         return x @ w, "label", None, 3, 2.5, True, jnp.tanh
 
-    got = jaxmp.autocast(fn, BF16)(X, W)
+    got = autocast(fn, BF16)(X, W)
     assert got[1:] == ("label", None, 3, 2.5, True, jnp.tanh)
     assert type(got[3]) is int
     assert type(got[4]) is float
@@ -95,7 +93,7 @@ def test_has_aux() -> None:
         h = x @ w
         return jnp.mean(h**2), {"hidden": h, "steps": jnp.int32(3)}
 
-    cast = jaxmp.autocast(fn, BF16)
+    cast = autocast(fn, BF16)
     (loss, aux), gradient = jax.value_and_grad(cast, has_aux=True)(W, X)
     assert loss.dtype == jnp.float32
     assert aux["steps"].dtype == jnp.int32
@@ -109,7 +107,7 @@ def test_has_aux() -> None:
 
 def test_argument_returned_unchanged() -> None:
     """A float32 argument that only passes through is returned bit for bit."""
-    got = jaxmp.autocast(lambda x, w: (x, w, x @ w), BF16)(X, W)
+    got = autocast(lambda x, w: (x, w, x @ w), BF16)(X, W)
     assert_bitwise(got[:2], (X, W))
 
 
@@ -120,7 +118,7 @@ def test_argument_returned_by_a_branch_is_exact(index: int) -> None:
     def branches(x, w, index):
         return lax.switch(index, [lambda a: a, lambda a: a @ w], x)
 
-    fn = jaxmp.autocast(branches, BF16)
+    fn = autocast(branches, BF16)
     got = jax.jit(fn)(X, W, index)
     if index == 0:
         np.testing.assert_array_equal(got, X)
@@ -132,7 +130,7 @@ def test_argument_returned_by_a_branch_is_exact(index: int) -> None:
 
     [step] = [
         e
-        for e in iter_eqns(jaxpr_of(jaxmp.autocast(then_multiply, BF16), X, W, index))
+        for e in iter_eqns(jaxpr_of(autocast(then_multiply, BF16), X, W, index))
         if e.primitive.name == "cond"
     ]
     assert step.outvars[0].aval.dtype == jnp.bfloat16
@@ -144,9 +142,7 @@ def test_a_constant_returned_by_a_branch_widens_nothing() -> None:
         return jnp.sum(h)
 
     [step] = [
-        e
-        for e in iter_eqns(jaxpr_of(jaxmp.autocast(fn, BF16), X, W, True))
-        if e.primitive.name == "cond"
+        e for e in iter_eqns(jaxpr_of(autocast(fn, BF16), X, W, True)) if e.primitive.name == "cond"
     ]
     assert step.outvars[0].aval.dtype == jnp.bfloat16
 
@@ -155,7 +151,7 @@ def test_shape_dtype_structs() -> None:
     spec = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, W, V)]
     for case in CONSTRUCTS:
         if case.args is XWV:
-            got = jax.eval_shape(jaxmp.autocast(case.fn, BF16), *spec)
+            got = jax.eval_shape(autocast(case.fn, BF16), *spec)
             want = jax.eval_shape(case.fn, *spec)
             assert jax.tree.structure(got) == jax.tree.structure(want)
             assert [(a.shape, a.dtype) for a in jax.tree.leaves(got)] == [
@@ -178,23 +174,23 @@ def test_output_dtype(policy: str, output: str) -> None:
         return x @ w, x.astype(jnp.float16), jnp.argmax(x), {"loss": jnp.mean(x)}
 
     for run in (lambda f: f, jax.jit):
-        out, half, index, metrics = run(jaxmp.autocast(fn, policy))(X, W)
+        out, half, index, metrics = run(autocast(fn, policy))(X, W)
         assert out.dtype == metrics["loss"].dtype == output
         assert half.dtype == jnp.float16
         assert index.dtype == jnp.int32
-    gradient = jax.grad(lambda w: jaxmp.autocast(fn, policy)(X, w)[0].astype(jnp.float32).sum())(W)
+    gradient = jax.grad(lambda w: autocast(fn, policy)(X, w)[0].astype(jnp.float32).sum())(W)
     assert gradient.dtype == jnp.float32
 
 
 def test_16_bit_param_dtype_narrows_float32_arguments() -> None:
     x = jnp.float32(1 + 2.0**-12) * jnp.ones((2, 2))
     ints = jnp.arange(3)
-    out, passed = jaxmp.autocast(lambda x, i: (x, i), "bfloat16")(x, ints)
+    out, passed = autocast(lambda x, i: (x, i), "bfloat16")(x, ints)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)
     assert passed.dtype == ints.dtype
     # Values beyond the range of the narrow type must not become infinite.
-    huge = jaxmp.autocast(lambda x: x, "float16")(jnp.full((2,), jnp.finfo(jnp.float32).min))
+    huge = autocast(lambda x: x, "float16")(jnp.full((2,), jnp.finfo(jnp.float32).min))
     assert np.isfinite(np.asarray(huge, np.float32)).all()
 
 
@@ -202,7 +198,7 @@ def test_weak_types_do_not_appear() -> None:
     def fn(x, w):
         return x @ w * 2.0, jnp.where(x > 0, 1.0, 0.0) * x, x.sum() / 3
 
-    got = jax.eval_shape(jaxmp.autocast(fn, BF16), X, W)
+    got = jax.eval_shape(autocast(fn, BF16), X, W)
     want = jax.eval_shape(fn, X, W)
     assert [(a.shape, a.dtype, a.weak_type) for a in got] == [
         (a.shape, a.dtype, a.weak_type) for a in want

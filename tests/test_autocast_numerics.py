@@ -22,7 +22,7 @@ from jax import lax
 
 import jaxmp
 
-from support import contraction_dtypes, float16_is_slow, iter_eqns, jaxpr_of, slow_when
+from support import autocast, contraction_dtypes, float16_is_slow, iter_eqns, jaxpr_of, slow_when
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 BF16_LOW_SOFTMAX, F16_LOW_SOFTMAX = "mixed_bfloat16,softmax=bf16", "mixed_float16,softmax=f16"
@@ -196,7 +196,7 @@ def oracle(name: str) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_against_float64(name: str, policy: str) -> None:
     case = CASES[name]
-    fast = jaxmp.autocast(case.fn, policy)
+    fast = autocast(case.fn, policy)
     got = jax.jit(fast)(*case.args)
     want, exact_gradient = oracle(name)
     assert got.dtype == jnp.float32
@@ -218,7 +218,7 @@ def test_these_tolerances_would_see_a_lower_precision() -> None:
     # bfloat16 fails float16's tolerance: the bounds above are not empty.
     for name in ("chain of 4", "gated unit", "recurrent cell"):
         case = CASES[name]
-        got = jax.jit(jaxmp.autocast(case.fn, BF16))(*case.args)
+        got = jax.jit(autocast(case.fn, BF16))(*case.args)
         assert relative(got, oracle(name)[0]) > case.tolerance(F16)
 
 
@@ -273,7 +273,7 @@ def test_statistics_of_a_large_mean(name: str, policy: str) -> None:
     # A single pass in float32 loses mean²/variance × eps32 of the variance: what it is written to.
     single = name in ("single_pass_norm", "standardize")
     own = 1e6 * EPS32 * 4 if single else 0.0
-    fast = jax.jit(jaxmp.autocast(norm, policy))
+    fast = jax.jit(autocast(norm, policy))
     assert relative(fast(x, w), want) < 1.5 * eps(policy) + own
     if not single:
         with np.errstate(all="ignore"):
@@ -284,7 +284,7 @@ def test_statistics_of_a_large_mean(name: str, policy: str) -> None:
     def loss(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, w: jnp.sum(fn(x, w) ** 3)
 
-    got = jax.jit(jax.grad(jaxmp.autocast(loss(norm), policy), argnums=1))(x, w)
+    got = jax.jit(jax.grad(autocast(loss(norm), policy), argnums=1))(x, w)
     exact = in_float64(jax.grad(loss(norm), argnums=1), x, w)
     assert relative(got, exact) < 6 * eps(policy) + 3 * own
 
@@ -302,7 +302,7 @@ def test_statistics_of_a_16_bit_value_are_those_of_that_value(name: str, policy:
     def fn(x: jax.Array, identity: jax.Array, w: jax.Array) -> jax.Array:
         return norm(x @ identity, w)
 
-    got = jax.jit(jaxmp.autocast(fn, policy))(x, identity, w)
+    got = jax.jit(autocast(fn, policy))(x, identity, w)
     assert relative(got, in_float64(fn, x, identity, w)) < 1.5 * eps(policy) + 256 * 4 * EPS32
 
 
@@ -314,7 +314,7 @@ def test_rms_norm_of_large_values(policy: str) -> None:
         return (y * lax.rsqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6)) @ w
 
     x, w = 1000 * X, orthogonal(14, 16)
-    fast = jax.jit(jaxmp.autocast(fn, policy))
+    fast = jax.jit(autocast(fn, policy))
     assert relative(fast(x, w), in_float64(fn, x, w)) < 4 * eps(policy)
     got = jax.jit(jax.grad(lambda x: jnp.sum(fast(x, w) ** 3)))(x)
     assert relative(
@@ -331,7 +331,7 @@ def test_an_epsilon_does_not_vanish(epsilon: float, policy: str) -> None:
         return (y / (jnp.abs(y) + epsilon)) @ w
 
     x = X.at[0].set(0.0)  # 0 / 0 if the epsilon is lost
-    got = jaxmp.autocast(fn, policy)(x, orthogonal(15, 16))
+    got = autocast(fn, policy)(x, orthogonal(15, 16))
     assert np.isfinite(got).all()
     np.testing.assert_array_equal(got[0], 0.0)
 
@@ -348,7 +348,7 @@ def test_a_softmax_sums_to_one_over_many_entries(policy: str) -> None:
         return jax.nn.softmax(q @ k.T) @ v
 
     q, k, v = jnp.ones((2, 4)), jnp.ones((n, 4)), jnp.ones((n, 2))
-    got = jax.jit(jaxmp.autocast(fn, policy))(q, k, v)
+    got = jax.jit(autocast(fn, policy))(q, k, v)
     np.testing.assert_array_equal(got, 1.0)  # 1/4096 is a power of two
 
 
@@ -359,7 +359,7 @@ def test_a_softmax_of_large_scores(policy: str) -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.nn.softmax(x @ w) @ w
 
-    got = jax.jit(jaxmp.autocast(fn, policy))(scores, jnp.eye(6))
+    got = jax.jit(autocast(fn, policy))(scores, jnp.eye(6))
     rounded = np.asarray(scores.astype(jaxmp.get_policy(policy).compute_dtype), np.float64)
     want = np.exp(rounded - rounded.max(-1, keepdims=True))
     np.testing.assert_allclose(got, want / want.sum(-1, keepdims=True), atol=2 * eps(policy))
@@ -379,10 +379,10 @@ def test_cross_entropy_of_large_logits_is_float32s(scale: float, policy: str) ->
         picked = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
 
-    got = jax.jit(jaxmp.autocast(loss, policy))(x, w)
+    got = jax.jit(autocast(loss, policy))(x, w)
     want = in_float64(loss, x, w)
     np.testing.assert_allclose(got, want, rtol=16 * EPS32)
-    gradient = jax.jit(jax.grad(jaxmp.autocast(loss, policy)))(x, w)
+    gradient = jax.jit(jax.grad(autocast(loss, policy)))(x, w)
     exact = in_float64(jax.grad(loss), x, w)
     # The cotangent is softmax − one-hot, over the batch: rounded once, with w exact.
     assert relative(gradient, exact) < 1.5 * eps(policy)
@@ -430,7 +430,7 @@ def masked_in_float32_and_64(how: str, mask: float) -> tuple[Any, Any, Any]:
 )
 def test_masks(how: str, mask: float, policy: str) -> None:
     want, plain, exact = masked_in_float32_and_64(how, mask)
-    fast = jax.jit(jaxmp.autocast(masked_attention(how, mask), policy))
+    fast = jax.jit(autocast(masked_attention(how, mask), policy))
     got = np.asarray(fast(*MASKED))
     # Non-finite exactly where float32 is: nowhere for finite masks, the empty row for −inf.
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
@@ -453,7 +453,7 @@ def test_logsumexp_over_many_entries(policy: str) -> None:
         return jax.nn.logsumexp(x @ w)
 
     x, w = jnp.ones((100_000, 1)), jnp.ones((1, 1))
-    got = jax.jit(jaxmp.autocast(fn, policy))(x, w)
+    got = jax.jit(autocast(fn, policy))(x, w)
     np.testing.assert_allclose(got, 1 + np.log(1e5), rtol=1e5**0.5 * EPS32)
 
 
@@ -481,7 +481,7 @@ def test_sums_of_1e5_entries(name: str, reduce: Any, want: float, policy: str) -
         return reduce((x @ w)[:, 0]) * jnp.full((1, 1), 2.0**-10) @ w  # within float16's range
 
     x, w = jnp.full((N, 1), 3.0), jnp.ones((1, 1))
-    fast = jaxmp.autocast(fn, policy)
+    fast = autocast(fn, policy)
     # The sum itself is an integer below 2^24, exact in float32 in any order; it is then rounded
     # once for the product.
     got = jax.jit(fast)(x, w)
@@ -506,7 +506,7 @@ def test_gradients_of_broadcast_parameters_over_a_large_batch(bias: str, policy:
         return jnp.sum(y @ w)
 
     x, w = jnp.ones((20_000, 8)), jnp.eye(8)
-    got = jax.jit(jax.grad(jaxmp.autocast(fn, policy)))(jnp.zeros(shape), x, w)
+    got = jax.jit(jax.grad(autocast(fn, policy)))(jnp.zeros(shape), x, w)
     # A product reads its scale in 16 bits, so the sum, exact until then, is rounded once.
     rounding = 0.5 * eps(policy) if bias == "scale" else 0.0
     np.testing.assert_allclose(got, 160_000.0 if bias == "scalar" else 20_000.0, rtol=rounding)
@@ -517,7 +517,7 @@ def test_embedding_gradients_are_summed_in_float32(policy: str) -> None:
     def fn(table: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.sum(table[jnp.zeros(20_000, jnp.int32)] @ w)
 
-    got = jax.jit(jax.grad(jaxmp.autocast(fn, policy)))(jnp.ones((4, 2)), jnp.eye(2))
+    got = jax.jit(jax.grad(autocast(fn, policy)))(jnp.ones((4, 2)), jnp.eye(2))
     np.testing.assert_array_equal(got, [[20_000.0] * 2] + [[0.0] * 2] * 3)
 
 
@@ -544,7 +544,7 @@ def test_accumulators_over_ten_thousand_steps(wanted: str, loop: str, policy: st
         return total @ w if wanted == "contraction" else total
 
     x, w = jnp.ones((1, 8)), jnp.eye(8)
-    got = jax.jit(jaxmp.autocast(fn, policy))(x, w)
+    got = jax.jit(autocast(fn, policy))(x, w)
     # 10,000 = 78.125 × 2^7 and rounds to 9984 in bfloat16; float16 has it exactly.
     want = float(jnp.float32(STEPS).astype(jaxmp.get_policy(policy).compute_dtype))
     np.testing.assert_array_equal(got, want if wanted == "contraction" else STEPS)
@@ -561,7 +561,7 @@ def test_running_means_and_moments_of_a_scan(policy: str) -> None:
         return lax.scan(step, (jnp.zeros(2), jnp.zeros(2)), xs)[0]
 
     xs, w = jnp.ones((STEPS, 1, 2)), jnp.eye(2)
-    mean, moment = jax.jit(jaxmp.autocast(fn, policy))(xs, w)
+    mean, moment = jax.jit(autocast(fn, policy))(xs, w)
     np.testing.assert_allclose(mean, 1 - 0.999**STEPS, rtol=1e-4)  # float32's own drift
     np.testing.assert_array_equal(moment, STEPS)
 
@@ -573,7 +573,7 @@ def test_cumulative_sums_before_a_contraction(policy: str) -> None:
         return (positions - positions[-1:]) @ w  # differences of neighbours survive in float32 only
 
     x, w = jnp.ones((4096, 1)), jnp.ones((1, 1))
-    got = jax.jit(jaxmp.autocast(fn, policy))(x, w)[:, 0]
+    got = jax.jit(autocast(fn, policy))(x, w)[:, 0]
     want = np.arange(1, 4097) - 4096.0
     np.testing.assert_allclose(got, want, rtol=0.5 * eps(policy))
 
@@ -618,12 +618,12 @@ def test_activations_and_their_derivatives(name: str, policy: str) -> None:
     def fn(x: jax.Array, identity: jax.Array) -> jax.Array:
         return activation(x @ identity) @ identity
 
-    got = np.asarray(jax.jit(jaxmp.autocast(fn, policy))(x, identity), np.float64)
+    got = np.asarray(jax.jit(autocast(fn, policy))(x, identity), np.float64)
     want = in_float64(fn, x, identity)
     # Up to six low ops; where they cancel (x Φ(x) for x ≪ 0) the error is relative to |x|.
     bound = 3 * eps(policy) * (np.abs(want) + np.minimum(1.0, np.abs(np.asarray(x, np.float64))))
     assert (np.abs(got - want) <= bound).all(), np.max(np.abs(got - want) / bound)
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(jaxmp.autocast(fn, policy)(x, identity))))(x)
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(autocast(fn, policy)(x, identity))))(x)
     exact = in_float64(jax.grad(lambda x, i: jnp.sum(fn(x, i))), x, identity)
     # Derivatives are sums of up to three terms of order |x| φ(x).
     assert relative(gradient, exact) < 4 * eps(policy)
@@ -641,7 +641,7 @@ def test_activations_of_large_values_make_no_infinities(name: str, policy: str) 
     # beyond 147.
     scale = 1.0 if (name, policy) != ("gelu_tanh", F16) else 2.0**-8
     x = scale * jnp.asarray([[1e4, -1e4, 3e4, -3e4]])
-    fast = jaxmp.autocast(fn, policy)
+    fast = autocast(fn, policy)
     assert np.isfinite(jax.jit(fast)(x, jnp.eye(4))).all()
     gradient = jax.jit(jax.grad(lambda x: jnp.sum(fast(x, jnp.eye(4)))))(x)
     assert np.isfinite(gradient).all()
@@ -661,9 +661,9 @@ def test_dropout_drops_the_same(policy: str) -> None:
 
     want = jax.jit(fn)(params, x)
     assert 0.3 < float((want == 0).mean()) < 0.7
-    got = jax.jit(jaxmp.autocast(fn, policy))(params, x)
+    got = jax.jit(autocast(fn, policy))(params, x)
     np.testing.assert_array_equal(got == 0, want == 0)
-    mine = jax.jit(jax.grad(lambda x: jnp.sum(jaxmp.autocast(fn, policy)(params, x) * 1.0)))(x)
+    mine = jax.jit(jax.grad(lambda x: jnp.sum(autocast(fn, policy)(params, x) * 1.0)))(x)
     theirs = jax.jit(jax.grad(lambda x: jnp.sum(fn(params, x))))(x)
     assert relative(mine, theirs) < 4 * eps(policy)
 
@@ -675,7 +675,7 @@ def test_random_numbers_are_bitwise_the_same(policy: str) -> None:
         index = jax.random.categorical(key, noise)
         return noise, index, jax.random.uniform(key, (8,)), noise @ w
 
-    fast = jax.jit(jaxmp.autocast(fn, policy))(jax.random.key(0), A)
+    fast = jax.jit(autocast(fn, policy))(jax.random.key(0), A)
     plain = jax.jit(fn)(jax.random.key(0), A)
     for mine, theirs in zip(fast[:3], plain[:3], strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -721,7 +721,7 @@ def boundary_oracle() -> Any:
 @pytest.mark.parametrize("boundary", BOUNDARIES, ids=lambda b: b.spec)
 def test_dtypes_at_the_boundary(boundary: Boundary) -> None:
     model, params = boundary_model()
-    fast = jax.jit(jaxmp.autocast(model.apply, boundary.spec))
+    fast = jax.jit(autocast(model.apply, boundary.spec))
     got = fast(params, X)
     assert str(got.dtype) == boundary.output
     assert set(contraction_dtypes(fast, params, X)) == {boundary.compute}
@@ -746,7 +746,7 @@ def test_masters_in_16_bits_have_gradients_in_16_bits() -> None:
     def fn(params: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))
 
-    gradient = jax.grad(jaxmp.autocast(fn, BF16))(params, X)
+    gradient = jax.grad(autocast(fn, BF16))(params, X)
     assert {str(g.dtype) for g in gradient.values()} == {"bfloat16"}
 
 
@@ -757,7 +757,7 @@ def test_a_16_bit_output_is_rounded_once(spec: str) -> None:
         return jnp.sum((x @ w) ** 2, -1)
 
     x, w = integers(20, 8, 16), jnp.eye(16)
-    got = jaxmp.autocast(fn, spec)(x, w)
+    got = autocast(fn, spec)(x, w)
     want = jnp.asarray(np.sum(np.asarray(x, np.float64) ** 2, -1), jnp.float32).astype(spec)
     np.testing.assert_array_equal(got, want)
 
@@ -766,8 +766,8 @@ def test_the_result_of_a_contraction_has_the_range_of_the_compute_dtype() -> Non
     # 1000 × 1000 does not fit into float16: infinite, as in a hand-written float16 model, and so
     # seen by loss scaling. Clipping it would hide the overflow.
     x, w = jnp.full((2, 8), 1000.0), jnp.full((8, 2), 1000.0)
-    assert np.isinf(jaxmp.autocast(jnp.matmul, F16)(x, w)).all()
-    np.testing.assert_array_equal(jaxmp.autocast(jnp.matmul, BF16)(x, w), 7995392.0)
+    assert np.isinf(autocast(jnp.matmul, F16)(x, w)).all()
+    np.testing.assert_array_equal(autocast(jnp.matmul, BF16)(x, w), 7995392.0)
 
 
 def test_the_float32_policy_is_bitwise_the_function() -> None:
@@ -775,5 +775,5 @@ def test_the_float32_policy_is_bitwise_the_function() -> None:
         case = CASES[name]
         plain = jax.jit(case.fn)(*case.args)
         np.testing.assert_array_equal(
-            jax.jit(jaxmp.autocast(case.fn, "float32"))(*case.args), plain, err_msg=name
+            jax.jit(autocast(case.fn, "float32"))(*case.args), plain, err_msg=name
         )

@@ -19,8 +19,6 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-import jaxmp
-
 from constructs import (
     BF16,
     COMPUTE,
@@ -37,7 +35,14 @@ from constructs import (
     mlp,
     project,
 )
-from support import CONTRACTIONS, assert_same_program, contraction_dtypes, slow_when
+from support import (
+    CONTRACTIONS,
+    assert_same_program,
+    autocast,
+    contraction_dtypes,
+    explain,
+    slow_when,
+)
 
 
 def _cases(keep: Callable[[Construct], bool]) -> pytest.MarkDecorator:
@@ -122,7 +127,7 @@ def _one_of_many(case: Construct) -> bool:
 @policies
 def test_values_and_derivatives(case: Construct, policy: str) -> None:
     want = _expected(CONSTRUCTS.index(case))
-    got = jax.jit(_differentiated(jaxmp.autocast(case.fn, policy), case))(*case.args)
+    got = jax.jit(_differentiated(autocast(case.fn, policy, data=0), case))(*case.args)
     assert_close(got[0], want[0], dtype=COMPUTE[policy], depth=case.depth)
     assert_close(got[1], want[1], dtype=COMPUTE[policy], depth=2 * case.depth)
 
@@ -130,7 +135,7 @@ def test_values_and_derivatives(case: Construct, policy: str) -> None:
 @slow_when(_one_of_many)
 @constructs
 def test_values_without_jit(case: Construct) -> None:
-    got = jaxmp.autocast(case.fn, BF16)(*case.args)
+    got = autocast(case.fn, BF16, data=0)(*case.args)
     want = _expected(CONSTRUCTS.index(case))[0]
     assert_close(got, want, dtype="bfloat16", depth=case.depth)
 
@@ -139,7 +144,7 @@ def test_values_without_jit(case: Construct) -> None:
 @constructs
 @policies
 def test_contractions(case: Construct, policy: str) -> None:
-    cast = jaxmp.autocast(case.fn, policy)
+    cast = autocast(case.fn, policy, data=0)
     if case.low is None:
         assert "*" not in "".join(contraction_dtypes(cast, *case.args))
         return
@@ -153,7 +158,7 @@ def test_contractions(case: Construct, policy: str) -> None:
 
 @constructs
 def test_float32_policy_is_the_identity(case: Construct) -> None:
-    same = _differentiated(jaxmp.autocast(case.fn, "float32"), case)
+    same = _differentiated(autocast(case.fn, "float32", data=0), case)
     assert_same_program(same, _differentiated(case.fn, case), *case.args)
 
 
@@ -176,9 +181,9 @@ def _two(case: Construct) -> tuple[Any, Any]:
 def test_vmap(case: Construct, order: str) -> None:
     args, axes = _two(case)
     if order == "vmap of autocast":
-        fn = jax.vmap(jaxmp.autocast(case.fn, BF16), in_axes=axes)
+        fn = jax.vmap(autocast(case.fn, BF16, data=0), in_axes=axes)
     else:
-        fn = jaxmp.autocast(jax.vmap(case.fn, in_axes=axes), BF16)
+        fn = autocast(jax.vmap(case.fn, in_axes=axes), BF16, data=0)
     want = _expected_of_two(CONSTRUCTS.index(case))
     assert_close(jax.jit(fn)(*args), want, dtype="bfloat16", depth=case.depth)
     if case.low is not None and not case.full:
@@ -191,7 +196,7 @@ def _float32(count: int) -> dict[str, int]:
 
 @_cases(lambda case: case.low is not None)
 def test_explain_agrees_with_the_jaxpr(case: Construct) -> None:
-    plan = jaxmp.explain(case.fn, BF16)(*case.args)
+    plan = explain(case.fn, BF16, data=0)(*case.args)
     rows = [row for row in plan.rows if row.op in CONTRACTIONS]
     assert rows
     assert all(row.reason for row in plan.rows)
@@ -281,14 +286,14 @@ def _expected_around(name: str) -> Any:
 @pytest.mark.parametrize("name", AROUND)
 @policies
 def test_around_autocast(name: str, policy: str) -> None:
-    fn = AROUND[name](jaxmp.autocast(mlp, policy))
+    fn = AROUND[name](autocast(mlp, policy, data=0))
     assert_close(jax.jit(fn)(X, W, V), _expected_around(name), dtype=COMPUTE[policy], depth=6)
     assert_low(fn, (X, W, V), COMPUTE[policy])
 
 
 @pytest.mark.parametrize("name", [name for name in AROUND if name != "eval_shape_then_call"])
 def test_transformations_inside_autocast(name: str) -> None:
-    fn = jaxmp.autocast(AROUND[name](mlp), BF16)
+    fn = autocast(AROUND[name](mlp), BF16, data=0)
     assert_close(jax.jit(fn)(X, W, V), _expected_around(name), dtype="bfloat16", depth=6)
     # The product of a Jacobian's basis, which is made of literals; one example's outer product.
     by_law = int(name in ("jacfwd", "vmap_of_grad"))

@@ -16,6 +16,8 @@ from jax import lax
 
 import jaxmp
 
+from support import autocast, explain
+
 BF16 = "mixed_bfloat16"
 
 
@@ -37,7 +39,7 @@ def table(rows: dict[str, tuple[Program, str, str, str]]) -> Any:
 
 
 def check(fn: Program, op: str, dtype: str, reason: str, policy: str = BF16) -> None:
-    rows = [row for row in jaxmp.explain(fn, policy)(X, W, WS, B).rows if row.op == op]
+    rows = [row for row in explain(fn, policy)(X, W, WS, B).rows if row.op == op]
     assert rows, f"no {op}"
     assert (rows[-1].dtype, rows[-1].reason) == (dtype, reason)
 
@@ -250,13 +252,13 @@ def test_a_while_loop_carries_float32(fn: Program, op: str, dtype: str, reason: 
         ),
         "a recurrent layer": (
             lambda x, w, ws, b: scanned(lambda h, _: jnp.tanh(h @ w + b), x @ w, ws) @ w,
-            "tanh", LOW, MADE,
+            "tanh", FULL, SUMMED,
         ),
         "a recurrent layer that starts at zero": (
             lambda x, w, ws, b: scanned(
                 lambda h, _: jnp.tanh(h @ w + b), jnp.zeros((6, 8)), ws
             ) @ w,
-            "tanh", LOW, MADE,
+            "tanh", FULL, SUMMED,
         ),
         "a recurrent layer that starts at data": (
             lambda x, w, ws, b: scanned(lambda h, _: jnp.tanh(h @ w + b), x, ws) @ w,
@@ -274,8 +276,12 @@ def test_a_while_loop_carries_float32(fn: Program, op: str, dtype: str, reason: 
             lambda x, w, ws, b: scanned(lambda h, _: jnp.exp((h * 2) @ w), x @ w, ws) @ w,
             "mul", FULL, NOT_LOW,
         ),
-        "and enters low where products make it": (
+        "products by one weight make a state": (
             lambda x, w, ws, b: scanned(lambda h, _: (h * 2) @ w, x @ w, ws) @ w,
+            "mul", FULL, NOT_LOW,
+        ),
+        "products by weights of their own, layers": (
+            lambda x, w, ws, b: scanned(lambda h, w: (h * 2) @ w, x @ w, ws) @ w,
             "mul", LOW, CONSTANT,
         ),
         "but not where it becomes an index": (
@@ -390,14 +396,14 @@ def runs_a_jit_in_a_loop(x: jax.Array, w: jax.Array) -> jax.Array:
 def test_what_runs_other_operations_takes_no_class_of_one(op: str, op_class: str) -> None:
     expected = rf"autocast: the policy's ops give '{op}' the class '{op_class}'.*'full' or 'own'"
     with pytest.raises(ValueError, match=expected):
-        jaxmp.autocast(runs_a_jit_in_a_loop, f"{BF16},ops={op}:{op_class}")
+        autocast(runs_a_jit_in_a_loop, f"{BF16},ops={op}:{op_class}")
 
 
 @pytest.mark.parametrize("op_class", ["full", "own"])
 @pytest.mark.parametrize("op", ["jit", "scan"])
 def test_what_runs_other_operations_may_run_as_a_whole(op: str, op_class: str) -> None:
     policy = f"{BF16},ops={op}:{op_class}"
-    rows = {r.op: r.dtype for r in jaxmp.explain(runs_a_jit_in_a_loop, policy)(X, W).rows}
+    rows = {r.op: r.dtype for r in explain(runs_a_jit_in_a_loop, policy)(X, W).rows}
     assert (rows["dot_general"], rows[op]) == (LOW, FULL)
-    out = jaxmp.autocast(runs_a_jit_in_a_loop, policy)(X, W)
+    out = autocast(runs_a_jit_in_a_loop, policy)(X, W)
     np.testing.assert_allclose(out, (X.astype(LOW) @ W.astype(LOW)) @ W @ W, rtol=1e-5)

@@ -11,9 +11,7 @@ import pytest
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-import jaxmp
-
-from support import contraction_dtypes, float16_is_slow, slow_when
+from support import autocast, contraction_dtypes, explain, float16_is_slow, slow_when
 
 BF16 = "mixed_bfloat16"
 X = jnp.linspace(-1.0, 1.0, 48).reshape(6, 8)
@@ -113,7 +111,7 @@ def test_a_rule_with_symbolic_zeros_sees_the_same_perturbation(
     want = jax.jit(jax.grad(fn, argnums))(X, W)
     plainly = set(seen)
     seen.clear()
-    got = jax.jit(jax.grad(jaxmp.autocast(fn, BF16), argnums))(X, W)
+    got = jax.jit(jax.grad(autocast(fn, BF16), argnums))(X, W)
     assert relative_error(got, want) < 0.03
     # All cotangents at once are tried as well, to learn in which dtype to save what.
     tried = {("backward", False, False)}
@@ -124,9 +122,9 @@ def test_a_rule_with_symbolic_zeros_sees_the_same_perturbation(
 def test_symbolic_zeros_without_jit(rule: Any) -> None:
     for fn in (PLACES["both results"](rule(set())), PLACES["scan"](rule(set()))):
         want = jax.grad(fn)(X, W)
-        assert relative_error(jax.grad(jaxmp.autocast(fn, BF16))(X, W), want) < 0.03
+        assert relative_error(jax.grad(autocast(fn, BF16))(X, W), want) < 0.03
         with jax.disable_jit():
-            assert relative_error(jax.grad(jaxmp.autocast(fn, BF16))(X, W), want) < 0.03
+            assert relative_error(jax.grad(autocast(fn, BF16))(X, W), want) < 0.03
 
 
 def test_a_rule_that_refuses_other_perturbations() -> None:
@@ -150,7 +148,7 @@ def test_a_rule_that_refuses_other_perturbations() -> None:
     def loss(w, x):
         return jnp.sum(f(x, w))
 
-    got = jax.jit(jax.grad(jaxmp.autocast(loss, BF16)))(W, X[0])
+    got = jax.jit(jax.grad(autocast(loss, BF16)))(W, X[0])
     assert relative_error(got, jax.grad(loss)(W, X[0])) < 0.03
 
 
@@ -168,19 +166,19 @@ def test_a_rule_that_refuses_other_cotangents() -> None:
     def loss(x, w):
         return jnp.sum(f(x, w)[0])
 
-    got = jax.jit(jax.grad(jaxmp.autocast(loss, BF16)))(X, W)
+    got = jax.jit(jax.grad(autocast(loss, BF16)))(X, W)
     assert relative_error(got, jax.grad(loss)(X, W)) < 0.03
 
 
 @pytest.mark.parametrize("rule", [vjp_rule, jvp_rule])
 def test_the_rule_s_own_products_are_low(rule: Any) -> None:
-    fn = jaxmp.autocast(PLACES["first result"](rule(set())), BF16)
+    fn = autocast(PLACES["first result"](rule(set())), BF16)
     assert set(contraction_dtypes(jax.grad(fn, (0, 1)), X, W)) == {"bfloat16"}
 
 
 def test_forward_mode_and_second_derivatives_of_a_rule_with_symbolic_zeros() -> None:
     fn = PLACES["twice"](jvp_rule(set()))
-    cast = jaxmp.autocast(fn, BF16)
+    cast = autocast(fn, BF16)
     assert relative_error(*(jax.jvp(f, (X, W), (X, W)) for f in (cast, fn))) < 0.03
     vector = jnp.ones_like(X)
     seconds = [jax.jvp(jax.grad(lambda x: f(x, W)), (X,), (vector,))[1] for f in (cast, fn)]  # noqa: B023
@@ -261,7 +259,7 @@ def test_a_rule_that_closes_over_a_value_works_where_jax_runs_it(
     def fn(x, s):
         return CLOSING[place](x, s, which)
 
-    cast = jaxmp.autocast(fn, policy)
+    cast = autocast(fn, policy)
     compiled = jax.jit if how == "jit" else lambda fn: fn
     want, gradient = jax.jit(jax.value_and_grad(fn))(X, S)
     assert relative_error(compiled(cast)(X, S), want) < 0.03
@@ -272,13 +270,13 @@ def test_a_program_with_such_a_rule_is_low_forward_and_backward() -> None:
     def fn(x, s):
         return jnp.sum(closing(s, "forward")(x @ W) @ W)
 
-    counts = contraction_dtypes(jax.grad(jaxmp.autocast(fn, BF16)), X, S)
+    counts = contraction_dtypes(jax.grad(autocast(fn, BF16)), X, S)
     assert set(counts) == {"bfloat16"}
 
 
 def test_such_a_rule_under_remat_around_the_autocast() -> None:
     """Nobody can try again there: the program is differentiated long after it ran."""
-    fn = jaxmp.autocast(lambda x, s: CLOSING["top"](x, s, "both"), BF16)
+    fn = autocast(lambda x, s: CLOSING["top"](x, s, "both"), BF16)
     want = jax.grad(lambda x, s: CLOSING["top"](x, s, "both"))(X, S)
     assert relative_error(jax.jit(jax.grad(jax.checkpoint(fn)))(X, S), want) < 0.03
 
@@ -288,7 +286,7 @@ def test_such_a_rule_and_values_that_autocast_closes_over() -> None:
         def inner(x, s):
             return CLOSING["top"](x @ w, s, "forward")
 
-        return (jaxmp.autocast(inner, BF16) if cast else inner)(X, S)
+        return (autocast(inner, BF16) if cast else inner)(X, S)
 
     want = jax.jit(jax.grad(outer), static_argnums=1)(W, False)
     got = jax.jit(jax.grad(outer), static_argnums=1)(W, True)
@@ -299,7 +297,7 @@ def test_forward_mode_of_a_jvp_rule_that_closes_over_a_value() -> None:
     def fn(x, s):
         return CLOSING["top"](x, s, "jvp")
 
-    cast = jaxmp.autocast(fn, BF16)
+    cast = autocast(fn, BF16)
     got, want = (jax.jvp(lambda x: f(x, S), (X,), (X,)) for f in (cast, fn))  # noqa: B023
     assert relative_error(got, want) < 0.03
 
@@ -312,14 +310,14 @@ def test_second_derivatives_of_such_a_rule(which: str) -> None:
     def second(f):
         return jax.grad(lambda x: jnp.sum(jax.grad(f)(x, S) ** 2))(X)
 
-    assert relative_error(second(jaxmp.autocast(fn, BF16)), second(fn)) < 0.05
+    assert relative_error(second(autocast(fn, BF16)), second(fn)) < 0.05
 
 
 def test_such_a_rule_in_an_autocast_inside_an_autocast() -> None:
     def fn(x, s):
         return CLOSING["top"](x, s, "backward")
 
-    nested = jaxmp.autocast(lambda x, s: jaxmp.autocast(fn, BF16)(x, s) * 2, "mixed_float16")
+    nested = autocast(lambda x, s: autocast(fn, BF16)(x, s) * 2, "mixed_float16")
     want = 2 * jax.grad(fn)(X, S)
     assert relative_error(jax.jit(jax.grad(nested))(X, S), want) < 0.03
 
@@ -328,7 +326,7 @@ def test_explain_says_which_rule_closes_over_a_value() -> None:
     def fn(x, s):
         return CLOSING["top"](x, s, "backward") + jnp.sum(jax.nn.relu(x))
 
-    rows = [r for r in jaxmp.explain(fn, BF16)(X, S).rows if "closes over" in r.reason]
+    rows = [r for r in explain(fn, BF16)(X, S).rows if "closes over" in r.reason]
     assert len(rows) == 1
     assert rows[0].source.startswith("test_derivatives.py:")
 
@@ -356,7 +354,7 @@ def test_nondiff_arguments_and_operands_of_other_dtypes() -> None:
     def loss(x, index):
         return jnp.sum(f(x, index, mask, None) ** 2)
 
-    got = jax.jit(jax.grad(jaxmp.autocast(loss, BF16)))(X, jnp.int32(1))
+    got = jax.jit(jax.grad(autocast(loss, BF16)))(X, jnp.int32(1))
     assert relative_error(got, jax.grad(loss)(X, jnp.int32(1))) < 0.03
 
 
@@ -378,5 +376,5 @@ def test_closure_convert_and_custom_gradient() -> None:
         g.defvjp(fwd, lambda pullback, ct: pullback(2 * ct))
         return jnp.sum(scaled(g(x, *consts)))
 
-    got = jax.jit(jax.grad(jaxmp.autocast(fn, BF16), (0, 1)))(X, S)
+    got = jax.jit(jax.grad(autocast(fn, BF16), (0, 1)))(X, S)
     assert relative_error(got, jax.grad(fn, (0, 1))(X, S)) < 0.05

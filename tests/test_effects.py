@@ -13,9 +13,8 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 
-import jaxmp
-
 from constructs import BF16, V, W, X, assert_close, project
+from support import autocast
 
 
 def test_pure_callback_sees_float32() -> None:
@@ -29,7 +28,7 @@ def test_pure_callback_sees_float32() -> None:
         h = x @ w
         return jax.pure_callback(host, jax.ShapeDtypeStruct(h.shape, h.dtype), h) @ v
 
-    got = jax.jit(jaxmp.autocast(fn, BF16))(X, W, V)
+    got = jax.jit(autocast(fn, BF16))(X, W, V)
     assert_close(got, 2 * (X @ W) @ V, dtype="bfloat16", depth=2)
     assert set(seen) == {np.dtype(np.float32)}
 
@@ -60,7 +59,7 @@ def test_effects_run_once_and_in_order(run: Callable[..., Any], kind: str) -> No
         emit(4)
         return h @ w
 
-    cast = run(jaxmp.autocast(fn, BF16))
+    cast = run(autocast(fn, BF16))
     jax.block_until_ready(cast(X, W))
     jax.effects_barrier()
     assert sorted(seen) == [0, 1, 2, 3, 4]
@@ -78,7 +77,7 @@ def test_debug_print(capfd: pytest.CaptureFixture[str]) -> None:
         jax.debug.print("sum {s} of {n}", s=jnp.sum(h) * 0, n=3)
         return h @ w
 
-    jax.block_until_ready(jax.jit(jaxmp.autocast(fn, BF16))(X, W))
+    jax.block_until_ready(jax.jit(autocast(fn, BF16))(X, W))
     jax.effects_barrier()
     assert len(re.findall(r"sum -?0\.0 of 3", capfd.readouterr().out)) == 1
 
@@ -95,10 +94,10 @@ def test_unused_effect_is_not_dropped() -> None:
         h = lax.cond(x[0, 0] < 1e3, inner, lambda h: h, x @ w)
         return h @ w
 
-    jax.block_until_ready(jax.jit(jaxmp.autocast(fn, BF16))(X, W))
+    jax.block_until_ready(jax.jit(autocast(fn, BF16))(X, W))
     jax.effects_barrier()
     assert len(seen) == 1
-    jax.block_until_ready(jaxmp.autocast(jax.grad(lambda x: project(fn(x, W))), BF16)(X))
+    jax.block_until_ready(autocast(jax.grad(lambda x: project(fn(x, W))), BF16)(X))
     jax.effects_barrier()
     assert len(seen) >= 2
 
@@ -112,8 +111,8 @@ def test_checkify_inside_and_outside() -> None:
         return jnp.tanh(h) @ w
 
     for checked in (
-        checkify.checkify(jaxmp.autocast(fn, BF16)),
-        jaxmp.autocast(checkify.checkify(fn), BF16),
+        checkify.checkify(autocast(fn, BF16)),
+        autocast(checkify.checkify(fn), BF16),
     ):
         error, out = jax.jit(checked)(X, W)
         assert error.get() is None

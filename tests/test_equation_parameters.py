@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-import jaxmp
-
 from constructs import (
     BF16,
     STACK,
@@ -31,7 +29,7 @@ from constructs import (
     scan_reverse,
     scan_unrolled,
 )
-from support import iter_eqns, jaxpr_of
+from support import autocast, explain, iter_eqns, jaxpr_of
 
 
 def _jits(fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -40,9 +38,7 @@ def _jits(fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 def test_donation_of_inner_jits_is_kept() -> None:
     (eqn,) = [
-        e
-        for e in _jits(jaxmp.autocast(jit_donated, BF16), X, W, V)
-        if any(e.params["donated_invars"])
+        e for e in _jits(autocast(jit_donated, BF16), X, W, V) if any(e.params["donated_invars"])
     ]
     assert eqn.params["donated_invars"].count(True) == 1
     donated = [v for v, d in zip(eqn.invars, eqn.params["donated_invars"], strict=True) if d]
@@ -50,7 +46,7 @@ def test_donation_of_inner_jits_is_kept() -> None:
 
 
 def test_donated_buffers_around_autocast() -> None:
-    step = jax.jit(jaxmp.autocast(lambda w, x: w - 0.1 * (x.T @ (x @ w)), BF16), donate_argnums=0)
+    step = jax.jit(autocast(lambda w, x: w - 0.1 * (x.T @ (x @ w)), BF16), donate_argnums=0)
     w = W + 0
     out = step(w, X)
     assert w.is_deleted()
@@ -67,7 +63,7 @@ def test_shardings_of_inner_jits_and_constraints_are_kept() -> None:
         return lax.with_sharding_constraint(jnp.tanh(h), rows) @ w
 
     x = jnp.tile(X, (4, 1))
-    cast = jaxmp.autocast(fn, BF16)
+    cast = autocast(fn, BF16)
     want = {str(e.params["in_shardings"]) + str(e.params["out_shardings"]) for e in _jits(fn, x, W)}
     got = {
         str(e.params["in_shardings"]) + str(e.params["out_shardings"]) for e in _jits(cast, x, W)
@@ -82,7 +78,7 @@ def test_shardings_of_inner_jits_and_constraints_are_kept() -> None:
 
 
 def test_names_of_inner_jits_are_kept() -> None:
-    names = {e.params["name"] for e in _jits(jaxmp.autocast(jit_shared, BF16), X, W, V)}
+    names = {e.params["name"] for e in _jits(autocast(jit_shared, BF16), X, W, V)}
     assert "dense" in names
 
 
@@ -94,11 +90,11 @@ def _saved(fn: Callable[..., Any], *args: Any) -> int:
 
 def test_checkpoint_policy_by_name_is_kept() -> None:
     """Saving by name still works, and what is saved is the 16-bit value."""
-    cast = jaxmp.autocast(remat_names, BF16)
+    cast = autocast(remat_names, BF16)
     tags = [e for e in iter_eqns(jaxpr_of(cast, X, W, V)) if e.primitive.name == "name"]
     assert [e.params["name"] for e in tags] == ["kept"]
     assert _saved(cast, X, W, V) <= _saved(remat_names, X, W, V)
-    nothing = jaxmp.autocast(remat, BF16)
+    nothing = autocast(remat, BF16)
     assert _saved(nothing, X, W, V) <= _saved(remat, X, W, V)
 
 
@@ -114,7 +110,7 @@ def test_remat_parameters_are_kept() -> None:
             ]
 
         assert found(fn)
-        assert found(jaxmp.autocast(fn, BF16)) == found(fn)
+        assert found(autocast(fn, BF16)) == found(fn)
 
 
 def test_scan_parameters_are_kept() -> None:
@@ -125,7 +121,7 @@ def test_scan_parameters_are_kept() -> None:
     ):
         (eqn,) = [
             e
-            for e in iter_eqns(jaxpr_of(jaxmp.autocast(fn, BF16), X, W, V))
+            for e in iter_eqns(jaxpr_of(autocast(fn, BF16), X, W, V))
             if e.primitive.name == "scan"
         ]
         assert eqn.params[key] == value
@@ -146,7 +142,7 @@ def test_named_scopes_and_source_lines_are_kept() -> None:
         jax.checkpoint,
         jax.jit,
     ):
-        eqns = list(iter_eqns(jaxpr_of(jaxmp.autocast(build(_scoped), BF16), X, W, V)))
+        eqns = list(iter_eqns(jaxpr_of(autocast(build(_scoped), BF16), X, W, V)))
         inner = [e for e in eqns if e.primitive.name == "dot_general"]
         # Products with parameters have a derivative rule, and the scope of what is around them.
         dots = [e for e in eqns if e.primitive.name == "custom_jvp_call"]
@@ -159,7 +155,7 @@ def test_named_scopes_and_source_lines_are_kept() -> None:
 
 
 def test_explain_names_scope_and_line() -> None:
-    rows = jaxmp.explain(_scoped, BF16)(X, W, V).rows
+    rows = explain(_scoped, BF16)(X, W, V).rows
     first, second = (r for r in rows if r.op == "dot_general")
     assert "encoder" in first.path
     assert "encoder" not in second.path
@@ -169,7 +165,7 @@ def test_explain_names_scope_and_line() -> None:
 
 
 def test_explain_counts_loop_lengths() -> None:
-    plan = jaxmp.explain(scan_in_scan, BF16)(X, W, V)
+    plan = explain(scan_in_scan, BF16)(X, W, V)
     # The inner contraction runs 2 x 2 times, the outer one twice.
     assert plan.contractions() == {"bfloat16": 6}
     assert str(plan)

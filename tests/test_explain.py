@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 
 import jaxmp
 
-from support import contraction_dtypes, float16_is_slow, iter_eqns, jaxpr_of
+from support import autocast, contraction_dtypes, explain, float16_is_slow, iter_eqns, jaxpr_of
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 
@@ -48,7 +48,7 @@ def line_of(fn: Callable[..., Any], text: str) -> str:
 
 
 def rows_of(fn: Callable[..., Any], op: str, *args: Any, policy: Any = BF16) -> list[Any]:
-    return [r for r in jaxmp.explain(fn, policy)(*args).rows if r.op == op]
+    return [r for r in explain(fn, policy)(*args).rows if r.op == op]
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
             hidden = jnp.tanh(x @ w)  # low
         return jnp.sum(jnp.exp(hidden @ w))  # into the loss
 
-    rows = jaxmp.explain(fn, BF16)(X, W).rows
+    rows = explain(fn, BF16)(X, W).rows
     # No recipe, nothing recomputed, and no attention.
     assert {dataclasses.astuple(r)[6:] for r in rows} == {("", False, "", "", "")}
     assert [dataclasses.astuple(r)[:6] for r in rows] == [
@@ -78,7 +78,7 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
 
 
 def test_rows_keep_the_order_of_the_program() -> None:
-    found = [r.op for r in jaxmp.explain(layer, BF16)(X, W).rows]
+    found = [r.op for r in explain(layer, BF16)(X, W).rows]
     want = [
         e.primitive.name
         for e in iter_eqns(jaxpr_of(layer, X, W))
@@ -92,7 +92,7 @@ def test_a_line_in_the_users_file_even_for_jaxs_own_functions() -> None:
         weights = jax.nn.softmax(x @ w)  # here
         return jnp.linalg.norm(weights)  # there
 
-    sources = {r.op: r.source for r in jaxmp.explain(fn, BF16)(X, W).rows}
+    sources = {r.op: r.source for r in explain(fn, BF16)(X, W).rows}
     assert sources["exp"] == line_of(fn, "# here")
     assert sources["sqrt"] == line_of(fn, "# there")
 
@@ -104,7 +104,7 @@ def test_lines_inside_control_flow_and_derivatives() -> None:
 
         return jnp.sum(lax.scan(body, x, None, length=3)[0])
 
-    found = jaxmp.explain(jax.grad(fn), BF16)(X, W)
+    found = explain(jax.grad(fn), BF16)(X, W)
     dots = [r for r in found.rows if r.op == "dot_general"]
     assert {r.source for r in dots} == {line_of(fn, "# body")}
     assert all(r.count == 3 for r in dots)
@@ -211,7 +211,7 @@ def test_a_line_beside_a_library_is_the_users() -> None:
 def test_the_path_under_a_lifted_scan_and_its_count() -> None:
     model = Tower(scan=True)
     params = jax.eval_shape(model.init, jax.random.key(0), X)
-    found = jaxmp.explain(model.apply, BF16)(params, X)
+    found = explain(model.apply, BF16)(params, X)
     dots = [r for r in found.rows if r.op == "dot_general"]
     assert [r.count for r in dots] == [3, 3]
     assert ["in_" in r.path.split("/") for r in dots] == [True, False]
@@ -233,7 +233,7 @@ def test_lengths_of_nested_scans_are_multiplied() -> None:
         return jax.jit(lambda a: lax.scan(outer, a, None, length=7)[0])(x) @ w
 
     assert sorted(r.count for r in rows_of(fn, "dot_general", X, W)) == [1, 7, 35]
-    assert sum(jaxmp.explain(fn, BF16)(X, W).contractions().values()) == 43
+    assert sum(explain(fn, BF16)(X, W).contractions().values()) == 43
     assert [r.count for r in rows_of(fn, "tanh", X, W)] == [35]
 
 
@@ -247,7 +247,7 @@ def test_branches_and_loop_bodies_count_once() -> None:
 
 def test_a_shared_function_counts_at_every_call() -> None:
     inner = jax.jit(lambda a, w: jnp.tanh(a @ w))
-    found = jaxmp.explain(lambda x, w: inner(inner(inner(x, w), w), w), BF16)(X, W)
+    found = explain(lambda x, w: inner(inner(inner(x, w), w), w), BF16)(X, W)
     assert sum(found.contractions().values()) == 3
 
 
@@ -260,9 +260,9 @@ def test_contractions_are_counted_by_dtype_most_first() -> None:
         )
         return exact + (x @ w) @ w + convolved[0]
 
-    found = jaxmp.explain(fn, F16)(X, W).contractions()
+    found = explain(fn, F16)(X, W).contractions()
     assert list(found.items()) == [("float16", 3), ("float32", 1)]
-    assert jaxmp.explain(jnp.sin, BF16)(X).contractions() == {}
+    assert explain(jnp.sin, BF16)(X).contractions() == {}
 
 
 # --- summary and table ---------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def pinned(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def test_the_summary_names_each_float32_contraction_and_why() -> None:
-    lines = jaxmp.explain(pinned, BF16)(X, W).summary().splitlines()
+    lines = explain(pinned, BF16)(X, W).summary().splitlines()
     policy = str(jaxmp.get_policy(BF16))
     assert lines[0].split() == ["policy", policy]
     assert lines[1] in (
@@ -298,9 +298,7 @@ def test_the_summary_gathers_contractions_with_one_reason() -> None:
         return x
 
     named = [
-        line
-        for line in jaxmp.explain(fn, BF16)(X, W).summary().splitlines()
-        if "dot_general" in line
+        line for line in explain(fn, BF16)(X, W).summary().splitlines() if "dot_general" in line
     ]
     assert len(named) == 1
     assert line_of(fn, "# all") in named[0]
@@ -308,14 +306,14 @@ def test_the_summary_gathers_contractions_with_one_reason() -> None:
 
 
 def test_the_summary_is_silent_when_there_is_nothing_to_say() -> None:
-    summary = jaxmp.explain(layer, BF16)(X, W).summary()
+    summary = explain(layer, BF16)(X, W).summary()
     assert "float32: dot_general" not in summary
     assert "not classified" not in summary
-    assert "contractions  none" in jaxmp.explain(jnp.sin, BF16)(X).summary()
+    assert "contractions  none" in explain(jnp.sin, BF16)(X).summary()
 
 
 def test_str_is_an_aligned_table_and_the_summary() -> None:
-    found = jaxmp.explain(pinned, BF16)(X, W)
+    found = explain(pinned, BF16)(X, W)
     table, summary = str(found).split("\n\n", 1)
     assert summary == found.summary()
     header, *body = table.splitlines()
@@ -331,10 +329,10 @@ def test_str_is_an_aligned_table_and_the_summary() -> None:
 
 
 def test_shapes_are_enough() -> None:
-    got = jaxmp.explain(layer, BF16)(STRUCT, STRUCT)
-    assert got == jaxmp.explain(layer, BF16)(W, W)
+    got = explain(layer, BF16)(STRUCT, STRUCT)
+    assert got == explain(layer, BF16)(W, W)
     huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)  # 4 TiB
-    assert jaxmp.explain(layer, BF16)(huge, huge).contractions() == {"bfloat16": 2}
+    assert explain(layer, BF16)(huge, huge).contractions() == {"bfloat16": 2}
 
 
 def test_nothing_runs() -> None:
@@ -349,7 +347,7 @@ def test_nothing_runs() -> None:
         y = jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x @ w)
         return y @ w
 
-    found = jaxmp.explain(fn, BF16)(X, W)
+    found = explain(fn, BF16)(X, W)
     jax.effects_barrier()
     assert called == []
     assert {r.op for r in found.rows} >= {"pure_callback", "debug_callback"}
@@ -361,13 +359,13 @@ def test_static_and_keyword_arguments() -> None:
             x = getattr(jnp, activation)(x @ w)
         return x
 
-    found = jaxmp.explain(fn, BF16)(X, W, times=3, activation="tanh")
+    found = explain(fn, BF16)(X, W, times=3, activation="tanh")
     assert found.contractions() == {"bfloat16": 3}
 
 
 def test_explanations_are_plain_data() -> None:
-    one, two = jaxmp.explain(layer, BF16)(X, W), jaxmp.explain(layer, "mixed_float16")(X, W)
-    assert one == jaxmp.explain(layer, BF16)(X, W)
+    one, two = explain(layer, BF16)(X, W), explain(layer, "mixed_float16")(X, W)
+    assert one == explain(layer, BF16)(X, W)
     assert one != two
     assert isinstance(one.rows, tuple)
     assert {type(cell) for row in one.rows for cell in dataclasses.astuple(row)} == {str, int, bool}
@@ -410,8 +408,20 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
         lambda x, w: (x @ w + jnp.exp(x @ w)) @ w, "add", "bfloat16", BF16,
     ),
     "float32 data wins over 16 bits": (lambda x, w: (x + x @ w) @ w, "add", "float32", BF16),
-    "a float32 statistic wins: it is subtracted": (
-        lambda x, w: (x @ w - w[0]) @ w, "sub", "float32", BF16,
+    "a constant or a position as a factor of a 16-bit value": (
+        lambda x, w: (x @ w * 280.0) @ w, "mul", "bfloat16", BF16,
+    ),
+    "a large constant, or a position, wins over 16 bits as a summand": (
+        lambda x, w: (x @ w + 280.0) @ w, "add", "float32", BF16,
+    ),
+    "made from 16-bit values, as a factor of one": (
+        lambda x, w: (x @ w * jnp.exp(w @ w)[:1]) @ w, "mul", "bfloat16", BF16,
+    ),
+    "a value that many share wins over 16 bits as a summand": (
+        lambda x, w: (x @ w + jnp.exp(w @ w)[:1]) @ w, "add", "float32", BF16,
+    ),
+    "divides by a 16-bit value, of which the derivative may overflow": (
+        lambda x, w: (x @ w / (x @ w)) @ w, "div", "float32", F16,
     ),
     "an angle, a logarithm or a root wants the result as well": (
         lambda x, w: jnp.sum(jnp.sin(y := x @ w + w[0])) + jnp.sum(y @ w), "add", "float32", BF16,
@@ -429,11 +439,11 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
         lambda x, w: x @ jnp.cos(jnp.outer(jnp.arange(8.0), jnp.arange(8.0))), "dot_general",
         "float32", BF16,
     ),
-    "geometry: contracts nothing": (
-        lambda x, w: jnp.einsum("i,j->ij", x[0], w[0]), "dot_general", "float32", BF16,
+    "geometry: contracts 8 elements, of no parameter": (
+        lambda x, w: x @ x.T, "dot_general", "float32", BF16,
     ),
-    "geometry: contracts 3 elements": (
-        lambda x, w: x[:, :3] @ w[:3], "dot_general", "float32", BF16,
+    "geometry: a matrix of 3 rows, and as few columns": (
+        lambda x, w: x[:, :3] @ w[:3, :3], "dot_general", "float32", BF16,
     ),
     "a scalar product": (lambda x, w: jnp.vdot(x, x), "dot_general", "float32", BF16),
     "only angles or a linear solver want the result": (
@@ -579,8 +589,8 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_explain_agrees_with_the_transformed_program(name: str, policy: str) -> None:
     fn = MODELS[name]
-    found = jaxmp.explain(fn, policy)(X, W)
-    fast = jaxmp.autocast(fn, policy)
+    found = explain(fn, policy)(X, W)
+    fast = autocast(fn, policy)
     written = Counter(r.dtype for r in found.rows if r.op == "dot_general")
     assert written == contraction_dtypes(fast, X, W)
     run = list(iter_eqns(jaxpr_of(fast, X, W)))
@@ -593,6 +603,6 @@ def test_explain_agrees_with_the_transformed_program(name: str, policy: str) -> 
 
 def test_what_the_policy_says_of_ops_that_do_not_occur() -> None:
     policy = f"{BF16},ops=exp:follow|pjit:full|tanh:full"
-    said = jaxmp.explain(lambda x, w: jnp.exp(jnp.tanh(x @ w)), policy)(X, W).summary()
+    said = explain(lambda x, w: jnp.exp(jnp.tanh(x @ w)), policy)(X, W).summary()
     assert said.splitlines()[-1] == "in the policy's ops, but met nowhere here: pjit"
-    assert "met nowhere" not in jaxmp.explain(layer, BF16)(X, W).summary()
+    assert "met nowhere" not in explain(layer, BF16)(X, W).summary()

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxmp
-
 from constructs import BF16, V, W, X, assert_bitwise, assert_close, mlp
-from support import contraction_dtypes
+from support import autocast, contraction_dtypes
 
 
 def test_float64_is_left_alone() -> None:
     with jax.enable_x64(True):
         x, w = (np.asarray(a, np.float64) for a in (X, W))
-        cast = jaxmp.autocast(lambda a, b: jnp.tanh(a @ b), BF16)
+        cast = autocast(lambda a, b: jnp.tanh(a @ b), BF16)
         out = cast(jnp.asarray(x), jnp.asarray(w))
         assert out.dtype == jnp.float64
         np.testing.assert_allclose(out, np.tanh(x @ w), rtol=1e-14)
@@ -29,11 +27,11 @@ def test_float64_is_left_alone() -> None:
 
 def test_float32_under_x64_is_cast() -> None:
     with jax.enable_x64(True):
-        cast = jaxmp.autocast(mlp, BF16)
+        cast = autocast(mlp, BF16)
         assert contraction_dtypes(cast, X, W, V) == Counter(bfloat16=2)
         assert cast(X, W, V).dtype == jnp.float32
         # An author's float64 next to float32 stays float64.
-        wide = jaxmp.autocast(lambda a, b: a.astype(jnp.float64) @ b, BF16)
+        wide = autocast(lambda a, b: a.astype(jnp.float64) @ b, BF16)
         assert wide(X, W).dtype == jnp.float64
 
 
@@ -42,10 +40,10 @@ def test_complex_is_left_alone() -> None:
         z = lax.complex(x, -x) @ lax.complex(w, w)
         return z, jnp.abs(z)
 
-    want, got = jax.jit(fn)(X, W), jax.jit(jaxmp.autocast(fn, BF16))(X, W)
+    want, got = jax.jit(fn)(X, W), jax.jit(autocast(fn, BF16))(X, W)
     assert got[0].dtype == jnp.complex64
     assert_bitwise(got, want)
-    gradient = jax.grad(lambda x: jaxmp.autocast(fn, BF16)(x, W)[1].sum())(X)
+    gradient = jax.grad(lambda x: autocast(fn, BF16)(x, W)[1].sum())(X)
     np.testing.assert_allclose(gradient, jax.grad(lambda x: fn(x, W)[1].sum())(X), rtol=1e-5)
 
 
@@ -55,7 +53,7 @@ def test_integers_and_bools_are_left_alone() -> None:
     def fn(a, b, mask):
         return a @ b.astype(jnp.int32), mask & (a.sum() > 3), a // 2, a.astype(jnp.uint8)
 
-    got = jaxmp.autocast(fn, BF16)(a, b, jnp.bool_(True))
+    got = autocast(fn, BF16)(a, b, jnp.bool_(True))
     assert_bitwise(got, fn(a, b, jnp.bool_(True)))
 
 
@@ -68,7 +66,7 @@ def test_prng_keys(key: jax.Array) -> None:
         noise = jax.random.normal(a, (4, 8))
         return key, noise, jax.random.bernoulli(b, 0.5, (16,)), noise @ w
 
-    got, want = jaxmp.autocast(fn, BF16)(key, W), fn(key, W)
+    got, want = autocast(fn, BF16)(key, W), fn(key, W)
     assert_bitwise(
         jax.random.key_data(got[0])
         if jnp.issubdtype(got[0].dtype, jax.dtypes.prng_key)
@@ -90,14 +88,14 @@ def test_16_bit_arguments_are_seen_as_given() -> None:
         seen.append((x.dtype, w.dtype))
         return x @ w
 
-    out = jaxmp.autocast(fn, BF16)(X.astype(jnp.float16), W.astype(jnp.float16))
+    out = autocast(fn, BF16)(X.astype(jnp.float16), W.astype(jnp.float16))
     assert seen == [(jnp.float16, jnp.float16)]
     assert out.dtype == jnp.float16
 
 
 def test_a_16_bit_operand_beside_a_float32_one() -> None:
     """One-hot dispatch in bfloat16 times float32 weights must not leave the contraction mixed."""
-    cast = jaxmp.autocast(lambda x, w: x @ w, BF16)
+    cast = autocast(lambda x, w: x @ w, BF16)
     assert contraction_dtypes(cast, X.astype(jnp.bfloat16), W) == Counter(bfloat16=1)
     assert cast(X.astype(jnp.bfloat16), W).dtype == jnp.float32
     gradients = jax.grad(lambda x, w: cast(x, w).sum(), argnums=(0, 1))(X.astype(jnp.bfloat16), W)
@@ -105,7 +103,7 @@ def test_a_16_bit_operand_beside_a_float32_one() -> None:
 
 
 def test_numpy_arguments_and_scalars() -> None:
-    cast = jaxmp.autocast(lambda x, w, s: (x @ w) * s, BF16)
+    cast = autocast(lambda x, w, s: (x @ w) * s, BF16)
     out = cast(np.asarray(X), np.asarray(W), np.float32(2))
     assert isinstance(out, jax.Array)
     assert out.dtype == jnp.float32

@@ -26,7 +26,7 @@ def autocast(fn: Any, policy: str, steps_of: Any = lines.lines) -> Any:
     def run(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(execute, "lines", steps_of)
-            return jaxmp.autocast(fn, policy)(*args)
+            return jaxmp.autocast(fn, policy, argnums=1)(*args)
 
     return run
 
@@ -136,7 +136,7 @@ def test_layers_are_one_function() -> None:
     runner = lines._runner
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "_runner", lambda *ops: (traced.append(ops), runner(*ops))[1])
-        jax.make_jaxpr(jaxmp.autocast(layers, "mixed_bfloat16"))(X, X)
+        jax.make_jaxpr(jaxmp.autocast(layers, "mixed_bfloat16", argnums=1))(X, X)
     assert len(traced) >= 12
     # The first layer reads x, which no product has returned.
     assert len(set(traced)) <= len(traced) // 2

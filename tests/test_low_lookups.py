@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 
-from support import iter_eqns
+from support import autocast, explain, iter_eqns
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 LOW = "mixed_bfloat16,ops=gather:low"
@@ -33,17 +33,17 @@ def scatters(fn: Any, *args: Any) -> set[str]:
 
 
 def gradient(policy: str) -> Any:
-    fast = jaxmp.autocast(rows, policy)
+    fast = autocast(rows, policy)
     weights = jax.random.uniform(KEYS[1], (4096, 8))
     return jax.grad(lambda table: jnp.sum(weights * fast(table)))
 
 
 def test_rows_are_rounded_and_nothing_else() -> None:
-    got = jaxmp.autocast(rows, LOW)(TABLE)
+    got = autocast(rows, LOW)(TABLE)
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, rows(TABLE.astype(jnp.bfloat16)).astype(jnp.float32))
     # Without being asked, rows are what they are.
-    np.testing.assert_array_equal(jaxmp.autocast(rows, "mixed_bfloat16")(TABLE), rows(TABLE))
+    np.testing.assert_array_equal(autocast(rows, "mixed_bfloat16")(TABLE), rows(TABLE))
 
 
 def test_gradients_of_rows_are_added_up_in_the_reduce_dtype() -> None:
@@ -58,7 +58,7 @@ def test_gradients_of_rows_are_added_up_in_the_reduce_dtype() -> None:
 
 
 def test_derivatives_of_other_kinds() -> None:
-    fast, along = jaxmp.autocast(rows, LOW), jnp.cos(TABLE)
+    fast, along = autocast(rows, LOW), jnp.cos(TABLE)
     low = along.astype(jnp.bfloat16).astype(jnp.float32)
 
     def cubes(fn: Any) -> Any:
@@ -103,7 +103,7 @@ def test_one_table_or_all(kind: str) -> None:
     variables = Tied().init(KEYS[2], tokens)
     by_path = jaxmp.PolicyMap({"embed": LOW}, default="mixed_bfloat16")
     apply = {
-        "autocast": jaxmp.autocast(Tied().apply, LOW),
+        "autocast": autocast(Tied().apply, LOW),
         "wrapped": jaxmp.wrap(Tied(), LOW).apply,
         "wrapped by path": jaxmp.wrap(Tied(), by_path).apply,
     }[kind]
@@ -127,7 +127,7 @@ def test_one_table_or_all(kind: str) -> None:
 
 
 def test_explain_says_who_asked() -> None:
-    table = jaxmp.explain(rows, LOW)(TABLE).rows
+    table = explain(rows, LOW)(TABLE).rows
     [row] = [row for row in table if row.op == "gather"]
     assert (row.dtype, row.reason) == ("bfloat16", "ops={'gather': 'low'}")
 
@@ -145,7 +145,7 @@ def test_a_table_that_is_split_crosses_in_16_bits(policy: str) -> None:
             found = gathered.at[tokens].get(out_sharding=PartitionSpec("d"))
             return jnp.sum(jnp.sin(found) ** 2)
 
-        step = jax.grad(jaxmp.autocast(fn, policy))
+        step = jax.grad(autocast(fn, policy))
         eqns = list(iter_eqns(jax.make_jaxpr(step)(table)))
         there, *_, back = [e for e in eqns if e.primitive.name == "reshard"]
         got = jax.jit(step)(table)

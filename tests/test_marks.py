@@ -99,9 +99,8 @@ def test_a_scope_inside_a_construct_holds(name):
 def test_the_innermost_scope_wins():
     inner = scoped(lambda x, w: x @ w, "mixed_float16")
     outer = scoped(lambda x, w: inner(x, w) @ w)
-    counts = contraction_dtypes(
-        jaxmp.autocast(lambda x, w: outer(x, w) @ w, "mixed_bfloat16"), X, X
-    )
+    fn = jaxmp.autocast(lambda x, w: outer(x, w) @ w, "mixed_bfloat16", argnums=1)
+    counts = contraction_dtypes(fn, X, X)
     assert counts == {"float16": 1, "float32": 1, "bfloat16": 1}
 
 
@@ -120,7 +119,7 @@ def test_a_value_goes_from_one_low_dtype_to_another_without_losing_its_gradient(
 
 def test_a_jitted_function_called_inside_and_outside_of_a_region():
     shared = jax.jit(lambda x, w: x @ w)
-    fn = jaxmp.autocast(lambda x, w: shared(scoped(shared)(x, w), w), "mixed_bfloat16")
+    fn = jaxmp.autocast(lambda x, w: shared(scoped(shared)(x, w), w), "mixed_bfloat16", argnums=1)
     assert contraction_dtypes(fn, X, X) == {"float32": 1, "bfloat16": 1}
 
 

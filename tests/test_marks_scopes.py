@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import jaxmp
 
 from constructs import BF16, F16, W, X, assert_bitwise, project
-from support import contraction_dtypes, iter_eqns, jaxpr_of
+from support import autocast, contraction_dtypes, explain, iter_eqns, jaxpr_of
 
 
 def product(x, w):
@@ -75,7 +75,7 @@ def counts(fn, *, backward):
 
 MARKS = {
     "float32": jaxmp.full_precision,
-    "float16": lambda f: jaxmp.autocast(f, F16),
+    "float16": lambda f: autocast(f, F16),
 }
 
 
@@ -93,7 +93,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", MARKS)
 def test_a_region_in_a_construct(place: str, dtype: str, backward: bool, disabled: bool) -> None:
     """Also where JAX calls jits as they are, and unrolls loops: under `jax.disable_jit`."""
-    fn = jaxmp.autocast(PLACES[place](MARKS[dtype](product)), BF16)
+    fn = autocast(PLACES[place](MARKS[dtype](product)), BF16)
     with jax.disable_jit(disabled):
         found = counts(fn, backward=backward)
     assert set(found) == {dtype}
@@ -110,8 +110,8 @@ def test_a_region_around_a_derivative_rule_holds_in_it(dtype: str, rule, disable
         return project(inside(X, w) @ w)
 
     with jax.disable_jit(disabled):
-        grad_of_cast = contraction_dtypes(jax.grad(jaxmp.autocast(loss, BF16)), W)
-        cast_of_grad = contraction_dtypes(jaxmp.autocast(jax.grad(loss), BF16), W)
+        grad_of_cast = contraction_dtypes(jax.grad(autocast(loss, BF16)), W)
+        cast_of_grad = contraction_dtypes(autocast(jax.grad(loss), BF16), W)
         plain = contraction_dtypes(jax.grad(loss), W)
     for found in (grad_of_cast, cast_of_grad):
         assert found["bfloat16"] == 3, found  # the product outside, and its two gradients
@@ -129,7 +129,7 @@ def test_a_region_inside_a_derivative_rule_holds(dtype: str, rule: str) -> None:
     else:
         fn = jax.custom_vjp(marked)
         fn.defvjp(lambda x, w: (marked(x, w), (x, w)), lambda s, g: jax.vjp(marked, *s)[1](g))
-    found = contraction_dtypes(jax.grad(jaxmp.autocast(lambda w: project(fn(X, w)), BF16)), W)
+    found = contraction_dtypes(jax.grad(autocast(lambda w: project(fn(X, w)), BF16)), W)
     assert set(found) == {dtype}
 
 
@@ -138,14 +138,14 @@ def test_the_innermost_region_wins(place: str) -> None:
     middle = jaxmp.full_precision(
         lambda x, w: MARKS["float16"](PLACES[place](product))(x, w) @ jnp.sin(w)
     )
-    fn = jaxmp.autocast(lambda x, w: middle(x, w) @ jnp.cos(w), BF16)
+    fn = autocast(lambda x, w: middle(x, w) @ jnp.cos(w), BF16)
     assert set(contraction_dtypes(fn, X, W)) == {"float16", "float32", "bfloat16"}
 
 
 def test_regions_in_regions_and_back() -> None:
     """What is in no region any more is under the policy of the whole."""
-    inner = jaxmp.full_precision(jaxmp.autocast(jaxmp.full_precision(product), F16))
-    fn = jaxmp.autocast(lambda x, w: product(inner(product(x, w), w), w), BF16)
+    inner = jaxmp.full_precision(autocast(jaxmp.full_precision(product), F16))
+    fn = autocast(lambda x, w: product(inner(product(x, w), w), w), BF16)
     assert contraction_dtypes(fn, X, W) == Counter(bfloat16=2, float32=1)
 
 
@@ -154,10 +154,10 @@ def test_a_jit_shared_by_regions_and_what_is_outside() -> None:
     shared = jax.jit(product)
     ways = {
         "float32": shared,
-        "bfloat16": jaxmp.autocast(shared, BF16),
-        "float16": jaxmp.autocast(lambda x, w: MARKS["float16"](shared)(x, w), BF16),
+        "bfloat16": autocast(shared, BF16),
+        "float16": autocast(lambda x, w: MARKS["float16"](shared)(x, w), BF16),
     }
-    kept = jaxmp.autocast(lambda x, w: jaxmp.full_precision(shared)(x, w) + 0 * shared(x, w), BF16)
+    kept = autocast(lambda x, w: jaxmp.full_precision(shared)(x, w) + 0 * shared(x, w), BF16)
     for _ in range(2):
         for dtype, fn in (*ways.items(), *reversed(ways.items())):
             assert contraction_dtypes(fn, X, W) == {dtype: 1}
@@ -167,11 +167,11 @@ def test_a_jit_shared_by_regions_and_what_is_outside() -> None:
 def test_a_jitted_region_called_outside_first() -> None:
     marked = jax.jit(jaxmp.full_precision(product))
     assert_bitwise(marked(X, W), jax.jit(product)(X, W))
-    fn = jaxmp.autocast(lambda x, w: marked(x, w) @ w, BF16)
+    fn = autocast(lambda x, w: marked(x, w) @ w, BF16)
     assert contraction_dtypes(fn, X, W) == {"float32": 1, "bfloat16": 1}
-    nested = jax.jit(jaxmp.autocast(product, F16))
+    nested = jax.jit(autocast(product, F16))
     assert contraction_dtypes(nested, X, W) == {"float16": 1}
-    assert contraction_dtypes(jaxmp.autocast(lambda x, w: nested(x, w) @ w, BF16), X, W) == {
+    assert contraction_dtypes(autocast(lambda x, w: nested(x, w) @ w, BF16), X, W) == {
         "float16": 1,
         "bfloat16": 1,
     }
@@ -208,18 +208,18 @@ def test_a_kernel_in_a_construct(place: str) -> None:
     for policy, dtype in ((BF16, "bfloat16"), (F16, "float16"), ("float32", "float32")):
         seen.clear()
         with jax.disable_jit(place in ("plain", "jit", "vmap", "remat")):
-            found = contraction_dtypes(jaxmp.autocast(PLACES[place](marked), policy), X, W)
+            found = contraction_dtypes(autocast(PLACES[place](marked), policy), X, W)
         assert set(found) == {dtype}
         assert set(seen) == {np.dtype(dtype)}
     seen.clear()
-    both = jaxmp.autocast(jaxmp.full_precision(PLACES[place](marked)), BF16)
+    both = autocast(jaxmp.full_precision(PLACES[place](marked)), BF16)
     assert set(contraction_dtypes(both, X, W)) == {"float32"}
     assert set(seen) == {np.dtype("float32")}
 
 
 def test_a_region_has_no_name_in_the_program() -> None:
     """It is no jit: the compiler sees through it, and profiles show the author's scopes."""
-    fn = jaxmp.autocast(jaxmp.full_precision(jax.named_scope("mine")(product)), BF16)
+    fn = autocast(jaxmp.full_precision(jax.named_scope("mine")(product)), BF16)
     eqns = list(iter_eqns(jaxpr_of(fn, X, W)))
     assert not [e for e in eqns if str(e.params.get("name", "")).startswith("jaxmp")]
-    assert jaxmp.explain(fn, "float32")(X, W).rows[0].path == "mine"
+    assert explain(fn, "float32")(X, W).rows[0].path == "mine"

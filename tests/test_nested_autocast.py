@@ -16,7 +16,7 @@ from jax import lax
 import jaxmp
 
 from constructs import BF16, F16, V, W, X, assert_bitwise, assert_close, dense, gaussian, loss_of
-from support import contraction_dtypes, iter_eqns, jaxpr_of, slow_when
+from support import autocast, contraction_dtypes, iter_eqns, jaxpr_of, slow_when
 
 # The nested part multiplies (8, 5) matrices, so that its contractions are told by their shape.
 NARROW = gaussian(7, 8, 5, scale=8**-0.5)
@@ -92,7 +92,7 @@ def _expected(place: str, derivative: bool) -> Any:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("derivative", [False, True], ids=["forward", "backward"])
 def test_full_precision_region_stays_float32(place: str, derivative: bool) -> None:
-    fn = jaxmp.autocast(_placed(jaxmp.full_precision(_part))[place], BF16)
+    fn = autocast(_placed(jaxmp.full_precision(_part))[place], BF16)
     fn = _of_the_loss(fn, derivative)
     inside, outside = _dtypes_by_place(fn, X, W, NARROW)
     assert inside == {"float32"}
@@ -110,7 +110,7 @@ def test_full_precision_alone_changes_nothing(place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_constructs_inside_a_full_precision_region(place: str) -> None:
     fn = jaxmp.full_precision(_placed(_part)[place])
-    whole = jaxmp.autocast(lambda x, w, n: fn(x, w, n) @ w, BF16)
+    whole = autocast(lambda x, w, n: fn(x, w, n) @ w, BF16)
     counts = contraction_dtypes(whole, X, W, NARROW)
     assert counts["bfloat16"] == 1
     assert counts["float32"] == sum(counts.values()) - 1
@@ -120,7 +120,7 @@ def test_constructs_inside_a_full_precision_region(place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("derivative", [False, True], ids=["forward", "backward"])
 def test_nested_autocast_inner_wins(place: str, derivative: bool) -> None:
-    fn = jaxmp.autocast(_placed(jaxmp.autocast(_part, F16))[place], BF16)
+    fn = autocast(_placed(autocast(_part, F16))[place], BF16)
     fn = _of_the_loss(fn, derivative)
     inside, outside = _dtypes_by_place(fn, X, W, NARROW)
     assert inside == {"float16"}
@@ -130,20 +130,20 @@ def test_nested_autocast_inner_wins(place: str, derivative: bool) -> None:
 
 
 def test_nested_float32_policy_is_a_float32_region() -> None:
-    fn = jaxmp.autocast(_placed(jaxmp.autocast(_part, "float32"))["jit"], BF16)
+    fn = autocast(_placed(autocast(_part, "float32"))["jit"], BF16)
     assert _dtypes_by_place(fn, X, W, NARROW) == ({"float32"}, {"bfloat16"})
 
 
 def test_nested_same_policy_pins_nothing() -> None:
     """The inner function's float32 result must not read as the author's upcast."""
-    inner = jaxmp.autocast(lambda x, w: jnp.tanh(x @ w), BF16)
-    outer = jaxmp.autocast(lambda x, w, v: inner(inner(x, w), v) @ w, BF16)
+    inner = autocast(lambda x, w: jnp.tanh(x @ w), BF16)
+    outer = autocast(lambda x, w, v: inner(inner(x, w), v) @ w, BF16)
     assert contraction_dtypes(outer, X, W, V) == Counter(bfloat16=3)
 
 
 def test_shared_jit_inside_and_outside_autocast() -> None:
     """A jit traced under autocast must not be reused outside, nor the other way round."""
-    fn = jaxmp.autocast(lambda x, w: dense(x, w), BF16)
+    fn = autocast(lambda x, w: dense(x, w), BF16)
     for _ in range(2):
         assert contraction_dtypes(dense, X, W) == Counter(float32=1)
         assert contraction_dtypes(fn, X, W) == Counter(bfloat16=1)

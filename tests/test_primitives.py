@@ -21,7 +21,7 @@ from jaxmp._autocast.rules import rules_for
 from jaxmp._jaxprs import compat
 from jaxmp.policy import get_policy
 
-from support import contraction_dtypes, primitives
+from support import autocast, contraction_dtypes, explain, primitives
 
 BF16 = "mixed_bfloat16"
 CLASSES = {
@@ -53,7 +53,7 @@ EXPORTED = exported_primitives()
 
 def plan_rows(fn: Any, *args: Any, policy: Any = BF16) -> dict[str, Any]:
     """The row of each primitive that occurs once."""
-    rows = jaxmp.explain(fn, policy)(*args).rows
+    rows = explain(fn, policy)(*args).rows
     names = [row.op for row in rows]
     return {row.op: row for row in rows if names.count(row.op) == 1}
 
@@ -148,17 +148,17 @@ def around_triple(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def test_unknown_primitive_runs_as_written_and_says_so() -> None:
-    found = jaxmp.explain(around_triple, BF16)(X, X)
+    found = explain(around_triple, BF16)(X, X)
     [row] = [row for row in found.rows if row.op == triple_p.name]
     assert (row.dtype, row.reason) == ("float32", "not classified: runs as written")
     assert f"not classified, run as written: {triple_p.name}" in found.summary()
-    assert primitives(jaxmp.autocast(around_triple, BF16), X, X)[triple_p.name, "float32"] == 1
-    assert contraction_dtypes(jaxmp.autocast(around_triple, BF16), X, X) == {"bfloat16": 2}
+    assert primitives(autocast(around_triple, BF16), X, X)[triple_p.name, "float32"] == 1
+    assert contraction_dtypes(autocast(around_triple, BF16), X, X) == {"bfloat16": 2}
 
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_unknown_primitive_computes_and_differentiates(jit: bool) -> None:
-    fast = jaxmp.autocast(lambda x, w: jnp.sum(around_triple(x, w)), BF16)
+    fast = autocast(lambda x, w: jnp.sum(around_triple(x, w)), BF16)
     slow = lambda x, w: jnp.sum(around_triple(x, w))  # noqa: E731
     transform = jax.jit if jit else (lambda f: f)
     got = transform(jax.grad(fast))(X, X)
@@ -182,7 +182,7 @@ def test_a_policy_classifies_a_users_primitive(kind: str, dtype: str, reason: st
     policy = jaxmp.Policy("float32", "bfloat16", "float32", ops={key: kind})
     row = plan_rows(around_triple, X, X, policy=policy)[triple_p.name]
     assert (row.dtype, row.reason) == (dtype, reason)
-    fast = jaxmp.autocast(around_triple, policy)
+    fast = autocast(around_triple, policy)
     assert primitives(fast, X, X)[triple_p.name, dtype] == 1
     want = around_triple(X, X)
     # Two contractions and the op between them: 3 × 1.5 eps, doubled.
@@ -197,7 +197,7 @@ def test_a_users_contraction_can_be_low() -> None:
 
     row = plan_rows(fn, X, policy=policy)[product_p.name]
     assert row.dtype == "bfloat16"
-    fast = jaxmp.autocast(fn, policy)
+    fast = autocast(fn, policy)
     assert primitives(fast, X)[product_p.name, "bfloat16"] == 1
     assert fast(X).dtype == jnp.float32
     assert np.linalg.norm(fast(X) - X @ X) <= 4 * 2.0**-7 * np.linalg.norm(X @ X)
@@ -218,7 +218,7 @@ def test_exp_is_full_unless_overridden() -> None:
     assert plan_rows(gated, X, X)["exp"].dtype == "float32"
     row = plan_rows(gated, X, X, policy=with_ops(exp="follow"))["exp"]
     assert (row.dtype, row.reason) == ("bfloat16", "computed from 16-bit values")
-    assert primitives(jaxmp.autocast(gated, with_ops(exp="follow")), X, X)["exp", "bfloat16"] == 1
+    assert primitives(autocast(gated, with_ops(exp="follow")), X, X)["exp", "bfloat16"] == 1
 
 
 def test_a_follow_op_can_be_full() -> None:
@@ -227,14 +227,14 @@ def test_a_follow_op_can_be_full() -> None:
 
     assert plan_rows(fn, X, X)["tanh"].dtype == "bfloat16"
     assert plan_rows(fn, X, X, policy=with_ops(tanh="full"))["tanh"].dtype == "float32"
-    assert primitives(jaxmp.autocast(fn, with_ops(tanh="full")), X, X)["tanh", "float32"] == 1
+    assert primitives(autocast(fn, with_ops(tanh="full")), X, X)["tanh", "float32"] == 1
 
 
 @pytest.mark.parametrize("kind", ["full", "own"])
 def test_contractions_can_be_kept_float32(kind: str) -> None:
     policy = with_ops(dot_general=kind)
-    assert jaxmp.explain(gated, policy)(X, X).contractions() == {"float32": 2}
-    fast = jaxmp.autocast(gated, policy)
+    assert explain(gated, policy)(X, X).contractions() == {"float32": 2}
+    fast = autocast(gated, policy)
     assert contraction_dtypes(fast, X, X) == {"float32": 2}
     gradient = jax.grad(lambda x: jnp.sum(fast(x, X)))
     assert set(contraction_dtypes(gradient, X)) == {"float32"}
@@ -278,15 +278,15 @@ def called(x: jax.Array, w: jax.Array) -> jax.Array:
 def test_overriding_a_higher_order_primitive_keeps_its_inside_as_written(
     name: str, fn: Any
 ) -> None:
-    looked_inside = jaxmp.autocast(fn, BF16)
+    looked_inside = autocast(fn, BF16)
     assert set(contraction_dtypes(looked_inside, X, X)) == {"bfloat16"}
     policy = with_ops(**{name: "own"})
-    kept = jaxmp.autocast(fn, policy)
+    kept = autocast(fn, policy)
     assert set(contraction_dtypes(kept, X, X)) == {"float32"}
     np.testing.assert_array_equal(jax.jit(kept)(X, X), jax.jit(fn)(X, X))
-    [row] = [r for r in jaxmp.explain(fn, policy)(X, X).rows if r.op == name]
+    [row] = [r for r in explain(fn, policy)(X, X).rows if r.op == name]
     assert (row.dtype, row.reason) == ("float32", "runs as written")
-    assert "dot_general" not in {r.op for r in jaxmp.explain(fn, policy)(X, X).rows}
+    assert "dot_general" not in {r.op for r in explain(fn, policy)(X, X).rows}
 
 
 def test_overrides_hold_inside_higher_order_primitives_and_regions_of_their_own() -> None:
@@ -296,7 +296,7 @@ def test_overrides_hold_inside_higher_order_primitives_and_regions_of_their_own(
         return jax.checkpoint(scanned)(x, w) @ w
 
     assert plan_rows(fn, X, X, policy=policy)["tanh"].dtype == "float32"
-    inner = jaxmp.autocast(scanned, policy)
+    inner = autocast(scanned, policy)
     assert plan_rows(lambda x, w: inner(x, w) @ w, X, X)["tanh"].dtype == "float32"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import jaxmp
 
-from support import iter_eqns, slow_when
+from support import autocast, explain, iter_eqns, slow_when
 
 LAYERS, WIDTH = 6, 96
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -90,12 +90,12 @@ FORMATS = {
 def test_each_iteration_dequantises_its_own_slice(name, how):
     fn, small = PROGRAMS[name], jaxmp.quantize(PARAMS, **FORMATS[how])
     want = fn(jaxmp.dequantize(small), X)
-    fast = jax.jit(jaxmp.autocast(fn, "mixed_bfloat16"))
+    fast = jax.jit(autocast(fn, "mixed_bfloat16"))
     compiled = fast.lower(small, X).compile()
     np.testing.assert_allclose(compiled(small, X), want, atol=0.02 * float(abs(want).max()))
     if how == "row":  # on CPU, XLA has a stack of other formats in a wider one
         assert compiled.memory_analysis().temp_size_in_bytes < STACK / 2
-    products = jaxmp.explain(fn, "mixed_bfloat16")(small, X).rows
+    products = explain(fn, "mixed_bfloat16")(small, X).rows
     reasons = {row.reason for row in products if row.op == "dot_general"}
     assert all(reason.endswith("scaled after)") for reason in reasons) == (how != "block")
 
@@ -104,7 +104,7 @@ def test_each_iteration_dequantises_its_own_slice(name, how):
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "while"])
 def test_the_gradient_of_an_input_is_that_of_the_whole_weights(name):
     fn, small = PROGRAMS[name], jaxmp.quantize(PARAMS, "int8")
-    fast = jaxmp.autocast(fn, "mixed_bfloat16")
+    fast = autocast(fn, "mixed_bfloat16")
     want = jax.grad(lambda x: fn(jaxmp.dequantize(small), x).sum())(X)
     got = jax.jit(jax.grad(lambda x: fast(small, x).sum()))(X)
     assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
@@ -112,7 +112,7 @@ def test_the_gradient_of_an_input_is_that_of_the_whole_weights(name):
 
 def test_a_checkpoint_keeps_what_is_stored_for_the_backward_pass():
     small = jaxmp.quantize(PARAMS, "int8")
-    fast = jaxmp.autocast(rematted, "mixed_bfloat16")
+    fast = autocast(rematted, "mixed_bfloat16")
     jaxpr = jax.make_jaxpr(jax.grad(lambda x: fast(small, x).sum()))(X)
     stacks = [
         v.aval.dtype
@@ -138,5 +138,5 @@ TAKEN = {
 def test_a_slice_is_that_of_the_whole_weight(how):
     small = jaxmp.quantize(PARAMS, **FORMATS[how])["kernel"]
     for name, take in TAKEN.items():
-        got = jaxmp.autocast(lambda w, take=take: take(w), "mixed_bfloat16")(small)
+        got = autocast(lambda w, take=take: take(w), "mixed_bfloat16")(small)
         np.testing.assert_array_equal(got, take(small.dequantize()), err_msg=name)

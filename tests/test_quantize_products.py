@@ -11,7 +11,7 @@ import pytest
 import jaxmp
 from jaxmp.quantized import QuantizedArray
 
-from support import iter_eqns, slow_when
+from support import autocast, explain, iter_eqns, slow_when
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 SCALED_AFTER = "contraction (stored values, scaled after)"
@@ -54,7 +54,7 @@ def dots(fn, *args):
 
 
 def reasons(fn, *args):
-    rows = jaxmp.explain(fn, "mixed_bfloat16")(*args).rows
+    rows = explain(fn, "mixed_bfloat16")(*args).rows
     return [r.reason for r in rows if r.op == "dot_general"]
 
 
@@ -64,7 +64,7 @@ def reasons(fn, *args):
 def test_a_product_rounds_no_weight(name, fmt):
     leaf, shape, x_shape, fn = PRODUCTS[name]
     q, x = weight_and_input(leaf, shape, x_shape, fmt, granularity="row")
-    fast = jaxmp.autocast(fn, "mixed_bfloat16")
+    fast = autocast(fn, "mixed_bfloat16")
     assert reasons(fn, q, x) == [SCALED_AFTER]
     assert dots(fast, q, x) == [("bfloat16",) * 3]
     exact = np.asarray(q.values, np.float64) * np.asarray(q.scale, np.float64)
@@ -91,7 +91,7 @@ def test_what_cannot_be_scaled_after_is_dequantised_first(name):
     q, x = weight_and_input(leaf, shape, x_shape)
     assert reasons(fn, q, x) == ["contraction"]
     want = fn(q.dequantize(), x)
-    got = jaxmp.autocast(fn, "mixed_bfloat16")(q, x)
+    got = autocast(fn, "mixed_bfloat16")(q, x)
     np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
 
 
@@ -100,7 +100,7 @@ def test_gradients_multiply_in_16_bits(name):
     leaf, shape, x_shape, fn = PRODUCTS[name]
     q, x = weight_and_input(leaf, shape, x_shape)
     weights = jax.random.normal(KEYS[1], jax.eval_shape(fn, q.dequantize(), x).shape)
-    fast = jaxmp.autocast(fn, "mixed_bfloat16")
+    fast = autocast(fn, "mixed_bfloat16")
 
     def gradient(f, w):
         return jax.grad(lambda x: jnp.sum(weights * f(w, x)))(x)
@@ -122,7 +122,7 @@ def test_float16_does_not_overflow_before_it_is_scaled():
         jnp.full((1024, 8), 127, jnp.int8), jnp.full((1, 8), 1e-4), np.dtype("float32")
     )
     x = jnp.full((2, 1024), 4.0)  # 520,192 before it is scaled
-    fast = jaxmp.autocast(lambda w, x: x @ w, "mixed_float16")
+    fast = autocast(lambda w, x: x @ w, "mixed_float16")
     np.testing.assert_allclose(fast(q, x), 52.02, rtol=1e-3)
     gradient = jax.grad(lambda x: 1e4 * fast(q, x).sum())(x)
     np.testing.assert_allclose(gradient, 8 * 127.0, rtol=1e-3)
@@ -137,9 +137,9 @@ def test_float32_products_are_those_of_the_whole_weight(policy):
 
     if policy == "a region":
         inner = jaxmp.full_precision(product)
-        fast = jaxmp.autocast(lambda w, x: inner(w, x), "mixed_bfloat16")
+        fast = autocast(lambda w, x: inner(w, x), "mixed_bfloat16")
     else:
-        fast = jaxmp.autocast(product, policy)
+        fast = autocast(product, policy)
     np.testing.assert_array_equal(fast(q, x), q.dequantize().T.T.__rmatmul__(x))
 
 
@@ -152,7 +152,7 @@ def test_a_recipe_reads_the_whole_weight():
         x = jnp.take(params["embedding"], tokens, axis=0) @ params["kernel"]
         return jnp.tanh(x) @ params["kernel"].T
 
-    fast = jaxmp.autocast(fn, "mixed_int8")
+    fast = autocast(fn, "mixed_int8")
     assert dots(fast, params, jnp.arange(16))[0] == ("int8", "int8", "int32")
 
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 
-from support import iter_eqns, slow_when
+from support import autocast, explain, iter_eqns, slow_when
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 POLICIES = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16", "mixed_float8": "bfloat16"}
@@ -80,8 +80,7 @@ def test_gradients_leave_products_in_float32(name: str, policy: str) -> None:
     fn, low = PROGRAMS[name][2], POLICIES[policy]
     w, x = given(name)
     wide, narrow = (
-        gradient(jaxmp.autocast(fn, f"{policy}{refined}"), w, x)
-        for refined in ("", f",reduce={low}")
+        gradient(autocast(fn, f"{policy}{refined}"), w, x) for refined in ("", f",reduce={low}")
     )
     assert products(wide, w)[low, low, "float32"] == (2 if name == "twice" else 1)
     assert set(products(narrow, w)) == {(low, low, low)}
@@ -97,9 +96,7 @@ def test_gradients_leave_products_in_float32(name: str, policy: str) -> None:
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_no_convolution_for_a_gpu_has_another_dtype_than_its_operands(policy: str) -> None:
     """XLA for GPUs has none of 16-bit operands in float32: it would convolve float32 copies."""
-    step = jax.jit(
-        jax.grad(lambda *a: jnp.sum(jaxmp.autocast(PROGRAMS["convolution"][2], policy)(*a)))
-    )
+    step = jax.jit(jax.grad(lambda *a: jnp.sum(autocast(PROGRAMS["convolution"][2], policy)(*a))))
     short = {"mixed_bfloat16": "bf16", "mixed_float16": "f16"}[policy]
     for platform, result in (("cuda", short), ("rocm", short), ("tpu", "f32")):
         text = step.trace(*given("convolution")).lower(lowering_platforms=(platform,)).as_text()
@@ -112,7 +109,7 @@ def test_no_convolution_for_a_gpu_has_another_dtype_than_its_operands(policy: st
 def test_it_is_the_product_of_the_rounded_operands() -> None:
     w, x = given("sequence")
     g = jax.random.normal(KEYS[3], (2, 6, 16))
-    _, vjp = jax.vjp(lambda w: jaxmp.autocast(PROGRAMS["sequence"][2], "mixed_bfloat16")(w, x), w)
+    _, vjp = jax.vjp(lambda w: autocast(PROGRAMS["sequence"][2], "mixed_bfloat16")(w, x), w)
     [got] = vjp(g)
     exact = np.einsum("bti,bto->io", *(np.float64(v.astype(jnp.bfloat16)) for v in (x, g)))
     np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
@@ -123,7 +120,7 @@ def test_it_is_the_product_of_the_rounded_operands() -> None:
 def test_derivatives_of_other_kinds(name: str) -> None:
     fn = PROGRAMS[name][2]
     w, x = given(name)
-    fast = jaxmp.autocast(fn, "mixed_bfloat16")
+    fast = autocast(fn, "mixed_bfloat16")
 
     def kinds(f: Any) -> dict[str, Any]:
         loss = lambda w: jnp.sum(jnp.tanh(f(w, x)))  # noqa: E731
@@ -156,7 +153,7 @@ def test_a_loop_that_is_differentiated_twice() -> None:
     def along_itself(f: Any) -> Any:
         return jax.jit(lambda w: jax.jvp(jax.grad(lambda w: jnp.sum(f(w, x) ** 2)), (w,), (w,))[1])
 
-    got, want = (along_itself(f)(w) for f in (jaxmp.autocast(fn, "mixed_bfloat16"), fn))
+    got, want = (along_itself(f)(w) for f in (autocast(fn, "mixed_bfloat16"), fn))
     assert error(got, want) < 0.03
 
 
@@ -196,7 +193,7 @@ def test_what_jax_checkpoint_saves() -> None:
         return primitive.name == "dot_general"
 
     w, x = given("layer")
-    fast = jaxmp.autocast(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w.T), "mixed_bfloat16")
+    fast = autocast(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w.T), "mixed_bfloat16")
     saving = jax.grad(lambda w: jax.checkpoint(fast, policy=watch)(w, x).sum())
     assert seen == []
     found = products(saving, w)
@@ -253,7 +250,7 @@ def test_weights_cross_in_16_bits(name: str, refined: str) -> None:
 
     with jax.set_mesh(devices):
         sharded = jax.device_put(w, by_row), jax.device_put(x, by_row)
-        step = jax.grad(jaxmp.autocast(fn, f"mixed_bfloat16{refined}"))
+        step = jax.grad(autocast(fn, f"mixed_bfloat16{refined}"))
         eqns = list(iter_eqns(jax.make_jaxpr(step)(*sharded)))
         crossing = [e for e in eqns if e.primitive.name == primitive]
         assert crossing[0].invars[0].aval.dtype == jnp.bfloat16
@@ -308,7 +305,7 @@ def test_what_is_sent_once_comes_back_once(name: str) -> None:
         eqns = [e for e in iter_eqns(jax.make_jaxpr(fn)(w, x)) if e.primitive.name in names]
         return Counter((e.primitive.name, str(e.invars[0].aval.dtype)) for e in eqns)
 
-    step = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))
+    step = jax.grad(autocast(loss, "mixed_bfloat16"))
     if name == "ring":
         # The last hop was written, but nobody reads it: it is gone when this is compiled.
         there, back = {(sending, "bfloat16"): 7}, {(sending, "float32"): 7 + 1}
@@ -355,7 +352,7 @@ def test_gradients_cross_in_16_bits_and_are_added_up_in_float32(name: str, check
         )
         return jnp.sum(weights * run(w, x))
 
-    step = jax.grad(jaxmp.autocast(loss, WIRE))
+    step = jax.grad(autocast(loss, WIRE))
     crossing = {
         (e.primitive.name, str(e.invars[0].aval.dtype), e.invars[0].aval.size)
         for e in iter_eqns(jax.make_jaxpr(step)(w, x))
@@ -379,7 +376,7 @@ def test_explain_says_where_the_wire_is_not_ours() -> None:
     """Under `jax.jit` the compiler adds gradients up, in the dtype in which they cross."""
     w, x = given("layer")
     said = "wire_dtype: of no effect"
-    assert said in jaxmp.explain(PROGRAMS["layer"][2], WIRE)(w, x).summary()
+    assert said in explain(PROGRAMS["layer"][2], WIRE)(w, x).summary()
     gathering = jax.shard_map(
         lambda w, x: x @ lax.all_gather(w, "d", tiled=True),
         mesh=mesh(AxisType.Auto),
@@ -387,7 +384,7 @@ def test_explain_says_where_the_wire_is_not_ours() -> None:
         out_specs=PartitionSpec("d"),
         check_vma=False,
     )
-    assert said not in jaxmp.explain(gathering, WIRE)(w, x).summary()
+    assert said not in explain(gathering, WIRE)(w, x).summary()
 
 
 def test_strings_and_what_is_refused() -> None:

@@ -29,7 +29,7 @@ from jaxmp._autocast.residuals import (
 )
 from jaxmp.checkpoint_policies import contractions, long_contractions
 
-from support import iter_eqns
+from support import autocast, explain, iter_eqns
 
 SAVE, AGAIN_POLICY = "mixed_bfloat16", "mixed_bfloat16,residuals=recompute"
 ROWS, WIDTH = 32, 16
@@ -183,8 +183,8 @@ def test_other_words_are_refused_where_they_stand():
 
 @pytest.mark.slow
 def test_float32_is_the_identity_unless_it_recomputes():
-    assert "remat" not in str(jax.make_jaxpr(jax.grad(jaxmp.autocast(layers, "float32")))(W, X))
-    again = jaxmp.autocast(layers, "float32,residuals=recompute")
+    assert "remat" not in str(jax.make_jaxpr(jax.grad(autocast(layers, "float32")))(W, X))
+    again = autocast(layers, "float32,residuals=recompute")
     assert remats(jax.grad(again), W, X)
     np.testing.assert_array_equal(jax.jit(again)(W, X), jax.jit(layers)(W, X))
     assert_close(jax.grad(again)(W, X), jax.grad(layers)(W, X), 1e-5)
@@ -196,7 +196,7 @@ def test_float32_is_the_identity_unless_it_recomputes():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_those_of_saving_and_less_is_kept(name):
     fn = PROGRAMS[name]
-    save, again = (jaxmp.autocast(fn, policy) for policy in (SAVE, AGAIN_POLICY))
+    save, again = (autocast(fn, policy) for policy in (SAVE, AGAIN_POLICY))
     grads = [exactly(jax.value_and_grad(f, (0, 1)))(W, X) for f in (again, save)]
     assert_close(*grads)
     assert remats(jax.grad(again), W, X)
@@ -205,16 +205,16 @@ def test_gradients_are_those_of_saving_and_less_is_kept(name):
 
 def test_float32_values_are_computed_again_but_for_statistics():
     rows = ROWS * 4
-    assert kept(jaxmp.autocast(layers, SAVE), W, X)["float32"] > X.nbytes
-    assert kept(jaxmp.autocast(layers, AGAIN_POLICY), W, X)["float32"] <= 3 * rows
-    assert kept(jaxmp.autocast(layers, AGAIN_POLICY), W, X)["bfloat16"] == 3 * X.size * 2
+    assert kept(autocast(layers, SAVE), W, X)["float32"] > X.nbytes
+    assert kept(autocast(layers, AGAIN_POLICY), W, X)["float32"] <= 3 * rows
+    assert kept(autocast(layers, AGAIN_POLICY), W, X)["bfloat16"] == 3 * X.size * 2
 
 
 def test_scores_are_multiplied_again():
-    again = jaxmp.autocast(attention, AGAIN_POLICY)
+    again = autocast(attention, AGAIN_POLICY)
     scores = 2 * ROWS * ROWS
     policies = (contractions, long_contractions)
-    public = [jax.checkpoint(jaxmp.autocast(attention, SAVE), policy=p) for p in policies]
+    public = [jax.checkpoint(autocast(attention, SAVE), policy=p) for p in policies]
     with_scores, without = (kept(fn, W, X)["bfloat16"] for fn in public)
     assert with_scores - without == 2 * scores
     assert kept(again, W, X)["bfloat16"] == without
@@ -222,7 +222,7 @@ def test_scores_are_multiplied_again():
 
 def test_of_dropout_the_mask_is_kept_and_no_bits():
     for fn in (
-        jaxmp.autocast(dropout, AGAIN_POLICY),
+        autocast(dropout, AGAIN_POLICY),
         jax.checkpoint(dropout, policy=contractions),
         jax.checkpoint(dropout, policy=long_contractions),
     ):
@@ -232,7 +232,7 @@ def test_of_dropout_the_mask_is_kept_and_no_bits():
 
 
 def test_a_loop_computes_one_iteration_again_at_a_time():
-    jaxpr = jax.make_jaxpr(jax.grad(jaxmp.autocast(loop, AGAIN_POLICY)))(W, X)
+    jaxpr = jax.make_jaxpr(jax.grad(autocast(loop, AGAIN_POLICY)))(W, X)
     bodies = [e.params["jaxpr"].jaxpr for e in iter_eqns(jaxpr.jaxpr) if e.primitive.name == "scan"]
     inside = [e for body in bodies for e in iter_eqns(body) if e.params.get("policy")]
     assert {e.params["prevent_cse"] for e in inside} == {False}
@@ -244,9 +244,9 @@ def test_layers_are_computed_again_one_at_a_time():
             x = x + jax.nn.gelu(normalised(x) @ w) @ w  # the sum is kept, and not the product
         return jnp.sum(x)
 
-    again = jaxmp.autocast(fn, AGAIN_POLICY)
+    again = autocast(fn, AGAIN_POLICY)
     assert len(remats(jax.grad(again), W, X)) == 6  # to the sum, and to the first product
-    low = [jaxmp.autocast(fn, SAVE), jax.checkpoint(jaxmp.autocast(fn, SAVE), policy=contractions)]
+    low = [autocast(fn, SAVE), jax.checkpoint(autocast(fn, SAVE), policy=contractions)]
     assert all(kept(again, W, X)["bfloat16"] < kept(f, W, X)["bfloat16"] for f in low)
 
 
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_the_program_keeps_what_it_says():
         block = jax.checkpoint(lambda x: jnp.tanh(jax.nn.gelu(x @ w) @ w))
         return jnp.sum(block(block(block(x))))
 
-    save, again = (jaxmp.autocast(fn, policy) for policy in (SAVE, AGAIN_POLICY))
+    save, again = (autocast(fn, policy) for policy in (SAVE, AGAIN_POLICY))
     assert kept(again, W, X) == kept(save, W, X)
 
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_of_the_program_keeps_what_it_says():
 @pytest.mark.slow
 @pytest.mark.parametrize("fn", [layers, loop])
 def test_it_composes(fn, derivative):
-    grads = [exactly(derivative(jaxmp.autocast(fn, p)))(W, X) for p in (AGAIN_POLICY, SAVE)]
+    grads = [exactly(derivative(autocast(fn, p)))(W, X) for p in (AGAIN_POLICY, SAVE)]
     assert_close(*grads)
 
 
@@ -282,7 +282,7 @@ def test_second_derivatives_are_as_good_as_those_of_saving(fn):
         return exactly(jax.grad(lambda w: jnp.vdot(jax.grad(fn)(w, X), jnp.cos(w))))(W)
 
     exact = second(fn)
-    errors = [jnp.linalg.norm(second(jaxmp.autocast(fn, p)) - exact) for p in (AGAIN_POLICY, SAVE)]
+    errors = [jnp.linalg.norm(second(autocast(fn, p)) - exact) for p in (AGAIN_POLICY, SAVE)]
     assert errors[0] <= 1.5 * errors[1]
 
 
@@ -291,7 +291,7 @@ def test_float16_with_a_loss_scale():
 
     def step(policy):
         def loss(params, x):
-            return jaxmp.autocast(layers, policy)(params["w"], x)
+            return autocast(layers, policy)(params["w"], x)
 
         params = {"w": W}
         state = opt.init(params)
@@ -305,7 +305,7 @@ def test_float16_with_a_loss_scale():
 
 @pytest.mark.filterwarnings("ignore:autocast")
 def test_products_in_8_bits_are_kept():
-    fns = [jaxmp.autocast(layers, f"{p},matmul=float8") for p in (AGAIN_POLICY, SAVE)]
+    fns = [autocast(layers, f"{p},matmul=float8") for p in (AGAIN_POLICY, SAVE)]
     assert_close(*(exactly(jax.grad(fn))(W, X) for fn in fns), 5e-2)
     assert kept(fns[0], W, X)["bfloat16"] == 3 * X.size * 2
 
@@ -316,7 +316,7 @@ def test_sizes_that_export_leaves_open():
         return jnp.mean((jax.nn.softmax(q @ q.transpose(0, 2, 1)) @ q) ** 2)
 
     shape = jax.export.symbolic_shape("n, 16")
-    fn = jax.jit(jax.grad(jaxmp.autocast(scores, AGAIN_POLICY)))
+    fn = jax.jit(jax.grad(autocast(scores, AGAIN_POLICY)))
     exported = jax.export.export(fn)(W, jax.ShapeDtypeStruct(shape, jnp.float32))
     assert_close(exported.call(W, X), fn(W, X))
 
@@ -325,30 +325,30 @@ def test_sizes_that_export_leaves_open():
 
 
 def test_a_region_of_another_policy_keeps_what_that_says():
-    saves = jaxmp.autocast(lambda w, x: jax.nn.gelu(x @ w) @ w, "mixed_bfloat16")
+    saves = autocast(lambda w, x: jax.nn.gelu(x @ w) @ w, "mixed_bfloat16")
 
     def fn(w, x):
         return jnp.mean(jax.nn.silu(saves(w, x)) ** 2)
 
-    found = jaxmp.explain(fn, AGAIN_POLICY)(W, X)
+    found = explain(fn, AGAIN_POLICY)(W, X)
     assert {r.residual for r in found.rows if r.op == "dot_general"} == {SAVED}
     assert SAVED in found.summary()
     assert any(r.residual == AGAIN for r in found.rows)
 
 
 def test_a_region_may_recompute_alone():
-    again = jaxmp.autocast(layers, AGAIN_POLICY)
-    whole = jaxmp.autocast(lambda w, x: jnp.sin(jnp.exp(again(w, x))), SAVE)
-    found = jaxmp.explain(whole, "float32")(W, X)
+    again = autocast(layers, AGAIN_POLICY)
+    whole = autocast(lambda w, x: jnp.sin(jnp.exp(again(w, x))), SAVE)
+    found = explain(whole, "float32")(W, X)
     assert {r.residual for r in found.rows if r.op in ("sin", "exp")} == {SAVED}
     assert remats(jax.grad(whole), W, X)
-    assert_close(jax.grad(whole)(W, X), exactly(jax.grad(jaxmp.autocast(layers, SAVE)))(W, X), 3)
+    assert_close(jax.grad(whole)(W, X), exactly(jax.grad(autocast(layers, SAVE)))(W, X), 3)
 
 
 def test_exceptions_in_float32_keep_what_their_policy_does():
     policies = jaxmp.policies.keep_float32("head", policy=AGAIN_POLICY)
     assert policies.policy_at(("head",)) == jaxmp.get_policy("float32,residuals=recompute")
-    found = jaxmp.explain(layers, AGAIN_POLICY)(W, X)  # `normalised` is in full precision
+    found = explain(layers, AGAIN_POLICY)(W, X)  # `normalised` is in full precision
     assert {r.residual for r in found.rows if r.op == "rsqrt"} == {AGAIN}
 
 
@@ -356,7 +356,7 @@ def test_exceptions_in_float32_keep_what_their_policy_does():
 
 
 def test_explain_says_of_every_value_what_becomes_of_it():
-    found = jaxmp.explain(attention, AGAIN_POLICY)(W, X)
+    found = explain(attention, AGAIN_POLICY)(W, X)
     of_products = [r.residual for r in found.rows if r.op == "dot_general"]
     assert of_products == [KEPT, KEPT, KEPT, AGAIN, KEPT]
     assert {r.residual for r in found.rows if r.op == "exp"} == {AGAIN}
@@ -366,14 +366,14 @@ def test_explain_says_of_every_value_what_becomes_of_it():
 
 
 def test_explain_says_nothing_of_it_where_nobody_asks():
-    found = jaxmp.explain(attention, SAVE)(W, X)
+    found = explain(attention, SAVE)(W, X)
     assert {r.residual for r in found.rows} == {""}
     assert "residuals" not in found.summary()
 
 
 @pytest.mark.parametrize("name", STANDS_BACK)
 def test_explain_says_where_it_stands_back(name):
-    found = jaxmp.explain(PROGRAMS[name], AGAIN_POLICY)(W, X)
+    found = explain(PROGRAMS[name], AGAIN_POLICY)(W, X)
     assert STANDS_BACK[name] in {r.residual for r in found.rows}
     [line] = [s for s in found.summary().splitlines() if STANDS_BACK[name] in s]
     assert "test_residuals.py" in line
@@ -381,20 +381,20 @@ def test_explain_says_where_it_stands_back(name):
 
 def test_explain_says_that_it_is_of_no_effect():
     fn = jax.checkpoint(layers)
-    found = jaxmp.explain(fn, AGAIN_POLICY)(W, X)
+    found = explain(fn, AGAIN_POLICY)(W, X)
     assert "recompute: of no effect" in found.summary()
     assert OWN_CHECKPOINT in found.summary()
 
 
 def test_explain_says_that_a_program_is_differentiated_within():
     for fn, said in ((layers, False), (jax.grad(layers), True)):
-        found = jaxmp.explain(fn, AGAIN_POLICY)(W, X)
+        found = explain(fn, AGAIN_POLICY)(W, X)
         assert ("differentiated within" in found.summary()) == said
-    assert "differentiated within" not in jaxmp.explain(jax.grad(layers), SAVE)(W, X).summary()
+    assert "differentiated within" not in explain(jax.grad(layers), SAVE)(W, X).summary()
 
 
 def test_audit_counts_what_is_computed_again():
-    grads = [jax.grad(jaxmp.autocast(attention, p)) for p in (SAVE, AGAIN_POLICY)]
+    grads = [jax.grad(autocast(attention, p)) for p in (SAVE, AGAIN_POLICY)]
     save, again = (jaxmp.audit(fn, W, X) for fn in grads)
     assert not [op for op in save.operations if op.again and op.flops]
     assert "computed again" not in save.summary()

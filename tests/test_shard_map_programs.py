@@ -26,10 +26,9 @@ from shard_map_kit import (
     on_many,
 )
 
-import jaxmp
 from jaxmp import full_precision
 
-from support import iter_eqns, needs_gpu_compiler, slow_when
+from support import autocast, iter_eqns, needs_gpu_compiler, slow_when
 
 # Ring attention: the sequence is split over devices, and keys and values go round them.
 
@@ -149,7 +148,7 @@ def test_ring_attention_of_arguments():
     spec = P(None, "d")
 
     def crosses(policy):
-        fn = jaxmp.autocast(
+        fn = autocast(
             jax.shard_map(
                 functools.partial(ring_attention, loop=scan),
                 mesh=mesh(),
@@ -305,7 +304,7 @@ def test_a_ragged_exchange_sends_16_bits():
         check_vma=False,
     )
     args = jnp.ones((16 * N, 16)), jnp.ones((16, 16))
-    step = jax.grad(lambda x, w: loss(jaxmp.autocast(fn, BF16)(x, w)))
+    step = jax.grad(lambda x, w: loss(autocast(fn, BF16)(x, w)))
     eqns = [
         e for e in iter_eqns(jax.make_jaxpr(step)(*args)) if e.primitive.name == "ragged_all_to_all"
     ]

@@ -20,9 +20,7 @@ from shard_map_kit import (
     on_many,
 )
 
-import jaxmp
-
-from support import iter_eqns, needs_gpu_compiler, slow_when
+from support import autocast, explain, iter_eqns, needs_gpu_compiler, slow_when
 
 # Tensor parallelism: columns of the first weight and rows of the second on each device, and a sum
 # over devices of what the second product makes.
@@ -98,7 +96,7 @@ def test_products_are_added_up_in_float32_or_as_the_policy_says(program, check_v
     for name in names:
         policy = f"{BF16},ops={name}:follow"
         assert sums_of_activations(program, policy, check_vma=check_vma) == {"bfloat16"}
-        said = jaxmp.explain(on_many(program, "float32", check_vma=check_vma), policy)
+        said = explain(on_many(program, "float32", check_vma=check_vma), policy)
         assert "met nowhere" not in said(*draws(program)[0]).summary()
 
 
@@ -187,7 +185,7 @@ def test_weights_are_gathered_in_16_bits_and_their_gradients_added_up_in_float32
         return loss(mapped(x, w))
 
     with jax.set_mesh(mesh()):
-        step = jax.jit(jax.grad(jaxmp.autocast(fn, BF16)))
+        step = jax.jit(jax.grad(autocast(fn, BF16)))
         eqns = list(iter_eqns(jax.make_jaxpr(step)(w, x)))
         got, want = step(w, x), jax.jit(jax.grad(fn))(w, x)
     crossed = [(e.primitive.name, str(e.invars[0].aval.dtype)) for e in eqns if e.invars]
@@ -224,7 +222,7 @@ def test_sums_that_shard_map_makes_itself(mapped, policy):
     def fn(table, w, tokens):
         return loss(mapped(lambda table, w, i: jnp.tanh(table[i] @ w))(table, w, tokens))
 
-    step = jax.grad(jaxmp.autocast(fn, policy), (0, 1))
+    step = jax.grad(autocast(fn, policy), (0, 1))
     eqns = [e for e in iter_eqns(jax.make_jaxpr(step)(table, w, tokens)) if e.invars]
     sums = {
         v.aval.shape: str(v.aval.dtype)

@@ -6,10 +6,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-import jaxmp
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.transform import plan_program, trace_program
 from jaxmp.policy import get_policy
+
+from support import explain
 
 POLICY = get_policy("mixed_bfloat16")
 
@@ -70,7 +71,7 @@ def test_sites_inside_loops_and_branches_count_as_explain_counts() -> None:
     args = jnp.ones((2, 8)), jnp.ones((3, 8, 8))
     sites = plan_of(fn, *args).sites
     assert [site.count for site in sites] == [3, 3, 3]
-    explained = jaxmp.explain(fn, POLICY)(*args).contractions()
+    explained = explain(fn, POLICY)(*args).contractions()
     assert sum(site.count for site in sites) == sum(explained.values())
 
 

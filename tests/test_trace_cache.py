@@ -27,7 +27,7 @@ from constructs import (
     mlp,
     project,
 )
-from support import contraction_dtypes
+from support import autocast, contraction_dtypes
 
 
 def test_every_eager_call_traces_and_jit_traces_once() -> None:
@@ -38,7 +38,7 @@ def test_every_eager_call_traces_and_jit_traces_once() -> None:
         calls.append(1)
         return jnp.tanh(x @ w) * scale
 
-    cast = jaxmp.autocast(fn, BF16)
+    cast = autocast(fn, BF16)
     for i in range(3):
         cast(X + i, W, scale=2.0)
     assert len(calls) == 3
@@ -65,19 +65,19 @@ def test_closing_over_tracers(transform: str) -> None:
             )[0]
         return jax.vmap(lambda x, w: outer(x, w, cast), in_axes=(0, None))
 
-    fn = build(lambda f: jaxmp.autocast(f, BF16))
+    fn = build(lambda f: autocast(f, BF16))
     want = build(lambda f: f)(X, W)
     for _ in range(2):
         assert_close(fn(X, W), want, dtype="bfloat16", depth=5)
     assert_low(fn, (X, W), "bfloat16")
     with jax.checking_leaks():
-        jax.jit(build(lambda f: jaxmp.autocast(f, BF16)))(X, W)
+        jax.jit(build(lambda f: autocast(f, BF16)))(X, W)
 
 
 def test_one_wrapped_function_under_changing_closures() -> None:
     """A closure that is traced differently the second time must not meet a stale plan."""
     box = {}
-    cast = jaxmp.autocast(lambda x: x @ box["w"], BF16)
+    cast = autocast(lambda x: x @ box["w"], BF16)
 
     def outer(x, w):
         box["w"] = w
@@ -100,7 +100,7 @@ def test_shared_jaxpr_in_different_colours() -> None:
         half = double(x.astype(jnp.float16))
         return low, full, half
 
-    got, want = jaxmp.autocast(fn, BF16)(X, W), fn(X, W)
+    got, want = autocast(fn, BF16)(X, W), fn(X, W)
     assert [a.dtype for a in got] == [jnp.float32, jnp.float32, jnp.float16]
     assert_close(got[0], want[0], dtype="bfloat16", depth=2)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
@@ -116,7 +116,7 @@ def test_shared_scan_body_in_different_colours() -> None:
     def fn(x, w):
         return shared(x @ w, w) @ w, jnp.sum(shared(x, w), axis=0)
 
-    got, want = jaxmp.autocast(fn, BF16)(X, W), fn(X, W)
+    got, want = autocast(fn, BF16)(X, W), fn(X, W)
     assert_close(got[0], want[0], dtype="bfloat16", depth=2)
     np.testing.assert_allclose(got[1], want[1], rtol=1e-6, atol=1e-6)
 
@@ -127,7 +127,7 @@ def test_large_captured_constant() -> None:
     def fn(x):
         return x @ table.T
 
-    cast = jaxmp.autocast(fn, BF16)
+    cast = autocast(fn, BF16)
     assert contraction_dtypes(cast, X) == Counter(bfloat16=1)
     assert_close(jax.jit(cast)(X), fn(X), dtype="bfloat16", depth=1)
 
@@ -135,19 +135,19 @@ def test_large_captured_constant() -> None:
 def test_numpy_constant_does_not_promote() -> None:
     """A NumPy float32 table added in the middle keeps what follows low."""
     table = np.linspace(-1, 1, 48, dtype=np.float32).reshape(6, 8)
-    cast = jaxmp.autocast(lambda x, w, v: jnp.tanh(x @ w + table) @ v, BF16)
+    cast = autocast(lambda x, w, v: jnp.tanh(x @ w + table) @ v, BF16)
     assert contraction_dtypes(cast, X, W, V) == Counter(bfloat16=2)
 
 
 def test_saved_partials_and_pullbacks() -> None:
-    bound = jax.tree_util.Partial(jaxmp.autocast(lambda w, x: jnp.tanh(x @ w) @ w, BF16), W)
+    bound = jax.tree_util.Partial(autocast(lambda w, x: jnp.tanh(x @ w) @ w, BF16), W)
     want = jnp.tanh(X @ W) @ W
     assert_close(jax.jit(lambda f, x: f(x))(bound, X), want, dtype="bfloat16", depth=2)
     # A Partial as an argument of the transformed function is a pytree whose arrays are cast.
     plain = jax.tree_util.Partial(lambda w, x: jnp.tanh(x @ w) @ w, W)
     cast = jaxmp.autocast(lambda f, x: f(x), BF16)
     assert contraction_dtypes(cast, plain, X) == Counter(bfloat16=2)
-    _, pullback = jax.jit(lambda x: jax.vjp(jaxmp.autocast(mlp, BF16), x, W, V))(X)
+    _, pullback = jax.jit(lambda x: jax.vjp(autocast(mlp, BF16), x, W, V))(X)
     gradients = jax.jit(lambda f, g: f(g))(pullback, X)
     assert_close(gradients, jax.vjp(mlp, X, W, V)[1](X), dtype="bfloat16", depth=4)
 
@@ -159,7 +159,7 @@ def test_two_threads_with_two_policies() -> None:
     def work(policy: str) -> None:
         start.wait()
         for _ in range(10):
-            found[policy].append(contraction_dtypes(jaxmp.autocast(jit_shared, policy), X, W, V))
+            found[policy].append(contraction_dtypes(autocast(jit_shared, policy), X, W, V))
 
     threads = [threading.Thread(target=work, args=(p,)) for p in found]
     for thread in threads:
@@ -172,7 +172,7 @@ def test_two_threads_with_two_policies() -> None:
 
 def test_policies_are_accepted_in_every_form() -> None:
     for policy in (BF16, jaxmp.get_policy(BF16), jaxmp.Policy("float32", "bfloat16", "float32")):
-        assert contraction_dtypes(jaxmp.autocast(mlp, policy), X, W, V) == Counter(bfloat16=2)
+        assert contraction_dtypes(autocast(mlp, policy), X, W, V) == Counter(bfloat16=2)
 
 
 def test_metadata_of_the_wrapped_function() -> None:
@@ -180,7 +180,7 @@ def test_metadata_of_the_wrapped_function() -> None:
         """Says what it does."""
         return x
 
-    cast = jaxmp.autocast(documented, BF16)
+    cast = autocast(documented, BF16)
     assert cast.__name__ == "documented"
     assert cast.__doc__ == "Says what it does."
     assert cast.__wrapped__ is documented
@@ -191,4 +191,4 @@ def test_exceptions_come_through() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        jaxmp.autocast(fn, BF16)(X)
+        autocast(fn, BF16)(X)

@@ -23,8 +23,10 @@ import jaxmp
 from jaxmp._autocast import transform as transform_module
 
 from support import (
+    autocast,
     contraction_dtypes,
     contractions,
+    explain,
     float16_is_slow,
     iter_eqns,
     jaxpr_of,
@@ -78,7 +80,7 @@ def test_trap_01_one_jaxpr_at_two_call_sites_gets_two_plans() -> None:
     calls = [e for e in iter_eqns(jaxpr_of(fn, X, W)) if e.primitive.name == "jit"]
     [first, second] = [e.params["jaxpr"] for e in calls if e.params["name"] == "<lambda>"]
     assert first is second, "JAX no longer shares them: find another pair"
-    found = primitives(jaxmp.autocast(fn, BF16), X, W)
+    found = primitives(autocast(fn, BF16), X, W)
     assert (found["tanh", "bfloat16"], found["tanh", "float32"]) == (1, 1)
 
 
@@ -91,7 +93,7 @@ def test_trap_01_one_scan_body_entered_in_two_dtypes() -> None:
         _, full = lax.scan(body, jnp.float32(0), jnp.exp(-(x * x)))
         return jnp.sum(low @ w) + jnp.sum(jnp.log1p(full**2))
 
-    found = primitives(jaxmp.autocast(fn, BF16), X, W)
+    found = primitives(autocast(fn, BF16), X, W)
     assert (found["tanh", "bfloat16"], found["tanh", "float32"]) == (1, 1)
 
 
@@ -111,7 +113,7 @@ def test_trap_02_scan_keeps_its_parameters_on_either_jax() -> None:
         return lax.scan(body, init, (stack, stack[:, 0, :6, None] * x[0]), reverse=True, unroll=2)
 
     stack = normal(3, 4, 8, 8, scale=8**-0.5)
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     [was], [now] = scan_eqns(fn, X, W, stack), scan_eqns(fast, X, W, stack)
     for name in set(was.params) - {"jaxpr"}:
         assert now.params[name] == was.params[name], name
@@ -150,7 +152,7 @@ def test_trap_02_names_scopes_and_lines_survive() -> None:
         "inner",
         "named_layer",
     }
-    assert list(described(jaxpr_of(jaxmp.autocast(fn, BF16), X, W))) == was
+    assert list(described(jaxpr_of(autocast(fn, BF16), X, W))) == was
 
 
 def test_trap_02_context_of_an_equation_survives() -> None:
@@ -162,7 +164,7 @@ def test_trap_02_context_of_an_equation_survives() -> None:
         return jnp.tanh(y) @ w
 
     assert 'jaxmp_test = "kept"' in jax.jit(fn).lower(X, W).as_text()
-    assert 'jaxmp_test = "kept"' in jax.jit(jaxmp.autocast(fn, BF16)).lower(X, W).as_text()
+    assert 'jaxmp_test = "kept"' in jax.jit(autocast(fn, BF16)).lower(X, W).as_text()
 
 
 # --- 3: custom_jvp -------------------------------------------------------------------------------
@@ -186,14 +188,14 @@ def test_trap_03_custom_jvp_rule_is_kept_with_a_low_operand(policy: str, jit: bo
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.sum(tanh_times_seven(x @ w) @ w)
 
-    fast = jaxmp.autocast(fn, policy)
+    fast = autocast(fn, policy)
     assert primitives(fast, X, W)["tanh", COMPUTE[policy]] == 1  # the operand is low already
     wrap = jax.jit if jit else (lambda f: f)
     got, want = wrap(jax.grad(fast))(X, W), jax.grad(fn)(X, W)
     assert np.linalg.norm(want) > 5  # seven times autodiff's
     assert relative(got, want) < 12 * EPS[policy]  # three contractions, tanh and its square
     rows = lambda x, w: tanh_times_seven(x @ w) @ w  # noqa: E731
-    _, got = jax.jvp(jaxmp.autocast(rows, policy), (X, W), (X, W))
+    _, got = jax.jvp(autocast(rows, policy), (X, W), (X, W))
     _, want = jax.jvp(rows, (X, W), (X, W))
     assert relative(got, want) < 12 * EPS[policy]
 
@@ -203,7 +205,7 @@ def test_trap_03_custom_jvp_of_an_argument_in_16_bits() -> None:
         return jnp.sum(tanh_times_seven(x).astype(jnp.float32) @ w)
 
     low = X.astype(jnp.bfloat16)
-    got, want = jax.grad(jaxmp.autocast(fn, BF16))(low, W), jax.grad(fn)(low, W)
+    got, want = jax.grad(autocast(fn, BF16))(low, W), jax.grad(fn)(low, W)
     assert got.dtype == jnp.bfloat16
     assert np.linalg.norm(np.asarray(want, np.float64)) > 5
     assert relative(got, want) < 12 * EPS[BF16]
@@ -265,7 +267,7 @@ def test_trap_04_narrowing_saturates_where_an_op_follows(kind: str, policy: str)
         return jnp.maximum(mask(x @ w, given), -1.0) @ w
 
     x, w = jnp.stack([X[:, :6], X[:, 2:]]), W[:6, :6]  # the mask is repeated over a batch
-    fast = jaxmp.autocast(fn, policy)
+    fast = autocast(fn, policy)
     assert primitives(fast, x, w, given)["max", COMPUTE[policy]] == 1
     assert np.isfinite(fast(x, w, given)).all()
     assert relative(fast(x, w, given), fn(x, w, given)) < 6 * EPS[policy]
@@ -273,7 +275,7 @@ def test_trap_04_narrowing_saturates_where_an_op_follows(kind: str, policy: str)
     def touch(x: jax.Array, w: jax.Array, given: jax.Array) -> jax.Array:
         return mask(x @ w, given) @ jnp.zeros_like(w)  # 0 × finite is 0, 0 × inf is NaN
 
-    np.testing.assert_array_equal(jaxmp.autocast(touch, policy)(x, w, given), 0.0)
+    np.testing.assert_array_equal(autocast(touch, policy)(x, w, given), 0.0)
 
 
 @pytest.mark.parametrize("policy", [BF16, F16])
@@ -287,12 +289,12 @@ def test_trap_04_a_true_infinity_stays_one(policy: str) -> None:
         return jnp.where(jnp.isinf(scores), 1.0, scores) @ w * 0 + jnp.isneginf(scores)
 
     mask = jnp.zeros((1, 8)).at[0, 2].set(-jnp.inf).at[0, 3].set(FLOAT32_MIN)
-    got = jaxmp.autocast(seen, policy)(X, W, mask)
+    got = autocast(seen, policy)(X, W, mask)
     want = np.zeros((6, 8))
     want[:, 2] = 1
     np.testing.assert_array_equal(got, want)
     infinite = jnp.full((1, 8), -jnp.inf)
-    np.testing.assert_array_equal(jaxmp.autocast(fn, policy)(X, W, infinite), 0.0)
+    np.testing.assert_array_equal(autocast(fn, policy)(X, W, infinite), 0.0)
 
 
 @pytest.mark.parametrize("policy", [BF16, F16])
@@ -301,7 +303,7 @@ def test_trap_04_the_gradient_passes_straight_through(policy: str) -> None:
         return jnp.sum((x @ w + mask) @ w)
 
     big = jnp.full((1, 8), 1e30).at[0, 3].set(FLOAT32_MIN)
-    got = jax.grad(jaxmp.autocast(fn, policy))(big, X, W)
+    got = jax.grad(autocast(fn, policy))(big, X, W)
     want = jax.grad(fn)(big, X, W)
     assert relative(got, want) < 4 * EPS[policy]
 
@@ -322,7 +324,7 @@ def test_trap_05_an_accumulator_of_products_stays_float32() -> None:
 
     xs = jnp.ones((1024, 2, 8))
     w = jnp.eye(8)
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     assert carries(fast, xs, w) == [["float32"]]
     # 1024 in steps of one: a bfloat16 accumulator stops at 256.
     np.testing.assert_array_equal(fast(xs, w), fn(xs, w))
@@ -339,7 +341,7 @@ def test_trap_05_a_hidden_state_is_low_beside_an_accumulator() -> None:
         init = (jnp.tanh(x @ ws[0]), jnp.zeros_like(x), jnp.float32(0))
         return lax.scan(body, init, ws)[0]
 
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     assert carries(fast, X, jnp.stack([W] * 5)) == [["bfloat16", "float32", "float32"]]
 
 
@@ -349,7 +351,7 @@ def test_trap_05_a_state_that_one_weight_moves_a_little_is_float32() -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.fori_loop(0, 5, lambda _, h: h + 1e-3 * jnp.tanh(h @ w), jnp.tanh(x @ w))
 
-    assert carries(jaxmp.autocast(fn, BF16), X, W)[0][-1] == "float32"
+    assert carries(autocast(fn, BF16), X, W)[0][-1] == "float32"
 
 
 def test_trap_05_a_state_that_is_summed_up_and_multiplied_stays_float32() -> None:
@@ -362,10 +364,10 @@ def test_trap_05_a_state_that_is_summed_up_and_multiplied_stays_float32() -> Non
         return lax.scan(body, jnp.zeros_like(w), xs)[1]
 
     xs, w = jnp.ones((1024, 1, 8)), jnp.eye(8)
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     assert carries(fast, xs, w)[0][0] == "float32"
-    # The outer product, `x.T @ …`, contracts nothing.
-    assert contraction_dtypes(fast, xs, w) == {"bfloat16": 2, "float32": 1}
+    # The outer product, `x.T @ …`, contracts nothing; and `x @ state` is of data and a state.
+    assert contraction_dtypes(fast, xs, w) == {"bfloat16": 1, "float32": 2}
     np.testing.assert_array_equal(fast(xs, w)[-1], 8192.0)  # a bfloat16 sum stops at 256
 
 
@@ -379,7 +381,7 @@ def test_trap_05_demand_reaches_a_fixpoint_over_rotating_carries() -> None:
         a = lax.scan(body, (h, h, h), None, length=6)[0][0]
         return jnp.sum(a @ w)
 
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     assert all_low(fast, X, W)
     assert relative(fast(X, W), fn(X, W)) < 12 * EPS[BF16]
     assert relative(jax.grad(fast)(X, W), jax.grad(fn)(X, W)) < 24 * EPS[BF16]
@@ -396,7 +398,7 @@ def test_trap_06_a_bias_gradient_is_summed_in_float32(shape: tuple[int, ...], po
         return jnp.sum((x @ w + b) @ w)
 
     x, w = jnp.ones((4096, 8)), jnp.eye(8)
-    fast = jax.grad(jaxmp.autocast(fn, policy))
+    fast = jax.grad(autocast(fn, policy))
     b = jnp.zeros(shape)
     np.testing.assert_array_equal(fast(b, x, w), jax.grad(fn)(b, x, w))
     # XLA may well sum in float32 inside and hide the trap: no sum may be low as written.
@@ -415,7 +417,7 @@ def test_trap_06_linen_layers() -> None:
     def fn(params: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(model.apply(params, x))
 
-    gradient = jax.jit(jax.grad(jaxmp.autocast(fn, BF16)))
+    gradient = jax.jit(jax.grad(autocast(fn, BF16)))
     sums = {
         str(e.outvars[0].aval.dtype)
         for e in iter_eqns(jaxpr_of(gradient, params, X))
@@ -433,14 +435,14 @@ def test_trap_07_a_cast_that_does_nothing_leaves_nothing_to_honour() -> None:
         return x.astype(jnp.float32) @ w
 
     assert [e.primitive.name for e in iter_eqns(jaxpr_of(fn, X, W))] == ["dot_general"]
-    assert all_low(jaxmp.autocast(fn, BF16), X, W)
+    assert all_low(autocast(fn, BF16), X, W)
 
 
 def test_trap_07_a_preferred_element_type_of_float32_says_nothing() -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.einsum("ij,jk->ik", x, w, preferred_element_type=jnp.float32)
 
-    assert all_low(jaxmp.autocast(fn, BF16), X, W)
+    assert all_low(autocast(fn, BF16), X, W)
 
 
 @pytest.mark.parametrize("derivative", [False, True])
@@ -448,7 +450,7 @@ def test_trap_07_a_real_upcast_is_honoured(derivative: bool) -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.sum(x.astype(jnp.float32) @ w)
 
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     fast = jax.grad(fast, argnums=1) if derivative else fast
     assert set(contraction_dtypes(fast, X.astype(jnp.bfloat16), W)) == {"float32"}
 
@@ -459,7 +461,7 @@ def test_trap_07_precision_is_honoured(precision: Any, derivative: bool) -> None
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.sum(jnp.tanh(jnp.dot(x, w, precision=precision)))
 
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     fast = jax.grad(fast) if derivative else fast
     assert set(contraction_dtypes(fast, X, W)) == {"float32"}
 
@@ -468,7 +470,7 @@ def test_trap_07_the_region_marker_is_honoured() -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jaxmp.full_precision(jnp.matmul)(x @ w, w) @ w
 
-    assert contraction_dtypes(jaxmp.autocast(fn, BF16), X, W) == {"bfloat16": 2, "float32": 1}
+    assert contraction_dtypes(autocast(fn, BF16), X, W) == {"bfloat16": 2, "float32": 1}
 
 
 # --- 8: the region marker survives every transformation ------------------------------------------
@@ -544,7 +546,7 @@ def in_custom_vjp_in_remat_in_scan(x, w):
 
 
 def around_autocast(x, w):
-    return jaxmp.autocast(marked, F16)(x, w)
+    return autocast(marked, F16)(x, w)
 
 
 PLACES = {
@@ -581,13 +583,13 @@ def test_trap_08_full_precision_survives(place: str, derivative: str) -> None:
         # Low contractions on either side: the marker is what keeps those between them float32.
         return jnp.sum(jnp.tanh(fn(jnp.tanh(x @ w), w)) @ w)
 
-    fast = jaxmp.autocast(scalar, BF16)
+    fast = autocast(scalar, BF16)
     if derivative == "grad":
         fast = jax.grad(fast, argnums=(0, 1))
     elif derivative == "jvp":
         if "custom_vjp" in place:
             pytest.skip("JAX cannot push forward through a custom_vjp")
-        fast = lambda x, w: jax.jvp(jaxmp.autocast(scalar, BF16), (x, w), (x, w))  # noqa: E731
+        fast = lambda x, w: jax.jvp(autocast(scalar, BF16), (x, w), (x, w))  # noqa: E731
     elif derivative == "grad of jit":
         fast = jax.grad(jax.jit(fast))
     elif derivative == "hessian":
@@ -620,7 +622,7 @@ def twice(x: jax.Array, w: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("place", PLACES)
 def test_trap_08_full_precision_computes_what_it_did(place: str) -> None:
     fn = PLACES[place]
-    np.testing.assert_array_equal(jax.jit(jaxmp.autocast(fn, BF16))(X, W), jax.jit(fn)(X, W))
+    np.testing.assert_array_equal(jax.jit(autocast(fn, BF16))(X, W), jax.jit(fn)(X, W))
 
 
 # --- 9: a weight's cast inside a scan body -------------------------------------------------------
@@ -632,7 +634,7 @@ def test_trap_09_a_weights_gradient_over_iterations_is_summed_in_float32() -> No
         return jnp.sum(ys)
 
     xs = normal(5, 64, 2, 8)
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     [scan] = scan_eqns(fast, W, xs)
     dtypes = {
         str(v.aval.dtype)
@@ -652,7 +654,7 @@ def test_trap_09_ten_thousand_unit_gradients() -> None:
         return jnp.sum(ys)
 
     xs = jnp.ones((10_000, 1, 2))
-    got = jax.jit(jax.grad(jaxmp.autocast(fn, BF16)))(jnp.ones((2, 2)), xs)
+    got = jax.jit(jax.grad(autocast(fn, BF16)))(jnp.ones((2, 2)), xs)
     np.testing.assert_array_equal(got, 10_000.0)  # in bfloat16 the sum stops at 256
 
 
@@ -675,7 +677,7 @@ def test_trap_10_keys_are_float32(op: Callable[[jax.Array], jax.Array], primitiv
 
     keys = {
         str(e.invars[0].aval.dtype)
-        for e in iter_eqns(jaxpr_of(jaxmp.autocast(fn, BF16), X, W))
+        for e in iter_eqns(jaxpr_of(autocast(fn, BF16), X, W))
         if e.primitive.name == primitive
     }
     assert keys == {"float32"}
@@ -686,7 +688,7 @@ def test_trap_10_near_ties_keep_their_order() -> None:
         return jnp.take_along_axis(w, jnp.argsort(keys), -1)
 
     keys = 1 + jnp.arange(64.0)[::-1] * 2.0**-12  # all of them 1.0 or 1.0078 in bfloat16
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     np.testing.assert_array_equal(fast(keys, jnp.arange(64.0)), np.arange(64.0)[::-1])
 
 
@@ -726,7 +728,7 @@ def test_trap_11_gradient_reversal_keeps_its_sign(policy: str) -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.sum(reverse_gradient(jnp.tanh(x @ w)) @ w)
 
-    fast = jaxmp.autocast(fn, policy)
+    fast = autocast(fn, policy)
     want = jax.jit(jax.grad(fn))(X, W)
     for transform in (lambda f: f, jax.jit):
         got = transform(jax.grad(fast))(X, W)
@@ -739,7 +741,7 @@ def test_trap_11_primal_forward_and_backward_are_all_transformed(policy: str) ->
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.sum(recomputing(x @ w, w) @ w)
 
-    fast = jaxmp.autocast(fn, policy)
+    fast = autocast(fn, policy)
     gradient = jax.grad(fast, argnums=(0, 1))
     found = contraction_dtypes(gradient, X, W)
     want = contraction_dtypes(jax.grad(fn, argnums=(0, 1)), X, W)
@@ -758,7 +760,7 @@ def test_trap_11_the_memory_saving_is_kept() -> None:
         return total[1] / total[0]
 
     # Residuals are x, w and tanh's result: narrowed, never more of them.
-    assert saved(jaxmp.autocast(lambda x, w: recomputing(jnp.tanh(x @ w), w), BF16)) <= 1.0
+    assert saved(autocast(lambda x, w: recomputing(jnp.tanh(x @ w), w), BF16)) <= 1.0
 
 
 # --- 12: eager calls -----------------------------------------------------------------------------
@@ -780,7 +782,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_trap_12_an_eager_loop_plans_once_per_program(planned: list[int]) -> None:
     # Every call traces, as what a function reads may have changed; an equal trace has a plan.
-    fast = jaxmp.autocast(lambda x, w, scale=1.0: {"y": jnp.tanh(x @ w["w"]) * scale}, BF16)
+    fast = autocast(lambda x, w, scale=1.0: {"y": jnp.tanh(x @ w["w"]) * scale}, BF16)
     for i in range(5):
         fast(X + i, {"w": W})
     assert len(planned) == 1
@@ -800,7 +802,7 @@ def test_trap_12_an_eager_loop_plans_once_per_program(planned: list[int]) -> Non
 
 
 def test_trap_12_eager_gradients_plan_once(planned: list[int]) -> None:
-    gradient = jax.value_and_grad(jaxmp.autocast(lambda x, w: jnp.sum(jnp.tanh(x @ w) @ w), BF16))
+    gradient = jax.value_and_grad(autocast(lambda x, w: jnp.sum(jnp.tanh(x @ w) @ w), BF16))
     for i in range(5):
         gradient(X * i, W)
     assert len(planned) == 1
@@ -809,7 +811,7 @@ def test_trap_12_eager_gradients_plan_once(planned: list[int]) -> None:
 def test_trap_12_a_captured_array_never_goes_stale() -> None:
     # A function that closes over arrays (a model's weights) is traced anew at each eager call.
     captured = {"w": W}
-    fast = jaxmp.autocast(lambda x: x @ captured["w"], BF16)
+    fast = autocast(lambda x: x @ captured["w"], BF16)
     first = fast(X)
     assert relative(first, X @ W) < 2 * EPS[BF16]
     captured["w"] = 2.0 * W
@@ -830,7 +832,7 @@ def test_trap_12_custom_rules_are_planned_once() -> None:
     f.defvjp(lambda x: (jnp.tanh(x), x), backward)
     jitted = jax.jit(f)
     # In a jit, so that JAX itself keeps the rule from one eager call to the next.
-    gradient = jax.grad(jaxmp.autocast(lambda x, w: jnp.sum(jitted(x @ w) @ w), BF16))
+    gradient = jax.grad(autocast(lambda x, w: jnp.sum(jitted(x @ w) @ w), BF16))
     gradient(X, W)
     first = len(runs)
     for _ in range(5):
@@ -853,11 +855,11 @@ def test_trap_13_an_unknown_higher_order_primitive_runs_as_written_and_is_report
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return inner(x @ w, w) @ w
 
-    found = jaxmp.explain(fn, BF16)(X, W)
+    found = explain(fn, BF16)(X, W)
     unknown = [row for row in found.rows if "not looked inside" in row.reason]
     assert [row.op for row in unknown] == ["custom_vmap_call"]
     assert "custom_vmap_call" in found.summary()
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     with pytest.warns(UserWarning, match="custom_vmap_call"):
         counts = contraction_dtypes(fast, X, W)
     assert counts == {"bfloat16": 2, "float32": 1}
@@ -870,10 +872,10 @@ def test_trap_13_composite_runs_as_written_and_is_reported() -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return composite(x @ w, w) @ w
 
-    found = jaxmp.explain(fn, BF16)(X, W)
+    found = explain(fn, BF16)(X, W)
     assert "composite" in {row.op for row in found.rows if row.reason.startswith("not classified")}
     with pytest.warns(UserWarning, match="composite"):
-        got = jaxmp.autocast(fn, BF16)(X, W)
+        got = autocast(fn, BF16)(X, W)
     assert relative(got, fn(X, W)) < 6 * EPS[BF16]
 
 
@@ -891,7 +893,7 @@ def test_trap_13_composite_runs_as_written_and_is_reported() -> None:
     ids=["cholesky", "solve", "svd", "fft", "callback"],
 )
 def test_trap_13_solvers_transforms_and_callbacks_see_float32(fn: Callable[..., Any]) -> None:
-    fast = jaxmp.autocast(lambda x, w: jnp.sum(fn(x, w)[..., :4] @ w[:4]), BF16)
+    fast = autocast(lambda x, w: jnp.sum(fn(x, w)[..., :4] @ w[:4]), BF16)
     for eqn in iter_eqns(jaxpr_of(fast, X, W)):
         if eqn.primitive.name in (
             "cholesky",
@@ -941,7 +943,7 @@ def conv_loss(model: ConvNet) -> Callable[..., jax.Array]:
 def test_trap_14_relu_after_batch_norm_is_low() -> None:
     model = ConvNet()
     variables = jax.jit(model.init)(jax.random.key(0), IMAGES)
-    found = jaxmp.explain(conv_loss(model), BF16)(variables, IMAGES)
+    found = explain(conv_loss(model), BF16)(variables, IMAGES)
     relus = [r for r in found.rows if r.op == "max" and "float32" not in r.path and r.count]
     images = [r for r in relus if "log_softmax" not in r.path and "BatchNorm" not in r.path]
     assert images
@@ -958,7 +960,7 @@ def test_trap_14_residuals_are_no_more_than_hand_written() -> None:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
 
     hand = residuals(conv_loss(ConvNet(dtype=jnp.bfloat16)))
-    assert residuals(jaxmp.autocast(conv_loss(ConvNet()), BF16)) <= hand
+    assert residuals(autocast(conv_loss(ConvNet()), BF16)) <= hand
 
 
 @pytest.mark.parametrize(
@@ -972,10 +974,10 @@ def test_trap_14_other_activations_after_layer_norm(activation: str) -> None:
         y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-6)
         return function(y * 1.5 + 0.5) @ w
 
-    assert relative(jaxmp.autocast(fn, BF16)(X, W), fn(X, W)) < 8 * EPS[BF16]
+    assert relative(autocast(fn, BF16)(X, W), fn(X, W)) < 8 * EPS[BF16]
     op = {"relu": "max", "tanh": "tanh", "sigmoid": "logistic", "leaky_relu": "select_n",
           "relu6": "min", "hard_tanh": "select_n"}[activation]  # fmt: skip
-    found = primitives(jaxmp.autocast(fn, BF16), X, W)
+    found = primitives(autocast(fn, BF16), X, W)
     assert found[op, "bfloat16"] >= 1, found
 
 
@@ -998,7 +1000,7 @@ def log_recurrence(scores: jax.Array, w: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("policy", [F16, BF16, "mixed_float16,softmax=f16"])
 def test_trap_15_a_log_domain_recurrence_is_finite(policy: str) -> None:
     scores = normal(8, 20, 8)
-    fast = jax.jit(jaxmp.autocast(log_recurrence, policy))
+    fast = jax.jit(autocast(log_recurrence, policy))
     assert np.isfinite(fast(scores, W))
     assert relative(fast(scores, W), log_recurrence(scores, W)) < 0.02
     gradient = jax.jit(jax.grad(fast))(scores, W)
@@ -1010,16 +1012,17 @@ def test_trap_15_a_log_domain_recurrence_is_finite(policy: str) -> None:
 @slow_when(lambda policy: policy == BF16)  # float16 is the one out of range
 @pytest.mark.parametrize("policy", [F16, BF16])
 def test_trap_15_a_low_carry_that_starts_out_of_range_saturates(policy: str) -> None:
-    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
-        def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+    def fn(x: jax.Array, w: jax.Array, start: jax.Array, ws: jax.Array) -> jax.Array:
+        def body(carry: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
             return jnp.tanh((carry * 0.0) @ w) + jnp.tanh(x @ w), None  # inf × 0 is NaN
 
-        return lax.scan(body, jnp.full(x.shape, FLOAT32_MIN), None, length=3)[0]
+        return lax.scan(body, start, ws)[0]
 
-    fast = jaxmp.autocast(fn, policy)
-    assert carries(fast, X, W) == [[COMPUTE[policy]]]
-    assert relative(fast(X, W), fn(X, W)) < 6 * EPS[policy]
-    assert np.isfinite(jax.grad(lambda x: jnp.sum(fast(x, W)))(X)).all()
+    fast = autocast(fn, policy)
+    rest = W, jnp.full(X.shape, FLOAT32_MIN), jnp.stack([W] * 3)
+    assert carries(fast, X, *rest) == [[COMPUTE[policy]]]
+    assert relative(fast(X, *rest), fn(X, *rest)) < 6 * EPS[policy]
+    assert np.isfinite(jax.grad(lambda x: jnp.sum(fast(x, *rest)))(X)).all()
 
 
 @pytest.mark.parametrize("policy", [F16, BF16])
@@ -1030,9 +1033,9 @@ def test_trap_15_literals_saturate(policy: str) -> None:
     def touch(x: jax.Array, w: jax.Array) -> jax.Array:
         return (x @ w - 3.4e38) @ jnp.zeros_like(w)  # inf × 0 is NaN
 
-    np.testing.assert_array_equal(jaxmp.autocast(touch, policy)(X, W), 0.0)
-    assert relative(jaxmp.autocast(fn, policy)(X, W), fn(X, W)) < 5 * EPS[policy]
-    assert np.isfinite(jax.grad(lambda x: jnp.sum(jaxmp.autocast(fn, policy)(x, W)))(X)).all()
+    np.testing.assert_array_equal(autocast(touch, policy)(X, W), 0.0)
+    assert relative(autocast(fn, policy)(X, W), fn(X, W)) < 5 * EPS[policy]
+    assert np.isfinite(jax.grad(lambda x: jnp.sum(autocast(fn, policy)(x, W)))(X)).all()
 
 
 @slow_when(lambda policy: policy == BF16)  # float16 is the one out of range
@@ -1060,7 +1063,7 @@ def test_trap_15_tangents_are_never_clamped(inner: str, policy: str) -> None:
 
     want = jax.jit(jax.grad(fn))(X, W)
     for outer in (jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.jit(jax.grad(f))):
-        got = outer(jaxmp.autocast(fn, policy))(X, W)
+        got = outer(autocast(fn, policy))(X, W)
         assert relative(got, want) < 40 * EPS[policy]
 
 
@@ -1085,9 +1088,9 @@ def test_trap_15_a_rule_stays_linear_in_its_tangents(policy: str) -> None:
 
     want = jax.jit(jax.grad(fn))(X, W)
     for outer in (jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.jit(jax.grad(f))):
-        got = outer(jaxmp.autocast(fn, policy))(X, W)
+        got = outer(autocast(fn, policy))(X, W)
         assert relative(got, want) < 12 * EPS[policy]
-    _, big = jax.jvp(partial(jaxmp.autocast(modulated, BF16), w=W), (X,), (X * 1e30,))
+    _, big = jax.jvp(partial(jaxmp.autocast(modulated, BF16, argnums=1), w=W), (X,), (X * 1e30,))
     _, want = jax.jvp(partial(modulated, w=W), (X,), (X * 1e30,))
     assert relative(big, want) < 12 * EPS[BF16]
 
@@ -1130,7 +1133,7 @@ def test_trap_15_a_tangent_that_was_in_another_dtype_is_one_still(detour: str, p
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.sum(jnp.tanh(halved(x, w)) @ w)
 
-    fast = jaxmp.autocast(fn, policy)
+    fast = autocast(fn, policy)
     want = jax.jit(jax.grad(fn))(X, W)
     for got in (jax.grad(fast)(X, W), jax.jit(jax.grad(fast))(X, W)):
         assert relative(got, want) < 12 * EPS[policy]
@@ -1145,7 +1148,7 @@ def test_trap_15_a_cotangent_that_overflows_is_seen_to(detour: Callable[..., Any
         return x
 
     fn.defvjp(lambda x: (x, None), lambda _, g: (1e6 * detour(g.reshape(8, -1)).reshape(g.shape),))
-    gradient = jax.grad(jaxmp.autocast(lambda w, x: jnp.sum(fn(x @ w) @ w), F16))(W, 1e-3 * X)
+    gradient = jax.grad(autocast(lambda w, x: jnp.sum(fn(x @ w) @ w), F16))(W, 1e-3 * X)
     assert not np.isfinite(gradient).all()
 
 
@@ -1162,11 +1165,11 @@ def test_trap_16_a_16_bit_operand_decides_for_its_partner(author: str, policy: s
         return jnp.sum(jnp.tanh(slots @ w))
 
     mask = jnp.eye(6, 6, dtype=author)
-    for fn in (jaxmp.autocast(dispatch, policy), jax.grad(jaxmp.autocast(dispatch, policy))):
+    for fn in (autocast(dispatch, policy), jax.grad(autocast(dispatch, policy))):
         found = contraction_dtypes(fn, X, mask, W)
         assert not [d for d in found if "float32" in d], found
         assert not [d for d in found if "*" in d], found
-    assert relative(jaxmp.autocast(dispatch, policy)(X, mask, W), dispatch(X, mask, W)) < 0.05
+    assert relative(autocast(dispatch, policy)(X, mask, W), dispatch(X, mask, W)) < 0.05
 
 
 # --- 17: complex numbers and HIGHEST -------------------------------------------------------------
@@ -1178,7 +1181,7 @@ def test_trap_17_complex_products_and_fft_stay_as_they_are() -> None:
         mixed = (x @ w) @ (w * (1 + 1j))  # complex64 × float32
         return jnp.abs(jnp.fft.irfft(spectrum * 2)).sum() + jnp.abs(mixed).sum()
 
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     assert relative(fast(X, W), fn(X, W)) < 5 * EPS[BF16]
     eqns = list(iter_eqns(jaxpr_of(fast, X, W)))
     ffts = {str(e.invars[0].aval.dtype) for e in eqns if e.primitive.name == "fft"}
@@ -1192,13 +1195,13 @@ def test_trap_17_contractions_that_the_author_pinned_are_counted_apart() -> None
         resized = jax.image.resize(x @ w, (8, 16), "linear")  # HIGHEST inside
         return jnp.sum(resized @ jnp.concatenate([w, w]))
 
-    found = jaxmp.explain(fn, BF16)(X, W)
+    found = explain(fn, BF16)(X, W)
     pinned = [r for r in found.rows if r.op == "dot_general" and r.dtype == "float32"]
     assert pinned
     assert {r.reason for r in pinned} == {"precision=HIGHEST, as the author asked"}
     assert [
         c
-        for c in contractions(jaxmp.autocast(fn, BF16), X, W)
+        for c in contractions(autocast(fn, BF16), X, W)
         if not c.exempt and c.in_dtypes[0] != "bfloat16"
     ] == []
 
@@ -1220,7 +1223,7 @@ def scaled_gradient(model: Mlp, scale: float, policy: str | None = None) -> Call
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.mean(model.apply(params, x) ** 2)
 
-    fn = loss if policy is None else jaxmp.autocast(loss, policy)
+    fn = loss if policy is None else autocast(loss, policy)
     return jax.jit(jax.grad(lambda params, x: fn(params, x) * scale))
 
 
@@ -1297,7 +1300,7 @@ def test_trap_19_gradient_error_is_near_the_floor(model: Callable[..., nn.Module
         for fn in (
             loss_of(model()),
             loss_of(model(jnp.bfloat16)),
-            jaxmp.autocast(loss_of(model()), BF16),
+            autocast(loss_of(model()), BF16),
         )
     )
     errors = []
@@ -1344,7 +1347,7 @@ def test_trap_20_a_router_stays_float32(wrap: Callable[..., Any]) -> None:
         hidden = jnp.tanh(x @ W)
         return jnp.sum(wrap(model.apply)(params, hidden) @ W)
 
-    fast = jaxmp.autocast(fn, BF16)
+    fast = autocast(fn, BF16)
     assert contraction_dtypes(fast, params, X) == {"bfloat16": 4, "float32": 1}
     gradient = jax.grad(fast)
     narrow = [
@@ -1370,8 +1373,8 @@ def test_trap_20_the_choice_is_that_of_float32() -> None:
     def unmarked(x: jax.Array, router: jax.Array) -> jax.Array:
         return jnp.argmax(x @ router, -1)
 
-    np.testing.assert_array_equal(jaxmp.autocast(choice, BF16)(x, router), [1])
-    np.testing.assert_array_equal(jaxmp.autocast(unmarked, BF16)(x, router), [0])
+    np.testing.assert_array_equal(autocast(choice, BF16)(x, router), [1])
+    np.testing.assert_array_equal(autocast(unmarked, BF16)(x, router), [0])
 
 
 def test_every_trap_has_a_test() -> None:

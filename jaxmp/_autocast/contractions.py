@@ -31,14 +31,15 @@ def geometry(eqn: JaxprEqn, kinds: Sequence[str], *, of_layers: bool = True) -> 
       kinds: what its operands are made of; see `provenance`.
       of_layers: whether both may be what layers returned.
     """
+    backward = is_backward(eqn)
     # What a derivative starts from is made of literals too, but its products are a layer's.
-    if LITERALS in kinds[:2] and not is_backward(eqn):
+    if LITERALS in kinds[:2] and not backward:
         return "signal processing: an operand is made of constants"
     if not any(free := free_sizes(eqn)):
         return "a scalar product"
     count = contracted(eqn)
     if WEIGHTS not in kinds[:2]:
-        if is_at_most(count, OF_LAYERS if of_layers else COORDINATES):
+        if is_at_most(count, OF_LAYERS if of_layers or backward else COORDINATES):
             return f"geometry: contracts {count} elements, of no parameter"
     elif is_at_most(count, SMALL) and any(is_at_most(math.prod(sizes), SMALL) for sizes in free):
         return f"geometry: a matrix of {count} rows, and as few columns"

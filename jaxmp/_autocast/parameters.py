@@ -15,6 +15,7 @@ from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.primitives import LOW, MOVING
 from jaxmp._jaxprs.attributes import product_axes
 from jaxmp._jaxprs.dataflow import forward, through
+from jaxmp._jaxprs.dots import contracted
 from jaxmp._jaxprs.trace import is_array
 
 Argnums = int | Sequence[int]
@@ -118,15 +119,17 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
             if id(eqn) not in seen and _has_no_batch(eqn):
                 seen.add(id(eqn))
                 weights = [i for i in ins[:2] if i not in (None, computed)]
-                if len(weights) == 1 and computed in ins[:2]:
-                    flops[weights[0]] += contraction_flops(eqn)
+                # Of two arguments the second is a layer's weights, or else it cannot be told.
+                if (len(weights) == 1 and computed in ins[:2]) or weights[-1:] == [known]:
+                    flops[weights[-1]] += contraction_flops(eqn)
             return [computed] * len(eqn.outvars)
         outs = through(eqn, ins, run, lambda a, b: a if a == b else computed)
         if outs is not None:
             return outs
         moves = eqn.primitive.name in MOVING | {"convert_element_type"} and len(ins) == 1
-        constant = all(i is None for i in ins)
-        return [ins[0] if moves else None if constant else computed] * len(eqn.outvars)
+        if moves or set(ins) <= {None, known}:  # computed from parameters
+            return [next((i for i in ins if i is not None), None)] * len(eqn.outvars)
+        return [computed] * len(eqn.outvars)
 
     def run(jaxpr: Any, ins: Sequence[int | None]) -> list[int | None]:
         return forward(jaxpr, ins, transfer, None)
@@ -140,4 +143,5 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
 
 def _has_no_batch(eqn: JaxprEqn) -> bool:
     """Whether a contraction may be a layer's: attention multiplies by head and example."""
-    return eqn.primitive.name != "dot_general" or not product_axes(eqn)[1][0]
+    batch = eqn.primitive.name == "dot_general" and product_axes(eqn)[1][0]
+    return not batch and contracted(eqn) != 1
