@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ import numpy as np
 import pytest
 
 import jaxmp
+from jaxmp import PolicyMap
+from jaxmp._autocast import transform
 
 from linen_models import (
     BF16,
@@ -33,6 +37,7 @@ from linen_models import (
     counts,
     gradient_of,
     marked,
+    normal,
     over_layers,
     run,
     variables_of,
@@ -565,3 +570,151 @@ def test_nothing_leaks_float32_into_a_contraction(leak: str, policy: str) -> Non
     total = sum(all_counts(model, variables, SEQUENCE).values())
     wrapped = jaxmp.wrap(model, policy)
     assert all_counts(wrapped, variables, SEQUENCE) == {policy.removeprefix("mixed_"): total}
+
+
+# --- What is traced again ------------------------------------------------------------------------
+
+TRACES: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Width:
+    width: int = 8
+
+
+@dataclasses.dataclass
+class Widths:
+    """A configuration that has no hash."""
+
+    widths: list[int] = dataclasses.field(default_factory=lambda: [8, 8])
+
+
+@jax.jit
+def traced_helper(x: jax.Array) -> jax.Array:
+    TRACES.append("helper")
+    return jnp.sin(x)
+
+
+class Configured(nn.Module):
+    config: Any
+
+    @nn.jit
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        TRACES.append("module")
+        return traced_helper(nn.Dense(8)(x))
+
+
+@pytest.mark.parametrize("config", [Width(), Widths()], ids=["hashable", "unhashable"])
+@pytest.mark.parametrize("around", [None, BF16])
+@pytest.mark.parametrize("policy", ["float32", BF16, PolicyMap({nn.Dense: F16}, default=BF16)])
+def test_a_call_of_the_same_kind_traces_no_jit_again(policy: Any, around: Any, config: Any) -> None:
+    jax.clear_caches()
+    TRACES.clear()
+    model = nn.Sequential([Configured(config), nn.tanh, Configured(config)])
+    variables = variables_of(model, X)
+    model.apply(variables, X)
+    before = len(TRACES)
+    wrapped = jaxmp.wrap(model, policy)
+    apply = wrapped.apply if around is None else jaxmp.autocast(wrapped.apply, around)
+    apply(variables, X)
+    after = len(TRACES)
+    assert after > before or (policy == "float32" and around is None)
+    held = []
+    for _ in range(3):
+        apply(variables, X)
+        gc.collect()
+        held.append(len(gc.get_objects()))
+    assert len(TRACES) == after
+    assert held[2] - held[1] < 100
+
+
+def test_float32_is_the_module_as_written_to_jax() -> None:
+    """Not lifted, and in the caches that the module itself has filled."""
+    model, x = Configured(Widths()), normal(5, 7, 8)
+    variables = variables_of(model, x)
+    want = model.apply(variables, x)
+    wrapped = jaxmp.wrap(model, "float32")
+    TRACES.clear()
+    assert_same(wrapped.apply(variables, x), want)
+    assert_same(wrapped.init(jax.random.key(0), x), model.init(jax.random.key(0), x))
+    assert "helper" not in TRACES
+    jaxpr = str(jax.make_jaxpr(wrapped.apply)(variables, x))
+    assert jaxpr == str(jax.make_jaxpr(model.apply)(variables, x))
+
+
+def test_a_program_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    plan_program = transform.plan_program
+
+    def counted(*args: Any) -> Any:
+        planned.append(1)
+        return plan_program(*args)
+
+    monkeypatch.setattr(transform, "plan_program", counted)
+    wrapped, variables = jaxmp.wrap(nn.Dense(8), BF16), variables_of(nn.Dense(8), X)
+    for _ in range(3):
+        wrapped.apply(variables, X)
+    assert planned == [1]
+
+
+class Router(nn.Module):
+    """What is traced is the same for every batch size."""
+
+    router: Any = None
+
+    @nn.jit
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(64, name="up")(nn.Dense(6, dtype=self.router, name="router")(x))
+
+
+class Routed(nn.Module):
+    router: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(64, name="down")(x) + Router(self.router, name="routed")(x[:1])
+
+
+@pytest.mark.filterwarnings("ignore:wrap. 1 layer")
+def test_equal_layers_share_no_trace_that_was_marked_otherwise() -> None:
+    """One process, the same layers: policies, maps, regions and batch sizes in turn."""
+    jax.clear_caches()
+    float32, low, half = "float32", "bfloat16", "float16"
+    cases: list[tuple[Any, Any, Any, dict[str, int]]] = [  # policy, policy around, dtype, expected
+        ("float32", None, None, {float32: 3}),
+        (BF16, None, None, {low: 3}),
+        (F16, None, None, {half: 3}),
+        (BF16, F16, None, {low: 3}),
+        ("float32", F16, None, {float32: 3}),
+        (PolicyMap({"routed/up": F16}, default=BF16), None, None, {low: 2, half: 1}),
+        (PolicyMap({"routed/router": F16}, default=BF16), None, None, {low: 2, half: 1}),
+        (PolicyMap({"routed/up": F16}, default=BF16), "float32", None, {low: 2, half: 1}),
+        (PolicyMap({"routed/up": BF16}, default="float32"), None, None, {float32: 2, low: 1}),
+        (PolicyMap({Router: "float32"}, default=BF16), None, None, {low: 1, float32: 2}),
+        (PolicyMap({Router: "float32"}, default=BF16), F16, None, {low: 1, float32: 2}),
+        (PolicyMap({nn.Dense: F16}, default=BF16), BF16, None, {half: 3}),
+        (BF16, None, jnp.float32, {low: 2, float32: 1}),  # the router is singled out
+        (BF16, F16, jnp.float32, {low: 2, float32: 1}),
+        (F16, None, jnp.float32, {half: 2, float32: 1}),
+        (PolicyMap({"routed/router": F16}, default=BF16), None, jnp.float32, {low: 2, half: 1}),
+    ]
+    wrapped = [jaxmp.wrap(Routed(dtype), policy) for policy, _, dtype, _ in cases]
+    for size in (2, 3, 2, 4):
+        for model, (policy, around, dtype, expected) in zip(wrapped, cases, strict=True):
+            variables, x = variables_of(Routed(dtype), X), jnp.ones((size, X.shape[-1]))
+            apply = model.apply if around is None else jaxmp.autocast(model.apply, around)
+            got = contraction_dtypes(apply, variables, x)
+            assert got == expected, (str(policy), around, dtype, size)
+            assert contraction_dtypes(Routed(dtype).apply, variables, x) == {float32: 3}
+
+
+def test_each_init_stores_a_jitted_layer_that_was_singled_out_in_float32() -> None:
+    """The second finds the layers in the trace of the first."""
+    wrapped = jaxmp.wrap(Routed(jnp.float32), "bfloat16")
+    for _ in range(3):
+        params = wrapped.init(jax.random.key(0), X)["params"]
+        assert params["routed"]["router"]["kernel"].dtype == jnp.float32
+        assert params["routed"]["up"]["kernel"].dtype == jnp.bfloat16
+        assert params["down"]["kernel"].dtype == jnp.bfloat16

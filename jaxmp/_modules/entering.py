@@ -16,21 +16,24 @@ import numpy as np
 from jaxmp._autocast.marks import policy_in_force, region
 from jaxmp._flax import InterceptorContext
 from jaxmp._modules.overrides import FLOAT32, Found, Overrides
-from jaxmp._modules.words import Layer, Seen, Verdict, layer_of
+from jaxmp._modules.words import Seen, Verdict, Visit, distinguished, layer_of
 from jaxmp.policy import Policy
 
-# Part of the key of every jit cache, `nn.jit`'s among them: which modules mark regions of their own
-# while a function is traced. A trace that other marks were made in is not used again.
+# Part of the key of every jit cache, `nn.jit`'s among them: the `Verdict` by which modules mark
+# regions of their own while a function is traced. A trace with other marks is not used again. Calls
+# of one kind have one verdict, and no others have it, though theirs may say the same: which modules
+# there are is learned from a trace, and one that is found in a cache enters none.
 _MARKING = jax.make_user_context(default_value=None)
 
 
 def kind_of_call(self: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Hashable:
     """What the modules that a call enters depend on; None if that has no hash."""
     leaves, tree = jax.tree.flatten((args, kwargs))
-    kind = (method.__name__, self.path, _plain(self), tree, tuple(map(_plain, leaves)))
     try:
+        given = tree, tuple(map(_plain, leaves))
+        kind = (method.__name__, self.is_initializing(), self.path, _plain(self), given)
         hash(kind)
-    except TypeError:
+    except (TypeError, RecursionError):
         return None
     return kind
 
@@ -49,6 +52,11 @@ def _plain(value: Any) -> Any:
         return type(value), tuple((key, _plain(v)) for key, v in value.items())
     if type(value) in (list, tuple):
         return type(value), tuple(map(_plain, value))
+    try:
+        hash(value)
+    except TypeError:  # a configuration, perhaps: what it says, as it may say another thing later
+        if hasattr(value, "__dict__"):
+            return type(value), _plain(vars(value))
     return type(value), value
 
 
@@ -70,22 +78,21 @@ class Entering:
         self.root = tuple(root)
         self.seen = seen
         self.verdict = seen.verdict or Verdict()
-        self.classes: dict[tuple[str, ...], type] = {}
-        self.visits: list[_Visit] = []
-        self._around: list[_Visit] = []  # the modules around the one at hand
+        self._around: list[Visit] = []  # the modules around the one at hand
         self._wrapped = 0  # how many modules, wrapped by themselves, are around the one at hand
 
     def marking(self) -> contextlib.AbstractContextManager[None]:
         """While this interceptor is at work: what the traces that are made depend on."""
-        single_init = self.initializing and self.overrides.is_single
-        marking: contextlib.AbstractContextManager[None]
-        marking = _MARKING(None if single_init else self.verdict)
+        marking: contextlib.AbstractContextManager[None] = _MARKING(self.verdict)
         return marking
 
     def learn(self) -> bool:
         """Decides which layers have a word of their own; whether that is what it went by."""
-        before, self.verdict = self.verdict, self.seen.judge()
-        return self.verdict.distinct == before.distinct
+        before, found = self.verdict, distinguished([*self.seen.layers.values()])
+        if found != before.distinct:
+            self.verdict = Verdict(found)
+        self.seen.verdict = self.verdict
+        return found == before.distinct
 
     def policy_of(self, path: Any) -> Policy | None:
         """The policy of the module that the variable at a path into Flax's groups belongs to.
@@ -93,17 +100,15 @@ class Entering:
         None if that is in a module wrapped by itself, which has seen to its variables.
         """
         names = tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))[1:]
-        visits = {visit.path: visit for visit in self.visits if visit.path is not None}
-        visit = next(
-            (visits[n] for i in range(len(names), -1, -1) if (n := names[:i]) in visits), None
-        )
+        above = (names[:i] for i in range(len(names), -1, -1))
+        visit = next((self.seen.visits[n] for n in above if n in self.seen.visits), None)
         if visit is None:
             return self.overrides.default
         return None if visit.wrapped else self._policy(visit)
 
-    def _policy(self, visit: _Visit) -> Policy:
+    def _policy(self, visit: Visit) -> Policy:
         """The policy that a module runs under."""
-        at: _Visit | None = visit
+        at: Visit | None = visit
         while at is not None:
             if at.policy is not None:
                 return at.policy
@@ -128,16 +133,16 @@ class Entering:
         module = context.module
         path = self.relative(module.path)
         call = functools.partial(next_fun, *args, **kwargs)
+        wrapped = bool(self._wrapped) or (path != () and hasattr(module, "_jaxmp_made"))
+        visit = Visit(type(module), wrapped=True) if wrapped else self._visit(module, path)
         if path is not None:
-            self.classes[path] = type(module)
-        if self._wrapped or (path != () and hasattr(module, "_jaxmp_made")):
-            return self._wrapped_by_itself(path, call)
-        visit = self._visit(module, path)
+            self.seen.visits[path] = visit
+        if wrapped:
+            return self._wrapped_by_itself(call)
         policy = visit.policy
         own = policy is None and visit.key in self.verdict.distinct
         if own:
             policy = FLOAT32
-        self.visits.append(visit)
         self._around.append(visit)
         try:
             # Flax runs a lifted module's methods again on a clone: nothing to mark twice.
@@ -156,18 +161,17 @@ class Entering:
             self.seen.layers[visit.key] = visit.layer
         return out
 
-    def _visit(self, module: nn.Module, path: tuple[str, ...] | None) -> _Visit:
+    def _visit(self, module: nn.Module, path: tuple[str, ...] | None) -> Visit:
         around = self._around[-1] if self._around else None
         layers = (v.layer for v in reversed(self._around) if v.layer is not None)
         key = (module.path, type(module))
         default = next((f.default for f in dataclasses.fields(module) if f.name == "dtype"), None)
         layer = layer_of(module, default, next(layers, None), key, root=around is None)
         policy = self.overrides.policy_at(path, type(module))
-        return _Visit(path, around, key, layer, policy)
+        return Visit(type(module), around, key, layer, policy)
 
-    def _wrapped_by_itself(self, path: tuple[str, ...] | None, call: Callable[[], Any]) -> Any:
+    def _wrapped_by_itself(self, call: Callable[[], Any]) -> Any:
         """Calls a module that was wrapped, or is inside one that was: it keeps its policies."""
-        self.visits.append(_Visit(path, wrapped=True))
         self._wrapped += 1
         try:
             return call()
@@ -181,25 +185,5 @@ class Entering:
             names = tuple(str(k.key) for k in keys[1:] if isinstance(k, jax.tree_util.DictKey))
             holders |= {(keys[0], names[:i]) for i in range(len(names))}
         params = frozenset(names for key, names in holders if key.key == "params")
-        return [*self.classes.items(), *((names, None) for _, names in holders)], params
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Visit:
-    """A call of a module.
-
-    Attributes:
-      path: its path from the wrapped module; None if it lies outside of that.
-      around: the call that it is part of.
-      key: what tells the module from others.
-      layer: the module, if it takes a `dtype`.
-      policy: what the user's map has for it.
-      wrapped: whether it was wrapped by itself, or is inside a module that was.
-    """
-
-    path: tuple[str, ...] | None
-    around: _Visit | None = None
-    key: Hashable = None
-    layer: Layer | None = None
-    policy: Policy | None = None
-    wrapped: bool = False
+        entered = [(path, visit.cls) for path, visit in self.seen.visits.items()]
+        return [*entered, *((names, None) for _, names in holders)], params

@@ -21,7 +21,6 @@ from jaxmp._flax import is_managed, key_counters, lifted_class, lifted_scopes
 from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.entering import Entering, kind_of_call
 from jaxmp._modules.overrides import Overrides
-from jaxmp._modules.words import Seen
 from jaxmp._quantize.calls import for_float32
 from jaxmp.policy import Policy, PolicyMap
 from jaxmp.quantized import is_quantized
@@ -55,7 +54,18 @@ def wrap_linen(module: nn.Module, policy: Policy | PolicyMap) -> nn.Module:
 def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
     overrides = Overrides(policy)
     methods = dict(_methods(cls))
-    lifted = lifted_class(_lift, cls, methods)
+
+    def call(fn: Method, *args: Any) -> Any:
+        return fn(*args)
+
+    call.__name__ = cls.__name__  # it is in messages
+    # One for all calls: it keeps their plans.
+    planned = under_policy(call, overrides.inner, _parameters, overrides.warn_of_kept)
+
+    def autocast(fn: Method) -> Method:
+        return _lift(fn, planned)
+
+    lifted = lifted_class(autocast, cls, methods)
     members: dict[str, Any] = {
         name: _wrapped_method(method, vars(lifted)[name], overrides)
         for name, method in methods.items()
@@ -139,7 +149,10 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
             return method(self, *args, **kwargs)
         init = self.is_initializing()
         nested = policy_in_force() is not None and not init
-        seen = Seen() if init else overrides.seen(kind_of_call(self, method, args, kwargs))
+        as_written = init or (overrides.is_identity and not nested)
+        if as_written and overrides.is_single and not overrides.stored:
+            return method(self, *args, **kwargs)
+        seen = overrides.seen(kind_of_call(self, method, args, kwargs))
         if nested and seen.verdict is None and not overrides.is_identity:
             # What is run here is part of another program already: it cannot be run again.
             rehearsal = Entering(overrides, self.path, seen, rehearses=True)
@@ -148,13 +161,15 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
                 lifted(self, rehearsal, *args, **kwargs)
         entering = Entering(overrides, self.path, seen, initializing=init)
         with nn.intercept_methods(entering), entering.marking():
-            if overrides.stored or not (nested or init or overrides.is_identity):
+            if overrides.stored or not (nested or as_written):
                 out = lifted(self, entering, *args, **kwargs)
             elif nested:
                 with region(overrides.default):
                     out = method(self, *args, **kwargs)
             else:
                 out = method(self, *args, **kwargs)
+        if seen.verdict is None:
+            seen.verdict = entering.verdict
         if not init or method.__name__ == "__call__":
             found, structure = entering.found(self)
             overrides.check(found, structure, whole=method.__name__ == "__call__")
@@ -170,8 +185,13 @@ class _SeenEnoughError(Exception):
 # Lifting, as `flax.core.lift.checkpoint` does it: every variable and random key goes in and out.
 
 
-def _lift(fn: Method) -> Method:
-    """A function of Flax scopes under autocast."""
+def _lift(fn: Method, planned: Method) -> Method:
+    """A function of Flax scopes under autocast.
+
+    Args:
+      fn: the function.
+      planned: calls, under the policy, its first argument with the others.
+    """
 
     def inner(
         scope_fn: Method,
@@ -210,14 +230,14 @@ def _lift(fn: Method) -> Method:
             with region(overrides.default):
                 out, changed = run(variables, rngs, args, kwargs)
             return out, _as_before(changed, variables)
-        traced = under_policy(attempt, overrides.inner, _parameters, overrides.warn_of_kept)
+        traced = functools.partial(planned, attempt, variables, rngs, args, kwargs)
         try:
-            out, changed = traced(variables, rngs, args, kwargs)
+            out, changed = traced()
         except _SeenEnoughError:
             if entering.rehearses:
                 raise
             with entering.marking():
-                out, changed = traced(variables, rngs, args, kwargs)
+                out, changed = traced()
         return overrides.output(out), _as_before(changed, variables)
 
     return lifted_scopes(inner)
@@ -234,9 +254,9 @@ def _shown(variables: Any, overrides: Overrides) -> Any:
 
 
 def _parameters(args: Any, kwargs: Any) -> list[bool]:
-    """Which leaves of a call are parameters: of the first argument, the variables."""
+    """Which leaves of a call are parameters: of the variables, which come after the function."""
     return [
-        not path[0].idx and not path[1].idx and _is_param(path[2:])
+        path[0].idx == 0 and path[1].idx == 1 and _is_param(path[2:])
         for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))
     ]
 

@@ -45,6 +45,7 @@ class Overrides:
       inner: `default`, but storing and returning float32: parameters and outputs are converted
         where they enter and leave the wrapped module, and its other state keeps its dtypes.
       stored: the 16-bit dtypes that some policy stores parameters in.
+      is_identity: whether every policy is float32 throughout.
     """
 
     def __init__(self, policy: Policy | PolicyMap) -> None:
@@ -60,16 +61,12 @@ class Overrides:
         policies = [self.default, *(policy for _, policy in self._map.overrides)]
         stored = {np.dtype(policy.param_dtype) for policy in policies}
         self.stored = frozenset(dtype for dtype in stored if dtype.itemsize == 2)
+        self.is_identity = all(map(is_identity, policies))
 
     @property
     def is_single(self) -> bool:
         """Whether there is one policy for all."""
         return not self._map.overrides
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether every policy is float32 throughout."""
-        return all(map(is_identity, (self.default, *(p for _, p in self._map.overrides))))
 
     def seen(self, kind: Hashable) -> Seen:
         """What is known of the layers that calls of a kind enter; None is a kind of its own."""

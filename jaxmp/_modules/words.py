@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmp.policy import Policy
+
 _NORMS = (
     *(nn.LayerNorm, nn.BatchNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm, nn.WeightNorm),
     *(nn.SpectralNorm, nnx.LayerNorm, nnx.BatchNorm, nnx.RMSNorm, nnx.GroupNorm),
@@ -71,24 +73,40 @@ class Layer:
             layer.weighs, layer = True, layer.around
 
 
-class Seen:
-    """The layers that calls of one kind enter, known once such a call was traced.
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Visit:
+    """A call of a module.
 
     Attributes:
+      cls: its class.
+      around: the call that it is part of.
+      key: what tells the module from others.
+      layer: the module, if it takes a `dtype`.
+      policy: what the user's map has for it.
+      wrapped: whether it was wrapped by itself, or is inside a module that was.
+    """
+
+    cls: type
+    around: Visit | None = None
+    key: Hashable = None
+    layer: Layer | None = None
+    policy: Policy | None = None
+    wrapped: bool = False
+
+
+class Seen:
+    """What calls of one kind enter, known once such a call was traced.
+
+    Attributes:
+      visits: the last call of each module, by its path from the wrapped one.
       layers: the layers, by key.
       verdict: which of them have a word of their own; None before a trace has ended.
     """
 
     def __init__(self) -> None:
+        self.visits: dict[tuple[str, ...], Visit] = {}
         self.layers: dict[Hashable, Layer] = {}
         self.verdict: Verdict | None = None
-
-    def judge(self) -> Verdict:
-        """Decides by the layers seen until now."""
-        found = distinguished([*self.layers.values()])
-        if self.verdict is None or found != self.verdict.distinct:
-            self.verdict = Verdict(found)
-        return self.verdict
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
