@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, struct
 
 import jaxmp
 from jaxmp import PolicyMap
@@ -343,6 +343,143 @@ def test_variables_that_a_call_changes_change_once() -> None:
         assert len(changed["intermediates"]["seen"]) == 1
 
 
+# --- A default is no word ------------------------------------------------------------------------
+
+
+class Part(nn.Module):
+    """Layers with a dtype, and one without: its class tells it from them."""
+
+    dtype_mm: Any
+    convert: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dtype = self.convert(self.dtype_mm) if self.convert else self.dtype_mm
+        for _ in range(3):
+            x = nn.Dense(8, dtype=dtype)(x)
+        return nn.Dense(8)(x)
+
+
+def with_default(default: Any) -> Any:
+    """A model with a field of that default, from which it goes to the layers two modules below."""
+
+    class Model(nn.Module):
+        dtype_mm: Any = default
+        head: Any = None
+        convert: Any = None
+        param_dtype: Any = jnp.float32
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = Part(self.dtype_mm, self.convert)(x)
+            return nn.Dense(8, dtype=self.head, param_dtype=self.param_dtype)(x)
+
+    return Model
+
+
+def low_of(model: nn.Module) -> dict[str, int]:
+    return counts(jaxmp.wrap(model, BF16), variables_of(model, X), X)
+
+
+FLOAT32S = ["float32", jnp.float32, np.float32, np.dtype("float32")]
+
+
+@pytest.mark.parametrize("default", FLOAT32S)
+def test_the_default_of_a_field_is_no_word_whatever_it_is_called(default: Any) -> None:
+    model = with_default(default)
+    assert low_of(model()) == {"bfloat16": 5}
+    assert low_of(model(convert=jnp.dtype)) == {"bfloat16": 5}
+    for (
+        given
+    ) in FLOAT32S:  # a field that was given its default cannot be told from one that was not
+        assert low_of(model(given)) == {"bfloat16": 5}
+
+
+@pytest.mark.filterwarnings("ignore:wrap. 3 layers with 60%")
+@pytest.mark.parametrize("default", [None, "bfloat16"])
+def test_float32_in_a_field_of_another_default_is_meant(default: Any) -> None:
+    assert low_of(with_default(default)("float32")) == {"bfloat16": 2, "float32": 3}
+    assert low_of(with_default(default)(jnp.float32)) == {"bfloat16": 2, "float32": 3}
+
+
+@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 20%")
+def test_float32_of_a_head_is_meant_where_others_have_a_default() -> None:
+    """The default is said in another way; the one of `param_dtype` goes to `param_dtype`."""
+    for default in ("float32", None):
+        model = with_default(default)(head=jnp.float32)
+        assert low_of(model) == {"bfloat16": 4, "float32": 1}
+
+
+@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 33%")
+def test_float32_of_a_head_is_meant_where_all_others_have_a_default() -> None:
+    class Model(nn.Module):
+        dtype_mm: str = "float32"
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.Dense(8, dtype=self.dtype_mm)(nn.Dense(8, dtype=self.dtype_mm)(x))
+            return nn.Dense(8, dtype=jnp.float32)(x)
+
+    assert low_of(Model()) == {"bfloat16": 2, "float32": 1}
+
+
+@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 50%")
+def test_a_default_of_float32_is_meant_among_layers_of_16_bits() -> None:
+    class Model(nn.Module):
+        dtype: Any = jnp.bfloat16
+        logits_dtype: Any = jnp.float32
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(8, dtype=self.logits_dtype)(nn.Dense(8, dtype=self.dtype)(x))
+
+    assert low_of(Model()) == {"bfloat16": 1, "float32": 1}
+
+
+@dataclasses.dataclass
+class Plain:
+    compute: Any = "float32"
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    compute: Any = jnp.float32
+
+
+@struct.dataclass
+class Struct:
+    compute: Any = np.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    precision: Any = dataclasses.field(default_factory=Plain)
+
+    @property
+    def compute(self) -> Any:
+        return self.precision.compute
+
+
+class Configured(nn.Module):
+    config: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(8)(Part(self.config.compute)(x))
+
+
+@pytest.mark.filterwarnings("ignore:wrap. 3 layers with 60%")
+@pytest.mark.parametrize("config", [Plain, Slots, Struct, Nested])
+def test_the_default_of_a_configuration_is_no_word(config: Any) -> None:
+    assert low_of(Configured(config())) == {"bfloat16": 5}
+
+
+@pytest.mark.filterwarnings("ignore:wrap. 3 layers with 60%")
+def test_float32_of_a_configuration_that_has_no_default_is_meant() -> None:
+    config = dataclasses.make_dataclass("config", ["compute"])("float32")
+    assert low_of(Configured(config)) == {"bfloat16": 2, "float32": 3}
+
+
 # --- NNX -----------------------------------------------------------------------------------------
 
 
@@ -409,6 +546,64 @@ def test_nnx_float32_of_a_router_is_meant() -> None:
 @pytest.mark.filterwarnings("ignore:wrap. 1 layer with 10%")
 def test_nnx_float32_of_a_head_is_meant() -> None:
     assert nnx_counts(Config(jnp.bfloat16, head=jnp.float32)) == {"float32": 1, "bfloat16": 12}
+
+
+class NNXPart(nnx.Module):
+    """Layers with a dtype, and one without."""
+
+    def __init__(self, rngs: nnx.Rngs, dtype_mm: Any = "float32", head: Any = None) -> None:
+        self.a = nnx.Linear(8, 8, dtype=dtype_mm, rngs=rngs)
+        self.b = nnx.Linear(8, 8, dtype=dtype_mm, rngs=rngs)
+        self.head = nnx.Linear(8, 8, dtype=head, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.b(self.a(x)))
+
+
+class NNXAround(nnx.Module):
+    """Hands on what it has, perhaps from a configuration, to a module without a default."""
+
+    def __init__(self, config: Any, param_dtype: Any = jnp.float32, head: Any = None) -> None:
+        self.config, self.head = config, head
+        rngs = nnx.Rngs(0)
+        self.part = NNXInner(rngs, config.compute, head, param_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.part(x)
+
+
+class NNXInner(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, dtype: Any, head: Any, param_dtype: Any) -> None:
+        self.a = nnx.Linear(8, 8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.b = nnx.Linear(8, 8, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(8, 8, dtype=head, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.b(self.a(x)))
+
+
+def nnx_low_of(model: nnx.Module) -> dict[str, int]:
+    return dict(contraction_dtypes(jaxmp.wrap(model, BF16), X))
+
+
+@pytest.mark.filterwarnings("ignore:wrap. . layer")
+def test_nnx_a_default_is_no_word() -> None:
+    rngs = nnx.Rngs(0)
+    assert nnx_low_of(NNXPart(rngs)) == {"bfloat16": 3}
+    assert nnx_low_of(NNXPart(rngs, "float32")) == {"bfloat16": 3}
+    assert nnx_low_of(NNXPart(rngs, head=jnp.float32)) == {"bfloat16": 2, "float32": 1}
+
+
+@pytest.mark.filterwarnings("ignore:wrap. . layer")
+@pytest.mark.parametrize("config", [Plain, Slots, Struct, Nested])
+def test_nnx_the_default_of_a_configuration_is_no_word(config: Any) -> None:
+    assert nnx_low_of(NNXAround(config())) == {"bfloat16": 3}
+
+
+@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 33%")
+def test_nnx_float32_of_a_head_is_meant_where_others_have_a_default() -> None:
+    assert nnx_low_of(NNXAround(Plain(), head=jnp.float32)) == {"bfloat16": 2, "float32": 1}
+    assert nnx_low_of(NNXAround(Plain(None), head=jnp.float32)) == {"bfloat16": 2, "float32": 1}
 
 
 # --- What is said of it --------------------------------------------------------------------------

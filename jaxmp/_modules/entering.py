@@ -16,7 +16,15 @@ import numpy as np
 from jaxmp._autocast.marks import policy_in_force, region
 from jaxmp._flax import InterceptorContext
 from jaxmp._modules.overrides import FLOAT32, Found, Overrides
-from jaxmp._modules.words import Seen, Verdict, Visit, distinguished, layer_of
+from jaxmp._modules.words import (
+    Seen,
+    Standing,
+    Verdict,
+    Visit,
+    distinguished,
+    layer_of,
+    standing_at_float32,
+)
 from jaxmp.policy import Policy
 
 # Part of the key of every jit cache, `nn.jit`'s among them: the `Verdict` by which modules mark
@@ -166,9 +174,13 @@ class Entering:
         layers = (v.layer for v in reversed(self._around) if v.layer is not None)
         key = (module.path, type(module))
         default = next((f.default for f in dataclasses.fields(module) if f.name == "dtype"), None)
-        layer = layer_of(module, default, next(layers, None), key, root=around is None)
+        above: Standing = around.standing if around else frozenset()
+        layer = layer_of(
+            module, default, next(layers, None), key, root=around is None, standing=above
+        )
         policy = self.overrides.policy_at(path, type(module))
-        return Visit(type(module), around, key, layer, policy)
+        standing = above | standing_at_float32(module)
+        return Visit(type(module), around, key, layer, policy, standing)
 
     def _wrapped_by_itself(self, call: Callable[[], Any]) -> Any:
         """Calls a module that was wrapped, or is inside one that was: it keeps its policies."""

@@ -29,7 +29,7 @@ from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
 from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.overrides import FLOAT32, Overrides
-from jaxmp._modules.words import Layer, distinguished, layer_of
+from jaxmp._modules.words import Layer, Standing, distinguished, layer_of, standing_at_float32
 from jaxmp.policy import Policy, PolicyMap
 
 Method = Callable[..., Any]
@@ -202,9 +202,14 @@ def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, 
     """The modules inside with a policy of their own, and where that is their author's own word."""
     found = sorted(((_names(p), m) for p, m in nnx.iter_modules(module)), key=lambda f: f[0])
     layers: dict[tuple[str, ...], Layer] = {}
+    standing: dict[tuple[str, ...], Standing] = {}
     for path, inner in found:  # parents come first
-        above = (layers[path[:i]] for i in range(len(path) - 1, -1, -1) if path[:i] in layers)
-        layer = layer_of(inner, _default_dtype(inner), next(above, None), path, root=not path)
+        above = [path[:i] for i in range(len(path) - 1, -1, -1)]
+        around = next((layers[p] for p in above if p in layers), None)
+        given: Standing = next((standing[p] for p in above if p in standing), frozenset())
+        standing[path] = given | standing_at_float32(inner)
+        default = _default_dtype(inner)
+        layer = layer_of(inner, default, around, path, root=not path, standing=given)
         if layer is not None:
             values = [v for v in vars(inner).values() if isinstance(v, nnx.Variable)]
             layer.hold(v.get_raw_value() for v in values)

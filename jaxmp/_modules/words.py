@@ -2,7 +2,9 @@
 
 A program that is float32 already says nothing of a layer's `dtype=float32`: only the module does.
 Many models hand one `config.dtype` to every layer, which is what the policy replaces. It is a word
-of its own only where it tells a layer from its like, which needs a look at the whole tree.
+of its own only where it tells a layer from its like, which needs a look at the whole tree. And it
+is none where it is the default of a field that it came from: of the layer, or, if most layers have
+it, of a module or configuration around it, whatever the field is called there.
 
 Nothing here knows Linen or NNX; they say which modules there are.
 """
@@ -10,6 +12,7 @@ Nothing here knows Linen or NNX; they say which modules there are.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +30,9 @@ _NORMS = (
 )
 _LOOKUPS = (nn.Embed, nnx.Embed)
 
+# The fields that stand at their default, which is float32: their names, and how they say it.
+Standing = frozenset[tuple[str, type]]
+
 
 @dataclasses.dataclass(slots=True)
 class Layer:
@@ -39,6 +45,7 @@ class Layer:
       low: whether it is one of 16 bits.
       around: the nearest module around it that takes a dtype; None for the outermost.
       default: whether it has the dtype that its class gives it anyway.
+      by_default: whether its float32 may be the default of a field of a module around it.
       root: whether it is the wrapped module, whose dtype is what the policy replaces.
       weighs: whether it, or a module inside it, holds a weight of two or more dimensions.
     """
@@ -49,6 +56,7 @@ class Layer:
     low: bool
     around: Layer | None
     default: bool
+    by_default: bool
     root: bool
     weighs: bool = False
 
@@ -83,6 +91,7 @@ class Visit:
       key: what tells the module from others.
       layer: the module, if it takes a `dtype`.
       policy: what the user's map has for it.
+      standing: the `standing_at_float32` of it and of the modules around it.
       wrapped: whether it was wrapped by itself, or is inside a module that was.
     """
 
@@ -91,6 +100,7 @@ class Visit:
     key: Hashable = None
     layer: Layer | None = None
     policy: Policy | None = None
+    standing: Standing = frozenset()
     wrapped: bool = False
 
 
@@ -119,8 +129,69 @@ class Verdict:
     distinct: frozenset[Hashable] = frozenset()
 
 
+def standing_at_float32(module: Any) -> Standing:
+    """The fields of a module that stand at float32 by default, its configurations' included.
+
+    Those of a module that is no dataclass are the arguments it is made with. One that it does not
+    keep may have been given another value, which its layers then have.
+    """
+    found = set()
+    holders = [module]
+    for holder in holders:
+        if dataclasses.is_dataclass(holder):
+            defaults = {f.name: f.default for f in dataclasses.fields(holder)}
+        else:
+            parameters = inspect.signature(type(holder).__init__).parameters
+            defaults = {name: parameter.default for name, parameter in parameters.items()}
+        kept = getattr(holder, "__dict__", None)
+        if kept is None:  # slots
+            kept = {name: getattr(holder, name, None) for name in defaults}
+        for name, default in defaults.items():
+            kind = _spelling(kept.get(name, default))
+            if kind and _spelling(default):
+                found.add((name, kind))
+        for name in defaults if dataclasses.is_dataclass(holder) else kept:
+            value = kept.get(name)
+            if _is_configuration(value) and not any(value is known for known in holders):
+                holders.append(value)
+    return frozenset(found)
+
+
+def _is_configuration(value: Any) -> bool:
+    no_instance = isinstance(value, (type, nn.Module, nnx.Module))
+    return dataclasses.is_dataclass(value) and not no_instance
+
+
+def _spelling(dtype: Any) -> type | None:
+    """How float32 is said: as text, a scalar type or a NumPy dtype; None if it is not float32."""
+    kind = next((kind for kind in (str, type, np.dtype) if isinstance(dtype, kind)), None)
+    said = ("float32",) if kind is str else (jnp.float32, np.float32)
+    return kind if kind is not None and dtype in said else None
+
+
+def _by_default(module: Any, standing: Standing) -> bool:
+    """Whether a layer's float32 is that of a field around it which stands at its default.
+
+    Where a value came from cannot be seen. It is said as the field says it, or was converted; and
+    it is no field that the layer has as well, which is handed to that: `param_dtype`.
+    """
+    kind = _spelling(module.dtype)
+    if dataclasses.is_dataclass(module):
+        own = {f.name for f in dataclasses.fields(module)}
+    else:
+        own = {*inspect.signature(type(module).__init__).parameters, *vars(module)}
+    own.discard("dtype")
+    return any(name not in own and kind in (said, np.dtype) for name, said in standing)
+
+
 def layer_of(
-    module: Any, default: Any, around: Layer | None, key: Hashable, *, root: bool
+    module: Any,
+    default: Any,
+    around: Layer | None,
+    key: Hashable,
+    *,
+    root: bool,
+    standing: Standing,
 ) -> Layer | None:
     """The layer that a module is; None if it takes no `dtype` (`dtype=None` is one).
 
@@ -130,6 +201,7 @@ def layer_of(
       around: the nearest layer around it.
       key: what tells it from others.
       root: whether it is the wrapped module.
+      standing: the `standing_at_float32` of all modules around it.
     """
     # A `__getattr__` of the author's is not asked: it is a method, whose calls come here as well.
     # (Python 3.12's `getattr_static` would ask nobody, but keeps the class for ever.)
@@ -150,6 +222,7 @@ def layer_of(
         low=name is not None and name.itemsize <= 2 and jnp.issubdtype(name, jnp.floating),
         around=around,
         default=name == usual,
+        by_default=name == np.float32 and _by_default(module, standing),
         root=root,
     )
 
@@ -161,12 +234,14 @@ def _name(dtype: Any) -> np.dtype[Any] | None:
 def distinguished(layers: Sequence[Layer]) -> frozenset[Hashable]:
     """The keys of the layers whose float32 tells them from their like.
 
-    A layer's like are, first, those of its class: if one of them has another dtype, or none, its
-    float32 is meant. (That its class says float32 anyway is no word, unless others of the class
-    were given 16 bits.) If all of its class are float32, its like are the layers with weights, and
-    its float32 is meant where it is the exception among them, not the rule: a float32 head on
-    convolutions without a dtype. Norms do not count there: they are float32 inside whatever they
-    are told. Nor do lookups: many models hand their dtype to every layer but those.
+    A layer's like are, first, those of its class: if one of them has another dtype, none or that of
+    a default, its float32 is meant. (That its own is a default is no word, unless others of the
+    class were given 16 bits. A field's default that reaches the exception among all layers with
+    weights, a router, is no default in this sense: it was written for that one.) If all of its
+    class are float32, its like are the layers with weights, and its float32 is meant where it is
+    the exception among them, not the rule: a float32 head on convolutions without a dtype. Norms do
+    not count there: they are float32 inside whatever they are told. Nor do lookups: many models
+    hand their dtype to every layer but those.
 
     Args:
       layers: all that there are.
@@ -179,12 +254,13 @@ def distinguished(layers: Sequence[Layer]) -> frozenset[Hashable]:
     words = [w for w in others if w.weighs and not (w.handed and w.around and not w.around.root)]
     words = [w for w in words if not issubclass(w.cls, _LOOKUPS)]
     rule = 2 * sum(w.float32 for w in words) > len(words)
+    untold = {w.key for w in others if w.default or (w.by_default and rule) or not w.float32}
     found = set()
     for layer in candidates:
-        like = [w for w in others if not w.float32 and _alike(w.cls, layer.cls)]
+        like = [w for w in others if w.key in untold and _alike(w.cls, layer.cls)]
         is_exception = bool(like) or (layer.weighs and bool(words) and not rule)
         among_low = any(w.low for w in like)
-        if among_low or (not layer.default and (is_exception or _in_low(layer))):
+        if among_low or (layer.key not in untold and (is_exception or _in_low(layer))):
             found.add(layer.key)
     return frozenset(found)
 

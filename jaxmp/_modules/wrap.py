@@ -40,7 +40,8 @@ def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
     2. for a layer that its author singled out by ``dtype=float32``: float32. That is one whose like
        (the layers of its class, or else those with weights, of which it must be the exception) were
        given another dtype or none. A dtype handed to every layer, or by the module around it, says
-       nothing: it is what the policy replaces;
+       nothing: it is what the policy replaces. Nor does the default of a field of the layer, or of
+       one around most layers that their dtype may have come from;
     3. the policy of the module they are in.
 
     `explain` and `audit` list what stays float32 by 2. If that is more than a tenth of the FLOPs of
