@@ -691,3 +691,34 @@ def test_a_trace_is_done_once_where_no_layer_is_singled_out() -> None:
     traces.clear()
     jax.make_jaxpr(wrapped.apply)(variables, SEQUENCE)
     assert len(traces) == 1, "the second trace knows the layers"
+
+
+@pytest.mark.parametrize("given", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("policy", [BF16, "mixed_float16"])
+def test_layers_of_16_bits_keep_them_and_their_result(given: Any, policy: str) -> None:
+    """What docs/coming_from/flax_dynamic_scale.md says of them."""
+    low = jnp.dtype(given).name
+    linen = nn.Sequential([nn.Dense(8, dtype=given), nn.Dense(8, dtype=given)])
+    variables = variables_of(linen, X)
+    wrapped = jaxmp.wrap(linen, policy)
+    nnx_model = jaxmp.wrap(nnx.Linear(8, 8, dtype=given, rngs=nnx.Rngs(0)), policy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert wrapped.apply(variables, X).dtype == low
+            assert nnx_model(X).dtype == low
+        assert counts(wrapped, variables, X) == {low: 2}
+    said = [str(warning.message) for warning in caught]
+    if policy == f"mixed_{low}":
+        assert said == []
+    else:
+        assert {warning.filename for warning in caught} == {__file__}
+        assert [text.partition(": modules")[0] for text in said] == ["wrap", "wrap"]
+        assert "layers_0, layers_1. Leave" in said[0]
+        assert "Linear. Leave" in said[1]
+
+
+def test_layers_of_16_bits_that_some_policy_computes_in_are_not_remarked() -> None:
+    model = nn.Sequential([nn.Dense(8, dtype=jnp.float16), nn.Dense(8)])
+    wrapped = jaxmp.wrap(model, PolicyMap({"layers_0": "mixed_float16"}, default=BF16))
+    assert counts(wrapped, variables_of(model, X), X) == {"float16": 1, "bfloat16": 1}

@@ -100,6 +100,8 @@ class Entering:
         if found != before.distinct:
             self.verdict = Verdict(found)
         self.seen.verdict = self.verdict
+        visits = self.seen.visits.items()
+        self.overrides.warn_of_other_dtypes({p: v.layer for p, v in visits if v.layer})
         return found == before.distinct
 
     def policy_of(self, path: Any) -> Policy | None:

@@ -214,6 +214,7 @@ def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, 
             values = [v for v in vars(inner).values() if isinstance(v, nnx.Variable)]
             layer.hold(v.get_raw_value() for v in values)
             layers[path] = layer
+    overrides.warn_of_other_dtypes(layers)
     own = distinguished([*layers.values()])
     marks: list[tuple[Any, Policy, str | None]] = []
     for path, inner in found:

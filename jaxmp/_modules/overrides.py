@@ -13,7 +13,7 @@ import inspect
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 from jaxmp._autocast.flops import kept_by_layers
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.transform import is_identity
-from jaxmp._modules.words import Seen
+from jaxmp._modules.words import Layer, Seen
 from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
 
 FLOAT32 = get_policy("float32")
@@ -61,6 +61,7 @@ class Overrides:
         policies = [self.default, *(policy for _, policy in self._map.overrides)]
         stored = {np.dtype(policy.param_dtype) for policy in policies}
         self.stored = frozenset(dtype for dtype in stored if dtype.itemsize == 2)
+        self._computed = {np.dtype(policy.compute_dtype) for policy in policies}
         self.is_identity = all(map(is_identity, policies))
 
     @property
@@ -92,6 +93,20 @@ class Overrides:
             "contractions' FLOPs stay float32, because they were given dtype=float32 and others of "
             f"their like were not: {', '.join(shown)}{', …' if len(paths) > len(shown) else ''}. "
             f"To overrule that: {remedy}.",
+            stacklevel=_level_of_the_user(),
+        )
+
+    def warn_of_other_dtypes(self, layers: Mapping[tuple[str, ...], Layer]) -> None:
+        """Warns, once, where most layers were given 16 bits which no policy computes in."""
+        weighed = {"/".join(p) or w.cls.__name__: w for p, w in layers.items() if w.weighs}
+        paths = [p for p, w in weighed.items() if w.low and w.dtype not in self._computed]
+        if 2 * len(paths) <= len(weighed) or frozenset(paths) in self._warned:
+            return
+        self._warned.add(frozenset(paths))
+        warnings.warn(
+            f"wrap: modules that were given dtype={weighed[paths[0]].dtype} compute in it, "
+            f"under the policy {str(self.default)!r} as well: {', '.join(paths[:5])}"
+            f"{', …' if len(paths) > 5 else ''}. Leave the dtype out for the policy to set it.",
             stacklevel=_level_of_the_user(),
         )
 

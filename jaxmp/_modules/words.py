@@ -41,8 +41,7 @@ class Layer:
     Attributes:
       key: what tells it from the others.
       cls: its class.
-      float32: whether its dtype is float32.
-      low: whether it is one of 16 bits.
+      dtype: its dtype.
       around: the nearest module around it that takes a dtype; None for the outermost.
       default: whether it has the dtype that its class gives it anyway.
       by_default: whether its float32 may be the default of a field of a module around it.
@@ -52,13 +51,23 @@ class Layer:
 
     key: Hashable
     cls: type
-    float32: bool
-    low: bool
+    dtype: np.dtype[Any] | None
     around: Layer | None
     default: bool
     by_default: bool
     root: bool
     weighs: bool = False
+
+    @property
+    def float32(self) -> bool:
+        """Whether its dtype is float32."""
+        return self.dtype == np.float32
+
+    @property
+    def low(self) -> bool:
+        """Whether its dtype is one of 16 bits, or fewer."""
+        dtype = self.dtype
+        return dtype is not None and dtype.itemsize <= 2 and jnp.issubdtype(dtype, jnp.floating)
 
     @property
     def handed(self) -> bool:
@@ -218,8 +227,7 @@ def layer_of(
     return Layer(
         key=key,
         cls=type(module),
-        float32=name == np.float32,
-        low=name is not None and name.itemsize <= 2 and jnp.issubdtype(name, jnp.floating),
+        dtype=name,
         around=around,
         default=name == usual,
         by_default=name == np.float32 and _by_default(module, standing),
