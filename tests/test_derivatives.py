@@ -185,6 +185,37 @@ def test_forward_mode_and_second_derivatives_of_a_rule_with_symbolic_zeros() -> 
     assert relative_error(*seconds) < 0.05
 
 
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_a_result_that_vmap_leaves_as_it_is(symbolic: bool) -> None:
+    """JAX 0.12 takes no cotangent of such a result, not even zeros in an array."""
+    seen = []
+
+    @jax.custom_vjp
+    def f(x, w):
+        return jnp.tanh(x @ w), jnp.sum(w), jnp.int32(w.shape[0])
+
+    def fwd(x, w):
+        x, w = (x.value, w.value) if symbolic else (x, w)
+        return f(x, w), (x, w)
+
+    def bwd(saved, cotangents):
+        seen.append([*map(is_zero, cotangents)])
+        x, w = saved
+        h = cotangents[0] * (1 - jnp.tanh(x @ w) ** 2)
+        return h @ w.T, jnp.outer(x, h)
+
+    f.defvjp(fwd, bwd, symbolic_zeros=symbolic)
+
+    def loss(w, x):
+        return jnp.sum(jax.vmap(lambda x: f(x, w)[0])(x))
+
+    want = jax.grad(loss)(W, X)
+    plainly = seen[-1]
+    got = jax.grad(jaxmp.autocast(loss, BF16))(W, X)
+    assert relative_error(got, want) < 0.03
+    assert seen[-1] == plainly
+
+
 # --- rules that close over a value of their caller -----------------------------------------------
 
 

@@ -203,3 +203,49 @@ def test_the_network_inside_a_solver_is_low() -> None:
         jax.grad(jaxmp.autocast(diffrax_loss, "mixed_bfloat16")), weights(), X
     )
     assert counts["bfloat16"] >= 4
+
+
+@pytest.mark.slow
+def test_diffrax_s_own_training_loop() -> None:
+    """The neural ODE of its documentation: a solver with the default adjoint under `jax.vmap`."""
+    diffrax, optax = pytest.importorskip("diffrax"), pytest.importorskip("optax")
+    mlp = equinox.nn.MLP(2, 2, 16, 1, jax.nn.softplus, jnp.tanh, key=jax.random.key(2))
+    ts = jnp.linspace(0.0, 1.0, 5)
+    starts = jax.random.uniform(jax.random.key(3), (8, 2), minval=-0.6, maxval=1.0)
+    ys = starts[:, None] * jnp.exp(-ts)[:, None]
+
+    def solve(model: Any, y0: jax.Array) -> jax.Array:
+        return diffrax.diffeqsolve(
+            diffrax.ODETerm(lambda _t, y, _: model(y)),
+            diffrax.Tsit5(),
+            ts[0],
+            ts[-1],
+            ts[1] - ts[0],
+            y0,
+            stepsize_controller=diffrax.PIDController(rtol=1e-2, atol=1e-2),
+            saveat=diffrax.SaveAt(ts=ts),
+        ).ys
+
+    def loss(model: Any, ys: jax.Array) -> jax.Array:
+        return jnp.mean((ys - jax.vmap(solve, (None, 0))(model, ys[:, 0])) ** 2)
+
+    def trained(loss: Any) -> list[float]:
+        model, losses, tx = mlp, [], optax.adabelief(3e-2)
+        state = tx.init(equinox.filter(model, equinox.is_inexact_array))
+
+        @equinox.filter_jit
+        def step(model: Any, state: Any) -> Any:
+            value, grads = equinox.filter_value_and_grad(loss)(model, ys)
+            updates, state = tx.update(grads, state)
+            return value, equinox.apply_updates(model, updates), state
+
+        for _ in range(20):
+            value, model, state = step(model, state)
+            losses.append(float(value))
+        return losses
+
+    want, got = trained(loss), trained(jaxmp.autocast(loss, "mixed_bfloat16"))
+    assert want[-1] < 0.3 * want[0]
+    assert got == pytest.approx(want, rel=0.1)
+    grad = equinox.filter_grad(jaxmp.autocast(loss, "mixed_bfloat16"))
+    assert contraction_dtypes(lambda ys: grad(mlp, ys), ys)["bfloat16"] >= 4
