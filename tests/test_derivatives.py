@@ -211,7 +211,7 @@ def test_a_result_that_vmap_leaves_as_it_is(symbolic: bool) -> None:
 
     want = jax.grad(loss)(W, X)
     plainly = seen[-1]
-    got = jax.grad(jaxmp.autocast(loss, BF16))(W, X)
+    got = jax.grad(autocast(loss, BF16))(W, X)
     assert relative_error(got, want) < 0.03
     assert seen[-1] == plainly
 
