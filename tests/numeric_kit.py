@@ -19,6 +19,7 @@ root mean squares over `DRAWS` draws of the inputs: one scalar's error can be sm
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -238,7 +239,8 @@ def error(name: str, variant: str, dtype: str) -> Error:
     plain = functools.partial(loss, Plain())
     scale = PROGRAMS[name].scale if dtype == "float16" else 1.0
     if variant == "autocast":
-        fn = _valued(name, jaxmp.autocast(plain, f"mixed_{dtype}"), scale)
+        # As of a caller who names no arguments: the first is the parameters.
+        fn = _valued(name, _unwarned(jaxmp.autocast(plain, f"mixed_{dtype}")), scale)
     elif variant == "hand":
         fn = _valued(name, functools.partial(loss, Hand(dtype)), scale)
     elif variant == "floor":
@@ -255,6 +257,17 @@ def error(name: str, variant: str, dtype: str) -> Error:
         strict=True,
     )
     return Error(_root_mean_square(values), _root_mean_square(gradients))
+
+
+def _unwarned(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, which may say that weights are in other arguments than the first."""
+
+    def call(*args: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*argnums does not name")
+            return fn(*args)
+
+    return call
 
 
 def _root_mean_square(xs: Any) -> float:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxmp
 from jaxmp._autocast.carries import STEP, recurrence
 from jaxmp._jaxprs.compat import scan_split
 from jaxmp._jaxprs.higher_order import inside
 
-from support import iter_eqns, jaxpr_of
+from support import autocast, iter_eqns, jaxpr_of
 
 BF16 = "mixed_bfloat16"
 
@@ -28,8 +27,8 @@ def normal(seed: int, *shape: int) -> jax.Array:
 X, W = normal(0, 6, 8), normal(1, 8, 8)
 
 
-def summed(body: Callable[..., Any], carry: Any, xs: Any = None) -> tuple[list[bool], list[bool]]:
-    """For each carry of a scan: whether it comes back as itself, and whether through layers."""
+def layered(body: Callable[..., Any], carry: Any, xs: Any = None) -> list[bool]:
+    """For each carry of a scan: whether it comes back through layers."""
 
     def scan(carry: Any, xs: Any) -> Any:
         return lax.scan(body, carry, xs, length=3)
@@ -40,7 +39,7 @@ def summed(body: Callable[..., Any], carry: Any, xs: Any = None) -> tuple[list[b
         jax.tree.leaves(xs)
     )
     found = recurrence(inside(eqn)[0], flags)
-    return list(found.summed)[-n:], list(found.layered)[-n:]
+    return list(found.layered)[-n:]
 
 
 STACK = normal(3, 3, 8, 8)
@@ -49,61 +48,46 @@ STACK = normal(3, 3, 8, 8)
 @pytest.mark.parametrize(
     ("body", "xs", "expected"),
     [
-        (lambda h, w: (h + jnp.tanh(h @ w), None), STACK, (True, True)),
-        (lambda h, w: (jnp.tanh(h @ w), None), STACK, (False, True)),
-        (lambda h, _: (h + jnp.tanh(h @ W), None), STACK, (True, False)),
-        (lambda h, _: (jnp.tanh(h @ W), None), STACK, (False, False)),
-        (lambda h, x: (0.9 * h + X @ x, None), STACK, (True, False)),
-        (lambda h, w: (jnp.where(h > 0, h, h @ w), None), STACK, (True, True)),
-        (lambda h, w: (jax.jit(lambda a: a - 0.1 * (a @ w))(h), None), STACK, (True, True)),
-        (lambda h, w: (jax.checkpoint(lambda a: jnp.sin(a) + a @ w)(h), None), STACK, (True, True)),
+        (lambda h, w: (h + jnp.tanh(h @ w), None), STACK, True),
+        (lambda h, w: (jnp.tanh(h @ w), None), STACK, True),
+        (lambda h, _: (h + jnp.tanh(h @ W), None), STACK, False),
+        (lambda h, _: (jnp.tanh(h @ W), None), STACK, False),
+        (lambda h, x: (0.9 * h + X @ x, None), STACK, False),
+        (lambda h, w: (jnp.where(h > 0, h, h @ w), None), STACK, True),
+        (lambda h, w: (jax.jit(lambda a: a - 0.1 * (a @ w))(h), None), STACK, True),
+        (lambda h, w: (jax.checkpoint(lambda a: jnp.sin(a) + a @ w)(h), None), STACK, True),
         (
             lambda h, w: (lax.cond(h[0, 0] > 0, lambda a: a, lambda a: a @ w, h), None),
             STACK,
-            (True, True),
+            True,
         ),
         (
             lambda h, w: (lax.fori_loop(0, 2, lambda _, a: a + a @ w, h), None),
             STACK,
-            (True, True),
+            True,
         ),
         (
             lambda h, w: (lax.while_loop(lambda a: a.sum() > 9, lambda a: a * 0.5, h @ w), None),
             STACK,
-            (False, True),
+            True,
         ),
-        (lambda h, w: (h @ w / jnp.linalg.norm(h @ w), None), STACK, (False, True)),
-        (lambda h, w: (h @ (w @ w.T), None), STACK, (False, True)),  # weight arithmetic
+        (lambda h, w: (h @ w / jnp.linalg.norm(h @ w), None), STACK, True),
+        (lambda h, w: (h @ (w @ w.T), None), STACK, True),  # weight arithmetic
     ],
     ids=[
         "layers", "plain layers", "one weight", "rnn", "leaky", "select", "jit", "remat", "cond",
         "scan", "while", "power iteration", "weights",
     ],
 )  # fmt: skip
-def test_how_a_carry_comes_back(
-    body: Callable[..., Any], xs: Any, expected: tuple[bool, bool]
+def test_whether_a_carry_comes_back_through_layers(
+    body: Callable[..., Any], xs: Any, expected: bool
 ) -> None:
-    found = summed(body, X, xs)
-    assert (found[0][0], found[1][0]) == expected
-
-
-def test_a_state_that_goes_round_through_others_comes_back_as_itself() -> None:
-    def verlet(carry: Any, _: Any) -> Any:
-        before, now = carry
-        return (now, 2 * now - before + 1e-4 * (now @ W)), None
-
-    assert summed(verlet, (X, X))[0] == [True, True]
-
-    def delay(carry: Any, _: Any) -> Any:
-        before, now = carry
-        return (now, before @ W), None
-
-    assert summed(delay, (X, X))[0] == [False, False]
+    assert layered(body, X, xs) == [expected]
 
 
 def carried(fn: Callable[..., Any], *args: Any, policy: str = BF16) -> list[str]:
     """The dtypes of the float carries of the first scan."""
-    fast = jaxmp.autocast(fn, policy)
+    fast = autocast(fn, policy)
     eqn = next(e for e in iter_eqns(jaxpr_of(fast, *args)) if e.primitive.name == "scan")
     split = scan_split(eqn)
     carries = eqn.invars[split[0] : sum(split)]
@@ -143,7 +127,7 @@ def delta_rule(state: jax.Array, q: jax.Array) -> jax.Array:
         (
             lambda w: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c @ w), jnp.zeros((6, 8))),
             (W,),
-            "bfloat16",
+            "float32",
         ),
     ],
     ids=["data", "layers", "indexed layers", "one weight", "delta rule", "float32 update", "rnn"],
@@ -172,61 +156,58 @@ def comes_back(body: Callable[..., Any], carry: Any, *weights: jax.Array) -> str
     [inner] = [found for eqn in eqns if eqn.primitive.name == "scan" for found in inside(eqn)]
     flags = [i not in inner.carries for i in range(len(inner.operands))]
     loop = recurrence(inner, flags)
-    words = [
-        word for word, flag in (("summed", loop.summed[0]), ("layered", loop.layered[0])) if flag
-    ]
-    return " and ".join(words) or "made anew"
+    return LAYERS if loop.layered[0] else STATE
 
 
-LAYERS, SUM = "summed and layered", "summed"
+LAYERS, STATE = "layers", "a state"
 ROWS: dict[str, tuple[Callable[..., Any], str]] = {
     "residual layers": (lambda h, w, i, ws: h + h @ w, LAYERS),
     "a branch scaled as in EDSR": (lambda h, w, i, ws: h + STEP * (h @ w), LAYERS),
-    "a small step": (lambda h, w, i, ws: h + 0.9 * STEP * (h @ w), SUM),
-    "a small step back": (lambda h, w, i, ws: h - 0.01 * (h @ w), SUM),
-    "divided by a large number": (lambda h, w, i, ws: h + (h @ w) / 20.0, SUM),
+    "a small step": (lambda h, w, i, ws: h + 0.9 * STEP * (h @ w), STATE),
+    "a small step back": (lambda h, w, i, ws: h - 0.01 * (h @ w), STATE),
+    "divided by a large number": (lambda h, w, i, ws: h + (h @ w) / 20.0, STATE),
     "divided by a small number": (lambda h, w, i, ws: h + (h @ w) / 5.0, LAYERS),
     "a large number divided": (lambda h, w, i, ws: h + jnp.tanh(h @ w) * 3.0, LAYERS),
     "nothing of it": (lambda h, w, i, ws: h + 0.0 * (h @ w), LAYERS),
-    "scaled before the product": (lambda h, w, i, ws: h + (0.01 * h) @ w, SUM),
-    "scaled by a shared number": (lambda h, w, i, ws, lr: h + lr * (h @ w), SUM),
+    "scaled before the product": (lambda h, w, i, ws: h + (0.01 * h) @ w, STATE),
+    "scaled by a shared number": (lambda h, w, i, ws, lr: h + lr * (h @ w), STATE),
     "scaled by the layer's own number": (lambda h, w, i, ws, lr: h + w[0, 0] * (h @ w), LAYERS),
     "scaled by a shared vector": (lambda h, w, i, ws, lr, v: h + v * (h @ w), LAYERS),
     "scaled by a number of the carry's": (
         lambda h, w, i, ws: h + (h @ w) / jnp.sqrt(jnp.sum(h**2)),
-        SUM,
+        STATE,
     ),
     "scaled by a number of the product's": (
         lambda h, w, i, ws: h + (h @ w) / jnp.sqrt(jnp.sum((h @ w) ** 2)),
         LAYERS,
     ),
-    "gradient descent on data": (lambda h, w, i, ws: h - 0.01 * (h @ w - 1) @ w.T, SUM),
-    "layers one after the other": (lambda h, w, i, ws: jnp.tanh(h @ w), "layered"),
-    "one weight": (lambda h, w, i, ws, lr, v: h + h * v, SUM),
-    "through one weight": (lambda h, w, i, ws, lr, v: h + h @ (v[:, None] * v), SUM),
+    "gradient descent on data": (lambda h, w, i, ws: h - 0.01 * (h @ w - 1) @ w.T, STATE),
+    "layers one after the other": (lambda h, w, i, ws: jnp.tanh(h @ w), LAYERS),
+    "one weight": (lambda h, w, i, ws, lr, v: h + h * v, STATE),
+    "through one weight": (lambda h, w, i, ws, lr, v: h + h @ (v[:, None] * v), STATE),
     "indexed by the iteration": (lambda h, w, i, ws: h + h @ ws[i], LAYERS),
     "a slice of a stack at a fixed place": (
         lambda h, w, i, ws: h + h @ lax.dynamic_slice(ws, (0, 0, 0), (1, 8, 8))[0],
-        SUM,
+        STATE,
     ),
-    "the first of a stack": (lambda h, w, i, ws: h + h @ ws[0], SUM),
+    "the first of a stack": (lambda h, w, i, ws: h + h @ ws[0], STATE),
     "a slice of a part": (
         lambda h, w, i, ws: h + h @ lax.dynamic_index_in_dim(ws[1:], i, 0, keepdims=False),
         LAYERS,
     ),
     "weights of weights": (lambda h, w, i, ws: h + h @ (w @ ws[i]), LAYERS),
-    "weights and others": (lambda h, w, i, ws, lr, v: h + h @ (w @ (v[:, None] * v)), SUM),
-    "a rotation is no product": (lambda h, w, i, ws: h[:, :3] @ w[:3, :3] @ jnp.eye(3, 8), SUM),
-    "a product is": (lambda h, w, i, ws: (h @ jnp.ones((8, 8))) @ jnp.ones((8, 8)), "made anew"),
+    "weights and others": (lambda h, w, i, ws, lr, v: h + h @ (w @ (v[:, None] * v)), STATE),
+    "a rotation is no product": (lambda h, w, i, ws: h[:, :3] @ w[:3, :3] @ jnp.eye(3, 8), STATE),
+    "a product is": (lambda h, w, i, ws: (h @ jnp.ones((8, 8))) @ jnp.ones((8, 8)), STATE),
     "which branch": (
         lambda h, w, i, ws: lax.cond(h[0, 0] > 0, lambda: h * 0 + w[:6], lambda: w[:6]),
-        SUM,
+        STATE,
     ),
     "only which branch": (
         lambda h, w, i, ws: lax.cond(h[0, 0].astype(int) > 0, lambda: w[:6] * 2, lambda: w[:6]),
-        SUM,
+        STATE,
     ),
-    "forgotten": (lambda h, w, i, ws: w[:6] * 2, "made anew"),
+    "forgotten": (lambda h, w, i, ws: w[:6] * 2, STATE),
 }
 
 
@@ -234,24 +215,6 @@ ROWS: dict[str, tuple[Callable[..., Any], str]] = {
 def test_what_is_a_step_and_what_is_a_layer(body: Callable[..., Any], expected: str) -> None:
     weights = (jnp.float32(0.5), W[0])[: body.__code__.co_argcount - 4]
     assert comes_back(body, X, *weights) == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (lambda a, b, c, w: (b, c, a), [True, True, True]),
-        (lambda a, b, c, w: (b, c, a @ w), [False, False, False]),
-        (lambda a, b, c, w: (b, a + 1, c @ w), [True, True, False]),
-        (lambda a, b, c, w: (a @ w, a, b), [False, False, False]),
-        (lambda a, b, c, w: (a + b, b @ w, c + a), [True, False, True]),
-        (lambda a, b, c, w: (b, b @ w + a, 2 * c), [True, True, True]),
-        (lambda a, b, c, w: (c * 2, w[:6], a), [True, False, True]),
-    ],
-    ids=["round", "cut", "two of three", "a chain", "added", "in two steps", "over the third"],
-)
-def test_states_go_round_through_others(body: Callable[..., Any], expected: list[bool]) -> None:
-    found, _ = summed(lambda c, w: (body(*c, w), None), (X, X, X), STACK)
-    assert found == expected
 
 
 # What goes round devices.
@@ -290,4 +253,3 @@ def test_what_only_goes_round_devices_adds_nothing(
     [eqn] = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
     found = recurrence(inside(eqn)[0], [False] * len(eqn.invars))
     assert list(found.sent)[-2:] == sent
-    assert not any(a and b for a, b in zip(found.sent, found.summed, strict=True))

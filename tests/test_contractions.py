@@ -15,7 +15,9 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._autocast.contractions import contracted, geometry
+from jaxmp._autocast.contractions import geometry
+from jaxmp._autocast.provenance import LITERALS, OTHER, WEIGHTS
+from jaxmp._jaxprs.dots import contracted
 
 from support import CONTRACTIONS, iter_eqns
 
@@ -48,11 +50,14 @@ def convolution(*kernel: int, groups: int = 1) -> Made:
 
 LAYER = None
 SCALAR = "a scalar product"
-NOTHING = "geometry: contracts nothing"
+
+
+def few_rows(count: int) -> str:
+    return f"geometry: a matrix of {count} rows, and as few columns"
 
 
 def few(count: int) -> str:
-    return f"geometry: contracts {count} elements"
+    return f"geometry: contracts {count} elements, of no parameter"
 
 
 @pytest.mark.parametrize(
@@ -64,9 +69,9 @@ def few(count: int) -> str:
             "a layer of one output": (product("ij,j->i", (6, 8), (8,)), LAYER, 8),
             "of one example": (product("j,jk->k", (8,), (8, 3)), LAYER, 8),
             "heads": (product("bqhd,bkhd->bhqk", (2, 5, 3, 8), (2, 5, 3, 8)), LAYER, 8),
-            "outer": (product("i,j->ij", (6,), (8,)), NOTHING, 1),
-            "outer, of a batch": (product("bi,bj->bij", (4, 6), (4, 8)), NOTHING, 1),
-            "one element": (product("ij,jk->ik", (6, 1), (1, 8)), NOTHING, 1),
+            "outer": (product("i,j->ij", (6,), (8,)), few(1), 1),
+            "outer, of a batch": (product("bi,bj->bij", (4, 6), (4, 8)), few(1), 1),
+            "one element": (product("ij,jk->ik", (6, 1), (1, 8)), few(1), 1),
             "a rotation": (product("ij,nj->ni", (3, 3), (9, 3)), few(3), 3),
             "homogeneous coordinates": (product("ij,nj->ni", (4, 4), (9, 4)), few(4), 4),
             "five": (product("ij,nj->ni", (5, 5), (9, 5)), LAYER, 5),
@@ -75,13 +80,13 @@ def few(count: int) -> str:
             "a dot": (product("i,i->", (8,), (8,)), SCALAR, 8),
             "a dot per example": (product("bi,bi->b", (6, 8), (6, 8)), SCALAR, 8),
             "a trace": (product("ij,ij->", (6, 8), (6, 8)), SCALAR, 48),
-            "a short dot": (product("i,i->", (3,), (3,)), few(3), 3),
+            "a short dot": (product("i,i->", (3,), (3,)), SCALAR, 3),
             "a convolution": (convolution(3, 3, 8, 5), LAYER, 72),
             "a convolution of points": (convolution(1, 1, 8, 5), LAYER, 8),
             "of few points": (convolution(1, 1, 3, 5), few(3), 3),
             "of one channel": (convolution(2, 2, 1, 5), few(4), 4),
             "depthwise": (convolution(3, 3, 1, 8, groups=8), LAYER, 9),
-            "depthwise of points": (convolution(1, 1, 1, 8, groups=8), NOTHING, 1),
+            "depthwise of points": (convolution(1, 1, 1, 8, groups=8), few(1), 1),
             "ragged": (
                 lambda: contraction(lax.ragged_dot, X, jnp.ones((2, 8, 3)), GROUPS),
                 LAYER,
@@ -97,8 +102,44 @@ def few(count: int) -> str:
 )
 def test_what_is_contracted(made: Made, reason: str | None, count: int) -> None:
     eqn = made()
-    assert geometry(eqn) == reason
+    assert geometry(eqn, [OTHER, OTHER]) == reason
     assert contracted(eqn) == count
+
+
+@pytest.mark.parametrize(
+    ("made", "data", "layers"),
+    [
+        (product("ij,nj->ni", (5, 5), (9, 5)), few(5), LAYER),
+        (product("bqhd,bkhd->bhqk", (2, 5, 3, 8), (2, 5, 3, 8)), few(8), LAYER),
+        (product("ij,jk->ik", (6, 9), (9, 9)), LAYER, LAYER),
+        (product("ij,jk->ik", (6, 4), (4, 8)), few(4), few(4)),
+    ],
+)
+def test_of_data_eight_elements_are_geometry_and_of_layers_four(
+    made: Made, data: str | None, layers: str | None
+) -> None:
+    assert geometry(made(), [OTHER, OTHER], of_layers=False) == data
+    assert geometry(made(), [OTHER, OTHER]) == layers
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (product("ij,jk->ik", (6, 3), (3, 8)), LAYER),
+        (product("ij,nj->ni", (3, 3), (9, 3)), few_rows(3)),
+        (product("ij,nj->ni", (4, 4), (9, 4)), few_rows(4)),
+        (product("ij,nj->ni", (5, 5), (9, 5)), LAYER),
+        (convolution(4, 1, 1, 8, groups=8), LAYER),
+        (convolution(2, 1, 1, 8, groups=8), LAYER),
+        (convolution(1, 1, 3, 3), few_rows(3)),
+        (product("i,i->", (8,), (8,)), SCALAR),
+    ],
+)
+def test_a_product_with_a_parameter_is_a_layer_unless_it_is_a_small_matrix(
+    made: Made, reason: str | None
+) -> None:
+    for kinds in ([OTHER, WEIGHTS], [WEIGHTS, OTHER]):
+        assert geometry(made(), kinds) == reason
 
 
 SIGNAL = "signal processing: an operand is made of constants"
@@ -106,18 +147,23 @@ SIGNAL = "signal processing: an operand is made of constants"
 
 @pytest.mark.parametrize("made", [product("ij,jk->ik", (6, 8), (8, 3)), convolution(3, 3, 8, 5)])
 def test_what_is_fixed_is_signal_processing(made: Made) -> None:
-    assert geometry(made(), fixed=True) == SIGNAL
+    assert geometry(made(), [OTHER, LITERALS]) == SIGNAL
 
 
 def test_but_not_in_a_backward_pass_whose_cotangents_start_from_literals() -> None:
     eqn = contraction(jax.grad(lambda w, x: (x @ w).sum()), W, X)
-    assert geometry(eqn, fixed=True) is LAYER
+    assert geometry(eqn, [LITERALS, OTHER]) is LAYER
 
 
 def reason(fn: Callable[..., Any]) -> str:
     """Why the last product runs in its dtype."""
-    rows = jaxmp.explain(fn, "mixed_bfloat16")(X, W, B, jax.random.key(0)).rows
+    rows = jaxmp.explain(fn, "mixed_bfloat16", argnums=1)(X, W, B, jax.random.key(0)).rows
     return [row.reason for row in rows if row.op in CONTRACTIONS][-1]
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """More elements than geometry has."""
+    return jnp.concatenate([x, x], -1)
 
 
 BASIS = np.cos(np.outer(np.arange(8), np.arange(8))).astype(np.float32)
@@ -136,9 +182,9 @@ FIXED = {
     "zeros, the start of a state": (lambda x, w, b, k: jnp.zeros((6, 8)) @ w, "contraction"),
     "a weight": (lambda x, w, b, k: x @ w, "contraction"),
     "made of a weight": (lambda x, w, b, k: x @ (w * jnp.eye(8)), "contraction"),
-    "random": (lambda x, w, b, k: x @ jax.random.normal(k, (8, 8)), "contraction"),
+    "random": (lambda x, w, b, k: wide(x) @ jax.random.normal(k, (16, 8)), "contraction"),
     "random by a literal key": (
-        lambda x, w, b, k: x @ jax.random.normal(jax.random.key(0), (8, 8)),
+        lambda x, w, b, k: wide(x) @ jax.random.normal(jax.random.key(0), (16, 8)),
         "contraction",
     ),
     "frozen weights": (lambda x, w, b, k: x @ FROZEN, "contraction"),

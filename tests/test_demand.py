@@ -17,6 +17,7 @@ import jaxmp
 from jaxmp._autocast import demand
 from jaxmp._autocast.demand import ANGLE, CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, STEEP
 from jaxmp._autocast.marks import inside_autocast
+from jaxmp._autocast.provenance import OTHER, WEIGHTS, Provenance
 from jaxmp._autocast.rules import rules_for
 from jaxmp.policy import get_policy
 
@@ -37,8 +38,14 @@ def wanted(fn: Callable[..., Any], *args: Any, outs: int = FULL, policy: str = B
     """What the first argument is wanted for, where every result is wanted for `outs`."""
     with inside_autocast(get_policy(policy)):
         jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
-    found = demand.Demands()(jaxpr, [outs] * len(jaxpr.outvars), rules_for(get_policy(policy)))
+    found = demands_of(jaxpr, [outs] * len(jaxpr.outvars), policy)
     return told(found.ins[0])
+
+
+def demands_of(jaxpr: Any, outs: list[int], policy: str) -> demand.Demand:
+    """The demands on a program whose operands but the first are parameters."""
+    made = [OTHER, *[WEIGHTS] * (len(jaxpr.invars) - 1)]
+    return demand.Demands(Provenance())(jaxpr, outs, rules_for(get_policy(policy)), made)
 
 
 def told(bits: int) -> str:
@@ -90,10 +97,11 @@ def test_what_a_contraction_reads(fn: Callable[..., Any], expected: str) -> None
 
 @table(
     {
-        "four coordinates": (lambda x, w, b: x[:, :4] @ w[:4], "full operand"),
+        "four coordinates": (lambda x, w, b: x[:, :4] @ w[:4, :4], "full operand"),
+        "four features": (lambda x, w, b: x[:, :4] @ w[:4], "contraction operand"),
         "five": (lambda x, w, b: x[:, :5] @ w[:5], "contraction operand"),
         "a scalar product": (lambda x, w, b: x[0] @ b, "full operand"),
-        "an outer product": (lambda x, w, b: jnp.einsum("i,j->ij", x[0], b), "full operand"),
+        "an outer product": (lambda x, w, b: jnp.einsum("i,j->ij", x[0], b), "full"),
         "with a window": (
             lambda x, w, b: x @ jnp.cos(jnp.arange(64.0)).reshape(8, 8),
             "full operand",
@@ -320,16 +328,17 @@ def test_only_float32_is_ours(x: jax.Array) -> None:
 
 def test_a_reference_to_float32_is_not_ours() -> None:
     jaxpr = jax.make_jaxpr(lambda x: jax.new_ref(x)[...] @ W)(X).jaxpr
-    found = demand.Demands()(jaxpr, [FULL], rules_for(get_policy(BF16)))
+    found = demands_of(jaxpr, [FULL], BF16)
     [reference] = jaxpr.eqns[0].outvars
     assert not demand.ours(reference)
     assert reference not in found.of
 
 
 def test_demands_are_remembered_by_jaxpr_results_and_rules() -> None:
-    demands, jaxpr = demand.Demands(), jax.make_jaxpr(lambda x: x @ W)(X).jaxpr
+    demands, jaxpr = demand.Demands(Provenance()), jax.make_jaxpr(lambda x: x @ W)(X).jaxpr
     rules = rules_for(get_policy(BF16))
-    first = demands(jaxpr, [FULL], rules)
-    assert demands(jaxpr, [FULL], rules) is first
-    assert demands(jaxpr, [NOTHING], rules) is not first
-    assert demands(jaxpr, [FULL], rules_for(get_policy("float32"))).ins != first.ins
+    first = demands(jaxpr, [FULL], rules, [OTHER])
+    assert demands(jaxpr, [FULL], rules, [OTHER]) is first
+    assert demands(jaxpr, [NOTHING], rules, [OTHER]) is not first
+    assert demands(jaxpr, [FULL], rules, [WEIGHTS]) is not first
+    assert demands(jaxpr, [FULL], rules_for(get_policy("float32")), [OTHER]).ins != first.ins

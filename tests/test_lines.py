@@ -26,7 +26,7 @@ def autocast(fn: Any, policy: str, steps_of: Any = lines.lines) -> Any:
     def run(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(execute, "lines", steps_of)
-            return jaxmp.autocast(fn, policy, argnums=1)(*args)
+            return jaxmp.autocast(fn, policy, argnums=int(fn in PROGRAMS.values()))(*args)
 
     return run
 

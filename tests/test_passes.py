@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxmp._autocast.demand import FULL
 from jaxmp._autocast.execute import execute
-from jaxmp._autocast.licences import GIVEN
+from jaxmp._autocast.licences import PARAMETER
 from jaxmp._autocast.passes import PASSES
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Pass, Planner
@@ -22,7 +22,7 @@ X, W = jnp.ones((2, 8)), jnp.ones((8, 8))
 
 
 def planned(jaxpr: Any, *passes: Pass) -> Plan:
-    ins = [Value(argument=True, licence=GIVEN) for _ in jaxpr.jaxpr.invars]
+    ins = [Value(argument=True, licence=PARAMETER) for _ in jaxpr.jaxpr.invars]
     return Planner(passes).plan(jaxpr, ins, [FULL] * len(jaxpr.jaxpr.outvars), RULES)
 
 

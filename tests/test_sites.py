@@ -30,7 +30,8 @@ class Model(nn.Module):
 
 
 def plan_of(fn, *args) -> Plan:
-    return plan_program(trace_program(fn, args, {}, POLICY).jaxpr, POLICY)
+    traced = trace_program(fn, args, {}, POLICY)
+    return plan_program(traced.jaxpr, POLICY, [True] * len(traced.arrays))
 
 
 def model_plan() -> Plan:

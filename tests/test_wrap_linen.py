@@ -630,7 +630,7 @@ def test_decode_cache() -> None:
             return nn.MultiHeadDotProductAttention(1, decode=True)(x)
 
     model, wrapped = Decoder(), jaxmp.wrap(Decoder(), BF16)
-    tokens = normal(5, 2, 6, 8)
+    tokens = normal(5, 2, 12, 16)
     variables = variables_of(model, tokens)
     cache = jax.tree.map(jnp.zeros_like, variables["cache"])
 
@@ -649,7 +649,7 @@ def test_decode_cache() -> None:
     assert_close(got, want)
     assert_close(out, out32)
     [index] = (v["cache_index"] for v in got.values())
-    assert index == 6
+    assert index == 12
     assert set(contraction_dtypes(lambda: decode(wrapped))) == {"bfloat16"}
 
 

@@ -515,7 +515,7 @@ class NumpyScale(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         q, k = nn.Dense(8)(x), nn.Dense(8)(x)
-        return nn.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(64)) @ x
+        return nn.softmax(q @ k.swapaxes(-1, -2) / np.sqrt(64)) @ k
 
 
 class Float32Mask(nn.Module):

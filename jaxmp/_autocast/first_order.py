@@ -105,7 +105,7 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
     step = frame.step(
         eqn, values, [low] * len(values), [out] * len(eqn.outvars), reason, action="contract"
     )
-    if any(is_mask(dtype_of(v)) for v in eqn.invars[:2]):
+    if known and any(is_mask(dtype_of(v)) for v in eqn.invars[:2]):
         reads = [
             Read(low) if i < 2 and is_mask(dtype_of(v)) else read
             for i, (v, read) in enumerate(zip(eqn.invars, step.reads, strict=True))

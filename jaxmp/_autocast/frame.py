@@ -126,7 +126,10 @@ class Frame:
         self.wanted = tuple(wanted)
         self.demand: Demand = planning.demands(jaxpr, wanted, rules, made)
         self.summed = set(itertools.compress(self.jaxpr.outvars, summed))
-        self.kept_as: dict[Any, Value | None] = dict(zip(self.jaxpr.invars, ins, strict=True))
+        self.kept_as: dict[Any, Value | None] = {
+            var: value and value._replace(made=kind)
+            for var, value, kind in zip(self.jaxpr.invars, ins, made, strict=True)
+        }
         self.whole: dict[Any, Any] = {}
         for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
             self._close_over(var, array)

@@ -112,16 +112,17 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
     """
     flops: Counter[int] = Counter()
     seen: set[int] = set()
-    known, computed = -1, -2  # a parameter; what is neither an argument nor a constant
+    # A parameter; what is neither an argument nor a constant; which of two arguments is the weights.
+    known, computed, unclear = -1, -2, -3
 
     def transfer(eqn: JaxprEqn, ins: list[int | None]) -> Sequence[int | None]:
         if eqn.primitive.name in LOW:
             if id(eqn) not in seen and _has_no_batch(eqn):
                 seen.add(id(eqn))
-                weights = [i for i in ins[:2] if i not in (None, computed)]
-                # Of two arguments the second is a layer's weights, or else it cannot be told.
-                if (len(weights) == 1 and computed in ins[:2]) or weights[-1:] == [known]:
-                    flops[weights[-1]] += contraction_flops(eqn)
+                arguments = [i for i in ins[:2] if i not in (None, computed)]
+                if None not in ins[:2] and arguments:
+                    told = len(arguments) == 1 or arguments[-1] == known
+                    flops[arguments[-1] if told else unclear] += contraction_flops(eqn)
             return [computed] * len(eqn.outvars)
         outs = through(eqn, ins, run, lambda a, b: a if a == b else computed)
         if outs is not None:
@@ -135,10 +136,10 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
         return forward(jaxpr, ins, transfer, None)
 
     run(jaxpr, [known if parameter else i for i, parameter in enumerate(parameters)])
-    total, missed = sum(flops.values()), sum(n for i, n in flops.items() if i != known)
+    total, missed = sum(flops.values()), sum(n for i, n in flops.items() if i >= 0)
     if 2 * missed <= total:
         return None
-    return next(i for i, _ in flops.most_common() if i != known), missed / total
+    return next(i for i, _ in flops.most_common() if i >= 0), missed / total
 
 
 def _has_no_batch(eqn: JaxprEqn) -> bool:

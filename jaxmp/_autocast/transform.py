@@ -280,14 +280,14 @@ def plan_program(jaxpr: Any, policy: Policy, parameters: Sequence[bool]) -> Plan
             frozenset({planner.fresh()}) if stored == rules.low else NO_ORIGINS,
             argument=True,
             licence=PARAMETER if parameter else DATA,
-            made=WEIGHTS if parameter else OTHER,
         )
         for var, parameter in zip(open_jaxpr.invars, parameters, strict=True)
     ]
     low_output = output == rules.low
     wanted = [CONTRACTION if low_output else FULL] * len(open_jaxpr.outvars)
     outs = [rules.low if low_output and ours(var) else None for var in open_jaxpr.outvars]
-    plan = planner.plan(jaxpr, ins, wanted, rules, outs=outs)
+    made = [WEIGHTS if parameter else OTHER for parameter in parameters]
+    plan = planner.plan(jaxpr, ins, wanted, rules, outs=outs, made=made)
     return recompute(plan) if planner.recomputes else plan
 
 
