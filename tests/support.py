@@ -97,18 +97,22 @@ def contractions(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cont
 
 
 def autocast_without(
-    left_out: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    left_out: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, *, data: int | None = None
 ) -> Callable[..., Any]:
-    """`jaxmp.autocast` without one of its passes."""
+    """`jaxmp.autocast` without one of its passes, of functions as `autocast` below takes them.
+
+    Or, if `data` is not given, of functions whose first argument are the parameters.
+    """
     passes = tuple(each for each in transform.PASSES if each is not left_out)
 
     def autocast(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
-        planned = jaxmp.autocast(lambda *args: fn(*args), policy)
+        made = functools.cache(lambda argnums: jaxmp.autocast(lambda *a: fn(*a), policy, argnums))
 
         def plain(*args: Any) -> Any:
+            argnums = 0 if data is None else tuple(range(data, len(args)))
             with monkeypatch.context() as patch:
                 patch.setattr(transform, "PASSES", passes)
-                return planned(*args)
+                return made(argnums)(*args)
 
         return plain
 

@@ -16,7 +16,7 @@ from flax import nnx
 import jaxmp
 from jaxmp._autocast.attention import attend
 
-from support import assert_same_program, autocast_without, run_python
+from support import assert_same_program, autocast, autocast_without, run_python
 
 BATCH, TIME, HEADS, WIDTH = 2, 32, 4, 16
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
@@ -254,7 +254,7 @@ def exact(fn: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture
 def without(monkeypatch):
     """autocast without this pass."""
-    return autocast_without(attend, monkeypatch)
+    return autocast_without(attend, monkeypatch, data=0)
 
 
 @cases([*WRITTEN, *LIBRARIES])
@@ -264,7 +264,7 @@ def test_it_is_found_and_its_gradients_are_as_exact(name: str, without: Any) -> 
     want = jax.jit(jax.grad(loss, tuple(range(len(args)))))(*args)
     results = [
         exact(jax.value_and_grad(fn, tuple(range(len(args)))))(*args)
-        for fn in (jaxmp.autocast(loss, BF16), without(loss, BF16))
+        for fn in (autocast(loss, BF16, data=0), without(loss, BF16))
     ]
     if name != "scanned":  # compiled: XLA may leave out another rounding
         assert results[0][0] == results[1][0]  # forward nothing changes
@@ -286,7 +286,7 @@ def kept(fn: Callable[..., Any], *args: Any) -> list[Any]:
 def test_of_the_size_of_the_scores_only_low_probabilities_and_one_mask_are_kept(name: str) -> None:
     loss, args = program(name)
     large = [
-        a for a in kept(jaxmp.autocast(loss, BF16), *args) if a.size == BATCH * HEADS * TIME**2
+        a for a in kept(autocast(loss, BF16, data=0), *args) if a.size == BATCH * HEADS * TIME**2
     ]
     dtypes = sorted(str(a.dtype) for a in large)
     assert dtypes == ["bfloat16", *(["bool"] if name == "values_dropped" else [])]
@@ -363,7 +363,7 @@ def test_what_is_something_else_has_the_derivative_it_had(fn: Any, without: Any)
 
     assert found(loss, Q, K, V) == 0
     assert_same_program(
-        jax.grad(without(loss, BF16)), jax.grad(jaxmp.autocast(loss, BF16)), Q, K, V
+        jax.grad(without(loss, BF16)), jax.grad(autocast(loss, BF16, data=0)), Q, K, V
     )
 
 
@@ -375,7 +375,7 @@ def test_what_is_taken_away_by_element_is_part_of_the_scores() -> None:
 
     assert found(loss, Q, K, V) == 1
     want = jax.jit(jax.grad(loss, (0, 1, 2)))(Q, K, V)
-    got = jax.jit(jax.grad(jaxmp.autocast(loss, BF16), (0, 1, 2)))(Q, K, V)
+    got = jax.jit(jax.grad(autocast(loss, BF16, data=0), (0, 1, 2)))(Q, K, V)
     assert error(got, want) < 0.02
 
 
@@ -388,7 +388,7 @@ def test_second_derivatives(name: str, without: Any) -> None:
         return exact(lambda *a: jax.jvp(jax.grad(fn, tuple(range(len(a)))), a, tangents)[1])(*args)
 
     want = product_with_hessian(loss)
-    now = error(product_with_hessian(jaxmp.autocast(loss, BF16)), want)
+    now = error(product_with_hessian(autocast(loss, BF16, data=0)), want)
     before = error(product_with_hessian(without(loss, BF16)), want)
     assert now <= 2 * before < 0.03
 
@@ -396,7 +396,7 @@ def test_second_derivatives(name: str, without: Any) -> None:
 @cases(["by_hand", "dropped", "gated", "reshaped", "of_weights"])
 def test_forward_mode_is_the_transpose(name: str) -> None:
     loss, args = program(name)
-    fast = jaxmp.autocast(loss, F16)
+    fast = autocast(loss, F16, data=0)
     tangents = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), args)
     _, forward = jax.jit(lambda *a: jax.jvp(fast, a, tangents))(*args)
     grads = jax.jit(jax.grad(fast, tuple(range(len(args)))))(*args)
@@ -413,7 +413,7 @@ def test_forward_mode_is_the_transpose(name: str) -> None:
 @pytest.mark.parametrize("policy", ["dots_saveable", "nothing_saveable", "everything_saveable"])
 def test_under_remat(policy: str) -> None:
     loss, args = program("biased")
-    fast = jaxmp.autocast(loss, BF16)
+    fast = autocast(loss, BF16, data=0)
     remat = jax.checkpoint(fast, policy=getattr(jax.checkpoint_policies, policy))
     want, got = (exact(jax.grad(f, (0, 1, 2)))(*args) for f in (fast, remat))
     assert error(got, want) < 1e-2
@@ -441,7 +441,7 @@ def test_what_is_not_finite_is_so_without_it_too(name: str, policy: str, without
     assert found(loss, Q, K, V, policy=policy) == 1
     now, before = (
         jax.jit(jax.value_and_grad(fn, (0, 1, 2)))(Q, K, V)
-        for fn in (jaxmp.autocast(loss, policy), without(loss, policy))
+        for fn in (autocast(loss, policy, data=0), without(loss, policy))
     )
     for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(before), strict=True):
         assert bool(jnp.isfinite(a).all()) == bool(jnp.isfinite(b).all())
@@ -464,7 +464,7 @@ top = jnp.sort(scores_of(Q, K) * 1000, axis=-1)
 alone = (top[..., -1] - top[..., -2] > 150).transpose(0, 2, 1)  # exp(-150) is 0
 for policy in ("mixed_bfloat16", "mixed_float16"):
     assert any("of a softmax" in r.reason for r in jaxmp.explain(loss, policy)(Q, K, V).rows)
-    gradient = jax.jit(jax.grad(jaxmp.autocast(loss, policy)))(Q, K, V)
+    gradient = jax.jit(jax.grad(autocast(loss, policy, data=0)))(Q, K, V)
     gone = jnp.abs(gradient).max(-1) == 0
     print(policy, int(alone.sum()) > 100, int((gone & alone).sum()) == int(alone.sum()))
 """
@@ -510,13 +510,13 @@ def test_in_a_derivative_rule_tangents_stay_linear() -> None:
 
     w = gaussian(4, WIDTH, WIDTH) / 4
     args = Q[0, :, 0], K[0, :, 0], V[0, :, 0]
-    got = jax.jit(jax.grad(jaxmp.autocast(loss, BF16), (0, 1, 2)))(*args)
+    got = jax.jit(jax.grad(autocast(loss, BF16, data=0), (0, 1, 2)))(*args)
     assert error(got, jax.jit(jax.grad(loss, (0, 1, 2)))(*args)) < 0.02
 
 
 def test_no_examples() -> None:
     loss, _ = program("by_hand")
-    grads = jax.jit(jax.grad(jaxmp.autocast(loss, BF16), (0, 1, 2)))(Q[:0], K[:0], V[:0])
+    grads = jax.jit(jax.grad(autocast(loss, BF16, data=0), (0, 1, 2)))(Q[:0], K[:0], V[:0])
     assert [g.shape for g in grads] == [(0, TIME, HEADS, WIDTH)] * 3
 
 
@@ -539,5 +539,5 @@ def test_second_derivatives_in_a_loop(name: str) -> None:
     def product_with_hessian(fn):
         return jax.jit(lambda *a: jax.jvp(jax.grad(fn, (0, 1, 2)), a, a)[1])(Q, K, V)
 
-    got = product_with_hessian(jaxmp.autocast(loss, F16))
+    got = product_with_hessian(autocast(loss, F16, data=0))
     assert error(got, product_with_hessian(loss)) < 0.02

@@ -143,8 +143,8 @@ def test_what_autocast_or_the_author_keeps_is_no_fault(fn, grad):
     [
         (with_highest, "precision=HIGHEST, as the author asked"),
         (in_a_region, "in a region that a policy or the author keeps float32"),
-        (rotary, "autocast keeps it float32: geometry: contracts nothing"),
-        (camera, "autocast keeps it float32: geometry: contracts 3 elements"),
+        (rotary, "autocast keeps it float32: only float32 ops want the result"),
+        (camera, "autocast keeps it float32: geometry: a matrix of 3 rows, and as few columns"),
         (scalar, "autocast keeps it float32: a scalar product"),
         (stencil, "autocast keeps it float32: signal processing: an operand is made of constants"),
         (angles, "autocast keeps it float32: only angles or a linear solver want the result"),

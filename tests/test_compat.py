@@ -29,6 +29,7 @@ from jaxmp import _flax
 from jaxmp._jaxprs import attributes, compat
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.parameter_products import Parameter, contract
+from jaxmp._jaxprs.source import is_promotion
 
 from support import iter_eqns
 
@@ -355,14 +356,20 @@ def _() -> None:
 @relied_on("frames of astype and of promotion")
 def _() -> None:
     low = X.astype(jnp.bfloat16)
-    written = equation("convert_element_type", lambda x: x.astype(jnp.float32), low)
-    promoted = equation("convert_element_type", lambda x: x + X, low)
     dense = nn.Dense(4)
-    by_flax = equation(
-        "convert_element_type", lambda x: dense.init_with_output(jax.random.key(0), x)[0], low
-    )
-    found = [compat.wrote_dtype(e) for e in (written, promoted, by_flax)]
-    assert found == [True, False, False]
+    variables = dense.init(jax.random.key(0), X)
+
+    def conversion(fn: Any) -> tuple[Any, Any]:
+        """The first conversion of a program, and what reads it."""
+        eqns = jax.make_jaxpr(fn)(low).jaxpr.eqns
+        [found, *_] = [e for e in eqns if e.primitive.name == "convert_element_type"]
+        return found, [e for e in eqns if found.outvars[0] in e.invars]
+
+    written = conversion(lambda x: x.astype(jnp.float32) + X)
+    promoted = conversion(lambda x: x + X)
+    by_flax = conversion(lambda x: dense.apply(variables, x))
+    found = [is_promotion(*e) for e in (written, promoted, by_flax)]
+    assert found == [False, True, True]
 
 
 @relied_on("frames of associative_scan")

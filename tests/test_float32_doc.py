@@ -18,6 +18,7 @@ NO_REASONS = {
     "kept.py",
     "marks.py",
     "nnx_calls.py",
+    "parameters.py",
     "primitives.py",
     "product_report.py",
     "program_key.py",

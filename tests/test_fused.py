@@ -541,9 +541,9 @@ def test_audit_names_what_is_not_fused(stand_in: list[str]) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_the_summary_counts_what_is_fused() -> None:
-    summary = jaxmp.explain(scanned, FUSED)(Q, K, V).summary()
+    summary = jaxmp.explain(scanned, FUSED, (0, 1, 2))(Q, K, V).summary()
     assert "attention     2 by stand-in on gpu-h100 fused" in summary
-    assert "attention" not in jaxmp.explain(scanned, BF16)(Q, K, V).summary()
+    assert "attention" not in jaxmp.explain(scanned, BF16, (0, 1, 2))(Q, K, V).summary()
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -15,7 +15,6 @@ from jax.interpreters import mlir
 from observed import observe
 
 import jaxmp
-from jaxmp._autocast.carries import recurrence
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import bind
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER, HigherOrder, Inner, inside, steering
@@ -174,17 +173,6 @@ def test_operands_and_results_are_the_equation_s(name: str) -> None:
 def test_what_no_jaxpr_inside_reads_steers(name: str) -> None:
     eqn = next(e for e in iter_eqns(jax.make_jaxpr(SHAPES[name][0])(W, X)) if inside(e))
     assert steering(eqn) == ((0,) if name == "cond" else ())
-
-
-def test_a_carry_that_steers_a_cond_comes_back_as_itself() -> None:
-    def program(x, xs):
-        def step(c, x):
-            return (jax.lax.cond(c[0, 0] > 0, jnp.sin, jnp.cos, x), None)
-
-        return jax.lax.scan(step, x, xs)
-
-    [scan] = jax.make_jaxpr(program)(X, X[None]).jaxpr.eqns
-    assert recurrence(inside(scan)[0], [False, False]).summed == (True,)
 
 
 def test_of_the_functions_of_a_linear_solve_one_runs() -> None:

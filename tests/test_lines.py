@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -21,12 +22,13 @@ X = jnp.linspace(-2, 2, 64).reshape(8, 8)
 
 
 def autocast(fn: Any, policy: str, steps_of: Any = lines.lines) -> Any:
-    """`jaxmp.autocast`, with steps run together as `steps_of` says."""
+    """`jaxmp.autocast`, with steps run together as `steps_of` says; `w` is the parameters."""
+    argnums = int("w" in inspect.signature(fn).parameters)
 
     def run(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(execute, "lines", steps_of)
-            return jaxmp.autocast(fn, policy, argnums=int(fn in PROGRAMS.values()))(*args)
+            return jaxmp.autocast(fn, policy, argnums=argnums)(*args)
 
     return run
 

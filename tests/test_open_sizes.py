@@ -110,7 +110,7 @@ def test_open_positions_are_data() -> None:
 
     [size] = export.symbolic_shape("rows")
     plan = jaxmp.explain(fn, BF16)(jax.ShapeDtypeStruct((size, 16), jnp.float32))
-    assert "float32 data wins over 16 bits" in str(plan)
+    assert "a large constant, or a position, wins over 16 bits as a summand" in str(plan)
 
 
 class Linen(nn.Module):

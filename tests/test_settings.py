@@ -129,6 +129,7 @@ def test_modules_under_a_switch_of_flax(name: str) -> None:
 # Settings under which the same function is traced to another program.
 
 
+@pytest.mark.filterwarnings("ignore:autocast. float8 products")
 @pytest.mark.parametrize("policy", [*POLICIES, "mixed_bfloat16,reduce=bf16"])
 def test_gradients_without_jit(policy: str) -> None:
     """At once and operation by operation, also where a primitive of ours runs as a jit."""

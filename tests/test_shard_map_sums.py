@@ -20,6 +20,8 @@ from shard_map_kit import (
     on_many,
 )
 
+import jaxmp
+
 from support import autocast, explain, iter_eqns, needs_gpu_compiler, slow_when
 
 # Tensor parallelism: columns of the first weight and rows of the second on each device, and a sum
@@ -222,7 +224,7 @@ def test_sums_that_shard_map_makes_itself(mapped, policy):
     def fn(table, w, tokens):
         return loss(mapped(lambda table, w, i: jnp.tanh(table[i] @ w))(table, w, tokens))
 
-    step = jax.grad(autocast(fn, policy), (0, 1))
+    step = jax.grad(jaxmp.autocast(fn, policy, argnums=(0, 1)), (0, 1))
     eqns = [e for e in iter_eqns(jax.make_jaxpr(step)(table, w, tokens)) if e.invars]
     sums = {
         v.aval.shape: str(v.aval.dtype)

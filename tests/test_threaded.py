@@ -508,7 +508,7 @@ def test_an_extra_operand_reaches_all_that_runs_inside() -> None:
 
 
 def test_a_program_under_autocast_is_seen_as_well() -> None:
-    fast = jaxmp.autocast(lambda x, ws: nested(x, ws, jnp.bool_(True)), "mixed_bfloat16")
+    fast = jaxmp.autocast(lambda x, ws: nested(x, ws, jnp.bool_(True)), "mixed_bfloat16", (0, 1))
     _, extras = jax.jit(jax.grad(with_extras(fast), has_aux=True))(X, STACK)
     [extra] = extras.values()
     assert extra.value.dtype == jnp.bfloat16

@@ -52,7 +52,7 @@ def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
     def fn(x, w):
         return jnp.sum(hiding(hiding(x, w), w) @ w)
 
-    fast = jaxmp.autocast(fn, BF16)
+    fast = jaxmp.autocast(fn, BF16, argnums=1)
     count = 4 if hiding is own_batching else 2
     with pytest.warns(UserWarning, match=rf"{name} \(test_unseen.py:\d+\)") as record:
         fast(X, W)
@@ -63,7 +63,7 @@ def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
     message = str(record[0].message)
     assert f"runs {count} float32 contractions as written" in message
     assert f"ops={name}:own" in message
-    rows = jaxmp.explain(fn, BF16)(X, W).rows
+    rows = jaxmp.explain(fn, BF16, 1)(X, W).rows
     assert [r.reason for r in rows if r.op == name] == [
         "not classified, not looked inside: runs as written"
     ] * 2
@@ -76,13 +76,13 @@ def test_what_the_author_decided_is_not_reported(name: str) -> None:
     hiding: Any = HIDING[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jaxmp.autocast(jaxmp.full_precision(hiding), BF16)(X, W)
-        jaxmp.autocast(jaxmp.reduced_precision(hiding), BF16)(X, W)
-        jaxmp.autocast(hiding, f"{BF16},ops={name}:own")(X, W)
+        jaxmp.autocast(jaxmp.full_precision(hiding), BF16, 1)(X, W)
+        jaxmp.autocast(jaxmp.reduced_precision(hiding), BF16, 1)(X, W)
+        jaxmp.autocast(hiding, f"{BF16},ops={name}:own", 1)(X, W)
         jaxmp.autocast(hiding, "float32")(X, W)
-        jaxmp.autocast(lambda x, w: hiding(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), BF16)(
-            X, W
-        )
+        jaxmp.autocast(
+            lambda x, w: hiding(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), BF16, 1
+        )(X, W)
 
 
 def test_solvers_are_meant_to_be_float32() -> None:
@@ -141,7 +141,7 @@ def test_names_in_the_policy_of_a_region() -> None:
 
 
 def test_a_default_precision_that_keeps_products_float32_is_said_once() -> None:
-    fast = jax.jit(jaxmp.autocast(lambda x, w: jnp.tanh(x @ w) @ w, BF16))
+    fast = jax.jit(jaxmp.autocast(lambda x, w: jnp.tanh(x @ w) @ w, BF16, argnums=1))
     with jax.default_matmul_precision("tensorfloat32"):
         with pytest.warns(
             UserWarning, match="100% .* default precision is 'tensorfloat32'"
@@ -151,7 +151,7 @@ def test_a_default_precision_that_keeps_products_float32_is_said_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             fast(jnp.ones((2, 8)), W)
-    assert jaxmp.explain(fast)(X, W).contractions() == {"bfloat16": 2}
+    assert jaxmp.explain(fast, argnums=1)(X, W).contractions() == {"bfloat16": 2}
 
 
 def _precise_where_it_matters(x: Any, w: Any) -> Any:

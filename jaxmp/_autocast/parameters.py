@@ -112,12 +112,12 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
     """
     flops: Counter[int] = Counter()
     seen: set[int] = set()
-    # A parameter; what is neither an argument nor a constant; which of two arguments is the weights.
+    # A parameter; neither an argument nor a constant; one of two arguments, it is not clear which.
     known, computed, unclear = -1, -2, -3
 
     def transfer(eqn: JaxprEqn, ins: list[int | None]) -> Sequence[int | None]:
         if eqn.primitive.name in LOW:
-            if id(eqn) not in seen and _has_no_batch(eqn):
+            if id(eqn) not in seen and (known in ins[:2] or _has_no_batch(eqn)):
                 seen.add(id(eqn))
                 arguments = [i for i in ins[:2] if i not in (None, computed)]
                 if None not in ins[:2] and arguments:
