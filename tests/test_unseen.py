@@ -68,7 +68,7 @@ def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
         "not classified, not looked inside: runs as written"
     ] * 2
     with pytest.warns(UserWarning, match=name):
-        jaxmp.wrap(fn, BF16)(X, W)
+        jaxmp.wrap(lambda w, x: fn(x, w), BF16)(W, X)
 
 
 @pytest.mark.parametrize("name", HIDING)
