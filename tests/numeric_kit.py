@@ -12,6 +12,8 @@ products of positions, rotations, a matrix of kernel values. Four kits make four
 * *floor*: the plain program's gradient, forward and backward, with the operands of every
   contraction rounded and nothing else. `contraction_floor.py` does that to its jaxpr.
 
+A fifth, *everything*, has every value rounded: a program that tests something shows that.
+
 Errors are relative, in the 2-norm, of the loss and of the gradient by every floating argument, and
 root mean squares over `DRAWS` draws of the inputs: one scalar's error can be small by luck.
 """
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from contraction_floor import rounded_contractions
+from contraction_floor import rounded_contractions, rounded_everywhere
 from jax import lax
 
 import jaxmp
@@ -245,6 +247,8 @@ def error(name: str, variant: str, dtype: str) -> Error:
         fn = _valued(name, functools.partial(loss, Hand(dtype)), scale)
     elif variant == "floor":
         fn = rounded_contractions(_valued(name, plain, scale), dtype)
+    elif variant == "everything":
+        fn = rounded_everywhere(_valued(name, plain, scale), dtype)
     else:
         fn = _valued(name, plain, 1.0)
     fn = jax.jit(fn, compiler_options=EXACT)
@@ -291,9 +295,9 @@ MEANINGLESS = 0.3
 FACTOR = 3.0
 
 
-def complaints(name: str, dtype: str) -> str:
-    """What is worse than it may be in autocast's version of a program, with all figures, or ''."""
-    mine = error(name, "autocast", dtype)
+def complaints(name: str, dtype: str, variant: str = "autocast") -> str:
+    """What is worse than it may be in a version of a program, with all figures, or ''."""
+    mine = error(name, variant, dtype)
     worse = [k for k in range(2) if not _is_fine(mine[k], name, dtype, k)]
     if not worse:
         return ""

@@ -12,13 +12,17 @@ import itertools
 import sys
 from collections.abc import Iterable
 
+import numeric_distances  # noqa: F401
 import numeric_geometry  # noqa: F401
 import numeric_learning  # noqa: F401
+import numeric_networks  # noqa: F401
+import numeric_planning  # noqa: F401
 import numeric_ranges  # noqa: F401
 import numeric_recurrences  # noqa: F401
 import numeric_statistics  # noqa: F401
 import numeric_streams  # noqa: F401
 import numeric_time  # noqa: F401
+import numeric_weather  # noqa: F401
 from numeric_kit import PROGRAMS, VARIANTS, complaints, error
 
 
