@@ -282,7 +282,8 @@ class Cache:
         self._rows = json.loads(path.read_text()) if path and path.exists() else {}
         here = Path(__file__).parent
         chips = Path(_chips.__file__).with_name("chips.toml")
-        files = ("models.py", "transformer.py", "convnets.py", "peers.py", "aot.py")
+        files = ["models.py", "transformer.py", "convnets.py", "mixtures.py", "graphs.py"]
+        files += ["peers.py", "aot.py"]
         sources = [*(here / name for name in files), chips]
         # A row is stale once anything that made it has changed.
         self._made_by = "|".join(

@@ -19,6 +19,11 @@ Where the definition of a model says no more than "transformer", the plain readi
 * `resnet50`: ResNet-50, 224x224 images, 1000 classes, batch 64; see `ResNet`.
 * `cnn`: see `ConvNet`; 64 channels, 1000 classes, 64x64 images, batch 128.
 * `mlp`: 64-64-64-10 with tanh, 1797 rows (the size of scikit-learn's digits).
+* `vocab`: `lm` with two layers, batch 4 and a vocabulary of 131072.
+* `moe`: four layers of 8 experts each, of which a token has two, and no attention between them:
+  width 512, batch 8 x 1024, vocabulary 4096; see `MixtureOfExperts`.
+* `gnn`: four layers of messages of width 128 along 131072 edges between 16384 nodes; see
+  `GraphNetwork`.
 
 The step is `optax.adamw(3e-4)` without clipping or schedule.
 """
@@ -26,6 +31,7 @@ The step is `optax.adamw(3e-4)` without clipping or schedule.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +42,8 @@ import numpy as np
 import optax
 
 from convnets import ConvNet, ResNet
+from graphs import GraphNetwork
+from mixtures import MixtureNetwork
 from transformer import TransformerLM, VisionTransformer
 
 PyTree = Any
@@ -55,12 +63,16 @@ class MLP(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A model's configuration and batch; labels, and tokens, are below `classes`."""
+    """A model's configuration and batch; labels, and tokens, are below `classes`.
+
+    Where `inputs` is a graph, its integers are below `nodes` instead.
+    """
 
     config: dict[str, Any]
-    inputs: jax.ShapeDtypeStruct
+    inputs: PyTree
     labels: jax.ShapeDtypeStruct
     classes: int
+    nodes: int = 0
 
 
 def loss_of(
@@ -129,12 +141,14 @@ class Case:
         """`(params, state, inputs, labels)` as arrays, at the small size."""
         rng = np.random.default_rng(seed)
 
-        def draw(like: jax.ShapeDtypeStruct) -> jax.Array:
+        def draw(bound: int, like: jax.ShapeDtypeStruct) -> jax.Array:
             if like.dtype == jnp.int32:
-                return jnp.asarray(rng.integers(0, self.small.classes, like.shape), jnp.int32)
+                return jnp.asarray(rng.integers(0, bound, like.shape), jnp.int32)
             return jnp.asarray(rng.standard_normal(like.shape), like.dtype)
 
-        inputs, labels = draw(self.small.inputs), draw(self.small.labels)
+        classes, nodes = self.small.classes, self.small.nodes
+        inputs = jax.tree.map(functools.partial(draw, nodes or classes), self.small.inputs)
+        labels = draw(classes, self.small.labels)
         init = jax.jit(self.model(small=True).init)
         state = dict(init(jax.random.key(seed), inputs))
         return state.pop("params"), state, inputs, labels
@@ -156,6 +170,33 @@ def _gpt2() -> Case:
     full = _tokens(4, width=768, heads=12, layers=12, seq=1024, vocab=50257)
     small = _tokens(4, width=128, heads=4, layers=4, seq=128, vocab=512)
     return Case("gpt2", TransformerLM, full, small, has_softmax=True)
+
+
+def _vocab() -> Case:
+    full = _tokens(4, width=1024, heads=16, layers=2, seq=1024, vocab=131072)
+    small = _tokens(4, width=128, heads=4, layers=2, seq=128, vocab=4096)
+    return Case("vocab", TransformerLM, full, small, has_softmax=True)
+
+
+def _moe() -> Case:
+    experts = {"layers": 4, "experts": 8, "chosen": 2}
+    full = _tokens(8, width=512, seq=1024, vocab=4096, **experts)
+    return Case("moe", MixtureNetwork, full, _tokens(4, width=64, seq=128, vocab=512, **experts))
+
+
+def _gnn() -> Case:
+    def size(nodes: int, edges: int, classes: int, **config: Any) -> Size:
+        graph = {
+            "nodes": jax.ShapeDtypeStruct((nodes, 16), jnp.float32),
+            "edges": jax.ShapeDtypeStruct((edges, 4), jnp.float32),
+            "senders": jax.ShapeDtypeStruct((edges,), jnp.int32),
+            "receivers": jax.ShapeDtypeStruct((edges,), jnp.int32),
+        }
+        labels = jax.ShapeDtypeStruct((nodes,), jnp.int32)
+        return Size({**config, "classes": classes}, graph, labels, classes, nodes)
+
+    full = size(2**14, 2**17, 64, width=128, layers=4)
+    return Case("gnn", GraphNetwork, full, size(2**9, 2**12, 10, width=64, layers=2))
 
 
 def _images(pixels: int, batch: int, classes: int, **config: Any) -> Size:
@@ -200,6 +241,9 @@ CASES: dict[str, Case] = {
         _resnet50(),
         _cnn(),
         _mlp(),
+        _vocab(),
+        _moe(),
+        _gnn(),
     )
 }
 

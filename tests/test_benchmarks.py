@@ -61,8 +61,8 @@ def test_a_benchmark_starts(name: str) -> None:
 
 
 def test_every_benchmark_is_tried() -> None:
-    helpers = {"aot", "aot_table", "convnets", "gathers", "llama", "models", "peers", "transformer"}
-    helpers |= {"gpu_products", "gpu_steps", "gpu_torch", "gpu_worker"}
+    helpers = {"aot", "aot_table", "convnets", "gathers", "graphs", "llama", "mixtures", "models"}
+    helpers |= {"gpu_products", "gpu_steps", "gpu_torch", "gpu_worker", "peers", "transformer"}
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers == set(PROGRAMS)
 
 
