@@ -128,6 +128,10 @@ def survival_in_intervals_of_months(k: Plain, p, x, month):
 
 # --- transforms by literal matrices --------------------------------------------------------------
 
+_N = np.arange(256)
+_ANGLES = 2 * np.pi * np.outer(_N, np.arange(129)) / 256
+_COS, _SIN = np.cos(_ANGLES), np.sin(_ANGLES)
+
 
 def _mel(bins: int, bands: int) -> np.ndarray:
     """Triangles, evenly spaced in mel, over the bins of a spectrum of 16 kHz."""
@@ -156,6 +160,15 @@ def _sound(r: np.random.Generator) -> tuple:
 
 
 @program("literal transforms", _sound, geometry=True)
+def log_mel_features_before_a_layer(k: Plain, p, frames):
+    """A window, a DFT of 256 by 129, a mel filterbank: literals all; the log, and a layer."""
+    x = frames * p["gain"] * (0.5 - 0.5 * jnp.cos(2 * jnp.pi * _N / 256))
+    power = (x @ jnp.asarray(_COS, x.dtype)) ** 2 + (x @ jnp.asarray(_SIN, x.dtype)) ** 2
+    mel = jnp.log(power @ jnp.asarray(_MEL, x.dtype) + 1e-5)
+    return jnp.mean(jnp.tanh(k.mm(mel, p["a"])) ** 2) + jnp.mean(mel**2) / 100
+
+
+@program("literal transforms", _sound, geometry=True)
 def cepstrum_by_a_cosine_transform(k: Plain, p, frames):
     """Thirteen cepstral coefficients of a spectrum by FFT, and their changes in time."""
     spectrum = jnp.abs(jnp.fft.rfft(frames * p["gain"])) ** 2
@@ -165,7 +178,44 @@ def cepstrum_by_a_cosine_transform(k: Plain, p, frames):
     return jnp.mean(jnp.tanh(k.mm(cepstrum, p["b"])) ** 2) + jnp.mean(change**2) / 10
 
 
+@program("literal transforms", _sound, geometry=True)
+def spectrum_and_back(k: Plain, p, frames):
+    """A filter between a DFT and its inverse: what remains beside the signal is a thousandth."""
+    x = frames * p["gain"]
+    real, imaginary = x @ jnp.asarray(_COS, x.dtype), x @ jnp.asarray(_SIN, x.dtype)
+    weight = jnp.where((jnp.arange(129) == 0) | (jnp.arange(129) == 128), 1.0, 2.0) / 256
+    pass_ = jnp.where(jnp.arange(129) == 60, 0.0, weight)
+    back = (real * pass_) @ jnp.asarray(_COS.T, x.dtype) + (imaginary * pass_) @ jnp.asarray(
+        _SIN.T, x.dtype
+    )
+    return jnp.mean((x - back) ** 2) * 1e4
+
+
 # --- small algebras ------------------------------------------------------------------------------
+
+_METRIC = np.zeros((5, 5))
+_METRIC[:3, :3], _METRIC[3, 4], _METRIC[4, 3] = np.eye(3), -1, -1
+
+
+@program(
+    "small algebras",
+    lambda r: (
+        {"w": r.normal(size=(6, 3)) / 8, "bias": np.array([3.0, 4.0, 5.0])},
+        r.normal(size=(20, 6)),
+        r.normal(size=(20, 3)) / 3 + np.array([3.0, 4.0, 5.0]),
+    ),
+    geometry=True,
+)
+def distances_in_the_conformal_algebra(k: Plain, p, x, y):
+    """Points as null vectors of five elements: an inner product is minus half a distance."""
+
+    def point(q):
+        square = jnp.sum(q * q, -1, keepdims=True) / 2
+        return jnp.concatenate([q, jnp.ones_like(square), square], -1)
+
+    a, b = point(k.up(k.mm(x, p["w"])) + p["bias"]), point(y)
+    inner = jnp.einsum("ni,ij,mj->nm", a, jnp.asarray(_METRIC, a.dtype), b)
+    return jnp.mean(jnp.exp(2 * inner)) + jnp.mean(-2 * jnp.diagonal(inner))
 
 
 def _cayley() -> np.ndarray:

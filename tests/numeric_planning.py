@@ -17,6 +17,33 @@ def _decisions(r: np.random.Generator) -> tuple:
 
 
 @program("value iteration", _decisions)
+def soft_values_by_logsumexp(k: Plain, p, states):
+    """Soft value iteration: the next value has no term of the last one itself."""
+    moves = jax.nn.softmax(p["moves"])
+    reward = k.up(k.mm(states, p["reward"]))
+
+    def step(v, _):
+        ahead = k.einsum("ast,t->as", moves, v)
+        return jax.nn.logsumexp(reward + 0.95 * ahead.T, axis=-1), None
+
+    v = k.scan(step, jnp.zeros(24), length=60)[0]
+    return jnp.mean((v - v[:1]) ** 2) + 1e-2 * jnp.mean(v)
+
+
+@program("value iteration", _decisions)
+def values_by_the_best_action(k: Plain, p, states):
+    """Value iteration with a maximum, and a loop that counts."""
+    moves = jax.nn.softmax(2 * p["moves"])
+    reward = k.up(k.mm(states, p["reward"]))
+
+    def step(i, v):
+        return jnp.max(reward + 0.9 * k.up(jnp.matmul(moves, v[:, None])[..., 0].T), axis=-1)
+
+    v = k.fori(60, step, jnp.zeros(24))
+    return jnp.mean((v - jnp.mean(v)) ** 2) + 1e-2 * jnp.mean(v)
+
+
+@program("value iteration", _decisions)
 def a_policy_evaluated(k: Plain, p, states):
     """Values of a softmax policy by 200 sweeps; the reward is given, not computed."""
     policy = jax.nn.softmax(k.up(k.mm(states, p["reward"])))
@@ -24,6 +51,17 @@ def a_policy_evaluated(k: Plain, p, states):
     reward = jnp.tanh(states[:, 0]) + 1.0
     v = k.scan(lambda v, _: (reward + 0.97 * k.mm(moves, v), None), jnp.zeros(24), length=200)[0]
     return jnp.mean((v - v.mean()) ** 2) + 1e-3 * jnp.mean(v)
+
+
+@program("value iteration", _decisions)
+def advantages_under_a_model(k: Plain, p, states):
+    """Three looks ahead in a learned model, unrolled; advantages are small beside the values."""
+    moves = jax.nn.softmax(p["moves"])
+    v = 50.0 + k.up(k.mm(states, p["reward"]))[:, 0]
+    for _ in range(3):
+        q = k.up(k.einsum("ast,t->sa", moves, v - 50.0)) * 0.95 + 50.0
+        v = jax.nn.logsumexp(q, axis=-1) - np.log(4)
+    return jnp.mean((q - v[:, None]) ** 2)
 
 
 # --- eigenvectors and ranks ----------------------------------------------------------------------
@@ -91,6 +129,39 @@ def walks_with_restart(k: Plain, p, links):
 # --- reciprocals of products ---------------------------------------------------------------------
 
 
+def _transport(r: np.random.Generator) -> tuple:
+    return {"w": r.normal(size=(6, 3)) / 2}, r.normal(size=(32, 6)), r.normal(size=(32, 3)) / 2
+
+
+@program("reciprocals", _transport)
+def transport_by_sinkhorn(k: Plain, p, x, y):
+    """Scalings `u = (1 / n) / (K v)`; what transport costs less than sending all everywhere."""
+    z = jnp.tanh(k.up(k.mm(x, p["w"])))
+    cost = jnp.sum((z[:, None] - y[None]) ** 2, -1) / 8
+    kernel = jnp.exp(-cost)
+
+    def step(v, _):
+        u = (1 / 32) / k.mm(kernel, v)
+        return (1 / 32) / k.mm(kernel.T, u), None
+
+    v = k.scan(step, jnp.ones(32), length=20)[0]
+    u = (1 / 32) / jnp.sum(kernel * v, -1)
+    return 1e2 * (jnp.mean(cost) - jnp.sum(u[:, None] * kernel * v[None] * cost))
+
+
+@program("reciprocals", _transport)
+def transport_of_small_masses(k: Plain, p, x, y):
+    """Unrolled, and what is divided by is 2e-3: the square of its reciprocal exceeds float16."""
+    z = jnp.tanh(k.up(k.mm(x, p["w"])))
+    kernel = 4e-3 / (1 + jnp.sum((z[:, None] - y[None]) ** 2, -1))
+    v = jnp.full(32, 1 / 32)
+    for _ in range(5):
+        u = (1 / 32) / k.mm(kernel, v)
+        v = (1 / 32) / k.mm(u, kernel)
+    plan = u[:, None] * kernel * v[None]
+    return jnp.sum(plan * plan) * 1e3
+
+
 def _queries(r: np.random.Generator) -> tuple:
     weights = {name: r.normal(size=(8, 8)) / 3 for name in "qkv"}
     return weights, r.normal(size=(300, 8)) + 0.3
@@ -127,6 +198,20 @@ def attention_to_one_key_at_a_time(k: Plain, p, x):
     start = jnp.full(8, -1e4), jnp.zeros(8), jnp.zeros((8, 8))
     _, below, above = k.scan(step, start, (scores.T, v))[0]
     return jnp.mean((above / below[:, None]) ** 2)
+
+
+@program(
+    "reciprocals",
+    lambda r: (
+        {"w": np.abs(r.normal(size=(12, 16))) / 3000, "out": r.normal(size=(16, 2)) / 3},
+        np.abs(r.normal(size=(40, 12))) + 0.1,
+    ),
+)
+def resistances_from_conductances(k: Plain, p, x):
+    """Harmonic means of conductances of 2e-3: the squares of resistances exceed float16."""
+    resistance = 1.0 / k.mm(x, p["w"])
+    mean = 16.0 / jnp.sum(1.0 / k.up(resistance), -1, keepdims=True)
+    return jnp.mean(k.mm(jnp.tanh(resistance / mean - 1), p["out"]) ** 2) + jnp.mean(mean) / 1e2
 
 
 @program(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +35,19 @@ def _forecast(k: Plain, p, x):
     return k.mm(jnp.tanh(k.mm(x, p["a"])), p["b"])
 
 
+@program("statistics added and removed", _weather((8,)))
+def forecast_clipped_in_kelvin(k: Plain, p, x, mean, spread):
+    """A forecast is made physical, clipped, and normalised again for the next layer."""
+    kelvin = jnp.clip(_forecast(k, p, x) * spread + mean, 150.0, 400.0)
+    return jnp.mean(k.mm((kelvin - mean) / spread, p["c"]) ** 2)
+
+
+@program("statistics added and removed", _weather((8,)))
+def mean_added_without_a_spread(k: Plain, p, x, mean, _spread):
+    """Nothing but the mean: added to a layer's result, subtracted, into a layer."""
+    return jnp.mean(k.mm((mean + _forecast(k, p, x)) - mean, p["c"]) ** 2)
+
+
 @program("statistics added and removed", _weather((1, 8)))
 def forecast_of_four_days_in_kelvin(k: Plain, p, x, mean, spread):
     """Statistics of shape [1, features]; each day's tendency is added in kelvin."""
@@ -62,6 +76,72 @@ def channels_of_a_convolution_in_their_units(k: Plain, p, x, mean, spread):
     fields = fields.at[..., 3].set(jnp.maximum(fields[..., 3], 0.0))  # no negative humidity
     again = (fields - mean) / spread
     return jnp.mean(k.conv(again, p["in"], dims) ** 2)
+
+
+@program("statistics added and removed", lambda r: (_network(r), r.normal(size=(64, 8))))
+def statistics_in_a_closure(k: Plain, p, x):
+    """Mean and spread are arrays of the program's own module."""
+    mean, spread = jnp.asarray(_LEVELS), 15.0
+    kelvin = mean + spread * _forecast(k, p, x)
+    kelvin = jnp.where(kelvin < 273.15, kelvin + 0.1 * (273.15 - kelvin), kelvin)
+    return jnp.mean(k.mm((kelvin - mean) / spread, p["c"]) ** 2)
+
+
+_LEVELS = 300 - 6.5 * np.linspace(0.3, 11.7, 8) ** 1.1
+
+
+class _Forecast(nn.Module):
+    """A layer of which the statistics are variables, but no parameters."""
+
+    kit: Any
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.zeros, (8, 8))
+        mean = self.variable("statistics", "mean", jnp.zeros, (8,)).value
+        spread = self.variable("statistics", "spread", jnp.ones, (8,)).value
+        kelvin = mean + spread * jnp.tanh(self.kit.mm(x, w))
+        return self.kit.mm((kelvin - mean) / spread, w)
+
+
+@program("statistics added and removed", _weather((8,)))
+def statistics_in_a_collection_of_a_module(k: Plain, p, x, mean, spread):
+    """Linen variables of a collection of their own."""
+    params = {"w": p["a"][:, :8]}
+    variables = {"params": params, "statistics": {"mean": mean, "spread": spread}}
+    return jnp.mean(_Forecast(k).apply(variables, x) ** 2)
+
+
+@program(
+    "statistics added and removed",
+    lambda r: (
+        _network(r),
+        280 + 10 * np.sin(np.arange(365)[:, None] / 58 + r.uniform(0, 6, size=8)),
+        r.normal(size=(64, 8)),
+        r.integers(0, 364, 64),
+    ),
+)
+def anomalies_from_a_climatology(k: Plain, p, climate, x, day):
+    """A table of daily means is looked up, and what is forecast is the departure from it."""
+    today = climate[day] + 5 * jnp.tanh(x)
+    tomorrow = _forecast(k, p, (today - climate[day]) / 5) + climate[day + 1]
+    return jnp.mean(k.mm(tomorrow - climate[day], p["c"]) ** 2)
+
+
+@program(
+    "statistics added and removed",
+    lambda r: (
+        _network(r),
+        r.normal(size=(6, 5, 8)),
+        280 - 6.5 * np.arange(5.0)[:, None] + r.normal(size=(5, 1)),
+        10 + r.uniform(size=(5, 1)),
+    ),
+)
+def statistics_of_every_level(k: Plain, p, x, mean, spread):
+    """Statistics of shape [levels, 1], which is repeated over the features; lapse rates."""
+    kelvin = mean + spread * _forecast(k, p, x)
+    lapse = kelvin[:, 1:] - kelvin[:, :-1] + 6.5
+    return jnp.mean(k.mm(lapse / 10, p["c"]) ** 2)
 
 
 # --- physical units ------------------------------------------------------------------------------

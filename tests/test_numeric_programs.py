@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from numeric_kit import NEGLIGIBLE, PROGRAMS, Hand, complaints, error
 from numeric_programs import table
@@ -86,7 +87,7 @@ def test_a_program_shows_that_everything_is_low(name: str) -> None:
 
 
 def test_families() -> None:
-    assert len(PROGRAMS) >= 170
+    assert len(PROGRAMS) >= 190
     families = {p.family for p in PROGRAMS.values()}
     assert len(families) >= 35
     assert PROGRAMS.keys() >= LONG
@@ -207,3 +208,42 @@ def test_a_leaky_cell_in_a_wrapped_rnn(dtype: str) -> None:
     want = jax.jit(model.apply)(variables, x)[:, -1]
     got = jax.jit(jaxmp.wrap(model, f"mixed_{dtype}").apply)(variables, x)[:, -1]
     assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)
+
+
+class Climate(nn.Module):
+    """A layer around which a mean is added and taken away: a variable, and no parameter."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        mean = self.variable("statistics", "mean", lambda: MEANS).value
+        return ((mean + x @ w) - mean) @ w
+
+
+class NNXClimate(nnx.Module):
+    """The same."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (8, 8)))
+        self.mean = nnx.Variable(MEANS)
+
+    def __call__(self, x):
+        return ((self.mean[...] + x @ self.w[...]) - self.mean[...]) @ self.w[...]
+
+
+MEANS = 280 + np.arange(8, dtype=np.float32) / 7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_mean_that_is_no_parameter_of_a_wrapped_module(kind: str, dtype: str) -> None:
+    x = jax.random.normal(jax.random.key(1), (16, 8))
+    if kind == "linen":
+        model = Climate()
+        variables = model.init(jax.random.key(0), x)
+        want = model.apply(variables, x)
+        got = jaxmp.wrap(model, f"mixed_{dtype}").apply(variables, x)
+    else:
+        model = NNXClimate(nnx.Rngs(0))
+        want, got = model(x), jaxmp.wrap(model, f"mixed_{dtype}")(x)
+    assert np.linalg.norm(got - want) < 2e-2 * np.linalg.norm(want)
