@@ -281,6 +281,42 @@ def test_a_damaged_file_of_scores_is_named(tmp_path):
         jaxmp.tune(scoped_loss, SCOPED_PARAMS, [SCOPED_X], out=tmp_path)
 
 
+def test_scores_of_another_loss_are_not_taken(tmp_path, monkeypatch):
+    """Not even where all that differs is what it closes over, or where it says so."""
+    w, x = {"w": jnp.eye(8)}, jnp.ones((4, 8))
+
+    def make(added: float, first: str = "a", *, inner: bool = False) -> Any:
+        ones = jnp.full(8, added)
+
+        def loss(p: Any, x: Any) -> Any:
+            for name in (first, "ab".replace(first, "")):
+                with jax.named_scope(name):
+                    x = jnp.tanh(x @ p["w"])
+            return jnp.mean(jax.jit(lambda x: x + ones)(x) if inner else x + ones)
+
+        return loss
+
+    scored: list[int] = []
+    score = tune_scores.Scorer.__call__
+
+    def counted(self: Any, batch: Any, number: int) -> Any:
+        scored.append(number)
+        return score(self, batch, number)
+
+    monkeypatch.setattr(tune_scores.Scorer, "__call__", counted)
+    for inner in (False, True):
+        out = tmp_path / str(inner)
+        kept = jaxmp.tune(make(1.0, inner=inner), w, [x], out=out)
+        assert jaxmp.tune(make(1.0, inner=inner), w, [x], out=out).pareto == kept.pareto
+        for other in (make(2.0, inner=inner), make(1.0, "b", inner=inner)):
+            with pytest.raises(ValueError, match=r"scores_0000\.json holds the scores of another"):
+                jaxmp.tune(other, w, [x], out=out)
+    assert scored == [0, 0]
+    monkeypatch.setattr(jaxmp._numerics.tune, "fingerprint", lambda _: "another version")
+    with pytest.raises(ValueError, match="another version of jaxmp"):
+        jaxmp.tune(make(1.0, inner=True), w, [x], out=out)
+
+
 def test_a_loss_that_is_not_twice_differentiable_says_so():
     @jax.custom_vjp
     def kernel(x: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,13 +113,54 @@ def test_one_thing_to_depend_on_needs_no_list(tmp_path):
         assert len(changed.made) == 3
 
 
-def test_a_file_that_is_no_run_any_more_is_made_again(tmp_path):
-    validate(Counting(), seeds=1, out=tmp_path)
-    for path in tmp_path.glob("it-*.json"):
-        path.write_text(path.read_text()[:100])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:100],
+        lambda text: "[]",
+        lambda text: "{}",
+        lambda text: text.replace('"run": {', '"run": [').replace("}}", "]}"),
+        lambda text: text.replace('"losses"', '"Losses"'),
+    ],
+)
+def test_a_file_that_is_no_run_any_more_is_named_and_made_again(damage, tmp_path):
+    report = validate(Counting(), seeds=1, out=tmp_path)
+    [path] = tmp_path.glob("it-*.json")
+    text = path.read_text()
+    path.write_text(damage(text))
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="damaged"):
+        validate(Counting(dies_at=0), seeds=1, out=tmp_path)
+    assert path.read_text() == damage(text), "until there is another run"
     again = Counting()
-    validate(again, seeds=1, out=tmp_path)
+    with pytest.warns(UserWarning, match=rf"validate: .*{path.name} is damaged .*seed 0 is made"):
+        assert validate(again, seeds=1, out=tmp_path) == report
     assert again.made == [(0.001, 0)]
+    assert path.read_text() == text
+
+
+def test_what_a_step_is_made_of_is_part_of_a_run(tmp_path):
+    """Not only numbers: the runs of another loss function, array or model were taken."""
+
+    def made_of(thing, rate):
+        def make_step(policy, seed):
+            made.append((policy, seed))
+            return simulated(policy, seed + thing(rate))
+
+        return make_step
+
+    def first(rate):
+        return int(rate[0]) + (first(rate - 1) if rate[0] > 1 else 0)
+
+    def second(rate):
+        return int(rate[0]) + 7
+
+    made, one = [], np.ones(2000)
+    other = np.where(np.arange(2000) == 1000, 2.0, one)
+    cases = [(first, one, 3), (first, one.copy(), 0), (second, one, 3), (second, other, 3)]
+    for thing, rate, runs in cases:
+        made.clear()
+        validate(made_of(thing, rate), seeds=1, out=tmp_path)
+        assert len(made) == runs
 
 
 def test_fingerprints():
@@ -129,6 +171,11 @@ def test_fingerprints():
     assert fingerprint(partial) != fingerprint(functools.partial(simulated, chaos=0.2))
     assert fingerprint(Counting()) == fingerprint(Counting())
     assert fingerprint(object()) == fingerprint(object()), "without its address"
+    made = [lambda policy, seed, model=model: model for model in (nn.Dense(3), nn.Dense(3))]
+    assert len(set(map(fingerprint, [*made, nn.Dense(3).apply, nn.Dense(4).apply]))) == 3
+    optimizers = [optax.adam(rate) for rate in (1e-3, 1e-3, 1e-2)]
+    first, same, other = map(fingerprint, optimizers)
+    assert first == same != other
     assert fingerprint(progress) == fingerprint(Path(progress.__file__))
     assert fingerprint(jaxmp._numerics) == fingerprint(ROOT / "jaxmp" / "_numerics")
     assert fingerprint(jax.jit(simulated)) == fingerprint(jax.jit(simulated))

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any
@@ -21,7 +22,7 @@ from jaxmp._autocast.explain import explain
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.marks import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
-from jaxmp._numerics.arguments import check_announce
+from jaxmp._numerics.arguments import bytes_of, check_announce, text_of
 from jaxmp._numerics.tune_costs import Costs, Multiplied
 from jaxmp._numerics.tune_paths import (
     FLOAT32,
@@ -35,6 +36,7 @@ from jaxmp._numerics.tune_paths import (
 from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, grouped, solve
 from jaxmp._numerics.tune_scores import Scorer, gradients, is_product, ways_of
 from jaxmp._numerics.tune_solve import front
+from jaxmp._numerics.validate_kept import fingerprint
 from jaxmp.policy import Policy, PolicyMap, single_policy
 
 # Modules next to each other whose results are multiplied with each other.
@@ -145,7 +147,8 @@ def tune(
     say = announce or (lambda _: None)
     loss = prepared(loss_fn, params, batches[0])
     program = gradients(loss.loss, loss_scale)
-    found = list(products(trace(program, (loss.params, batches[0]), {}).jaxpr))
+    jaxpr = trace(program, (loss.params, batches[0]), {}).jaxpr
+    found = list(products(jaxpr))
     places = [loss.places.of(p.scopes) for p in found if is_product(p.eqn)]
     paths = sorted({path for path in places if path is not None})
     if not paths:
@@ -160,7 +163,7 @@ def tune(
     ways = ways_of(loss, batches[0], policies, paths)
     scorer = Scorer(loss, ways, loss_scale, probes)
     say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
-    scores = _scores(scorer, batches, policies, None if out is None else File(out), say)
+    scores = _scores(scorer, batches, policies, jaxpr, None if out is None else File(out), say)
     groups = _groups(paths, tie, ways, scores, found, loss, costs)
     solutions = front([g.costs for g in groups], [g.errors for g in groups])
     total = sum(contraction_flops(p.eqn) * p.times for p in found)
@@ -272,16 +275,25 @@ def _scores(
     scorer: Scorer,
     batches: Sequence[Any],
     policies: Sequence[Policy],
+    jaxpr: Any,
     out: File | None,
     say: Callable[[str], Any],
 ) -> np.ndarray[Any, Any]:
     """The mean of the scores of all batches: of those on file as they are there."""
+    common = hashlib.sha256()
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
+        said = list(map(str, policies)), scorer.ways, scorer.loss_scale, scorer.probes
+        common.update(repr((said, fingerprint(sys.modules["jaxmp"]))).encode())
+        for part in (*text_of(jaxpr), *bytes_of(scorer.loss.params)):
+            common.update(part)
     total: Any = 0.0
     for i, batch in enumerate(batches):
         file = None if out is None else out / f"scores_{i:04d}.json"
-        identity = "" if file is None else _identity(scorer, batch, policies)
+        digest = common.copy()
+        for part in bytes_of(batch) if out is not None else ():
+            digest.update(part)
+        identity = digest.hexdigest()
         if file is not None and file.exists():
             try:
                 read = json.loads(file.read_bytes())
@@ -290,8 +302,9 @@ def _scores(
                 raise ValueError(f"tune: {file} is damaged ({error}): remove it") from error
             if known != identity:
                 raise ValueError(
-                    f"tune: {file} holds the scores of another model, other params, batches, "
-                    "candidates, loss_scale or probes; give another folder as `out`, or remove it"
+                    f"tune: {file} holds the scores of another loss or model, of other params, "
+                    "batches, candidates, loss_scale or probes, or of another version of "
+                    "jaxmp; give another folder as `out`, or remove it"
                 )
             total = total + kept
             continue
@@ -304,18 +317,6 @@ def _scores(
             partial.write_text(text, encoding="utf-8")
             partial.replace(file)
     return np.asarray(total / len(batches))
-
-
-def _identity(scorer: Scorer, batch: Any, policies: Sequence[Policy]) -> str:
-    """What scores depend on, as a digest."""
-    digest = hashlib.sha256()
-    said = [list(map(str, policies)), list(scorer.ways), scorer.loss_scale, scorer.probes]
-    digest.update(repr(said).encode())
-    for leaf in jax.tree.leaves((scorer.loss.params, batch)):
-        array = np.asarray(leaf)
-        digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
 
 
 def _verifier(

@@ -90,9 +90,10 @@ def validate(
         it. Where steps were left out, which moves the rest of a curve along, it is not judged.
       out: a folder where finished runs are kept: a validation that was killed goes on with the run
         it was at. A run is made again when one of these has changed: the file in which `make_step`
-        or `batches` is written, or what plain values they close over; `depends_on`; the policy, the
-        seed, `steps`; jaxmp's sources, versions of JAX, Flax, optax, NumPy and Python; the device,
-        XLA_FLAGS, matmul precision. What else they use, you name.
+        or `batches` is written, or the values, arrays, functions and Linen modules that they close
+        over; `depends_on`; the policy, the seed, `steps`; jaxmp's sources, versions of JAX, Flax,
+        optax, NumPy and Python; the device, XLA_FLAGS, matmul precision. What else they use, you
+        name.
       depends_on: paths and modules, whose contents decide the outcome, or anything else, whose
         `repr` does.
       progress: whether to show a bar, where stderr is a terminal and tqdm or rich is installed, or

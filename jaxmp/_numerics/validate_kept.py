@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from jaxmp._jaxprs.trace import is_array
+from jaxmp._numerics.arguments import bytes_of
 from jaxmp._numerics.validate_run import Job, Run, Task
 
 __all__ = ["Kept", "fingerprint", "made_by"]
@@ -39,9 +43,12 @@ class Kept:
             return None
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:  # not one of ours any more: the run is made again
+            made_by, run = found["made_by"], Run.from_dict(found["run"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            message = f"validate: {path} is damaged ({error!r}): {job} is made again."
+            warnings.warn(message, stacklevel=2)
             return None
-        return Run.from_dict(found["run"]) if found.get("made_by") == identity else None
+        return run if made_by == identity else None
 
     def put(self, job: Job, run: Run) -> None:
         """Keeps a run: the whole of it, or what was there before, whatever happens meanwhile."""
@@ -89,9 +96,10 @@ def fingerprint(thing: Any) -> str:
     """What says whether something has changed since: contents of files, code, or its `repr`.
 
     A path, or a module, stands for its content (a folder or package for all the files in it); a
-    function or class for its name, the file in which it is written, and what plain values (numbers,
-    strings, tuples) it closes over; `functools.partial` for that and its arguments; anything else
-    for its `repr`, without addresses in memory.
+    function or class for its name, the file in which it is written, and what it closes over that
+    stays what it is: numbers, strings, arrays, functions, dataclasses such as Linen modules, tuples
+    of those; `functools.partial` for that and its arguments; anything else for its `repr`, without
+    addresses in memory.
 
     Example:
       >>> fingerprint("mixed_bfloat16")
@@ -102,9 +110,18 @@ def fingerprint(thing: Any) -> str:
       >>> fingerprint(make(0.1)) == fingerprint(make(0.2))
       False
     """
-    if isinstance(thing, functools.partial):
-        arguments = (*thing.args, *sorted(thing.keywords.items()))
-        return " ".join(map(fingerprint, (thing.func, *arguments)))
+    return _fingerprint(thing, frozenset())
+
+
+def _fingerprint(thing: Any, around: frozenset[int]) -> str:
+    """That of a thing that functions close over; `around` are their ids."""
+    if id(thing) in around:
+        return ""  # a function that calls itself
+    several = _several(thing)
+    if several is not None:
+        return " ".join(_fingerprint(one, around) for one in several)
+    if is_array(thing):
+        return _digest(bytes_of(thing))
     if isinstance(thing, ModuleType):
         file = getattr(thing, "__file__", None)
         if file is None:
@@ -113,22 +130,30 @@ def fingerprint(thing: Any) -> str:
         return _content(path.parent if path.name == "__init__.py" else path)
     if isinstance(thing, Path):
         return _content(thing)
-    if callable(thing) and not isinstance(thing, type) and not _is_function(thing):
-        thing = type(thing)  # an object that is called: its class' code
     if _is_function(thing) or isinstance(thing, type):
-        return _code(thing)
-    return _ADDRESS.sub("", repr(thing))
+        return _code(thing, around)
+    said = _ADDRESS.sub("", repr(thing))
+    return f"{_code(type(thing), around)} {said}" if callable(thing) else said
+
+
+def _several(thing: Any) -> Iterable[Any] | None:
+    if isinstance(thing, functools.partial):
+        return (thing.func, *thing.args, *sorted(thing.keywords.items()))
+    return thing if isinstance(thing, tuple) else None
 
 
 def _is_function(thing: Any) -> bool:
     return inspect.isroutine(thing) or hasattr(thing, "__wrapped__")
 
 
-def _code(thing: Any) -> str:
-    thing = inspect.unwrap(thing)
+def _code(thing: Any, around: frozenset[int]) -> str:
+    own = getattr(thing, "__self__", None)  # of a method
+    outer, thing = thing, inspect.unwrap(thing)
+    around |= {id(outer), id(thing)}
     cells = [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
-    values = (*(getattr(thing, "__defaults__", None) or ()), *cells)
-    named = [getattr(thing, "__qualname__", ""), *map(repr, filter(_is_plain, values))]
+    values = (own, *(getattr(thing, "__defaults__", None) or ()), *cells)
+    fixed = [_fingerprint(value, around) for value in values if _is_fixed(value)]
+    named = [getattr(thing, "__qualname__", ""), *fixed]
     try:
         file = inspect.getsourcefile(thing)
     except TypeError:
@@ -144,10 +169,13 @@ def _code(thing: Any) -> str:
     return " ".join([*named, _digest([_ADDRESS.sub("", source).encode()])])
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, bytes))
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is none that is filled while runs are made, as lists and caches are."""
+    several = _several(value)
+    if several is not None:
+        return all(map(_is_fixed, several))
+    plain = value is None or isinstance(value, (bool, int, float, str, bytes))
+    return plain or is_array(value) or _is_function(value) or dataclasses.is_dataclass(value)
 
 
 def _content(path: Path) -> str:
