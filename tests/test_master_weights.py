@@ -584,14 +584,33 @@ def test_a_model_without_16_bit_parameters_is_pointed_out():
     master_weights(optax.sgd(0.1)).init({})  # nothing to say: an empty part of a model
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@both_kinds
+def test_a_step_may_be_spread_over_calls(random, scaled):
+    """`optax.MultiSteps` is no `GradientTransformation`; its sums are float32."""
+    tx = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=3)
+    tx = dynamic_loss_scale(tx, init_scale=1.0) if scaled else tx
+    params = jnp.ones(4, jnp.bfloat16)
+    pieces = [jnp.full(4, 3 * 2.0**-9, jnp.bfloat16), jnp.zeros(4, jnp.bfloat16)]
+    steps = take_steps(
+        master_weights(tx, stochastic_rounding=random), params, [*pieces, pieces[1]] * 2
+    )
+    for i, (stored, state) in enumerate(steps):
+        made = (i + 1) // 3
+        if made == 0:
+            np.testing.assert_array_equal(stored, params)
+        if not random:
+            np.testing.assert_array_equal(state.masters, np.float32(1 - made * 2.0**-9))
+            assert_is_the_cast_of(stored, state.masters)
+
+
 # Refusals.
 
 
-def test_an_inner_that_is_no_transformation_is_refused():
-    with pytest.raises(
-        TypeError, match=r"master_weights: inner must be .* got 0.1 of type 'float'"
-    ):
-        master_weights(0.1)
+@pytest.mark.parametrize(("inner", "got"), [(0.1, "0.1 of type 'float'"), (None, "None of type")])
+def test_an_inner_that_is_no_transformation_is_refused(inner, got):
+    with pytest.raises(TypeError, match=f"master_weights: inner must be .* got {got}"):
+        master_weights(inner)
 
 
 @both_kinds

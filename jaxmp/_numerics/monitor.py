@@ -118,8 +118,6 @@ def monitor(
         raise TypeError(f"monitor: every must be an integer; got {every!r}.")
     if not 1 <= every < 2**31:
         raise ValueError(f"monitor: every must be at least 1 (and an int32); got {every}.")
-    if inner is None:
-        raise TypeError("monitor: inner must be an optax transformation; got None.")
     wrapped = as_transformation("monitor", inner)
 
     def init(params: optax.Params) -> MonitorState:

@@ -240,7 +240,7 @@ def is_overwrite(path: tuple[Any, ...]) -> bool:
 def _transformation(
     inner: optax.GradientTransformation | None, rule: ScaleRule, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
-    wrapped = as_transformation(rule.function, inner)
+    wrapped = as_transformation(rule.function, optax.identity() if inner is None else inner)
 
     def init(params: optax.Params) -> LossScaleState:
         check_floating(rule.function, "parameter", params)
@@ -339,9 +339,7 @@ def _zeros_like(leaf: Any) -> Any:
 
 
 def as_transformation(name: str, inner: Any) -> optax.GradientTransformationExtraArgs:
-    """What a wrapper calls: anything that optax takes for a transformation; None does nothing."""
-    if inner is None:
-        inner = optax.identity()
+    """Returns what a wrapper calls, of anything that optax takes for a transformation."""
     if isinstance(inner, optax.MultiSteps):
         inner = inner.gradient_transformation()
     if not isinstance(inner, optax.GradientTransformation):

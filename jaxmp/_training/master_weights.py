@@ -12,6 +12,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._training.gradients import check_arrays, explain_failure
+from jaxmp._training.loss_scale import as_transformation
 from jaxmp._training.opt_state import the_scaler, was_finite
 from jaxmp.dtypes import dtype_name, parse_dtype
 from jaxmp.tree import cast_floating, select, widen_floating
@@ -47,7 +48,7 @@ class StochasticRoundingState(NamedTuple):
 
 
 def master_weights(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
     *,
     stochastic_rounding: bool = False,
     key: ArrayLike = 0,
@@ -106,12 +107,7 @@ def master_weights(
       Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740 (masters); Zamirai et al., 2020,
       https://arxiv.org/abs/2010.06192 (stochastic rounding).
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            "master_weights: inner must be an optax transformation such as optax.adamw(1e-3); "
-            f"got {inner!r} of type {type(inner).__name__!r}."
-        )
-    inner = optax.with_extra_args_support(inner)
+    inner = as_transformation("master_weights", inner)
     return _rounding_at_random(inner, key) if stochastic_rounding else _keeping_masters(inner)
 
 
