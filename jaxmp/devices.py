@@ -41,6 +41,8 @@ class Device:
       hbm_bytes_per_second: the bandwidth of its memory, or None.
       tflops: peak dense rates by dtype, in 10^12 operations per second. A dtype that is missing is
         not multiplied natively. Empty if unknown.
+      matrix_unit: of a TPU, the rows and the columns of its matrix units, which sizes should be
+        multiples of; None if unknown.
     """
 
     kind: str
@@ -49,6 +51,7 @@ class Device:
     hbm_bytes: int | None
     hbm_bytes_per_second: float | None
     tflops: dict[str, float]
+    matrix_unit: int | None = None
 
 
 def describe(device: Any = None) -> Device:
@@ -71,6 +74,7 @@ def describe(device: Any = None) -> Device:
         hbm_bytes=chip.get("hbm_bytes"),
         hbm_bytes_per_second=chip.get("hbm_bytes_per_second"),
         tflops=dict(chip.get("tflops", {})),
+        matrix_unit=chip.get("matrix_unit"),
     )
 
 

@@ -261,18 +261,22 @@ def test_sensitive_operations_in_16_bits_are_found():
         (jnp.float8_e4m3fn, 112, "gpu-h100", None),
         (BF16, 96, "tpu-v5e", 128),
         (BF16, 256, "tpu-v5e", None),
+        (BF16, 384, "tpu-v5p", None),
+        (BF16, 384, "tpu-v6e", 256),
+        (BF16, 384, "tpu7x:2x2x1", 256),
+        (BF16, 512, "tpu-v6e", None),
         (F32, 100, "gpu-h100", None),
     ],
 )
 def test_sizes_that_the_chip_has_to_pad_are_found(dtype, k, target, multiple):
-    x, w = shape(128, k, dtype=dtype), shape(k, 128, dtype=dtype)
+    x, w = shape(256, k, dtype=dtype), shape(k, 256, dtype=dtype)
     found = [f for f in audit(jnp.dot, x, w, target=target).findings if f.kind == "misaligned"]
     if multiple is None:
         assert not found
         return
     [finding] = found
     assert finding.what == f"k = {k}: {target} takes sizes in multiples of {multiple}"
-    assert finding.cost == 2 * 128 * 128 * k
+    assert finding.cost == 2 * 256 * 256 * k
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def _here() -> Target:
         hbm_bytes=device.hbm_bytes or 0,
         hbm_bytes_per_second=device.hbm_bytes_per_second or 0,
         tflops=device.tflops,
+        matrix_unit=device.matrix_unit,
     )
 
 
@@ -275,13 +276,13 @@ class _Auditor:
     def _multiple(self, dtypes: set[Any]) -> int:
         """What the sizes of a narrow matrix product should be multiples of.
 
-        128 lanes on a TPU (Google: "Cloud TPU performance guide"); 16 bytes on tensor cores
-        (NVIDIA: "Matrix multiplication background user's guide").
+        The rows and columns of a TPU's matrix units, 128 before v6e (Google: "TPU architecture");
+        16 bytes on tensor cores (NVIDIA: "Matrix multiplication background user's guide").
         """
         bytes_each = max(dtype.itemsize for dtype in dtypes if dtype is not None)
         if bytes_each > 2:
             return 1
-        return 128 if self.chip.platform == "tpu" else 16 // bytes_each
+        return (self.chip.matrix_unit or 128) if self.chip.platform == "tpu" else 16 // bytes_each
 
     def _sensitive(self, seen: Seen, operation: Operation) -> None:
         """Notes a sensitive operation on 16-bit values, unless autocast made them so."""

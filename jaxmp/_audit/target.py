@@ -25,6 +25,7 @@ class Target:
       hbm_bytes_per_second: the bandwidth of one device.
       tflops: the peak rate of one device by dtype, in 10^12 operations per second. What is missing
         is not multiplied natively.
+      matrix_unit: of a TPU, the rows and the columns of its matrix units.
       config: what the compiler needs to know of a GPU, an XLA ``GpuTargetConfigProto`` in text.
     """
 
@@ -35,6 +36,7 @@ class Target:
     hbm_bytes: int
     hbm_bytes_per_second: float
     tflops: dict[str, float]
+    matrix_unit: int | None = None
     config: str = ""
 
     def multiplies(self, dtype: str) -> bool:
@@ -94,6 +96,7 @@ def parse_target(spec: str, function: str = "preflight") -> Target:
             tflops={dtype: rate / per_chip for dtype, rate in chip["tflops"].items()}
             if per_chip > 1
             else chip["tflops"],
+            matrix_unit=chip["matrix_unit"],
         )
     if shape and not (shape.isdecimal() and int(shape)):
         raise ValueError(
