@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ def accumulate_gradients(
     grad_fn: Callable[..., tuple[Any, Any]],
     microbatches: int,
     *,
-    batch_argnums: int | Sequence[int] = 1,
+    batch_argnums: int | Sequence[int] | None = None,
     reduce: Literal["mean", "sum"] = "mean",
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a function that goes through a batch in pieces and returns one loss and gradient.
@@ -49,10 +48,11 @@ def accumulate_gradients(
       grad_fn: What `jaxmp.value_and_grad` or `jax.value_and_grad` returns: a function to
         `(loss, grads)`, or to `((loss, aux), grads)`.
       microbatches: How many pieces; it divides the leading axis of every array in the batch.
-      batch_argnums: Which positional arguments to cut along their leading axis. The others go to
-        each piece whole, a PRNG key too: give `jax.random.split(key, microbatches)` as part of the
-        batch for a key each. The pieces are interleaved, every `microbatches`-th example, so that a
-        batch sharded over devices stays where it is.
+      batch_argnums: Which positional arguments to cut along their leading axis, as `(1, 2)` for
+        `loss_fn(params, x, y)`. By default argument 1, if no other after it is as long. The others
+        go to each piece whole, a PRNG key too: give `jax.random.split(key, microbatches)` as part
+        of the batch for a key each. The pieces are interleaved, every `microbatches`-th example, so
+        that a batch sharded over devices stays where it is.
       reduce: What is made of the losses and gradients: their "mean" or their "sum".
 
     Returns:
@@ -64,8 +64,8 @@ def accumulate_gradients(
     Raises:
       ValueError: If `microbatches` is less than 1 or `reduce` is unknown; when called, if a leading
         axis does not divide, or over a mesh of explicit axes the pieces do not divide over the
-        devices, an argument of `batch_argnums` is not there, or a piece gives an NNX module new
-        variables.
+        devices, an argument of `batch_argnums` is not there, several arguments may be the batch and
+        `batch_argnums` does not say, or a piece gives an NNX module new variables.
       TypeError: If an argument is of the wrong kind; when called, if `grad_fn` does not return a
         pair, or its loss or a gradient is no floating number.
 
@@ -87,7 +87,9 @@ def accumulate_gradients(
         )
     if reduce not in ("mean", "sum"):
         raise ValueError(f"accumulate_gradients: reduce must be 'mean' or 'sum'; got {reduce!r}.")
-    several = [batch_argnums] if isinstance(batch_argnums, int) else batch_argnums
+    by_default = batch_argnums is None
+    several = 1 if batch_argnums is None else batch_argnums
+    several = [several] if isinstance(several, int) else several
     if not (isinstance(several, (tuple, list)) and all(isinstance(i, int) for i in several)):
         raise TypeError(
             "accumulate_gradients: batch_argnums must be the position of an argument, or several; "
@@ -104,6 +106,8 @@ def accumulate_gradients(
     @functools.wraps(grad_fn)
     def accumulated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         pieces = _split(args, argnums, microbatches)
+        if by_default and microbatches > 1:
+            _check_others_are_whole(args, kwargs)
         modules, state, put_back = _take_out_modules((args, kwargs))
 
         def run(piece: tuple[Any, ...], state: Any) -> tuple[tuple[Any, Any], Any]:
@@ -115,13 +119,7 @@ def accumulate_gradients(
 
         # `jax.eval_shape` would lose the sharding over a mesh of which one axis is explicit.
         first = jax.tree.map(lambda x: x[0], pieces)
-        try:
-            traced, shapes = jax.make_jaxpr(run, return_shape=True)(first, state)
-        except Exception as error:
-            if uncut := _as_long(args, kwargs, argnums):
-                error.add_note(f"accumulate_gradients: {uncut}.")
-            raise
-        _warn_of_broadcasting(first, _as_long(args, kwargs, argnums) if microbatches > 1 else "")
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(first, state)
         (value, grads), after = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
         has_aux = isinstance(value, tuple)
         like = (value[0] if has_aux else value, grads)
@@ -141,37 +139,27 @@ def accumulate_gradients(
     return accumulated
 
 
-def _as_long(args: tuple[Any, ...], kwargs: dict[str, Any], argnums: tuple[int, ...]) -> str:
-    """What to say of the first argument that is not cut though it is as long as those that are.
+def _check_others_are_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises if another argument is as long as argument 1, the batch: it may belong to it.
 
-    The first one of all is the parameters. Empty if there is none.
+    Were it not cut, a piece would not fit it, or, of one example, be broadcast against all of it.
     """
-    cut = sorted({i % len(args) for i in argnums})
-    length = next((jnp.shape(leaf)[0] for leaf in jax.tree.leaves([args[i] for i in cut])), None)
+    length = next((jnp.shape(leaf)[0] for leaf in jax.tree.leaves(args[1])), None)
 
     def is_long(arg: Any) -> bool:
         leaves = jax.tree.leaves(arg)
         return bool(leaves) and all(jnp.shape(leaf)[:1] == (length,) for leaf in leaves)
 
-    said = "{} is as long as the batch and is not cut; if it belongs to the batch, {}"
-    for i, arg in enumerate(args):
-        if i and i not in cut and is_long(arg):
-            return said.format(f"argument {i}", f"give batch_argnums={(*cut, i)}")
-    for name, arg in kwargs.items():
-        if is_long(arg):
-            return said.format(f"{name}=", "give it by position and name that in batch_argnums")
-    return ""
-
-
-def _warn_of_broadcasting(piece: Any, uncut: str) -> None:
-    """Warns if a piece is one example, and so meets what is uncut without an error."""
-    if uncut and any(x.shape[:1] == (1,) for x in jax.tree.leaves(piece)):
-        warnings.warn(
-            f"accumulate_gradients: {uncut}. A piece here is one example, which broadcasts "
-            "against all of those. If it does not belong to the batch, bind it with "
-            "functools.partial.",
-            UserWarning,
-            stacklevel=3,
+    long = [i for i in range(2, len(args)) if is_long(args[i])]
+    named = [name for name, arg in kwargs.items() if is_long(arg)]
+    if long or named:
+        which = f"argument {long[0]}" if long else f"{named[0]}="
+        by_position = f" ({', '.join(named)} given by position)" if named else ""
+        every = (1, *long, *range(len(args), len(args) + len(named)))
+        raise ValueError(
+            f"accumulate_gradients: {which} is as long as the batch (argument 1), {length}. If it "
+            f"belongs to the batch, say batch_argnums={every}{by_position}; if each piece is to "
+            "have the whole of it, batch_argnums=1."
         )
 
 
