@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from validate_kit import faulty, simulated, validate
 
@@ -225,6 +227,39 @@ def stepping(result):
 COUNTER = itertools.count()
 
 
+@pytest.mark.parametrize("parts", [tuple, list])
+def test_the_step_of_the_readme_is_one(parts):
+    """It takes x and y, and returns the loss alone."""
+
+    @functools.cache
+    def under(policy):
+        model = jaxmp.wrap(nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(1)]), policy)
+        tx = jaxmp.loss_scale_for(policy, optax.adamw(1e-2))
+
+        def loss_fn(params, x, y):
+            return jnp.mean((model.apply({"params": params}, x) - y) ** 2)
+
+        @jax.jit
+        def train_step(state, x, y):
+            loss, grads = state.value_and_grad(loss_fn)(state.params, x, y)
+            return state.apply_gradients(grads=grads), loss
+
+        return model, tx, train_step
+
+    def make_step(policy, seed):
+        model, tx, train_step = under(policy)
+        params = model.init(jax.random.key(seed), jnp.ones((1, 4)))["params"]
+        return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx), train_step
+
+    def batches(seed):
+        draw = np.random.default_rng(seed)
+        for x in draw.normal(size=(40, 16, 4)).astype("f"):
+            yield parts((x, np.sin(x[:, :1])))
+
+    report = validate(make_step, "mixed_bfloat16", seeds=1, batches=batches)
+    assert 0 < report["mixed_bfloat16"].runs[0].final < report.reference_runs[0].losses[0]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -242,9 +277,23 @@ COUNTER = itertools.count()
         (
             {"make_step": stepping(3)},
             TypeError,
-            "step must return .state, metrics.*returned an int",
+            "step must return .state, loss., or .state, metrics.*returned an int",
         ),
-        ({"make_step": stepping((1, 2.0))}, TypeError, "has metrics of a float"),
+        ({"make_step": stepping((1, "a"))}, TypeError, "has metrics of a str"),
+        ({"make_step": stepping((1.0, (2.0, 3.0)))}, TypeError, "has metrics of a tuple of 2"),
+        (
+            {"make_step": returning(np.ones(2, "f"), lambda state, x, y: (state, 1.0))},
+            TypeError,
+            r"called as step\(state, i\); that of float32, seed 0 takes \(state, x, y\)\. batches=",
+        ),
+        (
+            {
+                "make_step": returning(np.ones(2, "f"), lambda state, x, y: (state, 1.0)),
+                "batches": lambda seed: [{"x": 1, "y": 2}] * 40,
+            },
+            TypeError,
+            r"step\(state, batch\), a batch a dict; that of float32, seed 0 takes \(state, x, y\)",
+        ),
         ({"make_step": stepping((1, {"los": 2.0}))}, ValueError, "reports 'los', and no \"loss\""),
         (
             {"make_step": stepping((1, {"loss": np.ones(2)}))},

@@ -67,11 +67,12 @@ def validate(
         `jaxmp.wrap(model, policy)`, and returns ``(state, step)`` or ``(state, step, evaluate)``:
 
         * ``state``: a pytree, such as a `TrainState`, or NNX modules;
-        * ``step(state, i) -> (state, metrics)`` makes step ``i``, or with `batches` ``step(state,
-          batch)``. Best compiled, by `jax.jit`; a function made once for each policy and cached
-          compiles once for all seeds. ``metrics`` is a dict of numbers: "loss", not multiplied by a
-          loss scale, and if you like "grad_norm" (unscaled too), "loss_scale", and "finite", which
-          says whether the step was made;
+        * ``step(state, i) -> (state, loss)`` makes step ``i``, or with `batches` ``step(state,
+          batch)``, or of tuples ``step(state, x, y)``. Best compiled, by `jax.jit`; a function made
+          once for each policy and cached compiles once for all seeds. In place of the loss it may
+          return a dict of numbers: "loss", not multiplied by a loss scale, and if you like
+          "grad_norm" (unscaled too), "loss_scale", and "finite", which says whether the step was
+          made;
         * ``evaluate(state) -> loss``, on what is held out.
 
         Everything in it has to follow from the policy and the seed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -132,7 +133,7 @@ def train(task: Task, job: Job, tick: Callable[[int], None], data: tuple[int, ..
                 )
         if not nudged:  # parameters that are all zero can be after the first step
             state, nudged = nudge(state, (job.seed, job.nudge))
-        state, metrics = _read_step(step(state, fed), i, job)
+        state, metrics = _read_step(_taking(step, fed, job)(state, fed), i, job)
         if names not in (None, metrics.keys()):
             raise ValueError(
                 f"validate: step {i} of {job} reports {_listed(metrics)}, and the one before "
@@ -215,12 +216,39 @@ def _read_made(made: Any, job: Job) -> tuple[Any, Callable[..., Any], Callable[.
     return state, step, evaluate
 
 
+def _taking(step: Callable[..., Any], fed: Any, job: Job) -> Callable[..., Any]:
+    """Returns `step(state, batch)`, also of one that takes the parts, `step(state, x, y)`."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # of some callables there is none
+        return step
+
+    def binds(*args: Any) -> bool:
+        try:
+            signature.bind(*args)
+        except TypeError:
+            return False
+        return True
+
+    if binds(None, fed):
+        return step
+    if isinstance(fed, (tuple, list)) and binds(None, *fed):
+        return lambda state, parts: step(state, *parts)
+    what = "step(state, i)" if isinstance(fed, int) else f"step(state, batch), a batch {_kind(fed)}"
+    raise TypeError(
+        f"validate: step is called as {what}; that of {job} takes {signature}. "
+        "batches=lambda seed: ... gives it batches: of a tuple (x, y) each part may be an argument."
+    )
+
+
 def _read_step(result: Any, i: int, job: Job) -> tuple[Any, dict[str, Any]]:
     """The state, and those of the metrics that are kept."""
-    wanted = 'step must return (state, metrics) with metrics such as {"loss": loss}'
+    wanted = 'step must return (state, loss), or (state, metrics) as {"loss": loss}'
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"validate: {wanted}; step {i} of {job} returned {_kind(result)}.")
     state, metrics = result
+    if hasattr(metrics, "__float__") and np.shape(metrics) == ():
+        metrics = {"loss": metrics}
     if not isinstance(metrics, Mapping):
         raise TypeError(f"validate: {wanted}; step {i} of {job} has metrics of {_kind(metrics)}.")
     if "loss" not in metrics:
