@@ -151,7 +151,9 @@ def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str 
         return pinned
     if not known:
         return None
-    of_layers = not all(values[:2]) or not any(v and v.wins for v in values[:2])
+    operands = values[:2]
+    derived = not all(operands) or any(v and v.tangent for v in operands)
+    of_layers = derived or not any(v and v.wins for v in operands)
     if (kept := geometry(eqn, frame.kinds(eqn), of_layers=of_layers)) is not None:
         return kept
     if is_angle(frame.demanded(eqn)[0]):
