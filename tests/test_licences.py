@@ -297,8 +297,8 @@ def test_what_wrap_knows_to_be_a_parameter_is_one_in_any_shape() -> None:
         (lambda a, _: jnp.convolve(a[0], np.array([1.0, -2.0, 1.0])), (X, W), "float32"),
     ],
     ids=[
-        "outer", "batched outer", "four", "four features", "five", "dot", "batched dot", "angle", "system",
-        "system of exponentials", "solution", "ones", "Fourier", "random key", "raw key", "frozen",
+        "outer", "batched outer", "four", "four features", "five", "dot", "batched dot", "angle",
+        "system", "system of exponentials", "solution", "ones", "Fourier", "random key", "raw key", "frozen",
         "stencil",
     ],
 )  # fmt: skip
