@@ -298,8 +298,8 @@ def test_what_wrap_knows_to_be_a_parameter_is_one_in_any_shape() -> None:
     ],
     ids=[
         "outer", "batched outer", "four", "four features", "five", "dot", "batched dot", "angle",
-        "system", "system of exponentials", "solution", "ones", "Fourier", "random key", "raw key", "frozen",
-        "stencil",
+        "system", "system of exponentials", "solution", "ones", "Fourier", "random key", "raw key",
+        "frozen", "stencil",
     ],
 )  # fmt: skip
 def test_the_dtype_of_a_product(fn: Callable[..., Any], args: Any, dtype: str) -> None:
