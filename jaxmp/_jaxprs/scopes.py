@@ -28,6 +28,9 @@ OWN = "own:"
 # Around the division of gradients by the scale of the loss.
 UNSCALE = "jaxmp_unscale"
 
+# Around the cotangent with which a measured backward pass begins.
+SEED = "jaxmp_seed"
+
 # Around what turns a quantised weight into an array: it runs in float32, and gives a parameter.
 DEQUANTISE = "jaxmp_dequantise"
 # Around that, where it is rows of a table that are looked up, which are no weights.

@@ -17,6 +17,7 @@ import optax
 from jaxmp._autocast import autocast
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
+from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.threaded import Extra, Extras
 from jaxmp._jaxprs.trace import Traced, trace
 from jaxmp._numerics.arguments import (
@@ -188,6 +189,7 @@ def prepare(
         if loss_scale != 1:
             scaler = static_loss_scale(scaler, loss_scale)
         state = scaler.init(jnp.zeros(()))
+        program = _seeded(program, has_aux=bool(has_aux))
         program = value_and_grad(program, state, argnums=argnums, has_aux=bool(has_aux))
     elif loss_scale != 1:
         raise ValueError(
@@ -219,6 +221,27 @@ def prepare(
     return Prepared(
         said, found, traced, size, step, extras, places, float(loss_scale), options.wide
     )
+
+
+def _seeded(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
+    """`fn`, the cotangent of whose loss stands in the scope `SEED`, in moves that cost nothing."""
+
+    @jax.custom_vjp
+    def seed(loss: Any) -> Any:
+        return loss
+
+    def backward(_: None, cotangent: Any) -> tuple[Any]:
+        with jax.named_scope(SEED):
+            return (jnp.squeeze(jnp.expand_dims(cotangent, 0), 0),)
+
+    seed.defvjp(lambda loss: (loss, None), backward)
+
+    @functools.wraps(fn)
+    def seeded(*args: Any) -> Any:
+        out = fn(*args)
+        return (seed(out[0]), out[1]) if has_aux else seed(out)
+
+    return seeded
 
 
 def capture(

@@ -15,12 +15,14 @@ from jaxmp._numerics.capture import Capture, Measured, capture
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record, record
-from jaxmp._numerics.statistics import Statistics
+from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
 from jaxmp.policy import get_policy
 
 # Of values: beyond this share, a loss is worth a line.
 _MUCH = 0.01
+# Of the scale in `dynamic_loss_scale`, by default.
+_BOUNDS = 1.0, 2.0**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +124,23 @@ class NumericsReport(Readings):
 
     @functools.cached_property
     def smallest_loss_scale(self) -> float:
-        """The smallest power of two at which no gradient is below its dtype's normal range."""
-        needed = []
-        for m in self._gradients():
-            smallest = float(np.min(m.statistics.smallest, initial=np.inf))
-            if np.isfinite(smallest):
-                needed.append(float(jnp.finfo(m.site.dtype).tiny) / smallest)
-        return _power(max(needed) * self.run.loss_scale, up=True) if needed else 0.0
+        """The smallest power of two, from 1 on, at which no gradient loses 1 % of its norm."""
+        scale, most = _BOUNDS
+        while scale < most and any(self._lost(m, scale)[1] > _MUCH for m in self._gradients()):
+            scale *= 2
+        return scale
+
+    @functools.cached_property
+    def init_scale(self) -> float | None:
+        """A loss scale for `dynamic_loss_scale` to begin with; None if gradients overflow at 1.
+
+        A sixteenth of the largest, for other batches have larger gradients, or more where gradients
+        need it; within the bounds that the scaler has by default.
+        """
+        if self.largest_loss_scale < _BOUNDS[0]:
+            return None
+        needed = min(self.smallest_loss_scale, self.largest_loss_scale)
+        return float(np.clip(max(self.largest_loss_scale / 16, needed), *_BOUNDS))
 
     @functools.cached_property
     def underflows(self) -> tuple[tuple[Site, float], ...]:
@@ -187,24 +199,57 @@ class NumericsReport(Readings):
         return record(self.policy, run.loss_scale, run.sites, wide.sites, faults)
 
     def _room(self) -> str:
-        """Between which loss scales gradients keep their range, in words."""
+        """With which loss scale to begin, and what is lost there, in words."""
         forward = next((f for f in self.faults if not f.site.backward), None)
-        said = f"gradients stay finite up to {self.largest_loss_scale:g}"
+        said = ""
         if forward is not None:
-            said = f"none mends the {forward.site.op} above, which is forward; the rest of the "
-            said += f"gradients stays finite up to {self.largest_loss_scale:g}"
-        if self.smallest_loss_scale > self.largest_loss_scale:
-            return f"{said}, and normal only from {self.smallest_loss_scale:g}: none suits all"
-        return f"{said}, and normal from {self.smallest_loss_scale:g}"
+            said = f"none mends the {forward.site.op} above, which is forward; for the rest "
+        gradients = self._gradients()
+        if all(m.site.dtype == "bfloat16" for m in gradients) and self.smallest_loss_scale <= 1:
+            return f"{said}none is needed"
+        if self.init_scale is None:
+            largest = max(gradients, key=lambda m: float(np.max(m.statistics.largest)))
+            return f"{said}none: gradients overflow at 1 already: {_line(largest.site)}"
+        lost = [self._lost(m, self.init_scale) for m in gradients]
+        zeros = np.average([share for share, _ in lost], weights=[m.site.size for m in gradients])
+        cost, site = max(
+            ((cost, m.site) for (_, cost), m in zip(lost, gradients, strict=True)),
+            key=lambda pair: pair[0],
+        )
+        said += f"begin with init_scale=2**{np.log2(self.init_scale):g}"
+        if np.isfinite(self.largest_loss_scale):
+            said += f", finite up to 2**{np.log2(self.largest_loss_scale):g}"
+        said += f": {zeros:.2%} of gradients become 0 there, and "
+        if cost <= _MUCH:
+            return f"{said}none loses more than {cost:.1g} of its norm"
+        return f"{said}{cost:.0%} of the norm of {_line(site)}: keep it in float32, or in bfloat16"
+
+    def _lost(self, m: Measured, scale: float) -> tuple[float, float]:
+        """Returns the share of a gradient that becomes 0 at a loss scale, and that of its norm.
+
+        By octaves, in float32. What is below the normal range is rounded by up to half a step.
+        """
+        counts = np.asarray(m.statistics.joined().octaves, np.float64)
+        info = jnp.finfo(m.site.dtype)
+        half = float(info.smallest_subnormal) / 2
+        magnitudes = 2.0 ** (np.arange(OCTAVES) - BIAS + 0.5) * (scale / self.run.loss_scale)
+        lost = np.where(magnitudes < float(info.tiny), np.minimum(magnitudes, half), 0)
+        norm = np.sum(counts * magnitudes**2)
+        if not norm:
+            return 0.0, 0.0
+        zeros = np.sum(counts[magnitudes < half]) / np.sum(counts)
+        return float(zeros), float(np.sqrt(np.sum(counts * lost**2) / norm))
 
     def _gradients(self) -> list[Measured]:
         """What the float32 run measured of gradients that the policy computes in 16 bits."""
-        return [
+        gradients = [
             m
             for m in self.wide.sites.values()
             if m.site.backward and m.site.dtype in ("float16", "bfloat16")
             and m.statistics.is_whole
         ]  # fmt: skip
+        # Of a program that differentiates itself it is not known which are multiples of the loss.
+        return [m for m in gradients if m.site.scaled] or gradients
 
     def _whole(self) -> list[Measured]:
         return [m for m in self.run.sites.values() if m.statistics.is_whole]
@@ -266,7 +311,7 @@ def diagnose(
       module, line and iteration, and whether float32 does the same;
     * what would overflow, from the float32 run alone;
     * where values became 0, and what rounding cost, operation by operation;
-    * between which loss scales the gradients keep their range.
+    * with which loss scale to begin, and what underflows at it.
 
     Args:
       fn: as for `jaxmp.numerics.capture`, as are `argnums`, `grad`, `loss_scale`, `sites` and
@@ -342,9 +387,6 @@ def _listed(heading: str, lines: Sequence[str], limit: int = 8) -> list[str]:
     return shown
 
 
-def _power(x: float, *, up: bool = False) -> float:
-    """The power of two next to a number, below it or above it."""
-    if not np.isfinite(x) or x <= 0:
-        return x
-    exponent = np.log2(x)
-    return float(2.0 ** (np.ceil(exponent) if up else np.floor(exponent)))
+def _power(x: float) -> float:
+    """The power of two below a number."""
+    return float(2.0 ** np.floor(np.log2(x))) if np.isfinite(x) and x > 0 else x

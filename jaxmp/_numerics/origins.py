@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from jaxmp._jaxprs.scopes import SEED
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import INFINITY, Carry, Loop, Program, Refs, Site
 
@@ -127,7 +128,7 @@ class Walk:
         passed: set[tuple[int, At]] = set()
         while waiting:
             ref, inside, at = waiting.pop()
-            if ref == INFINITY:
+            if ref in (INFINITY, SEED):
                 continue
             if not isinstance(ref, Carry):
                 shared = _shared(inside, self._program.sites[ref].loops)

@@ -14,7 +14,9 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import short_type
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import Inner, inside, steering
+from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.source import (
+    in_scope,
     is_backward,
     is_rematerialised,
     library_line,
@@ -62,7 +64,8 @@ class Carry:
     back: tuple[Ref, ...] = ()
 
 
-# Where a value comes from: sites by their names, carries, or an infinity written in the program.
+# Where a value comes from: sites by their names, carries, an infinity written in the program, or
+# `SEED`, the cotangent of the loss.
 Ref = str | Carry
 Refs = tuple[Ref, ...]
 INFINITY = "infinity"
@@ -85,6 +88,8 @@ class Site:
       branch: whether it is in one of several branches.
       reads: where its operands come from.
       endless: whether it reads an infinity that was written in the program.
+      scaled: whether it is a multiple of the cotangent of the loss, and so of the loss scale: what
+        a backward pass computes again of the forward one is not.
     """
 
     name: str
@@ -99,6 +104,7 @@ class Site:
     branch: bool = False
     reads: Refs = ()
     endless: bool = False
+    scaled: bool = False
 
     @property
     def size(self) -> int:
@@ -235,7 +241,8 @@ def _site(
     here = _at(eqn, place)
     for var, site in zip(eqn.outvars, site_names(eqn, name), strict=True):
         if site is None:
-            outs.append(reads if is_measured(var) else ())
+            moved = (*reads, SEED) if in_scope(eqn, SEED) else reads
+            outs.append(moved if is_measured(var) else ())
             continue
         of_weights = reads and all(ref in sites and sites[ref].kind == "weight" for ref in reads)
         gradient = here.backward and not here.again
@@ -251,11 +258,18 @@ def _site(
             shape=shape_of(var),
             loops=place.loops,
             branch=place.branch,
-            reads=tuple(ref for ref in reads if ref != INFINITY),
+            reads=tuple(ref for ref in reads if ref not in (INFINITY, SEED)),
             endless=INFINITY in reads,
+            scaled=any(_is_scaled(sites, ref) for ref in reads),
         )
         outs.append((site,))
     return outs
+
+
+def _is_scaled(sites: dict[str, Site], ref: Ref) -> bool:
+    if isinstance(ref, Carry):
+        return any(_is_scaled(sites, start) for start in ref.start)
+    return ref == SEED or (ref in sites and sites[ref].scaled)
 
 
 def _into(
