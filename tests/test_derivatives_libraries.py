@@ -249,3 +249,52 @@ def test_diffrax_s_own_training_loop() -> None:
     assert got == pytest.approx(want, rel=0.1)
     grad = equinox.filter_grad(jaxmp.autocast(loss, "mixed_bfloat16"))
     assert contraction_dtypes(lambda ys: grad(mlp, ys), ys)["bfloat16"] >= 4
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("mixed_bfloat16", 1219), ("mixed_float16", 440)])
+def test_an_adaptive_solver_takes_few_steps_by_the_cures_of_the_limits(policy, steps):
+    """Rounding is noise to its step controller: that of docs/limits.md, with its figures."""
+    diffrax = pytest.importorskip("diffrax")
+    keys = jax.random.split(jax.random.key(0), 3)
+    a, b = jax.random.normal(keys[0], (16, 64)) / 4, jax.random.normal(keys[1], (64, 16)) / 8
+    y0 = jax.random.normal(keys[2], (32, 16))
+
+    def slope(_t: Any, y: Any, weights: Any) -> Any:
+        return jnp.tanh(y @ weights[0]) @ weights[1] - y
+
+    def solve(weights: Any, y0: Any, slope: Any = slope, tolerance: float = 1e-6) -> Any:
+        control = diffrax.PIDController(rtol=tolerance, atol=tolerance)
+        if not tolerance:
+            control = diffrax.ConstantStepSize()
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(slope),
+            diffrax.Dopri8(),
+            t0=0.0,
+            t1=1.0,
+            dt0=None if tolerance else 1 / 8,
+            y0=y0,
+            args=weights,
+            stepsize_controller=control,
+        )
+        return solution.ys[-1], solution.stats["num_steps"]
+
+    def solved(solve: Any, **options: Any) -> tuple[Any, int]:
+        fn = functools.partial(solve, **options)
+        y, count = jax.jit(jaxmp.autocast(fn, policy))((a, b), y0)
+        return y, int(count)
+
+    exact, few = jax.jit(solve)((a, b), y0)
+    low, many = solved(solve)
+    assert few == 9
+    assert many == pytest.approx(steps, rel=0.5)
+    for cured in (
+        solved(solve, slope=jaxmp.full_precision(slope)),
+        solved(jaxmp.full_precision(solve)),
+    ):
+        assert cured[1] == few
+        assert jnp.array_equal(cured[0], exact)
+    error = jnp.linalg.norm(low - exact)
+    for tolerance in (1e-2 if policy == "mixed_bfloat16" else 1e-3, 0.0):
+        y, count = solved(solve, tolerance=tolerance)
+        assert count <= few + 1
+        assert jnp.linalg.norm(y - exact) < 1.5 * error

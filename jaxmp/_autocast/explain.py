@@ -215,7 +215,7 @@ def explain(
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
-      >>> def layer(x, w):
+      >>> def layer(w, x):
       ...     return jnp.mean(jax.nn.relu(x @ w) @ w)
       >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
       >>> jaxmp.explain(layer, "mixed_bfloat16")(w, w).contractions()
