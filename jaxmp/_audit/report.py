@@ -29,7 +29,7 @@ KINDS = {
     "promotion": "16-bit values promoted to float32",
     "sensitive-low": "sensitive operation in 16 bits",
     "round-trip": "cast there and back",
-    "misaligned": "sizes that miss the tensor cores",
+    "misaligned": "sizes that the chip pads",
     "residual": "float32 kept for the backward pass",
     "not-quantised": "layer that the recipe does not multiply",
     "not-fused": "attention that no kernel computes",
