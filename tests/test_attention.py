@@ -464,7 +464,7 @@ top = jnp.sort(scores_of(Q, K) * 1000, axis=-1)
 alone = (top[..., -1] - top[..., -2] > 150).transpose(0, 2, 1)  # exp(-150) is 0
 for policy in ("mixed_bfloat16", "mixed_float16"):
     assert any("of a softmax" in r.reason for r in jaxmp.explain(loss, policy)(Q, K, V).rows)
-    gradient = jax.jit(jax.grad(autocast(loss, policy, data=0)))(Q, K, V)
+    gradient = jax.jit(jax.grad(jaxmp.autocast(loss, policy, (0, 1, 2))))(Q, K, V)
     gone = jnp.abs(gradient).max(-1) == 0
     print(policy, int(alone.sum()) > 100, int((gone & alone).sum()) == int(alone.sum()))
 """
