@@ -170,7 +170,7 @@ CASES = {
     "mlp and cross-entropy": Case(mlp_loss, (X, A, B), 2, 3),
     "convolutions": Case(convolved, (normal(7, 2, 12, 4), normal(8, 3, 4, 4, scale=0.3)), 3, 3),
     "highway": Case(highway, (X, A, B), 2, 4),
-    "recurrent cell": Case(recurrence, (normal(9, 6, 2, 16), A, B), 6, 12),
+    "recurrent cell": Case(recurrence, (normal(9, 6, 2, 16), A, B), 6, 6),
 }
 
 
