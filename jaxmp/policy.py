@@ -45,7 +45,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     and `dataclasses.replace` makes a changed copy.
 
     Attributes:
-      param_dtype: What parameters are stored as.
+      param_dtype: What parameters are stored as. float64 makes the policy one about float64 values,
+        which `jaxmp.autocast` then narrows in the place of float32.
       compute_dtype: What contractions (matrix products, convolutions) multiply in.
       output_dtype: What the transformed function returns.
       softmax_dtype: What the exponential and the division of a softmax run in: float32, or the

@@ -37,6 +37,7 @@ PROGRAMS = {
     "autocast_aot": "import autocast_aot; autocast_aot.Cache(None, 1).get('mlp', 'hand', 'cpu')",
     "loss_scale_aot": "import loss_scale_aot",
     "trace_time": "import trace_time; trace_time.ratios(1, [trace_time.FLOAT32])",
+    "float64_cpu": "import float64_cpu",
     "monitor_aot": "import monitor_aot",
     "fsdp": "import fsdp",
     "capture_cost": "import capture_cost",

@@ -40,6 +40,7 @@ NOT_RUN = {
     "benchmarks/capture_cost.py": "times minutes; test_benchmarks.py imports it",
     "benchmarks/collectives_aot.py": "compiles for minutes; test_benchmarks.py runs a part",
     "benchmarks/eight_bits_aot.py": "compiles for minutes, for TPUs and GPUs",
+    "benchmarks/float64_cpu.py": "times on whole cores; test_benchmarks.py imports it",
     "benchmarks/fsdp.py": "compiles for 64 to 256 chips, minutes each",
     "benchmarks/fused_attention.py": "needs cuDNN; test_benchmarks.py traces its steps",
     "benchmarks/gpu.py": "needs a GPU; test_benchmarks.py runs its toy size",

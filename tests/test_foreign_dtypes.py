@@ -1,4 +1,4 @@
-"""Dtypes that no policy governs: float64, complex, integers, keys, 16 bits as given."""
+"""Dtypes that a policy about float32 leaves: float64, complex, integers, keys, 16 bits as given."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, ROUNDING
 from jaxmp._autocast.provenance import Provenance, kinds_of
-from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
+from jaxmp._autocast.rules import Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import converted_dtype, is_reference
+from jaxmp._jaxprs.attributes import converted_dtype
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.dataflow import demanded, settled_demand
 from jaxmp._jaxprs.higher_order import Inner, inside
@@ -39,11 +39,6 @@ class Demand(NamedTuple):
 
     ins: tuple[int, ...]
     of: dict[Any, int]
-
-
-def ours(atom: Any) -> bool:
-    """Whether autocast may change the dtype of a value: float32 arrays, not references to them."""
-    return compat.dtype_of(atom) == FLOAT32 and not is_reference(atom)
 
 
 class Demands:
@@ -77,7 +72,7 @@ class Demands:
         whole = whole_numbers(jaxpr)
 
         def want(atom: Any, demand: int) -> None:
-            if demand and not isinstance(atom, Literal) and ours(atom):
+            if demand and not isinstance(atom, Literal) and rules.governs(atom):
                 of[atom] = of.get(atom, NOTHING) | demand
 
         for atom, demand in zip(jaxpr.outvars, outs, strict=True):
@@ -96,7 +91,7 @@ class Demands:
         self, eqn: JaxprEqn, wanted: list[int], rules: Rules, kinds: Sequence[str]
     ) -> Sequence[int]:
         name = compat.kind(eqn)
-        rules = region_rules(eqn) or rules
+        rules = region_rules(eqn, rules) or rules
         if rules.looks_inside(eqn):
             inner = demanded(eqn, wanted, self._inner(rules, kinds), operator.or_, NOTHING)
             if inner and any(each.open_ended for each in inside(eqn)):
@@ -104,7 +99,7 @@ class Demands:
             if inner is not None:
                 return inner
         kind = rules.op_class(eqn)
-        kept = name in LOW and author_keeps(eqn, rules.low)
+        kept = name in LOW and author_keeps(eqn, rules)
         if kind == "low" and rules.low is not None and not kept:
             exact = name in LOW and geometry(eqn, kinds) is not None
             product = NOTHING if rules.policy.matmul is None else PRODUCT
@@ -143,7 +138,7 @@ def is_angle(demand: int) -> bool:
 
 
 def whole_numbers(jaxpr: Any) -> set[Any]:
-    """The float32 variables of a jaxpr that are integers converted, or counted up, and moved."""
+    """The variables of a jaxpr that are integers converted, or counted up, and moved."""
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
         name, read = eqn.primitive.name, [v for v in eqn.invars if not isinstance(v, Literal)]
@@ -152,7 +147,7 @@ def whole_numbers(jaxpr: Any) -> set[Any]:
         )
         moves = name in MOVING and bool(read) and all(v in found for v in read)
         if name == "iota" or converts or moves:
-            found.update(filter(ours, eqn.outvars))
+            found.update(eqn.outvars)
     return found
 
 

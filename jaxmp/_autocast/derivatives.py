@@ -24,7 +24,7 @@ from jax import dtypes
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
-from jaxmp._autocast.demand import CONTRACTION, FULL, NOTHING, PRODUCT, ours
+from jaxmp._autocast.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.licences import COMPUTED
@@ -39,6 +39,7 @@ from jaxmp._autocast.rule_calls import (
     call_of,
     trace_rule,
 )
+from jaxmp._autocast.rules import Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import tangent_type
 
@@ -103,13 +104,16 @@ def _plan_jvp(
     with inside_autocast(plan.rules.policy):
         jaxpr, _ = trace_rule(call, jvp, avals)
     linear = [False] * len(call.ins) + [True] * len(active)
-    planner = Planner(passes, hidden_tangents(jaxpr, linear))
-    ins = [_kept(planner, *operand) for operand in zip(call.ins, plan.arguments, strict=True)]
-    ins += [_kept(planner, call.ins[i], plan.arguments[i], tangent=True) for i in active]
+    rules = plan.rules
+    planner = Planner(passes, hidden_tangents(jaxpr, linear, rules))
+    ins = [
+        _kept(planner, rules, *operand) for operand in zip(call.ins, plan.arguments, strict=True)
+    ]
+    ins += [_kept(planner, rules, call.ins[i], plan.arguments[i], tangent=True) for i in active]
     outs = [*plan.outs, *(plan.outs[i] for i in call.results)]
     zeros = _zeros(jaxpr)[len(call.outs) :]
     wanted = [*_wanted(plan.outs, plan), *_wanted(outs[len(plan.outs) :])]
-    return planner.plan(jaxpr, ins, wanted, plan.rules, outs=outs), zeros
+    return planner.plan(jaxpr, ins, wanted, rules, outs=outs), zeros
 
 
 # Reverse mode.
@@ -176,7 +180,7 @@ class _Pullback:
             self._saved = [v.aval for v in compat.closed(jaxpr).jaxpr.outvars[n_out:]]
         wanted = [*_wanted(plan.outs, plan), *self._saved_for()]
         operands = zip(call.ins, plan.arguments, strict=True)
-        ins = [_kept(self._planner, *operand) for operand in operands]
+        ins = [_kept(self._planner, plan.rules, *operand) for operand in operands]
         free = self._planner.plan(jaxpr, ins, wanted, plan.rules)
         outs = [*plan.outs, *free.outs[n_out:]]
         self.forward = self._planner.plan(jaxpr, ins, wanted, plan.rules, outs=outs)
@@ -243,7 +247,7 @@ class _Pullback:
     def _know(self, jaxpr: Any, count: int) -> None:
         """Tells the planner which values of a backward pass of `count` cotangents are tangents."""
         linear = [False] * len(self._saved) + [True] * count
-        self._planner.tangents |= hidden_tangents(jaxpr, linear)
+        self._planner.tangents |= hidden_tangents(jaxpr, linear, self._plan.rules)
 
     def _cotangents(self, arrays: Iterator[Any], given: Pattern) -> list[Any]:
         """One cotangent per result: those that are given, and zeros."""
@@ -258,9 +262,8 @@ class _Pullback:
             value._replace(tangent=False) if value is not None else None
             for value in self.forward.values[len(outs) :]
         ]
-        kept = [Value(dtype) for dtype in self._plan.outs]
-        ins += [_kept(self._planner, outs[i], kept[i], tangent=True) for i in given]
-        rules = self._plan.rules
+        kept, rules = [Value(dtype) for dtype in self._plan.outs], self._plan.rules
+        ins += [_kept(self._planner, rules, outs[i], kept[i], tangent=True) for i in given]
         plan = self._planner.plan(jaxpr, ins, _wanted(self._grads), rules, outs=self._grads)
         return plan, _zeros(jaxpr)
 
@@ -297,13 +300,14 @@ def _zeros(jaxpr: Any) -> list[bool]:
 
 def _kept(
     planner: Planner,
+    rules: Rules,
     aval: Any,
     value: Value | None,
     *,
     tangent: bool = False,
 ) -> Value | None:
     """How an operand of a rule is kept: as the call's operand or result is."""
-    if not ours(_Typed(aval)):
+    if not rules.governs(_Typed(aval)):
         return None
     made = OTHER if value is None or tangent else value.made
     if value is None or value.dtype is None:

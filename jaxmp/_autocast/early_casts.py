@@ -21,7 +21,6 @@ from jax.extend.core import Literal
 
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import IN_PARTS
-from jaxmp._autocast.rules import FLOAT32
 
 
 def narrow_early(plan: Plan, _planner: object = None) -> Plan:
@@ -32,10 +31,10 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
     planned = []
     for step in reversed(steps):
         moves = step.action == "reorder"
-        if moves and step.outs == (FLOAT32,):
+        if moves and step.outs == (plan.rules.wide,):
             [var] = step.eqn.outvars
             match tuple(read.get(var, ())):
-                case (dtype,) if dtype not in (None, FLOAT32):
+                case (dtype,) if dtype not in (None, plan.rules.wide):
                     step = step.run_in(dtype, "moves what a contraction reads")
         planned.append(step)
         if moves and read.keys().isdisjoint(step.eqn.outvars):
@@ -49,34 +48,34 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
 
 def widen_early(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which what several float32 ops read in parts is widened as a whole."""
-    steps, results = plan.steps, plan.jaxpr.outvars
+    steps, results, wide = plan.steps, plan.jaxpr.outvars, plan.rules.wide
     low = set(filter(_is_variable, results))  # variables that something reads as they are kept
     widened: set[int] = set()  # the moves all of whose readers, through moves, read float32
     readers: Counter[Any] = Counter()  # how often each variable is read in float32, through moves
     for i, step in reversed(tuple(enumerate(steps))):
-        if _is_low_move(step) and low.isdisjoint(step.eqn.outvars):
+        if _is_low_move(step, wide) and low.isdisjoint(step.eqn.outvars):
             widened.add(i)
         for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
             if not _is_variable(atom):
                 continue
-            if i in widened or dtype == FLOAT32:
+            if i in widened or dtype == wide:
                 readers[atom] += 1
             else:
                 low.add(atom)
-    planned, wide = list(steps), set()
+    planned, whole = list(steps), set()
     for i in sorted(widened):
         step = steps[i]
         sources = [v for v in step.eqn.invars if _is_variable(v)]
-        if any(v in wide or readers[v] > 1 for v in sources):
-            wide.update(step.eqn.outvars)
-            planned[i] = step.run_in(FLOAT32, "moves what float32 ops read: widened once")
+        if any(v in whole or readers[v] > 1 for v in sources):
+            whole.update(step.eqn.outvars)
+            planned[i] = step.run_in(wide, "moves what float32 ops read: widened once")
     return dataclasses.replace(plan, steps=tuple(planned))
 
 
-def _is_low_move(step: Step) -> bool:
+def _is_low_move(step: Step, wide: DType) -> bool:
     """Whether a step moves low values, or widens them only to repeat them."""
     moves = step.eqn.primitive.name in IN_PARTS and step.action in ("bind", "reorder")
-    return moves and all(d not in (None, FLOAT32) for d in step.outs)
+    return moves and all(d not in (None, wide) for d in step.outs)
 
 
 def _is_variable(atom: Any) -> bool:

@@ -30,7 +30,7 @@ from jaxmp._autocast.recipes import derivative
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
 from jaxmp._jaxprs.attributes import in_context, is_abstract, on_mesh_of, with_dtype
-from jaxmp._jaxprs.compat import bind
+from jaxmp._jaxprs.compat import bind, dtype_of
 from jaxmp._jaxprs.higher_order import rebind
 from jaxmp._jaxprs.parameter_products import Parameter, crossed, op_of
 from jaxmp.checkpoint_policies import long_contractions
@@ -143,7 +143,7 @@ def _reorder(plan: Plan, step: Step, env: Environment) -> list[Any]:
         return apply(step.eqn, env.operands(step))
     with on_mesh_of(env.array(step.eqn.invars[0])):
         operands = env.operands(step)
-        if step.outs[0] not in (None, FLOAT32):
+        if step.outs[0] not in (None, dtype_of(step.eqn.outvars[0])):
             # Or XLA sends float32, and narrows what has arrived.
             operands = [lax.optimization_barrier(x) for x in operands]
     return apply(step.eqn, operands)

@@ -18,7 +18,7 @@ from jaxmp._autocast.parameters import Argnums, by_position, read_argnums
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.product_report import Product, Quantised
-from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.rules import FLOAT32, Rules, governed
 from jaxmp._autocast.transform import (
     is_identity,
     of_arrays,
@@ -113,13 +113,14 @@ class Explanation:
             *([f"of no effect  {self.overruled}"] if self.overruled else []),
         ]
         by_reason: dict[str, list[Row]] = {}
+        full = governed(get_policy(self.policy)).name if self.policy else FLOAT32.name
         for row in self.rows:
-            if row.op in LOW and row.dtype == "float32":
+            if row.op in LOW and row.dtype == full:
                 by_reason.setdefault(row.reason, []).append(row)
         for reason, rows in by_reason.items():
             first = f"{rows[0].op} at {rows[0].source} {rows[0].path}".rstrip()
             more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-            lines.append(f"  float32: {first}{more}: {reason}")
+            lines.append(f"  {full}: {first}{more}: {reason}")
         recipe = get_policy(self.policy).matmul if self.policy else None
         asked = recipe is not None and (isinstance(recipe, str) or recipe.quantises)
         if asked or any(p.quantised for p in self.quantised().products):
@@ -279,7 +280,7 @@ def _rows(plan: Plan) -> Iterator[Row]:
                 path,
                 source,
                 _dtype(step),
-                step.reason,
+                _reason(step, plan.rules),
                 count,
                 why_not,
                 intended,
@@ -293,15 +294,22 @@ def _rows(plan: Plan) -> Iterator[Row]:
             yield Row(name, path, line, _dtype(step), step.reason, count, residual=step.saves)
 
 
+def _reason(step: Step, rules: Rules) -> str:
+    """Why a step is as it is; the reasons are those of policies about float32."""
+    if rules.wide == FLOAT32:
+        return step.reason
+    low = str(rules.low or rules.wide)
+    said = step.reason.replace("float32", rules.wide.name)
+    return said.replace("16-bit value", f"{low} value").replace("16 bits", low)
+
+
 def _dtype(step: Step) -> str:
     """The dtype a first-order equation runs in."""
     if step.product is not None:
         return step.product.forward.name
-    low = [d for d in step.ins if d is not None and d != FLOAT32]
-    if low:
-        return str(low[0])
-    if FLOAT32 in step.ins:
-        return FLOAT32.name
+    read = [dtype for dtype in step.ins if dtype is not None]
+    if read:
+        return str(min(read, key=lambda dtype: dtype.itemsize))
     atoms = [*step.eqn.outvars, *step.eqn.invars]
     dtypes = [v.aval.dtype for v in atoms if hasattr(v.aval, "dtype")]
     return str(dtypes[0] if dtypes else np.dtype("V"))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.demand import is_angle, ours
+from jaxmp._autocast.demand import is_angle
 from jaxmp._autocast.eligible import by_recipe
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Frame
@@ -36,7 +36,7 @@ from jaxmp._autocast.primitives import (
     WRITING,
 )
 from jaxmp._autocast.provenance import LITERALS
-from jaxmp._autocast.rules import FLOAT32, LOW_DTYPES, author_keeps, is_mask
+from jaxmp._autocast.rules import FLOAT32, author_keeps, is_mask
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import broadcast_axes, converted_dtype, takes_result_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
@@ -51,7 +51,7 @@ def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """The step of one equation, by the class of its primitive."""
     name, rules = compat.kind(eqn), frame.rules
     if rules.low is None:
-        is_float32 = any(map(ours, [*eqn.invars, *eqn.outvars]))
+        is_float32 = any(map(rules.governs, [*eqn.invars, *eqn.outvars]))
         why = rules.why_float32 if is_float32 else "runs as written"
         step = frame.as_written(eqn, values, why)
         recipe = rules.policy.matmul is not None and name in LOW and _exempt(frame, eqn, values)
@@ -93,7 +93,7 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
     low = frame.rules.low
     for atom in (*eqn.outvars, *eqn.invars[:2]):  # an author's 16-bit operand or result decides
         dtype = dtype_of(atom)
-        if dtype in LOW_DTYPES:
+        if dtype in frame.rules.lower:
             low = dtype
     tangent = any(v.tangent for v in values if v is not None)
     if low == frame.rules.low:
@@ -145,7 +145,7 @@ def _by_recipe(frame: Frame, step: Step, values: Sequence[Value | None], low: DT
 def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str | None:
     """Why a contraction stays in float32, or None."""
     known = eqn.primitive.name in LOW  # else a user's override says that it is a contraction
-    if known and (kept := author_keeps(eqn, frame.rules.low)) is not None:
+    if known and (kept := author_keeps(eqn, frame.rules)) is not None:
         return kept
     if pinned := next((v.pinned for v in values if v and v.pinned), ""):
         return pinned
@@ -191,19 +191,19 @@ def _transparent(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
 
 def _convert(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     """A conversion that the program as written makes."""
-    [value], [var] = values, eqn.outvars
+    [value], [var], rules = values, eqn.outvars, frame.rules
     if value is None:
-        upcast = ours(var) and dtype_of(eqn.invars[0]) in LOW_DTYPES
+        upcast = rules.governs(var) and dtype_of(eqn.invars[0]) in rules.lower
         if upcast and not is_promotion(eqn, frame.readers[var]):
             out = Value(pinned="the author upcast an operand to float32", licence=DATA)
             return frame.step(eqn, values, [None], [out], "the author's upcast")
         made = frame.kinds(eqn) == [LITERALS] and not shape_of(var)
-        licence = CONSTANT if made else of_converted(eqn.invars[0])
+        licence = CONSTANT if made else of_converted(eqn.invars[0], rules.low)
         return frame.as_written(eqn, values, "no float32 operand", licence)
-    if ours(var):  # float32 to float32: a change of weak type
+    if rules.governs(var):  # float32 to float32: a change of weak type
         return _transparent(frame, eqn, values)
     # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
-    narrows = converted_dtype(eqn).itemsize <= 2
+    narrows = converted_dtype(eqn).itemsize <= rules.low.itemsize  # type: ignore[union-attr]
     dtype = value.dtype if narrows else None
     return frame.step(eqn, values, [dtype], [None], "the author's conversion")
 
@@ -213,7 +213,7 @@ def _opaque(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], kind: s
     if kind == "own":
         step = frame.as_written(eqn, values, "runs as written", DATA)
         if eqn.primitive.name in SOLVING:
-            for var in filter(ours, eqn.outvars):
+            for var in filter(frame.rules.governs, eqn.outvars):
                 frame.kept_as[var] = Value(pinned=SOLUTION, licence=DATA)
         return step
     if any(True for _ in compat.inner_jaxprs(eqn)):

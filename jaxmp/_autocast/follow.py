@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP, ours
+from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED, joined
 from jaxmp._autocast.plan import NO_ORIGINS, Origin, Step, Value
@@ -135,7 +135,7 @@ def _out_of_range(frame: Frame, eqn: JaxprEqn) -> str | None:
     What is added or chosen, a mask, is clipped instead.
     """
     for atom in eqn.invars:
-        if isinstance(atom, Literal) and ours(atom):
+        if isinstance(atom, Literal) and frame.rules.governs(atom):
             value, limits = abs(float(atom.val)), jnp.finfo(frame.rules.low)
             if 0.0 < value < float(limits.tiny):
                 return f"the constant {atom.val:g} vanishes in {frame.rules.low}"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.demand import CONTRACTION, NOTHING, OPERAND, PRODUCT, Demand, Demands, ours
+from jaxmp._autocast.demand import CONTRACTION, NOTHING, OPERAND, PRODUCT, Demand, Demands
 from jaxmp._autocast.licences import (
     COMPUTED,
     DATA,
@@ -23,7 +23,7 @@ from jaxmp._autocast.licences import (
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Value
 from jaxmp._autocast.primitives import BROADCASTING, GROWING, IN_PARTS, LOW, SCALING
 from jaxmp._autocast.provenance import LITERALS, OTHER, Provenance, kinds_of
-from jaxmp._autocast.rules import FLOAT16, FLOAT32, Rules
+from jaxmp._autocast.rules import FLOAT16, Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import widens_8_bits
 from jaxmp._jaxprs.compat import shape_of
@@ -139,7 +139,7 @@ class Frame:
         read_alone = not self.demand.of.get(var, NOTHING) & ~(CONTRACTION | OPERAND | PRODUCT)
         licence = DATA if read_alone else of_constant(array)
         value = Value(argument=True, licence=licence, made=self.made[var])
-        self.kept_as[var] = value if ours(var) else None
+        self.kept_as[var] = value if self.enclosing.governs(var) else None
 
     # Reading.
 
@@ -147,7 +147,7 @@ class Frame:
         """How an operand is kept; None for what is not ours."""
         if not isinstance(atom, Literal):
             return self.kept_as[atom]
-        if not ours(atom):
+        if not self.enclosing.governs(atom):
             return None
         return Value(constant=True, licence=of_constant(np.asarray(atom.val)), made=LITERALS)
 
@@ -220,8 +220,11 @@ class Frame:
             if value is not None:
                 tangent = value.tangent or var in self.planning.tangents
                 value = value._replace(tangent=tangent, made=self.made[var])
-            self.kept_as[var] = value if ours(var) else None
-        kept = [value if ours(var) else None for var, value in zip(eqn.outvars, outs, strict=True)]
+            self.kept_as[var] = value if self.enclosing.governs(var) else None
+        kept = [
+            value if self.enclosing.governs(var) else None
+            for var, value in zip(eqn.outvars, outs, strict=True)
+        ]
         repeats = action == "bind" and self._repeats(eqn, kept)
         scales = repeats and eqn.primitive.name in SCALING
         shape = shape_of(eqn.outvars[0]) if repeats and not scales else None
@@ -233,14 +236,14 @@ class Frame:
                 Read()
                 if value is None
                 else Read(
-                    dtype or FLOAT32,
+                    dtype or self.enclosing.wide,
                     saturate=(saturate or self.rules.saturate) and stays_finite(value, self.rules),
                     alone=value.argument,
                     shape=None if shape == shape_of(atom) else shape,
                 )
                 for atom, value, dtype in zip(eqn.invars, values, dtypes, strict=True)
             ),
-            outs=tuple(value and (value.dtype or FLOAT32) for value in kept),
+            outs=tuple(value and (value.dtype or self.enclosing.wide) for value in kept),
             reason=f"{reason}; clipped to float16's range" if clips else reason,
             plans=plans,
             clips=clips,
@@ -289,7 +292,9 @@ class Frame:
             whole = self.whole.get(eqn.invars[0], eqn.invars[0])
             self.whole.update(dict.fromkeys(eqn.outvars, whole))
         if self._dequantises and in_scope(eqn, DEQUANTISE):
-            for var in filter(ours, eqn.outvars):  # a weight, though it is computed from integers
+            for var in filter(
+                self.enclosing.governs, eqn.outvars
+            ):  # a weight, though it is computed from integers
                 self.kept_as[var] = Value(licence=PARAMETER, made=self.made[var])
 
     @functools.cached_property

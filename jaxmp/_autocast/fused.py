@@ -78,7 +78,7 @@ def _asked(step: Step, plan: Plan) -> str | None:
     product = step.eqn.primitive.name == "dot_general" and step.action in ("contract", "bind")
     if not product or step.linear:
         return None
-    asked: str | None = (region_rules(step.eqn) or plan.rules).policy.attention
+    asked: str | None = (region_rules(step.eqn, plan.rules) or plan.rules).policy.attention
     return asked
 
 

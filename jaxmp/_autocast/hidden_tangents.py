@@ -13,24 +13,26 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.demand import ours
+from jaxmp._autocast.rules import Rules
 from jaxmp._jaxprs.dataflow import forward, through
 
 
-def hidden_tangents(jaxpr: Any, tangents: Sequence[bool]) -> frozenset[Any]:
+def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> frozenset[Any]:
     """The float32 results, at any depth, of equations that read a tangent in another dtype.
 
     Args:
       jaxpr: that of a derivative rule.
       tangents: which of its operands are tangents.
+      rules: those it runs under.
     """
-    walk = _Walk()
+    walk = _Walk(rules)
     walk.run(jaxpr, tangents)
     return frozenset(walk.found)
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self._governs = rules.governs
         self.found: set[Any] = set()
 
     def run(self, jaxpr: Any, tangents: Sequence[bool]) -> list[bool]:
@@ -44,7 +46,9 @@ class _Walk:
         outs = through(eqn, read, self.run, operator.or_)
         if outs is None:
             outs = [True] * len(eqn.outvars)
-        if any(is_read and not ours(v) for is_read, v in zip(read, eqn.invars, strict=True)):
+        if any(
+            is_read and not self._governs(v) for is_read, v in zip(read, eqn.invars, strict=True)
+        ):
             results = zip(eqn.outvars, outs, strict=True)
-            self.found.update(var for var, out in results if out and ours(var))
+            self.found.update(var for var, out in results if out and self._governs(var))
         return outs

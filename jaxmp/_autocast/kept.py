@@ -18,7 +18,6 @@ from jax.extend import core as jex_core
 
 from jaxmp._autocast.plan import Skipped, Step
 from jaxmp._autocast.primitives import LOW
-from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import closed, inner_jaxprs
 from jaxmp._jaxprs.scopes import EMULATED, KEPT, MISSED, SKIPPED, UNFUSED
 
@@ -96,7 +95,7 @@ def _reason(step: Step) -> str:
         if not all(plan.unchanged for plan in step.plans):
             return ""  # each of its steps is marked by itself
         return next(filter(None, (_reason(s) for plan in step.plans for s in plan.steps)), "")
-    if step.action != "bind" or FLOAT32 not in step.ins:
+    if step.action != "bind" or all(dtype is None for dtype in step.ins):
         return ""
     unknown = step.reason.startswith(UNKNOWN)  # whatever may be in it
     return step.reason if unknown or contracts(step.eqn) else ""

@@ -61,10 +61,11 @@ def joined(licences: Sequence[str]) -> str:
     return next((licence for licence in order if licence in licences), DATA)
 
 
-def of_converted(atom: Any) -> str:
-    """The licence of a value of another dtype in float32: exact in 16 bits, a number, or data."""
+def of_converted(atom: Any, low: Any) -> str:
+    """The licence of a converted value of another dtype: exact in `low`, a number, or data."""
     dtype = dtype_of(atom) or np.dtype(object)
-    exact = dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= low.itemsize
+    exact = narrow or dtype == np.bool_
     if exact:
         return COMPUTED
     return LARGE if jnp.issubdtype(dtype, jnp.integer) else DATA

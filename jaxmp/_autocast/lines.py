@@ -21,7 +21,7 @@ from jaxmp._autocast.bind import Params, rescaled
 from jaxmp._autocast.kept import is_marked
 from jaxmp._autocast.plan import DType, Read, Step
 from jaxmp._autocast.primitives import CROSSING, TRACED_ONCE
-from jaxmp._autocast.reading import Environment, cast, narrow_constant, read_as
+from jaxmp._autocast.reading import Environment, cast, constant, read_as
 from jaxmp._jaxprs.attributes import context, name_stack, returns_several
 from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
 from jaxmp._jaxprs.source import library_line, user_line
@@ -122,8 +122,7 @@ def _line(steps: tuple[Step, ...]) -> Line:
 
     def operand(atom: Any, read: Read) -> int | Constant | Made:
         if isinstance(atom, Literal):
-            as_is = read.dtype is None or read.dtype == np.float32
-            value = np.asarray(atom.val if as_is else narrow_constant(atom.val, read.dtype))
+            value = np.asarray(constant(atom, read))
             return Constant(value.dtype, value.shape, value.tobytes())
         if atom not in positions:
             if (atom, read) not in where or read.alone:

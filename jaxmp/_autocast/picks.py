@@ -23,9 +23,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jaxmp._autocast.demand import ours
 from jaxmp._autocast.plan import DType, Pick, Plan, Step
-from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.rules import Rules
 from jaxmp._jaxprs.attributes import (
     Gather,
     broadcast_axes,
@@ -40,17 +39,17 @@ REASON = "picks one element of each row: its gradient is a comparison, not a sca
 
 def compare_picks(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which picking one element of each row has a comparison for its gradient."""
-    if plan.rules.low is None or not any(_looks_up(step) for step in plan.steps):
+    if plan.rules.low is None or not any(_looks_up(step, plan.rules) for step in plan.steps):
         return plan
     made_by = {var: step.eqn for step in plan.steps for var in step.eqn.outvars}
     consts = dict(zip(plan.jaxpr.constvars, plan.consts, strict=True))
     kept = dict(zip(plan.jaxpr.invars, plan.ins, strict=True))
     steps = []
     for step in plan.steps:
-        if _looks_up(step) and (found := _found(step.eqn, made_by, consts)) is not None:
+        if _looks_up(step, plan.rules) and (found := _found(step.eqn, made_by, consts)) is not None:
             # Each gradient is one of them, and no sum: there is none to widen it for.
-            as_kept = kept.get(step.eqn.invars[0]) or FLOAT32
-            low = step.outs[0] if as_kept == step.outs[0] else FLOAT32
+            as_kept = kept.get(step.eqn.invars[0]) or plan.rules.wide
+            low = step.outs[0] if as_kept == step.outs[0] else plan.rules.wide
             reads = (step.reads[0]._replace(dtype=low), *step.reads[1:])
             step = dataclasses.replace(
                 step, action="pick", pick=found, reads=reads, reason=f"{step.reason}; {REASON}"
@@ -60,11 +59,11 @@ def compare_picks(plan: Plan, _planner: object = None) -> Plan:
     return dataclasses.replace(plan, steps=tuple(steps))
 
 
-def _looks_up(step: Step) -> bool:
+def _looks_up(step: Step, rules: Rules) -> bool:
     eqn = step.eqn
     if step.action != "bind" or step.linear:
         return False
-    return eqn.primitive.name == "gather" and ours(eqn.invars[0])
+    return eqn.primitive.name == "gather" and rules.governs(eqn.invars[0])
 
 
 def _found(

@@ -20,9 +20,9 @@ from jaxmp._autocast.licences import COMPUTED, DATA, LARGE
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.provenance import OTHER, WEIGHTS
 from jaxmp._autocast.recipes.derivative import Contraction
-from jaxmp._autocast.rules import FLOAT32, Rules
+from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.softmaxes import Way
-from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.source import module_path, user_line
 
@@ -264,8 +264,8 @@ class Step:
             return False  # its derivative rule, unseen yet, may hold contractions
         if self.product is not None or self.pick is not None:
             return False
-        dtypes = (*self.ins, *self.outs)
-        as_is = all(d is None or d == FLOAT32 for d in dtypes)
+        atoms, dtypes = (*self.eqn.invars, *self.eqn.outvars), (*self.ins, *self.outs)
+        as_is = all(d in (None, dtype_of(v)) for v, d in zip(atoms, dtypes, strict=True))
         return as_is and all(plan.unchanged for plan in self.plans)
 
 

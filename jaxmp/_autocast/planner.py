@@ -124,7 +124,7 @@ def _decided(frame: Frame) -> Plan:
 
 def _step(frame: Frame, eqn: JaxprEqn) -> Step:
     """Decides one equation and records how its results are kept."""
-    frame.rules = region_rules(eqn) or frame.enclosing
+    frame.rules = region_rules(eqn, frame.enclosing) or frame.enclosing
     frame.planning.recomputes |= frame.rules.recomputes
     values = frame.operands(eqn)
     inners = inside(eqn) if frame.rules.looks_inside(eqn) else ()

@@ -35,7 +35,7 @@ class Environment:
         self.arrays: MutableMapping[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
         self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
         self.moved: dict[Any, JaxprEqn] = {}  # what moves made, and which
-        self.low_wire = plan.rules.low_wire
+        self.wide, self.low_wire = plan.rules.wide, plan.rules.low_wire
         self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
         self.copies: dict[Any, dict[Any, Any]] = {}  # by variable, and by how it is read
 
@@ -57,8 +57,7 @@ class Environment:
     def read(self, atom: Any, read: Read) -> Any:
         """A variable or literal of the jaxpr, as it is read."""
         if isinstance(atom, Literal):
-            as_is = read.dtype in (None, FLOAT32)
-            return atom.val if as_is else narrow_constant(atom.val, read.dtype)
+            return constant(atom, read)
         array = self.copied(atom, read)
         if array is None:
             array = read_as(self.arrays[atom], read)
@@ -97,8 +96,8 @@ class Environment:
 
     def result(self, atom: Any, dtype: DType | None, *, saturate: bool) -> Any:
         """A result of the jaxpr in `dtype` (None: in float32, or not ours)."""
-        if dtype is None and dtype_of(atom) == FLOAT32:
-            dtype = FLOAT32
+        if dtype is None and dtype_of(atom) == self.wide:
+            dtype = self.wide
         return self.read(atom, Read(dtype, saturate))
 
 
@@ -122,13 +121,14 @@ def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None)
 
 @functools.lru_cache(maxsize=4096)
 def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any], Any]:
-    limit = np.float32(jnp.finfo(dtype).max)
+    largest = jnp.finfo(dtype).max
 
     @jax.custom_jvp
     def saturate(x: Any) -> Any:
         # Infinities and NaN pass. finfo(float32).min, the usual attention mask, is -inf in
         # bfloat16, and a row of nothing but -inf is NaN after softmax.
-        infinite = lax.eq(lax.abs(x), np.float32(np.inf))
+        limit = x.dtype.type(largest)
+        infinite = lax.eq(lax.abs(x), x.dtype.type(np.inf))
         return lax.select(infinite, x, lax.clamp(-limit, x, limit))
 
     # Straight through: to the gradient this is a conversion.
@@ -139,7 +139,8 @@ def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any],
         if range_of is not None:
             x = saturate(x)
         if shape is not None:
-            x = jnp.broadcast_to(lax.convert_element_type(x, FLOAT32), shape)
+            full = x if x.dtype.itemsize > 4 else lax.convert_element_type(x, FLOAT32)
+            x = jnp.broadcast_to(full, shape)
         return lax.convert_element_type(x, dtype)
 
     return jax.jit(convert, inline=INLINE)
@@ -172,8 +173,10 @@ def _clip(x: Any, exempt: Any) -> Any:
 _clip.defjvps(lambda tangent, _out, _x, _exempt: tangent, None)
 
 
-def narrow_constant(value: Any, dtype: Any) -> Any:
-    """A constant in `dtype`, finite if it was."""
-    value = np.asarray(value)
-    limit = np.float32(jnp.finfo(dtype).max)
+def constant(atom: Literal, read: Read) -> Any:
+    """A literal of the jaxpr, as it is read: in a narrower dtype, finite if it was."""
+    dtype, value = read.dtype, np.asarray(atom.val)
+    if dtype is None or dtype == dtype_of(atom):
+        return atom.val
+    limit = value.dtype.type(jnp.finfo(dtype).max)
     return np.where(np.isinf(value), value, np.clip(value, -limit, limit)).astype(dtype)

@@ -157,7 +157,7 @@ class _Recomputing:
         whole = all(map(self._is_whole, step.plans))
         if not whole:
             return OWN_RULE if kind == "custom_jvp_call" else _PARTS
-        asks = (region_rules(eqn) or plan.rules).recomputes or in_scope(eqn, DEQUANTISE)
+        asks = (region_rules(eqn, plan.rules) or plan.rules).recomputes or in_scope(eqn, DEQUANTISE)
         if not asks and not step.plans:
             return SAVED
         if runs_once(eqn):

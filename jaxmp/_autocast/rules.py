@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.primitives import CALLED, LOOKING_UP, classify
-from jaxmp._jaxprs.attributes import jitted_name, name_stack, precision
+from jaxmp._jaxprs.attributes import is_reference, jitted_name, name_stack, precision
 from jaxmp._jaxprs.compat import dtype_of, kind
 from jaxmp._jaxprs.dots import contracted
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
@@ -19,10 +19,12 @@ from jaxmp._jaxprs.scopes import OWN, REGION
 from jaxmp.policy import Policy, get_policy
 
 FLOAT32 = np.dtype("float32")
+FLOAT64 = np.dtype("float64")
 FLOAT16 = np.dtype("float16")
 LOW_DTYPES = (np.dtype("bfloat16"), FLOAT16)
 
 LAYERS_OWN = "float32: the layer's own dtype"
+FULL = get_policy("float32")
 # The classes in which a primitive with jaxprs inside runs as it is, in float32.
 WHOLE = ("full", "own")
 _SCOPE = re.compile(rf"{REGION}([^/()]+)")
@@ -34,7 +36,9 @@ class Rules:
 
     Attributes:
       policy: the policy.
-      low: the 16-bit dtype contractions run in, or None when the compute dtype is float32.
+      wide: the dtype whose values autocast may change: float64 where the policy's param dtype is
+        that, else float32.
+      low: the dtype contractions run in, or None when that is the wide one.
       low_softmax: whether a softmax's exp and division run low.
       wide_gradients: whether gradients of parameters leave their products in float32.
       low_wire: whether gradients that are added up in float32 cross devices in the low dtype.
@@ -45,6 +49,7 @@ class Rules:
     """
 
     policy: Policy
+    wide: np.dtype[Any]
     low: np.dtype[Any] | None
     low_softmax: bool
     wide_gradients: bool
@@ -53,6 +58,15 @@ class Rules:
     recomputes: bool
     overrides: dict[str, str]
     why_float32: str = "float32 region"
+
+    @property
+    def lower(self) -> tuple[np.dtype[Any], ...]:
+        """The dtypes below the wide one, which are the author's where he chose them."""
+        return LOW_DTYPES if self.wide == FLOAT32 else (*LOW_DTYPES, FLOAT32)
+
+    def governs(self, atom: Any) -> bool:
+        """Whether autocast may change the dtype of a value: wide arrays, not references to them."""
+        return dtype_of(atom) == self.wide and not is_reference(atom)
 
     @property
     def as_written(self) -> bool:
@@ -65,7 +79,7 @@ class Rules:
         if name in self.overrides:
             return self.overrides[name]
         op_class = classify(name, eqn.params)
-        if op_class == "low" and contracted(eqn) == 1 and author_keeps(eqn, self.low) is None:
+        if op_class == "low" and contracted(eqn) == 1 and author_keeps(eqn, self) is None:
             return "follow"  # it sums nothing up: a multiplication
         if name == "exp" and op_class == "full" and self.low_softmax:
             # A softmax's exp is the one whose result reaches a contraction; exp in a loss does not,
@@ -78,15 +92,21 @@ class Rules:
         return kind(eqn) not in self.overrides
 
 
+def governed(policy: Policy) -> np.dtype[Any]:
+    """The dtype of the values that a policy is about."""
+    return FLOAT64 if np.dtype(policy.param_dtype) == FLOAT64 else FLOAT32
+
+
 @functools.lru_cache(maxsize=256)
 def rules_for(policy: Policy) -> Rules:
     """The rules of a policy.
 
     Raises:
-      ValueError: if the compute dtype is neither float32 nor a 16-bit float, or `ops` gives a
-        primitive with jaxprs inside another class than those in which it runs as a whole.
+      ValueError: if the compute dtype is none of float32, the 16-bit floats and, of a policy about
+        float64, float64; such a policy has a recipe; or `ops` gives a primitive with jaxprs inside
+        another class than those in which it runs as a whole.
     """
-    compute = np.dtype(policy.compute_dtype)
+    wide, compute = governed(policy), np.dtype(policy.compute_dtype)
     overrides = {k: c for name, c in policy.ops or () for k in CALLED.get(name, ())}
     for name, op_class in policy.ops or ():
         if name in HIGHER_ORDER and op_class not in WHOLE:
@@ -95,16 +115,24 @@ def rules_for(policy: Policy) -> Rules:
                 f"other operations: it may run {' or '.join(map(repr, WHOLE))}, as a whole. Leave "
                 "it out, and give classes to what is inside"
             )
-    if compute != FLOAT32 and compute not in LOW_DTYPES:
+    if compute not in (wide, FLOAT32, *LOW_DTYPES):
         raise ValueError(
             f"autocast: compute_dtype is {compute.name}, but autocast computes in bfloat16, "
-            "float16 or float32 only; use e.g. get_policy('mixed_bfloat16')"
+            "float16 or float32 only, or in float64 where param_dtype is float64; use e.g. "
+            "get_policy('mixed_bfloat16')"
+        )
+    if wide == FLOAT64 and policy.matmul is not None:
+        raise ValueError(
+            f"autocast: matmul={policy.matmul} is for float32 parameters, and param_dtype is "
+            "float64; leave matmul out, or store the parameters in float32"
         )
     return Rules(
         policy=policy,
-        low=None if compute == FLOAT32 else compute,
+        wide=wide,
+        low=None if compute == wide else compute,
         low_softmax=np.dtype(policy.softmax_dtype) != FLOAT32,
-        wide_gradients=np.dtype(policy.reduce_dtype) == FLOAT32,
+        # Products in float32 are summed and returned in it: their gradients need nothing else.
+        wide_gradients=wide == np.dtype(policy.reduce_dtype) == FLOAT32,
         low_wire=np.dtype(policy.wire_dtype) != FLOAT32,
         saturate=policy.saturate,
         recomputes=policy.residuals == "recompute",
@@ -124,15 +152,29 @@ def with_whole_tables(rules: Rules) -> Rules:
     return dataclasses.replace(rules, overrides=dict.fromkeys(LOOKING_UP, "full") | rules.overrides)
 
 
-def region_rules(eqn: JaxprEqn) -> Rules | None:
+def region_rules(eqn: JaxprEqn, around: Rules | None = None) -> Rules | None:
     """The rules of the innermost region that `eqn` marks or lies in, or None if there is none.
 
     A region around the whole jaxpr is not seen from inside: name stacks are relative to it.
+
+    Args:
+      eqn: the equation.
+      around: the rules of the program, which say the dtype of the values that rules are about.
     """
     name = jitted_name(eqn)
-    if name.startswith(REGION):
-        return rules_for(get_policy(name.removeprefix(REGION)))
-    return _scope_rules(name_stack(eqn))
+    marks = name.startswith(REGION)
+    found = rules_for(get_policy(name.removeprefix(REGION))) if marks else None
+    found = found or _scope_rules(name_stack(eqn))
+    if found is None or around is None or found.wide == around.wide:
+        return found
+    return _about(found, around.wide)
+
+
+@functools.lru_cache(maxsize=256)
+def _about(rules: Rules, wide: np.dtype[Any]) -> Rules:
+    """The same rules, but about values of another dtype."""
+    above = rules.low is not None and rules.low.itemsize >= wide.itemsize
+    return dataclasses.replace(rules, wide=wide, low=None if above else rules.low)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -151,19 +193,21 @@ def _own_rules(policy: str) -> Rules:
     return dataclasses.replace(rules_for(get_policy(policy)), why_float32=LAYERS_OWN)
 
 
-def author_keeps(eqn: JaxprEqn, low: np.dtype[Any] | None = None) -> str | None:
+def author_keeps(eqn: JaxprEqn, rules: Rules | None = None) -> str | None:
     """Why a contraction runs as written whatever its operands are, or None."""
+    rules = rules or rules_for(FULL)
+    wide, low = rules.wide, rules.low
     asked = precision(eqn)
     for p in asked if isinstance(asked, tuple) else (asked,):
         name = str(getattr(p, "name", p))
         if p is not None and name.upper() != "DEFAULT" and not _means(name, low):
             return f"precision={name}, as the author asked"
     dtypes = {np.dtype(dtype_of(v)) for v in eqn.invars[:2]}
-    if FLOAT32 not in dtypes:
-        return f"operands are {' and '.join(sorted(d.name for d in dtypes))}, not float32"
-    for dtype in dtypes - {FLOAT32}:
-        if dtype not in LOW_DTYPES and not is_mask(dtype):
-            return f"multiplies float32 by {dtype.name}"
+    if wide not in dtypes:
+        return f"operands are {' and '.join(sorted(d.name for d in dtypes))}, not {wide.name}"
+    for dtype in dtypes - {wide}:
+        if dtype not in rules.lower and not is_mask(dtype):
+            return f"multiplies {wide.name} by {dtype.name}"
     return None
 
 
@@ -172,7 +216,7 @@ def is_mask(dtype: np.dtype[Any] | None) -> bool:
     return dtype is not None and dtype.kind in "biu"
 
 
-def _means(preset: str, low: np.dtype[Any] | None) -> bool:
+def _means(preset: str, low: Any) -> bool:
     """Whether a precision says what a policy does: ``BF16_BF16_F32``, and not ``…_X3``."""
-    short = "F16" if low == FLOAT16 else "BF16"
+    short = {FLOAT16: "F16", FLOAT32: "F32"}.get(low, "BF16")
     return preset.startswith(f"{short}_{short}_") and "_X" not in preset

@@ -13,7 +13,7 @@ import jmp
 import numpy as np
 
 from jaxmp._autocast import closures, nnx_calls
-from jaxmp._autocast.demand import CONTRACTION, FULL, ours
+from jaxmp._autocast.demand import CONTRACTION, FULL
 from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.escapes import refuse_escapes, with_held_tracers
 from jaxmp._autocast.execute import execute
@@ -35,12 +35,12 @@ from jaxmp._autocast.provenance import OTHER, WEIGHTS
 from jaxmp._autocast.reading import cast
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.residuals import recompute
-from jaxmp._autocast.rules import FLOAT32, rules_for
+from jaxmp._autocast.rules import governed, rules_for
 from jaxmp._autocast.unseen import (
-    warn_float64,
     warn_overlooked,
     warn_precision,
     warn_unfused,
+    warn_ungoverned,
     warn_unknown,
     warn_unquantised,
     warn_unseen,
@@ -79,7 +79,8 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> 
         of NNX modules, every `nnx.Param` is, whichever argument holds it.
 
     Returns:
-      A function with the signature of `fn`. Only float32 values are autocast's to change:
+      A function with the signature of `fn`. Only float32 values are autocast's to change (float64
+      values, where ``param_dtype`` is float64):
 
       * float32 arguments are stored in ``param_dtype`` before they are used (float32 in the "mixed"
         policies: as they are). Arguments in any other dtype are used as they are.
@@ -94,12 +95,13 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> 
       TypeError: if `fn` is not callable, or is a Flax Linen module; at a call, if its result holds
         arrays where JAX does not see them: in an object that is no pytree, in what a function
         closes over; if `argnums` are no integers.
-      ValueError: if the policy is malformed or computes in anything but 16 bits or float32.
+      ValueError: if the policy is malformed, or computes in what autocast does not.
 
     Warns:
       UserWarning: at a call, where the policy does less than it says: JAX's default precision keeps
         most contractions float32; most of what layers multiply is not in the 8 bits of a recipe, or
-        most attention not fused; most products are float64; float32 contractions are in what is
+        most attention not fused; most products are float64
+        and the policy is about float32; float32 contractions are in what is
         not looked inside; a name in ``ops`` is no primitive's; most of what layers multiply is in
         no argument of `argnums`.
 
@@ -156,7 +158,7 @@ def under_policy(
       watch: is shown each plan that is made.
 
     Raises:
-      ValueError: if the policy computes in anything but 16 bits or float32.
+      ValueError: if the policy computes in what autocast does not.
     """
     rules_for(policy)  # a policy that cannot be computed in is refused here, not at the first call
     holding = with_held_tracers(fn)
@@ -189,7 +191,7 @@ def under_policy(
         warn_unfused(plan, warned)
         warn_unknown(plan, warned)
         warn_precision(plan, warned)
-        warn_float64(plan, warned)
+        warn_ungoverned(plan, warned)
         place = functools.partial(place_of, args, kwargs)
         warn_overlooked(plan, given, place, name, warned)
         outs = closures.run(
@@ -211,21 +213,22 @@ def _under_policy_of_modules(
 
     Their Variables stay in the dtypes they have: param and output dtype are for everything else.
     """
+    wide = governed(policy)
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
-    inner = dataclasses.replace(policy, param_dtype=FLOAT32, output_dtype=FLOAT32)
+    inner = dataclasses.replace(policy, param_dtype=wide, output_dtype=wide)
 
     def given(x: Any) -> Any:
-        mine = is_array(x) and x.dtype == FLOAT32 and stored != FLOAT32
+        mine = is_array(x) and x.dtype == wide and stored != wide
         return widen(_as(x, stored, saturate=True), stored) if mine else x
 
     def returned(x: Any) -> Any:
-        mine = is_array(x) and x.dtype == FLOAT32
+        mine = is_array(x) and x.dtype == wide
         return _as(x, output, saturate=policy.saturate) if mine else x
 
     @functools.wraps(fn)
     def called(args: Any, kwargs: Any) -> Any:
         args, kwargs = nnx_calls.map_arrays(given, (args, kwargs))
-        with nnx_calls.shown_as_float32((args, kwargs), {stored} - {FLOAT32}):
+        with nnx_calls.shown_as_float32((args, kwargs), {stored} - {wide}):
             return fn(*args, **kwargs)
 
     parameters = by_position(fn, argnums)
@@ -240,11 +243,11 @@ def _under_policy_of_modules(
 
 
 def is_identity(policy: Policy) -> bool:
-    """Whether a policy is float32 throughout, in every product as well, and keeps what JAX does."""
+    """Whether a policy changes nothing: one wide dtype, in every product, and JAX's residuals."""
     if policy.matmul is not None or policy.residuals != "save":
         return False
     dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-    return all(np.dtype(d) == FLOAT32 for d in dtypes)
+    return all(np.dtype(d) == governed(policy) for d in dtypes)
 
 
 def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Traced:
@@ -274,7 +277,7 @@ def plan_program(jaxpr: Any, policy: Policy, parameters: Sequence[bool]) -> Plan
     open_jaxpr = compat.closed(jaxpr).jaxpr
     ins = [
         None
-        if not ours(var)
+        if not rules.governs(var)
         else Value(
             rules.low if stored == rules.low else None,
             frozenset({planner.fresh()}) if stored == rules.low else NO_ORIGINS,
@@ -285,7 +288,7 @@ def plan_program(jaxpr: Any, policy: Policy, parameters: Sequence[bool]) -> Plan
     ]
     low_output = output == rules.low
     wanted = [CONTRACTION if low_output else FULL] * len(open_jaxpr.outvars)
-    outs = [rules.low if low_output and ours(var) else None for var in open_jaxpr.outvars]
+    outs = [rules.low if low_output and rules.governs(var) else None for var in open_jaxpr.outvars]
     made = [WEIGHTS if parameter else OTHER for parameter in parameters]
     plan = planner.plan(jaxpr, ins, wanted, rules, outs=outs, made=made)
     return recompute(plan) if planner.recomputes else plan
@@ -301,16 +304,16 @@ def run_program(
         array = with_weak_type(
             array, weak=False
         )  # its gradient is weakly typed by this, as written
-        if ours(var):
+        if plan.rules.governs(var):
             # What was given is kept finite, as a literal is; what is computed is not.
             array = _as(jnp.asarray(array), stored, saturate=True)
-            array = _as(array, dtype or FLOAT32, saturate=True)
+            array = _as(array, dtype or plan.rules.wide, saturate=True)
         args.append(array)
     outs = run(plan, args)
     clip = plan.rules.saturate
     return [
         with_weak_type(
-            _as(x, output, saturate=clip) if ours(var) else x,
+            _as(x, output, saturate=clip) if plan.rules.governs(var) else x,
             weak=is_weak(var.aval),
         )
         for var, x in zip(plan.jaxpr.outvars, outs, strict=True)

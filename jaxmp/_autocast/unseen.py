@@ -20,7 +20,7 @@ from jaxmp._autocast.parameters import overlooked
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
-from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
+from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
@@ -126,9 +126,9 @@ def warn_precision(plan: Plan, known: set[str]) -> None:
     default = setting("jax_default_matmul_precision")
     if plan.rules.low is None or default is None:
         return
-    one = jax.ShapeDtypeStruct((1, 1), FLOAT32)
+    one = jax.ShapeDtypeStruct((1, 1), plan.rules.wide)
     unsaid = jax.make_jaxpr(lax.dot)(one, one).eqns[-1]
-    kept = author_keeps(unsaid)
+    kept = author_keeps(unsaid, plan.rules)
     if kept is None:
         return
     missed = _missed(
@@ -149,28 +149,36 @@ def warn_precision(plan: Plan, known: set[str]) -> None:
     )
 
 
-def warn_float64(plan: Plan, known: set[str]) -> None:
-    """Warns where most of what a program multiplies is float64, which no policy governs yet.
+def warn_ungoverned(plan: Plan, known: set[str]) -> None:
+    """Warns where most of what a program multiplies is float64, and the policy about float32.
+
+    Or the other way round.
 
     Args:
       plan: the plan of the program.
       known: what was said already; what is said now is added.
     """
+    wide = plan.rules.wide
+    other, policy = (
+        (FLOAT32, "mixed_bfloat16") if wide == FLOAT64 else (FLOAT64, "p=f64,c=f32,o=f64")
+    )
 
-    def is_double(step: Step) -> bool:
-        return any(compat.dtype_of(v) == np.float64 for v in step.eqn.invars)
+    def is_other(step: Step) -> bool:
+        dtypes = set(map(compat.dtype_of, step.eqn.invars))
+        return other in dtypes and wide not in dtypes
 
     missed = _missed(
         plan,
         known,
-        done=lambda step: step.eqn.primitive.name in LOW and not is_double(step),
-        why=lambda step: "operands are float64" if is_double(step) else None,
+        done=lambda step: step.eqn.primitive.name in LOW and not is_other(step),
+        why=lambda step: f"operands are {other.name}" if is_other(step) else None,
     )
     if missed is None:
         return
     warnings.warn(
-        f"autocast: {missed.share:.0%} of what contractions multiply is float64, and stays so: a "
-        "policy is about float32 values. Give float32 arrays, or unset jax_enable_x64.",
+        f"autocast: {missed.share:.0%} of what contractions multiply is {other.name}, and stays "
+        f"so: the policy is about {wide.name} values, as its param_dtype says. Give {wide.name} "
+        f"arrays, or a policy about {other.name}, such as {policy!r}.",
         UserWarning,
         stacklevel=4,
     )
@@ -217,7 +225,7 @@ def warn_unknown(plan: Plan, known: set[str]) -> None:
       known: what was said already; what is said now is added.
     """
     steps = [visit.step for visit in plan.walk()]
-    rules = {plan.rules, *(found for step in steps if (found := region_rules(step.eqn)))}
+    rules = {plan.rules, *(region_rules(step.eqn, plan.rules) or plan.rules for step in steps)}
     asked = {name for each in rules for name, _ in each.policy.ops}
     if not asked:
         return
@@ -255,7 +263,7 @@ def _governed(plan: Plan) -> Iterator[Rules]:
     """The rules that each contraction of a program is under."""
     for step in plan.steps:
         if step.eqn.primitive.name in LOW:
-            yield region_rules(step.eqn) or plan.rules
+            yield region_rules(step.eqn, plan.rules) or plan.rules
         for inner in step.plans:
             yield from _governed(inner)
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxmp._autocast.flops import kept_by_layers
 from jaxmp._autocast.plan import Plan
+from jaxmp._autocast.rules import governed
 from jaxmp._autocast.transform import is_identity
 from jaxmp._modules.words import Layer, Seen
 from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
@@ -42,7 +43,8 @@ class Overrides:
 
     Attributes:
       default: the policy of what has none of its own.
-      inner: `default`, but storing and returning float32: parameters and outputs are converted
+      wide: the dtype of the values that it is about: float32, or float64.
+      inner: `default`, but storing and returning those: parameters and outputs are converted
         where they enter and leave the wrapped module, and its other state keeps its dtypes.
       stored: the 16-bit dtypes that some policy stores parameters in.
       is_identity: whether every policy is float32 throughout.
@@ -55,8 +57,9 @@ class Overrides:
         self._seen = functools.lru_cache(maxsize=64)(lambda _: Seen())
         self._warned: set[frozenset[str]] = set()
         self.default: Policy = self._map.default
+        self.wide = governed(self.default)
         self.inner = dataclasses.replace(
-            self.default, param_dtype=np.float32, output_dtype=np.float32
+            self.default, param_dtype=self.wide, output_dtype=self.wide
         )
         policies = [self.default, *(policy for _, policy in self._map.overrides)]
         stored = {np.dtype(policy.param_dtype) for policy in policies}
@@ -111,12 +114,12 @@ class Overrides:
         )
 
     def output(self, out: Any) -> Any:
-        """What the wrapped module returns: its float32 arrays in the output dtype."""
+        """What the wrapped module returns: its wide arrays in the output dtype."""
         dtype = np.dtype(self.default.output_dtype)
-        if dtype == np.float32:
+        if dtype == self.wide:
             return out
         return jax.tree.map(
-            lambda x: x.astype(dtype) if getattr(x, "dtype", None) == np.float32 else x, out
+            lambda x: x.astype(dtype) if getattr(x, "dtype", None) == self.wide else x, out
         )
 
     def policy_at(
