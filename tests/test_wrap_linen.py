@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxmp
@@ -739,3 +740,45 @@ def test_a_field_called_dtype_may_be_anything():
     variables = wrapped.init(jax.random.key(0), x)
     with pytest.warns(UserWarning, match="AroundOddDtype/OddDtype_0/Dense_0"):
         assert contraction_dtypes(wrapped.apply, variables, x) == {"bfloat16": 1, "float32": 1}
+
+
+class Adapted(nn.Module):
+    """A dense layer with a trained bias in a collection of its own, and a mean in another."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        bias = self.variable("lora", "bias", jnp.zeros, (8,)).value
+        mean = self.variable("statistics", "mean", jnp.zeros, (8,)).value
+        x = nn.Dense(8)(nn.Dense(8)(x) + bias)
+        return nn.Dense(8)(x + mean)
+
+
+def test_other_trained_collections_are_said() -> None:
+    x = jnp.ones((4, 8))
+    variables = Adapted().init(jax.random.key(0), x)
+
+    def kept(model: nn.Module) -> int:
+        rows = jaxmp.explain(model.apply)(variables, x).rows
+        return sum(row.reason == "float32 data wins over 16 bits" for row in rows)
+
+    assert kept(jaxmp.wrap(Adapted(), BF16)) == 2
+    adapted = jaxmp.wrap(Adapted(), BF16, params=("params", "lora"))
+    assert kept(adapted) == 1
+    assert kept(pickle.loads(pickle.dumps(adapted))) == 1
+    stored = jaxmp.wrap(Adapted(), "bfloat16", params=["params", "lora"])
+    dtypes = jax.tree.map(lambda leaf: str(leaf.dtype), stored.init(jax.random.key(0), x))
+    assert dtypes["lora"]["bias"] == "bfloat16"
+    assert dtypes["statistics"]["mean"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("module", "params", "message"),
+    [
+        (Adapted(), (nn.Dense,), "names of Linen's collections"),
+        (jnp.tanh, "lora", "is for Linen modules"),
+        (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), ("params", "lora"), "every nnx.Param"),
+    ],
+)
+def test_collections_are_names_of_linen(module: Any, params: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        jaxmp.wrap(module, BF16, params=params)

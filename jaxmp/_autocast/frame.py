@@ -22,7 +22,7 @@ from jaxmp._autocast.licences import (
 )
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Value
 from jaxmp._autocast.primitives import BROADCASTING, GROWING, IN_PARTS, LOW, SCALING
-from jaxmp._autocast.provenance import LITERALS, OTHER, Provenance, kinds_of
+from jaxmp._autocast.provenance import LITERALS, OTHER, Provenance, kinds_of, says_parameter
 from jaxmp._autocast.rules import FLOAT16, Rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import widens_8_bits
@@ -291,10 +291,9 @@ class Frame:
         if eqn.primitive.name in IN_PARTS and not isinstance(eqn.invars[0], Literal):
             whole = self.whole.get(eqn.invars[0], eqn.invars[0])
             self.whole.update(dict.fromkeys(eqn.outvars, whole))
-        if self._dequantises and in_scope(eqn, DEQUANTISE):
-            for var in filter(
-                self.enclosing.governs, eqn.outvars
-            ):  # a weight, though it is computed from integers
+        if (self._dequantises and in_scope(eqn, DEQUANTISE)) or says_parameter(eqn):
+            # A weight, though it is computed from integers, or came as data.
+            for var in filter(self.enclosing.governs, eqn.outvars):
                 self.kept_as[var] = Value(licence=PARAMETER, made=self.made[var])
 
     @functools.cached_property

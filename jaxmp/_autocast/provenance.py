@@ -14,7 +14,7 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import has_effects, widens_8_bits
 from jaxmp._jaxprs.dataflow import settled, through
 from jaxmp._jaxprs.higher_order import Inner
-from jaxmp._jaxprs.scopes import DEQUANTISE, ROWS
+from jaxmp._jaxprs.scopes import DEQUANTISE, PARAMETER, ROWS
 from jaxmp._jaxprs.source import in_scope
 
 # Windows, stencils, bases, masks and grids; weights, and what is computed from them alone, other
@@ -49,6 +49,8 @@ class Provenance:
             kinds = kinds_of(eqn.invars, of)
             if dequantizes and in_scope(eqn, DEQUANTISE):
                 found = [OTHER if in_scope(eqn, ROWS) else WEIGHTS] * len(eqn.outvars)
+            elif says_parameter(eqn):
+                found = [WEIGHTS]
             else:
                 found = self._of_results(eqn, kinds)
             of.update(zip(eqn.outvars, found, strict=True))
@@ -71,6 +73,11 @@ class Provenance:
 def kinds_of(atoms: Sequence[Any], of: Mapping[Any, str]) -> list[str]:
     """What variables and literals are made of, given what the variables are."""
     return [LITERALS if isinstance(v, Literal) else of.get(v, OTHER) for v in atoms]
+
+
+def says_parameter(eqn: JaxprEqn) -> bool:
+    """Whether an equation does nothing but say that its operand is a parameter."""
+    return eqn.primitive.name == "squeeze" and in_scope(eqn, PARAMETER)
 
 
 def _either(a: str, b: str) -> str:

@@ -31,6 +31,9 @@ UNSCALE = "jaxmp_unscale"
 # Around the cotangent with which a measured backward pass begins.
 SEED = "jaxmp_seed"
 
+# Around a squeeze that changes nothing, of what a wrapped module knows to be a parameter.
+PARAMETER = "jaxmp_parameter"
+
 # Around what turns a quantised weight into an array: it runs in float32, and gives a parameter.
 DEQUANTISE = "jaxmp_dequantise"
 # Around that, where it is rows of a table that are looked up, which are no weights.

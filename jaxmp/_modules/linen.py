@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from jaxmp._autocast.marks import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_managed, key_counters, lifted_class, lifted_scopes
+from jaxmp._jaxprs.scopes import PARAMETER
 from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.entering import Entering, kind_of_call
 from jaxmp._modules.overrides import Overrides
@@ -33,10 +35,10 @@ Method = Callable[..., Any]
 _OF_FLAX = frozenset(vars(type("Plain", (nn.Module,), {})))
 
 
-def wrap_linen(module: nn.Module, policy: Policy | PolicyMap) -> nn.Module:
+def wrap_linen(module: nn.Module, policy: Policy | PolicyMap, params: tuple[str, ...]) -> nn.Module:
     """The wrapped module; see `jaxmp.wrap`."""
     cls: Any = type(module)
-    wrapped_class = _wrapped_class(cls, policy)
+    wrapped_class = _wrapped_class(cls, policy, params)
     if isinstance(module.parent, nn.Module):
         # Created in a parent's setup or compact method, and registered there: it stays itself.
         wrapped = module
@@ -51,8 +53,8 @@ def wrap_linen(module: nn.Module, policy: Policy | PolicyMap) -> nn.Module:
     return wrapped
 
 
-def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
-    overrides = Overrides(policy)
+def _make_wrapped(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]) -> Any:
+    overrides = Overrides(policy, params)
     methods = dict(_methods(cls))
 
     def call(fn: Method, *args: Any) -> Any:
@@ -60,7 +62,8 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
 
     call.__name__ = cls.__name__  # it is in messages
     # One for all calls: it keeps their plans.
-    planned = under_policy(call, overrides.inner, _parameters, overrides.warn_of_kept)
+    parameters = functools.partial(_parameters, params)
+    planned = under_policy(call, overrides.inner, parameters, overrides.warn_of_kept)
 
     def autocast(fn: Method) -> Method:
         return _lift(fn, planned)
@@ -71,7 +74,7 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
         for name, method in methods.items()
     }
     # What this class was made from: its name is that of another.
-    made = (*getattr(cls, "_jaxmp_made", (cls,)), policy)
+    made = (*getattr(cls, "_jaxmp_made", (cls,)), (policy, params))
     members |= {
         "_jaxmp_made": made,
         "_jaxmp_policy": policy,
@@ -97,9 +100,9 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
 _WRAPPED = MadeClasses(_make_wrapped)
 
 
-def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
+def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]) -> Any:
     """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
-    return _WRAPPED(cls, policy)
+    return _WRAPPED(cls, policy, params)
 
 
 def _fields(module: nn.Module) -> dict[str, Any]:
@@ -111,7 +114,10 @@ def _fields(module: nn.Module) -> dict[str, Any]:
 
 
 def _unpickle(made: tuple[Any, ...], fields: dict[str, Any]) -> Any:
-    return functools.reduce(_wrapped_class, made)(parent=None, **fields)
+    cls, *keys = made
+    return functools.reduce(lambda cls, key: _wrapped_class(cls, *key), keys, cls)(
+        parent=None, **fields
+    )
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Method]]:
@@ -161,7 +167,7 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
                 lifted(self, rehearsal, *args, **kwargs)
         entering = Entering(overrides, self.path, seen, initializing=init)
         with nn.intercept_methods(entering), entering.marking():
-            if overrides.stored or not (nested or as_written):
+            if overrides.stored or overrides.others or not (nested or as_written):
                 out = lifted(self, entering, *args, **kwargs)
             elif nested:
                 with region(overrides.default):
@@ -227,9 +233,10 @@ def _lift(fn: Method, planned: Method) -> Method:
             entering.learn()
             return out, _as_created(created, variables, entering)
         if policy_in_force() is not None and not entering.rehearses:
+            known = _said(variables, overrides.others)
             with region(overrides.default):
-                out, changed = run(variables, rngs, args, kwargs)
-            return out, _as_before(changed, variables)
+                out, changed = run(known, rngs, args, kwargs)
+            return out, _as_before(changed, variables, overrides)
         traced = functools.partial(planned, attempt, variables, rngs, args, kwargs)
         try:
             out, changed = traced()
@@ -238,7 +245,7 @@ def _lift(fn: Method, planned: Method) -> Method:
                 raise
             with entering.marking():
                 out, changed = traced()
-        return overrides.output(out), _as_before(changed, variables)
+        return overrides.output(out), _as_before(changed, variables, overrides)
 
     return lifted_scopes(inner)
 
@@ -247,28 +254,40 @@ def _shown(variables: Any, overrides: Overrides) -> Any:
     """Variables as the module sees them: parameters stored in 16 bits are float32 to it."""
 
     def show(path: Any, leaf: Any) -> Any:
-        stored = _is_param(path) and getattr(leaf, "dtype", None) in overrides.stored
+        stored = (
+            _is_param(path, overrides.params) and getattr(leaf, "dtype", None) in overrides.stored
+        )
         return widen(leaf, leaf.dtype) if stored else leaf
 
     return jax.tree_util.tree_map_with_path(show, for_float32(variables), is_leaf=is_quantized)
 
 
-def _parameters(args: Any, kwargs: Any) -> list[bool]:
+def _said(variables: Any, others: Collection[str]) -> Any:
+    """Variables of which those in `others` say, to the program around, that they are parameters."""
+
+    @jax.named_scope(PARAMETER)
+    def say(path: Any, leaf: Any) -> Any:
+        return jnp.squeeze(leaf[None], 0) if _is_param(path, others) else leaf
+
+    return jax.tree_util.tree_map_with_path(say, variables, is_leaf=is_quantized)
+
+
+def _parameters(params: Collection[str], args: Any, kwargs: Any) -> list[bool]:
     """Which leaves of a call are parameters: of the variables, which come after the function."""
     return [
-        path[0].idx == 0 and path[1].idx == 1 and _is_param(path[2:])
+        path[0].idx == 0 and path[1].idx == 1 and _is_param(path[2:], params)
         for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))
     ]
 
 
-def _as_before(changed: Any, variables: Any) -> Any:
+def _as_before(changed: Any, variables: Any, overrides: Overrides) -> Any:
     """Changed variables in the dtypes they had."""
     leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_quantized)
     before = dict(leaves)
 
     def restore(path: Any, leaf: Any) -> Any:
         dtype = getattr(before.get(path), "dtype", None)
-        if not _is_param(path) or dtype is None or leaf.dtype == dtype:
+        if not _is_param(path, overrides.params) or dtype is None or leaf.dtype == dtype:
             return leaf
         return leaf.for_dtype(dtype) if is_quantized(leaf) else leaf.astype(dtype)
 
@@ -280,7 +299,7 @@ def _as_created(created: Any, variables: Any, entering: Entering) -> Any:
     before = dict(jax.tree_util.tree_leaves_with_path(variables))
 
     def store(path: Any, leaf: Any) -> Any:
-        if path in before or not _is_param(path):
+        if path in before or not _is_param(path, entering.overrides.params):
             return leaf
         policy = entering.policy_of(path)
         return leaf if policy is None else cast_floating(leaf, policy.param_dtype)
@@ -288,6 +307,6 @@ def _as_created(created: Any, variables: Any, entering: Entering) -> Any:
     return jax.tree_util.tree_map_with_path(store, created)
 
 
-def _is_param(path: Any) -> bool:
+def _is_param(path: Any, params: Collection[str]) -> bool:
     """Whether a path into Flax's groups (one per filter, one per scope) is a parameter's."""
-    return any(isinstance(k, jax.tree_util.DictKey) and k.key == "params" for k in path[:3])
+    return any(isinstance(k, jax.tree_util.DictKey) and k.key in params for k in path[:3])

@@ -42,6 +42,8 @@ class Overrides:
     """A policy, or map of them, as it applies to the modules inside the wrapped one.
 
     Attributes:
+      params: the collections of variables that are parameters (Linen's), and `others` those but
+        "params", which all programs know.
       default: the policy of what has none of its own.
       wide: the dtype of the values that it is about: float32, or float64.
       inner: `default`, but storing and returning those: parameters and outputs are converted
@@ -50,7 +52,8 @@ class Overrides:
       is_identity: whether every policy is float32 throughout.
     """
 
-    def __init__(self, policy: Policy | PolicyMap) -> None:
+    def __init__(self, policy: Policy | PolicyMap, params: tuple[str, ...] = ("params",)) -> None:
+        self.params, self.others = params, frozenset(params) - {"params"}
         self._map = policy if isinstance(policy, PolicyMap) else PolicyMap({}, default=policy)
         keys = frozenset(key for key, _ in self._map.overrides)
         self._unmatched: dict[Hashable, frozenset[str | type]] = defaultdict(lambda: keys)

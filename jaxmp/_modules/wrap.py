@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -18,7 +19,12 @@ from jaxmp.policy import Policy, PolicyMap, get_policy
 T = TypeVar("T")
 
 
-def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
+def wrap(
+    module: T,
+    policy: str | jmp.Policy | PolicyMap | DTypeLike,
+    *,
+    params: str | Collection[str] = "params",
+) -> T:
     """Wraps a Flax module, written in float32, so that its methods run under a policy.
 
     It is `jaxmp.autocast` lifted into Flax. The wrapped module is used as the module itself:
@@ -53,13 +59,16 @@ def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
     Args:
       module: a Linen or NNX module, or a callable.
       policy: anything `get_policy` takes, a `PolicyMap` included.
+      params: the collections of a Linen module that hold parameters, such as
+        ``("params", "lora")``: beside 16-bit values they are narrowed, and all other variables
+        (averages, tables that are not trained) are not. Of an NNX module every `nnx.Param` is one.
 
     Returns:
       A module of the same kind: an instance of a subclass of the module's class, of the same name.
       Its methods return float32 results in ``output_dtype``.
 
     Raises:
-      TypeError: if `module` is a class or no callable.
+      TypeError: if `module` is a class or no callable, or `params` are no names, or not Linen's.
       ValueError: if the policy cannot be read, a Linen module is bound already, or a pattern of a
         `PolicyMap` matches no module (NNX: here; Linen: at the first call).
 
@@ -79,10 +88,21 @@ def wrap(module: T, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> T:
             f"wrap: takes a module, not the class {module.__name__}: wrap an instance, as in "
             f"jaxmp.wrap({module.__name__}(...), policy)."
         )
+    collections = (params,) if isinstance(params, str) else tuple(params)
+    if not all(isinstance(name, str) for name in collections):
+        raise TypeError(
+            f"wrap: params are the names of Linen's collections, as in 'params'; got {params!r}."
+        )
+    if params != "params" and not isinstance(module, nn.Module):
+        raise TypeError(
+            "wrap: params= is for Linen modules, which have collections. Of an NNX module every "
+            "nnx.Param, and what is a subclass of it, is a parameter; of a function those in "
+            "argnums: jaxmp.autocast(fn, policy, argnums)."
+        )
     _warn_if_wrapped(module, resolved)
     wrapped: Any
     if isinstance(module, nn.Module):
-        wrapped = wrap_linen(module, resolved)
+        wrapped = wrap_linen(module, resolved, collections)
     elif isinstance(module, nnx.Module):
         wrapped = wrap_nnx(module, resolved)
     elif not callable(module):
