@@ -165,3 +165,40 @@ def small_rotations_composed(k: Plain, f, w):
 )
 def divided_by_what_float16_cannot_hold(k: Plain, x, w, out):
     return jnp.mean(k.mm(k.up(k.mm(x, w)) / 2e5 * 1e2, out) ** 2)
+
+
+@program(
+    "gates",
+    lambda r: (
+        {
+            "halt": r.normal(size=(8, 1)),
+            "bias": np.full(1, 4.0),
+            "out": r.normal(size=(8, 4)) / 3,
+        },
+        r.normal(size=(32, 16, 8)) / 2,
+    ),
+)
+def halting_of_a_pondering_network(k: Plain, p, states):
+    """PonderNet: when to halt weighs what each step answers, and has a prior: its log is taken."""
+    halt = jax.nn.sigmoid(k.mm(states, p["halt"]) + p["bias"])[..., 0]
+    before = jnp.cumprod(jnp.concatenate([jnp.ones((32, 1)), 1 - halt[:, :-1]], 1), 1)
+    answer = jnp.einsum("bs,bso->bo", halt * before, k.up(k.mm(states, p["out"])))
+    context = k.einsum("bs,bso->bo", halt, states)
+    return jnp.mean(answer**2) + jnp.mean(context**2) / 64 - jnp.mean(jnp.log1p(-halt)) / 8
+
+
+@program(
+    "coordinates",
+    lambda r: (
+        {
+            "rate": r.normal(size=(8, 16)) * 4,
+            "phase": r.uniform(0, 6.3, size=16),
+            "out": r.normal(size=(32, 4)) / 4,
+        },
+        r.normal(size=(40, 8)) * 3,
+    ),
+)
+def a_trend_and_its_waves(k: Plain, p, x):
+    """Time2Vec: a layer's results, and their sines, are what the next layer reads."""
+    angle = k.mm(x, p["rate"]) + p["phase"]
+    return jnp.mean(k.mm(jnp.concatenate([angle / 50, jnp.sin(angle)], -1), p["out"]) ** 2)

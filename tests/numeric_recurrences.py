@@ -8,6 +8,8 @@ import numpy as np
 from jax import lax
 from numeric_kit import Plain, program
 
+import jaxmp
+
 
 def _linear(left: tuple, right: tuple) -> tuple:
     """How two steps `h -> a h + b` combine."""
@@ -120,7 +122,8 @@ def _slow(r: np.random.Generator) -> tuple:
 
 @program("returns", _slow)
 def advantages_of_values_scanned_in_pairs(k: Plain, x, w):
-    v = k.up(k.mm(x, w))[:, 0]
+    # As docs/limits.md says: the two parts of a low `v` would round their cotangents one by one.
+    v = k.up(jaxmp.full_precision(k.mm)(x, w))[:, 0]
 
     def step(total, inputs):
         reward, now, after = inputs
@@ -188,3 +191,22 @@ def delta_rule_with_a_given_rate(k: Plain, xs, ys, hyper, task, rate):
     w = k.up(k.mm(task, hyper)).reshape(3, 8, 8)
     w, errors = k.scan(step, w, (xs, ys))
     return jnp.mean(errors) + jnp.mean(w**2)
+
+
+@program(
+    "associative scans",
+    lambda r: (
+        {
+            "continue": r.normal(size=(6, 8)),
+            "reward": r.normal(size=(6, 8)),
+            "out": r.normal(size=(8, 4)) / 3,
+        },
+        r.normal(size=(400, 2, 6)) / 3,
+    ),
+)
+def returns_under_predicted_continuation(k: Plain, p, states):
+    """Dreamer: whether an episode goes on is predicted, and discounts what is predicted to come."""
+    discount = jax.nn.sigmoid(k.up(k.mm(states, p["continue"])) + 5)
+    rewards = jnp.tanh(k.up(k.mm(states, p["reward"]))) + 0.1
+    returns = lax.associative_scan(_linear, (discount, rewards), reverse=True)[1]
+    return jnp.mean(k.mm(returns, p["out"]) ** 2)

@@ -322,15 +322,15 @@ def test_what_the_caller_wants(outs: int, fn: Callable[..., Any], expected: str)
     [jnp.arange(6), X.astype(jnp.bfloat16), X > 0, X.astype(complex)],
     ids=["integers", "16 bits", "bool", "complex"],
 )
-def test_only_float32_is_ours(x: jax.Array) -> None:
+def test_only_float32_is_governed(x: jax.Array) -> None:
     assert wanted(lambda x: x * 2, x) == "nothing"
 
 
-def test_a_reference_to_float32_is_not_ours() -> None:
+def test_a_reference_to_float32_is_not_governed() -> None:
     jaxpr = jax.make_jaxpr(lambda x: jax.new_ref(x)[...] @ W)(X).jaxpr
     found = demands_of(jaxpr, [FULL], BF16)
     [reference] = jaxpr.eqns[0].outvars
-    assert not demand.ours(reference)
+    assert not rules_for(get_policy(BF16)).governs(reference)
     assert reference not in found.of
 
 

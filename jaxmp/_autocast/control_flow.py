@@ -6,7 +6,6 @@ Each function plans the inner jaxprs for the values that enter them and returns 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
@@ -212,7 +211,6 @@ def _scan(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], body: Inn
     low: frozenset[int] = frozenset()
     if frame.rules.low is not None:
         low = _low_carry(frame, body, values, demand, made)
-    values = _widened_parts(frame, eqn, values, demand, body)
     carry = body.carries
     while True:
         ins = [
@@ -257,32 +255,6 @@ def _scan(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], body: Inn
         saturate=True,
         plans=(plan,),
     )
-
-
-def _widened_parts(
-    frame: Frame,
-    eqn: JaxprEqn,
-    values: Sequence[Value | None],
-    wanted: Sequence[int],
-    body: Inner,
-) -> list[Value | None]:
-    """Parts of one low value that the body reads in float32 enter in it, widened as a whole.
-
-    Widened one by one in every iteration, each would round its cotangent before they are added.
-    """
-    parts = range(body.carries.stop, len(values))
-    wholes = Counter(frame.whole.get(eqn.invars[i]) for i in parts)
-    return [
-        v._replace(dtype=None)
-        if v
-        and v.dtype
-        and i in parts
-        and not wanted[i] & CONTRACTION
-        and wholes[frame.whole.get(eqn.invars[i])] > 1
-        and eqn.invars[i] in frame.whole
-        else v
-        for i, v in enumerate(values)
-    ]
 
 
 def _entering(

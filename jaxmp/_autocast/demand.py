@@ -105,7 +105,8 @@ class Demands:
             product = NOTHING if rules.policy.matmul is None else PRODUCT
             return [OPERAND | product | (FULL if exact else CONTRACTION)] * len(eqn.invars)
         demand = _union(wanted)
-        if kind in ("follow", "softmax"):
+        combines = kind == "follow" and demand & CONTRACTION and compat.in_associative_scan(eqn)
+        if kind in ("follow", "softmax") and not combines:
             demand &= ~OPERAND
         elif kind != "transparent":
             amplified = name in AMPLIFYING or is_angle(demand)

@@ -15,8 +15,7 @@ from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED, joined
 from jaxmp._autocast.plan import NO_ORIGINS, Origin, Step, Value
-from jaxmp._autocast.primitives import AFFINE, BOUNDED, CHOOSING, LOW, NORMALISING, SCALING
-from jaxmp._autocast.provenance import LITERALS
+from jaxmp._autocast.primitives import AFFINE, CHOOSING, LOW, NORMALISING, SCALING
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs import compat
 
@@ -83,9 +82,7 @@ def _in_full(
     frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], full: Sequence[Value]
 ) -> Step:
     """A `follow` op of float32 operands alone."""
-    made = set(frame.kinds(eqn)) <= {LITERALS}
-    table = CONSTANT if eqn.primitive.name in BOUNDED and made else None
-    step = frame.as_written(eqn, values, "no 16-bit operand", table)
+    step = frame.as_written(eqn, values, "no 16-bit operand")
     written = [v for v in full if not v.constant]
     out = frame.kept_as[eqn.outvars[0]]
     if out is not None and written and all(v.pinned for v in written):

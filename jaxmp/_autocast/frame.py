@@ -21,7 +21,7 @@ from jaxmp._autocast.licences import (
     of_constant,
 )
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Value
-from jaxmp._autocast.primitives import BROADCASTING, GROWING, IN_PARTS, LOW, SCALING
+from jaxmp._autocast.primitives import BROADCASTING, GROWING, LOW, SCALING
 from jaxmp._autocast.provenance import LITERALS, OTHER, Provenance, kinds_of, says_parameter
 from jaxmp._autocast.rules import FLOAT16, Rules
 from jaxmp._jaxprs import compat
@@ -103,7 +103,6 @@ class Frame:
       kept_as: how each variable is kept; None for what is not ours.
       summed: results that must be computed in float32.
       made: what each of its variables, of any dtype, is made of.
-      whole: what each moved variable is a part of.
     """
 
     def __init__(
@@ -130,7 +129,6 @@ class Frame:
             var: value and value._replace(made=kind)
             for var, value, kind in zip(self.jaxpr.invars, ins, made, strict=True)
         }
-        self.whole: dict[Any, Any] = {}
         for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
             self._close_over(var, array)
 
@@ -288,9 +286,6 @@ class Frame:
 
     def follow_up(self, eqn: JaxprEqn) -> None:
         """Records what a planned equation says of its results besides how they are kept."""
-        if eqn.primitive.name in IN_PARTS and not isinstance(eqn.invars[0], Literal):
-            whole = self.whole.get(eqn.invars[0], eqn.invars[0])
-            self.whole.update(dict.fromkeys(eqn.outvars, whole))
         if (self._dequantises and in_scope(eqn, DEQUANTISE)) or says_parameter(eqn):
             # A weight, though it is computed from integers, or came as data.
             for var in filter(self.enclosing.governs, eqn.outvars):

@@ -242,9 +242,6 @@ RANDOM = ("random_", "threefry", "rng_")
 # Rows of a table by their numbers.
 LOOKING_UP = frozenset({"gather"})
 
-# Bounded functions: of a grid they make a table of numbers in [-1, 1].
-BOUNDED = frozenset({"tanh", "logistic", "erf", "sign"})
-
 # Moves that change neither values nor their order of magnitude.
 MOVING = frozenset(
     [
