@@ -17,6 +17,8 @@ from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbyt
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Seen, follow
 from jaxmp._audit.place import Place, is_ours, place_of, places_inside
 from jaxmp._audit.report import OVERRULED, Finding, Operation, PrecisionReport
+from jaxmp._audit.rounding import FIXES as ROUNDING_FIXES
+from jaxmp._audit.rounding import INCONSISTENT, ROUNDED, Rounding
 from jaxmp._audit.scaling import FIXES, NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import warn_overruled
@@ -41,6 +43,8 @@ _OF_FLOPS = (
     "not-fused",
     NO_SCALE,
     OVERRULED,
+    INCONSISTENT,
+    ROUNDED,
 )
 _DOUBLE = "give float32 arguments, x.astype(jnp.float32), or turn jax_enable_x64 off"
 _NOT_FUSED = "write it as a kernel takes it, or leave `attention` out of the module's policy"
@@ -75,10 +79,13 @@ def audit(
 
     Returns:
       The report: `print` it, or read its `findings`. The kinds of faults are "overruled" (a policy
-      that decides nothing, for what is wrapped stays under its own), "float32-contraction",
+      that decides nothing, for what is wrapped stays under its own), "inconsistent-recompute" (a
+      product whose result the forward pass has in another dtype), "float32-contraction",
       "float64-contraction", "emulated" (by the chip), "promotion" (of 16-bit values),
-      "sensitive-low" (operations), "round-trip" (casts undone), "misaligned" (sizes), "residual"
-      (kept in float32), "not-quantised" (a layer that the policy's recipe cannot multiply),
+      "rounded-result" (of a product, and widened for a cross-entropy: 16-bit results that anything
+      else reads are usual, and what autocast rounds is not judged), "sensitive-low" (operations),
+      "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
+      "not-quantised" (a layer that the policy's recipe cannot multiply),
       "not-fused" (attention that no kernel computes, though the policy asks for it), "not-scaled"
       (gradients divided by a loss scale that the loss was not multiplied by), "scaled-twice" (or
       divided by it by hand as well) and "no-scale" (a training step, told by the state of an optax
@@ -114,9 +121,10 @@ def audit(
     if target is None:
         # Compute capabilities tell of GPUs, too, that the tables do not have.
         emulated = {str(dtype) for dtype in LOW if not multiplies_natively(dtype)}
-        auditor = _Auditor(_here(), emulated, padded=_has_matrix_units(jax.local_devices()[0]))
+        padded = _has_matrix_units(jax.local_devices()[0])
+        auditor = _Auditor(jaxpr, _here(), emulated, padded=padded)
     else:
-        auditor = _Auditor(parse_target(target, "audit"), set(), padded=True)
+        auditor = _Auditor(jaxpr, parse_target(target, "audit"), set(), padded=True)
     follow(jaxpr, _labels(args, kwargs), _scales(args, kwargs), auditor.visit)
     if overruled:
         auditor.without_effect(overruled)
@@ -183,12 +191,12 @@ def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
 class _Auditor:
     """Collects operations, and what may be wrong with them, while the program is walked."""
 
-    def __init__(self, chip: Target, emulated: set[str], *, padded: bool) -> None:
+    def __init__(self, program: Any, chip: Target, emulated: set[str], *, padded: bool) -> None:
         self.chip, self.emulated, self.padded = chip, emulated, padded
         has = "bfloat16" not in emulated and chip.multiplies("bfloat16")
         self.low = "bfloat16" if has else "float16"
         self.judge = Judge(self.low)
-        self.scaling = Scaling()
+        self.scaling, self.rounding = Scaling(), Rounding(program)
         self.operations: list[Operation] = []
         # (kind, source, path, what, fix) → cost: FLOPs of contractions, bytes of all else.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
@@ -235,6 +243,10 @@ class _Auditor:
             kind, what = found
             where = operation.source, ""
             self._note(kind, *where, what, FIXES[kind], operation.bytes, operation)
+        if contracts and (rounding := self.rounding.visit(seen, operation)):
+            kind, line, what = rounding
+            fix = ROUNDING_FIXES[kind]
+            self._note(kind, line, operation.path, what, fix, operation.flops, operation)
         cause = seen.out.cause
         if cause is not None and cause.promoted and FLOAT32.name in operation.out_dtypes:
             size = sum(map(nbytes, eqn.outvars)) * place.times
