@@ -12,7 +12,6 @@ value, whether autocast narrowed what it was computed from.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -174,15 +173,15 @@ class _Follower:
         for var in opened.constvars:
             what = ARRAY if getattr(var.aval, "ndim", 0) else "the constant "
             label[var] = f"{what}{short_type(var)}"
-        uses, readers = _uses(opened), readers_of(opened)
+        readers = readers_of(opened)
 
         def read(atom: Any) -> Known:
             if isinstance(atom, jex_core.Literal):
                 return Known(fixed=True, degree=degree_of_literal(atom.val))
             found = env.get(atom, NOTHING)
-            if found.cast is not None and uses[atom] > 1:
-                return found._replace(cast=found.cast._replace(only=False))
-            return found
+            if found.cast is None or len(readers[atom]) + opened.outvars.count(atom) <= 1:
+                return found
+            return found._replace(cast=found.cast._replace(only=False))
 
         for eqn in opened.eqns:
             place = place_of(eqn, around)
@@ -264,7 +263,9 @@ def _why(
     # Beside what JAX widened before, a Python number is float32 as well, and widens nothing.
     fresh = any(why.fresh for why in promoted)
     partners = [
-        names[i] for i in ours if known[i].why is None and (fresh or not _is_literal(eqn.invars[i]))
+        names[i]
+        for i in ours
+        if known[i].why is None and (fresh or not isinstance(eqn.invars[i], jex_core.Literal))
     ]
     if promoted and partners:
         what = f"{partners[0]} is float32 and meets a {promoted[0].dtype} value"
@@ -313,16 +314,6 @@ def _either(known: Sequence[Known]) -> Known:
     )
 
 
-def _uses(jaxpr: Any) -> Counter[Any]:
-    """How often each variable is read."""
-    atoms = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
-    return Counter(v for v in atoms if not _is_literal(v))
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, jex_core.Literal)
-
-
 def _result_label(eqn: jex_core.JaxprEqn, names: list[str], place: Place) -> str:
     if len(names) == 1 and classify(eqn.primitive.name, eqn.params) == "transparent":
         return names[0]  # only moved
@@ -330,6 +321,6 @@ def _result_label(eqn: jex_core.JaxprEqn, names: list[str], place: Place) -> str
 
 
 def _label(atom: Any, labels: dict[Any, str]) -> str:
-    if _is_literal(atom):
+    if isinstance(atom, jex_core.Literal):
         return f"the constant {atom.val}"
     return labels.get(atom, "a value")

@@ -37,6 +37,10 @@ KINDS = {
     "not-fused": "attention that no kernel computes",
     "intended-float32": "contraction kept in float32",
 }
+# Those whose cost is in bytes; that of all others is in FLOPs.
+OF_BYTES = frozenset(
+    ["not-scaled", "scaled-twice", "promotion", "sensitive-low", "round-trip", "residual"]
+)
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
 
