@@ -12,11 +12,13 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp._audit.blame import FAULT, INTENDED, Judge
+from jaxmp._audit.blame import Judge
 from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Seen, follow
 from jaxmp._audit.place import Place, is_ours, place_of, places_inside
-from jaxmp._audit.report import OVERRULED, Finding, Operation, PrecisionReport
+from jaxmp._audit.report import OF_BYTES, OVERRULED, Finding, Operation, PrecisionReport
+from jaxmp._audit.rounding import FIXES as ROUNDING_FIXES
+from jaxmp._audit.rounding import Rounding
 from jaxmp._audit.scaling import FIXES, NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import warn_overruled
@@ -32,16 +34,6 @@ from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, single_policy
 
-# Findings on contractions, besides those of `blame`.
-_OF_FLOPS = (
-    "float64-contraction",
-    "emulated",
-    "misaligned",
-    "not-quantised",
-    "not-fused",
-    NO_SCALE,
-    OVERRULED,
-)
 _DOUBLE = "give float32 arguments, x.astype(jnp.float32), or turn jax_enable_x64 off"
 _NOT_FUSED = "write it as a kernel takes it, or leave `attention` out of the module's policy"
 _NOT_WRAPPED = "audit the model as it was before jaxmp.wrap, or without a policy"
@@ -75,10 +67,13 @@ def audit(
 
     Returns:
       The report: `print` it, or read its `findings`. The kinds of faults are "overruled" (a policy
-      that decides nothing, for what is wrapped stays under its own), "float32-contraction",
+      that decides nothing, for what is wrapped stays under its own), "inconsistent-recompute" (a
+      product whose result the forward pass has in another dtype), "float32-contraction",
       "float64-contraction", "emulated" (by the chip), "promotion" (of 16-bit values),
-      "sensitive-low" (operations), "round-trip" (casts undone), "misaligned" (sizes), "residual"
-      (kept in float32), "not-quantised" (a layer that the policy's recipe cannot multiply),
+      "rounded-result" (of a product, and widened for a cross-entropy: 16-bit results that anything
+      else reads are usual, and what autocast rounds is not judged), "sensitive-low" (operations),
+      "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
+      "not-quantised" (a layer that the policy's recipe cannot multiply),
       "not-fused" (attention that no kernel computes, though the policy asks for it), "not-scaled"
       (gradients divided by a loss scale that the loss was not multiplied by), "scaled-twice" (or
       divided by it by hand as well) and "no-scale" (a training step, told by the state of an optax
@@ -114,10 +109,14 @@ def audit(
     if target is None:
         # Compute capabilities tell of GPUs, too, that the tables do not have.
         emulated = {str(dtype) for dtype in LOW if not multiplies_natively(dtype)}
-        auditor = _Auditor(_here(), emulated, padded=_has_matrix_units(jax.local_devices()[0]))
+        padded = _has_matrix_units(jax.local_devices()[0])
+        auditor = _Auditor(jaxpr, _here(), emulated, padded=padded)
     else:
-        auditor = _Auditor(parse_target(target, "audit"), set(), padded=True)
-    follow(jaxpr, _labels(args, kwargs), _scales(args, kwargs), auditor.visit)
+        auditor = _Auditor(jaxpr, parse_target(target, "audit"), set(), padded=True)
+    with_paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    paths = [path for path, leaf in with_paths if is_array(leaf)]
+    labels = [f"the argument {jax.tree_util.keystr(path[1:])}" for path in paths]
+    follow(jaxpr, labels, list(map(is_scale, paths)), auditor.visit)
     if overruled:
         auditor.without_effect(overruled)
     if has_optimizer((args, kwargs)):  # else gradients may be scaled elsewhere
@@ -154,22 +153,6 @@ def _has_matrix_units(device: Any) -> bool:
     return device.platform != "cpu" and volta
 
 
-def _labels(args: Any, kwargs: Any) -> list[str]:
-    """What to call each array of a call."""
-    with_paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    return [
-        f"the argument {jax.tree_util.keystr(path[1:])}"
-        for path, leaf in with_paths
-        if is_array(leaf)
-    ]
-
-
-def _scales(args: Any, kwargs: Any) -> list[bool]:
-    """Which arrays of a call are scales of a loss."""
-    with_paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
-    return [is_scale(path) for path, leaf in with_paths if is_array(leaf)]
-
-
 def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
     """Bytes by dtype of every argument, or field of an argument that has fields."""
     table: dict[str, Counter[str]] = defaultdict(Counter)
@@ -183,12 +166,12 @@ def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
 class _Auditor:
     """Collects operations, and what may be wrong with them, while the program is walked."""
 
-    def __init__(self, chip: Target, emulated: set[str], *, padded: bool) -> None:
+    def __init__(self, program: Any, chip: Target, emulated: set[str], *, padded: bool) -> None:
         self.chip, self.emulated, self.padded = chip, emulated, padded
         has = "bfloat16" not in emulated and chip.multiplies("bfloat16")
         self.low = "bfloat16" if has else "float16"
         self.judge = Judge(self.low)
-        self.scaling = Scaling()
+        self.scaling, self.rounding = Scaling(), Rounding(program)
         self.operations: list[Operation] = []
         # (kind, source, path, what, fix) → cost: FLOPs of contractions, bytes of all else.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
@@ -219,12 +202,9 @@ class _Auditor:
         )
         self.operations.append(operation)
         if contracts and place.unfused:
-            what = f"not fused: {place.unfused}"
-            where = operation.source, operation.path
-            self._note("not-fused", *where, what, _NOT_FUSED, operation.flops, operation)
+            self._note("not-fused", f"not fused: {place.unfused}", _NOT_FUSED, operation)
         if blame is not None:
-            kind, source, path, what, fix, _ = blame
-            self._note(kind, source, path, what, fix, operation.flops, operation)
+            self._note(blame.kind, blame.what, blame.fix, operation, blame.source, blame.path)
         elif contracts and not full:
             self._narrow_contraction(eqn, operation)
         elif eqn.primitive.name == "convert_element_type":
@@ -233,36 +213,49 @@ class _Auditor:
             self._sensitive(seen, operation)
         if found := self.scaling.visit(seen, operation):
             kind, what = found
-            where = operation.source, ""
-            self._note(kind, *where, what, FIXES[kind], operation.bytes, operation)
+            self._note(kind, what, FIXES[kind], operation, path="")
+        if contracts and (rounding := self.rounding.visit(seen, operation)):
+            kind, line, what = rounding
+            self._note(kind, what, ROUNDING_FIXES[kind], operation, line)
         cause = seen.out.cause
         if cause is not None and cause.promoted and FLOAT32.name in operation.out_dtypes:
             size = sum(map(nbytes, eqn.outvars)) * place.times
             fix = self.judge.promotion(cause.promoted)
-            self._note("promotion", cause.source, cause.path, cause.what, fix, size, operation)
+            key = "promotion", cause.source, cause.path, cause.what, fix
+            self._add(key, size, operation.source)
 
     def _note(
-        self, kind: str, source: str, path: str, what: str, fix: str, cost: float, at: Operation
+        self,
+        kind: str,
+        what: str,
+        fix: str,
+        at: Operation,
+        source: str | None = None,
+        path: str | None = None,
     ) -> None:
-        key = kind, source, path, what, fix
+        """Notes a finding on an operation, whose line and path are to blame if no others are."""
+        source = at.source if source is None else source
+        key = kind, source, at.path if path is None else path, what, fix
+        self._add(key, at.bytes if kind in OF_BYTES else at.flops, at.source)
+
+    def _add(self, key: tuple[str, str, str, str, str], cost: float, *sites: str) -> None:
         self._costs[key] += int(cost)
-        self._sites[key][at.source] += 1
+        self._sites[key].update(sites)
 
     def _narrow_contraction(self, eqn: jex_core.JaxprEqn, operation: Operation) -> None:
         """Notes what the chip does not do with its dtypes or its sizes, and a recipe with it."""
-        where = operation.source, operation.path
         if "float64" in operation.dtype.split("*"):
             what = "jaxmp narrows float32 values, and leaves float64 as it is"
-            self._note("float64-contraction", *where, what, _DOUBLE, operation.flops, operation)
+            self._note("float64-contraction", what, _DOUBLE, operation)
         if operation.skipped and not operation.skipped.intended:
             what = f"not in 8 bits: {operation.skipped.why}"
             fix = f"pad it, or {_EIGHT_BITS}" if "no multiple" in what else _EIGHT_BITS
-            self._note("not-quantised", *where, what, fix, operation.flops, operation)
+            self._note("not-quantised", what, fix, operation)
         for dtype in operation.dtype.split("*"):
             if dtype in self.emulated or not self.chip.multiplies(dtype):
                 what = f"{dtype} is not multiplied natively by {self.chip.name}: it is emulated"
                 fix = f"multiply in {self.low}: the policy 'mixed_{self.low}'"
-                self._note("emulated", *where, what, fix, operation.flops, operation)
+                self._note("emulated", what, fix, operation)
         if not self.padded:
             return
         multiple = self._multiple({dtype_of(v) for v in eqn.invars[:2]})
@@ -271,7 +264,7 @@ class _Auditor:
             shown = ", ".join(f"{name} = {d}" for name, d in odd.items())
             what = f"{shown}: {self.chip.name} takes sizes in multiples of {multiple}"
             fix = f"pad the dimension to a multiple of {multiple}"
-            self._note("misaligned", *where, what, fix, operation.flops, operation)
+            self._note("misaligned", what, fix, operation)
 
     def _multiple(self, dtypes: set[Any]) -> int:
         """What the sizes of a narrow matrix product should be multiples of.
@@ -293,8 +286,7 @@ class _Auditor:
         if classify(operation.op, eqn.params) == "full":
             what = f"{operation.op} runs in {min(str(d) for d in low)}"
             fix = "cast up before it, or leave the model in float32 to autocast"
-            place = operation.source, operation.path
-            self._note("sensitive-low", *place, what, fix, operation.bytes, operation)
+            self._note("sensitive-low", what, fix, operation)
 
     def _round_trip(self, eqn: jex_core.JaxprEqn, operation: Operation, known: Known) -> None:
         """Notes a cast that only undoes an earlier one, unless autocast inserted one of them."""
@@ -308,30 +300,26 @@ class _Auditor:
         middle = f"{operation.in_dtypes[0]} at {cast.source}"
         lost = "rounded" if narrow else "unchanged"
         what = f"{cast.before} was cast to {middle} and comes back {lost}"
-        fix = "use the value from before the casts"
-        where = operation.source, operation.path
-        self._note("round-trip", *where, what, fix, operation.bytes, operation)
+        self._note("round-trip", what, "use the value from before the casts", operation)
 
     def residual(self, var: Any, source: str, path: str, size: float) -> None:
         """Notes a float32 residual that its uses narrow anyway."""
         what = f"{short_type(var)} is kept in float32 for the backward pass, which narrows it"
-        key = "residual", source, path, what, "narrow it before it is saved"
-        self._costs[key] += int(size)
+        self._add(("residual", source, path, what, "narrow it before it is saved"), size)
 
     def without_scale(self) -> None:
         """Notes a backward pass in float16 of a loss without a scale."""
         low = self.scaling.unscaled()
         for operation in low:
             what = "the loss is not scaled: what is below 6e-8 on the way back becomes 0"
-            where = low[0].source, low[0].path
-            self._note(NO_SCALE, *where, what, FIXES[NO_SCALE], operation.flops, operation)
+            first = low[0].source, low[0].path
+            self._note(NO_SCALE, what, FIXES[NO_SCALE], operation, *first)
 
     def without_effect(self, what: str) -> None:
         """Notes that the policy to judge decides no product."""
         products = [op for op in self.operations if op.flops]
         for op in products:
-            where = products[0].source, ""
-            self._note(OVERRULED, *where, what, _NOT_WRAPPED, op.flops, op)
+            self._note(OVERRULED, what, _NOT_WRAPPED, op, products[0].source, "")
 
     def findings(self) -> Iterable[Finding]:
         """The findings, the costliest kind and place first."""
@@ -339,21 +327,9 @@ class _Auditor:
         total_bytes = sum(op.bytes for op in self.operations) or 1
         found = []
         for key, cost in self._costs.items():
-            kind, source, path, what, fix = key
-            of_flops = kind in (FAULT, INTENDED, *_OF_FLOPS)
-            found.append(
-                Finding(
-                    kind=kind,
-                    source=source,
-                    path=path,
-                    what=what,
-                    fix=fix,
-                    cost=cost,
-                    unit="FLOPs" if of_flops else "bytes",
-                    share=cost / (total_flops if of_flops else total_bytes),
-                    sites=tuple(self._sites[key]),
-                )
-            )
+            of_bytes = key[0] in OF_BYTES
+            unit, total = ("bytes", total_bytes) if of_bytes else ("FLOPs", total_flops)
+            found.append(Finding(*key, cost, unit, cost / total, tuple(self._sites[key])))
         return sorted(found, key=Finding.rank)
 
 

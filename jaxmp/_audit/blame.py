@@ -132,7 +132,8 @@ class Judge:
         causes.sort(key=lambda cause: cause.by_policy)
         if low and seen.place.backward:
             what = "its gradient arrives in float32: the product in the forward pass returns that"
-            fix = "leave out preferred_element_type (sums are float32 anyway), and use astype"
+            fix = "leave out preferred_element_type (sums are float32 anyway), and use astype; "
+            fix += "before a cross-entropy, narrow the gradient in a jax.custom_vjp"
             return Blame(FAULT, *here, what, fix)
         if plain and (promoted or low):
             what = f"{plain[0]} is float32 and meets a {(promoted or low)[0]} value"

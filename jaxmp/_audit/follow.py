@@ -12,7 +12,6 @@ value, whether autocast narrowed what it was computed from.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from jaxmp._audit.degree import Degree, alike, degree_of, degree_of_literal
 from jaxmp._audit.place import Place, is_ours, place_inside, place_of, place_unknown
 from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.licences import is_basis
-from jaxmp._autocast.primitives import RANDOM, classify
+from jaxmp._autocast.primitives import CROSSING, IN_PARTS, RANDOM, classify
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import has_effects, short_type
 from jaxmp._jaxprs.compat import closed, dtype_of
@@ -92,6 +91,7 @@ class Known(NamedTuple):
       fixed: whether it is made in the program from literals alone, or a small constant.
       scaled: whether it is made of the scale of a loss.
       degree: how often it has that scale as a factor: see `degree.py`.
+      origin: the variable that it is, or is moved or cast from.
     """
 
     why: Cause | Promoted | None = None
@@ -100,6 +100,7 @@ class Known(NamedTuple):
     fixed: bool = False
     scaled: bool = False
     degree: Degree = None
+    origin: Any = None
 
     @property
     def cause(self) -> Cause | None:
@@ -125,6 +126,9 @@ class Seen(NamedTuple):
     out: Known
 
 
+# What gives its first operand, or a part of it, in some dtype and layout.
+_SAME = {"convert_element_type", "name", "stop_gradient", *CROSSING, *IN_PARTS}
+_SAME -= {"concatenate", "gather", "split"}
 ARRAY = "the constant array "
 NOTHING = Known()
 Visit = Callable[[Seen], None]
@@ -158,22 +162,26 @@ class _Follower:
     ) -> list[Known]:
         """What is known of the results of a jaxpr, of whose operands `known` is."""
         opened = closed(jaxpr).jaxpr
-        env: dict[Any, Known] = dict(zip(opened.invars, known, strict=True))
+        env = {
+            var: fact._replace(origin=fact.origin or var)
+            for var, fact in zip(opened.invars, known, strict=True)
+        }
         label: dict[Any, str] = dict(zip(opened.invars, labels, strict=True))
         for var, const in zip(opened.constvars, closed(jaxpr).consts, strict=False):
-            env[var] = Known(fixed=hasattr(const, "size") and is_basis(const), degree=0)
+            fixed = hasattr(const, "size") and is_basis(const)
+            env[var] = Known(fixed=fixed, degree=0, origin=var)
         for var in opened.constvars:
             what = ARRAY if getattr(var.aval, "ndim", 0) else "the constant "
             label[var] = f"{what}{short_type(var)}"
-        uses, readers = _uses(opened), readers_of(opened)
+        readers = readers_of(opened)
 
         def read(atom: Any) -> Known:
             if isinstance(atom, jex_core.Literal):
                 return Known(fixed=True, degree=degree_of_literal(atom.val))
             found = env.get(atom, NOTHING)
-            if found.cast is not None and uses[atom] > 1:
-                return found._replace(cast=found.cast._replace(only=False))
-            return found
+            if found.cast is None or len(readers[atom]) + opened.outvars.count(atom) <= 1:
+                return found
+            return found._replace(cast=found.cast._replace(only=False))
 
         for eqn in opened.eqns:
             place = place_of(eqn, around)
@@ -191,12 +199,14 @@ class _Follower:
                     fixed=_is_made(eqn, operands),
                     scaled=any(known.scaled for known in operands),
                     degree=degree_of(eqn, [known.degree for known in operands]),
+                    origin=operands[0].origin if eqn.primitive.name in _SAME else None,
                 )
                 outs = [out] * len(eqn.outvars)
                 if not silent:
                     self.visit(Seen(eqn, place, operands, names, out))
             for var, out in zip(eqn.outvars, outs, strict=True):
-                env[var] = out if dtype_of(var) == FLOAT32 else out._replace(why=None)
+                why = out.why if dtype_of(var) == FLOAT32 else None
+                env[var] = out._replace(why=why, origin=out.origin or var)
                 label[var] = _result_label(eqn, names, place)
         return [read(v) for v in opened.outvars]
 
@@ -213,7 +223,9 @@ class _Follower:
         for inner in inside(eqn):
             labels, where = [names[i] for i in inner.operands], place_inside(inner, place)
             quiet = functools.partial(self.run, labels=labels, around=where, silent=True)
-            facts = settled(inner, known, quiet, lambda a, b: _either((a, b)))
+            carried = {inner.operands[i] for i in inner.carries}  # each iteration has its own
+            ins = [k._replace(origin=None) if i in carried else k for i, k in enumerate(known)]
+            facts = settled(inner, ins, quiet, lambda a, b: _either((a, b)))
             outs = self.run(inner.jaxpr, facts, labels, where, silent=silent)
             for result, out in zip(inner.results, outs, strict=True):
                 if result is not None:
@@ -251,7 +263,9 @@ def _why(
     # Beside what JAX widened before, a Python number is float32 as well, and widens nothing.
     fresh = any(why.fresh for why in promoted)
     partners = [
-        names[i] for i in ours if known[i].why is None and (fresh or not _is_literal(eqn.invars[i]))
+        names[i]
+        for i in ours
+        if known[i].why is None and (fresh or not isinstance(eqn.invars[i], jex_core.Literal))
     ]
     if promoted and partners:
         what = f"{partners[0]} is float32 and meets a {promoted[0].dtype} value"
@@ -288,7 +302,7 @@ def _cast(eqn: jex_core.JaxprEqn, known: list[Known], place: Place) -> Cast | No
 
 def _either(known: Sequence[Known]) -> Known:
     """What is known of a value that is one of several."""
-    casts = {k.cast for k in known}
+    casts, origins = ({getattr(k, name) for k in known} for name in ("cast", "origin"))
     return Known(
         why=next((k.why for k in known if k.why is not None), None),
         cast=casts.pop() if len(casts) == 1 else None,
@@ -296,17 +310,8 @@ def _either(known: Sequence[Known]) -> Known:
         fixed=all(k.fixed for k in known),
         scaled=any(k.scaled for k in known),
         degree=alike(k.degree for k in known),
+        origin=origins.pop() if len(origins) == 1 else None,
     )
-
-
-def _uses(jaxpr: Any) -> Counter[Any]:
-    """How often each variable is read."""
-    atoms = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
-    return Counter(v for v in atoms if not _is_literal(v))
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, jex_core.Literal)
 
 
 def _result_label(eqn: jex_core.JaxprEqn, names: list[str], place: Place) -> str:
@@ -316,6 +321,6 @@ def _result_label(eqn: jex_core.JaxprEqn, names: list[str], place: Place) -> str
 
 
 def _label(atom: Any, labels: dict[Any, str]) -> str:
-    if _is_literal(atom):
+    if isinstance(atom, jex_core.Literal):
         return f"the constant {atom.val}"
     return labels.get(atom, "a value")

@@ -58,10 +58,9 @@ class Place(NamedTuple):
 def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
     """The place of an equation in a jaxpr that stands at `around`."""
     here = "/".join(filter(None, (around.path, module_path(eqn))))
-    return Place(
+    return around._replace(
         path=here,
         source=user_line(eqn) or around.source or library_line(eqn),
-        times=around.times,
         backward=around.backward or is_backward(eqn),
         again=around.again or is_rematerialised(eqn),
         region=region_rules(eqn) or around.region,
@@ -69,7 +68,6 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
         skipped=skipped(name_stack(eqn)) or around.skipped,
         emulates=emulated(name_stack(eqn)) or around.emulates,
         unfused=unfused(name_stack(eqn)) or around.unfused,
-        inside=around.inside,
     )
 
 

@@ -23,10 +23,12 @@ KINDS = {
     "not-scaled": "gradients of a loss that was not scaled",
     "scaled-twice": "gradients scaled or unscaled once too often",
     "no-scale": "backward pass in float16 without a loss scale",
+    "inconsistent-recompute": "product recomputed in another dtype",
     "float32-contraction": "contraction in float32",
     "float64-contraction": "contraction in float64",
     "emulated": "contraction in a dtype that this device emulates",
     "promotion": "16-bit values promoted to float32",
+    "rounded-result": "product rounded before a cross-entropy",
     "sensitive-low": "sensitive operation in 16 bits",
     "round-trip": "cast there and back",
     "misaligned": "sizes that the chip pads",
@@ -35,6 +37,10 @@ KINDS = {
     "not-fused": "attention that no kernel computes",
     "intended-float32": "contraction kept in float32",
 }
+# Those whose cost is in bytes; that of all others is in FLOPs.
+OF_BYTES = frozenset(
+    ["not-scaled", "scaled-twice", "promotion", "sensitive-low", "round-trip", "residual"]
+)
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
 
@@ -97,11 +103,7 @@ class Finding:
     """Something that costs more than it must, or is less precise than it should be.
 
     Attributes:
-      kind: "overruled", "not-scaled", "scaled-twice", "no-scale", "float32-contraction",
-        "float64-contraction", "emulated", "promotion", "sensitive-low", "round-trip", "misaligned",
-        "residual", "not-quantised", "not-fused", or for what is no fault "intended-float32": a
-        contraction that is in float32 because the author or a policy says so (`precision=`, a
-        region, a solver), or because autocast keeps it (geometry, signal processing).
+      kind: as `audit` lists them.
       source: the line to blame, ``file.py:line``.
       path: the module path there.
       what: what is the case.
@@ -129,7 +131,7 @@ class Finding:
     def __str__(self) -> str:
         where = f"{self.source} {self.path}".strip()
         line = f"{KINDS[self.kind]}, {self.share:.1%} of the {self.unit}: {where}: {self.what}"
-        others = [s for s in self.sites if s != self.source]
+        others = [s for s in self.sites if s not in (self.source, "")]
         if others:
             shown = ", ".join(others[:4]) + (", …" if len(others) > 4 else "")
             line += f"\n    seen at {shown}"
