@@ -9,7 +9,7 @@ statistics. In mixed precision that is most of what is kept, since it is in floa
 * the statistics of rows: sums and maxima much smaller than what they are of;
 * the masks of dropout, one byte per element in place of the four of its random bits;
 * whatever is in no list here: what a kernel, a callback, a collective or a solver returned, sorted
-  and cumulative values.
+  and cumulative values. But no complex values: `jax.checkpoint` cannot keep them.
 
 `long_contractions` keeps the same, but not what products over a short axis made larger than their
 operands: the scores of attention, contracted over the size of a head. They are the largest arrays
@@ -33,6 +33,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 
 from jaxmp._jaxprs.attributes import dot_axes, jaxprs_in, reduced_shape
@@ -59,7 +61,10 @@ _RANDOM_BITS = """
     random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone
     threefry2x32 rng_bit_generator
 """
-_AGAIN = frozenset(f"{_OF_ONE_ELEMENT} {_MOVES} {_RANDOM_BITS}".split())
+# Their results are complex, and those `jax.checkpoint` cannot keep: it rounds what it keeps, by
+# `lax.reduce_precision`, which takes none (JAX 0.10 to 0.12).
+_COMPLEX = "fft eig"
+_AGAIN = frozenset(f"{_OF_ONE_ELEMENT} {_MOVES} {_RANDOM_BITS} {_COMPLEX}".split())
 
 # Of the rows of an array. Kept where they are much smaller than it, else computed again.
 _STATISTICS = frozenset(
@@ -94,6 +99,8 @@ def contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
     Source: `jax.checkpoint_policies.dots_saveable`, which keeps the products alone.
     """
     name = primitive.name
+    if any(map(_is_complex, avals)):
+        return False
     if name in _STATISTICS:
         return not is_at_most(math.prod(reduced_shape(avals[0], params)), _MUCH_SMALLER - 1)
     if name == "lt":
@@ -150,6 +157,11 @@ def _is_cheap(jaxpr: Any) -> bool:
         inner = tuple(inner_jaxprs(eqn))
         if inner and not all(map(_is_cheap, inner)):
             return False
-        if not inner and eqn.primitive.name not in _AGAIN | _STATISTICS:
+        known = eqn.primitive.name in _AGAIN | _STATISTICS
+        if not inner and not known and not any(_is_complex(v.aval) for v in eqn.invars):
             return False
     return True
+
+
+def _is_complex(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", None), np.complexfloating)

@@ -495,3 +495,18 @@ def test_nnx_under_remat_and_wrapped():
     )
     assert_close(exactly(jax.grad(wrapped))(params), exactly(jax.grad(save))(params))
     assert kept(wrapped, params).total() < kept(save, params).total()
+
+
+@pytest.mark.parametrize("policy", [contractions, long_contractions])
+def test_complex_values_are_computed_again(policy):
+    # JAX cannot keep them: it would round them by reduce_precision, which takes none.
+    def spectrum(w, x):
+        z = jnp.fft.fft(jnp.tanh(x @ w)) @ jnp.exp(1j * w)
+        return jnp.sum(jnp.abs(jnp.fft.ifft(jnp.exp(0.1 * z))) ** 2)
+
+    w, x = jnp.eye(8) * 0.1, jnp.ones((4, 8))
+    want = jax.grad(spectrum)(w, x)
+    kept = jax.grad(jax.checkpoint(spectrum, policy=policy))(w, x)
+    np.testing.assert_allclose(kept, want, rtol=1e-5)
+    again = jax.grad(jaxmp.autocast(spectrum, "mixed_bfloat16,residuals=recompute"))(w, x)
+    np.testing.assert_allclose(again, want, rtol=0.05, atol=0.05 * float(jnp.abs(want).max()))
