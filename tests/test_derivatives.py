@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.jet import jet
 
 from support import autocast, contraction_dtypes, explain, float16_is_slow, slow_when
 
@@ -409,3 +410,37 @@ def test_closure_convert_and_custom_gradient() -> None:
 
     got = jax.jit(jax.grad(autocast(fn, BF16), (0, 1)))(X, S)
     assert relative_error(got, jax.grad(fn, (0, 1))(X, S)) < 0.05
+
+
+# --- Taylor series -------------------------------------------------------------------------------
+
+
+def layer_norm(x):
+    centered = x - x.mean(-1, keepdims=True)
+    return centered * lax.rsqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-5)
+
+
+SERIES = {
+    "matmul": lambda w, x: x @ w,
+    "tanh": lambda w, x: jnp.tanh(x @ w),
+    "softmax": lambda w, x: jax.nn.softmax(x @ w),
+    "attention": lambda w, x: jax.nn.softmax(x @ w @ x.T) @ (x @ w),
+    "layer norm": lambda w, x: layer_norm(x @ w) @ w,
+}
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("name", SERIES)
+def test_jet_of_an_autocast_function(name: str, order: int) -> None:
+    """JAX's jet runs functions without their derivative rules: on JAX 0.12 all terms were zero."""
+    fn = SERIES[name]
+    cast = autocast(fn, BF16)
+    w, x, *terms = (
+        jax.random.normal(jax.random.key(i), a.shape) / 2 for i, a in enumerate((W, *[X] * 4))
+    )
+    terms = terms[:order]
+    want = jet(lambda x: fn(w, x), (x,), (terms,))
+    for run in (cast, jax.jit(cast)):
+        got = jet(lambda x: run(w, x), (x,), (terms,))  # noqa: B023
+        assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
+        assert relative_error(got, want) < 0.03
