@@ -146,9 +146,8 @@ def is_whole(jaxpr: Any) -> bool:
     for eqn in closed(jaxpr).jaxpr.eqns:
         if eqn.primitive.name in ("jit", "scan"):
             inner, consts = closed(eqn.params["jaxpr"])
-            if len(inner.invars) != len(eqn.invars):
-                return False
-            if any(isinstance(const, jax.core.Tracer) for const in consts):
+            traced = any(isinstance(const, jax.core.Tracer) for const in consts)
+            if traced or len(inner.invars) != len(eqn.invars):
                 return False
         if not all(map(is_whole, inner_jaxprs(eqn))):
             return False
