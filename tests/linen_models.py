@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxmp
 
-from support import contraction_dtypes, what_is_read
+from support import contraction_dtypes
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 EPS = float(jnp.finfo(jnp.bfloat16).eps)
@@ -95,12 +95,12 @@ def counts(model: nn.Module, variables: Any, *args: Any, **options: Any) -> dict
     def apply(variables: Any) -> Any:
         return model.apply(variables, *args, **options)
 
-    return dict(contraction_dtypes(what_is_read(apply), variables))
+    return dict(contraction_dtypes(apply, variables))
 
 
 def all_counts(model: nn.Module, variables: Any, x: Any, **options: Any) -> dict[str, int]:
     """The same of forward and backward pass."""
-    return dict(contraction_dtypes(what_is_read(gradient_of(model, x, **options)), variables))
+    return dict(contraction_dtypes(gradient_of(model, x, **options), variables))
 
 
 class MLP(nn.Module):

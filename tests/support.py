@@ -18,11 +18,9 @@ import jax
 import numpy as np
 import pytest
 from jax.extend import core as jex_core
-from jax.interpreters import partial_eval
 
 import jaxmp
 from jaxmp._autocast import transform
-from jaxmp._jaxprs import compat
 
 # A run by default sees every kind of thing once; products of kinds (formats, models, optimizers,
 # transformations) are seen under `-m slow`. `@slow_when(lambda policy, case: ...)` marks a test as
@@ -117,23 +115,6 @@ def autocast_without(
         return plain
 
     return autocast
-
-
-def what_is_read(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` without what nobody reads.
-
-    On JAX 0.10 a product with a parameter has two derivatives, of which loops may forget one.
-    """
-    if not compat.FORGETS_RULES:
-        return fn
-
-    def run(*args: Any) -> Any:
-        closed = jax.make_jaxpr(fn)(*args)
-        used = [True] * len(closed.jaxpr.outvars)
-        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, used, instantiate=True)
-        return jax.core.eval_jaxpr(jaxpr, closed.consts, *jax.tree.leaves(args))
-
-    return run
 
 
 def contraction_dtypes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Counter[str]:

@@ -203,3 +203,22 @@ def test_weak_types_do_not_appear() -> None:
     assert [(a.shape, a.dtype, a.weak_type) for a in got] == [
         (a.shape, a.dtype, a.weak_type) for a in want
     ]
+
+
+@pytest.mark.parametrize("steers", [lambda x: x > 0, float])
+def test_python_that_takes_the_value_of_an_array(steers: Any) -> None:
+    """It runs under an eager `jax.grad`; autocast traces, and says so beside JAX's error."""
+
+    def fn(w, x):
+        return jnp.sum(x @ w) * (2.0 if steers(x.sum()) else 1.0)
+
+    jax.grad(fn)(W, X)
+    for run in (autocast(fn, BF16), jax.grad(autocast(fn, BF16)), jax.jit(autocast(fn, BF16))):
+        with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+            run(W, X)
+        [note] = [n for n in error.value.__notes__ if "autocast traces" in n]
+        assert "jax.lax.cond" in note
+        if steers is not float:
+            assert isinstance(error.value, jax.errors.TracerBoolConversionError)
+    flagged = autocast(lambda w, x, *, flag: fn(w, x) if flag else jnp.sum(w), BF16)
+    np.testing.assert_array_equal(flagged(W, X, flag=False), jnp.sum(W))

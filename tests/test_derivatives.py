@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.jet import jet
+
+import jaxmp
+from jaxmp._autocast.closures import AS_WRITTEN
 
 from support import autocast, contraction_dtypes, explain, float16_is_slow, slow_when
 
@@ -312,6 +317,78 @@ def test_such_a_rule_under_remat_around_the_autocast() -> None:
     assert relative_error(jax.jit(jax.grad(jax.checkpoint(fn)))(X, S), want) < 0.03
 
 
+def closing_in(place: str) -> Any:
+    """A program whose backward rule closes over a value from outside the jit or loop that it is in.
+
+    JAX differentiates it where it runs eagerly, and refuses to while it traces it.
+    """
+
+    def fn(w, x):
+        scale = x[0, 0] * 3.0
+
+        @jax.custom_vjp
+        def f(x):
+            return jnp.tanh(x)
+
+        f.defvjp(lambda x: (f(x), x), lambda x, g: (g * scale * x,))
+        if place == "jit":
+            x = jax.jit(lambda w, x: f(x @ w))(w, x)
+        elif place == "nn.jit":
+            layer = nn.jit(ClosingLayer)(f)
+            x = layer.apply({"params": {"w": w}}, x)
+        else:
+            x = lax.scan(lambda x, _: (f(x @ w), None), x, None, length=2)[0]
+        return jnp.sum(jnp.tanh(x @ w) @ w)
+
+    return fn
+
+
+class ClosingLayer(nn.Module):
+    fn: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return self.fn(x @ self.param("w", nn.initializers.ones, (16, 16)))
+
+
+@pytest.mark.parametrize("place", ["jit", "nn.jit"])
+def test_such_a_rule_inside_a_jit_is_low_forward_and_backward(place: str) -> None:
+    """It was all float32, without a word."""
+    fn = closing_in(place)
+    w, x = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
+    cast = autocast(fn, BF16)
+    assert relative_error(jax.grad(cast)(w, x), jax.grad(fn)(w, x)) < 0.03
+    assert set(contraction_dtypes(jax.grad(cast), w, x)) == {"bfloat16"}
+
+
+def test_a_program_that_runs_as_written_says_so() -> None:
+    """As audit does, rather than to advise autocast."""
+    fn = closing_in("scan")
+    w, x = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
+    cast = autocast(fn, BF16)
+    said = (
+        r"runs as written, in float32: the derivative rule of f \(test_derivatives.py:\d+\) closes"
+    )
+    with pytest.warns(UserWarning, match=said):
+        got = jax.grad(cast)(w, x)
+    assert relative_error(got, jax.grad(fn)(w, x)) == 0
+    findings = jaxmp.audit(jax.grad(cast), w, x).findings  # warned of once
+    assert {f.kind for f in findings} == {"intended-float32"}
+    assert all(AS_WRITTEN in f.what for f in findings)
+
+
+def test_an_error_in_the_differentiated_program_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("jaxmp._autocast.derivatives.compat.split", broken)
+    fn = autocast(lambda x, s: CLOSING["top"](x, s, "both"), BF16)
+    with pytest.raises(RuntimeError, match="a bug"):
+        jax.grad(fn)(X, S)
+
+
 def test_such_a_rule_and_values_that_autocast_closes_over() -> None:
     def outer(w, cast):
         def inner(x, s):
@@ -320,7 +397,8 @@ def test_such_a_rule_and_values_that_autocast_closes_over() -> None:
         return (autocast(inner, BF16) if cast else inner)(X, S)
 
     want = jax.jit(jax.grad(outer), static_argnums=1)(W, False)
-    got = jax.jit(jax.grad(outer), static_argnums=1)(W, True)
+    with pytest.warns(UserWarning, match="runs as written, in float32"):
+        got = jax.jit(jax.grad(outer), static_argnums=1)(W, True)
     assert relative_error(got, want) < 0.03
 
 
@@ -341,7 +419,9 @@ def test_second_derivatives_of_such_a_rule(which: str) -> None:
     def second(f):
         return jax.grad(lambda x: jnp.sum(jax.grad(f)(x, S) ** 2))(X)
 
-    assert relative_error(second(autocast(fn, BF16)), second(fn)) < 0.05
+    with pytest.warns(UserWarning, match="runs as written, in float32"):
+        got = second(autocast(fn, BF16))
+    assert relative_error(got, second(fn)) < 0.05
 
 
 def test_such_a_rule_in_an_autocast_inside_an_autocast() -> None:
@@ -409,3 +489,37 @@ def test_closure_convert_and_custom_gradient() -> None:
 
     got = jax.jit(jax.grad(autocast(fn, BF16), (0, 1)))(X, S)
     assert relative_error(got, jax.grad(fn, (0, 1))(X, S)) < 0.05
+
+
+# --- Taylor series -------------------------------------------------------------------------------
+
+
+def layer_norm(x):
+    centered = x - x.mean(-1, keepdims=True)
+    return centered * lax.rsqrt(jnp.mean(centered**2, -1, keepdims=True) + 1e-5)
+
+
+SERIES = {
+    "matmul": lambda w, x: x @ w,
+    "tanh": lambda w, x: jnp.tanh(x @ w),
+    "softmax": lambda w, x: jax.nn.softmax(x @ w),
+    "attention": lambda w, x: jax.nn.softmax(x @ w @ x.T) @ (x @ w),
+    "layer norm": lambda w, x: layer_norm(x @ w) @ w,
+}
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("name", SERIES)
+def test_jet_of_an_autocast_function(name: str, order: int) -> None:
+    """JAX's jet runs functions without their derivative rules: on JAX 0.12 all terms were zero."""
+    fn = SERIES[name]
+    cast = autocast(fn, BF16)
+    w, x, *terms = (
+        jax.random.normal(jax.random.key(i), a.shape) / 2 for i, a in enumerate((W, *[X] * 4))
+    )
+    terms = terms[:order]
+    want = jet(lambda x: fn(w, x), (x,), (terms,))
+    for run in (cast, jax.jit(cast)):
+        got = jet(lambda x: run(w, x), (x,), (terms,))  # noqa: B023
+        assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
+        assert relative_error(got, want) < 0.03

@@ -144,10 +144,12 @@ def test_named_scopes_and_source_lines_are_kept() -> None:
     ):
         eqns = list(iter_eqns(jaxpr_of(autocast(build(_scoped), BF16), X, W, V)))
         inner = [e for e in eqns if e.primitive.name == "dot_general"]
-        # Products with parameters have a derivative rule, and the scope of what is around them.
+        # Products with parameters stand between two functions with derivative rules, and have the
+        # scope of what is around them.
         dots = [e for e in eqns if e.primitive.name == "custom_jvp_call"]
         (tanh,) = [e for e in eqns if e.primitive.name == "tanh"]
-        assert ["encoder" in str(e.source_info.name_stack) for e in dots] == [True, False]
+        scoped = ["encoder" in str(e.source_info.name_stack) for e in dots]
+        assert scoped == [True, True, False, False]
         assert "encoder/gate" in str(tanh.source_info.name_stack)
         for eqn in (*dots, *inner, tanh):
             frames = eqn.source_info.traceback.frames

@@ -32,7 +32,6 @@ from support import (
     jaxpr_of,
     primitives,
     slow_when,
-    what_is_read,
 )
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
@@ -594,7 +593,7 @@ def test_trap_08_full_precision_survives(place: str, derivative: str) -> None:
         fast = jax.grad(jax.jit(fast))
     elif derivative == "hessian":
         fast = jax.jacfwd(jax.grad(fast))
-    found = contractions(what_is_read(fast), X, W)
+    found = contractions(fast, X, W)
     mixed = [c for c in found if len(set(c.in_dtypes)) > 1]
     assert not mixed
     inside = [c for c in found if c.in_dtypes[0] == "float32"]
@@ -605,11 +604,11 @@ def test_trap_08_full_precision_survives(place: str, derivative: str) -> None:
          "grad of jit": jax.grad(jax.jit(scalar)),
          "hessian": jax.jacfwd(jax.grad(scalar))}[derivative], X, W)  # fmt: skip
     # Outside are two products and what differentiates them; their number does not depend on `fn`.
-    alone = contractions(what_is_read(
+    alone = contractions(
         {"value": twice, "grad": jax.grad(twice, argnums=(0, 1)),
          "jvp": lambda x, w: jax.jvp(twice, (x, w), (x, w)),
          "grad of jit": jax.grad(jax.jit(twice)),
-         "hessian": jax.jacfwd(jax.grad(twice))}[derivative]), X, W)  # fmt: skip
+         "hessian": jax.jacfwd(jax.grad(twice))}[derivative], X, W)  # fmt: skip
     assert len(outside) == len(alone), (len(outside), len(alone), len(inside), len(plain))
     assert len(inside) >= 2
 

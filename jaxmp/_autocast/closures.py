@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from jaxmp._autocast import derivatives, rule_calls
 from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.execute import execute
@@ -20,12 +22,14 @@ from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.planner import Pass
 from jaxmp._autocast.reading import cast
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
-from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.unseen import warn_closing
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import function_name, is_tracer
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.scopes import KEPT
 
 REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
+AS_WRITTEN = "a derivative rule closes over a traced value, and the program runs as written"
 
 
 def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, bool]]:
@@ -67,6 +71,7 @@ def run(
     plan: Plan,
     passes: Sequence[Pass],
     program: Callable[[Execute], list[Any]],
+    known: set[str],
 ) -> list[Any]:
     """The results of a program, whatever its rules close over.
 
@@ -75,26 +80,31 @@ def run(
       plan: its plan.
       passes: those of its planner.
       program: the whole program, given what is to run its plan.
+      known: what was warned of already; what is said now is added.
     """
     if not likely(plan):
         try:
             return program(execute)
         except ClosedOverError:
             plan.built["closing"] = True
-    try:
-        return program(_whole(flat, plan, passes))
-    except Exception:  # noqa: BLE001
-        # A second derivative, or a rule inside a jit. JAX alone may know how; if not, it says so.
-        return program(_as_written(flat))
+    # Which of these constants is being differentiated cannot be known here.
+    if not any(map(is_tracer, plan.consts)):
+        try:
+            return program(_whole(flat, plan, passes))
+        except ClosedOverError:
+            pass  # a second derivative, or a rule inside a loop: JAX alone may know how
+    warn_closing([step.eqn for step, _ in custom_calls(plan) if closes_over(step)], known)
+    return program(_as_written(flat))
 
 
 def _as_written(flat: Callable[..., list[Any]]) -> Execute:
     """Runs the program as JAX would, on operands in float32."""
 
+    @jax.named_scope(KEPT + AS_WRITTEN)
     def run_flat(plan: Plan, args: Sequence[Any]) -> list[Any]:
         return flat(
             *(
-                x if low is None or low == FLOAT32 else cast(x, FLOAT32)
+                x if low is None or low == plan.rules.wide else cast(x, plan.rules.wide)
                 for x, low in zip(args, plan.ins, strict=True)
             )
         )
@@ -104,9 +114,6 @@ def _as_written(flat: Callable[..., list[Any]]) -> Execute:
 
 def _whole(flat: Callable[..., list[Any]], plan: Plan, passes: Sequence[Pass]) -> Execute:
     """Runs a program that is differentiated before it is planned."""
-    if any(is_tracer(const) for const in plan.consts):
-        # Which of these is being differentiated cannot be known here.
-        return _as_written(flat)
     # JAX cannot partially evaluate the jvp of a scan over such a rule; a vjp it can make.
     reverse = any(looped or step.action == "custom_vjp" for step, looped in custom_calls(plan))
     make = derivatives.reverse_mode if reverse else derivatives.forward_mode

@@ -205,11 +205,7 @@ class _Pullback:
 
         avals = [tangent_type(call.outs[i]) for i in call.results]
         with inside_autocast(self._plan.rules.policy):
-            jaxpr = jax.make_jaxpr(both)(*call.ins, *avals)
-        if not compat.is_whole(jaxpr):
-            raise ClosedOverError(
-                f"autocast: JAX cannot differentiate {call.name} while tracing it"
-            )
+            jaxpr, _ = trace_rule(call, both, [*call.ins, *avals])
         forward, backward, self._saved = compat.split(jaxpr, len(call.ins), len(call.outs))
         self._know(backward, len(avals))
         self._trace_backward = lambda _given: backward

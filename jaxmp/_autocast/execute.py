@@ -186,8 +186,7 @@ def _attend(plan: Plan, step: Step, env: Environment) -> list[Any]:
     if parameters:
         out = parameter_products.contract(eqn, operands, parameters, _low(step), without=side)
     else:
-        read = operands if compat.FORGETS_RULES else [lax.stop_gradient(x) for x in operands]
-        [out] = contract(step, read)
+        [out] = contract(step, parameter_products.without_tangents(*operands))
     low = operands[side] if not found.way.eqns else env.read(softmax.result, step.reads[side])
     scores, *given = (env.arrays[v] for v in (softmax.scores, *found.reads))
     other = operands[1 - side]

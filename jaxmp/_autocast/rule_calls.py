@@ -114,6 +114,11 @@ def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> tu
     """
     if call.closes:  # tracers that live on stay what they are
         traced: tuple[Any, Any] = jax.make_jaxpr(rule, return_shape=True)(*avals)
+        if not compat.is_whole(traced[0]) and not _loops(traced[0]):
+            with jax.disable_jit():  # which would unroll loops as well
+                traced = jax.make_jaxpr(rule, return_shape=True)(*avals)
+        if not compat.is_whole(traced[0]):
+            raise ClosedOverError(_CLOSED_OVER.format(call.name))
         return traced
     try:
         jaxpr, shapes = compat.trace_of_tree(rule, avals)
@@ -122,6 +127,12 @@ def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> tu
     if len(compat.closed(jaxpr).jaxpr.invars) != len(avals):
         raise ClosedOverError(_CLOSED_OVER.format(call.name))
     return jaxpr, shapes
+
+
+def _loops(jaxpr: Any) -> bool:
+    """Whether there is a loop in a jaxpr, at any depth."""
+    eqns = compat.closed(jaxpr).jaxpr.eqns
+    return any(inner.loops or _loops(inner.jaxpr) for eqn in eqns for inner in inside(eqn))
 
 
 _CLOSED_OVER = (

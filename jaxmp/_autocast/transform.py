@@ -36,15 +36,7 @@ from jaxmp._autocast.reading import cast
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.residuals import recompute
 from jaxmp._autocast.rules import governed, rules_for
-from jaxmp._autocast.unseen import (
-    warn_overlooked,
-    warn_precision,
-    warn_unfused,
-    warn_ungoverned,
-    warn_unknown,
-    warn_unquantised,
-    warn_unseen,
-)
+from jaxmp._autocast.unseen import COVERAGE, warn_overlooked
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
@@ -100,10 +92,10 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> 
     Warns:
       UserWarning: at a call, where the policy does less than it says: JAX's default precision keeps
         most contractions float32; most of what layers multiply is not in the 8 bits of a recipe, or
-        most attention not fused; most products are float64
-        and the policy is about float32; float32 contractions are in what is
-        not looked inside; a name in ``ops`` is no primitive's; most of what layers multiply is in
-        no argument of `argnums`.
+        most attention not fused; most products are float64, and the policy is about float32;
+        float32 contractions are in what is not looked inside; a name in ``ops`` is no primitive's;
+        most of what layers multiply is in no argument of `argnums`; a derivative rule closes over a
+        traced value.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -186,12 +178,8 @@ def under_policy(
             if program is None
             else plans(program, given, traced_for().device_kind)
         )
-        warn_unseen(plan, warned)
-        warn_unquantised(plan, warned)
-        warn_unfused(plan, warned)
-        warn_unknown(plan, warned)
-        warn_precision(plan, warned)
-        warn_ungoverned(plan, warned)
+        for warn in COVERAGE:
+            warn(plan, warned)
         place = functools.partial(place_of, args, kwargs)
         warn_overlooked(plan, given, place, name, warned)
         outs = closures.run(
@@ -199,6 +187,7 @@ def under_policy(
             plan,
             PASSES,
             lambda run: run_program(plan, traced.arrays, policy, run),
+            warned,
         )
         out, _ = traced.rebuild(outs)
         return out

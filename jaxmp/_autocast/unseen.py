@@ -1,4 +1,8 @@
-"""What autocast, a recipe or a policy's `ops` cannot reach, said out loud."""
+"""What autocast, a recipe or a policy's `ops` cannot reach, said out loud.
+
+Each `warn_` function takes the plan of a program and `known`, what was said already: what is said
+now is added.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +28,21 @@ from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps, region_
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
-from jaxmp._jaxprs.source import user_line
+from jaxmp._jaxprs.source import library_line, user_line
 from jaxmp._speed import chip_of, warning
 from jaxmp.recipes import Recipe
 
 
-def warn_unseen(plan: Plan, known: set[str]) -> None:
-    """Warns of each primitive in a program that hides float32 contractions.
+def _say(text: str, known: set[str], key: str = "") -> None:
+    """Warns once of what is known by its text, or by a key."""
+    key = key or text
+    if key not in known:
+        known.add(key)
+        warnings.warn(f"autocast: {text}", UserWarning, stacklevel=5)
 
-    Args:
-      plan: the plan of the program.
-      known: where it was warned already; what is said now is added.
-    """
+
+def warn_unseen(plan: Plan, known: set[str]) -> None:
+    """Warns of each primitive in a program that hides float32 contractions."""
     counts: Counter[str] = Counter()
     first: dict[str, JaxprEqn] = {}
     for eqn in _not_looked_inside(plan):
@@ -46,48 +53,55 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
     for name, count in counts.items():
         line = user_line(first[name])
         where = f"{name} ({line})" if line else name
-        if where in known:
-            continue
-        known.add(where)
-        warnings.warn(
-            f"autocast: {where} is not looked inside, and runs {count} float32 contraction"
+        _say(
+            f"{where} is not looked inside, and runs {count} float32 contraction"
             f"{'s' if count > 1 else ''} as written. Mark the function that calls it with "
             "jaxmp.reduced_precision to hand it 16-bit operands; if float32 is meant, with "
             "jaxmp.full_precision, or say 'ops="
             f"{first[name].primitive.name}:own' in the policy.",
-            UserWarning,
-            stacklevel=4,
+            known,
+            where,
         )
 
 
-def warn_unquantised(plan: Plan, known: set[str]) -> None:
-    """Warns of an 8-bit recipe that is emulated here, or multiplies less than half of its layers.
+def warn_closing(calls: Sequence[JaxprEqn], known: set[str]) -> None:
+    """Warns that a program runs as written, because derivative rules close over traced values.
 
     Args:
-      plan: the plan of the program.
-      known: what was said already; what is said now is added.
+      calls: what calls the functions that have these rules.
+      known: what was said already.
     """
+    names = [f"{compat.custom_rule(e).name} ({user_line(e) or library_line(e)})" for e in calls]
+    where = ", ".join(dict.fromkeys(names)) or "a function"
+    _say(
+        f"this program runs as written, in float32: the derivative rule of {where} "
+        "closes over a traced value, which is gone where autocast derives the rule. Pass the value "
+        "as an argument of the function that has the rule (see jax.closure_convert).",
+        known,
+    )
+
+
+def warn_unquantised(plan: Plan, known: set[str]) -> None:
+    """Warns of an 8-bit recipe that is emulated here, or multiplies less than half of layers."""
     recipe = plan.rules.policy.matmul
     if not isinstance(recipe, Recipe) or not recipe.quantises:
         return
     slow = warning(recipe, chip_of(traced_for()))
-    if slow and slow not in known:
-        known.add(slow)
-        warnings.warn(f"autocast: {slow}. matmul=auto takes what pays.", UserWarning, stacklevel=4)
+    if slow:
+        _say(f"{slow}. matmul=auto takes what pays.", known)
     missed = _missed(
         plan,
-        known,
         done=lambda step: step.product is not None,
         why=lambda step: step.skipped.why if step.skipped and not step.skipped.intended else None,
     )
     if missed is None:
         return
-    warnings.warn(
-        f"autocast: {recipe} products: {missed.share:.0%} of what layers multiply stays in "
+    _say(
+        f"{recipe} products: {missed.share:.0%} of what layers multiply stays in "
         f"{np.dtype(plan.rules.policy.compute_dtype).name}: {missed.why}. jaxmp.explain lists "
         "them.",
-        UserWarning,
-        stacklevel=4,
+        known,
+        missed.why,
     )
 
 
@@ -95,34 +109,24 @@ def warn_unfused(plan: Plan, known: set[str]) -> None:
     """Warns where a policy asks for fused attention, and a kernel computes less than half of it.
 
     Not where the chip has no kernel: a program is tried out there that runs elsewhere.
-
-    Args:
-      plan: the plan of the program.
-      known: what was said already; what is said now is added.
     """
     missed = _missed(
         plan,
-        known,
         done=lambda step: step.fused is not None,
         why=lambda step: None if step.unfused.startswith(NO_KERNEL) else step.unfused,
     )
     if missed is None:
         return
-    warnings.warn(
-        f"autocast: attention=fused: {missed.share:.0%} of what attention multiplies is not fused: "
+    _say(
+        f"attention=fused: {missed.share:.0%} of what attention multiplies is not fused: "
         f"{missed.why}. jaxmp.explain lists them.",
-        UserWarning,
-        stacklevel=4,
+        known,
+        missed.why,
     )
 
 
 def warn_precision(plan: Plan, known: set[str]) -> None:
-    """Warns where JAX's default precision, the author's word, keeps most of a program in float32.
-
-    Args:
-      plan: the plan of the program.
-      known: what was said already; what is said now is added.
-    """
+    """Warns where JAX's default precision, the author's word, keeps most of a program float32."""
     default = setting("jax_default_matmul_precision")
     if plan.rules.low is None or default is None:
         return
@@ -133,35 +137,26 @@ def warn_precision(plan: Plan, known: set[str]) -> None:
         return
     missed = _missed(
         plan,
-        known,
         done=lambda step: step.eqn.primitive.name in LOW and step.reason != kept,
         why=lambda step: kept if step.reason == kept else None,
     )
     if missed is None:
         return
-    warnings.warn(
-        f"autocast: {missed.share:.0%} of what contractions multiply stays float32: JAX's default "
+    _say(
+        f"{missed.share:.0%} of what contractions multiply stays float32: JAX's default "
         f"precision is {default!r}, which asks for that like precision= in a call. Unset "
         "jax_default_matmul_precision, or put `with jax.default_matmul_precision(...)` around only "
         "what is to stay float32. jaxmp.explain lists it.",
-        UserWarning,
-        stacklevel=4,
+        known,
+        missed.why,
     )
 
 
 def warn_ungoverned(plan: Plan, known: set[str]) -> None:
-    """Warns where most of what a program multiplies is float64, and the policy about float32.
-
-    Or the other way round.
-
-    Args:
-      plan: the plan of the program.
-      known: what was said already; what is said now is added.
-    """
-    wide = plan.rules.wide
-    other, policy = (
-        (FLOAT32, "mixed_bfloat16") if wide == FLOAT64 else (FLOAT64, "p=f64,c=f32,o=f64")
-    )
+    """Warns where a program multiplies float64 and the policy is about float32, or vice versa."""
+    wide, other, policy = plan.rules.wide, FLOAT64, "p=f64,c=f32,o=f64"
+    if wide == FLOAT64:
+        other, policy = FLOAT32, "mixed_bfloat16"
 
     def is_other(step: Step) -> bool:
         dtypes = set(map(compat.dtype_of, step.eqn.invars))
@@ -169,18 +164,17 @@ def warn_ungoverned(plan: Plan, known: set[str]) -> None:
 
     missed = _missed(
         plan,
-        known,
         done=lambda step: step.eqn.primitive.name in LOW and not is_other(step),
         why=lambda step: f"operands are {other.name}" if is_other(step) else None,
     )
     if missed is None:
         return
-    warnings.warn(
-        f"autocast: {missed.share:.0%} of what contractions multiply is {other.name}, and stays "
-        f"so: the policy is about {wide.name} values, as its param_dtype says. Give {wide.name} "
-        f"arrays, or a policy about {other.name}, such as {policy!r}.",
-        UserWarning,
-        stacklevel=4,
+    _say(
+        f"{missed.share:.0%} of what contractions multiply is {other.name}, and stays so: the "
+        f"policy is about {wide.name} values, as its param_dtype says. Give {wide.name} arrays, or "
+        f"a policy about {other.name}, such as {policy!r}.",
+        known,
+        missed.why,
     )
 
 
@@ -203,43 +197,40 @@ def warn_overlooked(
     if plan.rules.low is None or "overlooked" in plan.built:
         return
     plan.built["overlooked"] = found = overlooked(plan.jaxpr, parameters)
-    if found is None or name in known:
+    if found is None:
         return
-    known.add(name)
     operand, share = found
-    warnings.warn(
-        f"autocast: {share:.0%} of what layers of {name} multiply is in "
+    _say(
+        f"{share:.0%} of what layers of {name} multiply is in "
         f"{place(operand)}, which argnums does not name as parameters: it is data, beside "
         "which nothing is narrowed. Give its position, as in jaxmp.autocast(fn, policy, "
         "argnums=1); if there are no parameters, argnums=().",
-        UserWarning,
-        stacklevel=4,
+        known,
+        name,
     )
 
 
 def warn_unknown(plan: Plan, known: set[str]) -> None:
-    """Warns of names in a policy's `ops` that no primitive has, of the program or of JAX.
-
-    Args:
-      plan: the plan of the program.
-      known: what was said already; what is said now is added.
-    """
+    """Warns of names in a policy's `ops` that no primitive has, of the program or of JAX."""
     steps = [visit.step for visit in plan.walk()]
     rules = {plan.rules, *(region_rules(step.eqn, plan.rules) or plan.rules for step in steps)}
     asked = {name for each in rules for name, _ in each.policy.ops}
     if not asked:
         return
     names = {*TABLE, *HIGHER_ORDER, *CALLED, *(compat.kind(step.eqn) for step in steps)}
-    for name in sorted(asked - names - known_primitives() - known):
-        known.add(name)
+    for name in sorted(asked - names - known_primitives()):
         near = difflib.get_close_matches(name, sorted(names))
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-        warnings.warn(
-            f"autocast: the policy's ops name {name!r}, but no primitive of this program or of JAX "
+        _say(
+            f"the policy's ops name {name!r}, but no primitive of this program or of JAX "
             f"is called that: it changes nothing.{hint} jaxmp.explain lists those of a program.",
-            UserWarning,
-            stacklevel=4,
+            known,
         )
+
+
+COVERAGE = (
+    warn_unseen, warn_unquantised, warn_unfused, warn_unknown, warn_precision, warn_ungoverned,
+)  # fmt: skip
 
 
 def overruled(plan: Plan) -> str:
@@ -276,12 +267,9 @@ class _Missed(NamedTuple):
 
 
 def _missed(
-    plan: Plan, known: set[str], done: Callable[[Step], bool], why: Callable[[Step], str | None]
+    plan: Plan, done: Callable[[Step], bool], why: Callable[[Step], str | None]
 ) -> _Missed | None:
-    """What steps missed, by their FLOPs; None unless it is more than what they did, or if `known`.
-
-    What is found is known from then on.
-    """
+    """What steps missed, by their FLOPs; None unless it is more than what they did."""
     did, missed, reasons = 0, 0, Counter[str]()
     for visit in plan.walk():
         flops = contraction_flops(visit.step.eqn) * visit.count
@@ -293,9 +281,6 @@ def _missed(
     if missed <= did:
         return None
     said = "; ".join(f"{n} because {reason}" for reason, n in reasons.most_common())
-    if said in known:
-        return None
-    known.add(said)
     return _Missed(missed / (did + missed), said)
 
 

@@ -5,7 +5,6 @@
 * scan says how its operands split with ``num_consts``/``num_carry`` (0.10) or with the trees
   ``ft_in``/``ft_out`` (0.12).
 * What `inline=True` means to `jax.jit`.
-* Loops that are differentiated twice.
 * The primitives that merely call a jaxpr have come and gone.
 * JAX's next generation of remat, custom_vjp, custom_jvp, checkpoint_name and scan (0.12, behind the
   flags ``JAX_REMAT3=1`` and so on): one primitive, ``call_hi_primitive``, with an object in its
@@ -54,10 +53,6 @@ _NEXT = {
 # `inline` of a jit that is to leave no trace in the jaxpr that calls it: an enum from 0.12 on,
 # where True came to mean "inlined when lowered".
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
-
-# Whether loops forget, when they are differentiated again, the derivative rules of what is inside:
-# its derivative is then that of what it runs.
-FORGETS_RULES = jax.__version_info__ < (0, 12)
 
 # What XLA_FLAGS needs for the CPU backend to sum bfloat16 products in float32, all of them.
 CPU_SUMS_FLAG = "--xla_cpu_experimental_ynn_fusion_type=" if jax.__version_info__ >= (0, 12) else ""
@@ -151,9 +146,8 @@ def is_whole(jaxpr: Any) -> bool:
     for eqn in closed(jaxpr).jaxpr.eqns:
         if eqn.primitive.name in ("jit", "scan"):
             inner, consts = closed(eqn.params["jaxpr"])
-            if len(inner.invars) != len(eqn.invars):
-                return False
-            if any(isinstance(const, jax.core.Tracer) for const in consts):
+            traced = any(isinstance(const, jax.core.Tracer) for const in consts)
+            if traced or len(inner.invars) != len(eqn.invars):
                 return False
         if not all(map(is_whole, inner_jaxprs(eqn))):
             return False

@@ -102,11 +102,9 @@ def _contraction(
     with_gradients = _with_gradients(op, types, sources, low, without)
 
     def run(*arrays: Any) -> Any:
-        # In the open, where the policies of `jax.checkpoint` see a product that they may save. Its
-        # own derivative, of 16 bits, is for loops that have forgotten the other.
-        operands = arrays[: len(types)]
-        read = operands if compat.FORGETS_RULES else [lax.stop_gradient(x) for x in operands]
-        return with_gradients(_bound(op, read, low), *arrays)
+        # In the open, where the policies of `jax.checkpoint` see a product that they may save.
+        operands = without_tangents(*arrays[: len(types)])
+        return with_gradients(_bound(op, operands, low), *arrays)
 
     return jax.jit(run, inline=compat.INLINE)
 
@@ -147,6 +145,24 @@ def _with_gradients(
 
     with_gradients.defjvp(jvp, symbolic_zeros=True)
     return with_gradients
+
+
+@jax.custom_jvp
+def without_tangents(*arrays: Any) -> tuple[Any, ...]:
+    """Arrays as they are, for a result that gets its derivative elsewhere.
+
+    Not `lax.stop_gradient`: what does not know derivative rules (`jax.experimental.jet`, loops of
+    JAX 0.10 that are differentiated twice) runs the product, and would find no derivative at all.
+    """
+    return arrays
+
+
+def _no_tangents(primals: Sequence[Any], _: Sequence[Any]) -> tuple[Any, Any]:
+    zeros = tuple(SymbolicZero(tangent_type(jax.typeof(x))) for x in primals)
+    return without_tangents(*primals), zeros
+
+
+without_tangents.defjvp(_no_tangents, symbolic_zeros=True)
 
 
 def crossed(eqn: JaxprEqn, copy: Any, parameter: Parameter, wire: DType | None = None) -> Parameter:

@@ -76,6 +76,13 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
             "Make the module one of its arguments: fn(model, x) in place of fn(x)."
         )
         raise
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            "jaxmp: autocast traces its function as jax.jit does, even outside of jax.jit: `if`, "
+            "`while` and `float` cannot take an array's value. Use jax.lax.cond or jnp.where; or "
+            "give what steers the program as a Python number or bool, which is not traced."
+        )
+        raise
     return Traced(
         jaxpr, arrays, jax.tree.structure(shapes), lambda *arrays: jax.tree.leaves(flat(*arrays))
     )
