@@ -164,4 +164,4 @@ def _is_cheap(jaxpr: Any) -> bool:
 
 
 def _is_complex(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", None), np.complexfloating)
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, np.complexfloating)

@@ -523,3 +523,22 @@ def test_jet_of_an_autocast_function(name: str, order: int) -> None:
         got = jet(lambda x: run(w, x), (x,), (terms,))  # noqa: B023
         assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
         assert relative_error(got, want) < 0.03
+
+
+def test_a_rule_that_closes_over_a_weight_multiplies_by_it_as_a_layer() -> None:
+    """A parameter is one to the derivative rules of the whole program too, however few its rows."""
+
+    def loss(narrow: jax.Array, x: jax.Array, taps: jax.Array) -> jax.Array:
+        @jax.custom_vjp
+        def layer(h: jax.Array) -> jax.Array:
+            return jnp.tanh(h @ taps)
+
+        def backward(h: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+            return ((g * (1 - jnp.tanh(h @ taps) ** 2)) @ taps.T,)
+
+        layer.defvjp(lambda h: (layer(h), h), backward)
+        return jnp.sum(layer(jnp.tanh(x @ narrow)) ** 2)
+
+    args = jnp.ones((16, 4)), jnp.ones((8, 16)), jnp.ones((4, 32))
+    cast = jaxmp.autocast(loss, BF16, argnums=(0, 2))
+    assert dict(contraction_dtypes(jax.grad(cast), *args)) == {"bfloat16": 5}

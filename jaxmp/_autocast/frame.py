@@ -120,7 +120,6 @@ class Frame:
         made = made or [v.made if v else OTHER for v in ins]
         self.made = planning.provenance(jaxpr, made)
         self._kinds = made
-        self.ins = tuple(ins)
         self.enclosing = self.rules = rules
         self.wanted = tuple(wanted)
         self.demand: Demand = planning.demands(jaxpr, wanted, rules, made)
@@ -129,6 +128,7 @@ class Frame:
             var: value and value._replace(made=kind)
             for var, value, kind in zip(self.jaxpr.invars, ins, made, strict=True)
         }
+        self.ins = tuple(self.kept_as.values())
         for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
             self._close_over(var, array)
 

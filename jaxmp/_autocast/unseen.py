@@ -24,7 +24,7 @@ from jaxmp._autocast.parameters import overlooked
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
-from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps, region_rules
+from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
@@ -154,9 +154,10 @@ def warn_precision(plan: Plan, known: set[str]) -> None:
 
 def warn_ungoverned(plan: Plan, known: set[str]) -> None:
     """Warns where a program multiplies float64 and the policy is about float32, or vice versa."""
-    wide, other, policy = plan.rules.wide, FLOAT64, "p=f64,c=f32,o=f64"
-    if wide == FLOAT64:
-        other, policy = FLOAT32, "mixed_bfloat16"
+    wide = plan.rules.wide
+    other, policy = np.dtype(float), "p=f64,c=f32,o=f64"
+    if wide == other:
+        other, policy = np.dtype("float32"), "mixed_bfloat16"
 
     def is_other(step: Step) -> bool:
         dtypes = set(map(compat.dtype_of, step.eqn.invars))
