@@ -144,10 +144,12 @@ def sensitive(p, x, y):
     return last(p, jnp.exp(hidden(p, x))), jnp.sum(hidden(p, y))
 
 
-@rule(16, "sub", WIDES, LOWS)
+@rule(16, "div", WIDES, LOWS)
+@rule(16, "sub", WIDES)
 def its_own_statistic(p, x, y):
     h, other = hidden(p, x), hidden(p, y)
-    return last(p, h - h.mean(-1, keepdims=True)), last(p, h - other)
+    norm, of_other = (jnp.linalg.norm(v, axis=-1, keepdims=True) for v in (h, other))
+    return last(p, h / norm), last(p, h / of_other), last(p, h - h.mean(-1, keepdims=True))
 
 
 @rule(17, "tanh", LOWS)
