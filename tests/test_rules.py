@@ -149,7 +149,7 @@ def sensitive(p, x, y):
 def its_own_statistic(p, x, y):
     h, other = hidden(p, x), hidden(p, y)
     norm, of_other = (jnp.linalg.norm(v, axis=-1, keepdims=True) for v in (h, other))
-    return last(p, h / norm), last(p, h / of_other), last(p, h - h.mean(-1, keepdims=True))
+    return last(p, h / norm), last(p, h / of_other), last(p, h - h.sum(-1, keepdims=True))
 
 
 @rule(17, "tanh", LOWS)
