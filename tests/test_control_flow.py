@@ -62,6 +62,7 @@ SUMMED = "summed in float32 from iteration to iteration"
 CONSTANT = "a constant beside a 16-bit value"
 NOT_LOW = "no 16-bit operand"
 LEAVES = "leaves a normalisation towards a contraction"
+ENDS = "ends a normalization: leaves in 16 bits"
 PRODUCT = "contraction"
 CHOOSES = "chooses among 16-bit values"
 
@@ -131,6 +132,30 @@ def test_calls(fn: Program, op: str, dtype: str, reason: str) -> None:
 def test_a_function_with_its_own_derivative_is_narrowed_at_its_door(
     fn: Program, op: str, dtype: str, reason: str
 ) -> None:
+    check(fn, op, dtype, reason)
+
+
+@table(
+    {
+        "its bias": (
+            lambda x, w, ws, b: (normalised(x @ w) * b + b) @ w,
+            "add", FULL, ENDS,
+        ),
+        "its bias, and no product": (
+            lambda x, w, ws, b: (normalised(x @ w) * b + b).sum(),
+            "add", FULL, UNWANTED,
+        ),
+        "what it returns is kept in 16 bits": (
+            lambda x, w, ws, b: (normalised(x @ w) + b)[jnp.array([1, 1, 0])] @ w,
+            "gather", FULL, "repeats values: its gradient is summed in float32",
+        ),
+        "a constant, which may not end it": (
+            lambda x, w, ws, b: (normalised(x @ w) + 1.0) @ w,
+            "add", FULL, NOT_LOW,
+        ),
+    }
+)  # fmt: skip
+def test_the_bias_that_ends_a_normalization(fn: Program, op: str, dtype: str, reason: str) -> None:
     check(fn, op, dtype, reason)
 
 

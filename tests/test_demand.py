@@ -52,6 +52,10 @@ def told(bits: int) -> str:
     return " ".join(name for bit, name in NAMES.items() if bits & bit) or "nothing"
 
 
+def pooled(x: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(x, jnp.array([0, 1, 1, 0, 2, 1]), 3)
+
+
 def test_every_bit_has_a_name_and_its_own() -> None:
     bits = [v for k, v in vars(demand).items() if k.isupper() and isinstance(v, int) and v]
     assert {b for b in bits if b in NAMES} == set(NAMES)
@@ -79,6 +83,10 @@ def table(rows: dict[str, tuple[Callable[..., Any], str]]) -> Any:
             "contraction",
         ),
         "through follow ops": (lambda x, w, b: (jnp.tanh(x * b) - 1) @ w, "contraction"),
+        "summed by index, then multiplied": (
+            lambda x, w, b: pooled(x * b) @ w,
+            "contraction full later",
+        ),
         "in two ways": (lambda x, w, b: (x + b) @ w + x @ w, "contraction operand"),
         "chosen": (lambda x, w, b: jnp.where(x > 0, x, 0.0) @ w, "contraction"),
         "of a function with its own derivative": (
@@ -133,6 +141,7 @@ def test_which_contractions_want_float32(fn: Callable[..., Any], expected: str) 
             lambda x, w, b: x.sum() * (x.T @ x),
             "contraction full operand",
         ),
+        "summed by index": (lambda x, w, b: pooled(x), "full"),
         "nothing reads it": (lambda x, w, b: w, "nothing"),
         "by what nothing reads in turn": (lambda x, w, b: (x + b, w)[1], "nothing"),
         "only a comparison": (lambda x, w, b: x > 0, "nothing"),

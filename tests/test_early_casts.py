@@ -128,6 +128,50 @@ def test_what_repeats_values_stays_float32(
     assert {r.dtype for r in rows if r.op == op} == {"float32"}
 
 
+MASK = jnp.asarray(np.random.default_rng(3).uniform(size=(6, 5)) < 0.5)
+
+
+def gated(x: jax.Array, w: jax.Array, mask: jax.Array = MASK) -> jax.Array:
+    """A mixture of experts: places of tokens, times what the router says of them."""
+    h = x @ w.T
+    return jnp.einsum("tc,td->cd", jax.nn.softmax(h)[:, :1] * mask, h) @ w
+
+
+def padded(x: jax.Array, w: jax.Array) -> jax.Array:
+    return (x * MASK[:, :1]) @ w.T
+
+
+MASKED: dict[str, tuple[Callable[..., Any], str]] = {
+    "a gate": (gated, "bfloat16"),
+    "padding": (padded, "bfloat16"),
+    "a mask of the same shape": (lambda x, w: (x * (x > 0)) @ w.T, "bfloat16"),
+    "read by others": (lambda x, w: ((y := x * MASK[:, :1]) @ w.T, y), "float32"),
+    "a number": (lambda x, w: (x * MASK.sum(1, keepdims=True, dtype=x.dtype)) @ w.T, "float32"),
+    "a weight": (lambda x, w: x @ (w.T * (w.T > 0)), "float32"),
+}
+
+
+@pytest.mark.parametrize(("fn", "dtype"), MASKED.values(), ids=MASKED)
+def test_masking_what_a_contraction_reads_is_a_move(fn: Callable[..., Any], dtype: str) -> None:
+    def last(policy: str) -> str:
+        rows = jaxmp.explain(fn, policy, argnums=1)(X, W).rows
+        return [row.dtype for row in rows if row.op == "mul"][-1]
+
+    assert last("mixed_bfloat16") == dtype
+    assert last("mixed_float16") == "float32"  # infinity times 0 is no 0
+
+
+def test_a_mask_is_saved_once_in_16_bits_and_the_gradient_of_a_gate_is_summed_in_float32() -> None:
+    def loss(w: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.einsum("tc,td->cd", mask, X @ w.T) @ w) * jnp.mean(gated(X, w, mask))
+
+    fast = jaxmp.autocast(loss, "mixed_bfloat16")
+    saved = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fast, *args)[1], W, MASK))
+    # The mask, and its product with the gate.
+    assert [str(leaf.dtype) for leaf in saved if leaf.shape == MASK.shape] == ["bfloat16"] * 2
+    assert set(dtypes("reduce_sum", jax.grad(fast), W, MASK)) == {"float32"}
+
+
 def test_stays_float32_where_the_policy_says_so() -> None:
     fn = jaxmp.autocast(lambda x, w: x @ w.T, "mixed_bfloat16,ops=transpose:full")
     assert dtypes("transpose", fn, X, W) == ["float32"]

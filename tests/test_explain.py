@@ -452,6 +452,10 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     "only float32 ops want the result": (lambda x, w: jnp.tanh(x @ w), "tanh", "float32", BF16),
     "no 16-bit operand": (lambda x, w: (x * 2.0) @ w, "mul", "float32", BF16),
     "leaves a normalisation towards a contraction": (normalised, "max", "bfloat16", BF16),
+    "ends a normalization: leaves in 16 bits": (
+        lambda x, w: ((y := x @ w) * lax.rsqrt(jnp.var(y, -1, keepdims=True)) + w[0]) @ w, "add",
+        "float32", BF16,
+    ),
     "normalises: meets a statistic of its own operand": (normalised, "sub", "float32", BF16),
     "the constant 1e-08 vanishes in float16": (
         lambda x, w: (x @ w + 1e-8) @ w, "add", "float32", F16,

@@ -176,6 +176,28 @@ def test_what_a_product_is_multiplied_by(fn: Callable[..., Any], b: Any, dtype: 
     assert dtype_of("mul", fn, W, X, b) == dtype
 
 
+SENDERS, RECEIVERS = jnp.array([0, 0, 1, 5]), jnp.array([1, 2, 2, 3])
+
+
+def received(messages: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(messages, RECEIVERS, 6)
+
+
+@pytest.mark.parametrize(
+    ("fn", "dtype"),
+    [
+        (lambda w, x, b: received((x @ w)[SENDERS] * w[0]) @ w, "bfloat16"),
+        (lambda w, x, b: received((x @ w)[SENDERS] * jnp.exp(x @ w)[RECEIVERS]) @ w, "bfloat16"),
+        (lambda w, x, b: received((x @ w)[SENDERS] * b) @ w, "float32"),
+        (lambda w, x, b: received((x @ w)[SENDERS] * w[0]), "float32"),
+    ],
+    ids=["graph convolution", "graph attention", "data", "no product"],
+)
+def test_what_is_summed_by_index_for_a_product(fn: Callable[..., Any], dtype: str) -> None:
+    assert dtype_of("mul", fn, W, X, B) == dtype
+    assert dtype_of("scatter-add", fn, W, X, B) == "float32"
+
+
 @pytest.mark.parametrize(("policy", "dtype"), [(BF16, "bfloat16"), (F16, "float32")])
 def test_what_divides_by_a_low_value(policy: str, dtype: str) -> None:
     assert dtype_of("div", lambda w, x: (x @ w / (x @ w)) @ w, W, X, policy=policy) == dtype

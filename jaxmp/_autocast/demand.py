@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, ROUNDING
+from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, POOLING, ROUNDING
 from jaxmp._autocast.provenance import Provenance, kinds_of
 from jaxmp._autocast.rules import Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
@@ -111,6 +111,8 @@ class Demands:
         elif kind != "transparent":
             amplified = name in AMPLIFYING or is_angle(demand)
             here = ANGLE if amplified else FULL | (STEEP if name in ENDING else NOTHING)
+            if name in POOLING:
+                here |= demand & CONTRACTION
             later = LATER if demand & (CONTRACTION | LATER) else NOTHING
             demand = here | later | demand & PRODUCT
         return [demand] * len(eqn.invars)

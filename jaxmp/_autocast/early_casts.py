@@ -20,7 +20,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jaxmp._autocast.plan import DType, Plan, Step
-from jaxmp._autocast.primitives import IN_PARTS
+from jaxmp._autocast.primitives import IN_PARTS, SCALING
+from jaxmp._jaxprs.compat import shape_of
 
 
 def narrow_early(plan: Plan, _planner: object = None) -> Plan:
@@ -36,6 +37,9 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
             match tuple(read.get(var, ())):
                 case (dtype,) if dtype not in (None, plan.rules.wide):
                     step = step.run_in(dtype, "moves what a contraction reads")
+                    repeats = len(set(map(shape_of, step.eqn.invars))) > 1
+                    if step.eqn.primitive.name in SCALING and repeats:  # a mask
+                        step = dataclasses.replace(step, action="scale")
         planned.append(step)
         if moves and read.keys().isdisjoint(step.eqn.outvars):
             continue  # nobody reads it: the last turn of a ring that is written out

@@ -23,7 +23,7 @@ from jaxmp._autocast.kept import marked
 from jaxmp._autocast.lines import Line, lines
 from jaxmp._autocast.liveness import last_reads
 from jaxmp._autocast.picks import pick
-from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Segment, Step
+from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Read, Segment, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
 from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.recipes import derivative
@@ -139,11 +139,14 @@ def _bind(plan: Plan, step: Step, env: Environment) -> list[Any]:
 
 
 def _reorder(plan: Plan, step: Step, env: Environment) -> list[Any]:
+    low = step.outs[0] not in (None, dtype_of(step.eqn.outvars[0]))
+    if low and step.eqn.primitive.name == "convert_element_type":
+        return [env.read(step.eqn.invars[0], Read(step.outs[0]))]  # a mask, as products read it
     if step.eqn.primitive.name not in CROSSING:
         return apply(step.eqn, env.operands(step))
     with on_mesh_of(env.array(step.eqn.invars[0])):
         operands = env.operands(step)
-        if step.outs[0] not in (None, dtype_of(step.eqn.outvars[0])):
+        if low:
             # Or XLA sends float32, and narrows what has arrived.
             operands = [lax.optimization_barrier(x) for x in operands]
     return apply(step.eqn, operands)

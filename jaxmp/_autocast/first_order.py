@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.contractions import geometry
@@ -36,7 +37,7 @@ from jaxmp._autocast.primitives import (
     WRITING,
 )
 from jaxmp._autocast.provenance import LITERALS
-from jaxmp._autocast.rules import FLOAT32, author_keeps, is_mask
+from jaxmp._autocast.rules import FLOAT16, FLOAT32, author_keeps, is_mask
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import broadcast_axes, converted_dtype, takes_result_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
@@ -67,13 +68,19 @@ def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
             return _contraction(frame, eqn, values)
         case "follow" | "softmax":
             step = follow(frame, eqn, values, exponential=name == "exp")
-            joins = name in TO_CONTRACTIONS
-            return dataclasses.replace(step, action="reorder") if joins else step
+            moves = name in TO_CONTRACTIONS or (name == "mul" and _masks(frame, values))
+            return dataclasses.replace(step, action="reorder") if moves else step
         case "transparent":
             return _transparent(frame, eqn, values)
         case "full":
             return frame.as_written(eqn, values, "sensitive op: float32", _of_full(name, values))
     return _opaque(frame, eqn, values, kind)
+
+
+def _masks(frame: Frame, values: Sequence[Value | None]) -> bool:
+    """Whether a product masks a float32 value, and 16 bits hold both: infinity by 0 is no 0."""
+    of = [v for v in values if v and not v.mask]
+    return len(of) == 1 and not (of[0].dtype or of[0].is_weight) and frame.rules.low != FLOAT16
 
 
 def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
@@ -199,6 +206,9 @@ def _convert(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Ste
             return frame.step(eqn, values, [None], [out], "the author's upcast")
         made = frame.kinds(eqn) == [LITERALS] and not shape_of(var)
         licence = CONSTANT if made else of_converted(eqn.invars[0], rules.low)
+        if dtype_of(eqn.invars[0]) == np.bool_:
+            mask = Value(licence=licence, mask=True)
+            return frame.step(eqn, [None], [None], [mask], "no float32 operand", action="reorder")
         return frame.as_written(eqn, values, "no float32 operand", licence)
     if rules.governs(var):  # float32 to float32: a change of weak type
         return _transparent(frame, eqn, values)

@@ -50,10 +50,9 @@ def follow(
         if not frame.is_wanted_by(eqn, CONTRACTION):
             return frame.as_written(eqn, values, "only float32 ops want the result")
     if not low:
-        derived = any(v.origins for v in full) and not any(v.wins for v in full)
-        affine = name in AFFINE and not _is_end(full)
-        if affine or exponential or not derived or frame.is_wanted_by(eqn, STEEP):
-            return _in_full(frame, eqn, values, full)
+        step = _in_full(frame, name, eqn, values, full)
+        if step is not None:
+            return step
         reason = "leaves a normalisation towards a contraction"
     else:
         refusal = _refusal(frame, name, eqn, low, full)
@@ -79,9 +78,17 @@ def follow(
 
 
 def _in_full(
-    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], full: Sequence[Value]
-) -> Step:
-    """A `follow` op of float32 operands alone."""
+    frame: Frame, name: str, eqn: JaxprEqn, values: Sequence[Value | None], full: Sequence[Value]
+) -> Step | None:
+    """A `follow` op of float32 operands alone; None where it leaves a normalisation."""
+    derived = any(v.origins for v in full) and not any(v.wins for v in full)
+    if derived and name != "exp" and not frame.is_wanted_by(eqn, STEEP):
+        if name not in AFFINE or _is_end(full):
+            return None
+        if name == "add" and any(v.licence == PARAMETER for v in full):
+            low = frame.planning.kept(frame.rules.low, values)
+            why = "ends a normalization: leaves in 16 bits"
+            return frame.step(eqn, values, [None] * len(values), [low], why)
     step = frame.as_written(eqn, values, "no 16-bit operand")
     written = [v for v in full if not v.constant]
     out = frame.kept_as[eqn.outvars[0]]

@@ -57,6 +57,7 @@ class Value(NamedTuple):
       argument: it came into the program as it is; its uses narrow it one by one, so that their
         gradients are added up in float32.
       constant: it is a literal of the program, or one broadcast.
+      mask: it is a bool, converted and moved: a factor that rounds nothing.
       tangent: it is a tangent or cotangent: narrowing it must stay linear.
       licence: what allows it to be narrowed, or forbids it; see `licences`.
       made: what it is made of; see `provenance`.
@@ -67,6 +68,7 @@ class Value(NamedTuple):
     pinned: str = ""
     argument: bool = False
     constant: bool = False
+    mask: bool = False
     tangent: bool = False
     licence: str = COMPUTED
     made: str = OTHER

@@ -233,6 +233,9 @@ ENDING = frozenset(
 # Running sums and products: positions, times, knots, which are differenced.
 CUMULATIVE = frozenset({"cumsum", "cumprod", "cumlogsumexp"})
 
+# Sums by index (`segment_sum`). Their summands are arrays in memory, as operands of products are.
+POOLING = frozenset({"scatter-add"})
+
 # One operand is taken from another.
 SUBTRACTING = frozenset({"sub"})
 
