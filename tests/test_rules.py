@@ -56,6 +56,11 @@ def operands_and_what_moves_them(p, x, y):
     return p["w"] @ x.T
 
 
+@rule(1, "mul", LOWS, WIDES)
+def masks_of_what_a_product_reads(p, x, y):
+    return last(p, x * MASK), jnp.sum(y * MASK)
+
+
 @rule(2, "dot_general", LOWS, WIDES, WIDES, LOWS)
 def the_authors_word(p, x, y):
     upcast = hidden(p, x).astype(jnp.bfloat16).astype(jnp.float32) @ p["w"]
@@ -88,6 +93,13 @@ def nothing_summed(p, x, y):
 @rule(7, "tanh", WIDES, LOWS)
 def wanted_by_a_product(p, x, y):
     return jnp.tanh(hidden(p, x)), last(p, jnp.tanh(hidden(p, y)))
+
+
+@rule(7, "add", LOWS, WIDES)
+def wanted_by_a_product_of_sums_by_index(p, x, y):
+    at = jnp.arange(8) // 2
+    pooled = jax.ops.segment_sum(hidden(p, x) + p["b"], at, 4)
+    return last(p, pooled), jax.ops.segment_sum(hidden(p, y) + p["b"], at, 4)
 
 
 @rule(8, "add", LOWS)
