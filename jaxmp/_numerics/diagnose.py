@@ -17,6 +17,7 @@ from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record, record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
+from jaxmp._numerics.text import listed
 from jaxmp.policy import get_policy
 
 # Of values: beyond this share, a loss is worth a line.
@@ -177,16 +178,16 @@ class NumericsReport(Readings):
         lines.append(
             f"measured      {count} sites, {self.run.bytes / 2**20:.1f} MiB of measurements"
         )
-        lines += _listed("not finite", [str(fault) for fault in self.faults])
+        lines += listed("not finite", map(str, self.faults))
         if not self.faults:
             lines.append("not finite    nothing: every result is finite")
-        lines += _listed("contained", [str(fault) for fault in self.contained])
-        lines += _listed("would leave", [_line(site) for site in self.predicted])
-        lines += _listed(
-            "underflow", [f"{share:.1%} became 0: {_line(site)}" for site, share in self.underflows]
+        lines += listed("contained", map(str, self.contained))
+        lines += listed("would leave", map(str, self.predicted))
+        lines += listed(
+            "underflow", [f"{share:.1%} became 0: {site}" for site, share in self.underflows]
         )
-        lines += _listed(
-            "rounding", [f"relative error {error:.2g}: {_line(s)}" for s, error in self.errors]
+        lines += listed(
+            "rounding", [f"relative error {error:.2g}: {s}" for s, error in self.errors]
         )
         if self._gradients():
             lines.append(f"loss scale    {self.run.loss_scale:g}; {self._room()}")
@@ -209,7 +210,7 @@ class NumericsReport(Readings):
             return f"{said}none is needed"
         if self.init_scale is None:
             largest = max(gradients, key=lambda m: float(np.max(m.statistics.largest)))
-            return f"{said}none: gradients overflow at 1 already: {_line(largest.site)}"
+            return f"{said}none: gradients overflow at 1 already: {largest.site}"
         lost = [self._lost(m, self.init_scale) for m in gradients]
         zeros = np.average([share for share, _ in lost], weights=[m.site.size for m in gradients])
         cost, site = max(
@@ -222,7 +223,7 @@ class NumericsReport(Readings):
         said += f": {zeros:.2%} of gradients become 0 there, and "
         if cost <= _MUCH:
             return f"{said}none loses more than {cost:.1g} of its norm"
-        return f"{said}{cost:.0%} of the norm of {_line(site)}: keep it in float32, or in bfloat16"
+        return f"{said}{cost:.0%} of the norm of {site}: keep it in float32, or in bfloat16"
 
     def _lost(self, m: Measured, scale: float) -> tuple[float, float]:
         """Returns the share of a gradient that becomes 0 at a loss scale, and that of its norm.
@@ -373,18 +374,6 @@ def _share_of_overflows(of: Statistics, at: tuple[int, ...]) -> str:
     if not of.is_whole or not of.overflowed[at]:
         return ""
     return f", in {of.overflowed[at] / of.twins[at]:.2g} of its values"
-
-
-def _line(site: Site) -> str:
-    direction = "backward" if site.backward else "forward"
-    return f"{site.op} ({site.dtype}, {direction}) in {site.where or site.path or 'no module'}"
-
-
-def _listed(heading: str, lines: Sequence[str], limit: int = 8) -> list[str]:
-    shown = [f"{heading if not i else '':13} {line}" for i, line in enumerate(lines[:limit])]
-    if len(lines) > limit:
-        shown.append(f"{'':13} and {len(lines) - limit} more")
-    return shown
 
 
 def _power(x: float) -> float:

@@ -174,7 +174,7 @@ def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, 
 def _not_finite(entries: Mapping[str, Entry], sites: str, kinds: Sequence[str]) -> str:
     """How many of the sites have what is not finite, in words; empty if none has."""
     of = [e for e in entries.values() if e.site.kind in kinds and _matches(e, sites)]
-    bad = sum(bool(e.statistics.is_nan or e.statistics.is_infinite) for e in of)
+    bad = sum(bool(e.statistics.is_nonfinite) for e in of)
     return f"numbers of {bad} of {len(of)} sites" if bad else ""
 
 

@@ -43,7 +43,7 @@ class Readings(abc.ABC):
           other: another run. Those of two processes: see `save`.
 
         Returns:
-          What differs: print it, `to_json()`, `to_html(path)`.
+          What differs: print it, `to_dict()`, `to_markdown()`.
 
         Raises:
           TypeError: if `other` is no run.

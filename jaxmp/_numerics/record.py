@@ -122,7 +122,7 @@ def entries(
             statistics.joined(),
             np.asarray(statistics.largest)[flips],
             np.asarray(statistics.mean_square)[flips] if known else None,
-            np.asarray(statistics.is_nan | statistics.is_infinite)[flips],
+            np.asarray(statistics.is_nonfinite)[flips],
             depths[site.name],
             _scale(site, found),
         )
@@ -230,7 +230,7 @@ def _entry(data: Mapping[str, Any]) -> Entry:
     statistics = Statistics(**known)
     last = (data["depth"], _number(data["scale"]))
     if not loops:
-        bad = np.asarray(statistics.is_nan or statistics.is_infinite)
+        bad = np.asarray(statistics.is_nonfinite)
         mean_square = statistics.mean_square
         mean_square = None if mean_square is None else np.asarray(mean_square)
         largest = np.asarray(statistics.largest)

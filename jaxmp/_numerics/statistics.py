@@ -306,6 +306,11 @@ class Statistics:
         """Whether more is known than what is not finite."""
         return self.octaves is not None
 
+    @property
+    def is_nonfinite(self) -> Any:
+        """Whether an element is not finite."""
+        return self.is_nan | self.is_infinite
+
     def joined(self) -> Statistics:
         """Over all iterations."""
         axes = tuple(range(np.ndim(self.is_nan)))

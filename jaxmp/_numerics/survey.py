@@ -116,6 +116,11 @@ class Site:
         """The module and the line, as far as they are known."""
         return " at ".join(filter(None, (self.path, self.line)))
 
+    def __str__(self) -> str:
+        """The operation in one line."""
+        direction = "backward" if self.backward else "forward"
+        return f"{self.op} ({self.dtype}, {direction}) in {self.where or 'no module'}"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Place:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
+from jaxmp._numerics.text import table
 from jaxmp._numerics.tune_costs import Multiplied
 from jaxmp._numerics.tune_paths import Loss, Path, Prepared, under_map
 from jaxmp._numerics.tune_solve import Front
@@ -250,11 +251,6 @@ class Tuned:
             )
             for group, option in worst
         ]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
         said = (
             f"cost        {self.cost:.3f} of float32's ({scored.unit}); the cheapest is "
             f"{scored.front.costs[0]:.3f}"
@@ -284,7 +280,7 @@ class Tuned:
         if not scored.front.exact:
             lines.append("thinned     too many assignments: a cheaper one may have been left out")
         head = "what each policy would add to 1 - cosine, module by module:"
-        return "\n".join([*lines, "", head, *table])
+        return "\n".join([*lines, "", head, *table(cells)])
 
 
 def solve(scored: Scored, budget: float) -> Tuned:

@@ -8,6 +8,7 @@ import math
 import os
 from typing import Any
 
+from jaxmp._numerics.text import markdown, plain, table
 from jaxmp._numerics.validate_plots import plot_runs
 from jaxmp._numerics.validate_run import Run
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, Check, PolicyResult, percent
@@ -70,7 +71,7 @@ class ValidationReport:
         Args:
           runs: whether with every run, step by step.
         """
-        data: dict[str, Any] = _plain(dataclasses.asdict(self))
+        data: dict[str, Any] = plain(dataclasses.asdict(self))
         if not runs:
             del data["reference_runs"], data["nudged_runs"]
             for result in data["policies"]:
@@ -83,10 +84,9 @@ class ValidationReport:
 
     def to_markdown(self) -> str:
         """The report in Markdown: a table, a reason for each verdict, whose numerics these are."""
-        head, *rows = self._rows()
-        lines = [self._heading(), ""]
-        lines += [_line(head), _line([":--", *["--:"] * (len(head) - 2), ":--"])]
-        lines += [*map(_line, rows), "", *self._said(), ""]
+        rows = self._rows()
+        lines = [self._heading(), "", *markdown(rows, right=range(1, len(rows[0]) - 1))]
+        lines += ["", *self._said(), ""]
         lines += [f"* {name}: {value}" for name, value in self.numerics.items()]
         return "\n".join([*lines, *(f"* {remark}" for remark in self.remarks)]) + "\n"
 
@@ -103,17 +103,9 @@ class ValidationReport:
 
     def __str__(self) -> str:
         rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        last = len(widths) - 1
-        table = [
-            "  ".join(
-                cell.rjust(width) if 0 < i < last else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = table(rows, right=range(1, len(rows[0]) - 1))
         where = [f"{name}: {value}" for name, value in self.numerics.items()]
-        lines = [self._heading(), "", *table, "", *self._said(), "", *where]
+        lines = [self._heading(), "", *lines, "", *self._said(), "", *where]
         return "\n".join([*lines, *(f"({remark})" for remark in self.remarks)])
 
     def _heading(self) -> str:
@@ -166,15 +158,3 @@ def _with_noise(check: Check) -> str:
     if not math.isfinite(check.difference):
         return percent(check.difference)
     return f"{percent(check.difference)} ± {percent(check.noise, sign=False)}"
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
