@@ -13,7 +13,7 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp._numerics.progress import Bar, bar_of
+from jaxmp._numerics.progress import Progress
 from jaxmp._numerics.validate_kept import Kept, made_by
 from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics, remarks_on
 from jaxmp._numerics.validate_report import ValidationReport
@@ -97,8 +97,8 @@ def validate(
         name.
       depends_on: paths and modules, whose contents decide the outcome, or anything else, whose
         `repr` does.
-      progress: whether to show a bar, where stderr is a terminal and tqdm or rich is installed, or
-        a line every ten seconds, where it is a file or a pipe.
+      progress: whether to say on stderr which run is being made, and how far it is: a line every
+        ten seconds.
 
     Returns:
       The report: `print` it, `plot` it.
@@ -144,11 +144,10 @@ def validate(
     nudged = [Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(nudges)]
     others = {name: [Job(name, policy, seed) for seed in seeds] for name, policy in named.items()}
     total = steps * (len(base) + len(nudged) + len(others) * len(seeds))
-    with bar_of(total, show=progress) as bar:
-        maker = _Runs(task, kept, bar)
-        base_runs = maker.make_base(base)
-        nudged_runs = maker.make_nudged(nudged)
-        other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
+    maker = _Runs(task, kept, Progress(total, show=progress))
+    base_runs = maker.make_base(base)
+    nudged_runs = maker.make_nudged(nudged)
+    other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
 
     limits = Limits(threshold, grad_norm_threshold, curve_threshold)
     return ValidationReport(
@@ -172,8 +171,8 @@ def validate(
 class _Runs:
     """Makes the runs that are not kept, and checks each against the reference of its seed."""
 
-    def __init__(self, task: Task, kept: Kept, bar: Bar) -> None:
-        self._task, self._kept, self._bar = task, kept, bar
+    def __init__(self, task: Task, kept: Kept, progress: Progress) -> None:
+        self._task, self._kept, self._progress = task, kept, progress
         self._base: dict[int, Run] = {}
 
     def make_base(self, jobs: Sequence[Job]) -> list[Run]:
@@ -217,17 +216,17 @@ class _Runs:
         return runs
 
     def make(self, job: Job) -> Run:
-        self._bar.describe(str(job))
+        self._progress.describe(str(job))
         if (run := self._kept.get(job)) is not None:
-            self._bar.advance(self._task.steps)
+            self._progress.advance(self._task.steps)
             return run
         base = self._base.get(job.seed)
         try:
-            run = train(self._task, job, self._bar.advance, base.data if base else ())
+            run = train(self._task, job, self._progress.advance, base.data if base else ())
         except Exception as error:
             error.add_note(f"validate: this was in {job}")
             raise
-        self._bar.advance(self._task.steps - len(run.losses))
+        self._progress.advance(self._task.steps - len(run.losses))
         if base:
             _check_unscaled(run, base)
         self._kept.put(job, run)
