@@ -218,7 +218,7 @@ def test_saved_and_loaded(runs, tmp_path):
     for name, which in (("one", one), ("two", two)):
         numerics.save(which, tmp_path / name)
     loaded = numerics.load(tmp_path / "one")
-    assert loaded.to_json() == one.to_json()
+    assert loaded.record().to_json() == one.record().to_json()
     there = loaded.compare(numerics.load(tmp_path / "two"))
     assert str(there) == str(one.compare(two))
     assert there.to_dict() == one.compare(two).to_dict()

@@ -55,10 +55,6 @@ class Readings(abc.ABC):
             )
         return compare(self.record(), other.record())
 
-    def to_json(self) -> str:
-        """What `save` writes."""
-        return self.record().to_json()
-
     def plot_exponents(
         self, path: Path | str, *, sites: str = "**", kinds: Sequence[str] = KINDS
     ) -> None:
@@ -135,7 +131,7 @@ def save(run: Readings, path: Path | str) -> None:
             "save: run must be what jaxmp.diagnose or jaxmp.numerics.capture returns, not "
             f"{type(run).__name__}"
         )
-    Path(path).write_text(run.to_json(), encoding="utf-8")
+    Path(path).write_text(run.record().to_json(), encoding="utf-8")
 
 
 def load(path: Path | str) -> SavedRun:

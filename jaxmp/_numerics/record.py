@@ -12,21 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._numerics.statistics import BELOW, OCTAVES, Statistics
+from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Carry, Loop, Program, Refs, Site
 
 VERSION = 1
 
 # Whose operands are terms, which may cancel.
 SUMS = frozenset(["add", "add_any", "cumsum", "psum", "reduce_sum", "sub"])
-
-_SITE = ("op", "path", "line", "kind", "dtype", "backward", "branch")
-# What `Statistics` knows of every site, and of those that are measured whole.
-_KNOWN = ("size", "is_nan", "is_infinite", "largest")
-_WHOLE = (
-    "runs", "smallest", "mean_square", "error", "sampled", "zeros", "subnormals", "nans",
-    "infinities", "flushed", "overflowed", "saturated", "twins",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +75,9 @@ class Record:
         return f"{self.policy}{scale} (JAX {self.jax}, {self.backend})"
 
     def to_json(self) -> str:
-        """All of it as JSON."""
-        return json.dumps(
-            {
-                "jaxmp_numerics": VERSION,
-                "policy": self.policy,
-                "loss_scale": self.loss_scale,
-                "backend": self.backend,
-                "jax": self.jax,
-                "faults": list(self.faults),
-                "sites": [_entry_as_data(entry) for entry in self.sites.values()],
-                "wide": [_entry_as_data(entry) for entry in self.wide.values()],
-            },
-            allow_nan=False,
-        )
+        """All of it as JSON; what is not finite as Python writes it: NaN, Infinity."""
+        data = {"jaxmp_numerics": VERSION, **dataclasses.asdict(self)}
+        return json.dumps(data, default=lambda array: np.asarray(array).tolist())
 
 
 def entries(
@@ -177,14 +158,12 @@ def from_json(text: str | bytes, source: str) -> Record:
             "write it again with jaxmp.numerics.save"
         )
     try:
-        sites, wide = (
-            {entry["name"]: _entry(entry) for entry in data[key]} for key in ("sites", "wide")
-        )
-        return Record(
-            data["policy"], data["loss_scale"], data["backend"], data["jax"],
-            tuple(data["faults"]), sites, wide,
-        )  # fmt: skip
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+        del data["jaxmp_numerics"]
+        data["faults"] = tuple(data["faults"])
+        for run in ("sites", "wide"):
+            data[run] = {name: _entry(entry) for name, entry in data[run].items()}
+        return Record(**data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"load: {source} is damaged: {error!r}") from error
 
 
@@ -197,75 +176,18 @@ def _names(refs: Refs) -> Iterator[str]:
             yield ref
 
 
-def _entry_as_data(entry: Entry) -> dict[str, Any]:
-    site, statistics = entry.site, entry.statistics
-    data: dict[str, Any] = {"name": site.name, "depth": entry.depth, "shape": list(site.shape)}
-    data["scale"] = _plain(entry.scale)
-    data |= {name: getattr(site, name) for name in _SITE}
-    data["loops"] = [[loop.name, loop.reverse] for loop in site.loops]
-    known = (*_KNOWN, *_WHOLE) if statistics.is_whole else _KNOWN
-    data["statistics"] = {name: _plain(getattr(statistics, name)) for name in known}
-    if statistics.is_whole:
-        data["octaves"] = _sparse(statistics.octaves)
-        data["below"] = {group: _sparse(counts) for group, counts in statistics.below.items()}
-    if site.loops:
-        data["iterations"] = {
-            "largest": _plain(entry.largest),
-            "mean_square": None if entry.mean_square is None else _plain(entry.mean_square),
-            "bad": _plain(entry.bad),
-        }
-    return data
-
-
-def _entry(data: Mapping[str, Any]) -> Entry:
-    loops = tuple(Loop(name, reverse) for name, reverse in data["loops"])
-    site = Site(
-        name=data["name"], shape=tuple(data["shape"]), loops=loops,
-        **{name: data[name] for name in _SITE},
-    )  # fmt: skip
-    known = {name: _number(value) for name, value in data["statistics"].items()}
-    if "octaves" in data:
-        known["octaves"] = _dense(data["octaves"], OCTAVES)
-        known["below"] = {group: _dense(c, BELOW) for group, c in data["below"].items()}
-    statistics = Statistics(**known)
-    last = (data["depth"], _number(data["scale"]))
-    if not loops:
-        bad = np.asarray(statistics.is_nonfinite)
-        mean_square = statistics.mean_square
-        mean_square = None if mean_square is None else np.asarray(mean_square)
-        largest = np.asarray(statistics.largest)
-        return Entry(site, statistics, largest, mean_square, bad, *last)
+def _entry(data: dict[str, Any]) -> Entry:
+    site, statistics = data["site"], data["statistics"]
+    site["shape"], site["reads"] = tuple(site["shape"]), ()
+    site["loops"] = tuple(Loop(**loop) for loop in site["loops"])
+    if statistics["octaves"] is not None:
+        statistics["octaves"] = np.array(statistics["octaves"])
+        statistics["below"] = {name: np.array(x) for name, x in statistics["below"].items()}
     each = {
-        name: None if values is None else np.array(_number(values))
-        for name, values in data["iterations"].items()
+        name: None if data[name] is None else np.array(data[name])
+        for name in ("largest", "mean_square", "bad")
     }
-    return Entry(site, statistics, each["largest"], each["mean_square"], each["bad"], *last)
-
-
-def _plain(value: Any) -> Any:
-    """A number or an array of them as JSON has it: what is not finite as a string."""
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        value = np.asarray(value).tolist()
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_number(one) for one in value]
-    return float(value) if isinstance(value, str) else value
-
-
-def _sparse(counts: Any) -> dict[str, int]:
-    return {str(i): int(counts[i]) for i in np.flatnonzero(counts)}
-
-
-def _dense(counts: Mapping[str, int], length: int) -> Any:
-    found = np.zeros(length, np.int64)
-    for i, count in counts.items():
-        found[int(i)] = count
-    return found
+    return Entry(**data | each | {"site": Site(**site), "statistics": Statistics(**statistics)})
 
 
 def epsilon(dtype: str) -> float:
