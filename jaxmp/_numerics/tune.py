@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -23,6 +20,7 @@ from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.marks import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._numerics.arguments import bytes_of, check_announce, text_of
+from jaxmp._numerics.kept import Kept, digest, fingerprint
 from jaxmp._numerics.tune_costs import Costs, Multiplied
 from jaxmp._numerics.tune_paths import (
     FLOAT32,
@@ -36,7 +34,6 @@ from jaxmp._numerics.tune_paths import (
 from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, grouped, solve
 from jaxmp._numerics.tune_scores import Scorer, gradients, is_product, ways_of
 from jaxmp._numerics.tune_solve import front
-from jaxmp._numerics.validate_kept import fingerprint
 from jaxmp.policy import Policy, PolicyMap, single_policy
 
 # Modules next to each other whose results are multiplied with each other.
@@ -101,8 +98,9 @@ def tune(
       loss_scale: what the loss is multiplied by. By default 2^15 if a candidate computes in
         float16, else 1.
       probes: how many random directions are looked along for each batch: more are more exact.
-      out: a folder for the scores of each batch; another call with the same arguments goes on from
-        there.
+      out: a folder for the scores of each batch; another call goes on from there. A batch is scored
+        again when it has changed, or the loss, `params`, `candidates`, `loss_scale`, `probes` or
+        jaxmp.
       announce: is called with a line of text before what takes a while: `print`, for example.
 
     Returns:
@@ -111,7 +109,7 @@ def tune(
     Raises:
       ValueError: if there are no batches or candidates, nothing multiplies in a module, the
         model is wrapped already, the budget is negative, float32's gradients are not finite or all
-        0, or `out` holds the scores of something else.
+        0, or `out` is a file.
       TypeError: if `loss_fn` is not callable or gives no loss, params are integers, or a candidate
         is a `PolicyMap`.
 
@@ -163,7 +161,7 @@ def tune(
     ways = ways_of(loss, batches[0], policies, paths)
     scorer = Scorer(loss, ways, loss_scale, probes)
     say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
-    scores = _scores(scorer, batches, policies, jaxpr, None if out is None else File(out), say)
+    scores = _scores(scorer, batches, policies, jaxpr, Kept("tune", out), say)
     groups = _groups(paths, tie, ways, scores, found, loss, costs)
     solutions = front([g.costs for g in groups], [g.errors for g in groups])
     total = sum(contraction_flops(p.eqn) * p.times for p in found)
@@ -276,47 +274,25 @@ def _scores(
     batches: Sequence[Any],
     policies: Sequence[Policy],
     jaxpr: Any,
-    out: File | None,
+    kept: Kept,
     say: Callable[[str], Any],
 ) -> np.ndarray[Any, Any]:
-    """The mean of the scores of all batches: of those on file as they are there."""
-    common = hashlib.sha256()
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+    """The mean of the scores of all batches; those that are kept are not scored again."""
+    common, made_by, found = "", "", []
+    if kept.folder is not None:
         said = list(map(str, policies)), scorer.ways, scorer.loss_scale, scorer.probes
-        common.update(repr((said, fingerprint(sys.modules["jaxmp"]))).encode())
-        for part in (*text_of(jaxpr), *bytes_of(scorer.loss.params)):
-            common.update(part)
-    total: Any = 0.0
+        common = repr((said, fingerprint(sys.modules["jaxmp"])))
+        common += digest([*text_of(jaxpr), *bytes_of(scorer.loss.params)])
     for i, batch in enumerate(batches):
-        file = None if out is None else out / f"scores_{i:04d}.json"
-        digest = common.copy()
-        for part in bytes_of(batch) if out is not None else ():
-            digest.update(part)
-        identity = digest.hexdigest()
-        if file is not None and file.exists():
-            try:
-                read = json.loads(file.read_bytes())
-                known, kept = read["identity"], np.asarray(read["scores"], np.float64)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"tune: {file} is damaged ({error}): remove it") from error
-            if known != identity:
-                raise ValueError(
-                    f"tune: {file} holds the scores of another loss or model, of other params, "
-                    "batches, candidates, loss_scale or probes, or of another version of "
-                    "jaxmp; give another folder as `out`, or remove it"
-                )
-            total = total + kept
-            continue
-        say(f"tune: scoring batch {i + 1} of {len(batches)}")
-        scores = scorer(batch, i)
-        total = total + scores
-        if file is not None:
-            partial = file.with_suffix(".partial")
-            text = json.dumps({"identity": identity, "scores": scores.tolist()})
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(file)
-    return np.asarray(total / len(batches))
+        if kept.folder is not None:
+            made_by = digest([common.encode(), *bytes_of(batch)])
+        scores = kept.get(f"batch {i}", made_by, np.asarray)
+        if scores is None:
+            say(f"tune: scoring batch {i + 1} of {len(batches)}")
+            scores = scorer(batch, i)
+            kept.put(f"batch {i}", made_by, scores.tolist())
+        found.append(scores)
+    return np.asarray(np.mean(found, axis=0))
 
 
 def _verifier(

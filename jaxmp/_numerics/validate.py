@@ -6,15 +6,18 @@ import inspect
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._numerics.kept import Kept, fingerprint
 from jaxmp._numerics.progress import Progress
-from jaxmp._numerics.validate_kept import Kept, made_by
 from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics, remarks_on
 from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._numerics.validate_run import Job, Run, Task, train
@@ -138,13 +141,14 @@ def validate(
     check_cpu_sums(map(_parsed, (reference, *named.values())))
     numerics = describe_numerics()
     task = Task(make_step, batches, steps)
-    kept = Kept(out, made_by(task, depends_on, numerics))
+    made_by = _made_by(task, depends_on, numerics)
+    kept = Kept("validate", out)
 
     base = [Job(base_name, reference, seed) for seed in seeds]
     nudged = [Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(nudges)]
     others = {name: [Job(name, policy, seed) for seed in seeds] for name, policy in named.items()}
     total = steps * (len(base) + len(nudged) + len(others) * len(seeds))
-    maker = _Runs(task, kept, Progress(total, show=progress))
+    maker = _Runs(task, kept, made_by, Progress(total, show=progress))
     base_runs = maker.make_base(base)
     nudged_runs = maker.make_nudged(nudged)
     other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
@@ -171,8 +175,8 @@ def validate(
 class _Runs:
     """Makes the runs that are not kept, and checks each against the reference of its seed."""
 
-    def __init__(self, task: Task, kept: Kept, progress: Progress) -> None:
-        self._task, self._kept, self._progress = task, kept, progress
+    def __init__(self, task: Task, kept: Kept, made_by: dict[str, Any], progress: Progress) -> None:
+        self._task, self._kept, self._made_by, self._progress = task, kept, made_by, progress
         self._base: dict[int, Run] = {}
 
     def make_base(self, jobs: Sequence[Job]) -> list[Run]:
@@ -217,7 +221,13 @@ class _Runs:
 
     def make(self, job: Job) -> Run:
         self._progress.describe(str(job))
-        if (run := self._kept.get(job)) is not None:
+        made_by = self._made_by | {
+            "label": job.label,
+            "policy": fingerprint(job.policy),
+            "seed": job.seed,
+            "nudge": job.nudge,
+        }
+        if (run := self._kept.get(str(job), made_by, Run.from_dict)) is not None:
             self._progress.advance(self._task.steps)
             return run
         base = self._base.get(job.seed)
@@ -229,8 +239,25 @@ class _Runs:
         self._progress.advance(self._task.steps - len(run.losses))
         if base:
             _check_unscaled(run, base)
-        self._kept.put(job, run)
+        self._kept.put(str(job), made_by, run.to_dict())
         return run
+
+
+def _made_by(task: Task, depends_on: Iterable[Any], numerics: Mapping[str, str]) -> dict[str, Any]:
+    """What a run depends on, beside its policy and seed, as plain data."""
+    if isinstance(depends_on, (str, Path, ModuleType)):
+        depends_on = (depends_on,)
+    return {
+        "make_step": fingerprint(task.make_step),
+        "batches": fingerprint(task.batches),
+        "steps": task.steps,
+        "depends_on": [
+            fingerprint(Path(thing) if isinstance(thing, str) and Path(thing).exists() else thing)
+            for thing in depends_on
+        ],
+        "numerics": dict(numerics),
+        "jaxmp": fingerprint(sys.modules["jaxmp"]),  # its version does not tell every change
+    }
 
 
 def _check_unscaled(run: Run, base: Run) -> None:
