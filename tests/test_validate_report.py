@@ -111,7 +111,7 @@ def test_pictures_of_odd_runs(tmp_path):
 
 
 def test_without_matplotlib_the_picture_says_what_to_install(report, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="python -m pip install matplotlib"):
         report.plot("a.png")
 

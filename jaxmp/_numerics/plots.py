@@ -1,6 +1,6 @@
-"""Pictures of a run: how magnitudes lie in each format's range, and where they became 0.
+"""Pictures of a run: magnitudes in each format's range, where they became 0, the loss scale.
 
-After figures 2 and 3 of https://arxiv.org/abs/1710.03740.
+The first two are after figures 2 and 3 of https://arxiv.org/abs/1710.03740.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _MODULES = 40
 
 def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str]) -> None:
     """Draws how the magnitudes of each kind are spread. See `Readings.plot_exponents`."""
-    figure_class = figure_of("plot_exponents")
     if isinstance(kinds, str):
         raise TypeError(f"plot_exponents: kinds takes several, as in kinds=[{kinds!r}]")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
@@ -48,7 +47,7 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
     high = max(np.flatnonzero(counts)[-1] for counts, _, _ in chosen.values()) - BIAS
     limits = (min(low, -24) - 3, max(high, 16) + 4)
 
-    figure = figure_class(figsize=(9, 1.4 + 1.7 * len(chosen) + 1.6), dpi=110, layout="constrained")
+    figure = new_figure("plot_exponents", 9, 1.4 + 1.7 * len(chosen) + 1.6)
     rows = figure.subplots(
         len(chosen) + 1, sharex=True, squeeze=False, height_ratios=[1.0] * len(chosen) + [0.95]
     )[:, 0]
@@ -66,8 +65,7 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
         edges = [np.log2(float(getattr(half, edge))) for edge in ("smallest_subnormal", "max")]
         for edge in edges:
             ax.axvline(edge, color="#57534e", lw=0.8, ls=":")
-        ax.grid(axis="y", alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
+        tidy(ax, "y")
     _ranges(rows[-1], limits)
     run = "computed in float32" if of.wide else "as computed"
     scale = f", loss scale {of.loss_scale:g}" if of.loss_scale != 1 else ""
@@ -94,17 +92,13 @@ def _ranges(ax: Any, limits: tuple[int, int]) -> None:
     ax.set_xlabel("magnitude: exponent of 2")
     ax.set_title(
         "What each format holds (hatched: subnormal numbers; dotted above: float16)",
-        loc="left",
-        fontsize=10,
-    )
-    ax.grid(axis="x", alpha=0.3)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+        loc="left", fontsize=10,
+    )  # fmt: skip
+    tidy(ax, "x")
 
 
 def plot_underflow(of: Record, path: Path | str) -> None:
     """Draws which share of its numbers each module lost to 0. See `Readings.plot_underflow`."""
-    figure_class = figure_of("plot_underflow")
     lost: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {False: [0, 0], True: [0, 0]})
     for entry in of.sites.values():
         s = entry.statistics
@@ -125,7 +119,7 @@ def plot_underflow(of: Record, path: Path | str) -> None:
     order = dict.fromkeys(entry.site.path or "(no module)" for entry in of.sites.values())
     shown = [path for path in order if path in set(worst)]
     height = 0.3
-    figure = figure_class(figsize=(9, 1.5 + 0.42 * len(shown)), dpi=110, layout="constrained")
+    figure = new_figure("plot_underflow", 9, 1.5 + 0.42 * len(shown))
     ax = figure.subplots()
     y = np.arange(len(shown))
     for back, offset, colour, label in (
@@ -138,16 +132,14 @@ def plot_underflow(of: Record, path: Path | str) -> None:
         ax.bar_label(bars, labels, padding=3, fontsize=8, color="#44403c")
     most = np.nanmax([0, *(share for both in shares.values() for share in both.values())])
     ax.set_xlim(0, max(1.15 * most, 1.0))
-    ax.set_yticks(y, [_short(path) for path in shown], fontsize=9)
+    ax.set_yticks(y, list(map(shortened, shown)), fontsize=9)
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.set_xlabel("numbers that became 0 (% of those that are not 0 in float32)")
     of_all = f", the {len(shown)} worst of {len(shares)} modules" if len(shares) > _MODULES else ""
     scale = f", loss scale {of.loss_scale:g}"
     ax.set_title(f"Underflow: {of.policy}{scale}{of_all}", loc="left", fontsize=11)
     figure.legend(loc="outside lower right", ncols=2, frameon=False, fontsize=9)
-    ax.grid(axis="x", alpha=0.3)
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
+    tidy(ax, "x")
     save_figure(figure, path)
 
 
@@ -194,16 +186,102 @@ def _percent(share: float) -> str:
     return "< 0.1%" if share < 0.1 else f"{share:.1f}%"
 
 
-def _short(path: str, most: int = 44) -> str:
-    return path if len(path) <= most else f"…{path[-most + 1 :]}"
+def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Path | str) -> None:
+    """Draws the loss scale over the steps of a training run, and where steps were left out.
+
+    Args:
+      history: what `jaxmp.read_monitor` returned, in the order of the steps, every so many of them;
+        or the loss scale of each step.
+      path: where the picture is written; its ending says the format.
+
+    Raises:
+      ValueError: if there is nothing in the history, the steps do not rise, or a scale is not
+        positive.
+      TypeError: if it holds neither dicts of `read_monitor` nor numbers.
+      ImportError: without Matplotlib.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from jaxmp import numerics
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     numerics.plot_scale([1024.0, 1024.0, 512.0, 512.0], pathlib.Path(folder, "scale.svg"))
+    """
+    steps, scales, skipped = _read(list(history))
+    figure = new_figure("plot_scale", 8, 3)
+    ax = figure.subplots()
+    # A reading is of the steps before it.
+    ax.step(steps, scales, where="pre", color="#1d4ed8", lw=1.4, marker="." * (len(steps) < 60))
+    lost = [i for i in range(len(skipped)) if skipped[i] > (skipped[i - 1] if i else 0)]
+    if lost:
+        ax.plot([steps[i] for i in lost], [scales[i] for i in lost], "x", color="#c2410c", ms=7,
+                mew=1.6, ls="", label="steps were left out since the reading before")  # fmt: skip
+        ax.legend(fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
+    ax.set_yscale("log", base=2)
+    low, high = math.log2(min(scales)), math.log2(max(scales))
+    ax.set_ylim(2 ** (low - 1), 2 ** (high + 1))
+    ax.set_xlabel("training step")
+    ax.set_ylabel("loss scale")
+    said = f": {skipped[-1]:,} of {steps[-1]:,} steps left out" if skipped else ""
+    ax.set_title(f"Loss scale{said}", loc="left", fontsize=11)
+    tidy(ax)
+    save_figure(figure, path)
 
 
-def figure_of(what: str) -> Any:
-    """Matplotlib's `Figure`, which needs no display."""
+def _read(history: list[Any]) -> tuple[list[int], list[float], list[int]]:
+    """Steps, scales, and how many steps were left out so far, if that is known."""
+    if not history:
+        raise ValueError("plot_scale: history is empty: keep what jaxmp.read_monitor returns")
+    if all(isinstance(one, Mapping) for one in history):
+        for name in ("step_count", "loss_scale", "skipped_count"):
+            for i, one in enumerate(history):
+                if name not in one:
+                    raise TypeError(
+                        f"plot_scale: history[{i}] has no {name!r}: it takes what "
+                        "jaxmp.read_monitor returns, or the loss scale of each step"
+                    )
+        steps = [int(one["step_count"]) for one in history]
+        scales = [float(one["loss_scale"]) for one in history]
+        skipped = [int(one["skipped_count"]) for one in history]
+    else:
+        try:
+            scales = [float(one) for one in history]
+        except (TypeError, ValueError):
+            raise TypeError(
+                "plot_scale: history must hold what jaxmp.read_monitor returns, or the loss scale "
+                f"of each step; got {type(history[0]).__name__!r} and the like"
+            ) from None
+        steps, skipped = list(range(1, len(scales) + 1)), []
+    for i in range(1, len(steps)):
+        if steps[i] <= steps[i - 1]:
+            raise ValueError(
+                f"plot_scale: history[{i}] is of step {steps[i]}, and the one before of "
+                f"{steps[i - 1]}: give the readings of one run, in order"
+            )
+    wrong = [i for i, scale in enumerate(scales) if not 0 < scale < math.inf]
+    if wrong:
+        raise ValueError(f"plot_scale: the scale of history[{wrong[0]}] is {scales[wrong[0]]}")
+    return steps, scales, skipped
+
+
+def new_figure(what: str, width: float, height: float) -> Any:
+    """A figure of Matplotlib's, which needs no display."""
     try:
-        return importlib.import_module("matplotlib.figure").Figure
+        figure_class = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise ImportError(f"{what} needs Matplotlib: python -m pip install matplotlib") from error
+    return figure_class(figsize=(width, height), dpi=110, layout="constrained")
+
+
+def tidy(ax: Any, axis: str = "both") -> None:
+    """A grid behind what is drawn, and no frame around it."""
+    ax.grid(axis=axis, alpha=0.3)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def shortened(name: str, most: int = 44) -> str:
+    """The end of a name that is long."""
+    return name if len(name) <= most else f"…{name[-most + 1 :]}"
 
 
 def save_figure(figure: Any, path: Path | str) -> None:

@@ -7,23 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._numerics.plots import new_figure, save_figure, shortened, tidy
+
 _MOST = 25  # modules that are drawn
-_LONGEST = 40  # characters of a name
 
 
 def plot(tuned: Any, scored: Any, index: int, path: str | File) -> None:
     """Writes the picture of a `Tuned` and its `Scored`; see `Tuned.plot`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
     worst = sorted(scored.groups, key=lambda group: max(group.errors))[-_MOST:]
-    height = max(4.0, 1.4 + 0.26 * len(worst))
-    figure = Figure(figsize=(13, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure("Tuned.plot", 13, max(4.0, 1.4 + 0.26 * len(worst)))
     left, right = figure.subplots(1, 2)
     _front(left, tuned, scored, index)
     _modules(right, tuned, scored, worst)
-    figure.savefig(path, dpi=120)
+    for ax in (left, right):
+        tidy(ax)
+        ax.legend(fontsize=8)
+    save_figure(figure, path)
 
 
 def _front(axes: Any, tuned: Any, scored: Any, index: int) -> None:
@@ -55,13 +54,11 @@ def _front(axes: Any, tuned: Any, scored: Any, index: int) -> None:
     axes.set_xlabel(f"cost of the products, as a share of float32's\n({scored.unit})")
     axes.set_ylabel("1 - cosine of the gradients and float32's")
     axes.set_title("What precision costs")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=8)
 
 
 def _modules(axes: Any, tuned: Any, scored: Any, groups: list[Any]) -> None:
     """What each candidate adds at each module, and which was chosen."""
-    names = [_short(group.name) for group in groups]
+    names = [shortened(group.name) for group in groups]
     rows = np.arange(len(groups))
     finite = [e for g in groups for e in g.errors[1:] if np.isfinite(e) and e > 0] or [1.0]
     assigned = tuned.assignment
@@ -82,9 +79,3 @@ def _modules(axes: Any, tuned: Any, scored: Any, groups: list[Any]) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("predicted share of 1 - cosine")
     axes.set_title("Modules: circled as chosen, bold in float32", fontsize=10)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=8)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST else "…" + name[1 - _LONGEST :]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxmp._numerics.text import table
 from jaxmp._numerics.tune_costs import Multiplied
 from jaxmp._numerics.tune_paths import Loss, Path, Prepared, under_map
+from jaxmp._numerics.tune_plot import plot
 from jaxmp._numerics.tune_solve import Front
 from jaxmp.policy import Policy, PolicyMap
 
@@ -232,8 +233,6 @@ class Tuned:
         Args:
           path: a file, whose suffix says the format: ``tune.png``.
         """
-        from jaxmp._numerics.tune_plot import plot  # noqa: PLC0415  # loads matplotlib
-
         plot(self, self._scored, self._index, path)
 
     def __str__(self) -> str:

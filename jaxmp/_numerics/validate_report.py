@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
+from pathlib import Path
 from typing import Any
 
 from jaxmp._numerics.text import markdown, plain, table
@@ -90,7 +90,7 @@ class ValidationReport:
         lines += [f"* {name}: {value}" for name, value in self.numerics.items()]
         return "\n".join([*lines, *(f"* {remark}" for remark in self.remarks)]) + "\n"
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
+    def plot(self, path: Path | str) -> None:
         """Draws curves, differences, gradient norms and loss scales into a picture.
 
         Args:
