@@ -100,18 +100,6 @@ class Capture(Readings):
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """How a program is measured: the arguments of `capture`, which says what they mean."""
-
-    argnums: int | Sequence[int] = 0
-    grad: bool | None = None
-    loss_scale: float = 1.0
-    wide: bool = False
-    sites: str = "**"
-    twins: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
 class Prepared:
     """A program, ready to be run and measured.
 
@@ -167,10 +155,15 @@ def prepare(
     fn: Callable[..., Any],
     policy: Any,
     args: Sequence[Any],
-    options: Options = Options(),
+    *,
+    argnums: int | Sequence[int] = 0,
+    grad: bool | None = None,
+    loss_scale: float = 1.0,
+    wide: bool = False,
+    sites: str = "**",
+    twins: bool = True,
 ) -> Prepared:
-    """Traces and compiles what `capture` runs."""
-    argnums, grad, loss_scale = options.argnums, options.grad, options.loss_scale
+    """Traces and compiles what `capture` runs; its arguments are explained there."""
     check_callable("capture", fn)
     chosen_args = check_arguments(args, argnums)
     program = on_a_clone(fn)
@@ -205,22 +198,19 @@ def prepare(
             "capture: there is nothing to measure: the function computes no floating numbers of "
             "arrays. A Python number among its arguments is a constant: give jnp.float32(x)"
         )
-    sites = options.sites
     chosen = frozenset(name for name, site in found.sites.items() if _matches(site.path, sites))
     if not chosen:
         paths = sorted({site.path for site in found.sites.values() if site.path})
         raise ValueError(
             f"capture: sites={sites!r} matches no module path. There are: {', '.join(paths[:40])}"
         )
-    probe = Probe(whole=chosen.__contains__, twins=options.twins, wide=options.wide)
+    probe = Probe(whole=chosen.__contains__, twins=twins, wide=wide)
     step = jax.jit(lambda *arrays: probe.run(traced.jaxpr, arrays))
     places = _places(found, chosen)
     _, extras = jax.eval_shape(step, *traced.arrays)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(extras))
     said = _said(policy, found)
-    return Prepared(
-        said, found, traced, size, step, extras, places, float(loss_scale), options.wide
-    )
+    return Prepared(said, found, traced, size, step, extras, places, float(loss_scale), wide)
 
 
 def _seeded(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
@@ -301,8 +291,10 @@ def capture(
       [('dot_general', 'float16', False)]
     """
     check_announce("capture", announce)
-    options = Options(argnums, grad, loss_scale, wide, sites, twins)
-    prepared = prepare(fn, policy, args, options)
+    prepared = prepare(
+        fn, policy, args, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
+        sites=sites, twins=twins,
+    )  # fmt: skip
     count = len(prepared.program.sites)
     said = f"{count} sites, {prepared.measured_bytes / 2**20:.1f} MiB of measurements"
     if prepared.measured_bytes > limit:
