@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmp._numerics.matching import matched
 from jaxmp._numerics.record import Entry, Record, epsilon
 from jaxmp._numerics.statistics import Statistics
-from jaxmp._numerics.survey import Loop, Site
+from jaxmp._numerics.survey import Site, running_order
 from jaxmp._numerics.text import listed, markdown, plain
 
 # A root mean square may differ by this many units in the last place of the coarsest dtype up to
@@ -25,6 +27,14 @@ _UNITS = 4.0
 _MOST = 0.5
 # The share of zeros may differ by this, or by what a magnitude may.
 _SHARE = 0.02
+# What two sites must agree in that are not matched as below, the strictest first: an operation may
+# have moved, lines move between commits, and batches may have other sizes.
+_KEYS: tuple[Callable[[Site], Hashable], ...] = (
+    lambda s: (s.path, s.op, s.backward, s.line, s.shape),
+    lambda s: (s.path, s.op, s.backward, s.line),
+    lambda s: (s.path, s.op, s.backward, s.line.rpartition(":")[0], s.shape),
+    lambda s: (s.path, s.op, s.backward, s.line.rpartition(":")[0]),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,18 +187,11 @@ class Comparison:
     @functools.cached_property
     def first(self) -> Divergence | None:
         """The first divergence in the order of execution; None if rounding explains all."""
-        firsts: dict[Loop, int] = {}
-        order = {name: i for i, name in enumerate(self.this.sites)}
-        for name, i in order.items():
-            for loop in self.this.sites[name].site.loops:
-                firsts.setdefault(loop, i)
+        order = running_order({name: entry.site for name, entry in self.this.sites.items()})
 
         def when(divergence: Divergence) -> tuple[int, ...]:
-            """What is in a loop runs iteration by iteration."""
             site = divergence.pair.this.site
-            at = divergence.iteration or (0,) * len(site.loops)
-            turns = [n for loop, i in zip(site.loops, at, strict=True) for n in (firsts[loop], i)]
-            return (*turns, order[site.name])
+            return order(site, divergence.iteration or (0,) * len(site.loops))
 
         found = (divergence for pair in self.pairs for divergence in pair.divergences)
         return min(found, key=when, default=None)
@@ -268,6 +271,52 @@ def compare(this: Record, other: Record) -> Comparison:
         tuple(entry.site for name, entry in this.sites.items() if name not in found),
         tuple(entry.site for name, entry in other.sites.items() if name not in twins),
     )
+
+
+def matched(this: Record, other: Record) -> Iterator[tuple[str, str]]:
+    """The names of sites in both.
+
+    Of a module's line, forward or backward, the operations are laid side by side so that as many as
+    may be are the same: another policy adds some in between. Of what is left over, the nth is the
+    nth, where as many are left in both.
+    """
+    left = (dict(this.sites), dict(other.sites))
+    for strictness, key in enumerate((_place, *_KEYS)):
+        groups: tuple[dict[Hashable, list[str]], ...] = (defaultdict(list), defaultdict(list))
+        for sites, group in zip(left, groups, strict=True):
+            for name, entry in sites.items():
+                group[key(entry.site)].append(name)
+        for like, names in groups[0].items():
+            others = groups[1].get(like, [])
+            if not strictness:
+                twins = list(_aligned(names, this, others, other))
+            elif len(names) == len(others):
+                twins = list(zip(names, others, strict=True))
+            else:
+                continue
+            for name, twin in twins:
+                yield name, twin
+                del left[0][name], left[1][twin]
+
+
+def _place(site: Site) -> Hashable:
+    return site.path, site.line, site.backward
+
+
+def _aligned(
+    names: Sequence[str], this: Record, others: Sequence[str], other: Record
+) -> Iterator[tuple[str, str]]:
+    """Two sequences of sites side by side, where they are the same operations."""
+    a, b = (
+        [(of.sites[name].site.op, of.sites[name].site.shape) for name in some]
+        for some, of in ((names, this), (others, other))
+    )
+    if a == b:
+        yield from zip(names, others, strict=True)
+        return
+    for block in difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks():
+        for k in range(block.size):
+            yield names[block.a + k], others[block.b + k]
 
 
 def _coarsest(of: Record) -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._numerics.statistics import Statistics
-from jaxmp._numerics.survey import INFINITY, Carry, Loop, Program, Refs, Site
+from jaxmp._numerics.survey import INFINITY, Carry, Loop, Program, Refs, Site, running_order
 
 # An iteration of each loop around a site, outermost first.
 At = tuple[int, ...]
@@ -44,12 +44,7 @@ class Walk:
     def __init__(self, program: Program, measured: Mapping[str, Statistics]) -> None:
         self._program = program
         self._measured = measured
-        self._order = {name: i for i, name in enumerate(program.sites)}
-        # Sites of a loop's body are neighbours: the first of them stands for the loop.
-        self._firsts: dict[Loop, int] = {}
-        for i, site in enumerate(program.sites.values()):
-            for loop in site.loops:
-                self._firsts.setdefault(loop, i)
+        self._when = running_order(program.sites)
         self._seen: set[tuple[str, At, bool]] = set()
 
     def of_results(self) -> list[Origin]:
@@ -62,7 +57,7 @@ class Walk:
             for name, at in self._bad(refs, None, (), nan=nan)
             for origin in self._origins(name, at, nan=nan)
         ]
-        return sorted(found, key=lambda o: (self._when(o), o.at))
+        return sorted(found, key=lambda o: self._when(o.site, o.at))
 
     def everywhere(self) -> list[Origin]:
         """Those of all sites, also of what nothing reads."""
@@ -72,13 +67,7 @@ class Walk:
             for nan in (True, False):
                 for at in self._iterations(name, (), nan=nan):
                     found += self._origins(name, at, nan=nan)
-        return sorted(found, key=lambda o: (self._when(o), o.at))
-
-    def _when(self, origin: Origin) -> tuple[int, ...]:
-        """When an origin ran: what is in one loop runs iteration by iteration."""
-        pairs = zip(origin.site.loops, origin.at, strict=True)
-        turns = [n for loop, i in pairs for n in (self._firsts[loop], i)]
-        return (*turns, self._order[origin.site.name])
+        return sorted(found, key=lambda o: self._when(o.site, o.at))
 
     def _origins(self, name: str, at: At, *, nan: bool) -> list[Origin]:
         """The origins of what is not finite at a site in an iteration."""

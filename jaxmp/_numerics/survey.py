@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -171,6 +171,22 @@ def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Pr
         env[var] = refs
     results = _inside(sites, opened, given, _Place(), env)
     return Program(sites, tuple(results))
+
+
+def running_order(sites: Mapping[str, Site]) -> Callable[[Site, Sequence[int]], tuple[int, ...]]:
+    """When a site runs in an iteration of its loops: what is in one runs iteration by iteration."""
+    order = {name: i for i, name in enumerate(sites)}
+    # Sites of a loop's body are neighbours: the first of them stands for the loop.
+    firsts: dict[Loop, int] = {}
+    for name, i in order.items():
+        for loop in sites[name].loops:
+            firsts.setdefault(loop, i)
+
+    def when(site: Site, at: Sequence[int]) -> tuple[int, ...]:
+        turns = [n for loop, i in zip(site.loops, at, strict=True) for n in (firsts[loop], i)]
+        return (*turns, order[site.name])
+
+    return when
 
 
 def site_names(eqn: JaxprEqn, name: str) -> list[str | None]:
