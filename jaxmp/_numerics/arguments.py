@@ -42,6 +42,24 @@ def check_announce(name: str, announce: Any) -> None:
         )
 
 
+def mismatch(fn: Callable[..., Any], *args: Any) -> str:
+    """Why a function cannot be called with so many arguments; empty if it can, as far as it says.
+
+    Example:
+      >>> mismatch(lambda x: x, 1), mismatch(lambda x: x, 1, 2)
+      ('', '(x): too many positional arguments')
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of some callables there is none
+        return ""
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        return f"{signature}: {error}"
+    return ""
+
+
 def bytes_of(tree: Any) -> Iterator[bytes]:
     """Yields the dtype and shape of each leaf, and what it holds."""
     for leaf in jax.tree.leaves(tree):

@@ -22,8 +22,6 @@ from jaxmp._training.opt_state import (
 )
 from jaxmp.tree import select
 
-__all__ = ["MonitorState", "monitor", "read_monitor"]
-
 _RIGHT = "jaxmp.monitor(jaxmp.dynamic_loss_scale(...))"
 
 

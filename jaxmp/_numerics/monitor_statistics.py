@@ -20,8 +20,6 @@ from jaxmp._training.gradients import show
 from jaxmp._training.loss_scale import is_overwrite, unscale
 from jaxmp.tree import all_finite
 
-__all__ = ["Leaf", "Paths", "Statistics", "leaves_of", "measure"]
-
 _SMALLEST_NORMAL: Final = 2.0**-14  # of float16
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import sys
@@ -19,7 +18,7 @@ from jaxmp._autocast.explain import explain
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.marks import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
-from jaxmp._numerics.arguments import bytes_of, check_announce, text_of
+from jaxmp._numerics.arguments import bytes_of, check_announce, mismatch, text_of
 from jaxmp._numerics.kept import Kept, digest, fingerprint
 from jaxmp._numerics.tune_costs import Costs, Multiplied
 from jaxmp._numerics.tune_paths import (
@@ -129,7 +128,11 @@ def tune(
     check_callable("tune", loss_fn)
     check_announce("tune", announce)
     batches = _batches(batches)
-    _check_takes_a_batch(loss_fn)
+    if wrong := mismatch(loss_fn, params, batches[0]):
+        raise TypeError(
+            "tune: loss_fn is called as loss_fn(params, batch), where a batch is one argument: an "
+            f"item of batches, such as a tuple (x, y); that of loss_fn{wrong}"
+        )
     check_sizes("tune", (params, batches[0]))
     _check_params(params)
     if probes < 1:
@@ -180,20 +183,6 @@ def _batches(batches: Iterable[Any]) -> list[Any]:
     if not several:
         raise ValueError("tune: batches is empty; give at least one batch")
     return several
-
-
-def _check_takes_a_batch(loss_fn: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # of some callables there is none
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise TypeError(
-            f"tune: loss_fn is called as loss_fn(params, batch), where a batch is one argument: an "
-            f"item of batches, such as a tuple (x, y); that of loss_fn{signature}: {error}"
-        ) from None
 
 
 def _check_params(params: Any) -> None:

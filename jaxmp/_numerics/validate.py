@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 import os
@@ -16,6 +15,7 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._numerics.arguments import mismatch
 from jaxmp._numerics.kept import Kept, fingerprint
 from jaxmp._numerics.progress import Progress
 from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics, remarks_on
@@ -23,8 +23,6 @@ from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._numerics.validate_run import Job, Run, Task, train
 from jaxmp._numerics.validate_verdict import Limits, conclude, floor_of, spread_of
 from jaxmp.policy import Policy, PolicyMap, get_policy
-
-__all__ = ["validate"]
 
 Spec: TypeAlias = str | Policy | PolicyMap | jmp.Policy | DTypeLike
 
@@ -339,14 +337,8 @@ def _check_callables(make_step: Any, batches: Any) -> None:
             raise TypeError(
                 f"validate: {name} must be a function, {takes}; got a {type(function).__name__!r}."
             )
-        try:
-            inspect.signature(function).bind(*arguments)
-        except ValueError:  # a builtin that does not say what it takes
-            pass
-        except TypeError as error:
-            raise TypeError(
-                f"validate: {name} is called as {takes}, and takes {inspect.signature(function)}."
-            ) from error
+        if wrong := mismatch(function, *arguments):
+            raise TypeError(f"validate: {name} is called as {takes}, and takes {wrong}.")
 
 
 def _count(name: str, number: Any) -> int:

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-__all__ = ["nudge"]
-
 _BITS: Final[dict[int, Any]] = {2: np.int16, 4: np.int32, 8: np.int64}
 _NEVER: Final = {"loss_scale"}  # a power of two
 

@@ -22,8 +22,6 @@ from jaxmp._jaxprs.attributes import setting
 from jaxmp.dtypes import compute_capability, default_device
 from jaxmp.policy import Policy, PolicyMap
 
-__all__ = ["check_cpu_sums", "describe_numerics", "remarks_on", "with_cpu_sums"]
-
 _EXCESS: Final = re.compile(r"--xla_allow_excess_precision(?:=(\w+))?")
 
 

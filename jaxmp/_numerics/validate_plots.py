@@ -12,8 +12,6 @@ from jaxmp._numerics.plots import new_figure, save_figure, tidy
 from jaxmp._numerics.validate_run import Run
 from jaxmp._numerics.validate_verdict import FAILS
 
-__all__ = ["plot_runs"]
-
 # The reference is a broad pale band, and the policies are lines on it: they lie on one another.
 _PALE: Final = "#93c5fd"
 _COLOURS: Final = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#0f766e", "#a16207", "#44403c")

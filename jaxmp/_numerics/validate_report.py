@@ -13,8 +13,6 @@ from jaxmp._numerics.validate_plots import plot_runs
 from jaxmp._numerics.validate_run import Run
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, Check, PolicyResult, percent
 
-__all__ = ["ValidationReport"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValidationReport:

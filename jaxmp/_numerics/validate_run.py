@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,10 +12,8 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from jaxmp._numerics.arguments import bytes_of
+from jaxmp._numerics.arguments import bytes_of, mismatch
 from jaxmp._numerics.validate_nudge import nudge
-
-__all__ = ["Job", "Run", "Task", "train"]
 
 _CHUNK: Final = 32  # steps whose metrics are fetched at once: the device need not wait for each
 # A scale of 2^60, the largest that makes sense, is down at 1 after 60 overflows.
@@ -218,25 +215,14 @@ def _read_made(made: Any, job: Job) -> tuple[Any, Callable[..., Any], Callable[.
 
 def _taking(step: Callable[..., Any], fed: Any, job: Job) -> Callable[..., Any]:
     """Returns `step(state, batch)`, also of one that takes the parts, `step(state, x, y)`."""
-    try:
-        signature = inspect.signature(step)
-    except (TypeError, ValueError):  # of some callables there is none
+    wrong = mismatch(step, None, fed)
+    if not wrong:
         return step
-
-    def binds(*args: Any) -> bool:
-        try:
-            signature.bind(*args)
-        except TypeError:
-            return False
-        return True
-
-    if binds(None, fed):
-        return step
-    if isinstance(fed, (tuple, list)) and binds(None, *fed):
+    if isinstance(fed, (tuple, list)) and not mismatch(step, None, *fed):
         return lambda state, parts: step(state, *parts)
     what = "step(state, i)" if isinstance(fed, int) else f"step(state, batch), a batch {_kind(fed)}"
     raise TypeError(
-        f"validate: step is called as {what}; that of {job} takes {signature}. "
+        f"validate: step is called as {what}; that of {job} takes {wrong}. "
         "batches=lambda seed: ... gives it batches: of a tuple (x, y) each part may be an argument."
     )
 
