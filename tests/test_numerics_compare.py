@@ -66,7 +66,7 @@ def entry(
 
 
 def run(*entries: Entry, policy: str = "a policy") -> Record:
-    return Record(policy, 1.0, "cpu", "0", (), {e.site.name: e for e in entries})
+    return Record(policy, 1.0, {e.site.name: e for e in entries}, backend="cpu", jax_version="0")
 
 
 def matched(a: Record, b: Record) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ from jaxmp._numerics.arguments import (
 from jaxmp._numerics.origins import Origin, Walk
 from jaxmp._numerics.probe import Probe
 from jaxmp._numerics.readings import Readings
-from jaxmp._numerics.record import Record, entries, record
+from jaxmp._numerics.record import Record, entries
 from jaxmp._numerics.statistics import Measurements, Statistics, unpack
 from jaxmp._numerics.survey import Program, Site, survey
 from jaxmp._training.loss_scale import static_loss_scale
@@ -93,7 +93,7 @@ class Capture(Readings):
         measured = ((m.site, m.statistics) for m in self.sites.values())
         title = f"{self.policy}, run in float32" if self.wide else self.policy
         sites = entries(self.program, measured, wide=self.wide)
-        return record(title, self.loss_scale, sites)
+        return Record(title, self.loss_scale, sites)
 
     def _walk(self) -> Walk:
         return Walk(self.program, {name: m.statistics for name, m in self.sites.items()})

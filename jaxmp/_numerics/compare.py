@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._numerics.record import Entry, Record, epsilon
+from jaxmp._numerics.record import Entry, Record
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site, running_order
 from jaxmp._numerics.text import listed, markdown, plain
@@ -74,12 +75,12 @@ class Divergence:
 
 
 class _Numbers(NamedTuple):
-    """What is compared of one iteration."""
+    """What is compared of one iteration; NaN where it is not known."""
 
     bad: bool
     largest: float
-    mean_square: float | None
-    zeros: float | None
+    mean_square: float
+    zeros: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +152,11 @@ class Pair:
         if self.this.site.op == "add_any":  # in which order gradients are added, no one promises
             return None
         allowed = max(self.allowed, _SHARE)
-        if a.zeros is not None and b.zeros is not None and abs(a.zeros - b.zeros) > allowed:
+        if abs(a.zeros - b.zeros) > allowed:
             return Divergence(self, at, "zeros", a.zeros, b.zeros, allowed)
-        if a.mean_square is not None and b.mean_square is not None:
-            roots = (math.sqrt(a.mean_square), math.sqrt(b.mean_square))
-            if self._is_beyond(self.allowed, *roots):
-                return Divergence(self, at, "rms", *roots, self.allowed)
+        roots = (math.sqrt(a.mean_square), math.sqrt(b.mean_square))
+        if self._is_beyond(self.allowed, *roots):
+            return Divergence(self, at, "rms", *roots, self.allowed)
         if self._is_beyond(_MOST, a.largest, b.largest):
             return Divergence(self, at, "amax", a.largest, b.largest, _MOST)
         return None
@@ -323,22 +323,20 @@ def _coarsest(of: Record) -> dict[str, float]:
     """For each site: one unit in the last place of the coarsest dtype up to there."""
     found, most = {}, 0.0
     for name, entry in of.sites.items():
-        most = max(most, epsilon(entry.site.dtype))
+        most = max(most, float(jnp.finfo(entry.site.dtype).eps))
         found[name] = most
     return found
 
 
 def _all(entry: Entry) -> _Numbers:
     s = entry.statistics
-    bad = bool(s.is_nonfinite)
-    if not s.is_whole:
-        return _Numbers(bad, float(s.largest), None, None)
-    return _Numbers(bad, float(s.largest), float(s.mean_square), share(s, "zeros"))
+    mean_square = float(s.mean_square) if s.is_whole else math.nan
+    return _Numbers(bool(s.is_nonfinite), float(s.largest), mean_square, share(s, "zeros"))
 
 
 def _one(entry: Entry, at: tuple[int, ...]) -> _Numbers:
-    mean_square = None if entry.mean_square is None else float(entry.mean_square[at])
-    return _Numbers(bool(entry.bad[at]), float(entry.largest[at]), mean_square, None)
+    each = entry.bad[at], entry.largest[at], entry.mean_square[at]
+    return _Numbers(bool(each[0]), float(each[1]), float(each[2]), math.nan)
 
 
 def share(of: Statistics, what: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxmp._numerics.arguments import check_announce
 from jaxmp._numerics.capture import Capture, Measured, capture
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.readings import Readings
-from jaxmp._numerics.record import Record, record
+from jaxmp._numerics.record import Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
 from jaxmp._numerics.text import listed
@@ -152,11 +152,8 @@ class NumericsReport(Readings):
         found = []
         for m in self._whole():
             s = m.statistics.joined()
-            nonzero = s.twins - (s.zeros - s.flushed)
-            share = float(s.flushed / nonzero) if s.twins and nonzero > 0 else 0.0
-            if share > _MUCH:
-                found.append((m.site, share))
-        return tuple(sorted(found, key=lambda pair: -pair[1]))
+            found.append((m.site, float(s.flushed / max(s.twins - (s.zeros - s.flushed), 1))))
+        return _most_first(pair for pair in found if pair[1] > _MUCH)
 
     @functools.cached_property
     def errors(self) -> tuple[tuple[Site, float], ...]:
@@ -164,20 +161,17 @@ class NumericsReport(Readings):
 
         With the relative error, in this one step.
         """
-        found = []
-        for m in self._whole():
-            error = float(m.statistics.joined().error)
-            if np.isfinite(error) and error > 4 * float(jnp.finfo(m.site.dtype).eps):
-                found.append((m.site, error))
-        return tuple(sorted(found, key=lambda pair: -pair[1]))
+        found = ((m.site, float(m.statistics.joined().error)) for m in self._whole())
+        return _most_first(
+            (site, error)
+            for site, error in found
+            if np.isfinite(error) and error > 4 * float(jnp.finfo(site.dtype).eps)
+        )
 
     def __str__(self) -> str:
         """The report."""
-        lines = [f"policy        {self.policy}"]
-        count = len(self.run.sites)
-        lines.append(
-            f"measured      {count} sites, {self.run.bytes / 2**20:.1f} MiB of measurements"
-        )
+        measured = f"{len(self.run.sites)} sites, {self.run.bytes / 2**20:.1f} MiB of measurements"
+        lines = [f"policy        {self.policy}", f"measured      {measured}"]
         lines += listed("not finite", map(str, self.faults))
         if not self.faults:
             lines.append("not finite    nothing: every result is finite")
@@ -196,8 +190,8 @@ class NumericsReport(Readings):
     def record(self) -> Record:
         """What is kept of it to compare it: see `compare` and `jaxmp.numerics.save`."""
         run, wide = self.run.record(), self.wide.record()
-        faults = [str(fault) for fault in self.faults]
-        return record(self.policy, run.loss_scale, run.sites, wide.sites, faults)
+        faults = tuple(map(str, self.faults))
+        return Record(self.policy, run.loss_scale, run.sites, wide.sites, faults)
 
     def _room(self) -> str:
         """With which loss scale to begin, and what is lost there, in words."""
@@ -374,6 +368,10 @@ def _share_of_overflows(of: Statistics, at: tuple[int, ...]) -> str:
     if not of.is_whole or not of.overflowed[at]:
         return ""
     return f", in {of.overflowed[at] / of.twins[at]:.2g} of its values"
+
+
+def _most_first(pairs: Iterable[tuple[Site, float]]) -> tuple[tuple[Site, float], ...]:
+    return tuple(sorted(pairs, key=lambda pair: -pair[1]))
 
 
 def _power(x: float) -> float:

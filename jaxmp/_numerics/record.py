@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._numerics.statistics import Statistics
@@ -30,7 +29,7 @@ class Entry:
       statistics: over all iterations of the loops around it.
       largest: float64[...]: the largest finite magnitude of each iteration, in the order in which
         they ran.
-      mean_square: of each iteration; None where no more is known than what is not finite.
+      mean_square: of each iteration; NaN where no more is known than what is not finite.
       bad: bool[...]: whether it is not finite, by iteration.
       depth: how many sites follow from one another up to this one, itself included.
       scale: of a sum, what its root mean square would be were its terms independent: what rounding
@@ -53,26 +52,26 @@ class Record:
     Attributes:
       policy: under which policy it ran, as far as that is known.
       loss_scale: what the loss was multiplied by.
-      backend: where it ran: "cpu", "gpu", "tpu".
-      jax: the version of JAX.
-      faults: what made results that are not finite, in words.
       sites: by name, in the order in which they ran.
       wide: the same sites in float32; empty where that was not measured.
+      faults: what made results that are not finite, in words.
+      backend: where it ran: "cpu", "gpu", "tpu".
+      jax_version: with which JAX.
     """
 
     policy: str
     loss_scale: float
-    backend: str
-    jax: str
-    faults: tuple[str, ...]
     sites: dict[str, Entry]
     wide: dict[str, Entry] = dataclasses.field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+    backend: str = dataclasses.field(default_factory=jax.default_backend)
+    jax_version: str = jax.__version__
 
     @property
     def title(self) -> str:
         """The run in one line."""
         scale = f", loss scale {self.loss_scale:g}" if self.loss_scale != 1 else ""
-        return f"{self.policy}{scale} (JAX {self.jax}, {self.backend})"
+        return f"{self.policy}{scale} (JAX {self.jax_version}, {self.backend})"
 
     def to_json(self) -> str:
         """All of it as JSON; what is not finite as Python writes it: NaN, Infinity."""
@@ -97,12 +96,14 @@ def entries(
     for site, statistics in measured:
         flips = tuple(slice(None, None, -1) if loop.reverse else slice(None) for loop in site.loops)
         dtype = "float32" if wide and site.dtype in ("bfloat16", "float16") else site.dtype
-        known = statistics.is_whole
         found[site.name] = Entry(
             dataclasses.replace(site, dtype=dtype, reads=(), endless=False),
             statistics.joined(),
             np.asarray(statistics.largest)[flips],
-            np.asarray(statistics.mean_square)[flips] if known else None,
+            np.broadcast_to(
+                statistics.mean_square if statistics.is_whole else np.nan,
+                np.shape(statistics.largest),
+            )[flips],
             np.asarray(statistics.is_nonfinite)[flips],
             depths[site.name],
             _scale(site, found),
@@ -120,19 +121,6 @@ def _scale(site: Site, before: Mapping[str, Entry]) -> float:
             terms = before[name].site.size / max(site.size, 1)
             squares += float(before[name].statistics.mean_square) * max(terms, 1.0)
     return math.sqrt(squares)
-
-
-def record(
-    policy: str,
-    loss_scale: float,
-    sites: dict[str, Entry],
-    wide: dict[str, Entry] | None = None,
-    faults: Iterable[str] = (),
-) -> Record:
-    """A record of a run in this process."""
-    return Record(
-        policy, loss_scale, jax.default_backend(), jax.__version__, tuple(faults), sites, wide or {}
-    )
 
 
 def from_json(text: str | bytes, source: str) -> Record:
@@ -183,13 +171,5 @@ def _entry(data: dict[str, Any]) -> Entry:
     if statistics["octaves"] is not None:
         statistics["octaves"] = np.array(statistics["octaves"])
         statistics["below"] = {name: np.array(x) for name, x in statistics["below"].items()}
-    each = {
-        name: None if data[name] is None else np.array(data[name])
-        for name in ("largest", "mean_square", "bad")
-    }
+    each = {name: np.array(data[name]) for name in ("largest", "mean_square", "bad")}
     return Entry(**data | each | {"site": Site(**site), "statistics": Statistics(**statistics)})
-
-
-def epsilon(dtype: str) -> float:
-    """The distance from 1 to the next number of a dtype."""
-    return float(jnp.finfo(dtype).eps)
