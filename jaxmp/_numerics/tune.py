@@ -15,7 +15,6 @@ from flax import nnx
 
 from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast.explain import explain
-from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.marks import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._numerics.arguments import bytes_of, check_announce, mismatch, text_of
@@ -167,7 +166,7 @@ def tune(
     scores = _scores(scorer, batches, policies, jaxpr, Kept("tune", out), say)
     groups = _groups(paths, tie, ways, scores, found, loss, costs)
     solutions = front([g.costs for g in groups], [g.errors for g in groups])
-    total = sum(contraction_flops(p.eqn) * p.times for p in found)
+    total = sum(p.flops for p in found)
     verify = _verifier(loss, batches, loss_scale, say)
     scored = Scored(
         loss, policies, tuple(names.values()), groups, solutions, total, costs.unit, verify
@@ -232,26 +231,20 @@ def _groups(
     number = {path: i for i, path in enumerate(ways)}
     full = sum(costs(p, Multiplied()) for several in of_path.values() for p in several)
     groups = []
+    options = range(scores.shape[1])
     for members in grouped(paths, tie):
-        options = range(scores.shape[1])
+        inside = [(p, ways[m]) for m in members for p in of_path[m]]
+        low = [
+            [p.flops for p, way in inside if way[i].format_of(backward=p.backward) != "float32"]
+            for i in options
+        ]
         groups.append(
             Group(
                 paths=members,
-                flops=sum(contraction_flops(p.eqn) * p.times for m in members for p in of_path[m]),
-                ways=tuple(tuple(ways[m][i] for m in members) for i in options),
-                low_flops=tuple(
-                    sum(
-                        contraction_flops(p.eqn) * p.times
-                        for m in members
-                        for p in of_path[m]
-                        if ways[m][i].format_of(backward=p.backward) != "float32"
-                    )
-                    for i in options
-                ),
-                costs=tuple(
-                    sum(costs(p, ways[m][i]) for m in members for p in of_path[m]) / full
-                    for i in options
-                ),
+                flops=sum(p.flops for p, _ in inside),
+                ways=tuple(zip(*(ways[m] for m in members), strict=True)),
+                low_flops=tuple(map(sum, low)),
+                costs=tuple(sum(costs(p, way[i]) for p, way in inside) / full for i in options),
                 errors=tuple(float(sum(scores[number[m], i] for m in members)) for i in options),
             )
         )

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from jaxmp._autocast.flops import contraction_flops
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._numerics.tune_paths import Product
 from jaxmp._speed import Chip, chip_named
@@ -68,11 +67,10 @@ class Costs:
 
     def __call__(self, product: Product, how: Multiplied) -> float:
         """The cost of all runs of a product: seconds on the chip, if there is one."""
-        flops = contraction_flops(product.eqn) * product.times
         name = how.format_of(backward=product.backward)
         bits = next((f.bits for f in FORMATS.values() if f.name == name), 32)
         if self.target is None:
-            return flops * _BY_BITS[bits]
+            return product.flops * _BY_BITS[bits]
         chip = chip_named(self.target)
         operands = sum(math.prod(shape_of(atom)) for atom in product.eqn.invars[:2])
         result = math.prod(shape_of(product.eqn.outvars[0]))
@@ -81,7 +79,7 @@ class Costs:
         moved = operands * min(kept, bits // 8) + result * kept
         rate = chip.tflops[chip.sixteen_bits] * 1e12 * chip.products
         seconds = max(
-            flops / rate * _share(chip, how, name, product),
+            product.flops / rate * _share(chip, how, name, product),
             product.times * moved / bandwidth,
             product.times * chip.launch_seconds,
         )

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.scopes import REGION
 from jaxmp._jaxprs.source import is_backward, module_path
-from jaxmp._jaxprs.threaded import Out, Threaded
+from jaxmp._jaxprs.threaded import Out
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
@@ -81,6 +82,11 @@ class Product(NamedTuple):
     backward: bool
     times: int
 
+    @property
+    def flops(self) -> int:
+        """Of all its runs."""
+        return contraction_flops(self.eqn) * self.times
+
 
 class Prepared(NamedTuple):
     """A loss as a function of pytrees.
@@ -99,7 +105,7 @@ class Prepared(NamedTuple):
 def prepared(loss_fn: Loss, params: Any, batch: Any) -> Prepared:
     """A loss of a pytree or an NNX module as one of a pytree, and the modules in it."""
     if isinstance(params, nnx.Module):
-        labels = {_label(path): _strings(path) for path, _ in nnx.iter_modules(params)}
+        labels = {_label(path): tuple(map(str, path)) for path, _ in nnx.iter_modules(params)}
         graph, state, *others = nnx.split(params, nnx.Param, ...)
 
         def of_module(state: Any, batch: Any) -> Any:
@@ -146,46 +152,32 @@ def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
     What is outside of the model stays float32, as it does where the model is wrapped.
     """
 
-    @functools.wraps(loss)
-    def marked(*args: Any) -> Any:
-        traced = trace(loss, args, {})
-        marking = _Marking(policies, places)
-        results, _ = marking.run(traced.jaxpr, traced.arrays, "", policies.default)
-        return traced.rebuild(results)
+    def run(jaxpr: Any, arrays: Sequence[Any], scopes: str, around: Policy) -> Out:
+        """Runs a program as it is, in scopes that say which policy holds."""
 
-    return under_policy(marked, policies.default, by_position(loss, 0))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Marking:
-    """Runs a program as it is, in scopes that say which policy holds."""
-
-    policies: PolicyMap
-    places: Places
-
-    def run(self, jaxpr: Any, arrays: Sequence[Any], scopes: str, around: Policy) -> Out:
         def marked(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             path = deeper(scopes, eqn)
-            policy = self._policy(path)
-            if policy == around:
-                return self._bind(eqn, operands, path, policy)
-            with jax.named_scope(f"{REGION}{policy}"):
-                return self._bind(eqn, operands, path, policy)
+            place = places.of(path)
+            policy = FLOAT32 if place is None else policy_for(policies, place)
+            inner = inside(eqn)
+            with nullcontext() if policy == around else jax.named_scope(f"{REGION}{policy}"):
+                if not inner:
+                    return compat.bind(eqn, operands)
+                parts = [functools.partial(part, one.jaxpr, path, policy) for one in inner]
+                return rebuild(eqn, operands, parts)[0]
 
         return evaluate(jaxpr, arrays, marked), {}
 
-    def _bind(self, eqn: JaxprEqn, operands: list[Any], path: str, policy: Policy) -> list[Any]:
-        inner = inside(eqn)
-        if not inner:
-            return compat.bind(eqn, operands)
-        return rebuild(eqn, operands, [self._part(one.jaxpr, path, policy) for one in inner])[0]
+    def part(jaxpr: Any, path: str, policy: Policy, extra_in: Any, *arrays: Any) -> Out:  # noqa: ARG001
+        return run(jaxpr, arrays, path, policy)
 
-    def _part(self, jaxpr: Any, path: str, policy: Policy) -> Threaded:
-        return lambda extra_in, *arrays: self.run(jaxpr, arrays, path, policy)  # noqa: ARG005
+    @functools.wraps(loss)
+    def in_regions(*args: Any) -> Any:
+        traced = trace(loss, args, {})
+        results, _ = run(traced.jaxpr, traced.arrays, "", policies.default)
+        return traced.rebuild(results)
 
-    def _policy(self, scopes: str) -> Policy:
-        path = self.places.of(scopes)
-        return FLOAT32 if path is None else policy_for(self.policies, path)
+    return under_policy(in_regions, policies.default, by_position(loss, 0))
 
 
 def policy_for(policies: PolicyMap, path: Path) -> Policy:
@@ -245,12 +237,8 @@ def _names(scopes: str) -> Path:
     return tuple(names)
 
 
-def _strings(path: Sequence[Any]) -> Path:
-    return tuple(map(str, path))
-
-
 def _label(path: Sequence[Any]) -> str:
-    return _MODULE + ".".join(_strings(path))
+    return _MODULE + ".".join(map(str, path))
 
 
 def _scoped(cls: Any, label: str) -> Any:

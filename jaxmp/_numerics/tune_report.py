@@ -132,14 +132,6 @@ class Scored:
             policies = PolicyMap(dict(sorted(overrides.items())), default=default)
         return policies
 
-    def low_share(self, index: int) -> float:
-        """The share of all FLOPs of products that are not in float32."""
-        low = sum(
-            group.low_flops[option]
-            for group, option in zip(self.groups, self.options(index), strict=True)
-        )
-        return low / self.total_flops
-
     @functools.cached_property
     def measured(self) -> dict[int, Verified]:
         """What was verified so far, by the index on the front."""
@@ -193,7 +185,8 @@ class Tuned:
     @property
     def low_share(self) -> float:
         """The share of the FLOPs of products that are not in float32."""
-        return self._scored.low_share(self._index)
+        pairs = zip(self._scored.groups, self._choices, strict=True)
+        return sum(g.low_flops[option] for g, option in pairs) / self._scored.total_flops
 
     @property
     def pareto(self) -> tuple[Point, ...]:

@@ -41,7 +41,7 @@ from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.source import is_backward
-from jaxmp._jaxprs.threaded import Out, Threaded
+from jaxmp._jaxprs.threaded import Out
 from jaxmp._jaxprs.trace import trace
 from jaxmp._numerics.tune_costs import Multiplied
 from jaxmp._numerics.tune_paths import Path, Places, Prepared, deeper
@@ -107,11 +107,10 @@ class Scorer:
         taps = jnp.zeros((len(self._tried), slots, 2))
         program = gradients(self.loss.loss, self.loss_scale)
         traced = trace(program, (params, batch), {})
-        tapped = _Tapped(self.loss.places, {p: i for i, p in enumerate(self._tried)}, self._tried)
+        tapped = _tapped(self.loss.places, self._tried)
 
         def across(taps: Any) -> Any:
-            results, _ = tapped.run(traced.jaxpr, traced.arrays, "", taps, backward=False)
-            _, found = traced.rebuild(results)
+            _, found = traced.rebuild(tapped(traced.jaxpr, traced.arrays, taps))
             g = jax.tree.leaves(found)
             here = lax.stop_gradient(g)
             keys = jax.random.split(key, len(g))
@@ -133,50 +132,40 @@ def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
     return sum(jnp.sum(x * y) for x, y in zip(a, b, strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tapped:
+def _tapped(
+    places: Places, ways: dict[Path, tuple[Multiplied, ...]]
+) -> Callable[[Any, Sequence[Any], Any], list[Any]]:
     """Runs a program whose products, when it is differentiated, tell of their errors.
 
-    Attributes:
+    Args:
       places: the modules.
-      index: their numbers.
       ways: the ways of multiplying that are tried at each.
     """
-
-    places: Places
-    index: dict[Path, int]
-    ways: dict[Path, tuple[Multiplied, ...]]
+    index = {path: i for i, path in enumerate(ways)}
 
     def run(
-        self, jaxpr: Any, arrays: Sequence[Any], scopes: str, taps: Any, *, backward: bool
+        jaxpr: Any, arrays: Sequence[Any], taps: Any, scopes: str = "", *, backward: bool = False
     ) -> Out:
         def tapped(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             path = deeper(scopes, eqn)
             back = backward or is_backward(eqn)
-            inner = inside(eqn)
-            if not inner:
-                return self._product(eqn, operands, path, taps, backward=back)
-            parts = [self._part(one.jaxpr, path, backward=back) for one in inner]
-            return rebuild(eqn, operands, parts, [taps])[0]
+            if inner := inside(eqn):
+                parts = [functools.partial(part, one.jaxpr, path, backward=back) for one in inner]
+                return rebuild(eqn, operands, parts, [taps])[0]
+            results = compat.bind(eqn, operands)
+            place = places.of(path) if is_product(eqn) else None
+            if place not in index:
+                return results
+            roundings = tuple(_rounding(eqn, how, backward=back) for how in ways[place])
+            [y] = results
+            return [_tap(eqn, roundings, y, taps[index[place]], operands)]
 
         return evaluate(jaxpr, arrays, tapped), {}
 
-    def _part(self, jaxpr: Any, path: str, *, backward: bool) -> Threaded:
-        def part(extra_in: Sequence[Any], *arrays: Any) -> Out:
-            return self.run(jaxpr, arrays, path, extra_in[0], backward=backward)
+    def part(jaxpr: Any, path: str, extra_in: Sequence[Any], *arrays: Any, backward: bool) -> Out:
+        return run(jaxpr, arrays, extra_in[0], path, backward=backward)
 
-        return part
-
-    def _product(
-        self, eqn: JaxprEqn, operands: list[Any], path: str, taps: Any, *, backward: bool
-    ) -> list[Any]:
-        results = compat.bind(eqn, operands)
-        place = self.places.of(path) if is_product(eqn) else None
-        if place not in self.index:
-            return results
-        roundings = [_rounding(eqn, how, backward=backward) for how in self.ways[place]]
-        [y] = results
-        return [_tap(eqn, tuple(roundings), y, taps[self.index[place]], operands)]
+    return lambda jaxpr, arrays, taps: run(jaxpr, arrays, taps)[0]
 
 
 def is_product(eqn: JaxprEqn) -> bool:
