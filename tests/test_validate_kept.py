@@ -22,7 +22,7 @@ from validate_kit import faulty, simulated, validate
 import jaxmp
 from jaxmp._numerics import progress, validate_numerics
 from jaxmp._numerics.kept import fingerprint
-from jaxmp._numerics.validate_nudge import nudge
+from jaxmp._numerics.validate_run import nudge
 
 from support import ROOT, cpu_environment
 

@@ -67,16 +67,16 @@ def test_markdown(report):
 
 
 def test_json(report):
-    data = json.loads(report.to_json(), parse_constant=pytest.fail)
+    data = json.loads(json.dumps(report.to_dict()), parse_constant=pytest.fail)
     assert data["failed"] is True
     assert [policy["verdict"] for policy in data["policies"]] == [PASSES, FAILS]
     assert len(data["policies"][0]["runs"][0]["losses"]) == 50
     assert len(data["nudged_runs"]) == 2
-    short = json.loads(report.to_json(runs=False))
+    short = json.loads(json.dumps(report.to_dict(runs=False)))
     assert "runs" not in short["policies"][0]
     assert "reference_runs" not in short
     late = functools.partial(faulty, fault=lambda _, i: {"loss": np.nan} if i >= 30 else {})
-    data = json.loads(validate(late).to_json(), parse_constant=pytest.fail)
+    data = json.loads(json.dumps(validate(late).to_dict()), parse_constant=pytest.fail)
     assert data["policies"][0]["final_loss"] is None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
@@ -32,7 +31,7 @@ from jaxmp._numerics.probe import Probe
 from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record, entries
 from jaxmp._numerics.statistics import Measurements, Statistics, unpack
-from jaxmp._numerics.survey import Program, Site, survey
+from jaxmp._numerics.survey import Program, Site, matches, survey
 from jaxmp._training.loss_scale import static_loss_scale
 from jaxmp._training.scaled_grad import value_and_grad
 from jaxmp.policy import get_policy
@@ -198,7 +197,7 @@ def prepare(
             "capture: there is nothing to measure: the function computes no floating numbers of "
             "arrays. A Python number among its arguments is a constant: give jnp.float32(x)"
         )
-    chosen = frozenset(name for name, site in found.sites.items() if _matches(site.path, sites))
+    chosen = frozenset(name for name, site in found.sites.items() if matches(site.path, sites))
     if not chosen:
         paths = sorted({site.path for site in found.sites.values() if site.path})
         raise ValueError(
@@ -313,10 +312,6 @@ def _said(policy: Any, program: Program) -> str:
     if policy is not None:
         return str(get_policy(policy))
     return f"as written, in {', '.join(sorted({site.dtype for site in program.sites.values()}))}"
-
-
-def _matches(path: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(path, pattern.replace("**", "*"))
 
 
 def _places(program: Program, whole: Container[str]) -> dict[str, tuple[str, int, int | None]]:

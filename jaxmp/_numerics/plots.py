@@ -1,11 +1,10 @@
-"""Pictures of a run: magnitudes in each format's range, where they became 0, the loss scale.
+"""Pictures: magnitudes in formats' ranges, where they became 0, the loss scale, what `tune` found.
 
 The first two are after figures 2 and 3 of https://arxiv.org/abs/1710.03740.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import importlib
 import math
 from collections import defaultdict
@@ -18,13 +17,14 @@ import numpy as np
 
 from jaxmp._numerics.record import Entry, Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES
+from jaxmp._numerics.survey import matches
 
 KINDS = ("activation", "weight", "gradient")
 _FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _COLOURS = {"activation": "#1d4ed8", "weight": "#15803d", "gradient": "#c2410c"}
 _PLURALS = {"activation": "activations", "weight": "weights", "gradient": "gradients"}
-# How many modules fit in a picture.
-_MODULES = 40
+# How many modules fit in a picture: of underflow, of what `tune` found.
+_MODULES, _TUNED = 40, 25
 
 
 def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str]) -> None:
@@ -154,7 +154,7 @@ def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, 
     for entry in entries.values():
         s = entry.statistics
         of_kind = entry.site.kind == kind and s.is_whole and s.sampled
-        if of_kind and _matches(entry, sites):
+        if of_kind and matches(entry.site.path, sites):
             weight = s.size * int(s.runs) / int(s.sampled)
             counts += weight * s.octaves
             zeros += weight * int(s.zeros)
@@ -165,13 +165,9 @@ def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, 
 
 def _not_finite(entries: Mapping[str, Entry], sites: str, kinds: Sequence[str]) -> str:
     """How many of the sites have what is not finite, in words; empty if none has."""
-    of = [e for e in entries.values() if e.site.kind in kinds and _matches(e, sites)]
+    of = [e for e in entries.values() if e.site.kind in kinds and matches(e.site.path, sites)]
     bad = sum(bool(e.statistics.is_nonfinite) for e in of)
     return f"numbers of {bad} of {len(of)} sites" if bad else ""
-
-
-def _matches(entry: Entry, sites: str) -> bool:
-    return fnmatch.fnmatchcase(entry.site.path, sites.replace("**", "*"))
 
 
 def _modules(entries: Mapping[str, Entry]) -> list[str]:
@@ -261,6 +257,75 @@ def _read(history: list[Any]) -> tuple[list[int], list[float], list[int]]:
     if wrong:
         raise ValueError(f"plot_scale: the scale of history[{wrong[0]}] is {scales[wrong[0]]}")
     return steps, scales, skipped
+
+
+def plot_tuned(tuned: Any, scored: Any, index: int, path: Path | str) -> None:
+    """Writes the picture of a `Tuned` and its `Scored`; see `Tuned.plot`."""
+    worst = sorted(scored.groups, key=lambda group: max(group.errors))[-_TUNED:]
+    figure = new_figure("Tuned.plot", 13, max(4.0, 1.4 + 0.26 * len(worst)))
+    left, right = figure.subplots(1, 2)
+    _draw_front(left, tuned, scored, index)
+    _draw_modules(right, tuned, scored, worst)
+    for ax in (left, right):
+        tidy(ax)
+        ax.legend(fontsize=8)
+    save_figure(figure, path)
+
+
+def _draw_front(axes: Any, tuned: Any, scored: Any, index: int) -> None:
+    """Cost against error: of all assignments by their scores, and as measured."""
+    front = scored.front
+    measured = {i: v.error for i, v in scored.measured.items()}
+    positive = [*front.errors[front.errors > 0], *(e for e in measured.values() if e > 0)]
+    positive = [e for e in [*positive, tuned.budget] if np.isfinite(e) and e > 0] or [1.0]
+    floor = min(positive) / 3  # where what has no error is drawn
+
+    def shown(error: float) -> float:
+        return float(np.clip(error, floor, max(positive) * 3))
+
+    axes.step(
+        front.costs, [shown(e) for e in front.errors], where="post", color="tab:blue",
+        label="predicted, of the cheapest at each error",
+    )  # fmt: skip
+    axes.scatter(
+        [front.costs[i] for i in measured], [shown(e) for e in measured.values()],
+        color="tab:orange", zorder=3, label="measured",
+    )  # fmt: skip
+    axes.scatter(
+        [front.costs[index]], [shown(measured[index])], s=160, facecolors="none",
+        edgecolors="black", zorder=4, label="chosen",
+    )  # fmt: skip
+    if tuned.budget > 0:
+        axes.axhline(tuned.budget, color="tab:red", linestyle="--", label="budget")
+    axes.set_yscale("log")
+    axes.set_xlabel(f"cost of the products, as a share of float32's\n({scored.unit})")
+    axes.set_ylabel("1 - cosine of the gradients and float32's")
+    axes.set_title("What precision costs")
+
+
+def _draw_modules(axes: Any, tuned: Any, scored: Any, groups: list[Any]) -> None:
+    """What each candidate adds at each module, and which was chosen."""
+    names = [shortened(group.name) for group in groups]
+    rows = np.arange(len(groups))
+    finite = [e for g in groups for e in g.errors[1:] if np.isfinite(e) and e > 0] or [1.0]
+    assigned = tuned.assignment
+    for i, candidate in enumerate(scored.candidates[1:], 1):
+        errors = [group.errors[i] for group in groups]
+        x = [min(max(e, min(finite) / 3), max(finite) * 3) for e in errors]
+        axes.scatter(x, rows, s=28, label=scored.names[i])
+        chosen = [assigned["/".join(g.paths[0])] == candidate for g in groups]
+        axes.scatter(
+            [a for a, c in zip(x, chosen, strict=True) if c],
+            [r for r, c in zip(rows, chosen, strict=True) if c],
+            s=130, facecolors="none", edgecolors="black",
+        )  # fmt: skip
+    axes.set_yticks(rows, names, fontsize=8)
+    for label, group in zip(axes.get_yticklabels(), groups, strict=True):
+        if assigned["/".join(group.paths[0])] == scored.candidates[0]:
+            label.set_fontweight("bold")
+    axes.set_xscale("log")
+    axes.set_xlabel("predicted share of 1 - cosine")
+    axes.set_title("Modules: circled as chosen, bold in float32", fontsize=10)
 
 
 def new_figure(what: str, width: float, height: float) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -187,6 +188,11 @@ def running_order(sites: Mapping[str, Site]) -> Callable[[Site, Sequence[int]], 
         return (*turns, order[site.name])
 
     return when
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a glob matches a module path; `**` stands for anything."""
+    return fnmatch.fnmatchcase(path, pattern.replace("**", "*"))
 
 
 def site_names(eqn: JaxprEqn, name: str) -> list[str | None]:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
+from jaxmp._numerics.plots import plot_tuned
 from jaxmp._numerics.text import table
 from jaxmp._numerics.tune_costs import Multiplied
 from jaxmp._numerics.tune_paths import Loss, Path, Prepared, under_map
-from jaxmp._numerics.tune_plot import plot
 from jaxmp._numerics.tune_solve import Front
 from jaxmp.policy import Policy, PolicyMap
 
@@ -218,7 +218,7 @@ class Tuned:
         """
         return solve(self._scored, budget)
 
-    def plot(self, path: str | File) -> None:
+    def plot(self, path: File | str) -> None:
         """Writes a picture: cost against error of all assignments, and what each module adds.
 
         It needs matplotlib.
@@ -226,7 +226,7 @@ class Tuned:
         Args:
           path: a file, whose suffix says the format: ``tune.png``.
         """
-        plot(self, self._scored, self._index, path)
+        plot_tuned(self, self._scored, self._index, path)
 
     def __str__(self) -> str:
         """The table: what each module got, what it adds, and what the candidates would."""

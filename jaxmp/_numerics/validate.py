@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 import os
@@ -237,7 +238,7 @@ class _Runs:
         self._progress.advance(self._task.steps - len(run.losses))
         if base:
             _check_unscaled(run, base)
-        self._kept.put(str(job), made_by, run.to_dict())
+        self._kept.put(str(job), made_by, dataclasses.asdict(run))
         return run
 
 

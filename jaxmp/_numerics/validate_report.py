@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -76,10 +75,6 @@ class ValidationReport:
                 del result["runs"]
         return data | {"passed": self.passed, "failed": self.failed}
 
-    def to_json(self, *, runs: bool = True) -> str:
-        """The report as JSON; the arguments are those of `to_dict`."""
-        return json.dumps(self.to_dict(runs=runs), allow_nan=False)
-
     def to_markdown(self) -> str:
         """The report in Markdown: a table, a reason for each verdict, whose numerics these are."""
         rows = self._rows()
@@ -117,7 +112,8 @@ class ValidationReport:
         )
 
     def _rows(self) -> list[list[str]]:
-        names = [name for name in ("gradient norm", "curve") if any(map(_has(name), self.policies))]
+        judged = {check.name for result in self.policies for check in result.checks}
+        names = [name for name in ("gradient norm", "curve") if name in judged]
         skips = any(run.finite for result in self.policies for run in result.runs)
         mean = sum(run.final for run in self.reference_runs) / len(self.reference_runs)
         blank = [""] * (len(names) + skips)
@@ -146,10 +142,6 @@ class ValidationReport:
             f"* {result.label}: {result.verdict}: {'; '.join(result.reasons)}."
             for result in self.policies
         ]
-
-
-def _has(name: str) -> Any:
-    return lambda result: result.check(name) is not None
 
 
 def _with_noise(check: Check) -> str:

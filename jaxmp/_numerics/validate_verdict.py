@@ -116,7 +116,8 @@ def conclude(
         of = sum(len(run.finite) for run in runs)
         reasons.append(f"{skipped} of {of} steps were left out, their gradients not being finite")
     distances = [_between_curves(run, other) for run, other in _with_base(runs, base)]
-    apart, floor = float(np.mean(distances)), _largest_between(nudged, base)
+    apart = float(np.mean(distances))
+    floor = max(_between_curves(run, other) for run, other in _with_base(nudged, base))
     if math.isfinite(apart) and not same:
         reasons.append(
             f"training curves {percent(apart, sign=False)} apart ({base[0].label}'s, nudged: "
@@ -242,7 +243,7 @@ def judge_runs(
     for name, threshold, difference in (
         ("final loss", limits.final_loss, lambda run, of: (run.final - of.final) / scale),
         ("gradient norm", limits.grad_norm, _of_norms),
-        ("curve", curve, _of_curves),
+        ("curve", curve, _area),
     ):
         if threshold is None or (name == "gradient norm" and not all(r.grad_norms for r in runs)):
             continue
@@ -312,27 +313,19 @@ def _of_norms(run: Run, base: Run) -> float:
     return float(np.median(norms[made] / reference[made])) - 1 if made.any() else math.nan
 
 
-def _of_curves(run: Run, base: Run) -> float:
-    """By how much a curve of training losses is above float32's, on average, relative to it."""
-    return _area(run, base, lambda differences: differences)
-
-
 def _between_curves(run: Run, base: Run) -> float:
     """The area between the two, whichever is above."""
     return _area(run, base, np.abs)
 
 
-def _area(run: Run, base: Run, of: Callable[..., Any]) -> float:
+def _area(run: Run, base: Run, of: Callable[..., Any] = np.positive) -> float:
+    """By how much a curve of training losses is above float32's, on average, relative to it."""
     losses, reference = _both(run.losses, base.losses)
     made = np.isfinite(losses) & np.isfinite(reference)
     if len(losses) < len(base.losses) or not made.any():
         return math.inf
     under = float(np.abs(reference[made]).mean()) or 1e-300
     return float(np.mean(of(losses[made] - reference[made]))) / under
-
-
-def _largest_between(nudged: Sequence[Run], base: Sequence[Run]) -> float:
-    return max(_between_curves(run, other) for run, other in _with_base(nudged, base))
 
 
 def _both(
