@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxmp._numerics.plots import plot_tuned
 from jaxmp._numerics.text import table
 from jaxmp._numerics.tune_costs import Multiplied
-from jaxmp._numerics.tune_paths import Loss, Path, Prepared, under_map
+from jaxmp._numerics.tune_paths import Loss, Path, Prepared, policy_for, under_map
 from jaxmp._numerics.tune_solve import Front
 from jaxmp.policy import Policy, PolicyMap
 
@@ -114,23 +115,22 @@ class Scored:
             flops[option] += self.total_flops if () in group.paths else group.flops
         return flops.index(max(flops))
 
-    def policy(self, index: int) -> PolicyMap:
-        """The map of one of the assignments of the front."""
-        options = self.options(index)
-        chosen = {
+    def assignment(self, index: int) -> dict[Path, Policy]:
+        """The policy of each module in one of the assignments of the front."""
+        return {
             path: self.candidates[option]
-            for group, option in zip(self.groups, options, strict=True)
+            for group, option in zip(self.groups, self.options(index), strict=True)
             for path in group.paths
         }
-        default = self.candidates[self._default(options)]
+
+    def policy(self, index: int) -> PolicyMap:
+        """The map of one of the assignments of the front."""
+        default = self.candidates[self._default(self.options(index))]
         overrides: dict[str, Policy] = {}
-        policies = PolicyMap({}, default=default)
-        for path in sorted(chosen, key=len):
-            if _in_force(overrides, path, default) != chosen[path]:
-                overrides["/".join(map(_escaped, path))] = chosen[path]
-        if overrides:
-            policies = PolicyMap(dict(sorted(overrides.items())), default=default)
-        return policies
+        for path, policy in sorted(self.assignment(index).items(), key=lambda item: len(item[0])):
+            if policy_for(PolicyMap(overrides, default=default), path) != policy:
+                overrides["/".join(map(_escaped, path))] = policy
+        return PolicyMap(dict(sorted(overrides.items())), default=default)
 
     @functools.cached_property
     def measured(self) -> dict[int, Verified]:
@@ -166,11 +166,8 @@ class Tuned:
     @property
     def assignment(self) -> dict[str, Policy]:
         """The policy of each module that multiplies, by its path."""
-        return {
-            "/".join(path): self._scored.candidates[option]
-            for group, option in zip(self._scored.groups, self._choices, strict=True)
-            for path in group.paths
-        }
+        found = self._scored.assignment(self._index)
+        return {"/".join(path): policy for path, policy in found.items()}
 
     @property
     def cost(self) -> float:
@@ -284,7 +281,8 @@ def solve(scored: Scored, budget: float) -> Tuned:
     """
     if not budget >= 0:
         raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
-    last = len(scored.front.costs) - 1
+    costs = scored.front.costs
+    last = len(costs) - 1
     if scored.check(0).error <= budget or last == 0:
         return Tuned(budget, scored.check(0), scored, 0)
     fails, at = 0, max(1, scored.front.within(budget))
@@ -298,7 +296,7 @@ def solve(scored: Scored, budget: float) -> Tuned:
     fails = max(fails, scored.front.within(_OFF * budget) - 1)
     for _ in range(_HALVES):
         middle = (fails + at) // 2
-        if middle == fails or _is_close(scored.front.costs[middle], scored.front.costs[at]):
+        if middle == fails or math.isclose(costs[middle], costs[at], rel_tol=0.005):
             break
         if scored.check(middle).error <= budget:
             at = middle
@@ -316,19 +314,6 @@ def _said(verified: Verified) -> str:
     if verified.error == float("inf"):
         return "its gradients are not finite; `jaxmp.diagnose` names the operation"
     return f"1 - cosine {verified.error:.2g} measured"
-
-
-def _is_close(a: float, b: float) -> bool:
-    return abs(a - b) < 0.005 * max(a, b)
-
-
-def _in_force(overrides: dict[str, Policy], path: Path, default: Policy) -> Policy:
-    """The policy of a module under keys that are paths."""
-    for i in range(len(path), 0, -1):
-        key = "/".join(map(_escaped, path[:i]))
-        if key in overrides:
-            return overrides[key]
-    return default
 
 
 def _escaped(name: str) -> str:
