@@ -100,18 +100,9 @@ class Capture(Readings):
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A program, ready to be run and measured.
+    """A program, ready to be run and measured: `step` gives its results, and what `extras` types.
 
-    Attributes:
-      policy: under which policy, in words.
-      program: its sites.
-      call: its trace.
-      measured_bytes: of what a run measures.
-      step: the compiled function of its arrays: its results, and what was measured.
-      extras: the types of what is measured.
-      places: for each site, where what is measured of it is: see `_places`.
-      loss_scale: what the loss is multiplied by.
-      wide: whether it runs in float32 wherever the policy says 16 bits.
+    Where in that a site is measured is in `places`: see `_places`.
     """
 
     policy: str

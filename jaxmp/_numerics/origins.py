@@ -34,12 +34,7 @@ class Origin:
 
 
 class Walk:
-    """Finds origins. What has been asked once is remembered.
-
-    Args:
-      program: the sites.
-      measured: their statistics, by name.
-    """
+    """Finds origins among the sites of a program; what has been asked once is remembered."""
 
     def __init__(self, program: Program, measured: Mapping[str, Statistics]) -> None:
         self._program = program

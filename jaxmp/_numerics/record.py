@@ -82,13 +82,7 @@ class Record:
 def entries(
     program: Program, measured: Iterable[tuple[Site, Statistics]], *, wide: bool
 ) -> dict[str, Entry]:
-    """What is kept of measured sites.
-
-    Args:
-      program: they are of it.
-      measured: each with its statistics.
-      wide: whether they were computed in float32, whatever dtype the program says.
-    """
+    """What is kept of sites; `wide` are computed in float32, whatever dtype the program says."""
     depths: dict[str, int] = {}
     for name, site in program.sites.items():
         depths[name] = 1 + max((depths.get(ref, 0) for ref in _names(site.reads)), default=0)
@@ -124,11 +118,7 @@ def _scale(site: Site, before: Mapping[str, Entry]) -> float:
 
 
 def from_json(text: str | bytes, source: str) -> Record:
-    """The record that `Record.to_json` wrote.
-
-    Args:
-      text: the JSON.
-      source: where it is from, for errors.
+    """The record that `Record.to_json` wrote, from `source`.
 
     Raises:
       ValueError: if it is none, or of a version that is not known here.

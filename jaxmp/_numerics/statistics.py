@@ -108,15 +108,9 @@ def _within_float32(x: Any) -> Any:
 
 
 class _Pieces(NamedTuple):
-    """Which elements are the sample of an array: pieces of some of its rows, by slices.
+    """Which elements of an array, `shape` as rows, are its sample: pieces of some of its rows.
 
-    Attributes:
-      shape: of the array as rows.
-      rows: how many rows there are in the sample.
-      stride: how far apart they are.
-      each: how many pieces there are of each.
-      step: how far apart those are, in pieces.
-      lengths: int[16]: how many elements each piece has.
+    So many `rows`, `stride` apart, and of each so many pieces, `step` apart, of some `lengths`.
     """
 
     shape: tuple[int, int]

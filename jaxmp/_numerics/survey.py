@@ -150,13 +150,7 @@ class Program:
 
 
 def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Program:
-    """Finds the sites of a program.
-
-    Args:
-      jaxpr: it, a closed jaxpr.
-      labels: what to call its arguments.
-      weights: those of them that are parameters.
-    """
+    """Finds the sites of a closed jaxpr, whose arguments have labels; `weights` are parameters."""
     opened, consts = compat.closed(jaxpr)
     sites: dict[str, Site] = {}
     weights = frozenset(weights)

@@ -20,12 +20,7 @@ _UNKNOWN_FLOAT32 = 2.0
 
 
 class Multiplied(NamedTuple):
-    """In what the contractions of a module are multiplied.
-
-    Attributes:
-      dtype: in which 16-bit dtype values are kept; "float32" for none.
-      recipe: in which formats products multiply instead, if any.
-    """
+    """In which dtype the values of a module are kept, and in which formats products multiply."""
 
     dtype: str = "float32"
     recipe: Recipe | None = None

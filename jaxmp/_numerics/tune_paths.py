@@ -68,14 +68,7 @@ class Places:
 
 
 class Product(NamedTuple):
-    """A contraction of a program.
-
-    Attributes:
-      eqn: it.
-      scopes: the named scopes around it.
-      backward: whether it belongs to a backward pass.
-      times: how often it runs.
-    """
+    """A contraction of a program: in which scopes, in which pass, and how often it runs."""
 
     eqn: JaxprEqn
     scopes: str
@@ -89,13 +82,7 @@ class Product(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A loss as a function of pytrees.
-
-    Attributes:
-      loss: of params and a batch.
-      params: float arrays, a pytree.
-      places: where its equations are.
-    """
+    """A loss as a function of a pytree of float arrays and a batch, and where its equations are."""
 
     loss: Loss
     params: Any

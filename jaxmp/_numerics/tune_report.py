@@ -50,13 +50,8 @@ class Point(NamedTuple):
 class Group:
     """Modules that have one policy.
 
-    Attributes:
-      paths: of the modules.
-      flops: of their products, forward and backward.
-      ways: for each candidate, in what each module multiplies.
-      low_flops: for each candidate, those of them that are not in float32.
-      costs: for each candidate, as a share of all products in float32.
-      errors: for each candidate, the predicted share of 1 - cosine.
+    For each candidate: in what each module multiplies, its FLOPs that are not in float32, its cost
+    as a share of all products in float32, and what it is predicted to add to 1 - cosine.
     """
 
     paths: tuple[Path, ...]
@@ -77,15 +72,8 @@ class Group:
 class Scored:
     """What was found before a budget is asked for.
 
-    Attributes:
-      loss: the loss.
-      candidates: the policies; the first is float32.
-      names: what the user calls them.
-      groups: what is decided on.
-      front: the assignments that none beats.
-      total_flops: of all products of the program, also of those outside of the model.
-      unit: what costs are.
-      verify: runs the loss and its gradients under a map; each index of `front` once.
+    The first candidate is float32; `names` are the user's. `total_flops` are of all products, also
+    of those outside of the model. `verify` runs the loss and its gradients under a map.
     """
 
     loss: Prepared

@@ -53,14 +53,7 @@ _SIZES = {"block": 128, "mx": 32}
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """What is scored.
-
-    Attributes:
-      loss: the loss and where its equations are.
-      ways: for each module, the ways of multiplying that are tried.
-      loss_scale: what the loss is multiplied by.
-      probes: how many random vectors there are for each batch.
-    """
+    """Scores the ways of multiplying that are tried at each module, by so many random vectors."""
 
     loss: Prepared
     ways: dict[Path, tuple[Multiplied, ...]]
@@ -135,12 +128,7 @@ def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
 def _tapped(
     places: Places, ways: dict[Path, tuple[Multiplied, ...]]
 ) -> Callable[[Any, Sequence[Any], Any], list[Any]]:
-    """Runs a program whose products, when it is differentiated, tell of their errors.
-
-    Args:
-      places: the modules.
-      ways: the ways of multiplying that are tried at each.
-    """
+    """Runs a program whose products, when it is differentiated, tell of their errors."""
     index = {path: i for i, path in enumerate(ways)}
 
     def run(

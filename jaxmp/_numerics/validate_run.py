@@ -92,13 +92,9 @@ class Run:
 
 
 def train(task: Task, job: Job, tick: Callable[[int], None], data: tuple[int, ...] = ()) -> Run:
-    """Makes one run.
+    """Makes one run, whose batches have the checksums `data`, if those are known.
 
-    Args:
-      task: what is run.
-      job: which of its runs.
-      tick: is told how many steps were made since it was called last.
-      data: the checksums of the batches that there have to be; empty if that is not known yet.
+    `tick` is told how many steps were made since it was called last.
 
     Raises:
       TypeError: if `make_step`, `step` or `evaluate` returns something else than it has to.

@@ -225,14 +225,7 @@ def judge(difference: float, threshold: float, noise: float) -> str:
 def judge_runs(
     runs: Sequence[Run], base: Sequence[Run], nudged: Sequence[Run], limits: Limits
 ) -> tuple[Check, ...]:
-    """Compares a policy's runs with float32's, seed by seed.
-
-    Args:
-      runs: the policy's, one per seed.
-      base: float32's, of the same seeds.
-      nudged: float32's nudged ones, one or more of each seed.
-      limits: what passes.
-    """
+    """Compares a policy's runs with float32's of the same seeds, and its nudged ones."""
     scale = scale_of(base)
     nudged_pairs = _with_base(nudged, base)
     pairs = list(zip(runs, base, strict=True))
