@@ -235,7 +235,7 @@ def _groups(
     for members in grouped(paths, tie):
         inside = [(p, ways[m]) for m in members for p in of_path[m]]
         low = [
-            [p.flops for p, way in inside if way[i].format_of(backward=p.backward) != "float32"]
+            [p.flops for p, way in inside if way[i].format_of(backward=p.backward).bits < 32]
             for i in options
         ]
         groups.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -35,6 +36,7 @@ Loss = Callable[[Any, Any], Any]
 
 FLOAT32 = get_policy("float32")
 _MODULE = "jaxmp_module="  # before the path of an NNX module, in scopes of ours
+_UNBOUND = (type, staticmethod, classmethod, property)  # no methods
 _DEEPEST_ROOT = 4  # how many scopes may be around a model
 
 
@@ -244,12 +246,7 @@ def _scoped(cls: Any, label: str) -> Any:
         name: scoped(method)
         for name in dir(cls)
         if (name == "__call__" or not name.startswith("_")) and name not in flax
-        if callable(method := getattr(cls, name)) and not isinstance(method, type)
-        if not isinstance(vars_of(cls, name), (staticmethod, classmethod, property))
+        if callable(method := getattr(cls, name))
+        if not isinstance(inspect.getattr_static(cls, name), _UNBOUND)
     }
     return type(cls)(cls.__name__, (cls,), methods, pytree=is_registered(cls))
-
-
-def vars_of(cls: type, name: str) -> Any:
-    """A member of a class as it was written."""
-    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))

@@ -46,7 +46,7 @@ from jaxmp._jaxprs.trace import trace
 from jaxmp._numerics.tune_costs import Multiplied
 from jaxmp._numerics.tune_paths import Path, Places, Prepared, deeper
 from jaxmp.policy import Policy
-from jaxmp.recipes import FORMATS, Format
+from jaxmp.recipes import Format
 
 _SIZES = {"block": 128, "mx": 32}
 
@@ -203,8 +203,7 @@ def _rounding(eqn: JaxprEqn, how: Multiplied, *, backward: bool) -> _Rounding:
     """What rounds an operand, given which, and what the result; None if nothing is rounded."""
     if not how.is_low:
         return None
-    name = how.format_of(backward=backward)
-    fmt = next(f for f in FORMATS.values() if f.name == name)
+    fmt = how.format_of(backward=backward)
 
     def of_operand(x: Any, side: int) -> Any:
         if not fmt.scaled or how.recipe is None or eqn.primitive.name != "dot_general":
@@ -269,5 +268,4 @@ def _multiplied(step: Step, policy: Policy) -> Multiplied:
 
 
 def _bits(how: Multiplied) -> int:
-    names = {how.format_of(backward=backward) for backward in (False, True)}
-    return min(f.bits for f in FORMATS.values() if f.name in names)
+    return min(how.format_of(backward=backward).bits for backward in (False, True))
