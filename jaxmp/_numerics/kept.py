@@ -69,14 +69,14 @@ class Kept:
         return self.folder / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', name)[:60].strip('-')}-{key}.json"
 
 
-def fingerprint(thing: Any) -> str:
+def fingerprint(thing: Any, around: frozenset[int] = frozenset()) -> str:
     """What says whether something has changed since: contents of files, code, or its `repr`.
 
     A path, or a module, stands for its content (a folder or package for all the files in it); a
     function or class for its name, the file in which it is written, and what it closes over that
     stays what it is: numbers, strings, arrays, functions, dataclasses such as Linen modules, tuples
     of those; `functools.partial` for that and its arguments; anything else for its `repr`, without
-    addresses in memory.
+    addresses in memory. What closes over it is `around`, by ids.
 
     Example:
       >>> fingerprint("mixed_bfloat16")
@@ -87,16 +87,11 @@ def fingerprint(thing: Any) -> str:
       >>> fingerprint(make(0.1)) == fingerprint(make(0.2))
       False
     """
-    return _fingerprint(thing, frozenset())
-
-
-def _fingerprint(thing: Any, around: frozenset[int]) -> str:
-    """That of a thing that functions close over; `around` are their ids."""
     if id(thing) in around:
         return ""  # a function that calls itself
     several = _several(thing)
     if several is not None:
-        return " ".join(_fingerprint(one, around) for one in several)
+        return " ".join(fingerprint(one, around) for one in several)
     if is_array(thing):
         return digest(bytes_of(thing))
     if isinstance(thing, ModuleType):
@@ -129,7 +124,7 @@ def _code(thing: Any, around: frozenset[int]) -> str:
     around |= {id(outer), id(thing)}
     cells = [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
     values = (own, *(getattr(thing, "__defaults__", None) or ()), *cells)
-    fixed = [_fingerprint(value, around) for value in values if _is_fixed(value)]
+    fixed = [fingerprint(value, around) for value in values if _is_fixed(value)]
     named = [getattr(thing, "__qualname__", ""), *fixed]
     try:
         file = inspect.getsourcefile(thing)

@@ -22,7 +22,7 @@ from jaxmp._numerics.progress import Progress
 from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics, remarks_on
 from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._numerics.validate_run import Job, Run, Task, train
-from jaxmp._numerics.validate_verdict import Limits, conclude, floor_of, spread_of
+from jaxmp._numerics.validate_verdict import conclude, floor_of, spread_of
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 Spec: TypeAlias = str | Policy | PolicyMap | jmp.Policy | DTypeLike
@@ -152,7 +152,9 @@ def validate(
     nudged_runs = maker.make_nudged(nudged)
     other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
 
-    limits = Limits(threshold, grad_norm_threshold, curve_threshold)
+    limits = {
+        "final loss": threshold, "gradient norm": grad_norm_threshold, "curve": curve_threshold,
+    }  # fmt: skip
     return ValidationReport(
         policies=tuple(
             conclude(name, runs, base_runs, nudged_runs, limits)

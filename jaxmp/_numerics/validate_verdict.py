@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from jaxmp._numerics.validate_run import Run
+
+# The largest relative differences that pass; None where a quantity is not judged.
+Limits = Mapping[str, float | None]
 
 PASSES: Final = "passes"
 FAILS: Final = "fails"
@@ -18,15 +21,6 @@ NOISE: Final = "inside noise: proves nothing"
 # Student's t, two-sided, 95 %: of so many degrees of freedom, or the largest number below.
 _FEW = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _STUDENT: Final = dict(enumerate(_FEW, 1)) | {12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """The largest relative differences that pass; None where a quantity is not judged."""
-
-    final_loss: float
-    grad_norm: float | None
-    curve: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,7 +191,7 @@ def _underflow(runs: Sequence[Run], base: Sequence[Run], limits: Limits) -> list
         if len(norms) and 0 < reference[0] < math.inf
     ]
     change = float(np.mean(first)) if first else 0.0
-    if limits.grad_norm is None or not limits.grad_norm < abs(change) < math.inf:
+    if limits["gradient norm"] is None or not limits["gradient norm"] < abs(change) < math.inf:
         return []
     why = ": gradients underflow; scale the loss (jaxmp.loss_scale_for)" if change < 0 else ""
     return [f"the first gradient, of equal parameters, is {percent(change)} in norm{why}"]
@@ -232,10 +226,10 @@ def judge_runs(
     checks = []
     # A step that is left out moves the rest of the curve along: shown, and not judged.
     left_out = any(_skipped(run) for run in runs)
-    curve = limits.curve and (math.inf if left_out else limits.curve)
+    curve = limits["curve"] and (math.inf if left_out else limits["curve"])
     for name, threshold, difference in (
-        ("final loss", limits.final_loss, lambda run, of: (run.final - of.final) / scale),
-        ("gradient norm", limits.grad_norm, _of_norms),
+        ("final loss", limits["final loss"], lambda run, of: (run.final - of.final) / scale),
+        ("gradient norm", limits["gradient norm"], _of_norms),
         ("curve", curve, _area),
     ):
         if threshold is None or (name == "gradient norm" and not all(r.grad_norms for r in runs)):
