@@ -102,14 +102,6 @@ def _is_loss(out: Any) -> bool:
     return shape == () and dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def is_differentiable(args: Sequence[Any]) -> bool:
-    """Whether there is a floating array in arguments."""
-    return any(
-        is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        for leaf in jax.tree.leaves(args)
-    )
-
-
 def labels_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[str], list[int]]:
     """What to call each array of a call, and which argument it is in."""
     try:

@@ -18,11 +18,10 @@ from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.threaded import Extra, Extras
-from jaxmp._jaxprs.trace import Traced, trace
+from jaxmp._jaxprs.trace import Traced, is_array, trace
 from jaxmp._numerics.arguments import (
     check_announce,
     check_arguments,
-    is_differentiable,
     labels_of,
     returns_aux,
 )
@@ -161,7 +160,9 @@ def prepare(
         program = autocast(program, policy, chosen_args)
     has_aux = returns_aux(program, args)
     if grad is None:
-        grad = has_aux is not None and is_differentiable([args[i] for i in chosen_args])
+        leaves = filter(is_array, jax.tree.leaves([args[i] for i in chosen_args]))
+        floating = any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+        grad = has_aux is not None and floating
     if grad and has_aux is None:
         raise ValueError(
             "capture: grad=True, but the function returns neither one floating number nor such a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -121,7 +122,7 @@ class NumericsReport(Readings):
             for m in self._gradients()
             if np.max(m.statistics.largest, initial=0) > 0
         ]
-        return _power(min(room) * self.run.loss_scale) if room else float("inf")
+        return 2.0 ** math.floor(math.log2(min(room) * self.run.loss_scale)) if room else math.inf
 
     @functools.cached_property
     def smallest_loss_scale(self) -> float:
@@ -372,8 +373,3 @@ def _share_of_overflows(of: Statistics, at: tuple[int, ...]) -> str:
 
 def _most_first(pairs: Iterable[tuple[Site, float]]) -> tuple[tuple[Site, float], ...]:
     return tuple(sorted(pairs, key=lambda pair: -pair[1]))
-
-
-def _power(x: float) -> float:
-    """The power of two below a number."""
-    return float(2.0 ** np.floor(np.log2(x))) if np.isfinite(x) and x > 0 else x
