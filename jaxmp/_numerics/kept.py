@@ -23,11 +23,7 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Kept:
-    """Results in a folder, a file each, for what made them; or, without a folder, none.
-
-    Args:
-      tool: whose they are, for messages.
-      folder: where; None to keep none.
+    """Results of a tool in a folder, a file each, for what made them; without a folder, none.
 
     Raises:
       ValueError: if the folder is a file.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,25 +99,27 @@ def _ranges(ax: Any, limits: tuple[int, int]) -> None:
 
 def plot_underflow(of: Record, path: Path | str) -> None:
     """Draws which share of its numbers each module lost to 0. See `Readings.plot_underflow`."""
-    lost: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {False: [0, 0], True: [0, 0]})
+    lost: Counter[tuple[str, bool]] = Counter()
+    known: Counter[tuple[str, bool]] = Counter()
     for entry in of.sites.values():
-        s = entry.statistics
+        s, place = entry.statistics, (entry.site.path or "(no module)", entry.site.backward)
         if s.is_whole and s.twins:
-            there = lost[entry.site.path or "(no module)"][entry.site.backward]
-            there[0] += int(s.flushed)
-            there[1] += int(s.twins - (s.zeros - s.flushed))
-    if not lost:
+            lost[place] += int(s.flushed)
+            known[place] += int(s.twins - (s.zeros - s.flushed))
+    if not known:
         raise ValueError(
             "plot_underflow: no operation in 16 bits was measured beside its float32 twin: capture "
             "with a policy in 16 bits and twins=True"
         )
     shares = {
-        path: {back: 100 * zero / of if of else math.nan for back, (zero, of) in both.items()}
-        for path, both in lost.items()
+        path: {
+            back: 100 * lost[path, back] / known[path, back] if known[path, back] else math.nan
+            for back in (False, True)
+        }
+        for path, _ in known
     }
     worst = sorted(shares, key=lambda path: -np.nanmax([0, *shares[path].values()]))[:_MODULES]
-    order = dict.fromkeys(entry.site.path or "(no module)" for entry in of.sites.values())
-    shown = [path for path in order if path in set(worst)]
+    shown = [path for path in shares if path in set(worst)]
     height = 0.3
     figure = new_figure("plot_underflow", 9, 1.5 + 0.42 * len(shown))
     ax = figure.subplots()

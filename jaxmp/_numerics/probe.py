@@ -16,7 +16,7 @@ from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import rebuild
 from jaxmp._jaxprs.threaded import Extras, Out, Threaded
 from jaxmp._numerics.statistics import FLOAT32, Look, look, measure
-from jaxmp._numerics.survey import MOVES, WHOLE, is_measured, looked_into, site_names
+from jaxmp._numerics.survey import MOVES, is_measured, looked_into, site_names
 
 # Dtypes that are replaced by float32.
 LOW = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
@@ -93,11 +93,7 @@ class Probe:
 
     def _part(self, jaxpr: Any, prefix: str) -> Threaded:
         """A jaxpr inside an equation, measured in its place."""
-
-        def run(extra_in: Sequence[Any], *arrays: Any) -> Out:  # noqa: ARG001
-            return self.run(jaxpr, arrays, prefix)
-
-        return run
+        return lambda extra_in, *arrays: self.run(jaxpr, arrays, prefix)  # noqa: ARG005
 
     def _equation(
         self, eqn: JaxprEqn, operands: list[Any], name: str
@@ -126,8 +122,6 @@ class Probe:
 
 def _in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     """The results of an op computed in float32 instead of 16 bits; None where nobody knows how."""
-    if eqn.primitive.name in WHOLE:
-        return None
     if eqn.primitive.name not in _POLYMORPHIC:
         return None
     wide = [

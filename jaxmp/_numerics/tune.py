@@ -29,7 +29,7 @@ from jaxmp._numerics.tune_paths import (
     products,
     under_map,
 )
-from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, grouped, solve
+from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, check_budget, grouped, solve
 from jaxmp._numerics.tune_scores import Scorer, gradients, is_product, ways_of
 from jaxmp._numerics.tune_solve import front
 from jaxmp.policy import Policy, PolicyMap, single_policy
@@ -136,8 +136,7 @@ def tune(
     _check_params(params)
     if probes < 1:
         raise ValueError(f"tune: probes must be at least 1; got {probes}")
-    if not budget >= 0:
-        raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
+    check_budget(budget)
     names = _named(candidates)
     policies = tuple(names)
     if loss_scale is None:

@@ -39,11 +39,7 @@ class Multiplied(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What products cost.
-
-    Attributes:
-      target: a chip, which may have a topology after it; None: the number of operations counts, and
-        how many bits they are in.
+    """What products cost on a chip; without one, by how many operations they are, of how many bits.
 
     Raises:
       ValueError: if there is no such chip.

@@ -27,7 +27,7 @@ from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.scopes import REGION
 from jaxmp._jaxprs.source import is_backward, module_path
-from jaxmp._jaxprs.threaded import Out
+from jaxmp._jaxprs.threaded import Out, Threaded
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
@@ -152,13 +152,12 @@ def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
             with nullcontext() if policy == around else jax.named_scope(f"{REGION}{policy}"):
                 if not inner:
                     return compat.bind(eqn, operands)
-                parts = [functools.partial(part, one.jaxpr, path, policy) for one in inner]
-                return rebuild(eqn, operands, parts)[0]
+                return rebuild(eqn, operands, [part(one.jaxpr, path, policy) for one in inner])[0]
 
         return evaluate(jaxpr, arrays, marked), {}
 
-    def part(jaxpr: Any, path: str, policy: Policy, extra_in: Any, *arrays: Any) -> Out:  # noqa: ARG001
-        return run(jaxpr, arrays, path, policy)
+    def part(jaxpr: Any, path: str, policy: Policy) -> Threaded:
+        return lambda extra_in, *arrays: run(jaxpr, arrays, path, policy)  # noqa: ARG005
 
     @functools.wraps(loss)
     def in_regions(*args: Any) -> Any:

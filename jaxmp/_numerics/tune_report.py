@@ -228,18 +228,12 @@ class Tuned:
             )
             for group, option in worst
         ]
-        said = (
-            f"cost        {self.cost:.3f} of float32's ({scored.unit}); the cheapest is "
-            f"{scored.front.costs[0]:.3f}"
-        )
-        off = (
-            f"{self.verified.error:.2g} measured, {self.predicted:.2g} predicted, "
-            f"budget {self.budget:g}"
-        )
+        cheapest = f"the cheapest is {scored.front.costs[0]:.3f}"
+        off = f"{self.verified.error:.2g} measured, {self.predicted:.2g} predicted"
         lines = [
-            said,
+            f"cost        {self.cost:.3f} of float32's ({scored.unit}); {cheapest}",
             f"low         {self.low_share:.1%} of the FLOPs of all products",
-            f"1 - cosine  {off}",
+            f"1 - cosine  {off}, budget {self.budget:g}",
             f"loss        off by {self.verified.loss_error:.2g}",
         ]
         endless = [
@@ -260,6 +254,12 @@ class Tuned:
         return "\n".join([*lines, "", head, *table(cells)])
 
 
+def check_budget(budget: float) -> None:
+    """Raises unless a budget can be kept."""
+    if not budget >= 0:
+        raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
+
+
 def solve(scored: Scored, budget: float) -> Tuned:
     """The cheapest assignment on the front that keeps a budget when it is run.
 
@@ -267,8 +267,7 @@ def solve(scored: Scored, budget: float) -> Tuned:
     whatever the scores say. Then the one that the scores say, and from there along the front:
     towards less error by as much as the scores were off, and back by halves.
     """
-    if not budget >= 0:
-        raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
+    check_budget(budget)
     costs = scored.front.costs
     last = len(costs) - 1
     if scored.check(0).error <= budget or last == 0:

@@ -41,7 +41,7 @@ from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.source import is_backward
-from jaxmp._jaxprs.threaded import Out
+from jaxmp._jaxprs.threaded import Out, Threaded
 from jaxmp._jaxprs.trace import trace
 from jaxmp._numerics.tune_costs import Multiplied
 from jaxmp._numerics.tune_paths import Path, Places, Prepared, deeper
@@ -138,7 +138,7 @@ def _tapped(
             path = deeper(scopes, eqn)
             back = backward or is_backward(eqn)
             if inner := inside(eqn):
-                parts = [functools.partial(part, one.jaxpr, path, backward=back) for one in inner]
+                parts = [part(one.jaxpr, path, backward=back) for one in inner]
                 return rebuild(eqn, operands, parts, [taps])[0]
             results = compat.bind(eqn, operands)
             place = places.of(path) if is_product(eqn) else None
@@ -150,8 +150,8 @@ def _tapped(
 
         return evaluate(jaxpr, arrays, tapped), {}
 
-    def part(jaxpr: Any, path: str, extra_in: Sequence[Any], *arrays: Any, backward: bool) -> Out:
-        return run(jaxpr, arrays, extra_in[0], path, backward=backward)
+    def part(jaxpr: Any, path: str, *, backward: bool) -> Threaded:
+        return lambda extra_in, *arrays: run(jaxpr, arrays, extra_in[0], path, backward=backward)
 
     return lambda jaxpr, arrays, taps: run(jaxpr, arrays, taps)[0]
 

@@ -116,18 +116,9 @@ class ValidationReport:
         names = [name for name in ("gradient norm", "curve") if name in judged]
         skips = any(run.finite for result in self.policies for run in result.runs)
         mean = sum(run.final for run in self.reference_runs) / len(self.reference_runs)
-        blank = [""] * (len(names) + skips)
-        rows = [
-            [
-                "policy",
-                "final loss",
-                "difference ± noise",
-                *names,
-                *["left out"] * skips,
-                "verdict",
-            ],
-            [self.reference, f"{mean:.5g}", "", *blank, ""],
-        ]
+        numbers = ["final loss", "difference ± noise", *names, *["left out"] * skips]
+        rows = [["policy", *numbers, "verdict"]]
+        rows.append([self.reference, f"{mean:.5g}", *[""] * len(numbers)])
         for result in self.policies:
             row = [result.label, f"{result.final_loss:.5g}", _with_noise(result.checks[0])]
             for name in names:

@@ -229,7 +229,7 @@ def _read_step(result: Any, i: int, job: Job) -> tuple[Any, dict[str, Any]]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"validate: {wanted}; step {i} of {job} returned {_kind(result)}.")
     state, metrics = result
-    if hasattr(metrics, "__float__") and np.shape(metrics) == ():
+    if _is_number(metrics):
         metrics = {"loss": metrics}
     if not isinstance(metrics, Mapping):
         raise TypeError(f"validate: {wanted}; step {i} of {job} has metrics of {_kind(metrics)}.")
@@ -239,7 +239,7 @@ def _read_step(result: Any, i: int, job: Job) -> tuple[Any, dict[str, Any]]:
         )
     kept = {name: metrics[name] for name in _KEPT if name in metrics}
     for name, value in kept.items():
-        if np.shape(value) != () or not hasattr(value, "__float__"):
+        if not _is_number(value):
             raise ValueError(
                 f"validate: the metric {name!r} must be one number, and is {_kind(value)} of shape "
                 f"{np.shape(value)}: report its mean, for example."
@@ -249,7 +249,7 @@ def _read_step(result: Any, i: int, job: Job) -> tuple[Any, dict[str, Any]]:
 
 def _evaluated(evaluate: Callable[..., Any], state: Any) -> float:
     loss = evaluate(state)
-    if np.shape(loss) != () or not hasattr(loss, "__float__"):
+    if not _is_number(loss):
         raise TypeError(
             f"validate: evaluate(state) must return the loss, one number, and returned "
             f"{_kind(loss)} of shape {np.shape(loss)}."
@@ -264,6 +264,10 @@ def _final(record: Mapping[str, Sequence[Any]], steps: int) -> float:
     made = record["finite"][-window:] or [True] * len(losses)
     counted = [loss for loss, so in zip(losses, made, strict=True) if so]
     return float(np.mean(counted)) if counted and len(record["loss"]) == steps else math.nan
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and np.shape(value) == ()
 
 
 def _listed(names: Any) -> str:

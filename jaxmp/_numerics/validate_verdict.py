@@ -239,9 +239,9 @@ def judge_runs(
         if np.isnan(chance).any():  # float32 does not report it, or it is always zero
             continue
         mean = float(differences.mean())
-        check = Check(name, mean, threshold, _floor(chance, len(pairs)), _scatter(differences), "")
-        outcome = judge(mean, threshold, check.noise)
-        checks.append(dataclasses.replace(check, outcome=outcome))
+        floor, scatter = _floor(chance, len(pairs)), _scatter(differences)
+        outcome = judge(mean, threshold, max(floor, scatter or 0.0))
+        checks.append(Check(name, mean, threshold, floor, scatter, outcome))
     return tuple(checks)
 
 
