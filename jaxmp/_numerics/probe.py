@@ -40,19 +40,12 @@ _DTYPES = ("new_dtype", "preferred_element_type")
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """How a program is run.
+    """How a program is run; `twins` and `wide` are those of `capture`."""
 
-    Attributes:
-      whole: whether all is measured at a site, by its name; else what is not finite.
-      twins: whether ops in 16 bits are computed in float32 too, from the same operands.
-      wide: whether the program runs in float32 wherever it would in 16 bits.
-      looks: whether anything is measured.
-    """
-
-    whole: Callable[[str], bool]
+    whole: Callable[[str], bool]  # whether all is measured at a site; else what is not finite
     twins: bool = True
     wide: bool = False
-    looks: bool = True
+    looks: bool = True  # whether anything is measured
 
     def run(self, jaxpr: Any, arrays: Sequence[Any], prefix: str = "") -> Out:
         """The results of a program, and what was measured."""

@@ -148,8 +148,12 @@ def tune(
     program = gradients(loss.loss, loss_scale)
     jaxpr = trace(program, (loss.params, batches[0]), {}).jaxpr
     found = list(products(jaxpr))
-    places = [loss.places.of(p.scopes) for p in found if is_product(p.eqn)]
-    paths = sorted({path for path in places if path is not None})
+    of_module: dict[Path, list[Product]] = {}
+    for product in found:
+        path = loss.places.of(product.scopes)
+        if path is not None and is_product(product.eqn):
+            of_module.setdefault(path, []).append(product)
+    paths = sorted(of_module)
     if not paths:
         raise ValueError(
             "tune: the loss multiplies no float32 matrices in the model. Give it as it is, not "
@@ -163,7 +167,8 @@ def tune(
     scorer = Scorer(loss, ways, loss_scale, probes)
     say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
     scores = _scores(scorer, batches, policies, jaxpr, Kept("tune", out), say)
-    groups = _groups(paths, tie, ways, scores, found, loss, costs)
+    of_module = {path: of_module[path] for path in paths}
+    groups = _groups(of_module, grouped(paths, tie), ways, scores, costs)
     solutions = front([g.costs for g in groups], [g.errors for g in groups])
     total = sum(p.flops for p in found)
     verify = _verifier(loss, batches, loss_scale, say)
@@ -213,26 +218,19 @@ def _named(candidates: Sequence[Any]) -> dict[Policy, str]:
 
 
 def _groups(
-    paths: Sequence[Path],
-    tie: Callable[[str], Hashable],
+    of_module: Mapping[Path, Sequence[Product]],
+    decided: Iterable[tuple[Path, ...]],
     ways: dict[Path, tuple[Multiplied, ...]],
     scores: np.ndarray[Any, Any],
-    found: Sequence[Product],
-    loss: Prepared,
     costs: Costs,
 ) -> tuple[Group, ...]:
     """What is decided on: what it costs, and how far it is off."""
-    of_path: dict[Path, list[Product]] = {path: [] for path in paths}
-    for product in found:
-        path = loss.places.of(product.scopes)
-        if path is not None and is_product(product.eqn):
-            of_path[path].append(product)
     number = {path: i for i, path in enumerate(ways)}
-    full = sum(costs(p, Multiplied()) for several in of_path.values() for p in several)
+    full = sum(costs(p, Multiplied()) for several in of_module.values() for p in several)
     groups = []
     options = range(scores.shape[1])
-    for members in grouped(paths, tie):
-        inside = [(p, ways[m]) for m in members for p in of_path[m]]
+    for members in decided:
+        inside = [(p, ways[m]) for m in members for p in of_module[m]]
         low = [
             [p.flops for p, way in inside if way[i].format_of(backward=p.backward).bits < 32]
             for i in options

@@ -288,13 +288,7 @@ def nudge(state: Any, seed: tuple[int, int]) -> tuple[Any, bool]:
     has a component ``params`` (`TrainState`, ``{"params": …}``), the `nnx.Param`s of NNX modules
     among its leaves (which are changed in place), and where there is neither, all floating leaves
     but those named ``loss_scale``. Zeros, which have no neighbours of their size, stay as they are.
-
-    Args:
-      state: Any pytree.
-      seed: Of the random numbers.
-
-    Returns:
-      The state, and whether anything in it has changed.
+    Returns the state, and whether anything in it has changed.
 
     Example:
       >>> before = {"params": np.ones(100, "f"), "momentum": np.ones(100, "f")}
