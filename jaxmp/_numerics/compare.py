@@ -242,7 +242,7 @@ class Comparison:
         names = ("amax", "mean_square", "zeros", "error")
         rows = [["site", *(f"{name} {run}" for name in names for run in ("here", "there")), ""]]
         for pair in self.pairs:
-            numbers = [plain(_numbers(entry)) for entry in (pair.this, pair.other)]
+            numbers = [plain(_entry_as_data(entry)) for entry in (pair.this, pair.other)]
             found = [data[name] for name in names for data in numbers]
             cells = ["" if number is None else f"{number:.4g}" for number in found]
             is_first = self.first is not None and pair is self.first.pair
@@ -280,43 +280,34 @@ def matched(this: Record, other: Record) -> Iterator[tuple[str, str]]:
     may be are the same: another policy adds some in between. Of what is left over, the nth is the
     nth, where as many are left in both.
     """
-    left = (dict(this.sites), dict(other.sites))
+    left = [{name: entry.site for name, entry in run.sites.items()} for run in (this, other)]
     for strictness, key in enumerate((_place, *_KEYS)):
-        groups: tuple[dict[Hashable, list[str]], ...] = (defaultdict(list), defaultdict(list))
-        for sites, group in zip(left, groups, strict=True):
-            for name, entry in sites.items():
-                group[key(entry.site)].append(name)
-        for like, names in groups[0].items():
+        groups: tuple[dict[Hashable, list[Site]], ...] = (defaultdict(list), defaultdict(list))
+        for unmatched, group in zip(left, groups, strict=True):
+            for site in unmatched.values():
+                group[key(site)].append(site)
+        for like, sites in groups[0].items():
             others = groups[1].get(like, [])
             if not strictness:
-                twins = list(_aligned(names, this, others, other))
-            elif len(names) == len(others):
-                twins = list(zip(names, others, strict=True))
+                twins = _aligned(sites, others)
             else:
-                continue
-            for name, twin in twins:
-                yield name, twin
-                del left[0][name], left[1][twin]
+                twins = list(zip(sites, others, strict=True)) if len(sites) == len(others) else []
+            for site, twin in twins:
+                yield site.name, twin.name
+                del left[0][site.name], left[1][twin.name]
 
 
 def _place(site: Site) -> Hashable:
     return site.path, site.line, site.backward
 
 
-def _aligned(
-    names: Sequence[str], this: Record, others: Sequence[str], other: Record
-) -> Iterator[tuple[str, str]]:
+def _aligned(sites: Sequence[Site], others: Sequence[Site]) -> list[tuple[Site, Site]]:
     """Two sequences of sites side by side, where they are the same operations."""
-    a, b = (
-        [(of.sites[name].site.op, of.sites[name].site.shape) for name in some]
-        for some, of in ((names, this), (others, other))
-    )
+    a, b = ([(site.op, site.shape) for site in some] for some in (sites, others))
     if a == b:
-        yield from zip(names, others, strict=True)
-        return
-    for block in difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks():
-        for k in range(block.size):
-            yield names[block.a + k], others[block.b + k]
+        return list(zip(sites, others, strict=True))
+    blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
+    return [(sites[i + k], others[j + k]) for i, j, size in blocks for k in range(size)]
 
 
 def _coarsest(of: Record) -> dict[str, float]:
@@ -359,11 +350,11 @@ def _site_as_data(site: Site) -> dict[str, Any]:
 def _pair_as_data(pair: Pair) -> dict[str, Any]:
     data = _site_as_data(pair.this.site) | {"dtype_of_other": pair.other.site.dtype}
     data |= {name: getattr(pair, name) for name in ("amax", "mean_square", "allowed")}
-    data |= {"this": _numbers(pair.this), "other": _numbers(pair.other)}
+    data |= {"this": _entry_as_data(pair.this), "other": _entry_as_data(pair.other)}
     return data | {"diverges": bool(pair.divergences)}
 
 
-def _numbers(entry: Entry) -> dict[str, Any]:
+def _entry_as_data(entry: Entry) -> dict[str, Any]:
     s = entry.statistics
     data = {"amax": s.largest, "mean_square": s.mean_square, "error": s.error}
     data |= {what: share(s, what) for what in ("zeros", "subnormals", "flushed")}

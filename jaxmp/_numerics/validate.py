@@ -22,7 +22,7 @@ from jaxmp._numerics.progress import Progress
 from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics, remarks_on
 from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._numerics.validate_run import Job, Run, Task, train
-from jaxmp._numerics.validate_verdict import conclude, floor_of, spread_of
+from jaxmp._numerics.validate_verdict import conclude, spread_of
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 Spec: TypeAlias = str | Policy | PolicyMap | jmp.Policy | DTypeLike
@@ -155,17 +155,17 @@ def validate(
     limits = {
         "final loss": threshold, "gradient norm": grad_norm_threshold, "curve": curve_threshold,
     }  # fmt: skip
+    results = tuple(
+        conclude(name, runs, base_runs, nudged_runs, limits) for name, runs in other_runs.items()
+    )
     return ValidationReport(
-        policies=tuple(
-            conclude(name, runs, base_runs, nudged_runs, limits)
-            for name, runs in other_runs.items()
-        ),
+        policies=results,
         reference=base_name,
         steps=steps,
         seeds=seeds,
         threshold=threshold,
         spread=spread_of(base_runs),
-        floor=floor_of(base_runs, nudged_runs),
+        floor=results[0].checks[0].floor,
         reference_runs=tuple(base_runs),
         nudged_runs=tuple(nudged_runs),
         numerics=numerics,

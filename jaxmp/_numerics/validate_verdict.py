@@ -92,8 +92,7 @@ def conclude(
     outcomes = {check.outcome for check in checks}
     verdict = FAILS if FAILS in outcomes else NOISE if same else checks[0].outcome
     skipped = sum(map(_skipped, runs))
-    faults = [*_non_finite(runs), *_underflow(runs, base, limits)]
-    reasons = [*faults]
+    reasons = [*_non_finite(runs), *_underflow(runs, base, limits)]
     if same:
         reasons.append(
             f"every loss is {base[0].label}'s to the bit: the policy changed nothing, which proves "
@@ -249,13 +248,6 @@ def spread_of(base: Sequence[Run]) -> float | None:
     """float32's final loss from seed to seed: largest less smallest, relative to the mean."""
     finals = [run.final for run in base]
     return (max(finals) - min(finals)) / scale_of(base) if len(finals) > 1 else None
-
-
-def floor_of(base: Sequence[Run], nudged: Sequence[Run]) -> float:
-    """The noise floor of the final loss."""
-    scale = scale_of(base)
-    chance = [(run.final - other.final) / scale for run, other in _with_base(nudged, base)]
-    return _floor(np.array(chance), len(base))
 
 
 def _with_base(runs: Sequence[Run], base: Sequence[Run]) -> list[tuple[Run, Run]]:
