@@ -39,9 +39,10 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
     chosen = {kind: _counted(measured, sites, kind) for kind in KINDS if kind in kinds}
     chosen = {kind: counted for kind, counted in chosen.items() if counted[0].any()}
     if not chosen:
+        modules = sorted({entry.site.path for entry in measured.values() if entry.site.path})
         raise ValueError(
             f"plot_exponents: sites={sites!r}, kinds={tuple(kinds)!r} has nothing but zeros: no "
-            "site was measured there. The modules are: " + ", ".join(_modules(measured)[:40])
+            "site was measured there. The modules are: " + ", ".join(modules[:40])
         )
     low = min(np.flatnonzero(counts)[0] for counts, _, _ in chosen.values()) - BIAS
     high = max(np.flatnonzero(counts)[-1] for counts, _, _ in chosen.values()) - BIAS
@@ -170,10 +171,6 @@ def _not_finite(entries: Mapping[str, Entry], sites: str, kinds: Sequence[str]) 
     of = [e for e in entries.values() if e.site.kind in kinds and matches(e.site.path, sites)]
     bad = sum(bool(e.statistics.is_nonfinite) for e in of)
     return f"numbers of {bad} of {len(of)} sites" if bad else ""
-
-
-def _modules(entries: Mapping[str, Entry]) -> list[str]:
-    return sorted({entry.site.path for entry in entries.values() if entry.site.path})
 
 
 def _percent(share: float) -> str:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Final
-
-_SECONDS: Final = 10.0
 
 
 class Progress:
@@ -36,6 +33,6 @@ class Progress:
         self._done += steps
         if not self._show or (now := time.monotonic()) < self._due:
             return
-        self._due = now + _SECONDS
+        self._due = now + 10
         line = f"{self._text}: {self._done:,} of {self._total:,} steps"
         print(line, file=sys.stderr, flush=True)  # noqa: T201 (for people, where they asked for it)

@@ -42,17 +42,11 @@ _DEEPEST_ROOT = 4  # how many scopes may be around a model
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """From named scopes to modules.
+    """From named scopes to modules."""
 
-    Attributes:
-      modules: the paths of modules that are known; empty: every named scope is a module.
-      roots: the scopes around the model, which are no part of paths.
-      labels: of NNX: from what is in a scope to a path.
-    """
-
-    modules: frozenset[Path] = frozenset()
-    roots: frozenset[Path] = frozenset({()})
-    labels: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    modules: frozenset[Path] = frozenset()  # those that are known; empty: every scope is one
+    roots: frozenset[Path] = frozenset({()})  # the scopes around the model, no part of paths
+    labels: Mapping[str, Path] = dataclasses.field(default_factory=dict)  # of NNX: from scopes
 
     def of(self, scopes: str) -> Path | None:
         """The innermost module that an equation of these scopes is in; None: outside the model."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path as File
@@ -84,6 +83,7 @@ class Scored:
     total_flops: int
     unit: str
     verify: Callable[[PolicyMap], Verified]
+    measured: dict[int, Verified] = dataclasses.field(default_factory=dict)  # by index, so far
 
     def options(self, index: int) -> tuple[int, ...]:
         """For each group, the number of its candidate in one of the assignments of the front."""
@@ -119,11 +119,6 @@ class Scored:
             if policy_for(PolicyMap(overrides, default=default), path) != policy:
                 overrides["/".join(map(_escaped, path))] = policy
         return PolicyMap(dict(sorted(overrides.items())), default=default)
-
-    @functools.cached_property
-    def measured(self) -> dict[int, Verified]:
-        """What was verified so far, by the index on the front."""
-        return {}
 
     def check(self, index: int) -> Verified:
         """Verifies an assignment, unless that was done."""
