@@ -7,7 +7,7 @@ mends it.
 
     python examples/diagnose_overflow.py
 
-It prints all of that, and writes `comparison.html`, which a browser opens with no network, and the
+It prints all of that, and writes a table of every operation in both runs, `comparison.md`, and the
 pictures `exponents.png` and `underflow.png` of the mended model: its gradients are small, and a
 loss scale is what keeps them.
 """
@@ -83,7 +83,7 @@ def main() -> None:
         brain = jaxmp.numerics.capture(loss_of(Sounds()), "mixed_bfloat16", params, x, y)
         comparison = half.compare(brain)
     print(comparison)
-    comparison.to_html(folder / "comparison.html")
+    (folder / "comparison.md").write_text(comparison.to_markdown(), encoding="utf-8")
 
     heading("float16, but for the layer that overflows")
     policy = jaxmp.PolicyMap({"power": "float32"}, default="mixed_float16")

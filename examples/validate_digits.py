@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def main() -> None:
         )
     except KeyboardInterrupt:
         stop(f"\nstopped; the same command goes on with what is in {args.out}")
-    (args.out / "report.json").write_text(report.to_json())
+    (args.out / "report.json").write_text(json.dumps(report.to_dict()))
     (args.out / "report.md").write_text(report.to_markdown())
     report.plot(args.out / "report.png")
     print(report)

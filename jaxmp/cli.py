@@ -305,11 +305,11 @@ def _validate(args: argparse.Namespace) -> int:
         out=args.out,
         depends_on=args.depends_on,
     )
-    (args.out / "report.json").write_text(report.to_json(), encoding="utf-8")
+    (args.out / "report.json").write_text(json.dumps(report.to_dict()), encoding="utf-8")
     (args.out / "report.md").write_text(report.to_markdown(), encoding="utf-8")
     if importlib.util.find_spec("matplotlib"):
         report.plot(args.out / "report.png")
-    print(report.to_json(runs=False) if args.json else report)
+    print(json.dumps(report.to_dict(runs=False)) if args.json else report)
     return int(not report.passed if args.strict else report.failed)
 
 

@@ -14,7 +14,7 @@ from jaxmp._numerics.compare import Comparison, Divergence, Pair
 from jaxmp._numerics.diagnose import Fault, NumericsReport
 from jaxmp._numerics.formats import Format, Score, formats, score
 from jaxmp._numerics.origins import Origin
-from jaxmp._numerics.plot_scale import plot_scale
+from jaxmp._numerics.plots import plot_scale
 from jaxmp._numerics.readings import SavedRun, load, save
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site

@@ -34,7 +34,7 @@ def test_the_overflow_is_found_compared_and_mended(tmp_path):
     assert re.search(r"became 0: convert_element_type \(float16, backward\) in Sounds/", mended)
     for name in ("exponents.png", "underflow.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG_SIGNATURE)
-    assert "Sounds/power" in (tmp_path / "comparison.html").read_text()
+    assert "Sounds/power" in (tmp_path / "comparison.md").read_text()
     if jax.__version__.startswith("0.12."):  # other versions have other operations
         same_anywhere = (
             "first ",

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import jaxmp
 from jaxmp import numerics
-from jaxmp._numerics.capture import Options, prepare
+from jaxmp._numerics.capture import prepare
 from jaxmp._numerics.statistics import BIAS, Measurements, Statistics, look, measure, unpack
 
 from constructs import CONSTRUCTS, data_mesh, loss_of
@@ -144,9 +144,9 @@ CASES = [
 
 def ready(case: Any, **options: Any) -> Any:
     if not case.diff or case.forward_only:
-        return prepare(case.fn, "mixed_bfloat16", case.args, Options(grad=False, **options))
+        return prepare(case.fn, "mixed_bfloat16", case.args, grad=False, **options)
     loss = loss_of(case.fn)
-    return prepare(loss, "mixed_bfloat16", case.args, Options(argnums=case.diff, **options))
+    return prepare(loss, "mixed_bfloat16", case.args, argnums=case.diff, **options)
 
 
 @pytest.mark.slow

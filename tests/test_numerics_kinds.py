@@ -18,7 +18,7 @@ from test_numerics_capture import measured
 
 import jaxmp
 from jaxmp import numerics
-from jaxmp._numerics.capture import Options, prepare
+from jaxmp._numerics.capture import prepare
 from jaxmp._numerics.origins import Walk
 from jaxmp._numerics.statistics import Statistics, look
 from jaxmp._numerics.survey import Loop, Program, Site
@@ -59,7 +59,7 @@ def test_a_loop_that_counts_elsewhere_for_each_element() -> None:
 
         return jax.vmap(repeated)(x, counts)
 
-    got = prepare(fn, None, (X, jnp.arange(4)), Options(grad=False)).results()
+    got = prepare(fn, None, (X, jnp.arange(4)), grad=False).results()
     np.testing.assert_array_equal(got, X * 2.0 ** np.arange(4)[:, None])
 
 
@@ -126,7 +126,7 @@ def layers(w: jax.Array, x: jax.Array) -> jax.Array:
 def test_a_loss_of_loops_is_the_same(loss: Callable[..., Any], grad: bool) -> None:
     fn = jaxmp.autocast(loss, "mixed_bfloat16")
     plain = jax.jit(jax.value_and_grad(fn) if grad else fn)
-    prepared = prepare(loss, "mixed_bfloat16", (W, X), Options(grad=grad))
+    prepared = prepare(loss, "mixed_bfloat16", (W, X), grad=grad)
     same(prepared.results(), plain(W, X))
 
 
@@ -211,7 +211,7 @@ def test_arguments_that_cannot_be_measured() -> None:
 
 @pytest.mark.parametrize("argnums", [-1, [1]])
 def test_which_argument_is_a_weight(argnums: Any) -> None:
-    prepared = prepare(lambda x, w: jnp.sum(x @ w), None, (X, W), Options(argnums=argnums))
+    prepared = prepare(lambda x, w: jnp.sum(x @ w), None, (X, W), argnums=argnums)
     given = [site for site in prepared.program.sites.values() if site.op == "argument"]
     assert [site.kind for site in given] == ["activation", "weight"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmp import numerics
-from jaxmp._numerics import plot_scale, plots
+from jaxmp._numerics import plots
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 X = jnp.array([2.0, 1e-4, 1.5e-4, 0.0], jnp.float16)
@@ -115,8 +115,7 @@ def readings(*of: tuple[int, float, int]) -> list[dict[str, Any]]:
 
 
 def test_the_scale_over_time(monkeypatch):
-    figures: list[Any] = []
-    monkeypatch.setattr(plot_scale, "save_figure", lambda figure, path: figures.append(figure))
+    figures = drawn(monkeypatch)
     numerics.plot_scale(readings((10, 8.0, 0), (20, 4.0, 1), (30, 4.0, 1), (40, 8.0, 1)), "x.png")
     numerics.plot_scale([8.0, 8.0, 4.0], "x.png")
     [first], [second] = (figure.axes for figure in figures)

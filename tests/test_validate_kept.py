@@ -21,8 +21,8 @@ from validate_kit import faulty, simulated, validate
 
 import jaxmp
 from jaxmp._numerics import progress, validate_numerics
-from jaxmp._numerics.validate_kept import fingerprint
-from jaxmp._numerics.validate_nudge import nudge
+from jaxmp._numerics.kept import fingerprint
+from jaxmp._numerics.validate_run import nudge
 
 from support import ROOT, cpu_environment
 
@@ -119,7 +119,7 @@ def test_one_thing_to_depend_on_needs_no_list(tmp_path):
         lambda text: text[:100],
         lambda text: "[]",
         lambda text: "{}",
-        lambda text: text.replace('"run": {', '"run": [').replace("}}", "]}"),
+        lambda text: text.replace('"result": {', '"result": [').replace("}}", "]}"),
         lambda text: text.replace('"losses"', '"Losses"'),
     ],
 )
@@ -204,17 +204,17 @@ def test_kill_9(tmp_path):
     command = [sys.executable, "program.py"]
     runs = tmp_path / "runs"
     with subprocess.Popen(command, cwd=tmp_path, env=env) as process:
-        while len(list(runs.glob("*.run.json"))) < 4:
+        while len(list(runs.glob("*.json"))) < 4:
             assert process.poll() is None
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
-    kept = {path: path.stat().st_mtime_ns for path in runs.glob("*.run.json")}
+    kept = {path: path.stat().st_mtime_ns for path in runs.glob("*.json")}
     assert len(kept) < 12
     again = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
     assert again.returncode == 0, again.stderr
-    assert len(list(runs.glob("*.run.json"))) == 12
+    assert len(list(runs.glob("*.json"))) == 12
     assert all(path.stat().st_mtime_ns == made for path, made in kept.items())
 
 

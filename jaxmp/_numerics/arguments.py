@@ -42,6 +42,24 @@ def check_announce(name: str, announce: Any) -> None:
         )
 
 
+def mismatch(fn: Callable[..., Any], *args: Any) -> str:
+    """Why a function cannot be called with so many arguments; empty if it can, as far as it says.
+
+    Example:
+      >>> mismatch(lambda x: x, 1), mismatch(lambda x: x, 1, 2)
+      ('', '(x): too many positional arguments')
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of some callables there is none
+        return ""
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        return f"{signature}: {error}"
+    return ""
+
+
 def bytes_of(tree: Any) -> Iterator[bytes]:
     """Yields the dtype and shape of each leaf, and what it holds."""
     for leaf in jax.tree.leaves(tree):
@@ -82,14 +100,6 @@ def returns_aux(fn: Callable[..., Any], args: Any) -> bool | None:
 def _is_loss(out: Any) -> bool:
     shape, dtype = getattr(out, "shape", None), getattr(out, "dtype", None)
     return shape == () and dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
-
-
-def is_differentiable(args: Sequence[Any]) -> bool:
-    """Whether there is a floating array in arguments."""
-    return any(
-        is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-        for leaf in jax.tree.leaves(args)
-    )
 
 
 def labels_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[str], list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
@@ -19,20 +18,19 @@ from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.threaded import Extra, Extras
-from jaxmp._jaxprs.trace import Traced, trace
+from jaxmp._jaxprs.trace import Traced, is_array, trace
 from jaxmp._numerics.arguments import (
     check_announce,
     check_arguments,
-    is_differentiable,
     labels_of,
     returns_aux,
 )
 from jaxmp._numerics.origins import Origin, Walk
 from jaxmp._numerics.probe import Probe
 from jaxmp._numerics.readings import Readings
-from jaxmp._numerics.record import Record, entries, record
+from jaxmp._numerics.record import Record, entries
 from jaxmp._numerics.statistics import Measurements, Statistics, unpack
-from jaxmp._numerics.survey import Program, Site, survey
+from jaxmp._numerics.survey import Program, Site, matches, survey
 from jaxmp._training.loss_scale import static_loss_scale
 from jaxmp._training.scaled_grad import value_and_grad
 from jaxmp.policy import get_policy
@@ -93,38 +91,17 @@ class Capture(Readings):
         measured = ((m.site, m.statistics) for m in self.sites.values())
         title = f"{self.policy}, run in float32" if self.wide else self.policy
         sites = entries(self.program, measured, wide=self.wide)
-        return record(title, self.loss_scale, sites)
+        return Record(title, self.loss_scale, sites)
 
     def _walk(self) -> Walk:
         return Walk(self.program, {name: m.statistics for name, m in self.sites.items()})
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """How a program is measured: the arguments of `capture`, which says what they mean."""
-
-    argnums: int | Sequence[int] = 0
-    grad: bool | None = None
-    loss_scale: float = 1.0
-    wide: bool = False
-    sites: str = "**"
-    twins: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A program, ready to be run and measured.
+    """A program, ready to be run and measured: `step` gives its results, and what `extras` types.
 
-    Attributes:
-      policy: under which policy, in words.
-      program: its sites.
-      call: its trace.
-      measured_bytes: of what a run measures.
-      step: the compiled function of its arrays: its results, and what was measured.
-      extras: the types of what is measured.
-      places: for each site, where what is measured of it is: see `_places`.
-      loss_scale: what the loss is multiplied by.
-      wide: whether it runs in float32 wherever the policy says 16 bits.
+    Where in that a site is measured is in `places`: see `_places`.
     """
 
     policy: str
@@ -167,10 +144,15 @@ def prepare(
     fn: Callable[..., Any],
     policy: Any,
     args: Sequence[Any],
-    options: Options = Options(),
+    *,
+    argnums: int | Sequence[int] = 0,
+    grad: bool | None = None,
+    loss_scale: float = 1.0,
+    wide: bool = False,
+    sites: str = "**",
+    twins: bool = True,
 ) -> Prepared:
-    """Traces and compiles what `capture` runs."""
-    argnums, grad, loss_scale = options.argnums, options.grad, options.loss_scale
+    """Traces and compiles what `capture` runs; its arguments are explained there."""
     check_callable("capture", fn)
     chosen_args = check_arguments(args, argnums)
     program = on_a_clone(fn)
@@ -178,7 +160,9 @@ def prepare(
         program = autocast(program, policy, chosen_args)
     has_aux = returns_aux(program, args)
     if grad is None:
-        grad = has_aux is not None and is_differentiable([args[i] for i in chosen_args])
+        leaves = filter(is_array, jax.tree.leaves([args[i] for i in chosen_args]))
+        floating = any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+        grad = has_aux is not None and floating
     if grad and has_aux is None:
         raise ValueError(
             "capture: grad=True, but the function returns neither one floating number nor such a "
@@ -205,22 +189,19 @@ def prepare(
             "capture: there is nothing to measure: the function computes no floating numbers of "
             "arrays. A Python number among its arguments is a constant: give jnp.float32(x)"
         )
-    sites = options.sites
-    chosen = frozenset(name for name, site in found.sites.items() if _matches(site.path, sites))
+    chosen = frozenset(name for name, site in found.sites.items() if matches(site.path, sites))
     if not chosen:
         paths = sorted({site.path for site in found.sites.values() if site.path})
         raise ValueError(
             f"capture: sites={sites!r} matches no module path. There are: {', '.join(paths[:40])}"
         )
-    probe = Probe(whole=chosen.__contains__, twins=options.twins, wide=options.wide)
+    probe = Probe(whole=chosen.__contains__, twins=twins, wide=wide)
     step = jax.jit(lambda *arrays: probe.run(traced.jaxpr, arrays))
     places = _places(found, chosen)
     _, extras = jax.eval_shape(step, *traced.arrays)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(extras))
     said = _said(policy, found)
-    return Prepared(
-        said, found, traced, size, step, extras, places, float(loss_scale), options.wide
-    )
+    return Prepared(said, found, traced, size, step, extras, places, float(loss_scale), wide)
 
 
 def _seeded(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
@@ -301,8 +282,10 @@ def capture(
       [('dot_general', 'float16', False)]
     """
     check_announce("capture", announce)
-    options = Options(argnums, grad, loss_scale, wide, sites, twins)
-    prepared = prepare(fn, policy, args, options)
+    prepared = prepare(
+        fn, policy, args, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
+        sites=sites, twins=twins,
+    )  # fmt: skip
     count = len(prepared.program.sites)
     said = f"{count} sites, {prepared.measured_bytes / 2**20:.1f} MiB of measurements"
     if prepared.measured_bytes > limit:
@@ -321,10 +304,6 @@ def _said(policy: Any, program: Program) -> str:
     if policy is not None:
         return str(get_policy(policy))
     return f"as written, in {', '.join(sorted({site.dtype for site in program.sites.values()}))}"
-
-
-def _matches(path: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(path, pattern.replace("**", "*"))
 
 
 def _places(program: Program, whole: Container[str]) -> dict[str, tuple[str, int, int | None]]:

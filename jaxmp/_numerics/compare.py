@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-import json
 import math
-from collections.abc import Iterable
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._numerics.compare_page import comparison_page
-from jaxmp._numerics.matching import matched
-from jaxmp._numerics.record import Entry, Record, epsilon
+from jaxmp._numerics.record import Entry, Record
 from jaxmp._numerics.statistics import Statistics
-from jaxmp._numerics.survey import Loop, Site
+from jaxmp._numerics.survey import Site, running_order
+from jaxmp._numerics.text import listed, markdown, plain
 
 # A root mean square may differ by this many units in the last place of the coarsest dtype up to
 # there, for each time that the number of operations that lead there doubles. Roundings average out:
@@ -28,6 +28,14 @@ _UNITS = 4.0
 _MOST = 0.5
 # The share of zeros may differ by this, or by what a magnitude may.
 _SHARE = 0.02
+# What two sites must agree in that are not matched as below, the strictest first: an operation may
+# have moved, lines move between commits, and batches may have other sizes.
+_KEYS: tuple[Callable[[Site], Hashable], ...] = (
+    lambda s: (s.path, s.op, s.backward, s.line, s.shape),
+    lambda s: (s.path, s.op, s.backward, s.line),
+    lambda s: (s.path, s.op, s.backward, s.line.rpartition(":")[0], s.shape),
+    lambda s: (s.path, s.op, s.backward, s.line.rpartition(":")[0]),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +75,12 @@ class Divergence:
 
 
 class _Numbers(NamedTuple):
-    """What is compared of one iteration."""
+    """What is compared of one iteration; NaN where it is not known."""
 
     bad: bool
     largest: float
-    mean_square: float | None
-    zeros: float | None
+    mean_square: float
+    zeros: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +105,7 @@ class Pair:
     @property
     def is_bad(self) -> bool:
         """Whether either is not finite."""
-        return any(bool(e.statistics.is_nan or e.statistics.is_infinite) for e in self._both)
-
-    @property
-    def _both(self) -> tuple[Entry, Entry]:
-        return self.this, self.other
+        return bool(self.this.statistics.is_nonfinite or self.other.statistics.is_nonfinite)
 
     @property
     def amax(self) -> float:
@@ -116,17 +120,6 @@ class Pair:
         return _relative(self.this.statistics.mean_square, self.other.statistics.mean_square)
 
     @property
-    def zeros(self) -> float:
-        """How much greater the share of zeros is in the other run; NaN where it is not known."""
-        return share(self.other.statistics, "zeros") - share(self.this.statistics, "zeros")
-
-    @property
-    def subnormals(self) -> float:
-        """How much greater that of subnormal numbers is."""
-        this, other = self.this.statistics, self.other.statistics
-        return share(other, "subnormals") - share(this, "subnormals")
-
-    @property
     def dtypes(self) -> str:
         """The dtype, or both where they are not the same."""
         a, b = self.this.site.dtype, self.other.site.dtype
@@ -134,7 +127,7 @@ class Pair:
 
     def __str__(self) -> str:
         """The site in one line."""
-        return _line(self.this.site, self.dtypes)
+        return str(dataclasses.replace(self.this.site, dtype=self.dtypes))
 
     @functools.cached_property
     def divergences(self) -> tuple[Divergence, ...]:
@@ -159,12 +152,11 @@ class Pair:
         if self.this.site.op == "add_any":  # in which order gradients are added, no one promises
             return None
         allowed = max(self.allowed, _SHARE)
-        if a.zeros is not None and b.zeros is not None and abs(a.zeros - b.zeros) > allowed:
+        if abs(a.zeros - b.zeros) > allowed:
             return Divergence(self, at, "zeros", a.zeros, b.zeros, allowed)
-        if a.mean_square is not None and b.mean_square is not None:
-            roots = (math.sqrt(a.mean_square), math.sqrt(b.mean_square))
-            if self._is_beyond(self.allowed, *roots):
-                return Divergence(self, at, "rms", *roots, self.allowed)
+        roots = (math.sqrt(a.mean_square), math.sqrt(b.mean_square))
+        if self._is_beyond(self.allowed, *roots):
+            return Divergence(self, at, "rms", *roots, self.allowed)
         if self._is_beyond(_MOST, a.largest, b.largest):
             return Divergence(self, at, "amax", a.largest, b.largest, _MOST)
         return None
@@ -176,7 +168,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two runs, site by site. Print it, or `to_html`.
+    """Two runs, site by site. Print it.
 
     Attributes:
       this: the one run.
@@ -195,18 +187,11 @@ class Comparison:
     @functools.cached_property
     def first(self) -> Divergence | None:
         """The first divergence in the order of execution; None if rounding explains all."""
-        firsts: dict[Loop, int] = {}
-        order = {name: i for i, name in enumerate(self.this.sites)}
-        for name, i in order.items():
-            for loop in self.this.sites[name].site.loops:
-                firsts.setdefault(loop, i)
+        order = running_order({name: entry.site for name, entry in self.this.sites.items()})
 
         def when(divergence: Divergence) -> tuple[int, ...]:
-            """What is in a loop runs iteration by iteration."""
             site = divergence.pair.this.site
-            at = divergence.iteration or (0,) * len(site.loops)
-            turns = [n for loop, i in zip(site.loops, at, strict=True) for n in (firsts[loop], i)]
-            return (*turns, order[site.name])
+            return order(site, divergence.iteration or (0,) * len(site.loops))
 
         found = (divergence for pair in self.pairs for divergence in pair.divergences)
         return min(found, key=when, default=None)
@@ -231,41 +216,40 @@ class Comparison:
             lines.append(f"diverged      {len(diverged)} of {len(self.pairs)} sites")
         finite = [pair for pair in self.pairs if not pair.is_bad and pair.mean_square > 0]
         largest = sorted(finite, key=lambda pair: -pair.mean_square)[:5]
-        lines += _listed("mean square", [f"{p.mean_square:.2g} apart: {p}" for p in largest])
-        lines += _listed("faults here", self.this.faults)
-        lines += _listed("faults there", self.other.faults)
-        lines += _listed("here alone", [_line(site, site.dtype) for site in self.only_this])
-        lines += _listed("there alone", [_line(site, site.dtype) for site in self.only_other])
+        lines += listed("mean square", [f"{p.mean_square:.2g} apart: {p}" for p in largest])
+        lines += listed("faults here", self.this.faults)
+        lines += listed("faults there", self.other.faults)
+        lines += listed("here alone", map(str, self.only_this))
+        lines += listed("there alone", map(str, self.only_other))
         return "\n".join(lines)
 
-    def to_json(self) -> str:
-        """What was compared, as JSON: what is no number is null, what is infinite too."""
-        data = {
-            "this": self.this.title,
-            "other": self.other.title,
-            "first": None if self.first is None else _divergence_as_data(self.first),
-            "sites": [_pair_as_data(pair) for pair in self.pairs],
-            "only_this": [_site_as_data(site) for site in self.only_this],
-            "only_other": [_site_as_data(site) for site in self.only_other],
-        }
-        return json.dumps(data, allow_nan=False, indent=1)
+    def to_dict(self) -> dict[str, Any]:
+        """What was compared as plain data, for JSON: what is not finite is None."""
+        data: dict[str, Any] = plain(
+            {
+                "this": self.this.title,
+                "other": self.other.title,
+                "first": None if self.first is None else _divergence_as_data(self.first),
+                "sites": [_pair_as_data(pair) for pair in self.pairs],
+                "only_this": [_site_as_data(site) for site in self.only_this],
+                "only_other": [_site_as_data(site) for site in self.only_other],
+            }
+        )
+        return data
 
-    def to_html(self, path: Path | str) -> None:
-        """Writes a page that needs nothing else: a table of the sites to sort and to filter."""
-        alone = [
-            (heading, [_line(site, site.dtype) for site in sites])
-            for heading, sites in (
-                ("Here alone", self.only_this),
-                ("There alone", self.only_other),
-            )
-            if sites
-        ]
-        first = None if self.first is None else self.first.pair
-        rows = [
-            (p.this, p.other, "first" if p is first else "differs" if p.divergences else "")
-            for p in self.pairs
-        ]
-        Path(path).write_text(comparison_page(str(self), rows, alone), encoding="utf-8")
+    def to_markdown(self) -> str:
+        """What it prints, and a table of all sites of both runs, in Markdown."""
+        names = ("amax", "mean_square", "zeros", "error")
+        rows = [["site", *(f"{name} {run}" for name in names for run in ("here", "there")), ""]]
+        for pair in self.pairs:
+            numbers = [plain(_entry_as_data(entry)) for entry in (pair.this, pair.other)]
+            found = [data[name] for name in names for data in numbers]
+            cells = ["" if number is None else f"{number:.4g}" for number in found]
+            is_first = self.first is not None and pair is self.first.pair
+            mark = "first" if is_first else "differs" if pair.divergences else ""
+            rows.append([str(pair), *cells, mark])
+        table = markdown(rows, right=range(1, 1 + 2 * len(names)))
+        return "\n".join(["```text", str(self), "```", "", *table]) + "\n"
 
 
 def compare(this: Record, other: Record) -> Comparison:
@@ -289,26 +273,61 @@ def compare(this: Record, other: Record) -> Comparison:
     )
 
 
+def matched(this: Record, other: Record) -> Iterator[tuple[str, str]]:
+    """The names of sites in both.
+
+    Of a module's line, forward or backward, the operations are laid side by side so that as many as
+    may be are the same: another policy adds some in between. Of what is left over, the nth is the
+    nth, where as many are left in both.
+    """
+    left = [{name: entry.site for name, entry in run.sites.items()} for run in (this, other)]
+    for strictness, key in enumerate((_place, *_KEYS)):
+        groups: tuple[dict[Hashable, list[Site]], ...] = (defaultdict(list), defaultdict(list))
+        for unmatched, group in zip(left, groups, strict=True):
+            for site in unmatched.values():
+                group[key(site)].append(site)
+        for like, sites in groups[0].items():
+            others = groups[1].get(like, [])
+            if not strictness:
+                twins = _aligned(sites, others)
+            else:
+                twins = list(zip(sites, others, strict=True)) if len(sites) == len(others) else []
+            for site, twin in twins:
+                yield site.name, twin.name
+                del left[0][site.name], left[1][twin.name]
+
+
+def _place(site: Site) -> Hashable:
+    return site.path, site.line, site.backward
+
+
+def _aligned(sites: Sequence[Site], others: Sequence[Site]) -> list[tuple[Site, Site]]:
+    """Two sequences of sites side by side, where they are the same operations."""
+    a, b = ([(site.op, site.shape) for site in some] for some in (sites, others))
+    if a == b:
+        return list(zip(sites, others, strict=True))
+    blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
+    return [(sites[i + k], others[j + k]) for i, j, size in blocks for k in range(size)]
+
+
 def _coarsest(of: Record) -> dict[str, float]:
     """For each site: one unit in the last place of the coarsest dtype up to there."""
     found, most = {}, 0.0
     for name, entry in of.sites.items():
-        most = max(most, epsilon(entry.site.dtype))
+        most = max(most, float(jnp.finfo(entry.site.dtype).eps))
         found[name] = most
     return found
 
 
 def _all(entry: Entry) -> _Numbers:
     s = entry.statistics
-    bad = bool(s.is_nan or s.is_infinite)
-    if not s.is_whole:
-        return _Numbers(bad, float(s.largest), None, None)
-    return _Numbers(bad, float(s.largest), float(s.mean_square), share(s, "zeros"))
+    mean_square = float(s.mean_square) if s.is_whole else math.nan
+    return _Numbers(bool(s.is_nonfinite), float(s.largest), mean_square, share(s, "zeros"))
 
 
 def _one(entry: Entry, at: tuple[int, ...]) -> _Numbers:
-    mean_square = None if entry.mean_square is None else float(entry.mean_square[at])
-    return _Numbers(bool(entry.bad[at]), float(entry.largest[at]), mean_square, None)
+    each = entry.bad[at], entry.largest[at], entry.mean_square[at]
+    return _Numbers(bool(each[0]), float(each[1]), float(each[2]), math.nan)
 
 
 def share(of: Statistics, what: str) -> float:
@@ -323,19 +342,6 @@ def _relative(a: float, b: float) -> float:
     return float(abs(a - b) / most) if most else 0.0
 
 
-def _line(site: Site, dtypes: str) -> str:
-    direction = "backward" if site.backward else "forward"
-    return f"{site.op} ({dtypes}, {direction}) in {site.where or 'no module'}"
-
-
-def _listed(heading: str, lines: Iterable[str], limit: int = 8) -> list[str]:
-    lines = list(lines)
-    shown = [f"{heading if not i else '':13} {line}" for i, line in enumerate(lines[:limit])]
-    if len(lines) > limit:
-        shown.append(f"{'':13} and {len(lines) - limit} more")
-    return shown
-
-
 def _site_as_data(site: Site) -> dict[str, Any]:
     names = ("path", "line", "op", "kind", "backward", "dtype", "shape")
     return {name: getattr(site, name) for name in names}
@@ -343,18 +349,16 @@ def _site_as_data(site: Site) -> dict[str, Any]:
 
 def _pair_as_data(pair: Pair) -> dict[str, Any]:
     data = _site_as_data(pair.this.site) | {"dtype_of_other": pair.other.site.dtype}
-    for name in ("amax", "mean_square", "zeros", "subnormals", "allowed"):
-        data[name] = _finite(getattr(pair, name))
-    for name, entry in (("this", pair.this), ("other", pair.other)):
-        s = entry.statistics
-        data[name] = {
-            "amax": _finite(s.largest),
-            "mean_square": _finite(s.mean_square),
-            "error": _finite(s.error),
-            "not_finite": bool(s.is_nan or s.is_infinite),
-        }
-        data[name] |= {what: _finite(share(s, what)) for what in ("zeros", "subnormals", "flushed")}
+    data |= {name: getattr(pair, name) for name in ("amax", "mean_square", "allowed")}
+    data |= {"this": _entry_as_data(pair.this), "other": _entry_as_data(pair.other)}
     return data | {"diverges": bool(pair.divergences)}
+
+
+def _entry_as_data(entry: Entry) -> dict[str, Any]:
+    s = entry.statistics
+    data = {"amax": s.largest, "mean_square": s.mean_square, "error": s.error}
+    data |= {what: share(s, what) for what in ("zeros", "subnormals", "flushed")}
+    return data | {"not_finite": bool(s.is_nonfinite)}
 
 
 def _divergence_as_data(divergence: Divergence) -> dict[str, Any]:
@@ -362,7 +366,3 @@ def _divergence_as_data(divergence: Divergence) -> dict[str, Any]:
     names = ("iteration", "what", "this", "other")
     data |= {name: getattr(divergence, name) for name in names}
     return data | {"allowed": divergence.allowed, "text": str(divergence)}
-
-
-def _finite(x: Any) -> float | None:
-    return None if x is None or not math.isfinite(x) else float(x)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from jaxmp._numerics.arguments import check_announce
 from jaxmp._numerics.capture import Capture, Measured, capture
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.readings import Readings
-from jaxmp._numerics.record import Record, record
+from jaxmp._numerics.record import Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
+from jaxmp._numerics.text import listed
 from jaxmp.policy import get_policy
 
 # Of values: beyond this share, a loss is worth a line.
@@ -120,7 +122,7 @@ class NumericsReport(Readings):
             for m in self._gradients()
             if np.max(m.statistics.largest, initial=0) > 0
         ]
-        return _power(min(room) * self.run.loss_scale) if room else float("inf")
+        return 2.0 ** math.floor(math.log2(min(room) * self.run.loss_scale)) if room else math.inf
 
     @functools.cached_property
     def smallest_loss_scale(self) -> float:
@@ -151,11 +153,8 @@ class NumericsReport(Readings):
         found = []
         for m in self._whole():
             s = m.statistics.joined()
-            nonzero = s.twins - (s.zeros - s.flushed)
-            share = float(s.flushed / nonzero) if s.twins and nonzero > 0 else 0.0
-            if share > _MUCH:
-                found.append((m.site, share))
-        return tuple(sorted(found, key=lambda pair: -pair[1]))
+            found.append((m.site, float(s.flushed / max(s.twins - (s.zeros - s.flushed), 1))))
+        return _most_first(pair for pair in found if pair[1] > _MUCH)
 
     @functools.cached_property
     def errors(self) -> tuple[tuple[Site, float], ...]:
@@ -163,30 +162,27 @@ class NumericsReport(Readings):
 
         With the relative error, in this one step.
         """
-        found = []
-        for m in self._whole():
-            error = float(m.statistics.joined().error)
-            if np.isfinite(error) and error > 4 * float(jnp.finfo(m.site.dtype).eps):
-                found.append((m.site, error))
-        return tuple(sorted(found, key=lambda pair: -pair[1]))
+        found = ((m.site, float(m.statistics.joined().error)) for m in self._whole())
+        return _most_first(
+            (site, error)
+            for site, error in found
+            if np.isfinite(error) and error > 4 * float(jnp.finfo(site.dtype).eps)
+        )
 
     def __str__(self) -> str:
         """The report."""
-        lines = [f"policy        {self.policy}"]
-        count = len(self.run.sites)
-        lines.append(
-            f"measured      {count} sites, {self.run.bytes / 2**20:.1f} MiB of measurements"
-        )
-        lines += _listed("not finite", [str(fault) for fault in self.faults])
+        measured = f"{len(self.run.sites)} sites, {self.run.bytes / 2**20:.1f} MiB of measurements"
+        lines = [f"policy        {self.policy}", f"measured      {measured}"]
+        lines += listed("not finite", map(str, self.faults))
         if not self.faults:
             lines.append("not finite    nothing: every result is finite")
-        lines += _listed("contained", [str(fault) for fault in self.contained])
-        lines += _listed("would leave", [_line(site) for site in self.predicted])
-        lines += _listed(
-            "underflow", [f"{share:.1%} became 0: {_line(site)}" for site, share in self.underflows]
+        lines += listed("contained", map(str, self.contained))
+        lines += listed("would leave", map(str, self.predicted))
+        lines += listed(
+            "underflow", [f"{share:.1%} became 0: {site}" for site, share in self.underflows]
         )
-        lines += _listed(
-            "rounding", [f"relative error {error:.2g}: {_line(s)}" for s, error in self.errors]
+        lines += listed(
+            "rounding", [f"relative error {error:.2g}: {s}" for s, error in self.errors]
         )
         if self._gradients():
             lines.append(f"loss scale    {self.run.loss_scale:g}; {self._room()}")
@@ -195,8 +191,8 @@ class NumericsReport(Readings):
     def record(self) -> Record:
         """What is kept of it to compare it: see `compare` and `jaxmp.numerics.save`."""
         run, wide = self.run.record(), self.wide.record()
-        faults = [str(fault) for fault in self.faults]
-        return record(self.policy, run.loss_scale, run.sites, wide.sites, faults)
+        faults = tuple(map(str, self.faults))
+        return Record(self.policy, run.loss_scale, run.sites, wide.sites, faults)
 
     def _room(self) -> str:
         """With which loss scale to begin, and what is lost there, in words."""
@@ -209,7 +205,7 @@ class NumericsReport(Readings):
             return f"{said}none is needed"
         if self.init_scale is None:
             largest = max(gradients, key=lambda m: float(np.max(m.statistics.largest)))
-            return f"{said}none: gradients overflow at 1 already: {_line(largest.site)}"
+            return f"{said}none: gradients overflow at 1 already: {largest.site}"
         lost = [self._lost(m, self.init_scale) for m in gradients]
         zeros = np.average([share for share, _ in lost], weights=[m.site.size for m in gradients])
         cost, site = max(
@@ -222,7 +218,7 @@ class NumericsReport(Readings):
         said += f": {zeros:.2%} of gradients become 0 there, and "
         if cost <= _MUCH:
             return f"{said}none loses more than {cost:.1g} of its norm"
-        return f"{said}{cost:.0%} of the norm of {_line(site)}: keep it in float32, or in bfloat16"
+        return f"{said}{cost:.0%} of the norm of {site}: keep it in float32, or in bfloat16"
 
     def _lost(self, m: Measured, scale: float) -> tuple[float, float]:
         """Returns the share of a gradient that becomes 0 at a loss scale, and that of its norm.
@@ -375,18 +371,5 @@ def _share_of_overflows(of: Statistics, at: tuple[int, ...]) -> str:
     return f", in {of.overflowed[at] / of.twins[at]:.2g} of its values"
 
 
-def _line(site: Site) -> str:
-    direction = "backward" if site.backward else "forward"
-    return f"{site.op} ({site.dtype}, {direction}) in {site.where or site.path or 'no module'}"
-
-
-def _listed(heading: str, lines: Sequence[str], limit: int = 8) -> list[str]:
-    shown = [f"{heading if not i else '':13} {line}" for i, line in enumerate(lines[:limit])]
-    if len(lines) > limit:
-        shown.append(f"{'':13} and {len(lines) - limit} more")
-    return shown
-
-
-def _power(x: float) -> float:
-    """The power of two below a number."""
-    return float(2.0 ** np.floor(np.log2(x))) if np.isfinite(x) and x > 0 else x
+def _most_first(pairs: Iterable[tuple[Site, float]]) -> tuple[tuple[Site, float], ...]:
+    return tuple(sorted(pairs, key=lambda pair: -pair[1]))

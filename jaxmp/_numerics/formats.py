@@ -111,12 +111,7 @@ def _beyond(of: Statistics, form: Format, counts: Any) -> float:
     """The share of values that a format without a scale cannot hold."""
     top = math.floor(math.log2(form.largest)) + BIAS
     share = counts[top + 1 :].sum() / max(counts.sum(), 1)
-    if share == 0 and of.largest >= rounds_to_infinity(form):
+    half_ulp = 2.0 ** (math.floor(math.log2(form.largest)) - form.bits) / 2
+    if share == 0 and of.largest >= form.largest + half_ulp:  # rounds to infinity
         return float(1 / max(counts.sum(), 1))  # at least one, which the sample may not have
     return float(share)
-
-
-def rounds_to_infinity(form: Format) -> float:
-    """The magnitude from which a format makes infinity."""
-    ulp = 2.0 ** (math.floor(math.log2(form.largest)) - form.bits)
-    return float(form.largest + ulp / 2)

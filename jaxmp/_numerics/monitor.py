@@ -13,18 +13,8 @@ import optax
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._numerics.monitor_statistics import Paths, Statistics, leaves_of, measure
 from jaxmp._training.loss_scale import as_transformation
-from jaxmp._training.opt_state import (
-    check_is_state,
-    find_scalers,
-    scale_of,
-    skipped_by,
-    the_scaler,
-)
+from jaxmp._training.opt_state import check_is_state, find_scalers, scale_of, skipped_by, the_scaler
 from jaxmp.tree import select
-
-__all__ = ["MonitorState", "monitor", "read_monitor"]
-
-_RIGHT = "jaxmp.monitor(jaxmp.dynamic_loss_scale(...))"
 
 
 class MonitorState(NamedTuple):
@@ -263,7 +253,8 @@ def _find(opt_state: Any) -> MonitorState:
     if len(find_scalers(opt_state)) != len(find_scalers(found[0].inner_state)):
         raise ValueError(
             "read_monitor: the loss scaler is not inside of the monitor, which so sees neither its "
-            f"scale nor the steps that it leaves out. The right form is {_RIGHT}."
+            "scale nor the steps that it leaves out. The right form is "
+            "jaxmp.monitor(jaxmp.dynamic_loss_scale(...))."
         )
     return found[0]
 

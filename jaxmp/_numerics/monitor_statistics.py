@@ -20,8 +20,6 @@ from jaxmp._training.gradients import show
 from jaxmp._training.loss_scale import is_overwrite, unscale
 from jaxmp.tree import all_finite
 
-__all__ = ["Leaf", "Paths", "Statistics", "leaves_of", "measure"]
-
 _SMALLEST_NORMAL: Final = 2.0**-14  # of float16
 
 
@@ -97,13 +95,7 @@ serialization.register_serialization_state(
 
 
 class Leaf(NamedTuple):
-    """A gradient.
-
-    Attributes:
-      path: where it is in its tree.
-      parameter: which of the parameters it is the gradient of.
-      array: the gradient, divided by the scale.
-    """
+    """A gradient divided by the scale: where it is in its tree, and of which parameter."""
 
     path: tuple[Any, ...]
     parameter: int
@@ -139,15 +131,8 @@ def measure(
     passes of their own; so is a `lax.cond` around the sums, taken or not, because a branch reads
     gradients as float32 arrays, which are otherwise never written.)
 
-    Args:
-      leaves: the gradients.
-      paths: those of the parameters.
-      scale: what they were made with; None for 1.
-      step_count: an array of the state. Devices over which it differs keep to themselves.
-
-    Returns:
-      int32[], the index of the first parameter whose gradient is not finite, or how many parameters
-      there are; and the statistics.
+    Returns int32[], the index of the first parameter whose gradient is not finite, or how many
+    there are; and the statistics. Devices over which `step_count` differs keep to themselves.
     """
     known, own = _varying(leaf.array for leaf in leaves), _varying([step_count])
     # Where JAX does not say what differs (jax.pmap, check_vma=False), devices must agree as well.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._numerics.statistics import Statistics
-from jaxmp._numerics.survey import INFINITY, Carry, Loop, Program, Refs, Site
+from jaxmp._numerics.survey import INFINITY, Carry, Loop, Program, Refs, Site, running_order
 
 # An iteration of each loop around a site, outermost first.
 At = tuple[int, ...]
@@ -34,61 +35,41 @@ class Origin:
 
 
 class Walk:
-    """Finds origins. What has been asked once is remembered.
-
-    Args:
-      program: the sites.
-      measured: their statistics, by name.
-    """
+    """Finds origins among the sites of a program, from what was measured of them."""
 
     def __init__(self, program: Program, measured: Mapping[str, Statistics]) -> None:
         self._program = program
         self._measured = measured
-        self._order = {name: i for i, name in enumerate(program.sites)}
-        # Sites of a loop's body are neighbours: the first of them stands for the loop.
-        self._firsts: dict[Loop, int] = {}
-        for i, site in enumerate(program.sites.values()):
-            for loop in site.loops:
-                self._firsts.setdefault(loop, i)
-        self._seen: set[tuple[str, At, bool]] = set()
+        self._when = running_order(program.sites)
 
     def of_results(self) -> list[Origin]:
         """The origins of what is not finite in the program's results, in the order they ran."""
-        self._seen.clear()
-        found = [
-            origin
+        return self._origins(
+            (name, at, nan)
             for refs in self._program.results
             for nan in (True, False)
             for name, at in self._bad(refs, None, (), nan=nan)
-            for origin in self._origins(name, at, nan=nan)
-        ]
-        return sorted(found, key=lambda o: (self._when(o), o.at))
+        )
 
     def everywhere(self) -> list[Origin]:
         """Those of all sites, also of what nothing reads."""
-        self._seen.clear()
-        found = []
-        for name in self._program.sites:
-            for nan in (True, False):
-                for at in self._iterations(name, (), nan=nan):
-                    found += self._origins(name, at, nan=nan)
-        return sorted(found, key=lambda o: (self._when(o), o.at))
+        return self._origins(
+            (name, at, nan)
+            for name in self._program.sites
+            for nan in (True, False)
+            for at in self._iterations(name, (), nan=nan)
+        )
 
-    def _when(self, origin: Origin) -> tuple[int, ...]:
-        """When an origin ran: what is in one loop runs iteration by iteration."""
-        pairs = zip(origin.site.loops, origin.at, strict=True)
-        turns = [n for loop, i in pairs for n in (self._firsts[loop], i)]
-        return (*turns, self._order[origin.site.name])
-
-    def _origins(self, name: str, at: At, *, nan: bool) -> list[Origin]:
-        """The origins of what is not finite at a site in an iteration."""
+    def _origins(self, bad_sites: Iterable[tuple[str, At, bool]]) -> list[Origin]:
+        """The origins of what is not finite at sites in iterations: NaN, or infinities."""
         found: list[Origin] = []
-        waiting = [(name, at, nan)]
+        seen: set[tuple[str, At, bool]] = set()
+        waiting = list(bad_sites)
         while waiting:
             name, at, nan = waiting.pop()
-            if (name, at, nan) in self._seen:
+            if (name, at, nan) in seen:
                 continue
-            self._seen.add((name, at, nan))
+            seen.add((name, at, nan))
             site = self._program.sites[name]
             if nan and (bad := list(self._bad(site.reads, site, at, nan=True))):
                 waiting += [(*b, True) for b in bad]
@@ -102,7 +83,7 @@ class Walk:
                 found.append(Origin(site, self._in_order(site, at), nan, of_infinities=True))
                 continue
             waiting += [(*b, False) for b in bad]
-        return found
+        return sorted(found, key=lambda o: self._when(o.site, o.at))
 
     def _on_purpose(self, bad: tuple[str, At]) -> bool:
         """Whether an infinity was written in the program, and moved or chosen since."""
@@ -180,9 +161,4 @@ class Walk:
 
 def _shared(a: tuple[Loop, ...], b: tuple[Loop, ...]) -> int:
     """How many loops two places are in together."""
-    count = 0
-    for one, other in zip(a, b, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))  # noqa: B905

@@ -16,7 +16,7 @@ from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import rebuild
 from jaxmp._jaxprs.threaded import Extras, Out, Threaded
 from jaxmp._numerics.statistics import FLOAT32, Look, look, measure
-from jaxmp._numerics.survey import MOVES, WHOLE, is_measured, looked_into, site_names
+from jaxmp._numerics.survey import MOVES, is_measured, looked_into, site_names
 
 # Dtypes that are replaced by float32.
 LOW = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
@@ -40,19 +40,12 @@ _DTYPES = ("new_dtype", "preferred_element_type")
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """How a program is run.
+    """How a program is run; `twins` and `wide` are those of `capture`."""
 
-    Attributes:
-      whole: whether all is measured at a site, by its name; else what is not finite.
-      twins: whether ops in 16 bits are computed in float32 too, from the same operands.
-      wide: whether the program runs in float32 wherever it would in 16 bits.
-      looks: whether anything is measured.
-    """
-
-    whole: Callable[[str], bool]
+    whole: Callable[[str], bool]  # whether all is measured at a site; else what is not finite
     twins: bool = True
     wide: bool = False
-    looks: bool = True
+    looks: bool = True  # whether anything is measured
 
     def run(self, jaxpr: Any, arrays: Sequence[Any], prefix: str = "") -> Out:
         """The results of a program, and what was measured."""
@@ -93,11 +86,7 @@ class Probe:
 
     def _part(self, jaxpr: Any, prefix: str) -> Threaded:
         """A jaxpr inside an equation, measured in its place."""
-
-        def run(extra_in: Sequence[Any], *arrays: Any) -> Out:  # noqa: ARG001
-            return self.run(jaxpr, arrays, prefix)
-
-        return run
+        return lambda extra_in, *arrays: self.run(jaxpr, arrays, prefix)  # noqa: ARG005
 
     def _equation(
         self, eqn: JaxprEqn, operands: list[Any], name: str
@@ -126,8 +115,6 @@ class Probe:
 
 def _in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     """The results of an op computed in float32 instead of 16 bits; None where nobody knows how."""
-    if eqn.primitive.name in WHOLE:
-        return None
     if eqn.primitive.name not in _POLYMORPHIC:
         return None
     wide = [

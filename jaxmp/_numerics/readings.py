@@ -43,7 +43,7 @@ class Readings(abc.ABC):
           other: another run. Those of two processes: see `save`.
 
         Returns:
-          What differs: print it, `to_json()`, `to_html(path)`.
+          What differs: print it, `to_dict()`, `to_markdown()`.
 
         Raises:
           TypeError: if `other` is no run.
@@ -54,10 +54,6 @@ class Readings(abc.ABC):
                 f"jaxmp.numerics.load returns, not {type(other).__name__}"
             )
         return compare(self.record(), other.record())
-
-    def to_json(self) -> str:
-        """What `save` writes."""
-        return self.record().to_json()
 
     def plot_exponents(
         self, path: Path | str, *, sites: str = "**", kinds: Sequence[str] = KINDS
@@ -135,7 +131,7 @@ def save(run: Readings, path: Path | str) -> None:
             "save: run must be what jaxmp.diagnose or jaxmp.numerics.capture returns, not "
             f"{type(run).__name__}"
         )
-    Path(path).write_text(run.to_json(), encoding="utf-8")
+    Path(path).write_text(run.record().to_json(), encoding="utf-8")
 
 
 def load(path: Path | str) -> SavedRun:

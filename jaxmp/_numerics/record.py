@@ -9,24 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._numerics.statistics import BELOW, OCTAVES, Statistics
+from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Carry, Loop, Program, Refs, Site
 
 VERSION = 1
 
 # Whose operands are terms, which may cancel.
 SUMS = frozenset(["add", "add_any", "cumsum", "psum", "reduce_sum", "sub"])
-
-_SITE = ("op", "path", "line", "kind", "dtype", "backward", "branch")
-# What `Statistics` knows of every site, and of those that are measured whole.
-_KNOWN = ("size", "is_nan", "is_infinite", "largest")
-_WHOLE = (
-    "runs", "smallest", "mean_square", "error", "sampled", "zeros", "subnormals", "nans",
-    "infinities", "flushed", "overflowed", "saturated", "twins",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +29,7 @@ class Entry:
       statistics: over all iterations of the loops around it.
       largest: float64[...]: the largest finite magnitude of each iteration, in the order in which
         they ran.
-      mean_square: of each iteration; None where no more is known than what is not finite.
+      mean_square: of each iteration; NaN where no more is known than what is not finite.
       bad: bool[...]: whether it is not finite, by iteration.
       depth: how many sites follow from one another up to this one, itself included.
       scale: of a sum, what its root mean square would be were its terms independent: what rounding
@@ -61,54 +52,37 @@ class Record:
     Attributes:
       policy: under which policy it ran, as far as that is known.
       loss_scale: what the loss was multiplied by.
-      backend: where it ran: "cpu", "gpu", "tpu".
-      jax: the version of JAX.
-      faults: what made results that are not finite, in words.
       sites: by name, in the order in which they ran.
       wide: the same sites in float32; empty where that was not measured.
+      faults: what made results that are not finite, in words.
+      backend: where it ran: "cpu", "gpu", "tpu".
+      jax_version: with which JAX.
     """
 
     policy: str
     loss_scale: float
-    backend: str
-    jax: str
-    faults: tuple[str, ...]
     sites: dict[str, Entry]
     wide: dict[str, Entry] = dataclasses.field(default_factory=dict)
+    faults: tuple[str, ...] = ()
+    backend: str = dataclasses.field(default_factory=jax.default_backend)
+    jax_version: str = jax.__version__
 
     @property
     def title(self) -> str:
         """The run in one line."""
         scale = f", loss scale {self.loss_scale:g}" if self.loss_scale != 1 else ""
-        return f"{self.policy}{scale} (JAX {self.jax}, {self.backend})"
+        return f"{self.policy}{scale} (JAX {self.jax_version}, {self.backend})"
 
     def to_json(self) -> str:
-        """All of it as JSON."""
-        return json.dumps(
-            {
-                "jaxmp_numerics": VERSION,
-                "policy": self.policy,
-                "loss_scale": self.loss_scale,
-                "backend": self.backend,
-                "jax": self.jax,
-                "faults": list(self.faults),
-                "sites": [_entry_as_data(entry) for entry in self.sites.values()],
-                "wide": [_entry_as_data(entry) for entry in self.wide.values()],
-            },
-            allow_nan=False,
-        )
+        """All of it as JSON; what is not finite as Python writes it: NaN, Infinity."""
+        data = {"jaxmp_numerics": VERSION, **dataclasses.asdict(self)}
+        return json.dumps(data, default=lambda array: np.asarray(array).tolist())
 
 
 def entries(
     program: Program, measured: Iterable[tuple[Site, Statistics]], *, wide: bool
 ) -> dict[str, Entry]:
-    """What is kept of measured sites.
-
-    Args:
-      program: they are of it.
-      measured: each with its statistics.
-      wide: whether they were computed in float32, whatever dtype the program says.
-    """
+    """What is kept of sites; `wide` are computed in float32, whatever dtype the program says."""
     depths: dict[str, int] = {}
     for name, site in program.sites.items():
         depths[name] = 1 + max((depths.get(ref, 0) for ref in _names(site.reads)), default=0)
@@ -116,13 +90,15 @@ def entries(
     for site, statistics in measured:
         flips = tuple(slice(None, None, -1) if loop.reverse else slice(None) for loop in site.loops)
         dtype = "float32" if wide and site.dtype in ("bfloat16", "float16") else site.dtype
-        known = statistics.is_whole
         found[site.name] = Entry(
             dataclasses.replace(site, dtype=dtype, reads=(), endless=False),
             statistics.joined(),
             np.asarray(statistics.largest)[flips],
-            np.asarray(statistics.mean_square)[flips] if known else None,
-            np.asarray(statistics.is_nan | statistics.is_infinite)[flips],
+            np.broadcast_to(
+                statistics.mean_square if statistics.is_whole else np.nan,
+                np.shape(statistics.largest),
+            )[flips],
+            np.asarray(statistics.is_nonfinite)[flips],
             depths[site.name],
             _scale(site, found),
         )
@@ -141,25 +117,8 @@ def _scale(site: Site, before: Mapping[str, Entry]) -> float:
     return math.sqrt(squares)
 
 
-def record(
-    policy: str,
-    loss_scale: float,
-    sites: dict[str, Entry],
-    wide: dict[str, Entry] | None = None,
-    faults: Iterable[str] = (),
-) -> Record:
-    """A record of a run in this process."""
-    return Record(
-        policy, loss_scale, jax.default_backend(), jax.__version__, tuple(faults), sites, wide or {}
-    )
-
-
 def from_json(text: str | bytes, source: str) -> Record:
-    """The record that `Record.to_json` wrote.
-
-    Args:
-      text: the JSON.
-      source: where it is from, for errors.
+    """The record that `Record.to_json` wrote, from `source`.
 
     Raises:
       ValueError: if it is none, or of a version that is not known here.
@@ -177,14 +136,12 @@ def from_json(text: str | bytes, source: str) -> Record:
             "write it again with jaxmp.numerics.save"
         )
     try:
-        sites, wide = (
-            {entry["name"]: _entry(entry) for entry in data[key]} for key in ("sites", "wide")
-        )
-        return Record(
-            data["policy"], data["loss_scale"], data["backend"], data["jax"],
-            tuple(data["faults"]), sites, wide,
-        )  # fmt: skip
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+        del data["jaxmp_numerics"]
+        data["faults"] = tuple(data["faults"])
+        for run in ("sites", "wide"):
+            data[run] = {name: _entry(entry) for name, entry in data[run].items()}
+        return Record(**data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"load: {source} is damaged: {error!r}") from error
 
 
@@ -197,77 +154,12 @@ def _names(refs: Refs) -> Iterator[str]:
             yield ref
 
 
-def _entry_as_data(entry: Entry) -> dict[str, Any]:
-    site, statistics = entry.site, entry.statistics
-    data: dict[str, Any] = {"name": site.name, "depth": entry.depth, "shape": list(site.shape)}
-    data["scale"] = _plain(entry.scale)
-    data |= {name: getattr(site, name) for name in _SITE}
-    data["loops"] = [[loop.name, loop.reverse] for loop in site.loops]
-    known = (*_KNOWN, *_WHOLE) if statistics.is_whole else _KNOWN
-    data["statistics"] = {name: _plain(getattr(statistics, name)) for name in known}
-    if statistics.is_whole:
-        data["octaves"] = _sparse(statistics.octaves)
-        data["below"] = {group: _sparse(counts) for group, counts in statistics.below.items()}
-    if site.loops:
-        data["iterations"] = {
-            "largest": _plain(entry.largest),
-            "mean_square": None if entry.mean_square is None else _plain(entry.mean_square),
-            "bad": _plain(entry.bad),
-        }
-    return data
-
-
-def _entry(data: Mapping[str, Any]) -> Entry:
-    loops = tuple(Loop(name, reverse) for name, reverse in data["loops"])
-    site = Site(
-        name=data["name"], shape=tuple(data["shape"]), loops=loops,
-        **{name: data[name] for name in _SITE},
-    )  # fmt: skip
-    known = {name: _number(value) for name, value in data["statistics"].items()}
-    if "octaves" in data:
-        known["octaves"] = _dense(data["octaves"], OCTAVES)
-        known["below"] = {group: _dense(c, BELOW) for group, c in data["below"].items()}
-    statistics = Statistics(**known)
-    last = (data["depth"], _number(data["scale"]))
-    if not loops:
-        bad = np.asarray(statistics.is_nan or statistics.is_infinite)
-        mean_square = statistics.mean_square
-        mean_square = None if mean_square is None else np.asarray(mean_square)
-        largest = np.asarray(statistics.largest)
-        return Entry(site, statistics, largest, mean_square, bad, *last)
-    each = {
-        name: None if values is None else np.array(_number(values))
-        for name, values in data["iterations"].items()
-    }
-    return Entry(site, statistics, each["largest"], each["mean_square"], each["bad"], *last)
-
-
-def _plain(value: Any) -> Any:
-    """A number or an array of them as JSON has it: what is not finite as a string."""
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        value = np.asarray(value).tolist()
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_number(one) for one in value]
-    return float(value) if isinstance(value, str) else value
-
-
-def _sparse(counts: Any) -> dict[str, int]:
-    return {str(i): int(counts[i]) for i in np.flatnonzero(counts)}
-
-
-def _dense(counts: Mapping[str, int], length: int) -> Any:
-    found = np.zeros(length, np.int64)
-    for i, count in counts.items():
-        found[int(i)] = count
-    return found
-
-
-def epsilon(dtype: str) -> float:
-    """The distance from 1 to the next number of a dtype."""
-    return float(jnp.finfo(dtype).eps)
+def _entry(data: dict[str, Any]) -> Entry:
+    site, statistics = data["site"], data["statistics"]
+    site["shape"], site["reads"] = tuple(site["shape"]), ()
+    site["loops"] = tuple(Loop(**loop) for loop in site["loops"])
+    if statistics["octaves"] is not None:
+        statistics["octaves"] = np.array(statistics["octaves"])
+        statistics["below"] = {name: np.array(x) for name, x in statistics["below"].items()}
+    each = {name: np.array(data[name]) for name in ("largest", "mean_square", "bad")}
+    return Entry(**data | each | {"site": Site(**site), "statistics": Statistics(**statistics)})

@@ -47,23 +47,14 @@ _SUM = Join(0, lax.add)
 
 
 class Look(NamedTuple):
-    """What is kept of one array until all arrays of a jaxpr are measured.
+    """What is kept of one array until all arrays of a jaxpr are measured."""
 
-    Attributes:
-      top: int32[]: the bits of the largest magnitude, as float32: of NaN, if there is one.
-      sample: float32[16, 128], or None if the array is only looked at for what is not finite.
-      lengths: how many elements of each piece there are.
-      rows: float32[16]: the largest finite magnitude of the row that each piece is from.
-      twin: a sample of what the array would be in float32, if that is known.
-      tiny: the smallest normal number of its dtype, and the largest.
-    """
-
-    top: Any
-    sample: Any = None
-    lengths: Any = None
-    rows: Any = None
-    twin: Any = None
-    limits: tuple[float, float] = (0.0, 0.0)
+    top: Any  # int32[]: the bits of the largest magnitude, as float32: of NaN, if there is one
+    sample: Any = None  # float32[16, 128]; None where only what is not finite is looked for
+    lengths: Any = None  # how many elements of each piece there are
+    rows: Any = None  # float32[16]: the largest finite magnitude of the row that a piece is from
+    twin: Any = None  # a sample of what the array would be in float32, if that is known
+    limits: tuple[float, float] = (0.0, 0.0)  # its dtype's smallest normal number, and largest
 
 
 def look(x: Any, twin: Any = None, *, whole: bool = True) -> Look:
@@ -108,15 +99,9 @@ def _within_float32(x: Any) -> Any:
 
 
 class _Pieces(NamedTuple):
-    """Which elements are the sample of an array: pieces of some of its rows, by slices.
+    """Which elements of an array, `shape` as rows, are its sample: pieces of some of its rows.
 
-    Attributes:
-      shape: of the array as rows.
-      rows: how many rows there are in the sample.
-      stride: how far apart they are.
-      each: how many pieces there are of each.
-      step: how far apart those are, in pieces.
-      lengths: int[16]: how many elements each piece has.
+    So many `rows`, `stride` apart, and of each so many pieces, `step` apart, of some `lengths`.
     """
 
     shape: tuple[int, int]
@@ -305,6 +290,11 @@ class Statistics:
     def is_whole(self) -> bool:
         """Whether more is known than what is not finite."""
         return self.octaves is not None
+
+    @property
+    def is_nonfinite(self) -> Any:
+        """Whether an element is not finite."""
+        return self.is_nan | self.is_infinite
 
     def joined(self) -> Statistics:
         """Over all iterations."""

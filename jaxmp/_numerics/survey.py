@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,12 +39,7 @@ WHOLE = frozenset({"product_by_parameter", "product_in_float32"})
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop of known length that a site is in.
-
-    Attributes:
-      name: which.
-      reverse: whether the last iteration runs first.
-    """
+    """A loop of known length that a site is in; in reverse, its last iteration runs first."""
 
     name: str
     reverse: bool = False
@@ -51,17 +47,11 @@ class Loop:
 
 @dataclasses.dataclass(eq=False)
 class Carry:
-    """What a loop hands from iteration to iteration.
+    """What a loop hands from iteration to iteration."""
 
-    Attributes:
-      loop: which loop; None: one of unknown length, whose iterations are measured together.
-      start: what it is before the first.
-      back: what it is after each.
-    """
-
-    loop: Loop | None
-    start: tuple[Ref, ...]
-    back: tuple[Ref, ...] = ()
+    loop: Loop | None  # None: of unknown length, its iterations are measured together
+    start: tuple[Ref, ...]  # what it is before the first
+    back: tuple[Ref, ...] = ()  # what it is after each
 
 
 # Where a value comes from: sites by their names, carries, an infinity written in the program, or
@@ -116,6 +106,11 @@ class Site:
         """The module and the line, as far as they are known."""
         return " at ".join(filter(None, (self.path, self.line)))
 
+    def __str__(self) -> str:
+        """The operation in one line."""
+        direction = "backward" if self.backward else "forward"
+        return f"{self.op} ({self.dtype}, {direction}) in {self.where or 'no module'}"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
@@ -144,13 +139,7 @@ class Program:
 
 
 def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Program:
-    """Finds the sites of a program.
-
-    Args:
-      jaxpr: it, a closed jaxpr.
-      labels: what to call its arguments.
-      weights: those of them that are parameters.
-    """
+    """Finds the sites of a closed jaxpr, whose arguments have labels; `weights` are parameters."""
     opened, consts = compat.closed(jaxpr)
     sites: dict[str, Site] = {}
     weights = frozenset(weights)
@@ -168,9 +157,30 @@ def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Pr
     return Program(sites, tuple(results))
 
 
+def running_order(sites: Mapping[str, Site]) -> Callable[[Site, Sequence[int]], tuple[int, ...]]:
+    """When a site runs in an iteration of its loops: what is in one runs iteration by iteration."""
+    order = {name: i for i, name in enumerate(sites)}
+    # Sites of a loop's body are neighbours: the first of them stands for the loop.
+    firsts: dict[Loop, int] = {}
+    for name, i in order.items():
+        for loop in sites[name].loops:
+            firsts.setdefault(loop, i)
+
+    def when(site: Site, at: Sequence[int]) -> tuple[int, ...]:
+        turns = [n for loop, i in zip(site.loops, at, strict=True) for n in (firsts[loop], i)]
+        return (*turns, order[site.name])
+
+    return when
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a glob matches a module path; `**` stands for anything."""
+    return fnmatch.fnmatchcase(path, pattern.replace("**", "*"))
+
+
 def site_names(eqn: JaxprEqn, name: str) -> list[str | None]:
     """The names of the sites that an equation's results are; None for what is not measured."""
-    if eqn.primitive.name in MOVES or (_is_widening(eqn) and not _narrows(eqn)):
+    if eqn.primitive.name in MOVES or _widens(eqn):
         return [None] * len(eqn.outvars)
     return [f"{name}:{k}" if is_measured(var) else None for k, var in enumerate(eqn.outvars)]
 
@@ -186,15 +196,14 @@ def is_measured(var: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
-def _is_widening(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "convert_element_type" and all(
-        map(is_measured, (*eqn.invars, *eqn.outvars))
-    )
-
-
-def _narrows(eqn: JaxprEqn) -> bool:
-    to, of = (jnp.finfo(dtype_of(v)) for v in (eqn.outvars[0], eqn.invars[0]))
-    return to.nmant < of.nmant or to.maxexp < of.maxexp
+def _widens(eqn: JaxprEqn) -> bool:
+    """Whether an equation converts floating numbers, each of which its dtype holds."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    if not all(map(is_measured, (*eqn.invars, *eqn.outvars))):
+        return False
+    before, after = (jnp.finfo(dtype_of(v)) for v in (eqn.invars[0], eqn.outvars[0]))
+    return bool(after.nmant >= before.nmant and after.maxexp >= before.maxexp)
 
 
 def _given(sites: dict[str, Site], name: str, op: str, label: str, var: Any, kind: str) -> Refs:

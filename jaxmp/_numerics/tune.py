@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from pathlib import Path as File
 from typing import Any
 
 import jax
@@ -19,10 +15,10 @@ from flax import nnx
 
 from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast.explain import explain
-from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.marks import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
-from jaxmp._numerics.arguments import bytes_of, check_announce, text_of
+from jaxmp._numerics.arguments import bytes_of, check_announce, mismatch, text_of
+from jaxmp._numerics.kept import Kept, digest, fingerprint
 from jaxmp._numerics.tune_costs import Costs, Multiplied
 from jaxmp._numerics.tune_paths import (
     FLOAT32,
@@ -33,10 +29,9 @@ from jaxmp._numerics.tune_paths import (
     products,
     under_map,
 )
-from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, grouped, solve
+from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, check_budget, grouped, solve
 from jaxmp._numerics.tune_scores import Scorer, gradients, is_product, ways_of
 from jaxmp._numerics.tune_solve import front
-from jaxmp._numerics.validate_kept import fingerprint
 from jaxmp.policy import Policy, PolicyMap, single_policy
 
 # Modules next to each other whose results are multiplied with each other.
@@ -101,8 +96,9 @@ def tune(
       loss_scale: what the loss is multiplied by. By default 2^15 if a candidate computes in
         float16, else 1.
       probes: how many random directions are looked along for each batch: more are more exact.
-      out: a folder for the scores of each batch; another call with the same arguments goes on from
-        there.
+      out: a folder for the scores of each batch; another call goes on from there. A batch is scored
+        again when it has changed, or the loss, `params`, `candidates`, `loss_scale`, `probes` or
+        jaxmp.
       announce: is called with a line of text before what takes a while: `print`, for example.
 
     Returns:
@@ -111,7 +107,7 @@ def tune(
     Raises:
       ValueError: if there are no batches or candidates, nothing multiplies in a module, the
         model is wrapped already, the budget is negative, float32's gradients are not finite or all
-        0, or `out` holds the scores of something else.
+        0, or `out` is a file.
       TypeError: if `loss_fn` is not callable or gives no loss, params are integers, or a candidate
         is a `PolicyMap`.
 
@@ -131,13 +127,16 @@ def tune(
     check_callable("tune", loss_fn)
     check_announce("tune", announce)
     batches = _batches(batches)
-    _check_takes_a_batch(loss_fn)
+    if wrong := mismatch(loss_fn, params, batches[0]):
+        raise TypeError(
+            "tune: loss_fn is called as loss_fn(params, batch), where a batch is one argument: an "
+            f"item of batches, such as a tuple (x, y); that of loss_fn{wrong}"
+        )
     check_sizes("tune", (params, batches[0]))
     _check_params(params)
     if probes < 1:
         raise ValueError(f"tune: probes must be at least 1; got {probes}")
-    if not budget >= 0:
-        raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
+    check_budget(budget)
     names = _named(candidates)
     policies = tuple(names)
     if loss_scale is None:
@@ -149,8 +148,12 @@ def tune(
     program = gradients(loss.loss, loss_scale)
     jaxpr = trace(program, (loss.params, batches[0]), {}).jaxpr
     found = list(products(jaxpr))
-    places = [loss.places.of(p.scopes) for p in found if is_product(p.eqn)]
-    paths = sorted({path for path in places if path is not None})
+    of_module: dict[Path, list[Product]] = {}
+    for product in found:
+        path = loss.places.of(product.scopes)
+        if path is not None and is_product(product.eqn):
+            of_module.setdefault(path, []).append(product)
+    paths = sorted(of_module)
     if not paths:
         raise ValueError(
             "tune: the loss multiplies no float32 matrices in the model. Give it as it is, not "
@@ -163,10 +166,11 @@ def tune(
     ways = ways_of(loss, batches[0], policies, paths)
     scorer = Scorer(loss, ways, loss_scale, probes)
     say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
-    scores = _scores(scorer, batches, policies, jaxpr, None if out is None else File(out), say)
-    groups = _groups(paths, tie, ways, scores, found, loss, costs)
+    scores = _scores(scorer, batches, policies, jaxpr, Kept("tune", out), say)
+    of_module = {path: of_module[path] for path in paths}
+    groups = _groups(of_module, grouped(paths, tie), ways, scores, costs)
     solutions = front([g.costs for g in groups], [g.errors for g in groups])
-    total = sum(contraction_flops(p.eqn) * p.times for p in found)
+    total = sum(p.flops for p in found)
     verify = _verifier(loss, batches, loss_scale, say)
     scored = Scored(
         loss, policies, tuple(names.values()), groups, solutions, total, costs.unit, verify
@@ -182,20 +186,6 @@ def _batches(batches: Iterable[Any]) -> list[Any]:
     if not several:
         raise ValueError("tune: batches is empty; give at least one batch")
     return several
-
-
-def _check_takes_a_batch(loss_fn: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # of some callables there is none
-        return
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise TypeError(
-            f"tune: loss_fn is called as loss_fn(params, batch), where a batch is one argument: an "
-            f"item of batches, such as a tuple (x, y); that of loss_fn{signature}: {error}"
-        ) from None
 
 
 def _check_params(params: Any) -> None:
@@ -228,43 +218,30 @@ def _named(candidates: Sequence[Any]) -> dict[Policy, str]:
 
 
 def _groups(
-    paths: Sequence[Path],
-    tie: Callable[[str], Hashable],
+    of_module: Mapping[Path, Sequence[Product]],
+    decided: Iterable[tuple[Path, ...]],
     ways: dict[Path, tuple[Multiplied, ...]],
     scores: np.ndarray[Any, Any],
-    found: Sequence[Product],
-    loss: Prepared,
     costs: Costs,
 ) -> tuple[Group, ...]:
     """What is decided on: what it costs, and how far it is off."""
-    of_path: dict[Path, list[Product]] = {path: [] for path in paths}
-    for product in found:
-        path = loss.places.of(product.scopes)
-        if path is not None and is_product(product.eqn):
-            of_path[path].append(product)
     number = {path: i for i, path in enumerate(ways)}
-    full = sum(costs(p, Multiplied()) for several in of_path.values() for p in several)
+    full = sum(costs(p, Multiplied()) for several in of_module.values() for p in several)
     groups = []
-    for members in grouped(paths, tie):
-        options = range(scores.shape[1])
+    options = range(scores.shape[1])
+    for members in decided:
+        inside = [(p, ways[m]) for m in members for p in of_module[m]]
+        low = [
+            [p.flops for p, way in inside if way[i].format_of(backward=p.backward).bits < 32]
+            for i in options
+        ]
         groups.append(
             Group(
                 paths=members,
-                flops=sum(contraction_flops(p.eqn) * p.times for m in members for p in of_path[m]),
-                ways=tuple(tuple(ways[m][i] for m in members) for i in options),
-                low_flops=tuple(
-                    sum(
-                        contraction_flops(p.eqn) * p.times
-                        for m in members
-                        for p in of_path[m]
-                        if ways[m][i].format_of(backward=p.backward) != "float32"
-                    )
-                    for i in options
-                ),
-                costs=tuple(
-                    sum(costs(p, ways[m][i]) for m in members for p in of_path[m]) / full
-                    for i in options
-                ),
+                flops=sum(p.flops for p, _ in inside),
+                ways=tuple(zip(*(ways[m] for m in members), strict=True)),
+                low_flops=tuple(map(sum, low)),
+                costs=tuple(sum(costs(p, way[i]) for p, way in inside) / full for i in options),
                 errors=tuple(float(sum(scores[number[m], i] for m in members)) for i in options),
             )
         )
@@ -276,47 +253,25 @@ def _scores(
     batches: Sequence[Any],
     policies: Sequence[Policy],
     jaxpr: Any,
-    out: File | None,
+    kept: Kept,
     say: Callable[[str], Any],
 ) -> np.ndarray[Any, Any]:
-    """The mean of the scores of all batches: of those on file as they are there."""
-    common = hashlib.sha256()
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+    """The mean of the scores of all batches; those that are kept are not scored again."""
+    common, made_by, found = "", "", []
+    if kept.folder is not None:
         said = list(map(str, policies)), scorer.ways, scorer.loss_scale, scorer.probes
-        common.update(repr((said, fingerprint(sys.modules["jaxmp"]))).encode())
-        for part in (*text_of(jaxpr), *bytes_of(scorer.loss.params)):
-            common.update(part)
-    total: Any = 0.0
+        common = repr((said, fingerprint(sys.modules["jaxmp"])))
+        common += digest([*text_of(jaxpr), *bytes_of(scorer.loss.params)])
     for i, batch in enumerate(batches):
-        file = None if out is None else out / f"scores_{i:04d}.json"
-        digest = common.copy()
-        for part in bytes_of(batch) if out is not None else ():
-            digest.update(part)
-        identity = digest.hexdigest()
-        if file is not None and file.exists():
-            try:
-                read = json.loads(file.read_bytes())
-                known, kept = read["identity"], np.asarray(read["scores"], np.float64)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"tune: {file} is damaged ({error}): remove it") from error
-            if known != identity:
-                raise ValueError(
-                    f"tune: {file} holds the scores of another loss or model, of other params, "
-                    "batches, candidates, loss_scale or probes, or of another version of "
-                    "jaxmp; give another folder as `out`, or remove it"
-                )
-            total = total + kept
-            continue
-        say(f"tune: scoring batch {i + 1} of {len(batches)}")
-        scores = scorer(batch, i)
-        total = total + scores
-        if file is not None:
-            partial = file.with_suffix(".partial")
-            text = json.dumps({"identity": identity, "scores": scores.tolist()})
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(file)
-    return np.asarray(total / len(batches))
+        if kept.folder is not None:
+            made_by = digest([common.encode(), *bytes_of(batch)])
+        scores = kept.get(f"batch {i}", made_by, np.asarray)
+        if scores is None:
+            say(f"tune: scoring batch {i + 1} of {len(batches)}")
+            scores = scorer(batch, i)
+            kept.put(f"batch {i}", made_by, scores.tolist())
+        found.append(scores)
+    return np.asarray(np.mean(found, axis=0))
 
 
 def _verifier(

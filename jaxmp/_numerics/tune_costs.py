@@ -6,12 +6,11 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from jaxmp._autocast.flops import contraction_flops
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._numerics.tune_paths import Product
 from jaxmp._speed import Chip, chip_named
 from jaxmp._speed.estimate import keys_of
-from jaxmp.recipes import FORMATS, Recipe
+from jaxmp.recipes import FORMATS, Format, Recipe
 
 # What a multiply-add takes, of its time in float32, where no chip is named: half the bits, half
 # the time, as matrix units are built.
@@ -21,12 +20,7 @@ _UNKNOWN_FLOAT32 = 2.0
 
 
 class Multiplied(NamedTuple):
-    """In what the contractions of a module are multiplied.
-
-    Attributes:
-      dtype: in which 16-bit dtype values are kept; "float32" for none.
-      recipe: in which formats products multiply instead, if any.
-    """
+    """In which dtype the values of a module are kept, and in which formats products multiply."""
 
     dtype: str = "float32"
     recipe: Recipe | None = None
@@ -36,20 +30,16 @@ class Multiplied(NamedTuple):
         """Whether anything is multiplied in less than 32 bits."""
         return self.dtype != "float32" or self.recipe is not None
 
-    def format_of(self, *, backward: bool) -> str:
-        """The name of the format in which a product multiplies."""
+    def format_of(self, *, backward: bool) -> Format:
+        """The format in which a product multiplies."""
         if self.recipe is None:
-            return self.dtype
-        return FORMATS[self.recipe.grad_input if backward else self.recipe.forward].name
+            return next(f for f in FORMATS.values() if f.name == self.dtype)
+        return FORMATS[self.recipe.grad_input if backward else self.recipe.forward]
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What products cost.
-
-    Attributes:
-      target: a chip, which may have a topology after it; None: the number of operations counts, and
-        how many bits they are in.
+    """What products cost on a chip; without one, by how many operations they are, of how many bits.
 
     Raises:
       ValueError: if there is no such chip.
@@ -68,40 +58,34 @@ class Costs:
 
     def __call__(self, product: Product, how: Multiplied) -> float:
         """The cost of all runs of a product: seconds on the chip, if there is one."""
-        flops = contraction_flops(product.eqn) * product.times
-        name = how.format_of(backward=product.backward)
-        bits = next((f.bits for f in FORMATS.values() if f.name == name), 32)
+        fmt = how.format_of(backward=product.backward)
         if self.target is None:
-            return flops * _BY_BITS[bits]
+            return product.flops * _BY_BITS[fmt.bits]
         chip = chip_named(self.target)
         operands = sum(math.prod(shape_of(atom)) for atom in product.eqn.invars[:2])
         result = math.prod(shape_of(product.eqn.outvars[0]))
         bandwidth = chip.bytes_per_second * chip.memory
         kept = 4 if how.dtype == "float32" else 2
-        moved = operands * min(kept, bits // 8) + result * kept
+        moved = operands * min(kept, fmt.bits // 8) + result * kept
         rate = chip.tflops[chip.sixteen_bits] * 1e12 * chip.products
         seconds = max(
-            flops / rate * _share(chip, how, name, product),
+            product.flops / rate * _share(chip, how, fmt, product),
             product.times * moved / bandwidth,
             product.times * chip.launch_seconds,
         )
-        if bits == 8:  # read, and written in 8 bits
+        if fmt.scaled:  # read, and written in 8 bits
             seconds += product.times * operands * (kept + 1) / bandwidth
         return seconds
 
 
-def _share(chip: Chip, how: Multiplied, name: str, product: Product) -> float:
+def _share(chip: Chip, how: Multiplied, fmt: Format, product: Product) -> float:
     """The time of a product on a chip over that of the same product in 16 bits."""
-    if how.recipe is None or not FORMATS[_short(name)].scaled:
-        if name in chip.tflops:
-            return chip.share(name)
+    if how.recipe is None or not fmt.scaled:
+        if fmt.name in chip.tflops:
+            return chip.share(fmt.name)
         known = chip.platform == "tpu" or {"float32", "tfloat32"} & chip.tflops.keys()
         return chip.share("float32") if known else _UNKNOWN_FLOAT32
     keys = keys_of(how.recipe, "grad_input" if product.backward else "forward")
     if not all(key in chip.relative or chip.multiplies(key) for key in keys):
         return 1.0
     return max(map(chip.share, keys))
-
-
-def _short(name: str) -> str:
-    return next(short for short, f in FORMATS.items() if f.name == name)

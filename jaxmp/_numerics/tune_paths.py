@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -34,22 +36,17 @@ Loss = Callable[[Any, Any], Any]
 
 FLOAT32 = get_policy("float32")
 _MODULE = "jaxmp_module="  # before the path of an NNX module, in scopes of ours
+_UNBOUND = (type, staticmethod, classmethod, property)  # no methods
 _DEEPEST_ROOT = 4  # how many scopes may be around a model
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """From named scopes to modules.
+    """From named scopes to modules."""
 
-    Attributes:
-      modules: the paths of modules that are known; empty: every named scope is a module.
-      roots: the scopes around the model, which are no part of paths.
-      labels: of NNX: from what is in a scope to a path.
-    """
-
-    modules: frozenset[Path] = frozenset()
-    roots: frozenset[Path] = frozenset({()})
-    labels: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    modules: frozenset[Path] = frozenset()  # those that are known; empty: every scope is one
+    roots: frozenset[Path] = frozenset({()})  # the scopes around the model, no part of paths
+    labels: Mapping[str, Path] = dataclasses.field(default_factory=dict)  # of NNX: from scopes
 
     def of(self, scopes: str) -> Path | None:
         """The innermost module that an equation of these scopes is in; None: outside the model."""
@@ -67,29 +64,21 @@ class Places:
 
 
 class Product(NamedTuple):
-    """A contraction of a program.
-
-    Attributes:
-      eqn: it.
-      scopes: the named scopes around it.
-      backward: whether it belongs to a backward pass.
-      times: how often it runs.
-    """
+    """A contraction of a program: in which scopes, in which pass, and how often it runs."""
 
     eqn: JaxprEqn
     scopes: str
     backward: bool
     times: int
 
+    @property
+    def flops(self) -> int:
+        """Of all its runs."""
+        return contraction_flops(self.eqn) * self.times
+
 
 class Prepared(NamedTuple):
-    """A loss as a function of pytrees.
-
-    Attributes:
-      loss: of params and a batch.
-      params: float arrays, a pytree.
-      places: where its equations are.
-    """
+    """A loss as a function of a pytree of float arrays and a batch, and where its equations are."""
 
     loss: Loss
     params: Any
@@ -99,7 +88,7 @@ class Prepared(NamedTuple):
 def prepared(loss_fn: Loss, params: Any, batch: Any) -> Prepared:
     """A loss of a pytree or an NNX module as one of a pytree, and the modules in it."""
     if isinstance(params, nnx.Module):
-        labels = {_label(path): _strings(path) for path, _ in nnx.iter_modules(params)}
+        labels = {_label(path): tuple(map(str, path)) for path, _ in nnx.iter_modules(params)}
         graph, state, *others = nnx.split(params, nnx.Param, ...)
 
         def of_module(state: Any, batch: Any) -> Any:
@@ -146,46 +135,31 @@ def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
     What is outside of the model stays float32, as it does where the model is wrapped.
     """
 
-    @functools.wraps(loss)
-    def marked(*args: Any) -> Any:
-        traced = trace(loss, args, {})
-        marking = _Marking(policies, places)
-        results, _ = marking.run(traced.jaxpr, traced.arrays, "", policies.default)
-        return traced.rebuild(results)
+    def run(jaxpr: Any, arrays: Sequence[Any], scopes: str, around: Policy) -> Out:
+        """Runs a program as it is, in scopes that say which policy holds."""
 
-    return under_policy(marked, policies.default, by_position(loss, 0))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Marking:
-    """Runs a program as it is, in scopes that say which policy holds."""
-
-    policies: PolicyMap
-    places: Places
-
-    def run(self, jaxpr: Any, arrays: Sequence[Any], scopes: str, around: Policy) -> Out:
         def marked(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             path = deeper(scopes, eqn)
-            policy = self._policy(path)
-            if policy == around:
-                return self._bind(eqn, operands, path, policy)
-            with jax.named_scope(f"{REGION}{policy}"):
-                return self._bind(eqn, operands, path, policy)
+            place = places.of(path)
+            policy = FLOAT32 if place is None else policy_for(policies, place)
+            inner = inside(eqn)
+            with nullcontext() if policy == around else jax.named_scope(f"{REGION}{policy}"):
+                if not inner:
+                    return compat.bind(eqn, operands)
+                return rebuild(eqn, operands, [part(one.jaxpr, path, policy) for one in inner])[0]
 
         return evaluate(jaxpr, arrays, marked), {}
 
-    def _bind(self, eqn: JaxprEqn, operands: list[Any], path: str, policy: Policy) -> list[Any]:
-        inner = inside(eqn)
-        if not inner:
-            return compat.bind(eqn, operands)
-        return rebuild(eqn, operands, [self._part(one.jaxpr, path, policy) for one in inner])[0]
+    def part(jaxpr: Any, path: str, policy: Policy) -> Threaded:
+        return lambda extra_in, *arrays: run(jaxpr, arrays, path, policy)  # noqa: ARG005
 
-    def _part(self, jaxpr: Any, path: str, policy: Policy) -> Threaded:
-        return lambda extra_in, *arrays: self.run(jaxpr, arrays, path, policy)  # noqa: ARG005
+    @functools.wraps(loss)
+    def in_regions(*args: Any) -> Any:
+        traced = trace(loss, args, {})
+        results, _ = run(traced.jaxpr, traced.arrays, "", policies.default)
+        return traced.rebuild(results)
 
-    def _policy(self, scopes: str) -> Policy:
-        path = self.places.of(scopes)
-        return FLOAT32 if path is None else policy_for(self.policies, path)
+    return under_policy(in_regions, policies.default, by_position(loss, 0))
 
 
 def policy_for(policies: PolicyMap, path: Path) -> Policy:
@@ -245,12 +219,8 @@ def _names(scopes: str) -> Path:
     return tuple(names)
 
 
-def _strings(path: Sequence[Any]) -> Path:
-    return tuple(map(str, path))
-
-
 def _label(path: Sequence[Any]) -> str:
-    return _MODULE + ".".join(_strings(path))
+    return _MODULE + ".".join(map(str, path))
 
 
 def _scoped(cls: Any, label: str) -> Any:
@@ -269,12 +239,7 @@ def _scoped(cls: Any, label: str) -> Any:
         name: scoped(method)
         for name in dir(cls)
         if (name == "__call__" or not name.startswith("_")) and name not in flax
-        if callable(method := getattr(cls, name)) and not isinstance(method, type)
-        if not isinstance(vars_of(cls, name), (staticmethod, classmethod, property))
+        if callable(method := getattr(cls, name))
+        if not isinstance(inspect.getattr_static(cls, name), _UNBOUND)
     }
     return type(cls)(cls.__name__, (cls,), methods, pytree=is_registered(cls))
-
-
-def vars_of(cls: type, name: str) -> Any:
-    """A member of a class as it was written."""
-    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
+from jaxmp._numerics.plots import plot_tuned
+from jaxmp._numerics.text import table
 from jaxmp._numerics.tune_costs import Multiplied
-from jaxmp._numerics.tune_paths import Loss, Path, Prepared, under_map
+from jaxmp._numerics.tune_paths import Loss, Path, Prepared, policy_for, under_map
 from jaxmp._numerics.tune_solve import Front
 from jaxmp.policy import Policy, PolicyMap
 
@@ -47,13 +49,8 @@ class Point(NamedTuple):
 class Group:
     """Modules that have one policy.
 
-    Attributes:
-      paths: of the modules.
-      flops: of their products, forward and backward.
-      ways: for each candidate, in what each module multiplies.
-      low_flops: for each candidate, those of them that are not in float32.
-      costs: for each candidate, as a share of all products in float32.
-      errors: for each candidate, the predicted share of 1 - cosine.
+    For each candidate: in what each module multiplies, its FLOPs that are not in float32, its cost
+    as a share of all products in float32, and what it is predicted to add to 1 - cosine.
     """
 
     paths: tuple[Path, ...]
@@ -74,15 +71,8 @@ class Group:
 class Scored:
     """What was found before a budget is asked for.
 
-    Attributes:
-      loss: the loss.
-      candidates: the policies; the first is float32.
-      names: what the user calls them.
-      groups: what is decided on.
-      front: the assignments that none beats.
-      total_flops: of all products of the program, also of those outside of the model.
-      unit: what costs are.
-      verify: runs the loss and its gradients under a map; each index of `front` once.
+    The first candidate is float32; `names` are the user's. `total_flops` are of all products, also
+    of those outside of the model. `verify` runs the loss and its gradients under a map.
     """
 
     loss: Prepared
@@ -93,6 +83,7 @@ class Scored:
     total_flops: int
     unit: str
     verify: Callable[[PolicyMap], Verified]
+    measured: dict[int, Verified] = dataclasses.field(default_factory=dict)  # by index, so far
 
     def options(self, index: int) -> tuple[int, ...]:
         """For each group, the number of its candidate in one of the assignments of the front."""
@@ -112,36 +103,22 @@ class Scored:
             flops[option] += self.total_flops if () in group.paths else group.flops
         return flops.index(max(flops))
 
-    def policy(self, index: int) -> PolicyMap:
-        """The map of one of the assignments of the front."""
-        options = self.options(index)
-        chosen = {
+    def assignment(self, index: int) -> dict[Path, Policy]:
+        """The policy of each module in one of the assignments of the front."""
+        return {
             path: self.candidates[option]
-            for group, option in zip(self.groups, options, strict=True)
+            for group, option in zip(self.groups, self.options(index), strict=True)
             for path in group.paths
         }
-        default = self.candidates[self._default(options)]
+
+    def policy(self, index: int) -> PolicyMap:
+        """The map of one of the assignments of the front."""
+        default = self.candidates[self._default(self.options(index))]
         overrides: dict[str, Policy] = {}
-        policies = PolicyMap({}, default=default)
-        for path in sorted(chosen, key=len):
-            if _in_force(overrides, path, default) != chosen[path]:
-                overrides["/".join(map(_escaped, path))] = chosen[path]
-        if overrides:
-            policies = PolicyMap(dict(sorted(overrides.items())), default=default)
-        return policies
-
-    def low_share(self, index: int) -> float:
-        """The share of all FLOPs of products that are not in float32."""
-        low = sum(
-            group.low_flops[option]
-            for group, option in zip(self.groups, self.options(index), strict=True)
-        )
-        return low / self.total_flops
-
-    @functools.cached_property
-    def measured(self) -> dict[int, Verified]:
-        """What was verified so far, by the index on the front."""
-        return {}
+        for path, policy in sorted(self.assignment(index).items(), key=lambda item: len(item[0])):
+            if policy_for(PolicyMap(overrides, default=default), path) != policy:
+                overrides["/".join(map(_escaped, path))] = policy
+        return PolicyMap(dict(sorted(overrides.items())), default=default)
 
     def check(self, index: int) -> Verified:
         """Verifies an assignment, unless that was done."""
@@ -172,11 +149,8 @@ class Tuned:
     @property
     def assignment(self) -> dict[str, Policy]:
         """The policy of each module that multiplies, by its path."""
-        return {
-            "/".join(path): self._scored.candidates[option]
-            for group, option in zip(self._scored.groups, self._choices, strict=True)
-            for path in group.paths
-        }
+        found = self._scored.assignment(self._index)
+        return {"/".join(path): policy for path, policy in found.items()}
 
     @property
     def cost(self) -> float:
@@ -191,7 +165,8 @@ class Tuned:
     @property
     def low_share(self) -> float:
         """The share of the FLOPs of products that are not in float32."""
-        return self._scored.low_share(self._index)
+        pairs = zip(self._scored.groups, self._choices, strict=True)
+        return sum(g.low_flops[option] for g, option in pairs) / self._scored.total_flops
 
     @property
     def pareto(self) -> tuple[Point, ...]:
@@ -223,7 +198,7 @@ class Tuned:
         """
         return solve(self._scored, budget)
 
-    def plot(self, path: str | File) -> None:
+    def plot(self, path: File | str) -> None:
         """Writes a picture: cost against error of all assignments, and what each module adds.
 
         It needs matplotlib.
@@ -231,9 +206,7 @@ class Tuned:
         Args:
           path: a file, whose suffix says the format: ``tune.png``.
         """
-        from jaxmp._numerics.tune_plot import plot  # noqa: PLC0415  # loads matplotlib
-
-        plot(self, self._scored, self._index, path)
+        plot_tuned(self, self._scored, self._index, path)
 
     def __str__(self) -> str:
         """The table: what each module got, what it adds, and what the candidates would."""
@@ -250,23 +223,12 @@ class Tuned:
             )
             for group, option in worst
         ]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
-        said = (
-            f"cost        {self.cost:.3f} of float32's ({scored.unit}); the cheapest is "
-            f"{scored.front.costs[0]:.3f}"
-        )
-        off = (
-            f"{self.verified.error:.2g} measured, {self.predicted:.2g} predicted, "
-            f"budget {self.budget:g}"
-        )
+        cheapest = f"the cheapest is {scored.front.costs[0]:.3f}"
+        off = f"{self.verified.error:.2g} measured, {self.predicted:.2g} predicted"
         lines = [
-            said,
+            f"cost        {self.cost:.3f} of float32's ({scored.unit}); {cheapest}",
             f"low         {self.low_share:.1%} of the FLOPs of all products",
-            f"1 - cosine  {off}",
+            f"1 - cosine  {off}, budget {self.budget:g}",
             f"loss        off by {self.verified.loss_error:.2g}",
         ]
         endless = [
@@ -284,7 +246,13 @@ class Tuned:
         if not scored.front.exact:
             lines.append("thinned     too many assignments: a cheaper one may have been left out")
         head = "what each policy would add to 1 - cosine, module by module:"
-        return "\n".join([*lines, "", head, *table])
+        return "\n".join([*lines, "", head, *table(cells)])
+
+
+def check_budget(budget: float) -> None:
+    """Raises unless a budget can be kept."""
+    if not budget >= 0:
+        raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
 
 
 def solve(scored: Scored, budget: float) -> Tuned:
@@ -294,9 +262,9 @@ def solve(scored: Scored, budget: float) -> Tuned:
     whatever the scores say. Then the one that the scores say, and from there along the front:
     towards less error by as much as the scores were off, and back by halves.
     """
-    if not budget >= 0:
-        raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
-    last = len(scored.front.costs) - 1
+    check_budget(budget)
+    costs = scored.front.costs
+    last = len(costs) - 1
     if scored.check(0).error <= budget or last == 0:
         return Tuned(budget, scored.check(0), scored, 0)
     fails, at = 0, max(1, scored.front.within(budget))
@@ -310,7 +278,7 @@ def solve(scored: Scored, budget: float) -> Tuned:
     fails = max(fails, scored.front.within(_OFF * budget) - 1)
     for _ in range(_HALVES):
         middle = (fails + at) // 2
-        if middle == fails or _is_close(scored.front.costs[middle], scored.front.costs[at]):
+        if middle == fails or math.isclose(costs[middle], costs[at], rel_tol=0.005):
             break
         if scored.check(middle).error <= budget:
             at = middle
@@ -328,19 +296,6 @@ def _said(verified: Verified) -> str:
     if verified.error == float("inf"):
         return "its gradients are not finite; `jaxmp.diagnose` names the operation"
     return f"1 - cosine {verified.error:.2g} measured"
-
-
-def _is_close(a: float, b: float) -> bool:
-    return abs(a - b) < 0.005 * max(a, b)
-
-
-def _in_force(overrides: dict[str, Policy], path: Path, default: Policy) -> Policy:
-    """The policy of a module under keys that are paths."""
-    for i in range(len(path), 0, -1):
-        key = "/".join(map(_escaped, path[:i]))
-        if key in overrides:
-            return overrides[key]
-    return default
 
 
 def _escaped(name: str) -> str:

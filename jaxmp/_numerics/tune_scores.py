@@ -46,21 +46,14 @@ from jaxmp._jaxprs.trace import trace
 from jaxmp._numerics.tune_costs import Multiplied
 from jaxmp._numerics.tune_paths import Path, Places, Prepared, deeper
 from jaxmp.policy import Policy
-from jaxmp.recipes import FORMATS, Format
+from jaxmp.recipes import Format
 
 _SIZES = {"block": 128, "mx": 32}
 
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """What is scored.
-
-    Attributes:
-      loss: the loss and where its equations are.
-      ways: for each module, the ways of multiplying that are tried.
-      loss_scale: what the loss is multiplied by.
-      probes: how many random vectors there are for each batch.
-    """
+    """Scores the ways of multiplying that are tried at each module, by so many random vectors."""
 
     loss: Prepared
     ways: dict[Path, tuple[Multiplied, ...]]
@@ -107,11 +100,10 @@ class Scorer:
         taps = jnp.zeros((len(self._tried), slots, 2))
         program = gradients(self.loss.loss, self.loss_scale)
         traced = trace(program, (params, batch), {})
-        tapped = _Tapped(self.loss.places, {p: i for i, p in enumerate(self._tried)}, self._tried)
+        tapped = _tapped(self.loss.places, self._tried)
 
         def across(taps: Any) -> Any:
-            results, _ = tapped.run(traced.jaxpr, traced.arrays, "", taps, backward=False)
-            _, found = traced.rebuild(results)
+            _, found = traced.rebuild(tapped(traced.jaxpr, traced.arrays, taps))
             g = jax.tree.leaves(found)
             here = lax.stop_gradient(g)
             keys = jax.random.split(key, len(g))
@@ -133,50 +125,35 @@ def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
     return sum(jnp.sum(x * y) for x, y in zip(a, b, strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tapped:
-    """Runs a program whose products, when it is differentiated, tell of their errors.
-
-    Attributes:
-      places: the modules.
-      index: their numbers.
-      ways: the ways of multiplying that are tried at each.
-    """
-
-    places: Places
-    index: dict[Path, int]
-    ways: dict[Path, tuple[Multiplied, ...]]
+def _tapped(
+    places: Places, ways: dict[Path, tuple[Multiplied, ...]]
+) -> Callable[[Any, Sequence[Any], Any], list[Any]]:
+    """Runs a program whose products, when it is differentiated, tell of their errors."""
+    index = {path: i for i, path in enumerate(ways)}
 
     def run(
-        self, jaxpr: Any, arrays: Sequence[Any], scopes: str, taps: Any, *, backward: bool
+        jaxpr: Any, arrays: Sequence[Any], taps: Any, scopes: str = "", *, backward: bool = False
     ) -> Out:
         def tapped(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             path = deeper(scopes, eqn)
             back = backward or is_backward(eqn)
-            inner = inside(eqn)
-            if not inner:
-                return self._product(eqn, operands, path, taps, backward=back)
-            parts = [self._part(one.jaxpr, path, backward=back) for one in inner]
-            return rebuild(eqn, operands, parts, [taps])[0]
+            if inner := inside(eqn):
+                parts = [part(one.jaxpr, path, backward=back) for one in inner]
+                return rebuild(eqn, operands, parts, [taps])[0]
+            results = compat.bind(eqn, operands)
+            place = places.of(path) if is_product(eqn) else None
+            if place not in index:
+                return results
+            roundings = tuple(_rounding(eqn, how, backward=back) for how in ways[place])
+            [y] = results
+            return [_tap(eqn, roundings, y, taps[index[place]], operands)]
 
         return evaluate(jaxpr, arrays, tapped), {}
 
-    def _part(self, jaxpr: Any, path: str, *, backward: bool) -> Threaded:
-        def part(extra_in: Sequence[Any], *arrays: Any) -> Out:
-            return self.run(jaxpr, arrays, path, extra_in[0], backward=backward)
+    def part(jaxpr: Any, path: str, *, backward: bool) -> Threaded:
+        return lambda extra_in, *arrays: run(jaxpr, arrays, extra_in[0], path, backward=backward)
 
-        return part
-
-    def _product(
-        self, eqn: JaxprEqn, operands: list[Any], path: str, taps: Any, *, backward: bool
-    ) -> list[Any]:
-        results = compat.bind(eqn, operands)
-        place = self.places.of(path) if is_product(eqn) else None
-        if place not in self.index:
-            return results
-        roundings = [_rounding(eqn, how, backward=backward) for how in self.ways[place]]
-        [y] = results
-        return [_tap(eqn, tuple(roundings), y, taps[self.index[place]], operands)]
+    return lambda jaxpr, arrays, taps: run(jaxpr, arrays, taps)[0]
 
 
 def is_product(eqn: JaxprEqn) -> bool:
@@ -226,8 +203,7 @@ def _rounding(eqn: JaxprEqn, how: Multiplied, *, backward: bool) -> _Rounding:
     """What rounds an operand, given which, and what the result; None if nothing is rounded."""
     if not how.is_low:
         return None
-    name = how.format_of(backward=backward)
-    fmt = next(f for f in FORMATS.values() if f.name == name)
+    fmt = how.format_of(backward=backward)
 
     def of_operand(x: Any, side: int) -> Any:
         if not fmt.scaled or how.recipe is None or eqn.primitive.name != "dot_general":
@@ -292,5 +268,4 @@ def _multiplied(step: Step, policy: Policy) -> Multiplied:
 
 
 def _bits(how: Multiplied) -> int:
-    names = {how.format_of(backward=backward) for backward in (False, True)}
-    return min(f.bits for f in FORMATS.values() if f.name in names)
+    return min(how.format_of(backward=backward).bits for backward in (False, True))

@@ -22,13 +22,7 @@ Integers = np.ndarray[Any, np.dtype[np.intp]]
 
 @dataclasses.dataclass(frozen=True)
 class Front:
-    """Choices that none beats: cheap ones first, whose error is larger.
-
-    Attributes:
-      costs: of each, ascending.
-      errors: of each, descending.
-      exact: whether no total was left out.
-    """
+    """Choices that none beats, cheap ones first; `exact` if no total was left out."""
 
     costs: Floats
     errors: Floats
@@ -63,10 +57,7 @@ def front(
 ) -> Front:
     """All that none beats, of one option for each group; costs and errors add up.
 
-    Args:
-      costs: for each group, that of each of its options.
-      errors: likewise, not negative; infinite for what must not be chosen.
-      limit: how many totals are kept.
+    An error is not negative, and infinite for what must not be chosen. `limit` totals are kept.
 
     Raises:
       ValueError: if a group has no option with a finite error.

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp._numerics.progress import Bar, bar_of
-from jaxmp._numerics.validate_kept import Kept, made_by
+from jaxmp._numerics.arguments import mismatch
+from jaxmp._numerics.kept import Kept, fingerprint
+from jaxmp._numerics.progress import Progress
 from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics, remarks_on
 from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._numerics.validate_run import Job, Run, Task, train
-from jaxmp._numerics.validate_verdict import Limits, conclude, floor_of, spread_of
+from jaxmp._numerics.validate_verdict import conclude, spread_of
 from jaxmp.policy import Policy, PolicyMap, get_policy
-
-__all__ = ["validate"]
 
 Spec: TypeAlias = str | Policy | PolicyMap | jmp.Policy | DTypeLike
 
@@ -97,8 +99,8 @@ def validate(
         name.
       depends_on: paths and modules, whose contents decide the outcome, or anything else, whose
         `repr` does.
-      progress: whether to show a bar, where stderr is a terminal and tqdm or rich is installed, or
-        a line every ten seconds, where it is a file or a pipe.
+      progress: whether to say on stderr which run is being made, and how far it is: a line every
+        ten seconds.
 
     Returns:
       The report: `print` it, `plot` it.
@@ -138,30 +140,32 @@ def validate(
     check_cpu_sums(map(_parsed, (reference, *named.values())))
     numerics = describe_numerics()
     task = Task(make_step, batches, steps)
-    kept = Kept(out, made_by(task, depends_on, numerics))
+    made_by = _made_by(task, depends_on, numerics)
+    kept = Kept("validate", out)
 
     base = [Job(base_name, reference, seed) for seed in seeds]
     nudged = [Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(nudges)]
     others = {name: [Job(name, policy, seed) for seed in seeds] for name, policy in named.items()}
     total = steps * (len(base) + len(nudged) + len(others) * len(seeds))
-    with bar_of(total, show=progress) as bar:
-        maker = _Runs(task, kept, bar)
-        base_runs = maker.make_base(base)
-        nudged_runs = maker.make_nudged(nudged)
-        other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
+    maker = _Runs(task, kept, made_by, Progress(total, show=progress))
+    base_runs = maker.make_base(base)
+    nudged_runs = maker.make_nudged(nudged)
+    other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
 
-    limits = Limits(threshold, grad_norm_threshold, curve_threshold)
+    limits = {
+        "final loss": threshold, "gradient norm": grad_norm_threshold, "curve": curve_threshold,
+    }  # fmt: skip
+    results = tuple(
+        conclude(name, runs, base_runs, nudged_runs, limits) for name, runs in other_runs.items()
+    )
     return ValidationReport(
-        policies=tuple(
-            conclude(name, runs, base_runs, nudged_runs, limits)
-            for name, runs in other_runs.items()
-        ),
+        policies=results,
         reference=base_name,
         steps=steps,
         seeds=seeds,
         threshold=threshold,
         spread=spread_of(base_runs),
-        floor=floor_of(base_runs, nudged_runs),
+        floor=results[0].checks[0].floor,
         reference_runs=tuple(base_runs),
         nudged_runs=tuple(nudged_runs),
         numerics=numerics,
@@ -172,8 +176,8 @@ def validate(
 class _Runs:
     """Makes the runs that are not kept, and checks each against the reference of its seed."""
 
-    def __init__(self, task: Task, kept: Kept, bar: Bar) -> None:
-        self._task, self._kept, self._bar = task, kept, bar
+    def __init__(self, task: Task, kept: Kept, made_by: dict[str, Any], progress: Progress) -> None:
+        self._task, self._kept, self._made_by, self._progress = task, kept, made_by, progress
         self._base: dict[int, Run] = {}
 
     def make_base(self, jobs: Sequence[Job]) -> list[Run]:
@@ -217,21 +221,44 @@ class _Runs:
         return runs
 
     def make(self, job: Job) -> Run:
-        self._bar.describe(str(job))
-        if (run := self._kept.get(job)) is not None:
-            self._bar.advance(self._task.steps)
+        self._progress.describe(str(job))
+        made_by = self._made_by | {
+            "label": job.label,
+            "policy": fingerprint(job.policy),
+            "seed": job.seed,
+            "nudge": job.nudge,
+        }
+        if (run := self._kept.get(str(job), made_by, Run.from_dict)) is not None:
+            self._progress.advance(self._task.steps)
             return run
         base = self._base.get(job.seed)
         try:
-            run = train(self._task, job, self._bar.advance, base.data if base else ())
+            run = train(self._task, job, self._progress.advance, base.data if base else ())
         except Exception as error:
             error.add_note(f"validate: this was in {job}")
             raise
-        self._bar.advance(self._task.steps - len(run.losses))
+        self._progress.advance(self._task.steps - len(run.losses))
         if base:
             _check_unscaled(run, base)
-        self._kept.put(job, run)
+        self._kept.put(str(job), made_by, dataclasses.asdict(run))
         return run
+
+
+def _made_by(task: Task, depends_on: Iterable[Any], numerics: Mapping[str, str]) -> dict[str, Any]:
+    """What a run depends on, beside its policy and seed, as plain data."""
+    if isinstance(depends_on, (str, Path, ModuleType)):
+        depends_on = (depends_on,)
+    return {
+        "make_step": fingerprint(task.make_step),
+        "batches": fingerprint(task.batches),
+        "steps": task.steps,
+        "depends_on": [
+            fingerprint(Path(thing) if isinstance(thing, str) and Path(thing).exists() else thing)
+            for thing in depends_on
+        ],
+        "numerics": dict(numerics),
+        "jaxmp": fingerprint(sys.modules["jaxmp"]),  # its version does not tell every change
+    }
 
 
 def _check_unscaled(run: Run, base: Run) -> None:
@@ -313,14 +340,8 @@ def _check_callables(make_step: Any, batches: Any) -> None:
             raise TypeError(
                 f"validate: {name} must be a function, {takes}; got a {type(function).__name__!r}."
             )
-        try:
-            inspect.signature(function).bind(*arguments)
-        except ValueError:  # a builtin that does not say what it takes
-            pass
-        except TypeError as error:
-            raise TypeError(
-                f"validate: {name} is called as {takes}, and takes {inspect.signature(function)}."
-            ) from error
+        if wrong := mismatch(function, *arguments):
+            raise TypeError(f"validate: {name} is called as {takes}, and takes {wrong}.")
 
 
 def _count(name: str, number: Any) -> int:

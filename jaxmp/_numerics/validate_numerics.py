@@ -22,8 +22,6 @@ from jaxmp._jaxprs.attributes import setting
 from jaxmp.dtypes import compute_capability, default_device
 from jaxmp.policy import Policy, PolicyMap
 
-__all__ = ["check_cpu_sums", "describe_numerics", "remarks_on", "with_cpu_sums"]
-
 _EXCESS: Final = re.compile(r"--xla_allow_excess_precision(?:=(\w+))?")
 
 
@@ -55,12 +53,13 @@ def remarks_on(numerics: Mapping[str, str]) -> tuple[str, ...]:
     """What a reader of a report has to know of the numerics it was made with."""
     said = []
     default = numerics["matmul precision"] == "JAX's default"
+    tf32 = (compute_capability(default_device()) or (0, 0)) >= (8, 0)
     if numerics["backend"] == "tpu" and default:
         said.append(
             "float32 here multiplies in one bfloat16 pass, as TPUs do by default; for a reference "
             'in true float32 set jax_default_matmul_precision to "highest"'
         )
-    if numerics["backend"] in ("gpu", "cuda") and default and _multiplies_tf32():
+    if numerics["backend"] in ("gpu", "cuda") and default and tf32:
         said.append(
             "float32 here may multiply in TF32, as NVIDIA GPUs do by default since Ampere; for a "
             'reference in true float32 set jax_default_matmul_precision to "highest"'
@@ -140,7 +139,3 @@ def _excess_precision(flags: Iterable[str]) -> str:
         return "allowed (XLA's default)"
     off = (found[-1][1] or "true").lower() in ("false", "0")
     return f"{'off' if off else 'allowed'} (XLA_FLAGS)"
-
-
-def _multiplies_tf32() -> bool:
-    return (compute_capability(default_device()) or (0, 0)) >= (8, 0)

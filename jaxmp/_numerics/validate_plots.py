@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from jaxmp._numerics.plots import new_figure, save_figure, tidy
 from jaxmp._numerics.validate_run import Run
 from jaxmp._numerics.validate_verdict import FAILS
-
-__all__ = ["plot_runs"]
 
 # The reference is a broad pale band, and the policies are lines on it: they lie on one another.
 _PALE: Final = "#93c5fd"
@@ -22,27 +20,20 @@ _WIDTHS: Final = (2.4, 1.6, 1.2, 1.0)
 Curve = np.ndarray[Any, Any]
 
 
-def plot_runs(report: Any, path: str | os.PathLike[str]) -> None:
+def plot_runs(report: Any, path: Path | str) -> None:
     """Draws a `ValidationReport` (whose file imports this one) into a file."""
-    if not importlib.util.find_spec("matplotlib"):
-        raise ImportError(
-            "ValidationReport.plot: needs matplotlib: python -m pip install matplotlib"
-        )
-    from matplotlib.figure import Figure  # noqa: PLC0415 (an extra)
-
     rows = [_draw_losses, _draw_differences]
     if report.reference_runs[0].grad_norms:
         rows.append(_draw_norms)
     if any(_scales(result.runs).size for result in report.policies):
         rows.append(_draw_scales)
-    figure = Figure(figsize=(8, 2.2 + 2.1 * len(rows)), dpi=100, layout="constrained")
+    figure = new_figure("ValidationReport.plot", 8, 2.2 + 2.1 * len(rows))
     axes = figure.subplots(len(rows), sharex=True, height_ratios=[3, 2, 2, 2][: len(rows)])
     for draw, ax in zip(rows, axes, strict=True):
         draw(ax, report)
-        ax.grid(alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
+        tidy(ax)
     axes[-1].set(xlabel="training step", xlim=(0, report.steps))
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def _draw_losses(ax: Any, report: Any) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
+from pathlib import Path
 from typing import Any
 
+from jaxmp._numerics.text import markdown, plain, table
 from jaxmp._numerics.validate_plots import plot_runs
 from jaxmp._numerics.validate_run import Run
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, Check, PolicyResult, percent
-
-__all__ = ["ValidationReport"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,27 +68,22 @@ class ValidationReport:
         Args:
           runs: whether with every run, step by step.
         """
-        data: dict[str, Any] = _plain(dataclasses.asdict(self))
+        data: dict[str, Any] = plain(dataclasses.asdict(self))
         if not runs:
             del data["reference_runs"], data["nudged_runs"]
             for result in data["policies"]:
                 del result["runs"]
         return data | {"passed": self.passed, "failed": self.failed}
 
-    def to_json(self, *, runs: bool = True) -> str:
-        """The report as JSON; the arguments are those of `to_dict`."""
-        return json.dumps(self.to_dict(runs=runs), allow_nan=False)
-
     def to_markdown(self) -> str:
         """The report in Markdown: a table, a reason for each verdict, whose numerics these are."""
-        head, *rows = self._rows()
-        lines = [self._heading(), ""]
-        lines += [_line(head), _line([":--", *["--:"] * (len(head) - 2), ":--"])]
-        lines += [*map(_line, rows), "", *self._said(), ""]
+        rows = self._rows()
+        lines = [self._heading(), "", *markdown(rows, right=range(1, len(rows[0]) - 1))]
+        lines += ["", *self._said(), ""]
         lines += [f"* {name}: {value}" for name, value in self.numerics.items()]
         return "\n".join([*lines, *(f"* {remark}" for remark in self.remarks)]) + "\n"
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
+    def plot(self, path: Path | str) -> None:
         """Draws curves, differences, gradient norms and loss scales into a picture.
 
         Args:
@@ -103,17 +96,9 @@ class ValidationReport:
 
     def __str__(self) -> str:
         rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        last = len(widths) - 1
-        table = [
-            "  ".join(
-                cell.rjust(width) if 0 < i < last else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = table(rows, right=range(1, len(rows[0]) - 1))
         where = [f"{name}: {value}" for name, value in self.numerics.items()]
-        lines = [self._heading(), "", *table, "", *self._said(), "", *where]
+        lines = [self._heading(), "", *lines, "", *self._said(), "", *where]
         return "\n".join([*lines, *(f"({remark})" for remark in self.remarks)])
 
     def _heading(self) -> str:
@@ -127,21 +112,13 @@ class ValidationReport:
         )
 
     def _rows(self) -> list[list[str]]:
-        names = [name for name in ("gradient norm", "curve") if any(map(_has(name), self.policies))]
+        judged = {check.name for result in self.policies for check in result.checks}
+        names = [name for name in ("gradient norm", "curve") if name in judged]
         skips = any(run.finite for result in self.policies for run in result.runs)
         mean = sum(run.final for run in self.reference_runs) / len(self.reference_runs)
-        blank = [""] * (len(names) + skips)
-        rows = [
-            [
-                "policy",
-                "final loss",
-                "difference ± noise",
-                *names,
-                *["left out"] * skips,
-                "verdict",
-            ],
-            [self.reference, f"{mean:.5g}", "", *blank, ""],
-        ]
+        numbers = ["final loss", "difference ± noise", *names, *["left out"] * skips]
+        rows = [["policy", *numbers, "verdict"]]
+        rows.append([self.reference, f"{mean:.5g}", *[""] * len(numbers)])
         for result in self.policies:
             row = [result.label, f"{result.final_loss:.5g}", _with_noise(result.checks[0])]
             for name in names:
@@ -158,23 +135,7 @@ class ValidationReport:
         ]
 
 
-def _has(name: str) -> Any:
-    return lambda result: result.check(name) is not None
-
-
 def _with_noise(check: Check) -> str:
     if not math.isfinite(check.difference):
         return percent(check.difference)
     return f"{percent(check.difference)} ± {percent(check.noise, sign=False)}"
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from jaxmp._numerics.arguments import bytes_of
-from jaxmp._numerics.validate_nudge import nudge
-
-__all__ = ["Job", "Run", "Task", "train"]
+from jaxmp._numerics.arguments import bytes_of, mismatch
 
 _CHUNK: Final = 32  # steps whose metrics are fetched at once: the device need not wait for each
 # A scale of 2^60, the largest that makes sense, is down at 1 after 60 overflows.
 _HOPELESS: Final = 100
 _MADE: Final = "(state, step), or (state, step, evaluate) with evaluate(state) -> loss"
 _KEPT: Final = ("loss", "grad_norm", "loss_scale", "finite")
+# What is nudged, by its width in bytes, and what is not: a power of two.
+_BITS: Final[dict[int, Any]] = {2: np.int16, 4: np.int32, 8: np.int64}
+_NEVER: Final = {"loss_scale"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,13 +78,9 @@ class Run:
     held_out: bool
     data: tuple[int, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The run as plain data; `from_dict` reads it back, to the bit."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Run:
-        """The run that `to_dict` wrote."""
+        """The run whose fields these are, lists for tuples."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
@@ -95,13 +92,9 @@ class Run:
 
 
 def train(task: Task, job: Job, tick: Callable[[int], None], data: tuple[int, ...] = ()) -> Run:
-    """Makes one run.
+    """Makes one run, whose batches have the checksums `data`, if those are known.
 
-    Args:
-      task: what is run.
-      job: which of its runs.
-      tick: is told how many steps were made since it was called last.
-      data: the checksums of the batches that there have to be; empty if that is not known yet.
+    `tick` is told how many steps were made since it was called last.
 
     Raises:
       TypeError: if `make_step`, `step` or `evaluate` returns something else than it has to.
@@ -218,25 +211,14 @@ def _read_made(made: Any, job: Job) -> tuple[Any, Callable[..., Any], Callable[.
 
 def _taking(step: Callable[..., Any], fed: Any, job: Job) -> Callable[..., Any]:
     """Returns `step(state, batch)`, also of one that takes the parts, `step(state, x, y)`."""
-    try:
-        signature = inspect.signature(step)
-    except (TypeError, ValueError):  # of some callables there is none
+    wrong = mismatch(step, None, fed)
+    if not wrong:
         return step
-
-    def binds(*args: Any) -> bool:
-        try:
-            signature.bind(*args)
-        except TypeError:
-            return False
-        return True
-
-    if binds(None, fed):
-        return step
-    if isinstance(fed, (tuple, list)) and binds(None, *fed):
+    if isinstance(fed, (tuple, list)) and not mismatch(step, None, *fed):
         return lambda state, parts: step(state, *parts)
     what = "step(state, i)" if isinstance(fed, int) else f"step(state, batch), a batch {_kind(fed)}"
     raise TypeError(
-        f"validate: step is called as {what}; that of {job} takes {signature}. "
+        f"validate: step is called as {what}; that of {job} takes {wrong}. "
         "batches=lambda seed: ... gives it batches: of a tuple (x, y) each part may be an argument."
     )
 
@@ -247,7 +229,7 @@ def _read_step(result: Any, i: int, job: Job) -> tuple[Any, dict[str, Any]]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(f"validate: {wanted}; step {i} of {job} returned {_kind(result)}.")
     state, metrics = result
-    if hasattr(metrics, "__float__") and np.shape(metrics) == ():
+    if _is_number(metrics):
         metrics = {"loss": metrics}
     if not isinstance(metrics, Mapping):
         raise TypeError(f"validate: {wanted}; step {i} of {job} has metrics of {_kind(metrics)}.")
@@ -257,7 +239,7 @@ def _read_step(result: Any, i: int, job: Job) -> tuple[Any, dict[str, Any]]:
         )
     kept = {name: metrics[name] for name in _KEPT if name in metrics}
     for name, value in kept.items():
-        if np.shape(value) != () or not hasattr(value, "__float__"):
+        if not _is_number(value):
             raise ValueError(
                 f"validate: the metric {name!r} must be one number, and is {_kind(value)} of shape "
                 f"{np.shape(value)}: report its mean, for example."
@@ -267,7 +249,7 @@ def _read_step(result: Any, i: int, job: Job) -> tuple[Any, dict[str, Any]]:
 
 def _evaluated(evaluate: Callable[..., Any], state: Any) -> float:
     loss = evaluate(state)
-    if np.shape(loss) != () or not hasattr(loss, "__float__"):
+    if not _is_number(loss):
         raise TypeError(
             f"validate: evaluate(state) must return the loss, one number, and returned "
             f"{_kind(loss)} of shape {np.shape(loss)}."
@@ -284,6 +266,10 @@ def _final(record: Mapping[str, Sequence[Any]], steps: int) -> float:
     return float(np.mean(counted)) if counted and len(record["loss"]) == steps else math.nan
 
 
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and np.shape(value) == ()
+
+
 def _listed(names: Any) -> str:
     return ", ".join(map(repr, sorted(map(str, names)))) or "nothing"
 
@@ -293,3 +279,67 @@ def _kind(value: Any) -> str:
         return f"a tuple of {len(value)}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def nudge(state: Any, seed: tuple[int, int]) -> tuple[Any, bool]:
+    """Moves each parameter to the next number above or below, or leaves it, with equal chances.
+
+    As if each had been rounded stochastically. Parameters are those leaves of the state whose path
+    has a component ``params`` (`TrainState`, ``{"params": …}``), the `nnx.Param`s of NNX modules
+    among its leaves (which are changed in place), and where there is neither, all floating leaves
+    but those named ``loss_scale``. Zeros, which have no neighbours of their size, stay as they are.
+    Returns the state, and whether anything in it has changed.
+
+    Example:
+      >>> before = {"params": np.ones(100, "f"), "momentum": np.ones(100, "f")}
+      >>> after, changed = nudge(before, (0, 1))
+      >>> changed, sorted({int(x) for x in np.round((after["params"] - 1) * 2**24)})
+      (True, [-1, 0, 2])
+      >>> bool(np.all(after["momentum"] == 1))
+      True
+    """
+    draw = np.random.default_rng(seed)
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda node: isinstance(node, nnx.Module)
+    )
+    modules = [node for _, node in nodes if isinstance(node, nnx.Module)]
+    if modules:
+        params, rest = jax.tree.flatten([nnx.state(module, nnx.Param) for module in modules])
+        moved, changed = _nudge_leaves(params, draw)
+        for module, new in zip(modules, jax.tree.unflatten(rest, moved), strict=True):
+            nnx.update(module, new)
+        return state, changed
+    names = [jax.tree_util.keystr(path, simple=True, separator="/").split("/") for path, _ in nodes]
+    named = any("params" in name for name in names)
+    leaves = [leaf for _, leaf in nodes]
+    wanted = [
+        i for i, name in enumerate(names) if ("params" in name if named else not {*name} & _NEVER)
+    ]
+    moved, changed = _nudge_leaves([leaves[i] for i in wanted], draw)
+    for i, new in zip(wanted, moved, strict=True):
+        leaves[i] = new
+    return jax.tree.unflatten(treedef, leaves), changed
+
+
+def _nudge_leaves(leaves: list[Any], draw: np.random.Generator) -> tuple[list[Any], bool]:
+    moved = [_nudge_leaf(leaf, draw) for leaf in leaves]
+    return moved, any(new is not old for new, old in zip(moved, leaves, strict=True))
+
+
+def _nudge_leaf(leaf: Any, draw: np.random.Generator) -> Any:
+    """A floating array of 16 bits or more, changed; whatever else, or has not changed, as it is.
+
+    On the host: there is nothing to compile for each shape.
+    """
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in _BITS:
+        return leaf
+    array = np.array(leaf)
+    # Neighbours in size are neighbours as integers, whatever the sign.
+    bits = array.view(_BITS[dtype.itemsize])
+    moved = (bits + draw.integers(-1, 2, bits.shape, bits.dtype)).view(dtype)
+    usable = (abs(array) >= jnp.finfo(dtype).tiny) & np.isfinite(moved)
+    if not np.any(usable & (moved != array)):
+        return leaf
+    moved = np.where(usable, moved, array)
+    return jax.device_put(moved, leaf.sharding) if isinstance(leaf, jax.Array) else moved

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from jaxmp._numerics.validate_run import Run
+
+# The largest relative differences that pass; None where a quantity is not judged.
+Limits = Mapping[str, float | None]
 
 PASSES: Final = "passes"
 FAILS: Final = "fails"
@@ -18,15 +21,6 @@ NOISE: Final = "inside noise: proves nothing"
 # Student's t, two-sided, 95 %: of so many degrees of freedom, or the largest number below.
 _FEW = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _STUDENT: Final = dict(enumerate(_FEW, 1)) | {12: 2.179, 15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """The largest relative differences that pass; None where a quantity is not judged."""
-
-    final_loss: float
-    grad_norm: float | None
-    curve: float | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,8 +92,7 @@ def conclude(
     outcomes = {check.outcome for check in checks}
     verdict = FAILS if FAILS in outcomes else NOISE if same else checks[0].outcome
     skipped = sum(map(_skipped, runs))
-    faults = [*_non_finite(runs), *_underflow(runs, base, limits)]
-    reasons = [*faults]
+    reasons = [*_non_finite(runs), *_underflow(runs, base, limits)]
     if same:
         reasons.append(
             f"every loss is {base[0].label}'s to the bit: the policy changed nothing, which proves "
@@ -116,7 +109,8 @@ def conclude(
         of = sum(len(run.finite) for run in runs)
         reasons.append(f"{skipped} of {of} steps were left out, their gradients not being finite")
     distances = [_between_curves(run, other) for run, other in _with_base(runs, base)]
-    apart, floor = float(np.mean(distances)), _largest_between(nudged, base)
+    apart = float(np.mean(distances))
+    floor = max(_between_curves(run, other) for run, other in _with_base(nudged, base))
     if math.isfinite(apart) and not same:
         reasons.append(
             f"training curves {percent(apart, sign=False)} apart ({base[0].label}'s, nudged: "
@@ -196,7 +190,7 @@ def _underflow(runs: Sequence[Run], base: Sequence[Run], limits: Limits) -> list
         if len(norms) and 0 < reference[0] < math.inf
     ]
     change = float(np.mean(first)) if first else 0.0
-    if limits.grad_norm is None or not limits.grad_norm < abs(change) < math.inf:
+    if limits["gradient norm"] is None or not limits["gradient norm"] < abs(change) < math.inf:
         return []
     why = ": gradients underflow; scale the loss (jaxmp.loss_scale_for)" if change < 0 else ""
     return [f"the first gradient, of equal parameters, is {percent(change)} in norm{why}"]
@@ -224,25 +218,18 @@ def judge(difference: float, threshold: float, noise: float) -> str:
 def judge_runs(
     runs: Sequence[Run], base: Sequence[Run], nudged: Sequence[Run], limits: Limits
 ) -> tuple[Check, ...]:
-    """Compares a policy's runs with float32's, seed by seed.
-
-    Args:
-      runs: the policy's, one per seed.
-      base: float32's, of the same seeds.
-      nudged: float32's nudged ones, one or more of each seed.
-      limits: what passes.
-    """
+    """Compares a policy's runs with float32's of the same seeds, and its nudged ones."""
     scale = scale_of(base)
     nudged_pairs = _with_base(nudged, base)
     pairs = list(zip(runs, base, strict=True))
     checks = []
     # A step that is left out moves the rest of the curve along: shown, and not judged.
     left_out = any(_skipped(run) for run in runs)
-    curve = limits.curve and (math.inf if left_out else limits.curve)
+    curve = limits["curve"] and (math.inf if left_out else limits["curve"])
     for name, threshold, difference in (
-        ("final loss", limits.final_loss, lambda run, of: (run.final - of.final) / scale),
-        ("gradient norm", limits.grad_norm, _of_norms),
-        ("curve", curve, _of_curves),
+        ("final loss", limits["final loss"], lambda run, of: (run.final - of.final) / scale),
+        ("gradient norm", limits["gradient norm"], _of_norms),
+        ("curve", curve, _area),
     ):
         if threshold is None or (name == "gradient norm" and not all(r.grad_norms for r in runs)):
             continue
@@ -251,9 +238,9 @@ def judge_runs(
         if np.isnan(chance).any():  # float32 does not report it, or it is always zero
             continue
         mean = float(differences.mean())
-        check = Check(name, mean, threshold, _floor(chance, len(pairs)), _scatter(differences), "")
-        outcome = judge(mean, threshold, check.noise)
-        checks.append(dataclasses.replace(check, outcome=outcome))
+        floor, scatter = _floor(chance, len(pairs)), _scatter(differences)
+        outcome = judge(mean, threshold, max(floor, scatter or 0.0))
+        checks.append(Check(name, mean, threshold, floor, scatter, outcome))
     return tuple(checks)
 
 
@@ -261,13 +248,6 @@ def spread_of(base: Sequence[Run]) -> float | None:
     """float32's final loss from seed to seed: largest less smallest, relative to the mean."""
     finals = [run.final for run in base]
     return (max(finals) - min(finals)) / scale_of(base) if len(finals) > 1 else None
-
-
-def floor_of(base: Sequence[Run], nudged: Sequence[Run]) -> float:
-    """The noise floor of the final loss."""
-    scale = scale_of(base)
-    chance = [(run.final - other.final) / scale for run, other in _with_base(nudged, base)]
-    return _floor(np.array(chance), len(base))
 
 
 def _with_base(runs: Sequence[Run], base: Sequence[Run]) -> list[tuple[Run, Run]]:
@@ -312,27 +292,19 @@ def _of_norms(run: Run, base: Run) -> float:
     return float(np.median(norms[made] / reference[made])) - 1 if made.any() else math.nan
 
 
-def _of_curves(run: Run, base: Run) -> float:
-    """By how much a curve of training losses is above float32's, on average, relative to it."""
-    return _area(run, base, lambda differences: differences)
-
-
 def _between_curves(run: Run, base: Run) -> float:
     """The area between the two, whichever is above."""
     return _area(run, base, np.abs)
 
 
-def _area(run: Run, base: Run, of: Callable[..., Any]) -> float:
+def _area(run: Run, base: Run, of: Callable[..., Any] = np.positive) -> float:
+    """By how much a curve of training losses is above float32's, on average, relative to it."""
     losses, reference = _both(run.losses, base.losses)
     made = np.isfinite(losses) & np.isfinite(reference)
     if len(losses) < len(base.losses) or not made.any():
         return math.inf
     under = float(np.abs(reference[made]).mean()) or 1e-300
     return float(np.mean(of(losses[made] - reference[made]))) / under
-
-
-def _largest_between(nudged: Sequence[Run], base: Sequence[Run]) -> float:
-    return max(_between_curves(run, other) for run, other in _with_base(nudged, base))
 
 
 def _both(

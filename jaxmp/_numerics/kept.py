@@ -1,4 +1,4 @@
-"""Finished runs, each a file: what identifies one, and how it is kept through kill -9."""
+"""Results in a folder: what identifies one, and how it is kept through kill -9."""
 
 from __future__ import annotations
 
@@ -10,96 +10,69 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from jaxmp._jaxprs.trace import is_array
 from jaxmp._numerics.arguments import bytes_of
-from jaxmp._numerics.validate_run import Job, Run, Task
 
-__all__ = ["Kept", "fingerprint", "made_by"]
-
+T = TypeVar("T")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
-_SUFFIX: Final = ".run.json"
 
 
 class Kept:
-    """Runs in a folder, one file each; or, without a folder, no runs."""
+    """Results of a tool in a folder, a file each, for what made them; without a folder, none.
 
-    def __init__(self, folder: str | os.PathLike[str] | None, made_by: Mapping[str, Any]) -> None:
-        self._folder = None if folder is None else Path(folder)
-        self._made_by = dict(made_by)
-        if self._folder is not None:
-            if self._folder.exists() and not self._folder.is_dir():
-                raise ValueError(f"validate: out={str(folder)!r} is a file; name a folder.")
-            self._folder.mkdir(parents=True, exist_ok=True)
+    Raises:
+      ValueError: if the folder is a file.
+    """
 
-    def get(self, job: Job) -> Run | None:
-        """The run, if it is there and was made by the same."""
-        path, identity = self._place(job)
+    def __init__(self, tool: str, folder: str | os.PathLike[str] | None) -> None:
+        self._tool = tool
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is not None:
+            if self.folder.exists() and not self.folder.is_dir():
+                raise ValueError(f"{tool}: out={str(folder)!r} is a file; name a folder.")
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, name: str, made_by: Any, read: Callable[[Any], T]) -> T | None:
+        """The result of that name, if it is there and was made by the same."""
+        path = self._path(name, made_by)
         if path is None or not path.exists():
             return None
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            made_by, run = found["made_by"], Run.from_dict(found["run"])
+            return read(json.loads(path.read_text(encoding="utf-8"))["result"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            message = f"validate: {path} is damaged ({error!r}): {job} is made again."
+            message = f"{self._tool}: {path} is damaged ({error!r}): {name} is made again."
             warnings.warn(message, stacklevel=2)
             return None
-        return run if made_by == identity else None
 
-    def put(self, job: Job, run: Run) -> None:
-        """Keeps a run: the whole of it, or what was there before, whatever happens meanwhile."""
-        path, identity = self._place(job)
+    def put(self, name: str, made_by: Any, result: Any) -> None:
+        """Keeps a result: the whole of it, or what was there before, whatever happens meanwhile."""
+        path = self._path(name, made_by)
         if path is None:
             return
-        text = json.dumps({"made_by": identity, "run": run.to_dict()})
         new = path.with_name(f"{path.name}.{os.getpid()}.new")
-        new.write_text(text, encoding="utf-8")
+        new.write_text(json.dumps({"made_by": made_by, "result": result}), encoding="utf-8")
         new.replace(path)
 
-    def _place(self, job: Job) -> tuple[Path | None, dict[str, Any]]:
-        identity = self._made_by | {
-            "label": job.label,
-            "policy": fingerprint(job.policy),
-            "seed": job.seed,
-            "nudge": job.nudge,
-        }
-        if self._folder is None:
-            return None, identity
-        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-        label = re.sub(r"[^A-Za-z0-9_.]+", "-", job.label)[:40].strip("-")
-        name = f"{label}-seed{job.seed}" + f"-nudge{job.nudge}" * bool(job.nudge)
-        return self._folder / f"{name}-{key}{_SUFFIX}", identity
+    def _path(self, name: str, made_by: Any) -> Path | None:
+        if self.folder is None:
+            return None
+        key = digest([json.dumps(made_by, sort_keys=True).encode()])
+        return self.folder / f"{re.sub(r'[^A-Za-z0-9_.]+', '-', name)[:60].strip('-')}-{key}.json"
 
 
-def made_by(task: Task, depends_on: Iterable[Any], numerics: Mapping[str, str]) -> dict[str, Any]:
-    """What a run depends on, beside its policy and seed, as plain data."""
-    if isinstance(depends_on, (str, Path, ModuleType)):
-        depends_on = (depends_on,)
-    return {
-        "make_step": fingerprint(task.make_step),
-        "batches": fingerprint(task.batches),
-        "steps": task.steps,
-        "depends_on": [
-            fingerprint(Path(thing) if isinstance(thing, str) and Path(thing).exists() else thing)
-            for thing in depends_on
-        ],
-        "numerics": dict(numerics),
-        "jaxmp": _content(Path(__file__).parents[1]),  # its version does not tell every change
-    }
-
-
-def fingerprint(thing: Any) -> str:
+def fingerprint(thing: Any, around: frozenset[int] = frozenset()) -> str:
     """What says whether something has changed since: contents of files, code, or its `repr`.
 
     A path, or a module, stands for its content (a folder or package for all the files in it); a
     function or class for its name, the file in which it is written, and what it closes over that
     stays what it is: numbers, strings, arrays, functions, dataclasses such as Linen modules, tuples
     of those; `functools.partial` for that and its arguments; anything else for its `repr`, without
-    addresses in memory.
+    addresses in memory. What closes over it is `around`, by ids.
 
     Example:
       >>> fingerprint("mixed_bfloat16")
@@ -110,26 +83,21 @@ def fingerprint(thing: Any) -> str:
       >>> fingerprint(make(0.1)) == fingerprint(make(0.2))
       False
     """
-    return _fingerprint(thing, frozenset())
-
-
-def _fingerprint(thing: Any, around: frozenset[int]) -> str:
-    """That of a thing that functions close over; `around` are their ids."""
     if id(thing) in around:
         return ""  # a function that calls itself
     several = _several(thing)
     if several is not None:
-        return " ".join(_fingerprint(one, around) for one in several)
+        return " ".join(fingerprint(one, around) for one in several)
     if is_array(thing):
-        return _digest(bytes_of(thing))
+        return digest(bytes_of(thing))
     if isinstance(thing, ModuleType):
         file = getattr(thing, "__file__", None)
         if file is None:
             return repr(thing.__name__)
         path = Path(file)
-        return _content(path.parent if path.name == "__init__.py" else path)
+        return content(path.parent if path.name == "__init__.py" else path)
     if isinstance(thing, Path):
-        return _content(thing)
+        return content(thing)
     if _is_function(thing) or isinstance(thing, type):
         return _code(thing, around)
     said = _ADDRESS.sub("", repr(thing))
@@ -152,21 +120,21 @@ def _code(thing: Any, around: frozenset[int]) -> str:
     around |= {id(outer), id(thing)}
     cells = [cell.cell_contents for cell in getattr(thing, "__closure__", None) or ()]
     values = (own, *(getattr(thing, "__defaults__", None) or ()), *cells)
-    fixed = [_fingerprint(value, around) for value in values if _is_fixed(value)]
+    fixed = [fingerprint(value, around) for value in values if _is_fixed(value)]
     named = [getattr(thing, "__qualname__", ""), *fixed]
     try:
         file = inspect.getsourcefile(thing)
     except TypeError:
         file = None
     if file is not None and Path(file).is_file():
-        return " ".join([*named, _content(Path(file))])
+        return " ".join([*named, content(Path(file))])
     # Typed in: a cell of a notebook, which has a source though no file, or an interpreter's line.
     try:
         source = inspect.getsource(thing)
     except (OSError, TypeError):
         code = getattr(thing, "__code__", None)
         source = repr((code.co_code, code.co_consts, code.co_names) if code else thing)
-    return " ".join([*named, _digest([_ADDRESS.sub("", source).encode()])])
+    return " ".join([*named, digest([_ADDRESS.sub("", source).encode()])])
 
 
 def _is_fixed(value: Any) -> bool:
@@ -178,12 +146,14 @@ def _is_fixed(value: Any) -> bool:
     return plain or is_array(value) or _is_function(value) or dataclasses.is_dataclass(value)
 
 
-def _content(path: Path) -> str:
+def content(path: Path) -> str:
+    """The hash of a file, or of all files in a folder."""
     if not path.exists():
         raise ValueError(f"validate: depends_on names {str(path)!r}, which is not there.")
     files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-    return _digest([f.read_bytes() for f in files if "__pycache__" not in f.parts])
+    return digest([f.read_bytes() for f in files if "__pycache__" not in f.parts])
 
 
-def _digest(parts: Iterable[bytes]) -> str:
+def digest(parts: Iterable[bytes]) -> str:
+    """A hash, of 16 digits."""
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
