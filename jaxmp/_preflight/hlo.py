@@ -9,10 +9,8 @@ from typing import NamedTuple
 from jaxmp._preflight.hlo_collectives import Collective, collectives, totals
 from jaxmp._preflight.hlo_groups import Mesh
 from jaxmp._preflight.hlo_places import Place, Places
-from jaxmp._preflight.hlo_shapes import dtype_of, type_of
-from jaxmp._preflight.hlo_text import Instruction, computations
+from jaxmp._preflight.hlo_text import Instruction, computations, type_of
 
-_TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # An operation whose cycles the TPU compiler does not know has the largest 63- or 64-bit integer.
 _UNKNOWN_CYCLES = 2**62
@@ -101,9 +99,9 @@ def read_hlo(text: str, mesh: Mesh = ()) -> Program:
     calls: Counter[str] = Counter()
     for computation in program.values():
         for instruction in computation.instructions:
-            found = _TARGET.search(instruction.rest) if instruction.op == "custom-call" else None
-            target = found.group(1) if found else ""
-            if target:
+            target = ""
+            if instruction.op == "custom-call":
+                target = instruction.attribute("custom_call_target")
                 calls[target] += 1
             if instruction.op in ("dot", "convolution") or _multiplies(target):
                 products.append(_product(instruction, target, computation.by_name, places))
@@ -123,13 +121,13 @@ def _product(
     instruction: Instruction, target: str, around: dict[str, Instruction], places: Places
 ) -> Multiplied:
     """A product, of the library call `target` if it is one."""
-    operands = [around[o].shape for o in instruction.operands()[:2] if o in around]
+    operands = [type_of(around[o].shape) for o in instruction.operands()[:2] if o in around]
     return Multiplied(
         target or instruction.op,
-        "*".join(sorted({dtype_of(operand) for operand in operands} - {""})),
-        tuple(map(type_of, operands)),
+        "*".join(sorted({operand.partition("[")[0] for operand in operands} - {""})),
+        tuple(operands),
         type_of(instruction.shape),
-        places.of(instruction.rest),
+        places.of(instruction),
     )
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxmp._preflight.hlo_groups import Mesh, axes_of
 from jaxmp._preflight.hlo_loops import runs
-from jaxmp._preflight.hlo_shapes import members, sizes_by_dtype
-from jaxmp._preflight.hlo_text import Computation, Instruction
+from jaxmp._preflight.hlo_text import (
+    Computation,
+    Computations,
+    Instruction,
+    members,
+    sizes_by_dtype,
+)
 
 KINDS = (
     "all-gather",
@@ -52,9 +57,7 @@ class Collective(NamedTuple):
     known: bool = True
 
 
-def collectives(
-    program: Mapping[str, Computation], mesh: Mesh = (), devices: int = 0
-) -> tuple[Collective, ...]:
+def collectives(program: Computations, mesh: Mesh = (), devices: int = 0) -> tuple[Collective, ...]:
     """The collectives of a program, a started one once.
 
     Args:
@@ -77,7 +80,7 @@ def collectives(
     return tuple(found)
 
 
-def _once(program: Mapping[str, Computation]) -> Iterator[Instruction]:
+def _once(program: Computations) -> Iterator[Instruction]:
     """The collectives of a program, those that several fusions repeat where they are started."""
     repeated = []
     started = set()

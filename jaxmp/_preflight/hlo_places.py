@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmp._jaxprs.source import in_library, plain_path
+from jaxmp._preflight.hlo_text import Instruction, split
 
-_ROW = re.compile(r"^(\d+) (?:\"(.*)\"|\{(.*)\})$")
 _FIELD = re.compile(r"(\w+)=(\d+)")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 # What JAX and `jax.export` put into names, around what users write.
 _NOT_WRITTEN = re.compile(
     r"^(?:jit\(.*\)|call_exported|while|body|cond|closed_call|branch_\d+_fun)$"
@@ -41,51 +39,39 @@ class Places:
     """The tables at the head of a program that metadata points into."""
 
     def __init__(self, text: str) -> None:
-        self._files: dict[int, str] = {}
-        self._locations: dict[int, tuple[int, int]] = {}
-        self._frames: dict[int, tuple[int, int]] = {}
-        section = ""
-        for line in text.splitlines():
-            row = _ROW.match(line)
-            if row is None:
-                if line.startswith(("%", "ENTRY")):
-                    break  # the first computation: the tables are above all of them
-                section = line.strip() or section
-                continue
-            number, name, fields = row.groups()
-            values = {key: int(value) for key, value in _FIELD.findall(fields or "")}
-            if section == "FileNames":
-                self._files[int(number)] = name or ""
-            elif section == "FileLocations":
-                self._locations[int(number)] = values["file_name_id"], values["line"]
-            elif section == "StackFrames":
-                # Printed one too large: the outermost frame's parent, which is none, as 1.
-                parent = values["parent_frame_id"] - 1
-                self._frames[int(number)] = values["file_location_id"], parent
+        self._files = _rows(text, "FileNames")
+        self._locations = _rows(text, "FileLocations")
+        self._frames = _rows(text, "StackFrames")
 
-    def of(self, rest: str) -> Place:
-        """The place that the text of an instruction, from its operands on, names."""
-        name, frame = _OP_NAME.search(rest), _FRAME.search(rest)
-        stack = name.group(1) if name else ""
-        parts = [p for p in map(_inner, _parts(stack)[:-1]) if not _NOT_WRITTEN.match(p)]
-        return Place(
-            plain_path("/".join(parts)),
-            self._line(int(frame.group(1))) if frame else "",
-            "transpose(" in stack,
-        )
+    def of(self, instruction: Instruction) -> Place:
+        """The place that the metadata of an instruction names."""
+        stack = instruction.attribute("op_name")
+        parts = [p for p in map(_inner, [*split(stack, "/")][:-1]) if not _NOT_WRITTEN.match(p)]
+        source = self._line(int(instruction.attribute("stack_frame_id") or 0))
+        return Place(plain_path("/".join(parts)), source, "transpose(" in stack)
 
     def _line(self, frame: int) -> str:
         """The innermost line, from a frame outwards, that is in no library."""
-        seen = set()
-        while frame in self._frames and frame not in seen:
-            seen.add(frame)
-            location, parent = self._frames[frame]
-            number, line = self._locations.get(location, (0, 0))
-            file = self._files.get(number, "")
+        while frame in self._frames:
+            fields = _fields(self._frames[frame])
+            location = _fields(self._locations.get(fields["file_location_id"], ""))
+            file = self._files.get(location.get("file_name_id", 0), "").strip('"')
             if file and not in_library(file):
-                return f"{Path(file).name}:{line}"
-            frame = parent
+                return f"{Path(file).name}:{location['line']}"
+            # Printed one too large: the outermost frame's parent, which is none, as 1.
+            frame = min(fields["parent_frame_id"], frame) - 1
         return ""
+
+
+def _rows(text: str, table: str) -> dict[int, str]:
+    """The rows of a table at the head of a program, by number."""
+    found = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+    rows = found[1].splitlines() if found else []
+    return {int(number): row for number, _, row in (line.partition(" ") for line in rows)}
+
+
+def _fields(row: str) -> dict[str, int]:
+    return {key: int(value) for key, value in _FIELD.findall(row)}
 
 
 def _inner(part: str) -> str:
@@ -93,15 +79,3 @@ def _inner(part: str) -> str:
     while match := _TRANSFORMED.match(part):
         part = match.group(1)
     return part
-
-
-def _parts(stack: str) -> list[str]:
-    """The parts of a name stack; slashes in parentheses are of a name."""
-    parts, depth = [""], 0
-    for char in stack:
-        depth += (char == "(") - (char == ")")
-        if char == "/" and not depth:
-            parts.append("")
-        else:
-            parts[-1] += char
-    return parts
