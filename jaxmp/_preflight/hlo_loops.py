@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxmp._preflight.hlo_text import Computation, Instruction
+from jaxmp._preflight.hlo_text import Computation, Computations, Instruction
 
 _CALLED = re.compile(
-    r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
-    r"|\b(branch_computations|calls|called_computations)=\{([^{}]*)\}"
+    r"\b(calls|to_apply|body|condition|(?:true|false)_computation|(?:branch|called)_computations)"
+    r"=(?:%?([\w.\-]+)|\{([^{}]*)\})"
 )
 _NAME = re.compile(r"[\w.\-]+")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_INDEX = re.compile(r"\bindex=(\d+)")
 _LITERAL = re.compile(r"^(-?\d+)\)")
-_DIRECTION = re.compile(r"\bdirection=(\w+)")
 _MOVES = ("copy", "bitcast", "copy-start", "copy-done")
-
-Computations = Mapping[str, Computation]
 
 
 class Runs(NamedTuple):
@@ -60,14 +56,12 @@ def runs(program: Computations) -> dict[str, Runs]:
     return {name: of(name) for name in program}
 
 
-def _called(program: Computations, instruction: Instruction) -> list[tuple[str, Runs]]:
+def _called(program: Computations, instruction: Instruction) -> Iterator[tuple[str, Runs]]:
     """What an instruction calls, and how often."""
-    return [
-        (name, _times(program, instruction, word or words))
-        for word, one, words, several in _CALLED.findall(instruction.rest)
-        for name in _NAME.findall(one or several)
-        if name in program
-    ]
+    for word, one, several in _CALLED.findall(instruction.rest):
+        for name in _NAME.findall(one or several):
+            if name in program:
+                yield name, _times(program, instruction, word)
 
 
 def _times(program: Computations, instruction: Instruction, word: str) -> Runs:
@@ -82,6 +76,12 @@ def _times(program: Computations, instruction: Instruction, word: str) -> Runs:
     return Runs(trips + (word == "condition"))
 
 
+class _Element(NamedTuple):
+    """An element of a computation's one parameter, a tuple."""
+
+    number: int
+
+
 def trips_of(program: Computations, loop: Instruction) -> int | None:
     """The trips of a ``while``: as the compiler says (CPU, GPU), or as it can be read (TPU).
 
@@ -91,60 +91,53 @@ def trips_of(program: Computations, loop: Instruction) -> int | None:
     said = _TRIPS.search(loop.rest)
     if said:
         return int(said.group(1))
-    names = {word: name for word, name, _, _ in _CALLED.findall(loop.rest)}
     around = program[loop.computation]
-    test, body = program.get(names.get("condition", "")), program.get(names.get("body", ""))
-    start = around.by_name.get(loop.operands()[0])
-    if test is None or body is None or start is None or start.op != "tuple":
+    test, body = (program.get(loop.attribute(word), around) for word in ("condition", "body"))
+    start, compare, end = around.by_name.get(loop.operands()[0]), test.root(), body.root()
+    if start is None or compare is None or end is None or compare.attribute("direction") != "LT":
         return None
-    compare, end = test.root(), body.root()
-    if compare is None or compare.op != "compare" or end is None or end.op != "tuple":
+    if (start.op, compare.op, end.op) != ("tuple", "compare", "tuple"):
         return None
-    direction = _DIRECTION.search(compare.rest)
-    if direction is None or direction.group(1) != "LT":
-        return None
+    before = [_value(around, name) for name in start.operands()]
+    after = [_value(body, name) for name in end.operands()]
 
-    def constant(where: Computation, value: Instruction | None) -> int | None:
+    def constant(value: int | _Element | None) -> int | None:
         """What a value is in every trip: a constant, or an element of the state that stays one."""
-        element = _element(where, value)
-        if element is None:
-            return _literal(value)
-        stays = _element(body, _operand(body, end, element)) == element
-        return _literal(_operand(around, start, element)) if stays else None
+        if isinstance(value, _Element):
+            value = before[value.number] if after[value.number] == value else None
+        return value if isinstance(value, int) else None
 
-    counter = _element(test, _operand(test, compare, 0))
-    stop = constant(test, _operand(test, compare, 1))
-    added = None if counter is None else _operand(body, end, counter)
-    if counter is None or stop is None or added is None or added.op != "add":
+    counter, stop = (_value(test, name) for name in compare.operands())
+    stop = constant(stop)
+    if not isinstance(counter, _Element) or stop is None:
         return None
-    terms = [_operand(body, added, i) for i in (0, 1)]
-    steps = [constant(body, term) for term in terms if _element(body, term) != counter]
-    first = _literal(_operand(around, start, counter))
-    if len(steps) != 1 or first is None or not steps[0] or steps[0] < 0:
+    first, added = before[counter.number], _moved(body, end.operands()[counter.number])
+    if not isinstance(first, int) or added is None or added.op != "add":
+        return None
+    terms = [_value(body, name) for name in added.operands()]
+    steps = [constant(term) for term in terms if term != counter]
+    if len(steps) != 1 or not steps[0] or steps[0] < 0:
         return None
     return max(0, -(-(stop - first) // steps[0]))
 
 
-def _operand(where: Computation, of: Instruction, index: int) -> Instruction | None:
-    """An operand of an instruction, past what only copies it."""
-    operands = of.operands()
-    found = where.by_name.get(operands[index]) if index < len(operands) else None
+def _value(where: Computation, name: str) -> int | _Element | None:
+    """The integer that an operand is, or the element of the parameter; None if it is neither."""
+    found = _moved(where, name)
+    if found is None:
+        return None
+    if found.op == "constant":
+        value = _LITERAL.match(found.rest)
+        return int(value.group(1)) if value else None
+    source = _moved(where, found.operands()[0]) if found.op == "get-tuple-element" else None
+    if source is None or source.op != "parameter":
+        return None
+    return _Element(int(found.attribute("index")))
+
+
+def _moved(where: Computation, name: str) -> Instruction | None:
+    """What an operand is, past what only copies it."""
+    found = where.by_name.get(name)
     while found is not None and found.op in _MOVES:
         found = where.by_name.get(found.operands()[0])
     return found
-
-
-def _element(where: Computation, of: Instruction | None) -> int | None:
-    """Which element of a computation's one parameter, a tuple, an instruction is."""
-    if of is None or of.op != "get-tuple-element":
-        return None
-    source, index = _operand(where, of, 0), _INDEX.search(of.rest)
-    if source is None or source.op != "parameter" or index is None:
-        return None
-    return int(index.group(1))
-
-
-def _literal(of: Instruction | None) -> int | None:
-    """The integer that a constant is."""
-    value = _LITERAL.match(of.rest) if of is not None and of.op == "constant" else None
-    return int(value.group(1)) if value else None
