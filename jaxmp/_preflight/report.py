@@ -9,13 +9,15 @@ from typing import Any
 
 from jaxmp._audit.target import Target
 from jaxmp._preflight.batch_search import Batches
-from jaxmp._preflight.crossing import (
+from jaxmp._preflight.hlo import Program
+from jaxmp._preflight.report_lines import (
+    aligned,
     collectives_as_data,
+    lines_of_8_bits,
     remark_on_collectives,
     rows_of_collectives,
+    share_of_8_bits,
 )
-from jaxmp._preflight.eight_bits import lines_of_8_bits, share_of_8_bits
-from jaxmp._preflight.hlo import Program
 
 AS_WRITTEN = "as written"
 _BITS = re.compile(r"(?:float|int|complex)(\d+)")
@@ -135,24 +137,13 @@ class PreflightReport:
 
     def __str__(self) -> str:
         names = [result.policy for result in self.policies]
-        table = {"": names, **dict(_rows(self))}
-        widths = [max(map(len, column)) for column in zip(*table.values(), strict=True)]
-        label_width = max(map(len, table))
-        lines = [
-            "  ".join(
-                [
-                    label.ljust(label_width),
-                    *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)),
-                ]
-            )
-            for label, cells in table.items()
-        ]
+        table = aligned([["", *names], *([label, *cells] for label, cells in _rows(self))])
         count = self.target.device_count
         heading = (
             f"{self.target.name}: {count} device{'s' * (count > 1)} of "
             f"{_gib(self.target.hbm_bytes)}; sizes are of one device"
         )
-        return "\n".join([heading, "", *lines, *_remarks(self), "", _TRUST])
+        return "\n".join([heading, "", *table, *_remarks(self), "", _TRUST])
 
 
 _TRUST = (
