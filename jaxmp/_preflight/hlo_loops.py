@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -34,46 +33,30 @@ class Runs(NamedTuple):
 
 def runs(program: Computations) -> dict[str, Runs]:
     """How often each computation runs when the program does once."""
-    callers: dict[str, list[tuple[str, Runs]]] = defaultdict(list)
-    for computation in program.values():
+    found: dict[str, Runs] = {}
+    # XLA prints what calls below what it calls.
+    for computation in reversed(list(program.values())):
+        outer = found.setdefault(computation.name, Runs())  # the entry, or what nothing calls
         for instruction in computation.instructions:
             # The second half of an asynchronous pair repeats what the first half calls.
-            if not instruction.op.endswith(("-done", "-update")):
-                for name, inner in _called(program, instruction):
-                    callers[name].append((computation.name, inner))
-    found: dict[str, Runs] = {}
-
-    def of(name: str) -> Runs:
-        if name not in found:
-            found[name] = Runs()  # the entry, or what nothing calls
-            calls = [(of(caller), inner) for caller, inner in callers[name]]
-            if calls:
-                times = sum(outer.times * inner.times for outer, inner in calls)
-                known = all(outer.known and inner.known for outer, inner in calls)
-                found[name] = Runs(times, known)
-        return found[name]
-
-    return {name: of(name) for name in program}
+            if instruction.op.endswith(("-done", "-update")):
+                continue
+            for name, inner in _called(program, instruction):
+                times, known = found.get(name, Runs(0))
+                known = known and outer.known and inner.known
+                found[name] = Runs(times + outer.times * inner.times, known)
+    return found
 
 
 def _called(program: Computations, instruction: Instruction) -> Iterator[tuple[str, Runs]]:
     """What an instruction calls, and how often."""
+    trips = trips_of(program, instruction) if instruction.op == "while" else 1
+    known = trips is not None and instruction.op != "conditional"
     for word, one, several in _CALLED.findall(instruction.rest):
+        times = 1 if trips is None else trips + (word == "condition")
         for name in _NAME.findall(one or several):
             if name in program:
-                yield name, _times(program, instruction, word)
-
-
-def _times(program: Computations, instruction: Instruction, word: str) -> Runs:
-    """How often an instruction runs what it names by a word."""
-    if instruction.op == "conditional":
-        return Runs(known=False)
-    if word not in ("body", "condition"):
-        return Runs()
-    trips = trips_of(program, instruction)
-    if trips is None:
-        return Runs(known=False)
-    return Runs(trips + (word == "condition"))
+                yield name, Runs(times, known)
 
 
 class _Element(NamedTuple):
