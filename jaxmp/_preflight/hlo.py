@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from jaxmp._preflight.hlo_collectives import Collective, collectives, totals
+from jaxmp._preflight.hlo_collectives import Collective, collectives
 from jaxmp._preflight.hlo_groups import Mesh
 from jaxmp._preflight.hlo_places import Place, Places
 from jaxmp._preflight.hlo_text import Instruction, computations, type_of
@@ -71,7 +71,11 @@ class Program(NamedTuple):
 
         A loop's body counts as often as the loop has trips.
         """
-        return totals(self.moved)
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for one in self.moved:
+            count, size = found.get((one.kind, one.dtype), (0, 0))
+            found[one.kind, one.dtype] = count + one.times, size + one.times * one.bytes
+        return found
 
     @property
     def products_in_8_bits(self) -> tuple[Multiplied, ...]:

@@ -65,7 +65,8 @@ def collectives(program: Computations, mesh: Mesh = (), devices: int = 0) -> tup
       mesh: the mesh over which it is partitioned.
       devices: how many devices it is for, where that is known.
     """
-    often, found = runs(program), []
+    often = runs(program)
+    found = []
     for instruction in _once(program):
         computation = program[instruction.computation]
         kind = instruction.op.removesuffix("-start")
@@ -82,27 +83,20 @@ def collectives(program: Computations, mesh: Mesh = (), devices: int = 0) -> tup
 
 def _once(program: Computations) -> Iterator[Instruction]:
     """The collectives of a program, those that several fusions repeat where they are started."""
-    repeated = []
-    started = set()
+    found = []
     for computation in program.values():
         starts = any(_STARTS in instruction.rest for instruction in computation.instructions)
-        for instruction in computation.instructions:
-            if instruction.op.removesuffix("-start") not in KINDS:
-                continue
-            if _REPEATED in instruction.rest and not starts:
-                repeated.append(instruction)
-            else:
-                started.add(_chain(instruction))
-                yield instruction
-    for instruction in repeated:
-        if _chain(instruction) not in started:
-            started.add(_chain(instruction))
+        found += [
+            (_REPEATED in instruction.rest and not starts, instruction)
+            for instruction in computation.instructions
+            if instruction.op.removesuffix("-start") in KINDS
+        ]
+    chains = set()
+    for repeats, instruction in sorted(found, key=lambda pair: pair[0]):
+        chain = (instruction.op, *_CHAIN.findall(instruction.rest))
+        if not repeats or chain not in chains:
             yield instruction
-
-
-def _chain(instruction: Instruction) -> tuple[str, ...]:
-    """What the repetitions of a collective have in common."""
-    return (instruction.op, *_CHAIN.findall(instruction.rest))
+        chains.add(chain)
 
 
 def _scattered(reduced: Instruction, computation: Computation) -> Counter[str]:
@@ -112,11 +106,8 @@ def _scattered(reduced: Instruction, computation: Computation) -> Counter[str]:
         for i in computation.instructions
         if i.op == "get-tuple-element" and reduced.name in i.operands()
     }
-    sizes: Counter[str] = Counter()
-    for instruction in computation.instructions:
-        if instruction.op == "dynamic-slice" and instruction.operands()[0] in results:
-            sizes.update(sizes_by_dtype(instruction.shape))
-    return sizes
+    slices = [i for i in computation.instructions if i.op == "dynamic-slice"]
+    return sizes_by_dtype(" ".join(i.shape for i in slices if i.operands()[0] in results))
 
 
 def _results(instruction: Instruction) -> str:
@@ -126,19 +117,8 @@ def _results(instruction: Instruction) -> str:
     has its results' alone, unless it is one that JAX 0.12's XLA makes asynchronous on GPUs: that
     has its operands in a tuple of their own.
     """
-    shape, op = instruction.shape, instruction.op
-    if not op.endswith("-start"):
-        return shape
-    parts = members(shape)
-    if op == "all-reduce-start" and not parts[0].startswith("("):
-        return shape
-    return parts[1] if len(parts) > 1 else shape
-
-
-def totals(collectives: tuple[Collective, ...]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(kind, dtype) → (how often, bytes in all) of collectives."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for one in collectives:
-        count, size = found.get((one.kind, one.dtype), (0, 0))
-        found[one.kind, one.dtype] = count + one.times, size + one.times * one.bytes
-    return found
+    parts = members(instruction.shape)
+    started = instruction.op.endswith("-start") and len(parts) > 1
+    if not started or (instruction.op == "all-reduce-start" and not parts[0].startswith("(")):
+        return instruction.shape
+    return parts[1]

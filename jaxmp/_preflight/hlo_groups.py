@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import defaultdict
@@ -51,57 +50,30 @@ def axes_of(rest: str, mesh: Mesh = (), devices: int = 0) -> str:
       'groups of 2'
     """
     pairs = _PAIRS.search(rest)
-    if pairs:
-        return _moved(_listed(pairs.group(1)), mesh)
-    found = _GROUPS.search(rest)
-    if found is None:
-        return ""
     size = math.prod(n for _, n in mesh) if mesh else devices
-    of_replicas = "channel_id=" in rest and "use_global_device_ids=true" not in rest
-    return _joined(found.group(), mesh, size, of_replicas=of_replicas)
-
-
-@functools.lru_cache(maxsize=256)
-def _joined(text: str, mesh: Mesh, size: int, *, of_replicas: bool) -> str:
-    """The axes that the groups of a ``replica_groups=…`` are.
-
-    Where it numbers replicas, all devices that share the one replica of a program take part.
-    """
     everyone = [range(size)] if size else []
-    groups = _groups(text) or (everyone if text.startswith("replica_groups={") else [])
-    if of_replicas and groups == [[0]]:
+    groups = _listed(pairs.group(1)) if pairs else _groups(rest, everyone)
+    of_replicas = "channel_id=" in rest and "use_global_device_ids=true" not in rest
+    if of_replicas and groups == [[0]]:  # all devices that share the one replica of a program
         groups = everyone
     if not groups:
         return ""
     crossed = _crossed(groups, mesh)
     members = math.prod(n for name, n in mesh if name in crossed)
-    if crossed and all(len(group) == members for group in groups):
+    if crossed and (pairs or all(len(group) == members for group in groups)):
         return "+".join(crossed)
-    return _counted(groups)
-
-
-def _moved(pairs: Groups, mesh: Mesh) -> str:
-    """The axes along which pairs of a source and a target are apart."""
-    crossed = _crossed([pair for pair in pairs if pair[0] != pair[1]], mesh)
-    return "+".join(crossed) or _counted(_chains(pairs))
+    sizes = [len(group) for group in (_chains(groups) if pairs else groups)]
+    few, many = min(sizes), max(sizes)
+    return f"groups of {few}" if few == many else f"groups of {few} to {many}"
 
 
 def _crossed(groups: Groups, mesh: Mesh) -> list[str]:
     """The axes along which the members of a group differ; none if they are not of the mesh."""
     sizes = [n for _, n in mesh]
-    if not mesh or max(map(max, groups), default=0) >= math.prod(sizes):
+    if not mesh or max(map(max, groups)) >= math.prod(sizes):
         return []
-    found = set()
-    for group in groups:
-        along = np.array(np.unravel_index(group, sizes))
-        found |= set(np.flatnonzero(along.min(1) != along.max(1)).tolist())
-    return [name for axis, (name, _) in enumerate(mesh) if axis in found]
-
-
-def _counted(groups: Groups) -> str:
-    sizes = [len(group) for group in groups] or [0]
-    few, many = min(sizes), max(sizes)
-    return f"groups of {few}" if few == many else f"groups of {few} to {many}"
+    places = [np.unravel_index(group, sizes) for group in groups]
+    return [name for i, (name, _) in enumerate(mesh) if any(np.ptp(place[i]) for place in places)]
 
 
 def _chains(pairs: Groups) -> Groups:
@@ -113,16 +85,16 @@ def _chains(pairs: Groups) -> Groups:
     return [list(chain) for chain in chains]
 
 
-def _groups(text: str) -> Groups:
-    """The groups that a text lists, in any of XLA's three notations."""
-    found = _GROUPS.fullmatch(text)
+def _groups(rest: str, everyone: Groups) -> Groups:
+    """The groups that a text names, in any of XLA's three notations."""
+    found = _GROUPS.search(rest)
     if found is None:
         return []
     if found["shape"]:
         rows = _numbers(found["iota"]).reshape(_ints(found["shape"]))
         return [list(row) for row in rows.reshape(-1, rows.shape[-1]).tolist()]
     if found["mesh"] is None:
-        return _listed(found["listed"])
+        return _listed(found["listed"]) or everyone
     sizes = {quoted or plain: int(n) for quoted, plain, n in _AXIS.findall(found["mesh"])}
     count = math.prod(sizes.values())
     devices = _numbers(found["ids"] or f"<=[{count}]")
