@@ -116,9 +116,6 @@ def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dic
         "names": list(mesh.axis_names),
         "sizes": [mesh.shape[name] for name in mesh.axis_names],
         "types": [t.name for t in mesh.axis_types],
-        "specs": [
-            list(s.spec) if isinstance(s, jax.sharding.NamedSharding) else [] for s in shardings
-        ],
     }
     return job
 
@@ -225,15 +222,8 @@ def _result(folder: Path, i: int, mesh: Mesh) -> Preflight:
         return Preflight(error="the compiler crashed")
     result = json.loads(path.read_text(encoding="utf-8"))
     if "error" not in result:
-        return Preflight(
-            argument_bytes=result["arguments"],
-            output_bytes=result["outputs"],
-            temporary_bytes=result["temporaries"],
-            code_bytes=result["code"],
-            aliased_bytes=result["aliased"],
-            bytes_accessed=result["cost"].get("bytes accessed"),
-            program=read_hlo((folder / f"{i}.hlo").read_text(encoding="utf-8"), mesh),
-        )
+        text = (folder / f"{i}.hlo").read_text(encoding="utf-8")
+        return Preflight(**result, program=read_hlo(text, mesh))
     refused = _OUT_OF_MEMORY.search(result["error"])
     if refused is None:
         return Preflight(error=result["error"])
