@@ -23,7 +23,7 @@ from jaxmp._jaxprs import dataflow
 from jaxmp._jaxprs.compat import closed
 from jaxmp._jaxprs.trace import flatten_call, is_array
 from jaxmp._preflight import aot_worker
-from jaxmp._preflight.batch_arguments import sharding_of
+from jaxmp._preflight.batch_search import sharding_of
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_groups import Mesh
 from jaxmp._preflight.report import Preflight

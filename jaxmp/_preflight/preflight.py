@@ -20,8 +20,7 @@ from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.transform import autocast
-from jaxmp._preflight.batch_arguments import batch_of, with_batch
-from jaxmp._preflight.batch_search import Probe, search_batch
+from jaxmp._preflight.batch_search import Probe, batch_of, search_batch, with_batch
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp._speed import chip_named, warning
