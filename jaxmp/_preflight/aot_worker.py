@@ -93,7 +93,8 @@ def argument_shardings(exported: Any, mesh: dict[str, Any] | None, devices: list
     if mesh is None:
         return [jax.sharding.SingleDeviceSharding(devices[0])] * len(exported.in_avals)
     types = tuple(jax.sharding.AxisType[name] for name in mesh["types"])
-    described = jax.make_mesh(mesh["sizes"], mesh["names"], axis_types=types, devices=devices)
+    sizes, names = tuple(mesh["axes"].values()), tuple(mesh["axes"])
+    described = jax.make_mesh(sizes, names, axis_types=types, devices=devices)
     whole = jax.sharding.NamedSharding(described, jax.sharding.PartitionSpec())
     return [sharding or whole for sharding in exported.in_shardings_jax(described)]
 
