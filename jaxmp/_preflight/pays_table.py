@@ -108,13 +108,11 @@ def when_it_pays(target: str) -> PaysTable:
       1024
     """
     chip = chip_named(parse_target(target).name)
-    return PaysTable(
-        chip,
-        {
-            (n_in, n_out): {recipe: _cell(recipe, chip, n_in, n_out) for recipe in RECIPES}
-            for n_in, n_out in WEIGHTS
-        },
-    )
+    cells = {
+        weights: {recipe: _cell(recipe, chip, *weights) for recipe in RECIPES}
+        for weights in WEIGHTS
+    }
+    return PaysTable(chip, cells)
 
 
 def _cell(recipe: Recipe, chip: Chip, n_in: int, n_out: int) -> Cell:

@@ -121,15 +121,10 @@ class PreflightReport:
         rows = []
         for result in self.policies:
             row = dataclasses.asdict(result)
-            if result.program is not None:
-                row["program"] = result.program._asdict() | {
-                    "products": [
-                        product._asdict() | {"place": product.place._asdict()}
-                        for product in result.program.products
-                    ],
-                    "collectives": collectives_as_data(result.program.moved),
-                }
-                del row["program"]["moved"]
+            if (program := result.program) is not None:
+                products = [p._asdict() | {"place": p.place._asdict()} for p in program.products]
+                row["program"] = program._asdict() | {"products": products}
+                row["program"]["collectives"] = collectives_as_data(row["program"].pop("moved"))
             row |= {"peak_bytes": result.peak_bytes, "fits": self.fits(result.policy)}
             rows.append(row | {"emulated": self.emulated(result.policy)})
         target = {key: getattr(self.target, key) for key in ("name", "device_count", "hbm_bytes")}
@@ -199,7 +194,8 @@ def _is_library(target: str) -> bool:
 def _remarks(report: PreflightReport) -> Iterator[str]:
     for result in report.policies:
         if result.error:
-            yield f"\n{result.policy}: the compiler failed: {_first_lines(result.error)}"
+            said = " ".join(result.error.split("\n")[:3])
+            yield f"\n{result.policy}: the compiler failed: {said[:500]}"
             continue
         excess = result.excess_bytes(report.target)
         if excess > 0:
@@ -214,25 +210,22 @@ def _remarks(report: PreflightReport) -> Iterator[str]:
             yield f"\n{result.policy}: {dtype} is emulated: {why}its operands are widened first."
         if result.warned:
             yield f"\n{result.policy}: {result.warned}."
-        if result.program and result.program.products_in_8_bits:
+        program = result.program
+        if program and program.products_in_8_bits:
             yield f"\n{result.policy}, products in 8 bits:"
-            yield from lines_of_8_bits(result.program)
-        if result.program and (said := remark_on_collectives(result.program.moved)):
+            yield from lines_of_8_bits(program)
+        if program and (said := remark_on_collectives(program.moved)):
             yield f"\n{result.policy}: {said}"
-        if result.program and result.program.unknown_cycles:
+        if program and program.unknown_cycles:
             yield (
                 f"\n{result.policy}: the compiler does not know the cycles of "
-                f"{result.program.unknown_cycles} operations, which are not in the sum."
+                f"{program.unknown_cycles} operations, which are not in the sum."
             )
 
 
 def _bits(dtype: str) -> int:
     """The bits of the narrowest of an operand's dtypes: of ``float8_e5m2*float32``, 8."""
     return min(map(int, _BITS.findall(dtype)), default=64)
-
-
-def _first_lines(text: str) -> str:
-    return " ".join(text.split("\n")[:3])[:500]
 
 
 def _gib(size: float) -> str:
