@@ -12,8 +12,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._preflight.hlo import Multiplied, read_hlo
-from jaxmp._preflight.hlo_places import Place
+from jaxmp._preflight.hlo import Multiplied, Place, read_hlo
 from jaxmp._preflight.report_lines import MOST, lines_of_8_bits, share_of_8_bits
 
 
