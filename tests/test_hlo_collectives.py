@@ -12,8 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._preflight.hlo import read_hlo
-from jaxmp._preflight.hlo_collectives import Collective
-from jaxmp._preflight.hlo_groups import axes_of
+from jaxmp._preflight.hlo_collectives import Collective, axes_of
 from jaxmp._preflight.report_lines import (
     collectives_as_data,
     remark_on_collectives,

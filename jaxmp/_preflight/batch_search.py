@@ -147,8 +147,6 @@ def with_batch(args: tuple[Any, ...], argnums: tuple[int, ...], batch: int) -> t
 def _shards(leaf: Any) -> int:
     """Over how many devices the leading axis of an array is split."""
     sharding = sharding_of(leaf)
-    if sharding is None or not sharding.spec or sharding.spec[0] is None:
-        return 1
-    axes = sharding.spec[0]
-    names = axes if isinstance(axes, tuple) else (axes,)
+    axes = sharding.spec[0] if sharding is not None and sharding.spec else None
+    names = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(sharding.mesh.shape[name] for name in names)

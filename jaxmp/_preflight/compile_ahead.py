@@ -25,7 +25,7 @@ from jaxmp._jaxprs.trace import flatten_call, is_array
 from jaxmp._preflight import aot_worker
 from jaxmp._preflight.batch_search import sharding_of
 from jaxmp._preflight.hlo import read_hlo
-from jaxmp._preflight.hlo_groups import Mesh
+from jaxmp._preflight.hlo_collectives import Mesh
 from jaxmp._preflight.report import Preflight
 from jaxmp.devices import kind_of
 
@@ -93,8 +93,8 @@ def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any
 
 def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dict[str, Any]:
     """What the worker needs to know of a target and of the arguments."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in _arrays(args)]
-    named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+    shardings = [sharding_of(leaf) for leaf in _arrays(args)]
+    meshes = [sharding.mesh for sharding in shardings if sharding is not None]
     given_away = {i % len(args) for i in donated}
     flags = [i in given_away for i, arg in enumerate(args) for _ in _arrays(arg)]
     job: dict[str, Any] = {
@@ -104,10 +104,10 @@ def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dic
         "donated": [i for i, flag in enumerate(flags) if flag],
         "mesh": None,
     }
-    if not named:
+    if not meshes:
         return job
-    mesh = named[0].mesh
-    if any(s.mesh.axis_names != mesh.axis_names or s.mesh.size != mesh.size for s in named):
+    mesh = meshes[0]
+    if any(m.axis_names != mesh.axis_names or m.size != mesh.size for m in meshes):
         raise ValueError("preflight: the arguments are sharded over different meshes; use one.")
     if mesh.size != target.device_count:
         raise ValueError(

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmp._jaxprs.source import in_library, plain_path
-from jaxmp._preflight.hlo_collectives import Collective, collectives
-from jaxmp._preflight.hlo_groups import Mesh
+from jaxmp._preflight.hlo_collectives import Collective, Mesh, collectives
 from jaxmp._preflight.hlo_text import Instruction, computations, split, type_of
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
