@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._preflight.hlo import Multiplied, Place, read_hlo
-from jaxmp._preflight.report_lines import MOST, lines_of_8_bits, share_of_8_bits
+from jaxmp._preflight.report import MOST, lines_of_8_bits, share_of_8_bits
 
 
 def test_a_collective_of_many_arrays_is_counted():

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Collective, axes_of
-from jaxmp._preflight.report_lines import (
+from jaxmp._preflight.report import (
     collectives_as_data,
     remark_on_collectives,
     rows_of_collectives,

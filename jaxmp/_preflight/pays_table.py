@@ -7,7 +7,7 @@ import itertools
 from typing import Any, Final
 
 from jaxmp._audit.target import parse_target
-from jaxmp._preflight.report_lines import aligned
+from jaxmp._preflight.report import aligned
 from jaxmp._speed import Chip, chip_named, fastest_recipe, pays, warning
 from jaxmp._speed.choice import WORTH
 from jaxmp.recipes import Recipe, deepseek, float8, int8, mxfp8
