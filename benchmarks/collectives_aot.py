@@ -55,8 +55,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._audit.target import parse_target
 from jaxmp._preflight.aot_worker import topology_devices
-from jaxmp._preflight.crossing import rows_of_collectives
 from jaxmp._preflight.hlo import Program, read_hlo
+from jaxmp._preflight.report import rows_of_collectives
 
 import gathers
 from transformer import Block, TransformerLM

@@ -53,8 +53,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._audit.target import Target, parse_target
-from jaxmp._preflight.crossing import rows_of_collectives
-from jaxmp._preflight.report import Preflight
+from jaxmp._preflight.report import Preflight, rows_of_collectives
 
 from collectives_aot import table
 from llama import TENSOR_AXES, Layer, Llama

@@ -11,8 +11,13 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxmp._preflight.hlo_shapes import members, sizes_by_dtype
-from jaxmp._preflight.hlo_text import Computation, Instruction, computations
+from jaxmp._preflight.hlo_text import (
+    Computation,
+    Instruction,
+    computations,
+    members,
+    sizes_by_dtype,
+)
 
 # What moves a value, and what jaxmp narrows one with: finite values stay finite.
 MOVES = frozenset(

@@ -26,8 +26,7 @@ import jaxmp
 from jaxmp import cli
 from jaxmp._audit.target import chip_names, parse_target
 from jaxmp._preflight import batch_search, compile_ahead
-from jaxmp._preflight.batch_arguments import batch_of, with_batch
-from jaxmp._preflight.batch_search import Probe, search_batch
+from jaxmp._preflight.batch_search import Probe, batch_of, search_batch, with_batch
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Collective
 from jaxmp._preflight.preflight import CompilerMissingError

@@ -48,14 +48,11 @@ def topology_devices(job: dict[str, Any]) -> list[Any]:
     from jax.experimental import topologies  # noqa: PLC0415 (reads the variables above)
 
     if job["platform"] == "tpu":
-        return list(
-            topologies.get_topology_desc(platform="tpu", topology_name=job["topology"]).devices
-        )
-    return list(
-        topologies.get_topology_desc(
-            platform="cuda", topology_name="", target_config=job["config"], topology=job["topology"]
-        ).devices
-    )
+        options = {"platform": "tpu", "topology_name": job["topology"]}
+    else:
+        options = {"platform": "cuda", "topology_name": "", "topology": job["topology"]}
+        options["target_config"] = job["config"]
+    return list(topologies.get_topology_desc(**options).devices)
 
 
 def compile_program(
@@ -66,7 +63,7 @@ def compile_program(
     from jax import export  # noqa: PLC0415
 
     exported = export.deserialize(bytearray((folder / f"{name}.exported").read_bytes()))
-    shardings = argument_shardings(job, devices, len(exported.in_avals))
+    shardings = argument_shardings(exported, job["mesh"], devices)
     args = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(exported.in_avals, shardings, strict=True)
@@ -80,32 +77,26 @@ def compile_program(
     (folder / f"{name}.hlo").write_text(compiled.as_text(), encoding="utf-8")
     memory = compiled.memory_analysis()
     return {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-        "aliased": memory.alias_size_in_bytes,
-        "cost": compiled.cost_analysis() or {},
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "bytes_accessed": (compiled.cost_analysis() or {}).get("bytes accessed"),
     }
 
 
-def argument_shardings(job: dict[str, Any], devices: list[Any], count: int) -> list[Any]:
-    """The sharding of each argument: over the job's mesh, or all on one device."""
+def argument_shardings(exported: Any, mesh: dict[str, Any] | None, devices: list[Any]) -> list[Any]:
+    """The sharding of each argument: as exported, over the job's mesh, or all on one device."""
     import jax  # noqa: PLC0415
 
-    if job["mesh"] is None:
-        return [jax.sharding.SingleDeviceSharding(devices[0])] * count
-    mesh = jax.make_mesh(
-        tuple(job["mesh"]["sizes"]),
-        tuple(job["mesh"]["names"]),
-        axis_types=tuple(jax.sharding.AxisType[t] for t in job["mesh"]["types"]),
-        devices=devices,
-    )
-    specs = [
-        jax.sharding.PartitionSpec(*(tuple(s) if isinstance(s, list) else s for s in spec))
-        for spec in job["mesh"]["specs"]
-    ]
-    return [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
+    if mesh is None:
+        return [jax.sharding.SingleDeviceSharding(devices[0])] * len(exported.in_avals)
+    types = tuple(jax.sharding.AxisType[name] for name in mesh["types"])
+    sizes, names = tuple(mesh["axes"].values()), tuple(mesh["axes"])
+    described = jax.make_mesh(sizes, names, axis_types=types, devices=devices)
+    whole = jax.sharding.NamedSharding(described, jax.sharding.PartitionSpec())
+    return [sharding or whole for sharding in exported.in_shardings_jax(described)]
 
 
 if __name__ == "__main__":

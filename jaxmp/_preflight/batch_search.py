@@ -1,11 +1,14 @@
-"""The largest batch that fits, by bisection over programs that are compiled but never run."""
+"""The batch of arguments, and the largest that fits: programs are compiled but never run."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 # The search ends when the largest batch that fits is known to a part in this many.
 PRECISION = 32
@@ -97,3 +100,53 @@ def _estimate(tried: dict[int, int]) -> float:
     a, b = nearest
     slope = (tried[b] - tried[a]) / (b - a)
     return a - tried[a] / slope if slope > 0 else math.inf if tried[a] <= 0 else 0.0
+
+
+def sharding_of(leaf: Any) -> Any:
+    """How an argument is split over a mesh, over an abstract one; None if it is not."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    return jax.sharding.NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
+
+
+def batch_of(args: tuple[Any, ...], argnums: tuple[int, ...]) -> tuple[int, int]:
+    """The batch size of some arguments, their arrays' leading axis, and what it must divide by.
+
+    Raises:
+      ValueError: if there is no such argument, or its arrays do not agree.
+    """
+    if not all(-len(args) <= i < len(args) for i in argnums):
+        raise ValueError(
+            f"preflight: batch_argnums={argnums}, but there are {len(args)} arguments."
+        )
+    leaves = [leaf for i in argnums for leaf in jax.tree.leaves(args[i])]
+    sizes = {np.shape(leaf)[:1] for leaf in leaves}
+    if len(sizes) != 1 or sizes == {()}:
+        found = ", ".join(sorted(str(np.shape(leaf)) for leaf in leaves)) or "none"
+        raise ValueError(
+            f"preflight: max_batch takes the leading axis of every array of argument "
+            f"{', '.join(map(str, argnums))} for the batch, and they must agree; the shapes are "
+            f"{found}. Name the arguments that hold the batch with batch_argnums."
+        )
+    [(size,)] = sizes
+    return size, math.lcm(1, *map(_shards, leaves))
+
+
+def with_batch(args: tuple[Any, ...], argnums: tuple[int, ...], batch: int) -> tuple[Any, ...]:
+    """The arguments as shapes, those of `argnums` with another leading axis."""
+    changed = {i % len(args) for i in argnums}
+
+    def resized(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = (batch, *np.shape(leaf)[1:])
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.result_type(leaf), sharding=sharding_of(leaf))
+
+    return tuple(jax.tree.map(resized, arg) if i in changed else arg for i, arg in enumerate(args))
+
+
+def _shards(leaf: Any) -> int:
+    """Over how many devices the leading axis of an array is split."""
+    sharding = sharding_of(leaf)
+    axes = sharding.spec[0] if sharding is not None and sharding.spec else None
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(sharding.mesh.shape[name] for name in names)

@@ -23,16 +23,17 @@ from jaxmp._jaxprs import dataflow
 from jaxmp._jaxprs.compat import closed
 from jaxmp._jaxprs.trace import flatten_call, is_array
 from jaxmp._preflight import aot_worker
-from jaxmp._preflight.batch_arguments import sharding_of
+from jaxmp._preflight.batch_search import sharding_of
 from jaxmp._preflight.hlo import read_hlo
-from jaxmp._preflight.hlo_groups import Mesh
+from jaxmp._preflight.hlo_collectives import Mesh
 from jaxmp._preflight.report import Preflight
 from jaxmp.devices import kind_of
 
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # What the TPU compiler says of a program that the memory does not hold: all that it says.
-_OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)")
+_OUT_OF_MEMORY = re.compile(r"\([\d.]+[KMGT]\) exceeds available HBM \([\d.]+[KMGT]\)")
+_SIZE = re.compile(r"([\d.]+)([KMGT])\)")
 
 
 def compile_ahead(
@@ -69,7 +70,8 @@ def compile_ahead(
             (folder / f"{i}.exported").write_bytes(exported)
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         _run_worker(folder, lambda i: tell(f"compiling for {target.name}: {labels[i]} …"))
-        return [_result(folder, i, _axes(job)) for i in range(len(fns))]
+        mesh = tuple(job["mesh"]["axes"].items()) if job["mesh"] else ()
+        return [_result(folder, i, mesh) for i in range(len(fns))]
 
 
 def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any]:
@@ -91,8 +93,8 @@ def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any
 
 def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dict[str, Any]:
     """What the worker needs to know of a target and of the arguments."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in _arrays(args)]
-    named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+    shardings = [sharding_of(leaf) for leaf in _arrays(args)]
+    meshes = [sharding.mesh for sharding in shardings if sharding is not None]
     given_away = {i % len(args) for i in donated}
     flags = [i in given_away for i, arg in enumerate(args) for _ in _arrays(arg)]
     job: dict[str, Any] = {
@@ -102,24 +104,17 @@ def _job(target: Target, args: tuple[Any, ...], donated: tuple[int, ...]) -> dic
         "donated": [i for i, flag in enumerate(flags) if flag],
         "mesh": None,
     }
-    if not named:
+    if not meshes:
         return job
-    mesh = named[0].mesh
-    if any(s.mesh.axis_names != mesh.axis_names or s.mesh.size != mesh.size for s in named):
+    mesh = meshes[0]
+    if any(m.axis_names != mesh.axis_names or m.size != mesh.size for m in meshes):
         raise ValueError("preflight: the arguments are sharded over different meshes; use one.")
     if mesh.size != target.device_count:
         raise ValueError(
             f"preflight: the arguments are sharded over {mesh.size} devices, but {target.name} has "
             f"{target.device_count}."
         )
-    job["mesh"] = {
-        "names": list(mesh.axis_names),
-        "sizes": [mesh.shape[name] for name in mesh.axis_names],
-        "types": [t.name for t in mesh.axis_types],
-        "specs": [
-            list(s.spec) if isinstance(s, jax.sharding.NamedSharding) else [] for s in shardings
-        ],
-    }
+    job["mesh"] = {"axes": dict(mesh.shape), "types": [t.name for t in mesh.axis_types]}
     return job
 
 
@@ -133,7 +128,13 @@ def _export(fn: Callable[..., Any], args: tuple[Any, ...], platform: str) -> byt
     The results are those of `fn`, and what it changes in the NNX modules in its arguments: as no
     result, an update would be removed as unused, and with it the gradients that it is made of.
     """
-    flat, arrays = flatten_call(_with_modules(fn), args, {})
+
+    def called(*args: Any) -> Any:
+        out = fn(*args)
+        leaves = jax.tree.leaves(args, is_leaf=is_graph_node)
+        return out, jax.tree.leaves([leaf for leaf in leaves if is_graph_node(leaf)])
+
+    flat, arrays = flatten_call(called, args, {})
     structs = [
         jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=sharding_of(x))
         for x in arrays
@@ -149,17 +150,6 @@ def _export(fn: Callable[..., Any], args: tuple[Any, ...], platform: str) -> byt
     checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in calls]
     exported = jax.export.export(jitted, platforms=[lowered], disabled_checks=checks)(*structs)
     return bytes(exported.serialize())
-
-
-def _with_modules(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn`, which returns the arrays of the NNX modules in its arguments as well."""
-
-    def called(*args: Any) -> Any:
-        out = fn(*args)
-        leaves = jax.tree.leaves(args, is_leaf=is_graph_node)
-        return out, jax.tree.leaves([leaf for leaf in leaves if is_graph_node(leaf)])
-
-    return called
 
 
 def _distinct(jaxpr: Any, own: int) -> list[bool]:
@@ -213,32 +203,16 @@ def _run_worker(folder: Path, starts: Callable[[int], None]) -> None:
         )
 
 
-def _axes(job: dict[str, Any]) -> Mesh:
-    """The names and sizes of the axes of a job's mesh; none if it has no mesh."""
-    mesh = job["mesh"] or {"names": (), "sizes": ()}
-    return tuple(zip(mesh["names"], mesh["sizes"], strict=True))
-
-
 def _result(folder: Path, i: int, mesh: Mesh) -> Preflight:
     path = folder / f"{i}.json"
     if not path.exists():
         return Preflight(error="the compiler crashed")
     result = json.loads(path.read_text(encoding="utf-8"))
     if "error" not in result:
-        return Preflight(
-            argument_bytes=result["arguments"],
-            output_bytes=result["outputs"],
-            temporary_bytes=result["temporaries"],
-            code_bytes=result["code"],
-            aliased_bytes=result["aliased"],
-            bytes_accessed=result["cost"].get("bytes accessed"),
-            program=read_hlo((folder / f"{i}.hlo").read_text(encoding="utf-8"), mesh),
-        )
+        text = (folder / f"{i}.hlo").read_text(encoding="utf-8")
+        return Preflight(**result, program=read_hlo(text, mesh))
     refused = _OUT_OF_MEMORY.search(result["error"])
     if refused is None:
         return Preflight(error=result["error"])
-    required, required_unit, available, available_unit = refused.groups()
-    return Preflight(
-        required_bytes=int(float(required) * _UNITS[required_unit]),
-        available_bytes=int(float(available) * _UNITS[available_unit]),
-    )
+    sizes = [int(float(number) * _UNITS[unit]) for number, unit in _SIZE.findall(refused[0])]
+    return Preflight(required_bytes=sizes[0], available_bytes=sizes[1])

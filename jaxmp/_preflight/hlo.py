@@ -4,19 +4,44 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
-from jaxmp._preflight.hlo_collectives import Collective, collectives, totals
-from jaxmp._preflight.hlo_groups import Mesh
-from jaxmp._preflight.hlo_places import Place, Places
-from jaxmp._preflight.hlo_shapes import dtype_of, type_of
-from jaxmp._preflight.hlo_text import Instruction, computations
+from jaxmp._jaxprs.source import in_library, plain_path
+from jaxmp._preflight.hlo_collectives import Collective, Mesh, collectives
+from jaxmp._preflight.hlo_text import Instruction, computations, split, type_of
 
-_TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # An operation whose cycles the TPU compiler does not know has the largest 63- or 64-bit integer.
 _UNKNOWN_CYCLES = 2**62
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+# Library calls that are matrix products or convolutions (attention, which is many, is not).
+_MULTIPLIES = re.compile(r"matmul|gemm|blockScaledDot|^__cudnn\$conv")
+_NARROW = ("float8_", "int8", "uint8", "float4_", "int4", "uint4")
+_FIELD = re.compile(r"(\w+)=(\d+)")
+# What JAX and `jax.export` put into names, around what users write.
+_NOT_WRITTEN = re.compile(
+    r"^(?:jit\(.*\)|call_exported|while|body|cond|closed_call|branch_\d+_fun)$"
+)
+_TRANSFORMED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)$")
+
+
+class Place(NamedTuple):
+    """Where an instruction comes from; what is not known is empty.
+
+    Attributes:
+      path: the module path and named scopes around it.
+      source: ``file.py:line``, the innermost that is in no library.
+      backward: whether it belongs to a backward pass.
+    """
+
+    path: str = ""
+    source: str = ""
+    backward: bool = False
+
+    def __str__(self) -> str:
+        words = (self.source, self.path, "backward" if self.backward else "forward")
+        return " ".join(word for word in words if word)
 
 
 class Multiplied(NamedTuple):
@@ -41,9 +66,6 @@ class Multiplied(NamedTuple):
     def in_8_bits(self) -> bool:
         """Whether it multiplies 8-bit operands (or 4-bit ones), and no others."""
         return all(dtype.startswith(_NARROW) for dtype in self.dtype.split("*"))
-
-
-_NARROW = ("float8_", "int8", "uint8", "float4_", "int4", "uint4")
 
 
 class Program(NamedTuple):
@@ -73,7 +95,11 @@ class Program(NamedTuple):
 
         A loop's body counts as often as the loop has trips.
         """
-        return totals(self.moved)
+        found: dict[tuple[str, str], tuple[int, int]] = {}
+        for one in self.moved:
+            count, size = found.get((one.kind, one.dtype), (0, 0))
+            found[one.kind, one.dtype] = count + one.times, size + one.times * one.bytes
+        return found
 
     @property
     def products_in_8_bits(self) -> tuple[Multiplied, ...]:
@@ -101,12 +127,14 @@ def read_hlo(text: str, mesh: Mesh = ()) -> Program:
     calls: Counter[str] = Counter()
     for computation in program.values():
         for instruction in computation.instructions:
-            found = _TARGET.search(instruction.rest) if instruction.op == "custom-call" else None
-            target = found.group(1) if found else ""
+            target = ""
+            if instruction.op == "custom-call":
+                target = instruction.attribute("custom_call_target")
             if target:
                 calls[target] += 1
-            if instruction.op in ("dot", "convolution") or _multiplies(target):
+            if instruction.op in ("dot", "convolution") or _MULTIPLIES.search(target):
                 products.append(_product(instruction, target, computation.by_name, places))
+    head = text.lstrip().partition("\n")[0]
     cycles = [int(count) for count in _CYCLES.findall(text)]
     known = [count for count in cycles if count < _UNKNOWN_CYCLES]
     return Program(
@@ -115,7 +143,7 @@ def read_hlo(text: str, mesh: Mesh = ()) -> Program:
         sum(known) if known else None,
         tuple(products),
         len(cycles) - len(known),
-        collectives(program, mesh, _devices(text)),
+        collectives(program, mesh, max(map(int, _DEVICES.findall(head)), default=0)),
     )
 
 
@@ -123,24 +151,57 @@ def _product(
     instruction: Instruction, target: str, around: dict[str, Instruction], places: Places
 ) -> Multiplied:
     """A product, of the library call `target` if it is one."""
-    operands = [around[o].shape for o in instruction.operands()[:2] if o in around]
+    operands = [type_of(around[o].shape) for o in instruction.operands()[:2] if o in around]
     return Multiplied(
         target or instruction.op,
-        "*".join(sorted({dtype_of(operand) for operand in operands} - {""})),
-        tuple(map(type_of, operands)),
+        "*".join(sorted({operand.partition("[")[0] for operand in operands} - {""})),
+        tuple(operands),
         type_of(instruction.shape),
-        places.of(instruction.rest),
+        places.of(instruction),
     )
 
 
-def _multiplies(target: str) -> bool:
-    """Whether a library call is a matrix product or a convolution (not attention: many)."""
-    words = ("matmul", "gemm", "blockScaledDot")
-    return any(word in target for word in words) or target.startswith("__cudnn$conv")
+class Places:
+    """The tables at the head of a program that metadata points into."""
+
+    def __init__(self, text: str) -> None:
+        self._files = _rows(text, "FileNames")
+        self._locations = _rows(text, "FileLocations")
+        self._frames = _rows(text, "StackFrames")
+
+    def of(self, instruction: Instruction) -> Place:
+        """The place that the metadata of an instruction names."""
+        stack = instruction.attribute("op_name")
+        parts = [p for p in map(_inner, [*split(stack, "/")][:-1]) if not _NOT_WRITTEN.match(p)]
+        source = self._line(int(instruction.attribute("stack_frame_id") or 0))
+        return Place(plain_path("/".join(parts)), source, "transpose(" in stack)
+
+    def _line(self, frame: int) -> str:
+        """The innermost line, from a frame outwards, that is in no library."""
+        while frame in self._frames:
+            fields = _fields(self._frames[frame])
+            location = _fields(self._locations.get(fields["file_location_id"], ""))
+            file = self._files.get(location.get("file_name_id", 0), "").strip('"')
+            if file and not in_library(file):
+                return f"{Path(file).name}:{location['line']}"
+            # Printed one too large: the outermost frame's parent, which is none, as 1.
+            frame = min(fields["parent_frame_id"], frame) - 1
+        return ""
 
 
-def _devices(text: str) -> int:
-    """How many devices a program is for; zero if its head does not say."""
-    head = text.lstrip().partition("\n")[0]
-    counts = [int(count) for count in _DEVICES.findall(head)]
-    return max(counts, default=0)
+def _rows(text: str, table: str) -> dict[int, str]:
+    """The rows of a table at the head of a program, by number."""
+    found = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+    rows = found[1].splitlines() if found else []
+    return {int(number): row for number, _, row in (line.partition(" ") for line in rows)}
+
+
+def _fields(row: str) -> dict[str, int]:
+    return {key: int(value) for key, value in _FIELD.findall(row)}
+
+
+def _inner(part: str) -> str:
+    """What a part of a name stack is without the transformations around it."""
+    while match := _TRANSFORMED.match(part):
+        part = match.group(1)
+    return part

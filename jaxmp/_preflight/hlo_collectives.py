@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxmp._preflight.hlo_groups import Mesh, axes_of
+import numpy as np
+
 from jaxmp._preflight.hlo_loops import runs
-from jaxmp._preflight.hlo_shapes import members, sizes_by_dtype
-from jaxmp._preflight.hlo_text import Computation, Instruction
+from jaxmp._preflight.hlo_text import Computations, Instruction, members, sizes_by_dtype
+
+# The names and sizes of a mesh's axes, the major ones first.
+Mesh = tuple[tuple[str, int], ...]
+Groups = Sequence[Sequence[int]]
 
 KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
 # TPUs overlap one collective with several fusions, each of which repeats it; one starts it. Its
 # channel is not enough to tell it: shard_map gives all its collectives the same.
 _REPEATED = '"async_collective_fusion_config"'
@@ -28,6 +28,23 @@ _STARTS = 'custom_call_target="AsyncCollectiveStart"'
 _CHAIN = re.compile(r'\bchannel_id=\d+|\bchain_id="\d+"')
 # TPUs' reduce-scatter: a computation of an all-reduce, and each device's slice of it.
 _SCATTERS = "all-reduce-scatter"
+
+# {{0,1},{2,3}}, or {} of all devices.
+# [2,4]<=[4,2]T(1,0): the numbers in order, reshaped to [4,2], transposed, reshaped to [2,4].
+# mesh['a'=2,'b'=4] {'b'}: the axes of a mesh that are joined; 'b':(2)2 is a part of one.
+_GROUPS = re.compile(
+    r"""\breplica_groups=(?:
+    \{(?P<listed>(?:\{[\d,]*\},?)*)\}
+    |\[(?P<shape>[\d,]+)\](?P<iota><=\[[\d,]+\](?:T\([\d,]+\))?)
+    |mesh\[(?P<mesh>[^\]]*)\](?:,\ *device_ids=\((?P<ids>(?:[^()]|\([^()]*\))*)\))?
+     \ *\{(?P<joined>[^}]*)\}
+    )""",
+    re.VERBOSE,
+)
+_IOTA = re.compile(r"<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_AXIS = re.compile(r"(?:'([^']*)'|([^',=\s]+))=(\d+)")
+_PART = re.compile(r"(?:'([^']*)'|([^',:\s]+))(?::\((\d+)\)(\d+))?")
+_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 class Collective(NamedTuple):
@@ -52,9 +69,7 @@ class Collective(NamedTuple):
     known: bool = True
 
 
-def collectives(
-    program: Mapping[str, Computation], mesh: Mesh = (), devices: int = 0
-) -> tuple[Collective, ...]:
+def collectives(program: Computations, mesh: Mesh = (), devices: int = 0) -> tuple[Collective, ...]:
     """The collectives of a program, a started one once.
 
     Args:
@@ -62,58 +77,47 @@ def collectives(
       mesh: the mesh over which it is partitioned.
       devices: how many devices it is for, where that is known.
     """
-    often, found = runs(program), []
+    often = runs(program)
+    found = []
     for instruction in _once(program):
-        computation = program[instruction.computation]
+        name = instruction.computation
         kind = instruction.op.removesuffix("-start")
         axes = axes_of(instruction.rest, mesh, devices)
         sizes = sizes_by_dtype(_results(instruction))
-        if kind == "all-reduce" and computation.name.startswith(_SCATTERS):
-            kind, sizes = "reduce-scatter", _scattered(instruction, computation) or sizes
+        if kind == "all-reduce" and name.startswith(_SCATTERS):
+            kind, sizes = "reduce-scatter", _scattered(instruction, program) or sizes
         found += [
-            Collective(kind, dtype, axes, size, *often[computation.name])
-            for dtype, size in sizes.items()
+            Collective(kind, dtype, axes, size, *often[name]) for dtype, size in sizes.items()
         ]
     return tuple(found)
 
 
-def _once(program: Mapping[str, Computation]) -> Iterator[Instruction]:
+def _once(program: Computations) -> Iterator[Instruction]:
     """The collectives of a program, those that several fusions repeat where they are started."""
-    repeated = []
-    started = set()
+    found = []
     for computation in program.values():
         starts = any(_STARTS in instruction.rest for instruction in computation.instructions)
-        for instruction in computation.instructions:
-            if instruction.op.removesuffix("-start") not in KINDS:
-                continue
-            if _REPEATED in instruction.rest and not starts:
-                repeated.append(instruction)
-            else:
-                started.add(_chain(instruction))
-                yield instruction
-    for instruction in repeated:
-        if _chain(instruction) not in started:
-            started.add(_chain(instruction))
+        found += [
+            (_REPEATED in instruction.rest and not starts, instruction)
+            for instruction in computation.instructions
+            if instruction.op.removesuffix("-start") in KINDS
+        ]
+    chains = set()
+    for repeats, instruction in sorted(found, key=lambda pair: pair[0]):
+        chain = (instruction.op, *_CHAIN.findall(instruction.rest))
+        if not repeats or chain not in chains:
             yield instruction
+        chains.add(chain)
 
 
-def _chain(instruction: Instruction) -> tuple[str, ...]:
-    """What the repetitions of a collective have in common."""
-    return (instruction.op, *_CHAIN.findall(instruction.rest))
-
-
-def _scattered(reduced: Instruction, computation: Computation) -> Counter[str]:
+def _scattered(reduced: Instruction, program: Computations) -> Counter[str]:
     """Bytes by dtype of the slices that are taken of an all-reduce's results."""
+    around = program[reduced.computation].instructions
     results = {reduced.name} | {
-        i.name
-        for i in computation.instructions
-        if i.op == "get-tuple-element" and reduced.name in i.operands()
+        i.name for i in around if i.op == "get-tuple-element" and reduced.name in i.operands()
     }
-    sizes: Counter[str] = Counter()
-    for instruction in computation.instructions:
-        if instruction.op == "dynamic-slice" and instruction.operands()[0] in results:
-            sizes.update(sizes_by_dtype(instruction.shape))
-    return sizes
+    slices = [i for i in around if i.op == "dynamic-slice" and i.operands()[0] in results]
+    return sizes_by_dtype(" ".join(i.shape for i in slices))
 
 
 def _results(instruction: Instruction) -> str:
@@ -123,19 +127,107 @@ def _results(instruction: Instruction) -> str:
     has its results' alone, unless it is one that JAX 0.12's XLA makes asynchronous on GPUs: that
     has its operands in a tuple of their own.
     """
-    shape, op = instruction.shape, instruction.op
-    if not op.endswith("-start"):
-        return shape
-    parts = members(shape)
-    if op == "all-reduce-start" and not parts[0].startswith("("):
-        return shape
-    return parts[1] if len(parts) > 1 else shape
+    parts = members(instruction.shape)
+    started = instruction.op.endswith("-start") and len(parts) > 1
+    if not started or (instruction.op == "all-reduce-start" and not parts[0].startswith("(")):
+        return instruction.shape
+    return parts[1]
 
 
-def totals(collectives: tuple[Collective, ...]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(kind, dtype) → (how often, bytes in all) of collectives."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for one in collectives:
-        count, size = found.get((one.kind, one.dtype), (0, 0))
-        found[one.kind, one.dtype] = count + one.times, size + one.times * one.bytes
-    return found
+def axes_of(rest: str, mesh: Mesh = (), devices: int = 0) -> str:
+    """The axes of a mesh that a collective crosses.
+
+    Args:
+      rest: the text of the instruction, from its operands on.
+      mesh: the mesh over whose devices, in its order, the program is partitioned.
+      devices: how many devices the program is for, where that is known.
+
+    Returns:
+      ``data``, or of several ``data+model``. Where its groups are no axes of the mesh, how many
+      devices take part: ``groups of 4``. Empty if it does not say.
+
+    Example:
+      >>> axes_of("%x), replica_groups=[2,4]<=[4,2]T(1,0)", (("data", 4), ("model", 2)))
+      'data'
+      >>> axes_of("%x), replica_groups={{0,1},{2,3}}")
+      'groups of 2'
+    """
+    pairs = _PAIRS.search(rest)
+    size = math.prod(n for _, n in mesh) if mesh else devices
+    everyone = [range(size)] if size else []
+    groups = _listed(pairs.group(1)) if pairs else _groups(rest, everyone)
+    of_replicas = "channel_id=" in rest and "use_global_device_ids=true" not in rest
+    if of_replicas and groups == [[0]]:  # all devices that share the one replica of a program
+        groups = everyone
+    if not groups:
+        return ""
+    crossed = _crossed(groups, mesh)
+    members = math.prod(n for name, n in mesh if name in crossed)
+    if crossed and (pairs or all(len(group) == members for group in groups)):
+        return "+".join(crossed)
+    sizes = [len(group) for group in (_chains(groups) if pairs else groups)]
+    few, many = min(sizes), max(sizes)
+    return f"groups of {few}" if few == many else f"groups of {few} to {many}"
+
+
+def _crossed(groups: Groups, mesh: Mesh) -> list[str]:
+    """The axes along which the members of a group differ; none if they are not of the mesh."""
+    sizes = [n for _, n in mesh]
+    if not mesh or max(map(max, groups)) >= math.prod(sizes):
+        return []
+    places = [np.unravel_index(group, sizes) for group in groups]
+    return [name for i, (name, _) in enumerate(mesh) if any(np.ptp(place[i]) for place in places)]
+
+
+def _chains(pairs: Groups) -> Groups:
+    """The devices that each chain or ring of pairs joins."""
+    chains: list[set[int]] = []
+    for pair in pairs:
+        met = [chain for chain in chains if chain.intersection(pair)]
+        chains = [chain for chain in chains if chain not in met] + [set(pair).union(*met)]
+    return [list(chain) for chain in chains]
+
+
+def _groups(rest: str, everyone: Groups) -> Groups:
+    """The groups that a text names, in any of XLA's three notations."""
+    found = _GROUPS.search(rest)
+    if found is None:
+        return []
+    if found["shape"]:
+        rows = _numbers(found["iota"]).reshape(_ints(found["shape"]))
+        return [list(row) for row in rows.reshape(-1, rows.shape[-1]).tolist()]
+    if found["mesh"] is None:
+        return _listed(found["listed"]) or everyone
+    sizes = {quoted or plain: int(n) for quoted, plain, n in _AXIS.findall(found["mesh"])}
+    count = math.prod(sizes.values())
+    devices = _numbers(found["ids"] or f"<=[{count}]")
+    if devices.size != count:
+        return []
+    # Devices of one group are at the same place, when all are at the start of what is joined.
+    places = dict(zip(sizes, np.unravel_index(np.arange(count), [*sizes.values()]), strict=True))
+    for quoted, plain, before, part in _PART.findall(found["joined"]):
+        name = quoted or plain
+        size = int(part or sizes[name])
+        after = sizes[name] // (int(before or 1) * size)
+        places[name] = places[name] - places[name] // after % size * after
+    groups = defaultdict(list)
+    for device, place in zip(devices.tolist(), zip(*places.values(), strict=True), strict=True):
+        groups[place].append(device)
+    return list(groups.values())
+
+
+def _numbers(text: str) -> np.ndarray:
+    """The devices that a list, or an iota such as ``<=[4,2]T(1,0)``, names, in its order."""
+    iota = _IOTA.search(text)
+    if iota is None:
+        return np.array(_ints(text))
+    dims, order = _ints(iota[1]), _ints(iota[2] or "")
+    return np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims))).reshape(-1)
+
+
+def _listed(text: str) -> Groups:
+    return [_ints(group) for group in re.findall(r"\{([\d,]+)\}", text)]
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

@@ -1,11 +1,16 @@
-"""The text of an HLO program as computations of instructions."""
+"""The text of an HLO program as computations of instructions, and the shapes in it.
+
+jaxlib's objects for a compiled program have no attributes of instructions, and before JAX 0.12 no
+shapes: only their text tells those.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
-
-from jaxmp._preflight.hlo_shapes import SHAPE
 
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(?[^=]*?\)?) ([a-z][\w\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
@@ -13,6 +18,11 @@ _OPERAND = re.compile(r"%?([\w.\-]+)")
 _BRACES = re.compile(r"\{[^{}]*\}")
 # What XLA writes into a tuple's shape, and among operands, from the sixth on: /*index=5*/.
 _COMMENT = re.compile(r"/\*.*?\*/")
+_SHAPE = re.compile(
+    r"\b(?:pred|(?P<kind>bf|[fsuc])(?P<bits>\d+)(?P<variant>\w*))\[(?P<dims>[\d,]*)\]"
+)
+# HLO's names of dtypes → NumPy's: f8e4m3fn is float8_e4m3fn.
+_KINDS = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
 
 
 class Instruction(NamedTuple):
@@ -36,12 +46,13 @@ class Instruction(NamedTuple):
 
     def operands(self) -> list[str]:
         """The names of its operands."""
-        depth = 1
-        for i, char in enumerate(self.rest):
-            depth += (char == "(") - (char == ")")
-            if not depth:
-                return _OPERAND.findall(SHAPE.sub("", _BRACES.sub("", self.rest[:i])))
-        return _OPERAND.findall(self.rest)
+        text = next(split(self.rest, ")"))
+        return _OPERAND.findall(_SHAPE.sub("", _BRACES.sub("", text)))
+
+    def attribute(self, name: str) -> str:
+        """The value of one of its attributes, without quotes; empty if it has none of the name."""
+        found = re.search(rf'\b{name}=(?:"([^"]*)"|%?([^\s,{{}}]+))', self.rest)
+        return (found[1] or found[2] or "") if found else ""
 
 
 class Computation(NamedTuple):
@@ -54,6 +65,9 @@ class Computation(NamedTuple):
     def root(self) -> Instruction | None:
         """What it returns."""
         return next((i for i in self.instructions if i.root), None)
+
+
+Computations = Mapping[str, Computation]
 
 
 def computations(text: str) -> dict[str, Computation]:
@@ -73,3 +87,45 @@ def computations(text: str) -> dict[str, Computation]:
         elif line == "}":
             current = found[""]
     return found
+
+
+def split(text: str, separator: str) -> Iterator[str]:
+    """The parts of a text between separators that are not in parentheses, brackets or braces."""
+    start, depth = 0, 0
+    for i, char in enumerate(text):
+        if char == separator and not depth:
+            yield text[start:i]
+            start = i + 1
+        else:
+            depth += (char in "([{") - (char in ")]}")
+    yield text[start:]
+
+
+def members(shape: str) -> list[str]:
+    """The shapes in a tuple's shape; the shape itself if it is no tuple."""
+    if not shape.startswith("("):
+        return [shape]
+    return [member.strip() for member in split(shape[1:-1], ",")]
+
+
+def type_of(shape: str) -> str:
+    """The type of an array, or of the first of a tuple's: ``float8_e4m3fn[512,256]``."""
+    match = _SHAPE.search(shape)
+    return f"{_dtype(match)}[{match['dims']}]" if match else ""
+
+
+def sizes_by_dtype(shape: str) -> Counter[str]:
+    """Bytes by dtype of an array, or of a tuple's."""
+    sizes: Counter[str] = Counter()
+    for match in _SHAPE.finditer(shape):
+        count = math.prod(int(d) for d in match["dims"].split(",") if d)
+        sizes[_dtype(match)] += math.ceil(count * int(match["bits"] or 8) / 8)
+    return sizes
+
+
+def _dtype(shape: re.Match[str]) -> str:
+    """The dtype of an array, in NumPy's words."""
+    kind, bits, variant = shape.group("kind", "bits", "variant")
+    if not kind:
+        return "bool"
+    return f"{_KINDS[kind]}{bits}" + (f"_{variant}" if variant else "")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, Final
 
 from jaxmp._audit.target import parse_target
+from jaxmp._preflight.report import aligned
 from jaxmp._speed import Chip, chip_named, fastest_recipe, pays, warning
 from jaxmp._speed.choice import WORTH
 from jaxmp.recipes import Recipe, deepseek, float8, int8, mxfp8
@@ -72,16 +74,6 @@ class PaysTable:
             [f"{n_in} x {n_out}", *(str(cells[recipe]) for recipe in RECIPES)]
             for (n_in, n_out), cells in self.cells.items()
         ]
-        widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-        table = [
-            "  ".join(
-                [
-                    row[0].ljust(widths[0]),
-                    *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
-                ]
-            )
-            for row in (heads, *rows)
-        ]
         recipe, reason = fastest_recipe(self.chip)
         least = WORTH[self.chip.platform]
         heading = (
@@ -92,7 +84,7 @@ class PaysTable:
         )
         auto = f'matmul="auto": {recipe or "none"}: {reason}.'
         warnings = [said for recipe in RECIPES if (said := warning(recipe, self.chip))]
-        lines = [heading, "", *table, "", auto, *warnings, "", _TRUST]
+        lines = [heading, "", *aligned([heads, *rows]), "", auto, *warnings, "", _TRUST]
         return "\n".join(lines)
 
 
@@ -116,20 +108,15 @@ def when_it_pays(target: str) -> PaysTable:
       1024
     """
     chip = chip_named(parse_target(target).name)
-    return PaysTable(
-        chip,
-        {
-            (n_in, n_out): {recipe: _cell(recipe, chip, n_in, n_out) for recipe in RECIPES}
-            for n_in, n_out in WEIGHTS
-        },
-    )
+    cells = {
+        weights: {recipe: _cell(recipe, chip, *weights) for recipe in RECIPES}
+        for weights in WEIGHTS
+    }
+    return PaysTable(chip, cells)
 
 
 def _cell(recipe: Recipe, chip: Chip, n_in: int, n_out: int) -> Cell:
     gains = {tokens: pays(recipe, chip, tokens, n_in, n_out) for tokens in TOKENS}
-    least = None
-    for tokens in reversed(TOKENS):
-        if not gains[tokens].pays:
-            break
-        least = tokens
-    return Cell({tokens: gain.ratio for tokens, gain in gains.items()}, least)
+    paying = itertools.takewhile(lambda tokens: gains[tokens].pays, reversed(TOKENS))
+    ratios = {tokens: gain.ratio for tokens, gain in gains.items()}
+    return Cell(ratios, min(paying, default=None))

@@ -20,8 +20,7 @@ from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.transform import autocast
-from jaxmp._preflight.batch_arguments import batch_of, with_batch
-from jaxmp._preflight.batch_search import Probe, search_batch
+from jaxmp._preflight.batch_search import Probe, batch_of, search_batch, with_batch
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp._speed import chip_named, warning
@@ -108,47 +107,35 @@ def preflight(
     donated = tuple(i % len(args) - len(args) for i in donated)
     batch = tuple(i % len(args) - len(args) for i in batch if max_batch)
     args = (*modules, *args)
-    named = [(label, _for_target(policy, resolved)) for label, policy in map(_named, policies)]
+    named = [_named(policy, resolved) for policy in policies]
     programs = [fn if policy is None else autocast(fn, policy, argnums) for _, policy in named]
     labels = [label for label, _ in named]
     _check_compiler(resolved)
     for _, policy in named:
         if policy is not None:
             warn_overruled("preflight", fn, policy, args, {})
-    results = [
-        dataclasses.replace(
-            result,
-            policy=label,
-            requested=audit(program, *args).contraction_flops(),
-            warned=_warned(policy, resolved),
-        )
-        for (label, policy), program, result in zip(
-            named,
-            programs,
-            compile_ahead(resolved, programs, args, donated, labels, progress),
-            strict=True,
-        )
-    ]
-    if max_batch:
 
-        def probe(program: Callable[..., Any], first: Preflight, size: int) -> Probe:
-            if size == start:
-                return Probe(first.excess_bytes(resolved), first.error)
-            resized, label = with_batch(args, batch, size), f"{first.policy}, batch {size}"
-            try:
-                [result] = compile_ahead(resolved, [program], resized, donated, [label], progress)
-            except Exception as error:
-                error.add_note(f"preflight (max_batch) called the function with a batch of {size}.")
-                raise
-            return Probe(result.excess_bytes(resolved), result.error)
+    def probe(program: Callable[..., Any], first: Preflight, size: int) -> Probe:
+        if size == start:
+            return Probe(first.excess_bytes(resolved), first.error)
+        resized, label = with_batch(args, batch, size), f"{first.policy}, batch {size}"
+        try:
+            [result] = compile_ahead(resolved, [program], resized, donated, [label], progress)
+        except Exception as error:
+            error.add_note(f"preflight (max_batch) called the function with a batch of {size}.")
+            raise
+        return Probe(result.excess_bytes(resolved), result.error)
 
-        results = [
-            dataclasses.replace(
-                result,
-                batches=search_batch(functools.partial(probe, program, result), start, unit),
-            )
-            for program, result in zip(programs, results, strict=True)
-        ]
+    results = compile_ahead(resolved, programs, args, donated, labels, progress)
+    for i, ((label, policy), program) in enumerate(zip(named, programs, strict=True)):
+        requested = audit(program, *args).contraction_flops()
+        recipe = policy.matmul if policy is not None else None
+        warned = warning(recipe, chip_named(resolved.name)) if isinstance(recipe, Recipe) else ""
+        result = dataclasses.replace(results[i], policy=label, requested=requested, warned=warned)
+        if max_batch:
+            found = search_batch(functools.partial(probe, program, result), start, unit)
+            result = dataclasses.replace(result, batches=found)
+        results[i] = result
     return PreflightReport(resolved, tuple(results))
 
 
@@ -156,51 +143,35 @@ def _indices(argnums: int | Sequence[int]) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def _named(policy: Any) -> tuple[str, Policy | None]:
+def _named(policy: Any, target: Target) -> tuple[str, Policy | None]:
+    """A policy's label, and the policy, which decides for a target, not for the chip at hand."""
     if policy is None:
         return AS_WRITTEN, None
     resolved = single_policy("preflight", policy)
-    return (policy if isinstance(policy, str) else str(resolved)), resolved
-
-
-def _warned(policy: Policy | None, target: Target) -> str:
-    """What to warn of a policy's recipe on a target."""
-    recipe = policy.matmul if policy is not None else None
-    return warning(recipe, chip_named(target.name)) if isinstance(recipe, Recipe) else ""
-
-
-def _for_target(policy: Policy | None, target: Target) -> Policy | None:
-    """A policy that decides for a target what it would decide for the chip at hand."""
-    if policy is None:
-        return policy
+    label = policy if isinstance(policy, str) else str(resolved)
     chip = target.name.partition(":")[0]
-    if policy.matmul == AUTO:
-        policy = dataclasses.replace(policy, matmul=f"{AUTO}@{chip}")
-    if policy.attention == FUSED:
-        policy = dataclasses.replace(policy, attention=f"{FUSED}@{chip}")
-    return policy
+    if resolved.matmul == AUTO:
+        resolved = dataclasses.replace(resolved, matmul=f"{AUTO}@{chip}")
+    if resolved.attention == FUSED:
+        resolved = dataclasses.replace(resolved, attention=f"{FUSED}@{chip}")
+    return label, resolved
 
 
 def _check_compiler(target: Target) -> None:
     """Raises unless the compiler for a target is here: first what no installation mends."""
+    install = f'python -m pip install -e ".[{target.platform}-aot]"'
     if target.platform == "tpu" and (_PYTHON < (3, 12) or jax.__version_info__ < (0, 12)):
         raise CompilerMissingError(
             f"preflight: compiling for {target.name} needs Python 3.12 and JAX 0.12 or newer, and "
             f"this is Python {'.'.join(map(str, _PYTHON))} with JAX {jax.__version__}: no package "
-            "mends that. In a new environment with both, and in a clone of jaxmp, run: "
-            f"{_install('tpu-aot')}"
+            f"mends that. In a new environment with both, and in a clone of jaxmp, run: {install}"
         )
     compilers = ("libtpu",) if target.platform == "tpu" else _GPU_PLUGINS
     if not _is_installed("flatbuffers") or not any(map(_is_installed, compilers)):
         raise CompilerMissingError(
             f"preflight: the compiler for {target.name} is not installed; in a clone of jaxmp run: "
-            f"{_install(f'{target.platform}-aot')}"
+            f"{install}"
         )
-
-
-def _install(extra: str) -> str:
-    """The command that installs one of the extras of `pyproject.toml`."""
-    return f'python -m pip install -e ".[{extra}]"'
 
 
 def _is_installed(module: str) -> bool:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxmp._audit.target import Target
 from jaxmp._preflight.batch_search import Batches
-from jaxmp._preflight.crossing import (
-    collectives_as_data,
-    remark_on_collectives,
-    rows_of_collectives,
-)
-from jaxmp._preflight.eight_bits import lines_of_8_bits, share_of_8_bits
-from jaxmp._preflight.hlo import Program
+from jaxmp._preflight.hlo import Multiplied, Program
+from jaxmp._preflight.hlo_collectives import Collective
 
 AS_WRITTEN = "as written"
+# More lines of 8-bit products than these are not printed.
+MOST = 20
+_NUMBER = re.compile(r"_\d+\b")
 _BITS = re.compile(r"(?:float|int|complex)(\d+)")
 
 
@@ -119,15 +118,10 @@ class PreflightReport:
         rows = []
         for result in self.policies:
             row = dataclasses.asdict(result)
-            if result.program is not None:
-                row["program"] = result.program._asdict() | {
-                    "products": [
-                        product._asdict() | {"place": product.place._asdict()}
-                        for product in result.program.products
-                    ],
-                    "collectives": collectives_as_data(result.program.moved),
-                }
-                del row["program"]["moved"]
+            if (program := result.program) is not None:
+                products = [p._asdict() | {"place": p.place._asdict()} for p in program.products]
+                row["program"] = program._asdict() | {"products": products}
+                row["program"]["collectives"] = collectives_as_data(row["program"].pop("moved"))
             row |= {"peak_bytes": result.peak_bytes, "fits": self.fits(result.policy)}
             rows.append(row | {"emulated": self.emulated(result.policy)})
         target = {key: getattr(self.target, key) for key in ("name", "device_count", "hbm_bytes")}
@@ -135,24 +129,13 @@ class PreflightReport:
 
     def __str__(self) -> str:
         names = [result.policy for result in self.policies]
-        table = {"": names, **dict(_rows(self))}
-        widths = [max(map(len, column)) for column in zip(*table.values(), strict=True)]
-        label_width = max(map(len, table))
-        lines = [
-            "  ".join(
-                [
-                    label.ljust(label_width),
-                    *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)),
-                ]
-            )
-            for label, cells in table.items()
-        ]
+        table = aligned([["", *names], *([label, *cells] for label, cells in _rows(self))])
         count = self.target.device_count
         heading = (
             f"{self.target.name}: {count} device{'s' * (count > 1)} of "
             f"{_gib(self.target.hbm_bytes)}; sizes are of one device"
         )
-        return "\n".join([heading, "", *lines, *_remarks(self), "", _TRUST])
+        return "\n".join([heading, "", *table, *_remarks(self), "", _TRUST])
 
 
 _TRUST = (
@@ -208,7 +191,8 @@ def _is_library(target: str) -> bool:
 def _remarks(report: PreflightReport) -> Iterator[str]:
     for result in report.policies:
         if result.error:
-            yield f"\n{result.policy}: the compiler failed: {_first_lines(result.error)}"
+            said = " ".join(result.error.split("\n")[:3])
+            yield f"\n{result.policy}: the compiler failed: {said[:500]}"
             continue
         excess = result.excess_bytes(report.target)
         if excess > 0:
@@ -223,15 +207,16 @@ def _remarks(report: PreflightReport) -> Iterator[str]:
             yield f"\n{result.policy}: {dtype} is emulated: {why}its operands are widened first."
         if result.warned:
             yield f"\n{result.policy}: {result.warned}."
-        if result.program and result.program.products_in_8_bits:
+        program = result.program
+        if program and program.products_in_8_bits:
             yield f"\n{result.policy}, products in 8 bits:"
-            yield from lines_of_8_bits(result.program)
-        if result.program and (said := remark_on_collectives(result.program.moved)):
+            yield from lines_of_8_bits(program)
+        if program and (said := remark_on_collectives(program.moved)):
             yield f"\n{result.policy}: {said}"
-        if result.program and result.program.unknown_cycles:
+        if program and program.unknown_cycles:
             yield (
                 f"\n{result.policy}: the compiler does not know the cycles of "
-                f"{result.program.unknown_cycles} operations, which are not in the sum."
+                f"{program.unknown_cycles} operations, which are not in the sum."
             )
 
 
@@ -240,9 +225,82 @@ def _bits(dtype: str) -> int:
     return min(map(int, _BITS.findall(dtype)), default=64)
 
 
-def _first_lines(text: str) -> str:
-    return " ".join(text.split("\n")[:3])[:500]
-
-
 def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines: the first column to the left, the others to the right."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
+
+
+def rows_of_collectives(moved: Sequence[Collective]) -> dict[str, str]:
+    """A label and a cell for each kind, dtype and axes of collectives.
+
+    Example:
+      >>> rows_of_collectives([Collective("all-gather", "bfloat16", "data", 4_000_000, 20)])
+      {'all-gather bfloat16 data': '20 x, 80.0 MB'}
+    """
+    unknown = Counter(one[:3] for one in moved if not one.known)
+    cells = {}
+    for row in collectives_as_data(moved):
+        of = row["kind"], row["dtype"], row["axes"]
+        cell = f"{row['count']} x, {_size(row['bytes'])}"
+        cells[" ".join(filter(None, of))] = cell + (f" ({unknown[of]} ?)" if unknown[of] else "")
+    return cells
+
+
+def collectives_as_data(moved: Sequence[Collective]) -> list[dict[str, Any]]:
+    """The same as plain data; ``known`` is false where a count is of one trip of a loop."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for one in moved:
+        new = {"kind": one.kind, "dtype": one.dtype, "axes": one.axes}
+        row = rows.setdefault(one[:3], new | {"count": 0, "bytes": 0, "known": True})
+        row["count"] += one.times
+        row["bytes"] += one.times * one.bytes
+        row["known"] &= one.known
+    return list(rows.values())
+
+
+def remark_on_collectives(moved: Sequence[Collective]) -> str:
+    """What to say of collectives of which it is not known how often they run; empty if of none."""
+    unknown = sum(not one.known for one in moved)
+    if not unknown:
+        return ""
+    return (
+        f"{unknown} of the collectives (?) count once, and run as often as it turns out: in a loop "
+        "whose trips the compiled program does not tell, or in a branch."
+    )
+
+
+def share_of_8_bits(program: Program) -> str:
+    """How many products are in 8 bits, of how many: ``48 of 66``."""
+    return f"{len(program.products_in_8_bits)} of {len(program.products)}"
+
+
+def lines_of_8_bits(program: Program) -> Iterator[str]:
+    """A line for each kind of 8-bit product: how many, by what, of what, where; then what is left.
+
+    Layers that differ in a number alone are one kind.
+    """
+    kinds = Counter(map(_kind, program.products_in_8_bits))
+    for kind, count in kinds.most_common(MOST):
+        yield f"  {count} x {kind}"
+    if len(kinds) > MOST:
+        yield f"  and {len(kinds) - MOST} kinds more"
+    left = Counter(p.dtype or "of an unknown dtype" for p in program.products if not p.in_8_bits)
+    if left:
+        yield f"  not in 8 bits: {', '.join(f'{count} {dtype}' for dtype, count in left.items())}"
+
+
+def _size(size: int) -> str:
+    """Megabytes, so that cells compare; of what is too small for them, less."""
+    if size >= 50_000:
+        return f"{size / 1e6:.1f} MB"
+    return f"{size / 1e3:.1f} kB" if size >= 1000 else f"{size} B"
+
+
+def _kind(product: Multiplied) -> str:
+    place = str(product.place._replace(path=_NUMBER.sub("_*", product.place.path)))
+    return f"{product.op} {' x '.join(product.operands)} -> {product.result}: {place}"
