@@ -96,13 +96,24 @@ def test_special_cases_name_primitives_of_the_class_they_refine() -> None:
         ("low", "dot_general conv_general_dilated ragged_dot_general"),
         ("full", "exp log log1p pow rsqrt reduce_sum cumsum cumlogsumexp reduce_window_sum"),
         ("full", "scatter-add psum erf_inv lgamma sort top_k select_and_scatter_add"),
-        ("follow", "add sub mul div max tanh logistic erf select_n clamp concatenate"),
+        ("follow", "add sub mul div max tanh logistic erf erfc select_n clamp concatenate"),
         ("transparent", "reshape transpose broadcast_in_dim slice gather reduce_max all_gather"),
         ("own", "fft cholesky random_bits complex convert_element_type pure_callback"),
     ],
 )
 def test_classes_of_the_design(kind: str, names: str) -> None:
     assert {ops.classify(name, {}) for name in names.split()} == {kind}
+
+
+@pytest.mark.parametrize("approximate", [True, False])
+def test_of_either_gelu_no_float32_is_kept_for_the_backward_pass(approximate: bool) -> None:
+    """The exact one, by `erfc`, is what published encoders use; by hand it is 16 bits as well."""
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.gelu(x @ w, approximate=approximate) @ w
+
+    _, kept = jax.eval_shape(lambda *args: jax.vjp(autocast(fn, BF16), *args), X, X)
+    assert {a.dtype for a in jax.tree.leaves(kept)} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize(("exponent", "kind"), [(2, "follow"), (3, "follow"), (-1, "full")])

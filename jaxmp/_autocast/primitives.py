@@ -31,7 +31,7 @@ FULL = frozenset(
     # trigonometric and hyperbolic (tanh is bounded and follows)
     "sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh "
     # special functions
-    "erfc erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a "
+    "erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a "
     "regularized_incomplete_beta bessel_i0e bessel_i1e random_gamma "
     # sums, products and everything that accumulates
     "reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum reduce_window reduce "
@@ -56,6 +56,7 @@ FOLLOW = frozenset(
         "tanh",
         "logistic",
         "erf",
+        "erfc",
         "square",
         "integer_pow",
         "one_minus_square",
