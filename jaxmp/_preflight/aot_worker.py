@@ -4,7 +4,7 @@
 
 FOLDER holds ``job.json`` and one ``NAME.exported`` (from `jax.export`) per program. For each it
 prints ``jaxmp compiles NAME`` and leaves ``NAME.json`` (memory and cost, or the compiler's error)
-and ``NAME.hlo`` (the optimised program). It imports JAX alone: an accelerator that JAX runs on
+and ``NAME.hlo`` (the optimized program). It imports JAX alone: an accelerator that JAX runs on
 elsewhere is left alone, and a compiler that crashes takes no one with it.
 """
 

@@ -1,4 +1,4 @@
-"""Reads the text of an optimised HLO program: contractions, collectives, library calls, cycles."""
+"""Reads the text of an optimized HLO program: contractions, collectives, library calls, cycles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 class Multiplied(NamedTuple):
-    """A matrix product or convolution of an optimised program.
+    """A matrix product or convolution of an optimized program.
 
     Attributes:
       op: ``dot``, ``convolution``, or what library call it is.
@@ -69,7 +69,7 @@ class Multiplied(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What an optimised program does.
+    """What an optimized program does.
 
     Attributes:
       contractions: matrix products and convolutions by what they multiply, library calls included.

@@ -48,7 +48,7 @@ _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 class Collective(NamedTuple):
-    """Values of one dtype that a collective of an optimised program moves.
+    """Values of one dtype that a collective of an optimized program moves.
 
     Attributes:
       kind: ``all-gather``, ``all-reduce``, ….

@@ -38,7 +38,7 @@ class Preflight:
       available_bytes: the memory that the compiler then leaves to programs, which is a little less
         than the chip's.
       bytes_accessed: memory traffic, where the compiler says (TPU). A loop's body counts once.
-      program: what the optimised program does.
+      program: what the optimized program does.
       requested: contractions' FLOPs by dtype in the program before it was compiled.
       batches: what `max_batch` found.
       warned: what to warn of the policy's recipe on the target: that its 8-bit products are
