@@ -155,7 +155,8 @@ def warn_precision(plan: Plan, known: set[str]) -> None:
 def warn_ungoverned(plan: Plan, known: set[str]) -> None:
     """Warns where a program multiplies float64 and the policy is about float32, or vice versa."""
     wide = plan.rules.wide
-    other, policy = np.dtype(float), "p=f64,c=f32,o=f64"
+    other: Any = np.dtype("float64")
+    policy = "p=f64,c=f32,o=f64"
     if wide == other:
         other, policy = np.dtype("float32"), "mixed_bfloat16"
 
