@@ -435,8 +435,9 @@ def test_auto_decides_for_the_target(target, dtypes):
 
     matrices = [shape(4096, 4096)] * 3
     policy = "mixed_bfloat16,matmul=auto"
+    tokens = shape(16384, dtype=jnp.int32)
     report = jaxmp.preflight(
-        fn, shape(16384, dtype=jnp.int32), *matrices, target=target, policies=[policy]
+        fn, tokens, *matrices, target=target, policies=[policy], argnums=(1, 2, 3)
     )
     assert {p.dtype for p in report[policy].program.products_in_8_bits} == dtypes
 
