@@ -19,7 +19,7 @@ from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.provenance import LITERALS, OTHER, WEIGHTS
 from jaxmp._jaxprs.dots import contracted
 
-from support import CONTRACTIONS, iter_eqns
+from support import CONTRACTIONS, contraction_dtypes, iter_eqns
 
 X, W, B = jnp.ones((6, 8)), jnp.ones((8, 8)), jnp.ones(8)
 IMAGE = jnp.ones((1, 9, 9, 8))
@@ -195,3 +195,22 @@ FROZEN = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 @pytest.mark.parametrize(("fn", "expected"), FIXED.values(), ids=FIXED)
 def test_what_counts_as_made_of_constants(fn: Callable[..., Any], expected: str) -> None:
     assert reason(fn) == expected
+
+
+@pytest.mark.parametrize("inputs", [3, 4])
+def test_a_layer_of_few_inputs_is_one_whatever_its_batch(inputs: int) -> None:
+    w = jnp.ones((inputs, 16))
+
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    for rows in (1, 2, 5, 16):
+        counts = contraction_dtypes(
+            jaxmp.autocast(layer, "mixed_bfloat16"), w, jnp.ones((rows, inputs))
+        )
+        assert dict(counts) == {"bfloat16": 1}
+    # As many rows as inputs may be a pose, by which points are turned.
+    counts = contraction_dtypes(
+        jaxmp.autocast(layer, "mixed_bfloat16"), w, jnp.ones((inputs, inputs))
+    )
+    assert dict(counts) == {"float32": 1}

@@ -6,6 +6,7 @@ signals) are differenced, squared and turned into indices.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -19,7 +20,8 @@ from jaxmp._jaxprs.source import is_backward
 # A product without weights that contracts so few elements rotates, projects or mixes coordinates.
 # Of two values that layers returned it may be attention, whose heads are as small as 8.
 COORDINATES, OF_LAYERS = 8, 4
-# So does one by a matrix of so few rows and columns, which may be trained: a pose, a camera.
+# So does one by a matrix of so few rows and columns, which may be trained: a pose, a camera. A
+# matrix of data must be square, or it is a batch of few examples.
 SMALL = 4
 
 
@@ -41,6 +43,12 @@ def geometry(eqn: JaxprEqn, kinds: Sequence[str], *, of_layers: bool = True) -> 
     if WEIGHTS not in kinds[:2]:
         if is_at_most(count, OF_LAYERS if of_layers or backward else COORDINATES):
             return f"geometry: contracts {count} elements, of no parameter"
-    elif is_at_most(count, SMALL) and any(is_at_most(math.prod(sizes), SMALL) for sizes in free):
+    elif is_at_most(count, SMALL) and any(map(functools.partial(_is_pose, count), kinds, free)):
         return f"geometry: a matrix of {count} rows, and as few columns"
     return None
+
+
+def _is_pose(rows: int, kind: str, columns: Sequence[int]) -> bool:
+    """Whether an operand of few rows is a small matrix, and no batch of few examples of data."""
+    count = math.prod(columns)
+    return is_at_most(count, SMALL) and (kind == WEIGHTS or count == rows)
