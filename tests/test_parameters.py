@@ -131,6 +131,8 @@ def test_weights_that_nobody_names_are_found() -> None:
     assert overlooked(_program(one, X, W), [False, True]) is None
     assert overlooked(_program(stack, X, jnp.stack([W, W])), [False, False]) == (1, 1.0)
     assert overlooked(_program(attention, X, X), [False, False]) is None
+    two = _program(lambda x, v, w: jnp.tanh(jnp.sin(x) @ v) @ w, X, W, W)
+    assert overlooked(two, [False, True, False]) is None  # no more than half
 
 
 def test_they_are_named_in_a_warning_once() -> None:

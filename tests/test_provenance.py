@@ -59,6 +59,7 @@ def test_what_is_computed_from_weights_alone_is_one(fn: Callable[..., Any]) -> N
         lambda w, x: w @ w,  # a product of weights is computed
         lambda w, x: jnp.take(w, jnp.array([0, 1]), axis=0),  # rows of a table
         lambda w, x: lax.cond(x[0, 0] > 0, lambda: w[:4], lambda: x),
+        lambda w, x: lax.cond(x[0, 0] > 0, lambda: x, lambda: w[:4]),
         lambda w, x: lax.fori_loop(0, 3, lambda i, h: h + x, w[:4]),
     ],
 )
