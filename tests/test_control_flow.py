@@ -394,12 +394,6 @@ def both(h: jax.Array, k: jax.Array, w: jax.Array) -> Any:
             ) @ w,
             "add", LOW, MADE,
         ),
-        "parts of one value": (
-            lambda x, w, ws, b: lax.scan(
-                lambda c, r: (c, jnp.exp(r[0] - r[1])), 0, ((h := x @ w)[1:], h[:-1])
-            )[1],
-            "slice", FULL, "moves what float32 ops read: widened once",
-        ),
         "parts of one value, for products": (
             lambda x, w, ws, b: lax.scan(
                 lambda c, r: (c, r[0] @ w + r[1] @ w), 0, ((h := x @ w)[1:], h[:-1])

@@ -15,16 +15,19 @@ import pytest
 from jax import lax
 
 from jaxmp._autocast.hidden_tangents import hidden_tangents
+from jaxmp._autocast.rules import rules_for
+from jaxmp.policy import get_policy
 
 from support import iter_eqns
 
 X, T = jnp.ones((6, 8)), jnp.ones((6, 8))
+RULES = rules_for(get_policy("mixed_bfloat16"))
 
 
 def found(fn: Callable[..., Any], *args: Any, tangents: tuple[bool, ...] = (False, True)) -> str:
     """The primitives whose float32 results are tangents, hidden before, in order."""
     jaxpr = jax.make_jaxpr(fn)(*args)
-    hidden = hidden_tangents(jaxpr, tangents)
+    hidden = hidden_tangents(jaxpr, tangents, RULES)
     eqns = [eqn for eqn in iter_eqns(jaxpr) if hidden.intersection(eqn.outvars)]
     assert all(v.aval.dtype == jnp.float32 for v in hidden)
     assert {v for eqn in eqns for v in eqn.outvars} >= hidden
@@ -132,5 +135,5 @@ def test_an_operand_in_16_bits_is_hidden_from_the_start() -> None:
 def test_of_several_results_only_those_that_are_tangents() -> None:
     jaxpr = jax.make_jaxpr(lambda x, t: jax.jit(lambda x, t: (x * 2, wide(t)))(x, t))(X, low(T))
     [eqn] = jaxpr.jaxpr.eqns
-    hidden = hidden_tangents(jaxpr, (False, True))
+    hidden = hidden_tangents(jaxpr, (False, True), RULES)
     assert [var in hidden for var in eqn.outvars] == [False, True]
