@@ -84,7 +84,7 @@ def hlo_for(
     args: tuple[Any, ...],
     options: dict[str, Any] | None = None,
 ) -> str:
-    """The optimised program of `fn` of `ShapeDtypeStruct`s, compiled for one device of `target`."""
+    """The optimized program of `fn` of `ShapeDtypeStruct`s, compiled for one device of `target`."""
     return compile_on(target, fn, args, (), options).as_text()
 
 

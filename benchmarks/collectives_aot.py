@@ -4,7 +4,7 @@
     python benchmarks/collectives_aot.py --target gpu-h100:8 --model embedding
     python benchmarks/collectives_aot.py --check                          # exits with 1 on a miss
 
-It compiles a training step (SGD) for devices that are not there, and reads the optimised program;
+It compiles a training step (SGD) for devices that are not there, and reads the optimized program;
 `benchmarks/aot.py` says what to install. The models:
 
 * `language model`: the transformer of `models.py`, 4 layers of width 512, FSDP: every parameter is

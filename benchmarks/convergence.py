@@ -6,7 +6,7 @@
 
 Two tasks: the byte-level transformer of `examples/train_lm.py` at its *small* size, on the source
 text of Python's standard library; and a perceptron (64-128-128-10) on scikit-learn's digits. Each
-recipe trains every seed from the float32 run's initialisation on its batches, in the same order.
+recipe trains every seed from the float32 run's initialization on its batches, in the same order.
 Every size is a multiple of 16, in training and in evaluation, or products would silently stay in 16
 bits; the table says how many were multiplied in 8: `planned`, of those in the loss function, by
 `jaxmp.explain`; `multiplied`, of the whole step, by the dtypes in its jaxpr.

@@ -79,8 +79,8 @@ def left_over(products: tuple[Multiplied, ...], paths: set[str]) -> list[Multipl
 def language_model(args: argparse.Namespace) -> bool:
     """Prints the figures of a model; returns whether they keep the limits."""
     step, arguments = step_of(args.policy, args.model)
-    requested = jaxmp.audit(step, *arguments).quantised()
-    paths = {product.path for product in requested.products if product.quantised}
+    requested = jaxmp.audit(step, *arguments).quantized()
+    paths = {product.path for product in requested.products if product.quantized}
     print(requested.summary())
     base, low = compiled(BASE, args), compiled(args.policy, args)
     for name, (_, result) in ((BASE, base), (args.policy, low)):

@@ -35,8 +35,8 @@ them. A row that is not what its name says has no figure.
 of them, which is what one GPU trains with AdamW in float32.
 
 The products: y = x w, dx = dy w', dw = x' dy; in bfloat16, which is what all of them get and give.
-"multiplied" rows have x, w and dy quantised already: what is left is the products. The others
-quantise each time, as training does. TFLOP/s are 6 M N K a time, whatever the format.
+"multiplied" rows have x, w and dy quantized already: what is left is the products. The others
+quantize each time, as training does. TFLOP/s are 6 M N K a time, whatever the format.
 
 Times are medians of `--repeats`, after compilation (its own column) and a few to warm up: of single
 steps that the host waits for, and of as many calls of products as take a twentieth of a second.
@@ -306,7 +306,7 @@ def product_table(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
     if {PRODUCT_BASELINE, "jaxmp float8"} <= set(totals):
         ratio = totals[PRODUCT_BASELINE] / totals["jaxmp float8"]
         every = [row for rows in found.values() for row in rows]
-        what = "a 5-billion layer's products under float8, quantising included"
+        what = "a 5-billion layer's products under float8, quantizing included"
         goal(what, ratio, GOALS["products"], every)
     return {"shapes": shapes, "products": found}
 

@@ -13,7 +13,7 @@ from flax.linen import fp8_ops
 from jaxmp._autocast.recipes.derivative import contract
 from jaxmp._autocast.recipes.multiply import gradient_sides, multiply
 from jaxmp._autocast.recipes.product import Product
-from jaxmp._autocast.recipes.quantise import quantise
+from jaxmp._autocast.recipes.quantize import quantize
 from jaxmp.recipes import parse_recipe
 
 LOW = jnp.bfloat16
@@ -41,7 +41,7 @@ def program(variant: str, recipe: str, m: int, k: int, n: int) -> Program:
         return _multiplied(product, x, w, g)
 
     def run(x: Any, w: Any) -> Any:
-        return contract(product, (x, w), (product.quantise(x, 0), product.quantise(w, 1)))
+        return contract(product, (x, w), (product.quantize(x, 0), product.quantize(w, 1)))
 
     return _with_gradients(run), (x, w, g)
 
@@ -70,7 +70,7 @@ def _with_gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _multiplied(product: Product, x: Any, w: Any, g: Any) -> Program:
-    """The three products of operands that are quantised already, each as its product reads it."""
+    """The three products of operands that are quantized already, each as its product reads it."""
     sides = product.sides
     forward = product.copy(x, 0), product.copy(w, 1)
     backward = []
@@ -80,7 +80,7 @@ def _multiplied(product: Product, x: Any, w: Any, g: Any) -> Program:
         left = gradient.contracted[0] if by_row else (0, 1)
         right = gradient.contracted[1] if by_row else (0, 1)
         other = (x, w)[1 - of]
-        copies = quantise(g, product.backward(of), left), quantise(other, product.forward, right)
+        copies = quantize(g, product.backward(of), left), quantize(other, product.forward, right)
         backward.append(copies)
 
     def run(forward: Any, backward: Any) -> Any:

@@ -6,7 +6,7 @@
 
 It compiles, and needs no accelerator: `benchmarks/aot.py` says what to install. The parts:
 
-* `products`: one product of two matrices of `--size`, quantised already, its result scaled and
+* `products`: one product of two matrices of `--size`, quantized already, its result scaled and
   returned in bfloat16, over the same product in bfloat16: `relative` in
   `jaxmp/_chips/chips.toml`; and of one that sums the first axes, as the gradient of the weights
   does: `relative_grad_weight` there.
@@ -16,7 +16,7 @@ It compiles, and needs no accelerator: `benchmarks/aot.py` says what to install.
   bfloat16 takes longer where it casts a float32 weight: `achieved.cast`.
 * `ffn`: forward and backward of two layers, `--width` -> `--hidden` -> `--width`, of `--tokens`
   float32 inputs with a GELU between them, under `jaxmp.wrap`: parameters are float32, and
-  quantising all that is multiplied is part of it. A third layer of 16 outputs reads what comes of
+  quantizing all that is multiplied is part of it. A third layer of 16 outputs reads what comes of
   them, and is bfloat16 in both. Beside it stands what `jaxmp._speed` estimates of the two layers.
 
 Cycles are the sum of the schedule's `estimated_cycles`. Of some operations XLA does not know them;

@@ -3,9 +3,9 @@
     python benchmarks/scaling.py
 
 A stream of gradients [64, 256] of one distribution, but for two steps in which all of them are 30
-and 30,000 times as large, is quantised to float8 step by step; both ways get the same values:
+and 30,000 times as large, is quantized to float8 step by step; both ways get the same values:
 
-* current: the scale is that of this step's largest magnitude, as jaxmp takes it (`quantise`).
+* current: the scale is that of this step's largest magnitude, as jaxmp takes it (`quantize`).
 * delayed: the scale is that of the largest magnitude of the last 16 steps, this one not included,
   as in TransformerEngine's `DelayedScaling` and Flax's `fp8_ops`. What is beyond it saturates.
 
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._autocast.recipes.quantise import dequantise, quantise
+from jaxmp._autocast.recipes.quantize import dequantize, quantize
 from jaxmp.recipes import FORMATS
 
 STEPS, SPIKES, TIMES, HISTORY = 64, (24, 44), (30, 30_000), 16
@@ -51,7 +51,7 @@ def errors(gradients: jax.Array) -> dict[str, jax.Array]:
         found = {}
         for short in ("e4m3", "e5m2"):
             fmt = FORMATS[short]
-            found["current", short] = dequantise(quantise(x, fmt, (0, 1)))
+            found["current", short] = dequantize(quantize(x, fmt, (0, 1)))
             scale, values = delayed(x, history, fmt.largest)
             found["delayed", short] = values.astype(fmt.name).astype(jnp.float32) * scale
         norm = jnp.linalg.norm

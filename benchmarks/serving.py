@@ -6,7 +6,7 @@
 
 `memory` compiles LM-A's forward pass (see `models.py`), parameters as arguments, under
 `jaxmp.wrap(model, "bfloat16")`, for a chip that need not be there. The parameters are bfloat16, or
-quantised. Peak memory is the arguments, the results and what lies between; on TPU also the cycles
+quantized. Peak memory is the arguments, the results and what lies between; on TPU also the cycles
 that the schedule estimates. What a step of serving reads is mostly weights where it has few tokens:
 the table has a line for each number of them, and for more layers.
 

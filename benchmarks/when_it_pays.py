@@ -3,7 +3,7 @@
     python benchmarks/when_it_pays.py
 
 It runs anywhere, in no time: nothing is compiled. Speed-ups are over bfloat16, of a layer's three
-products forward and backward, quantising included, with weights stored in bfloat16. The sources:
+products forward and backward, quantizing included, with weights stored in bfloat16. The sources:
 
 * TransformerEngine, docs/examples/gemm_profiling (at 8f2e635): the four GEMMs of a layer of a
   5-billion-parameter model, 15,872 tokens, on an H200 NVL and a B300. What a chip here has at hand

@@ -55,11 +55,11 @@ class Classifier(nn.Module):
 
 
 def data(seed: int, shift: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Points around one centre for each class; `shift` renames the classes."""
-    centres = np.random.default_rng(0).normal(size=(CLASSES, FEATURES))
+    """Points around one center for each class; `shift` renames the classes."""
+    centers = np.random.default_rng(0).normal(size=(CLASSES, FEATURES))
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, CLASSES, 2048)
-    points = centres[labels] + 1.5 * rng.normal(size=(2048, FEATURES))
+    points = centers[labels] + 1.5 * rng.normal(size=(2048, FEATURES))
     return jnp.asarray(points, jnp.float32), jnp.asarray((labels + shift) % CLASSES)
 
 
@@ -101,7 +101,7 @@ def calibrated(model, params):
             module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8, act_static_scale=True
         )
     ]
-    # Fake quantisation collects the statistics; the model that serves has them as scales.
+    # Fake quantization collects the statistics; the model that serves has them as scales.
     watching = qwix.quantize_model(model, qwix.QtProvider(rules))
     variables = {"params": params}
     for seed in range(2, 6):
@@ -124,7 +124,7 @@ def adapted(model, params):
     def is_adapter(path):
         return "lora" in jax.tree_util.keystr(path)
 
-    # The quantised base is no argument of what is differentiated.
+    # The quantized base is no argument of what is differentiated.
     leaves = jax.tree_util.tree_leaves_with_path(init)
     adapters = {jax.tree_util.keystr(p): v for p, v in leaves if is_adapter(p)}
 
@@ -162,8 +162,8 @@ def main() -> None:
         accuracy(jaxmp.wrap(model, "mixed_bfloat16").apply, small, x, labels),
     )
     with waiting("calibrating with Qwix"):
-        serving, quantised = calibrated(model, params)
-    show("Qwix, 8 bits, calibrated", accuracy(serving.apply, {"params": quantised}, x, labels))
+        serving, quantized = calibrated(model, params)
+    show("Qwix, 8 bits, calibrated", accuracy(serving.apply, {"params": quantized}, x, labels))
     x, labels = data(9, shift=3)
     with waiting("training adapters with Qwix"):
         lora, before, after = adapted(model, params)

@@ -8,7 +8,7 @@ scaling of the loss that float16 needs. See `train`.
     python examples/train_digits_nnx.py --policy mixed_float16
     python examples/train_digits_nnx.py --compare float32 --runs 3
 
-The last trains each seed twice, from one initialisation on one sequence of batches. It shows a
+The last trains each seed twice, from one initialization on one sequence of batches. It shows a
 progress bar, draws `digits.png`, and ends with
 
     accuracy (%)           seed 0   seed 1   seed 2     mean   points  contractions

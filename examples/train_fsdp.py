@@ -151,7 +151,7 @@ def train(policy: str, size: Size, steps: int, batch: int, microbatches: int, se
         train_step = jax.jit(
             train_step, in_shardings=(at, data), out_shardings=(at, whole), donate_argnums=0
         )
-        with waiting(f"{policy}: initialising the parameters", show=first):
+        with waiting(f"{policy}: initializing the parameters", show=first):
             # Made in pieces: no device ever holds the whole model.
             state = jax.jit(create, out_shardings=at)(jax.random.key(seed))
         like = jax.ShapeDtypeStruct((examples, size.length + 1), jnp.uint8, sharding=data)

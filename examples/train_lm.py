@@ -8,7 +8,7 @@ cast by hand. `jaxmp.wrap` applies the precision policy to it; see `train`.
     python examples/train_lm.py --size base --policy mixed_bfloat16,softmax=bf16  # an accelerator
     python examples/train_lm.py --checkpoint run --resume  # goes on where it was stopped
 
-The second trains twice, from one initialisation on one sequence of batches. It prints what runs in
+The second trains twice, from one initialization on one sequence of batches. It prints what runs in
 which precision, a progress bar, what the model writes after "def ", draws `loss.png`, and ends with
 
     policy               held-out loss  difference  tokens/s  contractions
@@ -186,7 +186,7 @@ def train_from(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> 
 
     # Mixed precision is this line. The model knows nothing of it.
     model = jaxmp.wrap(LM(size), policy)
-    with waiting(f"{policy}: initialising the parameters"):
+    with waiting(f"{policy}: initializing the parameters"):
         variables = model.init(jax.random.key(seed), evaluation[0][:, :-1])
     schedule = optax.warmup_cosine_decay_schedule(
         0, size.learning_rate, size.steps // 10, size.steps

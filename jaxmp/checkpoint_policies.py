@@ -1,7 +1,7 @@
 """What to keep for the backward pass: policies for `jax.checkpoint`, `nn.remat` and `nnx.remat`.
 
 Both keep what is dear to compute again, and compute again what is cheap: float32 copies, casts,
-activation functions, masks, dropout's random bits, what a normalisation or a softmax makes of its
+activation functions, masks, dropout's random bits, what a normalization or a softmax makes of its
 statistics. In mixed precision that is most of what is kept, since it is in float32.
 
 `contractions` keeps what products and convolutions return, whichever dtype they multiply in, and

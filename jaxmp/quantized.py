@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmp._flax import AxisMetadata
-from jaxmp._jaxprs.scopes import DEQUANTISE, EXACTLY
+from jaxmp._jaxprs.scopes import DEQUANTIZE, EXACTLY
 
 __all__ = ["QuantizedArray", "is_quantized"]
 
@@ -24,12 +24,12 @@ class QuantizedArray(AxisMetadata[Any]):
     """A weight stored in few bits, ``values * scale``; `jaxmp.quantize` makes them.
 
     A pytree of two leaves, so jit, vmap, scan, sharding, donation and checkpoints treat it as any
-    other. Each axis of `scale` is as long as that of `values`, or divides it: then neighbours share
+    other. Each axis of `scale` is as long as that of `values`, or divides it: then neighbors share
     a scale. All axes count, so that a slice of both along a stacked axis is such an array again.
 
     To Flax Linen it is a box, as `nn.Partitioned` is: a module that reads the parameter gets the
-    array, dequantised where it is read, also inside `nn.scan`. To JAX's own functions it is no
-    array: `jaxmp.autocast` dequantises those among the arguments, `jaxmp.dequantize` a whole tree.
+    array, dequantized where it is read, also inside `nn.scan`. To JAX's own functions it is no
+    array: `jaxmp.autocast` dequantizes those among the arguments, `jaxmp.dequantize` a whole tree.
 
     Attributes:
       values: int8, int4 or float8_e4m3fn, of the shape of the weight.
@@ -165,7 +165,7 @@ def array_of(weight: QuantizedArray, dtype: DTypeLike | None = None) -> jax.Arra
       'bfloat16'
     """
     to = weight.dtype if dtype is None else np.dtype(dtype)
-    with jax.named_scope(EXACTLY), jax.named_scope(DEQUANTISE):
+    with jax.named_scope(EXACTLY), jax.named_scope(DEQUANTIZE):
         values = lax.convert_element_type(jnp.asarray(weight.values), np.float32)
         product = lax.mul(values, _spread(jnp.asarray(weight.scale), values.shape))
         return lax.stop_gradient(lax.convert_element_type(product, to))

@@ -48,7 +48,7 @@ class Format(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether values are divided by a scale to fit, and quantised."""
+        """Whether values are divided by a scale to fit, and quantized."""
         return self.bits == 8
 
 
@@ -147,7 +147,7 @@ class Recipe:
         return "int8" if gradient == "int8" else "e4m3"
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         """Whether any product multiplies 8-bit operands."""
         return any(FORMATS[short].scaled for short in self.formats.values())
 

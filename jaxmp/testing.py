@@ -51,7 +51,7 @@ def assert_contractions_in(
     if contractions and np.dtype(name).itemsize == 1:
         contractions = [op for op in contractions if not (op.skipped and op.skipped.intended)]
         if not contractions:
-            why = report.quantised().summary()
+            why = report.quantized().summary()
             raise PrecisionError(f"assert_contractions_in: no contraction is for 8 bits:\n{why}")
     if not contractions:
         raise PrecisionError("assert_contractions_in: there is no contraction.")

@@ -85,7 +85,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_compiles() -> None:
-    """On CPU, LLVM's optimisations are a quarter of the suite's time and change nothing it asserts.
+    """On CPU, LLVM's optimizations are a quarter of the suite's time and change nothing it asserts.
 
     XLA's own passes run all the same. JAX_DISABLE_MOST_OPTIMIZATIONS=0 keeps LLVM's as well; so
     does whatever a test starts as a process of its own.

@@ -521,17 +521,17 @@ def named_call(x, w, v):
 
 
 @jax.custom_batching.custom_vmap
-def _normalised(x):
+def _normalized(x):
     return x / (1 + jnp.abs(x).max())
 
 
-@_normalised.def_vmap
-def _normalised_vmap(axis_size, in_batched, x):
+@_normalized.def_vmap
+def _normalized_vmap(axis_size, in_batched, x):
     return x / (1 + jnp.abs(x).max(axis=tuple(range(1, x.ndim)), keepdims=True)), in_batched[0]
 
 
 def custom_vmap(x, w, v):
-    return _normalised(x @ w) @ v
+    return _normalized(x @ w) @ v
 
 
 def composite(x, w, v):

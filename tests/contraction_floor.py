@@ -2,7 +2,7 @@
 
 `rounded_contractions(fn)` is `fn` with every float32 operand of every contraction rounded to
 bfloat16 (or float16) and everything else as it was: products summed and returned in float32, every
-elementwise operation, normalisation and loss in float32. Given a gradient function it rounds the
+elementwise operation, normalization and loss in float32. Given a gradient function it rounds the
 operands of the forward and of the backward contractions alike, each where it is read. Contractions
 that the author wants exact, and those of other dtypes, are left alone.
 

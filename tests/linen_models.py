@@ -28,7 +28,7 @@ X = normal(0, 6, 8)
 SEQUENCE = normal(1, 2, 6, 8)
 TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 16, size=(2, 6)))
 
-# LLVM's optimisations change nothing these tests look at and take half of the compile time.
+# LLVM's optimizations change nothing these tests look at and take half of the compile time.
 compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 

@@ -23,7 +23,7 @@ def _points(r: np.random.Generator) -> tuple:
 
 
 @program("distances", _points)
-def soft_neighbours_in_an_embedding(k: Plain, p, x, bank, values):
+def soft_neighbors_in_an_embedding(k: Plain, p, x, bank, values):
     """Weights of the nearest of a bank, by distances between embedded points."""
     distance = _squared(k, k.mm(x, p["w"]), k.mm(bank, p["w"]))
     return jnp.mean(k.mm(jax.nn.softmax(-distance), values) ** 2)
@@ -40,15 +40,15 @@ def radial_kernel_regression(k: Plain, p, x, bank, values):
 
 @program("distances", _points)
 def soft_k_means(k: Plain, p, x, bank, _values):
-    """Centres moved ten times to the means of what is near them, softly."""
-    centres = p["w"][:8] * 10
+    """Centers moved ten times to the means of what is near them, softly."""
+    centers = p["w"][:8] * 10
 
-    def step(centres, _):
-        near = jax.nn.softmax(-0.1 * _squared(k, bank, centres), axis=-1)
+    def step(centers, _):
+        near = jax.nn.softmax(-0.1 * _squared(k, bank, centers), axis=-1)
         return k.up(k.mm(near.T, bank)) / jnp.sum(near, 0)[:, None], None
 
-    centres = k.scan(step, centres, length=10)[0]
-    return jnp.mean(jnp.min(_squared(k, x, centres), -1)) + jnp.mean(centres**2)
+    centers = k.scan(step, centers, length=10)[0]
+    return jnp.mean(jnp.min(_squared(k, x, centers), -1)) + jnp.mean(centers**2)
 
 
 @program("distances", _points)
@@ -82,11 +82,11 @@ def discrepancy_of_two_samples(k: Plain, p, x, bank, _values):
         r.dirichlet(np.ones(256)),
     ),
 )
-def histogram_of_grey_values(k: Plain, p, x, target):
-    """256 soft bins a unit wide around grey values; the distance of cumulative histograms."""
-    grey = 255 * jax.nn.sigmoid(k.up(k.mm(jnp.tanh(k.mm(x, p["a"])), p["b"])))
+def histogram_of_gray_values(k: Plain, p, x, target):
+    """256 soft bins a unit wide around gray values; the distance of cumulative histograms."""
+    gray = 255 * jax.nn.sigmoid(k.up(k.mm(jnp.tanh(k.mm(x, p["a"])), p["b"])))
     edges = jnp.arange(257.0) - 0.5
-    below = jax.nn.sigmoid((edges - grey) / 0.5)
+    below = jax.nn.sigmoid((edges - gray) / 0.5)
     counts = jnp.mean(below[:, 1:] - below[:, :-1], 0)
     return jnp.mean((jnp.cumsum(counts) - jnp.cumsum(target)) ** 2) * 10 + jnp.sum(counts**2)
 

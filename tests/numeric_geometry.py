@@ -32,7 +32,7 @@ def _bilinear(img, y, x):
 
 
 def _smooth(r: np.random.Generator, h: int, w: int, c: int) -> np.ndarray:
-    """An image whose neighbours are near each other, so that gradients do not jump."""
+    """An image whose neighbors are near each other, so that gradients do not jump."""
     y, x = np.mgrid[:h, :w]
     waves = [
         np.sin(x * a + y * b + p)
@@ -71,8 +71,8 @@ def deformable_sampling_around_anchors(k: Plain, img, anchors, w):
 def boxes_regressed_from_a_grid(k: Plain, x, w):
     cells = (jnp.arange(64.0) + 0.5) * 16.0
     shift = k.mm(x, w)[:, 0]
-    centre = cells + 16.0 * jnp.tanh(shift)
-    lo, hi = centre - 8.0, centre + 8.0
+    center = cells + 16.0 * jnp.tanh(shift)
+    lo, hi = center - 8.0, center + 8.0
     target = cells + 1.0
     overlap = jnp.minimum(hi, target + 8.0) - jnp.maximum(lo, target - 8.0)
     return jnp.mean(1 - overlap / (32.0 - overlap))
@@ -90,9 +90,9 @@ def rounding_with_a_straight_through_gradient(k: Plain, x, w):
 
 @program("coordinates and warps", lambda r: (r.normal(size=(300, 4)), r.normal(size=(4, 1)) * 0.1))
 def a_soft_attention_window_at_positions(k: Plain, x, w):
-    centre = jnp.arange(300.0)[:, None] + 2 * jnp.tanh(k.mm(x, w))
-    weights = jnp.exp(-0.5 * (jnp.arange(300.0) - centre) ** 2)
-    inside = jnp.abs(jnp.arange(300.0) - centre) < 6.0
+    center = jnp.arange(300.0)[:, None] + 2 * jnp.tanh(k.mm(x, w))
+    weights = jnp.exp(-0.5 * (jnp.arange(300.0) - center) ** 2)
+    inside = jnp.abs(jnp.arange(300.0) - center) < 6.0
     weights = jnp.where(inside, weights, 0.0)
     weights = weights / jnp.sum(weights, -1, keepdims=True)
     return jnp.mean(k.mm(weights, x)[:, 0] * jnp.cumsum(x, 0)[:, 1]) + 1.0

@@ -1,4 +1,4 @@
-"""Optimisers inside the program, and recurrences."""
+"""Optimizers inside the program, and recurrences."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def _mse(k: Plain, w, x, y):
     return jnp.mean((k.mm(x, w) - y) ** 2)
 
 
-@program("inner optimisers", _regression)
+@program("inner optimizers", _regression)
 def maml_sgd_from_a_computed_start(k: Plain, w, x, y):
     grad = jax.grad(lambda w: _mse(k, w, x, y))
     w = k.scan(lambda w, _: (w - 1e-3 * grad(w), None), 0.5 * w, length=500)[0]
     return _mse(k, w, x, y)
 
 
-@program("inner optimisers", _regression)
+@program("inner optimizers", _regression)
 def maml_unrolled_from_an_argument(k: Plain, w, x, y):
     grad = jax.grad(lambda w: _mse(k, w, x, y))
     return _mse(k, k.repeat(20, lambda i, w: w - 5e-3 * grad(w), w), x, y)
 
 
-@program("inner optimisers", _regression)
+@program("inner optimizers", _regression)
 def momentum_in_a_tuple(k: Plain, w, x, y):
     def step(i, c):
         w, v = c
@@ -43,7 +43,7 @@ def momentum_in_a_tuple(k: Plain, w, x, y):
     return _mse(k, w, x, y)
 
 
-@program("inner optimisers", _regression)
+@program("inner optimizers", _regression)
 def adam_by_hand(k: Plain, w, x, y):
     def step(c, t):
         w, m, v = c
@@ -57,7 +57,7 @@ def adam_by_hand(k: Plain, w, x, y):
     return _mse(k, w, x, y)
 
 
-@program("inner optimisers", _regression)
+@program("inner optimizers", _regression)
 def least_squares_with_the_gradient_written_out(k: Plain, w, x, y):
     def step(w, _):
         r = k.mm(x, w) - y
@@ -66,7 +66,7 @@ def least_squares_with_the_gradient_written_out(k: Plain, w, x, y):
     return jnp.mean(k.scan(step, w.reshape(2, 4).T, length=200)[0] ** 2)
 
 
-@program("inner optimisers", _regression)
+@program("inner optimizers", _regression)
 def a_latent_inferred_by_descent(k: Plain, w, x, y):
     codes = k.mm(x, w)  # an amortised start
     z = k.fori(300, lambda i, z: z - 2e-3 * k.mm(k.mm(z, w.T) - x, w), k.up(codes))

@@ -76,7 +76,7 @@ def advantages_under_a_model(k: Plain, p, states):
     ),
 )
 def layer_divided_by_its_spectral_norm(k: Plain, p, u, x):
-    """Spectral normalisation: thirty products with a weight and its transpose, then the layer."""
+    """Spectral normalization: thirty products with a weight and its transpose, then the layer."""
 
     def step(u, _):
         v = k.mm(u, p["w"])
@@ -218,7 +218,7 @@ def resistances_from_conductances(k: Plain, p, x):
     "reciprocals",
     lambda r: ({"w": r.normal(size=(10, 1)) / 3}, r.normal(size=(400, 10)), r.normal(size=400)),
 )
-def importance_weights_normalised(k: Plain, p, x, f):
+def importance_weights_normalized(k: Plain, p, x, f):
     """An expectation under weights that add up to one, and how many samples they are worth."""
     log_weight = k.up(k.mm(x, p["w"]))[:, 0]
     weight = jnp.exp(log_weight - jax.lax.stop_gradient(jnp.max(log_weight)))

@@ -8,7 +8,7 @@ import numpy as np
 from numeric_kit import Plain, program
 
 
-def _normalised(k: Plain, x, w, axis: int = -1):
+def _normalized(k: Plain, x, w, axis: int = -1):
     g = k.up(k.mm(x, w))
     return (g - g.mean(axis, keepdims=True)) / jnp.sqrt(g.var(axis, keepdims=True) + 1e-5)
 
@@ -19,14 +19,14 @@ def _gate(r: np.random.Generator) -> tuple:
 
 @program("gates", _gate)
 def entropy_of_a_gate_that_feeds_a_layer(k: Plain, x, w, out):
-    p = jax.nn.sigmoid(4 * _normalised(k, x, w))
+    p = jax.nn.sigmoid(4 * _normalized(k, x, w))
     entropy = -jnp.log1p(-p) - jnp.log(p)
     return jnp.mean(k.mm(p, out) ** 2) + 0.1 * jnp.mean(entropy)
 
 
 @program("gates", _gate)
 def margin_of_a_gate_by_erf(k: Plain, x, w, out):
-    p = jax.scipy.special.erf(_normalised(k, x, w, 0) + 3)
+    p = jax.scipy.special.erf(_normalized(k, x, w, 0) + 3)
     return jnp.mean(k.mm(p, out) ** 2) + jnp.mean(jnp.log(1 - p + 1e-7))
 
 

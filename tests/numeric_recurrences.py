@@ -134,7 +134,7 @@ def advantages_of_values_scanned_in_pairs(k: Plain, x, w):
 
 
 @program(
-    "inner optimisers",
+    "inner optimizers",
     lambda r: (
         r.normal(size=(8, 8)) / 3,
         r.normal(size=(3, 200, 8, 8)),
@@ -153,7 +153,7 @@ def tasks_of_scanned_sgd_under_vmap(k: Plain, start, xs, ys):
 
 
 @program(
-    "inner optimisers",
+    "inner optimizers",
     lambda r: (
         r.normal(size=(3, 6)),
         r.normal(size=(6, 64)) / 3,
@@ -173,7 +173,7 @@ def sgd_from_a_hypernetwork(k: Plain, task, hyper, xs, ys):
 
 
 @program(
-    "inner optimisers",
+    "inner optimizers",
     lambda r: (
         r.normal(size=(300, 8)) / 3,
         r.normal(size=(300, 8)) / 3,

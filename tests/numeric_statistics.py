@@ -89,26 +89,26 @@ _, _, _MEAN, _STD = _with_mean_ten(np.random.default_rng(0))
 
 
 @program("statistics", _and_a_layer)
-def standardised_by_given_statistics(k: Plain, x, w, mean, std, v):
+def standardized_by_given_statistics(k: Plain, x, w, mean, std, v):
     y = k.mm((k.mm(x, w) - mean) / std, v)
     return jnp.mean(y**2) + jnp.mean((y.mean(0) - 1.0) ** 2)
 
 
 @program("statistics", _and_a_layer)
-def standardised_by_constants(k: Plain, x, w, _mean, _std, v):
+def standardized_by_constants(k: Plain, x, w, _mean, _std, v):
     y = (k.mm(x, w) - jnp.asarray(_MEAN)) / jnp.asarray(_STD)
     y = k.mm(jnp.tanh(y), v)
     return jnp.mean(y**2) + jnp.mean((y.mean(0) - 1.0) ** 2)
 
 
 @program("statistics", _and_a_layer)
-def standardised_and_clipped(k: Plain, x, w, mean, std, v):
+def standardized_and_clipped(k: Plain, x, w, mean, std, v):
     y = jnp.clip((k.mm(x, w) - mean) / std, -5.0, 5.0)
     return jnp.mean(k.mm(jnp.where(jnp.abs(y) < 0.01, 0.0, y), v) ** 2)
 
 
 @program("statistics", _and_a_layer)
-def standardised_by_computed_statistics(k: Plain, x, w, _mean, _std, v):
+def standardized_by_computed_statistics(k: Plain, x, w, _mean, _std, v):
     y = k.up(k.mm(x, w))
     y = (y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-6)
     return jnp.mean(k.mm(y, v) ** 2)
@@ -121,7 +121,7 @@ def batch_norm_in_inference(k: Plain, x, w, mean, std, affine, v):
 
 
 @program("statistics", lambda r: (r.normal(size=(64, 8)) + 100, r.normal(size=(8, 4))))
-def inputs_standardised_before_a_layer(k: Plain, x, w):
+def inputs_standardized_before_a_layer(k: Plain, x, w):
     return jnp.mean(k.mm((x - 100.0) / 2.0, w) ** 2)
 
 
@@ -137,10 +137,10 @@ def running_statistics_updated_and_used(k: Plain, x, w, running):
     "statistics", lambda r: (r.normal(size=(64, 6)) @ r.normal(size=(6, 6)) + 5,), geometry=True
 )
 def whitening(k: Plain, x):
-    centred = x - x.mean(0)
-    covariance = centred.T @ centred / 64 + 1e-2 * jnp.eye(6)
+    centered = x - x.mean(0)
+    covariance = centered.T @ centered / 64 + 1e-2 * jnp.eye(6)
     white = jax.scipy.linalg.solve_triangular(
-        jnp.linalg.cholesky(covariance), centred.T, lower=True
+        jnp.linalg.cholesky(covariance), centered.T, lower=True
     )
     return jnp.mean(jnp.abs(white) ** 3)
 
@@ -162,7 +162,7 @@ def targets_rescaled_after_a_layer(k: Plain, x, w, v, mean):
 
 
 def _episode(r: np.random.Generator) -> tuple:
-    """States that change slowly, what they are worth, and rewards: neighbouring errors alike."""
+    """States that change slowly, what they are worth, and rewards: neighboring errors alike."""
     t = np.linspace(0, np.pi, 513)[:, None]
     x = np.sin(t * r.uniform(1, 2, size=6) + r.uniform(0, 6, size=6))
     return x, r.normal(size=(6, 1)) * 0.03, np.sin(t[1:, 0]) ** 2

@@ -52,7 +52,7 @@ def scanned_stream_from_embeddings(k: Plain, a, b, table, tokens):
 
 
 @program("residual streams", lambda r: (*_layers(r), np.ones(16)))
-def normalised_stream_in_blocks_of_remat(k: Plain, a, b, x, scale):
+def normalized_stream_in_blocks_of_remat(k: Plain, a, b, x, scale):
     @jax.checkpoint
     def block(h, w):
         y = h - h.mean(-1, keepdims=True)

@@ -116,7 +116,7 @@ def a_frozen_row_is_selected_in_the_update(k: Plain, w, x):
 
 
 @program("integrators", _field)
-def a_rematerialised_step(k: Plain, w, x):
+def a_rematerialized_step(k: Plain, w, x):
     step = jax.checkpoint(lambda x: x - 1e-3 * jnp.tanh(k.mm(x, w)))
     return jnp.mean(k.scan(lambda x, _: (step(x), None), 2.0 * x, length=300)[0] ** 2)
 

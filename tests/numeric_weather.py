@@ -22,7 +22,7 @@ def _network(r: np.random.Generator) -> dict:
 
 
 def _weather(shape: tuple[int, ...]) -> Any:
-    """A network, normalised fields, and their mean and spread in kelvin."""
+    """A network, normalized fields, and their mean and spread in kelvin."""
 
     def draw(r: np.random.Generator) -> tuple:
         mean, spread = 280 + 3 * r.normal(size=8), 15 + r.uniform(size=8)
@@ -37,7 +37,7 @@ def _forecast(k: Plain, p, x):
 
 @program("statistics added and removed", _weather((8,)))
 def forecast_clipped_in_kelvin(k: Plain, p, x, mean, spread):
-    """A forecast is made physical, clipped, and normalised again for the next layer."""
+    """A forecast is made physical, clipped, and normalized again for the next layer."""
     kelvin = jnp.clip(_forecast(k, p, x) * spread + mean, 150.0, 400.0)
     return jnp.mean(k.mm((kelvin - mean) / spread, p["c"]) ** 2)
 
@@ -179,7 +179,7 @@ def wind_driven_by_pressure(k: Plain, p, pressure, wind):
     ),
 )
 def radiating_column_of_air(k: Plain, p, kelvin, sun):
-    """Temperatures radiate by their fourth power, mix with their neighbours, and are heated."""
+    """Temperatures radiate by their fourth power, mix with their neighbors, and are heated."""
 
     def step(t, s):
         heating = k.mm(jax.nn.silu(k.mm((t - 273.15) / 20, p["a"]) + s), p["b"])

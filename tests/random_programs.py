@@ -256,8 +256,8 @@ def _scale(x: Value, b: Value) -> Value:
 @_op("mv", "m")
 def _layer_norm(x: Value, b: Value) -> Value:
     mean = x.mean(-1, keepdims=True)
-    centred = x - mean
-    return centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 0.1) * b + 0.1
+    centered = x - mean
+    return centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 0.1) * b + 0.1
 
 
 @_op("mv", "m")

@@ -1,4 +1,4 @@
-"""Products under a recipe, the inputs they are tried on, and a quantiser in NumPy."""
+"""Products under a recipe, the inputs they are tried on, and a quantizer in NumPy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "int8":
 TINY = np.finfo(np.float32).tiny
 
 
-def quantised(x: np.ndarray, short: str, axes: Any) -> tuple[np.ndarray, np.ndarray]:
+def quantized(x: np.ndarray, short: str, axes: Any) -> tuple[np.ndarray, np.ndarray]:
     """Values and scales: powers of two of floats. Inverses are multiplied by, in float32."""
     amax = np.abs(x).max(axis=axes, keepdims=True).astype(np.float32)
     scale = np.maximum(amax * np.float32(1 / FORMATS[short].largest), TINY)
@@ -67,7 +67,7 @@ def product(
     def fn(x: Any, w: Any) -> Any:
         made = planned(recipe, dims, (x.ndim, w.ndim), dtype, weight)
         x, w = x.astype(dtype), w.astype(dtype)
-        return contract(made, (x, w), (made.quantise(x, 0), made.quantise(w, 1)))
+        return contract(made, (x, w), (made.quantize(x, 0), made.quantize(w, 1)))
 
     return fn
 

@@ -320,7 +320,7 @@ def straight_through(q, k, v):
     return product(softmax(scores_of(q, k)), v)
 
 
-def not_normalised(q, k, v):
+def not_normalized(q, k, v):
     s = scores_of(q, k)
     e = jnp.exp(s - s.max(-1, keepdims=True))
     return product(e / jax.lax.stop_gradient(e.sum(-1, keepdims=True)), v)
@@ -350,7 +350,7 @@ def other_sum(q, k, v):
         read_twice,
         of_parameters,
         straight_through,
-        not_normalised,
+        not_normalized,
         other_sum,
         other_mask,
         half_of_the_rows,

@@ -203,7 +203,7 @@ def test_no_false_alarm(policy: str, remat: bool) -> None:
         return state.apply_gradients(grads=grads)
 
     assert kinds(step, state, X, Y, jnp.float32(0.5), False) == set()
-    if "matmul" not in policy:  # the scale of a quantised gradient is a scale and no factor
+    if "matmul" not in policy:  # the scale of a quantized gradient is a scale and no factor
         assert kinds(step, state, X, Y, jnp.float32(0.5), True) == {"scaled-twice"}
 
 

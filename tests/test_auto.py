@@ -29,7 +29,7 @@ def rows(policy):
     x = jax.ShapeDtypeStruct((16384, 8192), jnp.float32)
     variables = jax.eval_shape(Model().init, jax.random.key(0), x)
     report = jaxmp.audit(model.apply, variables, x)
-    return {product.path: product for product in report.quantised().products}
+    return {product.path: product for product in report.quantized().products}
 
 
 @pytest.mark.parametrize(

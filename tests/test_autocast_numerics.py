@@ -222,7 +222,7 @@ def test_these_tolerances_would_see_a_lower_precision() -> None:
         assert relative(got, oracle(name)[0]) > case.tolerance(F16)
 
 
-# --- normalisation statistics --------------------------------------------------------------------
+# --- normalization statistics --------------------------------------------------------------------
 
 
 def layer_norm(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -570,7 +570,7 @@ def test_running_means_and_moments_of_a_scan(policy: str) -> None:
 def test_cumulative_sums_before_a_contraction(policy: str) -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         positions = jnp.cumsum(x @ w, 0)
-        return (positions - positions[-1:]) @ w  # differences of neighbours survive in float32 only
+        return (positions - positions[-1:]) @ w  # differences of neighbors survive in float32 only
 
     x, w = jnp.ones((4096, 1)), jnp.ones((1, 1))
     got = jax.jit(autocast(fn, policy))(x, w)[:, 0]

@@ -63,7 +63,7 @@ TRANSFORMATIONS = {
 @slow_when(lambda name: name in ("masters", "neither"))  # less of the same
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_21_a_resumed_run_is_bitwise_the_uninterrupted_one(name, tmp_path):
-    """Field notes, behaviour 21: values, dtypes, counters, keys; mid-run, after a skipped step."""
+    """Field notes, behavior 21: values, dtypes, counters, keys; mid-run, after a skipped step."""
     make, policy = TRANSFORMATIONS[name]
     tx = make()
     batches = BATCHES if name != "neither" else [X, X + 1, 2 * X, X - 1]

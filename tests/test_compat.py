@@ -733,7 +733,7 @@ def _() -> None:
     with next_generation("jax_remat3"):
         [eqn] = equations(jax.checkpoint(lambda x: jnp.sin(x), policy=policy, prevent_cse=False), X)
         [inner] = inside(eqn)
-        rematted = compat.rematerialised(eqn, lambda x: [jnp.cos(x)])
+        rematted = compat.rematerialized(eqn, lambda x: [jnp.cos(x)])
         [again] = equations(rematted, X)
     assert [e.primitive.name for e in compat.closed(inner.jaxpr).jaxpr.eqns] == ["sin"]
     assert again.params["_prim"].policy is policy

@@ -44,7 +44,7 @@ def check(fn: Program, op: str, dtype: str, reason: str, policy: str = BF16) -> 
     assert (rows[-1].dtype, rows[-1].reason) == (dtype, reason)
 
 
-def normalised(x: jax.Array) -> jax.Array:
+def normalized(x: jax.Array) -> jax.Array:
     return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
 
 
@@ -61,7 +61,7 @@ MADE = "computed from 16-bit values"
 SUMMED = "summed in float32 from iteration to iteration"
 CONSTANT = "a constant beside a 16-bit value"
 NOT_LOW = "no 16-bit operand"
-LEAVES = "leaves a normalisation towards a contraction"
+LEAVES = "leaves a normalization towards a contraction"
 ENDS = "ends a normalization: leaves in 16 bits"
 PRODUCT = "contraction"
 CHOOSES = "chooses among 16-bit values"
@@ -93,7 +93,7 @@ CHOOSES = "chooses among 16-bit values"
         ),
         "a statistic through a call": (
             lambda x, w, ws, b: ((h := x @ w) * jax.jit(lambda h: lax.rsqrt((h**2).mean()))(h)) @ w,
-            "mul", FULL, "normalises: meets a statistic of its own operand",
+            "mul", FULL, "normalizes: meets a statistic of its own operand",
         ),
         "a softmax in a call": (
             lambda x, w, ws, b: jax.jit(jax.nn.softmax)(x @ w) @ w,
@@ -108,23 +108,23 @@ def test_calls(fn: Program, op: str, dtype: str, reason: str) -> None:
 @table(
     {
         "relu towards a product": (
-            lambda x, w, ws, b: jax.nn.relu(normalised(x @ w)) @ w,
+            lambda x, w, ws, b: jax.nn.relu(normalized(x @ w)) @ w,
             "max", LOW, CHOOSES,
         ),
         "relu towards a later one": (
-            lambda x, w, ws, b: jax.nn.relu(normalised(x @ w)).mean(0, keepdims=True) @ w,
+            lambda x, w, ws, b: jax.nn.relu(normalized(x @ w)).mean(0, keepdims=True) @ w,
             "max", LOW, CHOOSES,
         ),
         "relu towards none": (
-            lambda x, w, ws, b: jax.nn.relu(normalised(x @ w)).sum(),
+            lambda x, w, ws, b: jax.nn.relu(normalized(x @ w)).sum(),
             "max", FULL, UNWANTED,
         ),
         "relu of data": (
-            lambda x, w, ws, b: jax.nn.relu(normalised(x)) @ w,
+            lambda x, w, ws, b: jax.nn.relu(normalized(x)) @ w,
             "max", FULL, NOT_LOW,
         ),
         "silu, which is no function of its own": (
-            lambda x, w, ws, b: (jnp.tanh(y := normalised(x @ w)) * y) @ w,
+            lambda x, w, ws, b: (jnp.tanh(y := normalized(x @ w)) * y) @ w,
             "tanh", LOW, LEAVES,
         ),
     }
@@ -138,19 +138,19 @@ def test_a_function_with_its_own_derivative_is_narrowed_at_its_door(
 @table(
     {
         "its bias": (
-            lambda x, w, ws, b: (normalised(x @ w) * b + b) @ w,
+            lambda x, w, ws, b: (normalized(x @ w) * b + b) @ w,
             "add", FULL, ENDS,
         ),
         "its bias, and no product": (
-            lambda x, w, ws, b: (normalised(x @ w) * b + b).sum(),
+            lambda x, w, ws, b: (normalized(x @ w) * b + b).sum(),
             "add", FULL, UNWANTED,
         ),
         "what it returns is kept in 16 bits": (
-            lambda x, w, ws, b: (normalised(x @ w) + b)[jnp.array([1, 1, 0])] @ w,
+            lambda x, w, ws, b: (normalized(x @ w) + b)[jnp.array([1, 1, 0])] @ w,
             "gather", FULL, "repeats values: its gradient is summed in float32",
         ),
         "a constant, which may not end it": (
-            lambda x, w, ws, b: (normalised(x @ w) + 1.0) @ w,
+            lambda x, w, ws, b: (normalized(x @ w) + 1.0) @ w,
             "add", FULL, NOT_LOW,
         ),
     }

@@ -241,7 +241,7 @@ def _carried(body: Callable[..., Any]) -> Callable[..., Any]:
             lambda x, w, b: jax.jit(lambda x: jax.jit(lambda x: (x + b) @ w)(x))(x),
             "contraction",
         ),
-        "a rematerialised call": (
+        "a rematerialized call": (
             lambda x, w, b: jax.checkpoint(lambda x: jnp.exp(x) @ w)(x),
             "full later",
         ),

@@ -7,7 +7,7 @@ then, in float32 too. Explicit meshes are in `test_explicit_sharding`.)
 
 How near is near: two layouts add the same numbers in another order. In float32 that is 1e-6 of a
 parameter. In 16 bits a sum that comes out otherwise in float32 may be rounded to the other of its
-neighbours; and a sum that is made in parts, of a gradient over devices or of a contraction that is
+neighbors; and a sum that is made in parts, of a gradient over devices or of a contraction that is
 split, is rounded for each part. Each rounding errs by up to u = eps/2 of its value, each by chance:
 of n of them on the way from parameters to gradients the gradient then errs by about sqrt(n) * u of
 itself (Higham and Mary, 2019, https://doi.org/10.1137/18M1226312), and two runs differ by

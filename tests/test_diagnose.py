@@ -154,18 +154,18 @@ def test_the_logarithm_of_0() -> None:
     assert "no loss scale" in str(fault)
 
 
-def normalised(w: jax.Array, x: jax.Array) -> jax.Array:
+def normalized(w: jax.Array, x: jax.Array) -> jax.Array:
     h = jax.nn.relu(x @ w)
     h = h / jnp.sum(h, axis=-1, keepdims=True)
     return jnp.mean(h**2)
 
 
 @pytest.mark.slow
-def test_0_by_0_in_a_normaliser() -> None:
-    fault = jaxmp.diagnose(normalised, "mixed_float16")(jnp.eye(16), X.at[3].set(-1.0)).first
+def test_0_by_0_in_a_normalizer() -> None:
+    fault = jaxmp.diagnose(normalized, "mixed_float16")(jnp.eye(16), X.at[3].set(-1.0)).first
     assert fault is not None
     assert (fault.site.op, fault.kind, fault.everywhere) == ("div", "nan", True)
-    assert fault.site.line == line(normalised, "h / jnp.sum")
+    assert fault.site.line == line(normalized, "h / jnp.sum")
 
 
 def summed(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -294,7 +294,7 @@ def test_overflow_in_the_backward_rule_of_a_custom_vjp() -> None:
 
 
 @pytest.mark.slow
-def test_overflow_in_a_block_that_is_rematerialised() -> None:
+def test_overflow_in_a_block_that_is_rematerialized() -> None:
     @jax.checkpoint
     def block(w: jax.Array, x: jax.Array) -> jax.Array:
         return jax.nn.relu(x @ w) @ w  # the second product

@@ -57,7 +57,7 @@ async def coroutine(x):
     return x
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -120,7 +120,7 @@ def test_a_wrapped_function_of_a_module_is_named() -> None:
 PASSED = {
     "nothing": None,
     "a string": "label",
-    "an enum": Colour.RED,
+    "an enum": Color.RED,
     "a class": Out,
     "a module": types,
     "a dtype": np.dtype("float32"),

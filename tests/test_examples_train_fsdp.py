@@ -20,7 +20,7 @@ def test_train_fsdp_as_a_user_runs_it(policy, tmp_path):
     options = ("--size", "tiny", "--steps", "40", "--policy", policy)
     result = run_example("train_fsdp.py", *options, folder=tmp_path)
     assert result.returncode == 0, result.stderr
-    said = rf"importing .*{policy}: initialising .*{policy}: compiling .*40/40"
+    said = rf"importing .*{policy}: initializing .*{policy}: compiling .*40/40"
     assert re.search(said, result.stderr, re.DOTALL)
     out = result.stdout
     count, bytes_here = re.search(

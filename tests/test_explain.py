@@ -374,7 +374,7 @@ def test_explanations_are_plain_data() -> None:
 # --- every reason --------------------------------------------------------------------------------
 
 
-def normalised(x: jax.Array, w: jax.Array) -> jax.Array:
+def normalized(x: jax.Array, w: jax.Array) -> jax.Array:
     y = x @ w
     y = (y - y.mean(-1, keepdims=True)) * lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
     return jnp.maximum(y * 2.0 + 1.0, 0.0) @ w
@@ -451,12 +451,12 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     ),
     "only float32 ops want the result": (lambda x, w: jnp.tanh(x @ w), "tanh", "float32", BF16),
     "no 16-bit operand": (lambda x, w: (x * 2.0) @ w, "mul", "float32", BF16),
-    "leaves a normalisation towards a contraction": (normalised, "max", "bfloat16", BF16),
+    "leaves a normalization towards a contraction": (normalized, "max", "bfloat16", BF16),
     "ends a normalization: leaves in 16 bits": (
         lambda x, w: ((y := x @ w) * lax.rsqrt(jnp.var(y, -1, keepdims=True)) + w[0]) @ w, "add",
         "float32", BF16,
     ),
-    "normalises: meets a statistic of its own operand": (normalised, "sub", "float32", BF16),
+    "normalizes: meets a statistic of its own operand": (normalized, "sub", "float32", BF16),
     "the constant 1e-08 vanishes in float16": (
         lambda x, w: (x @ w + 1e-8) @ w, "add", "float32", F16,
     ),
@@ -565,7 +565,7 @@ def attention(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def trained(x: jax.Array, w: jax.Array) -> jax.Array:
-    return w - 0.1 * jax.grad(lambda w: jnp.mean(normalised(x, w) ** 2))(w)
+    return w - 0.1 * jax.grad(lambda w: jnp.mean(normalized(x, w) ** 2))(w)
 
 
 def linen(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -582,7 +582,7 @@ def nnx_mlp(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 MODELS = {
-    f.__name__: f for f in (layer, normalised, attention, trained, linen, nnx_mlp, pinned, _scanned)
+    f.__name__: f for f in (layer, normalized, attention, trained, linen, nnx_mlp, pinned, _scanned)
 }
 
 

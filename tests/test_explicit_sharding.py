@@ -209,7 +209,7 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """Scanned, rematerialised layers; the lookup says where its result is, as `nn.Embed` cannot."""
+    """Scanned, rematerialized layers; the lookup says where its result is, as `nn.Embed` cannot."""
 
     @nn.compact
     def __call__(self, tokens):

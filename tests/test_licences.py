@@ -406,4 +406,4 @@ def test_a_low_softmax_does_not_hide_the_statistics_of_what_it_exponentiates() -
     rows = jaxmp.explain(fn, "mixed_bfloat16,softmax=bf16")(*args).rows
     softmax, *_, norm = (row for row in rows if row.op == "div")
     assert (softmax.dtype, norm.dtype) == ("bfloat16", "float32")
-    assert norm.reason == "normalises: meets a statistic of its own operand"
+    assert norm.reason == "normalizes: meets a statistic of its own operand"

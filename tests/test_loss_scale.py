@@ -1,4 +1,4 @@
-"""Loss scaling: the numbered behaviours, the rule of the scale, and what is refused."""
+"""Loss scaling: the numbered behaviors, the rule of the scale, and what is refused."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_masters_take_the_path_of_float32(dtype):
 
 @both_kinds
 def test_bf16_params_moments_stay_float32(random):
-    """Field notes, behaviour 19: optax alone would keep Adam's moments in bfloat16."""
+    """Field notes, behavior 19: optax alone would keep Adam's moments in bfloat16."""
     params = {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(2, jnp.float16)}
     tx = master_weights(optax.adamw(1e-3), stochastic_rounding=random)
     for _, state in take_steps(tx, params, [params] * 2):
@@ -403,7 +403,7 @@ def test_extra_arguments_and_float32_gradients_reach_inner():
 
 @both_kinds
 def test_steps_in_a_scan_are_the_steps_of_a_loop(random):
-    """Field notes, behaviour 13: dtypes are stable, nothing is weakly typed, one compile."""
+    """Field notes, behavior 13: dtypes are stable, nothing is weakly typed, one compile."""
     tx = master_weights(optax.adamw(1e-2), stochastic_rounding=random)
     params = {"w": jnp.linspace(-2, 2, 32).astype(jnp.bfloat16), "b": jnp.ones(3)}
     grads = jax.tree.map(
@@ -470,7 +470,7 @@ def test_vmap_over_models():
 
 @both_kinds
 def test_donated_buffers_are_distinct(random):
-    """Field notes, behaviour 14: a step may donate parameters and state; nothing is shared."""
+    """Field notes, behavior 14: a step may donate parameters and state; nothing is shared."""
     tx = master_weights(optax.adam(1e-3), stochastic_rounding=random)
     params = {"w": jnp.ones(64, jnp.bfloat16), "b": jnp.ones(64)}
     state = tx.init(params)
@@ -492,7 +492,7 @@ def test_donated_buffers_are_distinct(random):
 
 @both_kinds
 def test_shardings_of_the_parameters_are_those_of_the_state(random):
-    """Field notes, behaviour 15: masters and moments lie where their parameters lie."""
+    """Field notes, behavior 15: masters and moments lie where their parameters lie."""
     mesh = Mesh(np.array(jax.devices()), ("d",))
     sharding = NamedSharding(mesh, PartitionSpec("d"))
     params = jax.device_put(jnp.ones((16, 4), jnp.bfloat16), sharding)

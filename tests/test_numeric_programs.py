@@ -45,7 +45,7 @@ LONG = {
     "linear_recurrent_unit",
     "minimal_gru",
     "selective_state_space_of_four_taps",
-    "soft_neighbours_in_an_embedding",
+    "soft_neighbors_in_an_embedding",
     "stream_from_looked_up_embeddings",
     "stream_of_fifty_layers_from_data",
     "training_by_sgd_from_constants",
@@ -79,7 +79,7 @@ SENSITIVE = ("numeric_distances", "numeric_networks", "numeric_planning", "numer
 SENSITIVE_PROGRAMS = [name for name, p in PROGRAMS.items() if p.loss.__module__ in SENSITIVE]
 
 
-@slow_when(lambda name: name != "histogram_of_grey_values")
+@slow_when(lambda name: name != "histogram_of_gray_values")
 @pytest.mark.parametrize("name", SENSITIVE_PROGRAMS)
 def test_a_program_shows_that_everything_is_low(name: str) -> None:
     """Else it would hold, whatever autocast did."""

@@ -80,7 +80,7 @@ def test_what_another_policy_adds_shifts_no_pair():
     a = run(entry("1"), entry("2", "add"), entry("3"), entry("4", "tanh"))
     b = run(entry("1"), entry("2", "convert_element_type"), entry("3"), entry("4", "add"),
             entry("5"), entry("6", "tanh"))  # fmt: skip
-    # Of the three products of the one and two of the other, each is beside its neighbour's.
+    # Of the three products of the one and two of the other, each is beside its neighbor's.
     found = compare(a, b)
     assert matched(a, b)[1:] == [("2", "4"), ("3", "5"), ("4", "6")]
     assert len(found.only_other) == 2

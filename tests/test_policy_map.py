@@ -522,7 +522,7 @@ def test_a_layers_own_float32_is_honoured_forward_and_backward(dtype: Any) -> No
 
 
 @MUCH_STAYS_FLOAT32
-def test_a_layers_own_float32_in_scanned_and_rematerialised_layers() -> None:
+def test_a_layers_own_float32_in_scanned_and_rematerialized_layers() -> None:
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array, _: Any) -> Any:

@@ -106,7 +106,7 @@ class Described:
         ("cpu", "cpu", None),
     ],
 )
-def test_devices_at_hand_are_recognised(platform, kind, chip):
+def test_devices_at_hand_are_recognized(platform, kind, chip):
     described = describe(Described(platform, kind))
     assert described.chip == chip
     assert described.tflops == (chips()[chip]["tflops"] if chip else {})

@@ -84,7 +84,7 @@ def test_no_higher_order_primitive_is_in_the_table() -> None:
 
 
 def test_special_cases_name_primitives_of_the_class_they_refine() -> None:
-    assert ops.NORMALISING <= ops.FOLLOW
+    assert ops.NORMALIZING <= ops.FOLLOW
     assert ops.AFFINE <= ops.FOLLOW | ops.TRANSPARENT
     assert ops.REPEATING <= ops.TRANSPARENT
     assert ops.WRITING <= ops.TRANSPARENT

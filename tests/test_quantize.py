@@ -245,7 +245,7 @@ def tree():
     }
 
 
-def quantised(tree) -> dict[str, str]:
+def quantized(tree) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.values.dtype.name
@@ -275,7 +275,7 @@ def quantised(tree) -> dict[str, str]:
 def test_patterns_choose(formats, options, want):
     before = tree()
     after = jaxmp.quantize(before, formats, **options)
-    assert quantised(after) == want
+    assert quantized(after) == want
     kept = jax.tree.leaves(after, is_leaf=is_quantized)
     for old, new in zip(jax.tree.leaves(before), kept, strict=True):
         assert is_quantized(new) or new is old
@@ -285,8 +285,8 @@ def test_of_linens_variables_only_the_parameters():
     big = np.ones((64, 64), np.float32)
     variables = {"params": {"layer": {"kernel": big}}, "cache": {"cached_key": big}}
     want = {"params/layer/kernel": "int8"}
-    assert quantised(jaxmp.quantize(variables, "int8")) == want
-    assert quantised(jaxmp.quantize(variables, {"layer/kernel": "int8"})) == want
+    assert quantized(jaxmp.quantize(variables, "int8")) == want
+    assert quantized(jaxmp.quantize(variables, {"layer/kernel": "int8"})) == want
 
 
 def test_a_tree_comes_back_with_its_structure():
@@ -335,7 +335,7 @@ def test_a_tree_comes_back_with_its_structure():
         (
             lambda t: jaxmp.quantize(jaxmp.quantize(t, {"head": "int8"}), "int4"),
             ValueError,
-            "head/kernel is quantised already.*dequantize",
+            "head/kernel is quantized already.*dequantize",
         ),
     ],
 )

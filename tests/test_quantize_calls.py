@@ -1,4 +1,4 @@
-"""Quantised weights among the arguments of plain functions: they see arrays."""
+"""Quantized weights among the arguments of plain functions: they see arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised weights in Flax modules: under `wrap`, under `autocast`, and as they are."""
+"""Quantized weights in Flax modules: under `wrap`, under `autocast`, and as they are."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def linen(*, scan):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("policy", ["as it is", *POLICIES])
-def test_linen_computes_what_it_does_with_the_dequantised_weights(scan, fmt, policy):
+def test_linen_computes_what_it_does_with_the_dequantized_weights(scan, fmt, policy):
     model, variables = linen(scan=scan)
     q = small(variables, fmt)
     back = jaxmp.dequantize(q)
@@ -135,7 +135,7 @@ def test_a_frozen_dict_and_a_box_around_it():
 
 
 @pytest.mark.slow
-def test_scanned_weights_are_dequantised_in_the_body():
+def test_scanned_weights_are_dequantized_in_the_body():
     """Outside of it, the whole stack would be in 16 bits at once."""
     model, variables = linen(scan=True)
     wrapped = jaxmp.wrap(model, "mixed_bfloat16")
@@ -189,7 +189,7 @@ def test_the_scale_is_multiplied_in_float32():
 @slow_when(lambda fmt, policy: (fmt, policy) != ("int8", "mixed_bfloat16"))
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("policy", ["as it is", *POLICIES])
-def test_nnx_computes_what_it_does_with_the_dequantised_weights(fmt, policy):
+def test_nnx_computes_what_it_does_with_the_dequantized_weights(fmt, policy):
     module = Nnx(nnx.Rngs(0))
     q = small(module, fmt)
     back = jaxmp.dequantize(q)
@@ -281,7 +281,7 @@ def test_nnx_scan_over_stacked_layers():
 
 
 @pytest.mark.slow
-def test_lora_learns_in_linen_with_the_base_quantised():
+def test_lora_learns_in_linen_with_the_base_quantized():
     base = nn.Dense(16)
     variables = base.init(jax.random.key(0), jnp.ones((1, 16)))
     q = small(variables)
@@ -308,7 +308,7 @@ def test_lora_learns_in_linen_with_the_base_quantised():
 
 
 @pytest.mark.slow
-def test_lora_learns_in_nnx_with_the_base_quantised():
+def test_lora_learns_in_nnx_with_the_base_quantized():
     class Adapted(nnx.Module):
         def __init__(self, rngs):
             self.base = nnx.Linear(16, 16, rngs=rngs)

@@ -1,4 +1,4 @@
-"""Tables in few bits: what is looked up is dequantised, and no more, and is the same bit by bit."""
+"""Tables in few bits: what is looked up is dequantized, and no more, and is the same bit by bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp._quantize.lookups import is_dequantising, rows_first
+from jaxmp._quantize.lookups import is_dequantizing, rows_first
 
 from support import iter_eqns, slow_when
 
@@ -56,7 +56,7 @@ def test_a_lookup_is_what_it_was(fmt, granularity):
 
 @slow_when(lambda name: name not in ("take", "tied"))
 @pytest.mark.parametrize("name", ["take", "take, filled", "index", "tied", "vmap", "twice"])
-def test_no_more_than_the_rows_are_dequantised_for_it(name):
+def test_no_more_than_the_rows_are_dequantized_for_it(name):
     q = jaxmp.quantize({"embedding": TABLE}, "int8", min_size=1)["embedding"]
     jaxpr = jax.make_jaxpr(jaxmp.autocast(LOOKUPS[name], "mixed_bfloat16"))(q, INDICES)
     read = {e.invars[0].aval for e in iter_eqns(jaxpr) if e.primitive.name == "gather"}
@@ -66,12 +66,12 @@ def test_no_more_than_the_rows_are_dequantised_for_it(name):
     check_same(name, got, want)
 
 
-def test_a_program_without_quantised_weights_is_left_alone():
+def test_a_program_without_quantized_weights_is_left_alone():
     jaxpr = jax.make_jaxpr(lambda e, t: e[t])(TABLE, INDICES)
     assert rows_first(jaxpr) is jaxpr
 
 
-def test_what_is_dequantised_says_so_under_transformations():
+def test_what_is_dequantized_says_so_under_transformations():
     q = jaxmp.quantize(TABLE, "int8", min_size=1)
 
     def body(c, w):
@@ -86,4 +86,4 @@ def test_what_is_dequantised_says_so_under_transformations():
         stacked = jax.tree.map(lambda x: x[None], q)
         eqns = [e for e in iter_eqns(jax.make_jaxpr(fn)(stacked)) if e.primitive.name == "mul"]
         assert eqns
-        assert all(map(is_dequantising, eqns))
+        assert all(map(is_dequantizing, eqns))

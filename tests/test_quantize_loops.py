@@ -1,4 +1,4 @@
-"""Weights in few bits that loops, branches and calls read: dequantised inside, what is read."""
+"""Weights in few bits that loops, branches and calls read: dequantized inside, what is read."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ FORMATS = {
 @slow_when(lambda name, how: how != "row" or name in ("scan, reversed", "vmap", "checkpoint"))
 @pytest.mark.parametrize("how", FORMATS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_each_iteration_dequantises_its_own_slice(name, how):
+def test_each_iteration_dequantizes_its_own_slice(name, how):
     fn, small = PROGRAMS[name], jaxmp.quantize(PARAMS, **FORMATS[how])
     want = fn(jaxmp.dequantize(small), X)
     fast = jax.jit(autocast(fn, "mixed_bfloat16"))

@@ -1,4 +1,4 @@
-"""Quantised weights saved and restored with Orbax, bit by bit."""
+"""Quantized weights saved and restored with Orbax, bit by bit."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ PRODUCTS = {
         lambda w, x: jnp.einsum("bei,eio->beo", x, w),
     ),
 }
-# Where scales vary along a sum, the weight is dequantised first.
+# Where scales vary along a sum, the weight is dequantized first.
 BEFORE = {
     "the other way": ("kernel", (32, 48), (5, 48), lambda w, x: x @ w.T),
     "heads, joined": ("kernel", (4, 32, 24), (5, 4, 32), lambda w, x: jnp.tensordot(x, w, 2)),
@@ -86,7 +86,7 @@ def test_one_scale_for_all_and_several_for_a_sum(granularity):
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_what_cannot_be_scaled_after_is_dequantised_first(name):
+def test_what_cannot_be_scaled_after_is_dequantized_first(name):
     leaf, shape, x_shape, fn = BEFORE[name]
     q, x = weight_and_input(leaf, shape, x_shape)
     assert reasons(fn, q, x) == ["contraction"]

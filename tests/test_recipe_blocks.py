@@ -1,4 +1,4 @@
-"""Products in blocks, against a quantiser of their own in NumPy, block by block."""
+"""Products in blocks, against a quantizer of their own in NumPy, block by block."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_values_and_scales(name: str, recipe: Recipe) -> None:
 @slow_when(lambda name: name != "normal")
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_values_are_those_of_quantised_operands(name: str, recipe: Recipe) -> None:
+def test_the_values_are_those_of_quantized_operands(name: str, recipe: Recipe) -> None:
     """Three products of what the oracle reads back, where no size is a multiple of a block."""
     x, w, g = family(name, 1, 80, 208), family(name, 2, 208, 144), family(name, 3, 80, 144)
     thin, wide = SIZES[recipe]
@@ -314,7 +314,7 @@ def test_values_are_rounded_although_they_are_widened(
 ) -> None:
     made = planned(recipe, DENSE, (2, 2), jnp.bfloat16)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))):
-        text = str(jax.make_jaxpr(lambda x: made.quantise(x, 0))(jnp.ones((16, 16))))
+        text = str(jax.make_jaxpr(lambda x: made.quantize(x, 0))(jnp.ones((16, 16))))
     assert text.count("optimization_barrier") == count
 
 

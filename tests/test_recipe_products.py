@@ -1,4 +1,4 @@
-"""Products under a recipe, against float64 and a quantiser of their own in NumPy."""
+"""Products under a recipe, against float64 and a quantizer of their own in NumPy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from recipe_kit import (
     family,
     operands,
     product,
-    quantised,
+    quantized,
     relative,
     rounded,
     worst_row,
 )
 
-from jaxmp._autocast.recipes.quantise import dequantise, quantise
+from jaxmp._autocast.recipes.quantize import dequantize, quantize
 from jaxmp.recipes import FORMATS, Recipe, float8, int8, parse_recipe, products
 
 from support import slow_when
@@ -33,8 +33,8 @@ from support import slow_when
 @pytest.mark.parametrize("name", FAMILIES)
 def test_values_and_scales(name: str, short: str, axes: tuple[int, ...]) -> None:
     x = family(name, 0, 64, 48)
-    got = jax.jit(quantise, static_argnums=(1, 2))(x.astype(np.float32), FORMATS[short], axes)
-    np.testing.assert_array_equal(got.scale, quantised(x, short, axes)[1])
+    got = jax.jit(quantize, static_argnums=(1, 2))(x.astype(np.float32), FORMATS[short], axes)
+    np.testing.assert_array_equal(got.scale, quantized(x, short, axes)[1])
     fits = np.abs(x).max(axis=axes, keepdims=True) / FORMATS[short].largest
     if short == "int8":
         np.testing.assert_allclose(got.scale, fits, rtol=2**-22)
@@ -89,17 +89,17 @@ def test_rows_over_seven_decades_want_a_scale_each() -> None:
 
 
 @pytest.mark.parametrize("recipe", [float8(), float8(granularity="row"), int8()], ids=str)
-def test_the_values_are_those_of_quantised_operands(recipe: Recipe) -> None:
-    """Products of the oracle's quantised operands, in float64: but for the result's rounding."""
+def test_the_values_are_those_of_quantized_operands(recipe: Recipe) -> None:
+    """Products of the oracle's quantized operands, in float64: but for the result's rounding."""
     x, w, g = operands("normal")
     row = recipe.granularity == "row"
     (qx, sx), (qw, sw) = (
-        quantised(v, recipe.forward, axis if row else None) for v, axis in ((x, 1), (w, 0))
+        quantized(v, recipe.forward, axis if row else None) for v, axis in ((x, 1), (w, 0))
     )
     into_dx, into_dw = (g * sw, g * sx.reshape(-1, 1) if row else g * sx) if row else (g, g)
     into_dx, into_dw = (v.astype(np.float32).astype(np.float64) for v in (into_dx, into_dw))
     (qgx, sgx), (qgw, sgw) = (
-        quantised(v, recipe.grad_input, axis if row else None)
+        quantized(v, recipe.grad_input, axis if row else None)
         for v, axis in ((into_dx, 1), (into_dw, 0))
     )
     kept = np.float64 if row else jnp.bfloat16  # of the scale that the call is given
@@ -150,7 +150,7 @@ MIXED = {
 @slow_when(lambda text: not text.startswith("bf16:int8"))
 @pytest.mark.parametrize("text", MIXED)
 def test_each_product_multiplies_in_its_own_format(text: str) -> None:
-    """Where the forward pass keeps 16 bits, the backward pass quantises both operands itself."""
+    """Where the forward pass keeps 16 bits, the backward pass quantizes both operands itself."""
     low = [jnp.asarray(family("normal", seed, 64, 64), jnp.bfloat16) for seed in range(3)]
     x, w, g = (np.asarray(v, np.float64) for v in low)
     got = all_three(product(parse_recipe(text)), *low)
@@ -223,9 +223,9 @@ def test_a_second_derivative_is_refused_by_name() -> None:
     assert jax.grad(jax.grad(beside))(2.0, jnp.ones((16, 16)), jnp.ones((16, 16))) != 0
 
 
-def test_dequantise_gives_it_back() -> None:
+def test_dequantize_gives_it_back() -> None:
     x = family("normal", 9, 32, 32).astype(np.float32)
-    assert relative(np.asarray(dequantise(quantise(x, FORMATS["int8"], (1,)))), x) < 0.01
+    assert relative(np.asarray(dequantize(quantize(x, FORMATS["int8"], (1,)))), x) < 0.01
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (1,)])
@@ -234,5 +234,5 @@ def test_a_nan_is_seen_in_arrays_of_any_size(axes: tuple[int, ...]) -> None:
     for size in (16, 64, 256):
         x = np.ones((size, size), np.float32)
         x[3, 5] = np.nan
-        scale = jax.jit(quantise, static_argnums=(1, 2))(x, FORMATS["int8"], axes).scale
+        scale = jax.jit(quantize, static_argnums=(1, 2))(x, FORMATS["int8"], axes).scale
         assert not np.isfinite(np.asarray(scale)).all()

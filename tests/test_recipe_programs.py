@@ -56,7 +56,7 @@ def error(got: Any, want: Any) -> float:
 
 
 def counts(fn: Callable[..., Any], policy: str = POLICY, tokens: Any = TOKENS) -> Any:
-    return jaxmp.explain(fn, policy)(weights(), tokens).quantised().counts()["forward"]
+    return jaxmp.explain(fn, policy)(weights(), tokens).quantized().counts()["forward"]
 
 
 # Which products.
@@ -65,9 +65,9 @@ def counts(fn: Callable[..., Any], policy: str = POLICY, tokens: Any = TOKENS) -
 def test_layers_multiply_in_8_bits_forward_and_backward() -> None:
     found = jaxmp.explain(loss, POLICY)(weights(), TOKENS)
     assert found.contractions() == {"float8_e4m3fn": 3, "bfloat16": 1}
-    assert found.quantised().reasons() == {"no contraction reads what comes of it": 1}
+    assert found.quantized().reasons() == {"no contraction reads what comes of it": 1}
     report = jaxmp.audit(jax.grad(jaxmp.autocast(loss, POLICY)), weights(), TOKENS)
-    assert report.quantised().counts() == {"forward": (3, 4), "backward": (6, 8)}
+    assert report.quantized().counts() == {"forward": (3, 4), "backward": (6, 8)}
     assert not report.findings
     assert "products in 8 bits  3 of 4 forward, 6 of 8 backward" in str(report)
     assert "1 not: no contraction reads what comes of it" in str(found)
@@ -86,13 +86,13 @@ def test_products_of_attention_itself_have_no_weight() -> None:
     model = jaxmp.wrap(Attention(), POLICY)
     x = TOKENS[:48]
     variables = model.init(jax.random.key(0), x)
-    found = jaxmp.explain(lambda v, x: model.apply(v, x))(variables, x).quantised()
-    assert {p.path.split("/")[-1]: p.quantised for p in found.products} == {
+    found = jaxmp.explain(lambda v, x: model.apply(v, x))(variables, x).quantized()
+    assert {p.path.split("/")[-1]: p.quantized for p in found.products} == {
         "q": True, "k": True, "v": True, "Attention": False, "out": True, "logits": False
     }  # fmt: skip
 
 
-def test_what_several_products_read_is_quantised_once() -> None:
+def test_what_several_products_read_is_quantized_once() -> None:
     model = jaxmp.wrap(Attention(), POLICY)
     x = TOKENS[:48]
     variables = model.init(jax.random.key(0), x)
@@ -116,14 +116,14 @@ def test_sizes_that_matrix_units_do_not_take_are_told() -> None:
     def odd(p: Any, tokens: Any) -> Any:
         return jnp.mean((jnp.tanh(p["table"][tokens] @ p["up"][:, :20]) @ p["up"][:, :20].T) ** 2)
 
-    found = jaxmp.explain(odd, POLICY)(weights(), TOKENS).quantised()
+    found = jaxmp.explain(odd, POLICY)(weights(), TOKENS).quantized()
     assert found.products[0].why_not == "a size is 20, no multiple of 16"
     assert not found.products[0].intended
     with pytest.warns(UserWarning, match="float8 products: 100% of what layers multiply stays in"):
         report = jaxmp.audit(jaxmp.autocast(odd, POLICY), weights(), TOKENS)
-    assert [(f.kind, f.fix[:6]) for f in report.findings] == [("not-quantised", "pad it")]
+    assert [(f.kind, f.fix[:6]) for f in report.findings] == [("not-quantized", "pad it")]
     with pytest.raises(PrecisionError, match="not in 8 bits: a size is 20"):
-        report.assert_no("not-quantised")
+        report.assert_no("not-quantized")
 
 
 def test_convolutions_stay_in_16_bits_and_say_so() -> None:
@@ -154,7 +154,7 @@ def test_assertions_about_8_bits() -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("deepseek", marks=pytest.mark.slow)])
 def test_blocks_that_are_emulated_count_as_what_they_are(recipe: str) -> None:
     step = jax.grad(jaxmp.autocast(loss, f"mixed_bfloat16,matmul={recipe}"))
-    found = jaxmp.audit(step, weights(), TOKENS).quantised()
+    found = jaxmp.audit(step, weights(), TOKENS).quantized()
     assert found.counts() == {"forward": (3, 4), "backward": (6, 8)}
     assert_contractions_in(step, weights(), TOKENS, dtype="float8_e4m3fn")
 
@@ -164,9 +164,9 @@ def test_modules_may_have_another_policy() -> None:
     model = jaxmp.wrap(Attention(), policies)
     x = TOKENS[:48]
     variables = model.init(jax.random.key(0), x)
-    found = jaxmp.explain(lambda v, x: model.apply(v, x))(variables, x).quantised()
-    quantised = {p.path.split("/")[-1] for p in found.products if p.quantised}
-    assert quantised == {"q", "k", "v"}
+    found = jaxmp.explain(lambda v, x: model.apply(v, x))(variables, x).quantized()
+    quantized = {p.path.split("/")[-1] for p in found.products if p.quantized}
+    assert quantized == {"q", "k", "v"}
     spelled = jaxmp.PolicyMap({"out": "mixed_bfloat16,matmul=e4m3:e5m2:bf16@row"}, default=POLICY)
     model = jaxmp.wrap(Attention(), spelled)
     rows = jaxmp.explain(lambda v, x: model.apply(v, x))(variables, x).rows
@@ -187,7 +187,7 @@ def test_nnx_modules() -> None:
 
     model = Model(nnx.Rngs(0))
     fast = jaxmp.wrap(model, POLICY)
-    found = jaxmp.explain(lambda m, t: m(t))(fast, TOKENS).quantised()
+    found = jaxmp.explain(lambda m, t: m(t))(fast, TOKENS).quantized()
     assert found.counts() == {"forward": (2, 3)}
     assert error(fast(TOKENS), model(TOKENS)) < 0.06
 
@@ -313,15 +313,15 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name: str, recipe: str) -> None:
     """All their layers are in 8 bits, and their gradients as good as 8 bits are."""
-    fn, quantised = PROGRAMS[name]
+    fn, quantized = PROGRAMS[name]
     policy = f"mixed_bfloat16,matmul={recipe}"
-    assert counts(fn, policy)[0] == quantised
+    assert counts(fn, policy)[0] == quantized
     fast = jaxmp.autocast(fn, policy)
     value, want = jax.jit(jax.value_and_grad(fn))(weights(), TOKENS)
     fast_value, got = jax.jit(jax.value_and_grad(fast))(weights(), TOKENS)
     assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype("float32")}
     # Each of a chain of products adds its own error.
-    most = {"float8": 0.038, "int8": 0.011}[recipe] * np.sqrt(2 * quantised)
+    most = {"float8": 0.038, "int8": 0.011}[recipe] * np.sqrt(2 * quantized)
     assert error(fast_value, value) < most
     assert 1e-3 < error(got, want) < most
 
@@ -384,8 +384,8 @@ def test_what_jax_checkpoint_saves_is_what_its_policy_says(name: str | None) -> 
 
 def test_loops_whose_carries_are_data() -> None:
     """A layer after them reads what they return, so all their products are in 8 bits."""
-    found = jaxmp.explain(refined, POLICY)(weights(), TOKENS).quantised()
-    assert [(p.quantised, p.count) for p in found.products] == [
+    found = jaxmp.explain(refined, POLICY)(weights(), TOKENS).quantized()
+    assert [(p.quantized, p.count) for p in found.products] == [
         (True, 3), (True, 1), (True, 1), (False, 1)
     ]  # fmt: skip
 
@@ -445,8 +445,8 @@ def test_a_backward_pass_in_the_program_is_in_16_bits_and_says_so() -> None:
     step = jax.grad(loss)
     with pytest.warns(UserWarning, match="8 because a backward pass in the program"):
         report = jaxmp.audit(step, weights(), TOKENS, policy=POLICY)
-    assert report.quantised().counts() == {"forward": (3, 4), "backward": (0, 8)}
-    assert {f.kind for f in report.findings} == {"not-quantised"}
+    assert report.quantized().counts() == {"forward": (3, 4), "backward": (0, 8)}
+    assert {f.kind for f in report.findings} == {"not-quantized"}
 
 
 # Other formats than 8 bits.

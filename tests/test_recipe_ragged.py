@@ -45,7 +45,7 @@ def all_three(recipe: Recipe, x: Any, w: Any, g: Any, sizes: Any) -> list[np.nda
     made = RaggedProduct(recipe=recipe, weight=1, dtype=np.dtype(jnp.bfloat16))
 
     def product(x: Any, w: Any) -> Any:
-        copies = made.quantise(x, 0), made.quantise(w, 1)
+        copies = made.quantize(x, 0), made.quantize(w, 1)
         return contract(made, (x, w), copies, (jnp.array(sizes, jnp.int32),))
 
     def run(x: Any, w: Any, g: Any) -> Any:

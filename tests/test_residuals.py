@@ -44,12 +44,12 @@ MESH = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
 
 
 @jaxmp.full_precision
-def normalised(x):
+def normalized(x):
     return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3)
 
 
 def layers(w, x):
-    return jnp.mean(jax.nn.gelu(normalised(jax.nn.silu(x @ w) @ w) @ w) ** 2)
+    return jnp.mean(jax.nn.gelu(normalized(jax.nn.silu(x @ w) @ w) @ w) ** 2)
 
 
 def attention(w, x):
@@ -60,7 +60,7 @@ def attention(w, x):
 
 
 def loop(w, x):
-    x, sums = lax.scan(lambda c, _: (jnp.tanh(normalised(c) @ w) + c, c.sum()), x, length=3)
+    x, sums = lax.scan(lambda c, _: (jnp.tanh(normalized(c) @ w) + c, c.sum()), x, length=3)
     return jnp.mean(x**2) + 1e-3 * sums.sum()
 
 
@@ -76,7 +76,7 @@ def dropout(w, x):
 
 
 def own_checkpoint(w, x):
-    h = jax.checkpoint(lambda w, x: jnp.tanh(normalised(jax.nn.gelu(x @ w) @ w)))(w, x)
+    h = jax.checkpoint(lambda w, x: jnp.tanh(normalized(jax.nn.gelu(x @ w) @ w)))(w, x)
     return jnp.mean(jax.nn.gelu(h @ w) ** 2)
 
 
@@ -241,7 +241,7 @@ def test_a_loop_computes_one_iteration_again_at_a_time():
 def test_layers_are_computed_again_one_at_a_time():
     def fn(w, x):
         for _ in range(3):
-            x = x + jax.nn.gelu(normalised(x) @ w) @ w  # the sum is kept, and not the product
+            x = x + jax.nn.gelu(normalized(x) @ w) @ w  # the sum is kept, and not the product
         return jnp.sum(x)
 
     again = autocast(fn, AGAIN_POLICY)
@@ -348,7 +348,7 @@ def test_a_region_may_recompute_alone():
 def test_exceptions_in_float32_keep_what_their_policy_does():
     policies = jaxmp.policies.keep_float32("head", policy=AGAIN_POLICY)
     assert policies.policy_at(("head",)) == jaxmp.get_policy("float32,residuals=recompute")
-    found = explain(layers, AGAIN_POLICY)(W, X)  # `normalised` is in full precision
+    found = explain(layers, AGAIN_POLICY)(W, X)  # `normalized` is in full precision
     assert {r.residual for r in found.rows if r.op == "rsqrt"} == {AGAIN}
 
 

@@ -30,7 +30,7 @@ from support import autocast, explain, iter_eqns, needs_gpu_compiler, slow_when
 WIDTH, HIDDEN = 16, 64
 
 
-def normalised(x, scale):
+def normalized(x, scale):
     x = x - jnp.mean(x, -1, keepdims=True)
     return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * scale
 
@@ -38,7 +38,7 @@ def normalised(x, scale):
 def mlp(add_up):
     def layer(p, x):
         x = x @ p["inward"]
-        hidden = jax.nn.gelu(normalised(x, p["scale"]) @ p["up"])
+        hidden = jax.nn.gelu(normalized(x, p["scale"]) @ p["up"])
         return (x + add_up(hidden @ p["down"]) + p["bias"]) @ p["head"]
 
     return layer

@@ -160,7 +160,7 @@ def test_what_is_no_faster_is_warned_of():
 @pytest.mark.parametrize("name", [name for name in CHIPS if CHIPS[name].recipe])
 @pytest.mark.parametrize("recipe", ["float8", "e4m3@row", "int8", "mxfp8", "deepseek", "e4m3/bf16"])
 def test_more_work_for_the_same_arrays_pays_more(name, recipe):
-    """A layer twice as large in every direction quantises 4 times as much for 8 times the work."""
+    """A layer twice as large in every direction quantizes 4 times as much for 8 times the work."""
     ratios = [
         estimate(parse_recipe(recipe), CHIPS[name], n, n, n).ratio for n in (2048, 4096, 8192)
     ]
@@ -174,36 +174,36 @@ def test_an_estimate_is_the_sum_of_its_parts():
     found = estimate(float8(), chip, 1000, 1000, 1000)
     assert found.seconds_16_bits == pytest.approx(3 * product + 6 * array)
     # x: amax 2, copy 2 + 1. w: 4, 4 + 1. g: 2, 2 + 1.
-    assert found.quantising == pytest.approx((5 + 9 + 5) * array)
-    assert found.seconds == pytest.approx(3 * product / 2 + found.quantising)
-    # Per row, the gradient is quantised once for either product that reads it.
-    assert estimate(float8(granularity="row"), chip, 1000, 1000, 1000).quantising == pytest.approx(
+    assert found.quantizing == pytest.approx((5 + 9 + 5) * array)
+    assert found.seconds == pytest.approx(3 * product / 2 + found.quantizing)
+    # Per row, the gradient is quantized once for either product that reads it.
+    assert estimate(float8(granularity="row"), chip, 1000, 1000, 1000).quantizing == pytest.approx(
         (5 + 9 + 10) * array
     )
     # Blocks of 32 along what is summed: one pass each, and again, from 8 bits, backward.
-    assert estimate(mxfp8(), chip, 1000, 1000, 1000).quantising == pytest.approx(
+    assert estimate(mxfp8(), chip, 1000, 1000, 1000).quantizing == pytest.approx(
         (3 + 5 + 3 + 2 + 3 + 2) * array
     )
-    assert estimate(deepseek(), chip, 1000, 1000, 1000).quantising == pytest.approx(
+    assert estimate(deepseek(), chip, 1000, 1000, 1000).quantizing == pytest.approx(
         (3 + 5 + 3 + 3 + 2) * array
     )
     # What takes operands in one order only turns one of each product.
     turning = dataclasses.replace(chip, turns=True)
-    assert estimate(float8(), turning, 1000, 1000, 1000).quantising == pytest.approx(
+    assert estimate(float8(), turning, 1000, 1000, 1000).quantizing == pytest.approx(
         (19 + 6) * array
     )
     # The forward product alone.
     forward = estimate(products("e4m3", "bf16"), chip, 1000, 1000, 1000)
-    assert forward.quantising == pytest.approx((5 + 9) * array)
-    assert forward.seconds - forward.quantising == pytest.approx(2.5 * product + 6 * array)
+    assert forward.quantizing == pytest.approx((5 + 9) * array)
+    assert forward.seconds - forward.quantizing == pytest.approx(2.5 * product + 6 * array)
     # On a TPU, the largest magnitude and the cast of a weight are part of what is beside them.
     tpu = dataclasses.replace(chip, fuses=True, cast=0.1)
     found = estimate(float8(), tpu, 1000, 1000, 1000)
-    assert found.quantising == pytest.approx((3 + 9 + 3) * array)
+    assert found.quantizing == pytest.approx((3 + 9 + 3) * array)
     assert found.seconds_16_bits == pytest.approx(3.2 * product)
     # Kernels have to be started.
     slow = dataclasses.replace(chip, launch_seconds=1.0)
-    assert estimate(float8(), slow, 1000, 1000, 1000).quantising == 6.0
+    assert estimate(float8(), slow, 1000, 1000, 1000).quantizing == 6.0
 
 
 def test_a_product_that_moves_more_than_it_multiplies():
@@ -211,7 +211,7 @@ def test_a_product_that_moves_more_than_it_multiplies():
     found = estimate(int8(), chip, 16, 16, 16, weight_bytes=2)
     assert found.seconds_16_bits == pytest.approx(3 * 6 * 256 / 1e6)
     # 8-bit operands, sums of 32 bits written and read again, by two bytes more.
-    assert found.seconds - found.quantising == pytest.approx(3 * (2 + 6) * 256 / 1e6)
+    assert found.seconds - found.quantizing == pytest.approx(3 * (2 + 6) * 256 / 1e6)
 
 
 def test_the_two_operands_of_a_gradient_go_by_the_slower_format():

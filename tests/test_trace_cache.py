@@ -90,7 +90,7 @@ def test_one_wrapped_function_under_changing_closures() -> None:
         assert float(jnp.abs(gradient).max()) > 0
 
 
-def test_shared_jaxpr_in_different_colours() -> None:
+def test_shared_jaxpr_in_different_colors() -> None:
     """One jitted function, called with a low value, a float32 one and another dtype."""
     double = jax.jit(lambda a: a * 2.0 + 1.0)
 
@@ -107,7 +107,7 @@ def test_shared_jaxpr_in_different_colours() -> None:
     assert_bitwise(got[2], want[2])
 
 
-def test_shared_scan_body_in_different_colours() -> None:
+def test_shared_scan_body_in_different_colors() -> None:
     def loop(h, w):
         return lax.scan(lambda c, _: (jnp.tanh(c * 0.5) + 0.1, None), h, length=2)[0]
 

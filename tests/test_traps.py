@@ -909,7 +909,7 @@ def test_trap_13_solvers_transforms_and_callbacks_see_float32(fn: Callable[..., 
     assert abs(jax.jit(fast)(X, W) - plain) < 12 * EPS[BF16] * float(jnp.linalg.norm(fn(X, W)) * 8)
 
 
-# --- 14: after a normalisation -------------------------------------------------------------------
+# --- 14: after a normalization -------------------------------------------------------------------
 
 
 class ConvNet(nn.Module):

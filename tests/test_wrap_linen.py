@@ -1,6 +1,6 @@
 """The contract of `wrap` on Flax Linen: what a wrapped module does as the module itself does.
 
-First what holds for each of a list of models, then one test per behaviour. `test_wrap_linen_inside`
+First what holds for each of a list of models, then one test per behavior. `test_wrap_linen_inside`
 has the wrapped module inside other modules, transforms and policies.
 """
 

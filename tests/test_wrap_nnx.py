@@ -1,4 +1,4 @@
-"""A wrapped NNX module is used as the module itself: one behaviour, one test.
+"""A wrapped NNX module is used as the module itself: one behavior, one test.
 
 What a call of it changes, and how it is called, is in `test_wrap_nnx_calls.py`; what runs in which
 precision in `test_wrap_nnx_policies.py`.

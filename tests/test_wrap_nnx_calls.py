@@ -1,4 +1,4 @@
-"""What calling a wrapped NNX module does: one behaviour, one test."""
+"""What calling a wrapped NNX module does: one behavior, one test."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def audit(
       "rounded-result" (of a product, and widened for a cross-entropy: 16-bit results that anything
       else reads are usual, and what autocast rounds is not judged), "sensitive-low" (operations),
       "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
-      "not-quantised" (a layer that the policy's recipe cannot multiply),
+      "not-quantized" (a layer that the policy's recipe cannot multiply),
       "not-fused" (attention that no kernel computes, though the policy asks for it), "not-scaled"
       (gradients divided by a loss scale that the loss was not multiplied by), "scaled-twice" (or
       divided by it by hand as well) and "no-scale" (a training step, told by the state of an optax
@@ -250,7 +250,7 @@ class _Auditor:
         if operation.skipped and not operation.skipped.intended:
             what = f"not in 8 bits: {operation.skipped.why}"
             fix = f"pad it, or {_EIGHT_BITS}" if "no multiple" in what else _EIGHT_BITS
-            self._note("not-quantised", what, fix, operation)
+            self._note("not-quantized", what, fix, operation)
         for dtype in operation.dtype.split("*"):
             if dtype in self.emulated or not self.chip.multiplies(dtype):
                 what = f"{dtype} is not multiplied natively by {self.chip.name}: it is emulated"

@@ -17,7 +17,7 @@ from jaxmp._jaxprs.scopes import CAST
 from jaxmp._jaxprs.source import (
     in_scope,
     is_backward,
-    is_rematerialised,
+    is_rematerialized,
     library_line,
     module_path,
     user_line,
@@ -62,7 +62,7 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
         path=here,
         source=user_line(eqn) or around.source or library_line(eqn),
         backward=around.backward or is_backward(eqn),
-        again=around.again or is_rematerialised(eqn),
+        again=around.again or is_rematerialized(eqn),
         region=region_rules(eqn) or around.region,
         kept=kept_reason(name_stack(eqn)) or around.kept,
         skipped=skipped(name_stack(eqn)) or around.skipped,

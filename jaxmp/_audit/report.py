@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxmp._autocast.plan import Skipped
 from jaxmp._autocast.primitives import TABLE
-from jaxmp._autocast.product_report import Product, Quantised
+from jaxmp._autocast.product_report import Product, Quantized
 
 OVERRULED = "overruled"
 # The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
@@ -33,7 +33,7 @@ KINDS = {
     "round-trip": "cast there and back",
     "misaligned": "sizes that the chip pads",
     "residual": "float32 kept for the backward pass",
-    "not-quantised": "layer that the recipe does not multiply",
+    "not-quantized": "layer that the recipe does not multiply",
     "not-fused": "attention that no kernel computes",
     "intended-float32": "contraction kept in float32",
 }
@@ -192,9 +192,9 @@ class PrecisionReport:
                     table["->".join(pair)] = count + op.count, size + written
         return table
 
-    def quantised(self) -> Quantised:
+    def quantized(self) -> Quantized:
         """Every contraction, forward and backward: in 8 bits, or not and why. Print it."""
-        return Quantised(
+        return Quantized(
             tuple(
                 Product(
                     path=op.path,
@@ -248,8 +248,8 @@ class PrecisionReport:
         for by, inserted in (("the author", False), ("autocast", True)):
             for pair, (count, size) in sorted(self.casts(inserted=inserted).items()):
                 lines.append(f"casts by {by:14s} {count:g} {pair}, {_si(size)}B written")
-        products = self.quantised()
-        if any(p.quantised for p in products.products) or any(op.skipped for op in self.operations):
+        products = self.quantized()
+        if any(p.quantized for p in products.products) or any(op.skipped for op in self.operations):
             lines.append(products.summary())
         for name, by_dtype in self.arguments.items():
             lines.append(f"argument {name:14s} {_by_dtype(by_dtype)}")

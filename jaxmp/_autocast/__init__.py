@@ -14,7 +14,7 @@ The words of this package:
 * *wins*: a float32 value without a licence wins over low ones: the operation runs in float32.
 * *origin*: the identity of a low value. A float32 value remembers those it derives from since the
   last contraction; where it meets one of them again, it is that value's own statistic, and the
-  operation a normalisation.
+  operation a normalization.
 * *pinned*: contractions of the value stay float32, and it says why.
 * *made*: made from literals of the program alone (`literals`).
 * *carry*, *summed*, *layered*: what an iteration hands to the next; whether that comes back as

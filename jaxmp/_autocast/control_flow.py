@@ -81,7 +81,7 @@ def _returned(eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None]) -> li
 def _at_the_door(
     frame: Frame, eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None], wanted: list[int]
 ) -> tuple[list[Value | None], list[int]]:
-    """Narrows what would leave a normalisation inside a function with its own derivative (relu).
+    """Narrows what would leave a normalization inside a function with its own derivative (relu).
 
     The derivative rule then works in 16 bits, and saves 16 bits, as in a hand-written model. That
     is worth it as well where a contraction comes only after float32 ops (relu, then a mean).

@@ -68,7 +68,7 @@ def by_recipe(
     if recipe is None:
         return Verdict(None, choice.why, intended=True)
     refused = _refused(eqn, values, recipe.granularity) or (
-        recipe.quantises and _no_layer(frame, eqn, values)
+        recipe.quantizes and _no_layer(frame, eqn, values)
     )
     if refused:
         return refused

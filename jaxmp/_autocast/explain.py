@@ -17,7 +17,7 @@ from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.parameters import Argnums, by_position, read_argnums
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
-from jaxmp._autocast.product_report import Product, Quantised
+from jaxmp._autocast.product_report import Product, Quantized
 from jaxmp._autocast.rules import FLOAT32, Rules, governed
 from jaxmp._autocast.transform import (
     is_identity,
@@ -89,7 +89,7 @@ class Explanation:
                 counts[row.dtype] += row.count
         return dict(counts.most_common())
 
-    def quantised(self) -> Quantised:
+    def quantized(self) -> Quantized:
         """Every contraction: in 8 bits, or not and why."""
         products = []
         for r in self.rows:
@@ -99,7 +99,7 @@ class Explanation:
                     r.path, r.source, r.dtype, r.count, why_not=why, intended=intended
                 )
                 products.append(product)
-        return Quantised(tuple(products))
+        return Quantized(tuple(products))
 
     def summary(self) -> str:
         """A few lines: ops by dtype, why any contraction is float32, what did not apply."""
@@ -122,9 +122,9 @@ class Explanation:
             more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             lines.append(f"  {full}: {first}{more}: {reason}")
         recipe = get_policy(self.policy).matmul if self.policy else None
-        asked = recipe is not None and (isinstance(recipe, str) or recipe.quantises)
-        if asked or any(p.quantised for p in self.quantised().products):
-            lines.append(self.quantised().summary())
+        asked = recipe is not None and (isinstance(recipe, str) or recipe.quantizes)
+        if asked or any(p.quantized for p in self.quantized().products):
+            lines.append(self.quantized().summary())
         lines += self._attention()
         unknown = sorted({row.op for row in self.rows if row.reason.startswith("not classified")})
         if unknown:

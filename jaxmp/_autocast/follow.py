@@ -1,7 +1,7 @@
 """What a `follow` op, elementwise arithmetic, does with low and float32 operands.
 
 Low beside a low operand if a contraction wants the result, unless float32 wins: see `licences`. Of
-float32 operands alone it is low only where it leaves a normalisation on the way to a contraction.
+float32 operands alone it is low only where it leaves a normalization on the way to a contraction.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED, joined
 from jaxmp._autocast.plan import NO_ORIGINS, Origin, Step, Value
-from jaxmp._autocast.primitives import AFFINE, CHOOSING, LOW, NORMALISING, SCALING
+from jaxmp._autocast.primitives import AFFINE, CHOOSING, LOW, NORMALIZING, SCALING
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs import compat
 
@@ -53,7 +53,7 @@ def follow(
         step = _in_full(frame, name, eqn, values, full)
         if step is not None:
             return step
-        reason = "leaves a normalisation towards a contraction"
+        reason = "leaves a normalization towards a contraction"
     else:
         refusal = _refusal(frame, name, eqn, low, full)
         if name == "div" and frame.rules.low == FLOAT16 and values[1] and values[1].dtype:
@@ -80,7 +80,7 @@ def follow(
 def _in_full(
     frame: Frame, name: str, eqn: JaxprEqn, values: Sequence[Value | None], full: Sequence[Value]
 ) -> Step | None:
-    """A `follow` op of float32 operands alone; None where it leaves a normalisation."""
+    """A `follow` op of float32 operands alone; None where it leaves a normalization."""
     derived = any(v.origins for v in full) and not any(v.wins for v in full)
     if derived and name != "exp" and not frame.is_wanted_by(eqn, STEEP):
         if name not in AFFINE or _is_end(full):
@@ -98,7 +98,7 @@ def _in_full(
 
 
 def _is_end(full: Sequence[Value]) -> bool:
-    """Whether an affine op of float32 operands ends a normalisation: it joins two, or masks one."""
+    """Whether an affine op of float32 operands ends a normalization: it joins two, or masks one."""
     if len(full) == 1:
         return True
     derived = [v.origins for v in full if v.licence == COMPUTED and v.origins]
@@ -110,8 +110,8 @@ def _refusal(
 ) -> tuple[str, str] | None:
     """Why float32 operands are not narrowed beside low ones, and the licence of the result."""
     licences = {v.licence for v in full}
-    if name in NORMALISING and _normalises(name, low, full):
-        return "normalises: meets a statistic of its own operand", joined([*licences, COMPUTED])
+    if name in NORMALIZING and _normalizes(name, low, full):
+        return "normalizes: meets a statistic of its own operand", joined([*licences, COMPUTED])
     if DATA in licences:
         return "float32 data wins over 16 bits", DATA
     if name not in SCALING and any(
@@ -125,7 +125,7 @@ def _refusal(
     return None
 
 
-def _normalises(name: str, low: list[Value], full: list[Value]) -> bool:
+def _normalizes(name: str, low: list[Value], full: list[Value]) -> bool:
     """Whether a low value meets a float32 value derived from that same low value."""
     statistics: frozenset[Origin] = NO_ORIGINS.union(*(v.origins for v in full))
     if name == "div":

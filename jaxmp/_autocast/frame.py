@@ -29,7 +29,7 @@ from jaxmp._jaxprs.attributes import widens_8_bits
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import readers_of
 from jaxmp._jaxprs.higher_order import Inner
-from jaxmp._jaxprs.scopes import DEQUANTISE
+from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope, is_backward
 
 
@@ -286,7 +286,7 @@ class Frame:
 
     def follow_up(self, eqn: JaxprEqn) -> None:
         """Records what a planned equation says of its results besides how they are kept."""
-        if (self._dequantises and in_scope(eqn, DEQUANTISE)) or says_parameter(eqn):
+        if (self._dequantizes and in_scope(eqn, DEQUANTIZE)) or says_parameter(eqn):
             # A weight, though it is computed from integers, or came as data.
             for var in filter(self.enclosing.governs, eqn.outvars):
                 self.kept_as[var] = Value(licence=PARAMETER, made=self.made[var])
@@ -297,7 +297,7 @@ class Frame:
         return readers_of(self.jaxpr)
 
     @functools.cached_property
-    def _dequantises(self) -> bool:
+    def _dequantizes(self) -> bool:
         return any(map(widens_8_bits, self.jaxpr.eqns))
 
 

@@ -1,7 +1,7 @@
 """Steps of one line of the program, run as one function.
 
 JAX traces a jitted function once, and differentiates and transposes it once. A line such as a
-normalisation or an activation is many equations, which occur in every layer of a model. As one
+normalization or an activation is many equations, which occur in every layer of a model. As one
 function they cost what one of them would. It is inlined into the program that calls it, which is
 the one that the steps make one by one: they have their module and their line in common.
 """

@@ -77,7 +77,7 @@ def map_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
 def shown_as_float32(tree: Any, stored: Collection[np.dtype[Any]]) -> Iterator[None]:
     """While a function is traced: Params stored in one of these dtypes are float32 values to it.
 
-    So are quantised ones, whatever they were before.
+    So are quantized ones, whatever they were before.
     """
     shown_as = []
     for param in (v for v in _variables(tree) if isinstance(v, nnx.Param)):

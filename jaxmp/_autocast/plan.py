@@ -35,7 +35,7 @@ class Origin(NamedTuple):
     Attributes:
       number: tells it from others.
       exponential: it is a softmax's exponential; divided by its own sum it is the softmax itself,
-        and no normalisation.
+        and no normalization.
     """
 
     number: int

@@ -1,7 +1,7 @@
 """Forward pass: decides for each equation in which dtype it runs, and why.
 
 A low value has an identity. A float32 value remembers the low values it derives from since the last
-contraction (its origins). That is what tells `x - mean(x)` (a normalisation: float32) from `x - y`
+contraction (its origins). That is what tells `x - mean(x)` (a normalization: float32) from `x - y`
 (an elementwise op: low).
 """
 

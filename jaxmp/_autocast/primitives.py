@@ -169,9 +169,9 @@ TABLE: dict[str, str] = {
 }
 
 # `x - mean(x)`, `x * rsqrt(var(x))`, `x / norm(x)`: where a value meets a statistic of its own.
-NORMALISING = frozenset({"sub", "mul", "div"})
+NORMALIZING = frozenset({"sub", "mul", "div"})
 
-# The affine end of a normalisation. The first `follow` op outside this set, on the way to a
+# The affine end of a normalization. The first `follow` op outside this set, on the way to a
 # contraction, is where a float32 value may be narrowed (`relu(batch_norm(x))`).
 AFFINE = frozenset({"add", "add_any", "sub", "mul", "div", "neg", "pad", "stack"})
 

@@ -29,14 +29,14 @@ class Product:
     intended: bool = False
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """Whether it multiplies 8-bit operands."""
         return all("int8" in dtype or "float8" in dtype for dtype in self.dtype.split("*"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Quantised:
-    """Every contraction of a program: quantised, or not and why. Print it.
+class Quantized:
+    """Every contraction of a program: quantized, or not and why. Print it.
 
     Attributes:
       products: one per contraction, in the program's order.
@@ -51,7 +51,7 @@ class Quantised:
             mine = [p for p in self.products if p.backward == backward]
             if mine:
                 table[name] = (
-                    sum(p.count for p in mine if p.quantised),
+                    sum(p.count for p in mine if p.quantized),
                     sum(p.count for p in mine),
                 )
         return table
@@ -60,7 +60,7 @@ class Quantised:
         """How many products are not in 8 bits for which reason, most first."""
         why: Counter[str] = Counter()
         for p in self.products:
-            if not p.quantised:
+            if not p.quantized:
                 why[p.why_not or f"multiplies {p.dtype}"] += p.count  # type: ignore[assignment]
         return dict(why.most_common())
 
@@ -79,7 +79,7 @@ class Quantised:
                 "backward" if p.backward else "forward",
                 p.source,
                 p.path,
-                "" if p.quantised else p.why_not,
+                "" if p.quantized else p.why_not,
             )
             for p in self.products
         ]

@@ -14,7 +14,7 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import has_effects, widens_8_bits
 from jaxmp._jaxprs.dataflow import settled, through
 from jaxmp._jaxprs.higher_order import Inner
-from jaxmp._jaxprs.scopes import DEQUANTISE, PARAMETER, ROWS
+from jaxmp._jaxprs.scopes import DEQUANTIZE, PARAMETER, ROWS
 from jaxmp._jaxprs.source import in_scope
 
 # Windows, stencils, bases, masks and grids; weights, and what is computed from them alone, other
@@ -47,7 +47,7 @@ class Provenance:
         dequantizes = any(map(widens_8_bits, opened.eqns))
         for eqn in opened.eqns:
             kinds = kinds_of(eqn.invars, of)
-            if dequantizes and in_scope(eqn, DEQUANTISE):
+            if dequantizes and in_scope(eqn, DEQUANTIZE):
                 found = [OTHER if in_scope(eqn, ROWS) else WEIGHTS] * len(eqn.outvars)
             elif says_parameter(eqn):
                 found = [WEIGHTS]

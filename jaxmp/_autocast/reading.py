@@ -81,11 +81,11 @@ class Environment:
         """What a recipe makes of an operand that a step has read; one copy for all steps."""
         atom = step.eqn.invars[of]
         if isinstance(atom, Literal):
-            return product.quantise(operand, of)
+            return product.quantize(operand, of)
         key = (operand.dtype, product.forward, product.shared(of))
         copies = self.copies.setdefault(atom, {})
         if key not in copies:
-            copies[key] = product.quantise(operand, of)
+            copies[key] = product.quantize(operand, of)
         return copies[key]
 
     def drop(self, variables: Iterable[Any]) -> None:

@@ -29,7 +29,7 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import parameters, runs_once, with_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import inside
-from jaxmp._jaxprs.scopes import DEQUANTISE
+from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope
 from jaxmp.checkpoint_policies import long_contractions
 
@@ -157,7 +157,7 @@ class _Recomputing:
         whole = all(map(self._is_whole, step.plans))
         if not whole:
             return OWN_RULE if kind == "custom_jvp_call" else _PARTS
-        asks = (region_rules(eqn, plan.rules) or plan.rules).recomputes or in_scope(eqn, DEQUANTISE)
+        asks = (region_rules(eqn, plan.rules) or plan.rules).recomputes or in_scope(eqn, DEQUANTIZE)
         if not asks and not step.plans:
             return SAVED
         if runs_once(eqn):

@@ -21,24 +21,24 @@ from jaxmp._jaxprs.attributes import (
     widens_8_bits,
 )
 from jaxmp._jaxprs.compat import dtype_of, shape_of
-from jaxmp._jaxprs.scopes import DEQUANTISE
+from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope
 
 
 def scale_after(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which products read stored weights as they are, where one scale goes for each sum.
 
-    That is where a weight is dequantised in the jaxpr that multiplies it.
+    That is where a weight is dequantized in the jaxpr that multiplies it.
     """
     if not any(widens_8_bits(step.eqn) for step in plan.steps):
         return plan
-    made_of: dict[Any, tuple[Any, ...]] = {}  # what dequantising makes → the variables it is from
+    made_of: dict[Any, tuple[Any, ...]] = {}  # what dequantizing makes → the variables it is from
     stored: dict[Any, Stored] = {}
     steps = []
     for step in plan.steps:
         eqn = step.eqn
         atoms = [v for v in eqn.invars if not isinstance(v, Literal)]
-        if in_scope(eqn, DEQUANTISE):
+        if in_scope(eqn, DEQUANTIZE):
             origins = tuple(dict.fromkeys(o for v in atoms for o in made_of.get(v, (v,))))
             made_of.update(dict.fromkeys(eqn.outvars, origins))
             found = _stored(eqn, origins)
@@ -56,7 +56,7 @@ def scale_after(plan: Plan, _planner: object = None) -> Plan:
 
 
 def _stored(eqn: JaxprEqn, origins: tuple[Any, ...]) -> Stored | None:
-    """What an equation dequantises, if its result is a whole weight made of two variables."""
+    """What an equation dequantizes, if its result is a whole weight made of two variables."""
     shape = shape_of(eqn.outvars[0])
     if len(origins) != 2 or any(len(shape_of(v)) != len(shape) for v in origins):
         return None

@@ -51,7 +51,7 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> 
     """Runs a float32 function in mixed precision, decided with the whole function in view.
 
     Contractions (matmuls, convolutions) multiply in ``policy.compute_dtype`` and accumulate in
-    float32; softmax, normalisation statistics, losses and everything else that is sensitive stay
+    float32; softmax, normalization statistics, losses and everything else that is sensitive stay
     float32; what lies between follows whichever side needs it. Differentiate the result, and the
     backward pass follows too.
 

@@ -81,10 +81,10 @@ def warn_closing(calls: Sequence[JaxprEqn], known: set[str]) -> None:
     )
 
 
-def warn_unquantised(plan: Plan, known: set[str]) -> None:
+def warn_unquantized(plan: Plan, known: set[str]) -> None:
     """Warns of an 8-bit recipe that is emulated here, or multiplies less than half of layers."""
     recipe = plan.rules.policy.matmul
-    if not isinstance(recipe, Recipe) or not recipe.quantises:
+    if not isinstance(recipe, Recipe) or not recipe.quantizes:
         return
     slow = warning(recipe, chip_of(traced_for()))
     if slow:
@@ -231,7 +231,7 @@ def warn_unknown(plan: Plan, known: set[str]) -> None:
 
 
 COVERAGE = (
-    warn_unseen, warn_unquantised, warn_unfused, warn_unknown, warn_precision, warn_ungoverned,
+    warn_unseen, warn_unquantized, warn_unfused, warn_unknown, warn_precision, warn_ungoverned,
 )  # fmt: skip
 
 

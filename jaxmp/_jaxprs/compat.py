@@ -249,7 +249,7 @@ def _bind_next(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> list[Any] | N
     return None
 
 
-def rematerialised(eqn: jex_core.JaxprEqn, fn: Callable[..., Any]) -> Callable[..., Any] | None:
+def rematerialized(eqn: jex_core.JaxprEqn, fn: Callable[..., Any]) -> Callable[..., Any] | None:
     """`fn` under the remat of an equation of the next generation; None if it is not one."""
     if (held := _held(eqn)) is None:
         return None

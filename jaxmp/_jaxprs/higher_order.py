@@ -206,7 +206,7 @@ def _rebind_jaxpr(
 ) -> list[Any]:
     """Of scan, jit and remat."""
     [body] = replacements
-    rematted = compat.rematerialised(eqn, body)
+    rematted = compat.rematerialized(eqn, body)
     if rematted is not None:
         return list(rematted(*operands))
     return bind(eqn, operands, jaxpr=compat.like(body.trace(), eqn.params["jaxpr"]))

@@ -34,8 +34,8 @@ SEED = "jaxmp_seed"
 # Around a squeeze that changes nothing, of what a wrapped module knows to be a parameter.
 PARAMETER = "jaxmp_parameter"
 
-# Around what turns a quantised weight into an array: it runs in float32, and gives a parameter.
-DEQUANTISE = "jaxmp_dequantise"
+# Around what turns a quantized weight into an array: it runs in float32, and gives a parameter.
+DEQUANTIZE = "jaxmp_dequantize"
 # Around that, where it is rows of a table that are looked up, which are no weights.
 ROWS = "jaxmp_rows"
 EXACTLY = f"{REGION}p=full,c=full,o=full"

@@ -44,7 +44,7 @@ def is_backward(eqn: JaxprEqn) -> bool:
     return in_scope(eqn, "transpose(")
 
 
-def is_rematerialised(eqn: JaxprEqn) -> bool:
+def is_rematerialized(eqn: JaxprEqn) -> bool:
     """Whether an equation computes again what a `jax.checkpoint` did not keep."""
     return in_scope(eqn, "rematted_computation")
 

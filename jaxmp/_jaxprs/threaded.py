@@ -149,7 +149,7 @@ def through_call(
     def shared(*arrays: Any) -> Out:
         return called(extra_in, *arrays)
 
-    rematted = compat.rematerialised(eqn, shared)
+    rematted = compat.rematerialized(eqn, shared)
     if rematted is not None:
         results, extras = rematted(*operands)
         return list(results), extras

@@ -21,7 +21,7 @@ from jaxmp._numerics.survey import matches
 
 KINDS = ("activation", "weight", "gradient")
 _FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_COLOURS = {"activation": "#1d4ed8", "weight": "#15803d", "gradient": "#c2410c"}
+_COLORS = {"activation": "#1d4ed8", "weight": "#15803d", "gradient": "#c2410c"}
 _PLURALS = {"activation": "activations", "weight": "weights", "gradient": "gradients"}
 # How many modules fit in a picture: of underflow, of what `tune` found.
 _MODULES, _TUNED = 40, 25
@@ -56,7 +56,7 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
     half = jnp.finfo("float16")
     for ax, (kind, (counts, zeros, count)) in zip(rows, chosen.items(), strict=False):
         share = 100 * counts / counts.sum()
-        ax.bar(exponents, share, width=1.0, align="edge", color=_COLOURS[kind], alpha=0.85)
+        ax.bar(exponents, share, width=1.0, align="edge", color=_COLORS[kind], alpha=0.85)
         sites_said = f"{count} site{'s' if count != 1 else ''}"
         ax.set_title(
             f"{_PLURALS[kind].capitalize()}: {sites_said}, {zeros:.1%} zeros (not shown)",
@@ -125,12 +125,12 @@ def plot_underflow(of: Record, path: Path | str) -> None:
     figure = new_figure("plot_underflow", 9, 1.5 + 0.42 * len(shown))
     ax = figure.subplots()
     y = np.arange(len(shown))
-    for back, offset, colour, label in (
+    for back, offset, color, label in (
         (False, -height / 2, "#1d4ed8", "forward"),
         (True, height / 2, "#c2410c", "backward"),
     ):
         values = [shares[path][back] for path in shown]
-        bars = ax.barh(y + offset, np.nan_to_num(values), height=height, color=colour, label=label)
+        bars = ax.barh(y + offset, np.nan_to_num(values), height=height, color=color, label=label)
         labels = [_percent(v) for v in values]
         ax.bar_label(bars, labels, padding=3, fontsize=8, color="#44403c")
     most = np.nanmax([0, *(share for both in shares.values() for share in both.values())])

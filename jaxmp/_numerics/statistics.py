@@ -1,7 +1,7 @@
 """What is kept of an array: extremes, counts, and how its magnitudes are spread.
 
 The largest magnitude, and whether everything is finite, is known of all elements; the rest of a
-sample: up to 16 pieces of 128 neighbours along the last axis, evenly spaced, four of a row where it
+sample: up to 16 pieces of 128 neighbors along the last axis, evenly spaced, four of a row where it
 is that long. Small arrays are their own sample. Each array is looked at once while the program
 runs; what was sampled of all the arrays of a jaxpr is then measured together, so that a program
 with hundreds of sites stays compilable.

@@ -19,7 +19,7 @@ from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.source import (
     in_scope,
     is_backward,
-    is_rematerialised,
+    is_rematerialized,
     library_line,
     module_path,
     user_line,
@@ -160,7 +160,7 @@ def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Pr
 def running_order(sites: Mapping[str, Site]) -> Callable[[Site, Sequence[int]], tuple[int, ...]]:
     """When a site runs in an iteration of its loops: what is in one runs iteration by iteration."""
     order = {name: i for i, name in enumerate(sites)}
-    # Sites of a loop's body are neighbours: the first of them stands for the loop.
+    # Sites of a loop's body are neighbors: the first of them stands for the loop.
     firsts: dict[Loop, int] = {}
     for name, i in order.items():
         for loop in sites[name].loops:
@@ -327,7 +327,7 @@ def _at(eqn: JaxprEqn, place: _Place) -> _Place:
         path="/".join(filter(None, (place.path, module_path(eqn)))),
         line=user_line(eqn) or place.line or library_line(eqn),
         backward=place.backward or is_backward(eqn),
-        again=place.again or is_rematerialised(eqn),
+        again=place.again or is_rematerialized(eqn),
     )
 
 

@@ -32,7 +32,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.plan import Step
-from jaxmp._autocast.recipes.quantise import dequantise, quantise
+from jaxmp._autocast.recipes.quantize import dequantize, quantize
 from jaxmp._autocast.rules import LOW_DTYPES
 from jaxmp._autocast.transform import of_arrays, plan_program, trace_program
 from jaxmp._jaxprs import compat
@@ -226,13 +226,13 @@ def _in_8_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -> 
     """Values of an operand in 8 bits, scaled back; blocks lie along what is summed."""
     every = tuple(range(x.ndim))
     if granularity == "tensor":
-        return dequantise(quantise(x, fmt, every))
+        return dequantize(quantize(x, fmt, every))
     size = _SIZES.get(granularity, 0)
     axis = summed[-1] if summed else None
     if size and axis is not None and x.shape[axis] % size == 0:
         split = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
-        return dequantise(quantise(x.reshape(split), fmt, (axis + 1,))).reshape(x.shape)
-    return dequantise(quantise(x, fmt, tuple(summed)))
+        return dequantize(quantize(x.reshape(split), fmt, (axis + 1,))).reshape(x.shape)
+    return dequantize(quantize(x, fmt, tuple(summed)))
 
 
 def ways_of(

@@ -192,7 +192,7 @@ class _Runs:
             if twin is not None:
                 raise ValueError(
                     f"validate: seeds {twin.seed} and {run.seed} made the same run to the bit: "
-                    "make_step(policy, seed) has to initialise, or batches(seed) to draw, by the "
+                    "make_step(policy, seed) has to initialize, or batches(seed) to draw, by the "
                     "seed. (With nothing random in it, take seeds=1.)"
                 )
             self._base[job.seed] = run

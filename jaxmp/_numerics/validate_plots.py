@@ -14,7 +14,7 @@ from jaxmp._numerics.validate_verdict import FAILS
 
 # The reference is a broad pale band, and the policies are lines on it: they lie on one another.
 _PALE: Final = "#93c5fd"
-_COLOURS: Final = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#0f766e", "#a16207", "#44403c")
+_COLORS: Final = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#0f766e", "#a16207", "#44403c")
 _WIDTHS: Final = (2.4, 1.6, 1.2, 1.0)
 
 Curve = np.ndarray[Any, Any]
@@ -139,7 +139,7 @@ def _scales(runs: Sequence[Run]) -> Curve:
 
 def _style(i: int) -> dict[str, Any]:
     return {
-        "color": _COLOURS[i % len(_COLOURS)],
+        "color": _COLORS[i % len(_COLORS)],
         "lw": _WIDTHS[min(i, len(_WIDTHS) - 1)],
         "zorder": 3 + i,
     }

@@ -287,7 +287,7 @@ def nudge(state: Any, seed: tuple[int, int]) -> tuple[Any, bool]:
     As if each had been rounded stochastically. Parameters are those leaves of the state whose path
     has a component ``params`` (`TrainState`, ``{"params": …}``), the `nnx.Param`s of NNX modules
     among its leaves (which are changed in place), and where there is neither, all floating leaves
-    but those named ``loss_scale``. Zeros, which have no neighbours of their size, stay as they are.
+    but those named ``loss_scale``. Zeros, which have no neighbors of their size, stay as they are.
     Returns the state, and whether anything in it has changed.
 
     Example:
@@ -335,7 +335,7 @@ def _nudge_leaf(leaf: Any, draw: np.random.Generator) -> Any:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in _BITS:
         return leaf
     array = np.array(leaf)
-    # Neighbours in size are neighbours as integers, whatever the sign.
+    # Neighbors in size are neighbors as integers, whatever the sign.
     bits = array.view(_BITS[dtype.itemsize])
     moved = (bits + draw.integers(-1, 2, bits.shape, bits.dtype)).view(dtype)
     usable = (abs(array) >= jnp.finfo(dtype).tiny) & np.isfinite(moved)

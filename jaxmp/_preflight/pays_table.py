@@ -78,7 +78,7 @@ class PaysTable:
         least = WORTH[self.chip.platform]
         heading = (
             f"{self.chip.name}: from how many tokens on a layer's three products, forward and "
-            f"backward and quantising\nincluded, are estimated to take at most {least} of "
+            f"backward and quantizing\nincluded, are estimated to take at most {least} of "
             f"{self.chip.sixteen_bits}'s time. In parentheses: of {USUAL} tokens.\n"
             f"- is never, up to {TOKENS[-1]}."
         )

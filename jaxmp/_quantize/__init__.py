@@ -1,1 +1,1 @@
-"""Weight-only quantisation: which leaves of a tree, and how each is rounded."""
+"""Weight-only quantization: which leaves of a tree, and how each is rounded."""

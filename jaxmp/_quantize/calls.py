@@ -1,4 +1,4 @@
-"""Calls whose arguments hold quantised weights: the function sees arrays."""
+"""Calls whose arguments hold quantized weights: the function sees arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Sealed:
 
 
 def holds_quantized(tree: Any) -> bool:
-    """Whether a tree holds quantised weights outside of NNX modules, which dequantise their own."""
+    """Whether a tree holds quantized weights outside of NNX modules, which dequantize their own."""
     return any(map(is_quantized, jax.tree.leaves(tree, is_leaf=_is_one_or_node)))
 
 
@@ -49,7 +49,7 @@ def opening(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_float32(tree: Any) -> Any:
-    """A tree whose quantised weights are read as float32, whatever dtype they were made from."""
+    """A tree whose quantized weights are read as float32, whatever dtype they were made from."""
     return _mapped(lambda q: q.for_dtype(np.float32), tree, QuantizedArray)
 
 

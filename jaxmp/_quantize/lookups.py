@@ -1,6 +1,6 @@
-"""Weights are dequantised as late as can be: rows of a table, slices of a stack, and in a loop.
+"""Weights are dequantized as late as can be: rows of a table, slices of a stack, and in a loop.
 
-XLA dequantises a table as a whole where a product reads it too (a tied head), and on TPU always;
+XLA dequantizes a table as a whole where a product reads it too (a tied head), and on TPU always;
 and what a loop reads, before the loop. The values are the same either way: what is taken of a
 weight has the scales that it has there.
 """
@@ -18,9 +18,9 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, jitted_name, looked_up, widens_8_bits
 from jaxmp._jaxprs.higher_order import inside
-from jaxmp._jaxprs.scopes import DEQUANTISE, ROWS
+from jaxmp._jaxprs.scopes import DEQUANTIZE, ROWS
 from jaxmp._jaxprs.source import in_scope
-from jaxmp._quantize.within import Known, dequantised_inside
+from jaxmp._quantize.within import Known, dequantized_inside
 from jaxmp.quantized import QuantizedArray, array_of
 
 # What takes a part, and its parameters that say which.
@@ -31,20 +31,20 @@ _SLICED: Final = {
 
 
 def rows_first(jaxpr: Any) -> Any:
-    """A closed jaxpr that computes the same, but dequantises no more than it reads, where it does.
+    """A closed jaxpr that computes the same, but dequantizes no more than it reads, where it does.
 
     Of a table, the rows that it looks up; of stacked weights, the slice that it takes. What a loop,
-    a branch, a checkpoint or a jitted function reads, it dequantises inside.
+    a branch, a checkpoint or a jitted function reads, it dequantizes inside.
     """
     opened, consts = compat.closed(jaxpr)
-    if not any(widens_8_bits(eqn) and is_dequantising(eqn) for eqn in opened.eqns):
+    if not any(widens_8_bits(eqn) and is_dequantizing(eqn) for eqn in opened.eqns):
         return jaxpr
     return compat.trace(lambda *args: _run(opened, consts, args), [v.aval for v in opened.invars])
 
 
-def is_dequantising(eqn: JaxprEqn) -> bool:
-    """Whether an equation is part of turning a quantised weight into an array."""
-    return in_scope(eqn, DEQUANTISE)
+def is_dequantizing(eqn: JaxprEqn) -> bool:
+    """Whether an equation is part of turning a quantized weight into an array."""
+    return in_scope(eqn, DEQUANTIZE)
 
 
 def _run(
@@ -56,14 +56,14 @@ def _run(
       jaxpr: the jaxpr.
       consts: its constants.
       args: its operands; None where one is given as it is stored.
-      given: for each operand what it is dequantised of, or None.
+      given: for each operand what it is dequantized of, or None.
     """
     variables = (*jaxpr.constvars, *jaxpr.invars)
     env: dict[Any, Any] = dict(zip(variables, (*consts, *args), strict=True))
     tables = {v: q for v, q in zip(jaxpr.invars, given or [None] * len(args), strict=True) if q}
-    # Dequantised where it is read, and not at all where nothing does.
+    # Dequantized where it is read, and not at all where nothing does.
     later: dict[Any, Callable[[], list[Any]]] = {v: _of(q) for v, q in tables.items()}
-    made_of: dict[Any, tuple[Any, ...]] = {}  # dequantised weights → the variables they are from
+    made_of: dict[Any, tuple[Any, ...]] = {}  # dequantized weights → the variables they are from
 
     def read(atom: Any) -> Any:
         if isinstance(atom, Literal):
@@ -78,7 +78,7 @@ def _run(
             return compat.bind(eqn, operands)
 
     for eqn in jaxpr.eqns:
-        if is_dequantising(eqn) and len(eqn.outvars) == 1:
+        if is_dequantizing(eqn) and len(eqn.outvars) == 1:
             atoms = [v for v in eqn.invars if not isinstance(v, Literal)]
             origins = tuple(dict.fromkeys(o for v in atoms for o in made_of.get(v, (v,))))
             [out] = eqn.outvars
@@ -105,7 +105,7 @@ def _of(stored: QuantizedArray) -> Callable[[], list[Any]]:
 
 
 def _weight(eqn: JaxprEqn, arrays: Sequence[Any]) -> QuantizedArray | None:
-    """What an equation dequantises, if its result is made of these arrays and is whole."""
+    """What an equation dequantizes, if its result is made of these arrays and is whole."""
     shape = compat.shape_of(eqn.outvars[0])
     if len(arrays) != 2 or any(len(np.shape(a)) != len(shape) for a in arrays):
         return None
@@ -128,14 +128,14 @@ def _of_weights(
     if weight is not None and (part := _part(eqn, weight, operands[1:])) is not None:
         return part
     if not jitted_name(eqn).startswith("_take"):  # `jnp.take`, which is not inlined
-        return dequantised_inside(eqn, operands, known, _run)
+        return dequantized_inside(eqn, operands, known, _run)
     [call] = inside(eqn)
     inner, consts = compat.closed(call.jaxpr)
     return _run(inner, consts, operands, known)
 
 
 def _part(eqn: JaxprEqn, table: QuantizedArray, starts: Sequence[Any]) -> QuantizedArray | None:
-    """What a slice takes of a dequantised weight, as it is stored, and what that is squeezed to."""
+    """What a slice takes of a dequantized weight, as it is stored, and what that is squeezed to."""
     name = eqn.primitive.name
     if name == "squeeze":
         [values], [scale] = (compat.bind(eqn, [x]) for x in (table.values, table.scale))
@@ -163,7 +163,7 @@ def _part(eqn: JaxprEqn, table: QuantizedArray, starts: Sequence[Any]) -> Quanti
 
 
 def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | None:
-    """The rows that a gather takes of a table, dequantised; None if they are not whole."""
+    """The rows that a gather takes of a table, dequantized; None if they are not whole."""
     axes, sizes = looked_up(eqn)
     of_scale = []
     for i, (size, length, groups) in enumerate(

@@ -20,7 +20,7 @@ Path = tuple[str, ...]
 
 
 class Leaf(NamedTuple):
-    """A leaf that quantising may be asked for.
+    """A leaf that quantizing may be asked for.
 
     Attributes:
       path: its path, as patterns see it.
@@ -126,7 +126,7 @@ def _no_effect(pattern: str, found: Sequence[Leaf], leaves: Sequence[Leaf]) -> s
     if found:
         leaf = max(found, key=lambda leaf: int(np.prod(leaf.shape)))
         what = (
-            "nothing to quantise" if pattern == "**" else f"the pattern {pattern!r} has no effect"
+            "nothing to quantize" if pattern == "**" else f"the pattern {pattern!r} has no effect"
         )
         count = f"{len(found)} leaves" if len(found) > 1 else "leaf"
         return (

@@ -38,10 +38,10 @@ def quantize(
     its scales in float32 and rounded once, to the compute dtype, where a product reads it. XLA
     makes that one pass, with the product where the compiler can. Flax modules that are not wrapped
     take them as well, and get each weight in the dtype that it had. A scan over stacked layers, of
-    Flax or written by hand, dequantises them in its body, layer by layer; loops, branches and
+    Flax or written by hand, dequantizes them in its body, layer by layer; loops, branches and
     checkpoints likewise.
 
-    Quantised are floating leaves of two or more axes and at least `min_size` elements. All others
+    Quantized are floating leaves of two or more axes and at least `min_size` elements. All others
     stay as they are, and so do leaves called ``bias``, ``b``, ``scale``, ``offset``, ``mean`` and
     ``var`` (stacked by a scan, they have two axes), NNX Variables other than `nnx.Param`,
     `nnx.LoRAParam`, and, in a dict of Linen's variables, all but its ``params``.
@@ -65,7 +65,7 @@ def quantize(
         the others.
       block_size: how many weights share a scale in ``"block"``; where it does not divide the axis,
         the nearest divisor.
-      min_size: how many elements a matrix must have to be quantised.
+      min_size: how many elements a matrix must have to be quantized.
 
     Returns:
       A tree of the same structure but for those leaves. With concrete arrays, values and scales are
@@ -73,7 +73,7 @@ def quantize(
 
     Raises:
       ValueError: if a format or granularity is unknown, a pattern has no effect, or a weight is
-        quantised already or not finite (unless it is traced: its products are then NaN).
+        quantized already or not finite (unless it is traced: its products are then NaN).
       TypeError: if an argument is of another type.
 
     Example:
@@ -105,8 +105,8 @@ def quantize(
     def look(path: tuple[str, ...], leaf: Any) -> Any:
         if is_quantized(leaf):
             raise ValueError(
-                f"quantize: {'/'.join(path) or 'the leaf'} is quantised already: {leaf}. Rounding "
-                "twice adds its errors: quantise the weights as they were, or "
+                f"quantize: {'/'.join(path) or 'the leaf'} is quantized already: {leaf}. Rounding "
+                "twice adds its errors: quantize the weights as they were, or "
                 "jaxmp.dequantize(tree) first."
             )
         reason = why_not(path, leaf, min_size)

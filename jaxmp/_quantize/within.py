@@ -1,6 +1,6 @@
-"""Loops, branches and calls get a quantised weight as it is stored, and dequantise it inside.
+"""Loops, branches and calls get a quantized weight as it is stored, and dequantize it inside.
 
-Dequantised before a loop, a stack of layers would be in 16 bits as a whole while it runs.
+Dequantized before a loop, a stack of layers would be in 16 bits as a whole while it runs.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp.quantized import QuantizedArray, array_of, is_quantized
 
 Known = Sequence[QuantizedArray | None]
-# The results of an open jaxpr, given its constants, its operands, and what they are dequantised of.
+# The results of an open jaxpr, given its constants, its operands, and what they are dequantized of.
 Run = Callable[[Any, Sequence[Any], Sequence[Any], Known], list[Any]]
 
 # What is bound again with more operands that all its jaxprs share.
 _SHARING: Final = frozenset({"cond", "jit", "remat2"})
 
 
-def dequantised_inside(
+def dequantized_inside(
     eqn: JaxprEqn, operands: Sequence[Any], known: Known, run: Run
 ) -> list[Any] | None:
-    """The results of an equation whose jaxprs dequantise the weights that they read themselves.
+    """The results of an equation whose jaxprs dequantize the weights that they read themselves.
 
     Args:
       eqn: the equation.
       operands: its operands; None for a weight.
-      known: for each, what it is dequantised of; None for others.
+      known: for each, what it is dequantized of; None for others.
       run: runs a jaxpr.
 
     Returns:

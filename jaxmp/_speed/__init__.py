@@ -1,4 +1,4 @@
-"""When 8 bits pay: what the products of a layer are estimated to take, quantising included.
+"""When 8 bits pay: what the products of a layer are estimated to take, quantizing included.
 
 Figures of chips are data (`jaxmp/_chips/chips.toml`); what is here are functions of them.
 """

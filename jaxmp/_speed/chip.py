@@ -32,13 +32,13 @@ class Chip:
       tflops: the peak rate by dtype, in 10^12 operations per second. What is missing is not
         multiplied natively.
       bytes_per_second: the bandwidth of its memory.
-      relative: the time of a product of operands that are quantised already over that of the same
+      relative: the time of a product of operands that are quantized already over that of the same
         product in 16 bits, by dtype; ``mx`` is of block-scaled ones, where they are native. What is
         missing goes by the peak rates.
       relative_grad_weight: the same of the product that gives the gradient of the weights, which
         sums the first axis of both operands; what is missing is as in `relative`.
       products: the share of the peak rate that products achieve.
-      memory: the share of the bandwidth that quantising achieves.
+      memory: the share of the bandwidth that quantizing achieves.
       cast: what casting a float32 weight adds to a 16-bit product that it is part of (TPU), as a
         share of the product.
       launch_seconds: what each kernel takes at least.

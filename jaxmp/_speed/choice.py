@@ -47,7 +47,7 @@ def pays(recipe: Recipe, chip: Chip, tokens: int, n_in: int, n_out: int) -> Gain
       >>> pays(float8(), chip_named("gpu-h100"), 8192, 512, 512).pays
       False
     """
-    if not chip.tflops or not recipe.quantises:
+    if not chip.tflops or not recipe.quantizes:
         return Gain(pays=False, ratio=math.inf)
     ratio = estimate(recipe, chip, tokens, n_in, n_out).ratio
     return Gain(pays=ratio <= WORTH[chip.platform] and not why_emulated(recipe, chip), ratio=ratio)

@@ -2,7 +2,7 @@
 
 Of ``tokens`` rows, from ``n_in`` to ``n_out``, forward and backward. A product takes what its
 operations take at the chip's rate, or its bytes at the chip's bandwidth, or the start of a kernel,
-whichever is longest; each pass over an array that quantises it takes its bytes.
+whichever is longest; each pass over an array that quantizes it takes its bytes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Estimate:
     """An estimate of a layer's three products.
 
     Attributes:
-      seconds: under the recipe, quantising included.
-      quantising: of that, for quantising.
+      seconds: under the recipe, quantizing included.
+      quantizing: of that, for quantizing.
       seconds_16_bits: in 16 bits.
     """
 
     seconds: float
-    quantising: float
+    quantizing: float
     seconds_16_bits: float
 
     @property
@@ -67,7 +67,7 @@ def estimate(
     A format that the chip does not multiply is widened: its products take what 16 bits take.
 
     Beside what is published (`benchmarks/when_it_pays.py` prints it): for the GEMMs of a layer of a
-    5-billion-parameter model, quantising included, TransformerEngine measures 1.58 x bfloat16 with
+    5-billion-parameter model, quantizing included, TransformerEngine measures 1.58 x bfloat16 with
     current scaling on an H200 and 1.42 x with MXFP8 on a B300; this says 1.59 and 1.39 (on a B200).
     For tokens x in x out of 1024 x 2048 x 1024 and 4096 x 8192 x 16384, torchao measures 0.80 and
     1.39 x on an H100 of 2.4 TB/s; this says 0.52 and 1.33. Small layers are slower in both.
@@ -91,9 +91,9 @@ def estimate(
     cast = weight_bytes != _VALUE
     full = _products(dict.fromkeys(recipe.formats, ()), chip, sizes, cast=cast)
     keys = {name: keys_of(recipe, name) for name in recipe.formats}
-    quantising = sum(_seconds(chip, moved) for moved in _passes(recipe, chip, sizes, weight_bytes))
-    seconds = _products(keys, chip, sizes, cast=cast) + quantising
-    return Estimate(seconds, quantising, full)
+    quantizing = sum(_seconds(chip, moved) for moved in _passes(recipe, chip, sizes, weight_bytes))
+    seconds = _products(keys, chip, sizes, cast=cast) + quantizing
+    return Estimate(seconds, quantizing, full)
 
 
 def _products(keys: dict[str, tuple[str, ...]], chip: Chip, sizes: Sizes, *, cast: bool) -> float:
@@ -150,7 +150,7 @@ def _product(chip: Chip, m: int, k: int, n: int, keys: tuple[str, ...]) -> float
 
 
 def _passes(recipe: Recipe, chip: Chip, sizes: Sizes, weight_bytes: int) -> Iterator[float]:
-    """The bytes of every pass over an array that quantising takes."""
+    """The bytes of every pass over an array that quantizing takes."""
     scaled = {name: FORMATS[short].scaled for name, short in recipe.formats.items()}
     elements = sizes.elements
     if recipe.granularity in ("block", "mx"):

@@ -56,14 +56,14 @@ def master_weights(
     """Lets an optimizer train parameters that are stored in bfloat16 or float16.
 
     Updates that are small beside a 16-bit parameter are lost when they are added to it: Adam with a
-    learning rate of 1e-3 never moves a bfloat16 1.0, whose neighbour is 0.0039 away. Here `inner`
+    learning rate of 1e-3 never moves a bfloat16 1.0, whose neighbor is 0.0039 away. Here `inner`
     sees float32 gradients and float32 parameters, so its moments are float32 as well, and
 
     * by default a float32 copy of the parameters (the masters) is in the optimizer state, and the
       updates make `optax.apply_updates` store exactly `masters.astype(param.dtype)` at every step
       (zeros may differ in sign);
     * with `stochastic_rounding` there is no copy: the updated value is rounded to one of its two
-      neighbours at random, to each with the probability that makes the expectation right. That
+      neighbors at random, to each with the probability that makes the expectation right. That
       costs no memory, and some noise.
 
     Leaves that are not of 16 bits (float32 parameters, say) have no copy and are updated as `inner`
@@ -114,7 +114,7 @@ def master_weights(
 def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
     """Casts the floating leaves of a pytree to 16 bits, rounding each number up or down at random.
 
-    A number between two neighbours of the dtype becomes the upper one with a probability equal to
+    A number between two neighbors of the dtype becomes the upper one with a probability equal to
     the fraction of the way that it has gone, so its expectation is the number itself. One that the
     dtype holds stays what it is. Infinities and NaNs are kept; a finite number beyond the largest
     becomes the largest (which is the one case that is biased).

@@ -5,7 +5,7 @@ dtype in it, or a configuration's `dtype=float32` in every layer, whatever the l
 Flax NNX, Haiku, Equinox or plain JAX). The tests run
 every entry under every policy; sizes are chosen so that a forward and backward compiles in seconds
 and still has the structure that makes the architecture difficult (a scan with a hand-written
-derivative, a routing decision, a log-domain recurrence, an integrator, a normalisation, ...).
+derivative, a routing decision, a log-domain recurrence, an integrator, a normalization, ...).
 """
 
 from public_models import (

@@ -33,7 +33,7 @@ def _rollout(seed: int) -> dict[str, jax.Array]:
     return {
         "observation": data.normal(25, 8, 6),
         "action": data.integers(0, 4, 24, 8),
-        "behaviour": -np.log(4) + 0.2 * data.normal(24, 8),
+        "behavior": -np.log(4) + 0.2 * data.normal(24, 8),
         "reward": data.normal(24, 8),
         "discount": jnp.where(data.uniform(24, 8) < 0.05, 0.0, 0.99),
     }
@@ -41,7 +41,7 @@ def _rollout(seed: int) -> dict[str, jax.Array]:
 
 @zoo
 def ppo() -> PublicModel:
-    """Generalised advantages in a reverse scan, clipped surrogate and value losses (Schulman)."""
+    """Generalized advantages in a reverse scan, clipped surrogate and value losses (Schulman)."""
     model = _ActorCritic(4)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -58,7 +58,7 @@ def ppo() -> PublicModel:
         _, advantage = lax.scan(backwards, jnp.zeros_like(fixed[0]), steps, reverse=True)
         target = advantage + fixed[:-1]
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        ratio = jnp.exp(_log_probability(logits, batch["action"]) - batch["behaviour"])
+        ratio = jnp.exp(_log_probability(logits, batch["action"]) - batch["behavior"])
         clipped = jnp.clip(ratio, 0.8, 1.2)
         surrogate = -jnp.minimum(ratio * advantage, clipped * advantage).mean()
         value_loss = 0.5 * jnp.square(values[:-1] - target).mean()
@@ -102,7 +102,7 @@ def impala() -> PublicModel:
         logits, values = model.apply(params, batch["observation"])
         logits = logits[:-1]
         chosen = _log_probability(logits, batch["action"])
-        ratio = jnp.exp(lax.stop_gradient(chosen) - batch["behaviour"])
+        ratio = jnp.exp(lax.stop_gradient(chosen) - batch["behavior"])
         target, advantage = v_trace(values, ratio, batch)
         entropy = optax.softmax_cross_entropy(logits, jax.nn.softmax(logits))
         policy_loss = -(chosen * advantage).mean()

@@ -130,8 +130,8 @@ def hash_grid_nerf() -> PublicModel:
             h = nn.relu(nn.Dense(24)(jnp.concatenate(encoded, axis=-1)))
             h = nn.Dense(9)(h)
             facing = jnp.broadcast_to(direction[:, None], (*points.shape[:-1], 3))
-            colour = nn.relu(nn.Dense(24)(jnp.concatenate([h[..., 1:], facing], axis=-1)))
-            return nn.sigmoid(nn.Dense(3)(colour)), nn.softplus(h[..., 0])
+            color = nn.relu(nn.Dense(24)(jnp.concatenate([h[..., 1:], facing], axis=-1)))
+            return nn.sigmoid(nn.Dense(3)(color)), nn.softplus(h[..., 0])
 
     model = Field()
 
@@ -152,16 +152,16 @@ def hash_grid_nerf() -> PublicModel:
         return {
             "pixels": data.uniform(16, 2) * 800,
             "pose": jnp.asarray(pose),
-            "colour": data.uniform(16, 3),
+            "color": data.uniform(16, 3),
         }
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         points, direction = rays(batch)
-        colour, density = model.apply(params, 0.5 + points / 8, direction)
+        color, density = model.apply(params, 0.5 + points / 8, direction)
         alpha = 1 - jnp.exp(-density * (4.0 / samples))
         passed = jnp.cumprod(1 - alpha + 1e-10, axis=-1)
         passed = jnp.concatenate([jnp.ones_like(passed[:, :1]), passed[:, :-1]], axis=-1)
-        rendered = ((alpha * passed)[..., None] * colour).sum(axis=1)
-        return square(rendered + (1 - (alpha * passed).sum(axis=1))[:, None], batch["colour"])
+        rendered = ((alpha * passed)[..., None] * color).sum(axis=1)
+        return square(rendered + (1 - (alpha * passed).sum(axis=1))[:, None], batch["color"])
 
     return PublicModel(init(model, *rays(batch(0))), batch, loss)

@@ -126,7 +126,7 @@ def bfloat16_inputs() -> PublicModel:
     model = Model()
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        images = Data(seed).labelled(16, 12)
+        images = Data(seed).labeled(16, 12)
         # The one dtype of the zoo, and it is the data's: this is what the entry is about.
         return {"x": images["x"].astype("bfloat16"), "y": images["y"]}
 

@@ -155,7 +155,7 @@ def deep_equilibrium() -> PublicModel:
     equilibrium.defvjp(forward, backward)
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labelled(12, 8)
+        return Data(seed).labeled(12, 8)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return cross_entropy(equilibrium(params["cell"], batch["x"]) @ params["out"], batch["y"])

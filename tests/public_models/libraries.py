@@ -33,7 +33,7 @@ def nnx_cnn() -> PublicModel:
     graph, params, rest = nnx.split(nnx.jit(lambda: CNN(nnx.Rngs(0)))(), nnx.Param, ...)
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        return {**Data(seed).labelled(16, 8, 8, 3), "key": jax.random.key(seed + 1)}
+        return {**Data(seed).labeled(16, 8, 8, 3), "key": jax.random.key(seed + 1)}
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
         model = nnx.merge(graph, params, rest, copy=True)
@@ -141,7 +141,7 @@ def equinox_attention() -> PublicModel:
         return jax.vmap(model)(x)
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labelled(8, 7, 6)
+        return Data(seed).labeled(8, 7, 6)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return cross_entropy(predict(eqx.combine(params, static), batch["x"]), batch["y"])
@@ -173,7 +173,7 @@ def haiku_resnet() -> PublicModel:
     params, state = init(model, jnp.zeros((12, 8, 8, 3)))
 
     def batch(seed: int) -> dict[str, Any]:
-        return {**Data(seed).labelled(12, 8, 8, 3), "state": state}
+        return {**Data(seed).labeled(12, 8, 8, 3), "state": state}
 
     def loss(params: Any, batch: dict[str, Any]) -> tuple[jax.Array, Any]:
         logits, new = model.apply(params, batch["state"], batch["x"])
@@ -212,7 +212,7 @@ def equinox_gru() -> PublicModel:
     params, static = eqx.partition(Model(jax.random.key(0)), eqx.is_inexact_array)
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labelled(8, 10, 6)
+        return Data(seed).labeled(8, 10, 6)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         model = eqx.combine(params, static)

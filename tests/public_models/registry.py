@@ -63,7 +63,7 @@ class Data:
     def integers(self, low: int, high: int, *shape: int) -> jax.Array:
         return jnp.asarray(self.rng.integers(low, high, shape))
 
-    def labelled(self, *shape: int, classes: int = 5) -> dict[str, jax.Array]:
+    def labeled(self, *shape: int, classes: int = 5) -> dict[str, jax.Array]:
         """Inputs and labels; the label chooses a pattern, so gradients do not cancel out."""
         labels = self.rng.integers(0, classes, shape[0])
         patterns = self.rng.standard_normal((classes, *shape[1:]))

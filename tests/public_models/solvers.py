@@ -64,7 +64,7 @@ def optimistix_equilibrium() -> PublicModel:
         return found.value
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labelled(8, 6)
+        return Data(seed).labeled(8, 6)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         z = jax.vmap(equilibrium, (None, 0))(params["cell"], batch["x"])

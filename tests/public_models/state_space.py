@@ -51,7 +51,7 @@ def linear_recurrent_unit() -> PublicModel:
     model = Model()
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labelled(6, 16, 4)
+        return Data(seed).labeled(6, 16, 4)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return cross_entropy(model.apply(params, batch["x"]), batch["y"])
@@ -144,7 +144,7 @@ def s4d() -> PublicModel:
     model = Model()
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labelled(6, length, 6)
+        return Data(seed).labeled(6, length, 6)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return cross_entropy(model.apply(params, batch["x"]), batch["y"])

@@ -39,7 +39,7 @@ def vit() -> PublicModel:
     model = ViT()
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labelled(6, 16, 16, 3)
+        return Data(seed).labeled(6, 16, 16, 3)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return cross_entropy(model.apply(params, batch["x"]), batch["y"])
@@ -81,7 +81,7 @@ def resnet_batchnorm() -> PublicModel:
     variables = init(model, jnp.zeros((16, 8, 8, 3)))
 
     def batch(seed: int) -> dict[str, Any]:
-        return {**Data(seed).labelled(16, 8, 8, 3), "batch_stats": variables["batch_stats"]}
+        return {**Data(seed).labeled(16, 8, 8, 3), "batch_stats": variables["batch_stats"]}
 
     def loss(params: Any, batch: dict[str, Any]) -> tuple[jax.Array, Any]:
         logits, updates = model.apply(
@@ -114,7 +114,7 @@ def mobilenet_depthwise() -> PublicModel:
     model = MobileNet()
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labelled(6, 12, 12, 3)
+        return Data(seed).labeled(6, 12, 12, 3)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return cross_entropy(model.apply(params, batch["x"]), batch["y"])
@@ -192,7 +192,7 @@ def mlp_mixer() -> PublicModel:
     model = Mixer()
 
     def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labelled(8, 12, 12, 3)
+        return Data(seed).labeled(8, 12, 12, 3)
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         return cross_entropy(model.apply(params, batch["x"]), batch["y"])
@@ -224,18 +224,18 @@ def nerf() -> PublicModel:
         return {
             "origin": 0.3 * data.normal(16, 3),
             "direction": data.normal(16, 3),
-            "colour": data.uniform(16, 3),
+            "color": data.uniform(16, 3),
         }
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         direction = batch["direction"]
         direction = direction / jnp.linalg.norm(direction, axis=-1, keepdims=True)
         points = batch["origin"][:, None] + depths[:, None] * direction[:, None]
-        colour, density = model.apply(params, points)
+        color, density = model.apply(params, points)
         alpha = 1 - jnp.exp(-density * (depths[1] - depths[0]))
         passed = jnp.cumprod(1 - alpha + 1e-10, axis=-1)
         passed = jnp.concatenate([jnp.ones_like(passed[:, :1]), passed[:, :-1]], axis=-1)
-        return square(((alpha * passed)[..., None] * colour).sum(axis=1), batch["colour"])
+        return square(((alpha * passed)[..., None] * color).sum(axis=1), batch["color"])
 
     return PublicModel(init(model, jnp.zeros((1, 1, 3))), batch, loss)
 

@@ -22,7 +22,7 @@ from jaxmp._autocast.recipes.derivative import Pair
 from jaxmp._autocast.recipes.multiply import Axes
 from jaxmp._autocast.recipes.native import multiplies_blocks
 from jaxmp._autocast.recipes.product import Product
-from jaxmp._autocast.recipes.quantise import Quantised, convert, kept
+from jaxmp._autocast.recipes.quantize import Quantized, convert, kept
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import CAST, EMULATED
 from jaxmp._quantize.rounding import EXPONENT_BITS
@@ -83,30 +83,30 @@ class Operand(NamedTuple):
         back = tuple(order.index(i) for i in range(len(order)))
         return jnp.transpose(matrices.reshape([shape[i] for i in order]), back)
 
-    def quantise(self, x: Any, fmt: Format) -> Quantised:
+    def quantize(self, x: Any, fmt: Format) -> Quantized:
         """The operand in 8 bits: values of its shape, and scales by batch and block."""
-        values, scale, _ = quantise_blocks(self.matrices(x), fmt, self.blocks)
-        return Quantised(self.array(values, x.shape), scale)
+        values, scale, _ = quantize_blocks(self.matrices(x), fmt, self.blocks)
+        return Quantized(self.array(values, x.shape), scale)
 
-    def quantised_matrices(self, x: Quantised) -> Quantised:
-        """What `quantise` made, as matrices."""
-        return Quantised(self.matrices(x.values), x.scale)
+    def quantized_matrices(self, x: Quantized) -> Quantized:
+        """What `quantize` made, as matrices."""
+        return Quantized(self.matrices(x.values), x.scale)
 
 
-def quantise_blocks(x: Any, fmt: Format, blocks: Blocks) -> Quantised:
+def quantize_blocks(x: Any, fmt: Format, blocks: Blocks) -> Quantized:
     """Matrices in 8 bits, a scale for each block.
 
-    The scale is a power of two, so that what is quantised twice does not round twice. It is rounded
+    The scale is a power of two, so that what is quantized twice does not round twice. It is rounded
     up; OCP's conversion (MX 1.0, section 6.3) rounds down, and saturates.
     """
     values, scale, _ = convert(_split(x, blocks), fmt, (2, 4))
     values = _join(values, x.shape)
     scale = scale.reshape(values.shape[0], *scale.shape[1:4:2])
-    return Quantised(kept(values), scale)
+    return Quantized(kept(values), scale)
 
 
 @jax.named_scope(CAST)
-def dequantise_blocks(x: Quantised, blocks: Blocks) -> Any:
+def dequantize_blocks(x: Quantized, blocks: Blocks) -> Any:
     """The matrices, in bfloat16: exact, but for what is subnormal."""
     scale = x.scale.astype(jnp.bfloat16)[:, :, None, :, None]
     return _join(_split(x.values.astype(jnp.bfloat16), blocks) * scale, x.values.shape)
@@ -139,27 +139,27 @@ def _from_bits(bits: Any) -> Any:
     return jnp.where(bits == np.iinfo(np.uint8).max, np.float32(np.nan), scale)
 
 
-def turned(x: Any, operand: Operand, fmt: Format) -> Quantised:
+def turned(x: Any, operand: Operand, fmt: Format) -> Quantized:
     """The matrices of an operand, transposed, as the gradient of the other operand sums them.
 
-    Square blocks stay what they are. Others are quantised again, in blocks along the new sums.
+    Square blocks stay what they are. Others are quantized again, in blocks along the new sums.
 
     Args:
-      x: what `Operand.quantise` made, or the operand as it is.
+      x: what `Operand.quantize` made, or the operand as it is.
       operand: how its axes make matrices.
-      fmt: the format to quantise in.
+      fmt: the format to quantize in.
     """
     blocks = operand.blocks
-    if not isinstance(x, Quantised):
-        return quantise_blocks(jnp.swapaxes(operand.matrices(x), 1, 2), fmt, blocks)
-    x = operand.quantised_matrices(x)
+    if not isinstance(x, Quantized):
+        return quantize_blocks(jnp.swapaxes(operand.matrices(x), 1, 2), fmt, blocks)
+    x = operand.quantized_matrices(x)
     if blocks.rows == blocks.sums:
-        return Quantised(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
-    return quantise_blocks(jnp.swapaxes(dequantise_blocks(x, blocks), 1, 2), fmt, blocks)
+        return Quantized(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
+    return quantize_blocks(jnp.swapaxes(dequantize_blocks(x, blocks), 1, 2), fmt, blocks)
 
 
-def multiply_blocks(a: Quantised, b: Quantised, blocks: tuple[Blocks, Blocks], dtype: Any) -> Any:
-    """The products of quantised matrices, ``[batch, rows of a, rows of b]``.
+def multiply_blocks(a: Quantized, b: Quantized, blocks: tuple[Blocks, Blocks], dtype: Any) -> Any:
+    """The products of quantized matrices, ``[batch, rows of a, rows of b]``.
 
     Accumulated in float32. Where all scales are e8m0 and the hardware multiplies such blocks, it
     does.
@@ -167,13 +167,13 @@ def multiply_blocks(a: Quantised, b: Quantised, blocks: tuple[Blocks, Blocks], d
     # A sum beyond float16 is scaled in float32.
     sums = np.dtype(np.float32) if np.dtype(dtype) == np.float16 else np.dtype(dtype)
 
-    def emulated(a: Quantised, b: Quantised) -> Any:
-        left, right = (dequantise_blocks(x, k) for x, k in zip((a, b), blocks, strict=True))
+    def emulated(a: Quantized, b: Quantized) -> Any:
+        left, right = (dequantize_blocks(x, k) for x, k in zip((a, b), blocks, strict=True))
         dims = (((2,), (2,)), ((0,), (0,)))
         with jax.named_scope(f"{EMULATED}{a.values.dtype}"):
             return lax.dot_general(left, right, dims, preferred_element_type=sums)
 
-    def native(a: Quantised, b: Quantised) -> Any:
+    def native(a: Quantized, b: Quantized) -> Any:
         short = -a.values.shape[2] % blocks[0].sums
         left, right = (jnp.pad(x.values, ((0, 0), (0, 0), (0, short))) for x in (a, b))
         down, across = (
@@ -214,11 +214,11 @@ def _scaled_matmul(dtype: Any) -> Callable[..., Any]:
 
 
 def contract_blocks(
-    copies: tuple[Quantised, Quantised], operands: tuple[Operand, Operand], dtype: Any
+    copies: tuple[Quantized, Quantized], operands: tuple[Operand, Operand], dtype: Any
 ) -> Any:
-    """The contraction of two quantised operands."""
+    """The contraction of two quantized operands."""
     pairs = list(zip(copies, operands, strict=True))
-    left, right = (of.quantised_matrices(x) for x, of in pairs)
+    left, right = (of.quantized_matrices(x) for x, of in pairs)
     out = multiply_blocks(left, right, (operands[0].blocks, operands[1].blocks), dtype)
     batch = [copies[0].values.shape[i] for i in operands[0].batch]
     free = [x.values.shape[i] for x, of in pairs for i in of.free]
@@ -232,10 +232,10 @@ def gradient_blocks(
 
     Args:
       g: that of the result.
-      other: the other operand, quantised, or as it is.
+      other: the other operand, quantized, or as it is.
       operands: both.
       of: which one's gradient it is.
-      fmt: the format to quantise in.
+      fmt: the format to quantize in.
       dtype: of the gradient.
     """
     mine, others = operands[of], operands[1 - of]
@@ -245,7 +245,7 @@ def gradient_blocks(
         rows, sums = sums, rows
     gradient = Operand(tuple(range(n)), rows, sums, others.blocks._replace(rows=1))
     out = multiply_blocks(
-        quantise_blocks(gradient.matrices(g), fmt, gradient.blocks),
+        quantize_blocks(gradient.matrices(g), fmt, gradient.blocks),
         turned(other, others, fmt),
         (gradient.blocks, others.blocks),
         dtype,
@@ -253,7 +253,7 @@ def gradient_blocks(
     sizes = dict(
         zip(mine.batch + mine.free, [g.shape[i] for i in gradient.batch + rows], strict=True)
     )
-    shape = other.values.shape if isinstance(other, Quantised) else other.shape
+    shape = other.values.shape if isinstance(other, Quantized) else other.shape
     sizes.update(zip(mine.contracted, [shape[i] for i in others.contracted], strict=True))
     return mine.array(out, tuple(sizes[i] for i in range(len(sizes))))
 
@@ -263,7 +263,7 @@ class BlockProduct(Product):
     """A `lax.dot_general` under a recipe whose scales are of blocks.
 
     The backward pass reads the same copies: that of a weight in square blocks as it is, others
-    quantised again along what is summed there.
+    quantized again along what is summed there.
     """
 
     @property
@@ -280,17 +280,17 @@ class BlockProduct(Product):
         """See `Contraction`."""
         return self.operands[of]
 
-    def copy(self, x: Any, of: int) -> Quantised:
+    def copy(self, x: Any, of: int) -> Quantized:
         """See `Contraction`."""
-        return self.operands[of].quantise(x, self.forward)
+        return self.operands[of].quantize(x, self.forward)
 
-    def as_bits(self, copy: Quantised, of: int) -> Quantised:
+    def as_bits(self, copy: Quantized, of: int) -> Quantized:
         """See `Contraction`."""
         kept = super().as_bits(copy, of)
         e8m0 = self.operands[of].blocks.e8m0
         return kept._replace(scale=_to_bits(kept.scale)) if e8m0 else kept
 
-    def of_bits(self, kept: Quantised, of: int) -> Quantised:
+    def of_bits(self, kept: Quantized, of: int) -> Quantized:
         """See `Contraction`."""
         copy = super().of_bits(kept, of)
         e8m0 = self.operands[of].blocks.e8m0

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxmp._autocast.recipes.quantise import Quantised, as_bits, of_bits, quantise
+from jaxmp._autocast.recipes.quantize import Quantized, as_bits, of_bits, quantize
 from jaxmp._jaxprs.attributes import explicit_sharding, refuses_forward_mode
 from jaxmp.recipes import FORMATS, Format, Recipe
 
@@ -29,8 +29,8 @@ class Copy(NamedTuple):
       kept: as it is kept for the backward pass: made once, whatever reads it.
     """
 
-    array: Quantised
-    kept: Quantised
+    array: Quantized
+    kept: Quantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,22 +89,22 @@ class Contraction(abc.ABC):
           sharding: how the gradient is to be sharded, if its type is to say so.
         """
 
-    def quantise(self, x: Any, of: int) -> Copy | None:
+    def quantize(self, x: Any, of: int) -> Copy | None:
         """An operand as its products read it: in 8 bits; None where none does."""
         if not self.forward.scaled:
             return None
         copy = self.copy(lax.stop_gradient(x), of)
         return Copy(copy, self.as_bits(copy, of)._replace(mark=_zero_of(x)))
 
-    def copy(self, x: Any, of: int) -> Quantised:
+    def copy(self, x: Any, of: int) -> Quantized:
         """An operand in 8 bits."""
-        return quantise(x, self.forward, self.shared(of))
+        return quantize(x, self.forward, self.shared(of))
 
-    def as_bits(self, copy: Quantised, _of: int) -> Quantised:
+    def as_bits(self, copy: Quantized, _of: int) -> Quantized:
         """The copy of an operand as it is kept for the backward pass."""
         return as_bits(copy)
 
-    def of_bits(self, kept: Quantised, _of: int) -> Quantised:
+    def of_bits(self, kept: Quantized, _of: int) -> Quantized:
         """The copy of an operand that `as_bits` was given."""
         return of_bits(kept, self.forward)
 
@@ -133,7 +133,7 @@ def contract(
     Args:
       product: what it is.
       operands: both, in the compute dtype or float32.
-      copies: of each what `quantise` made of it; several products may share one.
+      copies: of each what `quantize` made of it; several products may share one.
       sizes: what it reads besides, of integers.
       parameters: the float32 parameters that operands are low copies of, and by which the
         contraction is differentiated: their gradients are float32.
@@ -201,7 +201,7 @@ def _once(product: Contraction, of: int, sharding: NamedSharding | None) -> Call
     """
 
     def gradient(g: Any, other: Any, sizes: Any) -> Any:
-        if isinstance(other, Quantised):
+        if isinstance(other, Quantized):
             other = product.of_bits(other, 1 - of)
         return product.gradient(of, g, other, sizes, sharding)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast.recipes.quantise import Quantised
+from jaxmp._autocast.recipes.quantize import Quantized
 from jaxmp._jaxprs.scopes import CAST
 
 Axes = tuple[int, ...]
@@ -54,8 +54,8 @@ class Sides(NamedTuple):
 
 
 def multiply(
-    a: Quantised,
-    b: Quantised,
+    a: Quantized,
+    b: Quantized,
     sides: Sides,
     dtype: Any,
     *,
@@ -63,7 +63,7 @@ def multiply(
     folds: bool,
     sharding: Any = None,
 ) -> Any:
-    """The contraction of two quantised arrays whose scales do not vary along what is contracted.
+    """The contraction of two quantized arrays whose scales do not vary along what is contracted.
 
     Args:
       a: the left operand.

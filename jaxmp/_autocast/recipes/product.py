@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._autocast.recipes.derivative import Contraction, Pair
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
-from jaxmp._autocast.recipes.quantise import Quantised, quantise
+from jaxmp._autocast.recipes.quantize import Quantized, quantize
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp._jaxprs.wide_products import dot_in_float32
 from jaxmp.recipes import FORMATS, Format
@@ -66,19 +66,19 @@ class Product(Contraction):
         if not fmt.scaled:
             return jnp.transpose(_plain(g, other, fmt, sides, self.dtype, sharding), order)
         shared = range(g.ndim) if self.folds else sides.contracted[0]
-        if not isinstance(other, Quantised):
+        if not isinstance(other, Quantized):
             axes = range(other.ndim) if self.folds else sides.contracted[1]
-            other = quantise(other, FORMATS[self.recipe.operand_of(fmt.short)], axes)
+            other = quantize(other, FORMATS[self.recipe.operand_of(fmt.short)], axes)
         elif not self.folds:
             # The saved scale varies along what is contracted here: it goes into the gradient.
             with jax.named_scope(CAST):
                 g = g.astype(jnp.float32) * self.sides.laid_out(other.scale, 1 - of)
-            other = Quantised(other.values, _ones(other.scale, sides.contracted[1]))
-        copy = quantise(g, fmt, shared)
+            other = Quantized(other.values, _ones(other.scale, sides.contracted[1]))
+        copy = quantize(g, fmt, shared)
         return jnp.transpose(self._multiply(copy, other, sides, sharding, exact=True), order)
 
     def _multiply(
-        self, a: Quantised, b: Quantised, sides: Sides, sharding: Any, *, exact: bool
+        self, a: Quantized, b: Quantized, sides: Sides, sharding: Any, *, exact: bool
     ) -> Any:
         return multiply(a, b, sides, self.dtype, exact=exact, folds=self.folds, sharding=sharding)
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxmp._autocast.recipes.derivative import Contraction, Pair
 from jaxmp._autocast.recipes.multiply import Axes
-from jaxmp._autocast.recipes.quantise import Quantised, quantise
+from jaxmp._autocast.recipes.quantize import Quantized, quantize
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS
 
@@ -52,18 +52,18 @@ class RaggedProduct(Contraction):
         if not fmt.scaled:
             left, right = (x.astype(fmt.name) for x in ((other, g) if of else (g, other)))
             return _ragged(left, right, sizes, numbers, fmt.name).astype(self.dtype)
-        if not isinstance(other, Quantised):
+        if not isinstance(other, Quantized):
             as_forward = FORMATS[self.recipe.operand_of(fmt.short)]
-            other = quantise(other, as_forward, self.shared(1 - of))
+            other = quantize(other, as_forward, self.shared(1 - of))
         if self.recipe.granularity == "tensor":
-            copy = quantise(g, fmt, (0, 1))
+            copy = quantize(g, fmt, (0, 1))
             scales = [copy.scale, other.scale.reshape(1, 1)]
         else:
             # The saved scale varies along what is contracted here: it goes into the gradient.
             with jax.named_scope(CAST):
                 g = g.astype(jnp.float32)
                 g = g * (other.scale if of else _of_rows(other.scale, sizes, len(g)))
-            copy = quantise(g, fmt, (1 - of,))
+            copy = quantize(g, fmt, (1 - of,))
             scales = [copy.scale]
         if of:
             scales = [scale[None] for scale in scales]
@@ -85,8 +85,8 @@ def _ragged(
 
 
 def _scaled(
-    a: Quantised,
-    b: Quantised,
+    a: Quantized,
+    b: Quantized,
     sizes: Sequence[Any],
     numbers: Any,
     scales: Sequence[Any],
