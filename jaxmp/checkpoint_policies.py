@@ -49,9 +49,9 @@ _OF_ONE_ELEMENT = """
     log2 tanh logistic erf erfc polynomial sin cos tan asin acos atan atan2 sinh cosh asinh acosh
     atanh complex real imag conj is_finite eq ne lt le gt ge eq_to le_to lt_to and or xor not
     shift_left shift_right_arithmetic shift_right_logical population_count clz convert_element_type
-    bitcast_convert_type iota empty empty2 stop_gradient copy name held optimization_barrier
-    sharding_constraint layout_constraint pvary vary_unreduced_cast vary_unreduced_cast_p
-    reduced_vary_cast reduced_vary_cast_p
+    bitcast_convert_type iota empty empty2 stop_gradient copy name no_excess_precision
+    optimization_barrier sharding_constraint layout_constraint pvary vary_unreduced_cast
+    vary_unreduced_cast_p reduced_vary_cast reduced_vary_cast_p
 """
 _MOVES = """
     reshape transpose broadcast_in_dim squeeze expand_dims rev slice split unstack tile concatenate

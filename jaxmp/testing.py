@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxmp._audit.audit import audit
 from jaxmp._audit.report import PrecisionError
 from jaxmp._jaxprs.attributes import is_tracer
-from jaxmp._training.in_step import copies_in
+from jaxmp._training.replicas_equal import copies_in
 from jaxmp.dtypes import parse_dtype
 from jaxmp.recipes import FORMATS
 

@@ -13,12 +13,12 @@ HOMES = (
     "jaxmp/_flax.py",
     "jaxmp/_jaxprs/attributes.py",
     "jaxmp/_jaxprs/compat.py",
-    "jaxmp/_jaxprs/held.py",
+    "jaxmp/_jaxprs/no_excess_precision.py",
     "jaxmp/_jaxprs/higher_order.py",
     "jaxmp/_jaxprs/layouts.py",
     "jaxmp/_jaxprs/parameter_products.py",
-    "jaxmp/_jaxprs/threaded.py",
-    "jaxmp/_jaxprs/wide_products.py",
+    "jaxmp/_jaxprs/aux_outputs.py",
+    "jaxmp/_jaxprs/float32_dot.py",
 )
 
 # Attributes whose names alone give them away. The parameters of equations are found by themselves.

@@ -11,9 +11,9 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.aux_outputs import Extra, Extras, Join
 from jaxmp._jaxprs.compat import bind, closed
 from jaxmp._jaxprs.higher_order import inside, rebuild
-from jaxmp._jaxprs.threaded import Extra, Extras, Join
 
 # Primitive → what to say of its result, given the extra operands as well.
 Probe = Mapping[str, Callable[..., Extra]]

@@ -16,8 +16,8 @@ from jax import lax
 import jaxmp
 from jaxmp._autocast import demand
 from jaxmp._autocast.demand import ANGLE, CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, STEEP
-from jaxmp._autocast.marks import inside_autocast
 from jaxmp._autocast.provenance import OTHER, WEIGHTS, Provenance
+from jaxmp._autocast.regions import inside_autocast
 from jaxmp._autocast.rules import rules_for
 from jaxmp.policy import get_policy
 

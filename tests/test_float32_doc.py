@@ -13,17 +13,17 @@ PAGE = (ROOT / "docs" / "concepts" / "float32.md").read_text(encoding="utf-8")
 
 # Files of the planner whose sentences are messages, headings or names: none is a reason.
 NO_REASONS = {
-    "escapes.py",
+    "leaked_tracers.py",
     "explain.py",
-    "kept.py",
-    "marks.py",
+    "annotations.py",
+    "regions.py",
     "nnx_calls.py",
     "parameters.py",
     "primitives.py",
     "product_report.py",
     "program_key.py",
     "transform.py",
-    "unseen.py",
+    "coverage_warnings.py",
 }
 # Sentences in the other files that a plan does not show, or shows as part of another one.
 NOT_SHOWN = {

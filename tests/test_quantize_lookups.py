@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp._quantize.lookups import is_dequantizing, rows_first
+from jaxmp._quantize.sink_dequantize import is_dequantizing, rows_first
 
 from support import iter_eqns, slow_when
 

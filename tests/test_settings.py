@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._jaxprs.wide_products import dot_in_float32
+from jaxmp._jaxprs.float32_dot import dot_in_float32
 
 from support import contractions, slow_when
 

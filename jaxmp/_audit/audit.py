@@ -12,7 +12,7 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp._audit.blame import Judge
+from jaxmp._audit.attribution import Judge
 from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Seen, follow
 from jaxmp._audit.place import Place, is_ours, place_of, places_inside
@@ -22,10 +22,10 @@ from jaxmp._audit.rounding import Rounding
 from jaxmp._audit.scaling import FIXES, NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import warn_overruled
-from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
 from jaxmp._autocast.primitives import classify
+from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import autocast
 from jaxmp._jaxprs.attributes import short_type
 from jaxmp._jaxprs.compat import closed, dtype_of

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax.extend.core as jex_core
 import numpy as np
 
-from jaxmp._audit.degree import Degree, alike, degree_of, degree_of_literal
+from jaxmp._audit.loss_scale_power import Degree, alike, degree_of, degree_of_literal
 from jaxmp._audit.place import Place, is_ours, place_inside, place_of, place_unknown
-from jaxmp._autocast.kept import contracts
+from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.licences import is_basis
 from jaxmp._autocast.primitives import CROSSING, IN_PARTS, RANDOM, classify
 from jaxmp._jaxprs import compat
@@ -90,7 +90,7 @@ class Known(NamedTuple):
       narrowed: whether it is a 16-bit value that autocast narrowed, or computed from one.
       fixed: whether it is made in the program from literals alone, or a small constant.
       scaled: whether it is made of the scale of a loss.
-      degree: how often it has that scale as a factor: see `degree.py`.
+      degree: how often it has that scale as a factor: see `loss_scale_power.py`.
       origin: the variable that it is, or is moved or cast from.
     """
 

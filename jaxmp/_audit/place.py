@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 
-from jaxmp._autocast.kept import emulated, kept_reason, skipped, unfused
+from jaxmp._autocast.annotations import emulated, kept_reason, skipped, unfused
 from jaxmp._autocast.plan import Skipped
 from jaxmp._autocast.rules import Rules, region_rules
 from jaxmp._jaxprs.attributes import name_stack

@@ -26,7 +26,7 @@ The words of this package:
 """
 
 from jaxmp._autocast.explain import Explanation, explain
-from jaxmp._autocast.marks import full_precision, reduced_precision
+from jaxmp._autocast.regions import full_precision, reduced_precision
 from jaxmp._autocast.transform import autocast
 
 __all__ = ["Explanation", "autocast", "explain", "full_precision", "reduced_precision"]

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 
 from jaxmp._autocast import derivatives, rule_calls
+from jaxmp._autocast.coverage_warnings import warn_closing
 from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.planner import Pass
 from jaxmp._autocast.reading import cast
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
-from jaxmp._autocast.unseen import warn_closing
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import function_name, is_tracer
 from jaxmp._jaxprs.higher_order import inside

@@ -28,10 +28,10 @@ from jaxmp._autocast.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.licences import COMPUTED
-from jaxmp._autocast.marks import inside_autocast
 from jaxmp._autocast.plan import DType, Plan, Step, Value
 from jaxmp._autocast.planner import Pass, Planner
 from jaxmp._autocast.provenance import OTHER
+from jaxmp._autocast.regions import inside_autocast
 from jaxmp._autocast.rule_calls import (
     Call,
     ClosedOverError,

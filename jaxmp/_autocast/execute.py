@@ -16,18 +16,18 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxmp._autocast import fused
-from jaxmp._autocast.attended import attended
+from jaxmp._autocast.annotations import marked
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
-from jaxmp._autocast.kept import marked
-from jaxmp._autocast.lines import Line, lines
+from jaxmp._autocast.jit_groups import Group, lines
 from jaxmp._autocast.liveness import last_reads
-from jaxmp._autocast.picks import pick
-from jaxmp._autocast.plan import Attention, DType, Pick, Plan, Read, Segment, Step
+from jaxmp._autocast.plan import Attention, DType, Plan, Read, Segment, Step, TakeAlongAxis
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
 from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.recipes import derivative
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
+from jaxmp._autocast.softmax_vjp import attended
+from jaxmp._autocast.take_along_axis import pick
 from jaxmp._jaxprs import compat, parameter_products
 from jaxmp._jaxprs.attributes import in_context, is_abstract, on_mesh_of, with_dtype
 from jaxmp._jaxprs.compat import bind, dtype_of
@@ -67,8 +67,8 @@ def _run(plan: Plan, part: slice, env: Environment, *, together: bool) -> None:
     """Computes the results of some steps, those of one line together or one by one."""
     ends = iter(last_reads(plan)[part])
     for step in lines(plan.steps[part]) if together else plan.steps[part]:
-        if isinstance(step, Line):
-            _run_line(step, env)
+        if isinstance(step, Group):
+            _run_group(step, env)
             for _ in step.steps:
                 env.drop(next(ends))
             continue
@@ -110,7 +110,7 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
 # First-order equations.
 
 
-def _run_line(line: Line, env: Environment) -> None:
+def _run_group(line: Group, env: Environment) -> None:
     first = line.steps[0].eqn
     with compat.source_of(first), in_context(first):
         line.run(env)
@@ -157,7 +157,7 @@ def _scale(plan: Plan, step: Step, env: Environment) -> list[Any]:
 
 
 def _pick(plan: Plan, step: Step, env: Environment) -> list[Any]:
-    found: Pick = step.pick  # type: ignore[assignment]
+    found: TakeAlongAxis = step.pick  # type: ignore[assignment]
     return [pick(step.eqn, found, *env.operands(step))]
 
 

@@ -12,12 +12,13 @@ import jmp
 import numpy as np
 
 from jaxmp._autocast import closures, residuals
-from jaxmp._autocast.marks import check_callable
+from jaxmp._autocast.coverage_warnings import overruled
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.parameters import Argnums, by_position, read_argnums
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.product_report import Product, Quantized
+from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.rules import FLOAT32, Rules, governed
 from jaxmp._autocast.transform import (
     is_identity,
@@ -25,7 +26,6 @@ from jaxmp._autocast.transform import (
     plan_program,
     trace_program,
 )
-from jaxmp._autocast.unseen import overruled
 from jaxmp._jaxprs.source import is_backward, library_line
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, get_policy, single_policy

@@ -28,8 +28,8 @@ from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, region_rules
 from jaxmp._autocast.scores import Bias, Mask, NotFusedError, Placed, scores_of
-from jaxmp._autocast.seen import Scope, evaluate, leaves, seen
 from jaxmp._autocast.softmaxes import Way, sums_rows, way_to
+from jaxmp._autocast.value_refs import Scope, evaluate, leaves, seen
 from jaxmp._chip_words import chip_in
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
 from jaxmp._jaxprs.compat import dtype_of, shape_of

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import errors, nnx
 
-from jaxmp._autocast.marks import widen
+from jaxmp._autocast.regions import widen
 from jaxmp._flax import is_graph_node, merge_inputs, split_inputs
 from jaxmp.quantized import is_quantized
 

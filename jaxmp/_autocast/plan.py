@@ -140,7 +140,7 @@ class Stored(NamedTuple):
         return self._replace(order=tuple(self.order[i] for i in order))
 
 
-class Pick(NamedTuple):
+class TakeAlongAxis(NamedTuple):
     """Which element of each row a gather picks.
 
     Attributes:
@@ -238,7 +238,7 @@ class Step:
     stored: Stored | None = None
     parameters: tuple[int, ...] = ()
     linear: bool = False
-    pick: Pick | None = None
+    pick: TakeAlongAxis | None = None
     attention: Attention | None = None
     fused: Fused | None = None
     unfused: str = ""

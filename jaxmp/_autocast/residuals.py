@@ -19,8 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.attention import without_attention
-from jaxmp._autocast.kept import contracts
 from jaxmp._autocast.liveness import moves, reads
 from jaxmp._autocast.plan import Plan, Segment, Step
 from jaxmp._autocast.primitives import TABLE

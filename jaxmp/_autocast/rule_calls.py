@@ -11,7 +11,7 @@ import numpy as np
 from jax import dtypes
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.marks import inside_autocast
+from jaxmp._autocast.regions import inside_autocast
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp.policy import Policy

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.seen import VARYING, Seen, number
+from jaxmp._autocast.value_refs import VARYING, Seen, number
 from jaxmp._jaxprs.attributes import broadcast_axes, iota_axis, permutation
 from jaxmp._jaxprs.compat import dtype_of, kind, shape_of
 

@@ -13,18 +13,12 @@ import jmp
 import numpy as np
 
 from jaxmp._autocast import closures, nnx_calls
+from jaxmp._autocast.coverage_warnings import COVERAGE, warn_overlooked
 from jaxmp._autocast.demand import CONTRACTION, FULL
 from jaxmp._autocast.derivatives import Execute
-from jaxmp._autocast.escapes import refuse_escapes, with_held_tracers
 from jaxmp._autocast.execute import execute
+from jaxmp._autocast.leaked_tracers import refuse_leaked_tracers, with_held_tracers
 from jaxmp._autocast.licences import DATA, PARAMETER
-from jaxmp._autocast.marks import (
-    check_callable,
-    in_region,
-    inside_autocast,
-    policy_in_force,
-    widen,
-)
 from jaxmp._autocast.parameters import Argnums, Parameters, by_position, place_of
 from jaxmp._autocast.passes import PASSES
 from jaxmp._autocast.picklable import Transformed
@@ -34,14 +28,20 @@ from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.provenance import OTHER, WEIGHTS
 from jaxmp._autocast.reading import cast
 from jaxmp._autocast.recipes.native import traced_for
+from jaxmp._autocast.regions import (
+    check_callable,
+    in_region,
+    inside_autocast,
+    policy_in_force,
+    widen,
+)
 from jaxmp._autocast.residuals import recompute
 from jaxmp._autocast.rules import governed, rules_for
-from jaxmp._autocast.unseen import COVERAGE, warn_overlooked
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
 from jaxmp._quantize.calls import holds_quantized, opening, seal
-from jaxmp._quantize.lookups import rows_first
+from jaxmp._quantize.sink_dequantize import rows_first
 from jaxmp.policy import Policy, single_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -170,7 +170,7 @@ def under_policy(
     @functools.wraps(fn)
     def planned_fn(*args: Any, **kwargs: Any) -> Any:
         traced = trace_program(holding, args, kwargs, policy)
-        refuse_escapes(traced, name)
+        refuse_leaked_tracers(traced, name)
         given = of_arrays(parameters(args, kwargs), args, kwargs)
         program = comparable(traced.jaxpr)
         plan = (

@@ -15,9 +15,9 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._jaxprs import compat, threaded
+from jaxmp._jaxprs import aux_outputs, compat
+from jaxmp._jaxprs.aux_outputs import Out, Thread, Threaded
 from jaxmp._jaxprs.compat import bind
-from jaxmp._jaxprs.threaded import Out, Thread, Threaded
 
 
 class Inner(NamedTuple):
@@ -137,7 +137,7 @@ def rebuild(
       eqn: the equation.
       operands: its operands.
       replacements: for each of its jaxprs a function of the extra operands and of the operands of
-        that jaxpr. It gives the jaxpr's results and a dict of extra results (`threaded.Extra`).
+        that jaxpr. It gives the jaxpr's results and a dict of extra results (`aux_outputs.Extra`).
         What it reads besides comes in `extra_in`.
       extra_in: arrays that all of them get, in every iteration and on every device.
 
@@ -152,7 +152,7 @@ def rebuild(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jaxmp._jaxprs.threaded import Extra
+      >>> from jaxmp._jaxprs.aux_outputs import Extra
       >>> jaxpr = jax.make_jaxpr(lambda x: jax.lax.map(jnp.sin, x))(jnp.arange(3.0))
       >>> def louder(extra_in, x):
       ...     return [jnp.sin(x)], {"twice": Extra(2 * x + extra_in[0])}
@@ -301,14 +301,14 @@ def _rebind_while(
 
 
 HIGHER_ORDER: dict[str, HigherOrder] = {
-    **dict.fromkeys(compat.CALLS, HigherOrder(_call, _run_in_place, threaded.in_place)),
+    **dict.fromkeys(compat.CALLS, HigherOrder(_call, _run_in_place, aux_outputs.in_place)),
     **{
-        f"{rule}_call": HigherOrder(partial(_ruled, rule), _run_in_place, threaded.beside)
+        f"{rule}_call": HigherOrder(partial(_ruled, rule), _run_in_place, aux_outputs.beside)
         for rule in ("custom_jvp", "custom_vjp")
     },
-    **dict.fromkeys(("jit", "remat2"), HigherOrder(_call, _rebind_jaxpr, threaded.through_call)),
-    "shard_map": HigherOrder(_call, _rebind_shard_map, threaded.through_shard_map),
-    "cond": HigherOrder(_branches, _rebind_branches, threaded.through_branches),
-    "scan": HigherOrder(_scan, _rebind_jaxpr, threaded.through_scan),
-    "while": HigherOrder(_while, _rebind_while, threaded.through_while),
+    **dict.fromkeys(("jit", "remat2"), HigherOrder(_call, _rebind_jaxpr, aux_outputs.through_call)),
+    "shard_map": HigherOrder(_call, _rebind_shard_map, aux_outputs.through_shard_map),
+    "cond": HigherOrder(_branches, _rebind_branches, aux_outputs.through_branches),
+    "scan": HigherOrder(_scan, _rebind_jaxpr, aux_outputs.through_scan),
+    "while": HigherOrder(_while, _rebind_while, aux_outputs.through_while),
 }

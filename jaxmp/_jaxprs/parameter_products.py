@@ -34,7 +34,7 @@ from jaxmp._jaxprs.attributes import (
     on_mesh_of,
     tangent_type,
 )
-from jaxmp._jaxprs.wide_products import (
+from jaxmp._jaxprs.float32_dot import (
     FLOAT32,
     DType,
     evaluated,

@@ -16,12 +16,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxmp._autocast.marks import policy_in_force, region, widen
+from jaxmp._autocast.regions import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_managed, key_counters, lifted_class, lifted_scopes
 from jaxmp._jaxprs.scopes import PARAMETER
 from jaxmp._modules.classes import MadeClasses
-from jaxmp._modules.entering import Entering, kind_of_call
+from jaxmp._modules.interceptor import Interceptor, kind_of_call
 from jaxmp._modules.overrides import Overrides
 from jaxmp._quantize.calls import for_float32
 from jaxmp.policy import Policy, PolicyMap
@@ -161,11 +161,11 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
         seen = overrides.seen(kind_of_call(self, method, args, kwargs))
         if nested and seen.verdict is None and not overrides.is_identity:
             # What is run here is part of another program already: it cannot be run again.
-            rehearsal = Entering(overrides, self.path, seen, rehearses=True)
+            rehearsal = Interceptor(overrides, self.path, seen, rehearses=True)
             done = contextlib.suppress(_SeenEnoughError)
             with done, nn.intercept_methods(rehearsal), rehearsal.marking():
                 lifted(self, rehearsal, *args, **kwargs)
-        entering = Entering(overrides, self.path, seen, initializing=init)
+        entering = Interceptor(overrides, self.path, seen, initializing=init)
         with nn.intercept_methods(entering), entering.marking():
             if overrides.stored or overrides.others or not (nested or as_written):
                 out = lifted(self, entering, *args, **kwargs)
@@ -204,7 +204,7 @@ def _lift(fn: Method, planned: Method) -> Method:
         repack_fn: Method,
         variables: Any,
         rngs: Any,
-        entering: Entering,
+        entering: Interceptor,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -294,7 +294,7 @@ def _as_before(changed: Any, variables: Any, overrides: Overrides) -> Any:
     return jax.tree_util.tree_map_with_path(restore, changed, is_leaf=is_quantized)
 
 
-def _as_created(created: Any, variables: Any, entering: Entering) -> Any:
+def _as_created(created: Any, variables: Any, entering: Interceptor) -> Any:
     """New parameters in the dtype that the policy of their module stores them in."""
     before = dict(jax.tree_util.tree_leaves_with_path(variables))
 

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxmp._autocast.marks import policy_in_force, region
 from jaxmp._autocast.nnx_calls import (
     lift,
     map_arrays,
@@ -25,11 +24,18 @@ from jaxmp._autocast.nnx_calls import (
     shown_as_float32,
 )
 from jaxmp._autocast.parameters import of_variables
+from jaxmp._autocast.regions import policy_in_force, region
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
 from jaxmp._modules.classes import MadeClasses
+from jaxmp._modules.explicit_dtypes import (
+    Layer,
+    Standing,
+    distinguished,
+    layer_of,
+    standing_at_float32,
+)
 from jaxmp._modules.overrides import FLOAT32, Overrides
-from jaxmp._modules.words import Layer, Standing, distinguished, layer_of, standing_at_float32
 from jaxmp.policy import Policy, PolicyMap
 
 Method = Callable[..., Any]

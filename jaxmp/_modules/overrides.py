@@ -25,7 +25,7 @@ from jaxmp._autocast.flops import kept_by_layers
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.rules import governed
 from jaxmp._autocast.transform import is_identity
-from jaxmp._modules.words import Layer, Seen
+from jaxmp._modules.explicit_dtypes import Layer, Seen
 from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
 
 FLOAT32 = get_policy("float32")

@@ -14,10 +14,10 @@ import numpy as np
 import optax
 
 from jaxmp._autocast import autocast
-from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import on_a_clone
+from jaxmp._autocast.regions import check_callable
+from jaxmp._jaxprs.aux_outputs import Extra, Extras
 from jaxmp._jaxprs.scopes import SEED
-from jaxmp._jaxprs.threaded import Extra, Extras
 from jaxmp._jaxprs.trace import Traced, is_array, trace
 from jaxmp._numerics.arguments import (
     check_announce,

@@ -12,9 +12,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.aux_outputs import Extras, Out, Threaded
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import rebuild
-from jaxmp._jaxprs.threaded import Extras, Out, Threaded
 from jaxmp._numerics.statistics import FLOAT32, Look, look, measure
 from jaxmp._numerics.survey import MOVES, is_measured, looked_into, site_names
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._jaxprs.attributes import explicit_sharding
-from jaxmp._jaxprs.threaded import Extra, Join
+from jaxmp._jaxprs.aux_outputs import Extra, Join
 
 FLOAT32 = np.dtype(np.float32)
 

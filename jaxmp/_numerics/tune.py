@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast.explain import explain
-from jaxmp._autocast.marks import check_callable
+from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._numerics.arguments import bytes_of, check_announce, mismatch, text_of
 from jaxmp._numerics.kept import Kept, digest, fingerprint

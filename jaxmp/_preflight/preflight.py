@@ -17,8 +17,8 @@ from jaxmp._audit.audit import audit
 from jaxmp._audit.costs import check_sizes
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import warn_overruled
-from jaxmp._autocast.marks import check_callable
 from jaxmp._autocast.nnx_calls import with_module
+from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import autocast
 from jaxmp._preflight.batch_search import Probe, batch_of, search_batch, with_batch
 from jaxmp._preflight.compile_ahead import compile_ahead

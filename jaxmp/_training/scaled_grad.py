@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._training.differentiate import scaled, scaled_value_and_grad
-from jaxmp._training.in_step import copies_in
 from jaxmp._training.opt_state import find_scaler, scale_of, skipped_by, was_finite
+from jaxmp._training.replicas_equal import copies_in
 
 __all__ = [
     "check_not_stuck",

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmp._autocast.recipes.derivative import Contraction, Pair
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
 from jaxmp._autocast.recipes.quantize import Quantized, quantize
+from jaxmp._jaxprs.float32_dot import dot_in_float32
 from jaxmp._jaxprs.scopes import CAST
-from jaxmp._jaxprs.wide_products import dot_in_float32
 from jaxmp.recipes import FORMATS, Format
 
 

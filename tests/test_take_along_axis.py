@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
-from jaxmp._autocast.picks import compare_picks
+from jaxmp._autocast.take_along_axis import compare_picks
 
 from support import autocast_without, iter_eqns
 

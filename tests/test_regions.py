@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._autocast import marks as region_module
-from jaxmp._autocast.marks import region
+from jaxmp._autocast import regions as region_module
+from jaxmp._autocast.regions import region
 from jaxmp.policy import get_policy
 
 from support import contraction_dtypes, slow_when

@@ -14,22 +14,28 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-held_p = Primitive("held")
+no_excess_precision_p = Primitive("no_excess_precision")
 
 
-def held(array: Any) -> Any:
+def no_excess_precision(array: Any) -> Any:
     """The array, behind a barrier on GPUs."""
-    return held_p.bind(array)
+    return no_excess_precision_p.bind(array)
 
 
-held_p.def_impl(lambda x: x)
-held_p.def_abstract_eval(lambda x: x)
-ad.primitive_jvps[held_p] = lambda primals, tangents: (held(*primals), *tangents)
-batching.primitive_batchers[held_p] = lambda arrays, axes: (held(*arrays), *axes)
-mlir.register_lowering(held_p, mlir.lower_fun(lambda x: x, multiple_results=False))
+no_excess_precision_p.def_impl(lambda x: x)
+no_excess_precision_p.def_abstract_eval(lambda x: x)
+ad.primitive_jvps[no_excess_precision_p] = lambda primals, tangents: (
+    no_excess_precision(*primals),
+    *tangents,
+)
+batching.primitive_batchers[no_excess_precision_p] = lambda arrays, axes: (
+    no_excess_precision(*arrays),
+    *axes,
+)
+mlir.register_lowering(no_excess_precision_p, mlir.lower_fun(lambda x: x, multiple_results=False))
 for _platform in ("cuda", "rocm"):
     mlir.register_lowering(
-        held_p,
+        no_excess_precision_p,
         mlir.lower_fun(lax.optimization_barrier, multiple_results=False),
         platform=_platform,
     )

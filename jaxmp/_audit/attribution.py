@@ -6,8 +6,8 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from jaxmp._audit.follow import ARRAY, FLOAT32, LOW, Promoted, Seen
+from jaxmp._autocast.annotations import UNKNOWN
 from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.kept import UNKNOWN
 from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.provenance import LITERALS, OTHER
 from jaxmp._autocast.rules import LAYERS_OWN, author_keeps

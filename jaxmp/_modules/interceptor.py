@@ -13,10 +13,9 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jaxmp._autocast.marks import policy_in_force, region
+from jaxmp._autocast.regions import policy_in_force, region
 from jaxmp._flax import InterceptorContext
-from jaxmp._modules.overrides import FLOAT32, Found, Overrides
-from jaxmp._modules.words import (
+from jaxmp._modules.explicit_dtypes import (
     Seen,
     Standing,
     Verdict,
@@ -25,6 +24,7 @@ from jaxmp._modules.words import (
     layer_of,
     standing_at_float32,
 )
+from jaxmp._modules.overrides import FLOAT32, Found, Overrides
 from jaxmp.policy import Policy
 
 # Part of the key of every jit cache, `nn.jit`'s among them: the `Verdict` by which modules mark
@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
     return type(value), value
 
 
-class Entering:
+class Interceptor:
     """Interceptor: enters the region of a module that brings a policy of its own."""
 
     def __init__(

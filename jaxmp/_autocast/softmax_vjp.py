@@ -31,8 +31,8 @@ from jaxmp._autocast.reading import cast
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.softmaxes import Move
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.held import held
 from jaxmp._jaxprs.layouts import LANES, laid_out
+from jaxmp._jaxprs.no_excess_precision import no_excess_precision
 
 
 def attended(
@@ -191,7 +191,7 @@ class _Group:
         sources: Sequence[Any],
         tangent: Any,
     ) -> Any:
-        wide = lax.mul(_wide(held(probabilities)), self.masked(tangent, masked_by))
+        wide = lax.mul(_wide(no_excess_precision(probabilities)), self.masked(tangent, masked_by))
         # On the way back dP and rowsum(dO * O) are rounded alike, whatever roundings XLA leaves
         # out: where one probability is 1 they are the same number, and cancel as they should.
         rounded = self.product.rounded

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jaxmp._autocast.plan import DType, Pick, Plan, Step
+from jaxmp._autocast.plan import DType, Plan, Step, TakeAlongAxis
 from jaxmp._autocast.rules import Rules
 from jaxmp._jaxprs.attributes import (
     Gather,
@@ -68,7 +68,7 @@ def _looks_up(step: Step, rules: Rules) -> bool:
 
 def _found(
     eqn: JaxprEqn, made_by: Mapping[Any, JaxprEqn], consts: Mapping[Any, Any]
-) -> Pick | None:
+) -> TakeAlongAxis | None:
     """What a gather picks of each row, if it picks one element of each."""
     operand, indices = eqn.invars
     shape, out = shape_of(operand), shape_of(eqn.outvars[0])
@@ -98,7 +98,9 @@ def _found(
     [(column, axis)] = free
     if any(how.sizes[i] != 1 for i in how.axes):
         return None
-    return Pick(axis, column, tuple(rows[i] for i in sorted(rows)), how.offsets, how.clamps)
+    return TakeAlongAxis(
+        axis, column, tuple(rows[i] for i in sorted(rows)), how.offsets, how.clamps
+    )
 
 
 def _column(indices: Any, column: int, made_by: Mapping[Any, JaxprEqn]) -> Any:
@@ -156,7 +158,7 @@ def _counting(value: Any) -> int | None:
     return None
 
 
-def pick(eqn: JaxprEqn, found: Pick, operand: Any, indices: Any) -> Any:
+def pick(eqn: JaxprEqn, found: TakeAlongAxis, operand: Any, indices: Any) -> Any:
     """The elements that a gather picks, whose gradient is a comparison with the indices."""
     params = tuple(eqn.params.items())
     return _picker(eqn.primitive, params, found)(operand, indices)
@@ -164,7 +166,7 @@ def pick(eqn: JaxprEqn, found: Pick, operand: Any, indices: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _picker(
-    primitive: Primitive, params: tuple[tuple[str, Any], ...], found: Pick
+    primitive: Primitive, params: tuple[tuple[str, Any], ...], found: TakeAlongAxis
 ) -> Callable[..., Any]:
     @jax.custom_jvp
     def picked(operand: Any, indices: Any) -> Any:
@@ -181,7 +183,7 @@ def _picker(
     return jax.jit(picked, inline=INLINE)
 
 
-def _tangent(found: Pick, indices: Any, tangent: Any) -> Any:
+def _tangent(found: TakeAlongAxis, indices: Any, tangent: Any) -> Any:
     """The elements picked of a tangent, as a sum: its transpose is a selection."""
     index = lax.expand_dims(indices[..., found.column], found.whole)
     units = [i for i in range(index.ndim) if i not in found.rows]

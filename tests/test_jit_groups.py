@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._autocast import execute, lines
+from jaxmp._autocast import execute, jit_groups
 from jaxmp._jaxprs.source import module_path, user_line
 
 from models import CASES
@@ -21,7 +21,7 @@ from support import assert_same_program, iter_eqns, jaxpr_of, slow_when
 X = jnp.linspace(-2, 2, 64).reshape(8, 8)
 
 
-def autocast(fn: Any, policy: str, steps_of: Any = lines.lines) -> Any:
+def autocast(fn: Any, policy: str, steps_of: Any = jit_groups.lines) -> Any:
     """`jaxmp.autocast`, with steps run together as `steps_of` says; `w` is the parameters."""
     argnums = int("w" in inspect.signature(fn).parameters)
 
@@ -103,8 +103,8 @@ def grouped(fn: Any, *args: Any) -> list[int]:
     found: list[int] = []
 
     def watched(steps: Any) -> Any:
-        steps = list(lines.lines(steps))
-        found.extend(len(s.steps) for s in steps if isinstance(s, lines.Line))
+        steps = list(jit_groups.lines(steps))
+        found.extend(len(s.steps) for s in steps if isinstance(s, jit_groups.Group))
         return steps
 
     jax.make_jaxpr(autocast(fn, "mixed_bfloat16", watched))(*args)
@@ -135,9 +135,9 @@ def test_layers_are_one_function() -> None:
             x = norm(x, w)
         return x
 
-    runner = lines._runner
+    runner = jit_groups._runner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "_runner", lambda *ops: (traced.append(ops), runner(*ops))[1])
+        patch.setattr(jit_groups, "_runner", lambda *ops: (traced.append(ops), runner(*ops))[1])
         jax.make_jaxpr(jaxmp.autocast(layers, "mixed_bfloat16", argnums=1))(X, X)
     assert len(traced) >= 12
     # The first layer reads x, which no product has returned.

@@ -20,9 +20,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from observed import LARGEST, SUM, observe
 
 import jaxmp
+from jaxmp._jaxprs.aux_outputs import Extra, Join
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.source import module_path, user_line
-from jaxmp._jaxprs.threaded import Extra, Join
 
 from constructs import CONSTRUCTS, STACK, Construct, W, X, assert_bitwise, assert_close, loss_of
 from support import iter_eqns

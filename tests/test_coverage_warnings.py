@@ -54,7 +54,7 @@ def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
 
     fast = jaxmp.autocast(fn, BF16, argnums=1)
     count = 4 if hiding is own_batching else 2
-    with pytest.warns(UserWarning, match=rf"{name} \(test_unseen.py:\d+\)") as record:
+    with pytest.warns(UserWarning, match=rf"{name} \(test_coverage_warnings.py:\d+\)") as record:
         fast(X, W)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Primitive
 
+from jaxmp._autocast.annotations import is_marked
 from jaxmp._autocast.bind import Params, rescaled
-from jaxmp._autocast.kept import is_marked
 from jaxmp._autocast.plan import DType, Read, Step
 from jaxmp._autocast.primitives import CROSSING, TRACED_ONCE
 from jaxmp._autocast.reading import Environment, cast, constant, read_as
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
     repeats_to: tuple[int, ...] | None  # the shape of a product that repeats an operand
 
 
-class Line(NamedTuple):
+class Group(NamedTuple):
     """Steps that follow one another, and are run as one function.
 
     Attributes:
@@ -90,7 +90,7 @@ class Line(NamedTuple):
                 env.moved.update(dict.fromkeys(step.eqn.outvars, step.eqn))
 
 
-def lines(steps: Sequence[Step]) -> Iterator[Step | Line]:
+def lines(steps: Sequence[Step]) -> Iterator[Step | Group]:
     """Steps in order, those that may be run as one together."""
     for place, group in itertools.groupby(steps, _place):
         together = tuple(group)
@@ -112,7 +112,7 @@ def _place(step: Step) -> Any:
     return name_stack(eqn), context(eqn), user_line(eqn) or library_line(eqn)
 
 
-def _line(steps: tuple[Step, ...]) -> Line:
+def _line(steps: tuple[Step, ...]) -> Group:
     positions: dict[Any, int] = {}
     inputs: list[tuple[Any, Read]] = []
     where: dict[tuple[Any, Read], int] = {}
@@ -144,7 +144,7 @@ def _line(steps: tuple[Step, ...]) -> Line:
         for var, dtype in zip(eqn.outvars, step.outs, strict=True):
             positions[var] = len(kept)
             kept.append(dtype_of(var) if dtype is None else dtype)
-    return Line(steps, tuple(inputs), tuple(operations), tuple(copies))
+    return Group(steps, tuple(inputs), tuple(operations), tuple(copies))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -44,7 +44,7 @@ def with_held_tracers(fn: Callable[..., Any]) -> Callable[..., Any]:
     return holding
 
 
-def refuse_escapes(traced: Traced, name: str) -> None:
+def refuse_leaked_tracers(traced: Traced, name: str) -> None:
     """Checks the trace of a function made by `with_held_tracers`.
 
     Raises:
