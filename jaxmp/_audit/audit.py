@@ -34,7 +34,7 @@ from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import Policy, single_policy
 
-_DOUBLE = "give float32 arguments, x.astype(jnp.float32), or turn jax_enable_x64 off"
+_DOUBLE = "give float32, or turn jax_enable_x64 off; or a policy about float64, 'p=f64,c=f32,o=f64'"
 _NOT_FUSED = "write it as a kernel takes it, or leave `attention` out of the module's policy"
 _NOT_WRAPPED = "audit the model as it was before jaxmp.wrap, or without a policy"
 _EIGHT_BITS = "give the module a policy without `matmul`: jaxmp.PolicyMap"
@@ -245,7 +245,7 @@ class _Auditor:
     def _narrow_contraction(self, eqn: jex_core.JaxprEqn, operation: Operation) -> None:
         """Notes what the chip does not do with its dtypes or its sizes, and a recipe with it."""
         if "float64" in operation.dtype.split("*"):
-            what = "jaxmp narrows float32 values, and leaves float64 as it is"
+            what = "a policy about float32 leaves float64 as it is"
             self._note("float64-contraction", what, _DOUBLE, operation)
         if operation.skipped and not operation.skipped.intended:
             what = f"not in 8 bits: {operation.skipped.why}"
