@@ -173,3 +173,14 @@ def test_nothing_is_said_of_a_precision_that_is_asked_for(default, fn, policy) -
     with jax.default_matmul_precision(default), warnings.catch_warnings():
         warnings.simplefilter("error")
         jaxmp.autocast(fn, policy)(W, W)
+
+
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit, jax.vmap])
+def test_a_warning_is_at_the_users_line(transform: Any) -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return jnp.sum(own_batching(x[None] if x.ndim == 1 else x, jnp.eye(8)))
+
+    called = transform(jaxmp.autocast(fn, "mixed_bfloat16", argnums=()))
+    with pytest.warns(UserWarning, match="is not looked inside") as said:
+        called(jnp.ones((4, 8)))
+    assert {warning.filename for warning in said} == {__file__}

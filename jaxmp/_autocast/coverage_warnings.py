@@ -28,7 +28,7 @@ from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
-from jaxmp._jaxprs.source import library_line, user_line
+from jaxmp._jaxprs.source import level_of_user, library_line, user_line
 from jaxmp._speed import chip_of, warning
 from jaxmp.recipes import Recipe
 
@@ -38,7 +38,7 @@ def _say(text: str, known: set[str], key: str = "") -> None:
     key = key or text
     if key not in known:
         known.add(key)
-        warnings.warn(f"autocast: {text}", UserWarning, stacklevel=5)
+        warnings.warn(f"autocast: {text}", UserWarning, stacklevel=level_of_user())
 
 
 def warn_unseen(plan: Plan, known: set[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import os
 import re
 import site
@@ -37,6 +39,15 @@ _PROMOTING = tuple(str(Path(module.__path__[0])) + os.sep for module in (jax, fl
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 _SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST})
 _MARKS = (REGION, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED)
+
+
+def level_of_user() -> int:
+    """The `stacklevel` at which a function that warns was called from outside of the libraries."""
+    folders = (*_PROMOTING, str(Path(__file__).parents[1]) + os.sep, "<")
+    for level, frame in enumerate(inspect.stack(0)[1:], start=1):
+        if not frame.filename.startswith(folders) and frame.filename != contextlib.__file__:
+            return level
+    return 1
 
 
 def is_backward(eqn: JaxprEqn) -> bool:

@@ -5,19 +5,14 @@ Nothing here knows Linen or NNX; they say which module is entered, and where it 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import functools
-import inspect
-import os
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import numpy as np
 
@@ -25,6 +20,7 @@ from jaxmp._autocast.flops import kept_by_layers
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.rules import governed
 from jaxmp._autocast.transform import is_identity
+from jaxmp._jaxprs.source import level_of_user
 from jaxmp._modules.explicit_dtypes import Layer, Seen
 from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
 
@@ -99,7 +95,7 @@ class Overrides:
             "contractions' FLOPs stay float32, because they were given dtype=float32 and others of "
             f"their like were not: {', '.join(shown)}{', …' if len(paths) > len(shown) else ''}. "
             f"To overrule that: {remedy}.",
-            stacklevel=_level_of_the_user(),
+            stacklevel=level_of_user(),
         )
 
     def warn_of_other_dtypes(self, layers: Mapping[tuple[str, ...], Layer]) -> None:
@@ -113,7 +109,7 @@ class Overrides:
             f"wrap: modules that were given dtype={weighed[paths[0]].dtype} compute in it, "
             f"under the policy {str(self.default)!r} as well: {', '.join(paths[:5])}"
             f"{', …' if len(paths) > 5 else ''}. Leave the dtype out for the policy to set it.",
-            stacklevel=_level_of_the_user(),
+            stacklevel=level_of_user(),
         )
 
     def output(self, out: Any) -> Any:
@@ -162,17 +158,6 @@ class Overrides:
         for key, _ in self._map.overrides:
             if key in unmatched and (whole or isinstance(key, str)):
                 raise ValueError(_unmatched(key, found))
-
-
-def _level_of_the_user() -> int:
-    """The `stacklevel` at which a function that warns was called from outside of the libraries."""
-    folders = tuple(str(Path(str(m.__file__)).parent) + os.sep for m in (jax, flax))
-    folders += (str(Path(__file__).parents[1]) + os.sep,)
-    for level, frame in enumerate(inspect.stack(0)[1:], start=1):
-        inside = frame.filename.startswith((*folders, "<")) or frame.filename == contextlib.__file__
-        if not inside:
-            return level
-    return 1
 
 
 def _unmatched(key: str | type, modules: list[Found]) -> str:
