@@ -214,3 +214,15 @@ def test_a_layer_of_few_inputs_is_one_whatever_its_batch(inputs: int) -> None:
         jaxmp.autocast(layer, "mixed_bfloat16"), w, jnp.ones((inputs, inputs))
     )
     assert dict(counts) == {"float32": 1}
+
+
+def test_a_product_that_sums_nothing_has_a_gradient_of_one_dtype() -> None:
+    """Returned in float32 and narrowed, its cotangent would meet 16 bits in a product of two dtypes."""
+
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = x @ w
+        return jnp.sum((jnp.einsum("bi,bj->bij", h, h).reshape(4, -1) @ jnp.tile(w, (8, 1))) ** 2)
+
+    cast = jaxmp.autocast(fn, "mixed_bfloat16")
+    found = contraction_dtypes(jax.grad(cast), jnp.ones((8, 8)), jnp.ones((4, 8)))
+    assert set(found) <= {"bfloat16", "float32"}

@@ -186,7 +186,7 @@ def on_many(name, mesh, where, policy, *, check_vma):
         return jnp.mean(jnp.square(layer(h, v)))[None]
 
     if where == "inside":
-        local = jaxmp.autocast(local, policy)
+        local = jaxmp.autocast(local, policy, argnums=(1, 2))
 
     def loss(x, w, v):
         specs = (P("d"), P(), P())
@@ -200,7 +200,7 @@ def on_many(name, mesh, where, policy, *, check_vma):
         )
         return jnp.mean(mapped(x, w, v))
 
-    return jaxmp.autocast(loss, policy) if where == "around" else loss
+    return jaxmp.autocast(loss, policy, argnums=(1, 2)) if where == "around" else loss
 
 
 def placed(mesh):

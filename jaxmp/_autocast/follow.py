@@ -73,6 +73,8 @@ def follow(
         [frame.rules.low] * len(values),
         [out] * len(eqn.outvars),
         reason,
+        # A contraction that sums nothing up returns 16 bits, so that its gradient is 16 bits.
+        action="contract" if eqn.primitive.name in LOW else "bind",
         saturate=True,
     )
 

@@ -32,22 +32,18 @@ FLOAT32: dict[str, dict[str, int]] = {
     "egnn": {"the charge is one feature": 1},
     "flash_attention": {"the blocks have 4 keys": 2},
     "force_field": {
-        "couples harmonics by a constant tensor, or contracts at most 4 components": 21,
+        "couples harmonics by a constant tensor, contracts 3 components, or sums nothing": 14,
     },
     "hash_grid_nerf": {"turns a ray by the camera's pose": 1},
-    "linear_recurrent_unit": {"the input has 4 features": 1},
+    "jaxopt_bilevel": {"the inner problem is of no parameter, and has 8 features": 4},
     "mamba": {
-        "a depthwise convolution of 3 taps": 2,
-        "the rank of the step is 2": 2,
         "reads a state of 4 elements": 2,
     },
     "mixture_of_experts": {"dispatches to the 2 experts of each token": 3},
     "optimistix_equilibrium": {"Newton's method starts at zero": 1},
     "physics_informed": {
-        "a point in space and time has 2 coordinates": 3,
-        "the slope's first products multiply cotangents of ones": 3,
+        "a product with the slope of one coordinate sums nothing": 2,
     },
-    "realnvp": {"half of the variables are 3": 4},
     "siglip": {"the image has 4 patches": 2},
     "t5_decoder": {"looks up relative positions by a constant one-hot tensor": 1},
 }
