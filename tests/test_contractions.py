@@ -217,7 +217,7 @@ def test_a_layer_of_few_inputs_is_one_whatever_its_batch(inputs: int) -> None:
 
 
 def test_a_product_that_sums_nothing_has_a_gradient_of_one_dtype() -> None:
-    """Returned in float32 and narrowed, its cotangent would meet 16 bits in a product of two dtypes."""
+    """Returned in float32 and narrowed, its cotangent would meet 16 bits in a product."""
 
     def fn(w: jax.Array, x: jax.Array) -> jax.Array:
         h = x @ w
