@@ -21,13 +21,13 @@ from support import assert_same_program, iter_eqns, jaxpr_of, slow_when
 X = jnp.linspace(-2, 2, 64).reshape(8, 8)
 
 
-def autocast(fn: Any, policy: str, steps_of: Any = jit_groups.lines) -> Any:
+def autocast(fn: Any, policy: str, steps_of: Any = jit_groups.jit_groups) -> Any:
     """`jaxmp.autocast`, with steps run together as `steps_of` says; `w` is the parameters."""
     argnums = int("w" in inspect.signature(fn).parameters)
 
     def run(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(execute, "lines", steps_of)
+            patch.setattr(execute, "jit_groups", steps_of)
             return jaxmp.autocast(fn, policy, argnums=argnums)(*args)
 
     return run
@@ -103,8 +103,8 @@ def grouped(fn: Any, *args: Any) -> list[int]:
     found: list[int] = []
 
     def watched(steps: Any) -> Any:
-        steps = list(jit_groups.lines(steps))
-        found.extend(len(s.steps) for s in steps if isinstance(s, jit_groups.Group))
+        steps = list(jit_groups.jit_groups(steps))
+        found.extend(len(s.steps) for s in steps if isinstance(s, jit_groups.JitGroup))
         return steps
 
     jax.make_jaxpr(autocast(fn, "mixed_bfloat16", watched))(*args)

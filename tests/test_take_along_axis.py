@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
-from jaxmp._autocast.take_along_axis import compare_picks
+from jaxmp._autocast.take_along_axis import take_by_comparison
 
 from support import autocast_without, iter_eqns
 
@@ -90,7 +90,7 @@ def operation_by_operation(fn, *args) -> list[jax.Array]:
 @pytest.fixture
 def without(monkeypatch):
     """autocast without this pass."""
-    return autocast_without(compare_picks, monkeypatch)
+    return autocast_without(take_by_comparison, monkeypatch)
 
 
 @pytest.mark.parametrize("name", PICKS)

@@ -1,8 +1,8 @@
 """Softmax followed by a product, as in attention, found and given a derivative that keeps less.
 
 Differentiated one by one, a softmax keeps its exponentials in float32 and the product after it the
-probabilities in 16 bits. Where `attended` finds the derivative of both at once, the probabilities
-in 16 bits are enough. What is computed forward stays as it is.
+probabilities in 16 bits. Where `softmax_vjp` finds the derivative of both at once, the
+probabilities in 16 bits are enough. What is computed forward stays as it is.
 """
 
 from __future__ import annotations

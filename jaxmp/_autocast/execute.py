@@ -19,15 +19,15 @@ from jaxmp._autocast import fused
 from jaxmp._autocast.annotations import marked
 from jaxmp._autocast.bind import apply, scale
 from jaxmp._autocast.contract import contract, contract_stored
-from jaxmp._autocast.jit_groups import Group, lines
+from jaxmp._autocast.jit_groups import JitGroup, jit_groups
 from jaxmp._autocast.liveness import last_reads
 from jaxmp._autocast.plan import Attention, DType, Plan, Read, Segment, Step, TakeAlongAxis
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
 from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.recipes import derivative
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
-from jaxmp._autocast.softmax_vjp import attended
-from jaxmp._autocast.take_along_axis import pick
+from jaxmp._autocast.softmax_vjp import softmax_vjp
+from jaxmp._autocast.take_along_axis import take_along_axis
 from jaxmp._jaxprs import compat, parameter_products
 from jaxmp._jaxprs.attributes import in_context, is_abstract, on_mesh_of, with_dtype
 from jaxmp._jaxprs.compat import bind, dtype_of
@@ -66,8 +66,8 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
 def _run(plan: Plan, part: slice, env: Environment, *, together: bool) -> None:
     """Computes the results of some steps, those of one line together or one by one."""
     ends = iter(last_reads(plan)[part])
-    for step in lines(plan.steps[part]) if together else plan.steps[part]:
-        if isinstance(step, Group):
+    for step in jit_groups(plan.steps[part]) if together else plan.steps[part]:
+        if isinstance(step, JitGroup):
             _run_group(step, env)
             for _ in step.steps:
                 env.drop(next(ends))
@@ -110,10 +110,10 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
 # First-order equations.
 
 
-def _run_group(line: Group, env: Environment) -> None:
-    first = line.steps[0].eqn
+def _run_group(group: JitGroup, env: Environment) -> None:
+    first = group.steps[0].eqn
     with compat.source_of(first), in_context(first):
-        line.run(env)
+        group.run(env)
 
 
 def _parameter(env: Environment, atom: Any) -> Parameter:
@@ -156,9 +156,9 @@ def _scale(plan: Plan, step: Step, env: Environment) -> list[Any]:
     return [scale(step.eqn, *env.operands(step))]
 
 
-def _pick(plan: Plan, step: Step, env: Environment) -> list[Any]:
-    found: TakeAlongAxis = step.pick  # type: ignore[assignment]
-    return [pick(step.eqn, found, *env.operands(step))]
+def _take_along_axis(plan: Plan, step: Step, env: Environment) -> list[Any]:
+    found: TakeAlongAxis = step.take_along_axis  # type: ignore[assignment]
+    return [take_along_axis(step.eqn, found, *env.operands(step))]
 
 
 def _contract(plan: Plan, step: Step, env: Environment) -> list[Any]:
@@ -194,7 +194,7 @@ def _attend(plan: Plan, step: Step, env: Environment) -> list[Any]:
     scores, *given = (env.arrays[v] for v in (softmax.scores, *found.reads))
     other = operands[1 - side]
     of_parameter = bool(parameters)
-    return [attended(eqn, found, out, scores, low, other, given, of_parameter=of_parameter)]
+    return [softmax_vjp(eqn, found, out, scores, low, other, given, of_parameter=of_parameter)]
 
 
 def _fuse(plan: Plan, step: Step, env: Environment) -> list[Any]:
@@ -259,7 +259,7 @@ _ACTIONS: dict[str, Callable[[Plan, Step, Environment], list[Any]]] = {
     "contract": _contract,
     "attend": _attend,
     "fuse": _fuse,
-    "pick": _pick,
+    "take_along_axis": _take_along_axis,
     "inside": _inside,
     "custom_jvp": _custom,
     "custom_vjp": _custom,

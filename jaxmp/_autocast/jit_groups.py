@@ -56,7 +56,7 @@ class Operation(NamedTuple):
     repeats_to: tuple[int, ...] | None  # the shape of a product that repeats an operand
 
 
-class Group(NamedTuple):
+class JitGroup(NamedTuple):
     """Steps that follow one another, and are run as one function.
 
     Attributes:
@@ -90,14 +90,14 @@ class Group(NamedTuple):
                 env.moved.update(dict.fromkeys(step.eqn.outvars, step.eqn))
 
 
-def lines(steps: Sequence[Step]) -> Iterator[Step | Group]:
+def jit_groups(steps: Sequence[Step]) -> Iterator[Step | JitGroup]:
     """Steps in order, those that may be run as one together."""
     for place, group in itertools.groupby(steps, _place):
         together = tuple(group)
         if place is None or len(together) == 1:
             yield from together
         else:
-            yield _line(together)
+            yield _jit_group(together)
 
 
 def _place(step: Step) -> Any:
@@ -112,7 +112,7 @@ def _place(step: Step) -> Any:
     return name_stack(eqn), context(eqn), user_line(eqn) or library_line(eqn)
 
 
-def _line(steps: tuple[Step, ...]) -> Group:
+def _jit_group(steps: tuple[Step, ...]) -> JitGroup:
     positions: dict[Any, int] = {}
     inputs: list[tuple[Any, Read]] = []
     where: dict[tuple[Any, Read], int] = {}
@@ -144,7 +144,7 @@ def _line(steps: tuple[Step, ...]) -> Group:
         for var, dtype in zip(eqn.outvars, step.outs, strict=True):
             positions[var] = len(kept)
             kept.append(dtype_of(var) if dtype is None else dtype)
-    return Group(steps, tuple(inputs), tuple(operations), tuple(copies))
+    return JitGroup(steps, tuple(inputs), tuple(operations), tuple(copies))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from jaxmp._autocast.early_casts import narrow_early, widen_early
 from jaxmp._autocast.fused import fuse
 from jaxmp._autocast.planner import Pass
 from jaxmp._autocast.scale_after import scale_after
-from jaxmp._autocast.take_along_axis import compare_picks
+from jaxmp._autocast.take_along_axis import take_by_comparison
 
 CASTS: tuple[Pass, ...] = (narrow_early, widen_early, scale_after)
-PASSES: tuple[Pass, ...] = (*CASTS, compare_picks, fuse, attend, attend_in_loops, derive)
+PASSES: tuple[Pass, ...] = (*CASTS, take_by_comparison, fuse, attend, attend_in_loops, derive)

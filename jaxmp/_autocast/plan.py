@@ -216,7 +216,7 @@ class Step:
       stored: of a contraction that reads a weight as it is stored: which.
       parameters: of a contraction, which operands' gradients are float32.
       linear: whether an operand is a tangent: what is done with it may be transposed.
-      pick: of a lookup of one element of each row: which.
+      take_along_axis: of a lookup of one element of each row: which.
       attention: of a product of a softmax: what its derivative needs.
       fused: of a product of a softmax that a kernel computes, with all before it: how.
       unfused: of one that no kernel does, though the policy asks for it: why not.
@@ -238,7 +238,7 @@ class Step:
     stored: Stored | None = None
     parameters: tuple[int, ...] = ()
     linear: bool = False
-    pick: TakeAlongAxis | None = None
+    take_along_axis: TakeAlongAxis | None = None
     attention: Attention | None = None
     fused: Fused | None = None
     unfused: str = ""
@@ -264,7 +264,7 @@ class Step:
         """Whether the step binds its equation as it is."""
         if self.action.startswith("custom_") and not self.plans[0].rules.as_written:
             return False  # its derivative rule, unseen yet, may hold contractions
-        if self.product is not None or self.pick is not None:
+        if self.product is not None or self.take_along_axis is not None:
             return False
         atoms, dtypes = (*self.eqn.invars, *self.eqn.outvars), (*self.ins, *self.outs)
         as_is = all(d in (None, dtype_of(v)) for v, d in zip(atoms, dtypes, strict=True))

@@ -35,7 +35,7 @@ from jaxmp._jaxprs.layouts import LANES, laid_out
 from jaxmp._jaxprs.no_excess_precision import no_excess_precision
 
 
-def attended(
+def softmax_vjp(
     eqn: JaxprEqn,
     found: Attention,
     out: Any,

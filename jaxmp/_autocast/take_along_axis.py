@@ -37,7 +37,7 @@ from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
 REASON = "picks one element of each row: its gradient is a comparison, not a scatter"
 
 
-def compare_picks(plan: Plan, _planner: object = None) -> Plan:
+def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which picking one element of each row has a comparison for its gradient."""
     if plan.rules.low is None or not any(_looks_up(step, plan.rules) for step in plan.steps):
         return plan
@@ -52,7 +52,11 @@ def compare_picks(plan: Plan, _planner: object = None) -> Plan:
             low = step.outs[0] if as_kept == step.outs[0] else plan.rules.wide
             reads = (step.reads[0]._replace(dtype=low), *step.reads[1:])
             step = dataclasses.replace(
-                step, action="pick", pick=found, reads=reads, reason=f"{step.reason}; {REASON}"
+                step,
+                action="take_along_axis",
+                take_along_axis=found,
+                reads=reads,
+                reason=f"{step.reason}; {REASON}",
             )
         kept.update(zip(step.eqn.outvars, step.outs, strict=True))
         steps.append(step)
@@ -158,7 +162,7 @@ def _counting(value: Any) -> int | None:
     return None
 
 
-def pick(eqn: JaxprEqn, found: TakeAlongAxis, operand: Any, indices: Any) -> Any:
+def take_along_axis(eqn: JaxprEqn, found: TakeAlongAxis, operand: Any, indices: Any) -> Any:
     """The elements that a gather picks, whose gradient is a comparison with the indices."""
     params = tuple(eqn.params.items())
     return _picker(eqn.primitive, params, found)(operand, indices)
