@@ -37,8 +37,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
-from jaxmp._jaxprs.attributes import dot_axes, jaxprs_in, reduced_shape
+from jaxmp._jaxprs.attributes import jaxprs_in
 from jaxmp._jaxprs.compat import CALLS, closed, inner_jaxprs, is_at_most
+from jaxmp._jaxprs.equation_parameters import dot_axes, reduced_shape
 
 __all__ = ["contractions", "long_contractions"]
 

@@ -12,6 +12,7 @@ from support import ROOT
 HOMES = (
     "jaxmp/_flax.py",
     "jaxmp/_jaxprs/attributes.py",
+    "jaxmp/_jaxprs/equation_parameters.py",
     "jaxmp/_jaxprs/compat.py",
     "jaxmp/_jaxprs/no_excess_precision.py",
     "jaxmp/_jaxprs/higher_order.py",

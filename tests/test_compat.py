@@ -26,7 +26,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxmp import _flax
-from jaxmp._jaxprs import attributes, compat
+from jaxmp._jaxprs import attributes, compat, equation_parameters
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.parameter_products import Parameter, contract
 from jaxmp._jaxprs.source import is_promotion
@@ -398,7 +398,7 @@ def _() -> None:
 @relied_on("dot_general: dimension_numbers", "params[dimension_numbers]")
 def _() -> None:
     eqn = equation("dot_general", lambda a, b: jnp.einsum("bij,bkj->bik", a, b), X[None], X[None])
-    (left, right), (batch, other) = attributes.product_axes(eqn)
+    (left, right), (batch, other) = equation_parameters.product_axes(eqn)
     assert [*map(list, (left, right, batch, other))] == [[2], [2], [0], [0]]
 
 
@@ -408,7 +408,7 @@ def _() -> None:
 def _() -> None:
     sizes = jnp.array([2, 4])
     eqn = equation("ragged_dot_general", lax.ragged_dot, X, jnp.ones((2, 8, 3)), sizes)
-    (left, right), (batch, _) = attributes.product_axes(eqn)
+    (left, right), (batch, _) = equation_parameters.product_axes(eqn)
     assert [*map(list, (left, right, batch))] == [[1], [1], []]
 
 
@@ -429,26 +429,26 @@ def _convolution() -> Any:
 
 @relied_on("conv_general_dilated: dimension_numbers")
 def _() -> None:
-    layout = attributes.layout(_convolution())
+    layout = equation_parameters.layout(_convolution())
     found = (layout.lhs_spec, layout.rhs_spec, layout.out_spec)  # batch, features, space
     assert found == ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
 
 
 @relied_on("conv_general_dilated: window_strides, padding, lhs_dilation, rhs_dilation")
 def _() -> None:
-    assert attributes.window(_convolution()) == ((1, 2), ((0, 1), (2, 3)), (1, 3), (4, 1))
+    assert equation_parameters.window(_convolution()) == ((1, 2), ((0, 1), (2, 3)), (1, 3), (4, 1))
 
 
 @relied_on("broadcast_in_dim: broadcast_dimensions", "params[broadcast_dimensions]")
 def _() -> None:
     [eqn] = equations(lambda x: lax.broadcast_in_dim(x, (2, 6, 3, 8), (1, 3)), X)
-    assert attributes.broadcast_axes(eqn) == (1, 3)
+    assert equation_parameters.broadcast_axes(eqn) == (1, 3)
 
 
 @relied_on("transpose: permutation", "params[permutation]")
 def _() -> None:
     [eqn] = equations(lambda x: lax.transpose(x, (1, 0)), X)
-    assert attributes.permutation(eqn) == (1, 0)
+    assert equation_parameters.permutation(eqn) == (1, 0)
 
 
 @relied_on("dot_general: out_sharding, and the sharding of an aval", "params[out_sharding]")
@@ -471,7 +471,7 @@ def _() -> None:
 @relied_on("gather: slice_sizes", "params[slice_sizes]")
 def _() -> None:
     eqn = equation("gather", lambda x, i: x[:, i], jnp.ones((4, 6)), jnp.arange(3))
-    assert attributes.looked_up(eqn) == (frozenset({1}), (4, 1))
+    assert equation_parameters.looked_up(eqn) == (frozenset({1}), (4, 1))
 
 
 @relied_on("gather: dimension_numbers, mode", "params[mode]")
@@ -481,40 +481,40 @@ def _() -> None:
 
     for mode in ("clip", "fill"):
         eqn = equation("gather", partial(picked, mode=mode), X, jnp.zeros((X.shape[0], 1), int))
-        found = attributes.gather(eqn)
+        found = equation_parameters.gather(eqn)
         assert found.axes == (1,)
         assert found.batch == (0, 1)
         assert found.shared == {0: 0}
         assert (found.offsets, found.sliced) == ((), {})
         assert found.clamps == (mode == "clip")
     eqn = equation("gather", lambda x, i: x[:, i], jnp.ones((4, 6)), jnp.arange(3))
-    found = attributes.gather(eqn)
+    found = equation_parameters.gather(eqn)
     assert (found.offsets, found.batch, found.sliced) == ((0,), (1,), {0: 0})
 
 
 @relied_on("iota: dimension", "params[dimension]")
 def _() -> None:
     [eqn] = equations(lambda: lax.broadcasted_iota(jnp.int32, (2, 3), 1))
-    assert attributes.iota_axis(eqn) == 1
+    assert equation_parameters.iota_axis(eqn) == 1
 
 
 @relied_on("reduce_sum: axes", "params[axes]")
 def _() -> None:
     eqn = equation("reduce_sum", lambda x: x.sum(1), X)
-    assert attributes.reduced_axes(eqn) == (1,)
+    assert equation_parameters.reduced_axes(eqn) == (1,)
 
 
 @relied_on("convert_element_type: new_dtype", "params[new_dtype]")
 def _() -> None:
     [eqn] = equations(lambda x: x.astype(jnp.bfloat16), X)
-    assert attributes.converted_dtype(eqn) == BFLOAT16
+    assert equation_parameters.converted_dtype(eqn) == BFLOAT16
 
 
 @relied_on("dot_general: precision", "params[precision]")
 def _() -> None:
     def asked(precision: Any) -> str:
         eqn = equation("dot_general", lambda x, w: lax.dot(x, w, precision=precision), X, W)
-        precision = attributes.precision(eqn)
+        precision = equation_parameters.precision(eqn)
         found = precision if isinstance(precision, tuple) else (precision,)
         return " ".join(str(getattr(p, "name", p)) for p in found)
 
@@ -526,8 +526,8 @@ def _() -> None:
 @relied_on("dot_general: preferred_element_type", "params[preferred_element_type]")
 def _() -> None:
     dot = equation("dot_general", lax.dot, X, W)
-    assert attributes.takes_result_dtype(dot)
-    assert attributes.takes_result_dtype(_convolution())
+    assert equation_parameters.takes_result_dtype(dot)
+    assert equation_parameters.takes_result_dtype(_convolution())
     [out] = compat.bind(dot, [X, W], preferred_element_type=BFLOAT16)
     assert out.dtype == BFLOAT16
 
@@ -535,7 +535,7 @@ def _() -> None:
 @relied_on("integer_pow: y", "params[y]")
 def _() -> None:
     [eqn] = equations(lambda x: x**-3, X)
-    assert attributes.exponent(eqn.params) == -3
+    assert equation_parameters.exponent(eqn.params) == -3
 
 
 @relied_on("jit: name", "params[name]")
@@ -544,8 +544,8 @@ def _() -> None:
         return jnp.sin(x)
 
     [eqn] = equations(jax.jit(told), X)
-    assert attributes.jitted_name(eqn) == "told"
-    assert not attributes.jitted_name(equations(jnp.sin, X)[0])
+    assert equation_parameters.jitted_name(eqn) == "told"
+    assert not equation_parameters.jitted_name(equations(jnp.sin, X)[0])
 
 
 @relied_on("custom_linear_solve: jaxprs.solve", "params[jaxprs]")

@@ -10,8 +10,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.flops import contraction_flops
-from jaxmp._jaxprs.attributes import product_axes
 from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.equation_parameters import product_axes
 from jaxmp._jaxprs.trace import is_array
 
 __all__ = ["check_sizes", "contraction_flops", "matmul_dims", "nbytes"]

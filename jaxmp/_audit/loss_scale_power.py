@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
 from jaxmp._autocast.primitives import classify
-from jaxmp._jaxprs.attributes import exponent
 from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.equation_parameters import exponent
 
 ZEROS: Final = "zeros"
 # None: it cannot be told.

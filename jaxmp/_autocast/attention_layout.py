@@ -18,8 +18,8 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.scores import Axes, Mask, NotFusedError, Scores
 from jaxmp._autocast.softmaxes import Way
-from jaxmp._jaxprs.attributes import product_axes
 from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.equation_parameters import product_axes
 
 # The axis that a product sums over, or that the values alone have.
 FEATURES = -1

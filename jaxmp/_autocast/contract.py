@@ -13,8 +13,8 @@ from jaxmp._autocast.bind import apply
 from jaxmp._autocast.plan import DType, Step, Stored
 from jaxmp._autocast.recipes.multiply import Sides, sums_in
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs.attributes import product_axes, takes_result_dtype
 from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.equation_parameters import product_axes, takes_result_dtype
 
 
 def contract(step: Step, operands: Sequence[Any]) -> list[Any]:

@@ -22,9 +22,9 @@ from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVIN
 from jaxmp._autocast.provenance import Provenance, kinds_of
 from jaxmp._autocast.rules import Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import converted_dtype
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.dataflow import demanded, settled_demand
+from jaxmp._jaxprs.equation_parameters import converted_dtype
 from jaxmp._jaxprs.higher_order import Inner, inside
 
 # Bits of a demand. OPERAND: a contraction reads the value itself, through moves alone. STEEP: a

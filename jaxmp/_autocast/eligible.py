@@ -17,9 +17,10 @@ from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.recipes.product import Product
 from jaxmp._autocast.recipes.ragged import ROWS, RaggedProduct
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs.attributes import explicit_sharding, out_sharding, product_axes, ragged_axes
+from jaxmp._jaxprs.attributes import explicit_sharding, out_sharding
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dots import contracted, free_sizes
+from jaxmp._jaxprs.equation_parameters import product_axes, ragged_axes
 from jaxmp._jaxprs.source import is_backward, module_path, user_line
 
 # Matrix units multiply 8-bit operands in blocks of so many.

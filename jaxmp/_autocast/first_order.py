@@ -39,8 +39,8 @@ from jaxmp._autocast.primitives import (
 from jaxmp._autocast.provenance import LITERALS
 from jaxmp._autocast.rules import FLOAT16, FLOAT32, author_keeps, is_mask
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import broadcast_axes, converted_dtype, takes_result_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.equation_parameters import broadcast_axes, converted_dtype, takes_result_dtype
 from jaxmp._jaxprs.source import is_promotion
 
 MOVES = "moves values: as they are"

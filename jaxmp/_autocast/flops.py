@@ -12,8 +12,9 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.rules import LAYERS_OWN
-from jaxmp._jaxprs.attributes import layout, name_stack, product_axes, window
+from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.equation_parameters import layout, product_axes, window
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.scopes import OWN, REGION
 from jaxmp._jaxprs.source import plain_path

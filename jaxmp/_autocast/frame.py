@@ -25,9 +25,9 @@ from jaxmp._autocast.primitives import BROADCASTING, GROWING, LOW, SCALING
 from jaxmp._autocast.provenance import LITERALS, OTHER, Provenance, kinds_of, says_parameter
 from jaxmp._autocast.rules import FLOAT16, Rules
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import widens_8_bits
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import readers_of
+from jaxmp._jaxprs.equation_parameters import widens_8_bits
 from jaxmp._jaxprs.higher_order import Inner
 from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope, is_backward

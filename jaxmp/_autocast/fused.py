@@ -1,9 +1,9 @@
 """Attention that a kernel computes, where a policy asks for it: a pass, and what runs it.
 
 A softmax followed by a product is found as `softmax_vjp` finds it; from its scores `scores` goes
-back to the product of queries and keys. Where that is all that anything reads, the kernel takes their
-place, and neither scores nor probabilities are ever as an array. All else stays as it is, and the
-step says why.
+back to the product of queries and keys. Where that is all that anything reads, the kernel takes
+their place, and neither scores nor probabilities are ever as an array. All else stays as it is, and
+the step says why.
 """
 
 from __future__ import annotations

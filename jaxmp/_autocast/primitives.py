@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmp._jaxprs.attributes import exponent
+from jaxmp._jaxprs.equation_parameters import exponent
 
 # Multiply-accumulate: what the matrix units of a TPU or GPU are for.
 LOW = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})

@@ -11,8 +11,9 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._autocast.licences import is_basis
 from jaxmp._autocast.primitives import LOOKING_UP, LOW, RANDOM
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import has_effects, widens_8_bits
+from jaxmp._jaxprs.attributes import has_effects
 from jaxmp._jaxprs.dataflow import settled, through
+from jaxmp._jaxprs.equation_parameters import widens_8_bits
 from jaxmp._jaxprs.higher_order import Inner
 from jaxmp._jaxprs.scopes import DEQUANTIZE, PARAMETER, ROWS
 from jaxmp._jaxprs.source import in_scope

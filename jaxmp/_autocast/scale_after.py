@@ -14,13 +14,9 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.plan import Plan, Step, Stored
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs.attributes import (
-    explicit_sharding,
-    permutation,
-    product_axes,
-    widens_8_bits,
-)
+from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.equation_parameters import permutation, product_axes, widens_8_bits
 from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope
 

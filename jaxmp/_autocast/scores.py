@@ -12,8 +12,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.value_refs import VARYING, Seen, number
-from jaxmp._jaxprs.attributes import broadcast_axes, iota_axis, permutation
 from jaxmp._jaxprs.compat import dtype_of, kind, shape_of
+from jaxmp._jaxprs.equation_parameters import broadcast_axes, iota_axis, permutation
 
 # How many equations are followed.
 _FAR = 24

@@ -17,13 +17,13 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._autocast.masked import Makers, Mask, keeps, maker, makers, selected, source
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import (
+from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.equation_parameters import (
     broadcast_axes,
     permutation,
     product_axes,
     reduced_axes,
 )
-from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import inside
 
 # How many equations are followed from a product back to a softmax.

@@ -25,14 +25,9 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 
 from jaxmp._autocast.plan import DType, Plan, Step, TakeAlongAxis
 from jaxmp._autocast.rules import Rules
-from jaxmp._jaxprs.attributes import (
-    Gather,
-    broadcast_axes,
-    explicit_sharding,
-    gather,
-    iota_axis,
-)
+from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
+from jaxmp._jaxprs.equation_parameters import Gather, broadcast_axes, gather, iota_axis
 
 REASON = "picks one element of each row: its gradient is a comparison, not a scatter"
 

@@ -18,8 +18,8 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.masked import makers
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import jitted_name
 from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.equation_parameters import jitted_name
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.scopes import REGION
 

@@ -6,8 +6,8 @@ import math
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._jaxprs.attributes import layout, product_axes
 from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.equation_parameters import layout, product_axes
 
 
 def contracted(eqn: JaxprEqn) -> int:

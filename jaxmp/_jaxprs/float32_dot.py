@@ -19,7 +19,8 @@ from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import cached_trace, takes_result_dtype, tangent_type, with_dtype
+from jaxmp._jaxprs.attributes import cached_trace, tangent_type, with_dtype
+from jaxmp._jaxprs.equation_parameters import takes_result_dtype
 
 FLOAT32 = np.dtype(np.float32)
 

@@ -27,13 +27,8 @@ from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import (
-    all_gather_of,
-    cached_trace,
-    in_context,
-    on_mesh_of,
-    tangent_type,
-)
+from jaxmp._jaxprs.attributes import cached_trace, in_context, on_mesh_of, tangent_type
+from jaxmp._jaxprs.equation_parameters import all_gather_of
 from jaxmp._jaxprs.float32_dot import (
     FLOAT32,
     DType,

@@ -36,9 +36,10 @@ from jaxmp._autocast.recipes.quantize import dequantize, quantize
 from jaxmp._autocast.rules import LOW_DTYPES
 from jaxmp._autocast.transform import of_arrays, plan_program, trace_program
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import product_axes, varying_axes
+from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.aux_outputs import Out, Threaded
 from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.equation_parameters import product_axes
 from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.source import is_backward

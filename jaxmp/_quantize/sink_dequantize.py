@@ -16,7 +16,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import in_context, jitted_name, looked_up, widens_8_bits
+from jaxmp._jaxprs.attributes import in_context
+from jaxmp._jaxprs.equation_parameters import jitted_name, looked_up, widens_8_bits
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.scopes import DEQUANTIZE, ROWS
 from jaxmp._jaxprs.source import in_scope

@@ -1,0 +1,197 @@
+"""The parameters of first-order equations, which are read here alone.
+
+JAX's documentation promises none of them; see `attributes`. A row of
+`tests/test_compat.py` names each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex_core
+import numpy as np
+
+Axes = tuple[int, ...]
+
+
+def product_axes(eqn: jex_core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
+    """The contracted axes of both operands of a product, then those of the batch."""
+    ragged = ragged_axes(eqn)
+    both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = (
+        dot_axes(eqn.params) if ragged is None else ragged.dot_dimension_numbers
+    )
+    return both
+
+
+def dot_axes(params: Mapping[str, Any]) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
+    """The same of a ``dot_general``, by its parameters."""
+    both: tuple[tuple[Axes, Axes], tuple[Axes, Axes]] = params["dimension_numbers"]
+    return both
+
+
+class Window(NamedTuple):
+    """How a convolution moves its window: one entry per axis of space."""
+
+    strides: Sequence[int]
+    padding: Sequence[tuple[int, int]]
+    lhs_dilation: Sequence[int]
+    rhs_dilation: Sequence[int]
+
+
+def ragged_axes(eqn: jex_core.JaxprEqn) -> Any:
+    """The ``RaggedDotDimensionNumbers`` of a ragged product; None of any other equation."""
+    return eqn.params.get("ragged_dot_dimension_numbers")
+
+
+def window(eqn: jex_core.JaxprEqn) -> Window:
+    """The window of a convolution."""
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+    return Window(*(eqn.params[name] for name in names))
+
+
+def layout(eqn: jex_core.JaxprEqn) -> jax.lax.ConvDimensionNumbers:
+    """Which axes of a convolution are its batch, features and space."""
+    layout: jax.lax.ConvDimensionNumbers = eqn.params["dimension_numbers"]
+    return layout
+
+
+def broadcast_axes(eqn: jex_core.JaxprEqn) -> Axes:
+    """Of a ``broadcast_in_dim``: for each axis of the operand, which of the result it is."""
+    axes: Axes = eqn.params["broadcast_dimensions"]
+    return axes
+
+
+def reduced_axes(eqn: jex_core.JaxprEqn) -> Axes:
+    """The axes that a reduction adds up, or takes the largest of."""
+    axes: Axes = tuple(map(int, eqn.params["axes"]))
+    return axes
+
+
+def reduced_shape(aval: Any, params: Mapping[str, Any]) -> Axes:
+    """The sizes of what a reduction of an array sums over, by its parameters."""
+    return tuple(aval.shape[i] for i in params["axes"])
+
+
+def permutation(eqn: jex_core.JaxprEqn) -> Axes:
+    """Of a ``transpose``: for each axis of the result, which of the operand it is."""
+    axes: Axes = eqn.params["permutation"]
+    return axes
+
+
+def looked_up(eqn: jex_core.JaxprEqn) -> tuple[frozenset[int], Axes]:
+    """The axes of its operand that a gather takes an index along, and the sizes of its slices."""
+    numbers = eqn.params["dimension_numbers"]
+    return (
+        frozenset((*numbers.start_index_map, *numbers.operand_batching_dims)),
+        tuple(eqn.params["slice_sizes"]),
+    )
+
+
+class Gather(NamedTuple):
+    """What a gather looks up: slices of its operand, where indices say.
+
+    Attributes:
+      axes: for each entry of an index, which axis of the operand it is along.
+      sizes: those of a slice, along each axis of the operand.
+      offsets: the axes of the result that run within a slice.
+      batch: those that the indices have, in their order.
+      sliced: for each axis of the operand that a slice has, which of the result it is.
+      shared: for each axis of the operand that the indices have as well, which of the result it is.
+      clamps: whether indices out of bounds are moved within them.
+    """
+
+    axes: Axes
+    sizes: Axes
+    offsets: Axes
+    batch: Axes
+    sliced: dict[int, int]
+    shared: dict[int, int]
+    clamps: bool
+
+
+def gather(eqn: jex_core.JaxprEqn) -> Gather:
+    """What a gather looks up."""
+    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    offsets = tuple(map(int, numbers.offset_dims))
+    operand, out = (len(v.aval.shape) for v in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
+    batch = tuple(i for i in range(out) if i not in offsets)
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    sliced = [i for i in range(operand) if i not in gone]
+    shared = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    return Gather(
+        tuple(map(int, numbers.start_index_map)),
+        tuple(eqn.params["slice_sizes"]),
+        offsets,
+        batch,
+        dict(zip(sliced, offsets, strict=True)),
+        {int(i): batch[j] for i, j in shared},
+        clamps=mode == jax.lax.GatherScatterMode.CLIP,
+    )
+
+
+def iota_axis(eqn: jex_core.JaxprEqn) -> int:
+    """The axis along which an ``iota`` counts."""
+    axis: int = eqn.params["dimension"]
+    return axis
+
+
+class AllGather(NamedTuple):
+    """What a `lax.all_gather` gathers.
+
+    Attributes:
+      dimension: the axis along which, or the one that is new.
+      axes: the axes of devices over which.
+      groups: which devices do so together, if not all.
+      devices: how many.
+      tiled: whether blocks are joined along an axis, and not stacked.
+    """
+
+    dimension: int
+    axes: tuple[Any, ...]
+    groups: Any
+    devices: int
+    tiled: bool
+
+
+def all_gather_of(eqn: jex_core.JaxprEqn) -> AllGather:
+    """What an `all_gather` gathers."""
+    names = ("all_gather_dimension", "axis_name", "axis_index_groups", "axis_size", "tiled")
+    return AllGather(*(eqn.params[name] for name in names))
+
+
+def converted_dtype(eqn: jex_core.JaxprEqn) -> np.dtype[Any]:
+    """What a ``convert_element_type`` makes of its operand."""
+    dtype: np.dtype[Any] = np.dtype(eqn.params["new_dtype"])
+    return dtype
+
+
+def widens_8_bits(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether an equation converts values of 8 bits or less."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    dtype = getattr(eqn.invars[0].aval, "dtype", None)
+    return getattr(dtype, "itemsize", 0) == 1
+
+
+def precision(eqn: jex_core.JaxprEqn) -> Any:
+    """What the author asked of a contraction: None, a precision, one for each operand, a preset."""
+    return eqn.params.get("precision")
+
+
+def takes_result_dtype(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether a contraction can be told the dtype that it accumulates and returns."""
+    return "preferred_element_type" in eqn.params
+
+
+def exponent(params: Mapping[str, Any]) -> int:
+    """The power of an ``integer_pow``."""
+    power: int = params["y"]
+    return power
+
+
+def jitted_name(eqn: jex_core.JaxprEqn) -> str:
+    """The name of the function that a jit calls; empty for other equations."""
+    name = eqn.params.get("name") if eqn.primitive.name == "jit" else None
+    return name if isinstance(name, str) else ""
