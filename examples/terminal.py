@@ -56,13 +56,12 @@ def waiting(what: str, *, show: bool = True) -> Iterator[None]:
     except KeyboardInterrupt:
         thread.join(1)  # which ends the program
         raise
-    else:
-        tell(f" {time.perf_counter() - started:.1f} s\n")
     finally:
         signal.set_wakeup_fd(before)
         wakes.close()
         thread.join()
         awake.close()
+    tell(f" {time.perf_counter() - started:.1f} s\n")  # the watcher writes no more
 
 
 class CtrlC:
