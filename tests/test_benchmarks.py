@@ -67,6 +67,7 @@ def test_every_benchmark_is_tried() -> None:
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers == set(PROGRAMS)
 
 
+@pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")  # by Qwix
 @slow_when(lambda variant: variant not in ("jaxmp float8", "jaxmp float8, multiplied"))
 @pytest.mark.parametrize("variant", [v for v in gpu.PRODUCTS if gpu.available(v)])
 def test_what_is_timed_are_the_products(variant: str) -> None:
