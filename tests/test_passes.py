@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmp._autocast.bind import Bind
+from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.demand import FULL
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.licences import PARAMETER
@@ -85,8 +87,8 @@ def test_what_a_pass_decides_is_what_runs() -> None:
 
     def full(plan: Plan, _planner: Planner) -> Plan:
         steps = tuple(
-            dataclasses.replace(step.run_in(jnp.dtype("float32"), "a pass"), action="bind")
-            if step.action == "contract"
+            dataclasses.replace(step.run_in(jnp.dtype("float32"), "a pass"), op=Bind())
+            if isinstance(step.op, Dot)
             else step
             for step in plan.steps
         )

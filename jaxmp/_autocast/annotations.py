@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.plan import Skipped, Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._jaxprs.compat import closed, inner_jaxprs
@@ -95,7 +96,7 @@ def _reason(step: Step) -> str:
         if not all(plan.unchanged for plan in step.plans):
             return ""  # each of its steps is marked by itself
         return next(filter(None, (_reason(s) for plan in step.plans for s in plan.steps)), "")
-    if step.action != "bind" or all(dtype is None for dtype in step.ins):
+    if not isinstance(step.op, Bind) or all(dtype is None for dtype in step.ins):
         return ""
     unknown = step.reason.startswith(UNKNOWN)  # whatever may be in it
     return step.reason if unknown or contracts(step.eqn) else ""

@@ -14,9 +14,11 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
+from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.masked import Makers, makers
-from jaxmp._autocast.plan import Attention, Plan, Step
+from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.softmax_vjp import SoftmaxDot
 from jaxmp._autocast.softmaxes import Way, sums_rows, way_to
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import explicit_sharding
@@ -48,8 +50,8 @@ def attend_in_loops(plan: Plan, _planner: object = None) -> Plan:
         return made[plan]
 
     def in_loop(step: Step) -> Step:
-        if step.attention is not None:
-            return dataclasses.replace(step, attention=step.attention._replace(looped=True))
+        if isinstance(step.op, SoftmaxDot):
+            return dataclasses.replace(step, op=dataclasses.replace(step.op, looped=True))
         return _with_plans(step, tuple(map(looped, step.plans)))
 
     def around_loops(step: Step) -> Step:
@@ -73,7 +75,7 @@ def _with_steps(plan: Plan, steps: list[Step]) -> Plan:
 def without_attention(step: Step) -> Step:
     """A step that `attend` found, as it was: a product."""
     reason = step.reason.removesuffix(f" ({REASON})")
-    return dataclasses.replace(step, action="contract", attention=None, reason=reason)
+    return dataclasses.replace(step, op=Dot(step.op.parameters), reason=reason)
 
 
 def _is_low_product(step: Step, plan: Plan) -> bool:
@@ -81,9 +83,7 @@ def _is_low_product(step: Step, plan: Plan) -> bool:
 
     Nor arrays of which the type says how they are sharded.
     """
-    if step.action != "contract" or step.eqn.primitive.name != "dot_general":
-        return False
-    if step.product or step.stored or step.linear:
+    if type(step.op) is not Dot or step.eqn.primitive.name != "dot_general" or step.linear:
         return False
     if any(map(explicit_sharding, step.eqn.invars)):
         return False
@@ -95,14 +95,13 @@ def _attending(step: Step, made_by: Makers, readers: Mapping[Any, int], plan: Pl
         return step
     for side, operand in enumerate(step.eqn.invars):
         # A softmax of parameters is one itself, with a gradient in float32.
-        way = None if side in step.parameters else way_to(operand, made_by)
+        way = None if side in step.op.parameters else way_to(operand, made_by)
         if way is None or not way.is_linear or not sums_rows(step.eqn, side, way):
             continue
         if any(readers[var] != 1 for var in way.along):
             continue
-        found = Attention(way, side, *_between(way, made_by, plan))
-        reason = f"{step.reason} ({REASON})"
-        return dataclasses.replace(step, action="attend", attention=found, reason=reason)
+        op = SoftmaxDot(way, side, *_between(way, made_by, plan), step.op.parameters)
+        return dataclasses.replace(step, op=op, reason=f"{step.reason} ({REASON})")
     return step
 
 

@@ -1,4 +1,4 @@
-"""Binding first-order equations again, in other dtypes.
+"""Binding first-order equations again, in other dtypes: the ops of most steps.
 
 Primitives are bound through small jitted functions, inlined into the program that calls them. They
 leave no trace in it; but JAX remembers their jaxprs and derivatives, so that what occurs in every
@@ -18,13 +18,63 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jaxmp._autocast.plan import DType
-from jaxmp._autocast.primitives import TRACED_ONCE
-from jaxmp._autocast.reading import cast
-from jaxmp._jaxprs.attributes import returns_several
-from jaxmp._jaxprs.compat import INLINE, bind, shape_of
+from jaxmp._autocast.plan import DType, Op, Read, Step
+from jaxmp._autocast.primitives import CROSSING, TRACED_ONCE
+from jaxmp._autocast.reading import Environment, cast
+from jaxmp._jaxprs.attributes import on_mesh_of, returns_several
+from jaxmp._jaxprs.compat import INLINE, bind, dtype_of, shape_of
 
 Params = tuple[tuple[str, Any], ...]
+
+
+class Bind(Op):
+    """Binds the equation."""
+
+    def run(self, step: Step, env: Environment) -> list[Any]:
+        """See `Op.run`."""
+        return apply(step.eqn, env.operands(step))
+
+
+class Move(Op):
+    """Binds an equation that only moves values, which casts may go ahead of."""
+
+    def run(self, step: Step, env: Environment) -> list[Any]:
+        """See `Op.run`."""
+        eqn = step.eqn
+        env.moved.update(dict.fromkeys(eqn.outvars, eqn))
+        low = step.outs[0] not in (None, dtype_of(eqn.outvars[0]))
+        if low and eqn.primitive.name == "convert_element_type":
+            return [env.read(eqn.invars[0], Read(step.outs[0]))]  # a mask, as products read it
+        if eqn.primitive.name not in CROSSING:
+            return apply(eqn, env.operands(step))
+        with on_mesh_of(env.array(eqn.invars[0])):
+            operands = env.operands(step)
+            if low:
+                # Or XLA sends float32, and narrows what has arrived.
+                operands = [lax.optimization_barrier(x) for x in operands]
+        return apply(eqn, operands)
+
+
+class Scale(Op):
+    """Binds a product or quotient that broadcasts an operand.
+
+    The small operand is saved small for the backward pass; only its tangent is broadcast, in
+    float32, so that its gradient is summed in float32.
+    """
+
+    def run(self, step: Step, env: Environment) -> list[Any]:
+        """See `Op.run`."""
+        eqn = step.eqn
+        scale = rescaled(eqn.primitive, tuple(eqn.params.items()), shape_of(eqn.outvars[0]))
+        return [scale(*env.operands(step))]
+
+
+class Drop(Op):
+    """Does not run: what the equation makes is not needed."""
+
+    def reads(self, _step: Step) -> list[Any]:
+        """See `Op.reads`."""
+        return []
 
 
 def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
@@ -56,18 +106,9 @@ def _applier(
     return jax.jit(apply, inline=INLINE)
 
 
-def scale(eqn: JaxprEqn, x: Any, y: Any) -> Any:
-    """A product or quotient that broadcasts an operand.
-
-    The small operand is saved small for the backward pass; only its tangent is broadcast, in
-    float32, so that its gradient is summed in float32.
-    """
-    return rescaled(eqn.primitive, tuple(eqn.params.items()), shape_of(eqn.outvars[0]))(x, y)
-
-
 @functools.lru_cache(maxsize=1024)
 def rescaled(primitive: Primitive, params: Params, shape: tuple[int, ...]) -> Callable[..., Any]:
-    """The function of `scale`, for results of a shape."""
+    """The function of `Scale`, for results of a shape."""
 
     def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
         a, b = primals

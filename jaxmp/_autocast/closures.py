@@ -18,7 +18,7 @@ import jax
 from jaxmp._autocast import derivatives, rule_calls
 from jaxmp._autocast.coverage_warnings import warn_closing
 from jaxmp._autocast.derivatives import Execute
-from jaxmp._autocast.execute import execute
+from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.planner import Pass
 from jaxmp._autocast.reading import cast
@@ -32,11 +32,11 @@ REASON = "its derivative rule closes over a traced value: the whole program is d
 AS_WRITTEN = "a derivative rule closes over a traced value, and the program runs as written"
 
 
-def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, bool]]:
+def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, CustomCall, bool]]:
     """Every step that calls a function with a rule of its own, and whether a scan is around it."""
     for step in plan.steps:
-        if step.action.startswith("custom_"):
-            yield step, looped
+        if isinstance(step.op, CustomCall):
+            yield step, step.op, looped
         for inner in step.plans:
             yield from custom_calls(inner, looped=looped or _is_scan(step))
 
@@ -60,7 +60,7 @@ def likely(plan: Plan) -> bool:
     if "closing" not in plan.built:
         plan.built["closing"] = any(
             closes_over(step)
-            for step, _ in custom_calls(plan)
+            for step, *_ in custom_calls(plan)
             if compat.custom_rule(step.eqn).n_consts
         )
     return bool(plan.built["closing"])
@@ -93,7 +93,7 @@ def run(
             return program(_whole(flat, plan, passes))
         except ClosedOverError:
             pass  # a second derivative, or a rule inside a loop: JAX alone may know how
-    warn_closing([step.eqn for step, _ in custom_calls(plan) if closes_over(step)], known)
+    warn_closing([step.eqn for step, *_ in custom_calls(plan) if closes_over(step)], known)
     return program(_as_written(flat))
 
 
@@ -115,7 +115,7 @@ def _as_written(flat: Callable[..., list[Any]]) -> Execute:
 def _whole(flat: Callable[..., list[Any]], plan: Plan, passes: Sequence[Pass]) -> Execute:
     """Runs a program that is differentiated before it is planned."""
     # JAX cannot partially evaluate the jvp of a scan over such a rule; a vjp it can make.
-    reverse = any(looped or step.action == "custom_vjp" for step, looped in custom_calls(plan))
+    reverse = any(looped or op.reverse for _, op, looped in custom_calls(plan))
     make = derivatives.reverse_mode if reverse else derivatives.forward_mode
     return lambda _plan, args: list(make(_call(flat, plan), plan, passes)(*args))
 

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, PRODUCT
+from jaxmp._autocast.execute import CustomCall, Inside
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import CONSTANT, DATA
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
@@ -57,7 +58,7 @@ def _call(
         dtypes,
         _returned(eqn, inner, plan.values),
         LOOKED_INSIDE,
-        action=inner.rule or "inside",
+        op=CustomCall(inner.rule) if inner.rule else Inside(),
         saturate=True,
         plans=(plan,),
     )
@@ -153,7 +154,7 @@ def _branches(
         for dtype, kept in zip(outs, zip(*(p.values for p in plans), strict=True), strict=True)
     ]
     dtypes = [v.dtype if v else None for v in values]
-    return frame.step(eqn, values, dtypes, joined, LOOKED_INSIDE, action="inside", plans=plans)
+    return frame.step(eqn, values, dtypes, joined, LOOKED_INSIDE, op=Inside(), plans=plans)
 
 
 def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
@@ -198,7 +199,7 @@ def _while(
         dtypes,
         outs,
         f"{LOOKED_INSIDE}; a while loop carries float32",
-        action="inside",
+        op=Inside(),
         plans=tuple(plans),
     )
 
@@ -251,7 +252,7 @@ def _scan(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], body: Inn
         [v.dtype if v else None for v in ins],
         kept,
         LOOKED_INSIDE,
-        action="inside",
+        op=Inside(),
         saturate=True,
         plans=(plan,),
     )

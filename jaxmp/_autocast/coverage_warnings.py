@@ -17,9 +17,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast.contract import QuantizedDot
 from jaxmp._autocast.first_order import NOT_LOOKED_INSIDE
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.fused import NO_KERNEL
+from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.parameters import overlooked
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
@@ -91,7 +93,7 @@ def warn_unquantized(plan: Plan, known: set[str]) -> None:
         _say(f"{slow}. matmul=auto takes what pays.", known)
     missed = _missed(
         plan,
-        done=lambda step: step.product is not None,
+        done=lambda step: isinstance(step.op, QuantizedDot),
         why=lambda step: step.skipped.why if step.skipped and not step.skipped.intended else None,
     )
     if missed is None:
@@ -112,7 +114,7 @@ def warn_unfused(plan: Plan, known: set[str]) -> None:
     """
     missed = _missed(
         plan,
-        done=lambda step: step.fused is not None,
+        done=lambda step: isinstance(step.op, FusedAttention),
         why=lambda step: None if step.unfused.startswith(NO_KERNEL) else step.unfused,
     )
     if missed is None:

@@ -24,8 +24,9 @@ from jax import dtypes
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
+from jaxmp._autocast.contract import QuantizedDot
 from jaxmp._autocast.demand import CONTRACTION, FULL, NOTHING, PRODUCT
-from jaxmp._autocast.execute import execute
+from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.licences import COMPUTED
 from jaxmp._autocast.plan import DType, Plan, Step, Value
@@ -52,17 +53,18 @@ def derive(plan: Plan, planner: Planner) -> Plan:
     The rules are planned with the same passes, when the function is first called.
     """
     steps = [
-        dataclasses.replace(step, derived=_derived(step, planner.passes))
-        if step.action in ("custom_jvp", "custom_vjp") and not step.plans[0].rules.as_written
+        dataclasses.replace(step, op=_derived(step, step.op, planner.passes))
+        if isinstance(step.op, CustomCall) and not step.plans[0].rules.as_written
         else step
         for step in plan.steps
     ]
     return dataclasses.replace(plan, steps=tuple(steps))
 
 
-def _derived(step: Step, passes: Sequence[Pass]) -> Callable[[], Callable[..., Any]]:
-    make = forward_mode if step.action == "custom_jvp" else reverse_mode
-    return functools.cache(lambda: make(call_of(step.eqn), step.plans[0], passes))
+def _derived(step: Step, op: CustomCall, passes: Sequence[Pass]) -> CustomCall:
+    make = reverse_mode if op.reverse else forward_mode
+    planned = functools.cache(lambda: make(call_of(step.eqn), step.plans[0], passes))
+    return dataclasses.replace(op, derived=planned)
 
 
 # Forward mode.
@@ -324,6 +326,8 @@ def _wanted(outs: Sequence[DType | None], plan: Plan | None = None) -> list[int]
 
     And that keeps products in 8 bits, where the plan of the call has them so.
     """
-    products = plan is not None and any(visit.step.product for visit in plan.walk())
+    products = plan is not None and any(
+        isinstance(visit.step.op, QuantizedDot) for visit in plan.walk()
+    )
     later = PRODUCT if products else NOTHING
     return [later | (FULL if dtype is None else CONTRACTION) for dtype in outs]

@@ -19,6 +19,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from jaxmp._autocast.bind import Bind, Move, Scale
+from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import IN_PARTS, SCALING
 from jaxmp._jaxprs.compat import shape_of
@@ -31,7 +33,7 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
     read: dict[Any, set[DType | None]] = {var: {None} for var in results if _is_variable(var)}
     planned = []
     for step in reversed(steps):
-        moves = step.action == "reorder"
+        moves = isinstance(step.op, Move)
         if moves and step.outs == (plan.rules.wide,):
             [var] = step.eqn.outvars
             match tuple(read.get(var, ())):
@@ -39,13 +41,13 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
                     step = step.run_in(dtype, "moves what a contraction reads")
                     repeats = len(set(map(shape_of, step.eqn.invars))) > 1
                     if step.eqn.primitive.name in SCALING and repeats:  # a mask
-                        step = dataclasses.replace(step, action="scale")
+                        step = dataclasses.replace(step, op=Scale())
         planned.append(step)
         if moves and read.keys().isdisjoint(step.eqn.outvars):
             continue  # nobody reads it: the last turn of a ring that is written out
         for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
             if _is_variable(atom):
-                known = moves or step.action == "contract"
+                known = moves or isinstance(step.op, Dot)
                 read.setdefault(atom, set()).add(dtype if known else None)
     return dataclasses.replace(plan, steps=tuple(reversed(planned)))
 
@@ -78,7 +80,7 @@ def widen_early(plan: Plan, _planner: object = None) -> Plan:
 
 def _is_low_move(step: Step, wide: DType) -> bool:
     """Whether a step moves low values, or widens them only to repeat them."""
-    moves = step.eqn.primitive.name in IN_PARTS and step.action in ("bind", "reorder")
+    moves = step.eqn.primitive.name in IN_PARTS and isinstance(step.op, (Bind, Move))
     return moves and all(d not in (None, wide) for d in step.outs)
 
 

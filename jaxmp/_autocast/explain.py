@@ -12,7 +12,10 @@ import jmp
 import numpy as np
 
 from jaxmp._autocast import closures, residuals
+from jaxmp._autocast.contract import QuantizedDot
 from jaxmp._autocast.coverage_warnings import overruled
+from jaxmp._autocast.execute import CustomCall
+from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.parameters import Argnums, by_position, read_argnums
 from jaxmp._autocast.plan import Plan, Step
@@ -274,7 +277,8 @@ def _rows(plan: Plan) -> Iterator[Row]:
         if not step.plans:
             source = line or library_line(step.eqn)
             why_not, intended = step.skipped or ("", False)
-            fused = f"{step.fused.kernel.name} on {step.fused.chip}" if step.fused else ""
+            op = step.op
+            fused = f"{op.kernel.name} on {op.chip}" if isinstance(op, FusedAttention) else ""
             yield Row(
                 name,
                 path,
@@ -288,7 +292,7 @@ def _rows(plan: Plan) -> Iterator[Row]:
                 fused,
                 step.unfused,
             )
-        elif step.action.startswith("custom_") and closures.closes_over(step):
+        elif isinstance(step.op, CustomCall) and closures.closes_over(step):
             yield Row(name, path, line, _dtype(step), closures.REASON, count)
         elif step.saves:
             yield Row(name, path, line, _dtype(step), step.reason, count, residual=step.saves)
@@ -305,8 +309,8 @@ def _reason(step: Step, rules: Rules) -> str:
 
 def _dtype(step: Step) -> str:
     """The dtype a first-order equation runs in."""
-    if step.product is not None:
-        return step.product.forward.name
+    if isinstance(step.op, QuantizedDot):
+        return step.op.product.forward.name
     read = [dtype for dtype in step.ins if dtype is not None]
     if read:
         return str(min(read, key=lambda dtype: dtype.itemsize))

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast.bind import Bind, Move
+from jaxmp._autocast.contract import Dot, QuantizedDot
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.demand import is_angle
 from jaxmp._autocast.eligible import by_recipe
@@ -69,7 +71,7 @@ def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         case "follow" | "softmax":
             step = follow(frame, eqn, values, exponential=name == "exp")
             moves = name in TO_CONTRACTIONS or (name == "mul" and _masks(frame, values))
-            return dataclasses.replace(step, action="reorder") if moves else step
+            return dataclasses.replace(step, op=Move()) if moves else step
         case "transparent":
             return _transparent(frame, eqn, values)
         case "full":
@@ -109,17 +111,15 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
         out = Value(None, tangent=tangent)
     known = eqn.primitive.name in LOW
     reason = "contraction" if known else f"ops={{{eqn.primitive.name!r}: 'low'}}"
-    step = frame.step(
-        eqn, values, [low] * len(values), [out] * len(eqn.outvars), reason, action="contract"
-    )
+    wide_gradients = low == frame.rules.low and frame.rules.wide_gradients
+    op = Dot(_parameters(eqn, values) if wide_gradients else ())
+    step = frame.step(eqn, values, [low] * len(values), [out] * len(eqn.outvars), reason, op=op)
     if known and any(is_mask(dtype_of(v)) for v in eqn.invars[:2]):
         reads = [
             Read(low) if i < 2 and is_mask(dtype_of(v)) else read
             for i, (v, read) in enumerate(zip(eqn.invars, step.reads, strict=True))
         ]
         step = dataclasses.replace(step, reads=tuple(reads))
-    if low == frame.rules.low and frame.rules.wide_gradients:
-        step = dataclasses.replace(step, parameters=_parameters(eqn, values))
     return step if frame.rules.policy.matmul is None else _by_recipe(frame, step, values, low)
 
 
@@ -146,7 +146,8 @@ def _by_recipe(frame: Frame, step: Step, values: Sequence[Value | None], low: DT
     if verdict.product is None:
         skipped = Skipped(verdict.why_not, verdict.intended)
         return dataclasses.replace(step, skipped=skipped)
-    return dataclasses.replace(step, action="contract", product=verdict.product)
+    op = QuantizedDot(step.op.parameters, product=verdict.product)
+    return dataclasses.replace(step, op=op)
 
 
 def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str | None:
@@ -192,7 +193,7 @@ def _transparent(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
         [None if widen else dtype] * len(values),
         [out] * len(eqn.outvars),
         "repeats values: its gradient is summed in float32" if widen else MOVES,
-        action="reorder" if name in REORDERING | CROSSING else "bind",
+        op=Move() if name in REORDERING | CROSSING else Bind(),
     )
 
 
@@ -208,7 +209,7 @@ def _convert(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Ste
         licence = CONSTANT if made else of_converted(eqn.invars[0], rules.low)
         if dtype_of(eqn.invars[0]) == np.bool_:
             mask = Value(licence=licence, mask=True)
-            return frame.step(eqn, [None], [None], [mask], "no float32 operand", action="reorder")
+            return frame.step(eqn, [None], [None], [mask], "no float32 operand", op=Move())
         return frame.as_written(eqn, values, "no float32 operand", licence)
     if rules.governs(var):  # float32 to float32: a change of weak type
         return _transparent(frame, eqn, values)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
+from jaxmp._autocast.bind import Bind
+from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED, joined
@@ -74,7 +76,7 @@ def follow(
         [out] * len(eqn.outvars),
         reason,
         # A contraction that sums nothing up returns 16 bits, so that its gradient is 16 bits.
-        action="contract" if eqn.primitive.name in LOW else "bind",
+        op=Dot() if eqn.primitive.name in LOW else Bind(),
         saturate=True,
     )
 

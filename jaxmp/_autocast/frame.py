@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+from jaxmp._autocast.bind import Bind, Scale
 from jaxmp._autocast.demand import CONTRACTION, NOTHING, OPERAND, PRODUCT, Demand, Demands
 from jaxmp._autocast.licences import (
     COMPUTED,
@@ -20,7 +21,7 @@ from jaxmp._autocast.licences import (
     joined,
     of_constant,
 )
-from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Read, Step, Value
+from jaxmp._autocast.plan import NO_ORIGINS, DType, Op, Origin, Plan, Read, Step, Value
 from jaxmp._autocast.primitives import BROADCASTING, GROWING, LOW, SCALING
 from jaxmp._autocast.provenance import LITERALS, OTHER, Provenance, kinds_of, says_parameter
 from jaxmp._autocast.rules import FLOAT16, Rules
@@ -31,6 +32,8 @@ from jaxmp._jaxprs.equation_parameters import widens_8_bits
 from jaxmp._jaxprs.higher_order import Inner
 from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope, is_backward
+
+_BIND = Bind()
 
 
 class Planning(abc.ABC):
@@ -198,7 +201,7 @@ class Frame:
         outs: Sequence[Value | None],
         reason: str,
         *,
-        action: str = "bind",
+        op: Op = _BIND,
         saturate: bool = False,
         plans: tuple[Plan, ...] = (),
     ) -> Step:
@@ -210,7 +213,7 @@ class Frame:
           dtypes: the dtype each is read in, None being float32.
           outs: how its results are kept.
           reason: why.
-          action: see `Step`.
+          op: what runs it.
           saturate: whether literals and masks among the operands stay finite when narrowed.
           plans: the plans of the jaxprs inside.
         """
@@ -223,13 +226,13 @@ class Frame:
             value if self.enclosing.governs(var) else None
             for var, value in zip(eqn.outvars, outs, strict=True)
         ]
-        repeats = action == "bind" and self._repeats(eqn, kept)
+        repeats = isinstance(op, Bind) and self._repeats(eqn, kept)
         scales = repeats and eqn.primitive.name in SCALING
         shape = shape_of(eqn.outvars[0]) if repeats and not scales else None
         clips = self._clips(eqn, kept)
         return Step(
             eqn=eqn,
-            action="scale" if scales else action,
+            op=Scale() if scales else op,
             reads=tuple(
                 Read()
                 if value is None

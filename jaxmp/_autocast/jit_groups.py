@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Literal, Primitive
 
 from jaxmp._autocast.annotations import is_marked
-from jaxmp._autocast.bind import Params, rescaled
+from jaxmp._autocast.bind import Bind, Move, Params, Scale, rescaled
 from jaxmp._autocast.plan import DType, Read, Step
 from jaxmp._autocast.primitives import CROSSING, TRACED_ONCE
 from jaxmp._autocast.reading import Environment, cast, constant, read_as
@@ -86,7 +86,7 @@ class JitGroup(NamedTuple):
             for (atom, read), copy in zip(of, copies_of, strict=True):
                 env.keep(atom, read, copy)
         for step in self.steps:
-            if step.action == "reorder":
+            if isinstance(step.op, Move):
                 env.moved.update(dict.fromkeys(step.eqn.outvars, step.eqn))
 
 
@@ -103,7 +103,7 @@ def jit_groups(steps: Sequence[Step]) -> Iterator[Step | JitGroup]:
 def _place(step: Step) -> Any:
     """Where a step stands, if it may be run with others that stand there; else None."""
     eqn = step.eqn
-    if step.action not in ("bind", "reorder", "scale") or step.clips or is_marked(step):
+    if not isinstance(step.op, (Bind, Move, Scale)) or step.clips or is_marked(step):
         return None
     if eqn.primitive.name not in TRACED_ONCE or eqn.primitive.name in CROSSING:
         return None
@@ -138,7 +138,7 @@ def _jit_group(steps: tuple[Step, ...]) -> JitGroup:
     for step in steps:
         eqn = step.eqn
         operands = tuple(map(operand, eqn.invars, step.reads))
-        shape = shape_of(eqn.outvars[0]) if step.action == "scale" else None
+        shape = shape_of(eqn.outvars[0]) if isinstance(step.op, Scale) else None
         params = tuple(eqn.params.items())
         operations.append(Operation(eqn.primitive, params, operands, step.outs, shape))
         for var, dtype in zip(eqn.outvars, step.outs, strict=True):

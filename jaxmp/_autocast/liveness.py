@@ -7,13 +7,13 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxmp._autocast.fused import reads_of
+from jaxmp._autocast.bind import Move
 from jaxmp._autocast.plan import Plan, Step
 
 
 def moves(plan: Plan) -> dict[Any, Step]:
     """For each variable that a move makes, the step."""
-    return {v: step for step in plan.steps if step.action == "reorder" for v in step.eqn.outvars}
+    return {v: s for s in plan.steps if isinstance(s.op, Move) for v in s.eqn.outvars}
 
 
 def reads(step: Step, moved_by: Mapping[Any, Step]) -> Iterator[Any]:
@@ -23,11 +23,8 @@ def reads(step: Step, moved_by: Mapping[Any, Step]) -> Iterator[Any]:
       step: the step.
       moved_by: what `moves` returns: gradients of parameters go to what these were given.
     """
-    yield from reads_of(step)
-    if step.attention is not None:
-        softmax = step.attention.way.softmax
-        yield from (softmax.scores, softmax.result, *step.attention.reads)
-    way = [step.eqn.invars[i] for i in step.parameters]
+    yield from step.op.reads(step)
+    way = [step.eqn.invars[i] for i in step.op.parameters]
     while way:
         atom = way.pop()
         if not isinstance(atom, Literal):

@@ -9,20 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.fused_group import Fused
 from jaxmp._autocast.licences import COMPUTED, DATA, LARGE
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.provenance import OTHER, WEIGHTS
-from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import Rules
-from jaxmp._autocast.softmaxes import Way
-from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.source import module_path, user_line
 
@@ -114,71 +111,34 @@ class Skipped(NamedTuple):
     intended: bool
 
 
-class Stored(NamedTuple):
-    """A weight that is stored in few bits, as values and scales of as many axes.
+class Op:
+    """What runs a step: its equation as it is, or what a pass puts in the place of that.
+
+    A pass brings an op of its own, with what that needs to know; a plan and what executes it know
+    no other thing of passes.
 
     Attributes:
-      values: the variable of its values.
-      scale: that of its scales.
-      order: for each axis of the weight as it is read, which of theirs it is.
-      side: which operand of a product it is.
+      parameters: the operands that are float32 parameters, whose gradients are float32.
     """
 
-    values: Any
-    scale: Any
-    order: tuple[int, ...]
-    side: int = 0
+    parameters: tuple[int, ...] = ()
 
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """The shape of the scales, axes as those of the weight."""
-        shape = shape_of(self.scale)
-        return tuple(shape[i] for i in self.order)
+    def run(self, step: Step, env: Any) -> list[Any]:
+        """The results of a step.
 
-    def transposed(self, order: Sequence[int]) -> Stored:
-        """The weight, transposed."""
-        return self._replace(order=tuple(self.order[i] for i in order))
+        Args:
+          step: the step.
+          env: the arrays computed so far, a `reading.Environment`.
+        """
+        raise NotImplementedError
 
+    def reads(self, step: Step) -> list[Any]:
+        """The variables that running a step reads."""
+        return [v for v in step.eqn.invars if not isinstance(v, Literal)]
 
-class TakeAlongAxis(NamedTuple):
-    """Which element of each row a gather picks.
-
-    Attributes:
-      axis: the axis of the operand that is a row.
-      column: which entry of an index says where in the row.
-      rows: for each other axis of the operand, in order, which axis of the result it is.
-      whole: the axes of the result that the indices do not have.
-      clamps: whether an index beyond the row picks its last element.
-    """
-
-    axis: int
-    column: int
-    rows: tuple[int, ...]
-    whole: tuple[int, ...]
-    clamps: bool
-
-
-class Attention(NamedTuple):
-    """What a product of a softmax needs for its derivative.
-
-    Attributes:
-      way: from the softmax to the operand.
-      side: which operand of the product that is.
-      between: what stands between, as a closed jaxpr of the softmax and `sources`; None if nothing.
-      sources: variables.
-      looped: whether a loop runs the product.
-    """
-
-    way: Way
-    side: int
-    between: Any
-    sources: tuple[Any, ...]
-    looped: bool = False
-
-    @property
-    def reads(self) -> tuple[Any, ...]:
-        """The variables that masks of the scores are made of, and the sources."""
-        return (*(mask.operand for mask in self.way.softmax.masks), *self.sources)
+    def unchanged(self, _step: Step) -> bool:
+        """Whether that binds the equation as it is, where all dtypes are those as written."""
+        return True
 
 
 class Segment(NamedTuple):
@@ -203,23 +163,15 @@ class Step:
 
     Attributes:
       eqn: the equation as written.
-      action: which handler of `execute` runs it: ``bind``, ``reorder``, ``scale`` (a product that
-        repeats an operand), ``contract``, ``inside``, ``custom_jvp``, ``custom_vjp``;
-        or ``drop``: what it makes is not needed.
+      op: what runs it.
       reads: how each operand is read.
       outs: the dtype each result is kept in; None for what is not ours.
       reason: why, in words.
       plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
-      derived: of a function with derivative rules, makes it anew, with its rules transformed.
-      product: of a contraction that a recipe multiplies: how.
       skipped: of a contraction that a recipe does not multiply: why not.
-      stored: of a contraction that reads a weight as it is stored: which.
-      parameters: of a contraction, which operands' gradients are float32.
       linear: whether an operand is a tangent: what is done with it may be transposed.
-      take_along_axis: of a lookup of one element of each row: which.
-      attention: of a product of a softmax: what its derivative needs.
-      fused: of a product of a softmax that a kernel computes, with all before it: how.
-      unfused: of one that no kernel does, though the policy asks for it: why not.
+      unfused: of a product of a softmax that no kernel computes, though the policy asks for it:
+        why not.
       clips: whether results beyond the range of the low dtype are clipped to it, as policies ask
         with ``saturate``.
       saves: why nothing of it is computed again on the way back, under a policy that asks for that;
@@ -227,20 +179,13 @@ class Step:
     """
 
     eqn: JaxprEqn
-    action: str
+    op: Op
     reads: tuple[Read, ...]
     outs: tuple[DType | None, ...]
     reason: str
     plans: tuple[Plan, ...] = ()
-    derived: Callable[[], Callable[..., Any]] | None = None
-    product: Contraction | None = None
     skipped: Skipped | None = None
-    stored: Stored | None = None
-    parameters: tuple[int, ...] = ()
     linear: bool = False
-    take_along_axis: TakeAlongAxis | None = None
-    attention: Attention | None = None
-    fused: Fused | None = None
     unfused: str = ""
     clips: bool = False
     saves: str = ""
@@ -262,9 +207,7 @@ class Step:
     @property
     def unchanged(self) -> bool:
         """Whether the step binds its equation as it is."""
-        if self.action.startswith("custom_") and not self.plans[0].rules.as_written:
-            return False  # its derivative rule, unseen yet, may hold contractions
-        if self.product is not None or self.take_along_axis is not None:
+        if not self.op.unchanged(self):
             return False
         atoms, dtypes = (*self.eqn.invars, *self.eqn.outvars), (*self.ins, *self.outs)
         as_is = all(d in (None, dtype_of(v)) for v, d in zip(atoms, dtypes, strict=True))

@@ -2,7 +2,7 @@
 
 A copy that several steps share has its cotangents added in its own dtype; the gradients of an
 argument, and of what is repeated, are sums of many terms, and are added up in float32, on either
-side of the conversion. `Read` says which; `bind.scale` does so for products.
+side of the conversion. `Read` says which; `bind.Scale` does so for products.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.plan import DType, Plan, Read, Step
 from jaxmp._autocast.primitives import LOW
-from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import INLINE, dtype_of
 from jaxmp._jaxprs.parameter_products import Parameter
@@ -76,17 +75,6 @@ class Environment:
     def keep(self, atom: Any, read: Read, array: Any) -> None:
         """Keeps an array as the copy of a variable, for those that read it so."""
         self.copies.setdefault(atom, {})[read.dtype, read.saturate, read.shape] = array
-
-    def copy(self, step: Step, product: Contraction, operand: Any, of: int) -> Any:
-        """What a recipe makes of an operand that a step has read; one copy for all steps."""
-        atom = step.eqn.invars[of]
-        if isinstance(atom, Literal):
-            return product.quantize(operand, of)
-        key = (operand.dtype, product.forward, product.shared(of))
-        copies = self.copies.setdefault(atom, {})
-        if key not in copies:
-            copies[key] = product.quantize(operand, of)
-        return copies[key]
 
     def drop(self, variables: Iterable[Any]) -> None:
         """Forgets variables that nothing will read, so that their arrays may be freed."""

@@ -21,10 +21,14 @@ from jax.extend.core import Literal
 
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.attention import without_attention
+from jaxmp._autocast.bind import Drop
+from jaxmp._autocast.execute import CustomCall
+from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.liveness import moves, reads
 from jaxmp._autocast.plan import Plan, Segment, Step
 from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.rules import region_rules
+from jaxmp._autocast.softmax_vjp import SoftmaxDot
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import parameters, runs_once, with_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
@@ -57,7 +61,7 @@ def residual(step: Step, *, again: bool) -> str:
       step: a step without plans.
       again: whether it is in a segment.
     """
-    if step.action == "drop":
+    if isinstance(step.op, Drop):
         return ""
     if not again:
         return step.saves
@@ -119,9 +123,9 @@ class _Recomputing:
 
     def _plain(self, step: Step) -> Step:
         """A step of a segment. A product of a softmax needs no derivative that keeps less."""
-        if step.attention is not None:
+        if isinstance(step.op, SoftmaxDot):
             return without_attention(step)
-        if not step.plans or step.action.startswith("custom_"):
+        if not step.plans or isinstance(step.op, CustomCall):
             return step
         plans = tuple(map(self._plain_plan, step.plans))
         return step if plans == step.plans else dataclasses.replace(step, plans=plans)
@@ -147,7 +151,7 @@ class _Recomputing:
             return OWN_CHECKPOINT
         if kind == "custom_vjp_call":
             return OWN_RULE
-        if step.fused is not None:
+        if isinstance(step.op, FusedAttention):
             return FUSED
         inners = inside(eqn) if step.plans else ()
         if any(inner.open_ended for inner in inners):
@@ -218,7 +222,7 @@ def _has_derivative(var: Any) -> bool:
 
 def _results(plan: Plan, start: int, stop: int) -> tuple[Any, ...]:
     """The variables that steps of a plan make and others after them read."""
-    needed = [step for step in plan.steps[start:stop] if step.action != "drop"]
+    needed = [step for step in plan.steps[start:stop] if not isinstance(step.op, Drop)]
     made = [v for step in needed for v in step.eqn.outvars]
     moved_by = moves(plan)
     read = {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}

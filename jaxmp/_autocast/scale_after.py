@@ -12,7 +12,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.plan import Plan, Step, Stored
+from jaxmp._autocast.contract import Dot, Stored, StoredDot
+from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import dtype_of, shape_of
@@ -65,7 +66,7 @@ def _stored(eqn: JaxprEqn, origins: tuple[Any, ...]) -> Stored | None:
 def _scaled_after(step: Step, stored: dict[Any, Stored]) -> Step:
     """A step whose weight is read as it is stored, if it is a product that allows for that."""
     eqn = step.eqn
-    if step.action != "contract" or step.product or eqn.primitive.name != "dot_general":
+    if type(step.op) is not Dot or eqn.primitive.name != "dot_general":
         return step
     low = step.outs[0]
     if low in (None, FLOAT32) or set(step.ins) != {low} or any(map(explicit_sharding, eqn.invars)):
@@ -78,9 +79,7 @@ def _scaled_after(step: Step, stored: dict[Any, Stored]) -> Step:
         sizes, scales = shape_of(eqn.invars[side]), weight.scale_shape
         one = all(scales[i] == 1 for i in contracted[side])
         if one and all(n in (1, size) for n, size in zip(scales, sizes, strict=True)):
-            return dataclasses.replace(
-                step,
-                stored=weight._replace(side=side),
-                reason=f"{step.reason} (stored values, scaled after)",
-            )
+            reason = f"{step.reason} (stored values, scaled after)"
+            op = StoredDot(weight._replace(side=side))
+            return dataclasses.replace(step, op=op, reason=reason)
     return step

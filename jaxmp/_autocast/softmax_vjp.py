@@ -26,51 +26,73 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
 
-from jaxmp._autocast.plan import Attention, DType
-from jaxmp._autocast.reading import cast
+from jaxmp._autocast.contract import contract, low_of, parameter
+from jaxmp._autocast.plan import DType, Op, Step
+from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.softmaxes import Move
-from jaxmp._jaxprs import compat
+from jaxmp._autocast.softmaxes import Move, Way
+from jaxmp._jaxprs import compat, parameter_products
 from jaxmp._jaxprs.layouts import LANES, laid_out
 from jaxmp._jaxprs.no_excess_precision import no_excess_precision
 
 
-def softmax_vjp(
-    eqn: JaxprEqn,
-    found: Attention,
-    out: Any,
-    scores: Any,
-    probabilities: Any,
-    other: Any,
-    given: Sequence[Any],
-    *,
-    of_parameter: bool,
-) -> Any:
-    """The result of a product of a softmax, with the derivative above.
+@dataclasses.dataclass(frozen=True)
+class SoftmaxDot(Op):
+    """A product of a softmax, with the derivative above.
 
-    Args:
-      eqn: the product.
-      found: what stands around it.
-      out: its result; a function of the other operand if that is a parameter, and else of nothing.
-      scores: what the softmax is of.
-      probabilities: the softmax, low.
-      other: the other operand of the product, low.
-      given: the arrays `Attention.reads`.
-      of_parameter: whether the other operand is a parameter, with a gradient of its own.
+    Attributes:
+      way: from the softmax to the operand.
+      side: which operand of the product that is.
+      between: what stands between, as a closed jaxpr of the softmax and `sources`; None if nothing.
+      sources: variables.
+      parameters: see `Op`.
+      looped: whether a loop runs the product.
     """
-    masks = tuple((mask.eqns, mask.where) for mask in found.way.softmax.masks)
-    product = _Product(
-        eqn.primitive,
-        tuple(eqn.params.items()),
-        found.way.axis,
-        found.way.moves,
-        found.side,
-        out.dtype,
-    )
-    between = None if found.between is None else _held(found.between)
-    axis = found.way.softmax.axis
-    group = _Group(product, axis, masks, between, of_parameter=of_parameter, looped=found.looped)
-    return _with_derivative(group)(out, scores, probabilities, other, *given)
+
+    way: Way
+    side: int
+    between: Any
+    sources: tuple[Any, ...]
+    parameters: tuple[int, ...] = ()
+    looped: bool = False
+
+    def run(self, step: Step, env: Environment) -> list[Any]:
+        """See `Op.run`."""
+        operands, eqn, softmax = env.operands(step), step.eqn, self.way.softmax
+        if self.parameters:
+            given = {i: parameter(eqn.invars[i], env) for i in self.parameters}
+            out = parameter_products.contract(eqn, operands, given, low_of(step), without=self.side)
+        else:
+            [out] = contract(step, parameter_products.without_tangents(*operands))
+        probabilities = operands[self.side]
+        if self.way.eqns:
+            probabilities = env.read(softmax.result, step.reads[self.side])
+        scores, *beside = (env.arrays[v] for v in (softmax.scores, *self._beside))
+        group = self._group(eqn, out.dtype)
+        other = operands[1 - self.side]
+        return [_with_derivative(group)(out, scores, probabilities, other, *beside)]
+
+    def reads(self, step: Step) -> list[Any]:
+        """See `Op.reads`."""
+        softmax = self.way.softmax
+        return [*super().reads(step), softmax.scores, softmax.result, *self._beside]
+
+    @property
+    def _beside(self) -> list[Any]:
+        """The variables that masks of the scores are made of, and the sources."""
+        return [*(mask.operand for mask in self.way.softmax.masks), *self.sources]
+
+    def _group(self, eqn: JaxprEqn, low: DType) -> _Group:
+        params = tuple(eqn.params.items())
+        product = _Product(eqn.primitive, params, self.way.axis, self.way.moves, self.side, low)
+        return _Group(
+            product,
+            self.way.softmax.axis,
+            tuple((mask.eqns, mask.where) for mask in self.way.softmax.masks),
+            None if self.between is None else _held(self.between),
+            of_parameter=bool(self.parameters),
+            looped=self.looped,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -217,9 +239,9 @@ class _Group:
 
 @functools.lru_cache(maxsize=1024)
 def _with_derivative(group: _Group) -> Callable[..., Any]:
-    """A function of a result, scores, probabilities, other operand and `given`: the result.
+    """A function of a result, scores, probabilities, the other operand, masks and sources.
 
-    It is inlined into the program that calls it: JAX differentiates it once.
+    It returns the result. It is inlined into the program that calls it: JAX differentiates it once.
     """
     # Each keeps what it is given for the way back, and nothing that it makes of it.
     by_scores, by_other, by_source = (

@@ -23,13 +23,43 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jaxmp._autocast.plan import DType, Plan, Step, TakeAlongAxis
+from jaxmp._autocast.bind import Bind
+from jaxmp._autocast.plan import DType, Op, Plan, Step
+from jaxmp._autocast.reading import Environment
 from jaxmp._autocast.rules import Rules
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
 from jaxmp._jaxprs.equation_parameters import Gather, broadcast_axes, gather, iota_axis
 
 REASON = "picks one element of each row: its gradient is a comparison, not a scatter"
+
+
+@dataclasses.dataclass(frozen=True)
+class TakeAlongAxis(Op):
+    """Looks up one element of each row, with a comparison for its gradient.
+
+    Attributes:
+      axis: the axis of the operand that is a row.
+      column: which entry of an index says where in the row.
+      rows: for each other axis of the operand, in order, which axis of the result it is.
+      whole: the axes of the result that the indices do not have.
+      clamps: whether an index beyond the row picks its last element.
+    """
+
+    axis: int
+    column: int
+    rows: tuple[int, ...]
+    whole: tuple[int, ...]
+    clamps: bool
+
+    def run(self, step: Step, env: Environment) -> list[Any]:
+        """See `Op.run`."""
+        picker = _picker(step.eqn.primitive, tuple(step.eqn.params.items()), self)
+        return [picker(*env.operands(step))]
+
+    def unchanged(self, _step: Step) -> bool:
+        """See `Op.unchanged`."""
+        return False
 
 
 def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
@@ -46,13 +76,8 @@ def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
             as_kept = kept.get(step.eqn.invars[0]) or plan.rules.wide
             low = step.outs[0] if as_kept == step.outs[0] else plan.rules.wide
             reads = (step.reads[0]._replace(dtype=low), *step.reads[1:])
-            step = dataclasses.replace(
-                step,
-                action="take_along_axis",
-                take_along_axis=found,
-                reads=reads,
-                reason=f"{step.reason}; {REASON}",
-            )
+            reason = f"{step.reason}; {REASON}"
+            step = dataclasses.replace(step, op=found, reads=reads, reason=reason)
         kept.update(zip(step.eqn.outvars, step.outs, strict=True))
         steps.append(step)
     return dataclasses.replace(plan, steps=tuple(steps))
@@ -60,7 +85,7 @@ def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
 
 def _looks_up(step: Step, rules: Rules) -> bool:
     eqn = step.eqn
-    if step.action != "bind" or step.linear:
+    if type(step.op) is not Bind or step.linear:
         return False
     return eqn.primitive.name == "gather" and rules.governs(eqn.invars[0])
 
@@ -155,12 +180,6 @@ def _counting(value: Any) -> int | None:
         ):
             return axis
     return None
-
-
-def take_along_axis(eqn: JaxprEqn, found: TakeAlongAxis, operand: Any, indices: Any) -> Any:
-    """The elements that a gather picks, whose gradient is a comparison with the indices."""
-    params = tuple(eqn.params.items())
-    return _picker(eqn.primitive, params, found)(operand, indices)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jaxmp._autocast.contract import QuantizedDot
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.plan import Step
@@ -262,8 +263,8 @@ def ways_of(
 
 def _multiplied(step: Step, policy: Policy) -> Multiplied:
     """In what a planned product is multiplied."""
-    if step.product is not None:
-        return Multiplied(np.dtype(policy.compute_dtype).name, step.product.recipe)
+    if isinstance(step.op, QuantizedDot):
+        return Multiplied(np.dtype(policy.compute_dtype).name, step.op.product.recipe)
     low = [dtype for dtype in step.ins if dtype in LOW_DTYPES]
     return Multiplied(low[0].name) if low else Multiplied()
 
