@@ -124,7 +124,7 @@ def _of_step(step: Step) -> str:
     eqn = step.eqn
     reads = " ".join(_cast(v, d) for v, d in zip(eqn.invars, step.ins, strict=True))
     kept = " ".join(_cast(v, d) for v, d in zip(eqn.outvars, step.outs, strict=True))
-    return f"{eqn.primitive.name}  {reads} -> {kept}  {step.reason}"
+    return f"{eqn.primitive.name}  {reads} -> {kept}  {step.why}"
 
 
 def _cast(atom: Any, dtype: Any) -> str:

@@ -17,6 +17,7 @@ from jax import lax
 import jaxmp
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.provenance import LITERALS, OTHER, WEIGHTS
+from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs.dots import contracted
 
 from support import CONTRACTIONS, contraction_dtypes, iter_eqns
@@ -49,15 +50,16 @@ def convolution(*kernel: int, groups: int = 1) -> Made:
 
 
 LAYER = None
-SCALAR = "a scalar product"
+SIGNAL = str(Kind.SIGNAL.of())
+SCALAR = Kind.SCALAR_PRODUCT.of()
 
 
-def few_rows(count: int) -> str:
-    return f"geometry: a matrix of {count} rows, and as few columns"
+def few_rows(count: int) -> Why:
+    return Kind.POSE.of(count)
 
 
-def few(count: int) -> str:
-    return f"geometry: contracts {count} elements, of no parameter"
+def few(count: int) -> Why:
+    return Kind.COORDINATES.of(count)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def few(count: int) -> str:
         }.items()
     ],
 )
-def test_what_is_contracted(made: Made, reason: str | None, count: int) -> None:
+def test_what_is_contracted(made: Made, reason: Why | None, count: int) -> None:
     eqn = made()
     assert geometry(eqn, [OTHER, OTHER]) == reason
     assert contracted(eqn) == count
@@ -116,7 +118,7 @@ def test_what_is_contracted(made: Made, reason: str | None, count: int) -> None:
     ],
 )
 def test_of_data_eight_elements_are_geometry_and_of_layers_four(
-    made: Made, data: str | None, layers: str | None
+    made: Made, data: Why | None, layers: Why | None
 ) -> None:
     assert geometry(made(), [OTHER, OTHER], of_layers=False) == data
     assert geometry(made(), [OTHER, OTHER]) == layers
@@ -136,18 +138,15 @@ def test_of_data_eight_elements_are_geometry_and_of_layers_four(
     ],
 )
 def test_a_product_with_a_parameter_is_a_layer_unless_it_is_a_small_matrix(
-    made: Made, reason: str | None
+    made: Made, reason: Why | None
 ) -> None:
     for kinds in ([OTHER, WEIGHTS], [WEIGHTS, OTHER]):
         assert geometry(made(), kinds) == reason
 
 
-SIGNAL = "signal processing: an operand is made of constants"
-
-
 @pytest.mark.parametrize("made", [product("ij,jk->ik", (6, 8), (8, 3)), convolution(3, 3, 8, 5)])
 def test_what_is_fixed_is_signal_processing(made: Made) -> None:
-    assert geometry(made(), [OTHER, LITERALS]) == SIGNAL
+    assert geometry(made(), [OTHER, LITERALS]) == Kind.SIGNAL.of()
 
 
 def test_but_not_in_a_backward_pass_whose_cotangents_start_from_literals() -> None:

@@ -6,12 +6,14 @@ import ast
 import re
 from collections.abc import Iterator
 
+from jaxmp._autocast.why import Kind
+
 from support import ROOT
 
 PACKAGE = ROOT / "jaxmp"
 PAGE = (ROOT / "docs" / "concepts" / "float32.md").read_text(encoding="utf-8")
 
-# Files of the planner whose sentences are messages, headings or names: none is a reason.
+# Files of the planner whose sentences are messages, headings or names, or known to `of_kinds`.
 NO_REASONS = {
     "leaked_tracers.py",
     "explain.py",
@@ -23,6 +25,7 @@ NO_REASONS = {
     "product_report.py",
     "program_key.py",
     "transform.py",
+    "why.py",
     "coverage_warnings.py",
 }
 # Sentences in the other files that a plan does not show, or shows as part of another one.
@@ -88,9 +91,16 @@ def _literals(node: ast.expr) -> Iterator[str]:
             yield _text(node)
 
 
+def of_kinds() -> set[str]:
+    """The sentences of the catalogue, without what joins notes to them."""
+    texts = (kind.value.format("…", "…").replace("'…'", "…") for kind in Kind)
+    return {text.strip(" ;:,()") for text in texts} - {"", "…"}
+
+
 def of_sources() -> set[str]:
     """The reasons that are written in the planner's files, and in `matmul="auto"`'s choice."""
     sentences = _Sentences()
+    sentences.found |= of_kinds()
     for file in (PACKAGE / "_autocast").rglob("*.py"):
         if file.name not in NO_REASONS:
             sentences.visit(ast.parse(file.read_text(encoding="utf-8")))

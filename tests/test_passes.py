@@ -17,6 +17,7 @@ from jaxmp._autocast.passes import PASSES
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Pass, Planner
 from jaxmp._autocast.rules import rules_for
+from jaxmp._autocast.why import Kind
 from jaxmp.policy import get_policy
 
 RULES = rules_for(get_policy("mixed_bfloat16"))
@@ -49,15 +50,18 @@ def test_a_pass_sees_every_jaxpr_the_inner_ones_first() -> None:
 
 
 def test_passes_run_in_order_each_on_what_the_one_before_made() -> None:
-    def marks(word: str) -> Pass:
+    def marks(kind: Kind) -> Pass:
         def mark(plan: Plan, _planner: Planner) -> Plan:
-            steps = (dataclasses.replace(s, reason=f"{s.reason} {word}") for s in plan.steps)
+            steps = (dataclasses.replace(s, why=s.why.noted(kind)) for s in plan.steps)
             return dataclasses.replace(plan, steps=tuple(steps))
 
         return mark
 
-    plan = planned(jax.make_jaxpr(lambda x, w: x @ w)(X, W), marks("one"), marks("two"))
-    assert [step.reason for step in plan.steps] == ["contraction one two"]
+    plan = planned(
+        jax.make_jaxpr(lambda x, w: x @ w)(X, W), marks(Kind.STORED), marks(Kind.CLIPPED)
+    )
+    said = "contraction (stored values, scaled after); clipped to float16's range"
+    assert [str(step.why) for step in plan.steps] == [said]
 
 
 def test_a_derivative_rule_is_planned_with_the_same_passes_when_it_is_differentiated() -> None:
@@ -87,7 +91,7 @@ def test_what_a_pass_decides_is_what_runs() -> None:
 
     def full(plan: Plan, _planner: Planner) -> Plan:
         steps = tuple(
-            dataclasses.replace(step.run_in(jnp.dtype("float32"), "a pass"), op=Bind())
+            dataclasses.replace(step.run_in(jnp.dtype("float32"), Kind.REGION), op=Bind())
             if isinstance(step.op, Dot)
             else step
             for step in plan.steps

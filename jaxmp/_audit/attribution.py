@@ -6,11 +6,11 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from jaxmp._audit.follow import ARRAY, FLOAT32, LOW, Promoted, Seen
-from jaxmp._autocast.annotations import UNKNOWN
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.provenance import LITERALS, OTHER
-from jaxmp._autocast.rules import LAYERS_OWN, author_keeps
+from jaxmp._autocast.rules import author_keeps
+from jaxmp._autocast.why import Kind, is_unknown
 from jaxmp._jaxprs.compat import dtype_of
 
 INTENDED = "intended-float32"
@@ -19,10 +19,6 @@ UPCAST = "remove the upcast, or cast back before the next layer"
 DEMOTE = "make the float32 side a Python number, or cast it to the other's dtype"
 NARROW = "cast it to the other's dtype; a parameter, by giving its layer dtype=jnp.{}"
 OPAQUE = "narrow what it is given: jaxmp.reduced_precision around the function it is in"
-# As the planner says them; what else it says of a contraction is its own decision.
-_AUTHORS_UPCAST = "the author upcast an operand to float32"
-_REGION = "float32 region"
-_AS_WRITTEN = "runs as written"
 
 
 class Blame(NamedTuple):
@@ -84,14 +80,14 @@ class Judge:
         place, eqn = seen.place, seen.eqn
         here = place.source, place.path
         region = place.region if place.region is not None and place.region.low is None else None
-        if place.kept == LAYERS_OWN or (region and region.why_float32 == LAYERS_OWN):
-            return Blame(INTENDED, *here, LAYERS_OWN)
-        if place.kept == _REGION or region:
+        kept = place.kept.kind if place.kept else None
+        if Kind.LAYERS_OWN in (kept, region and region.why_float32):
+            return Blame(INTENDED, *here, str(Kind.LAYERS_OWN.of()))
+        if kept == Kind.REGION or region:
             what = "in a region that a policy or the author keeps float32"
             return Blame(INTENDED, *here, what)
-        kept = author_keeps(eqn)
-        if kept is not None:
-            return Blame(INTENDED, *here, kept)
+        if (asked := author_keeps(eqn)) is not None:
+            return Blame(INTENDED, *here, str(asked))
         if place.inside and classify(place.inside, {}) == "own":
             what = f"inside {place.inside}, which autocast leaves as written"
             return Blame(INTENDED, *here, what)
@@ -99,17 +95,17 @@ class Judge:
         if place.inside and not written:
             what = f"inside {place.inside}, which autocast does not know and leaves as written"
             return Blame(FAULT, *here, what, OPAQUE)
-        if place.kept == _AS_WRITTEN:  # a derivative of it, outside
+        if kept == Kind.AS_WRITTEN:  # a derivative of it, outside
             what = "it belongs to what autocast leaves as written, a linear solver for example"
             return Blame(INTENDED, *here, what)
-        if place.kept.startswith(UNKNOWN) and not written:
+        if place.kept and is_unknown(place.kept) and not written:
             what = "it belongs to an operation that autocast does not know and leaves as written"
             return Blame(FAULT, *here, what, OPAQUE)
-        if place.kept == _AUTHORS_UPCAST or (place.inside and written):
+        if kept == Kind.UPCAST_OPERAND or (place.inside and written):
             return self._upcast(seen)
         if place.kept:
             what = f"autocast keeps it float32: {place.kept}"
-            return Blame(INTENDED, *here, what, kept=place.kept)
+            return Blame(INTENDED, *here, what, kept=str(place.kept))
         if geometry(eqn, [LITERALS if k.fixed else OTHER for k in seen.known[:2]]):
             return None  # no speed is in it, and autocast would not narrow it either
         return self._operands(seen)
@@ -118,7 +114,9 @@ class Judge:
         """The author's upcast of an operand, where autocast honoured it."""
         found = [c for k in seen.known if (c := k.cause) is not None and not c.by_policy]
         if not found:
-            return Blame(FAULT, seen.place.source, seen.place.path, _AUTHORS_UPCAST, UPCAST)
+            return Blame(
+                FAULT, seen.place.source, seen.place.path, str(Kind.UPCAST_OPERAND.of()), UPCAST
+            )
         return Blame(FAULT, found[0].source, found[0].path, found[0].what, UPCAST)
 
     def _operands(self, seen: Seen) -> Blame:

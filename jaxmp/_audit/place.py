@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 
-from jaxmp._autocast.annotations import emulated, kept_reason, skipped, unfused
-from jaxmp._autocast.plan import Skipped
+from jaxmp._autocast.annotations import emulated_at, kept_at, skipped_at, unfused_at
 from jaxmp._autocast.rules import Rules, region_rules
+from jaxmp._autocast.why import Skipped, Why
 from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.compat import called, closed, inner_jaxprs
 from jaxmp._jaxprs.higher_order import Inner, inside
@@ -35,7 +35,7 @@ class Place(NamedTuple):
       backward: whether it belongs to a backward pass.
       again: whether it computes again what a `jax.checkpoint` did not keep.
       region: the rules of the autocast region it stands in, or None.
-      kept: why autocast keeps its contractions in float32; empty where it does not.
+      kept: why autocast keeps its contractions in float32; None where it does not.
       skipped: why a policy's recipe does not multiply its contractions; None where it does.
       emulates: the format whose values its contractions multiply in a wider one; or empty.
       unfused: why no kernel computes its attention, where a policy asks for it; or empty.
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     backward: bool = False
     again: bool = False
     region: Rules | None = None
-    kept: str = ""
+    kept: Why | None = None
     skipped: Skipped | None = None
     emulates: str = ""
     unfused: str = ""
@@ -64,10 +64,10 @@ def place_of(eqn: jex_core.JaxprEqn, around: Place) -> Place:
         backward=around.backward or is_backward(eqn),
         again=around.again or is_rematerialized(eqn),
         region=region_rules(eqn) or around.region,
-        kept=kept_reason(name_stack(eqn)) or around.kept,
-        skipped=skipped(name_stack(eqn)) or around.skipped,
-        emulates=emulated(name_stack(eqn)) or around.emulates,
-        unfused=unfused(name_stack(eqn)) or around.unfused,
+        kept=kept_at(name_stack(eqn)) or around.kept,
+        skipped=skipped_at(name_stack(eqn)) or around.skipped,
+        emulates=emulated_at(name_stack(eqn)) or around.emulates,
+        unfused=unfused_at(name_stack(eqn)) or around.unfused,
     )
 
 

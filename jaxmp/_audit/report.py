@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from jaxmp._autocast.plan import Skipped
 from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.product_report import Product, Quantized
+from jaxmp._autocast.why import Skipped
 
 OVERRULED = "overruled"
 # The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but

@@ -20,12 +20,11 @@ from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.softmax_vjp import SoftmaxDot
 from jaxmp._autocast.softmaxes import Way, sums_rows, way_to
+from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import inside
-
-REASON = "of a softmax: its probabilities are kept in 16 bits, and nothing else of it"
 
 
 def attend(plan: Plan, _planner: object = None) -> Plan:
@@ -74,8 +73,8 @@ def _with_steps(plan: Plan, steps: list[Step]) -> Plan:
 
 def without_attention(step: Step) -> Step:
     """A step that `attend` found, as it was: a product."""
-    reason = step.reason.removesuffix(f" ({REASON})")
-    return dataclasses.replace(step, op=Dot(step.op.parameters), reason=reason)
+    why = step.why.without(Kind.SOFTMAX)
+    return dataclasses.replace(step, op=Dot(step.op.parameters), why=why)
 
 
 def _is_low_product(step: Step, plan: Plan) -> bool:
@@ -101,7 +100,7 @@ def _attending(step: Step, made_by: Makers, readers: Mapping[Any, int], plan: Pl
         if any(readers[var] != 1 for var in way.along):
             continue
         op = SoftmaxDot(way, side, *_between(way, made_by, plan), step.op.parameters)
-        return dataclasses.replace(step, op=op, reason=f"{step.reason} ({REASON})")
+        return dataclasses.replace(step, op=op, why=step.why.noted(Kind.SOFTMAX))
     return step
 
 

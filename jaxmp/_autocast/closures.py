@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from jaxmp._autocast import derivatives, rule_calls
+from jaxmp._autocast.annotations import keeps
 from jaxmp._autocast.coverage_warnings import warn_closing
 from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.execute import CustomCall, execute
@@ -23,13 +24,12 @@ from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.planner import Pass
 from jaxmp._autocast.reading import cast
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
+from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import function_name, is_tracer
 from jaxmp._jaxprs.higher_order import inside
-from jaxmp._jaxprs.scopes import KEPT
 
 REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"
-AS_WRITTEN = "a derivative rule closes over a traced value, and the program runs as written"
 
 
 def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, CustomCall, bool]]:
@@ -100,7 +100,7 @@ def run(
 def _as_written(flat: Callable[..., list[Any]]) -> Execute:
     """Runs the program as JAX would, on operands in float32."""
 
-    @jax.named_scope(KEPT + AS_WRITTEN)
+    @jax.named_scope(keeps(Kind.CLOSES_OVER.of()))
     def run_flat(plan: Plan, args: Sequence[Any]) -> list[Any]:
         return flat(
             *(

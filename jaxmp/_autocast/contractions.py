@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.provenance import LITERALS, WEIGHTS
+from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs.compat import is_at_most
 from jaxmp._jaxprs.dots import contracted, free_sizes
 from jaxmp._jaxprs.source import is_backward
@@ -25,7 +26,7 @@ COORDINATES, OF_LAYERS = 8, 4
 SMALL = 4
 
 
-def geometry(eqn: JaxprEqn, kinds: Sequence[str], *, of_layers: bool = True) -> str | None:
+def geometry(eqn: JaxprEqn, kinds: Sequence[str], *, of_layers: bool = True) -> Why | None:
     """Why a contraction is geometry, or signal processing, and no layer; or None.
 
     Args:
@@ -36,15 +37,15 @@ def geometry(eqn: JaxprEqn, kinds: Sequence[str], *, of_layers: bool = True) -> 
     backward = is_backward(eqn)
     # What a derivative starts from is made of literals too, but its products are a layer's.
     if LITERALS in kinds[:2] and not backward:
-        return "signal processing: an operand is made of constants"
+        return Kind.SIGNAL.of()
     if not any(free := free_sizes(eqn)):
-        return "a scalar product"
+        return Kind.SCALAR_PRODUCT.of()
     count = contracted(eqn)
     if WEIGHTS not in kinds[:2]:
         if is_at_most(count, OF_LAYERS if of_layers or backward else COORDINATES):
-            return f"geometry: contracts {count} elements, of no parameter"
+            return Kind.COORDINATES.of(count)
     elif is_at_most(count, SMALL) and any(map(functools.partial(_is_pose, count), kinds, free)):
-        return f"geometry: a matrix of {count} rows, and as few columns"
+        return Kind.POSE.of(count)
     return None
 
 

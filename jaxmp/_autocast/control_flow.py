@@ -18,9 +18,8 @@ from jaxmp._autocast.licences import CONSTANT, DATA
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
 from jaxmp._autocast.provenance import WEIGHTS
 from jaxmp._autocast.rules import with_whole_tables
+from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.higher_order import Inner, sums_as_given
-
-LOOKED_INSIDE = "looked inside"
 
 
 def plan_inside(
@@ -57,7 +56,7 @@ def _call(
         values,
         dtypes,
         _returned(eqn, inner, plan.values),
-        LOOKED_INSIDE,
+        Kind.INSIDE,
         op=CustomCall(inner.rule) if inner.rule else Inside(),
         saturate=True,
         plans=(plan,),
@@ -154,7 +153,7 @@ def _branches(
         for dtype, kept in zip(outs, zip(*(p.values for p in plans), strict=True), strict=True)
     ]
     dtypes = [v.dtype if v else None for v in values]
-    return frame.step(eqn, values, dtypes, joined, LOOKED_INSIDE, op=Inside(), plans=plans)
+    return frame.step(eqn, values, dtypes, joined, Kind.INSIDE, op=Inside(), plans=plans)
 
 
 def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
@@ -198,7 +197,7 @@ def _while(
         values,
         dtypes,
         outs,
-        f"{LOOKED_INSIDE}; a while loop carries float32",
+        Kind.WHILE,
         op=Inside(),
         plans=tuple(plans),
     )
@@ -251,7 +250,7 @@ def _scan(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], body: Inn
         values,
         [v.dtype if v else None for v in ins],
         kept,
-        LOOKED_INSIDE,
+        Kind.INSIDE,
         op=Inside(),
         saturate=True,
         plans=(plan,),
@@ -266,7 +265,7 @@ def _entering(
         return value
     if shared:  # float32: every iteration adds a gradient to it
         return value._replace(
-            dtype=None, origins=NO_ORIGINS, pinned="", argument=True, constant=False
+            dtype=None, origins=NO_ORIGINS, pinned=None, argument=True, constant=False
         )
     if low:
         return Value(frame.rules.low, frozenset({frame.planning.fresh()}), tangent=value.tangent)

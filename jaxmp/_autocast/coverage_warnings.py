@@ -18,15 +18,14 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.contract import QuantizedDot
-from jaxmp._autocast.first_order import NOT_LOOKED_INSIDE
 from jaxmp._autocast.flops import contraction_flops
-from jaxmp._autocast.fused import NO_KERNEL
 from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.parameters import overlooked
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
+from jaxmp._autocast.why import Kind, skipped, unfused
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
@@ -94,7 +93,7 @@ def warn_unquantized(plan: Plan, known: set[str]) -> None:
     missed = _missed(
         plan,
         done=lambda step: isinstance(step.op, QuantizedDot),
-        why=lambda step: step.skipped.why if step.skipped and not step.skipped.intended else None,
+        why=_missed_by_recipe,
     )
     if missed is None:
         return
@@ -115,7 +114,7 @@ def warn_unfused(plan: Plan, known: set[str]) -> None:
     missed = _missed(
         plan,
         done=lambda step: isinstance(step.op, FusedAttention),
-        why=lambda step: None if step.unfused.startswith(NO_KERNEL) else step.unfused,
+        why=lambda step: None if step.why.note(Kind.NO_KERNEL) else unfused(step.why),
     )
     if missed is None:
         return
@@ -139,8 +138,8 @@ def warn_precision(plan: Plan, known: set[str]) -> None:
         return
     missed = _missed(
         plan,
-        done=lambda step: step.eqn.primitive.name in LOW and step.reason != kept,
-        why=lambda step: kept if step.reason == kept else None,
+        done=lambda step: step.eqn.primitive.name in LOW and step.why != kept,
+        why=lambda step: str(kept) if step.why == kept else None,
     )
     if missed is None:
         return
@@ -263,6 +262,11 @@ def _governed(plan: Plan) -> Iterator[Rules]:
             yield from _governed(inner)
 
 
+def _missed_by_recipe(step: Step) -> str | None:
+    product = skipped(step.why)
+    return product.why if product and not product.intended else None
+
+
 class _Missed(NamedTuple):
     """Which share of the FLOPs that a policy is about it missed, and why, in words."""
 
@@ -290,7 +294,7 @@ def _missed(
 
 def _not_looked_inside(plan: Plan) -> Iterator[JaxprEqn]:
     for step in plan.steps:
-        if step.reason == NOT_LOOKED_INSIDE:
+        if step.why.kind == Kind.NOT_LOOKED_INSIDE:
             yield step.eqn
         for inner in step.plans:
             yield from _not_looked_inside(inner)

@@ -23,6 +23,7 @@ from jaxmp._autocast.bind import Bind, Move, Scale
 from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import IN_PARTS, SCALING
+from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.compat import shape_of
 
 
@@ -38,7 +39,7 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
             [var] = step.eqn.outvars
             match tuple(read.get(var, ())):
                 case (dtype,) if dtype not in (None, plan.rules.wide):
-                    step = step.run_in(dtype, "moves what a contraction reads")
+                    step = step.run_in(dtype, Kind.MOVES_NARROWED)
                     repeats = len(set(map(shape_of, step.eqn.invars))) > 1
                     if step.eqn.primitive.name in SCALING and repeats:  # a mask
                         step = dataclasses.replace(step, op=Scale())
@@ -74,7 +75,7 @@ def widen_early(plan: Plan, _planner: object = None) -> Plan:
         sources = [v for v in step.eqn.invars if _is_variable(v)]
         if any(v in whole or readers[v] > 1 for v in sources):
             whole.update(step.eqn.outvars)
-            planned[i] = step.run_in(wide, "moves what float32 ops read: widened once")
+            planned[i] = step.run_in(wide, Kind.MOVES_WIDENED)
     return dataclasses.replace(plan, steps=tuple(planned))
 
 

@@ -17,6 +17,7 @@ from jaxmp._autocast.recipes.derivative import Contraction
 from jaxmp._autocast.recipes.product import Product
 from jaxmp._autocast.recipes.ragged import ROWS, RaggedProduct
 from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs.attributes import explicit_sharding, out_sharding
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dots import contracted, free_sizes
@@ -42,11 +43,13 @@ class Verdict(NamedTuple):
     intended: bool = False
     why: str = ""
 
-    def reason(self, before: str, matmul: Any) -> str:
-        """The reason of a step, in words, from what it was and the policy's `matmul`."""
+    def noted(self, why: Why, matmul: Any) -> Why:
+        """Why a step is as it is, under a policy with some `matmul`, from what it was."""
         if self.product is None:
-            return f"{before}; not {matmul}: {self.why_not}"
-        return ": ".join(filter(None, (f"{before}, {self.product.recipe}", self.why)))
+            noted = why.noted(Kind.NOT_QUANTIZED, self.why_not, matmul)
+            return noted.noted(Kind.INTENDED) if self.intended else noted
+        noted = why.noted(Kind.RECIPE, self.product.recipe)
+        return noted.noted(Kind.CHOSEN, self.why) if self.why else noted
 
 
 def by_recipe(

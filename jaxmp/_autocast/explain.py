@@ -15,7 +15,6 @@ from jaxmp._autocast import closures, residuals
 from jaxmp._autocast.contract import QuantizedDot
 from jaxmp._autocast.coverage_warnings import overruled
 from jaxmp._autocast.execute import CustomCall
-from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.parameters import Argnums, by_position, read_argnums
 from jaxmp._autocast.plan import Plan, Step
@@ -29,6 +28,7 @@ from jaxmp._autocast.transform import (
     plan_program,
     trace_program,
 )
+from jaxmp._autocast.why import Kind, is_unknown, skipped, unfused
 from jaxmp._jaxprs.source import is_backward, library_line
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, get_policy, single_policy
@@ -53,6 +53,7 @@ class Row:
         and for what has no derivative.
       fused: of attention that a kernel computes, by which one, and on what; else empty.
       not_fused: of attention that none computes, though the policy asks for it: why not.
+      unknown: whether autocast does not know the primitive, and leaves it as written.
     """
 
     op: str
@@ -66,6 +67,7 @@ class Row:
     residual: str = ""
     fused: str = ""
     not_fused: str = ""
+    unknown: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class Explanation:
         if asked or any(p.quantized for p in self.quantized().products):
             lines.append(self.quantized().summary())
         lines += self._attention()
-        unknown = sorted({row.op for row in self.rows if row.reason.startswith("not classified")})
+        unknown = sorted({row.op for row in self.rows if row.unknown})
         if unknown:
             lines.append(f"not classified, run as written: {', '.join(unknown)}")
         met = {row.op for row in self.rows}
@@ -276,9 +278,8 @@ def _rows(plan: Plan) -> Iterator[Row]:
         name = step.eqn.primitive.name
         if not step.plans:
             source = line or library_line(step.eqn)
-            why_not, intended = step.skipped or ("", False)
-            op = step.op
-            fused = f"{op.kernel.name} on {op.chip}" if isinstance(op, FusedAttention) else ""
+            product = skipped(step.why)
+            by = step.why.note(Kind.FUSED)
             yield Row(
                 name,
                 path,
@@ -286,24 +287,26 @@ def _rows(plan: Plan) -> Iterator[Row]:
                 _dtype(step),
                 _reason(step, plan.rules),
                 count,
-                why_not,
-                intended,
+                product.why if product else "",
+                product.intended if product else False,
                 residuals.residual(step, again=again),
-                fused,
-                step.unfused,
+                " on ".join(by.details) if by else "",
+                unfused(step.why),
+                is_unknown(step.why),
             )
         elif isinstance(step.op, CustomCall) and closures.closes_over(step):
             yield Row(name, path, line, _dtype(step), closures.REASON, count)
         elif step.saves:
-            yield Row(name, path, line, _dtype(step), step.reason, count, residual=step.saves)
+            reason = str(step.why)
+            yield Row(name, path, line, _dtype(step), reason, count, residual=step.saves)
 
 
 def _reason(step: Step, rules: Rules) -> str:
     """Why a step is as it is; the reasons are those of policies about float32."""
     if rules.wide == FLOAT32:
-        return step.reason
+        return str(step.why)
     low = str(rules.low or rules.wide)
-    said = step.reason.replace("float32", rules.wide.name)
+    said = str(step.why).replace("float32", rules.wide.name)
     return said.replace("16-bit value", f"{low} value").replace("16 bits", low)
 
 

@@ -25,7 +25,7 @@ from jaxmp._autocast.licences import (
     of_converted,
     of_wave,
 )
-from jaxmp._autocast.plan import DType, Read, Skipped, Step, Value
+from jaxmp._autocast.plan import DType, Read, Step, Value
 from jaxmp._autocast.primitives import (
     CROSSING,
     CUMULATIVE,
@@ -40,14 +40,11 @@ from jaxmp._autocast.primitives import (
 )
 from jaxmp._autocast.provenance import LITERALS
 from jaxmp._autocast.rules import FLOAT16, FLOAT32, author_keeps, is_mask
+from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.equation_parameters import broadcast_axes, converted_dtype, takes_result_dtype
 from jaxmp._jaxprs.source import is_promotion
-
-MOVES = "moves values: as they are"
-SOLUTION = "an operand is the solution of a linear system"
-NOT_LOOKED_INSIDE = "not classified, not looked inside: runs as written"
 
 
 def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
@@ -55,7 +52,7 @@ def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
     name, rules = compat.kind(eqn), frame.rules
     if rules.low is None:
         is_float32 = any(map(rules.governs, [*eqn.invars, *eqn.outvars]))
-        why = rules.why_float32 if is_float32 else "runs as written"
+        why = rules.why_float32 if is_float32 else Kind.AS_WRITTEN
         step = frame.as_written(eqn, values, why)
         recipe = rules.policy.matmul is not None and name in LOW and _exempt(frame, eqn, values)
         return _by_recipe(frame, step, values, None) if recipe is None else step
@@ -64,7 +61,7 @@ def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         return _convert(frame, eqn, values)
     if not any(v is not None for v in values):
         licence = LARGE if name == "iota" else DATA
-        return frame.as_written(eqn, values, "no float32 operand", licence)
+        return frame.as_written(eqn, values, Kind.NOT_FLOAT32, licence)
     match kind:
         case "low":
             return _contraction(frame, eqn, values)
@@ -75,7 +72,7 @@ def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
         case "transparent":
             return _transparent(frame, eqn, values)
         case "full":
-            return frame.as_written(eqn, values, "sensitive op: float32", _of_full(name, values))
+            return frame.as_written(eqn, values, Kind.SENSITIVE, _of_full(name, values))
     return _opaque(frame, eqn, values, kind)
 
 
@@ -110,10 +107,10 @@ def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
     else:
         out = Value(None, tangent=tangent)
     known = eqn.primitive.name in LOW
-    reason = "contraction" if known else f"ops={{{eqn.primitive.name!r}: 'low'}}"
+    why = Kind.CONTRACTION.of() if known else Kind.ASKED.of(eqn.primitive.name)
     wide_gradients = low == frame.rules.low and frame.rules.wide_gradients
     op = Dot(_parameters(eqn, values) if wide_gradients else ())
-    step = frame.step(eqn, values, [low] * len(values), [out] * len(eqn.outvars), reason, op=op)
+    step = frame.step(eqn, values, [low] * len(values), [out] * len(eqn.outvars), why, op=op)
     if known and any(is_mask(dtype_of(v)) for v in eqn.invars[:2]):
         reads = [
             Read(low) if i < 2 and is_mask(dtype_of(v)) else read
@@ -142,20 +139,19 @@ def _parameters(eqn: JaxprEqn, values: Sequence[Value | None]) -> tuple[int, ...
 def _by_recipe(frame: Frame, step: Step, values: Sequence[Value | None], low: DType | None) -> Step:
     """The step of a contraction, multiplied as the recipe of the policy says, or saying why not."""
     verdict = by_recipe(frame, step.eqn, values, low)
-    step = dataclasses.replace(step, reason=verdict.reason(step.reason, frame.rules.policy.matmul))
+    why = verdict.noted(step.why, frame.rules.policy.matmul)
     if verdict.product is None:
-        skipped = Skipped(verdict.why_not, verdict.intended)
-        return dataclasses.replace(step, skipped=skipped)
+        return dataclasses.replace(step, why=why)
     op = QuantizedDot(step.op.parameters, product=verdict.product)
-    return dataclasses.replace(step, op=op)
+    return dataclasses.replace(step, op=op, why=why)
 
 
-def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str | None:
+def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Why | None:
     """Why a contraction stays in float32, or None."""
     known = eqn.primitive.name in LOW  # else a user's override says that it is a contraction
     if known and (kept := author_keeps(eqn, frame.rules)) is not None:
         return kept
-    if pinned := next((v.pinned for v in values if v and v.pinned), ""):
+    if pinned := next((v.pinned for v in values if v and v.pinned), None):
         return pinned
     if not known:
         return None
@@ -165,7 +161,7 @@ def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> str 
     if (kept := geometry(eqn, frame.kinds(eqn), of_layers=of_layers)) is not None:
         return kept
     if is_angle(frame.demanded(eqn)[0]):
-        return "only angles or a linear solver want the result"
+        return Kind.ANGLES.of()
     return None
 
 
@@ -174,7 +170,7 @@ def _transparent(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
     name, mine = eqn.primitive.name, [v for v in values if v is not None]
     if len(eqn.outvars) == len(values) > 1:  # optimization_barrier: one to one
         dtypes = [v.dtype if v else None for v in values]
-        return frame.step(eqn, values, dtypes, values, MOVES)
+        return frame.step(eqn, values, dtypes, values, Kind.MOVES)
     if name in WRITING:
         dtype = values[0].dtype if values[0] and not any(v.wins for v in mine) else None
     else:
@@ -192,7 +188,7 @@ def _transparent(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) ->
         values,
         [None if widen else dtype] * len(values),
         [out] * len(eqn.outvars),
-        "repeats values: its gradient is summed in float32" if widen else MOVES,
+        Kind.REPEATS if widen else Kind.MOVES,
         op=Move() if name in REORDERING | CROSSING else Bind(),
     )
 
@@ -203,33 +199,33 @@ def _convert(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Ste
     if value is None:
         upcast = rules.governs(var) and dtype_of(eqn.invars[0]) in rules.lower
         if upcast and not is_promotion(eqn, frame.readers[var]):
-            out = Value(pinned="the author upcast an operand to float32", licence=DATA)
-            return frame.step(eqn, values, [None], [out], "the author's upcast")
+            out = Value(pinned=Kind.UPCAST_OPERAND.of(), licence=DATA)
+            return frame.step(eqn, values, [None], [out], Kind.UPCAST)
         made = frame.kinds(eqn) == [LITERALS] and not shape_of(var)
         licence = CONSTANT if made else of_converted(eqn.invars[0], rules.low)
         if dtype_of(eqn.invars[0]) == np.bool_:
             mask = Value(licence=licence, mask=True)
-            return frame.step(eqn, [None], [None], [mask], "no float32 operand", op=Move())
-        return frame.as_written(eqn, values, "no float32 operand", licence)
+            return frame.step(eqn, [None], [None], [mask], Kind.NOT_FLOAT32, op=Move())
+        return frame.as_written(eqn, values, Kind.NOT_FLOAT32, licence)
     if rules.governs(var):  # float32 to float32: a change of weak type
         return _transparent(frame, eqn, values)
     # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
     narrows = converted_dtype(eqn).itemsize <= rules.low.itemsize  # type: ignore[union-attr]
     dtype = value.dtype if narrows else None
-    return frame.step(eqn, values, [dtype], [None], "the author's conversion")
+    return frame.step(eqn, values, [dtype], [None], Kind.CONVERSION)
 
 
 def _opaque(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], kind: str | None) -> Step:
     """What runs as written because it is listed so, or not listed: its results are data."""
     if kind == "own":
-        step = frame.as_written(eqn, values, "runs as written", DATA)
+        step = frame.as_written(eqn, values, Kind.AS_WRITTEN, DATA)
         if eqn.primitive.name in SOLVING:
             for var in filter(frame.rules.governs, eqn.outvars):
-                frame.kept_as[var] = Value(pinned=SOLUTION, licence=DATA)
+                frame.kept_as[var] = Value(pinned=Kind.SOLUTION.of(), licence=DATA)
         return step
     if any(True for _ in compat.inner_jaxprs(eqn)):
-        return frame.as_written(eqn, values, NOT_LOOKED_INSIDE, DATA)
-    return frame.as_written(eqn, values, "not classified: runs as written", DATA)
+        return frame.as_written(eqn, values, Kind.NOT_LOOKED_INSIDE, DATA)
+    return frame.as_written(eqn, values, Kind.UNLISTED, DATA)
 
 
 def _of_full(name: str, values: Sequence[Value | None]) -> str | None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.plan import Plan
-from jaxmp._autocast.rules import LAYERS_OWN
+from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.equation_parameters import layout, product_axes, window
@@ -73,7 +73,7 @@ def _add_kept(plan: Plan, times: int, around: str, flops: Counter[str]) -> int:
         else:
             cost = contraction_flops(step.eqn) * times
             total += cost
-            if cost and step.reason == LAYERS_OWN:
+            if cost and step.why.kind == Kind.LAYERS_OWN:
                 layer = path.partition(f"{REGION}{OWN}")[0]
                 flops[plain_path(_OPEN.sub("", layer))] += cost
     return total

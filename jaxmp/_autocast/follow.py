@@ -19,6 +19,7 @@ from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER,
 from jaxmp._autocast.plan import NO_ORIGINS, Origin, Step, Value
 from jaxmp._autocast.primitives import AFFINE, CHOOSING, LOW, NORMALIZING, SCALING
 from jaxmp._autocast.rules import FLOAT16
+from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
 
 
@@ -42,27 +43,27 @@ def follow(
     full = [v for v in mine if v.dtype is None]
     name = "mul" if eqn.primitive.name in LOW else eqn.primitive.name
     if not frame.summed.isdisjoint(eqn.outvars):
-        return frame.as_written(eqn, values, "summed in float32 from iteration to iteration")
+        return frame.as_written(eqn, values, Kind.SUMMED)
     if low and compat.in_associative_scan(eqn):
-        return frame.as_written(eqn, values, "a recurrence: combined in float32")
+        return frame.as_written(eqn, values, Kind.RECURRENCE)
     chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
     if not chooses:
         if frame.is_wanted_by(eqn, INDEX):
-            return frame.as_written(eqn, values, "a position: it becomes an index")
+            return frame.as_written(eqn, values, Kind.POSITION)
         if not frame.is_wanted_by(eqn, CONTRACTION):
-            return frame.as_written(eqn, values, "only float32 ops want the result")
+            return frame.as_written(eqn, values, Kind.FLOAT32_READERS)
     if not low:
         step = _in_full(frame, name, eqn, values, full)
         if step is not None:
             return step
-        reason = "leaves a normalization towards a contraction"
+        why = Kind.LEAVES_NORMALIZATION
     else:
         refusal = _refusal(frame, name, eqn, low, full)
         if name == "div" and frame.rules.low == FLOAT16 and values[1] and values[1].dtype:
-            refusal = "divides by a 16-bit value, of which the derivative may overflow", COMPUTED
+            refusal = Kind.DIVIDES, COMPUTED
         if refusal is not None:
             return frame.as_written(eqn, values, *refusal)
-        reason = "chooses among 16-bit values" if chooses else _licensed(full)
+        why = Kind.CHOOSES if chooses else _licensed(full)
     literal = _out_of_range(frame, eqn)
     if literal is not None:
         return frame.as_written(eqn, values, literal)
@@ -74,7 +75,7 @@ def follow(
         values,
         [frame.rules.low] * len(values),
         [out] * len(eqn.outvars),
-        reason,
+        why,
         # A contraction that sums nothing up returns 16 bits, so that its gradient is 16 bits.
         op=Dot() if eqn.primitive.name in LOW else Bind(),
         saturate=True,
@@ -91,9 +92,9 @@ def _in_full(
             return None
         if name == "add" and any(v.licence == PARAMETER for v in full):
             low = frame.planning.kept(frame.rules.low, values)
-            why = "ends a normalization: leaves in 16 bits"
+            why = Kind.ENDS_NORMALIZATION
             return frame.step(eqn, values, [None] * len(values), [low], why)
-    step = frame.as_written(eqn, values, "no 16-bit operand")
+    step = frame.as_written(eqn, values, Kind.NO_LOW_OPERAND)
     written = [v for v in full if not v.constant]
     out = frame.kept_as[eqn.outvars[0]]
     if out is not None and written and all(v.pinned for v in written):
@@ -111,21 +112,21 @@ def _is_end(full: Sequence[Value]) -> bool:
 
 def _refusal(
     frame: Frame, name: str, eqn: JaxprEqn, low: list[Value], full: list[Value]
-) -> tuple[str, str] | None:
+) -> tuple[Kind, str] | None:
     """Why float32 operands are not narrowed beside low ones, and the licence of the result."""
     licences = {v.licence for v in full}
     if name in NORMALIZING and _normalizes(name, low, full):
-        return "normalizes: meets a statistic of its own operand", joined([*licences, COMPUTED])
+        return Kind.NORMALIZES, joined([*licences, COMPUTED])
     if DATA in licences:
-        return "float32 data wins over 16 bits", DATA
+        return Kind.DATA, DATA
     if name not in SCALING and any(
         v.licence == LARGE and not (v.constant and name in CHOOSING) for v in full
     ):
-        return "a large constant, or a position, wins over 16 bits as a summand", LARGE
+        return Kind.LARGE_SUMMAND, LARGE
     if name not in SCALING and SHARED in licences:
-        return "a value that many share wins over 16 bits as a summand", COMPUTED
+        return Kind.SHARED_SUMMAND, COMPUTED
     if licences & {PARAMETER, LARGE} and frame.is_wanted_by(eqn, ANGLE | STEEP):
-        return "an angle, a logarithm or a root wants the result as well", COMPUTED
+        return Kind.STEEP, COMPUTED
     return None
 
 
@@ -137,7 +138,7 @@ def _normalizes(name: str, low: list[Value], full: list[Value]) -> bool:
     return any(v.origins & statistics for v in low)
 
 
-def _out_of_range(frame: Frame, eqn: JaxprEqn) -> str | None:
+def _out_of_range(frame: Frame, eqn: JaxprEqn) -> Why | None:
     """Why a literal cannot be narrowed: it would vanish, or scale by something else.
 
     What is added or chosen, a mask, is clipped instead.
@@ -146,26 +147,26 @@ def _out_of_range(frame: Frame, eqn: JaxprEqn) -> str | None:
         if isinstance(atom, Literal) and frame.rules.governs(atom):
             value, limits = abs(float(atom.val)), jnp.finfo(frame.rules.low)
             if 0.0 < value < float(limits.tiny):
-                return f"the constant {atom.val:g} vanishes in {frame.rules.low}"
+                return Kind.VANISHES.of(f"{atom.val:g}", frame.rules.low)
             scales = eqn.primitive.name in ("mul", "div")
             if scales and float(limits.max) < value < float("inf"):
-                return f"the constant {atom.val:g} is beyond {frame.rules.low}"
+                return Kind.OUT_OF_RANGE.of(f"{atom.val:g}", frame.rules.low)
     return None
 
 
-def _licensed(full: Sequence[Value]) -> str:
+def _licensed(full: Sequence[Value]) -> Kind:
     """Why float32 operands beside low ones are narrowed."""
     licences = {v.licence for v in full}
     for licence in (PARAMETER, COMPUTED, SHARED, CONSTANT, LARGE):
         if licence in licences:
             return _LICENSED[licence]
-    return "computed from 16-bit values"
+    return Kind.LOW
 
 
 _LICENSED = {
-    PARAMETER: "a parameter beside a 16-bit value",
-    COMPUTED: "made from 16-bit values, beside one",
-    SHARED: "made from 16-bit values, as a factor of one",
-    CONSTANT: "a constant beside a 16-bit value",
-    LARGE: "a constant or a position as a factor of a 16-bit value",
+    PARAMETER: Kind.PARAMETER,
+    COMPUTED: Kind.COMPUTED,
+    SHARED: Kind.SHARED_FACTOR,
+    CONSTANT: Kind.CONSTANT,
+    LARGE: Kind.LARGE_FACTOR,
 }

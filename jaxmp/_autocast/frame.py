@@ -25,6 +25,7 @@ from jaxmp._autocast.plan import NO_ORIGINS, DType, Op, Origin, Plan, Read, Step
 from jaxmp._autocast.primitives import BROADCASTING, GROWING, LOW, SCALING
 from jaxmp._autocast.provenance import LITERALS, OTHER, Provenance, kinds_of, says_parameter
 from jaxmp._autocast.rules import FLOAT16, Rules
+from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import readers_of
@@ -199,7 +200,7 @@ class Frame:
         values: Sequence[Value | None],
         dtypes: Sequence[DType | None],
         outs: Sequence[Value | None],
-        reason: str,
+        why: Why | Kind,
         *,
         op: Op = _BIND,
         saturate: bool = False,
@@ -212,7 +213,7 @@ class Frame:
           values: how its operands are kept.
           dtypes: the dtype each is read in, None being float32.
           outs: how its results are kept.
-          reason: why.
+          why: why.
           op: what runs it.
           saturate: whether literals and masks among the operands stay finite when narrowed.
           plans: the plans of the jaxprs inside.
@@ -230,6 +231,7 @@ class Frame:
         scales = repeats and eqn.primitive.name in SCALING
         shape = shape_of(eqn.outvars[0]) if repeats and not scales else None
         clips = self._clips(eqn, kept)
+        why = why.of() if isinstance(why, Kind) else why
         return Step(
             eqn=eqn,
             op=Scale() if scales else op,
@@ -245,7 +247,7 @@ class Frame:
                 for atom, value, dtype in zip(eqn.invars, values, dtypes, strict=True)
             ),
             outs=tuple(value and (value.dtype or self.enclosing.wide) for value in kept),
-            reason=f"{reason}; clipped to float16's range" if clips else reason,
+            why=why.noted(Kind.CLIPPED) if clips else why,
             plans=plans,
             clips=clips,
             linear=any(v is not None and v.tangent for v in values),
@@ -272,7 +274,7 @@ class Frame:
         self,
         eqn: JaxprEqn,
         values: Sequence[Value | None],
-        reason: str,
+        why: Why | Kind,
         licence: str | None = None,
     ) -> Step:
         """Operands and results in float32; the licence is the operands' unless one is given."""
@@ -285,7 +287,7 @@ class Frame:
         out = self.planning.kept(None, used)
         if licence is not None:
             out = out._replace(licence=licence)
-        return self.step(eqn, values, [None] * len(values), [out] * len(eqn.outvars), reason)
+        return self.step(eqn, values, [None] * len(values), [out] * len(eqn.outvars), why)
 
     def follow_up(self, eqn: JaxprEqn) -> None:
         """Records what a planned equation says of its results besides how they are kept."""

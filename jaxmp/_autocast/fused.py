@@ -27,19 +27,17 @@ from jaxmp._autocast.masked import makers
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, region_rules
-from jaxmp._autocast.scores import NotFusedError, scores_of
+from jaxmp._autocast.scores import NoKernelError, NotFusedError, scores_of
 from jaxmp._autocast.softmaxes import Way, sums_rows, way_to
 from jaxmp._autocast.value_refs import Scope, seen
+from jaxmp._autocast.why import Kind
 from jaxmp._chip_words import chip_in
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
 from jaxmp._jaxprs.source import is_backward
 from jaxmp._speed import Chip, chip_named, chip_of
 
-# How the reason begins where no kernel could compute any attention.
-NO_KERNEL = "there is no kernel for"
 READ = "something else reads its scores or its probabilities"
 BACKWARD = ", as a backward pass does: transform the function first, and then take its gradient"
-DROPPED = "part of the attention that {} computes"
 
 
 def fuse(plan: Plan, _planner: object = None) -> Plan:
@@ -59,16 +57,15 @@ def fuse(plan: Plan, _planner: object = None) -> Plan:
         chip = chip_named(name) if name else chip_of(traced_for())
         try:
             fused = _fused(steps, step, *found, scope, chip)
-            dropped = _dropped(steps, i, fused, plan.jaxpr.outvars)
+            unneeded = _dropped(steps, i, fused, plan.jaxpr.outvars)
         except NotFusedError as why:
-            reason = f"{step.reason}; attention, not fused: {why}"
-            steps[i] = dataclasses.replace(step, unfused=str(why), reason=reason)
+            steps[i] = dataclasses.replace(step, why=step.why.noted(why.kind, *why.args))
             continue
-        for j in dropped:
-            reason = DROPPED.format(fused.kernel.name)
-            steps[j] = dataclasses.replace(steps[j], op=Drop(), plans=(), reason=reason)
-        reason = f"{step.reason}; attention, computed by {fused.kernel.name} on {chip.name}"
-        steps[i] = dataclasses.replace(step, op=fused, reason=reason)
+        for j in unneeded:
+            dropped = Kind.DROPPED.of(fused.kernel.name)
+            steps[j] = dataclasses.replace(steps[j], op=Drop(), plans=(), why=dropped)
+        by = step.why.noted(Kind.FUSED, fused.kernel.name, chip.name)
+        steps[i] = dataclasses.replace(step, op=fused, why=by)
     return dataclasses.replace(plan, steps=tuple(steps))
 
 
@@ -100,7 +97,7 @@ def _fused(
     """
     kernel = kernel_of(chip)
     if kernel is None:
-        raise NotFusedError(f"{NO_KERNEL} {chip.name}")
+        raise NoKernelError(chip.name)
     if not way.softmax.plain:
         raise NotFusedError("its exponentials are masked, or something is added to their sum")
     for eqn in way.eqns:
@@ -135,7 +132,7 @@ def _check_low(step: Step) -> None:
     if isinstance(step.op, (QuantizedDot, StoredDot)):
         raise NotFusedError("a product of it is in 8 bits")
     if not isinstance(step.op, Dot) or {*step.ins, *step.outs} & {None, FLOAT32}:
-        raise NotFusedError(f"a product of it is in float32 ({step.reason})")
+        raise NotFusedError(f"a product of it is in float32 ({step.why})")
     if any(map(explicit_sharding, step.eqn.invars)):
         raise NotFusedError("the types of its arrays say how they are sharded")
 

@@ -19,6 +19,7 @@ from jaxmp._autocast.licences import COMPUTED, DATA, LARGE
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.provenance import OTHER, WEIGHTS
 from jaxmp._autocast.rules import Rules
+from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.source import module_path, user_line
@@ -62,7 +63,7 @@ class Value(NamedTuple):
 
     dtype: DType | None = None
     origins: frozenset[Origin] = NO_ORIGINS
-    pinned: str = ""
+    pinned: Why | None = None
     argument: bool = False
     constant: bool = False
     mask: bool = False
@@ -97,18 +98,6 @@ class Read(NamedTuple):
     saturate: bool = False
     alone: bool = False
     shape: tuple[int, ...] | None = None
-
-
-class Skipped(NamedTuple):
-    """Why the recipe of a policy does not multiply a contraction.
-
-    Attributes:
-      why: in words.
-      intended: whether that is as it should be: it is no layer, or the last one.
-    """
-
-    why: str
-    intended: bool
 
 
 class Op:
@@ -166,12 +155,9 @@ class Step:
       op: what runs it.
       reads: how each operand is read.
       outs: the dtype each result is kept in; None for what is not ours.
-      reason: why, in words.
+      why: why so.
       plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
-      skipped: of a contraction that a recipe does not multiply: why not.
       linear: whether an operand is a tangent: what is done with it may be transposed.
-      unfused: of a product of a softmax that no kernel computes, though the policy asks for it:
-        why not.
       clips: whether results beyond the range of the low dtype are clipped to it, as policies ask
         with ``saturate``.
       saves: why nothing of it is computed again on the way back, under a policy that asks for that;
@@ -182,11 +168,9 @@ class Step:
     op: Op
     reads: tuple[Read, ...]
     outs: tuple[DType | None, ...]
-    reason: str
+    why: Why
     plans: tuple[Plan, ...] = ()
-    skipped: Skipped | None = None
     linear: bool = False
-    unfused: str = ""
     clips: bool = False
     saves: str = ""
 
@@ -195,13 +179,13 @@ class Step:
         """The dtype each operand is read in."""
         return tuple(read.dtype for read in self.reads)
 
-    def run_in(self, dtype: DType, reason: str) -> Step:
+    def run_in(self, dtype: DType, why: Kind) -> Step:
         """The step with our operands and results in another dtype."""
         return dataclasses.replace(
             self,
             reads=tuple(r._replace(dtype=r.dtype and dtype) for r in self.reads),
             outs=tuple(d and dtype for d in self.outs),
-            reason=reason,
+            why=why.of(),
         )
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.primitives import CALLED, LOOKING_UP, classify
+from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs.attributes import is_reference, name_stack
 from jaxmp._jaxprs.compat import dtype_of, kind
 from jaxmp._jaxprs.dots import contracted
@@ -24,7 +25,6 @@ FLOAT64 = np.dtype("float64")
 FLOAT16 = np.dtype("float16")
 LOW_DTYPES = (np.dtype("bfloat16"), FLOAT16)
 
-LAYERS_OWN = "float32: the layer's own dtype"
 FULL = get_policy("float32")
 # The classes in which a primitive with jaxprs inside runs as it is, in float32.
 WHOLE = ("full", "own")
@@ -58,7 +58,7 @@ class Rules:
     saturate: bool
     recomputes: bool
     overrides: dict[str, str]
-    why_float32: str = "float32 region"
+    why_float32: Kind = Kind.REGION
 
     @property
     def lower(self) -> tuple[np.dtype[Any], ...]:
@@ -191,10 +191,10 @@ def _scope_rules(stack: Any) -> Rules | None:
 
 @functools.lru_cache(maxsize=256)
 def _own_rules(policy: str) -> Rules:
-    return dataclasses.replace(rules_for(get_policy(policy)), why_float32=LAYERS_OWN)
+    return dataclasses.replace(rules_for(get_policy(policy)), why_float32=Kind.LAYERS_OWN)
 
 
-def author_keeps(eqn: JaxprEqn, rules: Rules | None = None) -> str | None:
+def author_keeps(eqn: JaxprEqn, rules: Rules | None = None) -> Why | None:
     """Why a contraction runs as written whatever its operands are, or None."""
     rules = rules or rules_for(FULL)
     wide, low = rules.wide, rules.low
@@ -202,13 +202,13 @@ def author_keeps(eqn: JaxprEqn, rules: Rules | None = None) -> str | None:
     for p in asked if isinstance(asked, tuple) else (asked,):
         name = str(getattr(p, "name", p))
         if p is not None and name.upper() != "DEFAULT" and not _means(name, low):
-            return f"precision={name}, as the author asked"
+            return Kind.PRECISION.of(name)
     dtypes = {np.dtype(dtype_of(v)) for v in eqn.invars[:2]}
     if wide not in dtypes:
-        return f"operands are {' and '.join(sorted(d.name for d in dtypes))}, not {wide.name}"
+        return Kind.OPERANDS.of(" and ".join(sorted(d.name for d in dtypes)), wide.name)
     for dtype in dtypes - {wide}:
         if dtype not in rules.lower and not is_mask(dtype):
-            return f"multiplies {wide.name} by {dtype.name}"
+            return Kind.MIXED.of(wide.name, dtype.name)
     return None
 
 

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._autocast.contract import Dot, Stored, StoredDot
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rules import FLOAT32
+from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.equation_parameters import permutation, product_axes, widens_8_bits
@@ -79,7 +80,6 @@ def _scaled_after(step: Step, stored: dict[Any, Stored]) -> Step:
         sizes, scales = shape_of(eqn.invars[side]), weight.scale_shape
         one = all(scales[i] == 1 for i in contracted[side])
         if one and all(n in (1, size) for n, size in zip(scales, sizes, strict=True)):
-            reason = f"{step.reason} (stored values, scaled after)"
             op = StoredDot(weight._replace(side=side))
-            return dataclasses.replace(step, op=op, reason=reason)
+            return dataclasses.replace(step, op=op, why=step.why.noted(Kind.STORED))
     return step

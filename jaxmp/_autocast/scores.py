@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.value_refs import VARYING, Seen, number
+from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.compat import dtype_of, kind, shape_of
 from jaxmp._jaxprs.equation_parameters import broadcast_axes, iota_axis, permutation
 
@@ -25,6 +26,14 @@ Axes = tuple[int | None, ...]
 
 class NotFusedError(Exception):
     """Why attention is not fused."""
+
+    kind = Kind.NOT_FUSED
+
+
+class NoKernelError(NotFusedError):
+    """The chip that has no kernel for any attention."""
+
+    kind = Kind.NO_KERNEL
 
 
 class Placed(NamedTuple):

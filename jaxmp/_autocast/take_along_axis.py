@@ -27,11 +27,10 @@ from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.plan import DType, Op, Plan, Step
 from jaxmp._autocast.reading import Environment
 from jaxmp._autocast.rules import Rules
+from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
 from jaxmp._jaxprs.equation_parameters import Gather, broadcast_axes, gather, iota_axis
-
-REASON = "picks one element of each row: its gradient is a comparison, not a scatter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +75,8 @@ def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
             as_kept = kept.get(step.eqn.invars[0]) or plan.rules.wide
             low = step.outs[0] if as_kept == step.outs[0] else plan.rules.wide
             reads = (step.reads[0]._replace(dtype=low), *step.reads[1:])
-            reason = f"{step.reason}; {REASON}"
-            step = dataclasses.replace(step, op=found, reads=reads, reason=reason)
+            why = step.why.noted(Kind.PICKS)
+            step = dataclasses.replace(step, op=found, reads=reads, why=why)
         kept.update(zip(step.eqn.outvars, step.outs, strict=True))
         steps.append(step)
     return dataclasses.replace(plan, steps=tuple(steps))

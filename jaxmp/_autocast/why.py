@@ -1,0 +1,157 @@
+"""Why a step is as it is: a kind, which code asks for, and a sentence, which people read.
+
+All sentences are here. Named scopes carry the kind and its details, so that `audit` reads from a
+traced program, or from its derivative, what autocast decided (`annotations`).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class Kind(enum.Enum):
+    """What decides; its value is the sentence, in which ``{}`` stands for a detail."""
+
+    # Matmuls and convolutions.
+    CONTRACTION = "contraction"
+    ASKED = "ops={{{!r}: 'low'}}"
+    PRECISION = "precision={}, as the author asked"
+    OPERANDS = "operands are {}, not {}"
+    MIXED = "multiplies {} by {}"
+    UPCAST_OPERAND = "the author upcast an operand to float32"
+    SOLUTION = "an operand is the solution of a linear system"
+    SIGNAL = "signal processing: an operand is made of constants"
+    SCALAR_PRODUCT = "a scalar product"
+    COORDINATES = "geometry: contracts {} elements, of no parameter"
+    POSE = "geometry: a matrix of {} rows, and as few columns"
+    ANGLES = "only angles or a linear solver want the result"
+
+    # Elementwise operations.
+    SUMMED = "summed in float32 from iteration to iteration"
+    RECURRENCE = "a recurrence: combined in float32"
+    POSITION = "a position: it becomes an index"
+    FLOAT32_READERS = "only float32 ops want the result"
+    NO_LOW_OPERAND = "no 16-bit operand"
+    LEAVES_NORMALIZATION = "leaves a normalization towards a contraction"
+    ENDS_NORMALIZATION = "ends a normalization: leaves in 16 bits"
+    NORMALIZES = "normalizes: meets a statistic of its own operand"
+    DIVIDES = "divides by a 16-bit value, of which the derivative may overflow"
+    DATA = "float32 data wins over 16 bits"
+    LARGE_SUMMAND = "a large constant, or a position, wins over 16 bits as a summand"
+    SHARED_SUMMAND = "a value that many share wins over 16 bits as a summand"
+    STEEP = "an angle, a logarithm or a root wants the result as well"
+    VANISHES = "the constant {} vanishes in {}"
+    OUT_OF_RANGE = "the constant {} is beyond {}"
+    CHOOSES = "chooses among 16-bit values"
+    LOW = "computed from 16-bit values"
+    PARAMETER = "a parameter beside a 16-bit value"
+    COMPUTED = "made from 16-bit values, beside one"
+    SHARED_FACTOR = "made from 16-bit values, as a factor of one"
+    CONSTANT = "a constant beside a 16-bit value"
+    LARGE_FACTOR = "a constant or a position as a factor of a 16-bit value"
+
+    # What only moves values, conversions.
+    MOVES = "moves values: as they are"
+    MOVES_NARROWED = "moves what a contraction reads"
+    MOVES_WIDENED = "moves what float32 ops read: widened once"
+    REPEATS = "repeats values: its gradient is summed in float32"
+    UPCAST = "the author's upcast"
+    CONVERSION = "the author's conversion"
+
+    # What runs in float32, or as written, whatever its operands are.
+    SENSITIVE = "sensitive op: float32"
+    NOT_FLOAT32 = "no float32 operand"
+    AS_WRITTEN = "runs as written"
+    REGION = "float32 region"
+    LAYERS_OWN = "float32: the layer's own dtype"
+    UNLISTED = "not classified: runs as written"
+    NOT_LOOKED_INSIDE = "not classified, not looked inside: runs as written"
+    CLOSES_OVER = "a derivative rule closes over a traced value, and the program runs as written"
+
+    # Equations with jaxprs inside.
+    INSIDE = "looked inside"
+    WHILE = "looked inside; a while loop carries float32"
+
+    # What passes add.
+    DROPPED = "part of the attention that {} computes"
+    RECIPE = ", {}"
+    CHOSEN = ": {}"
+    NOT_QUANTIZED = "; not {1}: {0}"
+    INTENDED = ""  # that is as it should be: it is no layer, or the last one
+    STORED = " (stored values, scaled after)"
+    SOFTMAX = " (of a softmax: its probabilities are kept in 16 bits, and nothing else of it)"
+    PICKS = "; picks one element of each row: its gradient is a comparison, not a scatter"
+    FUSED = "; attention, computed by {} on {}"
+    NOT_FUSED = "; attention, not fused: {}"
+    NO_KERNEL = "; attention, not fused: there is no kernel for {}"
+    CLIPPED = "; clipped to float16's range"
+
+    def of(self, *details: object) -> Why:
+        """A reason of this kind."""
+        return Why(self, tuple(map(str, details)))
+
+
+class Why(NamedTuple):
+    """Why a step is as it is; as text, the sentence.
+
+    Attributes:
+      kind: what decides.
+      details: what its sentence says besides.
+      notes: what passes add, in order.
+
+    Example:
+      >>> why = Kind.COORDINATES.of(3).noted(Kind.CLIPPED)
+      >>> print(why)
+      geometry: contracts 3 elements, of no parameter; clipped to float16's range
+      >>> why.note(Kind.SOFTMAX) is None
+      True
+    """
+
+    kind: Kind
+    details: tuple[str, ...] = ()
+    notes: tuple[Why, ...] = ()
+
+    def noted(self, kind: Kind, *details: object) -> Why:
+        """The same, with a note."""
+        return self._replace(notes=(*self.notes, kind.of(*details)))
+
+    def note(self, *kinds: Kind) -> Why | None:
+        """The first note of one of some kinds, if there is one."""
+        return next((note for note in self.notes if note.kind in kinds), None)
+
+    def without(self, kind: Kind) -> Why:
+        """The same, without notes of a kind."""
+        return self._replace(notes=tuple(note for note in self.notes if note.kind != kind))
+
+    def __str__(self) -> str:
+        return self.kind.value.format(*self.details) + "".join(map(str, self.notes))
+
+
+def is_unknown(why: Why) -> bool:
+    """Whether nobody has said what the operation does: contractions may be in it."""
+    return why.kind in (Kind.UNLISTED, Kind.NOT_LOOKED_INSIDE)
+
+
+class Skipped(NamedTuple):
+    """Why the recipe of a policy does not multiply a contraction.
+
+    Attributes:
+      why: in words.
+      intended: whether that is as it should be: it is no layer, or the last one.
+    """
+
+    why: str
+    intended: bool
+
+
+def skipped(why: Why) -> Skipped | None:
+    """Why the recipe of a policy does not multiply the contraction of a step, if so."""
+    note = why.note(Kind.NOT_QUANTIZED)
+    return note and Skipped(note.details[0], intended=why.note(Kind.INTENDED) is not None)
+
+
+def unfused(why: Why) -> str:
+    """Why no kernel computes the attention of a step, though a policy asks for it; or empty."""
+    note = why.note(Kind.NOT_FUSED, Kind.NO_KERNEL)
+    return str(note).partition(": ")[2] if note else ""
