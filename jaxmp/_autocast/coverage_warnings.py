@@ -21,10 +21,10 @@ from jaxmp._autocast.contract import QuantizedDot
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.parameters import overlooked
-from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
-from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
+from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps, region_rules
 from jaxmp._autocast.why import Kind, skipped, unfused
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
@@ -82,103 +82,112 @@ def warn_closing(calls: Sequence[JaxprEqn], known: set[str]) -> None:
     )
 
 
-def warn_unquantized(plan: Plan, known: set[str]) -> None:
-    """Warns of an 8-bit recipe that is emulated here, or multiplies less than half of layers."""
+def warn_emulated(plan: Plan, known: set[str]) -> None:
+    """Warns of a recipe in 8 bits that is emulated here."""
     recipe = plan.rules.policy.matmul
-    if not isinstance(recipe, Recipe) or not recipe.quantizes:
-        return
-    slow = warning(recipe, chip_of(traced_for()))
-    if slow:
-        _say(f"{slow}. matmul=auto takes what pays.", known)
-    missed = _missed(
-        plan,
-        done=lambda step: isinstance(step.op, QuantizedDot),
-        why=_missed_by_recipe,
-    )
-    if missed is None:
-        return
-    _say(
-        f"{recipe} products: {missed.share:.0%} of what layers multiply stays in "
-        f"{np.dtype(plan.rules.policy.compute_dtype).name}: {missed.why}. jaxmp.explain lists "
-        "them.",
-        known,
-        missed.why,
-    )
+    if isinstance(recipe, Recipe) and recipe.quantizes:
+        slow = warning(recipe, chip_of(traced_for()))
+        if slow:
+            _say(f"{slow}. matmul=auto takes what pays.", known)
 
 
-def warn_unfused(plan: Plan, known: set[str]) -> None:
-    """Warns where a policy asks for fused attention, and a kernel computes less than half of it.
+class Asked(NamedTuple):
+    """What a policy asks of the contractions of a program.
 
-    Not where the chip has no kernel: a program is tried out there that runs elsewhere.
+    Attributes:
+      done: whether a step does it.
+      why_not: why one that should does not; None for one that need not.
+      text: what to say where most do not: ``{share}`` of the FLOPs, and ``{why}``.
     """
-    missed = _missed(
-        plan,
-        done=lambda step: isinstance(step.op, FusedAttention),
-        why=lambda step: None if step.why.note(Kind.NO_KERNEL) else unfused(step.why),
-    )
-    if missed is None:
-        return
-    _say(
-        f"attention=fused: {missed.share:.0%} of what attention multiplies is not fused: "
-        f"{missed.why}. jaxmp.explain lists them.",
-        known,
-        missed.why,
+
+    done: Callable[[Step], bool]
+    why_not: Callable[[Step], str | None]
+    text: str
+
+
+def warn_missed(plan: Plan, known: set[str]) -> None:
+    """Warns where the policy asks for something that less than half of the FLOPs does."""
+    for asked in filter(None, (ask(plan) for ask in ASKED)):
+        did, missed, reasons = 0, 0, Counter[str]()
+        for visit in plan.walk():
+            flops = contraction_flops(visit.step.eqn) * visit.count
+            if asked.done(visit.step):
+                did += flops
+            elif reason := asked.why_not(visit.step):
+                missed += flops
+                reasons[reason] += 1
+        if missed > did:
+            why = "; ".join(f"{n} because {reason}" for reason, n in reasons.most_common())
+            text = asked.text.format(share=f"{missed / (did + missed):.0%}", why=why)
+            _say(text, known, why)
+
+
+def _to_quantize(plan: Plan) -> Asked | None:
+    policy = plan.rules.policy
+    if not isinstance(policy.matmul, Recipe) or not policy.matmul.quantizes:
+        return None
+
+    def why_not(step: Step) -> str | None:
+        product = skipped(step.why)
+        return product.why if product and not product.intended else None
+
+    return Asked(
+        lambda step: isinstance(step.op, QuantizedDot),
+        why_not,
+        f"{policy.matmul} products: {{share}} of what layers multiply stays in "
+        f"{np.dtype(policy.compute_dtype).name}: {{why}}. jaxmp.explain lists them.",
     )
 
 
-def warn_precision(plan: Plan, known: set[str]) -> None:
-    """Warns where JAX's default precision, the author's word, keeps most of a program float32."""
+def _to_fuse(_plan: Plan) -> Asked:
+    # Not where the chip has no kernel: a program is tried out there that runs elsewhere.
+    return Asked(
+        lambda step: isinstance(step.op, FusedAttention),
+        lambda step: None if step.why.note(Kind.NO_KERNEL) else unfused(step.why),
+        "attention=fused: {share} of what attention multiplies is not fused: {why}. jaxmp.explain "
+        "lists them.",
+    )
+
+
+def _to_narrow(plan: Plan) -> Asked | None:
+    """JAX's default precision, the author's word, may keep most of a program float32."""
     default = setting("jax_default_matmul_precision")
     if plan.rules.low is None or default is None:
-        return
+        return None
     one = jax.ShapeDtypeStruct((1, 1), plan.rules.wide)
     unsaid = jax.make_jaxpr(lax.dot)(one, one).eqns[-1]
     kept = author_keeps(unsaid, plan.rules)
-    if kept is None:
-        return
-    missed = _missed(
-        plan,
-        done=lambda step: step.eqn.primitive.name in LOW and step.why != kept,
-        why=lambda step: str(kept) if step.why == kept else None,
-    )
-    if missed is None:
-        return
-    _say(
-        f"{missed.share:.0%} of what contractions multiply stays float32: JAX's default "
-        f"precision is {default!r}, which asks for that like precision= in a call. Unset "
+    return kept and Asked(
+        lambda step: step.eqn.primitive.name in LOW and step.why != kept,
+        lambda step: str(kept) if step.why == kept else None,
+        "{share} of what contractions multiply stays float32: JAX's default precision is "
+        f"{default!r}, which asks for that like precision= in a call. Unset "
         "jax_default_matmul_precision, or put `with jax.default_matmul_precision(...)` around only "
         "what is to stay float32. jaxmp.explain lists it.",
-        known,
-        missed.why,
     )
 
 
-def warn_ungoverned(plan: Plan, known: set[str]) -> None:
-    """Warns where a program multiplies float64 and the policy is about float32, or vice versa."""
-    wide = plan.rules.wide
-    other: Any = np.dtype("float64")
-    policy = "p=f64,c=f32,o=f64"
-    if wide == other:
-        other, policy = np.dtype("float32"), "mixed_bfloat16"
+def _to_govern(plan: Plan) -> Asked:
+    """A program may multiply float64 where the policy is about float32, or vice versa."""
+    wide, policy = plan.rules.wide, "p=f64,c=f32,o=f64"
+    other: DType = FLOAT64
+    if wide == FLOAT64:
+        other, policy = FLOAT32, "mixed_bfloat16"
 
     def is_other(step: Step) -> bool:
         dtypes = set(map(compat.dtype_of, step.eqn.invars))
         return other in dtypes and wide not in dtypes
 
-    missed = _missed(
-        plan,
-        done=lambda step: step.eqn.primitive.name in LOW and not is_other(step),
-        why=lambda step: f"operands are {other.name}" if is_other(step) else None,
+    return Asked(
+        lambda step: step.eqn.primitive.name in LOW and not is_other(step),
+        lambda step: f"operands are {other.name}" if is_other(step) else None,
+        f"{{share}} of what contractions multiply is {other.name}, and stays so: the policy is "
+        f"about {wide.name} values, as its param_dtype says. Give {wide.name} arrays, or a policy "
+        f"about {other.name}, such as {policy!r}.",
     )
-    if missed is None:
-        return
-    _say(
-        f"{missed.share:.0%} of what contractions multiply is {other.name}, and stays so: the "
-        f"policy is about {wide.name} values, as its param_dtype says. Give {wide.name} arrays, or "
-        f"a policy about {other.name}, such as {policy!r}.",
-        known,
-        missed.why,
-    )
+
+
+ASKED = (_to_quantize, _to_fuse, _to_narrow, _to_govern)
 
 
 def warn_overlooked(
@@ -231,9 +240,7 @@ def warn_unknown(plan: Plan, known: set[str]) -> None:
         )
 
 
-COVERAGE = (
-    warn_unseen, warn_unquantized, warn_unfused, warn_unknown, warn_precision, warn_ungoverned,
-)  # fmt: skip
+COVERAGE = (warn_unseen, warn_emulated, warn_missed, warn_unknown)
 
 
 def overruled(plan: Plan) -> str:
@@ -260,36 +267,6 @@ def _governed(plan: Plan) -> Iterator[Rules]:
             yield region_rules(step.eqn, plan.rules) or plan.rules
         for inner in step.plans:
             yield from _governed(inner)
-
-
-def _missed_by_recipe(step: Step) -> str | None:
-    product = skipped(step.why)
-    return product.why if product and not product.intended else None
-
-
-class _Missed(NamedTuple):
-    """Which share of the FLOPs that a policy is about it missed, and why, in words."""
-
-    share: float
-    why: str
-
-
-def _missed(
-    plan: Plan, done: Callable[[Step], bool], why: Callable[[Step], str | None]
-) -> _Missed | None:
-    """What steps missed, by their FLOPs; None unless it is more than what they did."""
-    did, missed, reasons = 0, 0, Counter[str]()
-    for visit in plan.walk():
-        flops = contraction_flops(visit.step.eqn) * visit.count
-        if done(visit.step):
-            did += flops
-        elif reason := why(visit.step):
-            missed += flops
-            reasons[reason] += 1
-    if missed <= did:
-        return None
-    said = "; ".join(f"{n} because {reason}" for reason, n in reasons.most_common())
-    return _Missed(missed / (did + missed), said)
 
 
 def _not_looked_inside(plan: Plan) -> Iterator[JaxprEqn]:

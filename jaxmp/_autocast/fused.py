@@ -154,7 +154,7 @@ def _dropped(
     reads.update(v for v in outvars if not isinstance(v, Literal))
     made_at = {v: i for i, op in enumerate(ops) if op != Drop() for v in steps[i].eqn.outvars}
     dropped: list[int] = []
-    unread = [v for v in reads_of[at] if v in made_at]
+    unread = [v for v in steps[at].op.reads(steps[at]) if v in made_at]
     while unread:
         i = made_at[unread.pop()]
         step = steps[i]
