@@ -1,6 +1,6 @@
 """Forward pass over equations with jaxprs inside: calls, cond, while, scan.
 
-Each function plans the inner jaxprs for the values that enter them and returns the equation's step.
+Each function plans the inner jaxprs for the values that enter them and decides the equation.
 """
 
 from __future__ import annotations
@@ -13,59 +13,45 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, PRODUCT
 from jaxmp._autocast.execute import CustomCall, Inside
-from jaxmp._autocast.frame import Frame
+from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.licences import CONSTANT, DATA
-from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Step, Value
+from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Value
 from jaxmp._autocast.provenance import WEIGHTS
 from jaxmp._autocast.rules import with_whole_tables
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.higher_order import Inner, sums_as_given
 
 
-def plan_inside(
-    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
-) -> Step:
-    """The step of an equation with jaxprs inside, by what they are."""
-    *tests, body = inners
+def plan_inside(facts: Facts) -> Decision:
+    """Decides an equation with jaxprs inside, by what they are."""
+    *tests, body = facts.inners
     if not body.loops:
-        planned = _branches if tests else _call
-        return planned(frame, eqn, values, inners)
-    if body.open_ended:
-        return _while(frame, eqn, values, tests, body)
-    return _scan(frame, eqn, values, body)
+        return _branches(facts) if tests else _call(facts, body)
+    return _while(facts, tests, body) if body.open_ended else _scan(facts, body)
 
 
-def _call(
-    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
-) -> Step:
+def _call(facts: Facts, inner: Inner) -> Decision:
     """One inner jaxpr, called once."""
-    [inner] = inners
-    entering = [values[i] for i in inner.operands]
-    wanted = _wanted(frame, eqn, inner)
-    if inner.rule == "custom_jvp" and frame.rules.low is not None:
-        entering, wanted = _at_the_door(frame, eqn, inner, entering, wanted)
-    if sums_as_given(eqn) and frame.rules.low is not None and not frame.rules.wide_gradients:
-        entering = _weights_narrowed(frame, eqn, inner, entering, wanted)
-    made = frame.kinds_inside(eqn, inner)
-    plan = frame.planning.plan(inner.jaxpr, entering, wanted, frame.rules, made=made)
-    dtypes = [v.dtype if v else None for v in values]
+    rules = facts.rules
+    entering = [facts.values[i] for i in inner.operands]
+    wanted = _wanted(facts, inner)
+    if inner.rule == "custom_jvp" and rules.low is not None:
+        entering, wanted = _at_the_door(facts, inner, entering, wanted)
+    if sums_as_given(facts.eqn) and rules.low is not None and not rules.wide_gradients:
+        entering = _weights_narrowed(facts, inner, entering, wanted)
+    made = facts.kinds_inside(inner)
+    plan = facts.planning.plan(inner.jaxpr, entering, wanted, rules, made=made)
+    dtypes = [v.dtype if v else None for v in facts.values]
     for i, dtype in zip(inner.operands, plan.ins, strict=True):
         dtypes[i] = dtype
-    return frame.step(
-        eqn,
-        values,
-        dtypes,
-        _returned(eqn, inner, plan.values),
-        Kind.INSIDE,
-        op=CustomCall(inner.rule) if inner.rule else Inside(),
-        saturate=True,
-        plans=(plan,),
-    )
+    outs = _returned(facts.eqn, inner, plan.values)
+    op = CustomCall(inner.rule) if inner.rule else Inside()
+    return Decision(dtypes, outs, Kind.INSIDE.of(), op, saturate=True, plans=(plan,))
 
 
-def _wanted(frame: Frame, eqn: JaxprEqn, inner: Inner) -> list[int]:
+def _wanted(facts: Facts, inner: Inner) -> list[int]:
     """The demand on each result of an inner jaxpr."""
-    wanted = frame.demanded(eqn)
+    wanted = facts.demanded
     return [NOTHING if result is None else wanted[result] for result in inner.results]
 
 
@@ -79,7 +65,7 @@ def _returned(eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None]) -> li
 
 
 def _at_the_door(
-    frame: Frame, eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None], wanted: list[int]
+    facts: Facts, inner: Inner, values: Sequence[Value | None], wanted: list[int]
 ) -> tuple[list[Value | None], list[int]]:
     """Narrows what would leave a normalization inside a function with its own derivative (relu).
 
@@ -89,43 +75,41 @@ def _at_the_door(
     if not any(demand & (CONTRACTION | LATER) for demand in wanted):
         return list(values), wanted
     asked = [CONTRACTION | demand & PRODUCT for demand in wanted]
-    made = frame.kinds_inside(eqn, inner)
+    made = facts.kinds_inside(inner)
     narrowed = [
-        frame.planning.kept(frame.rules.low, [v])
+        facts.planning.kept(facts.rules.low, [v])
         if v and not v.dtype and v.origins and not v.wins and d & ~PRODUCT == CONTRACTION
         else v
         for v, d in zip(
             values,
-            frame.planning.demands(inner.jaxpr, asked, frame.rules, made).ins,
+            facts.planning.demands(inner.jaxpr, asked, facts.rules, made).ins,
             strict=True,
         )
     ]
-    if any(frame.planning.plan(inner.jaxpr, narrowed, asked, frame.rules, made=made).outs):
+    if any(facts.planning.plan(inner.jaxpr, narrowed, asked, facts.rules, made=made).outs):
         return narrowed, asked
     return list(values), wanted
 
 
 def _weights_narrowed(
-    frame: Frame, eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None], wanted: list[int]
+    facts: Facts, inner: Inner, values: Sequence[Value | None], wanted: list[int]
 ) -> list[Value | None]:
     """Narrows the parameters that only contractions read inside, so that their gradients leave low.
 
     For a `shard_map` that adds up gradients itself: in the dtype in which the parameters come in.
     """
-    rules = with_whole_tables(frame.rules)
-    made = frame.kinds_inside(eqn, inner)
-    demands = frame.planning.demands(inner.jaxpr, wanted, rules, made).ins
+    rules = with_whole_tables(facts.rules)
+    made = facts.kinds_inside(inner)
+    demands = facts.planning.demands(inner.jaxpr, wanted, rules, made).ins
     return [
-        frame.planning.kept(frame.rules.low, [v])
+        facts.planning.kept(facts.rules.low, [v])
         if v and v.is_weight and v.dtype is None and d & ~PRODUCT == CONTRACTION | OPERAND
         else v
         for v, d in zip(values, demands, strict=True)
     ]
 
 
-def _branches(
-    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], inners: Sequence[Inner]
-) -> Step:
+def _branches(facts: Facts) -> Decision:
     """Branches agree: a result is low if any branch makes it low and no other is rounded in vain.
 
     That is, where all branches make it low, or a constant, or a contraction wants it. What only
@@ -134,26 +118,26 @@ def _branches(
 
     def planned(outs: Sequence[DType | None] | None = None) -> tuple[Plan, ...]:
         return tuple(
-            frame.planning.plan(
+            facts.planning.plan(
                 inner.jaxpr,
-                [values[i] for i in inner.operands],
-                _wanted(frame, eqn, inner),
-                frame.rules,
+                [facts.values[i] for i in inner.operands],
+                _wanted(facts, inner),
+                facts.rules,
                 outs=outs,
-                made=frame.kinds_inside(eqn, inner),
+                made=facts.kinds_inside(inner),
             )
-            for inner in inners
+            for inner in facts.inners
         )
 
     results = zip(*(p.values for p in planned()), strict=True)
-    outs = [_agreed(*result) for result in zip(results, frame.demanded(eqn), strict=True)]
+    outs = [_agreed(*result) for result in zip(results, facts.demanded, strict=True)]
     plans = planned(outs)
     joined = [
-        frame.planning.kept(dtype, kept) if kept[0] is not None else None
+        facts.planning.kept(dtype, kept) if kept[0] is not None else None
         for dtype, kept in zip(outs, zip(*(p.values for p in plans), strict=True), strict=True)
     ]
-    dtypes = [v.dtype if v else None for v in values]
-    return frame.step(eqn, values, dtypes, joined, Kind.INSIDE, op=Inside(), plans=plans)
+    dtypes = [v.dtype if v else None for v in facts.values]
+    return Decision(dtypes, joined, Kind.INSIDE.of(), Inside(), plans=plans)
 
 
 def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
@@ -165,69 +149,56 @@ def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
     return low if licensed and demand & CONTRACTION and not demand & INDEX else None
 
 
-def _while(
-    frame: Frame,
-    eqn: JaxprEqn,
-    values: Sequence[Value | None],
-    tests: Sequence[Inner],
-    body: Inner,
-) -> Step:
+def _while(facts: Facts, tests: Sequence[Inner], body: Inner) -> Decision:
     """The carry stays float32: a solver's tolerance may be finer than 16 bits can meet."""
     carry = {body.operands[i] for i in body.carries}
     entering = [
-        Value(argument=True, licence=DATA) if v and i in carry else v for i, v in enumerate(values)
+        Value(argument=True, licence=DATA) if v and i in carry else v
+        for i, v in enumerate(facts.values)
     ]
 
     def planned(inner: Inner, wanted: Sequence[int], outs: Sequence[None] | None) -> Plan:
-        ins, made = [entering[i] for i in inner.operands], frame.kinds_inside(eqn, inner)
-        return frame.planning.plan(inner.jaxpr, ins, wanted, frame.rules, outs=outs, made=made)
+        ins, made = [entering[i] for i in inner.operands], facts.kinds_inside(inner)
+        return facts.planning.plan(inner.jaxpr, ins, wanted, facts.rules, outs=outs, made=made)
 
-    kinds = frame.kinds(eqn)
-    demand = frame.planning.demands.of_loop(body, frame.demanded(eqn), frame.rules, kinds)
+    kinds = facts.kinds
+    demand = facts.planning.demands.of_loop(body, facts.demanded, facts.rules, kinds)
     carried = [FULL | demand[i] & PRODUCT for i in body.carries]
     plans = [planned(test, [NOTHING] * len(test.results), None) for test in tests]
     plans.append(planned(body, carried, [None] * len(body.results)))
     dtypes = [v.dtype if v else None for v in entering]
     outs = [
-        frame.planning.kept(None, [v])._replace(licence=DATA) if v else None
-        for v in (values[body.operands[i]] for i in body.carries)
+        facts.planning.kept(None, [v])._replace(licence=DATA) if v else None
+        for v in (facts.values[body.operands[i]] for i in body.carries)
     ]
-    return frame.step(
-        eqn,
-        values,
-        dtypes,
-        outs,
-        Kind.WHILE,
-        op=Inside(),
-        plans=tuple(plans),
-    )
+    return Decision(dtypes, outs, Kind.WHILE.of(), Inside(), plans=tuple(plans))
 
 
-def _scan(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], body: Inner) -> Step:
+def _scan(facts: Facts, body: Inner) -> Decision:
     """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
-    wanted = frame.demanded(eqn)
-    made = frame.kinds_inside(eqn, body)
-    demand = frame.planning.demands.of_loop(body, wanted, frame.rules, frame.kinds(eqn))
+    wanted = facts.demanded
+    made = facts.kinds_inside(body)
+    demand = facts.planning.demands.of_loop(body, wanted, facts.rules, facts.kinds)
     low: frozenset[int] = frozenset()
-    if frame.rules.low is not None:
-        low = _low_carry(frame, body, values, demand, made)
+    if facts.rules.low is not None:
+        low = _low_carry(facts, body, demand, made)
     carry = body.carries
     while True:
         ins = [
-            _entering(frame, v, shared=i < carry.start, carried=i < carry.stop, low=i in low)
-            for i, v in enumerate(values)
+            _entering(facts, v, shared=i < carry.start, carried=i < carry.stop, low=i in low)
+            for i, v in enumerate(facts.values)
         ]
         # A float32 carry wants its summands in float32, whoever wants the sum.
         carried = [
             demand[i] | CONTRACTION if i in low else FULL | demand[i] & PRODUCT for i in carry
         ]
         planned = functools.partial(
-            frame.planning.plan,
+            facts.planning.plan,
             body.jaxpr,
             ins,
             [*carried, *wanted[body.carried :]],
-            frame.rules,
-            summed=[values[i] is not None and i not in low for i in carry],
+            facts.rules,
+            summed=[facts.values[i] is not None and i not in low for i in carry],
             made=made,
         )
         natural = planned()
@@ -240,25 +211,17 @@ def _scan(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], body: Inn
     plan = planned(outs=[*outs, *natural.outs[body.carried :]])
     kept = [
         v
-        and frame.planning.kept(v.dtype, [v])._replace(
+        and facts.planning.kept(v.dtype, [v])._replace(
             licence=v.licence if v.dtype or i >= body.carried else DATA
         )
         for i, v in enumerate(plan.values)
     ]
-    return frame.step(
-        eqn,
-        values,
-        [v.dtype if v else None for v in ins],
-        kept,
-        Kind.INSIDE,
-        op=Inside(),
-        saturate=True,
-        plans=(plan,),
-    )
+    dtypes = [v.dtype if v else None for v in ins]
+    return Decision(dtypes, kept, Kind.INSIDE.of(), Inside(), saturate=True, plans=(plan,))
 
 
 def _entering(
-    frame: Frame, value: Value | None, *, shared: bool, carried: bool, low: bool
+    facts: Facts, value: Value | None, *, shared: bool, carried: bool, low: bool
 ) -> Value | None:
     """How an operand of a scan is seen by its body."""
     if value is None or not carried:
@@ -268,14 +231,13 @@ def _entering(
             dtype=None, origins=NO_ORIGINS, pinned=None, argument=True, constant=False
         )
     if low:
-        return Value(frame.rules.low, frozenset({frame.planning.fresh()}), tangent=value.tangent)
+        return Value(facts.rules.low, frozenset({facts.planning.fresh()}), tangent=value.tangent)
     return Value(argument=True, tangent=value.tangent, licence=DATA)
 
 
 def _low_carry(
-    frame: Frame,
+    facts: Facts,
     body: Inner,
-    values: Sequence[Value | None],
     wanted: Sequence[int],
     made: Sequence[str],
 ) -> frozenset[int]:
@@ -286,11 +248,11 @@ def _low_carry(
     of theirs, and may start from anything.
     """
     nothing = [NOTHING] * len(body.results)
-    own = frame.planning.demands(body.jaxpr, nothing, frame.rules, made).ins
+    own = facts.planning.demands(body.jaxpr, nothing, facts.rules, made).ins
     loop = recurrence(body, [kind == WEIGHTS for kind in made])
     low = set()
     for i, operand in enumerate(body.carries):
-        value, demand = values[operand], own[operand]
+        value, demand = facts.values[operand], own[operand]
         if value is None or not demand & CONTRACTION or demand & INDEX:
             continue
         operand_alone = wanted[operand] & ~PRODUCT == CONTRACTION | OPERAND

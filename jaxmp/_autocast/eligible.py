@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.auto import chosen, verdict
 from jaxmp._autocast.demand import NOTHING, PRODUCT
-from jaxmp._autocast.frame import Frame
+from jaxmp._autocast.frame import Facts
 from jaxmp._autocast.plan import DType, Value
 from jaxmp._autocast.recipes.blockwise import BLOCKS, BlockProduct
 from jaxmp._autocast.recipes.derivative import Contraction
@@ -52,9 +52,7 @@ class Verdict(NamedTuple):
         return noted.noted(Kind.CHOSEN, self.why) if self.why else noted
 
 
-def by_recipe(
-    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], low: DType | None
-) -> Verdict:
+def by_recipe(facts: Facts, low: DType | None) -> Verdict:
     """How a contraction multiplies under the recipe of its rules.
 
     In 8 bits multiply layers: one operand is a weight, the other is not, and another contraction
@@ -62,18 +60,15 @@ def by_recipe(
     product.
 
     Args:
-      frame: what is known so far.
-      eqn: the contraction.
-      values: how its operands are kept.
+      facts: what is known of the contraction.
       low: the dtype of its result, None being float32.
     """
-    choice = chosen(frame.rules.policy.matmul)
+    eqn, values = facts.eqn, facts.values
+    choice = chosen(facts.rules.policy.matmul)
     recipe = choice.recipe
     if recipe is None:
         return Verdict(None, choice.why, intended=True)
-    refused = _refused(eqn, values, recipe.granularity) or (
-        recipe.quantizes and _no_layer(frame, eqn, values)
-    )
+    refused = _refused(eqn, values, recipe.granularity) or (recipe.quantizes and _no_layer(facts))
     if refused:
         return refused
     left, _ = (v is not None and v.is_weight for v in values[:2])
@@ -121,16 +116,16 @@ def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) ->
     return None
 
 
-def _no_layer(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Verdict | None:
+def _no_layer(facts: Facts) -> Verdict | None:
     """Why a contraction does not multiply in 8 bits, if it does not."""
-    weights = sum(v is not None and v.is_weight for v in values[:2])
+    weights = sum(v is not None and v.is_weight for v in facts.values[:2])
     if weights == 0:
         return Verdict(None, "neither operand is a weight", intended=True)
     if weights == 2:
         return Verdict(None, "both operands may be weights", intended=True)
-    if not frame.forward.of.get(eqn.outvars[0], NOTHING) & PRODUCT:
+    if not facts.frame.forward.of.get(facts.eqn.outvars[0], NOTHING) & PRODUCT:
         return Verdict(None, "no contraction reads what comes of it", intended=True)
-    for size in _sizes(eqn):
+    for size in _sizes(facts.eqn):
         if not isinstance(size, int) or size % MULTIPLE:
             return Verdict(None, f"a size is {size}, no multiple of {MULTIPLE}")
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +13,7 @@ from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.demand import is_angle
 from jaxmp._autocast.eligible import by_recipe
 from jaxmp._autocast.follow import follow
-from jaxmp._autocast.frame import Frame
+from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.licences import (
     COMPUTED,
     CONSTANT,
@@ -25,7 +24,7 @@ from jaxmp._autocast.licences import (
     of_converted,
     of_wave,
 )
-from jaxmp._autocast.plan import DType, Read, Step, Value
+from jaxmp._autocast.plan import DType, Value
 from jaxmp._autocast.primitives import (
     CROSSING,
     CUMULATIVE,
@@ -47,84 +46,87 @@ from jaxmp._jaxprs.equation_parameters import broadcast_axes, converted_dtype, t
 from jaxmp._jaxprs.source import is_promotion
 
 
-def decide(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
-    """The step of one equation, by the class of its primitive."""
-    name, rules = compat.kind(eqn), frame.rules
+def decide(facts: Facts) -> Decision:
+    """Decides one equation, by the class of its primitive."""
+    eqn, rules = facts.eqn, facts.rules
+    name = compat.kind(eqn)
     if rules.low is None:
         is_float32 = any(map(rules.governs, [*eqn.invars, *eqn.outvars]))
-        why = rules.why_float32 if is_float32 else Kind.AS_WRITTEN
-        step = frame.as_written(eqn, values, why)
-        recipe = rules.policy.matmul is not None and name in LOW and _exempt(frame, eqn, values)
-        return _by_recipe(frame, step, values, None) if recipe is None else step
+        decision = facts.as_written(rules.why_float32 if is_float32 else Kind.AS_WRITTEN)
+        multiplied = rules.policy.matmul is not None and name in LOW and _exempt(facts) is None
+        return _by_recipe(facts, decision, None) if multiplied else decision
     kind = rules.op_class(eqn)
     if name == "convert_element_type" and kind == "own":
-        return _convert(frame, eqn, values)
-    if not any(v is not None for v in values):
-        licence = LARGE if name == "iota" else DATA
-        return frame.as_written(eqn, values, Kind.NOT_FLOAT32, licence)
+        return _convert(facts)
+    if not any(v is not None for v in facts.values):
+        return facts.as_written(Kind.NOT_FLOAT32, LARGE if name == "iota" else DATA)
     match kind:
         case "low":
-            return _contraction(frame, eqn, values)
+            return _contraction(facts)
         case "follow" | "softmax":
-            step = follow(frame, eqn, values, exponential=name == "exp")
-            moves = name in TO_CONTRACTIONS or (name == "mul" and _masks(frame, values))
-            return dataclasses.replace(step, op=Move()) if moves else step
+            decision = follow(facts, exponential=name == "exp")
+            moves = name in TO_CONTRACTIONS or (name == "mul" and _masks(facts))
+            return decision._replace(op=Move()) if moves else decision
         case "transparent":
-            return _transparent(frame, eqn, values)
+            return _transparent(facts)
         case "full":
-            return frame.as_written(eqn, values, Kind.SENSITIVE, _of_full(name, values))
-    return _opaque(frame, eqn, values, kind)
+            return facts.as_written(Kind.SENSITIVE, _of_full(name, facts.values))
+        case "own":
+            return _own(facts)
+    # Not listed: its results are data.
+    inner = any(True for _ in compat.inner_jaxprs(eqn))
+    return facts.as_written(Kind.NOT_LOOKED_INSIDE if inner else Kind.UNLISTED, DATA)
 
 
-def _masks(frame: Frame, values: Sequence[Value | None]) -> bool:
+def _masks(facts: Facts) -> bool:
     """Whether a product masks a float32 value, and 16 bits hold both: infinity by 0 is no 0."""
-    of = [v for v in values if v and not v.mask]
-    return len(of) == 1 and not (of[0].dtype or of[0].is_weight) and frame.rules.low != FLOAT16
+    of = [v for v in facts.values if v and not v.mask]
+    return len(of) == 1 and not (of[0].dtype or of[0].is_weight) and facts.rules.low != FLOAT16
 
 
-def _contraction(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def _contraction(facts: Facts) -> Decision:
     """Low operands and a low result, accumulated in float32.
 
     A float32 result of low operands would be exact to the accumulation, but costs twice the
     memory where it hurts most (logits, attention scores), and its cotangent would make the
     backward contractions float32.
     """
-    kept = _exempt(frame, eqn, values)
+    eqn, rules = facts.eqn, facts.rules
+    mine = [v for v in facts.values if v is not None]
+    kept = _exempt(facts)
     if kept is not None:
         # Of low values it is made of nothing else; of arguments, it is data.
-        mine = [v for v in values if v is not None]
         derived = any(v.dtype or v.licence == COMPUTED for v in mine)
         licence = COMPUTED if derived and all(v.licence != DATA for v in mine) else DATA
-        return frame.as_written(eqn, values, kept, licence)
-    low = frame.rules.low
+        return facts.as_written(kept, licence)
+    low = rules.low
     for atom in (*eqn.outvars, *eqn.invars[:2]):  # an author's 16-bit operand or result decides
         dtype = dtype_of(atom)
-        if dtype in frame.rules.lower:
+        if dtype in rules.lower:
             low = dtype
-    tangent = any(v.tangent for v in values if v is not None)
-    if low == frame.rules.low:
-        out = Value(low, frozenset({frame.planning.fresh()}), tangent=tangent)
+    tangent = any(v.tangent for v in mine)
+    if low == rules.low:
+        out = Value(low, frozenset({facts.planning.fresh()}), tangent=tangent)
     else:
         out = Value(None, tangent=tangent)
     known = eqn.primitive.name in LOW
     why = Kind.CONTRACTION.of() if known else Kind.ASKED.of(eqn.primitive.name)
-    wide_gradients = low == frame.rules.low and frame.rules.wide_gradients
-    op = Dot(_parameters(eqn, values) if wide_gradients else ())
-    step = frame.step(eqn, values, [low] * len(values), [out] * len(eqn.outvars), why, op=op)
-    if known and any(is_mask(dtype_of(v)) for v in eqn.invars[:2]):
-        reads = [
-            Read(low) if i < 2 and is_mask(dtype_of(v)) else read
-            for i, (v, read) in enumerate(zip(eqn.invars, step.reads, strict=True))
-        ]
-        step = dataclasses.replace(step, reads=tuple(reads))
-    return step if frame.rules.policy.matmul is None else _by_recipe(frame, step, values, low)
+    op = Dot(_parameters(facts) if low == rules.low and rules.wide_gradients else ())
+    decision = facts.alike(low, out, why, op)
+    if known:
+        dtypes = list(decision.dtypes)
+        for i, atom in enumerate(eqn.invars[:2]):
+            dtypes[i] = low if is_mask(dtype_of(atom)) else dtypes[i]
+        decision = decision._replace(dtypes=dtypes)
+    return decision if rules.policy.matmul is None else _by_recipe(facts, decision, low)
 
 
-def _parameters(eqn: JaxprEqn, values: Sequence[Value | None]) -> tuple[int, ...]:
+def _parameters(facts: Facts) -> tuple[int, ...]:
     """The operands of a contraction that are float32 parameters, or made of them alone.
 
     Or of a lookup that a policy's `ops` makes one.
     """
+    eqn, values = facts.eqn, facts.values
     if any(v is not None and v.tangent for v in values):
         return ()  # a tangent must stay linear, and be transposed
     if not takes_result_dtype(eqn) and eqn.primitive.name not in LOOKING_UP:
@@ -136,20 +138,20 @@ def _parameters(eqn: JaxprEqn, values: Sequence[Value | None]) -> tuple[int, ...
     )
 
 
-def _by_recipe(frame: Frame, step: Step, values: Sequence[Value | None], low: DType | None) -> Step:
-    """The step of a contraction, multiplied as the recipe of the policy says, or saying why not."""
-    verdict = by_recipe(frame, step.eqn, values, low)
-    why = verdict.noted(step.why, frame.rules.policy.matmul)
+def _by_recipe(facts: Facts, decision: Decision, low: DType | None) -> Decision:
+    """A contraction multiplied as the recipe of the policy says, or saying why not."""
+    verdict = by_recipe(facts, low)
+    decision = decision._replace(why=verdict.noted(decision.why, facts.rules.policy.matmul))
     if verdict.product is None:
-        return dataclasses.replace(step, why=why)
-    op = QuantizedDot(step.op.parameters, product=verdict.product)
-    return dataclasses.replace(step, op=op, why=why)
+        return decision
+    return decision._replace(op=QuantizedDot(decision.op.parameters, product=verdict.product))
 
 
-def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Why | None:
+def _exempt(facts: Facts) -> Why | None:
     """Why a contraction stays in float32, or None."""
+    eqn, values = facts.eqn, facts.values
     known = eqn.primitive.name in LOW  # else a user's override says that it is a contraction
-    if known and (kept := author_keeps(eqn, frame.rules)) is not None:
+    if known and (kept := author_keeps(eqn, facts.rules)) is not None:
         return kept
     if pinned := next((v.pinned for v in values if v and v.pinned), None):
         return pinned
@@ -158,74 +160,62 @@ def _exempt(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Why 
     operands = values[:2]
     derived = not all(operands) or any(v and v.tangent for v in operands)
     of_layers = derived or not any(v and v.wins for v in operands)
-    if (kept := geometry(eqn, frame.kinds(eqn), of_layers=of_layers)) is not None:
+    if (kept := geometry(eqn, facts.kinds, of_layers=of_layers)) is not None:
         return kept
-    if is_angle(frame.demanded(eqn)[0]):
-        return Kind.ANGLES.of()
-    return None
+    return Kind.ANGLES.of() if is_angle(facts.demanded[0]) else None
 
 
-def _transparent(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def _transparent(facts: Facts) -> Decision:
     """Runs in the dtype the operands are kept in; float32 if they differ."""
+    eqn, values = facts.eqn, facts.values
     name, mine = eqn.primitive.name, [v for v in values if v is not None]
     if len(eqn.outvars) == len(values) > 1:  # optimization_barrier: one to one
-        dtypes = [v.dtype if v else None for v in values]
-        return frame.step(eqn, values, dtypes, values, Kind.MOVES)
+        return Decision([v.dtype if v else None for v in values], values, Kind.MOVES.of())
     if name in WRITING:
         dtype = values[0].dtype if values[0] and not any(v.wins for v in mine) else None
     else:
         dtype = mine[0].dtype if len({v.dtype for v in mine}) == 1 else None
     same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
-    out = mine[0]._replace(argument=False) if same else frame.planning.kept(dtype, values)
+    out = mine[0]._replace(argument=False) if same else facts.planning.kept(dtype, values)
     licence = joined([v.licence for v in mine])
     repeats = name in REPEATING and _repeats(eqn)
     if licence == COMPUTED and dtype is None and repeats and name == "broadcast_in_dim":
         licence = SHARED
     out = out._replace(licence=licence)
-    widen = dtype is not None and repeats
-    return frame.step(
-        eqn,
-        values,
-        [None if widen else dtype] * len(values),
-        [out] * len(eqn.outvars),
-        Kind.REPEATS if widen else Kind.MOVES,
-        op=Move() if name in REORDERING | CROSSING else Bind(),
-    )
+    op = Move() if name in REORDERING | CROSSING else Bind()
+    if dtype is not None and repeats:
+        return facts.alike(None, out, Kind.REPEATS, op)
+    return facts.alike(dtype, out, Kind.MOVES, op)
 
 
-def _convert(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None]) -> Step:
+def _convert(facts: Facts) -> Decision:
     """A conversion that the program as written makes."""
-    [value], [var], rules = values, eqn.outvars, frame.rules
+    eqn, rules = facts.eqn, facts.rules
+    [value], [atom], [var] = facts.values, eqn.invars, eqn.outvars
     if value is None:
-        upcast = rules.governs(var) and dtype_of(eqn.invars[0]) in rules.lower
-        if upcast and not is_promotion(eqn, frame.readers[var]):
+        upcast = rules.governs(var) and dtype_of(atom) in rules.lower
+        if upcast and not is_promotion(eqn, facts.frame.readers[var]):
             out = Value(pinned=Kind.UPCAST_OPERAND.of(), licence=DATA)
-            return frame.step(eqn, values, [None], [out], Kind.UPCAST)
-        made = frame.kinds(eqn) == [LITERALS] and not shape_of(var)
-        licence = CONSTANT if made else of_converted(eqn.invars[0], rules.low)
-        if dtype_of(eqn.invars[0]) == np.bool_:
-            mask = Value(licence=licence, mask=True)
-            return frame.step(eqn, [None], [None], [mask], Kind.NOT_FLOAT32, op=Move())
-        return frame.as_written(eqn, values, Kind.NOT_FLOAT32, licence)
+            return facts.alike(None, out, Kind.UPCAST)
+        made = facts.kinds == [LITERALS] and not shape_of(var)
+        licence = CONSTANT if made else of_converted(atom, rules.low)
+        if dtype_of(atom) == np.bool_:
+            return facts.alike(None, Value(licence=licence, mask=True), Kind.NOT_FLOAT32, Move())
+        return facts.as_written(Kind.NOT_FLOAT32, licence)
     if rules.governs(var):  # float32 to float32: a change of weak type
-        return _transparent(frame, eqn, values)
+        return _transparent(facts)
     # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
     narrows = converted_dtype(eqn).itemsize <= rules.low.itemsize  # type: ignore[union-attr]
-    dtype = value.dtype if narrows else None
-    return frame.step(eqn, values, [dtype], [None], Kind.CONVERSION)
+    return facts.alike(value.dtype if narrows else None, None, Kind.CONVERSION)
 
 
-def _opaque(frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], kind: str | None) -> Step:
-    """What runs as written because it is listed so, or not listed: its results are data."""
-    if kind == "own":
-        step = frame.as_written(eqn, values, Kind.AS_WRITTEN, DATA)
-        if eqn.primitive.name in SOLVING:
-            for var in filter(frame.rules.governs, eqn.outvars):
-                frame.kept_as[var] = Value(pinned=Kind.SOLUTION.of(), licence=DATA)
-        return step
-    if any(True for _ in compat.inner_jaxprs(eqn)):
-        return frame.as_written(eqn, values, Kind.NOT_LOOKED_INSIDE, DATA)
-    return frame.as_written(eqn, values, Kind.UNLISTED, DATA)
+def _own(facts: Facts) -> Decision:
+    """What runs as written because it is listed so: its results are data."""
+    decision = facts.as_written(Kind.AS_WRITTEN, DATA)
+    if facts.eqn.primitive.name not in SOLVING:
+        return decision
+    solution = Value(pinned=Kind.SOLUTION.of(), licence=DATA)
+    return decision._replace(outs=[solution] * len(facts.eqn.outvars))
 
 
 def _of_full(name: str, values: Sequence[Value | None]) -> str | None:

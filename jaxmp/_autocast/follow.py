@@ -9,97 +9,81 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Literal
 
 from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP
-from jaxmp._autocast.frame import Frame
+from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED, joined
-from jaxmp._autocast.plan import NO_ORIGINS, Origin, Step, Value
+from jaxmp._autocast.plan import NO_ORIGINS, Origin, Value
 from jaxmp._autocast.primitives import AFFINE, CHOOSING, LOW, NORMALIZING, SCALING
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
 
 
-def follow(
-    frame: Frame, eqn: JaxprEqn, values: Sequence[Value | None], *, exponential: bool = False
-) -> Step:
-    """The step of an elementwise op.
+def follow(facts: Facts, *, exponential: bool = False) -> Decision:
+    """Decides an elementwise op.
 
     Args:
-      frame: what is known so far.
-      eqn: the equation.
-      values: how its operands are kept.
+      facts: what is known of it.
       exponential: whether it is the exponential of a softmax that may run low.
     """
-    mine = [
-        v._replace(licence=frame.licence_at(v, atom, eqn))
-        for atom, v in zip(eqn.invars, values, strict=True)
-        if v is not None
-    ]
+    eqn, rules = facts.eqn, facts.rules
+    mine = [v for v in facts.used if v is not None]
     low = [v for v in mine if v.dtype is not None]
     full = [v for v in mine if v.dtype is None]
     name = "mul" if eqn.primitive.name in LOW else eqn.primitive.name
-    if not frame.summed.isdisjoint(eqn.outvars):
-        return frame.as_written(eqn, values, Kind.SUMMED)
+    if not facts.frame.summed.isdisjoint(eqn.outvars):
+        return facts.as_written(Kind.SUMMED)
     if low and compat.in_associative_scan(eqn):
-        return frame.as_written(eqn, values, Kind.RECURRENCE)
+        return facts.as_written(Kind.RECURRENCE)
     chooses = name in CHOOSING and low and all(v.dtype or v.constant for v in mine)
     if not chooses:
-        if frame.is_wanted_by(eqn, INDEX):
-            return frame.as_written(eqn, values, Kind.POSITION)
-        if not frame.is_wanted_by(eqn, CONTRACTION):
-            return frame.as_written(eqn, values, Kind.FLOAT32_READERS)
+        if facts.is_wanted_by(INDEX):
+            return facts.as_written(Kind.POSITION)
+        if not facts.is_wanted_by(CONTRACTION):
+            return facts.as_written(Kind.FLOAT32_READERS)
     if not low:
-        step = _in_full(frame, name, eqn, values, full)
-        if step is not None:
-            return step
+        decision = _in_full(facts, name, full)
+        if decision is not None:
+            return decision
         why = Kind.LEAVES_NORMALIZATION
     else:
-        refusal = _refusal(frame, name, eqn, low, full)
-        if name == "div" and frame.rules.low == FLOAT16 and values[1] and values[1].dtype:
+        refusal = _refusal(facts, name, low, full)
+        divisor = facts.values[1] if name == "div" else None
+        if rules.low == FLOAT16 and divisor and divisor.dtype:
             refusal = Kind.DIVIDES, COMPUTED
         if refusal is not None:
-            return frame.as_written(eqn, values, *refusal)
+            return facts.as_written(*refusal)
         why = Kind.CHOOSES if chooses else _licensed(full)
-    literal = _out_of_range(frame, eqn)
+    literal = _out_of_range(facts)
     if literal is not None:
-        return frame.as_written(eqn, values, literal)
-    out = frame.planning.kept(frame.rules.low, values)
+        return facts.as_written(literal)
+    out = facts.planning.kept(rules.low, facts.values)
     if exponential:
-        out = out._replace(origins=frozenset({frame.planning.fresh(exponential=True)}))
-    return frame.step(
-        eqn,
-        values,
-        [frame.rules.low] * len(values),
-        [out] * len(eqn.outvars),
-        why,
-        # A contraction that sums nothing up returns 16 bits, so that its gradient is 16 bits.
-        op=Dot() if eqn.primitive.name in LOW else Bind(),
-        saturate=True,
-    )
+        out = out._replace(origins=frozenset({facts.planning.fresh(exponential=True)}))
+    # A contraction that sums nothing up returns 16 bits, so that its gradient is 16 bits.
+    op = Dot() if eqn.primitive.name in LOW else Bind()
+    return facts.alike(rules.low, out, why, op, saturate=True)
 
 
-def _in_full(
-    frame: Frame, name: str, eqn: JaxprEqn, values: Sequence[Value | None], full: Sequence[Value]
-) -> Step | None:
+def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
     """A `follow` op of float32 operands alone; None where it leaves a normalization."""
     derived = any(v.origins for v in full) and not any(v.wins for v in full)
-    if derived and name != "exp" and not frame.is_wanted_by(eqn, STEEP):
+    if derived and name != "exp" and not facts.is_wanted_by(STEEP):
         if name not in AFFINE or _is_end(full):
             return None
         if name == "add" and any(v.licence == PARAMETER for v in full):
-            low = frame.planning.kept(frame.rules.low, values)
-            why = Kind.ENDS_NORMALIZATION
-            return frame.step(eqn, values, [None] * len(values), [low], why)
-    step = frame.as_written(eqn, values, Kind.NO_LOW_OPERAND)
+            low = facts.planning.kept(facts.rules.low, facts.values)
+            return facts.alike(None, low, Kind.ENDS_NORMALIZATION)
+    decision = facts.as_written(Kind.NO_LOW_OPERAND)
     written = [v for v in full if not v.constant]
-    out = frame.kept_as[eqn.outvars[0]]
-    if out is not None and written and all(v.pinned for v in written):
-        frame.kept_as[eqn.outvars[0]] = out._replace(pinned=written[0].pinned)
-    return step
+    if written and all(v.pinned for v in written):
+        outs = [v and v._replace(pinned=written[0].pinned) for v in decision.outs]
+        return decision._replace(outs=outs)
+    return decision
 
 
 def _is_end(full: Sequence[Value]) -> bool:
@@ -111,7 +95,7 @@ def _is_end(full: Sequence[Value]) -> bool:
 
 
 def _refusal(
-    frame: Frame, name: str, eqn: JaxprEqn, low: list[Value], full: list[Value]
+    facts: Facts, name: str, low: list[Value], full: list[Value]
 ) -> tuple[Kind, str] | None:
     """Why float32 operands are not narrowed beside low ones, and the licence of the result."""
     licences = {v.licence for v in full}
@@ -125,7 +109,7 @@ def _refusal(
         return Kind.LARGE_SUMMAND, LARGE
     if name not in SCALING and SHARED in licences:
         return Kind.SHARED_SUMMAND, COMPUTED
-    if licences & {PARAMETER, LARGE} and frame.is_wanted_by(eqn, ANGLE | STEEP):
+    if licences & {PARAMETER, LARGE} and facts.is_wanted_by(ANGLE | STEEP):
         return Kind.STEEP, COMPUTED
     return None
 
@@ -138,19 +122,20 @@ def _normalizes(name: str, low: list[Value], full: list[Value]) -> bool:
     return any(v.origins & statistics for v in low)
 
 
-def _out_of_range(frame: Frame, eqn: JaxprEqn) -> Why | None:
+def _out_of_range(facts: Facts) -> Why | None:
     """Why a literal cannot be narrowed: it would vanish, or scale by something else.
 
     What is added or chosen, a mask, is clipped instead.
     """
-    for atom in eqn.invars:
-        if isinstance(atom, Literal) and frame.rules.governs(atom):
-            value, limits = abs(float(atom.val)), jnp.finfo(frame.rules.low)
+    low = facts.rules.low
+    for atom in facts.eqn.invars:
+        if isinstance(atom, Literal) and facts.rules.governs(atom):
+            value, limits = abs(float(atom.val)), jnp.finfo(low)
             if 0.0 < value < float(limits.tiny):
-                return Kind.VANISHES.of(f"{atom.val:g}", frame.rules.low)
-            scales = eqn.primitive.name in ("mul", "div")
+                return Kind.VANISHES.of(f"{atom.val:g}", low)
+            scales = facts.eqn.primitive.name in ("mul", "div")
             if scales and float(limits.max) < value < float("inf"):
-                return Kind.OUT_OF_RANGE.of(f"{atom.val:g}", frame.rules.low)
+                return Kind.OUT_OF_RANGE.of(f"{atom.val:g}", low)
     return None
 
 

@@ -2,99 +2,59 @@
 
 from __future__ import annotations
 
-import abc
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.bind import Bind, Scale
-from jaxmp._autocast.demand import CONTRACTION, NOTHING, OPERAND, PRODUCT, Demand, Demands
+from jaxmp._autocast.demand import CONTRACTION, NOTHING, OPERAND, PRODUCT, Demand
 from jaxmp._autocast.licences import (
     COMPUTED,
     DATA,
     PARAMETER,
     SHARED,
-    joined,
     of_constant,
 )
-from jaxmp._autocast.plan import NO_ORIGINS, DType, Op, Origin, Plan, Read, Step, Value
+from jaxmp._autocast.plan import DType, Op, Plan, Read, Step, Value
+from jaxmp._autocast.planning import Planning
 from jaxmp._autocast.primitives import BROADCASTING, GROWING, LOW, SCALING
-from jaxmp._autocast.provenance import LITERALS, OTHER, Provenance, kinds_of, says_parameter
-from jaxmp._autocast.rules import FLOAT16, Rules
+from jaxmp._autocast.provenance import LITERALS, OTHER, kinds_of, says_parameter
+from jaxmp._autocast.rules import FLOAT16, Rules, region_rules, without_clipping
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import readers_of
 from jaxmp._jaxprs.equation_parameters import widens_8_bits
-from jaxmp._jaxprs.higher_order import Inner
+from jaxmp._jaxprs.higher_order import Inner, inside
 from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope, is_backward
 
 _BIND = Bind()
 
 
-class Planning(abc.ABC):
-    """What the plans of a program and of all jaxprs inside it share.
+class Decision(NamedTuple):
+    """In which dtypes an equation runs, and why.
 
-    Args:
-      tangents: values that are tangents although no operand says so; see `hidden_tangents`.
+    Attributes:
+      dtypes: the dtype each operand is read in; None is float32, or leaves what is not ours.
+      outs: how its results are kept.
+      why: why so.
+      op: what runs it.
+      saturate: whether literals and masks among the operands stay finite when narrowed.
+      plans: the plans of the jaxprs inside.
     """
 
-    def __init__(self, tangents: frozenset[Any] = frozenset()) -> None:
-        self.tangents = tangents
-        self.provenance = Provenance()
-        self.demands = Demands(self.provenance)
-        self.recomputes = False  # whether rules of any equation ask for that
-        self._numbers = itertools.count(1)
-
-    def fresh(self, *, exponential: bool = False) -> Origin:
-        """A new identity for a low value."""
-        return Origin(next(self._numbers), exponential)
-
-    @abc.abstractmethod
-    def plan(
-        self,
-        jaxpr: Any,
-        ins: Sequence[Value | None],
-        wanted: Sequence[int],
-        rules: Rules,
-        *,
-        outs: Sequence[DType | None] | None = None,
-        summed: Sequence[bool] = (),
-        made: Sequence[str] = (),
-    ) -> Plan:
-        """The plan of a jaxpr (open or closed).
-
-        Args:
-          jaxpr: the jaxpr.
-          ins: how each operand is kept.
-          wanted: the demand on each result.
-          rules: the policy in force.
-          outs: the dtype each result must leave in, None being float32 or not ours; if not given,
-            each leaves as it is kept.
-          summed: which results are sums carried through a loop, to be computed in float32.
-          made: what the operands, of any dtype, are made of; if not given, as their values say.
-        """
-
-    def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
-        """A result kept in `dtype`, made from `operands`."""
-        values = [v for v in operands if v is not None]
-        origins: frozenset[Origin] = NO_ORIGINS
-        low = [v for v in values if v.dtype is not None]
-        if dtype is None:
-            origins = origins.union(*(v.origins for v in values))
-        else:
-            # One low operand: a masked or scaled copy of it, whose statistics are its own. Several:
-            # something new (a residual sum).
-            if len({v.origins for v in low}) == 1:
-                origins = low[0].origins
-            origins |= {self.fresh()}
-        licence = COMPUTED if dtype else joined([v.licence for v in values])
-        return Value(dtype, origins, tangent=any(v.tangent for v in values), licence=licence)
+    dtypes: Sequence[DType | None]
+    outs: Sequence[Value | None]
+    why: Why
+    op: Op = _BIND
+    saturate: bool = False
+    plans: tuple[Plan, ...] = ()
 
 
 class Frame:
@@ -102,7 +62,7 @@ class Frame:
 
     Attributes:
       planning: what all jaxprs of the program share, and what plans those inside this one.
-      rules: the rules of the equation at hand, and `enclosing` those of the jaxpr.
+      rules: those of the jaxpr; regions have their own.
       demand: what each of its variables is wanted for.
       kept_as: how each variable is kept; None for what is not ours.
       summed: results that must be computed in float32.
@@ -124,7 +84,7 @@ class Frame:
         made = made or [v.made if v else OTHER for v in ins]
         self.made = planning.provenance(jaxpr, made)
         self._kinds = made
-        self.enclosing = self.rules = rules
+        self.rules = rules
         self.wanted = tuple(wanted)
         self.demand: Demand = planning.demands(jaxpr, wanted, rules, made)
         self.summed = set(itertools.compress(self.jaxpr.outvars, summed))
@@ -141,35 +101,70 @@ class Frame:
         read_alone = not self.demand.of.get(var, NOTHING) & ~(CONTRACTION | OPERAND | PRODUCT)
         licence = DATA if read_alone else of_constant(array)
         value = Value(argument=True, licence=licence, made=self.made[var])
-        self.kept_as[var] = value if self.enclosing.governs(var) else None
-
-    # Reading.
+        self.kept_as[var] = value if self.rules.governs(var) else None
 
     def read(self, atom: Any) -> Value | None:
         """How an operand is kept; None for what is not ours."""
         if not isinstance(atom, Literal):
             return self.kept_as[atom]
-        if not self.enclosing.governs(atom):
+        if not self.rules.governs(atom):
             return None
         return Value(constant=True, licence=of_constant(np.asarray(atom.val)), made=LITERALS)
 
-    def operands(self, eqn: JaxprEqn) -> list[Value | None]:
-        """How the operands of an equation are kept."""
+    def facts(self, eqn: JaxprEqn) -> Facts:
+        """What is known of the next equation."""
+        rules = region_rules(eqn, self.rules) or self.rules
+        self.planning.recomputes |= rules.recomputes
         # What a region with another policy keeps low is float32 to this one.
-        return [
-            v._replace(dtype=None) if v and v.dtype not in (None, self.rules.low) else v
+        values = tuple(
+            v._replace(dtype=None) if v and v.dtype not in (None, rules.low) else v
             for v in map(self.read, eqn.invars)
-        ]
+        )
+        inners = inside(eqn) if rules.looks_inside(eqn) else ()
+        if inners and rules.saturate and is_backward(eqn):  # which what is inside does not say
+            rules = without_clipping(rules)
+        return Facts(self, eqn, values, rules, tuple(inners))
 
-    def licence_at(self, value: Value, atom: Any, eqn: JaxprEqn) -> str:
-        """The licence of an operand where it is read."""
-        if value.licence != COMPUTED or value.dtype or eqn.primitive.name not in BROADCASTING:
-            return value.licence
-        return COMPUTED if shape_of(atom) == shape_of(eqn.outvars[0]) else SHARED
-
-    def demanded(self, eqn: JaxprEqn) -> list[int]:
-        """The demand on each result of an equation."""
-        return [self.demand.of.get(var, NOTHING) for var in eqn.outvars]
+    def record(self, facts: Facts, decision: Decision) -> Step:
+        """Records how the results of an equation are kept, and returns its step."""
+        eqn, op, rules = facts.eqn, decision.op, facts.rules
+        weight = (self._dequantizes and in_scope(eqn, DEQUANTIZE)) or says_parameter(eqn)
+        kept: list[Value | None] = []
+        for var, value in zip(eqn.outvars, decision.outs, strict=True):
+            governed = self.rules.governs(var)
+            if value is not None:
+                tangent = value.tangent or var in self.planning.tangents
+                value = value._replace(tangent=tangent, made=self.made[var])
+            kept.append(value if governed else None)
+            # A weight, though it is computed from integers, or came as data.
+            parameter = Value(licence=PARAMETER, made=self.made[var])
+            self.kept_as[var] = parameter if weight and governed else kept[-1]
+        repeats = isinstance(op, Bind) and _repeats(eqn, kept)
+        scales = repeats and eqn.primitive.name in SCALING
+        shape = shape_of(eqn.outvars[0]) if repeats and not scales else None
+        clips = _clips(eqn, kept, rules)
+        return Step(
+            eqn=eqn,
+            op=Scale() if scales else op,
+            reads=tuple(
+                Read(dtype)
+                if value is None
+                else Read(
+                    dtype or self.rules.wide,
+                    saturate=(decision.saturate or rules.saturate) and stays_finite(value, rules),
+                    alone=value.argument,
+                    shape=None if shape == shape_of(atom) else shape,
+                )
+                for atom, value, dtype in zip(
+                    eqn.invars, facts.values, decision.dtypes, strict=True
+                )
+            ),
+            outs=tuple(value and (value.dtype or self.rules.wide) for value in kept),
+            why=decision.why.noted(Kind.CLIPPED) if clips else decision.why,
+            plans=decision.plans,
+            clips=clips,
+            linear=any(v is not None and v.tangent for v in facts.values),
+        )
 
     @functools.cached_property
     def forward(self) -> Demand:
@@ -178,123 +173,7 @@ class Frame:
             return self.demand
         eqns = [eqn for eqn in self.jaxpr.eqns if not is_backward(eqn)]
         jaxpr = self.jaxpr.replace(eqns=eqns)
-        return self.planning.demands(jaxpr, self.wanted, self.enclosing, self._kinds)
-
-    def is_wanted_by(self, eqn: JaxprEqn, demand: int) -> bool:
-        """Whether any result of an equation is demanded so."""
-        return any(wanted & demand for wanted in self.demanded(eqn))
-
-    def kinds(self, eqn: JaxprEqn) -> list[str]:
-        """What the operands of an equation are made of."""
-        return kinds_of(eqn.invars, self.made)
-
-    def kinds_inside(self, eqn: JaxprEqn, inner: Inner) -> list[str]:
-        """What the operands of a jaxpr inside an equation are made of."""
-        return self.planning.provenance.of_operands(inner, self.kinds(eqn))
-
-    # Recording.
-
-    def step(
-        self,
-        eqn: JaxprEqn,
-        values: Sequence[Value | None],
-        dtypes: Sequence[DType | None],
-        outs: Sequence[Value | None],
-        why: Why | Kind,
-        *,
-        op: Op = _BIND,
-        saturate: bool = False,
-        plans: tuple[Plan, ...] = (),
-    ) -> Step:
-        """Records how results are kept and returns the step.
-
-        Args:
-          eqn: the equation.
-          values: how its operands are kept.
-          dtypes: the dtype each is read in, None being float32.
-          outs: how its results are kept.
-          why: why.
-          op: what runs it.
-          saturate: whether literals and masks among the operands stay finite when narrowed.
-          plans: the plans of the jaxprs inside.
-        """
-        for var, value in zip(eqn.outvars, outs, strict=True):
-            if value is not None:
-                tangent = value.tangent or var in self.planning.tangents
-                value = value._replace(tangent=tangent, made=self.made[var])
-            self.kept_as[var] = value if self.enclosing.governs(var) else None
-        kept = [
-            value if self.enclosing.governs(var) else None
-            for var, value in zip(eqn.outvars, outs, strict=True)
-        ]
-        repeats = isinstance(op, Bind) and self._repeats(eqn, kept)
-        scales = repeats and eqn.primitive.name in SCALING
-        shape = shape_of(eqn.outvars[0]) if repeats and not scales else None
-        clips = self._clips(eqn, kept)
-        why = why.of() if isinstance(why, Kind) else why
-        return Step(
-            eqn=eqn,
-            op=Scale() if scales else op,
-            reads=tuple(
-                Read()
-                if value is None
-                else Read(
-                    dtype or self.enclosing.wide,
-                    saturate=(saturate or self.rules.saturate) and stays_finite(value, self.rules),
-                    alone=value.argument,
-                    shape=None if shape == shape_of(atom) else shape,
-                )
-                for atom, value, dtype in zip(eqn.invars, values, dtypes, strict=True)
-            ),
-            outs=tuple(value and (value.dtype or self.enclosing.wide) for value in kept),
-            why=why.noted(Kind.CLIPPED) if clips else why,
-            plans=plans,
-            clips=clips,
-            linear=any(v is not None and v.tangent for v in values),
-        )
-
-    def _clips(self, eqn: JaxprEqn, kept: Sequence[Value | None]) -> bool:
-        """Whether the policy has the result of an equation clipped.
-
-        Not a tangent, which must stay linear, nor a gradient: that it overflows tells a loss scaler
-        to back off.
-        """
-        if not self.rules.saturate or eqn.primitive.name not in LOW | GROWING or is_backward(eqn):
-            return False
-        return any(v and v.dtype == FLOAT16 and not v.tangent for v in kept)
-
-    def _repeats(self, eqn: JaxprEqn, kept: Sequence[Value | None]) -> bool:
-        """Whether an op with a low result broadcasts an operand: its gradient is a sum."""
-        if eqn.primitive.name not in BROADCASTING or kept[0] is None or kept[0].dtype is None:
-            return False
-        shape = shape_of(eqn.outvars[0])
-        return any(shape_of(v) != shape and not isinstance(v, Literal) for v in eqn.invars)
-
-    def as_written(
-        self,
-        eqn: JaxprEqn,
-        values: Sequence[Value | None],
-        why: Why | Kind,
-        licence: str | None = None,
-    ) -> Step:
-        """Operands and results in float32; the licence is the operands' unless one is given."""
-        used = [
-            v and v._replace(licence=self.licence_at(v, atom, eqn))
-            for atom, v in zip(eqn.invars, values, strict=True)
-        ]
-        if eqn.primitive.name in SCALING:  # a literal factor, however large, changes nothing
-            used = [v for v in used if v and not v.constant] or used
-        out = self.planning.kept(None, used)
-        if licence is not None:
-            out = out._replace(licence=licence)
-        return self.step(eqn, values, [None] * len(values), [out] * len(eqn.outvars), why)
-
-    def follow_up(self, eqn: JaxprEqn) -> None:
-        """Records what a planned equation says of its results besides how they are kept."""
-        if (self._dequantizes and in_scope(eqn, DEQUANTIZE)) or says_parameter(eqn):
-            # A weight, though it is computed from integers, or came as data.
-            for var in filter(self.enclosing.governs, eqn.outvars):
-                self.kept_as[var] = Value(licence=PARAMETER, made=self.made[var])
+        return self.planning.demands(jaxpr, self.wanted, self.rules, self._kinds)
 
     @functools.cached_property
     def readers(self) -> dict[Any, list[JaxprEqn]]:
@@ -304,6 +183,103 @@ class Frame:
     @functools.cached_property
     def _dequantizes(self) -> bool:
         return any(map(widens_8_bits, self.jaxpr.eqns))
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of an equation when it is decided.
+
+    Attributes:
+      frame: what is known of its jaxpr.
+      eqn: the equation.
+      values: how its operands are kept.
+      rules: the rules in force.
+      inners: the jaxprs inside that are planned.
+    """
+
+    frame: Frame
+    eqn: JaxprEqn
+    values: tuple[Value | None, ...]
+    rules: Rules
+    inners: tuple[Inner, ...]
+
+    @property
+    def planning(self) -> Planning:
+        """What all jaxprs of the program share."""
+        return self.frame.planning
+
+    @property
+    def demanded(self) -> list[int]:
+        """The demand on each result."""
+        return [self.frame.demand.of.get(var, NOTHING) for var in self.eqn.outvars]
+
+    def is_wanted_by(self, demand: int) -> bool:
+        """Whether any result is demanded so."""
+        return any(wanted & demand for wanted in self.demanded)
+
+    @property
+    def kinds(self) -> list[str]:
+        """What the operands are made of."""
+        return kinds_of(self.eqn.invars, self.frame.made)
+
+    def kinds_inside(self, inner: Inner) -> list[str]:
+        """What the operands of a jaxpr inside are made of."""
+        return self.planning.provenance.of_operands(inner, self.kinds)
+
+    @property
+    def used(self) -> list[Value | None]:
+        """The operands, with the licence that each has where it is read."""
+        return [
+            v and v._replace(licence=self._licence_at(v, atom))
+            for atom, v in zip(self.eqn.invars, self.values, strict=True)
+        ]
+
+    def _licence_at(self, value: Value, atom: Any) -> str:
+        name = self.eqn.primitive.name
+        if value.licence != COMPUTED or value.dtype or name not in BROADCASTING:
+            return value.licence
+        return COMPUTED if shape_of(atom) == shape_of(self.eqn.outvars[0]) else SHARED
+
+    def alike(
+        self,
+        dtype: DType | None,
+        out: Value | None,
+        why: Why | Kind,
+        op: Op = _BIND,
+        *,
+        saturate: bool = False,
+    ) -> Decision:
+        """All operands in one dtype, and all results kept alike."""
+        dtypes = [v and dtype for v in self.values]
+        outs = [out] * len(self.eqn.outvars)
+        return Decision(dtypes, outs, why.of() if isinstance(why, Kind) else why, op, saturate)
+
+    def as_written(self, why: Why | Kind, licence: str | None = None) -> Decision:
+        """Operands and results in float32; the licence is the operands' unless one is given."""
+        used = self.used
+        if self.eqn.primitive.name in SCALING:  # a literal factor, however large, changes nothing
+            used = [v for v in used if v and not v.constant] or used
+        out = self.planning.kept(None, used)
+        return self.alike(None, out if licence is None else out._replace(licence=licence), why)
+
+
+def _clips(eqn: JaxprEqn, kept: Sequence[Value | None], rules: Rules) -> bool:
+    """Whether the policy has the result of an equation clipped.
+
+    Not a tangent, which must stay linear, nor a gradient: that it overflows tells a loss scaler to
+    back off.
+    """
+    if not rules.saturate or eqn.primitive.name not in LOW | GROWING or is_backward(eqn):
+        return False
+    return any(v and v.dtype == FLOAT16 and not v.tangent for v in kept)
+
+
+def _repeats(eqn: JaxprEqn, kept: Sequence[Value | None]) -> bool:
+    """Whether an op with a low result broadcasts an operand: its gradient is a sum."""
+    if eqn.primitive.name not in BROADCASTING or kept[0] is None or kept[0].dtype is None:
+        return False
+    shape = shape_of(eqn.outvars[0])
+    return any(shape_of(v) != shape and not isinstance(v, Literal) for v in eqn.invars)
 
 
 def stays_finite(value: Value | None, rules: Rules) -> bool:

@@ -11,15 +11,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
 from jaxmp._autocast.control_flow import plan_inside
 from jaxmp._autocast.first_order import decide
-from jaxmp._autocast.frame import Frame, Planning, stays_finite
-from jaxmp._autocast.plan import DType, Origin, Plan, Step, Value
-from jaxmp._autocast.rules import Rules, region_rules, without_clipping
-from jaxmp._jaxprs.higher_order import inside
-from jaxmp._jaxprs.source import is_backward
+from jaxmp._autocast.frame import Frame, stays_finite
+from jaxmp._autocast.plan import DType, Origin, Plan, Value
+from jaxmp._autocast.planning import Planning
+from jaxmp._autocast.rules import Rules
 
 Pass = Callable[[Plan, "Planner"], Plan]
 
@@ -109,27 +106,18 @@ def _renamed(value: Value | None, names: dict[Origin, Origin]) -> Value | None:
 
 def _decided(frame: Frame) -> Plan:
     """The plan of the jaxpr of a frame, every equation in order."""
-    steps = tuple(_step(frame, eqn) for eqn in frame.jaxpr.eqns)
+    steps = []
+    for eqn in frame.jaxpr.eqns:
+        facts = frame.facts(eqn)
+        decision = plan_inside(facts) if facts.inners else decide(facts)
+        steps.append(frame.record(facts, decision))
     results = tuple(map(frame.read, frame.jaxpr.outvars))
     return Plan(
         jaxpr=frame.jaxpr,
         consts=frame.consts,
-        rules=frame.enclosing,
-        steps=steps,
+        rules=frame.rules,
+        steps=tuple(steps),
         arguments=frame.ins,
         values=results,
         clip=(False,) * len(results),
     )
-
-
-def _step(frame: Frame, eqn: JaxprEqn) -> Step:
-    """Decides one equation and records how its results are kept."""
-    frame.rules = region_rules(eqn, frame.enclosing) or frame.enclosing
-    frame.planning.recomputes |= frame.rules.recomputes
-    values = frame.operands(eqn)
-    inners = inside(eqn) if frame.rules.looks_inside(eqn) else ()
-    if inners and frame.rules.saturate and is_backward(eqn):  # which what is inside does not say
-        frame.rules = without_clipping(frame.rules)
-    step = plan_inside(frame, eqn, values, inners) if inners else decide(frame, eqn, values)
-    frame.follow_up(eqn)
-    return step
