@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from jaxmp._autocast.why import Kind
+from jaxmp._autocast.why import Kind, Residual
 
 from support import ROOT
 
@@ -93,7 +93,8 @@ def _literals(node: ast.expr) -> Iterator[str]:
 
 def of_kinds() -> set[str]:
     """The sentences of the catalogue, without what joins notes to them."""
-    texts = (kind.value.format("…", "…").replace("'…'", "…") for kind in Kind)
+    kinds = (*Kind, *Residual)
+    texts = (kind.value.format("…", "…").replace("'…'", "…") for kind in kinds)
     return {text.strip(" ;:,()") for text in texts} - {"", "…"}
 
 

@@ -21,6 +21,7 @@ import jaxmp
 from jaxmp._audit.target import parse_target
 from jaxmp._autocast import kernels
 from jaxmp._autocast.kernels import Call, Kernel
+from jaxmp._autocast.why import Residual
 from jaxmp._preflight.aot_worker import topology_devices
 from jaxmp._preflight.hlo import read_hlo
 
@@ -582,8 +583,8 @@ def test_what_is_around_is_computed_again_and_the_kernel_is_not(stand_in: list[s
     policy = f"{FUSED},residuals=recompute"
     rows = jaxmp.explain(fn, policy)(params, x).rows
     [kept] = [row.residual for row in rows if row.fused]
-    assert kept == "attention that a kernel computes: it keeps what its rule returns"
-    assert {row.residual for row in rows} >= {"kept for the way back"}
+    assert kept == Residual.KERNEL
+    assert {row.residual for row in rows} >= {Residual.SAVED}
     want = jax.jit(jax.grad(loss_of(jaxmp.autocast(fn, FUSED))))(params, x)
     got = jax.jit(jax.grad(loss_of(jaxmp.autocast(fn, policy))))(params, x)
     assert error(got, jax.tree.map(np.float64, want)) < 0.02

@@ -18,15 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
-from jaxmp._autocast.residuals import (
-    AGAIN,
-    EFFECTS,
-    KEPT,
-    OPEN_ENDED,
-    OWN_CHECKPOINT,
-    OWN_RULE,
-    SAVED,
-)
+from jaxmp._autocast.why import Residual
 from jaxmp.checkpoint_policies import contractions, long_contractions
 
 from support import autocast, explain, iter_eqns
@@ -128,10 +120,10 @@ PROGRAMS = {
     )
 }
 STANDS_BACK = {
-    "own_checkpoint": OWN_CHECKPOINT,
-    "own_rule": OWN_RULE,
-    "effect": EFFECTS,
-    "open_ended": OPEN_ENDED,
+    "own_checkpoint": Residual.OWN_CHECKPOINT,
+    "own_rule": Residual.OWN_RULE,
+    "effect": Residual.EFFECTS,
+    "open_ended": Residual.OPEN_ENDED,
 }
 
 
@@ -331,16 +323,16 @@ def test_a_region_of_another_policy_keeps_what_that_says():
         return jnp.mean(jax.nn.silu(saves(w, x)) ** 2)
 
     found = explain(fn, AGAIN_POLICY)(W, X)
-    assert {r.residual for r in found.rows if r.op == "dot_general"} == {SAVED}
-    assert SAVED in found.summary()
-    assert any(r.residual == AGAIN for r in found.rows)
+    assert {r.residual for r in found.rows if r.op == "dot_general"} == {Residual.SAVE_POLICY}
+    assert Residual.SAVE_POLICY in found.summary()
+    assert any(r.residual == Residual.REMATERIALIZED for r in found.rows)
 
 
 def test_a_region_may_recompute_alone():
     again = autocast(layers, AGAIN_POLICY)
     whole = autocast(lambda w, x: jnp.sin(jnp.exp(again(w, x))), SAVE)
     found = explain(whole, "float32")(W, X)
-    assert {r.residual for r in found.rows if r.op in ("sin", "exp")} == {SAVED}
+    assert {r.residual for r in found.rows if r.op in ("sin", "exp")} == {Residual.SAVE_POLICY}
     assert remats(jax.grad(whole), W, X)
     assert_close(jax.grad(whole)(W, X), exactly(jax.grad(autocast(layers, SAVE)))(W, X), 3)
 
@@ -349,7 +341,7 @@ def test_exceptions_in_float32_keep_what_their_policy_does():
     policies = jaxmp.policies.keep_float32("head", policy=AGAIN_POLICY)
     assert policies.policy_at(("head",)) == jaxmp.get_policy("float32,residuals=recompute")
     found = explain(layers, AGAIN_POLICY)(W, X)  # `normalized` is in full precision
-    assert {r.residual for r in found.rows if r.op == "rsqrt"} == {AGAIN}
+    assert {r.residual for r in found.rows if r.op == "rsqrt"} == {Residual.REMATERIALIZED}
 
 
 # What is said of it.
@@ -358,11 +350,19 @@ def test_exceptions_in_float32_keep_what_their_policy_does():
 def test_explain_says_of_every_value_what_becomes_of_it():
     found = explain(attention, AGAIN_POLICY)(W, X)
     of_products = [r.residual for r in found.rows if r.op == "dot_general"]
-    assert of_products == [KEPT, KEPT, KEPT, AGAIN, KEPT]
-    assert {r.residual for r in found.rows if r.op == "exp"} == {AGAIN}
-    assert {r.residual for r in found.rows if r.op in ("reduce_max", "reduce_sum")} == {KEPT}
-    assert f"{KEPT};" in found.summary()
-    assert AGAIN in str(found)
+    assert of_products == [
+        Residual.SAVED,
+        Residual.SAVED,
+        Residual.SAVED,
+        Residual.REMATERIALIZED,
+        Residual.SAVED,
+    ]
+    assert {r.residual for r in found.rows if r.op == "exp"} == {Residual.REMATERIALIZED}
+    assert {r.residual for r in found.rows if r.op in ("reduce_max", "reduce_sum")} == {
+        Residual.SAVED
+    }
+    assert f"{Residual.SAVED};" in found.summary()
+    assert Residual.REMATERIALIZED in str(found)
 
 
 def test_explain_says_nothing_of_it_where_nobody_asks():
@@ -383,7 +383,7 @@ def test_explain_says_that_it_is_of_no_effect():
     fn = jax.checkpoint(layers)
     found = explain(fn, AGAIN_POLICY)(W, X)
     assert "recompute: of no effect" in found.summary()
-    assert OWN_CHECKPOINT in found.summary()
+    assert Residual.OWN_CHECKPOINT in found.summary()
 
 
 def test_explain_says_that_a_program_is_differentiated_within():

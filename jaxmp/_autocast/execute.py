@@ -81,7 +81,7 @@ def _run_step(step: Step, env: Environment) -> None:
 
 
 def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
-    """The same of a segment, of which what is cheap is computed again on the way back."""
+    """The same of a segment, of which what is cheap is rematerialized in the backward pass."""
     moved: dict[Any, Any] = {}
 
     def run() -> list[Any]:

@@ -28,7 +28,7 @@ from jaxmp._autocast.transform import (
     plan_program,
     trace_program,
 )
-from jaxmp._autocast.why import Kind, is_unknown, skipped, unfused
+from jaxmp._autocast.why import Kind, Residual, is_unknown, skipped, unfused
 from jaxmp._jaxprs.source import is_backward, library_line
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, get_policy, single_policy
@@ -49,7 +49,7 @@ class Row:
       why_not: of a contraction, why the policy's recipe does not multiply it; empty if it does.
       intended: whether that is as it should be: it is no layer, or the last one.
       residual: under ``residuals=recompute``, what becomes of the result until the backward pass:
-        kept (if that reads it), computed again, or why that policy has no say; empty under others,
+        saved (if that reads it), rematerialized, or why that policy has no say; empty under others,
         and for what has no derivative.
       fused: of attention that a kernel computes, by which one, and on what; else empty.
       not_fused: of attention that none computes, though the policy asks for it: why not.
@@ -151,10 +151,10 @@ class Explanation:
         for row in self.rows:
             ops[row.residual] += row.count
         asked = bool(self.policy) and get_policy(self.policy).residuals == "recompute"
-        if ops[residuals.AGAIN]:
+        if ops[Residual.REMATERIALIZED]:
             yield (
-                f"residuals     {ops[residuals.KEPT]} ops {residuals.KEPT}; "
-                f"{ops[residuals.AGAIN]} {residuals.AGAIN}"
+                f"residuals     {ops[Residual.SAVED]} ops {Residual.SAVED}; "
+                f"{ops[Residual.REMATERIALIZED]} {Residual.REMATERIALIZED}"
             )
         elif asked:
             yield "residuals     recompute: of no effect, nothing here is computed again"
@@ -164,7 +164,7 @@ class Explanation:
                 "loss itself, or see jaxmp.audit for what a whole step computes again"
             )
         for why in dict.fromkeys(row.residual for row in self.rows):
-            if why not in ("", residuals.KEPT, residuals.AGAIN):
+            if why not in ("", Residual.SAVED, Residual.REMATERIALIZED):
                 rows = [row for row in self.rows if row.residual == why]
                 first = f"{rows[0].op} at {rows[0].source} {rows[0].path}".rstrip()
                 more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
@@ -274,7 +274,8 @@ def _text(row: Row) -> str:
 
 
 def _rows(plan: Plan) -> Iterator[Row]:
-    for step, path, line, count, again in plan.walk():
+    for visit in plan.walk():
+        step, path, line, count, *_ = visit
         name = step.eqn.primitive.name
         if not step.plans:
             source = line or library_line(step.eqn)
@@ -289,16 +290,16 @@ def _rows(plan: Plan) -> Iterator[Row]:
                 count,
                 product.why if product else "",
                 product.intended if product else False,
-                residuals.residual(step, again=again),
+                str(residuals.residual(visit) or ""),
                 " on ".join(by.details) if by else "",
                 unfused(step.why),
                 is_unknown(step.why),
             )
         elif isinstance(step.op, CustomCall) and closures.closes_over(step):
             yield Row(name, path, line, _dtype(step), closures.REASON, count)
-        elif step.saves:
+        elif visit.saves:
             reason = str(step.why)
-            yield Row(name, path, line, _dtype(step), reason, count, residual=step.saves)
+            yield Row(name, path, line, _dtype(step), reason, count, residual=str(visit.saves))
 
 
 def _reason(step: Step, rules: Rules) -> str:

@@ -19,7 +19,7 @@ from jaxmp._autocast.licences import COMPUTED, DATA, LARGE
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.provenance import OTHER, WEIGHTS
 from jaxmp._autocast.rules import Rules
-from jaxmp._autocast.why import Kind, Why
+from jaxmp._autocast.why import Kind, Residual, Why
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.source import module_path, user_line
@@ -131,7 +131,7 @@ class Op:
 
 
 class Segment(NamedTuple):
-    """A run of steps of which most values are computed again on the way back.
+    """A run of steps of which most values are rematerialized in the backward pass.
 
     Attributes:
       start: the first step.
@@ -160,8 +160,6 @@ class Step:
       linear: whether an operand is a tangent: what is done with it may be transposed.
       clips: whether results beyond the range of the low dtype are clipped to it, as policies ask
         with ``saturate``.
-      saves: why nothing of it is computed again on the way back, under a policy that asks for that;
-        empty under others, and where it is.
     """
 
     eqn: JaxprEqn
@@ -172,7 +170,6 @@ class Step:
     plans: tuple[Plan, ...] = ()
     linear: bool = False
     clips: bool = False
-    saves: str = ""
 
     @property
     def ins(self) -> tuple[DType | None, ...]:
@@ -209,7 +206,8 @@ class Plan:
       arguments: how each operand arrives; None for what is not ours.
       values: how each result is kept, for the plan of the caller; likewise.
       clip: which results are clipped to the finite range when they leave narrower than they are.
-      segments: the runs of steps that are computed again on the way back, in order.
+      segments: the runs of steps that are rematerialized in the backward pass, in order.
+      saves: under a policy that asks for that, why each other step is in none of them; else empty.
       built: a place for `execute` to keep what it traces once per plan.
     """
 
@@ -221,6 +219,7 @@ class Plan:
     values: tuple[Value | None, ...]
     clip: tuple[bool, ...]
     segments: tuple[Segment, ...] = ()
+    saves: tuple[Residual | None, ...] = ()
     built: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -245,7 +244,7 @@ class Plan:
         return not low and not self.segments and all(step.unchanged for step in self.steps)
 
     def walk(
-        self, path: str = "", source: str = "", count: Any = 1, *, again: bool = False
+        self, path: str = "", source: str = "", count: Any = 1, *, rematerialized: bool = False
     ) -> Iterator[Visit]:
         """Every step at any depth, in order: those with plans inside, then what is inside."""
         anew = {i for segment in self.segments for i in range(segment.start, segment.stop)}
@@ -253,17 +252,17 @@ class Plan:
             here = "/".join(filter(None, (path, module_path(step.eqn))))
             # Ops inside JAX's own functions have no line of the user's: the call's line is theirs.
             line = user_line(step.eqn) or source
-            covered = again or i in anew
-            yield Visit(step, here, line, count, covered)
+            covered = rematerialized or i in anew
+            yield Visit(step, here, line, count, covered, self.saves[i] if self.saves else None)
             for inner, plan in zip(inside(step.eqn) if step.plans else (), step.plans, strict=True):
-                yield from plan.walk(here, line, count * inner.times, again=covered)
+                yield from plan.walk(here, line, count * inner.times, rematerialized=covered)
 
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
         """Every contraction of a program, by a name that is the same from run to run."""
         seen: Counter[tuple[str, str]] = Counter()
         found = []
-        for step, path, source, count, _ in self.walk():
+        for step, path, source, count, *_ in self.walk():
             if step.eqn.primitive.name in LOW:
                 found.append(Site(path, source, seen[path, source], count, step))
                 seen[path, source] += 1
@@ -278,14 +277,16 @@ class Visit(NamedTuple):
       path: the module path and named scopes around it.
       source: ``file.py:line`` in the user's code; empty if there is none.
       count: how often it runs per call.
-      again: whether it is in a segment that is computed again on the way back.
+      rematerialized: whether it is in a segment that is rematerialized in the backward pass.
+      saves: why it is not, under a policy that asks for that; else None.
     """
 
     step: Step
     path: str
     source: str
     count: Any
-    again: bool
+    rematerialized: bool
+    saves: Residual | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is computed again on the way back, under policies with ``residuals=recompute``.
+"""What is rematerialized in the backward pass, under policies with ``residuals=recompute``.
 
 Runs of steps become segments, which `execute` puts under a `jax.checkpoint` that keeps what
 `jaxmp.checkpoint_policies.long_contractions` says. A segment ends where something is not to run
@@ -25,10 +25,11 @@ from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.execute import CustomCall
 from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.liveness import moves, reads
-from jaxmp._autocast.plan import Plan, Segment, Step
+from jaxmp._autocast.plan import Plan, Segment, Step, Visit
 from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.rules import region_rules
 from jaxmp._autocast.softmax_vjp import SoftmaxDot
+from jaxmp._autocast.why import Residual
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import parameters, runs_once, with_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
@@ -37,47 +38,37 @@ from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope
 from jaxmp.checkpoint_policies import long_contractions
 
-OWN_CHECKPOINT = "a jax.checkpoint of the program itself: it keeps what that one says"
-FUSED = "attention that a kernel computes: it keeps what its rule returns"
-OWN_RULE = "a function with a custom_vjp: it keeps what its rule returns"
-EFFECTS = "has side effects: runs once"
-UNKNOWN = "not looked inside: runs once"
-OPEN_ENDED = "a while loop: has no backward pass"
-SAVED = "the policy here says residuals=save"
-KEPT = "kept for the way back"
-AGAIN = "computed again on the way back"
-_PARTS = "in parts"  # what is inside decides for itself
-
 
 def recompute(plan: Plan) -> Plan:
     """A plan with segments, at any depth, where its policies ask for them."""
     return _Recomputing().segmented(plan, looped=False)
 
 
-def residual(step: Step, *, again: bool) -> str:
-    """What becomes of the results of a step until the way back; empty where that is as in JAX.
+def residual(visit: Visit) -> Residual | None:
+    """What becomes of the results of a step until the backward pass; None where that is as in JAX.
 
     Args:
-      step: a step without plans.
-      again: whether it is in a segment.
+      visit: a step without plans, where it is met.
     """
-    if isinstance(step.op, Drop):
-        return ""
-    if not again:
-        return step.saves
-    floats = [v for v in step.eqn.outvars if _is_kept_or_not(dtype_of(v))]
-    if not floats:
-        return ""
+    if isinstance(visit.step.op, Drop):
+        return None
+    return _in_segment(visit.step) if visit.rematerialized else visit.saves
+
+
+def _in_segment(step: Step) -> Residual | None:
+    """What becomes of the results of a step of a segment; None if they have no derivative."""
+    if not any(_is_residual(dtype_of(v)) for v in step.eqn.outvars):
+        return None
     avals = [
         v.aval if dtype is None else with_dtype(v.aval, dtype)
         for v, dtype in zip(step.eqn.invars, step.ins, strict=True)
     ]
     keeps = long_contractions(step.eqn.primitive, *avals, **parameters(step.eqn))
-    return KEPT if keeps else AGAIN
+    return Residual.SAVED if keeps else Residual.REMATERIALIZED
 
 
-def _is_kept_or_not(dtype: Any) -> bool:
-    """Whether arrays of a dtype are kept for the way back: numbers with a derivative, and masks."""
+def _is_residual(dtype: Any) -> bool:
+    """Whether arrays of a dtype may be residuals: numbers with a derivative, and masks."""
     return dtype is not None and (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.inexact))
 
 
@@ -110,13 +101,14 @@ class _Recomputing:
         segments = tuple(
             Segment(start, stop, _results(plan, start, stop), looped) for start, stop in runs
         )
-        return dataclasses.replace(plan, segments=segments)
+        saves = tuple(None if why == Residual.IN_PARTS else why for why in whys)
+        return dataclasses.replace(plan, segments=segments, saves=saves)
 
-    def _in_parts(self, step: Step, why: str, *, looped: bool) -> Step:
-        if not why:
+    def _in_parts(self, step: Step, why: Residual | None, *, looped: bool) -> Step:
+        if why is None:
             return self._plain(step)
-        if why != _PARTS:
-            return dataclasses.replace(step, saves=why)
+        if why != Residual.IN_PARTS:
+            return step
         loops = looped or any(inner.loops for inner in inside(step.eqn))
         plans = tuple(self.segmented(plan, looped=loops) for plan in step.plans)
         return dataclasses.replace(step, plans=plans)
@@ -144,31 +136,31 @@ class _Recomputing:
             self._whole[plan] = not any(self._why_not(step, plan) for step in plan.steps)
         return self._whole[plan]
 
-    def _why_not(self, step: Step, plan: Plan) -> str:
-        """Why a step is in no segment of the plan around it; empty if it may be."""
+    def _why_not(self, step: Step, plan: Plan) -> Residual | None:
+        """Why a step is in no segment of the plan around it; None if it may be."""
         eqn, kind = step.eqn, compat.kind(step.eqn)
         if kind == "remat2":
-            return OWN_CHECKPOINT
+            return Residual.OWN_CHECKPOINT
         if kind == "custom_vjp_call":
-            return OWN_RULE
+            return Residual.OWN_RULE
         if isinstance(step.op, FusedAttention):
-            return FUSED
+            return Residual.KERNEL
         inners = inside(eqn) if step.plans else ()
         if any(inner.open_ended for inner in inners):
-            return OPEN_ENDED
+            return Residual.OPEN_ENDED
         if any(inner.loops for inner in inners) or kind == "shard_map":
-            return _PARTS
+            return Residual.IN_PARTS
         whole = all(map(self._is_whole, step.plans))
         if not whole:
-            return OWN_RULE if kind == "custom_jvp_call" else _PARTS
+            return Residual.OWN_RULE if kind == "custom_jvp_call" else Residual.IN_PARTS
         asks = (region_rules(eqn, plan.rules) or plan.rules).recomputes or in_scope(eqn, DEQUANTIZE)
         if not asks and not step.plans:
-            return SAVED
+            return Residual.SAVE_POLICY
         if runs_once(eqn):
-            return EFFECTS
+            return Residual.EFFECTS
         if not step.plans and kind not in TABLE and any(True for _ in compat.inner_jaxprs(eqn)):
-            return UNKNOWN
-        return ""
+            return Residual.RUNS_ONCE
+        return None
 
 
 def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
@@ -197,7 +189,7 @@ def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
             differentiated |= made
             crossing |= made
         crossing = {v for v in crossing if last.get(v, -1) > i}
-        keeps = contracts(eqn) and residual(plan.steps[i], again=True) == KEPT
+        keeps = contracts(eqn) and _in_segment(plan.steps[i]) == Residual.SAVED
         kept_anyway = keeps or eqn.primitive.name in ("add", "add_any")
         if multiplied and kept_anyway and _little_but(eqn.outvars[0], crossing):
             pieces.append((begin, i + 1))

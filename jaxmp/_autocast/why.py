@@ -10,7 +10,7 @@ import enum
 from typing import NamedTuple
 
 
-class Kind(enum.Enum):
+class Kind(enum.StrEnum):
     """What decides; its value is the sentence, in which ``{}`` stands for a detail."""
 
     # Matmuls and convolutions.
@@ -90,6 +90,21 @@ class Kind(enum.Enum):
     def of(self, *details: object) -> Why:
         """A reason of this kind."""
         return Why(self, tuple(map(str, details)))
+
+
+class Residual(enum.StrEnum):
+    """What becomes of the results of a step until the backward pass."""
+
+    SAVED = "saved for the backward pass"
+    REMATERIALIZED = "rematerialized in the backward pass"
+    SAVE_POLICY = "the policy here says residuals=save"
+    OWN_CHECKPOINT = "a jax.checkpoint of the program itself: it keeps what that one says"
+    OWN_RULE = "a function with a custom_vjp: it keeps what its rule returns"
+    KERNEL = "attention that a kernel computes: it keeps what its rule returns"
+    OPEN_ENDED = "a while loop: has no backward pass"
+    EFFECTS = "has side effects: runs once"
+    RUNS_ONCE = "not looked inside: runs once"
+    IN_PARTS = "in parts"  # what is inside decides for itself
 
 
 class Why(NamedTuple):

@@ -1,8 +1,8 @@
 """An array that XLA must not make again of what it was made of.
 
 XLA may leave out a rounding that is undone (`xla_allow_excess_precision`): where a 16-bit array is
-kept for the way back and read there in float32, it then makes the float32 values again, and keeps
-what those are made of, which is larger. A barrier prevents that. On TPU it costs more than it
+saved for the backward pass and read there in float32, it then makes the float32 values again, and
+keeps what those are made of, which is larger. A barrier prevents that. On TPU it costs more than it
 saves: there the array is kept as it is, and the barrier keeps it out of fast memory.
 """
 
