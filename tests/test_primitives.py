@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import jaxmp
-from jaxmp._autocast.primitives import classify
+from jaxmp._autocast.primitives import CALLED, classify
 from jaxmp._autocast.rules import rules_for
 from jaxmp._jaxprs import primitive_table
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
@@ -113,6 +113,16 @@ def test_every_flag_is_some_primitives_and_is_read(flag: Flag) -> None:
 )
 def test_a_flag_is_one_of_what_it_refines(flag: Flag, refined: frozenset[str]) -> None:
     assert flagged(flag) <= refined
+
+
+@pytest.mark.parametrize(
+    "names",
+    [*([name, *others] for name, others in CALLED.items()), ["log", "log1p", "log2"]],
+    ids=" ".join,
+)
+def test_alike_in_every_flag(names: list[str]) -> None:
+    """What a function of JAX may be; and logarithms."""
+    assert len({TABLE[name] for name in names if name in TABLE}) == 1
 
 
 @pytest.mark.parametrize(

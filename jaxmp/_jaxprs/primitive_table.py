@@ -120,14 +120,12 @@ _ROWS = {
     # al. (2018), extended to every primitive of jax.lax.
     "full": """
         exp exp2 expm1 sinh cosh: simple growing
-        log log1p cbrt asin acos acosh atanh: simple ending
+        log log1p log2 cbrt asin acos acosh atanh: simple ending
         pow sqrt rsqrt: simple ending folded
-        log2: cheap ending
         erf_inv lgamma digamma: polymorphic ending
         sin cos: simple periodic waves
         tan: simple periodic
-        atan atan2 asinh: simple
-        polynomial: cheap
+        atan atan2 asinh polynomial: simple
         polygamma zeta igamma igammac igamma_grad_a regularized_incomplete_beta
         bessel_i0e bessel_i1e
         random_gamma: uncached
@@ -137,14 +135,13 @@ _ROWS = {
         cumsum: polymorphic cumulative summing linear
         cumprod cumlogsumexp: polymorphic cumulative
         reduce_window_sum: linear
-        select_and_scatter_add select_and_gather_add scatter: uncached linear
+        select_and_scatter_add select_and_gather_add scatter scatter-sub: uncached linear
         scatter-add: uncached pooling linear
-        scatter-sub scatter-mul scatter-min scatter-max: uncached
+        scatter-mul scatter-min scatter-max: uncached
         reduce reduce_window select_and_scatter: uncached
         # sums across devices
-        psum: uncached polymorphic summing linear
-        psum_invariant reduce_scatter: uncached polymorphic
-        unreduced_psum unreduced_reduce_scatter: uncached
+        psum psum_invariant unreduced_psum: uncached polymorphic summing linear
+        reduce_scatter unreduced_reduce_scatter: uncached polymorphic summing linear
         # order and rounding: a rounded key permutes near-ties, and the author's rounding is his own
         sort: polymorphic
         top_k approx_top_k mulhi
@@ -164,7 +161,7 @@ _ROWS = {
         clamp: simple choosing
         concatenate: simple unmeasured choosing linear moving in_parts joining
         pad: simple unmeasured affine choosing linear in_parts joining
-        stack: simple unmeasured affine choosing moving
+        stack: simple unmeasured affine choosing linear moving
     """,
     # Exact on whatever they are given.
     "transparent": """
@@ -189,9 +186,9 @@ _ROWS = {
         sharding_constraint pvary: uncached simple unmeasured crossing
         reshard: uncached polymorphic unmeasured crossing
         ppermute all_to_all: uncached polymorphic crossing handing_on
-        all_gather: uncached polymorphic crossing
+        all_gather all_gather_invariant all_gather_reduced: uncached polymorphic crossing
         pmax pmin: uncached polymorphic
-        all_gather_invariant all_gather_reduced pbroadcast: uncached crossing
+        pbroadcast: uncached crossing
         # …_p: as JAX 0.10 spells it, and the next
         reduced_vary_cast reduced_vary_cast_p: uncached cheap crossing
         vary_unreduced_cast vary_unreduced_cast_p: uncached cheap
