@@ -8,8 +8,8 @@ statistics. In mixed precision that is most of what is kept, since it is in floa
 
 * the statistics of rows: sums and maxima much smaller than what they are of;
 * the masks of dropout, one byte per element in place of the four of its random bits;
-* whatever is in no list here: what a kernel, a callback, a collective or a solver returned, sorted
-  and cumulative values. But no complex values: `jax.checkpoint` cannot keep them.
+* whatever is not known to be cheap: what a kernel, a callback, a collective or a solver returned,
+  sorted and cumulative values. But no complex values: `jax.checkpoint` cannot keep them.
 
 `long_contractions` keeps the same, but not what products over a short axis made larger than their
 operands: the scores of attention, contracted over the size of a head. They are the largest arrays
@@ -40,37 +40,16 @@ from jax.extend.core import Primitive
 from jaxmp._jaxprs.attributes import jaxprs_in
 from jaxmp._jaxprs.compat import CALLS, closed, inner_jaxprs, is_at_most
 from jaxmp._jaxprs.equation_parameters import dot_axes, reduced_shape
+from jaxmp._jaxprs.no_excess_precision import no_excess_precision_p
+from jaxmp._jaxprs.primitive_table import Flag, flagged
 
 __all__ = ["contractions", "long_contractions"]
 
-# Computed again. What is in no list here is kept.
-_OF_ONE_ELEMENT = """
-    add add_any sub mul div max min neg abs sign floor ceil round square integer_pow pow sqrt rsqrt
-    cbrt one_minus_square select_n clamp nextafter rem reduce_precision exp exp2 expm1 log log1p
-    log2 tanh logistic erf erfc polynomial sin cos tan asin acos atan atan2 sinh cosh asinh acosh
-    atanh complex real imag conj is_finite eq ne lt le gt ge eq_to le_to lt_to and or xor not
-    shift_left shift_right_arithmetic shift_right_logical population_count clz convert_element_type
-    bitcast_convert_type iota empty empty2 stop_gradient copy name no_excess_precision
-    optimization_barrier sharding_constraint layout_constraint pvary vary_unreduced_cast
-    vary_unreduced_cast_p reduced_vary_cast reduced_vary_cast_p
-"""
-_MOVES = """
-    reshape transpose broadcast_in_dim squeeze expand_dims rev slice split unstack tile concatenate
-    pad stack dynamic_slice gather
-"""
-_RANDOM_BITS = """
-    random_bits random_seed random_split random_fold_in random_wrap random_unwrap random_clone
-    threefry2x32 rng_bit_generator
-"""
-# Their results are complex, and those `jax.checkpoint` cannot keep: it rounds what it keeps, by
-# `lax.reduce_precision`, which takes none (JAX 0.10 to 0.12).
-_COMPLEX = "fft eig"
-_AGAIN = frozenset(f"{_OF_ONE_ELEMENT} {_MOVES} {_RANDOM_BITS} {_COMPLEX}".split())
+# Rematerialized: JAX's primitives, and our own barrier. All others are kept.
+_CHEAP = flagged(Flag.CHEAP) | {no_excess_precision_p.name}
 
 # Of the rows of an array. Kept where they are much smaller than it, else computed again.
-_STATISTICS = frozenset(
-    ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"]
-)
+_STATISTICS = flagged(Flag.STATISTIC)
 _MUCH_SMALLER = 8
 
 # An axis at most so long is short: the largest head of attention in use. Contracted again, an
@@ -109,7 +88,7 @@ def contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
         return bool(avals[0].dtype.kind not in "biu")
     if name in CALLS:
         return not all(map(_is_cheap, jaxprs_in(params)))
-    return name not in _AGAIN
+    return name not in _CHEAP
 
 
 def long_contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
@@ -158,7 +137,7 @@ def _is_cheap(jaxpr: Any) -> bool:
         inner = tuple(inner_jaxprs(eqn))
         if inner and not all(map(_is_cheap, inner)):
             return False
-        known = eqn.primitive.name in _AGAIN | _STATISTICS
+        known = eqn.primitive.name in _CHEAP | _STATISTICS
         if not inner and not known and not any(_is_complex(v.aval) for v in eqn.invars):
             return False
     return True

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
@@ -158,6 +159,28 @@ def test_scaled_or_unscaled_once_too_often(gradient: Any, policy: str) -> None:
     ]
     said = "multiplied by the loss scale 2 times" if gradient is scaled_twice else "were divided by"
     assert said in found.what
+
+
+def over_devices(gradient: Step) -> Step:
+    """Gradients of parameters that all devices have: JAX adds them up by `psum_invariant`."""
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    specs = (P(), P("data"), P("data"))
+    return jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=P())
+
+
+def added_by_stacking(gradient: Step) -> Step:
+    def added(*args: Any) -> Any:
+        return jax.tree.map(lambda g: jnp.sum(jnp.stack([g, g]), 0), gradient(*args))
+
+    return added
+
+
+@pytest.mark.parametrize("add", [over_devices, added_by_stacking])
+def test_scaled_twice_and_added_up(add: Callable[[Step], Step]) -> None:
+    state = state_with(scaler())
+    for gradient, found in ((by_jaxmp, set()), (scaled_twice, {"scaled-twice"})):
+        step = step_of(lambda loss, state, g=gradient: add(g(loss, state)))
+        assert kinds(step, state, X, Y) == found
 
 
 class Net(nn.Module):

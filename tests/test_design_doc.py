@@ -40,7 +40,7 @@ def rooms() -> list[str]:
 
 def test_it_quotes_an_example_of_each_thing_to_add() -> None:
     assert [file for file, _ in quotations()] == [
-        "_autocast/primitives.py",
+        "_jaxprs/primitive_table.py",
         "_jaxprs/higher_order.py",
         "_chips/chips.toml",
         "_autocast/passes.py",

@@ -12,25 +12,17 @@ from typing import Any, Final, Literal
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 
-from jaxmp._autocast.primitives import LOW as CONTRACTIONS
-from jaxmp._autocast.primitives import classify
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.equation_parameters import exponent
+from jaxmp._jaxprs.primitive_table import Flag, flagged, of_kind
 
 ZEROS: Final = "zeros"
 # None: it cannot be told.
 Degree = int | Literal["zeros"] | None
 
 # What has as many factors as each of its operands.
-_LINEAR = frozenset(
-    [
-        *("abs", "add", "add_any", "convert_element_type", "cumsum", "imag", "max", "min", "neg"),
-        *("pmax", "pmin", "psum", "real", "reduce_max", "reduce_min", "reduce_sum"),
-        *("concatenate", "dynamic_update_slice", "pad", "scatter", "scatter-add", "select_n"),
-        *("reduce_window_sum", "select_and_gather_add", "select_and_scatter_add", "sub"),
-    ]
-)
-_PRODUCTS = frozenset(["mul", "integer_pow", "square", "div", *CONTRACTIONS])
+_LINEAR = flagged(Flag.LINEAR) | of_kind("transparent")
+_PRODUCTS = frozenset(["mul", "integer_pow", "square", "div", *of_kind("low")])
 
 
 def alike(degrees: Iterable[Degree]) -> Degree:
@@ -49,7 +41,7 @@ def alike(degrees: Iterable[Degree]) -> Degree:
 def degree_of(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
     """That of the results of an equation, by those of its operands."""
     name = eqn.primitive.name
-    if name in _LINEAR or classify(name, eqn.params) == "transparent":
+    if name in _LINEAR:
         # Not of what it is indexed or chosen by.
         floating = [d for d, v in zip(degrees, eqn.invars, strict=True) if _is_floating(v)]
         return alike(floating or degrees)

@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.product_report import Product, Quantized
 from jaxmp._autocast.why import Skipped
+from jaxmp._jaxprs.primitive_table import of_kind
 
 OVERRULED = "overruled"
 # The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
@@ -45,7 +45,7 @@ FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
 
 # Classes of what computes; casts and masks are made again by derivatives of autocast's own as well.
-_ARITHMETIC = ("low", "full", "follow")
+_ARITHMETIC = of_kind("low", "full", "follow")
 
 _NUMBER = re.compile(r"(\d+)")
 
@@ -241,7 +241,7 @@ class PrecisionReport:
         if self.residual_bytes:
             lines.append(f"kept for backward       {_by_dtype(self.residual_bytes)}")
         again = [op for op in self.operations if op.again]
-        if any(TABLE.get(op.op) in _ARITHMETIC for op in again):
+        if any(op.op in _ARITHMETIC for op in again):
             flops = sum(op.flops for op in again)
             others = sum(op.count for op in again if not op.flops)
             lines.append(f"computed again          {_si(flops)}FLOPs, {others:g} other operations")

@@ -22,13 +22,14 @@ from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.parameters import overlooked
 from jaxmp._autocast.plan import DType, Plan, Step
-from jaxmp._autocast.primitives import CALLED, LOW, TABLE
+from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps, region_rules
 from jaxmp._autocast.why import Kind, skipped, unfused
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
+from jaxmp._jaxprs.primitive_table import TABLE
 from jaxmp._jaxprs.source import level_of_user, library_line, user_line
 from jaxmp._speed import chip_of, warning
 from jaxmp.recipes import Recipe

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+from jaxmp._autocast.primitives import COMPARING
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import inside
@@ -134,7 +135,7 @@ def _number(atom: Any, inner: Makers, outer: Mapping[Any, Any], made_by: Makers)
 
 _REPEATS = ("broadcast_in_dim", "convert_element_type")
 # What a mask is made of: cheaper to do again than to keep what comes of it.
-_MASKS = frozenset({*_REPEATS, "reshape", "ne", "eq", "gt", "lt", "ge", "le", "not"})
+_MASKS = COMPARING | {*_REPEATS, "reshape", "not"}
 
 
 def _made_of_moves(test: Any, made_by: Makers) -> tuple[list[JaxprEqn], Any]:

@@ -26,7 +26,6 @@ from jaxmp._autocast.execute import CustomCall
 from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.liveness import moves, reads
 from jaxmp._autocast.plan import Plan, Segment, Step, Visit
-from jaxmp._autocast.primitives import TABLE
 from jaxmp._autocast.rules import region_rules
 from jaxmp._autocast.softmax_vjp import SoftmaxDot
 from jaxmp._autocast.why import Residual
@@ -34,6 +33,7 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import parameters, runs_once, with_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.primitive_table import TABLE
 from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope
 from jaxmp.checkpoint_policies import long_contractions

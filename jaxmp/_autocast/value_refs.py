@@ -21,17 +21,14 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.equation_parameters import jitted_name
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.scopes import REGION
 
 # What leaves a value as it is.
 _NOTHING = frozenset({"copy", "name"})
 # What leaves its elements as they are, of each device.
 VARYING = ("pvary", "pcast")
-# What is computed of numbers when a program is planned.
-_OF_NUMBERS = frozenset(
-    {"add", "broadcast_in_dim", "convert_element_type", "div", "integer_pow", "mul", "neg", "pow"}
-    | {"rsqrt", "sqrt", "square", "sub", *VARYING}
-)
+_OF_NUMBERS = flagged(Flag.FOLDED) | {*VARYING}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

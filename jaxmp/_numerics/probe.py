@@ -15,26 +15,13 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.aux_outputs import Extras, Out, Threaded
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import rebuild
+from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._numerics.statistics import FLOAT32, Look, look, measure
-from jaxmp._numerics.survey import MOVES, is_measured, looked_into, site_names
+from jaxmp._numerics.survey import is_measured, looked_into, site_names
 
 # Dtypes that are replaced by float32.
 LOW = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
-# Ops that compute in the dtype of their operands, whatever it is, and say no dtype but these.
-_POLYMORPHIC = MOVES | frozenset(
-    [
-        "abs", "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
-        "ceil", "clamp", "conv_general_dilated", "convert_element_type", "cos", "cosh",
-        "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "digamma", "div", "dot_general",
-        "dynamic_update_slice", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "gather",
-        "integer_pow", "lgamma", "log", "log1p", "logistic", "max", "min", "mul", "neg",
-        "nextafter", "one_minus_square", "pow", "ragged_dot_general", "reduce_max", "reduce_min",
-        "reduce_precision", "reduce_prod", "reduce_sum", "rem", "round", "rsqrt", "select_n",
-        "sign", "sin", "sinh", "sort", "sqrt", "square", "sub", "tan", "tanh",
-        "all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_invariant",
-        "reduce_scatter",
-    ]
-)  # fmt: skip
+_POLYMORPHIC = flagged(Flag.POLYMORPHIC)
 _DTYPES = ("new_dtype", "preferred_element_type")
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Carry, Loop, Program, Refs, Site
 
 VERSION = 1
 
-# Whose operands are terms, which may cancel.
-SUMS = frozenset(["add", "add_any", "cumsum", "psum", "reduce_sum", "sub"])
+SUMS = flagged(Flag.SUMMING)
 
 
 @dataclasses.dataclass(frozen=True)

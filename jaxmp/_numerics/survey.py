@@ -15,6 +15,7 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import short_type
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import Inner, inside, steering
+from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.source import (
     in_scope,
@@ -25,14 +26,7 @@ from jaxmp._jaxprs.source import (
     user_line,
 )
 
-# Ops whose results are elements of their operands, each as it is.
-MOVES = frozenset(
-    [
-        "broadcast_in_dim", "concatenate", "copy", "copy_p", "dynamic_slice", "expand_dims", "name",
-        "optimization_barrier", "pad", "pvary", "reshape", "reshard", "rev", "sharding_constraint",
-        "slice", "split", "squeeze", "stack", "stop_gradient", "tile", "transpose", "unstack",
-    ]
-)  # fmt: skip
+_UNMEASURED = flagged(Flag.UNMEASURED)
 # Ours: what is inside is how they are multiplied.
 WHOLE = frozenset({"product_by_parameter", "product_in_float32"})
 
@@ -180,7 +174,7 @@ def matches(path: str, pattern: str) -> bool:
 
 def site_names(eqn: JaxprEqn, name: str) -> list[str | None]:
     """The names of the sites that an equation's results are; None for what is not measured."""
-    if eqn.primitive.name in MOVES or _widens(eqn):
+    if eqn.primitive.name in _UNMEASURED or _widens(eqn):
         return [None] * len(eqn.outvars)
     return [f"{name}:{k}" if is_measured(var) else None for k, var in enumerate(eqn.outvars)]
 

@@ -1,0 +1,253 @@
+"""The table of JAX's primitives, each with its class and flags: the only list of them.
+
+The classes say what autocast does with a primitive:
+
+* ``low``: a contraction. Its float32 operands are multiplied in the compute dtype.
+* ``full``: numerically sensitive; runs in float32.
+* ``follow``: elementwise; runs low beside a low operand when a contraction wants the result.
+* ``transparent``: moves or selects values without changing them; runs in the dtype they have, or
+  that of the contractions that read them.
+* ``own``: runs exactly as written. Also what happens to a primitive nobody listed.
+
+The flags say what else is true of it: who reads a flag asks which primitives are `flagged` so.
+Higher-order primitives (scan, cond, …) are not listed: `jaxmp._jaxprs.higher_order` says what is
+inside them.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Flag(enum.Flag):
+    """What may be true of a primitive, whatever its class."""
+
+    # --- numerics ---
+
+    # `x - mean(x)`, `x * rsqrt(var(x))`, `x / norm(x)`: where a value meets a statistic of its own.
+    NORMALIZING = enum.auto()
+    # The affine end of a normalization. The first `follow` op without this flag, on the way to a
+    # contraction, is where a float32 value may be narrowed (`relu(batch_norm(x))`).
+    AFFINE = enum.auto()
+    # Chooses among its operands: beside constants, exact on low ones.
+    CHOOSING = enum.auto()
+    # Rounds to whole numbers, or by them: what reaches it is a position, as what becomes integers.
+    ROUNDING = enum.auto()
+    # Compares its operands: what is compared with whole numbers is a position as well.
+    COMPARING = enum.auto()
+    # A linear system or decomposition: makes small errors of its operand large, and what it returns
+    # may be large numbers that cancel.
+    SOLVING = enum.auto()
+    # A function of an angle, which makes its errors large as well.
+    PERIODIC = enum.auto()
+    # One of `PERIODIC` that, of a position, is an entry of a table.
+    WAVES = enum.auto()
+    # A function that ends somewhere, and is steep there.
+    ENDING = enum.auto()
+    # A running sum or product: positions, times, knots, which are differenced.
+    CUMULATIVE = enum.auto()
+    # A sum by index (`segment_sum`). Its summands are arrays in memory, as those of products are.
+    POOLING = enum.auto()
+    # Makes numbers beyond float16's range out of numbers within, as contractions do: policies with
+    # `saturate` clip its results. What others make infinite, log(0), is so in every dtype.
+    GROWING = enum.auto()
+    # Its operands are terms, which may cancel.
+    SUMMING = enum.auto()
+    # Its result has the loss scale as a factor as often as its operands have it. So has that of all
+    # `transparent` ones, which do not need this flag.
+    LINEAR = enum.auto()
+
+    # --- arrays ---
+
+    # Rows of a table by their numbers.
+    LOOKING_UP = enum.auto()
+    # A move that changes neither values nor their order of magnitude.
+    MOVING = enum.auto()
+    # One of `MOVING` that neither drops nor repeats an element.
+    REORDERING = enum.auto()
+    # Takes a value in parts, each as it is.
+    IN_PARTS = enum.auto()
+    # Joins operands, or an operand and what is around it.
+    JOINING = enum.auto()
+    # Sends values from device to device, or says that they are there.
+    CROSSING = enum.auto()
+    # One of `CROSSING` that hands a value on to another device.
+    HANDING_ON = enum.auto()
+    # Its transpose sums over what it repeats, so a 16-bit operand is widened around it: the values
+    # are the same and the sum in the backward pass is float32.
+    REPEATING = enum.auto()
+    # Elementwise, broadcasts operands of size 1 by itself; so its transpose sums.
+    BROADCASTING = enum.auto()
+    # One of `BROADCASTING` whose operands are saved for the backward pass: `bind.scale` saves them
+    # small.
+    SCALING = enum.auto()
+    # Writes one operand into another, and keeps the dtype of the first.
+    WRITING = enum.auto()
+    # Reduces the rows of an array to statistics of them.
+    STATISTIC = enum.auto()
+
+    # --- programs ---
+
+    # Bound anew each time: it has effects, names an axis, or its parameters are not hashable.
+    UNCACHED = enum.auto()
+    # Computed of numbers when a program is planned.
+    FOLDED = enum.auto()
+    # Cheap to rematerialize in the backward pass. Or complex, as `fft` and `eig`: what
+    # `jax.checkpoint` keeps it rounds by `lax.reduce_precision`, which takes no complex values
+    # (JAX 0.10 to 0.12).
+    CHEAP = enum.auto()
+    # Computes in the dtype of its operands, whatever it is; its parameters say that of the result
+    # at most.
+    POLYMORPHIC = enum.auto()
+    # Its results are elements of its operands, each as it is: there is nothing to measure.
+    UNMEASURED = enum.auto()
+
+    # As arithmetic and moves are.
+    SIMPLE = CHEAP | POLYMORPHIC
+
+
+# Class → its rows: primitives, and their flags after a colon.
+_ROWS = {
+    # Multiply-accumulate: what the matrix units of a TPU or GPU are for.
+    "low": """
+        dot_general conv_general_dilated ragged_dot_general: polymorphic
+    """,
+    # Wide dynamic range, cancellation or long sums: the lists of torch.amp and of Micikevicius et
+    # al. (2018), extended to every primitive of jax.lax.
+    "full": """
+        exp exp2 expm1 sinh cosh: simple growing
+        log log1p log2 cbrt asin acos acosh atanh: simple ending
+        pow sqrt rsqrt: simple ending folded
+        erf_inv lgamma digamma: polymorphic ending
+        sin cos: simple periodic waves
+        tan: simple periodic
+        atan atan2 asinh polynomial: simple
+        polygamma zeta igamma igammac igamma_grad_a regularized_incomplete_beta
+        bessel_i0e bessel_i1e
+        random_gamma: uncached
+        # sums, products and everything that accumulates
+        reduce_sum: polymorphic summing linear statistic
+        reduce_prod: polymorphic statistic
+        cumsum: polymorphic cumulative summing linear
+        cumprod cumlogsumexp: polymorphic cumulative
+        reduce_window_sum: linear
+        select_and_scatter_add select_and_gather_add scatter scatter-sub: uncached linear
+        scatter-add: uncached pooling linear
+        scatter-mul scatter-min scatter-max: uncached
+        reduce reduce_window select_and_scatter: uncached
+        # sums across devices
+        psum psum_invariant unreduced_psum: uncached polymorphic summing linear
+        reduce_scatter unreduced_reduce_scatter: uncached polymorphic summing linear
+        # order and rounding: a rounded key permutes near-ties, and the author's rounding is his own
+        sort: polymorphic
+        top_k approx_top_k mulhi
+        rem: simple rounding
+        nextafter reduce_precision: simple
+    """,
+    # Elementwise, bounded error: as good in 16 bits as their operands are.
+    "follow": """
+        add: simple affine growing summing linear broadcasting folded
+        add_any: simple affine growing summing linear broadcasting
+        sub: simple normalizing affine growing summing linear broadcasting folded
+        mul div: simple normalizing affine growing broadcasting scaling folded
+        square integer_pow: simple growing folded
+        tanh logistic erf erfc one_minus_square: simple
+        max min: simple choosing linear broadcasting
+        select_n: simple choosing linear
+        clamp: simple choosing
+        concatenate: simple unmeasured choosing linear moving in_parts joining
+        pad: simple unmeasured affine choosing linear in_parts joining
+        stack: simple unmeasured affine choosing linear moving
+    """,
+    # Exact on whatever they are given.
+    "transparent": """
+        neg: simple affine folded
+        abs sign: simple
+        floor ceil round: simple rounding
+        eq ne lt le gt ge: cheap comparing
+        eq_to le_to lt_to is_finite: cheap
+        reduce_max reduce_min: polymorphic repeating statistic
+        cummax cummin: polymorphic
+        argmax argmin reduce_window_max reduce_window_min
+        reshape transpose squeeze rev: simple unmeasured moving reordering in_parts
+        slice dynamic_slice split: simple unmeasured moving in_parts
+        broadcast_in_dim: simple unmeasured moving in_parts repeating folded
+        tile: simple unmeasured moving repeating
+        unstack copy: simple unmeasured moving
+        stop_gradient: simple unmeasured
+        gather: simple looking_up in_parts repeating
+        dynamic_update_slice: polymorphic writing
+        # Of those, what names its operand, or places it on devices.
+        name optimization_barrier: uncached simple unmeasured
+        sharding_constraint pvary: uncached simple unmeasured crossing
+        reshard: uncached polymorphic unmeasured crossing
+        ppermute all_to_all: uncached polymorphic crossing handing_on
+        all_gather all_gather_invariant all_gather_reduced: uncached polymorphic crossing
+        pmax pmin: uncached polymorphic
+        pbroadcast: uncached crossing
+        # …_p: as JAX 0.10 spells it, and the next
+        reduced_vary_cast reduced_vary_cast_p: uncached cheap crossing
+        vary_unreduced_cast vary_unreduced_cast_p: uncached cheap
+        layout_constraint: uncached cheap
+        ragged_all_to_all: uncached writing
+        device_put pbroadcast_dynamic: uncached
+    """,
+    # On purpose: another kind of number, a solver, randomness, state, tokens, callbacks.
+    "own": """
+        convert_element_type: simple linear folded
+        bitcast_convert_type iota empty empty2 and or xor not clz population_count: cheap
+        shift_left shift_right_arithmetic shift_right_logical complex conj fft: cheap
+        real imag: cheap linear
+        reduce_and reduce_or: statistic
+        reduce_xor
+        eig: cheap solving
+        cholesky cholesky_update eigh hessenberg householder_product lu ormqr qr: solving
+        schur svd triangular_solve tridiagonal tridiagonal_solve: solving
+        custom_linear_solve: solving
+        lu_pivots_to_permutation symmetric_product
+        linear_solve  # of lineax
+        random_bits random_seed random_split random_fold_in random_wrap random_clone: cheap
+        random_unwrap rng_bit_generator threefry2x32: cheap
+        rng_uniform axis_index platform_index create_token after_all dce_sink stage
+        get swap addupdate new_ref freeze custom_lin
+        pure_callback io_callback debug_callback debug_print
+    """,
+}
+
+
+class Prim(NamedTuple):
+    """The class and the flags of a primitive."""
+
+    kind: str
+    flags: Flag
+
+
+def _parsed() -> Iterator[tuple[str, Prim]]:
+    for kind, rows in _ROWS.items():
+        for row in rows.splitlines():
+            names, _, flags = row.partition("#")[0].partition(":")
+            having = (Flag[flag.upper()] for flag in flags.split())
+            prim = Prim(kind, functools.reduce(operator.or_, having, Flag(0)))
+            yield from ((name, prim) for name in names.split())
+
+
+TABLE = dict(_parsed())
+
+
+def of_kind(*kinds: str) -> frozenset[str]:
+    """The primitives of some classes."""
+    return frozenset(name for name, prim in TABLE.items() if prim.kind in kinds)
+
+
+def flagged(flags: Flag) -> frozenset[str]:
+    """The primitives that have any of these flags.
+
+    Example:
+      >>> sorted(flagged(Flag.WAVES | Flag.LOOKING_UP))
+      ['cos', 'gather', 'sin']
+    """
+    return frozenset(name for name, prim in TABLE.items() if prim.flags & flags)
