@@ -42,6 +42,7 @@ from jaxmp._jaxprs.compat import CALLS, closed, inner_jaxprs, is_at_most
 from jaxmp._jaxprs.equation_parameters import dot_axes, reduced_shape
 from jaxmp._jaxprs.no_excess_precision import no_excess_precision_p
 from jaxmp._jaxprs.primitive_table import Flag, flagged
+from jaxmp._jaxprs.walk import equations
 
 __all__ = ["contractions", "long_contractions"]
 
@@ -133,12 +134,9 @@ def _is_short(avals: Any, params: Any) -> bool:
 
 def _is_cheap(jaxpr: Any) -> bool:
     """Whether all in a jaxpr is computed again, or is the statistic of rows."""
-    for eqn in closed(jaxpr).jaxpr.eqns:
-        inner = tuple(inner_jaxprs(eqn))
-        if inner and not all(map(_is_cheap, inner)):
-            return False
-        known = eqn.primitive.name in _CHEAP | _STATISTICS
-        if not inner and not known and not any(_is_complex(v.aval) for v in eqn.invars):
+    for eqn in equations(closed(jaxpr).jaxpr.eqns):
+        known = eqn.primitive.name in _CHEAP | _STATISTICS or any(True for _ in inner_jaxprs(eqn))
+        if not known and not any(_is_complex(v.aval) for v in eqn.invars):
             return False
     return True
 

@@ -88,12 +88,12 @@ class Judge:
             return Blame(INTENDED, *here, what)
         if (asked := author_keeps(eqn)) is not None:
             return Blame(INTENDED, *here, str(asked))
-        if place.inside and classify(place.inside, {}) == "own":
-            what = f"inside {place.inside}, which autocast leaves as written"
+        if place.within and classify(place.within, {}) == "own":
+            what = f"inside {place.within}, which autocast leaves as written"
             return Blame(INTENDED, *here, what)
         written = any(k.cause is not None and not k.cause.by_policy for k in seen.known)
-        if place.inside and not written:
-            what = f"inside {place.inside}, which autocast does not know and leaves as written"
+        if place.within and not written:
+            what = f"inside {place.within}, which autocast does not know and leaves as written"
             return Blame(FAULT, *here, what, OPAQUE)
         if kept == Kind.AS_WRITTEN:  # a derivative of it, outside
             what = "it belongs to what autocast leaves as written, a linear solver for example"
@@ -101,7 +101,7 @@ class Judge:
         if place.kept and is_unknown(place.kept) and not written:
             what = "it belongs to an operation that autocast does not know and leaves as written"
             return Blame(FAULT, *here, what, OPAQUE)
-        if kept == Kind.UPCAST_OPERAND or (place.inside and written):
+        if kept == Kind.UPCAST_OPERAND or (place.within and written):
             return self._upcast(seen)
         if place.kept:
             what = f"autocast keeps it float32: {place.kept}"

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxmp._audit.attribution import Judge
 from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Seen, follow
-from jaxmp._audit.place import Place, is_ours, place_of, places_inside
+from jaxmp._audit.place import AuditPlace, is_ours, places_inside
 from jaxmp._audit.report import OF_BYTES, OVERRULED, Finding, Operation, PrecisionReport
 from jaxmp._audit.rounding import FIXES as ROUNDING_FIXES
 from jaxmp._audit.rounding import Rounding
@@ -122,7 +122,7 @@ def audit(
     if has_optimizer((args, kwargs)):  # else gradients may be scaled elsewhere
         auditor.without_scale()
     residuals = Counter[str]()
-    _residuals(closed(jaxpr).jaxpr, Place(), residuals, auditor)
+    _residuals(closed(jaxpr).jaxpr, AuditPlace(), residuals, auditor)
     return PrecisionReport(
         operations=tuple(auditor.operations),
         findings=tuple(auditor.findings()),
@@ -333,12 +333,14 @@ class _Auditor:
         return sorted(found, key=Finding.rank)
 
 
-def _residuals(jaxpr: Any, around: Place, bytes_by_dtype: Counter[str], auditor: _Auditor) -> None:
+def _residuals(
+    jaxpr: Any, around: AuditPlace, bytes_by_dtype: Counter[str], auditor: _Auditor
+) -> None:
     """Adds up what forward equations of a jaxpr make and backward equations of it read."""
-    made: dict[Any, Place] = {}
+    made: dict[Any, AuditPlace] = {}
     used: dict[Any, list[jex_core.JaxprEqn]] = defaultdict(list)
     for eqn in jaxpr.eqns:
-        place = place_of(eqn, around)
+        place = around.at(eqn)
         if place.backward:
             for var in {v for v in eqn.invars if not isinstance(v, jex_core.Literal)}:
                 if var in made:

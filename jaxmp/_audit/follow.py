@@ -19,7 +19,7 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from jaxmp._audit.loss_scale_power import Degree, alike, degree_of, degree_of_literal
-from jaxmp._audit.place import Place, is_ours, place_inside, place_of, place_unknown
+from jaxmp._audit.place import AuditPlace, is_ours
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.licences import is_basis
 from jaxmp._autocast.primitives import CROSSING, IN_PARTS, RANDOM, classify
@@ -120,7 +120,7 @@ class Seen(NamedTuple):
     """
 
     eqn: jex_core.JaxprEqn
-    place: Place
+    place: AuditPlace
     known: list[Known]
     names: list[str]
     out: Known
@@ -144,7 +144,7 @@ def follow(jaxpr: Any, labels: Sequence[str], scales: Sequence[bool], visit: Vis
       visit: is called in order; for the body of a scan once.
     """
     known = [Known(scaled=scale, degree=int(scale)) for scale in scales]
-    _Follower(visit).run(jaxpr, known, list(labels), Place())
+    _Follower(visit).run(jaxpr, known, list(labels), AuditPlace())
 
 
 class _Follower:
@@ -156,7 +156,7 @@ class _Follower:
         jaxpr: Any,
         known: Sequence[Known],
         labels: Sequence[str],
-        around: Place,
+        around: AuditPlace,
         *,
         silent: bool = False,
     ) -> list[Known]:
@@ -184,7 +184,7 @@ class _Follower:
             return found._replace(cast=found.cast._replace(only=False))
 
         for eqn in opened.eqns:
-            place = place_of(eqn, around)
+            place = around.at(eqn)
             operands = [read(v) for v in eqn.invars]
             names = [_label(v, label) for v in eqn.invars]
             # A scatter has a jaxpr, too: how it adds two numbers. It is an operation all the same.
@@ -215,13 +215,13 @@ class _Follower:
         eqn: jex_core.JaxprEqn,
         known: list[Known],
         names: list[str],
-        place: Place,
+        place: AuditPlace,
         *,
         silent: bool,
     ) -> list[Known]:
         found: dict[int, Known] = {}
         for inner in inside(eqn):
-            labels, where = [names[i] for i in inner.operands], place_inside(inner, place)
+            labels, where = [names[i] for i in inner.operands], place.inside(inner)
             quiet = functools.partial(self.run, labels=labels, around=where, silent=True)
             carried = {inner.operands[i] for i in inner.carries}  # each iteration has its own
             ins = [k._replace(origin=None) if i in carried else k for i, k in enumerate(known)]
@@ -232,7 +232,7 @@ class _Follower:
                     found[result] = _either((found[result], out)) if result in found else out
         if found or inside(eqn):
             return [found[i] for i in range(len(eqn.outvars))]
-        place = place_unknown(eqn, place)
+        place = place.unknown(eqn)
         unknown = NOTHING._replace(scaled=any(k.scaled for k in known))
         for jaxpr in compat.jaxprs_run(eqn):
             count = len(closed(jaxpr).jaxpr.invars)
@@ -244,7 +244,7 @@ def _why(
     eqn: jex_core.JaxprEqn,
     known: list[Known],
     names: list[str],
-    place: Place,
+    place: AuditPlace,
     readers: Mapping[Any, Sequence[jex_core.JaxprEqn]],
 ) -> Cause | Promoted | None:
     """Why the result is float32, if it is."""
@@ -289,7 +289,7 @@ def _is_made(eqn: jex_core.JaxprEqn, known: list[Known]) -> bool:
     return made and not eqn.primitive.name.startswith(RANDOM)
 
 
-def _cast(eqn: jex_core.JaxprEqn, known: list[Known], place: Place) -> Cast | None:
+def _cast(eqn: jex_core.JaxprEqn, known: list[Known], place: AuditPlace) -> Cast | None:
     """The conversion between floats that made the result."""
     if eqn.primitive.name == "convert_element_type":
         before, after = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
@@ -314,7 +314,7 @@ def _either(known: Sequence[Known]) -> Known:
     )
 
 
-def _result_label(eqn: jex_core.JaxprEqn, names: list[str], place: Place) -> str:
+def _result_label(eqn: jex_core.JaxprEqn, names: list[str], place: AuditPlace) -> str:
     if len(names) == 1 and classify(eqn.primitive.name, eqn.params) == "transparent":
         return names[0]  # only moved
     return f"the {eqn.primitive.name} at {place.source}"

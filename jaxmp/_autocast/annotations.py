@@ -18,8 +18,8 @@ from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.plan import Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.why import Kind, Skipped, Why, is_unknown, skipped, unfused
-from jaxmp._jaxprs.compat import closed, inner_jaxprs
 from jaxmp._jaxprs.scopes import EMULATED, KEPT, MISSED, SKIPPED, UNFUSED
+from jaxmp._jaxprs.walk import equations
 
 _MARK = re.compile(rf"({KEPT}|{SKIPPED}|{MISSED})([^/()]+)")
 _EMULATED = re.compile(rf"{EMULATED}([^/()]+)")
@@ -107,7 +107,4 @@ def _kept(step: Step) -> Why | None:
 
 def contracts(eqn: jex_core.JaxprEqn) -> bool:
     """Whether an equation is a contraction or has one inside."""
-    if eqn.primitive.name in LOW:
-        return True
-    inner = inner_jaxprs(eqn)
-    return any(contracts(e) for jaxpr in inner for e in closed(jaxpr).jaxpr.eqns)
+    return any(each.primitive.name in LOW for each in equations([eqn]))

@@ -10,7 +10,7 @@ import difflib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from jaxmp._jaxprs.attributes import known_primitives, setting
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
 from jaxmp._jaxprs.primitive_table import TABLE
 from jaxmp._jaxprs.source import level_of_user, library_line, user_line
+from jaxmp._jaxprs.walk import equations
 from jaxmp._speed import chip_of, warning
 from jaxmp.recipes import Recipe
 
@@ -47,8 +48,9 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
     """Warns of each primitive in a program that hides float32 contractions."""
     counts: Counter[str] = Counter()
     first: dict[str, JaxprEqn] = {}
-    for eqn in _not_looked_inside(plan):
-        contractions = sum(map(_contractions, compat.inner_jaxprs(eqn)))
+    steps = (visit.step for visit in plan.walk())
+    for eqn in (step.eqn for step in steps if step.why.kind == Kind.NOT_LOOKED_INSIDE):
+        contractions = sum(map(_would_narrow, equations([eqn])))
         if contractions:
             counts[compat.called(eqn)] += contractions
             first.setdefault(compat.called(eqn), eqn)
@@ -270,20 +272,8 @@ def _governed(plan: Plan) -> Iterator[Rules]:
             yield from _governed(inner)
 
 
-def _not_looked_inside(plan: Plan) -> Iterator[JaxprEqn]:
-    for step in plan.steps:
-        if step.why.kind == Kind.NOT_LOOKED_INSIDE:
-            yield step.eqn
-        for inner in step.plans:
-            yield from _not_looked_inside(inner)
-
-
-def _contractions(jaxpr: Any) -> int:
-    """How many contractions of a jaxpr, at any depth, autocast would have narrowed."""
-    count = 0
-    for eqn in compat.closed(jaxpr).jaxpr.eqns:
-        if eqn.primitive.name in LOW:
-            mine = any(compat.dtype_of(v) == FLOAT32 for v in eqn.invars)
-            count += mine and author_keeps(eqn) is None
-        count += sum(map(_contractions, compat.inner_jaxprs(eqn)))
-    return count
+def _would_narrow(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a contraction that autocast would have narrowed."""
+    if eqn.primitive.name not in LOW:
+        return False
+    return any(compat.dtype_of(v) == FLOAT32 for v in eqn.invars) and author_keeps(eqn) is None

@@ -17,6 +17,7 @@ from jaxmp._jaxprs.equation_parameters import widens_8_bits
 from jaxmp._jaxprs.higher_order import Inner
 from jaxmp._jaxprs.scopes import DEQUANTIZE, PARAMETER, ROWS
 from jaxmp._jaxprs.source import in_scope
+from jaxmp._jaxprs.walk import equations
 
 # Windows, stencils, bases, masks and grids; weights, and what is computed from them alone, other
 # than by a product or a lookup.
@@ -95,7 +96,4 @@ def _is_zeros(eqn: JaxprEqn) -> bool:
 
 def _draws(eqn: JaxprEqn) -> bool:
     """Whether an equation draws random numbers, somewhere inside."""
-    if eqn.primitive.name.startswith(RANDOM):
-        return True
-    inner = (compat.closed(j).jaxpr for j in compat.inner_jaxprs(eqn))
-    return any(_draws(e) for jaxpr in inner for e in jaxpr.eqns)
+    return any(each.primitive.name.startswith(RANDOM) for each in equations([eqn]))

@@ -13,7 +13,9 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.regions import inside_autocast
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.walk import equations
 from jaxmp.policy import Policy
 
 Pattern = tuple[int, ...]
@@ -114,10 +116,10 @@ def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> tu
     """
     if call.closes:  # tracers that live on stay what they are
         traced: tuple[Any, Any] = jax.make_jaxpr(rule, return_shape=True)(*avals)
-        if not compat.is_whole(traced[0]) and not _loops(traced[0]):
+        if not _is_whole(traced[0]) and not _loops(traced[0]):
             with jax.disable_jit():  # which would unroll loops as well
                 traced = jax.make_jaxpr(rule, return_shape=True)(*avals)
-        if not compat.is_whole(traced[0]):
+        if not _is_whole(traced[0]):
             raise ClosedOverError(_CLOSED_OVER.format(call.name))
         return traced
     try:
@@ -131,8 +133,21 @@ def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> tu
 
 def _loops(jaxpr: Any) -> bool:
     """Whether there is a loop in a jaxpr, at any depth."""
-    eqns = compat.closed(jaxpr).jaxpr.eqns
-    return any(inner.loops or _loops(inner.jaxpr) for eqn in eqns for inner in inside(eqn))
+    eqns = equations(compat.closed(jaxpr).jaxpr.eqns)
+    return any(inner.loops for eqn in eqns for inner in inside(eqn))
+
+
+def _is_whole(jaxpr: Any) -> bool:
+    """Whether no inner jaxpr reads a value of the trace around it but by its operands.
+
+    Differentiating a jit whose rules close over tracers, JAX may leave one that does.
+    """
+    for eqn in equations(compat.closed(jaxpr).jaxpr.eqns):
+        for inner in inside(eqn) if eqn.primitive.name in ("jit", "scan") else ():
+            opened, consts = compat.closed(inner.jaxpr)
+            if any(map(is_tracer, consts)) or len(opened.invars) != len(eqn.invars):
+                return False
+    return True
 
 
 _CLOSED_OVER = (

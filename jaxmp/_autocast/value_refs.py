@@ -18,6 +18,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.plan import Plan
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.equation_parameters import (
     broadcast_axes,
@@ -162,7 +163,7 @@ class ValueRef:
         if isinstance(self.atom, Literal):
             return self.atom.val
         const = self.inlined.consts.get(self.atom)
-        known = not isinstance(const, jax.core.Tracer) and dtype_of(self.atom) is not None
+        known = not is_tracer(const) and dtype_of(self.atom) is not None
         return const if known else None
 
 

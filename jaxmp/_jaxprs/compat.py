@@ -138,22 +138,6 @@ def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Closed, Closed, list[Any
     return Closed(first, consts), Closed(last, consts), [v.aval for v in saved]
 
 
-def is_whole(jaxpr: Any) -> bool:
-    """Whether no inner jaxpr reads a value of the trace around it but by its operands.
-
-    Differentiating a jit whose rules close over tracers, JAX may leave one that does.
-    """
-    for eqn in closed(jaxpr).jaxpr.eqns:
-        if eqn.primitive.name in ("jit", "scan"):
-            inner, consts = closed(eqn.params["jaxpr"])
-            traced = any(isinstance(const, jax.core.Tracer) for const in consts)
-            if traced or len(inner.invars) != len(eqn.invars):
-                return False
-        if not all(map(is_whole, inner_jaxprs(eqn))):
-            return False
-    return True
-
-
 def like(new: Any, old: Any) -> Any:
     """`new` (as traced) in the class in which the equation held `old`.
 

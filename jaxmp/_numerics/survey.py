@@ -17,14 +17,8 @@ from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import Inner, inside, steering
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.scopes import SEED
-from jaxmp._jaxprs.source import (
-    in_scope,
-    is_backward,
-    is_rematerialized,
-    library_line,
-    module_path,
-    user_line,
-)
+from jaxmp._jaxprs.source import in_scope
+from jaxmp._jaxprs.walk import Place
 
 _UNMEASURED = flagged(Flag.UNMEASURED)
 # Ours: what is inside is how they are multiplied.
@@ -107,14 +101,10 @@ class Site:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where in a program a jaxpr is."""
+class _SitePlace(Place):
+    """Where in a program a jaxpr is, in which loops and branches."""
 
     prefix: str = ""
-    path: str = ""
-    line: str = ""
-    backward: bool = False
-    again: bool = False  # computes again what a `jax.checkpoint` did not keep
     loops: tuple[Loop, ...] = ()
     branch: bool = False
 
@@ -147,7 +137,7 @@ def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Pr
         if refs and bool(jnp.isinf(const).any()):
             sites[refs[0]] = dataclasses.replace(sites[refs[0]], endless=True)  # type: ignore[index]
         env[var] = refs
-    results = _inside(sites, opened, given, _Place(), env)
+    results = _inside(sites, opened, given, _SitePlace(), env)
     return Program(sites, tuple(results))
 
 
@@ -212,7 +202,7 @@ def _inside(
     sites: dict[str, Site],
     jaxpr: Any,
     given: Sequence[Refs],
-    place: _Place,
+    place: _SitePlace,
     env: dict[Any, Refs] | None = None,
 ) -> list[Refs]:
     """Adds the sites of a jaxpr; where its results come from."""
@@ -238,10 +228,10 @@ def _inside(
 
 
 def _site(
-    sites: dict[str, Site], eqn: JaxprEqn, name: str, reads: Refs, place: _Place
+    sites: dict[str, Site], eqn: JaxprEqn, name: str, reads: Refs, place: _SitePlace
 ) -> list[Refs]:
     outs: list[Refs] = []
-    here = _at(eqn, place)
+    here = place.at(eqn)
     for var, site in zip(eqn.outvars, site_names(eqn, name), strict=True):
         if site is None:
             moved = (*reads, SEED) if in_scope(eqn, SEED) else reads
@@ -254,7 +244,7 @@ def _site(
             name=site,
             op=compat.called(eqn),
             path=here.path,
-            line=here.line,
+            line=here.source,
             backward=here.backward,
             kind=kind,
             dtype=str(dtype_of(var)),
@@ -281,11 +271,11 @@ def _into(
     inner: Sequence[Inner],
     name: str,
     reads: Sequence[Refs],
-    place: _Place,
+    place: _SitePlace,
 ) -> list[Refs]:
     """Adds the sites inside an equation; where its results come from."""
     found: list[Refs] = [()] * len(eqn.outvars)
-    here = _at(eqn, place)
+    here = place.at(eqn)
     for k, one in enumerate(inner):
         given = [reads[i] for i in one.operands]
         loops = place.loops
@@ -312,17 +302,6 @@ def _into(
         chosen = _union([reads[i] for i in steering(eqn)])
         found = [_union([refs, chosen]) for refs in found]
     return found
-
-
-def _at(eqn: JaxprEqn, place: _Place) -> _Place:
-    """Where an equation is: inside others, name stacks are relative, and lines may be missing."""
-    return dataclasses.replace(
-        place,
-        path="/".join(filter(None, (place.path, module_path(eqn)))),
-        line=user_line(eqn) or place.line or library_line(eqn),
-        backward=place.backward or is_backward(eqn),
-        again=place.again or is_rematerialized(eqn),
-    )
 
 
 def _union(several: Iterable[Refs]) -> Refs:

@@ -27,8 +27,8 @@ from jaxmp._jaxprs.aux_outputs import Out, Threaded
 from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.scopes import REGION
-from jaxmp._jaxprs.source import is_backward, module_path
 from jaxmp._jaxprs.trace import is_array, trace
+from jaxmp._jaxprs.walk import Place, walk
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 Path = tuple[str, ...]
@@ -108,25 +108,11 @@ def prepared(loss_fn: Loss, params: Any, batch: Any) -> Prepared:
     return Prepared(of_tree, params, _places(params, scopes))
 
 
-def products(
-    jaxpr: Any, scopes: str = "", times: int = 1, *, backward: bool = False
-) -> Iterator[Product]:
+def products(jaxpr: Any) -> Iterator[Product]:
     """The contractions of a program, as deep as they are."""
-    opened, _ = compat.closed(jaxpr)
-    for eqn in opened.eqns:
-        path = deeper(scopes, eqn)
-        back = backward or is_backward(eqn)
-        inner = inside(eqn)
-        for one in inner:
-            many = times * (one.times if isinstance(one.times, int) else 1)
-            yield from products(one.jaxpr, path, many, backward=back)
-        if not inner and contraction_flops(eqn):
-            yield Product(eqn, path, back, times)
-
-
-def deeper(scopes: str, eqn: JaxprEqn) -> str:
-    """The scopes of an equation, in a jaxpr of an equation in `scopes`."""
-    return "/".join(filter(None, (scopes, module_path(eqn))))
+    for eqn, at in walk(jaxpr):
+        if contraction_flops(eqn):
+            yield Product(eqn, at.path, at.backward, at.times)
 
 
 def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
@@ -135,28 +121,28 @@ def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
     What is outside of the model stays float32, as it does where the model is wrapped.
     """
 
-    def run(jaxpr: Any, arrays: Sequence[Any], scopes: str, around: Policy) -> Out:
+    def run(jaxpr: Any, arrays: Sequence[Any], where: Place, around: Policy) -> Out:
         """Runs a program as it is, in scopes that say which policy holds."""
 
         def marked(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-            path = deeper(scopes, eqn)
-            place = places.of(path)
+            at = where.at(eqn)
+            place = places.of(at.path)
             policy = FLOAT32 if place is None else policy_for(policies, place)
             inner = inside(eqn)
             with nullcontext() if policy == around else jax.named_scope(f"{REGION}{policy}"):
                 if not inner:
                     return compat.bind(eqn, operands)
-                return rebuild(eqn, operands, [part(one.jaxpr, path, policy) for one in inner])[0]
+                return rebuild(eqn, operands, [part(one.jaxpr, at, policy) for one in inner])[0]
 
         return evaluate(jaxpr, arrays, marked), {}
 
-    def part(jaxpr: Any, path: str, policy: Policy) -> Threaded:
-        return lambda extra_in, *arrays: run(jaxpr, arrays, path, policy)  # noqa: ARG005
+    def part(jaxpr: Any, where: Place, policy: Policy) -> Threaded:
+        return lambda extra_in, *arrays: run(jaxpr, arrays, where, policy)  # noqa: ARG005
 
     @functools.wraps(loss)
     def in_regions(*args: Any) -> Any:
         traced = trace(loss, args, {})
-        results, _ = run(traced.jaxpr, traced.arrays, "", policies.default)
+        results, _ = run(traced.jaxpr, traced.arrays, Place(), policies.default)
         return traced.rebuild(results)
 
     return under_policy(in_regions, policies.default, by_position(loss, 0))

@@ -43,10 +43,10 @@ from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.equation_parameters import product_axes
 from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
-from jaxmp._jaxprs.source import is_backward
 from jaxmp._jaxprs.trace import trace
+from jaxmp._jaxprs.walk import Place
 from jaxmp._numerics.tune_costs import Multiplied
-from jaxmp._numerics.tune_paths import Path, Places, Prepared, deeper
+from jaxmp._numerics.tune_paths import Path, Places, Prepared
 from jaxmp.policy import Policy
 from jaxmp.recipes import Format
 
@@ -133,29 +133,26 @@ def _tapped(
     """Runs a program whose products, when it is differentiated, tell of their errors."""
     index = {path: i for i, path in enumerate(ways)}
 
-    def run(
-        jaxpr: Any, arrays: Sequence[Any], taps: Any, scopes: str = "", *, backward: bool = False
-    ) -> Out:
+    def run(jaxpr: Any, arrays: Sequence[Any], taps: Any, around: Place) -> Out:
         def tapped(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-            path = deeper(scopes, eqn)
-            back = backward or is_backward(eqn)
+            at = around.at(eqn)
             if inner := inside(eqn):
-                parts = [part(one.jaxpr, path, backward=back) for one in inner]
+                parts = [part(one.jaxpr, at) for one in inner]
                 return rebuild(eqn, operands, parts, [taps])[0]
             results = compat.bind(eqn, operands)
-            place = places.of(path) if is_product(eqn) else None
+            place = places.of(at.path) if is_product(eqn) else None
             if place not in index:
                 return results
-            roundings = tuple(_rounding(eqn, how, backward=back) for how in ways[place])
+            roundings = tuple(_rounding(eqn, how, backward=at.backward) for how in ways[place])
             [y] = results
             return [_tap(eqn, roundings, y, taps[index[place]], operands)]
 
         return evaluate(jaxpr, arrays, tapped), {}
 
-    def part(jaxpr: Any, path: str, *, backward: bool) -> Threaded:
-        return lambda extra_in, *arrays: run(jaxpr, arrays, extra_in[0], path, backward=backward)
+    def part(jaxpr: Any, around: Place) -> Threaded:
+        return lambda extra_in, *arrays: run(jaxpr, arrays, extra_in[0], around)
 
-    return lambda jaxpr, arrays, taps: run(jaxpr, arrays, taps)[0]
+    return lambda jaxpr, arrays, taps: run(jaxpr, arrays, taps, Place())[0]
 
 
 def is_product(eqn: JaxprEqn) -> bool:

@@ -1,0 +1,70 @@
+"""Walks over a jaxpr and all that is inside it, and where each of its equations stands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+from jax.extend.core import JaxprEqn
+
+from jaxmp._jaxprs.compat import closed, inner_jaxprs
+from jaxmp._jaxprs.higher_order import Inner, inside
+from jaxmp._jaxprs.source import (
+    is_backward,
+    is_rematerialized,
+    library_line,
+    module_path,
+    user_line,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an equation stands: inside others, name stacks are relative, and lines may be missing.
+
+    Attributes:
+      path: the module path and named scopes around it, without those of transformations.
+      source: ``file.py:line`` of the user's code.
+      times: how often it runs per call: lengths of scans multiplied; a while loop's body and every
+        branch of a cond count once.
+      backward: whether it belongs to a backward pass.
+      again: whether it computes again what a `jax.checkpoint` did not keep.
+    """
+
+    path: str = ""
+    source: str = ""
+    times: Any = 1
+    backward: bool = False
+    again: bool = False
+
+    def at(self, eqn: JaxprEqn) -> Self:
+        """The place of an equation in a jaxpr that stands here."""
+        return dataclasses.replace(
+            self,
+            path="/".join(filter(None, (self.path, module_path(eqn)))),
+            source=user_line(eqn) or self.source or library_line(eqn),
+            backward=self.backward or is_backward(eqn),
+            again=self.again or is_rematerialized(eqn),
+        )
+
+    def inside(self, inner: Inner) -> Self:
+        """The place of a jaxpr inside an equation that stands here."""
+        return dataclasses.replace(self, times=self.times * inner.times)
+
+
+def walk(jaxpr: Any, around: Place | None = None) -> Iterator[tuple[JaxprEqn, Place]]:
+    """Yields each equation that running a jaxpr runs, at any depth, and its place."""
+    for eqn in closed(jaxpr).jaxpr.eqns:
+        place = (around or Place()).at(eqn)
+        yield eqn, place
+        for inner in inside(eqn):
+            yield from walk(inner.jaxpr, place.inside(inner))
+
+
+def equations(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """Yields equations, and those of every jaxpr in their parameters, at any depth."""
+    for eqn in eqns:
+        yield eqn
+        for jaxpr in inner_jaxprs(eqn):
+            yield from equations(closed(jaxpr).jaxpr.eqns)
