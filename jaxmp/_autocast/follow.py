@@ -16,7 +16,7 @@ from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP
 from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED, joined
-from jaxmp._autocast.plan import NO_ORIGINS, Origin, Value
+from jaxmp._autocast.plan import NO_ORIGINS, OriginId, Value
 from jaxmp._autocast.primitives import AFFINE, CHOOSING, LOW, NORMALIZING, SCALING
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._autocast.why import Kind, Why
@@ -116,7 +116,7 @@ def _refusal(
 
 def _normalizes(name: str, low: list[Value], full: list[Value]) -> bool:
     """Whether a low value meets a float32 value derived from that same low value."""
-    statistics: frozenset[Origin] = NO_ORIGINS.union(*(v.origins for v in full))
+    statistics: frozenset[OriginId] = NO_ORIGINS.union(*(v.origins for v in full))
     if name == "div":
         statistics = frozenset(origin for origin in statistics if not origin.exponential)
     return any(v.origins & statistics for v in low)

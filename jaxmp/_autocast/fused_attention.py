@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.attention_layout import Layout
-from jaxmp._autocast.kernels import Call, Kernel, attention
+from jaxmp._autocast.kernels import Kernel, KernelCall, attention
 from jaxmp._autocast.plan import Op, Step
 from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.rules import FLOAT32
@@ -37,7 +37,7 @@ class FusedAttention(Op):
     """
 
     kernel: Kernel
-    call: Call
+    call: KernelCall
     chip: str
     layout: Layout
     scores: Step

@@ -46,7 +46,7 @@ class Made(NamedTuple):
     read: Read | None
 
 
-class Operation(NamedTuple):
+class GroupedOp(NamedTuple):
     """What a step does, wherever it stands."""
 
     primitive: Primitive
@@ -68,7 +68,7 @@ class JitGroup(NamedTuple):
 
     steps: tuple[Step, ...]
     inputs: tuple[tuple[Any, Read], ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[GroupedOp, ...]
     copies: tuple[tuple[Any, Read], ...]
 
     def run(self, env: Environment) -> None:
@@ -140,7 +140,7 @@ def _jit_group(steps: tuple[Step, ...]) -> JitGroup:
         operands = tuple(map(operand, eqn.invars, step.reads))
         shape = shape_of(eqn.outvars[0]) if isinstance(step.op, Scale) else None
         params = tuple(eqn.params.items())
-        operations.append(Operation(eqn.primitive, params, operands, step.outs, shape))
+        operations.append(GroupedOp(eqn.primitive, params, operands, step.outs, shape))
         for var, dtype in zip(eqn.outvars, step.outs, strict=True):
             positions[var] = len(kept)
             kept.append(dtype_of(var) if dtype is None else dtype)
@@ -149,7 +149,7 @@ def _jit_group(steps: tuple[Step, ...]) -> JitGroup:
 
 @functools.lru_cache(maxsize=4096)
 def _runner(
-    operations: tuple[Operation, ...], to_read: tuple[Read | None, ...]
+    operations: tuple[GroupedOp, ...], to_read: tuple[Read | None, ...]
 ) -> Callable[..., Any]:
     """A function of what comes from outside: all results, copies of them, copies of what came.
 

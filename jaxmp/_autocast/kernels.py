@@ -23,7 +23,7 @@ from jaxmp._jaxprs.scopes import CAST
 from jaxmp._speed import Chip
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """What attention is, besides its arrays.
 
     Attributes:
@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
     Attributes:
       name: what to call it.
       platform: what it is compiled for, as JAX names it.
-      run: computes attention: of a `Call`, queries, keys, values, the bias and the mask.
+      run: computes attention: of a `KernelCall`, queries, keys, values, the bias and the mask.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
     run: Callable[..., Any]
 
 
-def plain(call: Call, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+def plain(call: KernelCall, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     """Attention without a kernel: products in 16 bits, the softmax between them in float32."""
     bias, mask = call.beside(rest)
     batch, queries, heads, features = q.shape
@@ -84,7 +84,9 @@ def _grouped(beside: Any, heads: int, shared: int) -> Any:
     return jnp.reshape(beside, (batch, *((1, 1) if n == 1 else (heads, shared)), *lengths))
 
 
-def library(call: Call, q: Any, k: Any, v: Any, *rest: Any, implementation: Any = "cudnn") -> Any:
+def library(
+    call: KernelCall, q: Any, k: Any, v: Any, *rest: Any, implementation: Any = "cudnn"
+) -> Any:
     """Attention as JAX hands it to a library."""
     bias, mask = call.beside(rest)
     lengths = q.shape[1], k.shape[1]
@@ -128,7 +130,7 @@ def _unmapped(q: Any) -> Any:
 _unmapped.defvjp(lambda q: (_refuse_map(q), None), lambda _, tangent: (tangent,))
 
 
-def flash(call: Call, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+def flash(call: KernelCall, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     """Attention by the kernel for TPUs that comes with JAX.
 
     Raises:
@@ -172,7 +174,7 @@ def kernel_of(chip: Chip) -> Kernel | None:
 
 def refusal(
     kernel: Kernel,
-    call: Call,
+    call: KernelCall,
     arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...],
     *,
     varying: bool,
@@ -204,7 +206,7 @@ _REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, Value
 
 @cached_trace
 def _trace(
-    kernel: Kernel, call: Call, arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    kernel: Kernel, call: KernelCall, arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
 ) -> None:
     avals = [jax.ShapeDtypeStruct(*array) for array in arrays]
     n_masks = int(call.masked)
@@ -217,7 +219,7 @@ def _trace(
     jax.eval_shape(both, *avals)
 
 
-def attention(kernel: Kernel, call: Call, *arrays: Any) -> Any:
+def attention(kernel: Kernel, call: KernelCall, *arrays: Any) -> Any:
     """Attention by a kernel, which is differentiated once, backward.
 
     Args:
@@ -232,7 +234,7 @@ def attention(kernel: Kernel, call: Call, *arrays: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _differentiable(kernel: Kernel, call: Call) -> Callable[..., Any]:
+def _differentiable(kernel: Kernel, call: KernelCall) -> Callable[..., Any]:
     # The conversions are none of the author's. Elsewhere nothing as large as the scores is kept.
     ours = jax.named_scope(CAST)
     elsewhere = jax.checkpoint(ours(functools.partial(plain, call)), prevent_cse=False)

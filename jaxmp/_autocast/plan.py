@@ -27,7 +27,7 @@ from jaxmp._jaxprs.source import module_path, user_line
 DType = np.dtype[Any]
 
 
-class Origin(NamedTuple):
+class OriginId(NamedTuple):
     """The identity of a low value.
 
     Attributes:
@@ -40,7 +40,7 @@ class Origin(NamedTuple):
     exponential: bool = False
 
 
-NO_ORIGINS: frozenset[Origin] = frozenset()
+NO_ORIGINS: frozenset[OriginId] = frozenset()
 
 
 class Value(NamedTuple):
@@ -62,7 +62,7 @@ class Value(NamedTuple):
     """
 
     dtype: DType | None = None
-    origins: frozenset[Origin] = NO_ORIGINS
+    origins: frozenset[OriginId] = NO_ORIGINS
     pinned: Why | None = None
     argument: bool = False
     constant: bool = False
@@ -258,13 +258,13 @@ class Plan:
                 yield from plan.walk(here, line, count * inner.times, rematerialized=covered)
 
     @functools.cached_property
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> tuple[PlannedSite, ...]:
         """Every contraction of a program, by a name that is the same from run to run."""
         seen: Counter[tuple[str, str]] = Counter()
         found = []
         for step, path, source, count, *_ in self.walk():
             if step.eqn.primitive.name in LOW:
-                found.append(Site(path, source, seen[path, source], count, step))
+                found.append(PlannedSite(path, source, seen[path, source], count, step))
                 seen[path, source] += 1
         return tuple(found)
 
@@ -290,7 +290,7 @@ class Visit(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Site:
+class PlannedSite:
     """A contraction of a program.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import Any
 from jaxmp._autocast.control_flow import plan_inside
 from jaxmp._autocast.first_order import decide
 from jaxmp._autocast.frame import Frame, stays_finite
-from jaxmp._autocast.plan import DType, Origin, Plan, Value
+from jaxmp._autocast.plan import DType, OriginId, Plan, Value
 from jaxmp._autocast.planning import Planning
 from jaxmp._autocast.rules import Rules
 
@@ -49,7 +49,7 @@ class Planner(Planning):
         """See `Planning.plan`."""
         # Identities are renumbered in the order they appear, so that two calls that differ only in
         # them share one plan, and what is traced from it.
-        names: dict[Origin, Origin] = {}
+        names: dict[OriginId, OriginId] = {}
         for value in ins:
             for origin in sorted(value.origins) if value else ():
                 names.setdefault(origin, origin._replace(number=-1 - len(names)))
@@ -98,7 +98,7 @@ class Planner(Planning):
         )
 
 
-def _renamed(value: Value | None, names: dict[Origin, Origin]) -> Value | None:
+def _renamed(value: Value | None, names: dict[OriginId, OriginId]) -> Value | None:
     if value is None or not value.origins:
         return value
     return value._replace(origins=frozenset(names[origin] for origin in value.origins))

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxmp._autocast.demand import Demands
 from jaxmp._autocast.licences import COMPUTED, joined
-from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Value
+from jaxmp._autocast.plan import NO_ORIGINS, DType, OriginId, Plan, Value
 from jaxmp._autocast.provenance import Provenance
 from jaxmp._autocast.rules import Rules
 
@@ -28,9 +28,9 @@ class Planning(abc.ABC):
         self.recomputes = False  # whether rules of any equation ask for that
         self._numbers = itertools.count(1)
 
-    def fresh(self, *, exponential: bool = False) -> Origin:
+    def fresh(self, *, exponential: bool = False) -> OriginId:
         """A new identity for a low value."""
-        return Origin(next(self._numbers), exponential)
+        return OriginId(next(self._numbers), exponential)
 
     @abc.abstractmethod
     def plan(
@@ -60,7 +60,7 @@ class Planning(abc.ABC):
     def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
         """A result kept in `dtype`, made from `operands`."""
         values = [v for v in operands if v is not None]
-        origins: frozenset[Origin] = NO_ORIGINS
+        origins: frozenset[OriginId] = NO_ORIGINS
         low = [v for v in values if v.dtype is not None]
         if dtype is None:
             origins = origins.union(*(v.origins for v in values))

@@ -19,7 +19,7 @@ from jaxmp._jaxprs.compat import closed
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ComparableProgram:
     """A closed jaxpr that is compared by what it computes.
 
     What only its identity tells apart (a derivative rule traced anew, a callback) differs.
@@ -29,8 +29,8 @@ class Program:
     key: Hashable
 
 
-def comparable(jaxpr: Any) -> Program | None:
-    """A closed jaxpr as a `Program`; None for one that is not compared.
+def comparable(jaxpr: Any) -> ComparableProgram | None:
+    """A closed jaxpr as a `ComparableProgram`; None for one that is not compared.
 
     A program with constants is not: what it closed over may be tracers, or large.
     """
@@ -42,7 +42,7 @@ def comparable(jaxpr: Any) -> Program | None:
         hash(programs := tuple(key.programs))
     except TypeError:  # something in it has no hash
         return None
-    return Program(jaxpr, programs)
+    return ComparableProgram(jaxpr, programs)
 
 
 class _Key:

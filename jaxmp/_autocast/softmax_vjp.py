@@ -84,7 +84,7 @@ class SoftmaxDot(Op):
 
     def _group(self, eqn: JaxprEqn, low: DType) -> _Group:
         params = tuple(eqn.params.items())
-        product = _Product(eqn.primitive, params, self.way.axis, self.way.moves, self.side, low)
+        product = _WeightedSum(eqn.primitive, params, self.way.axis, self.way.moves, self.side, low)
         return _Group(
             product,
             self.way.softmax.axis,
@@ -106,7 +106,7 @@ _held = functools.lru_cache(maxsize=4096)(_Held)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product:
+class _WeightedSum:
     """The product of a softmax and another operand.
 
     Attributes:
@@ -180,7 +180,7 @@ class _Group:
       looped: whether a loop runs it.
     """
 
-    product: _Product
+    product: _WeightedSum
     axis: int
     masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
     between: _Held | None

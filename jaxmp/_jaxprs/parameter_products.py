@@ -119,7 +119,7 @@ def _with_gradients(
     count, sides = len(types), [side for side, _, _ in sources]
 
     @functools.cache
-    def by(which: int) -> _Product:
+    def by(which: int) -> _ParameterProduct:
         side, moves, aval = sources[which]
         return _product(op, (*types[:side], aval, *types[side + 1 :]), side, moves, low)
 
@@ -245,19 +245,19 @@ def _moved(array: Any, moves: Sequence[Op]) -> Any:
 
 def _product(
     op: Op, types: tuple[Any, ...], side: int, moves: Sequence[Op], low: DType
-) -> _Product:
+) -> _ParameterProduct:
     def moved(*operands: Any) -> Any:
         array = _moved(operands[side], moves)
         return _bound(op, (*operands[:side], array, *operands[side + 1 :]), FLOAT32)
 
-    return _Product(compat.trace(moved, types), side, low)
+    return _ParameterProduct(compat.trace(moved, types), side, low)
 
 
 # The derivative by a parameter.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Product:
+class _ParameterProduct:
     """A contraction with a parameter, as a primitive that is linear in it.
 
     Attributes:
@@ -292,13 +292,13 @@ class _Product:
 
 
 @cached_trace
-def _forward(product: _Product, types: tuple[Any, ...]) -> Any:
+def _forward(product: _ParameterProduct, types: tuple[Any, ...]) -> Any:
     """A closed jaxpr of the primitive: also for whoever looks inside it."""
     return compat.trace(lambda *operands: product.narrow(operands), types)
 
 
 @cached_trace
-def _transposed(product: _Product, by: int, types: tuple[Any, ...]) -> Any:
+def _transposed(product: _ParameterProduct, by: int, types: tuple[Any, ...]) -> Any:
     """A closed jaxpr of the gradient and the other operands: the product, transposed by one."""
     # Not the type of its gradient, which may say otherwise over which devices it is summed.
     of = compat.closed(product.jaxpr).jaxpr.invars[by].aval
@@ -316,7 +316,7 @@ def _transposed(product: _Product, by: int, types: tuple[Any, ...]) -> Any:
 by_parameter_p = Primitive("product_by_parameter")
 
 
-def _run(*operands: Any, product: _Product, jaxpr: Any) -> Any:  # noqa: ARG001
+def _run(*operands: Any, product: _ParameterProduct, jaxpr: Any) -> Any:  # noqa: ARG001
     return product.narrow(operands)
 
 
@@ -324,7 +324,7 @@ def _jvp(
     primals: Sequence[Any],
     tangents: Sequence[Any],
     *,
-    product: _Product,
+    product: _ParameterProduct,
     jaxpr: Any,  # noqa: ARG001
 ) -> tuple[Any, Any]:
     out = product.bind(primals)
@@ -338,7 +338,7 @@ def _jvp(
     return out, functools.reduce(lax.add, terms)
 
 
-def _transpose(g: Any, *operands: Any, product: _Product, jaxpr: Any) -> list[Any]:  # noqa: ARG001
+def _transpose(g: Any, *operands: Any, product: _ParameterProduct, jaxpr: Any) -> list[Any]:  # noqa: ARG001
     [by] = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = list(operands)
     if isinstance(g, ad.Zero):
@@ -357,7 +357,7 @@ def _batch(
     operands: Sequence[Any],
     axes: Sequence[int | None],
     *,
-    product: _Product,
+    product: _ParameterProduct,
     jaxpr: Any,
 ) -> tuple[Any, int]:
     types = tuple(in_float32(jax.typeof(x)) for x in operands)

@@ -18,13 +18,13 @@ from jaxmp._autocast.explain import explain
 from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._numerics.arguments import bytes_of, check_announce, mismatch, text_of
-from jaxmp._numerics.kept import Kept, digest, fingerprint
-from jaxmp._numerics.tune_costs import Costs, Multiplied
+from jaxmp._numerics.kept import RunCache, digest, fingerprint
+from jaxmp._numerics.tune_costs import Costs, ProductFormat
 from jaxmp._numerics.tune_paths import (
     FLOAT32,
     Path,
-    Prepared,
-    Product,
+    PreparedLoss,
+    TunedProduct,
     prepared,
     products,
     under_map,
@@ -148,7 +148,7 @@ def tune(
     program = gradients(loss.loss, loss_scale)
     jaxpr = trace(program, (loss.params, batches[0]), {}).jaxpr
     found = list(products(jaxpr))
-    of_module: dict[Path, list[Product]] = {}
+    of_module: dict[Path, list[TunedProduct]] = {}
     for product in found:
         path = loss.places.of(product.scopes)
         if path is not None and is_product(product.eqn):
@@ -166,7 +166,7 @@ def tune(
     ways = ways_of(loss, batches[0], policies, paths)
     scorer = Scorer(loss, ways, loss_scale, probes)
     say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
-    scores = _scores(scorer, batches, policies, jaxpr, Kept("tune", out), say)
+    scores = _scores(scorer, batches, policies, jaxpr, RunCache("tune", out), say)
     of_module = {path: of_module[path] for path in paths}
     groups = _groups(of_module, grouped(paths, tie), ways, scores, costs)
     solutions = front([g.costs for g in groups], [g.errors for g in groups])
@@ -218,15 +218,15 @@ def _named(candidates: Sequence[Any]) -> dict[Policy, str]:
 
 
 def _groups(
-    of_module: Mapping[Path, Sequence[Product]],
+    of_module: Mapping[Path, Sequence[TunedProduct]],
     decided: Iterable[tuple[Path, ...]],
-    ways: dict[Path, tuple[Multiplied, ...]],
+    ways: dict[Path, tuple[ProductFormat, ...]],
     scores: np.ndarray[Any, Any],
     costs: Costs,
 ) -> tuple[Group, ...]:
     """What is decided on: what it costs, and how far it is off."""
     number = {path: i for i, path in enumerate(ways)}
-    full = sum(costs(p, Multiplied()) for several in of_module.values() for p in several)
+    full = sum(costs(p, ProductFormat()) for several in of_module.values() for p in several)
     groups = []
     options = range(scores.shape[1])
     for members in decided:
@@ -253,7 +253,7 @@ def _scores(
     batches: Sequence[Any],
     policies: Sequence[Policy],
     jaxpr: Any,
-    kept: Kept,
+    kept: RunCache,
     say: Callable[[str], Any],
 ) -> np.ndarray[Any, Any]:
     """The mean of the scores of all batches; those that are kept are not scored again."""
@@ -275,7 +275,7 @@ def _scores(
 
 
 def _verifier(
-    loss: Prepared, batches: Sequence[Any], scale: float, say: Callable[[str], Any]
+    loss: PreparedLoss, batches: Sequence[Any], scale: float, say: Callable[[str], Any]
 ) -> Callable[[PolicyMap], Verified]:
     """Runs the loss and its gradients under a map, and compares them with float32's."""
     exact = jax.jit(gradients(loss.loss, scale))
