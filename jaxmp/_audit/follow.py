@@ -21,8 +21,8 @@ import numpy as np
 from jaxmp._audit.loss_scale_power import Degree, alike, degree_of, degree_of_literal
 from jaxmp._audit.place import Place, is_ours, place_inside, place_of, place_unknown
 from jaxmp._autocast.annotations import contracts
-from jaxmp._autocast.licences import is_basis
 from jaxmp._autocast.primitives import CROSSING, IN_PARTS, RANDOM, classify
+from jaxmp._autocast.provenance import is_basis
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import has_effects, short_type
 from jaxmp._jaxprs.compat import closed, dtype_of

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.licences import COMPUTED, DATA, LARGE
 from jaxmp._autocast.primitives import LOW
-from jaxmp._autocast.provenance import OTHER, WEIGHTS
+from jaxmp._autocast.provenance import COMPUTED, DATA, LARGE
+from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind, Residual, Why
 from jaxmp._jaxprs.compat import dtype_of
@@ -57,8 +57,8 @@ class Value(NamedTuple):
       constant: it is a literal of the program, or one broadcast.
       mask: it is a bool, converted and moved: a factor that rounds nothing.
       tangent: it is a tangent or cotangent: narrowing it must stay linear.
-      licence: what allows it to be narrowed, or forbids it; see `licences`.
-      made: what it is made of; see `provenance`.
+      provenance: what allows it to be narrowed, or forbids it; see `provenance`.
+      root: what it is computed from; see `roots`.
     """
 
     dtype: DType | None = None
@@ -68,18 +68,18 @@ class Value(NamedTuple):
     constant: bool = False
     mask: bool = False
     tangent: bool = False
-    licence: str = COMPUTED
-    made: str = OTHER
+    provenance: str = COMPUTED
+    root: str = OTHER
 
     @property
-    def wins(self) -> bool:
-        """Whether it is float32 that no licence allows to narrow: it wins over low values."""
-        return self.dtype is None and self.licence in (DATA, LARGE)
+    def blocks_narrowing(self) -> bool:
+        """Whether it is float32 that may not be narrowed beside low values: these are widened."""
+        return self.dtype is None and self.provenance in (DATA, LARGE)
 
     @property
     def is_weight(self) -> bool:
         """Whether it is a parameter, or computed from parameters alone; not looked up in one."""
-        return self.made == WEIGHTS
+        return self.root == WEIGHTS
 
 
 class Read(NamedTuple):
@@ -233,9 +233,9 @@ class Plan:
         return tuple(v.dtype if v else None for v in self.values)
 
     @functools.cached_property
-    def licences(self) -> tuple[str | None, ...]:
-        """The licence each operand arrives with."""
-        return tuple(v.licence if v else None for v in self.arguments)
+    def provenances(self) -> tuple[str | None, ...]:
+        """The provenance each operand arrives with."""
+        return tuple(v.provenance if v else None for v in self.arguments)
 
     @functools.cached_property
     def unchanged(self) -> bool:

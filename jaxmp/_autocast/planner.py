@@ -44,7 +44,7 @@ class Planner(Planning):
         *,
         outs: Sequence[DType | None] | None = None,
         summed: Sequence[bool] = (),
-        made: Sequence[str] = (),
+        roots: Sequence[str] = (),
     ) -> Plan:
         """See `Planning.plan`."""
         # Identities are renumbered in the order they appear, so that two calls that differ only in
@@ -54,9 +54,9 @@ class Planner(Planning):
             for origin in sorted(value.origins) if value else ():
                 names.setdefault(origin, origin._replace(number=-1 - len(names)))
         local = tuple(_renamed(value, names) for value in ins)
-        key = (jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(made))
+        key = (jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(roots))
         if key not in self._memo:
-            frame = Frame(self, jaxpr, local, wanted, rules, summed, made)
+            frame = Frame(self, jaxpr, local, wanted, rules, summed, roots)
             self._memo[key] = self._passed(_decided(frame))
         plan = self._memo[key]
         if outs is not None:
