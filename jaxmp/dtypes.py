@@ -25,14 +25,13 @@ __all__ = [
     "short_dtype_name",
 ]
 
-# Every dtype a policy can hold, the name it prints as first (jmp prints float32 as "full", and so
-# do we: a policy without refinements prints exactly as jmp's). The keys are JAX's scalar types
-# because those are what jmp policies hold: unlike `np.dtype` objects they hash like the
-# `jnp.float32` people write, can be called, and compare equal to every other spelling.
+# Every dtype a policy can hold, the name it prints as first. The keys are JAX's scalar types, as
+# jmp's policies hold them: unlike `np.dtype` objects they hash like the `jnp.float32` people write,
+# can be called, and compare equal to every other spelling.
 DTYPE_NAMES: Final[dict[Any, tuple[str, ...]]] = {
     jnp.bfloat16: ("bf16", "bfloat16"),
     jnp.float16: ("f16", "float16"),
-    jnp.float32: ("full", "f32", "float32"),
+    jnp.float32: ("f32", "full", "float32"),
     jnp.float64: ("f64", "float64"),
 }
 
@@ -98,11 +97,11 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def short_dtype_name(dtype: DTypeLike) -> str:
-    """Returns the name a policy prints for a dtype: jmp's.
+    """Returns the name a policy prints for a dtype.
 
     Example:
       >>> short_dtype_name(jnp.bfloat16), short_dtype_name(jnp.float32)
-      ('bf16', 'full')
+      ('bf16', 'f32')
     """
     return DTYPE_NAMES[parse_dtype(dtype)][0]
 

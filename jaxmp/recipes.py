@@ -341,12 +341,13 @@ def parse_matmul(text: str) -> Recipe | str:
     return auto or parse_recipe(text)
 
 
-def check_goes_with(matmul: Recipe | str | None, compute: str) -> None:
+def check_goes_with(matmul: Recipe | str | None, compute: str, what: str = "matmul") -> None:
     """Refuses formats that do not go with the dtype that a policy computes in.
 
     Args:
       matmul: a policy's `matmul`; a string is ``auto``.
       compute: the name of its compute dtype.
+      what: what messages call it.
 
     Raises:
       ValueError: if it multiplies in 8 bits and computes in 32, says two dtypes forward, or mixes
@@ -358,20 +359,20 @@ def check_goes_with(matmul: Recipe | str | None, compute: str) -> None:
     formats = matmul.formats if isinstance(matmul, Recipe) else {}
     narrow = [short for short in formats.values() if FORMATS[short].scaled]
     if (narrow or isinstance(matmul, str)) and compute not in ("bfloat16", "float16"):
-        what = narrow[0] if narrow else "in 8 bits"
+        operands = narrow[0] if narrow else "in 8 bits"
         raise ValueError(
-            f"Policy: matmul={str(matmul)!r} multiplies {what}, and needs a compute_dtype of 16 "
+            f"{what}={str(matmul)!r} multiplies {operands}, and needs a compute_dtype of 16 "
             f"bits; got {compute}. Say compute_dtype='bfloat16'."
         )
     for field, short in formats.items():
         fmt = FORMATS[short]
         if field == "forward" and not fmt.scaled and fmt.name != compute:
             raise ValueError(
-                f"Policy: matmul={str(matmul)!r} multiplies {fmt.name} forward, where "
+                f"{what}={str(matmul)!r} multiplies {fmt.name} forward, where "
                 f"compute_dtype says {compute}: say one or the other."
             )
         if fmt.bits == 16 and compute not in (fmt.name, "float32"):
             raise ValueError(
-                f"Policy: matmul={str(matmul)!r} has {field} in {fmt.name}, and compute_dtype is "
+                f"{what}={str(matmul)!r} has {field} in {fmt.name}, and compute_dtype is "
                 f"{compute}: one 16-bit dtype has the other's range or precision, never both."
             )

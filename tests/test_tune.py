@@ -25,7 +25,7 @@ from jaxmp._numerics.tune_paths import products
 from jaxmp._numerics.tune_report import grouped
 from jaxmp._numerics.tune_solve import front
 
-BF16 = "p=full,c=bf16,o=full"
+BF16 = "mixed_bfloat16"
 
 
 class Planted(nn.Module):

@@ -118,7 +118,7 @@ def tune(
       >>> params = model.init(jax.random.key(1), x)
       >>> found = jaxmp.tune(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, [x])
       >>> found.policy
-      PolicyMap({}, default='p=full,c=bf16,o=full')
+      PolicyMap({}, default='mixed_bfloat16')
       >>> f"{found.low_share:.0%}"
       '100%'
 
