@@ -128,10 +128,11 @@ def _named_policy(piece: Piece) -> dict[str, Any]:
     if is_dtype_name(name):
         dtype = parse_dtype(name, "get_policy")
         return _named(dtype, dtype, dtype)
-    known = {*_NAMED, "mixed_half", "half", *itertools.chain(*DTYPE_NAMES.values())}
+    names = itertools.chain(_NAMED, ("mixed_half", "half"), *DTYPE_NAMES.values())
+    known = sorted({*names} - {*_FOREIGN})
     raise ValueError(
         f"get_policy: Unknown dtype or policy name {piece.text!r}"
-        f"{did_you_mean(name, known)}; the names are {', '.join(sorted(known))}, and "
+        f"{did_you_mean(name, known)}; the names are {', '.join(known)}, and "
         "'p=f32,c=bf16,o=f32' spells a policy out."
     )
 

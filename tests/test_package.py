@@ -23,6 +23,7 @@ SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 LAYERS = [
     "_chips",
     "devices",
+    "formats",
     "dtypes",
     "_chip_words",
     "_flax",
