@@ -707,8 +707,8 @@ def test_examples_are_split_over_devices_without_a_word_between_them(target, cal
 def test_policies_say_so() -> None:
     policy = jaxmp.Policy("float32", "bfloat16", "float32", attention="fused")
     assert jaxmp.get_policy(str(policy)) == policy
-    assert str(policy) == "p=full,c=bf16,o=full,attention=fused"
-    assert repr(policy) == "Policy('float32', 'bfloat16', 'float32', attention='fused')"
+    assert str(policy) == "mixed_bfloat16,attention=fused"
+    assert repr(policy) == "get_policy('mixed_bfloat16,attention=fused')"
     assert jaxmp.get_policy(f"{BF16},attention=Fused@gpu-h100").attention == "fused@gpu-h100"
     assert jaxmp.get_policy(BF16).attention is None
 

@@ -219,7 +219,7 @@ def test_which_argument_is_a_weight(argnums: Any) -> None:
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        ("mixed_bfloat16", "p=full,c=bf16,o=full"),
+        ("mixed_bfloat16", "mixed_bfloat16"),
         (None, "as written, in bfloat16, float32"),
     ],
 )

@@ -25,7 +25,7 @@ from jaxmp._numerics.tune_paths import products
 from jaxmp._numerics.tune_report import grouped
 from jaxmp._numerics.tune_solve import front
 
-BF16 = "p=full,c=bf16,o=full"
+BF16 = "mixed_bfloat16"
 
 
 class Planted(nn.Module):
@@ -320,6 +320,10 @@ def test_scores_of_another_loss_are_not_taken(tmp_path, monkeypatch):
             jaxmp.tune(other, w, [x], out=out)
             assert len(scored) == count
         scored.clear()
+    with jax.default_prng_impl("rbg"):  # of the probes
+        jaxmp.tune(make(1.0, inner=True), w, [x], out=out)
+        assert len(scored) == 1
+    scored.clear()
     monkeypatch.setattr(jaxmp._numerics.tune, "fingerprint", lambda _: "another version")
     jaxmp.tune(make(1.0, inner=True), w, [x], out=out)
     assert len(scored) == 1

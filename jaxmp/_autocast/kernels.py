@@ -8,7 +8,6 @@ they repeat. What another platform than the kernel's compiles is the same attent
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
-from jaxmp._jaxprs.attributes import cached_trace
+from jaxmp._jaxprs.compat import cached_trace
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp._speed import Chip
 
@@ -190,10 +189,8 @@ def refusal(
     if varying and kernel is FLASH:
         why = "it does not say over which devices its result differs: say check_vma=False"
         return f"{kernel.name} refuses it: {why}"
-    # Inside of a shard_map the answer depends on more than is told here.
-    inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
     try:
-        (inspect.unwrap(_trace) if inside else _trace)(kernel, call, arrays)
+        _with_gradient([jax.ShapeDtypeStruct(*array) for array in arrays], kernel, call)
     except _REFUSALS as error:
         said = str(error).strip().partition("\n")[0].rstrip(".")
         return f"{kernel.name} refuses it: {said or type(error).__name__}"
@@ -205,10 +202,7 @@ _REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, Value
 
 
 @cached_trace
-def _trace(
-    kernel: Kernel, call: KernelCall, arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-) -> None:
-    avals = [jax.ShapeDtypeStruct(*array) for array in arrays]
+def _with_gradient(kernel: Kernel, call: KernelCall) -> Callable[..., Any]:
     n_masks = int(call.masked)
 
     def both(*arrays: Any) -> Any:
@@ -216,7 +210,7 @@ def _trace(
         out, back = jax.vjp(lambda *x: kernel.run(call, *x, *masks), *floats)
         return back(out)
 
-    jax.eval_shape(both, *avals)
+    return both
 
 
 def attention(kernel: Kernel, call: KernelCall, *arrays: Any) -> Any:

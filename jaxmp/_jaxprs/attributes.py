@@ -8,7 +8,6 @@ and `tests/test_package.py` finds what is read elsewhere.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,29 +30,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 def setting(name: str) -> Any:
     """A setting of JAX, such as "jax_enable_x64": those of JAX 0.10 are not declared for mypy."""
     return getattr(jax.config, name)
-
-
-# The settings under which the same function is traced to another program.
-_TRACED_UNDER = (
-    "jax_default_matmul_precision",
-    "jax_enable_x64",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-)
-
-
-def cached_trace(fn: F) -> F:
-    """Caches what a function makes of hashable arguments under JAX's settings, as `jax.jit` does.
-
-    What it raises is not kept.
-    """
-    cached = functools.lru_cache(maxsize=4096)(lambda _settings, *args: fn(*args))
-
-    @functools.wraps(fn)
-    def under_settings(*args: Any) -> Any:
-        return cached(tuple(map(setting, _TRACED_UNDER)), *args)
-
-    return under_settings  # type: ignore[return-value]
 
 
 # Values and their types.

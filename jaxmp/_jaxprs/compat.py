@@ -188,6 +188,15 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     return trace_of_tree(fn, avals)[0]
 
 
+def cached_trace(make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """Returns the `trace` at `avals`, as a function of `(avals, *args)`, of what `make(*args)` is.
+
+    That is made once for each `args`, which are hashable, so that JAX knows it again.
+    """
+    made = functools.lru_cache(maxsize=4096)(lambda *args: jax.jit(make(*args)))
+    return lambda avals, *args: trace(made(*args), avals)
+
+
 def trace_of_tree(fn: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
     """`trace` of a function that returns a tree, and the tree, of shapes and dtypes."""
     traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*avals)

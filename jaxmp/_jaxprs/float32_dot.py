@@ -19,7 +19,7 @@ from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import cached_trace, tangent_type, with_dtype
+from jaxmp._jaxprs.attributes import tangent_type, with_dtype
 from jaxmp._jaxprs.equation_parameters import takes_result_dtype
 
 FLOAT32 = np.dtype(np.float32)
@@ -61,15 +61,15 @@ def evaluated(
     return env[out]
 
 
-@cached_trace
-def mapped(jaxpr: Any, axes: tuple[int | None, ...], types: tuple[Any, ...]) -> Any:
-    """A closed jaxpr of one result, under `jax.vmap`."""
+@compat.cached_trace
+def mapped(jaxpr: Any, axes: tuple[int | None, ...]) -> Any:
+    """A closed jaxpr of one result, under `jax.vmap`, at the types of its operands."""
 
     def one(*operands: Any) -> Any:
         [out] = jaxpr_as_fun(jaxpr)(*operands)
         return out
 
-    return compat.trace(jax.vmap(one, in_axes=axes), types)
+    return jax.vmap(one, in_axes=axes)
 
 
 def type_of_result(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
@@ -91,7 +91,7 @@ class _Held:
 def summed_wide(jaxpr: Any, operands: Sequence[Any]) -> Any:
     """What a closed jaxpr in float32 contracts, of low operands, in float32."""
     types = tuple(map(jax.typeof, operands))
-    return wide_p.bind(*operands, held=_held(jaxpr), jaxpr=_wide(jaxpr, types))
+    return wide_p.bind(*operands, held=_held(jaxpr), jaxpr=_wide(types, jaxpr))
 
 
 def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
@@ -100,17 +100,17 @@ def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
     return summed_wide(_dot(types, dims, out_sharding), (a, b))
 
 
-@cached_trace
-def _dot(types: tuple[Any, ...], dims: Any, out_sharding: Any) -> Any:
-    return compat.trace(lambda a, b: lax.dot_general(a, b, dims, out_sharding=out_sharding), types)
+@compat.cached_trace
+def _dot(dims: Any, out_sharding: Any) -> Any:
+    return lambda a, b: lax.dot_general(a, b, dims, out_sharding=out_sharding)
 
 
 _held = functools.lru_cache(maxsize=4096)(_Held)
 
 
-@cached_trace
-def _wide(jaxpr: Any, types: tuple[Any, ...]) -> Any:
-    return compat.trace(lambda *operands: evaluated(jaxpr, operands, FLOAT32), types)
+@compat.cached_trace
+def _wide(jaxpr: Any) -> Any:
+    return lambda *operands: evaluated(jaxpr, operands, FLOAT32)
 
 
 wide_p = Primitive("product_in_float32")
@@ -174,7 +174,7 @@ def _batch_wide(
     jaxpr: Any,  # noqa: ARG001
 ) -> tuple[Any, int]:
     types = tuple(in_float32(jax.typeof(x)) for x in operands)
-    return summed_wide(mapped(held.jaxpr, tuple(axes), types), operands), 0
+    return summed_wide(mapped(types, held.jaxpr, tuple(axes)), operands), 0
 
 
 wide_p.def_impl(_run_at_once)

@@ -32,6 +32,7 @@ from jaxmp._numerics.tune_paths import (
 from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, check_budget, grouped, solve
 from jaxmp._numerics.tune_scores import Scorer, gradients, is_product, ways_of
 from jaxmp._numerics.tune_solve import front
+from jaxmp._numerics.validate_numerics import describe_numerics
 from jaxmp.policy import Policy, PolicyMap, single_policy
 
 # Modules next to each other whose results are multiplied with each other.
@@ -118,7 +119,7 @@ def tune(
       >>> params = model.init(jax.random.key(1), x)
       >>> found = jaxmp.tune(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, [x])
       >>> found.policy
-      PolicyMap({}, default='p=full,c=bf16,o=full')
+      PolicyMap({}, default='mixed_bfloat16')
       >>> f"{found.low_share:.0%}"
       '100%'
 
@@ -260,7 +261,7 @@ def _scores(
     common, made_by, found = "", "", []
     if kept.folder is not None:
         said = list(map(str, policies)), scorer.ways, scorer.loss_scale, scorer.probes
-        common = repr((said, fingerprint(sys.modules["jaxmp"])))
+        common = repr((said, describe_numerics(), fingerprint(sys.modules["jaxmp"])))
         common += digest([*text_of(jaxpr), *bytes_of(scorer.loss.params)])
     for i, batch in enumerate(batches):
         if kept.folder is not None:

@@ -95,8 +95,8 @@ def validate(
         it was at. A run is made again when one of these has changed: the file in which `make_step`
         or `batches` is written, or the values, arrays, functions and Linen modules that they close
         over; `depends_on`; the policy, the seed, `steps`; jaxmp's sources, versions of JAX, Flax,
-        optax, NumPy and Python; the device, XLA_FLAGS, matmul precision. What else they use, you
-        name.
+        optax, NumPy and Python; the device, XLA_FLAGS, matmul precision, 64 bits, and what makes
+        random bits. What else they use, you name.
       depends_on: paths and modules, whose contents decide the outcome, or anything else, whose
         `repr` does.
       progress: whether to say on stderr which run is being made, and how far it is: a line every

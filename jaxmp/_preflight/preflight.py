@@ -25,7 +25,7 @@ from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp._speed import chip_named, warning
 from jaxmp.policy import Policy, single_policy
-from jaxmp.policy_string import FUSED
+from jaxmp.policy_fields import FUSED
 from jaxmp.recipes import AUTO, Recipe
 
 _PYTHON: tuple[int, ...] = sys.version_info[:2]
