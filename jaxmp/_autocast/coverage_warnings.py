@@ -25,6 +25,7 @@ from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW, TABLE
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, Rules, author_keeps, region_rules
+from jaxmp._autocast.tally import tally
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
@@ -45,10 +46,13 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
     """Warns of each primitive in a program that hides float32 contractions."""
     counts: Counter[str] = Counter()
     first: dict[str, JaxprEqn] = {}
-    for eqn in _not_looked_inside(plan):
+    for step, places, _ in tally(plan):
+        if step.reason != NOT_LOOKED_INSIDE:
+            continue
+        eqn = step.eqn
         contractions = sum(map(_contractions, compat.inner_jaxprs(eqn)))
         if contractions:
-            counts[compat.called(eqn)] += contractions
+            counts[compat.called(eqn)] += contractions * places
             first.setdefault(compat.called(eqn), eqn)
     for name, count in counts.items():
         line = user_line(first[name])
@@ -214,7 +218,7 @@ def warn_overlooked(
 
 def warn_unknown(plan: Plan, known: set[str]) -> None:
     """Warns of names in a policy's `ops` that no primitive has, of the program or of JAX."""
-    steps = [visit.step for visit in plan.walk()]
+    steps = [each.step for each in tally(plan)]
     rules = {plan.rules, *(region_rules(step.eqn, plan.rules) or plan.rules for step in steps)}
     asked = {name for each in rules for name, _ in each.policy.ops}
     if not asked:
@@ -273,25 +277,17 @@ def _missed(
 ) -> _Missed | None:
     """What steps missed, by their FLOPs; None unless it is more than what they did."""
     did, missed, reasons = 0, 0, Counter[str]()
-    for visit in plan.walk():
-        flops = contraction_flops(visit.step.eqn) * visit.count
-        if done(visit.step):
+    for step, places, runs in tally(plan):
+        flops = contraction_flops(step.eqn) * runs
+        if done(step):
             did += flops
-        elif reason := why(visit.step):
+        elif reason := why(step):
             missed += flops
-            reasons[reason] += 1
+            reasons[reason] += places
     if missed <= did:
         return None
     said = "; ".join(f"{n} because {reason}" for reason, n in reasons.most_common())
     return _Missed(missed / (did + missed), said)
-
-
-def _not_looked_inside(plan: Plan) -> Iterator[JaxprEqn]:
-    for step in plan.steps:
-        if step.reason == NOT_LOOKED_INSIDE:
-            yield step.eqn
-        for inner in step.plans:
-            yield from _not_looked_inside(inner)
 
 
 def _contractions(jaxpr: Any) -> int:

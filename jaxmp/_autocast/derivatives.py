@@ -40,6 +40,7 @@ from jaxmp._autocast.rule_calls import (
     trace_rule,
 )
 from jaxmp._autocast.rules import Rules
+from jaxmp._autocast.tally import tally
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import tangent_type
 
@@ -324,6 +325,6 @@ def _wanted(outs: Sequence[DType | None], plan: Plan | None = None) -> list[int]
 
     And that keeps products in 8 bits, where the plan of the call has them so.
     """
-    products = plan is not None and any(visit.step.product for visit in plan.walk())
+    products = plan is not None and any(each.step.product for each in tally(plan))
     later = PRODUCT if products else NOTHING
     return [later | (FULL if dtype is None else CONTRACTION) for dtype in outs]
