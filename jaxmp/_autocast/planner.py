@@ -102,7 +102,7 @@ class Planner(Planning):
 
 
 def _renumbered(ins: Sequence[Value | None]) -> dict[Origin, set[Origin]]:
-    """For each identity that operands have, the one of those that came in with the same operands."""
+    """For each identity that operands have, the one it is in a plan of its own."""
     where: dict[Origin, tuple[int, ...]] = {}
     for i, value in enumerate(ins):
         for origin in value.origins if value else ():

@@ -34,7 +34,9 @@ def _counts(plan: Plan) -> dict[int, Tally]:
         found: dict[int, Tally] = {}
         for step in plan.steps:
             found[id(step)] = Tally(step, 1, 1)
-            for inner, called in zip(inside(step.eqn) if step.plans else (), step.plans, strict=True):
+            for inner, called in zip(
+                inside(step.eqn) if step.plans else (), step.plans, strict=True
+            ):
                 for key, (each, places, runs) in _counts(called).items():
                     _, more_places, more_runs = found.get(key, (each, 0, 0))
                     runs = more_runs + inner.times * runs
