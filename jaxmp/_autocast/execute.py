@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 from jaxmp._autocast import fused
 from jaxmp._autocast.annotations import marked
 from jaxmp._autocast.bind import apply, scale
+from jaxmp._autocast.bodies import Bodies
 from jaxmp._autocast.contract import contract, contract_stored
 from jaxmp._autocast.jit_groups import JitGroup, jit_groups
 from jaxmp._autocast.liveness import last_reads
@@ -29,8 +30,8 @@ from jaxmp._autocast.rules import FLOAT16, FLOAT32
 from jaxmp._autocast.softmax_vjp import softmax_vjp
 from jaxmp._autocast.take_along_axis import take_along_axis
 from jaxmp._jaxprs import compat, parameter_products
-from jaxmp._jaxprs.attributes import in_context, is_abstract, on_mesh_of, with_dtype
-from jaxmp._jaxprs.compat import bind, dtype_of
+from jaxmp._jaxprs.attributes import in_context, is_abstract, on_mesh_of, under, with_dtype
+from jaxmp._jaxprs.compat import bind, dtype_of, rematerialize
 from jaxmp._jaxprs.higher_order import rebind
 from jaxmp._jaxprs.parameter_products import Parameter, crossed, op_of
 from jaxmp.checkpoint_policies import long_contractions
@@ -101,9 +102,13 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
         moved.update(inner.moved)
         return [inner.arrays[var] for var in segment.results]
 
-    # In a loop the way back is a loop of its own, and there is nothing to find computed before.
-    again = jax.checkpoint(run, policy=long_contractions, prevent_cse=not segment.looped)
-    env.arrays.update(zip(segment.results, again(), strict=True))
+    whole, operands = compat.without_consts(jax.make_jaxpr(run)())
+    bodies = plan.built.setdefault("bodies", Bodies())
+    body, names = bodies.one(compat.closed(whole).jaxpr)
+    with under(names):
+        # In a loop the way back is a loop of its own, and there is nothing to find computed before.
+        again = rematerialize(body, operands, long_contractions, prevent_cse=not segment.looped)
+    env.arrays.update(zip(segment.results, again, strict=True))
     env.moved.update(moved)
 
 
