@@ -188,19 +188,17 @@ def under(names: tuple[Any, ...]) -> AbstractContextManager[Any]:
 
 
 def traceback(eqn: jex_core.JaxprEqn) -> Any:
-    """Where in Python an equation was made: it hashes."""
+    """Where in Python an equation was made: it hashes; None if that is not known."""
     return eqn.source_info.traceback
 
 
-def frames(eqn: jex_core.JaxprEqn) -> Iterator[tuple[CodeType, int]]:
-    """The Python frames an equation was made in, innermost first: code, and where in it."""
-    traceback: Any = eqn.source_info.traceback
+def frames(traceback: Any) -> Iterator[tuple[CodeType, int]]:
+    """The Python frames of a traceback, innermost first: code, and where in it."""
     return iter(()) if traceback is None else zip(*traceback.raw_frames(), strict=True)
 
 
-def line_number(eqn: jex_core.JaxprEqn, frame: tuple[CodeType, int]) -> int:
+def line_number(traceback: Any, frame: tuple[CodeType, int]) -> int:
     """The line of one of its frames."""
-    traceback: Any = eqn.source_info.traceback
     return int(traceback.code_addr2line(*frame))
 
 
