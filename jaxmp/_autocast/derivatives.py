@@ -41,6 +41,7 @@ from jaxmp._autocast.rule_calls import (
     trace_rule,
 )
 from jaxmp._autocast.rules import Rules
+from jaxmp._autocast.tally import tally
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import tangent_type
 
@@ -326,8 +327,6 @@ def _wanted(outs: Sequence[DType | None], plan: Plan | None = None) -> list[int]
 
     And that keeps products in 8 bits, where the plan of the call has them so.
     """
-    products = plan is not None and any(
-        isinstance(visit.step.op, QuantizedDot) for visit in plan.walk()
-    )
+    products = plan is not None and any(isinstance(s.op, QuantizedDot) for s, *_ in tally(plan))
     later = PRODUCT if products else NOTHING
     return [later | (FULL if dtype is None else CONTRACTION) for dtype in outs]

@@ -13,6 +13,7 @@ import jmp
 import numpy as np
 
 from jaxmp._autocast import closures, nnx_calls
+from jaxmp._autocast.bodies import with_equal_bodies
 from jaxmp._autocast.coverage_warnings import COVERAGE, warn_overlooked
 from jaxmp._autocast.demand import CONTRACTION, FULL
 from jaxmp._autocast.derivatives import Execute
@@ -243,7 +244,7 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
     """A call of `fn`, traced to be planned."""
     with inside_autocast(policy):
         traced = trace(fn, args, kwargs)
-        return traced._replace(jaxpr=rows_first(traced.jaxpr))
+        return traced._replace(jaxpr=with_equal_bodies(rows_first(traced.jaxpr)))
 
 
 def of_arrays(parameters: Sequence[bool], args: Any, kwargs: Any) -> tuple[bool, ...]:
