@@ -16,10 +16,10 @@ import jax
 from jaxmp._autocast.annotations import marked
 from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.bodies import Bodies
+from jaxmp._autocast.environment import Environment, cast, clip
 from jaxmp._autocast.jit_groups import JitGroup, jit_groups
 from jaxmp._autocast.liveness import last_reads
 from jaxmp._autocast.plan import Op, Plan, Segment, Step
-from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, is_abstract, under, with_dtype

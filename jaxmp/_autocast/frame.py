@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.bind import Bind, Scale
 from jaxmp._autocast.demand import CONTRACTION, NOTHING, OPERAND, PRODUCT, Demand
-from jaxmp._autocast.plan import DType, Op, Plan, Read, Step, Value
+from jaxmp._autocast.plan import DType, Op, OperandCast, Plan, Step, Value
 from jaxmp._autocast.planning import Planning
 from jaxmp._autocast.primitives import BROADCASTING, GROWING, LOW, SCALING
 from jaxmp._autocast.provenance import (
@@ -146,13 +146,13 @@ class Frame:
         return Step(
             eqn=eqn,
             op=Scale() if scales else op,
-            reads=tuple(
-                Read(dtype)
+            casts=tuple(
+                OperandCast(dtype)
                 if value is None
-                else Read(
+                else OperandCast(
                     dtype or self.rules.wide,
                     saturate=(decision.saturate or rules.saturate) and stays_finite(value, rules),
-                    alone=value.argument,
+                    private_copy=value.argument,
                     shape=None if shape == shape_of(atom) else shape,
                 )
                 for atom, value, dtype in zip(

@@ -82,21 +82,21 @@ class Value(NamedTuple):
         return self.root == WEIGHTS
 
 
-class Read(NamedTuple):
+class OperandCast(NamedTuple):
     """How a step reads an operand.
 
     Attributes:
       dtype: in which dtype; None leaves it as it is (not float32, not ours).
       saturate: whether finite values stay finite where that is narrower.
-      alone: whether the copy is this reader's own, so that the gradients of all readers are added
-        up in float32.
+      private_copy: whether no other step reads the copy, so that the gradients of all readers are
+        added up in float32.
       shape: what it is broadcast to on the way, in float32, so that its gradient is summed in
         float32; None leaves its shape.
     """
 
     dtype: DType | None = None
     saturate: bool = False
-    alone: bool = False
+    private_copy: bool = False
     shape: tuple[int, ...] | None = None
 
 
@@ -117,7 +117,7 @@ class Op:
 
         Args:
           step: the step.
-          env: the arrays computed so far, a `reading.Environment`.
+          env: the arrays computed so far, an `environment.Environment`.
         """
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class Step:
     Attributes:
       eqn: the equation as written.
       op: what runs it.
-      reads: how each operand is read.
+      casts: how each operand is read.
       outs: the dtype each result is kept in; None for what is not ours.
       why: why so.
       plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
@@ -164,7 +164,7 @@ class Step:
 
     eqn: JaxprEqn
     op: Op
-    reads: tuple[Read, ...]
+    casts: tuple[OperandCast, ...]
     outs: tuple[DType | None, ...]
     why: Why
     plans: tuple[Plan, ...] = ()
@@ -174,13 +174,13 @@ class Step:
     @property
     def ins(self) -> tuple[DType | None, ...]:
         """The dtype each operand is read in."""
-        return tuple(read.dtype for read in self.reads)
+        return tuple(read.dtype for read in self.casts)
 
     def run_in(self, dtype: DType, why: Kind) -> Step:
         """The step with our operands and results in another dtype."""
         return dataclasses.replace(
             self,
-            reads=tuple(r._replace(dtype=r.dtype and dtype) for r in self.reads),
+            casts=tuple(r._replace(dtype=r.dtype and dtype) for r in self.casts),
             outs=tuple(d and dtype for d in self.outs),
             why=why.of(),
         )

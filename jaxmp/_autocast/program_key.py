@@ -41,7 +41,7 @@ def comparable(jaxpr: Any) -> ComparableProgram | None:
 
 
 def body(jaxpr: Any) -> ComparableProgram | None:
-    """An open jaxpr as a `ComparableProgram` that equals only what was written in the same lines."""
+    """An open jaxpr as one that equals only what was written in the same lines."""
     key = _key(jaxpr, lines=True)
     return None if key is None else ComparableProgram(jaxpr, key)
 

@@ -27,8 +27,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
 
 from jaxmp._autocast.contract import contract, low_of, parameter
+from jaxmp._autocast.environment import Environment, cast
 from jaxmp._autocast.plan import DType, Op, Step
-from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.softmaxes import Move, Way
 from jaxmp._jaxprs import compat, parameter_products
@@ -66,7 +66,7 @@ class SoftmaxDot(Op):
             [out] = contract(step, parameter_products.without_tangents(*operands))
         probabilities = operands[self.side]
         if self.way.eqns:
-            probabilities = env.read(softmax.result, step.reads[self.side])
+            probabilities = env.read(softmax.result, step.casts[self.side])
         scores, *beside = (env.arrays[v] for v in (softmax.scores, *self._beside))
         group = self._group(eqn, out.dtype)
         other = operands[1 - self.side]

@@ -17,6 +17,7 @@ from jaxmp._autocast.bodies import with_equal_bodies
 from jaxmp._autocast.coverage_warnings import COVERAGE, warn_overlooked
 from jaxmp._autocast.demand import CONTRACTION, FULL
 from jaxmp._autocast.derivatives import Execute
+from jaxmp._autocast.environment import cast
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.leaked_tracers import refuse_leaked_tracers, with_held_tracers
 from jaxmp._autocast.parameters import Argnums, Parameters, by_position, place_of
@@ -26,7 +27,6 @@ from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.provenance import DATA, PARAMETER
-from jaxmp._autocast.reading import cast
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.regions import (
     check_callable,
