@@ -96,6 +96,17 @@ def mask_added(q, k, v):
     return weighted(s, v)
 
 
+def bias_added_before_the_scale(q, k, v):
+    """What is added is scaled as well: an exponential of -5000 is zero, and -1e4 is the limit."""
+    return weighted((scores_of(q, k) + jnp.where(PADDED[:, None, None], 0.0, -2e4)) / 4, v)
+
+
+def first_key(q, k, v):
+    """A comparison of positions that is one row, whatever the query: a mask, and not causal."""
+    first = jnp.arange(1)[:, None] >= jnp.arange(TIME)
+    return weighted(jnp.where(first, scores_of(q, k) / 4, -1e9), v)
+
+
 def distances(q, k, v):
     away = -0.1 * jnp.abs(jnp.arange(TIME)[:, None] - jnp.arange(TIME))
     return weighted(scores_of(q, k) / 4 + away.astype(jnp.float32), v)
@@ -165,6 +176,8 @@ FOUND: dict[Callable[..., Any], tuple[tuple[Any, ...], str]] = {
     biased: ((Q, K, V, BIAS), "biased masked"),
     biased_before_the_scale: ((Q, K, V, BIAS), "biased"),
     mask_added: ((Q, K, V), "masked"),
+    bias_added_before_the_scale: ((Q, K, V), "biased"),
+    first_key: ((Q, K, V), "masked"),
     distances: ((Q, K, V), "biased"),
     few_keys: (FEW, "causal masked"),
     few_keys_by_hand: (FEW, "causal"),

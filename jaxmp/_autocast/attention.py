@@ -15,11 +15,11 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contract import Dot
-from jaxmp._autocast.masked import Makers, makers
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.softmax_vjp import SoftmaxDot
-from jaxmp._autocast.softmaxes import Way, sums_rows, way_to
+from jaxmp._autocast.softmaxes import Path, softmax_paths
+from jaxmp._autocast.value_refs import Inlined
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import explicit_sharding
@@ -30,13 +30,13 @@ from jaxmp._jaxprs.higher_order import inside
 def attend(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which products of a softmax are differentiated together with it.
 
-    That is where nothing else reads the softmax: for others it is kept in float32 anyway.
+    That is where nothing else reads the softmax: for others it is kept in float32 anypath.
     """
     if not any(_is_low_product(step, plan) for step in plan.steps):
         return plan
-    made_by = makers([step.eqn for step in plan.steps])
+    program = Inlined.program(plan)
     readers = Counter(v for s in plan.steps for v in s.eqn.invars if not isinstance(v, Literal))
-    return _with_steps(plan, [_attending(step, made_by, readers, plan) for step in plan.steps])
+    return _with_steps(plan, [_attending(step, program, readers, plan) for step in plan.steps])
 
 
 def attend_in_loops(plan: Plan, _planner: object = None) -> Plan:
@@ -89,37 +89,36 @@ def _is_low_product(step: Step, plan: Plan) -> bool:
     return plan.rules.low is not None and {*step.ins, *step.outs} == {plan.rules.low}
 
 
-def _attending(step: Step, made_by: Makers, readers: Mapping[Any, int], plan: Plan) -> Step:
+def _attending(step: Step, program: Inlined, readers: Mapping[Any, int], plan: Plan) -> Step:
     if not _is_low_product(step, plan):
         return step
-    for side, operand in enumerate(step.eqn.invars):
+    for side, path in softmax_paths(step.eqn, program):
         # A softmax of parameters is one itself, with a gradient in float32.
-        way = None if side in step.op.parameters else way_to(operand, made_by)
-        if way is None or not way.is_linear or not sums_rows(step.eqn, side, way):
+        if side in step.op.parameters or not path.is_linear:
             continue
-        if any(readers[var] != 1 for var in way.along):
+        if any(readers[var] != 1 for var in path.values):
             continue
-        op = SoftmaxDot(way, side, *_between(way, made_by, plan), step.op.parameters)
+        op = SoftmaxDot(path, side, *_between(path, program, plan), step.op.parameters)
         return dataclasses.replace(step, op=op, why=step.why.noted(Kind.SOFTMAX))
     return step
 
 
-def _between(way: Way, made_by: Makers, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
+def _between(path: Path, program: Inlined, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
     """What stands between a softmax and its product, as a closed jaxpr, and what else it is of.
 
     A factor that is made of a mask is made again on the way back: of dropout the mask is kept.
     """
-    if not way.eqns:
+    if not path.eqns:
         return None, ()
-    known = {way.softmax.result}
+    known = {path.softmax.result}
     eqns: list[JaxprEqn] = []
     sources: list[Any] = []
 
     def need(atom: Any) -> None:
         if isinstance(atom, Literal) or atom in known:
             return
-        eqn = made_by.get(atom)
-        if eqn is not None and _is_made_of_mask(atom, made_by):
+        eqn = program.maker(atom)
+        if eqn is not None and _is_made_of_mask(atom, program):
             for operand in eqn.invars:
                 need(operand)
             eqns.append(eqn)
@@ -127,12 +126,12 @@ def _between(way: Way, made_by: Makers, plan: Plan) -> tuple[Any, tuple[Any, ...
             sources.append(atom)
         known.add(atom)
 
-    for eqn in way.eqns:
+    for eqn in path.eqns:
         for operand in eqn.invars:
             need(operand)
         eqns.append(eqn)
         known.update(eqn.outvars)
-    operands, results = [way.softmax.result, *sources], way.eqns[-1].outvars[:1]
+    operands, results = [path.softmax.result, *sources], path.eqns[-1].outvars[:1]
     between = compat.part(plan.jaxpr, eqns, operands, results)
     return compat.close(between.replace(constvars=[])), tuple(sources)
 
@@ -140,11 +139,11 @@ def _between(way: Way, made_by: Makers, plan: Plan) -> tuple[Any, tuple[Any, ...
 _ELEMENTWISE = frozenset({"convert_element_type", "broadcast_in_dim", "mul", "div", "reshape"})
 
 
-def _is_made_of_mask(atom: Any, made_by: Makers) -> bool:
+def _is_made_of_mask(atom: Any, program: Inlined) -> bool:
     """Whether a float32 value is made of literals and of one mask, element by element."""
     if dtype_of(atom) != FLOAT32:
         return False
-    while (eqn := made_by.get(atom)) is not None and eqn.primitive.name in _ELEMENTWISE:
+    while (eqn := program.maker(atom)) is not None and eqn.primitive.name in _ELEMENTWISE:
         operands = [v for v in eqn.invars if not isinstance(v, Literal)]
         if len(operands) != 1:
             return not operands

@@ -7,8 +7,9 @@ that neither keys nor values have is the queries' length, or a group of heads th
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.scores import Axes, Mask, NotFusedError, Scores
-from jaxmp._autocast.softmaxes import Way
+from jaxmp._autocast.scores import Mask, NotFusedError, Scores
+from jaxmp._autocast.softmaxes import Path
+from jaxmp._autocast.value_refs import Axes
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.equation_parameters import product_axes
 
@@ -106,30 +108,30 @@ class Layout(NamedTuple):
         return lax.transpose(array, [of.index(axis) for axis in self.of_result])
 
 
-def layout_of(scores: Scores, product: JaxprEqn, side: int, way: Way) -> Layout:
+def layout_of(scores: Scores, product: JaxprEqn, side: int, path: Path) -> Layout:
     """The axes of attention.
 
     Args:
       scores: what the scores are.
       product: the product of the softmax.
       side: which operand of it that is.
-      way: from the softmax to there.
+      path: from the softmax to there.
 
     Raises:
       NotFusedError: if an axis is neither of those that a kernel has.
     """
-    keys = way.softmax.axis
-    sizes = shape_of(way.softmax.result)
+    keys = path.softmax.axis
+    sizes = shape_of(path.softmax.result)
     first = _first_product(scores)
     at = 1 - next(i for i in (0, 1) if keys in first[i])
     of_queries, of_keys = first[at], first[1 - at]
     batch = set(of_queries) & set(of_keys) - {FEATURES}
     if of_queries.count(FEATURES) != 1 or set(of_keys) - batch != {keys, FEATURES}:
         raise NotFusedError("its scores are no product of queries and keys along one axis")
-    of_values, of_result, shared = _second_product(product, side, way)
+    of_values, of_result = _second_product(product, side, path)
     if of_values.count(FEATURES) != 1:
         raise NotFusedError("its values have more than one axis of features")
-    if shared != batch:
+    if set(of_values) - {keys, FEATURES} != batch:
         raise NotFusedError("keys and values have different axes")
     free = [axis for axis in range(len(sizes)) if axis in of_queries and axis not in batch]
     length = _length(free, sizes, scores)
@@ -154,51 +156,51 @@ def layout_of(scores: Scores, product: JaxprEqn, side: int, way: Way) -> Layout:
 
 def _first_product(scores: Scores) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """For each axis of the operands of q k', which of the softmax it is."""
-    contracted, batch = product_axes(scores.product)
-    result = iter(scores.axes)
-    of = [dict.fromkeys(contracted[i], FEATURES) for i in (0, 1)]
-    for pair in zip(*batch, strict=True):
-        axis = next(result)
-        for i in (0, 1):
-            of[i][pair[i]] = axis
-    for i in (0, 1):
-        for axis in range(len(shape_of(scores.product.invars[i]))):
-            if axis not in of[i]:
-                of[i][axis] = next(result)
-    left, right = (tuple(axes[i] for i in range(len(axes))) for axes in of)
-    return left, right
+    left, right, result = _named_axes(scores.product)
+    axes = dict(zip(result, scores.axes, strict=True))
+    return _renamed(left, axes), _renamed(right, axes)
 
 
 def _second_product(
-    product: JaxprEqn, side: int, way: Way
-) -> tuple[tuple[int, ...], tuple[int, ...], set[int]]:
-    """The axes of the values and of the result, and those over which the product batches."""
-    weights: tuple[int, ...] = tuple(range(len(shape_of(way.softmax.result))))
-    for move in way.moves:
+    product: JaxprEqn, side: int, path: Path
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of the values and of the result."""
+    weights: tuple[int, ...] = tuple(range(len(shape_of(path.softmax.result))))
+    for move in path.moves:
         weights = tuple(weights[i] for i in move.to)
+    *operands, result = _named_axes(product)
+    axes = dict(zip(operands[side], weights, strict=True))
+    return _renamed(operands[1 - side], axes), _renamed(result, axes)
+
+
+def _named_axes(product: JaxprEqn) -> list[tuple[int, ...]]:
+    """The axes of both operands and of the result of a product, named as `einsum` does."""
     contracted, batch = product_axes(product)
-    other = 1 - side
-    values = dict.fromkeys(contracted[other], way.softmax.axis)
-    result = []
-    for mine, theirs in zip(batch[side], batch[other], strict=True):
-        values[theirs] = weights[mine]
-        result.append(weights[mine])
-    gone = {*contracted[side], *batch[side]}
-    rows = [weights[i] for i in range(len(weights)) if i not in gone]
-    n_values = len(shape_of(product.invars[other]))
-    features = [FEATURES] * (n_values - len(values))
-    result += [*features, *rows] if side else [*rows, *features]
-    of_values = tuple(values.get(i, FEATURES) for i in range(n_values))
-    return of_values, tuple(result), {weights[i] for i in batch[side]}
+    names = itertools.count()
+    of: list[dict[int, int]] = [{}, {}]
+    for pair in itertools.chain(zip(*batch, strict=True), zip(*contracted, strict=True)):
+        of[0][pair[0]] = of[1][pair[1]] = next(names)
+    result = [of[0][axis] for axis in batch[0]]
+    for axes, operand in zip(of, product.invars, strict=True):
+        for axis in range(len(shape_of(operand))):
+            if axis not in axes:
+                axes[axis] = next(names)
+                result.append(axes[axis])
+    return [*(tuple(axes[i] for i in range(len(axes))) for axes in of), tuple(result)]
+
+
+def _renamed(names: Sequence[int], axes: Mapping[int, int]) -> tuple[int, ...]:
+    """Which axes of the softmax some named axes are: features, where it has none of the name."""
+    return tuple(axes.get(name, FEATURES) for name in names)
 
 
 def _length(free: Sequence[int], sizes: Sequence[int], scores: Scores) -> int | None:
     """Which axis of the queries is their length: that of a causal mask, or the longest."""
     for mask in scores.masks:
-        if mask.triangle is not None and mask.triangle.rows in free:
-            return mask.triangle.rows
-    beside = [m.placed for m in scores.masks] + [b.placed for b in scores.biases]
-    varies = {axis for placed in beside for axis in placed.axes}
+        if mask.triangle is not None and mask.triangle[0] in free:
+            return mask.triangle[0]
+    arrays = [m.array for m in scores.masks] + [b.array for b in scores.biases]
+    varies = {axis for array in arrays for axis in array.axes}
     return max(free, key=lambda axis: (axis in varies, sizes[axis]), default=None)
 
 

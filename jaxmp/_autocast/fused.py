@@ -23,13 +23,12 @@ from jaxmp._autocast.bind import Bind, Drop
 from jaxmp._autocast.contract import Dot, QuantizedDot, StoredDot
 from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.kernels import KernelCall, kernel_of, refusal
-from jaxmp._autocast.masked import makers
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, region_rules
 from jaxmp._autocast.scores import NoKernelError, NotFusedError, scores_of
-from jaxmp._autocast.softmaxes import Way, sums_rows, way_to
-from jaxmp._autocast.value_refs import Scope, seen
+from jaxmp._autocast.softmaxes import Path, softmax_paths
+from jaxmp._autocast.value_refs import Inlined
 from jaxmp._autocast.why import Kind
 from jaxmp._chip_words import chip_in
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
@@ -45,18 +44,17 @@ def fuse(plan: Plan, _planner: object = None) -> Plan:
     asking = {i: asked for i, step in enumerate(plan.steps) if (asked := _asked(step, plan))}
     if not asking:
         return plan
-    eqns = [step.eqn for step in plan.steps]
-    scope = Scope(makers(eqns), dict(zip(plan.jaxpr.constvars, plan.consts, strict=True)))
+    program = Inlined.program(plan)
     steps = list(plan.steps)
     for i, asked in asking.items():
         step = plan.steps[i]
-        found = _softmax_of(step, scope)
+        found = next(softmax_paths(step.eqn, program), None)
         if found is None:
             continue
         name = chip_in(asked)
         chip = chip_named(name) if name else chip_of(traced_for())
         try:
-            fused = _fused(steps, step, *found, scope, chip)
+            fused = _fused(steps, step, *found, chip)
             unneeded = _dropped(steps, i, fused, plan.jaxpr.outvars)
         except NotFusedError as why:
             steps[i] = dataclasses.replace(step, why=step.why.noted(why.kind, *why.args))
@@ -78,18 +76,7 @@ def _asked(step: Step, plan: Plan) -> str | None:
     return asked
 
 
-def _softmax_of(step: Step, scope: Scope) -> tuple[int, Way] | None:
-    """Which operand of a product comes of a softmax over whose rows it sums, and how."""
-    for side, operand in enumerate(step.eqn.invars):
-        way = way_to(operand, scope.made_by)
-        if way is not None and sums_rows(step.eqn, side, way):
-            return side, way
-    return None
-
-
-def _fused(
-    steps: Sequence[Step], step: Step, side: int, way: Way, scope: Scope, chip: Chip
-) -> FusedAttention:
+def _fused(steps: Sequence[Step], step: Step, side: int, path: Path, chip: Chip) -> FusedAttention:
     """How a kernel computes the attention of which a step is the second product.
 
     Raises:
@@ -98,17 +85,17 @@ def _fused(
     kernel = kernel_of(chip)
     if kernel is None:
         raise NoKernelError(chip.name)
-    if not way.softmax.plain:
+    if not path.softmax.plain:
         raise NotFusedError("its exponentials are masked, or something is added to their sum")
-    for eqn in way.eqns:
+    for eqn in path.eqns:
         if eqn.primitive.name not in ("transpose", "convert_element_type"):
             what = "reshaped" if eqn.primitive.name == "reshape" else "dropped, masked or scaled"
             raise NotFusedError(f"its probabilities are {what}")
-    scores = scores_of(seen(way.softmax.masked, scope))
+    scores = scores_of(path.softmax.masked)
     first = next(s for s in steps if s.eqn is scores.product)
     for each in (first, step):
         _check_low(each)
-    layout = layout_of(scores, step.eqn, side, way)
+    layout = layout_of(scores, step.eqn, side, path)
     causal = any(is_causal(layout, mask) for mask in scores.masks)
     masks = tuple(mask for mask in scores.masks if not is_causal(layout, mask))
     call = KernelCall(scores.scale, causal, bool(scores.biases), bool(masks))

@@ -16,8 +16,8 @@ from jaxmp._autocast.environment import Environment, cast
 from jaxmp._autocast.kernels import Kernel, KernelCall, attention
 from jaxmp._autocast.plan import Op, Step
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.scores import Bias, Mask, Placed
-from jaxmp._autocast.value_refs import evaluate, leaves
+from jaxmp._autocast.scores import Bias, Mask
+from jaxmp._autocast.value_refs import ValueRef, evaluate, leaves
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 
 
@@ -55,13 +55,13 @@ class FusedAttention(Op):
         q, k = env.operands(self.scores)
         other = 1 - self.side
         v = env.read(step.eqn.invars[other], step.casts[other])
-        beside = [evaluate(placed.value, wide) for placed in self._beside]
+        beside = [evaluate(value, wide) for value in self._beside]
         arrays = self.arrays(step, q, k, v, *beside)
         return [self.layout.from_result(attention(self.kernel, self.call, *arrays))]
 
     def reads(self, step: Step) -> list[Any]:
         """See `Op.reads`."""
-        beside = [leaf for placed in self._beside for leaf in leaves(placed.value)]
+        beside = [leaf for value in self._beside for leaf in leaves(value)]
         return [*self.scores.eqn.invars, step.eqn.invars[1 - self.side], *beside]
 
     def given(self, step: Step) -> list[jax.ShapeDtypeStruct]:
@@ -69,8 +69,7 @@ class FusedAttention(Op):
         low = step.outs[0]
         operands = [*self.scores.eqn.invars, step.eqn.invars[1 - self.side]]
         avals = [jax.ShapeDtypeStruct(shape_of(v), low) for v in operands]
-        beside = [placed.value for placed in self._beside]
-        return avals + [jax.ShapeDtypeStruct(v.shape, dtype_of(v.atom)) for v in beside]
+        return avals + [jax.ShapeDtypeStruct(v.shape, dtype_of(v.atom)) for v in self._beside]
 
     def arrays(self, step: Step, q: Any, k: Any, v: Any, *beside: Any) -> list[Any]:
         """What the kernel is given: queries, keys, values, a bias, a mask, each as it takes them.
@@ -89,21 +88,22 @@ class FusedAttention(Op):
         n_biases = len(self.biases)
         if self.biases:
             terms = [
-                layout.to_scores(_scaled(array, bias.factor), bias.placed.axes)
+                layout.to_scores(_scaled(array, bias.factor), bias.array.axes)
                 for bias, array in zip(self.biases, beside[:n_biases], strict=True)
             ]
             arrays.append(cast(_joined(lax.add, terms), step.outs[0]))  # type: ignore[arg-type]
         if self.masks:
             allowed = [
-                layout.to_scores(array if mask.where else lax.bitwise_not(array), mask.placed.axes)
+                layout.to_scores(array if mask.where else lax.bitwise_not(array), mask.array.axes)
                 for mask, array in zip(self.masks, beside[n_biases:], strict=True)
             ]
             arrays.append(_joined(lax.bitwise_and, allowed))
         return arrays
 
     @property
-    def _beside(self) -> list[Placed]:
-        return [bias.placed for bias in self.biases] + [mask.placed for mask in self.masks]
+    def _beside(self) -> list[ValueRef]:
+        arrays = [bias.array for bias in self.biases] + [mask.array for mask in self.masks]
+        return [array.value for array in arrays]
 
 
 def _scaled(array: Any, factor: float) -> Any:

@@ -30,7 +30,7 @@ from jaxmp._autocast.contract import contract, low_of, parameter
 from jaxmp._autocast.environment import Environment, cast
 from jaxmp._autocast.plan import DType, Op, Step
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.softmaxes import Move, Way
+from jaxmp._autocast.softmaxes import Move, Path
 from jaxmp._jaxprs import compat, parameter_products
 from jaxmp._jaxprs.layouts import LANES, laid_out
 from jaxmp._jaxprs.no_excess_precision import no_excess_precision
@@ -41,7 +41,7 @@ class SoftmaxDot(Op):
     """A product of a softmax, with the derivative above.
 
     Attributes:
-      way: from the softmax to the operand.
+      path: from the softmax to the operand.
       side: which operand of the product that is.
       between: what stands between, as a closed jaxpr of the softmax and `sources`; None if nothing.
       sources: variables.
@@ -49,7 +49,7 @@ class SoftmaxDot(Op):
       looped: whether a loop runs the product.
     """
 
-    way: Way
+    path: Path
     side: int
     between: Any
     sources: tuple[Any, ...]
@@ -58,14 +58,14 @@ class SoftmaxDot(Op):
 
     def run(self, step: Step, env: Environment) -> list[Any]:
         """See `Op.run`."""
-        operands, eqn, softmax = env.operands(step), step.eqn, self.way.softmax
+        operands, eqn, softmax = env.operands(step), step.eqn, self.path.softmax
         if self.parameters:
             given = {i: parameter(eqn.invars[i], env) for i in self.parameters}
             out = parameter_products.contract(eqn, operands, given, low_of(step), without=self.side)
         else:
             [out] = contract(step, parameter_products.without_tangents(*operands))
         probabilities = operands[self.side]
-        if self.way.eqns:
+        if self.path.eqns:
             probabilities = env.read(softmax.result, step.casts[self.side])
         scores, *beside = (env.arrays[v] for v in (softmax.scores, *self._beside))
         group = self._group(eqn, out.dtype)
@@ -74,21 +74,23 @@ class SoftmaxDot(Op):
 
     def reads(self, step: Step) -> list[Any]:
         """See `Op.reads`."""
-        softmax = self.way.softmax
+        softmax = self.path.softmax
         return [*super().reads(step), softmax.scores, softmax.result, *self._beside]
 
     @property
     def _beside(self) -> list[Any]:
         """The variables that masks of the scores are made of, and the sources."""
-        return [*(mask.operand for mask in self.way.softmax.masks), *self.sources]
+        return [*(mask.operand for mask in self.path.softmax.masks), *self.sources]
 
     def _group(self, eqn: JaxprEqn, low: DType) -> _Group:
         params = tuple(eqn.params.items())
-        product = _WeightedSum(eqn.primitive, params, self.way.axis, self.way.moves, self.side, low)
+        product = _WeightedSum(
+            eqn.primitive, params, self.path.axis, self.path.moves, self.side, low
+        )
         return _Group(
             product,
-            self.way.softmax.axis,
-            tuple((mask.eqns, mask.where) for mask in self.way.softmax.masks),
+            self.path.softmax.axis,
+            tuple((mask.eqns, mask.where) for mask in self.path.softmax.masks),
             None if self.between is None else _held(self.between),
             of_parameter=bool(self.parameters),
             looped=self.looped,

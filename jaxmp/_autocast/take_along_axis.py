@@ -14,23 +14,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.extend.core import JaxprEqn, Primitive
 
 from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.environment import Environment
 from jaxmp._autocast.plan import DType, Op, Plan, Step
 from jaxmp._autocast.rules import Rules
+from jaxmp._autocast.value_refs import Inlined, ValueRef, aligned, positions
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding
-from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
-from jaxmp._jaxprs.equation_parameters import Gather, broadcast_axes, gather, iota_axis
+from jaxmp._jaxprs.compat import INLINE, shape_of
+from jaxmp._jaxprs.equation_parameters import Gather, gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +66,11 @@ def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which picking one element of each row has a comparison for its gradient."""
     if plan.rules.low is None or not any(_looks_up(step, plan.rules) for step in plan.steps):
         return plan
-    made_by = {var: step.eqn for step in plan.steps for var in step.eqn.outvars}
-    consts = dict(zip(plan.jaxpr.constvars, plan.consts, strict=True))
+    program = Inlined.program(plan)
     kept = dict(zip(plan.jaxpr.invars, plan.ins, strict=True))
     steps = []
     for step in plan.steps:
-        if _looks_up(step, plan.rules) and (found := _found(step.eqn, made_by, consts)) is not None:
+        if _looks_up(step, plan.rules) and (found := _found(step.eqn, program)) is not None:
             # Each gradient is one of them, and no sum: there is none to widen it for.
             as_kept = kept.get(step.eqn.invars[0]) or plan.rules.wide
             low = step.outs[0] if as_kept == step.outs[0] else plan.rules.wide
@@ -89,9 +89,7 @@ def _looks_up(step: Step, rules: Rules) -> bool:
     return eqn.primitive.name == "gather" and rules.governs(eqn.invars[0])
 
 
-def _found(
-    eqn: JaxprEqn, made_by: Mapping[Any, JaxprEqn], consts: Mapping[Any, Any]
-) -> TakeAlongAxis | None:
+def _found(eqn: JaxprEqn, program: Inlined) -> TakeAlongAxis | None:
     """What a gather picks of each row, if it picks one element of each."""
     operand, indices = eqn.invars
     shape, out = shape_of(operand), shape_of(eqn.outvars[0])
@@ -107,9 +105,7 @@ def _found(
     rows = how.shared | whole
     free: list[tuple[int, int]] = []
     for column, axis in enumerate(how.axes):
-        along = None
-        if len(how.axes) > 1 and (index := _column(indices, column, made_by)) is not None:
-            along = _counts_along(index, made_by, consts)
+        along = _counts_along(program.ref(indices), column) if len(how.axes) > 1 else None
         at = None if along is None else how.batch[along]
         if at is not None and out[at] == shape[axis] and at not in rows.values():
             rows[axis] = at
@@ -126,59 +122,15 @@ def _found(
     )
 
 
-def _column(indices: Any, column: int, made_by: Mapping[Any, JaxprEqn]) -> Any:
-    """One entry of each index, if they were put together of as many."""
-    eqn = made_by.get(indices) if not isinstance(indices, Literal) else None
-    if eqn is None or eqn.primitive.name != "concatenate":
+def _counts_along(indices: ValueRef, column: int) -> int | None:
+    """The axis along which one entry of each index counts 0, 1, 2, …, the same along all others."""
+    if indices.kind != "concatenate" or column >= len(indices.operands):
         return None
-    whole = all(shape_of(v)[-1] == 1 for v in eqn.invars)
-    return eqn.invars[column] if whole and len(eqn.invars) > column else None
-
-
-def _counts_along(
-    atom: Any, made_by: Mapping[Any, JaxprEqn], consts: Mapping[Any, Any]
-) -> int | None:
-    """The axis along which an array of integers counts 0, 1, 2, …, the same along all others."""
-    if isinstance(atom, Literal) or atom in consts:
-        return _counting(atom.val if isinstance(atom, Literal) else consts[atom])
-    eqn = made_by.get(atom)
-    if eqn is None:
+    if any(entry.shape[-1] != 1 for entry in indices.operands):
         return None
-    match eqn.primitive.name:
-        case "iota":
-            return iota_axis(eqn)
-        case "convert_element_type" if dtype_of(atom).kind in "iu":  # type: ignore[union-attr]
-            return _counts_along(eqn.invars[0], made_by, consts)
-        case "broadcast_in_dim":
-            along = _counts_along(eqn.invars[0], made_by, consts)
-            same = (
-                along is not None
-                and shape_of(atom)[broadcast_axes(eqn)[along]] == (shape_of(eqn.invars[0])[along])
-            )
-            return int(broadcast_axes(eqn)[along]) if same and along is not None else None
-        case "select_n":  # an index from the end, made one from the start: none of these is
-            test = made_by.get(eqn.invars[0])
-            if eqn.invars[0] in consts and not np.any(consts[eqn.invars[0]]):
-                return _counts_along(eqn.invars[1], made_by, consts)
-            if test is None or test.primitive.name != "lt" or test.invars[0] != eqn.invars[1]:
-                return None
-            zero = test.invars[1]
-            is_zero = isinstance(zero, Literal) and not np.any(zero.val)
-            return _counts_along(eqn.invars[1], made_by, consts) if is_zero else None
-    return None
-
-
-def _counting(value: Any) -> int | None:
-    """`_counts_along`, of a constant."""
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
-        return None
-    for axis, size in enumerate(value.shape):
-        shape = [size if i == axis else 1 for i in range(value.ndim)]
-        if size > 1 and np.array_equal(
-            value, np.broadcast_to(np.arange(size).reshape(shape), value.shape)
-        ):
-            return axis
-    return None
+    entry = indices.of(column)
+    counted = positions(aligned(entry, tuple(range(len(entry.shape)))))
+    return counted[0] if counted is not None and counted[1] == 0 else None
 
 
 @functools.lru_cache(maxsize=1024)

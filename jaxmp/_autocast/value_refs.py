@@ -1,8 +1,8 @@
-"""Values of a program, seen through the jitted functions that make them.
+"""References to the values of a program, and what each is made of, whichever function makes it.
 
-`jnp.where` and `jnp.tril` are jitted, and JAX's own attention moves its scores inside of one: what
-a value is made of is told whichever function makes it. A region with a policy of its own is not
-looked into.
+`jnp.where` and `jnp.tril` are jitted, and JAX's own attention moves its scores inside of one: a
+reference sees through jitted functions, and through what leaves a value as it is. A region with a
+policy of its own is not looked into. Softmaxes, scores, masks and indices are all found by them.
 """
 
 from __future__ import annotations
@@ -10,66 +10,122 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.masked import makers
+from jaxmp._autocast.plan import Plan
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of
-from jaxmp._jaxprs.equation_parameters import jitted_name
+from jaxmp._jaxprs.equation_parameters import (
+    broadcast_axes,
+    iota_axis,
+    jitted_name,
+    permutation,
+)
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.scopes import REGION
 
-# What leaves a value as it is.
+# How many equations are followed.
+FAR = 24
+# What leaves a value as it is, and its derivative.
 _NOTHING = frozenset({"copy", "name"})
 # What leaves its elements as they are, of each device.
-VARYING = ("pvary", "pcast")
-_OF_NUMBERS = flagged(Flag.FOLDED) | {*VARYING}
+_VARYING = ("pvary", "pcast")
+_FOLDED = flagged(Flag.FOLDED) | {*_VARYING}
+
+# For each axis of an array, which axis of another it is; None for one of a single element.
+Axes = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scope:
+class Inlined:
     """A jaxpr: the program at hand, or that of a call in it.
 
     Attributes:
       made_by: for each variable, the equation that makes it.
       consts: the values of its constants.
-      operands: of a call, what its operands are outside; None of the program at hand.
+      outer: of a call, the jaxpr that it is in; None of the program at hand.
+      operands: what its operands are there.
     """
 
     made_by: Mapping[Any, JaxprEqn]
     consts: Mapping[Any, Any]
-    operands: Mapping[Any, Seen] | None = None
+    outer: Inlined | None = None
+    operands: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def program(cls, plan: Plan) -> Inlined:
+        """The program of a plan."""
+        made_by = {var: step.eqn for step in plan.steps for var in step.eqn.outvars}
+        return cls(made_by, dict(zip(plan.jaxpr.constvars, plan.consts, strict=True)))
 
     @functools.cached_property
-    def calls(self) -> dict[int, Scope]:
-        """The scopes of the calls in it that were looked into, by the identity of the equation."""
+    def calls(self) -> dict[int, Inlined]:
+        """The calls in it that were looked into, by the identity of the equation."""
         return {}
 
-    def of(self, eqn: JaxprEqn) -> Scope:
-        """The scope inside a call."""
+    def call(self, eqn: JaxprEqn) -> Inlined:
+        """The jaxpr inside a call."""
         if id(eqn) not in self.calls:
             [call] = inside(eqn)
             jaxpr, consts = compat.closed(call.jaxpr)
-            operands = {
-                v: Seen(eqn.invars[i], self)
-                for v, i in zip(jaxpr.invars, call.operands, strict=True)
-            }
+            made_by = {var: inner for inner in jaxpr.eqns for var in inner.outvars}
             known = dict(zip(jaxpr.constvars, consts, strict=True))
-            self.calls[id(eqn)] = Scope(makers(jaxpr.eqns), known, operands)
+            outside = (eqn.invars[i] for i in call.operands)
+            operands = dict(zip(jaxpr.invars, outside, strict=True))
+            self.calls[id(eqn)] = Inlined(made_by, known, self, operands)
         return self.calls[id(eqn)]
+
+    def maker(self, atom: Any) -> JaxprEqn | None:
+        """The equation that makes a value; None of an operand, a constant or a literal."""
+        return None if isinstance(atom, Literal) else self.made_by.get(atom)
+
+    def ref(self, atom: Any) -> ValueRef:
+        """What a variable or literal is, through what leaves it as it is and through calls."""
+        here, var = self, None
+        while not isinstance(atom, Literal):
+            if here.outer is None:
+                var = atom
+            elif atom in here.operands:
+                atom, here = here.operands[atom], here.outer
+                continue
+            eqn = here.maker(atom)
+            if eqn is None:
+                break
+            if leaves_as_is(eqn):
+                atom = eqn.invars[eqn.outvars.index(atom)]
+            elif compat.kind(eqn) == "jit" and not jitted_name(eqn).startswith(REGION):
+                jaxpr = compat.closed(inside(eqn)[0].jaxpr).jaxpr
+                atom, here = jaxpr.outvars[eqn.outvars.index(atom)], here.call(eqn)
+            else:
+                break
+        return ValueRef(atom, here, var)
+
+
+def leaves_as_is(eqn: JaxprEqn) -> bool:
+    """Whether an equation returns what it is given."""
+    name = compat.kind(eqn)
+    converts = name == "convert_element_type"
+    return name in _NOTHING or (converts and dtype_of(eqn.invars[0]) == dtype_of(eqn.outvars[0]))
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
-    """A value: a variable or literal, and the scope that it is of."""
+class ValueRef:
+    """A value: a variable or literal, and the jaxpr that it is of.
+
+    Attributes:
+      atom: the variable or literal.
+      inlined: the jaxpr.
+      var: a variable of the program at hand that is this value; None if none is known.
+    """
 
     atom: Any
-    scope: Scope
+    inlined: Inlined
+    var: Any = dataclasses.field(default=None, compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,80 +133,64 @@ class Seen:
         return shape_of(self.atom)
 
     @property
-    def here(self) -> bool:
-        """Whether it is a variable of the program at hand."""
-        return self.scope.operands is None and not isinstance(self.atom, Literal)
+    def is_outside_calls(self) -> bool:
+        """Whether it is a variable of the program at hand, and not of a call in it."""
+        return self.inlined.outer is None and not isinstance(self.atom, Literal)
 
     @property
-    def eqn(self) -> JaxprEqn | None:
-        """What makes it; None of an operand, a constant or a literal."""
-        return None if isinstance(self.atom, Literal) else self.scope.made_by.get(self.atom)
+    def eqn(self) -> Any:
+        """The equation that makes it; None of an operand, a constant or a literal."""
+        return self.inlined.maker(self.atom)
 
-    def of(self, i: int) -> Seen:
+    @property
+    def kind(self) -> str:
+        """The primitive that makes it; "" of an operand, a constant or a literal."""
+        return "" if self.eqn is None else compat.kind(self.eqn)
+
+    def of(self, i: int) -> ValueRef:
         """What an operand of the equation that makes it is."""
-        return seen(self.eqn.invars[i], self.scope)  # type: ignore[union-attr]
+        return self.inlined.ref(self.eqn.invars[i])
 
     @property
-    def operands(self) -> list[Seen]:
+    def operands(self) -> list[ValueRef]:
         """What the operands of the equation that makes it are."""
-        return [] if self.eqn is None else [self.of(i) for i in range(len(self.eqn.invars))]
+        return [] if self.eqn is None else list(map(self.inlined.ref, self.eqn.invars))
+
+    @property
+    def constant(self) -> Any:
+        """The array that it is, if it is a literal or a constant of its jaxpr; else None."""
+        if isinstance(self.atom, Literal):
+            return self.atom.val
+        const = self.inlined.consts.get(self.atom)
+        known = not isinstance(const, jax.core.Tracer) and dtype_of(self.atom) is not None
+        return const if known else None
 
 
-def seen(atom: Any, scope: Scope) -> Seen:
-    """What a variable or literal is, through what leaves it as it is and calls that return it."""
-    while not isinstance(atom, Literal):
-        if scope.operands is not None and atom in scope.operands:
-            atom, scope = scope.operands[atom].atom, scope.operands[atom].scope
-            continue
-        eqn = scope.made_by.get(atom)
-        if eqn is None:
-            break
-        name = compat.kind(eqn)
-        if name in _NOTHING or (name == "convert_element_type" and _same(eqn)):
-            atom = eqn.invars[eqn.outvars.index(atom)]
-        elif name == "jit" and not jitted_name(eqn).startswith(REGION):
-            jaxpr = compat.closed(inside(eqn)[0].jaxpr).jaxpr
-            atom, scope = jaxpr.outvars[eqn.outvars.index(atom)], scope.of(eqn)
-        else:
-            break
-    return Seen(atom, scope)
-
-
-def _same(eqn: JaxprEqn) -> bool:
-    return dtype_of(eqn.invars[0]) == dtype_of(eqn.outvars[0])
-
-
-def number(value: Seen, steps: int = 16) -> Any:
+def number(value: ValueRef, steps: int = 16) -> Any:
     """The number that a value is, or is full of, if it is computed of literals; else None."""
-    if isinstance(value.atom, Literal):
-        return value.atom.val if np.ndim(value.atom.val) == 0 else None
-    if value.atom in value.scope.consts:
-        const = value.scope.consts[value.atom]
-        known = np.size(const) == 1 and dtype_of(value.atom) is not None
-        return np.asarray(const).reshape(())[()] if known else None
-    eqn = value.eqn
-    if eqn is None or eqn.primitive.name not in _OF_NUMBERS or not steps:
+    if (const := value.constant) is not None:
+        return np.asarray(const).reshape(())[()] if np.size(const) == 1 else None
+    if value.kind not in _FOLDED or not steps:
         return None
-    if eqn.primitive.name in ("broadcast_in_dim", *VARYING):
+    if value.kind in ("broadcast_in_dim", *_VARYING):
         return number(value.of(0), steps - 1)
     numbers = [number(operand, steps - 1) for operand in value.operands]
     if any(n is None for n in numbers):
         return None
+    eqn = value.eqn
     with jax.ensure_compile_time_eval():
         typed = [np.asarray(n, dtype_of(v)) for n, v in zip(numbers, eqn.invars, strict=True)]
         return np.asarray(compat.bind(eqn, typed)[0])[()]
 
 
-def leaves(value: Seen) -> list[Any]:
+def leaves(value: ValueRef) -> list[Any]:
     """The variables of the program at hand that a value is computed of, by `evaluate`."""
-    if isinstance(value.atom, Literal) or (not value.here and value.eqn is None):
-        return []
-    if value.here:
+    if value.is_outside_calls:
         return [value.atom]
     return [leaf for operand in value.operands for leaf in leaves(operand)]
 
 
-def evaluate(value: Seen, read: Callable[[Any], Any]) -> Any:
+def evaluate(value: ValueRef, read: Callable[[Any], Any]) -> Any:
     """The array that a value is.
 
     Args:
@@ -159,10 +199,127 @@ def evaluate(value: Seen, read: Callable[[Any], Any]) -> Any:
     """
     if isinstance(value.atom, Literal):
         return value.atom.val
-    if value.here:
+    if value.is_outside_calls:
         return read(value.atom)
-    if value.atom in value.scope.consts:
-        return value.scope.consts[value.atom]
-    eqn: JaxprEqn = value.eqn  # type: ignore[assignment]
+    if value.atom in value.inlined.consts:
+        return value.inlined.consts[value.atom]
     operands: Sequence[Any] = [evaluate(operand, read) for operand in value.operands]
-    return compat.bind(eqn, operands)[eqn.outvars.index(value.atom)]
+    return compat.bind(value.eqn, operands)[value.eqn.outvars.index(value.atom)]
+
+
+# Arrays before they are broadcast, transposed and reshaped, numbers that count, and masks.
+
+
+class Aligned(NamedTuple):
+    """An array before it is laid out along the axes of another.
+
+    Attributes:
+      value: the array.
+      axes: which axis of the other each of its axes is.
+    """
+
+    value: ValueRef
+    axes: Axes
+
+    def of(self, i: int) -> Aligned:
+        """An operand of the same shape of the equation that makes the array."""
+        return aligned(self.value.of(i), self.axes)
+
+
+def aligned(value: ValueRef, axes: Axes) -> Aligned:
+    """An array before moves that only lay its elements out, with its axes followed through them."""
+    for _ in range(FAR):
+        if not value.operands or isinstance(value.of(0).atom, Literal):
+            break
+        before, after = shape_of(value.eqn.invars[0]), value.shape
+        match value.kind:
+            case "broadcast_in_dim":
+                ends = broadcast_axes(value.eqn)
+                axes = tuple(
+                    axes[at] if n == after[at] else None for n, at in zip(before, ends, strict=True)
+                )
+            case "transpose":
+                axes = before_transpose(axes, permutation(value.eqn))
+            case "reshape" if [n for n in before if n != 1] == [n for n in after if n != 1]:
+                kept = iter([a for a, n in zip(axes, after, strict=True) if n != 1])
+                axes = tuple(None if n == 1 else next(kept) for n in before)
+            case name if name not in _VARYING:
+                break
+        value = value.of(0)
+    return Aligned(value, axes)
+
+
+def before_transpose(axes: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
+    """What the axes of a transposed array are before it is."""
+    at = dict(zip(order, axes, strict=True))
+    return tuple(at[i] for i in range(len(order)))
+
+
+def positions(array: Aligned, steps: int = FAR) -> tuple[int, int] | None:
+    """The axis along which integers count, the same along all others, and their first number."""
+    value, axes = array
+    if not steps:
+        return None
+    if (const := value.constant) is not None:
+        return _counting(np.asarray(const), axes)
+    match value.kind:
+        case "iota":
+            axis = axes[iota_axis(value.eqn)]
+            return None if axis is None else (axis, 0)
+        case "convert_element_type" if dtype_of(value.atom).kind in "iu":  # type: ignore[union-attr]
+            return positions(array.of(0), steps - 1)
+        case "add" | "sub" as name:
+            step, counted = number(value.of(1)), positions(array.of(0), steps - 1)
+            if step is not None and counted is not None:
+                return counted[0], counted[1] + (int(step) if name == "add" else -int(step))
+        case "select_n":  # an index from the end, made one from the start: none of these is
+            test, index, *_ = value.operands
+            below_0 = test.kind == "lt" and test.of(0) == index and number(test.of(1)) == 0
+            if below_0 or (test.constant is not None and not np.any(np.asarray(test.constant))):
+                counted = positions(array.of(1), steps - 1)
+                return counted if counted is not None and counted[1] >= 0 else None
+    return None
+
+
+def _counting(const: np.ndarray[Any, Any], axes: Axes) -> tuple[int, int] | None:
+    """`positions`, of a constant that counts from 0."""
+    if const.dtype.kind not in "iu":
+        return None
+    for i, size in enumerate(const.shape):
+        counts = np.arange(size).reshape([size if j == i else 1 for j in range(const.ndim)])
+        axis = axes[i]
+        if size > 1 and axis is not None and (const == counts).all():
+            return axis, 0
+    return None
+
+
+class Selected(NamedTuple):
+    """An array with a number in some places: ``where(mask, array, number)``.
+
+    Attributes:
+      value: all of that.
+      array: the array.
+      number: the number.
+      mask: where which of them is.
+      where: whether the array is where the mask is true, or where it is false.
+    """
+
+    value: ValueRef
+    array: ValueRef
+    number: Any
+    mask: ValueRef
+    where: bool
+
+
+def selected(value: ValueRef) -> Selected | None:
+    """An array and the mask on it, written as `lax.select` or as `jnp.where`; else None."""
+    if value.kind != "select_n":
+        return None
+    mask, *cases = value.operands
+    if len(cases) != 2 or dtype_of(mask.atom) != np.bool_ or mask.shape != value.shape:
+        return None
+    numbers = [number(case) for case in cases]
+    if sum(n is None for n in numbers) != 1:
+        return None
+    side = numbers.index(None)
+    return Selected(value, cases[side], numbers[1 - side], mask, where=side == 1)
