@@ -30,8 +30,9 @@ from jaxmp._autocast.contract import contract, low_of, parameter
 from jaxmp._autocast.environment import Environment, cast
 from jaxmp._autocast.plan import DType, Op, Step
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.softmaxes import Move, Path
+from jaxmp._autocast.softmaxes import AxisMove, Path
 from jaxmp._jaxprs import compat, parameter_products
+from jaxmp._jaxprs.evaluate import JaxprById, by_id
 from jaxmp._jaxprs.layouts import LANES, laid_out
 from jaxmp._jaxprs.no_excess_precision import no_excess_precision
 
@@ -91,20 +92,10 @@ class SoftmaxDot(Op):
             product,
             self.path.softmax.axis,
             tuple((mask.eqns, mask.where) for mask in self.path.softmax.masks),
-            None if self.between is None else _held(self.between),
+            None if self.between is None else by_id(self.between),
             of_parameter=bool(self.parameters),
             looped=self.looped,
         )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Held:
-    """A closed jaxpr, the same as itself alone."""
-
-    jaxpr: Any
-
-
-_held = functools.lru_cache(maxsize=4096)(_Held)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +114,7 @@ class _WeightedSum:
     primitive: Primitive
     params: tuple[tuple[str, Any], ...]
     axis: int
-    moves: tuple[Move, ...]
+    moves: tuple[AxisMove, ...]
     side: int
     low: DType
 
@@ -185,7 +176,7 @@ class _Group:
     product: _WeightedSum
     axis: int
     masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
-    between: _Held | None
+    between: JaxprById | None
     of_parameter: bool
     looped: bool
 
