@@ -55,7 +55,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._audit.target import parse_target
 from jaxmp._preflight.aot_worker import topology_devices
-from jaxmp._preflight.hlo import Program, read_hlo
+from jaxmp._preflight.hlo import HloProgram, read_hlo
 from jaxmp._preflight.report import rows_of_collectives
 
 import gathers
@@ -206,7 +206,7 @@ class Compiled:
       others: of what is no weight.
     """
 
-    program: Program
+    program: HloProgram
     gathered: Counter[str]
     matrices: int
     weights: int

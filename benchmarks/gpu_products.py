@@ -12,7 +12,7 @@ from flax.linen import fp8_ops
 
 from jaxmp._autocast.recipes.derivative import contract
 from jaxmp._autocast.recipes.multiply import gradient_sides, multiply
-from jaxmp._autocast.recipes.product import Product
+from jaxmp._autocast.recipes.product import ScaledProduct
 from jaxmp._autocast.recipes.quantize import quantize
 from jaxmp.recipes import parse_recipe
 
@@ -34,7 +34,7 @@ def program(variant: str, recipe: str, m: int, k: int, n: int) -> Program:
         dtype = "int8" if "int8" in variant else "float8_e4m3fn"
         # Qwix tells weights from activations by their shapes.
         return _module(_qwix(nn.Dense(n, **_DENSE), dtype), x[None], w, g[None])
-    product = Product(
+    product = ScaledProduct(
         dims=DENSE, ranks=(2, 2), weight=1, recipe=parse_recipe(recipe), dtype=jnp.dtype(LOW)
     )
     if variant.endswith("multiplied"):
@@ -69,7 +69,7 @@ def _with_gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _multiplied(product: Product, x: Any, w: Any, g: Any) -> Program:
+def _multiplied(product: ScaledProduct, x: Any, w: Any, g: Any) -> Program:
     """The three products of operands that are quantized already, each as its product reads it."""
     sides = product.sides
     forward = product.copy(x, 0), product.copy(w, 1)

@@ -28,7 +28,7 @@ import optax
 from jax import lax
 
 import jaxmp
-from jaxmp._numerics.monitor_statistics import Paths, Statistics, leaves_of, measure
+from jaxmp._numerics.monitor_statistics import MonitorStatistics, Paths, leaves_of, measure
 
 import aot
 from loss_scale_aot import LM_B, Library, compile_step
@@ -51,7 +51,7 @@ def in_a_branch(inner: optax.GradientTransformation, every: int) -> Any:
     def init(params):
         count = jnp.zeros([], jnp.int32)
         size = len(Paths.of(params).modules)
-        return count, Statistics(*(jnp.zeros(size) for _ in range(3))), inner.init(params)
+        return count, MonitorStatistics(*(jnp.zeros(size) for _ in range(3))), inner.init(params)
 
     def update(grads, state, params):
         count, kept, inner_state = state
@@ -64,7 +64,7 @@ def in_a_branch(inner: optax.GradientTransformation, every: int) -> Any:
     return optax.GradientTransformation(init, update)
 
 
-def statistics(grads: Any, scale: jax.Array) -> Statistics:
+def statistics(grads: Any, scale: jax.Array) -> MonitorStatistics:
     paths = Paths.of(grads)
     return measure(leaves_of(grads, paths, scale), paths, scale, scale)[1]
 

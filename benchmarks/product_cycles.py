@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jaxmp
-from jaxmp._preflight.hlo import Program, read_hlo
+from jaxmp._preflight.hlo import HloProgram, read_hlo
 from jaxmp._speed import chip_named, estimate
 from jaxmp.devices import chips
 from jaxmp.recipes import parse_recipe
@@ -54,7 +54,7 @@ RECIPES = ("float8", "e4m3@row", "int8", "e4m3:e5m2:e5m2")
 LIMITS = {("tpu7x", "float8"): 0.67, ("tpu-v5e", "int8"): 0.62, ("tpu-v6e", "int8"): 0.76}
 
 
-def cycles(target: str, fn: Callable[..., Any], *args: Any) -> Program:
+def cycles(target: str, fn: Callable[..., Any], *args: Any) -> HloProgram:
     """What the compiled program does, its cycles among it."""
     return read_hlo(aot.hlo_for(target, fn, args))
 
@@ -101,7 +101,7 @@ class FFN(nn.Module):
         return nn.Dense(16, use_bias=False)(h)
 
 
-def ffn(target: str, policy: str, tokens: int, width: int, hidden: int) -> Program:
+def ffn(target: str, policy: str, tokens: int, width: int, hidden: int) -> HloProgram:
     """Forward and backward of the layers, with the gradients of weights and inputs."""
     model = jaxmp.wrap(FFN(width, hidden), policy)
     x = shape(tokens, width)
@@ -135,7 +135,7 @@ def show_passes(target: str, size: int) -> None:
     print(f"{target:8} cast {casts / full - 1:.2f} x a product more", flush=True)
 
 
-def show_ffn(target: str, recipe: str, full: Program, args: argparse.Namespace) -> bool:
+def show_ffn(target: str, recipe: str, full: HloProgram, args: argparse.Namespace) -> bool:
     """Prints the ratio of an FFN; returns whether it keeps its limit."""
     program = ffn(target, f"mixed_bfloat16,matmul={recipe}", args.tokens, args.width, args.hidden)
     ratio = (program.cycles or 0) / (full.cycles or 1)

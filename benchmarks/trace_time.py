@@ -2,12 +2,17 @@
 
     python benchmarks/trace_time.py
     python benchmarks/trace_time.py --recompute --runs 6
+    python benchmarks/trace_time.py --programs            # one table of all of them: growth
+    python benchmarks/trace_time.py --programs jit remat  # some of them
 
 It measures the process CPU time (`time.process_time`) of
 `jax.jit(jax.value_and_grad(loss)).trace(params, ...)` for a language model of twelve layers,
 float32 and jaxmp alternately, and with `--recompute` jaxmp under `residuals=recompute` as well.
 Each run makes a new model and loss, after `jax.clear_caches()` and a garbage collection outside
 the clock; a first, unmeasured run of each imports what is imported lazily.
+
+With `--programs` it prints for each program of `trace_programs.py`, in each of its sizes, the
+ratio of the shortest times of five runs: of a program that repeats itself it does not grow.
 """
 
 from __future__ import annotations
@@ -18,22 +23,73 @@ import statistics
 import time
 
 import jax
-from autocast_aot import FLOAT32, JAXMP, JAXMP_AGAIN, loss_of, versions
+from autocast_aot import FLOAT32, JAXMP, JAXMP_AGAIN, POLICIES, loss_of, versions
+from trace_programs import PROGRAMS, Program
+
+import jaxmp
 
 from models import trace_case
 
 LIMITS = {JAXMP: 1.25, JAXMP_AGAIN: 1.5}
+# Of each row of the table, and of the LM under `residuals=recompute`.
+PROGRAM_LIMITS = {
+    "lm": 1.2,
+    "lm, recompute": 1.4,
+    "jit": 2.5,
+    "remat": 2.5,
+    "nested": 3.0,
+    "nn.remat": 1.4,
+    "lines": 1.8,
+    "flash": 2.5,
+}
 
 
 def seconds(variant: str) -> float:
     case = trace_case()
     shapes = case.shapes(small=True)
-    loss_fn = loss_of(case, variant, small=True)
+    return _seconds(loss_of(case, variant, small=True), shapes, has_aux=True)
+
+
+def _seconds(loss, shapes, *, has_aux: bool = False, later: bool = False) -> float:
+    """The CPU time of a trace: the first one after the caches were cleared, or the one after it."""
     jax.clear_caches()
+    traced = (jax.jit(jax.value_and_grad(loss, has_aux=has_aux)).trace for _ in range(1 + later))
+    if later:
+        next(traced)(*shapes)
+    trace = next(traced)
     gc.collect()
     start = time.process_time()
-    jax.jit(jax.value_and_grad(loss_fn, has_aux=True)).trace(*shapes)
+    trace(*shapes)
     return time.process_time() - start
+
+
+def program_seconds(program: Program, policy: str | None) -> float:
+    """The CPU time of a trace of a program, as written or under a policy."""
+    loss = program.loss if policy is None else jaxmp.autocast(program.loss, policy)
+    return _seconds(loss, program.shapes, later=program.later)
+
+
+def growth(runs: int, names: list[str]) -> dict[str, list[float]]:
+    """Prints and returns the ratios of programs, for each of their sizes."""
+    found = {}
+    print(f"{'program':14} {'sizes':14} ratio to float32, of the shortest of {runs} runs")
+    for name in names:
+        base = name.removesuffix(", recompute")
+        policy = POLICIES[JAXMP if base == name else JAXMP_AGAIN]
+        make, sizes = PROGRAMS[base]
+        found[name] = [_ratio(runs, make, size, policy) for size in sizes]
+        print(f"{name:14} {', '.join(map(str, sizes)):14} "
+              f"{'  '.join(f'{ratio:.2f}' for ratio in found[name])}  "
+              f"(at most {PROGRAM_LIMITS[name]})", flush=True)  # fmt: skip
+    return found
+
+
+def _ratio(runs: int, make, size: int, policy: str) -> float:
+    times: dict[str | None, list[float]] = {None: [], policy: []}
+    for _ in range(runs):
+        for variant, values in times.items():
+            values.append(program_seconds(make(size), variant))
+    return min(times[policy]) / min(times[None])
 
 
 def ratios(runs: int, variants: list[str]) -> dict[str, float]:
@@ -60,11 +116,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--recompute", action="store_true", help="a policy that keeps less as well")
-    parser.add_argument("--runs", type=int, default=10, help="default: %(default)s")
+    names = ", ".join(PROGRAM_LIMITS)
+    parser.add_argument(
+        "--programs", nargs="*", metavar="NAME", choices=list(PROGRAM_LIMITS),
+        help=f"ratios of programs that grow: all, or {names}",
+    )  # fmt: skip
+    parser.add_argument("--runs", type=int, help="default: 10, and 5 of --programs")
     parser.add_argument("--check", action="store_true", help="exit with 1 when over a limit")
     args = parser.parse_args()
     print(versions())
-    found = ratios(args.runs, [FLOAT32, JAXMP, *([JAXMP_AGAIN] if args.recompute else [])])
+    if args.programs is not None:
+        grown = growth(args.runs or 5, args.programs or list(PROGRAM_LIMITS))
+        missed = [n for n, of_sizes in grown.items() if max(of_sizes) > PROGRAM_LIMITS[n]]
+        return int(bool(missed) and args.check)
+    variants = [FLOAT32, JAXMP, *([JAXMP_AGAIN] if args.recompute else [])]
+    found = ratios(args.runs or 10, variants)
     over = [variant for variant, ratio in found.items() if ratio > LIMITS[variant]]
     return int(bool(over) and args.check)
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp.formats import ALL_FORMATS, Format
+
 __all__ = [
     "DTYPE_NAMES",
     "compute_capability",
@@ -21,29 +23,21 @@ __all__ = [
     "is_dtype_name",
     "multiplies_natively",
     "parse_dtype",
+    "parse_format",
     "plain_name",
     "short_dtype_name",
 ]
 
-# Every dtype a policy can hold, the name it prints as first (jmp prints float32 as "full", and so
-# do we: a policy without refinements prints exactly as jmp's). The keys are JAX's scalar types
-# because those are what jmp policies hold: unlike `np.dtype` objects they hash like the
-# `jnp.float32` people write, can be called, and compare equal to every other spelling.
+# Every dtype a policy can hold, the name it prints as first. The keys are JAX's scalar types, as
+# jmp's policies hold them: unlike `np.dtype` objects they hash like the `jnp.float32` people write,
+# can be called, and compare equal to every other spelling.
 DTYPE_NAMES: Final[dict[Any, tuple[str, ...]]] = {
-    jnp.bfloat16: ("bf16", "bfloat16"),
-    jnp.float16: ("f16", "float16"),
-    jnp.float32: ("full", "f32", "float32"),
-    jnp.float64: ("f64", "float64"),
+    getattr(jnp, ALL_FORMATS[short].name): ALL_FORMATS[short].names
+    for short in ("bf16", "f16", "f32", "f64")
 }
 
 # "half" is a name too, but what it means depends on the device.
 _DTYPE_BY_NAME = {name: dtype for dtype, names in DTYPE_NAMES.items() for name in names}
-# What PyTorch's users call them. Not among `DTYPE_NAMES`, whose names jmp reads too.
-_DTYPE_BY_SYNONYM = {
-    "fp16": jnp.float16,
-    "fp32": jnp.float32,
-    "fp64": jnp.float64,
-}
 _DTYPE_BY_SCALAR = {np.dtype(dtype).type: dtype for dtype in DTYPE_NAMES}
 
 # NVIDIA's tensor cores multiply bfloat16 since Ampere (compute capability 8.0); before it XLA
@@ -87,6 +81,42 @@ def parse_dtype(value: DTypeLike, what: str = "dtype") -> Any:
     raise ValueError(_unsupported(getattr(scalar, "__name__", str(scalar)), what))
 
 
+def parse_format(value: Any, known: Iterable[Format], what: str, hint: str = "") -> Format:
+    """Returns the format, of those known to the caller, that a name or dtype stands for.
+
+    Args:
+      value: A name, in capitals or not, or a dtype.
+      known: The formats it may be.
+      what: What the format is for; error messages start with it.
+      hint: What the message about an unknown format ends with.
+
+    Raises:
+      ValueError: If it is none of them.
+      TypeError: If `value` is neither a name nor a dtype.
+
+    Example:
+      >>> parse_format("fp8", ALL_FORMATS.values(), "format").name
+      'float8_e4m3fn'
+    """
+    by_name = {name: fmt for fmt in known for name in fmt.names}
+    printed = ", ".join(dict.fromkeys(fmt.short for fmt in by_name.values()))
+    try:
+        name = value if isinstance(value, str) else np.dtype(value).name
+    except TypeError:
+        name = None
+    if name is None or value is None:
+        raise TypeError(
+            f"{what} takes a format ({printed}) or its dtype; got {value!r} of type "
+            f"{type(value).__name__!r}."
+        )
+    if plain_name(name) not in by_name:
+        raise ValueError(
+            f"{what} is {name!r}, which names no format{did_you_mean(plain_name(name), by_name)}; "
+            f"the formats are {printed}.{hint}"
+        )
+    return by_name[plain_name(name)]
+
+
 def dtype_name(dtype: DTypeLike) -> str:
     """Returns the full name of a dtype, as NumPy spells it.
 
@@ -98,11 +128,11 @@ def dtype_name(dtype: DTypeLike) -> str:
 
 
 def short_dtype_name(dtype: DTypeLike) -> str:
-    """Returns the name a policy prints for a dtype: jmp's.
+    """Returns the name a policy prints for a dtype.
 
     Example:
       >>> short_dtype_name(jnp.bfloat16), short_dtype_name(jnp.float32)
-      ('bf16', 'full')
+      ('bf16', 'f32')
     """
     return DTYPE_NAMES[parse_dtype(dtype)][0]
 
@@ -124,7 +154,7 @@ def is_dtype_name(name: str) -> bool:
       >>> is_dtype_name("bf16"), is_dtype_name("complex64"), is_dtype_name("mixed_bfloat16")
       (True, True, False)
     """
-    if name == "half" or name in _DTYPE_BY_NAME or name in _DTYPE_BY_SYNONYM:
+    if name == "half" or name in _DTYPE_BY_NAME:
         return True
     # `jnp` has more classes and attributes than dtypes; these are what dtypes' names start with.
     looks_like_one = name.startswith(("bool", "int", "uint", "float", "complex"))
@@ -229,9 +259,8 @@ def _parse_name(name: str, what: str) -> Any:
     plain = plain_name(name)
     if plain == "half":
         return half_dtype()
-    for known in (_DTYPE_BY_NAME, _DTYPE_BY_SYNONYM):
-        if plain in known:
-            return known[plain]
+    if plain in _DTYPE_BY_NAME:
+        return _DTYPE_BY_NAME[plain]
     if is_dtype_name(plain):
         raise ValueError(_unsupported(name, what))
     names = [*_DTYPE_BY_NAME, "half"]

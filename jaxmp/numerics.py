@@ -12,7 +12,7 @@ Example:
 from jaxmp._numerics.capture import Capture, Measured, capture
 from jaxmp._numerics.compare import Comparison, Divergence, Pair
 from jaxmp._numerics.diagnose import Fault, NumericsReport
-from jaxmp._numerics.formats import Format, Score, formats, score
+from jaxmp._numerics.formats import ScaledFormat, Score, formats, score
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.plots import plot_scale
 from jaxmp._numerics.readings import SavedRun, load, save
@@ -24,12 +24,12 @@ __all__ = [
     "Comparison",
     "Divergence",
     "Fault",
-    "Format",
     "Measured",
     "NumericsReport",
     "Origin",
     "Pair",
     "SavedRun",
+    "ScaledFormat",
     "Score",
     "Site",
     "Statistics",

@@ -28,8 +28,7 @@ def keep_float32(*keys: str | type, policy: str | jmp.Policy | PolicyMap | DType
 
     Example:
       >>> keep_float32("head", "**/router", policy="mixed_bfloat16")
-      PolicyMap({'head': 'p=full,c=full,o=full', '**/router': 'p=full,c=full,o=full'}, \
-default='p=full,c=bf16,o=full')
+      PolicyMap({'head': 'float32', '**/router': 'float32'}, default='mixed_bfloat16')
     """
     resolved = get_policy(policy)
     default = resolved.default if isinstance(resolved, PolicyMap) else resolved

@@ -10,30 +10,20 @@ import functools
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast, overload
-from urllib.parse import quote
 
 import jax.numpy as jnp
 import jmp
-import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp.dtypes import dtype_name, parse_dtype, short_dtype_name
-from jaxmp.policy_checks import check_residuals, normalize_ops, read_attention, read_recipe
-from jaxmp.policy_string import policy_fields
-from jaxmp.recipes import Recipe, check_goes_with
+from jaxmp.dtypes import dtype_name, parse_dtype
+from jaxmp.policy_fields import FIELDS
+from jaxmp.policy_string import format_policy, parse_policy
+from jaxmp.recipes import Recipe
 from jaxmp.tree import cast_floating
 
 __all__ = ["Policy", "PolicyMap", "get_policy"]
 
 T = TypeVar("T")
-
-_DTYPES = ("param_dtype", "compute_dtype", "output_dtype")
-# Those that are float32 or the compute dtype, and what a string calls them.
-_FLOAT32_OR_COMPUTE = {
-    "softmax_dtype": "softmax",
-    "reduce_dtype": "reduce",
-    "wire_dtype": "wire",
-}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -41,8 +31,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     """Says which dtypes a model stores, multiplies in and returns.
 
     Policies are immutable, hashable, comparable and picklable; two are equal when they mean the
-    same, however their dtypes were written. `str(policy)` is a string that `get_policy` reads back,
-    and `dataclasses.replace` makes a changed copy.
+    same, however their dtypes were written. `str(policy)` is its name and what it says besides,
+    as `get_policy` reads it, and `dataclasses.replace` makes a changed copy.
 
     Attributes:
       param_dtype: What parameters are stored as. float64 makes the policy one about float64 values,
@@ -84,7 +74,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         where it does not fit, and `jaxmp.explain` and `jaxmp.audit` say where and why. On several
         TPUs it takes `jax.shard_map(check_vma=False)`: no compiler splits Pallas' kernels.
       ops: Overrides of how `jaxmp.autocast` treats single primitives: a mapping from a primitive,
-        or the name of one, to one of the classes in `jaxmp.policy_string.OP_CLASSES`. Kept
+        or the name of one, to one of the classes in `jaxmp.policy_fields.OP_CLASSES`. Kept
         as a sorted tuple of (primitive name, class) pairs.
 
     The dtypes may be given as names or dtype objects, see `jaxmp.dtypes.parse_dtype`; they are kept
@@ -101,9 +91,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     Example:
       >>> policy = Policy("float32", "bfloat16", "float32", ops={"exp": "follow"})
       >>> policy
-      Policy('float32', 'bfloat16', 'float32', ops={'exp': 'follow'})
+      get_policy('mixed_bfloat16,ops=exp:follow')
       >>> str(policy)
-      'p=full,c=bf16,o=full,ops=exp:follow'
+      'mixed_bfloat16,ops=exp:follow'
     """
 
     param_dtype: DTypeLike
@@ -118,29 +108,16 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     residuals: str = dataclasses.field(default="save", kw_only=True)
     attention: str | None = dataclasses.field(default=None, kw_only=True)
     # Likewise: given as a mapping and kept as a tuple.
-    ops: Any = dataclasses.field(default=None, kw_only=True)
+    ops: Any = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        for field in (*_DTYPES, *_FLOAT32_OR_COMPUTE):
-            dtype = parse_dtype(getattr(self, field), f"Policy: {field}")
-            object.__setattr__(self, field, dtype)
-        if not isinstance(self.saturate, (bool, np.bool_)):
-            raise TypeError(
-                f"Policy: saturate must be True or False; got {self.saturate!r} of type "
-                f"{type(self.saturate).__name__!r}."
-            )
-        object.__setattr__(self, "saturate", bool(self.saturate))
-        object.__setattr__(self, "ops", normalize_ops(self.ops))
-        object.__setattr__(self, "matmul", read_recipe(self.matmul))
-        check_goes_with(self.matmul, dtype_name(self.compute_dtype))
-        check_residuals(self.residuals)
-        object.__setattr__(self, "attention", read_attention(self.attention))
-        for field in _FLOAT32_OR_COMPUTE:
-            if getattr(self, field) not in (jnp.float32, self.compute_dtype):
-                raise ValueError(
-                    f"Policy: {field} must be float32 or the compute dtype "
-                    f"({dtype_name(self.compute_dtype)}); got {dtype_name(getattr(self, field))}."
-                )
+        for field in FIELDS:
+            value = field.read(getattr(self, field.name), f"Policy: {field.name}")
+            object.__setattr__(self, field.name, value)
+        compute = dtype_name(self.compute_dtype)
+        for field in FIELDS:
+            if field.check is not None:
+                field.check(getattr(self, field.name), compute, f"Policy: {field.name}")
 
     def cast_to_param(self, x: T) -> T:
         """Casts floating leaves to `param_dtype`; see `jaxmp.tree.cast_floating` for which."""
@@ -159,53 +136,15 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
 
         Example:
           >>> str(get_policy("mixed_bfloat16").with_output_dtype("bf16"))
-          'p=full,c=bf16,o=bf16'
+          'p=f32,c=bf16,o=bf16'
         """
         return dataclasses.replace(self, output_dtype=output_dtype)
 
     def __str__(self) -> str:
-        parts = [
-            f"p={short_dtype_name(self.param_dtype)}",
-            f"c={short_dtype_name(self.compute_dtype)}",
-            f"o={short_dtype_name(self.output_dtype)}",
-        ]
-        parts += [
-            f"{key}={short_dtype_name(getattr(self, field))}"
-            for field, key in _FLOAT32_OR_COMPUTE.items()
-            if getattr(self, field) != jnp.float32
-        ]
-        if self.saturate:
-            parts.append("saturate=true")
-        if self.matmul is not None:
-            parts.append(f"matmul={self.matmul}")
-        if self.residuals != "save":
-            parts.append(f"residuals={self.residuals}")
-        if self.attention is not None:
-            parts.append(f"attention={self.attention}")
-        if self.ops:
-            # A primitive may be called anything; "%3A" keeps the separators unambiguous.
-            ops = "|".join(f"{quote(name, safe='')}:{op_class}" for name, op_class in self.ops)
-            parts.append(f"ops={ops}")
-        return ",".join(parts)
+        return format_policy(self)
 
     def __repr__(self) -> str:
-        parts = [repr(dtype_name(getattr(self, field))) for field in _DTYPES]
-        parts += [
-            f"{field}={dtype_name(getattr(self, field))!r}"
-            for field in _FLOAT32_OR_COMPUTE
-            if getattr(self, field) != jnp.float32
-        ]
-        if self.saturate:
-            parts.append("saturate=True")
-        if self.matmul is not None:
-            parts.append(f"matmul={str(self.matmul)!r}")
-        if self.residuals != "save":
-            parts.append(f"residuals={self.residuals!r}")
-        if self.attention is not None:
-            parts.append(f"attention={self.attention!r}")
-        if self.ops:
-            parts.append(f"ops={dict(self.ops)!r}")
-        return f"Policy({', '.join(parts)})"
+        return f"get_policy({str(self)!r})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -236,7 +175,7 @@ class PolicyMap:
     Example:
       >>> policies = PolicyMap({"head": "float32"}, default="mixed_bfloat16")
       >>> policies.policy_at(("head",)), policies.policy_at(("block_0", "Dense_0"))
-      (Policy('float32', 'float32', 'float32'), None)
+      (get_policy('float32'), None)
     """
 
     overrides: Any
@@ -318,7 +257,7 @@ def single_policy(where: str, spec: str | jmp.Policy | DTypeLike) -> Policy:
 
     Example:
       >>> single_policy("audit", "float32")
-      Policy('float32', 'float32', 'float32')
+      get_policy('float32')
     """
     policy = get_policy(spec)
     if isinstance(policy, PolicyMap):
@@ -364,7 +303,7 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
 
     Example:
       >>> get_policy("mixed_bfloat16,softmax=bf16")
-      Policy('float32', 'bfloat16', 'float32', softmax_dtype='bfloat16')
+      get_policy('mixed_bfloat16,softmax=bf16')
       >>> get_policy("c=f16") == get_policy("params=float32,compute=float16,output=float16")
       True
     """
@@ -373,7 +312,7 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
     if isinstance(spec, jmp.Policy):
         return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
     if isinstance(spec, str):
-        return Policy(**policy_fields(spec))
+        return Policy(**parse_policy(spec))
     if isinstance(spec, Recipe):
         raise TypeError(
             f"get_policy: {str(spec)!r} is a recipe, the matmul of a policy: say "

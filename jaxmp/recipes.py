@@ -8,12 +8,11 @@ A recipe, the `matmul` of a policy, names a format for each, and what shares a s
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from jaxmp._chip_words import word_at_chip
-from jaxmp.dtypes import did_you_mean, plain_name
+from jaxmp.dtypes import did_you_mean, parse_format, plain_name
+from jaxmp.formats import ALL_FORMATS, Format
 
 __all__ = [
     "AUTO",
@@ -31,47 +30,9 @@ __all__ = [
 ]
 
 
-class Format(NamedTuple):
-    """A format that products multiply in.
-
-    Attributes:
-      name: NumPy's name of the dtype.
-      short: what recipes print.
-      bits: its size.
-      largest: the largest finite value, for formats that are scaled into their range; else 0.
-    """
-
-    name: str
-    short: str
-    bits: int
-    largest: float = 0.0
-
-    @property
-    def scaled(self) -> bool:
-        """Whether values are divided by a scale to fit, and quantized."""
-        return self.bits == 8
-
-
-# OFP8: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
-FORMATS: Final = {
-    f.short: f
-    for f in (
-        Format("float8_e4m3fn", "e4m3", 8, 448.0),
-        Format("float8_e5m2", "e5m2", 8, 57344.0),
-        Format("int8", "int8", 8, 127.0),
-        Format("bfloat16", "bf16", 16),
-        Format("float16", "f16", 16),
-        Format("float32", "f32", 32),
-    )
-}
-_BY_NAME: Final = {
-    **FORMATS,
-    **{f.name: f for f in FORMATS.values()},
-    **dict.fromkeys(("float8_e4m3", "float8", "fp8", "f8"), FORMATS["e4m3"]),
-    "i8": FORMATS["int8"],
-    "fp16": FORMATS["f16"],
-    "fp32": FORMATS["f32"],
-}
+# What products multiply in, by the names that recipes print.
+FORMATS: Final = {s: ALL_FORMATS[s] for s in ("e4m3", "e5m2", "int8", "bf16", "f16", "f32")}
+_NAMES_OF_FORMATS: Final = {name for fmt in FORMATS.values() for name in fmt.names}
 
 # What shares one scale, of an operand of a product:
 GRANULARITIES: Final = {
@@ -109,7 +70,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for field in ("forward", "grad_input", "grad_weight"):
-            object.__setattr__(self, field, _format(getattr(self, field), field).short)
+            fmt = parse_format(getattr(self, field), FORMATS.values(), f"products: {field}")
+            object.__setattr__(self, field, fmt.short)
         if self.granularity not in GRANULARITIES:
             raise ValueError(
                 f"products: granularity is {self.granularity!r}, which is none of "
@@ -157,29 +119,6 @@ class Recipe:
         formats = list(self.formats.values())
         text = formats[0] if len(set(formats)) == 1 else ":".join(formats)
         return text if self.granularity == "tensor" else f"{text}@{self.granularity}"
-
-
-def _format(value: object, field: str) -> Format:
-    name = value if isinstance(value, str) else _dtype_name(value)
-    if name is None:
-        raise TypeError(
-            f"products: {field} takes a format ({', '.join(FORMATS)}) or its dtype; got {value!r} "
-            f"of type {type(value).__name__!r}"
-        )
-    known = _BY_NAME.get(plain_name(name))
-    if known is None:
-        raise ValueError(
-            f"products: {field} is {name!r}, which names no format"
-            f"{did_you_mean(name, list(_BY_NAME))}; the formats are {', '.join(FORMATS)}"
-        )
-    return known
-
-
-def _dtype_name(value: Any) -> str | None:
-    try:
-        return None if value is None else str(np.dtype(value).name)
-    except TypeError:
-        return None
 
 
 def _refused(short: str, field: str, granularity: str) -> str:
@@ -308,7 +247,7 @@ def parse_recipe(text: str) -> Recipe:
             f"products: cannot read {text!r}: a layer has three products, and {len(parts)} formats "
             "are given"
         )
-    if len(parts) == 1 and not granularity and parts[0] not in _BY_NAME:
+    if len(parts) == 1 and not granularity and parts[0] not in _NAMES_OF_FORMATS:
         known = [*_NAMED, *FORMATS]
         raise ValueError(
             f"products: {text!r} names no recipe{did_you_mean(name, known)}; the names are "
@@ -341,12 +280,13 @@ def parse_matmul(text: str) -> Recipe | str:
     return auto or parse_recipe(text)
 
 
-def check_goes_with(matmul: Recipe | str | None, compute: str) -> None:
+def check_goes_with(matmul: Recipe | str | None, compute: str, what: str = "matmul") -> None:
     """Refuses formats that do not go with the dtype that a policy computes in.
 
     Args:
       matmul: a policy's `matmul`; a string is ``auto``.
       compute: the name of its compute dtype.
+      what: what messages call it.
 
     Raises:
       ValueError: if it multiplies in 8 bits and computes in 32, says two dtypes forward, or mixes
@@ -358,20 +298,20 @@ def check_goes_with(matmul: Recipe | str | None, compute: str) -> None:
     formats = matmul.formats if isinstance(matmul, Recipe) else {}
     narrow = [short for short in formats.values() if FORMATS[short].scaled]
     if (narrow or isinstance(matmul, str)) and compute not in ("bfloat16", "float16"):
-        what = narrow[0] if narrow else "in 8 bits"
+        operands = narrow[0] if narrow else "in 8 bits"
         raise ValueError(
-            f"Policy: matmul={str(matmul)!r} multiplies {what}, and needs a compute_dtype of 16 "
+            f"{what}={str(matmul)!r} multiplies {operands}, and needs a compute_dtype of 16 "
             f"bits; got {compute}. Say compute_dtype='bfloat16'."
         )
     for field, short in formats.items():
         fmt = FORMATS[short]
         if field == "forward" and not fmt.scaled and fmt.name != compute:
             raise ValueError(
-                f"Policy: matmul={str(matmul)!r} multiplies {fmt.name} forward, where "
+                f"{what}={str(matmul)!r} multiplies {fmt.name} forward, where "
                 f"compute_dtype says {compute}: say one or the other."
             )
         if fmt.bits == 16 and compute not in (fmt.name, "float32"):
             raise ValueError(
-                f"Policy: matmul={str(matmul)!r} has {field} in {fmt.name}, and compute_dtype is "
+                f"{what}={str(matmul)!r} has {field} in {fmt.name}, and compute_dtype is "
                 f"{compute}: one 16-bit dtype has the other's range or precision, never both."
             )

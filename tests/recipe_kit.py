@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp._autocast.recipes.blockwise import BLOCKS, BlockProduct
 from jaxmp._autocast.recipes.derivative import contract
-from jaxmp._autocast.recipes.product import Product
+from jaxmp._autocast.recipes.product import ScaledProduct
 from jaxmp.recipes import FORMATS, Recipe
 
 DENSE = (((1,), (0,)), ((), ()))
@@ -54,8 +54,8 @@ def family(name: str, seed: int, *shape: int) -> np.ndarray:
 FAMILIES = ("normal", "heavy tails", "outlier columns", "rows over seven decades")
 
 
-def planned(recipe: Recipe, dims: Any, ranks: Any, dtype: Any, weight: int = 1) -> Product:
-    kind = BlockProduct if recipe.granularity in BLOCKS else Product
+def planned(recipe: Recipe, dims: Any, ranks: Any, dtype: Any, weight: int = 1) -> ScaledProduct:
+    kind = BlockProduct if recipe.granularity in BLOCKS else ScaledProduct
     return kind(recipe=recipe, dims=dims, ranks=ranks, dtype=np.dtype(dtype), weight=weight)
 
 

@@ -76,7 +76,7 @@ def test_it_is_a_string_that_reads_back():
         assert policy.matmul == text
         assert policy == Policy("float32", "bfloat16", "float32", matmul=text)
         assert get_policy(str(policy)) == policy
-        assert eval(repr(policy), {"Policy": Policy}) == policy
+        assert eval(repr(policy), {"get_policy": get_policy}) == policy
         assert pickle.loads(pickle.dumps(policy)) == policy
         assert hash(policy) == hash(get_policy(str(policy)))
     assert Policy("float32", "bfloat16", "float32", matmul="AUTO").matmul == "auto"

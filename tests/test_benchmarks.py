@@ -36,7 +36,7 @@ from support import HERE, ROOT, run_python, slow_when
 PROGRAMS = {
     "autocast_aot": "import autocast_aot; autocast_aot.Cache(None, 1).get('mlp', 'hand', 'cpu')",
     "loss_scale_aot": "import loss_scale_aot",
-    "trace_time": "import trace_time; trace_time.ratios(1, [trace_time.FLOAT32])",
+    "trace_time": "import trace_time as t; t.ratios(1, [t.FLOAT32]); t.growth(1, ['nested'])",
     "float64_cpu": "import float64_cpu",
     "monitor_aot": "import monitor_aot",
     "fsdp": "import fsdp",

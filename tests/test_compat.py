@@ -123,6 +123,49 @@ def _() -> None:
     assert attributes.with_weak_type(weak, weak=False).weak_type is False
 
 
+@relied_on("remat_p", "jax.extend.core.primitives.remat_p")
+def _() -> None:
+    def run(x: jax.Array, *, prevent_cse: bool) -> jax.Array:
+        body = compat.closed(jax.make_jaxpr(lambda x: jnp.sin(jnp.sin(x)))(x)).jaxpr
+        policy = jax.checkpoint_policies.nothing_saveable
+        return compat.rematerialize(body, [x], policy, prevent_cse=prevent_cse)[0]
+
+    for prevent_cse in (True, False):
+        rematted = partial(run, prevent_cse=prevent_cse)
+        [eqn] = jax.make_jaxpr(rematted)(X).jaxpr.eqns
+        given = jax.checkpoint(jnp.sin, prevent_cse=prevent_cse)
+        [checkpoint] = jax.make_jaxpr(given)(X).jaxpr.eqns
+        assert eqn.primitive is checkpoint.primitive
+        assert set(eqn.params) == set(checkpoint.params)
+        assert eqn.params["prevent_cse"] is prevent_cse
+        gradient = jax.grad(lambda x, run=rematted: run(x).sum())(X)
+        assert (gradient == jax.grad(lambda x: jnp.sin(jnp.sin(x)).sum())(X)).all()
+
+
+@relied_on("NameStack.stack")
+def _() -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        with jax.named_scope("outer"):
+            with jax.named_scope("a"):
+                x = jnp.sin(x)
+            return jnp.cos(x)
+
+    jaxpr = jax.make_jaxpr(fn)(X).jaxpr
+    names = attributes.names_around(jaxpr)
+    assert [scope.name for scope in names] == ["outer"]
+    bare = attributes.without_names(jaxpr, len(names))
+    assert [str(attributes.name_stack(eqn)) for eqn in bare.eqns] == ["a", ""]
+    again = [str(attributes.name_stack(attributes.scoped(eqn, names))) for eqn in jaxpr.eqns]
+    assert again == ["outer/a/outer", "outer/outer"]
+
+    def under(x: jax.Array) -> jax.Array:
+        with jax.named_scope("here"), attributes.under(names):
+            return jnp.sin(x)
+
+    [eqn] = jax.make_jaxpr(under)(X).jaxpr.eqns
+    assert str(attributes.name_stack(eqn)) == "here/outer"
+
+
 @relied_on("ShapedArray.update, ShapeDtypeStruct.update", "update(dtype=)")
 def _() -> None:
     low = attributes.with_dtype(jax.typeof(jnp.asarray(1.0)), BFLOAT16)
@@ -189,12 +232,12 @@ def _() -> None:
     def written_here(x: jax.Array) -> jax.Array:
         return called(x)
 
-    eqn = equation("sin", written_here, X)
-    frames = list(attributes.frames(eqn))
+    where = attributes.traceback(equation("sin", written_here, X))
+    frames = list(attributes.frames(where))
     names = [code.co_name for code, _ in frames]
     frame = frames[names.index("written_here")]
     assert frame[0] is written_here.__code__
-    assert attributes.line_number(eqn, frame) == frame[0].co_firstlineno + 1
+    assert attributes.line_number(where, frame) == frame[0].co_firstlineno + 1
     assert names.index("called") < names.index("written_here")  # innermost first
 
 

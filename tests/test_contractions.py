@@ -16,7 +16,7 @@ from jax import lax
 
 import jaxmp
 from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.provenance import LITERALS, OTHER, WEIGHTS
+from jaxmp._autocast.roots import LITERALS, OTHER, WEIGHTS
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs.dots import contracted
 

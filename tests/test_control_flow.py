@@ -366,7 +366,7 @@ def both(h: jax.Array, k: jax.Array, w: jax.Array) -> Any:
             )[1].sum(0),
             "add", FULL, UNWANTED,
         ),
-        "a constant of the loop keeps its licence": (
+        "a constant of the loop keeps its provenance": (
             lambda x, w, ws, b: lax.scan(lambda c, r: (c, (x @ r + b) @ r), 0, ws)[1],
             "add", LOW, BIAS,
         ),

@@ -16,8 +16,8 @@ from jax import lax
 import jaxmp
 from jaxmp._autocast import demand
 from jaxmp._autocast.demand import ANGLE, CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, STEEP
-from jaxmp._autocast.provenance import OTHER, WEIGHTS, Provenance
 from jaxmp._autocast.regions import inside_autocast
+from jaxmp._autocast.roots import OTHER, WEIGHTS, Roots
 from jaxmp._autocast.rules import rules_for
 from jaxmp.policy import get_policy
 
@@ -45,7 +45,7 @@ def wanted(fn: Callable[..., Any], *args: Any, outs: int = FULL, policy: str = B
 def demands_of(jaxpr: Any, outs: list[int], policy: str) -> demand.Demand:
     """The demands on a program whose operands but the first are parameters."""
     made = [OTHER, *[WEIGHTS] * (len(jaxpr.invars) - 1)]
-    return demand.Demands(Provenance())(jaxpr, outs, rules_for(get_policy(policy)), made)
+    return demand.Demands(Roots())(jaxpr, outs, rules_for(get_policy(policy)), made)
 
 
 def told(bits: int) -> str:
@@ -344,7 +344,7 @@ def test_a_reference_to_float32_is_not_governed() -> None:
 
 
 def test_demands_are_remembered_by_jaxpr_results_and_rules() -> None:
-    demands, jaxpr = demand.Demands(Provenance()), jax.make_jaxpr(lambda x: x @ W)(X).jaxpr
+    demands, jaxpr = demand.Demands(Roots()), jax.make_jaxpr(lambda x: x @ W)(X).jaxpr
     rules = rules_for(get_policy(BF16))
     first = demands(jaxpr, [FULL], rules, [OTHER])
     assert demands(jaxpr, [FULL], rules, [OTHER]) is first

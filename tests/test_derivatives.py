@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.jet import jet
 
 import jaxmp
-from jaxmp._autocast.closures import AS_WRITTEN
+from jaxmp._autocast.why import Kind
 
 from support import autocast, contraction_dtypes, explain, float16_is_slow, slow_when
 
@@ -374,7 +374,7 @@ def test_a_program_that_runs_as_written_says_so() -> None:
     assert relative_error(got, jax.grad(fn)(w, x)) == 0
     findings = jaxmp.audit(jax.grad(cast), w, x).findings  # warned of once
     assert {f.kind for f in findings} == {"intended-float32"}
-    assert all(AS_WRITTEN in f.what for f in findings)
+    assert all(str(Kind.CLOSES_OVER.of()) in f.what for f in findings)
 
 
 def test_an_error_in_the_differentiated_program_is_not_hidden(

@@ -1,96 +1,128 @@
-"""docs/design.md says what is in the tree: what it quotes, and every file by its room."""
+"""docs/design.md says what is in the tree: what it quotes, each room, and how to add to it."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 
-import pytest
+import jax.numpy as jnp
+import numpy as np
 
+from jaxmp._jaxprs.higher_order import HIGHER_ORDER
+from jaxmp.devices import chips
+
+from doc_blocks import Block, blocks, run
 from support import ROOT
 
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "jaxmp"
-_BLOCK = re.compile(r"```(?:python|toml)\n(.*?)\n```", re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
-# Some in the open, which users see, and what is no code of the core.
-OUTSIDE = {"__init__.py", "__main__.py"}
+BLOCKS = [block for block in blocks(DESIGN) if block.language != "text"]
 
 
-def quotations() -> list[tuple[str, str]]:
-    """Each quoted block, and the file that is named last before it."""
-    found = []
-    for block in _BLOCK.finditer(DESIGN):
-        files = [s for s in _SPAN.findall(DESIGN[: block.start()]) if re.search(r"/.*\.\w+$", s)]
-        found.append((files[-1], block[1]))
-    return found
+def file_of(block: Block) -> str | None:
+    """The file that a block is quoted from; None for a program."""
+    found = re.fullmatch(r'title="(.+)"', block.title)
+    return found and found[1]
 
 
-def rooms() -> list[str]:
-    """The files and folders in the first column of the table, as paths inside the package."""
-    cells = [line.split("|")[1] for line in DESIGN.splitlines() if line.startswith("| `_")]
-    found = []
-    for cell in cells:
-        folder = ""
-        for name in _SPAN.findall(cell):  # a file without a folder is in that of the one before
-            folder = name.rpartition("/")[0] if "/" in name else folder
-            found.append(name if "/" in name or not folder else f"{folder}/{name}")
-    return found
+def rows() -> list[str]:
+    """The first cells of the tables."""
+    return [line.split("|")[1] for line in DESIGN.splitlines() if line.startswith("| `")]
 
 
-def test_it_quotes_an_example_of_each_thing_to_add() -> None:
-    assert [file for file, _ in quotations()] == [
-        "_jaxprs/primitive_table.py",
-        "_jaxprs/higher_order.py",
-        "_chips/chips.toml",
-        "_autocast/passes.py",
+def names(suffix: str) -> list[str]:
+    """What the first cells name: files of `_autocast/`, or folders of the package."""
+    found = [name for row in rows() for name in _SPAN.findall(row)]
+    return [name for name in found if name.endswith(suffix)]
+
+
+def test_it_has_an_example_of_each_thing_to_add() -> None:
+    sections = re.findall(r"^## To add (.+)$", DESIGN, re.MULTILINE)
+    assert len(sections) == len(BLOCKS) == 5
+    assert [file_of(block) for block in BLOCKS] == [
+        "jaxmp/_jaxprs/primitive_table.py",
+        "jaxmp/_jaxprs/higher_order.py",
+        None,
+        "jaxmp/_chips/chips.toml",
+        None,
     ]
 
 
-@pytest.mark.parametrize(("file", "text"), quotations(), ids=[file for file, _ in quotations()])
-def test_what_it_quotes_is_in_the_file(file: str, text: str) -> None:
-    source = (PACKAGE / file).read_text(encoding="utf-8")
-    assert f"\n{text}\n" in source, f"docs/design.md quotes {file} as it was"
+def test_what_it_quotes_is_in_the_file() -> None:
+    for block in BLOCKS:
+        if file := file_of(block):
+            source = (ROOT / file).read_text(encoding="utf-8")
+            assert f"\n{block.text}" in source, f"docs/design.md quotes {file} as it was"
 
 
 def test_the_entry_that_it_quotes_is_in_the_file() -> None:
     [entry] = [span for span in _SPAN.findall(DESIGN) if span.startswith('"')]
     source = (PACKAGE / "_jaxprs" / "higher_order.py").read_text(encoding="utf-8")
     assert f"    {entry},\n" in source
+    assert entry.split('"')[1] in HIGHER_ORDER
 
 
 def test_the_chip_that_it_quotes_is_one() -> None:
-    [text] = [text for file, text in quotations() if file.endswith(".toml")]
+    [text] = [block.text for block in BLOCKS if block.language == "toml"]
     [(name, chip)] = tomllib.loads(text).items()
-    assert chip["tflops"]
+    assert chips()[name].items() >= chip.items()
     assert DESIGN.count(name) == 2  # and as a target
 
 
-def test_every_room_is_there() -> None:
-    missing = [room for room in rooms() if not (PACKAGE / room).exists()]
+def test_its_pass_and_its_recipe_run() -> None:
+    scope = {"__name__": "page"}
+    for block in BLOCKS:
+        if file_of(block) is None:
+            run(block.text, scope)
+    tanh = [s for s in scope["plan"].steps if s.eqn.primitive.name == "tanh"]
+    assert [type(step.op) for step in tanh] == [scope["RationalTanh"]]
+    x, out = np.asarray(scope["x"], np.float64), np.asarray(scope["out"], np.float64)
+    # The formula, and not tanh: they are up to 0.024 apart. Three roundings to 16 bits.
+    rounding = 3 * float(jnp.finfo(jnp.bfloat16).eps)
+    np.testing.assert_allclose(out, x * (27 + x**2) / (27 + 9 * x**2), rtol=rounding)
+    assert np.abs(out - np.tanh(x)).max() > 0.02
+    assert [p.dtype for p in scope["products"].products] == ["float8_e4m3fn", "bfloat16"]
+
+
+def test_every_folder_of_the_package_has_a_room() -> None:
+    folders = {path.parent.name + "/" for path in PACKAGE.glob("*/__init__.py")}
+    assert sorted(names("/")) == sorted(folders)
+
+
+def test_every_file_that_it_names_is_there() -> None:
+    files = names(".py")
+    assert len(files) > 15
+    assert len(files) == len(set(files))
+    missing = [name for name in files if not (PACKAGE / "_autocast" / name).exists()]
     assert not missing
-    assert len(rooms()) == len(set(rooms()))
-
-
-def test_every_file_of_the_core_has_a_room() -> None:
-    folders = {room.split("/")[0] for room in rooms() if "/" in room}
-    assert {"_jaxprs", "_autocast", "_modules", "_training", "_audit", "_preflight"} <= folders
-    files = {
-        str(path.relative_to(PACKAGE))
-        for folder in folders
-        for path in (PACKAGE / folder).rglob("*.py")
-        if path.name not in OUTSIDE
-    }
-    whole = tuple(room for room in rooms() if room.endswith("/"))
-    assert {file for file in files if not file.startswith(whole)} == {
-        room for room in rooms() if room.endswith(".py") and "/" in room
-    }
+    elsewhere = [s for s in _SPAN.findall(DESIGN) if re.fullmatch(r"_\w+/[\w/]+\.\w+", s)]
+    assert all((PACKAGE / name).exists() for name in elsewhere)
 
 
 def test_every_test_that_it_names_is_there() -> None:
     named = [span for span in _SPAN.findall(DESIGN) if span.startswith("tests/")]
     assert named
     assert all((ROOT / name).exists() for name in named)
+
+
+def test_every_class_of_its_picture_is_there() -> None:
+    [picture, *_] = [block.text for block in blocks(DESIGN) if block.language == "text"]
+    source = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    drawn = set(re.findall(r"\b([A-Z]\w+)", picture)) - {"Decisions"}
+    assert {
+        "Traced",
+        "Facts",
+        "Decision",
+        "Plan",
+        "Step",
+        "OperandCast",
+        "Op",
+        "Why",
+        "Kind",
+    } <= drawn
+    missing = [name for name in drawn if not re.search(rf"^class {name}\b", source, re.MULTILINE)]
+    assert not missing
 
 
 def test_it_fits_on_a_page() -> None:

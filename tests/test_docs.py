@@ -39,6 +39,7 @@ QUICK = {
     "coming_from/jmp.md",
     "coming_from/qwix.md",
     "coming_from/torch.md",
+    "concepts/autocast_in_300_lines.md",
     "concepts/cotangents.md",
     "concepts/float32.md",
     "concepts/plan.md",

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp._audit.target import parse_target
 from jaxmp._autocast import kernels
-from jaxmp._autocast.kernels import Call, Kernel
+from jaxmp._autocast.kernels import Kernel, KernelCall
 from jaxmp._autocast.why import Residual
 from jaxmp._preflight.aot_worker import topology_devices
 from jaxmp._preflight.hlo import read_hlo
@@ -497,12 +497,12 @@ def test_pallas_takes_what_it_takes() -> None:
 def test_a_kernel_that_failed_once_is_asked_again() -> None:
     raised: list[Exception] = [RuntimeError("the driver is busy"), ValueError("rank promotion")]
 
-    def run(call: Call, *arrays: Any) -> Any:
+    def run(call: KernelCall, *arrays: Any) -> Any:
         if raised:
             raise raised.pop()
         return kernels.plain(call, *arrays)
 
-    kernel, call = Kernel("busy", "cuda", run), Call(1.0, True, False, False)
+    kernel, call = Kernel("busy", "cuda", run), KernelCall(1.0, True, False, False)
     said = [kernels.refusal(kernel, call, SHAPES, varying=False) for _ in range(3)]
     assert said == [
         *(f"busy refuses it: {why}" for why in ("rank promotion", "the driver is busy")),
@@ -518,7 +518,7 @@ def test_a_kernel_that_failed_once_is_asked_again() -> None:
 
 @pytest.mark.slow
 def test_pallas_computes_it() -> None:
-    call = Call(0.2, True, False, False)
+    call = KernelCall(0.2, True, False, False)
     arrays = [
         gaussian(i, 1, 256, heads, 32).astype(jnp.bfloat16) for i, heads in enumerate((4, 2, 2))
     ]
@@ -647,7 +647,9 @@ def test_what_shardings_in_types_say_is_kept() -> None:
 CUDNN_BACKWARD = {"__cudnn$fmhaSoftmaxBackward": 1}
 SHAPES = (((1, 128, 1, 64), jnp.dtype("bfloat16")),) * 3
 needs_cudnn = pytest.mark.skipif(  # JAX asks for it when it traces the call, GPU or not
-    bool(kernels.refusal(kernels.CUDNN, Call(1.0, True, False, False), SHAPES, varying=False)),
+    bool(
+        kernels.refusal(kernels.CUDNN, KernelCall(1.0, True, False, False), SHAPES, varying=False)
+    ),
     reason="needs cuDNN",
 )
 
@@ -718,8 +720,8 @@ def test_examples_are_split_over_devices_without_a_word_between_them(target, cal
 def test_policies_say_so() -> None:
     policy = jaxmp.Policy("float32", "bfloat16", "float32", attention="fused")
     assert jaxmp.get_policy(str(policy)) == policy
-    assert str(policy) == "p=full,c=bf16,o=full,attention=fused"
-    assert repr(policy) == "Policy('float32', 'bfloat16', 'float32', attention='fused')"
+    assert str(policy) == "mixed_bfloat16,attention=fused"
+    assert repr(policy) == "get_policy('mixed_bfloat16,attention=fused')"
     assert jaxmp.get_policy(f"{BF16},attention=Fused@gpu-h100").attention == "fused@gpu-h100"
     assert jaxmp.get_policy(BF16).attention is None
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._preflight.hlo import Multiplied, Place, read_hlo
+from jaxmp._preflight.hlo import HloPlace, Multiplied, read_hlo
 from jaxmp._preflight.report import MOST, lines_of_8_bits, share_of_8_bits
 
 
@@ -160,10 +160,10 @@ def test_products_in_8_bits_are_told_one_by_one():
         "float8_e4m3fn*float8_e5m2",
         ("float8_e4m3fn[64,32]", "float8_e5m2[32,16]"),
         "bfloat16[64,16]",
-        Place("Model/Block_3/up", "train.py:42", backward=True),
+        HloPlace("Model/Block_3/up", "train.py:42", backward=True),
     )
     assert (block.op, block.dtype) == ("__cudnn$blockScaledDot", "float8_e4m3fn")
-    assert block.place == Place("Model/Block_4/up", "", backward=False)
+    assert block.place == HloPlace("Model/Block_4/up", "", backward=False)
     assert mixed.dtype == "bfloat16*float8_e4m3fn"
     assert not unknown.dtype
     assert program.products_in_8_bits == (backward, block)

@@ -88,7 +88,7 @@ def test_what_rounding_cost() -> None:
 
 
 @pytest.mark.parametrize("form", numerics.formats, ids=lambda form: form.name)
-def test_what_a_format_would_make_of_them(form: numerics.Format) -> None:
+def test_what_a_format_would_make_of_them(form: numerics.ScaledFormat) -> None:
     """Against rounding: normal numbers over four octaves, so that scales matter."""
     scale = 2.0 ** jax.random.randint(KEYS[3], (16, 1), -2, 3)
     x = np.float64(jax.random.normal(KEYS[2], (16, 128)) * scale)
@@ -100,17 +100,17 @@ def test_what_a_format_would_make_of_them(form: numerics.Format) -> None:
     assert got.beyond == 0
 
 
-def rounded(x: Any, form: numerics.Format) -> Any:
+def rounded(x: Any, form: numerics.ScaledFormat) -> Any:
     """An array in a format, by NumPy alone."""
     width = {"": 0, "tensor": 0, "row": 128}.get(form.scaled)
     if width is None:
         width = int(form.scaled.rpartition(" ")[2])
     groups = x.reshape(-1, width) if width else x.reshape(1, -1)
-    unit = np.abs(groups).max(1, keepdims=True) / form.largest if form.scaled else 1.0
+    unit = np.abs(groups).max(1, keepdims=True) / form.format.largest if form.scaled else 1.0
     y = groups / unit
     exponent = np.floor(np.log2(np.maximum(np.abs(y), 1e-300)))
-    spacing = np.maximum(form.step, 2.0 ** (exponent - form.bits))
-    spacing = np.full_like(y, form.step) if form.integer else spacing
+    spacing = np.maximum(form.format.step, 2.0 ** (exponent - form.format.fraction_bits))
+    spacing = np.full_like(y, form.format.step) if form.format.integer else spacing
     return (np.round(y / spacing) * spacing * unit).reshape(x.shape)
 
 

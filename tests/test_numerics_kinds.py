@@ -21,7 +21,7 @@ from jaxmp import numerics
 from jaxmp._numerics.capture import prepare
 from jaxmp._numerics.origins import Walk
 from jaxmp._numerics.statistics import Statistics, look
-from jaxmp._numerics.survey import Loop, Program, Site
+from jaxmp._numerics.survey import Loop, Site, SurveyedProgram
 
 KEYS = jax.random.split(jax.random.key(0), 2)
 X = jax.random.normal(KEYS[0], (4, 8))
@@ -181,7 +181,7 @@ def test_nested_loops_run_iteration_by_iteration() -> None:
     measured["inside"] = nan_in((0, 1), (0, 8), (1, 0), shape=(2, 9))
     measured["after"] = nan_in((0,), shape=(2,))
     measured["last"] = nan_in((), shape=())
-    walk = Walk(Program({one.name: one for one in several}, ()), measured)
+    walk = Walk(SurveyedProgram({one.name: one for one in several}, ()), measured)
     assert [(origin.site.name, origin.at) for origin in walk.everywhere()] == [
         ("before 2", (0,)),
         ("inside", (0, 1)),
@@ -219,7 +219,7 @@ def test_which_argument_is_a_weight(argnums: Any) -> None:
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        ("mixed_bfloat16", "p=full,c=bf16,o=full"),
+        ("mixed_bfloat16", "mixed_bfloat16"),
         (None, "as written, in bfloat16, float32"),
     ],
 )

@@ -23,6 +23,7 @@ SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 LAYERS = [
     "_chips",
     "devices",
+    "formats",
     "dtypes",
     "_chip_words",
     "_flax",
@@ -31,8 +32,8 @@ LAYERS = [
     "tree",
     "recipes",
     "_speed",
+    "policy_fields",
     "policy_string",
-    "policy_checks",
     "policy",
     "policies",
     "checkpoint_policies",

@@ -12,10 +12,10 @@ from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.demand import FULL
 from jaxmp._autocast.execute import execute
-from jaxmp._autocast.licences import PARAMETER
 from jaxmp._autocast.passes import PASSES
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Pass, Planner
+from jaxmp._autocast.provenance import PARAMETER
 from jaxmp._autocast.rules import rules_for
 from jaxmp._autocast.why import Kind
 from jaxmp.policy import get_policy
@@ -25,7 +25,7 @@ X, W = jnp.ones((2, 8)), jnp.ones((8, 8))
 
 
 def planned(jaxpr: Any, *passes: Pass) -> Plan:
-    ins = [Value(argument=True, licence=PARAMETER) for _ in jaxpr.jaxpr.invars]
+    ins = [Value(argument=True, provenance=PARAMETER) for _ in jaxpr.jaxpr.invars]
     return Planner(passes).plan(jaxpr, ins, [FULL] * len(jaxpr.jaxpr.outvars), RULES)
 
 

@@ -86,8 +86,8 @@ def test_computed_values_are_not_clipped_unless_asked_for():
 
 def test_saturate_reads_back():
     policy = Policy("f32", "f16", "f32", saturate=True)
-    assert str(policy) == "p=full,c=f16,o=full,saturate=true"
-    assert repr(policy) == "Policy('float32', 'float16', 'float32', saturate=True)"
+    assert str(policy) == "mixed_float16,saturate=true"
+    assert repr(policy) == "get_policy('mixed_float16,saturate=true')"
     assert policy == get_policy("mixed_float16,saturate=true") == get_policy(str(policy))
     assert policy == get_policy("mixed_float16, saturate = True")
     assert policy != get_policy("mixed_float16,saturate=false") == get_policy("mixed_float16")

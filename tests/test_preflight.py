@@ -26,7 +26,7 @@ import jaxmp
 from jaxmp import cli
 from jaxmp._audit.target import chip_names, parse_target
 from jaxmp._preflight import batch_search, compile_ahead
-from jaxmp._preflight.batch_search import Probe, batch_of, search_batch, with_batch
+from jaxmp._preflight.batch_search import Attempt, batch_of, search_batch, with_batch
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Collective
 from jaxmp._preflight.preflight import CompilerMissingError
@@ -209,7 +209,7 @@ def test_the_search_finds_the_largest_batch_that_fits(slope, fixed, bend, first,
         assert 0 < batch not in tried
         tried.append(batch)
         assert batch % unit == 0
-        return Probe(excess(batch))
+        return Attempt(excess(batch))
 
     found = search_batch(probe, start=first * unit, unit=unit)
     assert len(tried) <= 40
@@ -223,7 +223,7 @@ def test_the_search_finds_the_largest_batch_that_fits(slope, fixed, bend, first,
 
 def test_a_compiler_that_fails_ends_the_search_with_what_is_known():
     def probe(batch):
-        return Probe(-1, "crashed" if batch > 100 else "")
+        return Attempt(-1, "crashed" if batch > 100 else "")
 
     found = search_batch(probe, start=8)
     assert 8 <= found.largest <= 100

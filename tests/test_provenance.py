@@ -1,110 +1,409 @@
-"""What arrays are made of: the program's literals, its parameters, or anything else."""
+"""The law of narrowing, by its parts: provenance, carries, float32 products, what is clipped."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import lax
 
-from jaxmp._autocast.provenance import LITERALS, OTHER, WEIGHTS, Provenance, kinds_of
-from jaxmp._jaxprs import compat
+import jaxmp
+from jaxmp._autocast import provenance
+from jaxmp._autocast.provenance import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED
+from jaxmp.policy import get_policy
 
-from constructs import gaussian
+from support import contraction_dtypes, iter_eqns, jaxpr_of, primitives
 
-W, X = gaussian(0, 8, 8), gaussian(1, 4, 8)
-STENCIL = np.array([1.0, -2.0, 1.0], np.float32)
-HANN = np.hanning(64).astype(np.float32)
-TRAINED = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
-
-
-def made(fn: Callable[..., Any], *kinds: str, args: Any = (W, X)) -> list[str]:
-    """What the results of a function are made of, given what its arguments are."""
-    jaxpr = jax.make_jaxpr(fn)(*args)
-    of = Provenance()(jaxpr, kinds)
-    return kinds_of(compat.closed(jaxpr).jaxpr.outvars, of)
+BF16, F16 = "mixed_bfloat16", "mixed_float16"
+LOW = np.dtype(jnp.bfloat16)
 
 
-def alone(fn: Callable[[Any, Any], Any], expected: str) -> None:
-    assert made(fn, WEIGHTS, OTHER) == [expected]
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda w, x: w.T,
-        lambda w, x: jnp.tanh(w) * 2 + 1,
-        lambda w, x: w / jnp.linalg.norm(w),
-        lambda w, x: jax.jit(jnp.exp)(w),
-        lambda w, x: lax.cond(True, jnp.sin, jnp.cos, w),
-        lambda w, x: lax.fori_loop(0, 3, lambda i, h: h * w, w),
-        lambda w, x: lax.scan(lambda c, row: (c, row + c), w[0], w)[1],
-        lambda w, x: jax.checkpoint(jnp.tanh)(w),
-        lambda w, x: w + TRAINED[:8, :8],  # closed over: frozen weights
-    ],
-)
-def test_what_is_computed_from_weights_alone_is_one(fn: Callable[..., Any]) -> None:
-    alone(fn, WEIGHTS)
+X, W, B = normal(0, 6, 8), normal(1, 8, 8), normal(2, 8)
+
+
+def dtype_of(op: str, fn: Callable[..., Any], *args: Any, policy: Any = BF16) -> str:
+    """The dtype in which the last `op` runs."""
+    return [row for row in jaxmp.explain(fn, policy)(*args).rows if row.op == op][-1].dtype
+
+
+# --- what may be narrowed -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "fn",
+    ("operands", "result"),
     [
-        lambda w, x: x,
-        lambda w, x: w[:4] + x,
-        lambda w, x: w @ w,  # a product of weights is computed
-        lambda w, x: jnp.take(w, jnp.array([0, 1]), axis=0),  # rows of a table
-        lambda w, x: lax.cond(x[0, 0] > 0, lambda: w[:4], lambda: x),
-        lambda w, x: lax.cond(x[0, 0] > 0, lambda: x, lambda: w[:4]),
-        lambda w, x: lax.fori_loop(0, 3, lambda i, h: h + x, w[:4]),
+        ([COMPUTED, PARAMETER, CONSTANT], COMPUTED),
+        ([PARAMETER, CONSTANT], PARAMETER),
+        ([CONSTANT, CONSTANT], CONSTANT),
+        ([LARGE, COMPUTED, PARAMETER], LARGE),
+        ([SHARED, SHARED, PARAMETER], SHARED),
+        ([SHARED, COMPUTED], COMPUTED),
+        ([DATA, LARGE], DATA),
+        ([], DATA),  # made of nothing: random bits, a callback
     ],
 )
-def test_what_is_not_is_something_else(fn: Callable[..., Any]) -> None:
-    alone(fn, OTHER)
+def test_what_is_computed_in_float32_has_the_weakest_licence(
+    operands: list[str], result: str
+) -> None:
+    assert provenance.joined(operands) == result
 
 
 @pytest.mark.parametrize(
-    "fn",
+    ("array", "expected"),
     [
-        lambda w, x: jnp.arange(8.0),
-        lambda w, x: jnp.cos(jnp.arange(8.0)[:, None] * jnp.arange(8.0) * 0.7),
-        lambda w, x: jnp.asarray(STENCIL) * 2,
-        lambda w, x: jnp.asarray(HANN),
-        lambda w, x: jnp.eye(4),
-        lambda w, x: jnp.where(jnp.arange(8) < 3, 1.0, 0.5),
+        (np.linspace(-8, 8, 9), CONSTANT),
+        (np.sin(np.arange(999.0)), CONSTANT),  # a table
+        (np.arange(10.0), LARGE),
+        (280 + np.arange(8) / 7, LARGE),  # a mean
+        (np.array([0.0, -1e9, 0.0]), CONSTANT),  # a mask
+        (np.array([0.0, -np.inf]), CONSTANT),
+        (np.array([-1e5, -2e5]), CONSTANT),  # nothing but masked
+        (np.array([15.0, -1e9]), LARGE),
+        (np.full((3000, 3000), 1 / 3), DATA),  # larger than what is looked at
     ],
+    ids=str,
 )
-def test_grids_windows_and_bases_are_literals(fn: Callable[..., Any]) -> None:
-    alone(fn, LITERALS)
+def test_a_constant_is_what_its_values_say(array: np.ndarray, expected: str) -> None:
+    assert provenance.of_constant(array.astype(np.float32)) == expected
 
 
 @pytest.mark.parametrize(
-    ("fn", "expected"),
+    ("dtype", "expected"),
     [
-        (lambda w, x: jnp.zeros((4, 8)), OTHER),  # the start of a state, or no tangent
-        (lambda w, x: jax.random.normal(jax.random.key(0), (8,)), OTHER),  # drawn
-        (lambda w, x: jnp.asarray(TRAINED), WEIGHTS),  # an array like no basis
+        ("bool", COMPUTED),
+        ("bfloat16", COMPUTED),
+        ("float16", COMPUTED),
+        ("float8_e4m3fn", COMPUTED),
+        ("int32", LARGE),
+        ("uint8", LARGE),
+        ("complex64", DATA),
     ],
 )
-def test_literals_that_are_none(fn: Callable[..., Any], expected: str) -> None:
-    alone(fn, expected)
+def test_what_a_conversion_to_float32_is(dtype: str, expected: str) -> None:
+    [var] = jax.make_jaxpr(lambda x: x)(jnp.zeros(3, dtype)).jaxpr.invars
+    assert provenance.of_converted(var, np.dtype("bfloat16")) == expected
 
 
-def test_a_loop_may_change_what_a_carry_is() -> None:
-    def fn(w: jax.Array, x: jax.Array) -> Any:
-        return lax.scan(lambda c, _: ((c[1], c[1]), None), (w[:4], x), None, 3)[0]
+@pytest.mark.parametrize("grid", ["arange", "linspace", "mgrid"])
+def test_a_grid_that_the_program_makes_is_a_position(grid: str) -> None:
+    """Rounding may keep the grid; it does not keep the grid and a product's result, added."""
 
-    assert made(fn, WEIGHTS, OTHER) == [OTHER, OTHER]
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        rows = {
+            "arange": lambda: jnp.arange(8.0),
+            "linspace": lambda: jnp.linspace(-1.0, 1.0, 8),
+            "mgrid": lambda: jnp.mgrid[0:8, 0:2][0][:, 0].astype(jnp.float32),
+        }[grid]()
+        return (x @ w + rows) @ w
+
+    assert dtype_of("add", fn, X, W) == "float32"
 
 
-def test_nothing_is_remembered_of_other_operands() -> None:
-    jaxpr = jax.make_jaxpr(lambda w, x: w[:4] + x)(W, X)
-    provenance = Provenance()
-    [out] = jaxpr.jaxpr.outvars
-    assert provenance(jaxpr, [WEIGHTS, OTHER])[out] == OTHER
-    assert provenance(jaxpr, [WEIGHTS, WEIGHTS])[out] == WEIGHTS
-    assert provenance(jaxpr, [WEIGHTS, OTHER]) is provenance(jaxpr, [WEIGHTS, OTHER])
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (np.array([[0, 1, 0], [1, -4, 1], [0, 1, 0]]), True),
+        (np.hanning(400), True),
+        (np.cos(np.outer(np.arange(64), np.arange(33)) * np.pi / 32), True),
+        (np.cos(np.outer(np.arange(256), np.arange(129)) * np.pi / 128), True),
+        (np.random.default_rng(0).normal(size=(8, 8)), False),
+        (np.random.default_rng(0).normal(size=(90, 90)).astype(jnp.bfloat16), False),
+        (np.ones((200, 200)), False),
+        (np.eye(5), True),
+    ],
+    ids=["stencil", "window", "Fourier", "large Fourier", "weights", "stored low", "ones", "signs"],
+)
+def test_a_constant_is_a_stencil_a_window_or_a_basis(array: np.ndarray, expected: bool) -> None:
+    assert provenance.is_basis(array.astype(np.float32)) is expected
+
+
+@pytest.mark.parametrize(
+    ("fn", "b", "dtype"),
+    [
+        (lambda w, x, b: (x @ w + w[0]) @ w, B, "bfloat16"),
+        (lambda w, x, b: (x @ w + jnp.exp(w[0])) @ w, B, "bfloat16"),
+        (lambda w, x, b: (x @ w + w[b]) @ w, jnp.arange(6), "bfloat16"),
+        (lambda w, x, b: (x @ w + b) @ w, B, "float32"),
+        (lambda w, x, b: (x @ w + b) @ w, X, "float32"),
+        (lambda w, x, b: (x @ w + b) @ w, jnp.float32(3), "float32"),
+        (lambda w, x, b: (x @ w + 0.5) @ w, B, "bfloat16"),
+        (lambda w, x, b: (x @ w + 280.0) @ w, B, "float32"),
+        (lambda w, x, b: (x @ w + jnp.exp(x @ w)) @ w, B, "bfloat16"),
+        (lambda w, x, b: (x @ w + jnp.exp(x @ w)[:, :1]) @ w, B, "float32"),
+        (lambda w, x, b: (x @ w + jnp.sum((x @ w) ** 2, -1, keepdims=True)) @ w, B, "float32"),
+        (lambda w, x, b: (x @ w + b.astype(jnp.float32)) @ w, X > 0, "bfloat16"),
+        (lambda w, x, b: (x @ w + b.astype(jnp.float32)) @ w, jnp.arange(8), "float32"),
+        (
+            lambda w, x, b: (x @ w + jax.random.normal(b, (6, 8))) @ w,
+            jax.random.key(0),
+            "float32",
+        ),
+        (lambda w, x, b: (x @ w + jnp.linalg.inv(b)[:6]) @ w, W, "float32"),
+    ],
+    ids=[
+        "bias", "weight arithmetic", "looked up", "data by feature", "data",
+        "one number", "a small constant", "a large constant", "computed", "shared", "a total",
+        "bool", "integers", "random", "solved",
+    ],
+)  # fmt: skip
+def test_what_is_added_to_a_product(fn: Callable[..., Any], b: Any, dtype: str) -> None:
+    assert dtype_of("add", fn, W, X, b) == dtype
+
+
+@pytest.mark.parametrize(
+    ("fn", "b", "dtype"),
+    [
+        (lambda w, x, b: (x @ w * 280.0) @ w, B, "bfloat16"),
+        (lambda w, x, b: (x @ w * b.astype(jnp.float32)) @ w, jnp.arange(8), "bfloat16"),
+        (lambda w, x, b: (x @ w * jnp.exp(x @ w)[:, :1]) @ w, B, "bfloat16"),
+        (lambda w, x, b: (x @ w * b) @ w, B, "float32"),
+    ],
+    ids=["a large constant", "integers", "shared", "data"],
+)
+def test_what_a_product_is_multiplied_by(fn: Callable[..., Any], b: Any, dtype: str) -> None:
+    assert dtype_of("mul", fn, W, X, b) == dtype
+
+
+SENDERS, RECEIVERS = jnp.array([0, 0, 1, 5]), jnp.array([1, 2, 2, 3])
+
+
+def received(messages: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(messages, RECEIVERS, 6)
+
+
+@pytest.mark.parametrize(
+    ("fn", "dtype"),
+    [
+        (lambda w, x, b: received((x @ w)[SENDERS] * w[0]) @ w, "bfloat16"),
+        (lambda w, x, b: received((x @ w)[SENDERS] * jnp.exp(x @ w)[RECEIVERS]) @ w, "bfloat16"),
+        (lambda w, x, b: received((x @ w)[SENDERS] * b) @ w, "float32"),
+        (lambda w, x, b: received((x @ w)[SENDERS] * w[0]), "float32"),
+    ],
+    ids=["graph convolution", "graph attention", "data", "no product"],
+)
+def test_what_is_summed_by_index_for_a_product(fn: Callable[..., Any], dtype: str) -> None:
+    assert dtype_of("mul", fn, W, X, B) == dtype
+    assert dtype_of("scatter-add", fn, W, X, B) == "float32"
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [(BF16, "bfloat16"), (F16, "float32")])
+def test_what_divides_by_a_low_value(policy: str, dtype: str) -> None:
+    assert dtype_of("div", lambda w, x: (x @ w / (x @ w)) @ w, W, X, policy=policy) == dtype
+
+
+def test_a_gathered_table_starts_a_low_stream_and_data_does_not() -> None:
+    def stream(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (x + jnp.tanh(x @ w)) @ w
+
+    def embedded(t: jax.Array, i: jax.Array) -> jax.Array:
+        return stream(t[i], t)
+
+    assert dtype_of("add", embedded, W, jnp.arange(6)) == "bfloat16"
+    assert dtype_of("add", lambda w, x: stream(x, w), W, X) == "float32"
+    assert dtype_of("add", lambda w, x, i: stream(x[i], w), W, W, jnp.arange(6)) == "float32"
+
+
+FREQUENCIES = (1.0 / 100.0 ** (np.arange(4) / 4)).astype(np.float32)
+ANGLES = {
+    "counted": lambda at: jnp.arange(6.0)[:, None] * FREQUENCIES,
+    "by an outer product": lambda at: jnp.outer(jnp.arange(6), FREQUENCIES),
+    "given": lambda at: at[:, None] * FREQUENCIES,
+    "looked up": lambda at: jnp.outer(jnp.arange(6.0), FREQUENCIES)[at],
+    "frequencies made in the program": lambda at: at[:, None] / 100.0 ** (jnp.arange(4.0) / 4),
+}
+
+
+def rotated(x: jax.Array, angles: jax.Array) -> jax.Array:
+    a, b = jnp.split(x, 2, -1)
+    c, s = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * c - b * s, b * c + a * s], -1)
+
+
+@pytest.mark.parametrize("name", ANGLES)
+def test_the_waves_of_positions_are_a_table(name: str) -> None:
+    def fn(w: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+        return rotated(x @ w, ANGLES[name](at)) @ w
+
+    rows = jaxmp.explain(fn, BF16)(W, X, jnp.arange(6)).rows
+    beside = [r.dtype for r in rows if r.op in ("mul", "sub", "add") and "beside" in r.reason]
+    assert beside == ["bfloat16"] * 4
+    assert "float32 data wins over 16 bits" not in {r.reason for r in rows}
+
+
+def test_the_waves_of_data_are_data() -> None:
+    def fn(w: jax.Array, x: jax.Array, t: jax.Array) -> jax.Array:
+        return rotated(x @ w, t * FREQUENCIES) @ w
+
+    rows = jaxmp.explain(fn, BF16)(W, X, X[:, :1]).rows
+    assert "float32 data wins over 16 bits" in {r.reason for r in rows}
+
+
+def test_a_position_is_float32_back_to_its_product() -> None:
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        at = (x @ w)[:, 0] * 3.0 + 1.0
+        return at[:, None] @ w[:1] + jnp.floor(at)[:, None] * w[at.astype(int)]
+
+    rows = jaxmp.explain(fn, BF16)(W, X).rows
+    assert {r.dtype for r in rows if r.op in ("mul", "floor")} == {"float32"}
+    assert rows[0].dtype == "bfloat16"
+
+
+def test_what_wrap_knows_to_be_a_parameter_is_one_in_any_shape() -> None:
+    class Table(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = nn.Dense(8, use_bias=False)(x)
+            table = self.param("table", nn.initializers.normal(), y.shape)
+            scale = self.param("scale", nn.initializers.ones, ())
+            mean = self.variable("stats", "mean", lambda: jnp.ones(8))
+            return nn.Dense(8, use_bias=False)(y * scale + table + mean.value)
+
+    model = Table()
+    variables = model.init(jax.random.key(0), X)
+    for apply in (jaxmp.wrap(model, BF16).apply, jaxmp.autocast(model.apply, BF16)):
+        assert primitives(apply, variables, X)["mul", "bfloat16"] == 1
+        assert primitives(apply, variables, X)["add", "bfloat16"] == 1
+        assert primitives(apply, variables, X)["add", "float32"] == 1  # the mean is data
+
+    class Residual(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+            self.table, self.mean = nnx.Param(X), nnx.Variable(B)
+
+        def __call__(self, x: jax.Array, shift: jax.Array) -> jax.Array:
+            x = self.linear(self.linear(x) + self.table)
+            return self.linear(self.linear(x + shift) + self.mean)
+
+    added = [
+        e.outvars[0].aval.dtype
+        for e in iter_eqns(jaxpr_of(jaxmp.wrap(Residual(nnx.Rngs(0)), BF16), X, B))
+        if e.primitive.name == "add"
+    ]
+    assert added == [jnp.bfloat16, jnp.float32, jnp.float32]
+
+
+# --- products in float32 --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "dtype"),
+    [
+        (lambda a, b: jnp.einsum("i,j->ij", a, b), (B, B), "float32"),
+        (lambda a, b: jnp.einsum("bi,bj->bij", a, b), (X, X), "float32"),
+        (lambda a, b: a[:, :4] @ b[:4, :4], (X, W), "float32"),
+        (lambda a, b: a[:, :4] @ b[:4], (X, W), "bfloat16"),
+        (lambda a, b: a[:, :5] @ b[:5], (X, W), "bfloat16"),
+        (jnp.vdot, (B, B), "float32"),
+        (jax.vmap(jnp.vdot), (X, X), "float32"),
+        (lambda a, b: jnp.sin(2.0 * (a @ b) + 1.0), (X, W), "float32"),
+        (lambda a, b: jnp.linalg.cholesky(a.T @ a + b), (X, W), "float32"),
+        (lambda a, b: jnp.linalg.cholesky(jnp.exp(-(a.T @ a)) + b), (X, W), "float32"),
+        (lambda a, b: a @ jnp.linalg.inv(b), (X, W), "float32"),
+        (lambda a, _: a @ jnp.ones((8, 8)), (X, W), "float32"),
+        (lambda a, _: a @ jnp.cos(jnp.outer(jnp.arange(8.0), jnp.arange(8.0))), (X, W), "float32"),
+        (lambda a, _: a @ jax.random.normal(jax.random.key(0), (8, 8)), (X, W), "bfloat16"),
+        (lambda a, _: a @ jax.random.normal(jax.random.PRNGKey(0), (8, 8)), (X, W), "bfloat16"),
+        (lambda a, _: a @ W, (X, W), "bfloat16"),  # frozen weights
+        (lambda a, _: jnp.convolve(a[0], np.array([1.0, -2.0, 1.0])), (X, W), "float32"),
+    ],
+    ids=[
+        "outer", "batched outer", "four", "four features", "five", "dot", "batched dot", "angle",
+        "system", "system of exponentials", "solution", "ones", "Fourier", "random key", "raw key",
+        "frozen", "stencil",
+    ],
+)  # fmt: skip
+def test_the_dtype_of_a_product(fn: Callable[..., Any], args: Any, dtype: str) -> None:
+    found = contraction_dtypes(jaxmp.autocast(fn, BF16), *args)
+    assert set(found) == {dtype}, found
+
+
+# --- what is clipped ------------------------------------------------------------------------------
+
+
+def test_a_computed_value_beyond_float16_is_infinite_and_a_mask_is_not() -> None:
+    def computed(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (jnp.exp(x @ w) + x @ w) @ w
+
+    def masked(x: jax.Array, w: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.maximum(x @ w + mask, -1.0) @ w
+
+    x, w = jnp.full((6, 8), 1.5), jnp.eye(8) + 0.01 * W
+    w, big = 0.5 * w, jnp.full((6, 8), 24.0)
+    assert not np.isfinite(jaxmp.autocast(computed, F16)(big, w)).any()
+    mask = jnp.full((8,), -1e9)
+    assert np.isfinite(jaxmp.autocast(masked, F16)(x, w, mask)).all()
+    assert np.isfinite(jaxmp.autocast(masked, F16)(x, w, (1 - jnp.zeros(8)) * -1e9)).all()
+    clipped = dataclasses.replace(get_policy(F16), saturate=True)
+    assert np.isfinite(jaxmp.autocast(computed, clipped)(big, w)).all()
+
+
+def test_a_step_that_overflows_is_left_out_or_clipped_as_the_policy_says() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.exp(x @ w) + x @ w) @ w) * 1e-6
+
+    tx = jaxmp.dynamic_loss_scale(optax.sgd(1e-3))
+    w, x = 0.5 * jnp.eye(8), jnp.full((6, 8), 24.0)
+    for policy, finite in ((F16, False), (f"{F16},saturate=true", True)):
+        state = tx.init(w)
+        value, grads = jaxmp.value_and_grad(jaxmp.autocast(loss, policy), state)(w, x)
+        assert bool(np.isfinite(value)) is finite
+        _, state = tx.update(grads, state, w)
+        assert bool(jaxmp.step_was_finite(state)) is finite
+
+
+# --- cotangents that nearly cancel ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "differences",
+    [
+        lambda v: v[1:] - v[:-1],
+        lambda v: jnp.diff(v),
+        lambda v: v - jnp.concatenate([v[1:], v[:1]]),
+        lambda v: lax.dynamic_slice(v, (1,), (5,)) - lax.dynamic_slice(v, (0,), (5,)),
+        lambda v: v[jnp.arange(1, 6)] - v[jnp.arange(5)],
+        lambda v: v.reshape(2, 3)[:, 1:] - v.reshape(2, 3)[:, :-1],
+    ],
+    ids=["slices", "diff", "rolled", "dynamic", "gather", "reshaped"],
+)
+def test_what_float32_reads_in_parts_is_widened_once(differences: Callable[..., Any]) -> None:
+    """Each part widened by itself would round its cotangent before the two are added."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.exp(differences((x @ w)[:, 0])))
+
+    gradient = jax.grad(jaxmp.autocast(loss, BF16))
+    low = [
+        e
+        for e in iter_eqns(jaxpr_of(gradient, W, X))
+        if e.primitive.name == "add_any" and e.outvars[0].aval.dtype == jnp.bfloat16
+    ]
+    assert not low
+    # Two cotangents of opposite sign: their sum, rounded once.
+    assert float(jnp.abs(gradient(W, X)).max()) > 0
+
+
+def test_a_low_softmax_does_not_hide_the_statistics_of_what_it_exponentiates() -> None:
+    def fn(x, w):
+        h = x @ w
+        e = jnp.exp(h)
+        attention = e / jnp.sum(e, axis=-1, keepdims=True)
+        return (attention + h / jnp.std(h, axis=-1, keepdims=True)) @ w
+
+    args = jnp.ones((4, 8)), jnp.ones((8, 8))
+    rows = jaxmp.explain(fn, "mixed_bfloat16,softmax=bf16")(*args).rows
+    softmax, *_, norm = (row for row in rows if row.op == "div")
+    assert (softmax.dtype, norm.dtype) == ("bfloat16", "float32")
+    assert norm.reason == "normalizes: meets a statistic of its own operand"

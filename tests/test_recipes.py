@@ -71,7 +71,7 @@ def test_strings_read_back_and_policies_keep_recipes() -> None:
         assert parse_recipe(str(recipe)) == recipe
         policy = Policy("f32", compute_dtype(recipe), "f32", matmul=recipe)
         assert get_policy(str(policy)) == policy
-        assert eval(repr(policy), {"Policy": Policy}) == policy
+        assert eval(repr(policy), {"get_policy": get_policy}) == policy
         assert pickle.loads(pickle.dumps(policy)) == policy
         assert len({policy, get_policy(str(policy))}) == 1
 

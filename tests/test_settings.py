@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from jaxmp._jaxprs.compat import cached_trace, trace
 from jaxmp._jaxprs.float32_dot import dot_in_float32
 
 from support import contractions, slow_when
@@ -155,3 +156,65 @@ def test_what_is_traced_once_is_traced_again_under_another_precision() -> None:
     with jax.default_matmul_precision("highest"):
         assert highest() == [True]
     assert highest() == [False]
+
+
+def _of_settings(x: jax.Array) -> jax.Array:
+    """A function whose program each of these settings changes, or refuses.
+
+    Not `jax_default_prng_impl`, which `jax.jit` itself does not know its traces by.
+    """
+    x = x @ x + jax.random.uniform(jax.random.key(0), (2,))  # promotes ranks
+    return x * jnp.arange(2)  # promotes dtypes
+
+
+TRACED = {
+    "precision": lambda: jax.default_matmul_precision("highest"),
+    "64 bits": lambda: jax.enable_x64(True),
+    "bits": lambda: setting("jax_threefry_partitionable", False),
+    "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "mesh": lambda: jax.set_mesh(jax.make_mesh((2,), ("d",))),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_no_trace_is_kept_from_one_setting_to_another(name: str) -> None:
+    traced = cached_trace(lambda: _of_settings)
+    avals = [jax.typeof(jnp.ones((2, 2)))]
+
+    def program() -> Any:
+        try:
+            return traced(avals)
+        except (TypeError, ValueError) as error:
+            return type(error)
+
+    before = program()
+    assert program() is before, "JAX knows it again"
+    with TRACED[name]():
+        under = program()
+        assert under is not before
+        if not isinstance(under, type):
+            assert str(under) == str(trace(lambda x: _of_settings(x), avals))
+    assert program() is before
+
+
+@jax.custom_vjp
+def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+layer.defvjp(lambda x, w: (layer(x, w), (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+
+@pytest.mark.filterwarnings("ignore:autocast. 100% of what contractions multiply stays float32")
+@pytest.mark.parametrize("fn", [layer, jax.jit(layer), jax.checkpoint(layer)])
+def test_derivative_rules_are_planned_anew_under_another_precision(fn: Any) -> None:
+    grad = jax.grad(jaxmp.autocast(lambda w, x: jnp.sum(fn(x, w) @ w), "mixed_bfloat16"))
+    args = jnp.ones((16, 16)), X[0]
+    default = contractions(grad, *args)
+    with jax.default_matmul_precision("highest"):
+        highest = contractions(grad, *args)
+    assert not any(product[-1] for product in default)
+    assert len(highest) >= 5
+    assert all(product[-1] for product in highest)
+    assert contractions(grad, *args) == default

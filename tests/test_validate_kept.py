@@ -76,6 +76,7 @@ def test_a_new_policy_or_seed_is_added_to_what_is_kept(tmp_path):
         {"depends_on": ["rate 2"]},
         {"policies": {"it": 0.002}},
         {"flags": "--xla_something=1"},
+        {"random bits": "rbg"},
         {"file": "changed"},
     ],
     ids=str,
@@ -97,7 +98,8 @@ def test_a_change_makes_runs_anew(change, tmp_path, monkeypatch):
         data.write_text(text)
     changed = Counting()
     named = [data, *change.pop("depends_on", ["rate 1"])]
-    validate(changed, depends_on=named, **options, **change)
+    with jax.default_prng_impl(change.pop("random bits", "threefry2x32")):
+        validate(changed, depends_on=named, **options, **change)
     assert len(changed.made) == (1 if "policies" in change else 3)
 
 

@@ -464,7 +464,7 @@ def test_state_changes_inside_an_autocast() -> None:
 
 def test_wrapping_a_wrapped_module_changes_nothing_inside() -> None:
     """The inner policy wins, here over an outer one with the same extent."""
-    with pytest.warns(UserWarning, match="wrapped already, under 'p=full,c=f16,o=full'"):
+    with pytest.warns(UserWarning, match="wrapped already, under 'mixed_float16'"):
         twice = jaxmp.wrap(jaxmp.wrap(MLP(), F16), BF16)
     variables = variables_of(twice, X)
     assert counts(twice, variables, X) == {"float16": 2}

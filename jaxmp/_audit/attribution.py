@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from jaxmp._audit.follow import ARRAY, FLOAT32, LOW, Promoted, Seen
+from jaxmp._audit.follow import ARRAY, FLOAT32, LOW, Observed, Promoted
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import classify
-from jaxmp._autocast.provenance import LITERALS, OTHER
+from jaxmp._autocast.roots import LITERALS, OTHER
 from jaxmp._autocast.rules import author_keeps
 from jaxmp._autocast.why import Kind, is_unknown
 from jaxmp._jaxprs.compat import dtype_of
@@ -60,7 +60,7 @@ class Judge:
         self.constant = NARROW.format(low)
         self._forward: dict[tuple[str, str], set[Blame | None]] = defaultdict(set)
 
-    def contraction(self, seen: Seen) -> Blame | None:
+    def contraction(self, seen: Observed) -> Blame | None:
         """The blame for a float32 contraction; None if there is nothing to say of it."""
         at = seen.place.source, seen.place.path
         if seen.place.backward:
@@ -76,7 +76,7 @@ class Judge:
             return self.parameter
         return self.constant if met.startswith(ARRAY) else DEMOTE
 
-    def _judge(self, seen: Seen) -> Blame | None:
+    def _judge(self, seen: Observed) -> Blame | None:
         place, eqn = seen.place, seen.eqn
         here = place.source, place.path
         region = place.region if place.region is not None and place.region.low is None else None
@@ -110,7 +110,7 @@ class Judge:
             return None  # no speed is in it, and autocast would not narrow it either
         return self._operands(seen)
 
-    def _upcast(self, seen: Seen) -> Blame:
+    def _upcast(self, seen: Observed) -> Blame:
         """The author's upcast of an operand, where autocast honoured it."""
         found = [c for k in seen.known if (c := k.cause) is not None and not c.by_policy]
         if not found:
@@ -119,7 +119,7 @@ class Judge:
             )
         return Blame(FAULT, found[0].source, found[0].path, found[0].what, UPCAST)
 
-    def _operands(self, seen: Seen) -> Blame:
+    def _operands(self, seen: Observed) -> Blame:
         """Why the operands are float32, where nothing says that they should be."""
         here = seen.place.source, seen.place.path
         operands = list(zip(seen.eqn.invars[:2], seen.known, seen.names, strict=False))

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxmp._audit.attribution import Judge
 from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
-from jaxmp._audit.follow import FLOAT32, LOW, Known, Seen, follow
+from jaxmp._audit.follow import FLOAT32, LOW, Known, Observed, follow
 from jaxmp._audit.place import AuditPlace, is_ours, places_inside
 from jaxmp._audit.report import OF_BYTES, OVERRULED, Finding, Operation, PrecisionReport
 from jaxmp._audit.rounding import FIXES as ROUNDING_FIXES
@@ -177,7 +177,7 @@ class _Auditor:
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
         self._sites: dict[Any, Counter[str]] = defaultdict(Counter)
 
-    def visit(self, seen: Seen) -> None:
+    def visit(self, seen: Observed) -> None:
         """Records an equation."""
         eqn, place = seen.eqn, seen.place
         contracts = eqn.primitive.name in CONTRACTIONS
@@ -277,7 +277,7 @@ class _Auditor:
             return 1
         return (self.chip.matrix_unit or 128) if self.chip.platform == "tpu" else 16 // bytes_each
 
-    def _sensitive(self, seen: Seen, operation: Operation) -> None:
+    def _sensitive(self, seen: Observed, operation: Operation) -> None:
         """Notes a sensitive operation on 16-bit values, unless autocast made them so."""
         eqn = seen.eqn
         low = {dtype_of(v) for v in (*eqn.invars, *eqn.outvars)} & LOW

@@ -21,8 +21,8 @@ import numpy as np
 from jaxmp._audit.loss_scale_power import Degree, alike, degree_of, degree_of_literal
 from jaxmp._audit.place import AuditPlace, is_ours
 from jaxmp._autocast.annotations import contracts
-from jaxmp._autocast.licences import is_basis
 from jaxmp._autocast.primitives import CROSSING, IN_PARTS, RANDOM, classify
+from jaxmp._autocast.provenance import is_basis
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import has_effects, short_type
 from jaxmp._jaxprs.compat import closed, dtype_of
@@ -108,7 +108,7 @@ class Known(NamedTuple):
         return self.why if isinstance(self.why, Cause) else None
 
 
-class Seen(NamedTuple):
+class Observed(NamedTuple):
     """An equation that is visited.
 
     Attributes:
@@ -131,7 +131,7 @@ _SAME = {"convert_element_type", "name", "stop_gradient", *CROSSING, *IN_PARTS}
 _SAME -= {"concatenate", "gather", "split"}
 ARRAY = "the constant array "
 NOTHING = Known()
-Visit = Callable[[Seen], None]
+Visit = Callable[[Observed], None]
 
 
 def follow(jaxpr: Any, labels: Sequence[str], scales: Sequence[bool], visit: Visit) -> None:
@@ -203,7 +203,7 @@ class _Follower:
                 )
                 outs = [out] * len(eqn.outvars)
                 if not silent:
-                    self.visit(Seen(eqn, place, operands, names, out))
+                    self.visit(Observed(eqn, place, operands, names, out))
             for var, out in zip(eqn.outvars, outs, strict=True):
                 why = out.why if dtype_of(var) == FLOAT32 else None
                 env[var] = out._replace(why=why, origin=out.origin or var)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._audit.follow import FLOATS, LOW, Seen
+from jaxmp._audit.follow import FLOATS, LOW, Observed
 from jaxmp._audit.report import Operation
 from jaxmp._autocast.primitives import classify
 from jaxmp._jaxprs.compat import closed, dtype_of
@@ -45,7 +45,7 @@ class Rounding:
         self._readers = _readers(program)
         self._forward: dict[Any, dict[str, str]] = defaultdict(dict)  # dtype → line
 
-    def visit(self, seen: Seen, operation: Operation) -> tuple[str, str, str] | None:
+    def visit(self, seen: Observed, operation: Operation) -> tuple[str, str, str] | None:
         """Says of a product that its result is rounded, or is not that of the forward pass.
 
         Two products are one if they have the same operands, but for moves and casts.

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._audit.follow import Seen
+from jaxmp._audit.follow import Observed
 from jaxmp._audit.report import Operation
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
 from jaxmp._jaxprs.compat import dtype_of
@@ -49,7 +49,7 @@ class Scaling:
         self._unscales = False
         self._in_float16: list[Operation] = []
 
-    def visit(self, seen: Seen, operation: Operation) -> tuple[str, str] | None:
+    def visit(self, seen: Observed, operation: Operation) -> tuple[str, str] | None:
         """Says of an equation that it divides what does not have the scale as its one factor.
 
         Returns:

@@ -10,7 +10,7 @@ from jaxmp._speed import Chip, chip_named, chip_of, fastest_recipe, pays
 from jaxmp.recipes import Recipe
 
 
-class Choice(NamedTuple):
+class RecipeChoice(NamedTuple):
     """What a policy's `matmul` stands for.
 
     Attributes:
@@ -24,17 +24,17 @@ class Choice(NamedTuple):
     why: str = ""
 
 
-def chosen(matmul: Recipe | str) -> Choice:
+def chosen(matmul: Recipe | str) -> RecipeChoice:
     """The recipe that a policy's `matmul` stands for, on the chip it names or the one at hand."""
     if isinstance(matmul, Recipe):
-        return Choice(matmul)
+        return RecipeChoice(matmul)
     name = chip_in(matmul)
     chip = chip_named(name) if name else chip_of(traced_for())
     recipe, why = fastest_recipe(chip)
-    return Choice(recipe, chip, why)
+    return RecipeChoice(recipe, chip, why)
 
 
-def verdict(choice: Choice, tokens: int, n_in: int, n_out: int) -> tuple[bool, str]:
+def verdict(choice: RecipeChoice, tokens: int, n_in: int, n_out: int) -> tuple[bool, str]:
     """Whether `auto` takes its recipe for a layer of these sizes, and why, in words."""
     if choice.chip is None or choice.recipe is None:
         raise ValueError(f"auto has chosen no recipe: {choice.why}")

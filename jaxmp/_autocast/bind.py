@@ -18,9 +18,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
-from jaxmp._autocast.plan import DType, Op, Read, Step
+from jaxmp._autocast.environment import Environment, cast
+from jaxmp._autocast.plan import DType, Op, OperandCast, Step
 from jaxmp._autocast.primitives import CROSSING, TRACED_ONCE
-from jaxmp._autocast.reading import Environment, cast
 from jaxmp._jaxprs.attributes import on_mesh_of, returns_several
 from jaxmp._jaxprs.compat import INLINE, bind, dtype_of, shape_of
 
@@ -44,7 +44,8 @@ class Move(Op):
         env.moved.update(dict.fromkeys(eqn.outvars, eqn))
         low = step.outs[0] not in (None, dtype_of(eqn.outvars[0]))
         if low and eqn.primitive.name == "convert_element_type":
-            return [env.read(eqn.invars[0], Read(step.outs[0]))]  # a mask, as products read it
+            # A mask, as products read it.
+            return [env.read(eqn.invars[0], OperandCast(step.outs[0]))]
         if eqn.primitive.name not in CROSSING:
             return apply(eqn, env.operands(step))
         with on_mesh_of(env.array(eqn.invars[0])):

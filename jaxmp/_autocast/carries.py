@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import HANDING_ON, LOW, MOVING
-from jaxmp._autocast.provenance import OTHER, WEIGHTS
+from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import forward, through
@@ -106,8 +106,8 @@ def _flow(jaxpr: Any, ins: Sequence[Flow]) -> list[Flow]:
 
 def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
     name = compat.kind(eqn)
-    kinds = [WEIGHTS if flow.own or flow.stack else OTHER for flow in ins]
-    if name in LOW and geometry(eqn, kinds) is None:  # else it is arithmetic of float32
+    roots = [WEIGHTS if flow.own or flow.stack else OTHER for flow in ins]
+    if name in LOW and geometry(eqn, roots) is None:  # else it is arithmetic of float32
         return [_product(ins)]
     outs = through(eqn, ins, _flow, _either)
     if outs is not None:

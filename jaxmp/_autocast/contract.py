@@ -12,9 +12,9 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxmp._autocast.bind import apply
+from jaxmp._autocast.environment import Environment
 from jaxmp._autocast.plan import DType, Op, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP
-from jaxmp._autocast.reading import Environment
 from jaxmp._autocast.recipes import derivative
 from jaxmp._autocast.recipes.multiply import Sides, sums_in
 from jaxmp._autocast.rules import FLOAT32
@@ -121,7 +121,7 @@ class StoredDot(Op):
     def run(self, step: Step, env: Environment) -> list[Any]:
         """See `Op.run`."""
         weight, eqn, other = self.weight, step.eqn, 1 - self.weight.side
-        x = env.read(eqn.invars[other], step.reads[other])
+        x = env.read(eqn.invars[other], step.casts[other])
         ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))
         sides = Sides.of(product_axes(eqn), ranks)
         product = _stored_product(sides, weight.side, weight.order, x.dtype)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.provenance import LITERALS, WEIGHTS
+from jaxmp._autocast.roots import LITERALS, WEIGHTS
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs.compat import is_at_most
 from jaxmp._jaxprs.dots import contracted, free_sizes
@@ -26,25 +26,25 @@ COORDINATES, OF_LAYERS = 8, 4
 SMALL = 4
 
 
-def geometry(eqn: JaxprEqn, kinds: Sequence[str], *, of_layers: bool = True) -> Why | None:
+def geometry(eqn: JaxprEqn, roots: Sequence[str], *, of_layers: bool = True) -> Why | None:
     """Why a contraction is geometry, or signal processing, and no layer; or None.
 
     Args:
       eqn: the contraction.
-      kinds: what its operands are made of; see `provenance`.
+      roots: what its operands are made of; see `roots`.
       of_layers: whether both may be what layers returned.
     """
     backward = is_backward(eqn)
     # What a derivative starts from is made of literals too, but its products are a layer's.
-    if LITERALS in kinds[:2] and not backward:
+    if LITERALS in roots[:2] and not backward:
         return Kind.SIGNAL.of()
     if not any(free := free_sizes(eqn)):
         return Kind.SCALAR_PRODUCT.of()
     count = contracted(eqn)
-    if WEIGHTS not in kinds[:2]:
+    if WEIGHTS not in roots[:2]:
         if is_at_most(count, OF_LAYERS if of_layers or backward else COORDINATES):
             return Kind.COORDINATES.of(count)
-    elif is_at_most(count, SMALL) and any(map(functools.partial(_is_pose, count), kinds, free)):
+    elif is_at_most(count, SMALL) and any(map(functools.partial(_is_pose, count), roots, free)):
         return Kind.POSE.of(count)
     return None
 

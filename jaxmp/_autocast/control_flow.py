@@ -14,9 +14,9 @@ from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, PRODUCT
 from jaxmp._autocast.execute import CustomCall, Inside
 from jaxmp._autocast.frame import Decision, Facts
-from jaxmp._autocast.licences import CONSTANT, DATA
 from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Value
-from jaxmp._autocast.provenance import WEIGHTS
+from jaxmp._autocast.provenance import CONSTANT, DATA
+from jaxmp._autocast.roots import WEIGHTS
 from jaxmp._autocast.rules import with_whole_tables
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.higher_order import Inner, sums_as_given
@@ -39,8 +39,8 @@ def _call(facts: Facts, inner: Inner) -> Decision:
         entering, wanted = _at_the_door(facts, inner, entering, wanted)
     if sums_as_given(facts.eqn) and rules.low is not None and not rules.wide_gradients:
         entering = _weights_narrowed(facts, inner, entering, wanted)
-    made = facts.kinds_inside(inner)
-    plan = facts.planning.plan(inner.jaxpr, entering, wanted, rules, made=made)
+    roots = facts.roots_inside(inner)
+    plan = facts.planning.plan(inner.jaxpr, entering, wanted, rules, roots=roots)
     dtypes = [v.dtype if v else None for v in facts.values]
     for i, dtype in zip(inner.operands, plan.ins, strict=True):
         dtypes[i] = dtype
@@ -75,18 +75,22 @@ def _at_the_door(
     if not any(demand & (CONTRACTION | LATER) for demand in wanted):
         return list(values), wanted
     asked = [CONTRACTION | demand & PRODUCT for demand in wanted]
-    made = facts.kinds_inside(inner)
+    roots = facts.roots_inside(inner)
     narrowed = [
         facts.planning.kept(facts.rules.low, [v])
-        if v and not v.dtype and v.origins and not v.wins and d & ~PRODUCT == CONTRACTION
+        if v
+        and not v.dtype
+        and v.origins
+        and not v.blocks_narrowing
+        and d & ~PRODUCT == CONTRACTION
         else v
         for v, d in zip(
             values,
-            facts.planning.demands(inner.jaxpr, asked, facts.rules, made).ins,
+            facts.planning.demands(inner.jaxpr, asked, facts.rules, roots).ins,
             strict=True,
         )
     ]
-    if any(facts.planning.plan(inner.jaxpr, narrowed, asked, facts.rules, made=made).outs):
+    if any(facts.planning.plan(inner.jaxpr, narrowed, asked, facts.rules, roots=roots).outs):
         return narrowed, asked
     return list(values), wanted
 
@@ -99,8 +103,8 @@ def _weights_narrowed(
     For a `shard_map` that adds up gradients itself: in the dtype in which the parameters come in.
     """
     rules = with_whole_tables(facts.rules)
-    made = facts.kinds_inside(inner)
-    demands = facts.planning.demands(inner.jaxpr, wanted, rules, made).ins
+    roots = facts.roots_inside(inner)
+    demands = facts.planning.demands(inner.jaxpr, wanted, rules, roots).ins
     return [
         facts.planning.kept(facts.rules.low, [v])
         if v and v.is_weight and v.dtype is None and d & ~PRODUCT == CONTRACTION | OPERAND
@@ -124,7 +128,7 @@ def _branches(facts: Facts) -> Decision:
                 _wanted(facts, inner),
                 facts.rules,
                 outs=outs,
-                made=facts.kinds_inside(inner),
+                roots=facts.roots_inside(inner),
             )
             for inner in facts.inners
         )
@@ -145,30 +149,30 @@ def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
     low = next((v.dtype for v in results if v and v.dtype), None)
     if all(v and (v.dtype or v.constant) for v in results):
         return low
-    licensed = all(v and not v.wins for v in results)
-    return low if licensed and demand & CONTRACTION and not demand & INDEX else None
+    narrowable = all(v and not v.blocks_narrowing for v in results)
+    return low if narrowable and demand & CONTRACTION and not demand & INDEX else None
 
 
 def _while(facts: Facts, tests: Sequence[Inner], body: Inner) -> Decision:
     """The carry stays float32: a solver's tolerance may be finer than 16 bits can meet."""
     carry = {body.operands[i] for i in body.carries}
     entering = [
-        Value(argument=True, licence=DATA) if v and i in carry else v
+        Value(argument=True, provenance=DATA) if v and i in carry else v
         for i, v in enumerate(facts.values)
     ]
 
     def planned(inner: Inner, wanted: Sequence[int], outs: Sequence[None] | None) -> Plan:
-        ins, made = [entering[i] for i in inner.operands], facts.kinds_inside(inner)
-        return facts.planning.plan(inner.jaxpr, ins, wanted, facts.rules, outs=outs, made=made)
+        ins, roots = [entering[i] for i in inner.operands], facts.roots_inside(inner)
+        return facts.planning.plan(inner.jaxpr, ins, wanted, facts.rules, outs=outs, roots=roots)
 
-    kinds = facts.kinds
-    demand = facts.planning.demands.of_loop(body, facts.demanded, facts.rules, kinds)
+    roots = facts.roots
+    demand = facts.planning.demands.of_loop(body, facts.demanded, facts.rules, roots)
     carried = [FULL | demand[i] & PRODUCT for i in body.carries]
     plans = [planned(test, [NOTHING] * len(test.results), None) for test in tests]
     plans.append(planned(body, carried, [None] * len(body.results)))
     dtypes = [v.dtype if v else None for v in entering]
     outs = [
-        facts.planning.kept(None, [v])._replace(licence=DATA) if v else None
+        facts.planning.kept(None, [v])._replace(provenance=DATA) if v else None
         for v in (facts.values[body.operands[i]] for i in body.carries)
     ]
     return Decision(dtypes, outs, Kind.WHILE.of(), Inside(), plans=tuple(plans))
@@ -177,11 +181,11 @@ def _while(facts: Facts, tests: Sequence[Inner], body: Inner) -> Decision:
 def _scan(facts: Facts, body: Inner) -> Decision:
     """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
     wanted = facts.demanded
-    made = facts.kinds_inside(body)
-    demand = facts.planning.demands.of_loop(body, wanted, facts.rules, facts.kinds)
+    roots = facts.roots_inside(body)
+    demand = facts.planning.demands.of_loop(body, wanted, facts.rules, facts.roots)
     low: frozenset[int] = frozenset()
     if facts.rules.low is not None:
-        low = _low_carry(facts, body, demand, made)
+        low = _low_carry(facts, body, demand, roots)
     carry = body.carries
     while True:
         ins = [
@@ -199,7 +203,7 @@ def _scan(facts: Facts, body: Inner) -> Decision:
             [*carried, *wanted[body.carried :]],
             facts.rules,
             summed=[facts.values[i] is not None and i not in low for i in carry],
-            made=made,
+            roots=roots,
         )
         natural = planned()
         # What float32 arithmetic makes of a low carry stays float32.
@@ -212,7 +216,7 @@ def _scan(facts: Facts, body: Inner) -> Decision:
     kept = [
         v
         and facts.planning.kept(v.dtype, [v])._replace(
-            licence=v.licence if v.dtype or i >= body.carried else DATA
+            provenance=v.provenance if v.dtype or i >= body.carried else DATA
         )
         for i, v in enumerate(plan.values)
     ]
@@ -232,14 +236,14 @@ def _entering(
         )
     if low:
         return Value(facts.rules.low, frozenset({facts.planning.fresh()}), tangent=value.tangent)
-    return Value(argument=True, tangent=value.tangent, licence=DATA)
+    return Value(argument=True, tangent=value.tangent, provenance=DATA)
 
 
 def _low_carry(
     facts: Facts,
     body: Inner,
     wanted: Sequence[int],
-    made: Sequence[str],
+    roots: Sequence[str],
 ) -> frozenset[int]:
     """Which operands of a scan are carries that may be low: the body feeds them to a contraction.
 
@@ -248,15 +252,15 @@ def _low_carry(
     of theirs, and may start from anything.
     """
     nothing = [NOTHING] * len(body.results)
-    own = facts.planning.demands(body.jaxpr, nothing, facts.rules, made).ins
-    loop = recurrence(body, [kind == WEIGHTS for kind in made])
+    own = facts.planning.demands(body.jaxpr, nothing, facts.rules, roots).ins
+    loop = recurrence(body, [root == WEIGHTS for root in roots])
     low = set()
     for i, operand in enumerate(body.carries):
         value, demand = facts.values[operand], own[operand]
         if value is None or not demand & CONTRACTION or demand & INDEX:
             continue
         operand_alone = wanted[operand] & ~PRODUCT == CONTRACTION | OPERAND
-        starts_low = not value.wins and value.licence != CONSTANT
+        starts_low = not value.blocks_narrowing and value.provenance != CONSTANT
         if (loop.sent[i] and operand_alone) or (loop.layered[i] and starts_low):
             low.add(operand)
     return frozenset(low)

@@ -25,6 +25,7 @@ from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps, region_rules
+from jaxmp._autocast.tally import tally
 from jaxmp._autocast.why import Kind, skipped, unfused
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
@@ -48,11 +49,13 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
     """Warns of each primitive in a program that hides float32 contractions."""
     counts: Counter[str] = Counter()
     first: dict[str, JaxprEqn] = {}
-    steps = (visit.step for visit in plan.walk())
-    for eqn in (step.eqn for step in steps if step.why.kind == Kind.NOT_LOOKED_INSIDE):
+    for step, places, _ in tally(plan):
+        if step.why.kind != Kind.NOT_LOOKED_INSIDE:
+            continue
+        eqn = step.eqn
         contractions = sum(map(_would_narrow, equations([eqn])))
         if contractions:
-            counts[compat.called(eqn)] += contractions
+            counts[compat.called(eqn)] += contractions * places
             first.setdefault(compat.called(eqn), eqn)
     for name, count in counts.items():
         line = user_line(first[name])
@@ -112,13 +115,13 @@ def warn_missed(plan: Plan, known: set[str]) -> None:
     """Warns where the policy asks for something that less than half of the FLOPs does."""
     for asked in filter(None, (ask(plan) for ask in ASKED)):
         did, missed, reasons = 0, 0, Counter[str]()
-        for visit in plan.walk():
-            flops = contraction_flops(visit.step.eqn) * visit.count
-            if asked.done(visit.step):
+        for step, places, runs in tally(plan):
+            flops = contraction_flops(step.eqn) * runs
+            if asked.done(step):
                 did += flops
-            elif reason := asked.why_not(visit.step):
+            elif reason := asked.why_not(step):
                 missed += flops
-                reasons[reason] += 1
+                reasons[reason] += places
         if missed > did:
             why = "; ".join(f"{n} because {reason}" for reason, n in reasons.most_common())
             text = asked.text.format(share=f"{missed / (did + missed):.0%}", why=why)
@@ -227,7 +230,7 @@ def warn_overlooked(
 
 def warn_unknown(plan: Plan, known: set[str]) -> None:
     """Warns of names in a policy's `ops` that no primitive has, of the program or of JAX."""
-    steps = [visit.step for visit in plan.walk()]
+    steps = [each.step for each in tally(plan)]
     rules = {plan.rules, *(region_rules(step.eqn, plan.rules) or plan.rules for step in steps)}
     asked = {name for each in rules for name, _ in each.policy.ops}
     if not asked:

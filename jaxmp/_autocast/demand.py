@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, POOLING, ROUNDING
-from jaxmp._autocast.provenance import Provenance, kinds_of
+from jaxmp._autocast.roots import Roots, roots_of
 from jaxmp._autocast.rules import Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of
@@ -44,12 +44,12 @@ class Demand(NamedTuple):
 class Demands:
     """Computes demands, remembering them per inner jaxpr and wanted results."""
 
-    def __init__(self, provenance: Provenance) -> None:
-        self._provenance = provenance
+    def __init__(self, roots: Roots) -> None:
+        self._roots = roots
         self._memo: dict[Any, Demand] = {}
 
     def __call__(
-        self, jaxpr: Any, outs: Sequence[int], rules: Rules, kinds: Sequence[str]
+        self, jaxpr: Any, outs: Sequence[int], rules: Rules, roots: Sequence[str]
     ) -> Demand:
         """The demand on every variable of a jaxpr.
 
@@ -57,16 +57,16 @@ class Demands:
           jaxpr: the jaxpr, open or closed.
           outs: what its results are wanted for.
           rules: the policy in force.
-          kinds: what its operands are made of.
+          roots: what its operands are made of.
         """
-        key = (jaxpr, tuple(outs), rules, tuple(kinds))
+        key = (jaxpr, tuple(outs), rules, tuple(roots))
         if key not in self._memo:
-            made = self._provenance(jaxpr, kinds)
-            self._memo[key] = self._compute(compat.closed(jaxpr).jaxpr, outs, rules, made)
+            of = self._roots(jaxpr, roots)
+            self._memo[key] = self._compute(compat.closed(jaxpr).jaxpr, outs, rules, of)
         return self._memo[key]
 
     def _compute(
-        self, jaxpr: Any, outs: Sequence[int], rules: Rules, made: Mapping[Any, str]
+        self, jaxpr: Any, outs: Sequence[int], rules: Rules, roots: Mapping[Any, str]
     ) -> Demand:
         of: dict[Any, int] = {}
         whole = whole_numbers(jaxpr)
@@ -79,7 +79,7 @@ class Demands:
             want(atom, demand)
         for eqn in reversed(jaxpr.eqns):
             wanted = [of.get(v, NOTHING) for v in eqn.outvars]
-            operands = self._of_operands(eqn, wanted, rules, kinds_of(eqn.invars, made))
+            operands = self._of_operands(eqn, wanted, rules, roots_of(eqn.invars, roots))
             for atom, demand in zip(eqn.invars, operands, strict=True):
                 want(atom, demand)
             if is_position(eqn, whole):
@@ -88,12 +88,12 @@ class Demands:
         return Demand(tuple(of.get(v, NOTHING) for v in jaxpr.invars), of)
 
     def _of_operands(
-        self, eqn: JaxprEqn, wanted: list[int], rules: Rules, kinds: Sequence[str]
+        self, eqn: JaxprEqn, wanted: list[int], rules: Rules, roots: Sequence[str]
     ) -> Sequence[int]:
         name = compat.kind(eqn)
         rules = region_rules(eqn, rules) or rules
         if rules.looks_inside(eqn):
-            inner = demanded(eqn, wanted, self._inner(rules, kinds), operator.or_, NOTHING)
+            inner = demanded(eqn, wanted, self._inner(rules, roots), operator.or_, NOTHING)
             if inner and any(each.open_ended for each in inside(eqn)):
                 return [FULL | demand & PRODUCT for demand in inner]  # what it carries is float32
             if inner is not None:
@@ -101,7 +101,7 @@ class Demands:
         kind = rules.op_class(eqn)
         kept = name in LOW and author_keeps(eqn, rules)
         if kind == "low" and rules.low is not None and not kept:
-            exact = name in LOW and geometry(eqn, kinds) is not None
+            exact = name in LOW and geometry(eqn, roots) is not None
             product = NOTHING if rules.policy.matmul is None else PRODUCT
             return [OPERAND | product | (FULL if exact else CONTRACTION)] * len(eqn.invars)
         demand = _union(wanted)
@@ -118,19 +118,19 @@ class Demands:
         return [demand] * len(eqn.invars)
 
     def of_loop(
-        self, body: Inner, wanted: Sequence[int], rules: Rules, kinds: Sequence[str]
+        self, body: Inner, wanted: Sequence[int], rules: Rules, roots: Sequence[str]
     ) -> Sequence[int]:
         """The demand on the operands of a loop's body, given what the loop's are made of."""
-        return settled_demand(body, wanted, self._inner(rules, kinds), operator.or_)
+        return settled_demand(body, wanted, self._inner(rules, roots), operator.or_)
 
     def _inner(
-        self, rules: Rules, kinds: Sequence[str]
+        self, rules: Rules, roots: Sequence[str]
     ) -> Callable[[Inner, Sequence[int]], Sequence[int]]:
         """From demands on the results of an inner jaxpr to those on its operands."""
 
         def run(inner: Inner, wanted: Sequence[int]) -> Sequence[int]:
-            made = self._provenance.of_operands(inner, kinds)
-            return self(inner.jaxpr, wanted, rules, made).ins
+            entering = self._roots.of_operands(inner, roots)
+            return self(inner.jaxpr, wanted, rules, entering).ins
 
         return run
 

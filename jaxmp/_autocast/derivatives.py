@@ -28,11 +28,11 @@ from jaxmp._autocast.contract import QuantizedDot
 from jaxmp._autocast.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.hidden_tangents import hidden_tangents
-from jaxmp._autocast.licences import COMPUTED
 from jaxmp._autocast.plan import DType, Plan, Step, Value
 from jaxmp._autocast.planner import Pass, Planner
-from jaxmp._autocast.provenance import OTHER
+from jaxmp._autocast.provenance import COMPUTED
 from jaxmp._autocast.regions import inside_autocast
+from jaxmp._autocast.roots import OTHER
 from jaxmp._autocast.rule_calls import (
     Call,
     ClosedOverError,
@@ -41,6 +41,7 @@ from jaxmp._autocast.rule_calls import (
     trace_rule,
 )
 from jaxmp._autocast.rules import Rules
+from jaxmp._autocast.tally import tally
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import tangent_type
 
@@ -223,9 +224,9 @@ class _Pullback:
             # It does not take all cotangents at once. It gets those that are there, later.
             return [FULL] * len(self._saved)
         operands = compat.closed(jaxpr).jaxpr.invars
-        made = [OTHER] * len(operands)
+        roots = [OTHER] * len(operands)
         rules = self._plan.rules
-        demand = self._planner.demands(jaxpr, _wanted(self._grads), rules, made)
+        demand = self._planner.demands(jaxpr, _wanted(self._grads), rules, roots)
         return demand.ins[: len(self._saved)]
 
     def _backward_jaxpr(self, given: Pattern) -> Any:
@@ -307,11 +308,11 @@ def _kept(
     """How an operand of a rule is kept: as the call's operand or result is."""
     if not rules.governs(_Typed(aval)):
         return None
-    made = OTHER if value is None or tangent else value.made
+    root = OTHER if value is None or tangent else value.root
     if value is None or value.dtype is None:
-        return Value(tangent=tangent, licence=value.licence if value else COMPUTED, made=made)
+        return Value(tangent=tangent, provenance=value.provenance if value else COMPUTED, root=root)
     origins = frozenset({planner.fresh()})
-    return Value(value.dtype, origins, tangent=tangent, made=made)
+    return Value(value.dtype, origins, tangent=tangent, root=root)
 
 
 class _Typed:
@@ -326,8 +327,6 @@ def _wanted(outs: Sequence[DType | None], plan: Plan | None = None) -> list[int]
 
     And that keeps products in 8 bits, where the plan of the call has them so.
     """
-    products = plan is not None and any(
-        isinstance(visit.step.op, QuantizedDot) for visit in plan.walk()
-    )
+    products = plan is not None and any(isinstance(s.op, QuantizedDot) for s, *_ in tally(plan))
     later = PRODUCT if products else NOTHING
     return [later | (FULL if dtype is None else CONTRACTION) for dtype in outs]

@@ -14,7 +14,7 @@ from jaxmp._autocast.frame import Facts
 from jaxmp._autocast.plan import DType, Value
 from jaxmp._autocast.recipes.blockwise import BLOCKS, BlockProduct
 from jaxmp._autocast.recipes.derivative import Contraction
-from jaxmp._autocast.recipes.product import Product
+from jaxmp._autocast.recipes.product import ScaledProduct
 from jaxmp._autocast.recipes.ragged import ROWS, RaggedProduct
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind, Why
@@ -87,7 +87,7 @@ def by_recipe(facts: Facts, low: DType | None) -> Verdict:
     if _is_ragged(eqn):
         return Verdict(RaggedProduct(weight=1, **common), why=choice.why)
     ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))
-    kind = BlockProduct if recipe.granularity in BLOCKS else Product
+    kind = BlockProduct if recipe.granularity in BLOCKS else ScaledProduct
     product = kind(dims=product_axes(eqn), ranks=ranks, weight=int(not left), **common)
     return Verdict(product, why=why)
 

@@ -15,14 +15,15 @@ import jax
 
 from jaxmp._autocast.annotations import marked
 from jaxmp._autocast.bind import Drop
+from jaxmp._autocast.bodies import Bodies
+from jaxmp._autocast.environment import Environment, cast, clip
 from jaxmp._autocast.jit_groups import JitGroup, jit_groups
 from jaxmp._autocast.liveness import last_reads
 from jaxmp._autocast.plan import Op, Plan, Segment, Step
-from jaxmp._autocast.reading import Environment, cast, clip
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import in_context, is_abstract, with_dtype
-from jaxmp._jaxprs.compat import bind
+from jaxmp._jaxprs.attributes import in_context, is_abstract, under, with_dtype
+from jaxmp._jaxprs.compat import bind, rematerialize
 from jaxmp._jaxprs.higher_order import rebind
 from jaxmp.checkpoint_policies import long_contractions
 
@@ -90,9 +91,13 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
         moved.update(inner.moved)
         return [inner.arrays[var] for var in segment.results]
 
-    # In a loop the way back is a loop of its own, and there is nothing to find computed before.
-    again = jax.checkpoint(run, policy=long_contractions, prevent_cse=not segment.looped)
-    env.arrays.update(zip(segment.results, again(), strict=True))
+    whole, operands = compat.without_consts(jax.make_jaxpr(run)())
+    bodies = plan.built.setdefault("bodies", Bodies())
+    body, names = bodies.one(compat.closed(whole).jaxpr)
+    with under(names):
+        # In a loop the way back is a loop of its own, and there is nothing to find computed before.
+        again = rematerialize(body, operands, long_contractions, prevent_cse=not segment.looped)
+    env.arrays.update(zip(segment.results, again, strict=True))
     env.moved.update(moved)
 
 

@@ -14,16 +14,6 @@ from jaxmp._autocast.demand import is_angle
 from jaxmp._autocast.eligible import by_recipe
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Decision, Facts
-from jaxmp._autocast.licences import (
-    COMPUTED,
-    CONSTANT,
-    DATA,
-    LARGE,
-    SHARED,
-    joined,
-    of_converted,
-    of_wave,
-)
 from jaxmp._autocast.plan import DType, Value
 from jaxmp._autocast.primitives import (
     CROSSING,
@@ -37,7 +27,17 @@ from jaxmp._autocast.primitives import (
     WAVES,
     WRITING,
 )
-from jaxmp._autocast.provenance import LITERALS
+from jaxmp._autocast.provenance import (
+    COMPUTED,
+    CONSTANT,
+    DATA,
+    LARGE,
+    SHARED,
+    joined,
+    of_converted,
+    of_wave,
+)
+from jaxmp._autocast.roots import LITERALS
 from jaxmp._autocast.rules import FLOAT16, FLOAT32, author_keeps, is_mask
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
@@ -96,9 +96,9 @@ def _contraction(facts: Facts) -> Decision:
     kept = _exempt(facts)
     if kept is not None:
         # Of low values it is made of nothing else; of arguments, it is data.
-        derived = any(v.dtype or v.licence == COMPUTED for v in mine)
-        licence = COMPUTED if derived and all(v.licence != DATA for v in mine) else DATA
-        return facts.as_written(kept, licence)
+        derived = any(v.dtype or v.provenance == COMPUTED for v in mine)
+        provenance = COMPUTED if derived and all(v.provenance != DATA for v in mine) else DATA
+        return facts.as_written(kept, provenance)
     low = rules.low
     for atom in (*eqn.outvars, *eqn.invars[:2]):  # an author's 16-bit operand or result decides
         dtype = dtype_of(atom)
@@ -159,8 +159,8 @@ def _exempt(facts: Facts) -> Why | None:
         return None
     operands = values[:2]
     derived = not all(operands) or any(v and v.tangent for v in operands)
-    of_layers = derived or not any(v and v.wins for v in operands)
-    if (kept := geometry(eqn, facts.kinds, of_layers=of_layers)) is not None:
+    of_layers = derived or not any(v and v.blocks_narrowing for v in operands)
+    if (kept := geometry(eqn, facts.roots, of_layers=of_layers)) is not None:
         return kept
     return Kind.ANGLES.of() if is_angle(facts.demanded[0]) else None
 
@@ -172,16 +172,16 @@ def _transparent(facts: Facts) -> Decision:
     if len(eqn.outvars) == len(values) > 1:  # optimization_barrier: one to one
         return Decision([v.dtype if v else None for v in values], values, Kind.MOVES.of())
     if name in WRITING:
-        dtype = values[0].dtype if values[0] and not any(v.wins for v in mine) else None
+        dtype = values[0].dtype if values[0] and not any(v.blocks_narrowing for v in mine) else None
     else:
         dtype = mine[0].dtype if len({v.dtype for v in mine}) == 1 else None
     same = len({v.origins for v in mine}) == 1 and dtype == mine[0].dtype
     out = mine[0]._replace(argument=False) if same else facts.planning.kept(dtype, values)
-    licence = joined([v.licence for v in mine])
+    provenance = joined([v.provenance for v in mine])
     repeats = name in REPEATING and _repeats(eqn)
-    if licence == COMPUTED and dtype is None and repeats and name == "broadcast_in_dim":
-        licence = SHARED
-    out = out._replace(licence=licence)
+    if provenance == COMPUTED and dtype is None and repeats and name == "broadcast_in_dim":
+        provenance = SHARED
+    out = out._replace(provenance=provenance)
     op = Move() if name in REORDERING | CROSSING else Bind()
     if dtype is not None and repeats:
         return facts.alike(None, out, Kind.REPEATS, op)
@@ -195,13 +195,15 @@ def _convert(facts: Facts) -> Decision:
     if value is None:
         upcast = rules.governs(var) and dtype_of(atom) in rules.lower
         if upcast and not is_promotion(eqn, facts.frame.readers[var]):
-            out = Value(pinned=Kind.UPCAST_OPERAND.of(), licence=DATA)
+            out = Value(pinned=Kind.UPCAST_OPERAND.of(), provenance=DATA)
             return facts.alike(None, out, Kind.UPCAST)
-        made = facts.kinds == [LITERALS] and not shape_of(var)
-        licence = CONSTANT if made else of_converted(atom, rules.low)
+        from_literals = facts.roots == [LITERALS] and not shape_of(var)
+        provenance = CONSTANT if from_literals else of_converted(atom, rules.low)
         if dtype_of(atom) == np.bool_:
-            return facts.alike(None, Value(licence=licence, mask=True), Kind.NOT_FLOAT32, Move())
-        return facts.as_written(Kind.NOT_FLOAT32, licence)
+            return facts.alike(
+                None, Value(provenance=provenance, mask=True), Kind.NOT_FLOAT32, Move()
+            )
+        return facts.as_written(Kind.NOT_FLOAT32, provenance)
     if rules.governs(var):  # float32 to float32: a change of weak type
         return _transparent(facts)
     # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
@@ -214,16 +216,16 @@ def _own(facts: Facts) -> Decision:
     decision = facts.as_written(Kind.AS_WRITTEN, DATA)
     if facts.eqn.primitive.name not in SOLVING:
         return decision
-    solution = Value(pinned=Kind.SOLUTION.of(), licence=DATA)
+    solution = Value(pinned=Kind.SOLUTION.of(), provenance=DATA)
     return decision._replace(outs=[solution] * len(facts.eqn.outvars))
 
 
 def _of_full(name: str, values: Sequence[Value | None]) -> str | None:
-    """The licence of what a sensitive op returns, where it is not that of its operands."""
+    """The provenance of what a sensitive op returns, where it is not that of its operands."""
     if name in CUMULATIVE:
         return DATA
     if name in WAVES:
-        return of_wave(joined([v.licence for v in values if v is not None]))
+        return of_wave(joined([v.provenance for v in values if v is not None]))
     return None
 
 

@@ -1,7 +1,7 @@
 """What a `follow` op, elementwise arithmetic, does with low and float32 operands.
 
-Low beside a low operand if a contraction wants the result, unless float32 wins: see `licences`. Of
-float32 operands alone it is low only where it leaves a normalization on the way to a contraction.
+Low beside a low operand if a contraction wants the result, unless a float32 one blocks that: see
+`provenance`. Of float32 operands alone only where it leaves a normalization towards a contraction.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP
 from jaxmp._autocast.frame import Decision, Facts
-from jaxmp._autocast.licences import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED, joined
-from jaxmp._autocast.plan import NO_ORIGINS, Origin, Value
+from jaxmp._autocast.plan import NO_ORIGINS, OriginId, Value
 from jaxmp._autocast.primitives import AFFINE, CHOOSING, LOW, NORMALIZING, SCALING
+from jaxmp._autocast.provenance import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED, joined
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
@@ -57,7 +57,7 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
             refusal = Kind.DIVIDES, COMPUTED
         if refusal is not None:
             return facts.as_written(*refusal)
-        why = Kind.CHOOSES if chooses else _licensed(full)
+        why = Kind.CHOOSES if chooses else _narrowable(full)
     literal = _out_of_range(facts)
     if literal is not None:
         return facts.as_written(literal)
@@ -71,11 +71,11 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
 
 def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
     """A `follow` op of float32 operands alone; None where it leaves a normalization."""
-    derived = any(v.origins for v in full) and not any(v.wins for v in full)
+    derived = any(v.origins for v in full) and not any(v.blocks_narrowing for v in full)
     if derived and name != "exp" and not facts.is_wanted_by(STEEP):
         if name not in AFFINE or _is_end(full):
             return None
-        if name == "add" and any(v.licence == PARAMETER for v in full):
+        if name == "add" and any(v.provenance == PARAMETER for v in full):
             low = facts.planning.kept(facts.rules.low, facts.values)
             return facts.alike(None, low, Kind.ENDS_NORMALIZATION)
     decision = facts.as_written(Kind.NO_LOW_OPERAND)
@@ -90,33 +90,33 @@ def _is_end(full: Sequence[Value]) -> bool:
     """Whether an affine op of float32 operands ends a normalization: it joins two, or masks one."""
     if len(full) == 1:
         return True
-    derived = [v.origins for v in full if v.licence == COMPUTED and v.origins]
+    derived = [v.origins for v in full if v.provenance == COMPUTED and v.origins]
     return len(derived) > 1 and len(frozenset().union(*derived)) == sum(map(len, derived))
 
 
 def _refusal(
     facts: Facts, name: str, low: list[Value], full: list[Value]
 ) -> tuple[Kind, str] | None:
-    """Why float32 operands are not narrowed beside low ones, and the licence of the result."""
-    licences = {v.licence for v in full}
+    """Why float32 operands are not narrowed beside low ones, and the provenance of the result."""
+    provenances = {v.provenance for v in full}
     if name in NORMALIZING and _normalizes(name, low, full):
-        return Kind.NORMALIZES, joined([*licences, COMPUTED])
-    if DATA in licences:
+        return Kind.NORMALIZES, joined([*provenances, COMPUTED])
+    if DATA in provenances:
         return Kind.DATA, DATA
     if name not in SCALING and any(
-        v.licence == LARGE and not (v.constant and name in CHOOSING) for v in full
+        v.provenance == LARGE and not (v.constant and name in CHOOSING) for v in full
     ):
         return Kind.LARGE_SUMMAND, LARGE
-    if name not in SCALING and SHARED in licences:
+    if name not in SCALING and SHARED in provenances:
         return Kind.SHARED_SUMMAND, COMPUTED
-    if licences & {PARAMETER, LARGE} and facts.is_wanted_by(ANGLE | STEEP):
+    if provenances & {PARAMETER, LARGE} and facts.is_wanted_by(ANGLE | STEEP):
         return Kind.STEEP, COMPUTED
     return None
 
 
 def _normalizes(name: str, low: list[Value], full: list[Value]) -> bool:
     """Whether a low value meets a float32 value derived from that same low value."""
-    statistics: frozenset[Origin] = NO_ORIGINS.union(*(v.origins for v in full))
+    statistics: frozenset[OriginId] = NO_ORIGINS.union(*(v.origins for v in full))
     if name == "div":
         statistics = frozenset(origin for origin in statistics if not origin.exponential)
     return any(v.origins & statistics for v in low)
@@ -139,16 +139,16 @@ def _out_of_range(facts: Facts) -> Why | None:
     return None
 
 
-def _licensed(full: Sequence[Value]) -> Kind:
+def _narrowable(full: Sequence[Value]) -> Kind:
     """Why float32 operands beside low ones are narrowed."""
-    licences = {v.licence for v in full}
-    for licence in (PARAMETER, COMPUTED, SHARED, CONSTANT, LARGE):
-        if licence in licences:
-            return _LICENSED[licence]
+    provenances = {v.provenance for v in full}
+    for provenance in (PARAMETER, COMPUTED, SHARED, CONSTANT, LARGE):
+        if provenance in provenances:
+            return _NARROWABLE[provenance]
     return Kind.LOW
 
 
-_LICENSED = {
+_NARROWABLE = {
     PARAMETER: Kind.PARAMETER,
     COMPUTED: Kind.COMPUTED,
     SHARED: Kind.SHARED_FACTOR,

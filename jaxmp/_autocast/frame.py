@@ -13,17 +13,17 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.bind import Bind, Scale
 from jaxmp._autocast.demand import CONTRACTION, NOTHING, OPERAND, PRODUCT, Demand
-from jaxmp._autocast.licences import (
+from jaxmp._autocast.plan import DType, Op, OperandCast, Plan, Step, Value
+from jaxmp._autocast.planning import Planning
+from jaxmp._autocast.primitives import BROADCASTING, GROWING, LOW, SCALING
+from jaxmp._autocast.provenance import (
     COMPUTED,
     DATA,
     PARAMETER,
     SHARED,
     of_constant,
 )
-from jaxmp._autocast.plan import DType, Op, Plan, Read, Step, Value
-from jaxmp._autocast.planning import Planning
-from jaxmp._autocast.primitives import BROADCASTING, GROWING, LOW, SCALING
-from jaxmp._autocast.provenance import LITERALS, OTHER, kinds_of, says_parameter
+from jaxmp._autocast.roots import LITERALS, OTHER, roots_of, says_parameter
 from jaxmp._autocast.rules import FLOAT16, Rules, region_rules, without_clipping
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
@@ -66,7 +66,7 @@ class Frame:
       demand: what each of its variables is wanted for.
       kept_as: how each variable is kept; None for what is not ours.
       summed: results that must be computed in float32.
-      made: what each of its variables, of any dtype, is made of.
+      roots: what each of its variables, of any dtype, is made of.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class Frame:
         wanted: Sequence[int],
         rules: Rules,
         summed: Sequence[bool] = (),
-        made: Sequence[str] = (),
+        roots: Sequence[str] = (),
     ) -> None:
         self.planning = planning
         self.jaxpr, self.consts = compat.closed(jaxpr)
-        made = made or [v.made if v else OTHER for v in ins]
-        self.made = planning.provenance(jaxpr, made)
-        self._kinds = made
+        roots = roots or [v.root if v else OTHER for v in ins]
+        self.roots = planning.roots(jaxpr, roots)
+        self._roots = roots
         self.rules = rules
         self.wanted = tuple(wanted)
-        self.demand: Demand = planning.demands(jaxpr, wanted, rules, made)
+        self.demand: Demand = planning.demands(jaxpr, wanted, rules, roots)
         self.summed = set(itertools.compress(self.jaxpr.outvars, summed))
         self.kept_as: dict[Any, Value | None] = {
-            var: value and value._replace(made=kind)
-            for var, value, kind in zip(self.jaxpr.invars, ins, made, strict=True)
+            var: value and value._replace(root=root)
+            for var, value, root in zip(self.jaxpr.invars, ins, roots, strict=True)
         }
         self.ins = tuple(self.kept_as.values())
         for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
@@ -99,8 +99,8 @@ class Frame:
     def _close_over(self, var: Any, array: Any) -> None:
         # What only contractions read need not be looked at: the weights of a frozen model.
         read_alone = not self.demand.of.get(var, NOTHING) & ~(CONTRACTION | OPERAND | PRODUCT)
-        licence = DATA if read_alone else of_constant(array)
-        value = Value(argument=True, licence=licence, made=self.made[var])
+        provenance = DATA if read_alone else of_constant(array)
+        value = Value(argument=True, provenance=provenance, root=self.roots[var])
         self.kept_as[var] = value if self.rules.governs(var) else None
 
     def read(self, atom: Any) -> Value | None:
@@ -109,7 +109,7 @@ class Frame:
             return self.kept_as[atom]
         if not self.rules.governs(atom):
             return None
-        return Value(constant=True, licence=of_constant(np.asarray(atom.val)), made=LITERALS)
+        return Value(constant=True, provenance=of_constant(np.asarray(atom.val)), root=LITERALS)
 
     def facts(self, eqn: JaxprEqn) -> Facts:
         """What is known of the next equation."""
@@ -134,10 +134,10 @@ class Frame:
             governed = self.rules.governs(var)
             if value is not None:
                 tangent = value.tangent or var in self.planning.tangents
-                value = value._replace(tangent=tangent, made=self.made[var])
+                value = value._replace(tangent=tangent, root=self.roots[var])
             kept.append(value if governed else None)
             # A weight, though it is computed from integers, or came as data.
-            parameter = Value(licence=PARAMETER, made=self.made[var])
+            parameter = Value(provenance=PARAMETER, root=self.roots[var])
             self.kept_as[var] = parameter if weight and governed else kept[-1]
         repeats = isinstance(op, Bind) and _repeats(eqn, kept)
         scales = repeats and eqn.primitive.name in SCALING
@@ -146,13 +146,13 @@ class Frame:
         return Step(
             eqn=eqn,
             op=Scale() if scales else op,
-            reads=tuple(
-                Read(dtype)
+            casts=tuple(
+                OperandCast(dtype)
                 if value is None
-                else Read(
+                else OperandCast(
                     dtype or self.rules.wide,
                     saturate=(decision.saturate or rules.saturate) and stays_finite(value, rules),
-                    alone=value.argument,
+                    private_copy=value.argument,
                     shape=None if shape == shape_of(atom) else shape,
                 )
                 for atom, value, dtype in zip(
@@ -173,7 +173,7 @@ class Frame:
             return self.demand
         eqns = [eqn for eqn in self.jaxpr.eqns if not is_backward(eqn)]
         jaxpr = self.jaxpr.replace(eqns=eqns)
-        return self.planning.demands(jaxpr, self.wanted, self.rules, self._kinds)
+        return self.planning.demands(jaxpr, self.wanted, self.rules, self._roots)
 
     @functools.cached_property
     def readers(self) -> dict[Any, list[JaxprEqn]]:
@@ -218,26 +218,26 @@ class Facts:
         return any(wanted & demand for wanted in self.demanded)
 
     @property
-    def kinds(self) -> list[str]:
+    def roots(self) -> list[str]:
         """What the operands are made of."""
-        return kinds_of(self.eqn.invars, self.frame.made)
+        return roots_of(self.eqn.invars, self.frame.roots)
 
-    def kinds_inside(self, inner: Inner) -> list[str]:
+    def roots_inside(self, inner: Inner) -> list[str]:
         """What the operands of a jaxpr inside are made of."""
-        return self.planning.provenance.of_operands(inner, self.kinds)
+        return self.planning.roots.of_operands(inner, self.roots)
 
     @property
     def used(self) -> list[Value | None]:
-        """The operands, with the licence that each has where it is read."""
+        """The operands, with the provenance that each has where it is read."""
         return [
-            v and v._replace(licence=self._licence_at(v, atom))
+            v and v._replace(provenance=self._provenance_at(v, atom))
             for atom, v in zip(self.eqn.invars, self.values, strict=True)
         ]
 
-    def _licence_at(self, value: Value, atom: Any) -> str:
+    def _provenance_at(self, value: Value, atom: Any) -> str:
         name = self.eqn.primitive.name
-        if value.licence != COMPUTED or value.dtype or name not in BROADCASTING:
-            return value.licence
+        if value.provenance != COMPUTED or value.dtype or name not in BROADCASTING:
+            return value.provenance
         return COMPUTED if shape_of(atom) == shape_of(self.eqn.outvars[0]) else SHARED
 
     def alike(
@@ -254,13 +254,15 @@ class Facts:
         outs = [out] * len(self.eqn.outvars)
         return Decision(dtypes, outs, why.of() if isinstance(why, Kind) else why, op, saturate)
 
-    def as_written(self, why: Why | Kind, licence: str | None = None) -> Decision:
-        """Operands and results in float32; the licence is the operands' unless one is given."""
+    def as_written(self, why: Why | Kind, provenance: str | None = None) -> Decision:
+        """Operands and results in float32; the provenance is the operands' unless one is given."""
         used = self.used
         if self.eqn.primitive.name in SCALING:  # a literal factor, however large, changes nothing
             used = [v for v in used if v and not v.constant] or used
         out = self.planning.kept(None, used)
-        return self.alike(None, out if licence is None else out._replace(licence=licence), why)
+        return self.alike(
+            None, out if provenance is None else out._replace(provenance=provenance), why
+        )
 
 
 def _clips(eqn: JaxprEqn, kept: Sequence[Value | None], rules: Rules) -> bool:
@@ -290,5 +292,5 @@ def stays_finite(value: Value | None, rules: Rules) -> bool:
     """
     if value is None or value.tangent:
         return False
-    written = not value.origins and value.licence not in (COMPUTED, SHARED)
+    written = not value.origins and value.provenance not in (COMPUTED, SHARED)
     return written or rules.saturate

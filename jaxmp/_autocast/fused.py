@@ -22,7 +22,7 @@ from jaxmp._autocast.attention_layout import is_causal, is_whole, layout_of
 from jaxmp._autocast.bind import Bind, Drop
 from jaxmp._autocast.contract import Dot, QuantizedDot, StoredDot
 from jaxmp._autocast.fused_attention import FusedAttention
-from jaxmp._autocast.kernels import Call, kernel_of, refusal
+from jaxmp._autocast.kernels import KernelCall, kernel_of, refusal
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.rules import FLOAT32, region_rules
@@ -98,7 +98,7 @@ def _fused(steps: Sequence[Step], step: Step, side: int, path: Path, chip: Chip)
     layout = layout_of(scores, step.eqn, side, path)
     causal = any(is_causal(layout, mask) for mask in scores.masks)
     masks = tuple(mask for mask in scores.masks if not is_causal(layout, mask))
-    call = Call(scores.scale, causal, bool(scores.biases), bool(masks))
+    call = KernelCall(scores.scale, causal, bool(scores.biases), bool(masks))
     fused = FusedAttention(kernel, call, chip.name, layout, first, side, scores.biases, masks)
     avals = jax.eval_shape(functools.partial(fused.arrays, step), *fused.given(step))
     shapes = tuple((x.shape, x.dtype) for x in avals)

@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.attention_layout import Layout
-from jaxmp._autocast.kernels import Call, Kernel, attention
+from jaxmp._autocast.environment import Environment, cast
+from jaxmp._autocast.kernels import Kernel, KernelCall, attention
 from jaxmp._autocast.plan import Op, Step
-from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.scores import Bias, Mask
 from jaxmp._autocast.value_refs import ValueRef, evaluate, leaves
@@ -37,7 +37,7 @@ class FusedAttention(Op):
     """
 
     kernel: Kernel
-    call: Call
+    call: KernelCall
     chip: str
     layout: Layout
     scores: Step
@@ -54,7 +54,7 @@ class FusedAttention(Op):
 
         q, k = env.operands(self.scores)
         other = 1 - self.side
-        v = env.read(step.eqn.invars[other], step.reads[other])
+        v = env.read(step.eqn.invars[other], step.casts[other])
         beside = [evaluate(value, wide) for value in self._beside]
         arrays = self.arrays(step, q, k, v, *beside)
         return [self.layout.from_result(attention(self.kernel, self.call, *arrays))]

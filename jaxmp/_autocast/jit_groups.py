@@ -19,9 +19,9 @@ from jax.extend.core import Literal, Primitive
 
 from jaxmp._autocast.annotations import is_marked
 from jaxmp._autocast.bind import Bind, Move, Params, Scale, rescaled
-from jaxmp._autocast.plan import DType, Read, Step
+from jaxmp._autocast.environment import Environment, cast, constant, read_as
+from jaxmp._autocast.plan import DType, OperandCast, Step
 from jaxmp._autocast.primitives import CROSSING, TRACED_ONCE
-from jaxmp._autocast.reading import Environment, cast, constant, read_as
 from jaxmp._jaxprs.attributes import context, name_stack, returns_several
 from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
 from jaxmp._jaxprs.source import library_line, user_line
@@ -43,10 +43,10 @@ class Made(NamedTuple):
     """A result of an operation before, as it is kept, or a copy of it."""
 
     position: int
-    read: Read | None
+    read: OperandCast | None
 
 
-class Operation(NamedTuple):
+class GroupedOp(NamedTuple):
     """What a step does, wherever it stands."""
 
     primitive: Primitive
@@ -67,9 +67,9 @@ class JitGroup(NamedTuple):
     """
 
     steps: tuple[Step, ...]
-    inputs: tuple[tuple[Any, Read], ...]
-    operations: tuple[Operation, ...]
-    copies: tuple[tuple[Any, Read], ...]
+    inputs: tuple[tuple[Any, OperandCast], ...]
+    operations: tuple[GroupedOp, ...]
+    copies: tuple[tuple[Any, OperandCast], ...]
 
     def run(self, env: Environment) -> None:
         """Runs the steps, and keeps their results and the copies that they made."""
@@ -114,18 +114,18 @@ def _place(step: Step) -> Any:
 
 def _jit_group(steps: tuple[Step, ...]) -> JitGroup:
     positions: dict[Any, int] = {}
-    inputs: list[tuple[Any, Read]] = []
-    where: dict[tuple[Any, Read], int] = {}
-    copies: dict[tuple[Any, Read], None] = {}
+    inputs: list[tuple[Any, OperandCast]] = []
+    where: dict[tuple[Any, OperandCast], int] = {}
+    copies: dict[tuple[Any, OperandCast], None] = {}
     kept: list[DType | None] = []
     operations = []
 
-    def operand(atom: Any, read: Read) -> int | Constant | Made:
+    def operand(atom: Any, read: OperandCast) -> int | Constant | Made:
         if isinstance(atom, Literal):
             value = np.asarray(constant(atom, read))
             return Constant(value.dtype, value.shape, value.tobytes())
         if atom not in positions:
-            if (atom, read) not in where or read.alone:
+            if (atom, read) not in where or read.private_copy:
                 where[atom, read] = len(inputs)
                 inputs.append((atom, read))
             return where[atom, read]
@@ -137,10 +137,10 @@ def _jit_group(steps: tuple[Step, ...]) -> JitGroup:
 
     for step in steps:
         eqn = step.eqn
-        operands = tuple(map(operand, eqn.invars, step.reads))
+        operands = tuple(map(operand, eqn.invars, step.casts))
         shape = shape_of(eqn.outvars[0]) if isinstance(step.op, Scale) else None
         params = tuple(eqn.params.items())
-        operations.append(Operation(eqn.primitive, params, operands, step.outs, shape))
+        operations.append(GroupedOp(eqn.primitive, params, operands, step.outs, shape))
         for var, dtype in zip(eqn.outvars, step.outs, strict=True):
             positions[var] = len(kept)
             kept.append(dtype_of(var) if dtype is None else dtype)
@@ -149,7 +149,7 @@ def _jit_group(steps: tuple[Step, ...]) -> JitGroup:
 
 @functools.lru_cache(maxsize=4096)
 def _runner(
-    operations: tuple[Operation, ...], to_read: tuple[Read | None, ...]
+    operations: tuple[GroupedOp, ...], to_read: tuple[OperandCast | None, ...]
 ) -> Callable[..., Any]:
     """A function of what comes from outside: all results, copies of them, copies of what came.
 
@@ -175,7 +175,7 @@ def _runner(
                 return read_here[operand]
             if operand.read is None:
                 return made[operand.position]
-            if operand not in copies or operand.read.alone:
+            if operand not in copies or operand.read.private_copy:
                 copies[operand] = read_as(made[operand.position], operand.read)
             return copies[operand]
 

@@ -8,7 +8,6 @@ they repeat. What another platform than the kernel's compiles is the same attent
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,12 +17,12 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.rules import FLOAT16, FLOAT32
-from jaxmp._jaxprs.attributes import cached_trace
+from jaxmp._jaxprs.compat import cached_trace
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp._speed import Chip
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """What attention is, besides its arrays.
 
     Attributes:
@@ -49,7 +48,7 @@ class Kernel(NamedTuple):
     Attributes:
       name: what to call it.
       platform: what it is compiled for, as JAX names it.
-      run: computes attention: of a `Call`, queries, keys, values, the bias and the mask.
+      run: computes attention: of a `KernelCall`, queries, keys, values, the bias and the mask.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Kernel(NamedTuple):
     run: Callable[..., Any]
 
 
-def plain(call: Call, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+def plain(call: KernelCall, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     """Attention without a kernel: products in 16 bits, the softmax between them in float32."""
     bias, mask = call.beside(rest)
     batch, queries, heads, features = q.shape
@@ -84,7 +83,9 @@ def _grouped(beside: Any, heads: int, shared: int) -> Any:
     return jnp.reshape(beside, (batch, *((1, 1) if n == 1 else (heads, shared)), *lengths))
 
 
-def library(call: Call, q: Any, k: Any, v: Any, *rest: Any, implementation: Any = "cudnn") -> Any:
+def library(
+    call: KernelCall, q: Any, k: Any, v: Any, *rest: Any, implementation: Any = "cudnn"
+) -> Any:
     """Attention as JAX hands it to a library."""
     bias, mask = call.beside(rest)
     lengths = q.shape[1], k.shape[1]
@@ -128,7 +129,7 @@ def _unmapped(q: Any) -> Any:
 _unmapped.defvjp(lambda q: (_refuse_map(q), None), lambda _, tangent: (tangent,))
 
 
-def flash(call: Call, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+def flash(call: KernelCall, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     """Attention by the kernel for TPUs that comes with JAX.
 
     Raises:
@@ -172,7 +173,7 @@ def kernel_of(chip: Chip) -> Kernel | None:
 
 def refusal(
     kernel: Kernel,
-    call: Call,
+    call: KernelCall,
     arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...],
     *,
     varying: bool,
@@ -188,10 +189,8 @@ def refusal(
     if varying and kernel is FLASH:
         why = "it does not say over which devices its result differs: say check_vma=False"
         return f"{kernel.name} refuses it: {why}"
-    # Inside of a shard_map the answer depends on more than is told here.
-    inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
     try:
-        (inspect.unwrap(_trace) if inside else _trace)(kernel, call, arrays)
+        _with_gradient([jax.ShapeDtypeStruct(*array) for array in arrays], kernel, call)
     except _REFUSALS as error:
         said = str(error).strip().partition("\n")[0].rstrip(".")
         return f"{kernel.name} refuses it: {said or type(error).__name__}"
@@ -203,10 +202,7 @@ _REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, Value
 
 
 @cached_trace
-def _trace(
-    kernel: Kernel, call: Call, arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-) -> None:
-    avals = [jax.ShapeDtypeStruct(*array) for array in arrays]
+def _with_gradient(kernel: Kernel, call: KernelCall) -> Callable[..., Any]:
     n_masks = int(call.masked)
 
     def both(*arrays: Any) -> Any:
@@ -214,10 +210,10 @@ def _trace(
         out, back = jax.vjp(lambda *x: kernel.run(call, *x, *masks), *floats)
         return back(out)
 
-    jax.eval_shape(both, *avals)
+    return both
 
 
-def attention(kernel: Kernel, call: Call, *arrays: Any) -> Any:
+def attention(kernel: Kernel, call: KernelCall, *arrays: Any) -> Any:
     """Attention by a kernel, which is differentiated once, backward.
 
     Args:
@@ -232,7 +228,7 @@ def attention(kernel: Kernel, call: Call, *arrays: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _differentiable(kernel: Kernel, call: Call) -> Callable[..., Any]:
+def _differentiable(kernel: Kernel, call: KernelCall) -> Callable[..., Any]:
     # The conversions are none of the author's. Elsewhere nothing as large as the scores is kept.
     ours = jax.named_scope(CAST)
     elsewhere = jax.checkpoint(ours(functools.partial(plain, call)), prevent_cse=False)

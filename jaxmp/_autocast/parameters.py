@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -132,8 +133,12 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
             return [next((i for i in ins if i is not None), None)] * len(eqn.outvars)
         return [computed] * len(eqn.outvars)
 
-    def run(jaxpr: Any, ins: Sequence[int | None]) -> list[int | None]:
+    @functools.cache  # what is called again with the same operands tells nothing new
+    def walked(jaxpr: Any, ins: tuple[int | None, ...]) -> list[int | None]:
         return forward(jaxpr, ins, transfer, None)
+
+    def run(jaxpr: Any, ins: Sequence[int | None]) -> list[int | None]:
+        return walked(jaxpr, tuple(ins))
 
     run(jaxpr, [known if parameter else i for i, parameter in enumerate(parameters)])
     total, missed = sum(flops.values()), sum(n for i, n in flops.items() if i >= 0)

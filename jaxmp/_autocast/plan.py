@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.licences import COMPUTED, DATA, LARGE
 from jaxmp._autocast.primitives import LOW
-from jaxmp._autocast.provenance import OTHER, WEIGHTS
+from jaxmp._autocast.provenance import COMPUTED, DATA, LARGE
+from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind, Residual, Why
 from jaxmp._jaxprs.compat import dtype_of
@@ -27,7 +27,7 @@ from jaxmp._jaxprs.source import module_path, user_line
 DType = np.dtype[Any]
 
 
-class Origin(NamedTuple):
+class OriginId(NamedTuple):
     """The identity of a low value.
 
     Attributes:
@@ -40,7 +40,7 @@ class Origin(NamedTuple):
     exponential: bool = False
 
 
-NO_ORIGINS: frozenset[Origin] = frozenset()
+NO_ORIGINS: frozenset[OriginId] = frozenset()
 
 
 class Value(NamedTuple):
@@ -57,46 +57,46 @@ class Value(NamedTuple):
       constant: it is a literal of the program, or one broadcast.
       mask: it is a bool, converted and moved: a factor that rounds nothing.
       tangent: it is a tangent or cotangent: narrowing it must stay linear.
-      licence: what allows it to be narrowed, or forbids it; see `licences`.
-      made: what it is made of; see `provenance`.
+      provenance: what allows it to be narrowed, or forbids it; see `provenance`.
+      root: what it is computed from; see `roots`.
     """
 
     dtype: DType | None = None
-    origins: frozenset[Origin] = NO_ORIGINS
+    origins: frozenset[OriginId] = NO_ORIGINS
     pinned: Why | None = None
     argument: bool = False
     constant: bool = False
     mask: bool = False
     tangent: bool = False
-    licence: str = COMPUTED
-    made: str = OTHER
+    provenance: str = COMPUTED
+    root: str = OTHER
 
     @property
-    def wins(self) -> bool:
-        """Whether it is float32 that no licence allows to narrow: it wins over low values."""
-        return self.dtype is None and self.licence in (DATA, LARGE)
+    def blocks_narrowing(self) -> bool:
+        """Whether it is float32 that may not be narrowed beside low values: these are widened."""
+        return self.dtype is None and self.provenance in (DATA, LARGE)
 
     @property
     def is_weight(self) -> bool:
         """Whether it is a parameter, or computed from parameters alone; not looked up in one."""
-        return self.made == WEIGHTS
+        return self.root == WEIGHTS
 
 
-class Read(NamedTuple):
+class OperandCast(NamedTuple):
     """How a step reads an operand.
 
     Attributes:
       dtype: in which dtype; None leaves it as it is (not float32, not ours).
       saturate: whether finite values stay finite where that is narrower.
-      alone: whether the copy is this reader's own, so that the gradients of all readers are added
-        up in float32.
+      private_copy: whether no other step reads the copy, so that the gradients of all readers are
+        added up in float32.
       shape: what it is broadcast to on the way, in float32, so that its gradient is summed in
         float32; None leaves its shape.
     """
 
     dtype: DType | None = None
     saturate: bool = False
-    alone: bool = False
+    private_copy: bool = False
     shape: tuple[int, ...] | None = None
 
 
@@ -117,7 +117,7 @@ class Op:
 
         Args:
           step: the step.
-          env: the arrays computed so far, a `reading.Environment`.
+          env: the arrays computed so far, an `environment.Environment`.
         """
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class Step:
     Attributes:
       eqn: the equation as written.
       op: what runs it.
-      reads: how each operand is read.
+      casts: how each operand is read.
       outs: the dtype each result is kept in; None for what is not ours.
       why: why so.
       plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
@@ -164,7 +164,7 @@ class Step:
 
     eqn: JaxprEqn
     op: Op
-    reads: tuple[Read, ...]
+    casts: tuple[OperandCast, ...]
     outs: tuple[DType | None, ...]
     why: Why
     plans: tuple[Plan, ...] = ()
@@ -174,13 +174,13 @@ class Step:
     @property
     def ins(self) -> tuple[DType | None, ...]:
         """The dtype each operand is read in."""
-        return tuple(read.dtype for read in self.reads)
+        return tuple(read.dtype for read in self.casts)
 
     def run_in(self, dtype: DType, why: Kind) -> Step:
         """The step with our operands and results in another dtype."""
         return dataclasses.replace(
             self,
-            reads=tuple(r._replace(dtype=r.dtype and dtype) for r in self.reads),
+            casts=tuple(r._replace(dtype=r.dtype and dtype) for r in self.casts),
             outs=tuple(d and dtype for d in self.outs),
             why=why.of(),
         )
@@ -233,9 +233,9 @@ class Plan:
         return tuple(v.dtype if v else None for v in self.values)
 
     @functools.cached_property
-    def licences(self) -> tuple[str | None, ...]:
-        """The licence each operand arrives with."""
-        return tuple(v.licence if v else None for v in self.arguments)
+    def provenances(self) -> tuple[str | None, ...]:
+        """The provenance each operand arrives with."""
+        return tuple(v.provenance if v else None for v in self.arguments)
 
     @functools.cached_property
     def unchanged(self) -> bool:
@@ -258,13 +258,13 @@ class Plan:
                 yield from plan.walk(here, line, count * inner.times, rematerialized=covered)
 
     @functools.cached_property
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> tuple[PlannedSite, ...]:
         """Every contraction of a program, by a name that is the same from run to run."""
         seen: Counter[tuple[str, str]] = Counter()
         found = []
         for step, path, source, count, *_ in self.walk():
             if step.eqn.primitive.name in LOW:
-                found.append(Site(path, source, seen[path, source], count, step))
+                found.append(PlannedSite(path, source, seen[path, source], count, step))
                 seen[path, source] += 1
         return tuple(found)
 
@@ -290,7 +290,7 @@ class Visit(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Site:
+class PlannedSite:
     """A contraction of a program.
 
     Attributes:

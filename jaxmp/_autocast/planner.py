@@ -8,13 +8,13 @@ contraction (its origins). That is what tells `x - mean(x)` (a normalization: fl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmp._autocast.control_flow import plan_inside
 from jaxmp._autocast.first_order import decide
 from jaxmp._autocast.frame import Frame, stays_finite
-from jaxmp._autocast.plan import DType, Origin, Plan, Value
+from jaxmp._autocast.plan import NO_ORIGINS, DType, OriginId, Plan, Value
 from jaxmp._autocast.planning import Planning
 from jaxmp._autocast.rules import Rules
 
@@ -44,19 +44,17 @@ class Planner(Planning):
         *,
         outs: Sequence[DType | None] | None = None,
         summed: Sequence[bool] = (),
-        made: Sequence[str] = (),
+        roots: Sequence[str] = (),
     ) -> Plan:
         """See `Planning.plan`."""
-        # Identities are renumbered in the order they appear, so that two calls that differ only in
-        # them share one plan, and what is traced from it.
-        names: dict[Origin, Origin] = {}
-        for value in ins:
-            for origin in sorted(value.origins) if value else ():
-                names.setdefault(origin, origin._replace(number=-1 - len(names)))
+        # Identities are renumbered, and those that came in with the same operands are one: nothing
+        # inside tells them apart. So calls that differ only in them, such as the layers on one
+        # residual stream, share one plan, and what is traced from it.
+        names = _renumbered(ins)
         local = tuple(_renamed(value, names) for value in ins)
-        key = (jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(made))
+        key = (jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(roots))
         if key not in self._memo:
-            frame = Frame(self, jaxpr, local, wanted, rules, summed, made)
+            frame = Frame(self, jaxpr, local, wanted, rules, summed, roots)
             self._memo[key] = self._passed(_decided(frame))
         plan = self._memo[key]
         if outs is not None:
@@ -66,11 +64,13 @@ class Planner(Planning):
             plan = self._memo[leaving]
         if not plan.values or all(v is None or not v.origins for v in plan.values):
             return plan
-        back = {there: here for here, there in names.items()}
+        back: dict[OriginId, set[OriginId]] = {}
+        for here, [there] in names.items():
+            back.setdefault(there, set()).add(here)
         for value in plan.values:
             for origin in value.origins if value else ():
                 if origin not in back:
-                    back[origin] = self.fresh(exponential=origin.exponential)
+                    back[origin] = {self.fresh(exponential=origin.exponential)}
         return dataclasses.replace(plan, values=tuple(_renamed(v, back) for v in plan.values))
 
     def _passed(self, plan: Plan) -> Plan:
@@ -98,10 +98,24 @@ class Planner(Planning):
         )
 
 
-def _renamed(value: Value | None, names: dict[Origin, Origin]) -> Value | None:
+def _renumbered(ins: Sequence[Value | None]) -> dict[OriginId, set[OriginId]]:
+    """For each identity that operands have, the one it is in a plan of its own."""
+    where: dict[OriginId, tuple[int, ...]] = {}
+    for i, value in enumerate(ins):
+        for origin in value.origins if value else ():
+            where[origin] = (*where.get(origin, ()), i)
+    places = sorted({(at, origin.exponential) for origin, at in where.items()})
+    numbers = {place: -1 - i for i, place in enumerate(places)}
+    return {
+        origin: {origin._replace(number=numbers[at, origin.exponential])}
+        for origin, at in where.items()
+    }
+
+
+def _renamed(value: Value | None, names: Mapping[OriginId, set[OriginId]]) -> Value | None:
     if value is None or not value.origins:
         return value
-    return value._replace(origins=frozenset(names[origin] for origin in value.origins))
+    return value._replace(origins=NO_ORIGINS.union(*map(names.__getitem__, value.origins)))
 
 
 def _decided(frame: Frame) -> Plan:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmp._autocast.demand import Demands
-from jaxmp._autocast.licences import COMPUTED, joined
-from jaxmp._autocast.plan import NO_ORIGINS, DType, Origin, Plan, Value
-from jaxmp._autocast.provenance import Provenance
+from jaxmp._autocast.plan import NO_ORIGINS, DType, OriginId, Plan, Value
+from jaxmp._autocast.provenance import COMPUTED, joined
+from jaxmp._autocast.roots import Roots
 from jaxmp._autocast.rules import Rules
 
 
@@ -23,14 +23,14 @@ class Planning(abc.ABC):
 
     def __init__(self, tangents: frozenset[Any] = frozenset()) -> None:
         self.tangents = tangents
-        self.provenance = Provenance()
-        self.demands = Demands(self.provenance)
+        self.roots = Roots()
+        self.demands = Demands(self.roots)
         self.recomputes = False  # whether rules of any equation ask for that
         self._numbers = itertools.count(1)
 
-    def fresh(self, *, exponential: bool = False) -> Origin:
+    def fresh(self, *, exponential: bool = False) -> OriginId:
         """A new identity for a low value."""
-        return Origin(next(self._numbers), exponential)
+        return OriginId(next(self._numbers), exponential)
 
     @abc.abstractmethod
     def plan(
@@ -42,7 +42,7 @@ class Planning(abc.ABC):
         *,
         outs: Sequence[DType | None] | None = None,
         summed: Sequence[bool] = (),
-        made: Sequence[str] = (),
+        roots: Sequence[str] = (),
     ) -> Plan:
         """The plan of a jaxpr (open or closed).
 
@@ -54,13 +54,13 @@ class Planning(abc.ABC):
           outs: the dtype each result must leave in, None being float32 or not ours; if not given,
             each leaves as it is kept.
           summed: which results are sums carried through a loop, to be computed in float32.
-          made: what the operands, of any dtype, are made of; if not given, as their values say.
+          roots: what the operands, of any dtype, are made of; if not given, as their values say.
         """
 
     def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
         """A result kept in `dtype`, made from `operands`."""
         values = [v for v in operands if v is not None]
-        origins: frozenset[Origin] = NO_ORIGINS
+        origins: frozenset[OriginId] = NO_ORIGINS
         low = [v for v in values if v.dtype is not None]
         if dtype is None:
             origins = origins.union(*(v.origins for v in values))
@@ -70,5 +70,5 @@ class Planning(abc.ABC):
             if len({v.origins for v in low}) == 1:
                 origins = low[0].origins
             origins |= {self.fresh()}
-        licence = COMPUTED if dtype else joined([v.licence for v in values])
-        return Value(dtype, origins, tangent=any(v.tangent for v in values), licence=licence)
+        provenance = COMPUTED if dtype else joined([v.provenance for v in values])
+        return Value(dtype, origins, tangent=any(v.tangent for v in values), provenance=provenance)

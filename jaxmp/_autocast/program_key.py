@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxmp._jaxprs.attributes import context, holds_jaxprs, name_stack
+from jaxmp._jaxprs.attributes import context, holds_jaxprs, name_stack, traceback
 from jaxmp._jaxprs.compat import closed
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ComparableProgram:
     """A closed jaxpr that is compared by what it computes.
 
     What only its identity tells apart (a derivative rule traced anew, a callback) differs.
@@ -29,26 +29,42 @@ class Program:
     key: Hashable
 
 
-def comparable(jaxpr: Any) -> Program | None:
-    """A closed jaxpr as a `Program`; None for one that is not compared.
+def comparable(jaxpr: Any) -> ComparableProgram | None:
+    """A closed jaxpr as a `ComparableProgram`; None for one that is not compared.
 
     A program with constants is not: what it closed over may be tracers, or large.
     """
     if closed(jaxpr).consts:
         return None
-    key = _Key()
+    key = _key(jaxpr, lines=False)
+    return None if key is None else ComparableProgram(jaxpr, key)
+
+
+def body(jaxpr: Any) -> ComparableProgram | None:
+    """An open jaxpr as one that equals only what was written in the same lines."""
+    key = _key(jaxpr, lines=True)
+    return None if key is None else ComparableProgram(jaxpr, key)
+
+
+def _key(jaxpr: Any, *, lines: bool) -> Hashable | None:
+    key = _Key(lines=lines)
     try:
         key.of_jaxpr(jaxpr)
         hash(programs := tuple(key.programs))
     except TypeError:  # something in it has no hash
         return None
-    return Program(jaxpr, programs)
+    return programs
 
 
 class _Key:
-    """The jaxprs of a program in the order they are met: one inside another is its number."""
+    """The jaxprs of a program in the order they are met: one inside another is its number.
 
-    def __init__(self) -> None:
+    Args:
+      lines: whether equal jaxprs are written in the same lines.
+    """
+
+    def __init__(self, *, lines: bool = False) -> None:
+        self._lines = lines
         self.programs: list[Hashable] = []
         self._numbers: dict[Any, int] = {}
 
@@ -79,6 +95,7 @@ class _Key:
                     tuple((name, self._value(value)) for name, value in eqn.params.items()),
                     str(name_stack(eqn)),  # it names regions
                     context(eqn),
+                    traceback(eqn) if self._lines else None,
                 )
             )
         outs = tuple(self._atom(atom, names) for atom in opened.outvars)

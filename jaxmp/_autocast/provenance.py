@@ -1,99 +1,120 @@
-"""What the arrays of a program are made of: its literals, its parameters, or anything else."""
+"""Where a float32 value comes from, which says whether it may be narrowed beside 16-bit values.
+
+The law: a float32 value is narrowed only where rounding it costs no more than rounding the operands
+of matmuls does already. Everything else follows JAX's promotion, where float32 wins. Operands of
+matmuls are narrowed whatever they are. Beside a 16-bit value may be narrowed
+
+* a parameter (`PARAMETER`): a bias, a scale, the rows of a table. Which inputs are parameters is
+  said: `wrap` knows its variables, `autocast` is given `argnums`;
+* a literal or an array that the program closes over (`CONSTANT`), which is no larger than `SMALL`;
+* what was computed from 16-bit values and from these alone (`COMPUTED`).
+
+Factors may be as well, whose error stays relative, if they are larger constants or whole numbers
+(`LARGE`). As summands those block narrowing, since a mean of 280 that is added to values near 1 and
+subtracted again leaves nothing of them. So does a computed value that meets many others (`SHARED`,
+a norm or a total): its rounding error would be the same in all of them. But the sine of a large
+number is an entry of a table, a constant.
+
+Data (`DATA`) always blocks it: all other inputs, what a solver returned, random numbers, and
+whatever was computed from them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.licences import is_basis
-from jaxmp._autocast.primitives import LOOKING_UP, LOW, RANDOM
-from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import has_effects
-from jaxmp._jaxprs.dataflow import settled, through
-from jaxmp._jaxprs.equation_parameters import widens_8_bits
-from jaxmp._jaxprs.higher_order import Inner
-from jaxmp._jaxprs.scopes import DEQUANTIZE, PARAMETER, ROWS
-from jaxmp._jaxprs.source import in_scope
-from jaxmp._jaxprs.walk import equations
+from jaxmp._autocast.rules import LOW_DTYPES
+from jaxmp._jaxprs.attributes import is_tracer
+from jaxmp._jaxprs.compat import dtype_of
 
-# Windows, stencils, bases, masks and grids; weights, and what is computed from them alone, other
-# than by a product or a lookup.
-LITERALS, WEIGHTS, OTHER = "literals", "weights", "other"
+CONSTANT = "constant"
+PARAMETER = "parameter"
+COMPUTED = "computed"
+SHARED = "shared"
+LARGE = "large"
+DATA = "data"
 
-
-class Provenance:
-    """Finds what each variable of a jaxpr is made of, remembering it for each kind of operands."""
-
-    def __init__(self) -> None:
-        self._memo: dict[Any, Mapping[Any, str]] = {}
-
-    def __call__(self, jaxpr: Any, ins: Sequence[str]) -> Mapping[Any, str]:
-        """What each variable of a jaxpr is made of, given what its operands are."""
-        key = (jaxpr, tuple(ins))
-        if key not in self._memo:
-            self._memo[key] = self._of(jaxpr, ins)
-        return self._memo[key]
-
-    def of_operands(self, inner: Inner, kinds: Sequence[str]) -> list[str]:
-        """What the operands of an inner jaxpr are made of, given those of the equation."""
-        return settled(inner, kinds, self._results, _either)
-
-    def _of(self, jaxpr: Any, ins: Sequence[str]) -> dict[Any, str]:
-        opened, consts = compat.closed(jaxpr)
-        of = dict(zip(opened.invars, ins, strict=True))
-        for var, const in zip(opened.constvars, consts, strict=bool(consts)):
-            of[var] = LITERALS if is_basis(const) else WEIGHTS
-        dequantizes = any(map(widens_8_bits, opened.eqns))
-        for eqn in opened.eqns:
-            kinds = kinds_of(eqn.invars, of)
-            if dequantizes and in_scope(eqn, DEQUANTIZE):
-                found = [OTHER if in_scope(eqn, ROWS) else WEIGHTS] * len(eqn.outvars)
-            elif says_parameter(eqn):
-                found = [WEIGHTS]
-            else:
-                found = self._of_results(eqn, kinds)
-            of.update(zip(eqn.outvars, found, strict=True))
-        return of
-
-    def _results(self, jaxpr: Any, ins: Sequence[str]) -> list[str]:
-        return kinds_of(compat.closed(jaxpr).jaxpr.outvars, self(jaxpr, ins))
-
-    def _of_results(self, eqn: JaxprEqn, kinds: list[str]) -> list[str]:
-        if set(kinds) <= {LITERALS}:
-            made = not (has_effects(eqn) or _is_zeros(eqn) or _draws(eqn))
-            return [LITERALS if made else OTHER] * len(eqn.outvars)
-        inner = through(eqn, kinds, self._results, _either)
-        if inner is not None:
-            return inner
-        weights = OTHER not in kinds and eqn.primitive.name not in LOW | LOOKING_UP
-        return [WEIGHTS if weights else OTHER] * len(eqn.outvars)
+# Rounding a constant of this size to bfloat16 moves it by 1/64 at most, and in float16 by less. It
+# is small beside numbers near 1, as which layers return them.
+SMALL = 8.0
+# What is added to the logits of a softmax so that nothing is left of them: a mask, not a number.
+_MASKED = -1e4
+# Constants of more elements are not looked at, nor more than so many of a matrix.
+_LOOKED_AT, _SAMPLE = 2**22, 2**14
+# A constant of so few elements is a stencil or a rotation; one of so few, in which the same numbers
+# occur again and again, is a table of signs.
+_STENCIL, _TABLE = 9, 2**9
 
 
-def kinds_of(atoms: Sequence[Any], of: Mapping[Any, str]) -> list[str]:
-    """What variables and literals are made of, given what the variables are."""
-    return [LITERALS if isinstance(v, Literal) else of.get(v, OTHER) for v in atoms]
+def joined(provenances: Sequence[str]) -> str:
+    """The provenance of a value computed in float32 from values of these provenances.
+
+    Example:
+      >>> joined([COMPUTED, PARAMETER]), joined([SHARED, COMPUTED]), joined([LARGE, DATA])
+      ('computed', 'computed', 'data')
+    """
+    order = (DATA, LARGE, COMPUTED, SHARED, PARAMETER, CONSTANT)
+    return next((provenance for provenance in order if provenance in provenances), DATA)
 
 
-def says_parameter(eqn: JaxprEqn) -> bool:
-    """Whether an equation does nothing but say that its operand is a parameter."""
-    return eqn.primitive.name == "squeeze" and in_scope(eqn, PARAMETER)
+def of_converted(atom: Any, low: Any) -> str:
+    """The provenance of a converted value of another dtype: exact in `low`, a number, or data."""
+    dtype = dtype_of(atom) or np.dtype(object)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= low.itemsize
+    exact = narrow or dtype == np.bool_
+    if exact:
+        return COMPUTED
+    return LARGE if jnp.issubdtype(dtype, jnp.integer) else DATA
 
 
-def _either(a: str, b: str) -> str:
-    return a if a == b else OTHER
+def of_constant(array: Any) -> str:
+    """The provenance of an array that the program closes over, by its values.
+
+    A tracer is an argument of the function around, and an array too large to be looked at holds
+    weights: what is known of neither is data.
+    """
+    values = _looked_at(array)
+    if values is None:
+        return DATA
+    numbers = values[np.isfinite(values) & (values > _MASKED)]
+    masks = numbers.size < values.size and not np.any(numbers)
+    return CONSTANT if masks or np.all(np.abs(numbers) <= SMALL) else LARGE
 
 
-def _is_zeros(eqn: JaxprEqn) -> bool:
-    """Whether an equation fills an array with zeros: the start of a state, or no tangent."""
-    if eqn.primitive.name != "broadcast_in_dim":
+def of_wave(provenance: str) -> str:
+    """The provenance of the sine or cosine of a value: of whole numbers, it is a table."""
+    return CONSTANT if provenance in (LARGE, CONSTANT) else provenance
+
+
+def is_basis(array: Any) -> bool:
+    """Whether a constant is a stencil, a window or a basis, and not the weights of a layer.
+
+    In a window or a Fourier basis of any size the same numbers occur again and again. So they may
+    in a mask, or in weights that were stored in 16 bits: if large, those are no basis.
+    """
+    if is_tracer(array):
         return False
-    [filling] = eqn.invars[:1]
-    return isinstance(filling, Literal) and not np.any(filling.val)
+    if array.size <= _STENCIL:
+        return True
+    values = _looked_at(array)
+    if values is None:
+        return False
+    values = values.reshape(-1)[:_SAMPLE]
+    if np.unique(np.abs(values)).size * 2 > values.size:
+        return False
+    return values.size <= _TABLE or not any(_is_exact(values, dtype) for dtype in LOW_DTYPES)
 
 
-def _draws(eqn: JaxprEqn) -> bool:
-    """Whether an equation draws random numbers, somewhere inside."""
-    return any(each.primitive.name.startswith(RANDOM) for each in equations([eqn]))
+def _looked_at(array: Any) -> np.ndarray[Any, Any] | None:
+    """A concrete array as NumPy's, where it is small enough and all of it is here."""
+    here = not is_tracer(array) and getattr(array, "is_fully_addressable", True)
+    return np.asarray(array) if here and array.size <= _LOOKED_AT else None
+
+
+def _is_exact(values: np.ndarray[Any, Any], low: np.dtype[Any]) -> bool:
+    with np.errstate(over="ignore"):  # beyond its range: infinite, and so not exact
+        return bool(np.all(values.astype(low).astype(values.dtype) == values))

@@ -27,11 +27,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
 
 from jaxmp._autocast.contract import contract, low_of, parameter
+from jaxmp._autocast.environment import Environment, cast
 from jaxmp._autocast.plan import DType, Op, Step
-from jaxmp._autocast.reading import Environment, cast
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.softmaxes import Move, Path
+from jaxmp._autocast.softmaxes import AxisMove, Path
 from jaxmp._jaxprs import compat, parameter_products
+from jaxmp._jaxprs.evaluate import JaxprById, by_id
 from jaxmp._jaxprs.layouts import LANES, laid_out
 from jaxmp._jaxprs.no_excess_precision import no_excess_precision
 
@@ -66,7 +67,7 @@ class SoftmaxDot(Op):
             [out] = contract(step, parameter_products.without_tangents(*operands))
         probabilities = operands[self.side]
         if self.path.eqns:
-            probabilities = env.read(softmax.result, step.reads[self.side])
+            probabilities = env.read(softmax.result, step.casts[self.side])
         scores, *beside = (env.arrays[v] for v in (softmax.scores, *self._beside))
         group = self._group(eqn, out.dtype)
         other = operands[1 - self.side]
@@ -84,29 +85,21 @@ class SoftmaxDot(Op):
 
     def _group(self, eqn: JaxprEqn, low: DType) -> _Group:
         params = tuple(eqn.params.items())
-        product = _Product(eqn.primitive, params, self.path.axis, self.path.moves, self.side, low)
+        product = _WeightedSum(
+            eqn.primitive, params, self.path.axis, self.path.moves, self.side, low
+        )
         return _Group(
             product,
             self.path.softmax.axis,
             tuple((mask.eqns, mask.where) for mask in self.path.softmax.masks),
-            None if self.between is None else _held(self.between),
+            None if self.between is None else by_id(self.between),
             of_parameter=bool(self.parameters),
             looped=self.looped,
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Held:
-    """A closed jaxpr, the same as itself alone."""
-
-    jaxpr: Any
-
-
-_held = functools.lru_cache(maxsize=4096)(_Held)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Product:
+class _WeightedSum:
     """The product of a softmax and another operand.
 
     Attributes:
@@ -121,7 +114,7 @@ class _Product:
     primitive: Primitive
     params: tuple[tuple[str, Any], ...]
     axis: int
-    moves: tuple[Move, ...]
+    moves: tuple[AxisMove, ...]
     side: int
     low: DType
 
@@ -180,10 +173,10 @@ class _Group:
       looped: whether a loop runs it.
     """
 
-    product: _Product
+    product: _WeightedSum
     axis: int
     masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
-    between: _Held | None
+    between: JaxprById | None
     of_parameter: bool
     looped: bool
 

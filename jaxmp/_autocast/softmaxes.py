@@ -63,7 +63,7 @@ class Softmax(NamedTuple):
     plain: bool = True
 
 
-class Move(NamedTuple):
+class AxisMove(NamedTuple):
     """What moves the elements of a softmax on the path: a permutation, or a new shape.
 
     The shape is that of an array that has one element along the axis of the softmax.
@@ -89,7 +89,7 @@ class Path(NamedTuple):
 
     softmax: Softmax
     eqns: tuple[JaxprEqn, ...] = ()
-    moves: tuple[Move, ...] = ()
+    moves: tuple[AxisMove, ...] = ()
     axis: int = 0
 
     @property
@@ -262,7 +262,7 @@ def _longer(path: Path, eqn: JaxprEqn) -> Path | None:
     match eqn.primitive.name:
         case "transpose":
             order = permutation(eqn)
-            moves = (*path.moves, Move(permutes=True, to=order))
+            moves = (*path.moves, AxisMove(permutes=True, to=order))
             return Path(path.softmax, eqns, moves, order.index(path.axis))
         case "reshape":
             before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
@@ -271,7 +271,7 @@ def _longer(path: Path, eqn: JaxprEqn) -> Path | None:
                 if size == before[path.axis] and math.prod(after[:axis]) == ahead:
                     thin = tuple(1 if i == axis else n for i, n in enumerate(after))
                     return Path(
-                        path.softmax, eqns, (*path.moves, Move(permutes=False, to=thin)), axis
+                        path.softmax, eqns, (*path.moves, AxisMove(permutes=False, to=thin)), axis
                     )
             return None
         case "slice":  # of all rows

@@ -24,8 +24,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 
 from jaxmp._autocast.bind import Bind
+from jaxmp._autocast.environment import Environment
 from jaxmp._autocast.plan import DType, Op, Plan, Step
-from jaxmp._autocast.reading import Environment
 from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.value_refs import Inlined, ValueRef, aligned, positions
 from jaxmp._autocast.why import Kind
@@ -74,9 +74,9 @@ def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
             # Each gradient is one of them, and no sum: there is none to widen it for.
             as_kept = kept.get(step.eqn.invars[0]) or plan.rules.wide
             low = step.outs[0] if as_kept == step.outs[0] else plan.rules.wide
-            reads = (step.reads[0]._replace(dtype=low), *step.reads[1:])
+            casts = (step.casts[0]._replace(dtype=low), *step.casts[1:])
             why = step.why.noted(Kind.PICKS)
-            step = dataclasses.replace(step, op=found, reads=reads, why=why)
+            step = dataclasses.replace(step, op=found, casts=casts, why=why)
         kept.update(zip(step.eqn.outvars, step.outs, strict=True))
         steps.append(step)
     return dataclasses.replace(plan, steps=tuple(steps))

@@ -13,20 +13,20 @@ import jmp
 import numpy as np
 
 from jaxmp._autocast import closures, nnx_calls
+from jaxmp._autocast.bodies import with_equal_bodies
 from jaxmp._autocast.coverage_warnings import COVERAGE, warn_overlooked
 from jaxmp._autocast.demand import CONTRACTION, FULL
 from jaxmp._autocast.derivatives import Execute
+from jaxmp._autocast.environment import cast
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.leaked_tracers import refuse_leaked_tracers, with_held_tracers
-from jaxmp._autocast.licences import DATA, PARAMETER
 from jaxmp._autocast.parameters import Argnums, Parameters, by_position, place_of
 from jaxmp._autocast.passes import PASSES
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.program_key import comparable
-from jaxmp._autocast.provenance import OTHER, WEIGHTS
-from jaxmp._autocast.reading import cast
+from jaxmp._autocast.provenance import DATA, PARAMETER
 from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.regions import (
     check_callable,
@@ -36,6 +36,7 @@ from jaxmp._autocast.regions import (
     widen,
 )
 from jaxmp._autocast.residuals import recompute
+from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._autocast.rules import governed, rules_for
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_weak, with_weak_type
@@ -243,7 +244,7 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
     """A call of `fn`, traced to be planned."""
     with inside_autocast(policy):
         traced = trace(fn, args, kwargs)
-        return traced._replace(jaxpr=rows_first(traced.jaxpr))
+        return traced._replace(jaxpr=with_equal_bodies(rows_first(traced.jaxpr)))
 
 
 def of_arrays(parameters: Sequence[bool], args: Any, kwargs: Any) -> tuple[bool, ...]:
@@ -271,15 +272,15 @@ def plan_program(jaxpr: Any, policy: Policy, parameters: Sequence[bool]) -> Plan
             rules.low if stored == rules.low else None,
             frozenset({planner.fresh()}) if stored == rules.low else NO_ORIGINS,
             argument=True,
-            licence=PARAMETER if parameter else DATA,
+            provenance=PARAMETER if parameter else DATA,
         )
         for var, parameter in zip(open_jaxpr.invars, parameters, strict=True)
     ]
     low_output = output == rules.low
     wanted = [CONTRACTION if low_output else FULL] * len(open_jaxpr.outvars)
     outs = [rules.low if low_output and rules.governs(var) else None for var in open_jaxpr.outvars]
-    made = [WEIGHTS if parameter else OTHER for parameter in parameters]
-    plan = planner.plan(jaxpr, ins, wanted, rules, outs=outs, made=made)
+    roots = [WEIGHTS if parameter else OTHER for parameter in parameters]
+    plan = planner.plan(jaxpr, ins, wanted, rules, outs=outs, roots=roots)
     return recompute(plan) if planner.recomputes else plan
 
 

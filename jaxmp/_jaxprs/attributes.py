@@ -8,7 +8,6 @@ and `tests/test_package.py` finds what is read elsewhere.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,29 +30,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 def setting(name: str) -> Any:
     """A setting of JAX, such as "jax_enable_x64": those of JAX 0.10 are not declared for mypy."""
     return getattr(jax.config, name)
-
-
-# The settings under which the same function is traced to another program.
-_TRACED_UNDER = (
-    "jax_default_matmul_precision",
-    "jax_enable_x64",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-)
-
-
-def cached_trace(fn: F) -> F:
-    """Caches what a function makes of hashable arguments under JAX's settings, as `jax.jit` does.
-
-    What it raises is not kept.
-    """
-    cached = functools.lru_cache(maxsize=4096)(lambda _settings, *args: fn(*args))
-
-    @functools.wraps(fn)
-    def under_settings(*args: Any) -> Any:
-        return cached(tuple(map(setting, _TRACED_UNDER)), *args)
-
-    return under_settings  # type: ignore[return-value]
 
 
 # Values and their types.
@@ -147,15 +123,58 @@ def name_stack(eqn: jex_core.JaxprEqn) -> Any:
     return eqn.source_info.name_stack
 
 
-def frames(eqn: jex_core.JaxprEqn) -> Iterator[tuple[CodeType, int]]:
-    """The Python frames an equation was made in, innermost first: code, and where in it."""
-    traceback: Any = eqn.source_info.traceback
+def names_around(jaxpr: Any) -> tuple[Any, ...]:
+    """The named scopes that all equations of an open jaxpr are in, but for those of jaxmp's own."""
+    first: tuple[Any, ...]
+    first, *others = [eqn.source_info.name_stack.stack for eqn in jaxpr.eqns] or [()]
+    count = 0
+    for scope in first:
+        plain = type(scope).__name__ == "Scope" and not scope.name.startswith("jaxmp")
+        if not plain or any(stack[count : count + 1] != (scope,) for stack in others):
+            break
+        count += 1
+    return first[:count]
+
+
+def without_names(jaxpr: Any, count: int) -> Any:
+    """An open jaxpr whose equations are not in the outermost named scopes."""
+    if not count:
+        return jaxpr
+    bare = [
+        eqn.replace(
+            source_info=eqn.source_info.replace(name_stack=eqn.source_info.name_stack[count:])
+        )
+        for eqn in jaxpr.eqns
+    ]
+    return jaxpr.replace(eqns=bare)
+
+
+def scoped(eqn: jex_core.JaxprEqn, names: tuple[Any, ...], **replaced: Any) -> jex_core.JaxprEqn:
+    """An equation in more named scopes, with some parameters replaced."""
+    source = eqn.source_info
+    named = source.replace(name_stack=source.name_stack + source_info_util.NameStack(names))
+    found: jex_core.JaxprEqn = eqn.replace(params=eqn.params | replaced, source_info=named)
+    return found
+
+
+def under(names: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """A context in which what is bound is in these named scopes."""
+    stack = source_info_util.current_name_stack() + source_info_util.NameStack(names)
+    return source_info_util.user_context(None, name_stack=stack)
+
+
+def traceback(eqn: jex_core.JaxprEqn) -> Any:
+    """Where in Python an equation was made: it hashes; None if that is not known."""
+    return eqn.source_info.traceback
+
+
+def frames(traceback: Any) -> Iterator[tuple[CodeType, int]]:
+    """The Python frames of a traceback, innermost first: code, and where in it."""
     return iter(()) if traceback is None else zip(*traceback.raw_frames(), strict=True)
 
 
-def line_number(eqn: jex_core.JaxprEqn, frame: tuple[CodeType, int]) -> int:
+def line_number(traceback: Any, frame: tuple[CodeType, int]) -> int:
     """The line of one of its frames."""
-    traceback: Any = eqn.source_info.traceback
     return int(traceback.code_addr2line(*frame))
 
 

@@ -76,7 +76,7 @@ class Threaded(Protocol):
 Thread = Callable[[JaxprEqn, list[Any], Sequence[Threaded], Sequence[Any]], Out]
 
 
-class Traced:
+class TracedBody:
     """A replacement that has been traced: to know its extra results before it is run.
 
     Attributes:
@@ -132,7 +132,7 @@ def beside(
     merges what both compute, but not loops; what a body prints is printed twice.
     """
     [called] = replacements
-    traced = Traced(called, extra_in, operands)
+    traced = TracedBody(called, extra_in, operands)
     results = bind(eqn, operands)
     if not traced.extras:
         return results, {}
@@ -153,7 +153,7 @@ def through_call(
     if rematted is not None:
         results, extras = rematted(*operands)
         return list(results), extras
-    traced = Traced(called, extra_in, operands)
+    traced = TracedBody(called, extra_in, operands)
     more = [*traced.consts, *extra_in]
     params = compat.widened(eqn, len(more), len(jax.tree.leaves(traced.extras)))
     jaxpr = compat.like(traced.jaxpr, eqn.params["jaxpr"])
@@ -193,14 +193,14 @@ def through_branches(
 ) -> Out:
     """Every branch gives every extra result that one of them has."""
     index, *arrays = operands
-    traced = [Traced(branch, extra_in, arrays) for branch in replacements]
+    traced = [TracedBody(branch, extra_in, arrays) for branch in replacements]
     wanted: Extras = {}
     for branch in traced:
         for name, extra in branch.extras.items():
             _check_alike("the branches of a cond", name, wanted.setdefault(name, extra), extra)
     consts = [branch.consts for branch in traced]
 
-    def whole(branch: Traced, at: int) -> Any:
+    def whole(branch: TracedBody, at: int) -> Any:
         def run(*everything: Any) -> list[Any]:
             given, shared, arrays = jax.tree.unflatten(tree, everything)
             results, extras = branch.run(given[at], shared, arrays)
@@ -248,8 +248,8 @@ def through_while(
     """
     n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     given, start = operands[: n_test + n_body], operands[n_test + n_body :]
-    test = Traced(replacements[0], extra_in, [*given[:n_test], *start])
-    body = Traced(replacements[1], extra_in, [*given[n_test:], *start])
+    test = TracedBody(replacements[0], extra_in, [*given[:n_test], *start])
+    body = TracedBody(replacements[1], extra_in, [*given[n_test:], *start])
     for name, extra in (test.extras | body.extras).items():
         if extra.join.combine is None:
             raise ValueError(

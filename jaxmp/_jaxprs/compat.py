@@ -26,6 +26,7 @@ import jax.extend.core as jex_core
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import source_info_util
+from jax.extend.core.primitives import remat_p
 from jax.interpreters import ad
 
 # Primitives that run one jaxpr once, operands and results one to one → the parameter it is in.
@@ -90,6 +91,12 @@ def part(jaxpr: Any, eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequen
         outvars=list(outvars),
         debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
     )
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
+    """A closed jaxpr with other equations of the same variables."""
+    opened = closed(jaxpr).jaxpr.replace(eqns=list(eqns))
+    return jaxpr.replace(jaxpr=opened) if hasattr(jaxpr, "jaxpr") else opened
 
 
 def dtype_of(atom: Any) -> np.dtype[Any] | None:
@@ -172,6 +179,15 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
     return trace_of_tree(fn, avals)[0]
 
 
+def cached_trace(make: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """Returns the `trace` at `avals`, as a function of `(avals, *args)`, of what `make(*args)` is.
+
+    That is made once for each `args`, which are hashable, so that JAX knows it again.
+    """
+    made = functools.lru_cache(maxsize=4096)(lambda *args: jax.jit(make(*args)))
+    return lambda avals, *args: trace(made(*args), avals)
+
+
 def trace_of_tree(fn: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
     """`trace` of a function that returns a tree, and the tree, of shapes and dtypes."""
     traced = (fn if hasattr(fn, "trace") else jax.jit(fn)).trace(*avals)
@@ -241,6 +257,18 @@ def rematerialized(eqn: jex_core.JaxprEqn, fn: Callable[..., Any]) -> Callable[.
         fn, policy=held.policy, prevent_cse=held.prevent_cse
     )
     return rematted
+
+
+def rematerialize(
+    jaxpr: Any, operands: Sequence[Any], policy: Callable[..., bool], *, prevent_cse: bool
+) -> list[Any]:
+    """The results of an open jaxpr without constants, under a `jax.checkpoint`.
+
+    Under one of its own JAX differentiates a function anew at each call; a jaxpr, once.
+    """
+    return remat_p.bind(  # type: ignore[no-any-return]
+        *operands, jaxpr=jaxpr, prevent_cse=prevent_cse, differentiated=False, policy=policy
+    )
 
 
 def widened(eqn: jex_core.JaxprEqn, n_ins: int, n_outs: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ float32 that is evaluated of 16-bit operands, as a primitive. Its own derivative
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +18,9 @@ from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import cached_trace, tangent_type, with_dtype
+from jaxmp._jaxprs.attributes import tangent_type, with_dtype
 from jaxmp._jaxprs.equation_parameters import takes_result_dtype
+from jaxmp._jaxprs.evaluate import JaxprById, by_id
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -61,15 +61,15 @@ def evaluated(
     return env[out]
 
 
-@cached_trace
-def mapped(jaxpr: Any, axes: tuple[int | None, ...], types: tuple[Any, ...]) -> Any:
-    """A closed jaxpr of one result, under `jax.vmap`."""
+@compat.cached_trace
+def mapped(jaxpr: Any, axes: tuple[int | None, ...]) -> Any:
+    """A closed jaxpr of one result, under `jax.vmap`, at the types of its operands."""
 
     def one(*operands: Any) -> Any:
         [out] = jaxpr_as_fun(jaxpr)(*operands)
         return out
 
-    return compat.trace(jax.vmap(one, in_axes=axes), types)
+    return jax.vmap(one, in_axes=axes)
 
 
 def type_of_result(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
@@ -81,17 +81,10 @@ def type_of_result(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
 # The products.
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Held:
-    """A jaxpr that nobody looks into: what runs is another."""
-
-    jaxpr: Any
-
-
 def summed_wide(jaxpr: Any, operands: Sequence[Any]) -> Any:
     """What a closed jaxpr in float32 contracts, of low operands, in float32."""
     types = tuple(map(jax.typeof, operands))
-    return wide_p.bind(*operands, held=_held(jaxpr), jaxpr=_wide(jaxpr, types))
+    return wide_p.bind(*operands, held=by_id(jaxpr), jaxpr=_wide(types, jaxpr))
 
 
 def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
@@ -100,33 +93,30 @@ def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
     return summed_wide(_dot(types, dims, out_sharding), (a, b))
 
 
-@cached_trace
-def _dot(types: tuple[Any, ...], dims: Any, out_sharding: Any) -> Any:
-    return compat.trace(lambda a, b: lax.dot_general(a, b, dims, out_sharding=out_sharding), types)
+@compat.cached_trace
+def _dot(dims: Any, out_sharding: Any) -> Any:
+    return lambda a, b: lax.dot_general(a, b, dims, out_sharding=out_sharding)
 
 
-_held = functools.lru_cache(maxsize=4096)(_Held)
-
-
-@cached_trace
-def _wide(jaxpr: Any, types: tuple[Any, ...]) -> Any:
-    return compat.trace(lambda *operands: evaluated(jaxpr, operands, FLOAT32), types)
+@compat.cached_trace
+def _wide(jaxpr: Any) -> Any:
+    return lambda *operands: evaluated(jaxpr, operands, FLOAT32)
 
 
 wide_p = Primitive("product_in_float32")
 
 
-def _run_wide(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: ARG001
+def _run_wide(*operands: Any, held: JaxprById, jaxpr: Any) -> Any:  # noqa: ARG001
     return evaluated(held.jaxpr, operands, FLOAT32)
 
 
-def _run_wide_on_cpu(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: ARG001
+def _run_wide_on_cpu(*operands: Any, held: JaxprById, jaxpr: Any) -> Any:  # noqa: ARG001
     # The same numbers: XLA on CPU has no such product in every layout, and fails when it runs.
     wide = [x if x.dtype.kind in "iu" else lax.convert_element_type(x, FLOAT32) for x in operands]
     return evaluated(held.jaxpr, wide, FLOAT32)
 
 
-def _run_wide_on_gpu(*operands: Any, held: _Held, jaxpr: Any) -> Any:  # noqa: ARG001
+def _run_wide_on_gpu(*operands: Any, held: JaxprById, jaxpr: Any) -> Any:  # noqa: ARG001
     # A convolution gives what it takes: XLA for GPUs has none of 16-bit operands in float32, and
     # would multiply float32 copies of them.
     return evaluated(held.jaxpr, operands, FLOAT32, convolved=_low(operands))
@@ -138,11 +128,11 @@ def _low(operands: Sequence[Any]) -> DType:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(held: _Held, jaxpr: Any) -> Callable[..., Any]:
+def _jitted(held: JaxprById, jaxpr: Any) -> Callable[..., Any]:
     return jax.jit(functools.partial(wide_p.bind, held=held, jaxpr=jaxpr))
 
 
-def _run_at_once(*operands: Any, held: _Held, jaxpr: Any) -> Any:
+def _run_at_once(*operands: Any, held: JaxprById, jaxpr: Any) -> Any:
     # Under `jax.disable_jit` the jit would bind the primitive, which would come back here.
     with jax.disable_jit(disable=False):
         return _jitted(held, jaxpr)(*operands)
@@ -152,7 +142,7 @@ def _jvp_wide(
     primals: Sequence[Any],
     tangents: Sequence[Any],
     *,
-    held: _Held,
+    held: JaxprById,
     jaxpr: Any,  # noqa: ARG001
 ) -> tuple[Any, Any]:
     out = summed_wide(held.jaxpr, primals)
@@ -170,11 +160,11 @@ def _batch_wide(
     operands: Sequence[Any],
     axes: Sequence[int | None],
     *,
-    held: _Held,
+    held: JaxprById,
     jaxpr: Any,  # noqa: ARG001
 ) -> tuple[Any, int]:
     types = tuple(in_float32(jax.typeof(x)) for x in operands)
-    return summed_wide(mapped(held.jaxpr, tuple(axes), types), operands), 0
+    return summed_wide(mapped(types, held.jaxpr, tuple(axes)), operands), 0
 
 
 wide_p.def_impl(_run_at_once)

@@ -27,7 +27,7 @@ from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import cached_trace, in_context, on_mesh_of, tangent_type
+from jaxmp._jaxprs.attributes import in_context, on_mesh_of, tangent_type
 from jaxmp._jaxprs.equation_parameters import all_gather_of
 from jaxmp._jaxprs.float32_dot import (
     FLOAT32,
@@ -118,10 +118,10 @@ def _with_gradients(
     """
     count, sides = len(types), [side for side, _, _ in sources]
 
-    @functools.cache
-    def by(which: int) -> _Product:
+    def by(which: int) -> _ParameterProduct:
         side, moves, aval = sources[which]
-        return _product(op, (*types[:side], aval, *types[side + 1 :]), side, moves, low)
+        avals = (*types[:side], aval, *types[side + 1 :])
+        return _ParameterProduct(_of_moved(avals, op, side, moves), side, low)
 
     @jax.custom_jvp
     def with_gradients(out: Any, *_: Any) -> Any:
@@ -243,21 +243,20 @@ def _moved(array: Any, moves: Sequence[Op]) -> Any:
     return array
 
 
-def _product(
-    op: Op, types: tuple[Any, ...], side: int, moves: Sequence[Op], low: DType
-) -> _Product:
-    def moved(*operands: Any) -> Any:
+@compat.cached_trace
+def _of_moved(op: Op, side: int, moves: Sequence[Op]) -> Any:
+    def contraction(*operands: Any) -> Any:
         array = _moved(operands[side], moves)
         return _bound(op, (*operands[:side], array, *operands[side + 1 :]), FLOAT32)
 
-    return _Product(compat.trace(moved, types), side, low)
+    return contraction
 
 
 # The derivative by a parameter.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Product:
+class _ParameterProduct:
     """A contraction with a parameter, as a primitive that is linear in it.
 
     Attributes:
@@ -273,7 +272,7 @@ class _Product:
     def bind(self, operands: Sequence[Any]) -> Any:
         """The result, low, of a float32 parameter and other operands, low."""
         types = tuple(map(jax.typeof, operands))
-        return by_parameter_p.bind(*operands, product=self, jaxpr=_forward(self, types))
+        return by_parameter_p.bind(*operands, product=self, jaxpr=_forward(types, self))
 
     def narrow(self, operands: Sequence[Any]) -> Any:
         """The result of operands in any dtypes."""
@@ -288,17 +287,17 @@ class _Product:
           by: which.
           given: the gradient of the result and the other operands, of which it is a function.
         """
-        return _transposed(self, by, tuple(in_float32(jax.typeof(x)) for x in given))
+        return _transposed([in_float32(jax.typeof(x)) for x in given], self, by)
 
 
-@cached_trace
-def _forward(product: _Product, types: tuple[Any, ...]) -> Any:
+@compat.cached_trace
+def _forward(product: _ParameterProduct) -> Any:
     """A closed jaxpr of the primitive: also for whoever looks inside it."""
-    return compat.trace(lambda *operands: product.narrow(operands), types)
+    return lambda *operands: product.narrow(operands)
 
 
-@cached_trace
-def _transposed(product: _Product, by: int, types: tuple[Any, ...]) -> Any:
+@compat.cached_trace
+def _transposed(product: _ParameterProduct, by: int) -> Any:
     """A closed jaxpr of the gradient and the other operands: the product, transposed by one."""
     # Not the type of its gradient, which may say otherwise over which devices it is summed.
     of = compat.closed(product.jaxpr).jaxpr.invars[by].aval
@@ -310,13 +309,13 @@ def _transposed(product: _Product, by: int, types: tuple[Any, ...]) -> Any:
 
         return jax.linear_transpose(linear, of)(g)[0]
 
-    return compat.trace(transposed, types)
+    return transposed
 
 
 by_parameter_p = Primitive("product_by_parameter")
 
 
-def _run(*operands: Any, product: _Product, jaxpr: Any) -> Any:  # noqa: ARG001
+def _run(*operands: Any, product: _ParameterProduct, jaxpr: Any) -> Any:  # noqa: ARG001
     return product.narrow(operands)
 
 
@@ -324,7 +323,7 @@ def _jvp(
     primals: Sequence[Any],
     tangents: Sequence[Any],
     *,
-    product: _Product,
+    product: _ParameterProduct,
     jaxpr: Any,  # noqa: ARG001
 ) -> tuple[Any, Any]:
     out = product.bind(primals)
@@ -338,7 +337,7 @@ def _jvp(
     return out, functools.reduce(lax.add, terms)
 
 
-def _transpose(g: Any, *operands: Any, product: _Product, jaxpr: Any) -> list[Any]:  # noqa: ARG001
+def _transpose(g: Any, *operands: Any, product: _ParameterProduct, jaxpr: Any) -> list[Any]:  # noqa: ARG001
     [by] = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = list(operands)
     if isinstance(g, ad.Zero):
@@ -357,11 +356,11 @@ def _batch(
     operands: Sequence[Any],
     axes: Sequence[int | None],
     *,
-    product: _Product,
+    product: _ParameterProduct,
     jaxpr: Any,
 ) -> tuple[Any, int]:
     types = tuple(in_float32(jax.typeof(x)) for x in operands)
-    jaxpr = mapped(product.jaxpr, tuple(axes), types)
+    jaxpr = mapped(types, product.jaxpr, tuple(axes))
     return dataclasses.replace(product, jaxpr=jaxpr).bind(operands), 0
 
 

@@ -38,4 +38,4 @@ PARAMETER = "jaxmp_parameter"
 DEQUANTIZE = "jaxmp_dequantize"
 # Around that, where it is rows of a table that are looked up, which are no weights.
 ROWS = "jaxmp_rows"
-EXACTLY = f"{REGION}p=full,c=full,o=full"
+EXACTLY = f"{REGION}float32"

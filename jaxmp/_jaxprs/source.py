@@ -10,7 +10,7 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import flax
 import jax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._jaxprs.attributes import frames, line_number, name_stack, source_summary
+from jaxmp._jaxprs.attributes import frames, line_number, name_stack, source_summary, traceback
 from jaxmp._jaxprs.scopes import CAST, EMULATED, KEPT, MISSED, REGION, SKIPPED, UNFUSED
 
 # Where Python keeps what is installed, and what belongs to it.
@@ -72,11 +72,16 @@ def _names(stack: Any, scope: str) -> bool:
 
 def user_line(eqn: JaxprEqn) -> str:
     """``file.py:line`` of the innermost frame that is in no library; empty if all are."""
-    libraries = _libraries()
-    for frame in frames(eqn):
+    return _user_line(traceback(eqn), _libraries())
+
+
+@functools.lru_cache(maxsize=4096)  # layers that are alike were written in the same frames
+def _user_line(where: Any, libraries: tuple[str, ...]) -> str:
+    is_in = _files(libraries)
+    for frame in frames(where):
         file = frame[0].co_filename
-        if not _is_in(file, libraries):
-            return f"{Path(file).name}:{line_number(eqn, frame)}"
+        if not is_in(file):
+            return f"{Path(file).name}:{line_number(where, frame)}"
     return ""
 
 
@@ -94,26 +99,33 @@ def is_promotion(eqn: JaxprEqn, readers: Sequence[JaxprEqn]) -> bool:
 
 def _instruction(eqn: JaxprEqn) -> tuple[Any, int] | None:
     """The innermost instruction outside of JAX and Flax that made an equation, if that is known."""
-    return next((f for f in frames(eqn) if not f[0].co_filename.startswith(_PROMOTING)), None)
+    return next(
+        (f for f in frames(traceback(eqn)) if not f[0].co_filename.startswith(_PROMOTING)), None
+    )
 
 
 def in_library(file: str) -> bool:
     """Whether a source file is a library's, or none at all."""
-    return _is_in(file, _libraries())
+    return _files(_libraries())(file)
 
 
 def _libraries() -> tuple[str, ...]:
     """The folders of the packages that are loaded."""
-    modules = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
-    return tuple(folder for m in modules for folder in getattr(m, "__path__", ()))
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_in(file: str, libraries: tuple[str, ...]) -> bool:
-    return file.startswith(("<", *_prefixes(libraries)))
+    return _folders(tuple(map(sys.modules.get, _PACKAGES)))
 
 
 @functools.lru_cache(maxsize=16)
+def _folders(modules: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(folder for m in modules for folder in getattr(m, "__path__", ()))
+
+
+@functools.lru_cache(maxsize=16)
+def _files(libraries: tuple[str, ...]) -> Callable[[str], bool]:
+    """Whether a source file is in these folders, or in what is installed."""
+    prefixes = ("<", *_prefixes(libraries))
+    return functools.lru_cache(maxsize=4096)(lambda file: file.startswith(prefixes))
+
+
 def _prefixes(libraries: tuple[str, ...]) -> tuple[str, ...]:
     """These folders and those of what is installed, with and without links on the way to them."""
     folders = _INSTALLED.union(libraries)
@@ -144,4 +156,8 @@ def plain_path(stack: str) -> str:
         named = part and part not in _SCOPES_OF_OTHERS and not part.startswith(_MARKS)
         if named and (not kept or kept[-1] != part):
             kept.append(part)
+    # JAX names what it transposes under `jax.checkpoint` twice: ``jvp(A)/B/jvp(A)/B/checkpoint/C``.
+    for size in range(len(kept) // 2, 0, -1):
+        if kept[:size] == kept[size : 2 * size]:
+            return "/".join(kept[size:])
     return "/".join(kept)

@@ -91,7 +91,7 @@ class Layer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Visit:
+class LayerVisit:
     """A call of a module.
 
     Attributes:
@@ -105,7 +105,7 @@ class Visit:
     """
 
     cls: type
-    around: Visit | None = None
+    around: LayerVisit | None = None
     key: Hashable = None
     layer: Layer | None = None
     policy: Policy | None = None
@@ -113,7 +113,7 @@ class Visit:
     wrapped: bool = False
 
 
-class Seen:
+class LayerDtypes:
     """What calls of one kind enter, known once such a call was traced.
 
     Attributes:
@@ -123,13 +123,13 @@ class Seen:
     """
 
     def __init__(self) -> None:
-        self.visits: dict[tuple[str, ...], Visit] = {}
+        self.visits: dict[tuple[str, ...], LayerVisit] = {}
         self.layers: dict[Hashable, Layer] = {}
-        self.verdict: Verdict | None = None
+        self.verdict: LayerVerdict | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Verdict:
+class LayerVerdict:
     """The keys of the layers that have a word of their own.
 
     It is a part of the key of what JAX caches of a trace that layers were marked in.

@@ -16,10 +16,10 @@ import numpy as np
 from jaxmp._autocast.regions import policy_in_force, region
 from jaxmp._flax import InterceptorContext
 from jaxmp._modules.explicit_dtypes import (
-    Seen,
+    LayerDtypes,
+    LayerVerdict,
+    LayerVisit,
     Standing,
-    Verdict,
-    Visit,
     distinguished,
     layer_of,
     standing_at_float32,
@@ -27,10 +27,11 @@ from jaxmp._modules.explicit_dtypes import (
 from jaxmp._modules.overrides import FLOAT32, Found, Overrides
 from jaxmp.policy import Policy
 
-# Part of the key of every jit cache, `nn.jit`'s among them: the `Verdict` by which modules mark
-# regions of their own while a function is traced. A trace with other marks is not used again. Calls
-# of one kind have one verdict, and no others have it, though theirs may say the same: which modules
-# there are is learned from a trace, and one that is found in a cache enters none.
+# Part of the key of every jit cache, `nn.jit`'s among them: the `LayerVerdict` by which modules
+# mark regions of their own while a function is traced. A trace with other marks is not used
+# again. Calls of one kind have one verdict, and no others have it, though theirs may say the
+# same: which modules there are is learned from a trace, and one that is found in a cache enters
+# none.
 _MARKING = jax.make_user_context(default_value=None)
 
 
@@ -75,7 +76,7 @@ class Interceptor:
         self,
         overrides: Overrides,
         root: Sequence[str],
-        seen: Seen,
+        seen: LayerDtypes,
         *,
         initializing: bool = False,
         rehearses: bool = False,
@@ -85,8 +86,8 @@ class Interceptor:
         self.rehearses = rehearses  # traces for the sake of the layers only
         self.root = tuple(root)
         self.seen = seen
-        self.verdict = seen.verdict or Verdict()
-        self._around: list[Visit] = []  # the modules around the one at hand
+        self.verdict = seen.verdict or LayerVerdict()
+        self._around: list[LayerVisit] = []  # the modules around the one at hand
         self._wrapped = 0  # how many modules, wrapped by themselves, are around the one at hand
 
     def marking(self) -> contextlib.AbstractContextManager[None]:
@@ -98,7 +99,7 @@ class Interceptor:
         """Decides which layers have a word of their own; whether that is what it went by."""
         before, found = self.verdict, distinguished([*self.seen.layers.values()])
         if found != before.distinct:
-            self.verdict = Verdict(found)
+            self.verdict = LayerVerdict(found)
         self.seen.verdict = self.verdict
         visits = self.seen.visits.items()
         self.overrides.warn_of_other_dtypes({p: v.layer for p, v in visits if v.layer})
@@ -116,9 +117,9 @@ class Interceptor:
             return self.overrides.default
         return None if visit.wrapped else self._policy(visit)
 
-    def _policy(self, visit: Visit) -> Policy:
+    def _policy(self, visit: LayerVisit) -> Policy:
         """The policy that a module runs under."""
-        at: Visit | None = visit
+        at: LayerVisit | None = visit
         while at is not None:
             if at.policy is not None:
                 return at.policy
@@ -144,7 +145,7 @@ class Interceptor:
         path = self.relative(module.path)
         call = functools.partial(next_fun, *args, **kwargs)
         wrapped = bool(self._wrapped) or (path != () and hasattr(module, "_jaxmp_made"))
-        visit = Visit(type(module), wrapped=True) if wrapped else self._visit(module, path)
+        visit = LayerVisit(type(module), wrapped=True) if wrapped else self._visit(module, path)
         if path is not None:
             self.seen.visits[path] = visit
         if wrapped:
@@ -171,7 +172,7 @@ class Interceptor:
             self.seen.layers[visit.key] = visit.layer
         return out
 
-    def _visit(self, module: nn.Module, path: tuple[str, ...] | None) -> Visit:
+    def _visit(self, module: nn.Module, path: tuple[str, ...] | None) -> LayerVisit:
         around = self._around[-1] if self._around else None
         layers = (v.layer for v in reversed(self._around) if v.layer is not None)
         key = (module.path, type(module))
@@ -182,7 +183,7 @@ class Interceptor:
         )
         policy = self.overrides.policy_at(path, type(module))
         standing = above | standing_at_float32(module)
-        return Visit(type(module), around, key, layer, policy, standing)
+        return LayerVisit(type(module), around, key, layer, policy, standing)
 
     def _wrapped_by_itself(self, call: Callable[[], Any]) -> Any:
         """Calls a module that was wrapped, or is inside one that was: it keeps its policies."""

@@ -21,7 +21,7 @@ from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.rules import governed
 from jaxmp._autocast.transform import is_identity
 from jaxmp._jaxprs.source import level_of_user
-from jaxmp._modules.explicit_dtypes import Layer, Seen
+from jaxmp._modules.explicit_dtypes import Layer, LayerDtypes
 from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
 
 FLOAT32 = get_policy("float32")
@@ -53,7 +53,7 @@ class Overrides:
         self._map = policy if isinstance(policy, PolicyMap) else PolicyMap({}, default=policy)
         keys = frozenset(key for key, _ in self._map.overrides)
         self._unmatched: dict[Hashable, frozenset[str | type]] = defaultdict(lambda: keys)
-        self._seen = functools.lru_cache(maxsize=64)(lambda _: Seen())
+        self._seen = functools.lru_cache(maxsize=64)(lambda _: LayerDtypes())
         self._warned: set[frozenset[str]] = set()
         self.default: Policy = self._map.default
         self.wide = governed(self.default)
@@ -71,9 +71,9 @@ class Overrides:
         """Whether there is one policy for all."""
         return not self._map.overrides
 
-    def seen(self, kind: Hashable) -> Seen:
+    def seen(self, kind: Hashable) -> LayerDtypes:
         """What is known of the layers that calls of a kind enter; None is a kind of its own."""
-        return Seen() if kind is None else self._seen(kind)
+        return LayerDtypes() if kind is None else self._seen(kind)
 
     def warn_of_kept(self, plan: Plan) -> None:
         """Warns, once, where the layers' own float32 is much of what a plan multiplies."""

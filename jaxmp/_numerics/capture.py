@@ -30,7 +30,7 @@ from jaxmp._numerics.probe import Probe
 from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record, entries
 from jaxmp._numerics.statistics import Measurements, Statistics, unpack
-from jaxmp._numerics.survey import Program, Site, matches, survey
+from jaxmp._numerics.survey import Site, SurveyedProgram, matches, survey
 from jaxmp._training.loss_scale import static_loss_scale
 from jaxmp._training.scaled_grad import value_and_grad
 from jaxmp.policy import get_policy
@@ -67,7 +67,7 @@ class Capture(Readings):
     policy: str
     measured_results: Any
     sites: dict[str, Measured]
-    program: Program
+    program: SurveyedProgram
     bytes: int
     loss_scale: float
     wide: bool
@@ -105,7 +105,7 @@ class Prepared:
     """
 
     policy: str
-    program: Program
+    program: SurveyedProgram
     call: Traced
     measured_bytes: int
     step: Callable[..., tuple[list[Any], Extras]]
@@ -299,14 +299,16 @@ def capture(
     return prepared.run()
 
 
-def _said(policy: Any, program: Program) -> str:
+def _said(policy: Any, program: SurveyedProgram) -> str:
     """A policy in words; of a program as it is, which may be a wrapped module's, its dtypes."""
     if policy is not None:
         return str(get_policy(policy))
     return f"as written, in {', '.join(sorted({site.dtype for site in program.sites.values()}))}"
 
 
-def _places(program: Program, whole: Container[str]) -> dict[str, tuple[str, int, int | None]]:
+def _places(
+    program: SurveyedProgram, whole: Container[str]
+) -> dict[str, tuple[str, int, int | None]]:
     """For each site: the jaxpr that it is in, its number there, and that among those measured."""
     places: dict[str, tuple[str, int, int | None]] = {}
     counts: Counter[str] = Counter()

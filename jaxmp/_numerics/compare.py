@@ -282,7 +282,10 @@ def matched(this: Record, other: Record) -> Iterator[tuple[str, str]]:
     """
     left = [{name: entry.site for name, entry in run.sites.items()} for run in (this, other)]
     for strictness, key in enumerate((_place, *_KEYS)):
-        groups: tuple[dict[Hashable, list[Site]], ...] = (defaultdict(list), defaultdict(list))
+        groups: tuple[dict[Hashable, list[Site]], ...] = (
+            defaultdict(list),
+            defaultdict(list),
+        )
         for unmatched, group in zip(left, groups, strict=True):
             for site in unmatched.values():
                 group[key(site)].append(site)

@@ -371,5 +371,7 @@ def _share_of_overflows(of: Statistics, at: tuple[int, ...]) -> str:
     return f", in {of.overflowed[at] / of.twins[at]:.2g} of its values"
 
 
-def _most_first(pairs: Iterable[tuple[Site, float]]) -> tuple[tuple[Site, float], ...]:
+def _most_first(
+    pairs: Iterable[tuple[Site, float]],
+) -> tuple[tuple[Site, float], ...]:
     return tuple(sorted(pairs, key=lambda pair: -pair[1]))

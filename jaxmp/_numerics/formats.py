@@ -8,53 +8,42 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmp._numerics.statistics import BELOW, BIAS, OCTAVES, Statistics
+from jaxmp.formats import ALL_FORMATS, Format
 
 
-@dataclasses.dataclass(frozen=True)
-class Format:
-    """A number format.
+class ScaledFormat(NamedTuple):
+    """A number format, and what shares a scale in it.
 
     Attributes:
       name: what it is called.
-      bits: of the fraction; 0 for integers.
-      tiny: the exponent of its smallest normal number.
-      largest: its largest number.
-      scaled: what shares a scale that puts the largest on `largest`: "" (no scale), "tensor" or one
-        of `statistics.GROUPS`.
-      integer: whether numbers are evenly spaced.
+      format: the format of the scaled numbers.
+      scaled: what shares a scale that puts the largest on the format's largest: "" (no scale),
+        "tensor" or one of `statistics.GROUPS`.
     """
 
     name: str
-    bits: int
-    tiny: int
-    largest: float
+    format: Format
     scaled: str = ""
-    integer: bool = False
-
-    @property
-    def step(self) -> float:
-        """The distance of the smallest numbers."""
-        return 1.0 if self.integer else 2.0 ** (self.tiny - self.bits)
 
 
-def _in(scaled: str, name: str, bits: int, tiny: int, largest: float) -> Format:
-    return Format(f"{name} per {scaled}", bits, tiny, largest, scaled)
+def _scaled(short: str, *shared_by: str) -> list[ScaledFormat]:
+    fmt = ALL_FORMATS[short]
+    return [ScaledFormat(f"{fmt.name} per {scaled}", fmt, scaled) for scaled in shared_by]
 
 
 formats = (
-    Format("float16", 10, -14, 65504.0),
-    Format("bfloat16", 7, -126, float(np.float32(3.3895314e38))),
-    *(_in(of, "float8_e4m3fn", 3, -6, 448.0) for of in ("tensor", "row", "block of 128")),
-    *(_in(of, "float8_e5m2", 2, -14, 57344.0) for of in ("tensor", "row", "block of 128")),
-    Format("mxfp8", 3, -6, 448.0, "block of 32"),
-    Format("nvfp4", 1, 0, 6.0, "block of 16"),
-    Format("int8 per tensor", 0, 0, 127.0, "tensor", integer=True),
-    Format("int8 per row", 0, 0, 127.0, "row", integer=True),
+    ScaledFormat("float16", ALL_FORMATS["f16"]),
+    ScaledFormat("bfloat16", ALL_FORMATS["bf16"]),
+    *_scaled("e4m3", "tensor", "row", "block of 128"),
+    *_scaled("e5m2", "tensor", "row", "block of 128"),
+    ScaledFormat("mxfp8", ALL_FORMATS["e4m3"], "block of 32"),
+    ScaledFormat("nvfp4", ALL_FORMATS["e2m1"], "block of 16"),
+    *_scaled("int8", "tensor", "row"),
 )
 
 
@@ -74,30 +63,30 @@ class Score:
     error: float
 
 
-def score(of: Statistics, form: Format) -> Score:
+def score(of: Statistics, form: ScaledFormat) -> Score:
     """Scores a format from what was measured of an array, over all iterations."""
-    of = of.joined()
+    of, fmt = of.joined(), form.format
     if form.scaled in ("", "tensor"):
         counts = np.float64(of.octaves)
         magnitudes = 2.0 ** np.arange(-BIAS, OCTAVES - BIAS) * _WITHIN[:, None]
         magnitudes[:, 0] = 2.0**-130
-        unit = float(of.largest) / form.largest if form.scaled and of.largest else 1.0
+        unit = float(of.largest) / fmt.largest if form.scaled and of.largest else 1.0
     else:
         # The largest of a group lies somewhere in its octave, as the others in theirs.
         counts = np.float64(of.below[form.scaled])
         magnitudes = 2.0 ** -np.arange(BELOW, dtype=np.float64) * _AROUND[:, None]
-        unit = 1 / form.largest
-    beyond = 0.0 if form.scaled else _beyond(of, form, counts)
+        unit = 1 / fmt.largest
+    beyond = 0.0 if form.scaled else _beyond(of, fmt, counts)
     total = counts.sum() * len(magnitudes)
     if not total:
         return Score(0.0, beyond, 0.0)
-    scaled = np.minimum(magnitudes / unit, form.largest if form.scaled else np.inf)
-    gone = scaled <= form.step / 2
-    spacing = np.maximum(form.step, 2.0 ** (np.floor(np.log2(scaled)) - form.bits))
-    if form.integer:
-        spacing = np.full_like(scaled, form.step)
+    scaled = np.minimum(magnitudes / unit, fmt.largest if form.scaled else np.inf)
+    gone = scaled <= fmt.step / 2
+    spacing = np.maximum(fmt.step, 2.0 ** (np.floor(np.log2(scaled)) - fmt.fraction_bits))
+    if fmt.integer:
+        spacing = np.full_like(scaled, fmt.step)
     squares = np.where(gone, scaled**2, spacing**2 / 12)
-    squares = np.where(scaled > 2 * form.largest, scaled**2, squares)
+    squares = np.where(scaled > 2 * fmt.largest, scaled**2, squares)
     error = math.sqrt((counts * squares).sum() / (counts * scaled**2).sum())
     return Score(float((counts * gone).sum() / total), beyond, error)
 
@@ -107,11 +96,11 @@ _WITHIN = np.array([1.125, 1.375, 1.625, 1.875])
 _AROUND = 2.0 ** np.array([-0.375, -0.125, 0.125, 0.375])
 
 
-def _beyond(of: Statistics, form: Format, counts: Any) -> float:
+def _beyond(of: Statistics, fmt: Format, counts: Any) -> float:
     """The share of values that a format without a scale cannot hold."""
-    top = math.floor(math.log2(form.largest)) + BIAS
+    top = math.floor(math.log2(fmt.largest)) + BIAS
     share = counts[top + 1 :].sum() / max(counts.sum(), 1)
-    half_ulp = 2.0 ** (math.floor(math.log2(form.largest)) - form.bits) / 2
-    if share == 0 and of.largest >= form.largest + half_ulp:  # rounds to infinity
+    half_ulp = 2.0 ** (math.floor(math.log2(fmt.largest)) - fmt.fraction_bits) / 2
+    if share == 0 and of.largest >= fmt.largest + half_ulp:  # rounds to infinity
         return float(1 / max(counts.sum(), 1))  # at least one, which the sample may not have
     return float(share)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 
 
-class Kept:
+class RunCache:
     """Results of a tool in a folder, a file each, for what made them; without a folder, none.
 
     Raises:

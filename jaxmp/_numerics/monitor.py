@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxmp._jaxprs.attributes import is_tracer
-from jaxmp._numerics.monitor_statistics import Paths, Statistics, leaves_of, measure
+from jaxmp._numerics.monitor_statistics import MonitorStatistics, Paths, leaves_of, measure
 from jaxmp._training.loss_scale import as_transformation
 from jaxmp._training.opt_state import check_is_state, find_scalers, scale_of, skipped_by, the_scaler
 from jaxmp.tree import select
@@ -36,7 +36,7 @@ class MonitorState(NamedTuple):
     nonfinite_step: jax.Array
     nonfinite_index: jax.Array
     statistics_step: jax.Array
-    statistics: Statistics
+    statistics: MonitorStatistics
     paths: Paths
     inner_state: optax.OptState
 
@@ -122,7 +122,7 @@ def monitor(
             nonfinite_step=jnp.zeros([], jnp.int32),
             nonfinite_index=jnp.zeros([], jnp.int32),
             statistics_step=jnp.zeros([], jnp.int32),
-            statistics=Statistics(*(jnp.zeros(count, jnp.float32) for _ in range(3))),
+            statistics=MonitorStatistics(*(jnp.zeros(count, jnp.float32) for _ in range(3))),
             paths=paths,
             inner_state=inner_state,
         )
@@ -221,7 +221,7 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
 
 
 def _next_state(
-    state: MonitorState, every: int, first: jax.Array, statistics: Statistics
+    state: MonitorState, every: int, first: jax.Array, statistics: MonitorStatistics
 ) -> MonitorState:
     """What a step leaves; `first` is the index of the first parameter of which it is not finite."""
     step = optax.safe_increment(state.step_count)

@@ -23,7 +23,7 @@ from jaxmp.tree import all_finite
 _SMALLEST_NORMAL: Final = 2.0**-14  # of float16
 
 
-class Statistics(NamedTuple):
+class MonitorStatistics(NamedTuple):
     """What is measured of the gradients of one step.
 
     Attributes:
@@ -94,7 +94,7 @@ serialization.register_serialization_state(
 )
 
 
-class Leaf(NamedTuple):
+class MonitoredLeaf(NamedTuple):
     """A gradient divided by the scale: where it is in its tree, and of which parameter."""
 
     path: tuple[Any, ...]
@@ -102,7 +102,7 @@ class Leaf(NamedTuple):
     array: Any
 
 
-def leaves_of(grads: Any, paths: Paths, scale: jax.Array | None) -> list[Leaf]:
+def leaves_of(grads: Any, paths: Paths, scale: jax.Array | None) -> list[MonitoredLeaf]:
     """The gradients, divided as a loss scaler divides them: XLA computes that once for both.
 
     Raises:
@@ -117,13 +117,13 @@ def leaves_of(grads: Any, paths: Paths, scale: jax.Array | None) -> list[Leaf]:
                 f"monitor: no parameter at {show(path)}, but a gradient; the state was made by "
                 "init of other parameters. Differentiate with respect to those."
             )
-        found += [Leaf(path, index[_keys(path)], array) for array in jax.tree.leaves(node)]
+        found += [MonitoredLeaf(path, index[_keys(path)], array) for array in jax.tree.leaves(node)]
     return found
 
 
 def measure(
-    leaves: Sequence[Leaf], paths: Paths, scale: jax.Array | None, step_count: jax.Array
-) -> tuple[jax.Array, Statistics]:
+    leaves: Sequence[MonitoredLeaf], paths: Paths, scale: jax.Array | None, step_count: jax.Array
+) -> tuple[jax.Array, MonitorStatistics]:
     """Measures gradients.
 
     Every number is a float32 sum over one gradient, as the scaler's own test is, so XLA computes
@@ -166,7 +166,7 @@ def measure(
         jnp.stack([totals[name][i] for name in modules]) if modules else jnp.zeros(0, jnp.float32)
         for i in range(3)
     )
-    return first, Statistics(jnp.sqrt(squares), small / size, zero / size)
+    return first, MonitorStatistics(jnp.sqrt(squares), small / size, zero / size)
 
 
 def _sums(grad: Any, scale: jax.Array | None) -> list[jax.Array]:
@@ -182,7 +182,7 @@ def _sums(grad: Any, scale: jax.Array | None) -> list[jax.Array]:
     ]
 
 
-def _is_measured(leaf: Leaf) -> bool:
+def _is_measured(leaf: MonitoredLeaf) -> bool:
     # What Flax's float8 layers overwrite are new scales, and no gradients.
     inexact = jnp.issubdtype(jnp.result_type(leaf.array), jnp.inexact)
     return bool(inexact) and not is_overwrite(leaf.path)

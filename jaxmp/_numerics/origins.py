@@ -10,7 +10,15 @@ import numpy as np
 
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._numerics.statistics import Statistics
-from jaxmp._numerics.survey import INFINITY, Carry, Loop, Program, Refs, Site, running_order
+from jaxmp._numerics.survey import (
+    INFINITY,
+    Carry,
+    Loop,
+    Refs,
+    Site,
+    SurveyedProgram,
+    running_order,
+)
 
 # An iteration of each loop around a site, outermost first.
 At = tuple[int, ...]
@@ -37,7 +45,7 @@ class Origin:
 class Walk:
     """Finds origins among the sites of a program, from what was measured of them."""
 
-    def __init__(self, program: Program, measured: Mapping[str, Statistics]) -> None:
+    def __init__(self, program: SurveyedProgram, measured: Mapping[str, Statistics]) -> None:
         self._program = program
         self._measured = measured
         self._when = running_order(program.sites)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._numerics.statistics import Statistics
-from jaxmp._numerics.survey import Carry, Loop, Program, Refs, Site
+from jaxmp._numerics.survey import Carry, Loop, Refs, Site, SurveyedProgram
 
 VERSION = 1
 
@@ -80,7 +80,7 @@ class Record:
 
 
 def entries(
-    program: Program, measured: Iterable[tuple[Site, Statistics]], *, wide: bool
+    program: SurveyedProgram, measured: Iterable[tuple[Site, Statistics]], *, wide: bool
 ) -> dict[str, Entry]:
     """What is kept of sites; `wide` are computed in float32, whatever dtype the program says."""
     depths: dict[str, int] = {}

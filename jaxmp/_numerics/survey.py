@@ -110,7 +110,7 @@ class _SitePlace(Place):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class SurveyedProgram:
     """A program's sites.
 
     Attributes:
@@ -122,7 +122,7 @@ class Program:
     results: tuple[Refs, ...]
 
 
-def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Program:
+def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> SurveyedProgram:
     """Finds the sites of a closed jaxpr, whose arguments have labels; `weights` are parameters."""
     opened, consts = compat.closed(jaxpr)
     sites: dict[str, Site] = {}
@@ -138,10 +138,12 @@ def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Pr
             sites[refs[0]] = dataclasses.replace(sites[refs[0]], endless=True)  # type: ignore[index]
         env[var] = refs
     results = _inside(sites, opened, given, _SitePlace(), env)
-    return Program(sites, tuple(results))
+    return SurveyedProgram(sites, tuple(results))
 
 
-def running_order(sites: Mapping[str, Site]) -> Callable[[Site, Sequence[int]], tuple[int, ...]]:
+def running_order(
+    sites: Mapping[str, Site],
+) -> Callable[[Site, Sequence[int]], tuple[int, ...]]:
     """When a site runs in an iteration of its loops: what is in one runs iteration by iteration."""
     order = {name: i for i, name in enumerate(sites)}
     # Sites of a loop's body are neighbors: the first of them stands for the loop.

@@ -18,13 +18,13 @@ from jaxmp._autocast.explain import explain
 from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._numerics.arguments import bytes_of, check_announce, mismatch, text_of
-from jaxmp._numerics.kept import Kept, digest, fingerprint
-from jaxmp._numerics.tune_costs import Costs, Multiplied
+from jaxmp._numerics.kept import RunCache, digest, fingerprint
+from jaxmp._numerics.tune_costs import Costs, ProductFormat
 from jaxmp._numerics.tune_paths import (
     FLOAT32,
     Path,
-    Prepared,
-    Product,
+    PreparedLoss,
+    TunedProduct,
     prepared,
     products,
     under_map,
@@ -32,6 +32,7 @@ from jaxmp._numerics.tune_paths import (
 from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, check_budget, grouped, solve
 from jaxmp._numerics.tune_scores import Scorer, gradients, is_product, ways_of
 from jaxmp._numerics.tune_solve import front
+from jaxmp._numerics.validate_numerics import describe_numerics
 from jaxmp.policy import Policy, PolicyMap, single_policy
 
 # Modules next to each other whose results are multiplied with each other.
@@ -118,7 +119,7 @@ def tune(
       >>> params = model.init(jax.random.key(1), x)
       >>> found = jaxmp.tune(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, [x])
       >>> found.policy
-      PolicyMap({}, default='p=full,c=bf16,o=full')
+      PolicyMap({}, default='mixed_bfloat16')
       >>> f"{found.low_share:.0%}"
       '100%'
 
@@ -148,7 +149,7 @@ def tune(
     program = gradients(loss.loss, loss_scale)
     jaxpr = trace(program, (loss.params, batches[0]), {}).jaxpr
     found = list(products(jaxpr))
-    of_module: dict[Path, list[Product]] = {}
+    of_module: dict[Path, list[TunedProduct]] = {}
     for product in found:
         path = loss.places.of(product.scopes)
         if path is not None and is_product(product.eqn):
@@ -166,7 +167,7 @@ def tune(
     ways = ways_of(loss, batches[0], policies, paths)
     scorer = Scorer(loss, ways, loss_scale, probes)
     say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
-    scores = _scores(scorer, batches, policies, jaxpr, Kept("tune", out), say)
+    scores = _scores(scorer, batches, policies, jaxpr, RunCache("tune", out), say)
     of_module = {path: of_module[path] for path in paths}
     groups = _groups(of_module, grouped(paths, tie), ways, scores, costs)
     solutions = front([g.costs for g in groups], [g.errors for g in groups])
@@ -218,15 +219,15 @@ def _named(candidates: Sequence[Any]) -> dict[Policy, str]:
 
 
 def _groups(
-    of_module: Mapping[Path, Sequence[Product]],
+    of_module: Mapping[Path, Sequence[TunedProduct]],
     decided: Iterable[tuple[Path, ...]],
-    ways: dict[Path, tuple[Multiplied, ...]],
+    ways: dict[Path, tuple[ProductFormat, ...]],
     scores: np.ndarray[Any, Any],
     costs: Costs,
 ) -> tuple[Group, ...]:
     """What is decided on: what it costs, and how far it is off."""
     number = {path: i for i, path in enumerate(ways)}
-    full = sum(costs(p, Multiplied()) for several in of_module.values() for p in several)
+    full = sum(costs(p, ProductFormat()) for several in of_module.values() for p in several)
     groups = []
     options = range(scores.shape[1])
     for members in decided:
@@ -253,14 +254,14 @@ def _scores(
     batches: Sequence[Any],
     policies: Sequence[Policy],
     jaxpr: Any,
-    kept: Kept,
+    kept: RunCache,
     say: Callable[[str], Any],
 ) -> np.ndarray[Any, Any]:
     """The mean of the scores of all batches; those that are kept are not scored again."""
     common, made_by, found = "", "", []
     if kept.folder is not None:
         said = list(map(str, policies)), scorer.ways, scorer.loss_scale, scorer.probes
-        common = repr((said, fingerprint(sys.modules["jaxmp"])))
+        common = repr((said, describe_numerics(), fingerprint(sys.modules["jaxmp"])))
         common += digest([*text_of(jaxpr), *bytes_of(scorer.loss.params)])
     for i, batch in enumerate(batches):
         if kept.folder is not None:
@@ -275,7 +276,7 @@ def _scores(
 
 
 def _verifier(
-    loss: Prepared, batches: Sequence[Any], scale: float, say: Callable[[str], Any]
+    loss: PreparedLoss, batches: Sequence[Any], scale: float, say: Callable[[str], Any]
 ) -> Callable[[PolicyMap], Verified]:
     """Runs the loss and its gradients under a map, and compares them with float32's."""
     exact = jax.jit(gradients(loss.loss, scale))

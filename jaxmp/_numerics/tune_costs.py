@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from jaxmp._jaxprs.compat import shape_of
-from jaxmp._numerics.tune_paths import Product
+from jaxmp._numerics.tune_paths import TunedProduct
 from jaxmp._speed import Chip, chip_named
 from jaxmp._speed.estimate import keys_of
 from jaxmp.recipes import FORMATS, Format, Recipe
@@ -19,7 +19,7 @@ _BY_BITS = {32: 1.0, 16: 0.5, 8: 0.25}
 _UNKNOWN_FLOAT32 = 2.0
 
 
-class Multiplied(NamedTuple):
+class ProductFormat(NamedTuple):
     """In which dtype the values of a module are kept, and in which formats products multiply."""
 
     dtype: str = "float32"
@@ -56,7 +56,7 @@ class Costs:
         """What a cost is, in words."""
         return f"time on {self.target}" if self.target else "operations, by their bits"
 
-    def __call__(self, product: Product, how: Multiplied) -> float:
+    def __call__(self, product: TunedProduct, how: ProductFormat) -> float:
         """The cost of all runs of a product: seconds on the chip, if there is one."""
         fmt = how.format_of(backward=product.backward)
         if self.target is None:
@@ -78,7 +78,7 @@ class Costs:
         return seconds
 
 
-def _share(chip: Chip, how: Multiplied, fmt: Format, product: Product) -> float:
+def _share(chip: Chip, how: ProductFormat, fmt: Format, product: TunedProduct) -> float:
     """The time of a product on a chip over that of the same product in 16 bits."""
     if how.recipe is None or not fmt.scaled:
         if fmt.name in chip.tflops:

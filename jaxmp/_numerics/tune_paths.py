@@ -63,7 +63,7 @@ class Places:
         return path
 
 
-class Product(NamedTuple):
+class TunedProduct(NamedTuple):
     """A contraction of a program: in which scopes, in which pass, and how often it runs."""
 
     eqn: JaxprEqn
@@ -77,7 +77,7 @@ class Product(NamedTuple):
         return contraction_flops(self.eqn) * self.times
 
 
-class Prepared(NamedTuple):
+class PreparedLoss(NamedTuple):
     """A loss as a function of a pytree of float arrays and a batch, and where its equations are."""
 
     loss: Loss
@@ -85,7 +85,7 @@ class Prepared(NamedTuple):
     places: Places
 
 
-def prepared(loss_fn: Loss, params: Any, batch: Any) -> Prepared:
+def prepared(loss_fn: Loss, params: Any, batch: Any) -> PreparedLoss:
     """A loss of a pytree or an NNX module as one of a pytree, and the modules in it."""
     if isinstance(params, nnx.Module):
         labels = {_label(path): tuple(map(str, path)) for path, _ in nnx.iter_modules(params)}
@@ -99,20 +99,20 @@ def prepared(loss_fn: Loss, params: Any, batch: Any) -> Prepared:
                 object.__setattr__(module, "__class__", _scoped(type(module), _label(path)))
             return _loss_of(loss_fn(model, batch))
 
-        return Prepared(of_module, state, Places(labels=labels))
+        return PreparedLoss(of_module, state, Places(labels=labels))
 
     def of_tree(params: Any, batch: Any) -> Any:
         return _loss_of(loss_fn(params, batch))
 
     scopes = [product.scopes for product in products(trace(of_tree, (params, batch), {}).jaxpr)]
-    return Prepared(of_tree, params, _places(params, scopes))
+    return PreparedLoss(of_tree, params, _places(params, scopes))
 
 
-def products(jaxpr: Any) -> Iterator[Product]:
+def products(jaxpr: Any) -> Iterator[TunedProduct]:
     """The contractions of a program, as deep as they are."""
     for eqn, at in walk(jaxpr):
         if contraction_flops(eqn):
-            yield Product(eqn, at.path, at.backward, at.times)
+            yield TunedProduct(eqn, at.path, at.backward, at.times)
 
 
 def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:

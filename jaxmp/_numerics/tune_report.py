@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from jaxmp._numerics.plots import plot_tuned
 from jaxmp._numerics.text import table
-from jaxmp._numerics.tune_costs import Multiplied
-from jaxmp._numerics.tune_paths import Loss, Path, Prepared, policy_for, under_map
+from jaxmp._numerics.tune_costs import ProductFormat
+from jaxmp._numerics.tune_paths import Loss, Path, PreparedLoss, policy_for, under_map
 from jaxmp._numerics.tune_solve import Front
 from jaxmp.policy import Policy, PolicyMap
 
@@ -55,7 +55,7 @@ class Group:
 
     paths: tuple[Path, ...]
     flops: int
-    ways: tuple[tuple[Multiplied, ...], ...]
+    ways: tuple[tuple[ProductFormat, ...], ...]
     low_flops: tuple[int, ...]
     costs: tuple[float, ...]
     errors: tuple[float, ...]
@@ -75,7 +75,7 @@ class Scored:
     of those outside of the model. `verify` runs the loss and its gradients under a map.
     """
 
-    loss: Prepared
+    loss: PreparedLoss
     candidates: tuple[Policy, ...]
     names: tuple[str, ...]
     groups: tuple[Group, ...]

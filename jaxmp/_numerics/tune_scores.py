@@ -45,8 +45,8 @@ from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.trace import trace
 from jaxmp._jaxprs.walk import Place
-from jaxmp._numerics.tune_costs import Multiplied
-from jaxmp._numerics.tune_paths import Path, Places, Prepared
+from jaxmp._numerics.tune_costs import ProductFormat
+from jaxmp._numerics.tune_paths import Path, Places, PreparedLoss
 from jaxmp.policy import Policy
 from jaxmp.recipes import Format
 
@@ -57,8 +57,8 @@ _SIZES = {"block": 128, "mx": 32}
 class Scorer:
     """Scores the ways of multiplying that are tried at each module, by so many random vectors."""
 
-    loss: Prepared
-    ways: dict[Path, tuple[Multiplied, ...]]
+    loss: PreparedLoss
+    ways: dict[Path, tuple[ProductFormat, ...]]
     loss_scale: float
     probes: int
 
@@ -88,7 +88,7 @@ class Scorer:
         )
 
     @functools.cached_property
-    def _tried(self) -> dict[Path, tuple[Multiplied, ...]]:
+    def _tried(self) -> dict[Path, tuple[ProductFormat, ...]]:
         """The ways that differ."""
         return {path: tuple(dict.fromkeys(ways)) for path, ways in self.ways.items()}
 
@@ -128,7 +128,7 @@ def _dot(a: Sequence[Any], b: Sequence[Any]) -> Any:
 
 
 def _tapped(
-    places: Places, ways: dict[Path, tuple[Multiplied, ...]]
+    places: Places, ways: dict[Path, tuple[ProductFormat, ...]]
 ) -> Callable[[Any, Sequence[Any], Any], list[Any]]:
     """Runs a program whose products, when it is differentiated, tell of their errors."""
     index = {path: i for i, path in enumerate(ways)}
@@ -198,7 +198,7 @@ def _tap(
     return tap(y, taps, *operands)
 
 
-def _rounding(eqn: JaxprEqn, how: Multiplied, *, backward: bool) -> _Rounding:
+def _rounding(eqn: JaxprEqn, how: ProductFormat, *, backward: bool) -> _Rounding:
     """What rounds an operand, given which, and what the result; None if nothing is rounded."""
     if not how.is_low:
         return None
@@ -235,36 +235,36 @@ def _in_8_bits(x: Any, fmt: Format, summed: Sequence[int], granularity: str) -> 
 
 
 def ways_of(
-    loss: Prepared, batch: Any, candidates: Sequence[Policy], paths: Sequence[Path]
-) -> dict[Path, tuple[Multiplied, ...]]:
+    loss: PreparedLoss, batch: Any, candidates: Sequence[Policy], paths: Sequence[Path]
+) -> dict[Path, tuple[ProductFormat, ...]]:
     """For each module, in what its products are multiplied under each candidate.
 
     Of products that a policy treats differently, as those of a layer and of attention inside it,
     the module has the way of the fewest bits.
     """
-    ways: dict[Path, list[Multiplied]] = {path: [] for path in paths}
+    ways: dict[Path, list[ProductFormat]] = {path: [] for path in paths}
     for policy in candidates:
         args = loss.params, batch
         traced = trace_program(loss.loss, args, {}, policy)
         given = of_arrays(by_position(loss.loss, 0)(args, {}), args, {})
-        found: dict[Path, Multiplied] = {}
+        found: dict[Path, ProductFormat] = {}
         for site in plan_program(traced.jaxpr, policy, given).sites:
             path = loss.places.of(site.path)
             how = _multiplied(site.step, policy)
             if path in ways and (path not in found or _bits(how) < _bits(found[path])):
                 found[path] = how
         for path in paths:
-            ways[path].append(found.get(path, Multiplied()))
+            ways[path].append(found.get(path, ProductFormat()))
     return {path: tuple(several) for path, several in ways.items()}
 
 
-def _multiplied(step: Step, policy: Policy) -> Multiplied:
+def _multiplied(step: Step, policy: Policy) -> ProductFormat:
     """In what a planned product is multiplied."""
     if isinstance(step.op, QuantizedDot):
-        return Multiplied(np.dtype(policy.compute_dtype).name, step.op.product.recipe)
+        return ProductFormat(np.dtype(policy.compute_dtype).name, step.op.product.recipe)
     low = [dtype for dtype in step.ins if dtype in LOW_DTYPES]
-    return Multiplied(low[0].name) if low else Multiplied()
+    return ProductFormat(low[0].name) if low else ProductFormat()
 
 
-def _bits(how: Multiplied) -> int:
+def _bits(how: ProductFormat) -> int:
     return min(how.format_of(backward=backward).bits for backward in (False, True))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp._numerics.arguments import mismatch
-from jaxmp._numerics.kept import Kept, fingerprint
+from jaxmp._numerics.kept import RunCache, fingerprint
 from jaxmp._numerics.progress import Progress
 from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics, remarks_on
 from jaxmp._numerics.validate_report import ValidationReport
@@ -95,8 +95,8 @@ def validate(
         it was at. A run is made again when one of these has changed: the file in which `make_step`
         or `batches` is written, or the values, arrays, functions and Linen modules that they close
         over; `depends_on`; the policy, the seed, `steps`; jaxmp's sources, versions of JAX, Flax,
-        optax, NumPy and Python; the device, XLA_FLAGS, matmul precision. What else they use, you
-        name.
+        optax, NumPy and Python; the device, XLA_FLAGS, matmul precision, 64 bits, and what makes
+        random bits. What else they use, you name.
       depends_on: paths and modules, whose contents decide the outcome, or anything else, whose
         `repr` does.
       progress: whether to say on stderr which run is being made, and how far it is: a line every
@@ -141,7 +141,7 @@ def validate(
     numerics = describe_numerics()
     task = Task(make_step, batches, steps)
     made_by = _made_by(task, depends_on, numerics)
-    kept = Kept("validate", out)
+    kept = RunCache("validate", out)
 
     base = [Job(base_name, reference, seed) for seed in seeds]
     nudged = [Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(nudges)]
@@ -176,7 +176,9 @@ def validate(
 class _Runs:
     """Makes the runs that are not kept, and checks each against the reference of its seed."""
 
-    def __init__(self, task: Task, kept: Kept, made_by: dict[str, Any], progress: Progress) -> None:
+    def __init__(
+        self, task: Task, kept: RunCache, made_by: dict[str, Any], progress: Progress
+    ) -> None:
         self._task, self._kept, self._made_by, self._progress = task, kept, made_by, progress
         self._base: dict[int, Run] = {}
 

@@ -45,6 +45,8 @@ def describe_numerics() -> dict[str, str]:
         "matmul precision": str(setting("jax_default_matmul_precision") or "JAX's default"),
         "excess precision": _excess_precision(flags),
         "64 bits": "on" if setting("jax_enable_x64") else "off",
+        "random bits": str(setting("jax_default_prng_impl"))
+        + ("" if setting("jax_threefry_partitionable") else ", not partitionable"),
         "XLA_FLAGS": " ".join(flags) or "none",
     }
 

@@ -16,7 +16,7 @@ PRECISION = 32
 LIMIT = 2**16
 
 
-class Probe(NamedTuple):
+class Attempt(NamedTuple):
     """What compiling at one batch size said.
 
     Attributes:
@@ -48,7 +48,7 @@ class Batches:
         return f"{self.largest} ({self.refused} does not)" if self.refused else f"{self.largest} +"
 
 
-def search_batch(probe: Callable[[int], Probe], start: int, unit: int = 1) -> Batches:
+def search_batch(probe: Callable[[int], Attempt], start: int, unit: int = 1) -> Batches:
     """The largest multiple of `unit` that fits, to one part in `PRECISION`.
 
     Memory grows almost linearly with the batch, so each probe is where the line through the last
@@ -60,7 +60,7 @@ def search_batch(probe: Callable[[int], Probe], start: int, unit: int = 1) -> Ba
       unit: what batches must be multiples of.
 
     Example:
-      >>> search_batch(lambda batch: Probe(batch * 10 - 1234), start=8)
+      >>> search_batch(lambda batch: Attempt(batch * 10 - 1234), start=8)
       Batches(largest=123, refused=126, error='')
     """
     tried: dict[int, int] = {}

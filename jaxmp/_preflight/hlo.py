@@ -26,7 +26,7 @@ _NOT_WRITTEN = re.compile(
 _TRANSFORMED = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)$")
 
 
-class Place(NamedTuple):
+class HloPlace(NamedTuple):
     """Where an instruction comes from; what is not known is empty.
 
     Attributes:
@@ -60,7 +60,7 @@ class Multiplied(NamedTuple):
     dtype: str
     operands: tuple[str, ...]
     result: str
-    place: Place
+    place: HloPlace
 
     @property
     def in_8_bits(self) -> bool:
@@ -68,7 +68,7 @@ class Multiplied(NamedTuple):
         return all(dtype.startswith(_NARROW) for dtype in self.dtype.split("*"))
 
 
-class Program(NamedTuple):
+class HloProgram(NamedTuple):
     """What an optimized program does.
 
     Attributes:
@@ -107,7 +107,7 @@ class Program(NamedTuple):
         return tuple(product for product in self.products if product.in_8_bits)
 
 
-def read_hlo(text: str, mesh: Mesh = ()) -> Program:
+def read_hlo(text: str, mesh: Mesh = ()) -> HloProgram:
     """Reads the text of a compiled program.
 
     Args:
@@ -122,7 +122,7 @@ def read_hlo(text: str, mesh: Mesh = ()) -> Program:
       {'bfloat16': 1}
     """
     program = computations(text)
-    places = Places(text)
+    places = HloPlaces(text)
     products: list[Multiplied] = []
     calls: Counter[str] = Counter()
     for computation in program.values():
@@ -137,7 +137,7 @@ def read_hlo(text: str, mesh: Mesh = ()) -> Program:
     head = text.lstrip().partition("\n")[0]
     cycles = [int(count) for count in _CYCLES.findall(text)]
     known = [count for count in cycles if count < _UNKNOWN_CYCLES]
-    return Program(
+    return HloProgram(
         dict(Counter(product.dtype for product in products).most_common()),
         dict(calls),
         sum(known) if known else None,
@@ -148,7 +148,7 @@ def read_hlo(text: str, mesh: Mesh = ()) -> Program:
 
 
 def _product(
-    instruction: Instruction, target: str, around: dict[str, Instruction], places: Places
+    instruction: Instruction, target: str, around: dict[str, Instruction], places: HloPlaces
 ) -> Multiplied:
     """A product, of the library call `target` if it is one."""
     operands = [type_of(around[o].shape) for o in instruction.operands()[:2] if o in around]
@@ -161,7 +161,7 @@ def _product(
     )
 
 
-class Places:
+class HloPlaces:
     """The tables at the head of a program that metadata points into."""
 
     def __init__(self, text: str) -> None:
@@ -169,12 +169,12 @@ class Places:
         self._locations = _rows(text, "FileLocations")
         self._frames = _rows(text, "StackFrames")
 
-    def of(self, instruction: Instruction) -> Place:
+    def of(self, instruction: Instruction) -> HloPlace:
         """The place that the metadata of an instruction names."""
         stack = instruction.attribute("op_name")
         parts = [p for p in map(_inner, [*split(stack, "/")][:-1]) if not _NOT_WRITTEN.match(p)]
         source = self._line(int(instruction.attribute("stack_frame_id") or 0))
-        return Place(plain_path("/".join(parts)), source, "transpose(" in stack)
+        return HloPlace(plain_path("/".join(parts)), source, "transpose(" in stack)
 
     def _line(self, frame: int) -> str:
         """The innermost line, from a frame outwards, that is in no library."""

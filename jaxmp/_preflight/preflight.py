@@ -20,12 +20,12 @@ from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import autocast
-from jaxmp._preflight.batch_search import Probe, batch_of, search_batch, with_batch
+from jaxmp._preflight.batch_search import Attempt, batch_of, search_batch, with_batch
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp._speed import chip_named, warning
 from jaxmp.policy import Policy, single_policy
-from jaxmp.policy_string import FUSED
+from jaxmp.policy_fields import FUSED
 from jaxmp.recipes import AUTO, Recipe
 
 _PYTHON: tuple[int, ...] = sys.version_info[:2]
@@ -115,16 +115,16 @@ def preflight(
         if policy is not None:
             warn_overruled("preflight", fn, policy, args, {})
 
-    def probe(program: Callable[..., Any], first: Preflight, size: int) -> Probe:
+    def probe(program: Callable[..., Any], first: Preflight, size: int) -> Attempt:
         if size == start:
-            return Probe(first.excess_bytes(resolved), first.error)
+            return Attempt(first.excess_bytes(resolved), first.error)
         resized, label = with_batch(args, batch, size), f"{first.policy}, batch {size}"
         try:
             [result] = compile_ahead(resolved, [program], resized, donated, [label], progress)
         except Exception as error:
             error.add_note(f"preflight (max_batch) called the function with a batch of {size}.")
             raise
-        return Probe(result.excess_bytes(resolved), result.error)
+        return Attempt(result.excess_bytes(resolved), result.error)
 
     results = compile_ahead(resolved, programs, args, donated, labels, progress)
     for i, ((label, policy), program) in enumerate(zip(named, programs, strict=True)):

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmp._audit.target import Target
 from jaxmp._preflight.batch_search import Batches
-from jaxmp._preflight.hlo import Multiplied, Program
+from jaxmp._preflight.hlo import HloProgram, Multiplied
 from jaxmp._preflight.hlo_collectives import Collective
 
 AS_WRITTEN = "as written"
@@ -55,7 +55,7 @@ class Preflight:
     required_bytes: int = 0
     available_bytes: int = 0
     bytes_accessed: float | None = None
-    program: Program | None = None
+    program: HloProgram | None = None
     requested: dict[str, float] = dataclasses.field(default_factory=dict)
     batches: Batches | None = None
     warned: str = ""
@@ -152,7 +152,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     def size(label: str, attribute: str) -> tuple[str, list[str]]:
         return label, [_gib(getattr(r, attribute)) if r.program else "-" for r in results]
 
-    def row(label: str, cell: Callable[[Program], str]) -> tuple[str, list[str]]:
+    def row(label: str, cell: Callable[[HloProgram], str]) -> tuple[str, list[str]]:
         return label, [cell(program) if program else "-" for program in compiled]
 
     yield "peak memory", [_gib(r.peak_bytes) if r.peak_bytes else "-" for r in results]
@@ -177,7 +177,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         yield row(words, lambda p, w=words: rows_of_collectives(p.moved).get(w, "-"))  # type: ignore[misc]
 
 
-def _cycles(program: Program) -> str:
+def _cycles(program: HloProgram) -> str:
     """The cycles that are known, and of how many operations they are not."""
     cycles = "unknown" if program.cycles is None else f"{program.cycles / 1e6:.1f} M"
     return f"{cycles} (+ {program.unknown_cycles} ?)" if program.unknown_cycles else cycles
@@ -274,12 +274,12 @@ def remark_on_collectives(moved: Sequence[Collective]) -> str:
     )
 
 
-def share_of_8_bits(program: Program) -> str:
+def share_of_8_bits(program: HloProgram) -> str:
     """How many products are in 8 bits, of how many: ``48 of 66``."""
     return f"{len(program.products_in_8_bits)} of {len(program.products)}"
 
 
-def lines_of_8_bits(program: Program) -> Iterator[str]:
+def lines_of_8_bits(program: HloProgram) -> Iterator[str]:
     """A line for each kind of 8-bit product: how many, by what, of what, where; then what is left.
 
     Layers that differ in a number alone are one kind.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._quantize.formats import Format
+from jaxmp.formats import Format
 
 EXPONENT_BITS = 23  # below float32's exponent
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+GRANULARITIES: Final = ("tensor", "row", "block")
+BLOCK_SIZE: Final = 64
 
 # Tables are looked up and, in a tied head, multiplied row by row: their rows end in the last axis.
 _TABLES = ("embedding", "embeddings")
@@ -75,3 +81,24 @@ def _nearest(size: int, block: int) -> int:
     """
     divisors = {d for i in range(1, math.isqrt(size) + 1) if size % i == 0 for d in (i, size // i)}
     return min(divisors, key=lambda d: (max(d / block, block / d), -d))
+
+
+def check_granularity(granularity: object, block_size: object) -> None:
+    """Raises unless both are what `jaxmp.quantize` takes.
+
+    Raises:
+      ValueError: if the granularity is unknown, or the size of blocks is below 2.
+      TypeError: if the size of blocks is no integer.
+    """
+    if granularity not in (None, *GRANULARITIES):
+        raise ValueError(
+            f"quantize: granularity is {granularity!r}; it is one of "
+            f"{', '.join(map(repr, GRANULARITIES))}, or None for the format's own."
+        )
+    if isinstance(block_size, bool) or not isinstance(block_size, (int, np.integer)):
+        raise TypeError(
+            f"quantize: block_size is how many weights share a scale, an integer; got "
+            f"{block_size!r} of type {type(block_size).__name__!r}."
+        )
+    if block_size < 2:
+        raise ValueError(f"quantize: block_size must be at least 2; got {block_size}.")

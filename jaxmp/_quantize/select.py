@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,8 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._quantize.formats import Format, parse_format
+from jaxmp.dtypes import parse_format
+from jaxmp.formats import ALL_FORMATS, Format
 from jaxmp.policy import key_matches
+
+# What weights are stored in.
+_STORED = (ALL_FORMATS["int8"], ALL_FORMATS["int4"], ALL_FORMATS["e4m3"])
+_stored_in = functools.partial(
+    parse_format,
+    known=_STORED,
+    what="quantize: format",
+    hint=" For 16 bits, cast: policy.cast_to_param(params).",
+)
 
 # What layers call their parameters that are no matrices; stacked by a scan, they have two axes.
 _NO_MATRICES = ("bias", "b", "scale", "offset", "mean", "var")
@@ -19,7 +30,7 @@ _NO_MATRICES = ("bias", "b", "scale", "offset", "mean", "var")
 Path = tuple[str, ...]
 
 
-class Leaf(NamedTuple):
+class Candidate(NamedTuple):
     """A leaf that quantizing may be asked for.
 
     Attributes:
@@ -33,7 +44,7 @@ class Leaf(NamedTuple):
     why_not: str
 
 
-class Choice:
+class FormatRules:
     """Formats by path pattern, as `jaxmp.quantize` takes them.
 
     Args:
@@ -53,7 +64,7 @@ class Choice:
                     "quantize: the keys of a mapping are patterns of paths, such as "
                     f"'**/kernel' or 'encoder/layers_*'; got {pattern!r}."
                 )
-            self.by_pattern.append((pattern, None if fmt is None else parse_format(fmt)))
+            self.by_pattern.append((pattern, None if fmt is None else _stored_in(fmt)))
         if not self.by_pattern:
             raise ValueError("quantize: the mapping from patterns to formats is empty.")
 
@@ -64,7 +75,7 @@ class Choice:
                 return fmt
         return None
 
-    def check(self, leaves: Sequence[Leaf]) -> None:
+    def check(self, leaves: Sequence[Candidate]) -> None:
         """Raises if a pattern has no effect.
 
         Args:
@@ -122,7 +133,7 @@ def why_not(path: Path, leaf: Any, min_size: int) -> str:
     return ""
 
 
-def _no_effect(pattern: str, found: Sequence[Leaf], leaves: Sequence[Leaf]) -> str:
+def _no_effect(pattern: str, found: Sequence[Candidate], leaves: Sequence[Candidate]) -> str:
     if found:
         leaf = max(found, key=lambda leaf: int(np.prod(leaf.shape)))
         what = (
@@ -142,5 +153,5 @@ def _no_effect(pattern: str, found: Sequence[Leaf], leaves: Sequence[Leaf]) -> s
     )
 
 
-def _shown(leaf: Leaf) -> str:
+def _shown(leaf: Candidate) -> str:
     return f"{'/'.join(leaf.path) or 'the leaf'} {list(leaf.shape)}"

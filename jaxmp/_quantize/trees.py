@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxmp._jaxprs.attributes import is_tracer
-from jaxmp._quantize.formats import BLOCK_SIZE, Format, check_granularity
 from jaxmp._quantize.rounding import rounded
-from jaxmp._quantize.scales import scale_shape
-from jaxmp._quantize.select import Choice, Leaf, names_of, why_not
+from jaxmp._quantize.scales import BLOCK_SIZE, check_granularity, scale_shape
+from jaxmp._quantize.select import Candidate, FormatRules, names_of, why_not
+from jaxmp.formats import Format
 from jaxmp.quantized import QuantizedArray, is_quantized
 
 T = TypeVar("T")
@@ -98,8 +98,8 @@ def quantize(
             f"quantize: takes parameters, and {type(params).__name__!r} holds an optimizer's state "
             "too, which must stay as it is: give it state.params."
         )
-    choice = Choice(format)
-    leaves: list[Leaf] = []
+    rules = FormatRules(format)
+    leaves: list[Candidate] = []
     chosen: dict[int, Format] = {}
 
     def look(path: tuple[str, ...], leaf: Any) -> Any:
@@ -110,8 +110,9 @@ def quantize(
                 "jaxmp.dequantize(tree) first."
             )
         reason = why_not(path, leaf, min_size)
-        leaves.append(Leaf(path, tuple(np.shape(leaf)) if not reason else _shape(leaf), reason))
-        if not reason and (fmt := choice(path)) is not None:
+        shape = _shape(leaf) if reason else tuple(np.shape(leaf))
+        leaves.append(Candidate(path, shape, reason))
+        if not reason and (fmt := rules(path)) is not None:
             chosen[len(leaves) - 1] = fmt
         return leaf
 
@@ -120,11 +121,13 @@ def quantize(
         if fmt is None:
             return leaf
         name = path[-1] if path else ""
-        shape = scale_shape(name, leaf.shape, granularity or fmt.granularity, int(block_size))
+        # The 15 levels of int4 are too few for a row of thousands of weights.
+        shares = granularity or ("row" if fmt.bits == 8 else "block")
+        shape = scale_shape(name, leaf.shape, shares, int(block_size))
         return _quantized("/".join(path), leaf, fmt, tuple(shape))
 
     _map(look, params)
-    choice.check(leaves)
+    rules.check(leaves)
     numbers = iter(range(len(leaves)))
     out: T = _map(replace, params)
     return out

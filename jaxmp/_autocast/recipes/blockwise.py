@@ -21,8 +21,8 @@ from jax import lax
 from jaxmp._autocast.recipes.derivative import Pair
 from jaxmp._autocast.recipes.multiply import Axes
 from jaxmp._autocast.recipes.native import multiplies_blocks
-from jaxmp._autocast.recipes.product import Product
-from jaxmp._autocast.recipes.quantize import Quantized, convert, kept
+from jaxmp._autocast.recipes.product import ScaledProduct
+from jaxmp._autocast.recipes.quantize import QuantizedOperand, convert, kept
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import CAST, EMULATED
 from jaxmp._quantize.rounding import EXPONENT_BITS
@@ -83,17 +83,17 @@ class Operand(NamedTuple):
         back = tuple(order.index(i) for i in range(len(order)))
         return jnp.transpose(matrices.reshape([shape[i] for i in order]), back)
 
-    def quantize(self, x: Any, fmt: Format) -> Quantized:
+    def quantize(self, x: Any, fmt: Format) -> QuantizedOperand:
         """The operand in 8 bits: values of its shape, and scales by batch and block."""
         values, scale, _ = quantize_blocks(self.matrices(x), fmt, self.blocks)
-        return Quantized(self.array(values, x.shape), scale)
+        return QuantizedOperand(self.array(values, x.shape), scale)
 
-    def quantized_matrices(self, x: Quantized) -> Quantized:
+    def quantized_matrices(self, x: QuantizedOperand) -> QuantizedOperand:
         """What `quantize` made, as matrices."""
-        return Quantized(self.matrices(x.values), x.scale)
+        return QuantizedOperand(self.matrices(x.values), x.scale)
 
 
-def quantize_blocks(x: Any, fmt: Format, blocks: Blocks) -> Quantized:
+def quantize_blocks(x: Any, fmt: Format, blocks: Blocks) -> QuantizedOperand:
     """Matrices in 8 bits, a scale for each block.
 
     The scale is a power of two, so that what is quantized twice does not round twice. It is rounded
@@ -102,11 +102,11 @@ def quantize_blocks(x: Any, fmt: Format, blocks: Blocks) -> Quantized:
     values, scale, _ = convert(_split(x, blocks), fmt, (2, 4))
     values = _join(values, x.shape)
     scale = scale.reshape(values.shape[0], *scale.shape[1:4:2])
-    return Quantized(kept(values), scale)
+    return QuantizedOperand(kept(values), scale)
 
 
 @jax.named_scope(CAST)
-def dequantize_blocks(x: Quantized, blocks: Blocks) -> Any:
+def dequantize_blocks(x: QuantizedOperand, blocks: Blocks) -> Any:
     """The matrices, in bfloat16: exact, but for what is subnormal."""
     scale = x.scale.astype(jnp.bfloat16)[:, :, None, :, None]
     return _join(_split(x.values.astype(jnp.bfloat16), blocks) * scale, x.values.shape)
@@ -139,7 +139,7 @@ def _from_bits(bits: Any) -> Any:
     return jnp.where(bits == np.iinfo(np.uint8).max, np.float32(np.nan), scale)
 
 
-def turned(x: Any, operand: Operand, fmt: Format) -> Quantized:
+def turned(x: Any, operand: Operand, fmt: Format) -> QuantizedOperand:
     """The matrices of an operand, transposed, as the gradient of the other operand sums them.
 
     Square blocks stay what they are. Others are quantized again, in blocks along the new sums.
@@ -150,15 +150,17 @@ def turned(x: Any, operand: Operand, fmt: Format) -> Quantized:
       fmt: the format to quantize in.
     """
     blocks = operand.blocks
-    if not isinstance(x, Quantized):
+    if not isinstance(x, QuantizedOperand):
         return quantize_blocks(jnp.swapaxes(operand.matrices(x), 1, 2), fmt, blocks)
     x = operand.quantized_matrices(x)
     if blocks.rows == blocks.sums:
-        return Quantized(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
+        return QuantizedOperand(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
     return quantize_blocks(jnp.swapaxes(dequantize_blocks(x, blocks), 1, 2), fmt, blocks)
 
 
-def multiply_blocks(a: Quantized, b: Quantized, blocks: tuple[Blocks, Blocks], dtype: Any) -> Any:
+def multiply_blocks(
+    a: QuantizedOperand, b: QuantizedOperand, blocks: tuple[Blocks, Blocks], dtype: Any
+) -> Any:
     """The products of quantized matrices, ``[batch, rows of a, rows of b]``.
 
     Accumulated in float32. Where all scales are e8m0 and the hardware multiplies such blocks, it
@@ -167,13 +169,13 @@ def multiply_blocks(a: Quantized, b: Quantized, blocks: tuple[Blocks, Blocks], d
     # A sum beyond float16 is scaled in float32.
     sums = np.dtype(np.float32) if np.dtype(dtype) == np.float16 else np.dtype(dtype)
 
-    def emulated(a: Quantized, b: Quantized) -> Any:
+    def emulated(a: QuantizedOperand, b: QuantizedOperand) -> Any:
         left, right = (dequantize_blocks(x, k) for x, k in zip((a, b), blocks, strict=True))
         dims = (((2,), (2,)), ((0,), (0,)))
         with jax.named_scope(f"{EMULATED}{a.values.dtype}"):
             return lax.dot_general(left, right, dims, preferred_element_type=sums)
 
-    def native(a: Quantized, b: Quantized) -> Any:
+    def native(a: QuantizedOperand, b: QuantizedOperand) -> Any:
         short = -a.values.shape[2] % blocks[0].sums
         left, right = (jnp.pad(x.values, ((0, 0), (0, 0), (0, short))) for x in (a, b))
         down, across = (
@@ -214,7 +216,7 @@ def _scaled_matmul(dtype: Any) -> Callable[..., Any]:
 
 
 def contract_blocks(
-    copies: tuple[Quantized, Quantized], operands: tuple[Operand, Operand], dtype: Any
+    copies: tuple[QuantizedOperand, QuantizedOperand], operands: tuple[Operand, Operand], dtype: Any
 ) -> Any:
     """The contraction of two quantized operands."""
     pairs = list(zip(copies, operands, strict=True))
@@ -253,13 +255,13 @@ def gradient_blocks(
     sizes = dict(
         zip(mine.batch + mine.free, [g.shape[i] for i in gradient.batch + rows], strict=True)
     )
-    shape = other.values.shape if isinstance(other, Quantized) else other.shape
+    shape = other.values.shape if isinstance(other, QuantizedOperand) else other.shape
     sizes.update(zip(mine.contracted, [shape[i] for i in others.contracted], strict=True))
     return mine.array(out, tuple(sizes[i] for i in range(len(sizes))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockProduct(Product):
+class BlockProduct(ScaledProduct):
     """A `lax.dot_general` under a recipe whose scales are of blocks.
 
     The backward pass reads the same copies: that of a weight in square blocks as it is, others
@@ -280,17 +282,17 @@ class BlockProduct(Product):
         """See `Contraction`."""
         return self.operands[of]
 
-    def copy(self, x: Any, of: int) -> Quantized:
+    def copy(self, x: Any, of: int) -> QuantizedOperand:
         """See `Contraction`."""
         return self.operands[of].quantize(x, self.forward)
 
-    def as_bits(self, copy: Quantized, of: int) -> Quantized:
+    def as_bits(self, copy: QuantizedOperand, of: int) -> QuantizedOperand:
         """See `Contraction`."""
         kept = super().as_bits(copy, of)
         e8m0 = self.operands[of].blocks.e8m0
         return kept._replace(scale=_to_bits(kept.scale)) if e8m0 else kept
 
-    def of_bits(self, kept: Quantized, of: int) -> Quantized:
+    def of_bits(self, kept: QuantizedOperand, of: int) -> QuantizedOperand:
         """See `Contraction`."""
         copy = super().of_bits(kept, of)
         e8m0 = self.operands[of].blocks.e8m0

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxmp._autocast.recipes.quantize import Quantized, as_bits, of_bits, quantize
+from jaxmp._autocast.recipes.quantize import QuantizedOperand, as_bits, of_bits, quantize
 from jaxmp._jaxprs.attributes import explicit_sharding, refuses_forward_mode
 from jaxmp.recipes import FORMATS, Format, Recipe
 
@@ -29,8 +29,8 @@ class Copy(NamedTuple):
       kept: as it is kept for the backward pass: made once, whatever reads it.
     """
 
-    array: Quantized
-    kept: Quantized
+    array: QuantizedOperand
+    kept: QuantizedOperand
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,15 +96,15 @@ class Contraction(abc.ABC):
         copy = self.copy(lax.stop_gradient(x), of)
         return Copy(copy, self.as_bits(copy, of)._replace(mark=_zero_of(x)))
 
-    def copy(self, x: Any, of: int) -> Quantized:
+    def copy(self, x: Any, of: int) -> QuantizedOperand:
         """An operand in 8 bits."""
         return quantize(x, self.forward, self.shared(of))
 
-    def as_bits(self, copy: Quantized, _of: int) -> Quantized:
+    def as_bits(self, copy: QuantizedOperand, _of: int) -> QuantizedOperand:
         """The copy of an operand as it is kept for the backward pass."""
         return as_bits(copy)
 
-    def of_bits(self, kept: Quantized, _of: int) -> Quantized:
+    def of_bits(self, kept: QuantizedOperand, _of: int) -> QuantizedOperand:
         """The copy of an operand that `as_bits` was given."""
         return of_bits(kept, self.forward)
 
@@ -201,7 +201,7 @@ def _once(product: Contraction, of: int, sharding: NamedSharding | None) -> Call
     """
 
     def gradient(g: Any, other: Any, sizes: Any) -> Any:
-        if isinstance(other, Quantized):
+        if isinstance(other, QuantizedOperand):
             other = product.of_bits(other, 1 - of)
         return product.gradient(of, g, other, sizes, sharding)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast.recipes.quantize import Quantized
+from jaxmp._autocast.recipes.quantize import QuantizedOperand
 from jaxmp._jaxprs.scopes import CAST
 
 Axes = tuple[int, ...]
@@ -54,8 +54,8 @@ class Sides(NamedTuple):
 
 
 def multiply(
-    a: Quantized,
-    b: Quantized,
+    a: QuantizedOperand,
+    b: QuantizedOperand,
     sides: Sides,
     dtype: Any,
     *,

@@ -14,14 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._autocast.recipes.derivative import Contraction, Pair
 from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
-from jaxmp._autocast.recipes.quantize import Quantized, quantize
+from jaxmp._autocast.recipes.quantize import QuantizedOperand, quantize
 from jaxmp._jaxprs.float32_dot import dot_in_float32
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS, Format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Product(Contraction):
+class ScaledProduct(Contraction):
     """A `lax.dot_general` under a recipe.
 
     Attributes:
@@ -66,19 +66,19 @@ class Product(Contraction):
         if not fmt.scaled:
             return jnp.transpose(_plain(g, other, fmt, sides, self.dtype, sharding), order)
         shared = range(g.ndim) if self.folds else sides.contracted[0]
-        if not isinstance(other, Quantized):
+        if not isinstance(other, QuantizedOperand):
             axes = range(other.ndim) if self.folds else sides.contracted[1]
             other = quantize(other, FORMATS[self.recipe.operand_of(fmt.short)], axes)
         elif not self.folds:
             # The saved scale varies along what is contracted here: it goes into the gradient.
             with jax.named_scope(CAST):
                 g = g.astype(jnp.float32) * self.sides.laid_out(other.scale, 1 - of)
-            other = Quantized(other.values, _ones(other.scale, sides.contracted[1]))
+            other = QuantizedOperand(other.values, _ones(other.scale, sides.contracted[1]))
         copy = quantize(g, fmt, shared)
         return jnp.transpose(self._multiply(copy, other, sides, sharding, exact=True), order)
 
     def _multiply(
-        self, a: Quantized, b: Quantized, sides: Sides, sharding: Any, *, exact: bool
+        self, a: QuantizedOperand, b: QuantizedOperand, sides: Sides, sharding: Any, *, exact: bool
     ) -> Any:
         return multiply(a, b, sides, self.dtype, exact=exact, folds=self.folds, sharding=sharding)
 

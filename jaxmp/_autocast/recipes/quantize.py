@@ -16,7 +16,7 @@ from jaxmp._quantize.rounding import scale_of
 from jaxmp.recipes import Format
 
 
-class Quantized(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """An array as ``values * scale``.
 
     Attributes:
@@ -30,8 +30,8 @@ class Quantized(NamedTuple):
     mark: Any = None
 
 
-def quantize(x: Any, fmt: Format, axes: Sequence[int]) -> Quantized:
-    """The nearest `Quantized` array in a format, with one scale for all that `axes` span.
+def quantize(x: Any, fmt: Format, axes: Sequence[int]) -> QuantizedOperand:
+    """The nearest array in a format, with one scale for all that `axes` span.
 
     The scale brings the largest magnitude, taken from the array as it is now, into the range of the
     format: nothing is remembered from step to step. For floats it is a power of two, so that the
@@ -49,11 +49,11 @@ def quantize(x: Any, fmt: Format, axes: Sequence[int]) -> Quantized:
       axes: the axes of `x` that share a scale.
     """
     values, scale, _ = convert(x, fmt, axes)
-    return Quantized(values if multiplies_float8() else kept(values), scale)
+    return QuantizedOperand(values if multiplies_float8() else kept(values), scale)
 
 
 @jax.named_scope(CAST)
-def convert(x: Any, fmt: Format, axes: Sequence[int]) -> Quantized:
+def convert(x: Any, fmt: Format, axes: Sequence[int]) -> QuantizedOperand:
     """As `quantize`, but XLA may leave out that values are rounded; see `kept`."""
     x = x.astype(jnp.float32)
     # NaN as infinity: XLA's maximum on CPU may pass over NaN.
@@ -66,7 +66,7 @@ def convert(x: Any, fmt: Format, axes: Sequence[int]) -> Quantized:
     if integer:
         values = jnp.round(values)
     # Conversions to 8 bits do not saturate: beyond the range is NaN, or infinity.
-    return Quantized(jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.name), scale)
+    return QuantizedOperand(jnp.clip(values, -fmt.largest, fmt.largest).astype(fmt.name), scale)
 
 
 def kept(values: Any) -> Any:
@@ -78,12 +78,12 @@ def kept(values: Any) -> Any:
     return lax.optimization_barrier(values)
 
 
-def dequantize(x: Quantized) -> Any:
+def dequantize(x: QuantizedOperand) -> Any:
     """The array, in float32."""
     return x.values.astype(jnp.float32) * x.scale
 
 
-def as_bits(x: Quantized) -> Quantized:
+def as_bits(x: QuantizedOperand) -> QuantizedOperand:
     """The array with its values as integers of 8 bits, to be kept for the backward pass.
 
     `jax.checkpoint` rounds the floats that it keeps to their own format, to keep XLA from computing
@@ -94,7 +94,7 @@ def as_bits(x: Quantized) -> Quantized:
     return x._replace(values=lax.bitcast_convert_type(x.values, np.uint8))
 
 
-def of_bits(x: Quantized, fmt: Format) -> Quantized:
+def of_bits(x: QuantizedOperand, fmt: Format) -> QuantizedOperand:
     """The array that `as_bits` was given."""
     if x.values.dtype == np.int8:
         return x

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxmp._autocast.recipes.derivative import Contraction, Pair
 from jaxmp._autocast.recipes.multiply import Axes
-from jaxmp._autocast.recipes.quantize import Quantized, quantize
+from jaxmp._autocast.recipes.quantize import QuantizedOperand, quantize
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS
 
@@ -52,7 +52,7 @@ class RaggedProduct(Contraction):
         if not fmt.scaled:
             left, right = (x.astype(fmt.name) for x in ((other, g) if of else (g, other)))
             return _ragged(left, right, sizes, numbers, fmt.name).astype(self.dtype)
-        if not isinstance(other, Quantized):
+        if not isinstance(other, QuantizedOperand):
             as_forward = FORMATS[self.recipe.operand_of(fmt.short)]
             other = quantize(other, as_forward, self.shared(1 - of))
         if self.recipe.granularity == "tensor":
@@ -85,8 +85,8 @@ def _ragged(
 
 
 def _scaled(
-    a: Quantized,
-    b: Quantized,
+    a: QuantizedOperand,
+    b: QuantizedOperand,
     sizes: Sequence[Any],
     numbers: Any,
     scales: Sequence[Any],

@@ -2,7 +2,7 @@
 
 A copy that several steps share has its cotangents added in its own dtype; the gradients of an
 argument, and of what is repeated, are sums of many terms, and are added up in float32, on either
-side of the conversion. `Read` says which; `bind.Scale` does so for products.
+side of the conversion. `OperandCast` says which; `bind.Scale` does so for products.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.plan import DType, Plan, Read, Step
+from jaxmp._autocast.plan import DType, OperandCast, Plan, Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import INLINE, dtype_of
@@ -51,9 +51,9 @@ class Environment:
 
     def operands(self, step: Step) -> list[Any]:
         """The operands of a step, as it reads them."""
-        return [self.read(v, read) for v, read in zip(step.eqn.invars, step.reads, strict=True)]
+        return [self.read(v, read) for v, read in zip(step.eqn.invars, step.casts, strict=True)]
 
-    def read(self, atom: Any, read: Read) -> Any:
+    def read(self, atom: Any, read: OperandCast) -> Any:
         """A variable or literal of the jaxpr, as it is read."""
         if isinstance(atom, Literal):
             return constant(atom, read)
@@ -63,16 +63,16 @@ class Environment:
             self.keep(atom, read, array)
         return array
 
-    def copied(self, atom: Any, read: Read) -> Any:
+    def copied(self, atom: Any, read: OperandCast) -> Any:
         """A variable as it is read, if no copy has to be made for it; else None."""
         array, dtype = self.arrays[atom], read.dtype
         if dtype is None or (read.shape is None and array.dtype == dtype):
             return array
-        if read.alone or atom not in self.copies:
+        if read.private_copy or atom not in self.copies:
             return None
         return self.copies[atom].get((dtype, read.saturate, read.shape))
 
-    def keep(self, atom: Any, read: Read, array: Any) -> None:
+    def keep(self, atom: Any, read: OperandCast, array: Any) -> None:
         """Keeps an array as the copy of a variable, for those that read it so."""
         self.copies.setdefault(atom, {})[read.dtype, read.saturate, read.shape] = array
 
@@ -86,10 +86,10 @@ class Environment:
         """A result of the jaxpr in `dtype` (None: in float32, or not ours)."""
         if dtype is None and dtype_of(atom) == self.wide:
             dtype = self.wide
-        return self.read(atom, Read(dtype, saturate))
+        return self.read(atom, OperandCast(dtype, saturate))
 
 
-def read_as(array: Any, read: Read) -> Any:
+def read_as(array: Any, read: OperandCast) -> Any:
     """A copy of an array."""
     return cast(array, read.dtype, saturate=read.saturate, shape=read.shape)  # type: ignore[arg-type]
 
@@ -161,7 +161,7 @@ def _clip(x: Any, exempt: Any) -> Any:
 _clip.defjvps(lambda tangent, _out, _x, _exempt: tangent, None)
 
 
-def constant(atom: Literal, read: Read) -> Any:
+def constant(atom: Literal, read: OperandCast) -> Any:
     """A literal of the jaxpr, as it is read: in a narrower dtype, finite if it was."""
     dtype, value = read.dtype, np.asarray(atom.val)
     if dtype is None or dtype == dtype_of(atom):

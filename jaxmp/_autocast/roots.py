@@ -1,0 +1,99 @@
+"""What arrays are computed from: literals of the program, parameters, or anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp._autocast.primitives import LOOKING_UP, LOW, RANDOM
+from jaxmp._autocast.provenance import is_basis
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import has_effects
+from jaxmp._jaxprs.dataflow import settled, through
+from jaxmp._jaxprs.equation_parameters import widens_8_bits
+from jaxmp._jaxprs.higher_order import Inner
+from jaxmp._jaxprs.scopes import DEQUANTIZE, PARAMETER, ROWS
+from jaxmp._jaxprs.source import in_scope
+from jaxmp._jaxprs.walk import equations
+
+# Windows, stencils, bases, masks and grids; weights, and what is computed from them alone, other
+# than by a product or a lookup.
+LITERALS, WEIGHTS, OTHER = "literals", "weights", "other"
+
+
+class Roots:
+    """Finds what each variable of a jaxpr is computed from, once for the same operands."""
+
+    def __init__(self) -> None:
+        self._memo: dict[Any, Mapping[Any, str]] = {}
+
+    def __call__(self, jaxpr: Any, ins: Sequence[str]) -> Mapping[Any, str]:
+        """What each variable of a jaxpr is computed from, given what its operands are."""
+        key = (jaxpr, tuple(ins))
+        if key not in self._memo:
+            self._memo[key] = self._of(jaxpr, ins)
+        return self._memo[key]
+
+    def of_operands(self, inner: Inner, roots: Sequence[str]) -> list[str]:
+        """What the operands of an inner jaxpr are computed from, given those of the equation."""
+        return settled(inner, roots, self._results, _either)
+
+    def _of(self, jaxpr: Any, ins: Sequence[str]) -> dict[Any, str]:
+        opened, consts = compat.closed(jaxpr)
+        of = dict(zip(opened.invars, ins, strict=True))
+        for var, const in zip(opened.constvars, consts, strict=bool(consts)):
+            of[var] = LITERALS if is_basis(const) else WEIGHTS
+        dequantizes = any(map(widens_8_bits, opened.eqns))
+        for eqn in opened.eqns:
+            roots = roots_of(eqn.invars, of)
+            if dequantizes and in_scope(eqn, DEQUANTIZE):
+                found = [OTHER if in_scope(eqn, ROWS) else WEIGHTS] * len(eqn.outvars)
+            elif says_parameter(eqn):
+                found = [WEIGHTS]
+            else:
+                found = self._of_results(eqn, roots)
+            of.update(zip(eqn.outvars, found, strict=True))
+        return of
+
+    def _results(self, jaxpr: Any, ins: Sequence[str]) -> list[str]:
+        return roots_of(compat.closed(jaxpr).jaxpr.outvars, self(jaxpr, ins))
+
+    def _of_results(self, eqn: JaxprEqn, roots: list[str]) -> list[str]:
+        if set(roots) <= {LITERALS}:
+            fixed = not (has_effects(eqn) or _is_zeros(eqn) or _draws(eqn))
+            return [LITERALS if fixed else OTHER] * len(eqn.outvars)
+        inner = through(eqn, roots, self._results, _either)
+        if inner is not None:
+            return inner
+        weights = OTHER not in roots and eqn.primitive.name not in LOW | LOOKING_UP
+        return [WEIGHTS if weights else OTHER] * len(eqn.outvars)
+
+
+def roots_of(atoms: Sequence[Any], of: Mapping[Any, str]) -> list[str]:
+    """What variables and literals are computed from, given what the variables are."""
+    return [LITERALS if isinstance(v, Literal) else of.get(v, OTHER) for v in atoms]
+
+
+def says_parameter(eqn: JaxprEqn) -> bool:
+    """Whether an equation does nothing but say that its operand is a parameter."""
+    return eqn.primitive.name == "squeeze" and in_scope(eqn, PARAMETER)
+
+
+def _either(a: str, b: str) -> str:
+    return a if a == b else OTHER
+
+
+def _is_zeros(eqn: JaxprEqn) -> bool:
+    """Whether an equation fills an array with zeros: the start of a state, or no tangent."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    [filling] = eqn.invars[:1]
+    return isinstance(filling, Literal) and not np.any(filling.val)
+
+
+def _draws(eqn: JaxprEqn) -> bool:
+    """Whether an equation draws random numbers, somewhere inside."""
+    return any(each.primitive.name.startswith(RANDOM) for each in equations([eqn]))

@@ -1,0 +1,110 @@
+"""What arrays are made of: the program's literals, its parameters, or anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxmp._autocast.roots import LITERALS, OTHER, WEIGHTS, Roots, roots_of
+from jaxmp._jaxprs import compat
+
+from constructs import gaussian
+
+W, X = gaussian(0, 8, 8), gaussian(1, 4, 8)
+STENCIL = np.array([1.0, -2.0, 1.0], np.float32)
+HANN = np.hanning(64).astype(np.float32)
+TRAINED = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+
+
+def made(fn: Callable[..., Any], *kinds: str, args: Any = (W, X)) -> list[str]:
+    """What the results of a function are made of, given what its arguments are."""
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    of = Roots()(jaxpr, kinds)
+    return roots_of(compat.closed(jaxpr).jaxpr.outvars, of)
+
+
+def alone(fn: Callable[[Any, Any], Any], expected: str) -> None:
+    assert made(fn, WEIGHTS, OTHER) == [expected]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: w.T,
+        lambda w, x: jnp.tanh(w) * 2 + 1,
+        lambda w, x: w / jnp.linalg.norm(w),
+        lambda w, x: jax.jit(jnp.exp)(w),
+        lambda w, x: lax.cond(True, jnp.sin, jnp.cos, w),
+        lambda w, x: lax.fori_loop(0, 3, lambda i, h: h * w, w),
+        lambda w, x: lax.scan(lambda c, row: (c, row + c), w[0], w)[1],
+        lambda w, x: jax.checkpoint(jnp.tanh)(w),
+        lambda w, x: w + TRAINED[:8, :8],  # closed over: frozen weights
+    ],
+)
+def test_what_is_computed_from_weights_alone_is_one(fn: Callable[..., Any]) -> None:
+    alone(fn, WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: x,
+        lambda w, x: w[:4] + x,
+        lambda w, x: w @ w,  # a product of weights is computed
+        lambda w, x: jnp.take(w, jnp.array([0, 1]), axis=0),  # rows of a table
+        lambda w, x: lax.cond(x[0, 0] > 0, lambda: w[:4], lambda: x),
+        lambda w, x: lax.cond(x[0, 0] > 0, lambda: x, lambda: w[:4]),
+        lambda w, x: lax.fori_loop(0, 3, lambda i, h: h + x, w[:4]),
+    ],
+)
+def test_what_is_not_is_something_else(fn: Callable[..., Any]) -> None:
+    alone(fn, OTHER)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: jnp.arange(8.0),
+        lambda w, x: jnp.cos(jnp.arange(8.0)[:, None] * jnp.arange(8.0) * 0.7),
+        lambda w, x: jnp.asarray(STENCIL) * 2,
+        lambda w, x: jnp.asarray(HANN),
+        lambda w, x: jnp.eye(4),
+        lambda w, x: jnp.where(jnp.arange(8) < 3, 1.0, 0.5),
+    ],
+)
+def test_grids_windows_and_bases_are_literals(fn: Callable[..., Any]) -> None:
+    alone(fn, LITERALS)
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda w, x: jnp.zeros((4, 8)), OTHER),  # the start of a state, or no tangent
+        (lambda w, x: jax.random.normal(jax.random.key(0), (8,)), OTHER),  # drawn
+        (lambda w, x: jnp.asarray(TRAINED), WEIGHTS),  # an array like no basis
+    ],
+)
+def test_literals_that_are_none(fn: Callable[..., Any], expected: str) -> None:
+    alone(fn, expected)
+
+
+def test_a_loop_may_change_what_a_carry_is() -> None:
+    def fn(w: jax.Array, x: jax.Array) -> Any:
+        return lax.scan(lambda c, _: ((c[1], c[1]), None), (w[:4], x), None, 3)[0]
+
+    assert made(fn, WEIGHTS, OTHER) == [OTHER, OTHER]
+
+
+def test_nothing_is_remembered_of_other_operands() -> None:
+    jaxpr = jax.make_jaxpr(lambda w, x: w[:4] + x)(W, X)
+    provenance = Roots()
+    [out] = jaxpr.jaxpr.outvars
+    assert provenance(jaxpr, [WEIGHTS, OTHER])[out] == OTHER
+    assert provenance(jaxpr, [WEIGHTS, WEIGHTS])[out] == WEIGHTS
+    assert provenance(jaxpr, [WEIGHTS, OTHER]) is provenance(jaxpr, [WEIGHTS, OTHER])
