@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax.linen import fp8_ops
 
-from jaxmp._autocast.recipes.derivative import contract
-from jaxmp._autocast.recipes.multiply import gradient_sides, multiply
-from jaxmp._autocast.recipes.product import ScaledProduct
-from jaxmp._autocast.recipes.quantize import quantize
+from jaxmp._autocast.products.derivative import contract
+from jaxmp._autocast.products.multiply import gradient_sides, multiply
+from jaxmp._autocast.products.product import ScaledProduct
+from jaxmp._autocast.products.quantize import quantize
 from jaxmp.recipes import parse_recipe
 
 LOW = jnp.bfloat16

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._autocast.recipes.quantize import dequantize, quantize
+from jaxmp._autocast.products.quantize import dequantize, quantize
 from jaxmp.recipes import FORMATS
 
 STEPS, SPIKES, TIMES, HISTORY = 64, (24, 44), (30, 30_000), 16

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxmp._autocast.recipes.blockwise import BLOCKS, BlockProduct
-from jaxmp._autocast.recipes.derivative import contract
-from jaxmp._autocast.recipes.product import ScaledProduct
+from jaxmp._autocast.products.blockwise import BLOCKS, BlockProduct
+from jaxmp._autocast.products.derivative import contract
+from jaxmp._autocast.products.product import ScaledProduct
 from jaxmp.recipes import FORMATS, Recipe
 
 DENSE = (((1,), (0,)), ((), ()))

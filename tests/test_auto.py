@@ -11,7 +11,7 @@ import pytest
 
 import jaxmp
 from jaxmp import Policy, get_policy
-from jaxmp._autocast.auto import chosen, verdict
+from jaxmp._autocast.products.auto import chosen, verdict
 
 
 class Model(nn.Module):

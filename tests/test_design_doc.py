@@ -86,7 +86,8 @@ def test_its_pass_and_its_recipe_run() -> None:
 
 
 def test_every_folder_of_the_package_has_a_room() -> None:
-    folders = {path.parent.name + "/" for path in PACKAGE.glob("*/__init__.py")}
+    inits = [*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("_autocast/*/__init__.py")]
+    folders = {path.parent.name + "/" for path in inits}
     assert sorted(names("/")) == sorted(folders)
 
 

@@ -30,8 +30,8 @@ NO_REASONS = {
 }
 # Sentences in the other files that a plan does not show, or shows as part of another one.
 NOT_SHOWN = {
-    "in parts",  # residuals.py: what is inside decides for itself
-    "… at …",  # eligible.py: names a product in error messages
+    "in parts",  # what is inside decides for itself
+    "… at …",  # select.py: names a product in error messages
     "the product",
     "an unknown line",
     "a product",  # derivative.py, likewise

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._audit.target import parse_target
-from jaxmp._autocast import kernels
-from jaxmp._autocast.kernels import Kernel, KernelCall
+from jaxmp._autocast.passes.fused_attention import kernels
+from jaxmp._autocast.passes.fused_attention.kernels import Kernel, KernelCall
 from jaxmp._autocast.why import Residual
 from jaxmp._preflight.aot_worker import topology_devices
 from jaxmp._preflight.hlo import read_hlo

@@ -13,7 +13,7 @@ import pytest
 from jax import export
 
 import jaxmp
-from jaxmp._autocast.attention import attend_in_loops
+from jaxmp._autocast.passes.attention import attend_in_loops
 from jaxmp._jaxprs.layouts import LANES, laid_out
 
 from support import autocast_without, needs_tpu_compiler

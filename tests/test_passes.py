@@ -12,7 +12,7 @@ from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.demand import FULL
 from jaxmp._autocast.execute import execute
-from jaxmp._autocast.passes import PASSES
+from jaxmp._autocast.passes.order import PASSES
 from jaxmp._autocast.plan import Plan, Value
 from jaxmp._autocast.planner import Pass, Planner
 from jaxmp._autocast.provenance import PARAMETER

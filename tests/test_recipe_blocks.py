@@ -29,8 +29,8 @@ from recipe_kit import (
 
 import jaxmp
 from jaxmp._audit.target import parse_target
-from jaxmp._autocast.recipes import blockwise
-from jaxmp._autocast.recipes.native import multiplies_blocks, multiplies_float8
+from jaxmp._autocast.products import blockwise
+from jaxmp._autocast.products.native import multiplies_blocks, multiplies_float8
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp.recipes import Recipe, deepseek, float8, mxfp8
 

@@ -22,7 +22,7 @@ from recipe_kit import (
     worst_row,
 )
 
-from jaxmp._autocast.recipes.quantize import dequantize, quantize
+from jaxmp._autocast.products.quantize import dequantize, quantize
 from jaxmp.recipes import FORMATS, Recipe, float8, int8, parse_recipe, products
 
 from support import slow_when

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxmp._autocast.recipes.derivative import contract
-from jaxmp._autocast.recipes.ragged import RaggedProduct
+from jaxmp._autocast.products.derivative import contract
+from jaxmp._autocast.products.ragged import RaggedProduct
 from jaxmp.recipes import Recipe, float8, int8, products
 
 from support import slow_when

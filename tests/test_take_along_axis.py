@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
-from jaxmp._autocast.take_along_axis import take_by_comparison
+from jaxmp._autocast.passes.take_along_axis import take_by_comparison
 
 from support import autocast_without, iter_eqns
 

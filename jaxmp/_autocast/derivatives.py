@@ -24,12 +24,12 @@ from jax import dtypes
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
-from jaxmp._autocast.contract import QuantizedDot
 from jaxmp._autocast.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.plan import DType, Plan, Step, Value
 from jaxmp._autocast.planner import Pass, Planner
+from jaxmp._autocast.products.op import QuantizedDot
 from jaxmp._autocast.provenance import COMPUTED
 from jaxmp._autocast.regions import inside_autocast
 from jaxmp._autocast.roots import OTHER

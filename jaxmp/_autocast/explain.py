@@ -11,15 +11,16 @@ from typing import Any
 import jmp
 import numpy as np
 
-from jaxmp._autocast import closures, residuals
-from jaxmp._autocast.contract import QuantizedDot
+from jaxmp._autocast import closures
 from jaxmp._autocast.coverage_warnings import overruled
 from jaxmp._autocast.execute import CustomCall
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.parameters import Argnums, by_position, read_argnums
+from jaxmp._autocast.passes.rematerialize import residual
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.product_report import Product, Quantized
+from jaxmp._autocast.products.op import QuantizedDot
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.rules import FLOAT32, Rules, governed
 from jaxmp._autocast.transform import (
@@ -290,7 +291,7 @@ def _rows(plan: Plan) -> Iterator[Row]:
                 count,
                 product.why if product else "",
                 product.intended if product else False,
-                str(residuals.residual(visit) or ""),
+                str(residual(visit) or ""),
                 " on ".join(by.details) if by else "",
                 unfused(step.why),
                 is_unknown(step.why),

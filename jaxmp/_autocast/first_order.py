@@ -8,10 +8,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.bind import Bind, Move
-from jaxmp._autocast.contract import Dot, QuantizedDot
+from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.demand import is_angle
-from jaxmp._autocast.eligible import by_recipe
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.plan import DType, Value
@@ -27,6 +26,8 @@ from jaxmp._autocast.primitives import (
     WAVES,
     WRITING,
 )
+from jaxmp._autocast.products.op import QuantizedDot
+from jaxmp._autocast.products.select import by_recipe
 from jaxmp._autocast.provenance import (
     COMPUTED,
     CONSTANT,

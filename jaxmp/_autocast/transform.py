@@ -21,13 +21,14 @@ from jaxmp._autocast.environment import cast
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.leaked_tracers import refuse_leaked_tracers, with_held_tracers
 from jaxmp._autocast.parameters import Argnums, Parameters, by_position, place_of
-from jaxmp._autocast.passes import PASSES
+from jaxmp._autocast.passes.order import PASSES
+from jaxmp._autocast.passes.rematerialize import recompute
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
+from jaxmp._autocast.products.native import traced_for
 from jaxmp._autocast.program_key import comparable
 from jaxmp._autocast.provenance import DATA, PARAMETER
-from jaxmp._autocast.recipes.native import traced_for
 from jaxmp._autocast.regions import (
     check_callable,
     in_region,
@@ -35,7 +36,6 @@ from jaxmp._autocast.regions import (
     policy_in_force,
     widen,
 )
-from jaxmp._autocast.residuals import recompute
 from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._autocast.rules import governed, rules_for
 from jaxmp._jaxprs import compat

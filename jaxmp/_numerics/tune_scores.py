@@ -29,11 +29,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.contract import QuantizedDot
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.plan import Step
-from jaxmp._autocast.recipes.quantize import dequantize, quantize
+from jaxmp._autocast.products.op import QuantizedDot
+from jaxmp._autocast.products.quantize import dequantize, quantize
 from jaxmp._autocast.rules import LOW_DTYPES
 from jaxmp._autocast.transform import of_arrays, plan_program, trace_program
 from jaxmp._jaxprs import compat

@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jaxmp._audit.target import Target
-from jaxmp._autocast.recipes.native import multiplies_blocks
+from jaxmp._autocast.products.native import multiplies_blocks
 from jaxmp._flax import is_graph_node
 from jaxmp._jaxprs import dataflow
 from jaxmp._jaxprs.compat import closed

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jaxmp._autocast.recipes.quantize import QuantizedOperand, as_bits, of_bits, quantize
+from jaxmp._autocast.products.quantize import QuantizedOperand, as_bits, of_bits, quantize
 from jaxmp._jaxprs.attributes import explicit_sharding, refuses_forward_mode
 from jaxmp.recipes import FORMATS, Format, Recipe
 

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.primitives import COMPARING
-from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.value_refs import (
+from jaxmp._autocast.passes.value_refs import (
     Inlined,
     Selected,
     ValueRef,
@@ -24,6 +22,8 @@ from jaxmp._autocast.value_refs import (
     leaves_as_is,
     selected,
 )
+from jaxmp._autocast.primitives import COMPARING
+from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import dtype_of, kind, shape_of
 from jaxmp._jaxprs.equation_parameters import permutation, product_axes, reduced_axes
 

@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.scores import Mask, NotFusedError, Scores
-from jaxmp._autocast.softmaxes import Path
-from jaxmp._autocast.value_refs import Axes
+from jaxmp._autocast.passes.fused_attention.scores import Mask, NotFusedError, Scores
+from jaxmp._autocast.passes.softmaxes import Path
+from jaxmp._autocast.passes.value_refs import Axes
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.equation_parameters import product_axes
 

@@ -28,9 +28,9 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
 
 from jaxmp._autocast.contract import contract, low_of, parameter
 from jaxmp._autocast.environment import Environment, cast
+from jaxmp._autocast.passes.softmaxes import AxisMove, Path
 from jaxmp._autocast.plan import DType, Op, Step
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.softmaxes import AxisMove, Path
 from jaxmp._jaxprs import compat, parameter_products
 from jaxmp._jaxprs.evaluate import JaxprById, by_id
 from jaxmp._jaxprs.layouts import LANES, laid_out

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.auto import chosen, verdict
 from jaxmp._autocast.demand import NOTHING, PRODUCT
 from jaxmp._autocast.frame import Facts
 from jaxmp._autocast.plan import DType, Value
-from jaxmp._autocast.recipes.blockwise import BLOCKS, BlockProduct
-from jaxmp._autocast.recipes.derivative import Contraction
-from jaxmp._autocast.recipes.product import ScaledProduct
-from jaxmp._autocast.recipes.ragged import ROWS, RaggedProduct
+from jaxmp._autocast.products.auto import chosen, verdict
+from jaxmp._autocast.products.blockwise import BLOCKS, BlockProduct
+from jaxmp._autocast.products.derivative import Contraction
+from jaxmp._autocast.products.product import ScaledProduct
+from jaxmp._autocast.products.ragged import ROWS, RaggedProduct
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs.attributes import explicit_sharding, out_sharding

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast.recipes.derivative import Pair
-from jaxmp._autocast.recipes.multiply import Axes
-from jaxmp._autocast.recipes.native import multiplies_blocks
-from jaxmp._autocast.recipes.product import ScaledProduct
-from jaxmp._autocast.recipes.quantize import QuantizedOperand, convert, kept
+from jaxmp._autocast.products.derivative import Pair
+from jaxmp._autocast.products.multiply import Axes
+from jaxmp._autocast.products.native import multiplies_blocks
+from jaxmp._autocast.products.product import ScaledProduct
+from jaxmp._autocast.products.quantize import QuantizedOperand, convert, kept
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import CAST, EMULATED
 from jaxmp._quantize.rounding import EXPONENT_BITS

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast.attention_layout import Layout
 from jaxmp._autocast.environment import Environment, cast
-from jaxmp._autocast.kernels import Kernel, KernelCall, attention
+from jaxmp._autocast.passes.fused_attention.kernels import Kernel, KernelCall, attention
+from jaxmp._autocast.passes.fused_attention.layout import Layout
+from jaxmp._autocast.passes.fused_attention.scores import Bias, Mask
+from jaxmp._autocast.passes.value_refs import ValueRef, evaluate, leaves
 from jaxmp._autocast.plan import Op, Step
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.scores import Bias, Mask
-from jaxmp._autocast.value_refs import ValueRef, evaluate, leaves
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 
 

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxmp._autocast.annotations import contracts
-from jaxmp._autocast.attention import without_attention
 from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.execute import CustomCall
-from jaxmp._autocast.fused_attention import FusedAttention
 from jaxmp._autocast.liveness import moves, reads
+from jaxmp._autocast.passes.attention import without_attention
+from jaxmp._autocast.passes.fused_attention.op import FusedAttention
+from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
 from jaxmp._autocast.plan import Plan, Segment, Step, Visit
 from jaxmp._autocast.rules import region_rules
-from jaxmp._autocast.softmax_vjp import SoftmaxDot
 from jaxmp._autocast.why import Residual
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import parameters, runs_once, with_dtype

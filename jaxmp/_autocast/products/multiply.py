@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast.recipes.quantize import QuantizedOperand
+from jaxmp._autocast.products.quantize import QuantizedOperand
 from jaxmp._jaxprs.scopes import CAST
 
 Axes = tuple[int, ...]

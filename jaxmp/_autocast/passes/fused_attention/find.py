@@ -18,17 +18,19 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jaxmp._autocast.attention_layout import is_causal, is_whole, layout_of
 from jaxmp._autocast.bind import Bind, Drop
-from jaxmp._autocast.contract import Dot, QuantizedDot, StoredDot
-from jaxmp._autocast.fused_attention import FusedAttention
-from jaxmp._autocast.kernels import KernelCall, kernel_of, refusal
+from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.passes.fused_attention.kernels import KernelCall, kernel_of, refusal
+from jaxmp._autocast.passes.fused_attention.layout import is_causal, is_whole, layout_of
+from jaxmp._autocast.passes.fused_attention.op import FusedAttention
+from jaxmp._autocast.passes.fused_attention.scores import NoKernelError, NotFusedError, scores_of
+from jaxmp._autocast.passes.softmaxes import Path, softmax_paths
+from jaxmp._autocast.passes.stored_weights import StoredDot
+from jaxmp._autocast.passes.value_refs import Inlined
 from jaxmp._autocast.plan import Plan, Step
-from jaxmp._autocast.recipes.native import traced_for
+from jaxmp._autocast.products.native import traced_for
+from jaxmp._autocast.products.op import QuantizedDot
 from jaxmp._autocast.rules import FLOAT32, region_rules
-from jaxmp._autocast.scores import NoKernelError, NotFusedError, scores_of
-from jaxmp._autocast.softmaxes import Path, softmax_paths
-from jaxmp._autocast.value_refs import Inlined
 from jaxmp._autocast.why import Kind
 from jaxmp._chip_words import chip_in
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.value_refs import (
+from jaxmp._autocast.passes.value_refs import (
     FAR,
     Aligned,
     Axes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxmp._autocast.recipes.native import traced_for
+from jaxmp._autocast.products.native import traced_for
 from jaxmp._chip_words import chip_in
 from jaxmp._speed import Chip, chip_named, chip_of, fastest_recipe, pays
 from jaxmp.recipes import Recipe

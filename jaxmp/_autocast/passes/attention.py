@@ -15,11 +15,11 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
+from jaxmp._autocast.passes.softmaxes import Path, softmax_paths
+from jaxmp._autocast.passes.value_refs import Inlined
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._autocast.softmax_vjp import SoftmaxDot
-from jaxmp._autocast.softmaxes import Path, softmax_paths
-from jaxmp._autocast.value_refs import Inlined
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import explicit_sharding

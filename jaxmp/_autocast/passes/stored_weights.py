@@ -8,12 +8,18 @@ it is more accurate: values of 8 bits are numbers of every 16-bit dtype, their m
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
+from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.contract import Dot, Stored, StoredDot
-from jaxmp._autocast.plan import Plan, Step
+from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.environment import Environment
+from jaxmp._autocast.plan import DType, Op, Plan, Step
+from jaxmp._autocast.products.multiply import Sides, sums_in
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding
@@ -21,6 +27,56 @@ from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.equation_parameters import permutation, product_axes, widens_8_bits
 from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope
+
+
+class Stored(NamedTuple):
+    """A weight that is stored in few bits, as values and scales of as many axes.
+
+    Attributes:
+      values: the variable of its values.
+      scale: that of its scales.
+      order: for each axis of the weight as it is read, which of theirs it is.
+      side: which operand of a product it is.
+    """
+
+    values: Any
+    scale: Any
+    order: tuple[int, ...]
+    side: int = 0
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scales, axes as those of the weight."""
+        shape = shape_of(self.scale)
+        return tuple(shape[i] for i in self.order)
+
+    def transposed(self, order: Sequence[int]) -> Stored:
+        """The weight, transposed."""
+        return self._replace(order=tuple(self.order[i] for i in order))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredDot(Op):
+    """Multiplies by a weight as it is stored, and scales after the sums, in float32.
+
+    Attributes:
+      weight: the weight.
+    """
+
+    weight: Stored
+
+    def run(self, step: Step, env: Environment) -> list[Any]:
+        """See `Op.run`."""
+        weight, eqn, other = self.weight, step.eqn, 1 - self.weight.side
+        x = env.read(eqn.invars[other], step.casts[other])
+        ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))
+        sides = Sides.of(product_axes(eqn), ranks)
+        product = _stored_product(sides, weight.side, weight.order, x.dtype)
+        return [product(x, env.arrays[weight.values], env.arrays[weight.scale])]
+
+    def reads(self, step: Step) -> list[Any]:
+        """See `Op.reads`."""
+        return [*super().reads(step), self.weight.values, self.weight.scale]
 
 
 def scale_after(plan: Plan, _planner: object = None) -> Plan:
@@ -83,3 +139,30 @@ def _scaled_after(step: Step, stored: dict[Any, Stored]) -> Step:
             op = StoredDot(weight._replace(side=side))
             return dataclasses.replace(step, op=op, why=step.why.noted(Kind.STORED))
     return step
+
+
+@functools.lru_cache(maxsize=1024)
+def _stored_product(
+    sides: Sides, side: int, order: tuple[int, ...], low: DType
+) -> Callable[..., Any]:
+    def product(x: Any, values: Any, scale: Any, sums: DType) -> Any:
+        """The product, summed in a dtype."""
+        weight = lax.convert_element_type(lax.transpose(values, order), low)
+        left, right = (x, weight) if side else (weight, x)
+        dims = sides.contracted, sides.batch
+        out = lax.dot_general(left, right, dims, preferred_element_type=sums)
+        scale = sides.laid_out(lax.transpose(scale, order), side)
+        return lax.convert_element_type(lax.convert_element_type(out, FLOAT32) * scale, low)
+
+    @jax.custom_jvp
+    def scaled(x: Any, values: Any, scale: Any) -> Any:
+        return product(x, values, scale, sums_in(low))
+
+    @scaled.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        # Summed in 16 bits, so that its transpose multiplies a gradient of 16 bits.
+        x, values, scale = primals
+        out = product(x, values, scale, sums_in(low))
+        return out, product(tangents[0], values, scale, low)
+
+    return scaled  # not jitted: it would be traced once, with the source line of its first caller

@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp._autocast.recipes.derivative import Contraction, Pair
-from jaxmp._autocast.recipes.multiply import Axes, Dims, Sides, gradient_sides, multiply
-from jaxmp._autocast.recipes.quantize import QuantizedOperand, quantize
+from jaxmp._autocast.products.derivative import Contraction, Pair
+from jaxmp._autocast.products.multiply import Axes, Dims, Sides, gradient_sides, multiply
+from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
 from jaxmp._jaxprs.float32_dot import dot_in_float32
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS, Format

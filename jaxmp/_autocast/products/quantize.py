@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast.recipes.native import multiplies_float8
+from jaxmp._autocast.products.native import multiplies_float8
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp._quantize.rounding import scale_of
 from jaxmp.recipes import Format

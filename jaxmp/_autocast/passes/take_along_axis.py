@@ -25,9 +25,9 @@ from jax.extend.core import JaxprEqn, Primitive
 
 from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.environment import Environment
+from jaxmp._autocast.passes.value_refs import Inlined, ValueRef, aligned, positions
 from jaxmp._autocast.plan import DType, Op, Plan, Step
 from jaxmp._autocast.rules import Rules
-from jaxmp._autocast.value_refs import Inlined, ValueRef, aligned, positions
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import INLINE, shape_of

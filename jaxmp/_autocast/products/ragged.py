@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast.recipes.derivative import Contraction, Pair
-from jaxmp._autocast.recipes.multiply import Axes
-from jaxmp._autocast.recipes.quantize import QuantizedOperand, quantize
+from jaxmp._autocast.products.derivative import Contraction, Pair
+from jaxmp._autocast.products.multiply import Axes
+from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS
 
