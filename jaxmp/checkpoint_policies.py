@@ -95,8 +95,8 @@ def contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
 def long_contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
     """Keeps what `contractions` does, without the scores of attention; see the module.
 
-    Those are what a product with a batch axis, such as that of heads, made by contracting an axis
-    of at most 256 into more elements than both its operands have.
+    Those are what a product with a batch axis, such as the heads, made by contracting an axis of at
+    most 256 into more elements than both its operands have.
 
     Args:
       primitive: what computes a value.

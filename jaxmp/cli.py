@@ -315,7 +315,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """What says what is being done: lines on stderr, in a terminal with rich beside a spinner."""
+    """What says what is being done: lines on stderr, in a terminal with rich next to a spinner."""
 
     def line(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

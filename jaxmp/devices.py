@@ -1,4 +1,4 @@
-"""What accelerators multiply natively, hold and move: those at hand, and those that are not.
+"""What accelerators multiply natively, hold and move: this machine's, and others.
 
 Example:
   >>> import jaxmp
@@ -95,7 +95,7 @@ def _table() -> dict[str, Any]:
 
 
 def kind_of(chip: str) -> str:
-    """What JAX calls a chip, of which our tables have the name.
+    """What JAX calls a chip whose name is in our tables.
 
     Example:
       >>> kind_of("tpu-v5e"), kind_of("gpu-h100")

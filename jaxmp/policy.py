@@ -31,7 +31,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     """Says which dtypes a model stores, multiplies in and returns.
 
     Policies are immutable, hashable, comparable and picklable; two are equal when they mean the
-    same, however their dtypes were written. `str(policy)` is its name and what it says besides,
+    same, however their dtypes were written. `str(policy)` is its name and its other settings,
     as `get_policy` reads it, and `dataclasses.replace` makes a changed copy.
 
     Attributes:
@@ -59,7 +59,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         are clipped either way.)
       matmul: In which format each of a layer's three products multiplies: a recipe, such as
         `jaxmp.float8()`, or its string, such as "float8"; None for the compute dtype. "auto" is the
-        recipe that the chip at hand multiplies fast, for the layers for which it is estimated to
+        recipe that the default device multiplies fast, for the layers for which it is estimated to
         pay; "auto@gpu-h100" decides for another chip. `jaxmp.explain` says what it took, and why.
       residuals: What is kept for the backward pass: "save", whatever JAX finds that it reads, or
         "recompute", what `jaxmp.checkpoint_policies.long_contractions` keeps: float32 and
@@ -68,8 +68,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         `jax.checkpoint` of its own; one around the transformed function it cannot see, and need not
         be there. `jaxmp.explain` says where, `jaxmp.preflight` what it saves and costs.
       attention: What computes attention: None, the program's own operations; or "fused", the kernel
-        of the chip at hand (cuDNN's on NVIDIA from compute capability 8.0, Pallas' on TPU), which
-        keeps no array of scores; "fused@gpu-h100" is that of another chip. It sums in another order
+        of the default device (cuDNN's on NVIDIA from compute capability 8.0, Pallas' on TPU), which
+        keeps no array of scores; "fused@gpu-h100" is another chip's. It sums in another order
         and rounds at other places, and has a first derivative, backward, alone. It stands back
         where it does not fit, and `jaxmp.explain` and `jaxmp.audit` say where and why. On several
         TPUs it takes `jax.shard_map(check_vma=False)`: no compiler splits Pallas' kernels.

@@ -26,7 +26,7 @@ def _named(param: Any, compute: Any, output: Any, **others: Any) -> dict[str, An
     return {"param_dtype": param, "compute_dtype": compute, "output_dtype": output, **others}
 
 
-# The policies that have a name, a policy that two of them fit by that of the first. What Keras
+# The policies that have a name; a policy that two of them fit has the first one's. What Keras
 # calls its policies, by their compute dtype: parameters and outputs are float32, so that the loss
 # after a "mixed" model is computed in it. A plain dtype name means that dtype throughout.
 _NAMED: Final = {
@@ -82,7 +82,7 @@ _FIELD_BY_KEY: Final = {key: field for field in FIELDS for key in field.keys}
 
 
 def format_policy(policy: Any) -> str:
-    """Returns the string of a policy: its name if it has one, and what it says besides."""
+    """Returns the string of a policy: its name if it has one, and its other settings."""
     values = {field.name: getattr(policy, field.name) for field in FIELDS}
     name = next((name for name, named in _NAMED.items() if named.items() <= values.items()), "")
     unsaid = {f.name: f.default for f in dataclasses.fields(policy)} | _NAMED.get(name, {})

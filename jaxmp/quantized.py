@@ -24,8 +24,9 @@ class QuantizedArray(AxisMetadata[Any]):
     """A weight stored in few bits, ``values * scale``; `jaxmp.quantize` makes them.
 
     A pytree of two leaves, so jit, vmap, scan, sharding, donation and checkpoints treat it as any
-    other. Each axis of `scale` is as long as that of `values`, or divides it: then neighbors share
-    a scale. All axes count, so that a slice of both along a stacked axis is such an array again.
+    other. Each axis of `scale` is as long as the same axis of `values`, or divides it: then
+    neighbors share a scale. All axes count, so that a slice of both along a stacked axis is such an
+    array again.
 
     To Flax Linen it is a box, as `nn.Partitioned` is: a module that reads the parameter gets the
     array, dequantized where it is read, also inside `nn.scan`. To JAX's own functions it is no

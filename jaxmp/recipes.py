@@ -1,8 +1,9 @@
 """Recipes: in which format each of the three products of a layer multiplies.
 
 A layer multiplies its input by its weights, ``y = x @ w``; its derivative is two more products: one
-for the gradient of the input, ``dx = dy @ w.T``, one for that of the weights, ``dw = x.T @ dy``.
-A recipe, the `matmul` of a policy, names a format for each, and what shares a scale.
+for the gradient of the input, ``dx = dy @ w.T``, and one for the gradient of the weights,
+``dw = x.T @ dy``. A recipe, the `matmul` of a policy, names a format for each, and what shares a
+scale.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Recipe:
 
     Attributes:
       forward: the format of the input and of the weights: a key of `FORMATS`.
-      grad_input: of the product that gives the gradient of the input. In 8 bits, it is that of the
-        gradient that comes in, and the weights are multiplied as they were forward.
+      grad_input: of the product that gives the gradient of the input. In 8 bits, it is the format
+        of the gradient that comes in, and the weights are multiplied as they were forward.
       grad_weight: of the product that gives the gradient of the weights; likewise.
       granularity: what shares a scale: a key of `GRANULARITIES`.
 
@@ -152,9 +153,10 @@ def products(
 
     Args:
       forward: ``"e4m3"``, ``"int8"``, ``"bf16"``, ``"f16"`` or ``"f32"``, or NumPy's name of it.
-      grad_input: that of the product that gives the gradient of the input; `forward` if None. Here
-        ``"e5m2"`` may stand as well.
-      grad_weight: that of the product that gives the gradient of the weights; `grad_input` if None.
+      grad_input: the format of the product that gives the gradient of the input; `forward` if None.
+        Here ``"e5m2"`` may stand as well.
+      grad_weight: the format of the product that gives the gradient of the weights; `grad_input` if
+        None.
       granularity: what shares a scale: ``"tensor"``, ``"row"``, ``"block"`` (1 x 128 of
         activations, 128 x 128 of weights) or ``"mx"`` (32, with scales that are powers of two).
 
@@ -263,7 +265,7 @@ AUTO: Final = "auto"
 def parse_matmul(text: str) -> Recipe | str:
     """What a string says of a policy's `matmul`: a recipe, or ``auto``, which is kept as it is.
 
-    ``auto`` is the recipe that the chip at hand multiplies fast, for each layer for which it is
+    ``auto`` is the recipe that the default device multiplies fast, for each layer for which it is
     estimated to be faster; ``auto@gpu-h100`` decides for another chip.
 
     Raises:

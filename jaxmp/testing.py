@@ -67,7 +67,7 @@ def assert_in_step(tree: Any) -> None:
 
     Where a sharding says that an array, or a part of it, is on several devices, each has a copy of
     its own. Under `jax.shard_map(..., check_vma=False)` nothing keeps them equal: a gradient that
-    was not averaged over devices, a step that one of them left out, a random key of its own, and
+    was not averaged over devices, a step that one of them skipped, a random key of its own, and
     they train apart. Call it outside of jit, on a state after a few steps. It compares the devices
     of this process; `jax.experimental.multihost_utils.assert_equal` compares processes.
 

@@ -25,7 +25,7 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
 
     Arrays, NumPy arrays, NumPy scalars and `ShapeDtypeStruct`s (which keep their sharding) are
     cast. Every other leaf is returned unchanged: integers, booleans, PRNG keys, complex numbers,
-    8-bit floats (their values mean something only beside a scale), `None`, Python numbers (JAX
+    8-bit floats (their values mean something only with a scale), `None`, Python numbers (JAX
     already gives them the dtype of what they meet), a `QuantizedArray` with its float32 scale, and
     objects that are not numbers.
 

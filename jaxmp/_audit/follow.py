@@ -260,7 +260,7 @@ def _why(
     if causes:  # the author's own before what autocast widened
         return min(causes, key=lambda cause: cause.by_policy)
     promoted = [why for i in ours if isinstance(why := known[i].why, Promoted)]
-    # Beside what JAX widened before, a Python number is float32 as well, and widens nothing.
+    # Next to what JAX widened before, a Python number is float32 as well, and widens nothing.
     fresh = any(why.fresh for why in promoted)
     partners = [
         names[i]

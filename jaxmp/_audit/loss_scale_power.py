@@ -26,7 +26,7 @@ _PRODUCTS = frozenset(["mul", "integer_pow", "square", "div", *of_kind("low")])
 
 
 def alike(degrees: Iterable[Degree]) -> Degree:
-    """That of a value which is one of several, or their sum.
+    """The power of a value which is one of several, or their sum.
 
     Example:
       >>> alike([1, ZEROS, 1]), alike([1, 0])
@@ -39,7 +39,7 @@ def alike(degrees: Iterable[Degree]) -> Degree:
 
 
 def degree_of(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
-    """That of the results of an equation, by those of its operands."""
+    """The powers of the results of an equation, from those of its operands."""
     name = eqn.primitive.name
     if name in _LINEAR:
         # Not of what it is indexed or chosen by.
@@ -51,7 +51,7 @@ def degree_of(eqn: jex_core.JaxprEqn, degrees: Sequence[Degree]) -> Degree:
 
 
 def degree_of_literal(value: Any) -> Degree:
-    """That of a number which is written in the program."""
+    """The power of a number which is written in the program."""
     return 0 if value else ZEROS
 
 

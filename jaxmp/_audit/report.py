@@ -37,7 +37,7 @@ KINDS = {
     "not-fused": "attention that no kernel computes",
     "intended-float32": "contraction kept in float32",
 }
-# Those whose cost is in bytes; that of all others is in FLOPs.
+# Those whose cost is in bytes; all others have theirs in FLOPs.
 OF_BYTES = frozenset(
     ["not-scaled", "scaled-twice", "promotion", "sensitive-low", "round-trip", "residual"]
 )

@@ -46,7 +46,7 @@ class Rounding:
         self._forward: dict[Any, dict[str, str]] = defaultdict(dict)  # dtype → line
 
     def visit(self, seen: Observed, operation: Operation) -> tuple[str, str, str] | None:
-        """Says of a product that its result is rounded, or is not that of the forward pass.
+        """Says of a product that its result is rounded, or not the forward pass's.
 
         Two products are one if they have the same operands, but for moves and casts.
 

@@ -17,7 +17,7 @@ from jaxmp._jaxprs.attributes import names_around, scoped, without_names
 
 
 class Bodies:
-    """The jaxprs that were met last, of which equal ones are one object.
+    """The jaxprs that were met last; equal ones are one object.
 
     They are equal if they compute the same, and were written in the same lines and modules.
     """

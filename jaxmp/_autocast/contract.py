@@ -45,7 +45,7 @@ class Dot(Op):
 
 
 def parameter(atom: Any, env: Environment) -> Parameter:
-    """A float32 parameter of which a contraction reads a copy, moved in 16 bits on its way."""
+    """A float32 parameter; a contraction reads a copy of it, moved in 16 bits on its way."""
     array = env.array(atom)
     if isinstance(atom, Literal) or array.dtype == FLOAT32 or atom not in env.moved:
         return Parameter(array)

@@ -5,7 +5,7 @@ the author's rule when it differentiates the call, whatever it computes. Never i
 gradient-reversal layer would return the wrong sign, a recomputing attention lose its memory saving.
 
 A rule with ``symbolic_zeros=True`` is told which operands are differentiated and which cotangents
-are zero, and may compute something else for each: it is derived anew for each such pattern. Every
+are zero, and may compute something else for each: it is derived once for each such pattern. Every
 other rule is derived by all operands that it could be differentiated by. Cotangents that are known
 to be zero are so for every call: under `jax.vmap` JAX takes no others of some results.
 """
@@ -49,7 +49,7 @@ Execute = Callable[[Plan, Sequence[Any]], list[Any]]
 
 
 def derive(plan: Plan, planner: Planner) -> Plan:
-    """A pass: gives each step that calls a function with derivative rules what makes it anew.
+    """A pass: gives each step that calls a function with derivative rules what makes its function.
 
     The rules are planned with the same passes, when the function is first called.
     """

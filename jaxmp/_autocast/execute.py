@@ -82,7 +82,7 @@ def _run_step(step: Step, env: Environment) -> None:
 
 
 def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
-    """The same of a segment, of which what is cheap is rematerialized in the backward pass."""
+    """The same of a segment, whose cheap values are rematerialized in the backward pass."""
     moved: dict[Any, Any] = {}
 
     def run() -> list[Any]:
@@ -155,7 +155,7 @@ class CustomCall(Op):
 
     Attributes:
       rule: the kind of its rule, ``custom_jvp`` or ``custom_vjp``.
-      derived: makes the function anew, with its rules transformed; None binds it as it is.
+      derived: makes the function, with its rules transformed; None binds it as it is.
     """
 
     rule: str

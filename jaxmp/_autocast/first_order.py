@@ -222,7 +222,7 @@ def _own(facts: Facts) -> Decision:
 
 
 def _of_full(name: str, values: Sequence[Value | None]) -> str | None:
-    """The provenance of what a sensitive op returns, where it is not that of its operands."""
+    """The provenance of what a sensitive op returns, where its operands do not say it."""
     if name in CUMULATIVE:
         return DATA
     if name in WAVES:

@@ -1,6 +1,6 @@
 """What a `follow` op, elementwise arithmetic, does with low and float32 operands.
 
-Low beside a low operand if a contraction wants the result, unless a float32 one blocks that: see
+Low with a low operand if a contraction wants the result, unless a float32 one blocks that: see
 `provenance`. Of float32 operands alone only where it leaves a normalization towards a contraction.
 """
 
@@ -97,7 +97,7 @@ def _is_end(full: Sequence[Value]) -> bool:
 def _refusal(
     facts: Facts, name: str, low: list[Value], full: list[Value]
 ) -> tuple[Kind, str] | None:
-    """Why float32 operands are not narrowed beside low ones, and the provenance of the result."""
+    """Why float32 operands are not narrowed with low ones, and the provenance of the result."""
     provenances = {v.provenance for v in full}
     if name in NORMALIZING and _normalizes(name, low, full):
         return Kind.NORMALIZES, joined([*provenances, COMPUTED])
@@ -140,7 +140,7 @@ def _out_of_range(facts: Facts) -> Why | None:
 
 
 def _narrowable(full: Sequence[Value]) -> Kind:
-    """Why float32 operands beside low ones are narrowed."""
+    """Why float32 operands are narrowed where others are low."""
     provenances = {v.provenance for v in full}
     for provenance in (PARAMETER, COMPUTED, SHARED, CONSTANT, LARGE):
         if provenance in provenances:

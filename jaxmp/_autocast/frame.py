@@ -168,7 +168,7 @@ class Frame:
 
     @functools.cached_property
     def forward(self) -> Demand:
-        """The demand without that of a backward pass, where one is part of the jaxpr."""
+        """The demand without what a backward pass wants, where one is part of the jaxpr."""
         if not any(map(is_backward, self.jaxpr.eqns)):
             return self.demand
         eqns = [eqn for eqn in self.jaxpr.eqns if not is_backward(eqn)]

@@ -21,7 +21,7 @@ def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> froze
     """The float32 results, at any depth, of equations that read a tangent in another dtype.
 
     Args:
-      jaxpr: that of a derivative rule.
+      jaxpr: the jaxpr of a derivative rule.
       tangents: which of its operands are tangents.
       rules: those it runs under.
     """

@@ -63,7 +63,7 @@ class JitGroup(NamedTuple):
       steps: the steps.
       inputs: what they read from outside, and how.
       operations: what they do.
-      copies: copies of results that are made inside: of which variable, as read how.
+      copies: copies of results that are made inside: of what variable, as read how.
     """
 
     steps: tuple[Step, ...]

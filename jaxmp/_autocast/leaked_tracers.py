@@ -28,7 +28,7 @@ _OPAQUE = (*_PLAIN, types.CodeType, types.FrameType, types.TracebackType)
 
 
 def with_held_tracers(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` that returns beside its result the tracers found in leaves of it that are no arrays."""
+    """`fn`, which also returns the tracers found in leaves of its result that are no arrays."""
 
     @functools.wraps(fn)
     def holding(*args: Any, **kwargs: Any) -> Any:

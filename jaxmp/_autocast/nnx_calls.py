@@ -135,7 +135,7 @@ def _variables(nodes: Any) -> list[Any]:
 
 
 def _can_update(variable: Any) -> bool:
-    """Whether Flax lets a Variable be changed in the trace at hand."""
+    """Whether Flax lets a Variable be changed in the current trace."""
     try:
         variable.set_raw_value(variable.get_raw_value())
     except errors.TraceContextError:

@@ -73,7 +73,7 @@ class Value(NamedTuple):
 
     @property
     def blocks_narrowing(self) -> bool:
-        """Whether it is float32 that may not be narrowed beside low values: these are widened."""
+        """Whether it is float32 that may not be narrowed with low values: these are widened."""
         return self.dtype is None and self.provenance in (DATA, LARGE)
 
     @property
@@ -131,7 +131,7 @@ class Op:
 
 
 class Segment(NamedTuple):
-    """A run of steps of which most values are rematerialized in the backward pass.
+    """A run of steps whose values are, for the most part, rematerialized in the backward pass.
 
     Attributes:
       start: the first step.

@@ -1,6 +1,6 @@
 """What tells two traced programs apart, so that an equal program need not be planned again.
 
-Every call traces the function anew. Its plan, and what JAX compiled for the jits inside, are used
+Every call traces the function again. Its plan, and what JAX compiled for the jits inside, are used
 again if the trace is the same, equation by equation.
 """
 
@@ -22,7 +22,7 @@ from jaxmp._jaxprs.compat import closed
 class ComparableProgram:
     """A closed jaxpr that is compared by what it computes.
 
-    What only its identity tells apart (a derivative rule traced anew, a callback) differs.
+    What only its identity tells apart (a derivative rule traced again, a callback) differs.
     """
 
     jaxpr: Any = dataclasses.field(compare=False)

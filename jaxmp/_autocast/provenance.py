@@ -39,7 +39,7 @@ LARGE = "large"
 DATA = "data"
 
 # Rounding a constant of this size to bfloat16 moves it by 1/64 at most, and in float16 by less. It
-# is small beside numbers near 1, as which layers return them.
+# is small compared with numbers near 1, as layers return them.
 SMALL = 8.0
 # What is added to the logits of a softmax so that nothing is left of them: a mask, not a number.
 _MASKED = -1e4

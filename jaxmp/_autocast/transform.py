@@ -86,7 +86,7 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> 
 
     Raises:
       TypeError: if `fn` is not callable, or is a Flax Linen module; at a call, if its result holds
-        arrays where JAX does not see them: in an object that is no pytree, in what a function
+        arrays where JAX does not see them: in an object that is not a pytree, in what a function
         closes over; if `argnums` are no integers.
       ValueError: if the policy is malformed, or computes in what autocast does not.
 
@@ -166,7 +166,7 @@ def under_policy(
     # By device as well: what a recipe multiplies may depend on it.
     plans = functools.lru_cache(maxsize=64)(lambda program, given, _: make(program.jaxpr, given))
 
-    warned: set[str] = set()  # every eager call plans anew what cannot be compared
+    warned: set[str] = set()  # every eager call plans again what cannot be compared
 
     @functools.wraps(fn)
     def planned_fn(*args: Any, **kwargs: Any) -> Any:
@@ -248,7 +248,7 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
 
 
 def of_arrays(parameters: Sequence[bool], args: Any, kwargs: Any) -> tuple[bool, ...]:
-    """Whether each array of a call is a parameter, given that of all leaves."""
+    """Whether each array of a call is a parameter, given whether each leaf is."""
     leaves = jax.tree.leaves((args, kwargs))
     return tuple(x for x, leaf in zip(parameters, leaves, strict=True) if is_array(leaf))
 

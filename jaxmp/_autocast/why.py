@@ -112,7 +112,7 @@ class Why(NamedTuple):
 
     Attributes:
       kind: what decides.
-      details: what its sentence says besides.
+      details: what fills in its sentence.
       notes: what passes add, in order.
 
     Example:

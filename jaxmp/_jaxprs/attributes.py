@@ -52,7 +52,7 @@ def is_abstract(value: Any) -> bool:
 
 
 def is_reference(atom: Any) -> bool:
-    """Whether a variable is a reference to an array, whose dtype is that of the array."""
+    """Whether a variable is a reference to an array, whose dtype is the array's."""
     return hasattr(atom.aval, "inner_aval")
 
 
@@ -62,7 +62,7 @@ def is_weak(value: Any) -> bool:
 
 
 def with_weak_type(array: Any, *, weak: bool) -> Any:
-    """An array of which JAX's promotion makes another dtype, or not."""
+    """An array that JAX's promotion makes another dtype of, or not."""
     if is_weak(array) == weak:
         return array
     return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=weak, sharding=None)
@@ -206,7 +206,7 @@ def on_mesh_of(value: Any) -> AbstractContextManager[Any]:
 
 
 def has_effects(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether an equation does something besides returning its results."""
+    """Whether an equation does more than return its results."""
     return bool(eqn.effects)
 
 

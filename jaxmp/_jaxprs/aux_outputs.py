@@ -127,7 +127,7 @@ def beside(
 ) -> Out:
     """Of functions with a derivative rule of their own: bound as they were, rule and all.
 
-    The replacement runs beside the call, for its extra results alone: they are those of the
+    The replacement runs next to the call, for its extra results alone: they are those of the
     function itself also where it is differentiated and its forward rule runs in its place. XLA
     merges what both compute, but not loops; what a body prints is printed twice.
     """

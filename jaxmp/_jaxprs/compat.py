@@ -264,7 +264,7 @@ def rematerialize(
 ) -> list[Any]:
     """The results of an open jaxpr without constants, under a `jax.checkpoint`.
 
-    Under one of its own JAX differentiates a function anew at each call; a jaxpr, once.
+    Under one of its own JAX differentiates a function at each call; a jaxpr, once.
     """
     return remat_p.bind(  # type: ignore[no-any-return]
         *operands, jaxpr=jaxpr, prevent_cse=prevent_cse, differentiated=False, policy=policy
@@ -348,7 +348,7 @@ def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
 
 
 def scan_options(eqn: jex_core.JaxprEqn) -> dict[str, Any]:
-    """What a scan was told besides its function and its operands."""
+    """What a scan was told other than its function and its operands."""
     return {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
 

@@ -44,7 +44,7 @@ def evaluated(
       jaxpr: the closed jaxpr.
       operands: its operands.
       sums: the dtype of what the contraction makes.
-      convolved: that of a convolution, which is converted from it; None for the same.
+      convolved: the dtype of a convolution's result, which is converted; None for the same.
     """
     opened, consts = compat.closed(jaxpr)
     env = dict(zip((*opened.constvars, *opened.invars), (*consts, *operands), strict=True))

@@ -32,7 +32,7 @@ class Inner(NamedTuple):
       carried: how many operands after those are the first results of the iteration before.
       trips: how often it runs; None if that is not known before it runs.
       reverse: of a loop, whether its last slice is read first.
-      chance: of several of which one runs, the share of one.
+      chance: where one of several runs, the share of one.
       rule: ``custom_jvp`` or ``custom_vjp``, if it has such a derivative rule of its own; else "".
     """
 
@@ -138,7 +138,7 @@ def rebuild(
       operands: its operands.
       replacements: for each of its jaxprs a function of the extra operands and of the operands of
         that jaxpr. It gives the jaxpr's results and a dict of extra results (`aux_outputs.Extra`).
-        What it reads besides comes in `extra_in`.
+        What else it reads comes in `extra_in`.
       extra_in: arrays that all of them get, in every iteration and on every device.
 
     Returns:

@@ -44,7 +44,7 @@ Op = tuple[Primitive, tuple[tuple[str, Any], ...]]
 
 
 class Parameter(NamedTuple):
-    """A float32 parameter of which a contraction reads a low copy.
+    """A float32 parameter; a contraction reads a low copy of it.
 
     Attributes:
       array: the parameter.
@@ -161,7 +161,7 @@ without_tangents.defjvp(_no_tangents, symbolic_zeros=True)
 
 
 def crossed(eqn: JaxprEqn, copy: Any, parameter: Parameter, wire: DType | None = None) -> Parameter:
-    """A parameter of which the low copy was sent to other devices.
+    """A parameter whose low copy was sent to other devices.
 
     All that read it there have their gradients added up in float32, before those are sent back.
 
@@ -285,7 +285,7 @@ class _ParameterProduct:
 
         Args:
           by: which.
-          given: the gradient of the result and the other operands, of which it is a function.
+          given: what it is a function of: the gradient of the result and the other operands.
         """
         return _transposed([in_float32(jax.typeof(x)) for x in given], self, by)
 

@@ -4,7 +4,7 @@ The classes say what autocast does with a primitive:
 
 * ``low``: a contraction. Its float32 operands are multiplied in the compute dtype.
 * ``full``: numerically sensitive; runs in float32.
-* ``follow``: elementwise; runs low beside a low operand when a contraction wants the result.
+* ``follow``: elementwise; runs low with a low operand when a contraction wants the result.
 * ``transparent``: moves or selects values without changing them; runs in the dtype they have, or
   that of the contractions that read them.
 * ``own``: runs exactly as written. Also what happens to a primitive nobody listed.
@@ -33,7 +33,7 @@ class Flag(enum.Flag):
     # The affine end of a normalization. The first `follow` op without this flag, on the way to a
     # contraction, is where a float32 value may be narrowed (`relu(batch_norm(x))`).
     AFFINE = enum.auto()
-    # Chooses among its operands: beside constants, exact on low ones.
+    # Chooses among its operands: with constants, exact on low ones.
     CHOOSING = enum.auto()
     # Rounds to whole numbers, or by them: what reaches it is a position, as what becomes integers.
     ROUNDING = enum.auto()
@@ -92,7 +92,7 @@ class Flag(enum.Flag):
 
     # --- programs ---
 
-    # Bound anew each time: it has effects, names an axis, or its parameters are not hashable.
+    # Bound again each time: it has effects, names an axis, or its parameters are not hashable.
     UNCACHED = enum.auto()
     # Computed of numbers when a program is planned.
     FOLDED = enum.auto()

@@ -4,7 +4,7 @@ Arrays are traced. Everything else (Python and NumPy numbers, booleans, strings,
 stays what it is, as in a plain call: a number keeps its type and may steer control flow. What is
 traced is decided here for `autocast`, `explain`, `audit` and `preflight` alike.
 
-Every call is traced anew, as `jax.grad` does it: what a function reads besides its arguments may
+Every call is traced again, as `jax.grad` does it: what a function reads from elsewhere may
 have changed. Traces are kept by `jax.jit`, around all of this.
 """
 

@@ -71,7 +71,7 @@ class Layer:
 
     @property
     def handed(self) -> bool:
-        """Whether its dtype is that of the module around it, and says nothing of its own."""
+        """Whether its dtype is the surrounding module's, and says nothing of its own."""
         around = self.around
         return around is not None and (self.float32, self.low) == (around.float32, around.low)
 
@@ -179,7 +179,7 @@ def _spelling(dtype: Any) -> type | None:
 
 
 def _by_default(module: Any, standing: Standing) -> bool:
-    """Whether a layer's float32 is that of a field around it which stands at its default.
+    """Whether a layer's float32 comes from a field around it which stands at its default.
 
     Where a value came from cannot be seen. It is said as the field says it, or was converted; and
     it is no field that the layer has as well, which is handed to that: `param_dtype`.

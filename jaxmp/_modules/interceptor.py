@@ -87,8 +87,8 @@ class Interceptor:
         self.root = tuple(root)
         self.seen = seen
         self.verdict = seen.verdict or LayerVerdict()
-        self._around: list[LayerVisit] = []  # the modules around the one at hand
-        self._wrapped = 0  # how many modules, wrapped by themselves, are around the one at hand
+        self._around: list[LayerVisit] = []  # the modules around the current one
+        self._wrapped = 0  # how many modules, wrapped by themselves, are around the current one
 
     def marking(self) -> contextlib.AbstractContextManager[None]:
         """While this interceptor is at work: what the traces that are made depend on."""

@@ -73,7 +73,7 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...])
         name: _wrapped_method(method, vars(lifted)[name], overrides)
         for name, method in methods.items()
     }
-    # What this class was made from: its name is that of another.
+    # What this class was made from: it has another's name.
     made = (*getattr(cls, "_jaxmp_made", (cls,)), (policy, params))
     members |= {
         "_jaxmp_made": made,
@@ -263,7 +263,7 @@ def _shown(variables: Any, overrides: Overrides) -> Any:
 
 
 def _said(variables: Any, others: Collection[str]) -> Any:
-    """Variables of which those in `others` say, to the program around, that they are parameters."""
+    """Variables; those in `others` say to the program around that they are parameters."""
 
     @jax.named_scope(PARAMETER)
     def say(path: Any, leaf: Any) -> Any:

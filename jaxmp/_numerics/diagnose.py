@@ -105,7 +105,7 @@ class NumericsReport(Readings):
     def predicted(self) -> tuple[Site, ...]:
         """The operations whose results in float32 are beyond the dtype that the policy gives them.
 
-        From the float32 run alone; those that read such a result are left out.
+        From the float32 run alone; those that read such a result are not among them.
         """
         beyond = {
             name: measured.site
@@ -221,7 +221,7 @@ class NumericsReport(Readings):
         return f"{said}{cost:.0%} of the norm of {site}: keep it in float32, or in bfloat16"
 
     def _lost(self, m: Measured, scale: float) -> tuple[float, float]:
-        """Returns the share of a gradient that becomes 0 at a loss scale, and that of its norm.
+        """Returns the share of a gradient that becomes 0 at a loss scale, and of its norm.
 
         By octaves, in float32. What is below the normal range is rounded by up to half a step.
         """

@@ -54,7 +54,7 @@ class Score:
     Attributes:
       lost: the share of values other than 0 that would be 0.
       beyond: the share that would be beyond its range.
-      error: the root mean square of the rounding, relative to that of the values: an estimate from
+      error: the root mean square of the rounding, relative to the values': an estimate from
         magnitudes by octaves.
     """
 

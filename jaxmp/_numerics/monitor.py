@@ -21,7 +21,7 @@ class MonitorState(NamedTuple):
     """The state of `monitor`, strongly typed arrays all of them. `read_monitor` reads it.
 
     Attributes:
-      step_count: int32[], steps so far, those that a scaler left out included.
+      step_count: int32[], steps so far, those that a scaler skipped included.
       nonfinite_count: int32[], how many of them had a gradient that was not finite.
       nonfinite_step: int32[], the last of those, counted from 1; 0 if there was none.
       nonfinite_index: int32[], the first parameter whose gradient was not finite in that step.
@@ -46,7 +46,7 @@ def monitor(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps statistics of a training run in the optimizer's state, and changes nothing else.
 
-    The updates are `inner`'s, to the bit, and so is its state. Beside it the state has, on the
+    The updates are `inner`'s, to the bit, and so is its state. Next to it the state has, on the
     device and without ever waiting for it,
 
     * which parameter first (in the order of the tree) had a gradient that was not finite in the
@@ -62,9 +62,9 @@ def monitor(
     when it does not stop falling.
 
     It goes *around* a loss scaler, whose scale it reads, and may be around or inside anything else:
-    `jaxmp.master_weights`, `optax.chain`, `optax.MultiSteps` (of which it then sees the averages).
-    Inside a scaler it would see no step that is left out, and no scale; `read_monitor` refuses it.
-    A step that is left out moves `step_count` and the three fields about it, which say that it
+    `jaxmp.master_weights`, `optax.chain`, `optax.MultiSteps` (it then sees the averages).
+    Inside a scaler it would see no step that is skipped, and no scale; `read_monitor` refuses it.
+    A step that is skipped moves `step_count` and the three fields about it, which say that it
     happened; the statistics stay those of the last step that was measured.
 
     The sums over a gradient are made in every step, and kept in one of `every`: XLA makes them in
@@ -77,7 +77,7 @@ def monitor(
     Args:
       inner: The optimizer, with its loss scaler if it has one.
       every: How many steps apart those are whose statistics are kept, from the first on. One that
-        is left out is made up for by the next.
+        is skipped is made up for by the next.
 
     Returns:
       A transformation whose state is a `MonitorState`.
@@ -176,8 +176,8 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
     Raises:
       ValueError: If there is no monitor, there are several, it is not around the loss scaler, or
         the state is of several stacked ones.
-      TypeError: If `opt_state` is no optimizer's state and holds none, or it is called on traced
-        values, under jit.
+      TypeError: If `opt_state` is not an optimizer's state and holds none, or it is called on
+        traced values, under jit.
 
     Example:
       >>> import jaxmp
@@ -223,7 +223,7 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
 def _next_state(
     state: MonitorState, every: int, first: jax.Array, statistics: MonitorStatistics
 ) -> MonitorState:
-    """What a step leaves; `first` is the index of the first parameter of which it is not finite."""
+    """What a step leaves; `first` is the index of the first parameter where it is not finite."""
     step = optax.safe_increment(state.step_count)
     finite = first == len(state.paths.paths)
     due = (state.statistics_step == 0) | (step - state.statistics_step >= np.int32(every))

@@ -74,7 +74,7 @@ class Paths:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """For each parameter its name; a leading ``params``, a collection of Linen's, left out."""
+        """For each parameter its name; a leading ``params``, a collection of Linen's, dropped."""
         return tuple("/".join(_shown(path)) for path in self.paths)
 
     @property
@@ -95,7 +95,7 @@ serialization.register_serialization_state(
 
 
 class MonitoredLeaf(NamedTuple):
-    """A gradient divided by the scale: where it is in its tree, and of which parameter."""
+    """A gradient divided by the scale: where it is in its tree, and of what parameter."""
 
     path: tuple[Any, ...]
     parameter: int

@@ -149,7 +149,7 @@ def plot_underflow(of: Record, path: Path | str) -> None:
 def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, float, int]:
     """Of the sites of a kind: how many magnitudes lie in each octave, the share of 0, how many.
 
-    Each site counts as its array is large, of which a sample was counted.
+    Each site counts as its array is large; a sample of it was counted.
     """
     counts = np.zeros(OCTAVES)
     zeros = sampled = 0.0
@@ -182,7 +182,7 @@ def _percent(share: float) -> str:
 
 
 def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Path | str) -> None:
-    """Draws the loss scale over the steps of a training run, and where steps were left out.
+    """Draws the loss scale over the steps of a training run, and where steps were skipped.
 
     Args:
       history: what `jaxmp.read_monitor` returned, in the order of the steps, every so many of them;
@@ -223,7 +223,7 @@ def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Pat
 
 
 def _read(history: list[Any]) -> tuple[list[int], list[float], list[int]]:
-    """Steps, scales, and how many steps were left out so far, if that is known."""
+    """Steps, scales, and how many steps were skipped so far, if that is known."""
     if not history:
         raise ValueError("plot_scale: history is empty: keep what jaxmp.read_monitor returns")
     if all(isinstance(one, Mapping) for one in history):

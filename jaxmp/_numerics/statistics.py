@@ -251,7 +251,7 @@ class Statistics:
       smallest: the smallest magnitude that is not 0; infinite if there is none.
       mean_square: of the finite elements.
       error: what rounding the result of this one operation cost: the root mean square of its
-        difference to float32, relative to that of float32; NaN where there is no float32 twin.
+        difference to float32, relative to float32's; NaN where there is no float32 twin.
       sampled: how many elements the following are counts of.
       zeros: how many are 0.
       subnormals: how many are below the normal range of their dtype.

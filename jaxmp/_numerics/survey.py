@@ -183,7 +183,7 @@ def is_measured(var: Any) -> bool:
 
 
 def _widens(eqn: JaxprEqn) -> bool:
-    """Whether an equation converts floating numbers, each of which its dtype holds."""
+    """Whether an equation converts floating numbers exactly."""
     if eqn.primitive.name != "convert_element_type":
         return False
     if not all(map(is_measured, (*eqn.invars, *eqn.outvars))):

@@ -79,7 +79,7 @@ class Costs:
 
 
 def _share(chip: Chip, how: ProductFormat, fmt: Format, product: TunedProduct) -> float:
-    """The time of a product on a chip over that of the same product in 16 bits."""
+    """The time of a product on a chip over the time of the same product in 16 bits."""
     if how.recipe is None or not fmt.scaled:
         if fmt.name in chip.tflops:
             return chip.share(fmt.name)

@@ -96,7 +96,7 @@ class Scored:
         )
 
     def _default(self, options: Sequence[int]) -> int:
-        """The candidate of the most FLOPs; but that of what the model multiplies itself."""
+        """The candidate of the most FLOPs, other than what the model multiplies itself."""
         flops = [0] * len(self.candidates)
         for group, option in zip(self.groups, options, strict=True):
             # A key that matched the model itself would match all that is in it.
@@ -188,7 +188,7 @@ class Tuned:
         return under_map(loss_fn, self.policy, self._scored.loss.places)
 
     def solve(self, budget: float) -> Tuned:
-        """The cheapest assignment at another budget: verified, but not scored anew.
+        """The cheapest assignment at another budget: verified, but not scored again.
 
         Args:
           budget: what 1 - cosine of the gradients may be.

@@ -22,7 +22,7 @@ Integers = np.ndarray[Any, np.dtype[np.intp]]
 
 @dataclasses.dataclass(frozen=True)
 class Front:
-    """Choices that none beats, cheap ones first; `exact` if no total was left out."""
+    """Choices that none beats, cheap ones first; `exact` if no total was dropped."""
 
     costs: Floats
     errors: Floats

@@ -83,14 +83,14 @@ def validate(
       steps: how many each run makes.
       seeds: how many, from 0 on, or which. Two tell little: the noise narrows fast with more.
       batches: ``batches(seed)`` returns an iterable of at least `steps` batches, pytrees of arrays,
-        anew at each call. They are compared from run to run.
+        again at each call. They are compared from run to run.
       reference: what to compare with instead of float32: a policy, or what `make_step` takes.
       nudges: how many nudged runs per seed.
       threshold: the largest relative difference in final loss that passes.
       grad_norm_threshold: the same of gradient norms, of which the median over the steps of the
         relative difference is taken; None not to judge them.
       curve_threshold: the same of the training loss on average over all steps; None not to judge
-        it. Where steps were left out, which moves the rest of a curve along, it is not judged.
+        it. Where steps were skipped, which moves the rest of a curve along, it is not judged.
       out: a folder where finished runs are kept: a validation that was killed goes on with the run
         it was at. A run is made again when one of these has changed: the file in which `make_step`
         or `batches` is written, or the values, arrays, functions and Linen modules that they close
@@ -247,7 +247,7 @@ class _Runs:
 
 
 def _made_by(task: Task, depends_on: Iterable[Any], numerics: Mapping[str, str]) -> dict[str, Any]:
-    """What a run depends on, beside its policy and seed, as plain data."""
+    """What a run depends on, other than its policy and seed, as plain data."""
     if isinstance(depends_on, (str, Path, ModuleType)):
         depends_on = (depends_on,)
     return {

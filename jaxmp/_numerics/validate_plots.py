@@ -56,7 +56,7 @@ def _draw_losses(ax: Any, report: Any) -> None:
 
 
 def _draw_differences(ax: Any, report: Any) -> None:
-    """Of the smoothed curves, in percent of float32's, beside what chance makes."""
+    """Of the smoothed curves, in percent of float32's, compared with what chance makes."""
     window = _window(report.steps)
     base = {
         run.seed: _smooth(_filled(np.array(run.losses)), window) for run in report.reference_runs
@@ -174,7 +174,7 @@ def _smooth(curve: Curve, window: int) -> Curve:
 
 
 def _filled(curve: Curve) -> Curve:
-    """Without the gaps that steps leave that were left out; what is never finite again stays so."""
+    """Without the gaps of skipped steps; what is never finite again stays so."""
     finite = np.flatnonzero(np.isfinite(curve))
     if not len(finite):
         return curve

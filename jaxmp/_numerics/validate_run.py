@@ -160,7 +160,7 @@ def train(task: Task, job: Job, tick: Callable[[int], None], data: tuple[int, ..
 
 
 def _feed(task: Task, seed: int) -> Iterator[Any]:
-    """What `step` takes beside the state: the step's number, or its batch."""
+    """What `step` takes after the state: the step's number, or its batch."""
     if task.batches is None:
         yield from range(task.steps)
         return
@@ -258,7 +258,7 @@ def _evaluated(evaluate: Callable[..., Any], state: Any) -> float:
 
 
 def _final(record: Mapping[str, Sequence[Any]], steps: int) -> float:
-    """The mean over the last twentieth of the steps, those left out aside; NaN if given up."""
+    """The mean over the last twentieth of the steps, without skipped ones; NaN if given up."""
     window = max(1, steps // 20)
     losses = record["loss"][-window:]
     made = record["finite"][-window:] or [True] * len(losses)

@@ -25,7 +25,7 @@ _STUDENT: Final = dict(enumerate(_FEW, 1)) | {12: 2.179, 15: 2.131, 20: 2.086, 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """One quantity of a policy's runs beside float32's.
+    """One quantity of a policy's runs compared with float32's.
 
     Attributes:
       name: "final loss", "gradient norm" or "curve".
@@ -223,7 +223,7 @@ def judge_runs(
     nudged_pairs = _with_base(nudged, base)
     pairs = list(zip(runs, base, strict=True))
     checks = []
-    # A step that is left out moves the rest of the curve along: shown, and not judged.
+    # A step that is skipped moves the rest of the curve along: shown, and not judged.
     left_out = any(_skipped(run) for run in runs)
     curve = limits["curve"] and (math.inf if left_out else limits["curve"])
     for name, threshold, difference in (
@@ -264,7 +264,7 @@ def _floor(chance: np.ndarray[Any, Any], seeds: int) -> float:
     """What the mean over seeds of such differences stays below, 19 times in 20.
 
     Their expectation is zero, so the root of their mean square estimates their deviation, with as
-    many degrees of freedom as there are; that of a mean over seeds is smaller by their root.
+    many degrees of freedom as there are; of a mean over seeds it is smaller by their root.
     """
     return float(_student(len(chance)) * np.sqrt(np.mean(chance**2) / seeds))
 

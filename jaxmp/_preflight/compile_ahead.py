@@ -78,7 +78,7 @@ def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any
     """Lets what is traced know the chip that it is compiled for, as `recipes.native` asks.
 
     Not where a program has a mesh of its own. Nor is it told of block-scaled products where its
-    arguments are sharded: JAX partitions those with the devices at hand.
+    arguments are sharded: JAX partitions those with the devices of this machine.
     """
     if jax.sharding.get_abstract_mesh().axis_names:
         return nullcontext()

@@ -144,7 +144,7 @@ def _indices(argnums: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _named(policy: Any, target: Target) -> tuple[str, Policy | None]:
-    """A policy's label, and the policy, which decides for a target, not for the chip at hand."""
+    """A policy's label, and the policy, which decides for a target, not for this machine's chip."""
     if policy is None:
         return AS_WRITTEN, None
     resolved = single_policy("preflight", policy)

@@ -264,7 +264,7 @@ def collectives_as_data(moved: Sequence[Collective]) -> list[dict[str, Any]]:
 
 
 def remark_on_collectives(moved: Sequence[Collective]) -> str:
-    """What to say of collectives of which it is not known how often they run; empty if of none."""
+    """What to say of collectives that run an unknown number of times; empty if there are none."""
     unknown = sum(not one.known for one in moved)
     if not unknown:
         return ""

@@ -26,7 +26,7 @@ def rounded(x: Any, fmt: Format, scale_shape: tuple[int, ...]) -> tuple[Any, Any
     Args:
       x: float[…].
       fmt: the format.
-      scale_shape: the shape of the scales, each axis of which divides that of `x`.
+      scale_shape: the shape of the scales; each axis divides the same axis of `x`.
 
     Returns:
       The values, of the format and the shape of `x`, and float32 scales.

@@ -69,7 +69,7 @@ class FormatRules:
             raise ValueError("quantize: the mapping from patterns to formats is empty.")
 
     def __call__(self, path: Path) -> Format | None:
-        """The format of a leaf: that of the first pattern that matches it, or what it is in."""
+        """The format of a leaf: by the first pattern that matches it, or what it is in."""
         for pattern, fmt in self.by_pattern:
             if matches(pattern, path):
                 return fmt

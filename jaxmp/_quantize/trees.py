@@ -137,7 +137,7 @@ def dequantize(tree: T) -> T:
     """A tree with arrays, in the dtypes they had, in place of what `quantize` made of them.
 
     Args:
-      tree: a pytree, `nnx.State` or NNX module (of which a copy is returned).
+      tree: a pytree, `nnx.State` or NNX module (a copy is returned).
 
     Returns:
       A tree of the structure that `quantize` was given. Other leaves are returned as they are.

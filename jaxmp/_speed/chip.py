@@ -32,7 +32,7 @@ class Chip:
       tflops: the peak rate by dtype, in 10^12 operations per second. What is missing is not
         multiplied natively.
       bytes_per_second: the bandwidth of its memory.
-      relative: the time of a product of operands that are quantized already over that of the same
+      relative: the time of a product of quantized operands over the time of the same
         product in 16 bits, by dtype; ``mx`` is of block-scaled ones, where they are native. What is
         missing goes by the peak rates.
       relative_grad_weight: the same of the product that gives the gradient of the weights, which
@@ -123,7 +123,7 @@ def chip_of(device: Any = None) -> Chip:
     """The chip that a device is; of a GPU that the tables do not have, one like it.
 
     Args:
-      device: a `jax.Device`; by default that of `jax.default_device`, else the first local one,
+      device: a `jax.Device`; by default `jax.default_device`, else the first local one,
         which starts the backend.
 
     Example:

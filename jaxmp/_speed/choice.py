@@ -22,7 +22,7 @@ class Gain(NamedTuple):
 
     Attributes:
       pays: whether it is estimated to be faster than 16 bits by enough to say so.
-      ratio: the estimated time over that in 16 bits; infinite where there are no figures.
+      ratio: the estimated time over the time in 16 bits; infinite where none is known.
     """
 
     pays: bool

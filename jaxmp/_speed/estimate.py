@@ -66,14 +66,15 @@ def estimate(
 
     A format that the chip does not multiply is widened: its products take what 16 bits take.
 
-    Beside what is published (`benchmarks/when_it_pays.py` prints it): for the GEMMs of a layer of a
-    5-billion-parameter model, quantizing included, TransformerEngine measures 1.58 x bfloat16 with
-    current scaling on an H200 and 1.42 x with MXFP8 on a B300; this says 1.59 and 1.39 (on a B200).
-    For tokens x in x out of 1024 x 2048 x 1024 and 4096 x 8192 x 16384, torchao measures 0.80 and
-    1.39 x on an H100 of 2.4 TB/s; this says 0.52 and 1.33. Small layers are slower in both.
+    Compared with what is published (`benchmarks/when_it_pays.py` prints it): for the GEMMs of a
+    layer of a 5-billion-parameter model, quantizing included, TransformerEngine measures 1.58 x
+    bfloat16 with current scaling on an H200 and 1.42 x with MXFP8 on a B300; this says 1.59 and
+    1.39 (on a B200). For tokens x in x out of 1024 x 2048 x 1024 and 4096 x 8192 x 16384, torchao
+    measures 0.80 and 1.39 x on an H100 of 2.4 TB/s; this says 0.52 and 1.33. Small layers are
+    slower in both.
 
     Args:
-      recipe: of which at least one product is in 8 bits.
+      recipe: at least one of its products is in 8 bits.
       chip: with figures.
       tokens: the rows of the input.
       n_in: the sizes of the weights.
@@ -81,7 +82,7 @@ def estimate(
       weight_bytes: of an element of the weights as they are stored.
 
     Raises:
-      ValueError: if there are no figures of the chip, or a size is not positive.
+      ValueError: if no figures of the chip are known, or a size is not positive.
     """
     sizes = Sizes(tokens, n_in, n_out)
     if not chip.tflops:

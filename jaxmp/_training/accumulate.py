@@ -30,16 +30,16 @@ def accumulate_gradients(
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a function that goes through a batch in pieces and returns one loss and gradient.
 
-    The memory of activations is that of one piece. The pieces run in a `lax.scan`, their gradients
+    The memory of activations is one piece's. The pieces run in a `lax.scan`, their gradients
     are added in float32 (16-bit ones too), and all of them are made with the same loss scale: to
-    the optimizer this is one step of the whole batch, which is left out as a whole if any piece
+    the optimizer this is one step of the whole batch, which is skipped as a whole if any piece
     overflows. (`dynamic_loss_scale(optax.MultiSteps(optimizer, k))` is the other way: k calls of
     the step, each with its own scale, an overflow costing one piece.)
 
     Of Flax NNX modules among the arguments, BatchNorm's averages and Dropout's keys go from one
     piece to the next, and the modules have the last ones afterwards.
 
-    With "mean" the result equals that of the large batch, to float32 rounding, if the loss is a
+    With "mean" the result equals the large batch's, to float32 rounding, if the loss is a
     mean over examples. A loss that divides by something counted in its batch, such as tokens that
     are not masked, is not: return sums, accumulate with "sum", and divide by the count of the whole
     batch.
@@ -117,7 +117,7 @@ def accumulate_gradients(
                 arguments[argnum] = value
             return _pair(grad_fn(*arguments, **keywords)), nnx.state(fresh)
 
-        # `jax.eval_shape` would lose the sharding over a mesh of which one axis is explicit.
+        # `jax.eval_shape` would lose the sharding over a mesh that has an explicit axis.
         first = jax.tree.map(lambda x: x[0], pieces)
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(first, state)
         (value, grads), after = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
@@ -328,7 +328,7 @@ def _finish(totals: list[jax.Array], like: Any, factor: np.float32) -> Any:
 
 
 def _beside(like: Any, factor: np.float32) -> Any:
-    """A factor as an explicit mesh wants it, beside gradients that are yet to be reduced."""
+    """A factor as an explicit mesh wants it, for gradients that are yet to be reduced."""
     sharding = explicit_sharding(like)
     axes = sharding.spec.unreduced if sharding is not None else None
     if not axes or sharding is None:

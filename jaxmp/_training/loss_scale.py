@@ -98,10 +98,10 @@ def dynamic_loss_scale(
         counter   2       2       1         2       2       1         2      2      2      1
 
     Args:
-      inner: The optimizer. Left out, this is a link for `optax.chain` that only divides and zeroes:
-        on a skipped step the links after it get zeros, and their moments decay and their counts go
-        on as if those were gradients. Prefer `dynamic_loss_scale(optax.chain(...))`. A link before
-        it would get scaled gradients: that is refused.
+      inner: The optimizer. Without it, this is a link for `optax.chain` that only divides and
+        zeroes: on a skipped step the links after it get zeros, and their moments decay and their
+        counts go on as if those were gradients. Prefer `dynamic_loss_scale(optax.chain(...))`. A
+        link before it would get scaled gradients: that is refused.
       init_scale: The first scale. Powers of two lose nothing in multiplying; others warn.
       growth_interval: Finite steps in a row after which the scale grows.
       growth_factor: What it then grows by, above 1.
@@ -293,7 +293,7 @@ def unscale(grads: Any, scale: jax.Array) -> Any:
     def divide(path: tuple[Any, ...], grad: Any) -> Any:
         if is_overwrite(path) or not _is_inexact(grad):
             return grad
-        # A weak float64 would become float32 beside the scale.
+        # A weak float64 would become float32 with the scale.
         return _strong(jnp.asarray(widen_floating(grad))) * inverse
 
     with jax.named_scope(UNSCALE):

@@ -55,9 +55,9 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Lets an optimizer train parameters that are stored in bfloat16 or float16.
 
-    Updates that are small beside a 16-bit parameter are lost when they are added to it: Adam with a
-    learning rate of 1e-3 never moves a bfloat16 1.0, whose neighbor is 0.0039 away. Here `inner`
-    sees float32 gradients and float32 parameters, so its moments are float32 as well, and
+    Updates that are small compared with a 16-bit parameter are lost when they are added to it: Adam
+    with a learning rate of 1e-3 never moves a bfloat16 1.0, whose neighbor is 0.0039 away. Here
+    `inner` sees float32 gradients and float32 parameters, so its moments are float32 as well, and
 
     * by default a float32 copy of the parameters (the masters) is in the optimizer state, and the
       updates make `optax.apply_updates` store exactly `masters.astype(param.dtype)` at every step

@@ -134,7 +134,7 @@ def _check_comes_first(tree: Any) -> None:
 def _is_link(state: Any) -> bool:
     """Whether a value is the state of an optax transformation: a NamedTuple, or a chain of those.
 
-    Parameters, step counters and what else may be beside a state are not.
+    Parameters, step counters and what else may be next to a state are not.
     """
     if type(state) is tuple:
         return bool(state) and all(map(_is_link, state))
@@ -213,7 +213,7 @@ def was_finite(state: LossScaleState | None) -> jax.Array:
 
 
 def skipped_by(state: LossScaleState | None) -> jax.Array:
-    """How many steps a scaler left out; without one, 0."""
+    """How many steps a scaler skipped; without one, 0."""
     return jnp.asarray(np.int32(0) if state is None else state.skipped_count)
 
 
@@ -231,7 +231,7 @@ def find_scaler(function: str, opt_state: Any) -> LossScaleState | None:
 
 
 def _what_it_is(value: Any) -> str | None:
-    """What a value that is no optimizer's state is, in words; None for what may be one."""
+    """What a value that is not an optimizer's state is, in words; None for what may be one."""
     if isinstance(value, (optax.GradientTransformation, optax.MultiSteps)):
         return "the optimizer itself"
     if isinstance(value, optax.LookaheadParams):

@@ -34,9 +34,9 @@ class LossScaleState(NamedTuple):
 
     Attributes:
       loss_scale: float32[], what the next loss is to be multiplied by.
-      growth_count: int32[], finite steps since the scale last changed or a step was left out.
-      skipped_count: int32[], steps left out so far.
-      consecutive_skipped_count: int32[], steps left out since the last one that was applied.
+      growth_count: int32[], finite steps since the scale last changed or a step was skipped.
+      skipped_count: int32[], steps skipped so far.
+      consecutive_skipped_count: int32[], steps skipped since the last one that was applied.
       hysteresis_count: int32[], how many more overflows it takes until the scale backs off.
       finite: bool[], whether the last step was applied.
       inner_state: The state of the transformation inside.

@@ -43,8 +43,8 @@ def loss_scale(opt_state: Any) -> jax.Array:
     Raises:
       ValueError: If there are several scalers, or one is inside a wrapper of optax that does not
         bear it, such as `optax.MultiSteps` or `optax.masked`.
-      TypeError: If `opt_state` is no optimizer's state and holds none: the optimizer itself, None,
-        a function, parameters.
+      TypeError: If `opt_state` is not an optimizer's state and holds none: the optimizer itself,
+        None, a function, parameters.
 
     Example:
       >>> import jaxmp, optax
@@ -58,7 +58,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
 def step_was_finite(opt_state: Any) -> jax.Array:
     """Tells whether the last step was applied: bool[], True before the first and without a scaler.
 
-    Without one nothing is left out, and what is not finite goes into the parameters:
+    Without one nothing is skipped, and what is not finite goes into the parameters:
     `static_loss_scale(inner, 1.0)` leaves such steps out in bfloat16 and float32, too, and
     `monitor` sees them.
 
@@ -84,7 +84,7 @@ def step_was_finite(opt_state: Any) -> jax.Array:
 
 
 def skipped_count(opt_state: Any) -> jax.Array:
-    """Returns how many steps were left out so far: int32[], 0 without a scaler.
+    """Returns how many steps were skipped so far: int32[], 0 without a scaler.
 
     Args:
       opt_state: As for `loss_scale`.
@@ -105,7 +105,7 @@ def skipped_count(opt_state: Any) -> jax.Array:
 
 
 def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
-    """Raises once `limit` steps in a row were left out, or devices no longer agree on the scale.
+    """Raises once `limit` steps in a row were skipped, or devices no longer agree on the scale.
 
     Call it on the host now and then, outside jit: it waits for the state to be computed. A scale
     that is too large is halved a few times and training goes on; gradients that stay non-finite
@@ -124,7 +124,7 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
         what it takes to fall from the largest default scale to the smallest.
 
     Raises:
-      FloatingPointError: If the last `limit` steps or more were all left out.
+      FloatingPointError: If the last `limit` steps or more were all skipped.
       ValueError: As `loss_scale`, or if `limit` is less than 1, or devices that are to hold the
         same scale and counters do not.
       TypeError: As `loss_scale`, or if it is called on traced values, under jit.

@@ -187,7 +187,7 @@ class TrainState(train_state.TrainState):
 
     @property
     def skipped_count(self) -> jax.Array:
-        """How many steps were left out so far: int32[], 0 without a scaler."""
+        """How many steps were skipped so far: int32[], 0 without a scaler."""
         scaler = the_scaler("TrainState.skipped_count", self.opt_state)
         return skipped_by(scaler)
 

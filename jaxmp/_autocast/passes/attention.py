@@ -80,7 +80,7 @@ def without_attention(step: Step) -> Step:
 def _is_low_product(step: Step, plan: Plan) -> bool:
     """Whether a step multiplies arrays in 16 bits: no tangents, and by no recipe.
 
-    Nor arrays of which the type says how they are sharded.
+    Nor arrays whose types say how they are sharded.
     """
     if type(step.op) is not Dot or step.eqn.primitive.name != "dot_general" or step.linear:
         return False
@@ -106,7 +106,7 @@ def _attending(step: Step, program: Inlined, readers: Mapping[Any, int], plan: P
 def _between(path: Path, program: Inlined, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
     """What stands between a softmax and its product, as a closed jaxpr, and what else it is of.
 
-    A factor that is made of a mask is made again on the way back: of dropout the mask is kept.
+    A factor that is made of a mask is rematerialized: of dropout the mask is kept.
     """
     if not path.eqns:
         return None, ()

@@ -2,7 +2,7 @@
 
 `narrow_early`: what only contractions read is narrowed before it is transposed, not after. The
 values are the same. But `convert(w).T` is what a hand-written model says, and what compilers know:
-its gradient is one transposed product, and that of `convert(w.T)` a product transposed twice, in
+its gradient is one transposed product; for `convert(w.T)` it is transposed twice, in
 two dtypes. A transposed copy, where one is made, has half the bytes. And what is joined for a
 contraction (`concatenate`) is narrowed piece by piece.
 

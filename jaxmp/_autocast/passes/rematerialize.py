@@ -73,7 +73,7 @@ def _is_residual(dtype: Any) -> bool:
 
 
 class _Recomputing:
-    """Makes the plans of a program anew; those that are shared stay so."""
+    """Makes new plans of a program; those that are shared stay so."""
 
     def __init__(self) -> None:
         self._whole: dict[Any, bool] = {}

@@ -3,7 +3,7 @@
     dS = P * (dP - rowsum(dP * P))        dP = dO V'        dV = P' dO
 
 where O = P V. Since rowsum(dP * P) = rowsum(dO * O), the backward pass needs P once, in 16 bits. It
-is written as a tangent, of which that is the transpose, so that JAX finds any derivative of it:
+is written as a tangent, whose transpose that is, so that JAX finds any derivative of it:
 
     dO = (P * dS) V - rowsum(P * dS) O + P dV
 
@@ -207,8 +207,8 @@ class _Group:
         tangent: Any,
     ) -> Any:
         wide = lax.mul(_wide(no_excess_precision(probabilities)), self.masked(tangent, masked_by))
-        # On the way back dP and rowsum(dO * O) are rounded alike, whatever roundings XLA leaves
-        # out: where one probability is 1 they are the same number, and cancel as they should.
+        # In the backward pass dP and rowsum(dO * O) are rounded alike, whatever roundings XLA
+        # drops: where one probability is 1 they are the same number, and cancel as they should.
         rounded = self.product.rounded
         weights = self.weights(rounded(wide), sources)
         if self.looped:

@@ -66,7 +66,7 @@ class Softmax(NamedTuple):
 class AxisMove(NamedTuple):
     """What moves the elements of a softmax on the path: a permutation, or a new shape.
 
-    The shape is that of an array that has one element along the axis of the softmax.
+    The shape is of an array that has one element along the axis of the softmax.
     """
 
     permutes: bool

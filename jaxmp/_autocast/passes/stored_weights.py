@@ -34,7 +34,7 @@ class Stored(NamedTuple):
 
     Attributes:
       values: the variable of its values.
-      scale: that of its scales.
+      scale: the variable of its scales.
       order: for each axis of the weight as it is read, which of theirs it is.
       side: which operand of a product it is.
     """

@@ -44,12 +44,12 @@ Axes = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inlined:
-    """A jaxpr: the program at hand, or that of a call in it.
+    """A jaxpr: the program, or the jaxpr of a call in it.
 
     Attributes:
       made_by: for each variable, the equation that makes it.
       consts: the values of its constants.
-      outer: of a call, the jaxpr that it is in; None of the program at hand.
+      outer: of a call, the jaxpr that it is in; None of the program itself.
       operands: what its operands are there.
     """
 
@@ -121,7 +121,7 @@ class ValueRef:
     Attributes:
       atom: the variable or literal.
       inlined: the jaxpr.
-      var: a variable of the program at hand that is this value; None if none is known.
+      var: a variable of the program itself that is this value; None if none is known.
     """
 
     atom: Any
@@ -135,7 +135,7 @@ class ValueRef:
 
     @property
     def is_outside_calls(self) -> bool:
-        """Whether it is a variable of the program at hand, and not of a call in it."""
+        """Whether it is a variable of the program itself, and not of a call in it."""
         return self.inlined.outer is None and not isinstance(self.atom, Literal)
 
     @property
@@ -185,7 +185,7 @@ def number(value: ValueRef, steps: int = 16) -> Any:
 
 
 def leaves(value: ValueRef) -> list[Any]:
-    """The variables of the program at hand that a value is computed of, by `evaluate`."""
+    """The variables of the program itself that a value is computed of, by `evaluate`."""
     if value.is_outside_calls:
         return [value.atom]
     return [leaf for operand in value.operands for leaf in leaves(operand)]
@@ -196,7 +196,7 @@ def evaluate(value: ValueRef, read: Callable[[Any], Any]) -> Any:
 
     Args:
       value: the value.
-      read: gives the array of a variable of the program at hand.
+      read: gives the array of a variable of the program itself.
     """
     if isinstance(value.atom, Literal):
         return value.atom.val

@@ -25,7 +25,7 @@ class RecipeChoice(NamedTuple):
 
 
 def chosen(matmul: Recipe | str) -> RecipeChoice:
-    """The recipe that a policy's `matmul` stands for, on the chip it names or the one at hand."""
+    """The recipe that a policy's `matmul` stands for, on the chip it names or the default."""
     if isinstance(matmul, Recipe):
         return RecipeChoice(matmul)
     name = chip_in(matmul)

@@ -233,7 +233,7 @@ def gradient_blocks(
     """The gradient of an operand of `contract_blocks`.
 
     Args:
-      g: that of the result.
+      g: the gradient of the result.
       other: the other operand, quantized, or as it is.
       operands: both.
       of: which one's gradient it is.
@@ -264,7 +264,7 @@ def gradient_blocks(
 class BlockProduct(ScaledProduct):
     """A `lax.dot_general` under a recipe whose scales are of blocks.
 
-    The backward pass reads the same copies: that of a weight in square blocks as it is, others
+    The backward pass reads the same copies: a weight's in square blocks as it is, others
     quantized again along what is summed there.
     """
 

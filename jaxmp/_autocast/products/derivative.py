@@ -72,14 +72,14 @@ class Contraction(abc.ABC):
         Args:
           operands: both, in the compute dtype or float32.
           copies: both in 8 bits; None where they are not.
-          sizes: what it reads besides, of integers.
+          sizes: its other operands, of integers.
         """
 
     @abc.abstractmethod
     def gradient(
         self, of: int, g: Any, other: Any, sizes: Sequence[Any], sharding: NamedSharding | None
     ) -> Any:
-        """The gradient of an operand, from that of the result and the other operand, as saved.
+        """The gradient of an operand, from the result's gradient and the other operand, as saved.
 
         Args:
           of: which operand.
@@ -134,7 +134,7 @@ def contract(
       product: what it is.
       operands: both, in the compute dtype or float32.
       copies: of each what `quantize` made of it; several products may share one.
-      sizes: what it reads besides, of integers.
+      sizes: its other operands, of integers.
       parameters: the float32 parameters that operands are low copies of, and by which the
         contraction is differentiated: their gradients are float32.
     """

@@ -3,7 +3,7 @@
 JAX knows a program's platform when it lowers it, but not the kind of GPU, and XLA makes loops
 without matrix units of a block-scaled product that the GPU does not have. So it is decided when a
 program is traced: for the device that JAX says it is traced for, as where one that is not there is
-compiled for (``jax.sharding.AbstractMesh(abstract_device=)``), else for the one at hand.
+compiled for (``jax.sharding.AbstractMesh(abstract_device=)``), else for the default device.
 """
 
 from __future__ import annotations

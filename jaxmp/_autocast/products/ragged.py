@@ -27,7 +27,7 @@ _BY_MATRICES: Final = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0
 class RaggedProduct(Contraction):
     """A `lax.ragged_dot` under a recipe.
 
-    Its operands are rows[m, k] and matrices[g, k, n], and besides int32[g], the sizes of the groups
+    Its operands are rows[m, k] and matrices[g, k, n], and int32[g], the sizes of the groups
     of rows. Per row, there is one scale for each row and each column of a matrix.
     """
 

@@ -79,7 +79,7 @@ def _asked(step: Step, plan: Plan) -> str | None:
 
 
 def _fused(steps: Sequence[Step], step: Step, side: int, path: Path, chip: Chip) -> FusedAttention:
-    """How a kernel computes the attention of which a step is the second product.
+    """How a kernel computes the attention whose second product a step is.
 
     Raises:
       NotFusedError: if none does.

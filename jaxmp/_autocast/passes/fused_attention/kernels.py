@@ -23,7 +23,7 @@ from jaxmp._speed import Chip
 
 
 class KernelCall(NamedTuple):
-    """What attention is, besides its arrays.
+    """What attention is, apart from its arrays.
 
     Attributes:
       scale: what scores are multiplied with.
@@ -78,7 +78,7 @@ def plain(call: KernelCall, q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 
 def _grouped(beside: Any, heads: int, shared: int) -> Any:
-    """What is beside the scores, with an axis of heads and one of those that share keys."""
+    """A bias or a mask, with an axis of heads and one of those that share keys."""
     batch, n, *lengths = beside.shape
     return jnp.reshape(beside, (batch, *((1, 1) if n == 1 else (heads, shared)), *lengths))
 
@@ -133,7 +133,7 @@ def flash(call: KernelCall, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     """Attention by the kernel for TPUs that comes with JAX.
 
     Raises:
-      NotImplementedError: if there is a bias or a mask, or a length is no multiple of a block's.
+      NotImplementedError: if there is a bias or a mask, or a length is not a multiple of a block's.
     """
     from jax.experimental.pallas.ops.tpu import flash_attention  # noqa: PLC0415 (slow to load)
 

@@ -34,8 +34,8 @@ class Layout(NamedTuple):
       batch: those of examples.
       heads: those of heads that have keys of their own.
       groups: those of heads that share keys.
-      queries: that of the queries' length; None if it is 1.
-      keys: that of the keys' length.
+      queries: the axis of the queries' length; None if it is 1.
+      keys: the axis of the keys' length.
       sizes: of each axis of the softmax.
       side: which operand of the first product the queries are.
       of_queries: the axes of the queries, in order; so of_keys, of_values, of_result.
@@ -78,7 +78,7 @@ class Layout(NamedTuple):
         return lax.reshape(lax.transpose(array, order), (*sizes, array.shape[of.index(FEATURES)]))
 
     def to_scores(self, array: Any, axes: Axes) -> Any:
-        """What is beside the scores as ``[batch, heads, queries, keys]``, of 1 where it repeats."""
+        """A bias or a mask as ``[batch, heads, queries, keys]``, of 1 where it repeats."""
         array = lax.squeeze(array, [i for i, axis in enumerate(axes) if axis is None])
         of = [axis for axis in axes if axis is not None]
         parts = (
@@ -195,7 +195,7 @@ def _renamed(names: Sequence[int], axes: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _length(free: Sequence[int], sizes: Sequence[int], scores: Scores) -> int | None:
-    """Which axis of the queries is their length: that of a causal mask, or the longest."""
+    """Which axis of the queries is their length: a causal mask's, or the longest."""
     for mask in scores.masks:
         if mask.triangle is not None and mask.triangle[0] in free:
             return mask.triangle[0]

@@ -33,7 +33,7 @@ class FusedAttention(Op):
       scores: the step of the first product, by which its operands are read.
       side: which operand of the second product the probabilities are.
       biases: what is added to the scores.
-      masks: where they are, besides the causal mask.
+      masks: where they are, without the causal mask.
     """
 
     kernel: Kernel

@@ -199,7 +199,7 @@ def _added_mask(bias: Aligned, factor: float) -> list[Mask] | None:
 
 
 def _conjuncts(mask: Aligned, *, where: bool) -> list[Mask]:
-    """The masks of which a mask is the conjunction, without those that leave all."""
+    """The masks whose conjunction a mask is, without those that leave all."""
     value = mask.value
     full = number(value)
     if full is not None and bool(full) is where:
