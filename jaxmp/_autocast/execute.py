@@ -95,7 +95,7 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
     bodies = plan.built.setdefault("bodies", Bodies())
     body, names = bodies.one(compat.closed(whole).jaxpr)
     with under(names):
-        # In a loop the way back is a loop of its own, and there is nothing to find computed before.
+        # The backward pass of a loop is a loop of its own, and finds nothing computed before.
         again = rematerialize(body, operands, long_contractions, prevent_cse=not segment.looped)
     env.arrays.update(zip(segment.results, again, strict=True))
     env.moved.update(moved)

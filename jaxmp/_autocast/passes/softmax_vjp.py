@@ -236,7 +236,7 @@ def _with_derivative(group: _Group) -> Callable[..., Any]:
 
     It returns the result. It is inlined into the program that calls it: JAX differentiates it once.
     """
-    # Each keeps what it is given for the way back, and nothing that it makes of it.
+    # Each keeps what it is given for the backward pass, and nothing that it makes of it.
     by_scores, by_other, by_source = (
         jax.checkpoint(tangent, prevent_cse=False)
         for tangent in (group.by_scores, group.by_other, group.by_source)
