@@ -91,9 +91,12 @@ class Block(nn.Module):
         return nn.Dense(8)(nn.relu(nn.LayerNorm()(nn.Dense(8)(x))))
 
 
+BLOCK = nn.remat(Block)()
+VARIABLES = BLOCK.init(jax.random.key(0), X)  # drawn inside of a program, weights would be data
+
+
 def linen_remat(w, x):
-    model = nn.remat(Block)()
-    return jnp.sum(model.apply(model.init(jax.random.key(0), x), x @ w) ** 2)
+    return jnp.sum(BLOCK.apply(VARIABLES, x @ w) ** 2)
 
 
 @jax.custom_vjp
