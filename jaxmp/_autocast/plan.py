@@ -233,11 +233,6 @@ class Plan:
         return tuple(v.dtype if v else None for v in self.values)
 
     @functools.cached_property
-    def provenances(self) -> tuple[str | None, ...]:
-        """The provenance each operand arrives with."""
-        return tuple(v.provenance if v else None for v in self.arguments)
-
-    @functools.cached_property
     def unchanged(self) -> bool:
         """Whether executing the plan is evaluating the jaxpr."""
         low = any(dtype is not None for dtype in (*self.ins, *self.outs))
