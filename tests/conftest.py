@@ -103,5 +103,6 @@ def _quick_compiles() -> None:
 # HYPOTHESIS_PROFILE=explore looks for new ones. Compiling takes as long as it takes: no deadlines.
 hypothesis.settings.register_profile("dev", max_examples=5, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=300, derandomize=True, deadline=None)
+hypothesis.settings.register_profile("many", max_examples=6_000, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", max_examples=10_000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))

@@ -10,7 +10,8 @@ that computes statistics or accumulates in 16 bits, drops a derivative rule or l
 outside.
 
 The number of programs is the hypothesis profile's, shared between the two policies: 300 under
-HYPOTHESIS_PROFILE=ci, 10,000 under HYPOTHESIS_PROFILE=explore (an hour and a half of one core).
+HYPOTHESIS_PROFILE=ci, 6,000 under HYPOTHESIS_PROFILE=many (an hour of one core), 10,000 under
+HYPOTHESIS_PROFILE=explore, others each time.
 `-m hypothesis` selects the tests that draw them.
 """
 
