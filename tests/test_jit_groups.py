@@ -34,7 +34,7 @@ def autocast(fn: Any, policy: str, steps_of: Any = jit_groups.jit_groups) -> Any
 
 
 def one_by_one(steps: Any) -> Any:
-    return steps
+    return ((step,) for step in steps)
 
 
 def norm(x, w):
@@ -104,7 +104,7 @@ def grouped(fn: Any, *args: Any) -> list[int]:
 
     def watched(steps: Any) -> Any:
         steps = list(jit_groups.jit_groups(steps))
-        found.extend(len(s.steps) for s in steps if isinstance(s, jit_groups.JitGroup))
+        found.extend(len(group) for group in steps if len(group) > 1)
         return steps
 
     jax.make_jaxpr(autocast(fn, "mixed_bfloat16", watched))(*args)

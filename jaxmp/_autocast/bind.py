@@ -38,10 +38,11 @@ class Bind(Op):
 class Move(Op):
     """Binds an equation that only moves values, which casts may go ahead of."""
 
+    moves = True
+
     def run(self, step: Step, env: Environment) -> list[Any]:
         """See `Op.run`."""
         eqn = step.eqn
-        env.moved.update(dict.fromkeys(eqn.outvars, eqn))
         low = step.outs[0] not in (None, dtype_of(eqn.outvars[0]))
         if low and eqn.primitive.name == "convert_element_type":
             # A mask, as products read it.

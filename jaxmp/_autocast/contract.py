@@ -47,9 +47,9 @@ class Dot(Op):
 def parameter(atom: Any, env: Environment) -> Parameter:
     """A float32 parameter; a contraction reads a copy of it, moved in 16 bits on its way."""
     array = env.array(atom)
-    if isinstance(atom, Literal) or array.dtype == FLOAT32 or atom not in env.moved:
+    if isinstance(atom, Literal) or array.dtype == FLOAT32 or atom not in env.moved_by:
         return Parameter(array)
-    eqn = env.moved[atom]
+    eqn = env.moved_by[atom].eqn
     if eqn.primitive.name in CROSSING:
         if atom not in env.crossed:
             wire = array.dtype if env.low_wire else None

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Literal
 
+from jaxmp._autocast.liveness import moves
 from jaxmp._autocast.plan import DType, OperandCast, Plan, Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32
@@ -33,7 +34,7 @@ class Environment:
     def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
         self.arrays: MutableMapping[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
         self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
-        self.moved: dict[Any, JaxprEqn] = {}  # what moves made, and which
+        self.moved_by = moves(plan)
         self.wide, self.low_wire = plan.rules.wide, plan.rules.low_wire
         self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
         self.copies: dict[Any, dict[Any, Any]] = {}  # by variable, and by how it is read
@@ -42,7 +43,7 @@ class Environment:
         """One for steps that are differentiated together: what it gets does not come back here."""
         inner = copy.copy(self)
         inner.arrays = ChainMap({}, self.arrays)
-        inner.moved, inner.crossed, inner.copies = dict(self.moved), dict(self.crossed), {}
+        inner.crossed, inner.copies = dict(self.crossed), {}
         return inner
 
     def array(self, atom: Any) -> Any:

@@ -17,7 +17,7 @@ from jaxmp._autocast.annotations import marked
 from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.bodies import Bodies
 from jaxmp._autocast.environment import Environment, cast, clip
-from jaxmp._autocast.jit_groups import JitGroup, jit_groups
+from jaxmp._autocast.jit_groups import jit_groups, run_group
 from jaxmp._autocast.liveness import last_reads
 from jaxmp._autocast.plan import Op, Plan, Segment, Step
 from jaxmp._autocast.rules import FLOAT16
@@ -58,15 +58,15 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
 def _run(plan: Plan, part: slice, env: Environment, *, together: bool) -> None:
     """Computes the results of some steps, those of one line together or one by one."""
     ends = iter(last_reads(plan)[part])
-    for step in jit_groups(plan.steps[part]) if together else plan.steps[part]:
-        if isinstance(step, JitGroup):
-            _run_group(step, env)
-            for _ in step.steps:
-                env.drop(next(ends))
-            continue
-        if not isinstance(step.op, Drop):
-            _run_step(step, env)
-        env.drop(next(ends))
+    steps = plan.steps[part]
+    for group in jit_groups(steps) if together else ((step,) for step in steps):
+        if len(group) > 1:
+            with compat.source_of(group[0].eqn), in_context(group[0].eqn):
+                run_group(group, env)
+        elif not isinstance(group[0].op, Drop):
+            _run_step(group[0], env)
+        for _ in group:
+            env.drop(next(ends))
 
 
 def _run_step(step: Step, env: Environment) -> None:
@@ -83,12 +83,10 @@ def _run_step(step: Step, env: Environment) -> None:
 
 def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
     """The same of a segment, whose cheap values are rematerialized in the backward pass."""
-    moved: dict[Any, Any] = {}
 
     def run() -> list[Any]:
         inner = env.within()
         _run(plan, slice(segment.start, segment.stop), inner, together=True)
-        moved.update(inner.moved)
         return [inner.arrays[var] for var in segment.results]
 
     whole, operands = compat.without_consts(jax.make_jaxpr(run)())
@@ -98,13 +96,6 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
         # The backward pass of a loop is a loop of its own, and finds nothing computed before.
         again = rematerialize(body, operands, long_contractions, prevent_cse=not segment.looped)
     env.arrays.update(zip(segment.results, again, strict=True))
-    env.moved.update(moved)
-
-
-def _run_group(group: JitGroup, env: Environment) -> None:
-    first = group.steps[0].eqn
-    with compat.source_of(first), in_context(first):
-        group.run(env)
 
 
 # Higher-order equations.

@@ -39,10 +39,10 @@ class Constant(NamedTuple):
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
-class Made(NamedTuple):
-    """A result of an operation before, as it is kept, or a copy of it."""
+class Operand(NamedTuple):
+    """An array from outside, or a result before, by its number: as it is, or a copy of it."""
 
-    position: int
+    number: int
     read: OperandCast | None
 
 
@@ -51,53 +51,18 @@ class GroupedOp(NamedTuple):
 
     primitive: Primitive
     params: Params
-    operands: tuple[int | Constant | Made, ...]  # integers: which of the arrays from outside
-    outs: tuple[DType | None, ...]
+    operands: tuple[Operand | Constant, ...]
+    outs: tuple[tuple[int, DType | None], ...]  # the numbers and dtypes of its results
     repeats_to: tuple[int, ...] | None  # the shape of a product that repeats an operand
 
 
-class JitGroup(NamedTuple):
-    """Steps that follow one another, and are run as one function.
-
-    Attributes:
-      steps: the steps.
-      inputs: what they read from outside, and how.
-      operations: what they do.
-      copies: copies of results that are made inside: of what variable, as read how.
-    """
-
-    steps: tuple[Step, ...]
-    inputs: tuple[tuple[Any, OperandCast], ...]
-    operations: tuple[GroupedOp, ...]
-    copies: tuple[tuple[Any, OperandCast], ...]
-
-    def run(self, env: Environment) -> None:
-        """Runs the steps, and keeps their results and the copies that they made."""
-        arrays, to_read = [], []
-        for atom, read in self.inputs:
-            copy = env.copied(atom, read)
-            arrays.append(env.arrays[atom] if copy is None else copy)
-            to_read.append(read if copy is None else None)
-        made, copies, read_here = _runner(self.operations, tuple(to_read))(*arrays)
-        results = (var for step in self.steps for var in step.eqn.outvars)
-        env.arrays.update(zip(results, made, strict=True))
-        fresh = [i for i, read in zip(self.inputs, to_read, strict=True) if read is not None]
-        for of, copies_of in ((self.copies, copies), (fresh, read_here)):
-            for (atom, read), copy in zip(of, copies_of, strict=True):
-                env.keep(atom, read, copy)
-        for step in self.steps:
-            if isinstance(step.op, Move):
-                env.moved.update(dict.fromkeys(step.eqn.outvars, step.eqn))
-
-
-def jit_groups(steps: Sequence[Step]) -> Iterator[Step | JitGroup]:
+def jit_groups(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:
     """Steps in order, those that may be run as one together."""
     for place, group in itertools.groupby(steps, _place):
-        together = tuple(group)
-        if place is None or len(together) == 1:
-            yield from together
+        if place is None:
+            yield from ((step,) for step in group)
         else:
-            yield _jit_group(together)
+            yield tuple(group)
 
 
 def _place(step: Step) -> Any:
@@ -112,71 +77,70 @@ def _place(step: Step) -> Any:
     return name_stack(eqn), context(eqn), user_line(eqn) or library_line(eqn)
 
 
-def _jit_group(steps: tuple[Step, ...]) -> JitGroup:
-    positions: dict[Any, int] = {}
-    inputs: list[tuple[Any, OperandCast]] = []
-    where: dict[tuple[Any, OperandCast], int] = {}
-    copies: dict[tuple[Any, OperandCast], None] = {}
-    kept: list[DType | None] = []
-    operations = []
+def run_group(steps: tuple[Step, ...], env: Environment) -> None:
+    """Runs steps as one function, and keeps their results and the copies that they made."""
+    numbers = itertools.count()
+    made: dict[Any, tuple[int, DType | None]] = {}  # by variable: its number, as what it is kept
+    outside: dict[Any, int] = {}  # the number of what is read from outside, and how it is read
+    arrays: dict[int, Any] = {}
+    copies: dict[Operand, tuple[Any, OperandCast]] = {}
 
-    def operand(atom: Any, read: OperandCast) -> int | Constant | Made:
+    def operand(atom: Any, read: OperandCast) -> Operand | Constant:
         if isinstance(atom, Literal):
             value = np.asarray(constant(atom, read))
             return Constant(value.dtype, value.shape, value.tobytes())
-        if atom not in positions:
-            if (atom, read) not in where or read.private_copy:
-                where[atom, read] = len(inputs)
-                inputs.append((atom, read))
-            return where[atom, read]
-        position = positions[atom]
-        if read.dtype is None or (read.shape is None and read.dtype == kept[position]):
-            return Made(position, None)
-        copies[atom, read] = None
-        return Made(position, read)
+        if atom in made:
+            number, dtype = made[atom]
+            as_kept = read.dtype is None or (read.shape is None and read.dtype == dtype)
+        else:
+            copy = env.copied(atom, read)
+            as_kept = copy is not None
+            if (atom, read) not in outside or read.private_copy:
+                outside[atom, read] = next(numbers)
+                arrays[outside[atom, read]] = copy if as_kept else env.arrays[atom]
+            number = outside[atom, read]
+        if as_kept:
+            return Operand(number, None)
+        copies[Operand(number, read)] = atom, read
+        return Operand(number, read)
 
+    operations = []
     for step in steps:
         eqn = step.eqn
         operands = tuple(map(operand, eqn.invars, step.casts))
+        outs = tuple((next(numbers), dtype) for dtype in step.outs)
         shape = shape_of(eqn.outvars[0]) if isinstance(step.op, Scale) else None
         params = tuple(eqn.params.items())
-        operations.append(GroupedOp(eqn.primitive, params, operands, step.outs, shape))
-        for var, dtype in zip(eqn.outvars, step.outs, strict=True):
-            positions[var] = len(kept)
-            kept.append(dtype_of(var) if dtype is None else dtype)
-    return JitGroup(steps, tuple(inputs), tuple(operations), tuple(copies))
+        operations.append(GroupedOp(eqn.primitive, params, operands, outs, shape))
+        for var, (number, dtype) in zip(eqn.outvars, outs, strict=True):
+            made[var] = number, dtype_of(var) if dtype is None else dtype
+    results, copied = _runner(tuple(operations), tuple(arrays))(*arrays.values())
+    env.arrays.update(zip(made, results, strict=True))
+    for (atom, read), copy in zip(copies.values(), copied, strict=True):
+        env.keep(atom, read, copy)
 
 
 @functools.lru_cache(maxsize=4096)
-def _runner(
-    operations: tuple[GroupedOp, ...], to_read: tuple[OperandCast | None, ...]
-) -> Callable[..., Any]:
-    """A function of what comes from outside: all results, copies of them, copies of what came.
+def _runner(operations: tuple[GroupedOp, ...], outside: tuple[int, ...]) -> Callable[..., Any]:
+    """A function of what comes from outside: all results, and copies of them and of what came.
 
     Args:
       operations: what it does, in order.
-      to_read: for each array from outside, how it is read; None for what is read as it comes.
+      outside: the number of each array from outside.
     """
 
-    def run(*arrays: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        made: list[Any] = []
-        copies: dict[Made, Any] = {}
-        read_here: dict[int, Any] = {}
+    def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
+        values = dict(zip(outside, arrays, strict=True))
+        copies: dict[Operand, Any] = {}
 
-        def value(operand: int | Constant | Made) -> Any:
+        def value(operand: Operand | Constant) -> Any:
             if isinstance(operand, Constant):
                 return operand.array
-            if isinstance(operand, int):
-                read = to_read[operand]
-                if read is None:
-                    return arrays[operand]
-                if operand not in read_here:
-                    read_here[operand] = read_as(arrays[operand], read)
-                return read_here[operand]
-            if operand.read is None:
-                return made[operand.position]
-            if operand not in copies or operand.read.private_copy:
-                copies[operand] = read_as(made[operand.position], operand.read)
+            number, read = operand
+            if read is None:
+                return values[number]
+            if operand not in copies or read.private_copy:
+                copies[operand] = read_as(values[number], read)
             return copies[operand]
 
         for op in operations:
@@ -186,8 +150,8 @@ def _runner(
             else:
                 bound = op.primitive.bind(*operands, **dict(op.params))
                 outs = list(bound) if returns_several(op.primitive) else [bound]
-            for out, dtype in zip(outs, op.outs, strict=True):
-                made.append(out if dtype in (None, out.dtype) else cast(out, dtype))
-        return made, list(copies.values()), [read_here[i] for i in sorted(read_here)]
+            for out, (number, dtype) in zip(outs, op.outs, strict=True):
+                values[number] = out if dtype in (None, out.dtype) else cast(out, dtype)
+        return [values[i] for op in operations for i, _ in op.outs], list(copies.values())
 
     return jax.jit(run, inline=INLINE)

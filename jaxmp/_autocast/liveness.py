@@ -7,13 +7,12 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxmp._autocast.bind import Move
 from jaxmp._autocast.plan import Plan, Step
 
 
 def moves(plan: Plan) -> dict[Any, Step]:
     """For each variable that a move makes, the step."""
-    return {v: s for s in plan.steps if isinstance(s.op, Move) for v in s.eqn.outvars}
+    return {v: s for s in plan.steps if s.op.moves for v in s.eqn.outvars}
 
 
 def reads(step: Step, moved_by: Mapping[Any, Step]) -> Iterator[Any]:

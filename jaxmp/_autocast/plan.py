@@ -108,9 +108,11 @@ class Op:
 
     Attributes:
       parameters: the operands that are float32 parameters, whose gradients are float32.
+      moves: whether it only moves values.
     """
 
     parameters: tuple[int, ...] = ()
+    moves: bool = False
 
     def run(self, step: Step, env: Any) -> list[Any]:
         """The results of a step.
