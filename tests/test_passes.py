@@ -14,7 +14,8 @@ from jaxmp._autocast.demand import FULL
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.passes.order import PASSES
 from jaxmp._autocast.plan import Plan, Value
-from jaxmp._autocast.planner import Pass, Planner
+from jaxmp._autocast.planner import Planner
+from jaxmp._autocast.planning import Pass
 from jaxmp._autocast.provenance import PARAMETER
 from jaxmp._autocast.rules import rules_for
 from jaxmp._autocast.why import Kind

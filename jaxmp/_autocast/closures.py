@@ -22,7 +22,7 @@ from jaxmp._autocast.derivatives import Execute
 from jaxmp._autocast.environment import cast
 from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.plan import Plan, Step
-from jaxmp._autocast.planner import Pass
+from jaxmp._autocast.planning import Pass
 from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat

@@ -28,7 +28,8 @@ from jaxmp._autocast.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.plan import DType, Plan, Step, Value
-from jaxmp._autocast.planner import Pass, Planner
+from jaxmp._autocast.planner import Planner
+from jaxmp._autocast.planning import Pass, Planning
 from jaxmp._autocast.products.op import QuantizedDot
 from jaxmp._autocast.provenance import COMPUTED
 from jaxmp._autocast.regions import inside_autocast
@@ -48,7 +49,7 @@ from jaxmp._jaxprs.attributes import tangent_type
 Execute = Callable[[Plan, Sequence[Any]], list[Any]]
 
 
-def derive(plan: Plan, planner: Planner) -> Plan:
+def derive(plan: Plan, planner: Planning) -> Plan:
     """A pass: gives each step that calls a function with derivative rules what makes its function.
 
     The rules are planned with the same passes, when the function is first called.

@@ -151,7 +151,7 @@ class Frame:
                 if value is None
                 else OperandCast(
                     dtype or self.rules.wide,
-                    saturate=(decision.saturate or rules.saturate) and stays_finite(value, rules),
+                    saturate=(decision.saturate or rules.saturate) and value.stays_finite(rules),
                     private_copy=value.argument,
                     shape=None if shape == shape_of(atom) else shape,
                 )
@@ -282,15 +282,3 @@ def _repeats(eqn: JaxprEqn, kept: Sequence[Value | None]) -> bool:
         return False
     shape = shape_of(eqn.outvars[0])
     return any(shape_of(v) != shape and not isinstance(v, Literal) for v in eqn.invars)
-
-
-def stays_finite(value: Value | None, rules: Rules) -> bool:
-    """Whether a value stays finite when it is narrowed: a literal or a mask, made of arguments.
-
-    What was computed becomes infinite in float16, so that the step is skipped; and a tangent must
-    stay linear.
-    """
-    if value is None or value.tangent:
-        return False
-    written = not value.origins and value.provenance not in (COMPUTED, SHARED)
-    return written or rules.saturate

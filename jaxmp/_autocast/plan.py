@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.primitives import LOW
-from jaxmp._autocast.provenance import COMPUTED, DATA, LARGE
+from jaxmp._autocast.provenance import COMPUTED, DATA, LARGE, SHARED
 from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind, Residual, Why
@@ -80,6 +80,15 @@ class Value(NamedTuple):
     def is_weight(self) -> bool:
         """Whether it is a parameter, or computed from parameters alone; not looked up in one."""
         return self.root == WEIGHTS
+
+    def stays_finite(self, rules: Rules) -> bool:
+        """Whether it stays finite when it is narrowed: a literal or a mask, made of arguments.
+
+        What was computed becomes infinite in float16, so that the step is skipped; and a tangent
+        must stay linear.
+        """
+        written = not self.origins and self.provenance not in (COMPUTED, SHARED)
+        return not self.tangent and (written or rules.saturate)
 
 
 class OperandCast(NamedTuple):

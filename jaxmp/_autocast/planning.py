@@ -1,10 +1,15 @@
-"""What the plans of a program and of all jaxprs inside it share."""
+"""Planning jaxprs: each once per way of calling it, whatever decides its equations.
+
+A low value has an identity. A float32 value remembers the low values it derives from since the last
+contraction (its origins). That is what tells `x - mean(x)` (a normalization: float32) from `x - y`
+(an elementwise op: low).
+"""
 
 from __future__ import annotations
 
-import abc
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxmp._autocast.demand import Demands
@@ -14,25 +19,31 @@ from jaxmp._autocast.roots import Roots
 from jaxmp._autocast.rules import Rules
 
 
-class Planning(abc.ABC):
+Pass = Callable[[Plan, "Planning"], Plan]
+
+
+class Planning:
     """What the plans of a program and of all jaxprs inside it share.
 
     Args:
+      passes: from a plan, and what made it, to another; run in order on the plan of each jaxpr,
+        those inside first.
       tangents: values that are tangents although no operand says so; see `hidden_tangents`.
     """
 
-    def __init__(self, tangents: frozenset[Any] = frozenset()) -> None:
+    def __init__(self, passes: Sequence[Pass] = (), tangents: frozenset[Any] = frozenset()) -> None:
+        self.passes = tuple(passes)
         self.tangents = tangents
         self.roots = Roots()
         self.demands = Demands(self.roots)
         self.recomputes = False  # whether rules of any equation ask for that
         self._numbers = itertools.count(1)
+        self._memo: dict[Any, Plan] = {}
 
-    def fresh(self, *, exponential: bool = False) -> OriginId:
-        """A new identity for a low value."""
-        return OriginId(next(self._numbers), exponential)
+    def decided(self, *_called: Any) -> Plan:
+        """The plan of a jaxpr before any pass: `Planner` has it from `Frame`."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def plan(
         self,
         jaxpr: Any,
@@ -56,6 +67,47 @@ class Planning(abc.ABC):
           summed: which results are sums carried through a loop, to be computed in float32.
           roots: what the operands, of any dtype, are made of; if not given, as their values say.
         """
+        # Identities are renumbered, and those that came in with the same operands are one: nothing
+        # inside tells them apart. So calls that differ only in them, such as the layers on one
+        # residual stream, share one plan, and what is traced from it.
+        names = _renumbered(ins)
+        local = tuple(_renamed(value, names) for value in ins)
+        called = (jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(roots))
+        if called not in self._memo:
+            plan = self.decided(*called)
+            for each in self.passes:
+                plan = each(plan, self)
+            self._memo[called] = plan
+        plan = self._memo[called]
+        if outs is not None:
+            leaving = (called, tuple(outs))
+            if leaving not in self._memo:
+                self._memo[leaving] = self._leaving(plan, outs)
+            plan = self._memo[leaving]
+        if all(v is None or not v.origins for v in plan.values):
+            return plan
+        back: dict[OriginId, set[OriginId]] = {}
+        for here, [there] in names.items():
+            back.setdefault(there, set()).add(here)
+        for value in plan.values:
+            for origin in value.origins if value else ():
+                if origin not in back:
+                    back[origin] = {self.fresh(exponential=origin.exponential)}
+        return dataclasses.replace(plan, values=tuple(_renamed(v, back) for v in plan.values))
+
+    def _leaving(self, plan: Plan, outs: Sequence[DType | None]) -> Plan:
+        """A plan whose results leave in other dtypes than they are kept in."""
+        values, clip = list(plan.values), list(plan.clip)
+        for i, (value, dtype) in enumerate(zip(plan.values, outs, strict=True)):
+            if value is not None and value.dtype != dtype:
+                values[i], clip[i] = self.kept(dtype, [value]), value.stays_finite(plan.rules)
+        if values == list(plan.values):
+            return plan
+        return dataclasses.replace(plan, values=tuple(values), clip=tuple(clip), built={})
+
+    def fresh(self, *, exponential: bool = False) -> OriginId:
+        """A new identity for a low value."""
+        return OriginId(next(self._numbers), exponential)
 
     def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
         """A result kept in `dtype`, made from `operands`."""
@@ -72,3 +124,23 @@ class Planning(abc.ABC):
             origins |= {self.fresh()}
         provenance = COMPUTED if dtype else joined([v.provenance for v in values])
         return Value(dtype, origins, tangent=any(v.tangent for v in values), provenance=provenance)
+
+
+def _renumbered(ins: Sequence[Value | None]) -> dict[OriginId, set[OriginId]]:
+    """For each identity that operands have, the one it is in a plan of its own."""
+    where: dict[OriginId, tuple[int, ...]] = {}
+    for i, value in enumerate(ins):
+        for origin in value.origins if value else ():
+            where[origin] = (*where.get(origin, ()), i)
+    places = sorted({(at, origin.exponential) for origin, at in where.items()})
+    numbers = {place: -1 - i for i, place in enumerate(places)}
+    return {
+        origin: {origin._replace(number=numbers[at, origin.exponential])}
+        for origin, at in where.items()
+    }
+
+
+def _renamed(value: Value | None, names: Mapping[OriginId, set[OriginId]]) -> Value | None:
+    if value is None or not value.origins:
+        return value
+    return value._replace(origins=NO_ORIGINS.union(*map(names.__getitem__, value.origins)))
