@@ -1,4 +1,4 @@
-"""`Plan.sites`: every contraction of a program, by a name that stays."""
+"""`Plan.walk`: every contraction of a program, where it is met."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxmp._autocast.plan import Plan
+from jaxmp._autocast.plan import Visit
+from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.transform import plan_program, trace_program
 from jaxmp.policy import get_policy
 
@@ -29,40 +30,21 @@ class Model(nn.Module):
         return nn.Dense(4, name="head")(x)
 
 
-def plan_of(fn, *args) -> Plan:
+def contractions(fn, *args) -> list[Visit]:
     traced = trace_program(fn, args, {}, POLICY)
-    return plan_program(traced.jaxpr, POLICY, [True] * len(traced.arrays))
+    plan = plan_program(traced.jaxpr, POLICY, [True] * len(traced.arrays))
+    return [visit for visit in plan.walk() if visit.step.eqn.primitive.name in LOW]
 
 
-def model_plan() -> Plan:
+def test_they_are_met_by_module_path_and_line() -> None:
     model, x = Model(), jnp.ones((2, 8))
-    return plan_of(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x)
-
-
-def test_sites_are_named_by_module_path_and_line() -> None:
-    sites = model_plan().sites
+    met = contractions(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x)
     layers = ["block_0/up", "block_0/down", "block_1/up", "block_1/down", "head"]
-    assert [site.path for site in sites] == [f"Model/{layer}" for layer in layers]
-    assert {site.source.split(":")[0] for site in sites} == {"test_sites.py"}
+    assert [visit.path for visit in met] == [f"Model/{layer}" for layer in layers]
+    assert {visit.source.split(":")[0] for visit in met} == {"test_sites.py"}
 
 
-def test_names_are_unique_and_the_same_from_run_to_run() -> None:
-    names = [site.name for site in model_plan().sites]
-    assert len(set(names)) == len(names) == 5
-    jax.clear_caches()
-    assert [site.name for site in model_plan().sites] == names
-
-
-def test_contractions_of_one_line_are_told_apart_by_index() -> None:
-    def fn(x, w):
-        return ((x @ w) @ w) @ w
-
-    sites = plan_of(fn, jnp.ones((2, 8)), jnp.ones((8, 8))).sites
-    assert [site.index for site in sites] == [0, 1, 2]
-    assert len({(site.path, site.source) for site in sites}) == 1
-
-
-def test_sites_inside_loops_and_branches_count_as_explain_counts() -> None:
+def test_those_inside_loops_and_branches_count_as_explain_counts() -> None:
     def fn(x, ws):
         def layer(x, w):
             return jax.lax.cond(x[0, 0] > 0, lambda: jnp.tanh(x @ w), lambda: x @ (w @ w)), None
@@ -70,13 +52,13 @@ def test_sites_inside_loops_and_branches_count_as_explain_counts() -> None:
         return jax.lax.scan(layer, x, ws)[0]
 
     args = jnp.ones((2, 8)), jnp.ones((3, 8, 8))
-    sites = plan_of(fn, *args).sites
-    assert [site.count for site in sites] == [3, 3, 3]
+    met = contractions(fn, *args)
+    assert [visit.count for visit in met] == [3, 3, 3]
     explained = explain(fn, POLICY)(*args).contractions()
-    assert sum(site.count for site in sites) == sum(explained.values())
+    assert sum(visit.count for visit in met) == sum(explained.values())
 
 
-def test_a_jitted_function_called_twice_has_two_sites() -> None:
+def test_a_jitted_function_called_twice_is_met_twice() -> None:
     @jax.jit
     def layer(x, w):
         return jnp.tanh(x @ w)
@@ -87,5 +69,5 @@ def test_a_jitted_function_called_twice_has_two_sites() -> None:
         with jax.named_scope("second"):
             return layer(x, w)
 
-    sites = plan_of(fn, jnp.ones((2, 8)), jnp.ones((8, 8))).sites
-    assert [site.path for site in sites] == ["first", "second"]
+    met = contractions(fn, jnp.ones((2, 8)), jnp.ones((8, 8)))
+    assert [visit.path for visit in met] == ["first", "second"]

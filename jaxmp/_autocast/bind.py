@@ -112,6 +112,10 @@ def _applier(
 def rescaled(primitive: Primitive, params: Params, shape: tuple[int, ...]) -> Callable[..., Any]:
     """The function of `Scale`, for results of a shape."""
 
+    @jax.custom_jvp
+    def product(*operands: Any) -> Any:
+        return primitive.bind(*operands, **dict(params))
+
     def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
         a, b = primals
         if dx.shape != shape:
@@ -120,20 +124,6 @@ def rescaled(primitive: Primitive, params: Params, shape: tuple[int, ...]) -> Ca
             return lax.mul(dx, b) if i == 0 else lax.mul(a, dx)
         # -a dx / b², so that nothing is saved but a and b.
         return lax.div(dx, b) if i == 0 else lax.neg(lax.div(lax.div(lax.mul(a, dx), b), b))
-
-    return jax.jit(
-        _bilinear(functools.partial(primitive.bind, **dict(params)), tangent), inline=INLINE
-    )
-
-
-def _bilinear(
-    fn: Callable[..., Any], tangent: Callable[[int, Sequence[Any], Any], Any]
-) -> Callable[..., Any]:
-    """`fn` of two operands, with the tangent `sum_i tangent(i, operands, tangents[i])`."""
-
-    @jax.custom_jvp
-    def product(*operands: Any) -> Any:
-        return fn(*operands)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         terms = [
@@ -145,4 +135,4 @@ def _bilinear(
         return out, functools.reduce(lax.add, terms) if terms else jnp.zeros_like(out)
 
     product.defjvp(jvp, symbolic_zeros=True)
-    return product
+    return jax.jit(product, inline=INLINE)

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.program_key import body
+from jaxmp._autocast.program_key import comparable
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import names_around, scoped, without_names
 
@@ -28,7 +28,7 @@ class Bodies:
     def one(self, jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
         """The first open jaxpr that equals one but for the names around it, and these names."""
         names = names_around(jaxpr)
-        program = None if jaxpr.constvars else body(without_names(jaxpr, len(names)))
+        program = comparable(without_names(jaxpr, len(names)), lines=True)
         return (jaxpr, ()) if program is None else (self._first(program), names)
 
 

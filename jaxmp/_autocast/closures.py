@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax import dtypes
 
-from jaxmp._autocast import derivatives, rule_calls
+from jaxmp._autocast import derivatives
 from jaxmp._autocast.annotations import keeps
 from jaxmp._autocast.coverage_warnings import warn_closing
 from jaxmp._autocast.derivatives import Execute
@@ -23,7 +25,7 @@ from jaxmp._autocast.environment import cast
 from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.planning import Pass
-from jaxmp._autocast.rule_calls import Call, ClosedOverError, is_inexact
+from jaxmp._autocast.rule_calls import Call, ClosedOverError, call_of, is_inexact, trace_rule
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import function_name, is_tracer
@@ -38,17 +40,36 @@ def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, Cu
         if isinstance(step.op, CustomCall):
             yield step, step.op, looped
         for inner in step.plans:
-            yield from custom_calls(inner, looped=looped or _is_scan(step))
-
-
-def _is_scan(step: Step) -> bool:
-    return any(inner.loops and not inner.open_ended for inner in inside(step.eqn))
+            scan = any(each.loops and not each.open_ended for each in inside(step.eqn))
+            yield from custom_calls(inner, looped=looped or scan)
 
 
 def closes_over(step: Step) -> bool:
-    """Whether the rule of a step closes over a traced value."""
-    rules = step.plans[0].rules
-    return not rules.as_written and rule_calls.closes_over(step.eqn, rules.policy)
+    """Whether the rule of a step uses a traced value that is not an operand of it."""
+    call, rules = call_of(step.eqn), step.plans[0].rules
+    [inner] = inside(step.eqn)
+
+    def derivative(*args: Any) -> Any:
+        fn, primals = call.by(args, call.active), [args[i] for i in call.active]
+        if inner.rule == "custom_jvp":
+            return jax.jvp(fn, primals, primals)[1]
+        out, pullback = jax.vjp(fn, *primals)
+        return pullback(
+            [
+                x if i in call.results else np.zeros(x.shape, dtypes.float0)
+                for i, x in enumerate(out)
+            ]
+        )
+
+    if rules.as_written:
+        return False
+    try:
+        trace_rule(call, derivative, call.ins, rules.policy)
+    except ClosedOverError:
+        return True
+    except Exception:  # noqa: BLE001
+        return False  # a rule for other patterns than this, or a wrong one: JAX says so, later
+    return False
 
 
 def likely(plan: Plan) -> bool:

@@ -6,15 +6,13 @@ Each function plans the inner jaxprs for the values that enter them and decides 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-
-from jax.extend.core import JaxprEqn
+from collections.abc import Callable, Sequence
 
 from jaxmp._autocast.carries import recurrence
 from jaxmp._autocast.demand import CONTRACTION, FULL, INDEX, LATER, NOTHING, OPERAND, PRODUCT
 from jaxmp._autocast.execute import CustomCall, Inside
 from jaxmp._autocast.frame import Decision, Facts
-from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Value
+from jaxmp._autocast.plan import NO_ORIGINS, DType, Plan, Value, dtypes_of
 from jaxmp._autocast.provenance import CONSTANT, DATA
 from jaxmp._autocast.roots import WEIGHTS
 from jaxmp._autocast.rules import with_whole_tables
@@ -27,7 +25,7 @@ def plan_inside(facts: Facts) -> Decision:
     *tests, body = facts.inners
     if not body.loops:
         return _branches(facts) if tests else _call(facts, body)
-    return _while(facts, tests, body) if body.open_ended else _scan(facts, body)
+    return _while(facts, body) if body.open_ended else _scan(facts, body)
 
 
 def _call(facts: Facts, inner: Inner) -> Decision:
@@ -39,12 +37,14 @@ def _call(facts: Facts, inner: Inner) -> Decision:
         entering, wanted = _at_the_door(facts, inner, entering, wanted)
     if sums_as_given(facts.eqn) and rules.low is not None and not rules.wide_gradients:
         entering = _weights_narrowed(facts, inner, entering, wanted)
-    roots = facts.roots_inside(inner)
-    plan = facts.planning.plan(inner.jaxpr, entering, wanted, rules, roots=roots)
-    dtypes = [v.dtype if v else None for v in facts.values]
+    plan = facts.plan(inner, entering, wanted)
+    dtypes = list(dtypes_of(facts.values))
     for i, dtype in zip(inner.operands, plan.ins, strict=True):
         dtypes[i] = dtype
-    outs = _returned(facts.eqn, inner, plan.values)
+    outs: list[Value | None] = [None] * len(facts.eqn.outvars)
+    for result, value in zip(inner.results, plan.values, strict=True):
+        if result is not None:
+            outs[result] = value
     op = CustomCall(inner.rule) if inner.rule else Inside()
     return Decision(dtypes, outs, Kind.INSIDE.of(), op, saturate=True, plans=(plan,))
 
@@ -55,17 +55,23 @@ def _wanted(facts: Facts, inner: Inner) -> list[int]:
     return [NOTHING if result is None else wanted[result] for result in inner.results]
 
 
-def _returned(eqn: JaxprEqn, inner: Inner, values: Sequence[Value | None]) -> list[Value | None]:
-    """How the results of an equation are kept, given how those of its inner jaxpr are."""
-    returned: list[Value | None] = [None] * len(eqn.outvars)
-    for result, value in zip(inner.results, values, strict=True):
-        if result is not None:
-            returned[result] = value
-    return returned
+def _narrowed(
+    facts: Facts,
+    values: Sequence[Value | None],
+    demands: Sequence[int],
+    narrows: Callable[[Value, int], bool],
+) -> list[Value | None]:
+    """Values, of which those in float32 that `narrows` says, by their demand, are kept low."""
+    return [
+        facts.planning.kept(facts.rules.low, [v])
+        if v and v.dtype is None and narrows(v, demand)
+        else v
+        for v, demand in zip(values, demands, strict=True)
+    ]
 
 
 def _at_the_door(
-    facts: Facts, inner: Inner, values: Sequence[Value | None], wanted: list[int]
+    facts: Facts, inner: Inner, values: list[Value | None], wanted: list[int]
 ) -> tuple[list[Value | None], list[int]]:
     """Narrows what would leave a normalization inside a function with its own derivative (relu).
 
@@ -73,26 +79,17 @@ def _at_the_door(
     is worth it as well where a contraction comes only after float32 ops (relu, then a mean).
     """
     if not any(demand & (CONTRACTION | LATER) for demand in wanted):
-        return list(values), wanted
+        return values, wanted
     asked = [CONTRACTION | demand & PRODUCT for demand in wanted]
-    roots = facts.roots_inside(inner)
-    narrowed = [
-        facts.planning.kept(facts.rules.low, [v])
-        if v
-        and not v.dtype
-        and v.origins
-        and not v.blocks_narrowing
-        and d & ~PRODUCT == CONTRACTION
-        else v
-        for v, d in zip(
-            values,
-            facts.planning.demands(inner.jaxpr, asked, facts.rules, roots).ins,
-            strict=True,
-        )
-    ]
-    if any(facts.planning.plan(inner.jaxpr, narrowed, asked, facts.rules, roots=roots).outs):
+
+    def narrows(value: Value, demand: int) -> bool:
+        leaves = bool(value.origins) and not value.blocks_narrowing
+        return leaves and demand & ~PRODUCT == CONTRACTION
+
+    narrowed = _narrowed(facts, values, facts.demands(inner, asked), narrows)
+    if any(facts.plan(inner, narrowed, asked).outs):
         return narrowed, asked
-    return list(values), wanted
+    return values, wanted
 
 
 def _weights_narrowed(
@@ -102,15 +99,12 @@ def _weights_narrowed(
 
     For a `shard_map` that adds up gradients itself: in the dtype in which the parameters come in.
     """
-    rules = with_whole_tables(facts.rules)
-    roots = facts.roots_inside(inner)
-    demands = facts.planning.demands(inner.jaxpr, wanted, rules, roots).ins
-    return [
-        facts.planning.kept(facts.rules.low, [v])
-        if v and v.is_weight and v.dtype is None and d & ~PRODUCT == CONTRACTION | OPERAND
-        else v
-        for v, d in zip(values, demands, strict=True)
-    ]
+
+    def narrows(value: Value, demand: int) -> bool:
+        return value.is_weight and demand & ~PRODUCT == CONTRACTION | OPERAND
+
+    demands = facts.demands(inner, wanted, with_whole_tables(facts.rules))
+    return _narrowed(facts, values, demands, narrows)
 
 
 def _branches(facts: Facts) -> Decision:
@@ -122,13 +116,8 @@ def _branches(facts: Facts) -> Decision:
 
     def planned(outs: Sequence[DType | None] | None = None) -> tuple[Plan, ...]:
         return tuple(
-            facts.planning.plan(
-                inner.jaxpr,
-                [facts.values[i] for i in inner.operands],
-                _wanted(facts, inner),
-                facts.rules,
-                outs=outs,
-                roots=facts.roots_inside(inner),
+            facts.plan(
+                inner, [facts.values[i] for i in inner.operands], _wanted(facts, inner), outs=outs
             )
             for inner in facts.inners
         )
@@ -140,8 +129,7 @@ def _branches(facts: Facts) -> Decision:
         facts.planning.kept(dtype, kept) if kept[0] is not None else None
         for dtype, kept in zip(outs, zip(*(p.values for p in plans), strict=True), strict=True)
     ]
-    dtypes = [v.dtype if v else None for v in facts.values]
-    return Decision(dtypes, joined, Kind.INSIDE.of(), Inside(), plans=plans)
+    return Decision(dtypes_of(facts.values), joined, Kind.INSIDE.of(), Inside(), plans=plans)
 
 
 def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
@@ -153,39 +141,36 @@ def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
     return low if narrowable and demand & CONTRACTION and not demand & INDEX else None
 
 
-def _while(facts: Facts, tests: Sequence[Inner], body: Inner) -> Decision:
+def _while(facts: Facts, body: Inner) -> Decision:
     """The carry stays float32: a solver's tolerance may be finer than 16 bits can meet."""
     carry = {body.operands[i] for i in body.carries}
     entering = [
         Value(argument=True, provenance=DATA) if v and i in carry else v
         for i, v in enumerate(facts.values)
     ]
-
-    def planned(inner: Inner, wanted: Sequence[int], outs: Sequence[None] | None) -> Plan:
-        ins, roots = [entering[i] for i in inner.operands], facts.roots_inside(inner)
-        return facts.planning.plan(inner.jaxpr, ins, wanted, facts.rules, outs=outs, roots=roots)
-
-    roots = facts.roots
-    demand = facts.planning.demands.of_loop(body, facts.demanded, facts.rules, roots)
+    demand = facts.planning.demands.of_loop(body, facts.demanded, facts.rules, facts.roots)
     carried = [FULL | demand[i] & PRODUCT for i in body.carries]
-    plans = [planned(test, [NOTHING] * len(test.results), None) for test in tests]
-    plans.append(planned(body, carried, [None] * len(body.results)))
-    dtypes = [v.dtype if v else None for v in entering]
+    plans = tuple(
+        facts.plan(
+            inner,
+            [entering[i] for i in inner.operands],
+            carried if inner is body else [NOTHING] * len(inner.results),
+            outs=[None] * len(inner.results) if inner is body else None,
+        )
+        for inner in facts.inners
+    )
     outs = [
         facts.planning.kept(None, [v])._replace(provenance=DATA) if v else None
         for v in (facts.values[body.operands[i]] for i in body.carries)
     ]
-    return Decision(dtypes, outs, Kind.WHILE.of(), Inside(), plans=tuple(plans))
+    return Decision(dtypes_of(entering), outs, Kind.WHILE.of(), Inside(), plans=plans)
 
 
 def _scan(facts: Facts, body: Inner) -> Decision:
     """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
     wanted = facts.demanded
-    roots = facts.roots_inside(body)
     demand = facts.planning.demands.of_loop(body, wanted, facts.rules, facts.roots)
-    low: frozenset[int] = frozenset()
-    if facts.rules.low is not None:
-        low = _low_carry(facts, body, demand, roots)
+    low = _low_carry(facts, body, demand) if facts.rules.low is not None else frozenset()
     carry = body.carries
     while True:
         ins = [
@@ -197,13 +182,11 @@ def _scan(facts: Facts, body: Inner) -> Decision:
             demand[i] | CONTRACTION if i in low else FULL | demand[i] & PRODUCT for i in carry
         ]
         planned = functools.partial(
-            facts.planning.plan,
-            body.jaxpr,
+            facts.plan,
+            body,
             ins,
             [*carried, *wanted[body.carried :]],
-            facts.rules,
             summed=[facts.values[i] is not None and i not in low for i in carry],
-            roots=roots,
         )
         natural = planned()
         # What float32 arithmetic makes of a low carry stays float32.
@@ -211,7 +194,7 @@ def _scan(facts: Facts, body: Inner) -> Decision:
         if low <= updated:
             break
         low &= updated
-    outs = [v.dtype if v else None for v in map(ins.__getitem__, carry)]
+    outs = dtypes_of(ins[i] for i in carry)
     plan = planned(outs=[*outs, *natural.outs[body.carried :]])
     kept = [
         v
@@ -220,8 +203,7 @@ def _scan(facts: Facts, body: Inner) -> Decision:
         )
         for i, v in enumerate(plan.values)
     ]
-    dtypes = [v.dtype if v else None for v in ins]
-    return Decision(dtypes, kept, Kind.INSIDE.of(), Inside(), saturate=True, plans=(plan,))
+    return Decision(dtypes_of(ins), kept, Kind.INSIDE.of(), Inside(), saturate=True, plans=(plan,))
 
 
 def _entering(
@@ -239,21 +221,15 @@ def _entering(
     return Value(argument=True, tangent=value.tangent, provenance=DATA)
 
 
-def _low_carry(
-    facts: Facts,
-    body: Inner,
-    wanted: Sequence[int],
-    roots: Sequence[str],
-) -> frozenset[int]:
+def _low_carry(facts: Facts, body: Inner, wanted: Sequence[int]) -> frozenset[int]:
     """Which operands of a scan are carries that may be low: the body feeds them to a contraction.
 
     They start low, or from what may be narrowed, and run through layers: every iteration multiplies
     them by weights of its own. And what goes round the devices for contractions alone is an operand
     of theirs, and may start from anything.
     """
-    nothing = [NOTHING] * len(body.results)
-    own = facts.planning.demands(body.jaxpr, nothing, facts.rules, roots).ins
-    loop = recurrence(body, [root == WEIGHTS for root in roots])
+    own = facts.demands(body, [NOTHING] * len(body.results))
+    loop = recurrence(body, [root == WEIGHTS for root in facts.roots_inside(body)])
     low = set()
     for i, operand in enumerate(body.carries):
         value, demand = facts.values[operand], own[operand]

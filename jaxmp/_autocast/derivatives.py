@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,8 +32,6 @@ from jaxmp._autocast.plan import DType, Plan, Step, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.planning import Pass, Planning
 from jaxmp._autocast.products.op import QuantizedDot
-from jaxmp._autocast.provenance import COMPUTED
-from jaxmp._autocast.regions import inside_autocast
 from jaxmp._autocast.roots import OTHER
 from jaxmp._autocast.rule_calls import (
     Call,
@@ -105,8 +104,7 @@ def _plan_jvp(
         return [*out, *(out_tangents[i] for i in call.results)]
 
     avals = [*call.ins, *(tangent_type(call.ins[i]) for i in active)]
-    with inside_autocast(plan.rules.policy):
-        jaxpr, _ = trace_rule(call, jvp, avals)
+    jaxpr, _ = trace_rule(call, jvp, avals, plan.rules.policy)
     linear = [False] * len(call.ins) + [True] * len(active)
     rules = plan.rules
     planner = Planner(passes, hidden_tangents(jaxpr, linear, rules))
@@ -125,11 +123,7 @@ def _plan_jvp(
 
 def reverse_mode(call: Call, plan: Plan, passes: Sequence[Pass]) -> Callable[..., Any]:
     """`call` planned, with its forward and backward passes planned when first differentiated."""
-
-    @functools.cache
-    def rule(active: Pattern) -> _Pullback:
-        return _Pullback(call, plan, passes, active)
-
+    rule = functools.cache(functools.partial(_Pullback, call, plan, passes))
     fn = jax.custom_vjp(_named(call.name, lambda *args: execute(plan, args)))
 
     def forward(*args: Any) -> tuple[list[Any], tuple[_Pullback, list[Any]]]:
@@ -178,8 +172,7 @@ class _Pullback:
         if call.closes:
             jaxpr = self._trace_both()
         else:
-            with inside_autocast(plan.rules.policy):
-                jaxpr, (_, pullback) = trace_rule(call, self._trace_forward, call.ins)
+            jaxpr, (_, pullback) = self._traced(self._trace_forward, call.ins)
             self._tree = jax.tree.structure(pullback)
             self._saved = [v.aval for v in compat.closed(jaxpr).jaxpr.outvars[n_out:]]
         wanted = [*_wanted(plan.outs, plan), *self._saved_for()]
@@ -188,6 +181,9 @@ class _Pullback:
         free = self._planner.plan(jaxpr, ins, wanted, plan.rules)
         outs = [*plan.outs, *free.outs[n_out:]]
         self.forward = self._planner.plan(jaxpr, ins, wanted, plan.rules, outs=outs)
+
+    def _traced(self, rule: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
+        return trace_rule(self._call, rule, avals, self._plan.rules.policy)
 
     def _trace_forward(self, *args: Any) -> tuple[list[Any], Any]:
         fn = self._call.by(args, self.active)
@@ -208,8 +204,7 @@ class _Pullback:
             return [*out, *pullback(self._cotangents(given, call.results))]
 
         avals = [tangent_type(call.outs[i]) for i in call.results]
-        with inside_autocast(self._plan.rules.policy):
-            jaxpr, _ = trace_rule(call, both, [*call.ins, *avals])
+        jaxpr, _ = self._traced(both, [*call.ins, *avals])
         forward, backward, self._saved = compat.split(jaxpr, len(call.ins), len(call.outs))
         self._know(backward, len(avals))
         self._trace_backward = lambda _given: backward
@@ -239,8 +234,7 @@ class _Pullback:
             return list(pullback(self._cotangents(cotangents, given)))
 
         avals = [tangent_type(self._call.outs[i]) for i in given]
-        with inside_autocast(self._plan.rules.policy):
-            jaxpr, _ = trace_rule(self._call, bwd, [*self._saved, *avals])
+        jaxpr, _ = self._traced(bwd, [*self._saved, *avals])
         self._know(jaxpr, len(avals))
         return jaxpr
 
@@ -307,20 +301,13 @@ def _kept(
     tangent: bool = False,
 ) -> Value | None:
     """How an operand of a rule is kept: as the call's operand or result is."""
-    if not rules.governs(_Typed(aval)):
+    if not rules.governs(SimpleNamespace(aval=aval)):
         return None
-    root = OTHER if value is None or tangent else value.root
-    if value is None or value.dtype is None:
-        return Value(tangent=tangent, provenance=value.provenance if value else COMPUTED, root=root)
-    origins = frozenset({planner.fresh()})
-    return Value(value.dtype, origins, tangent=tangent, root=root)
-
-
-class _Typed:
-    """Something with an aval."""
-
-    def __init__(self, aval: Any) -> None:
-        self.aval = aval
+    value = value or Value()
+    root = OTHER if tangent else value.root
+    if value.dtype is None:
+        return Value(tangent=tangent, provenance=value.provenance, root=root)
+    return Value(value.dtype, frozenset({planner.fresh()}), tangent=tangent, root=root)
 
 
 def _wanted(outs: Sequence[DType | None], plan: Plan | None = None) -> list[int]:

@@ -13,7 +13,7 @@ from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.demand import is_angle
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Decision, Facts
-from jaxmp._autocast.plan import DType, Value
+from jaxmp._autocast.plan import DType, Value, dtypes_of
 from jaxmp._autocast.primitives import (
     CROSSING,
     CUMULATIVE,
@@ -171,7 +171,7 @@ def _transparent(facts: Facts) -> Decision:
     eqn, values = facts.eqn, facts.values
     name, mine = eqn.primitive.name, [v for v in values if v is not None]
     if len(eqn.outvars) == len(values) > 1:  # optimization_barrier: one to one
-        return Decision([v.dtype if v else None for v in values], values, Kind.MOVES.of())
+        return Decision(dtypes_of(values), values, Kind.MOVES.of())
     if name in WRITING:
         dtype = values[0].dtype if values[0] and not any(v.blocks_narrowing for v in mine) else None
     else:

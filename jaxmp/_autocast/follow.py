@@ -57,7 +57,9 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
             refusal = Kind.DIVIDES, COMPUTED
         if refusal is not None:
             return facts.as_written(*refusal)
-        why = Kind.CHOOSES if chooses else _narrowable(full)
+        provenances = {v.provenance for v in full}
+        narrowed = (kind for each, kind in _NARROWABLE.items() if each in provenances)
+        why = Kind.CHOOSES if chooses else next(narrowed, Kind.LOW)
     literal = _out_of_range(facts)
     if literal is not None:
         return facts.as_written(literal)
@@ -139,15 +141,7 @@ def _out_of_range(facts: Facts) -> Why | None:
     return None
 
 
-def _narrowable(full: Sequence[Value]) -> Kind:
-    """Why float32 operands are narrowed where others are low."""
-    provenances = {v.provenance for v in full}
-    for provenance in (PARAMETER, COMPUTED, SHARED, CONSTANT, LARGE):
-        if provenance in provenances:
-            return _NARROWABLE[provenance]
-    return Kind.LOW
-
-
+# Why float32 operands are narrowed where others are low: the first of these that one of them is.
 _NARROWABLE = {
     PARAMETER: Kind.PARAMETER,
     COMPUTED: Kind.COMPUTED,

@@ -24,7 +24,7 @@ from jaxmp._autocast.provenance import (
     of_constant,
 )
 from jaxmp._autocast.roots import LITERALS, OTHER, roots_of, says_parameter
-from jaxmp._autocast.rules import FLOAT16, Rules, region_rules, without_clipping
+from jaxmp._autocast.rules import FLOAT16, Rules, changed, region_rules
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
@@ -122,7 +122,8 @@ class Frame:
         )
         inners = inside(eqn) if rules.looks_inside(eqn) else ()
         if inners and rules.saturate and is_backward(eqn):  # which what is inside does not say
-            rules = without_clipping(rules)
+            # Gradients become infinite, and a loss scaler tests them.
+            rules = changed(rules, saturate=False)
         return Facts(self, eqn, values, rules, tuple(inners))
 
     def record(self, facts: Facts, decision: Decision) -> Step:
@@ -225,6 +226,20 @@ class Facts:
     def roots_inside(self, inner: Inner) -> list[str]:
         """What the operands of a jaxpr inside are made of."""
         return self.planning.roots.of_operands(inner, self.roots)
+
+    def plan(
+        self, inner: Inner, ins: Sequence[Value | None], wanted: Sequence[int], **leaving: Any
+    ) -> Plan:
+        """The plan of a jaxpr inside; see `Planning.plan`."""
+        roots = self.roots_inside(inner)
+        return self.planning.plan(inner.jaxpr, ins, wanted, self.rules, roots=roots, **leaving)
+
+    def demands(
+        self, inner: Inner, wanted: Sequence[int], rules: Rules | None = None
+    ) -> Sequence[int]:
+        """The demands on the operands of a jaxpr inside, given those on its results."""
+        roots = self.roots_inside(inner)
+        return self.planning.demands(inner.jaxpr, wanted, rules or self.rules, roots).ins
 
     @property
     def used(self) -> list[Value | None]:

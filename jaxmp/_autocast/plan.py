@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.provenance import COMPUTED, DATA, LARGE, SHARED
 from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._autocast.rules import Rules
@@ -89,6 +87,11 @@ class Value(NamedTuple):
         """
         written = not self.origins and self.provenance not in (COMPUTED, SHARED)
         return not self.tangent and (written or rules.saturate)
+
+
+def dtypes_of(values: Iterable[Value | None]) -> tuple[DType | None, ...]:
+    """The low dtype each value is kept in; None for float32, and for what is not ours."""
+    return tuple(v.dtype if v else None for v in values)
 
 
 class OperandCast(NamedTuple):
@@ -236,12 +239,12 @@ class Plan:
     @functools.cached_property
     def ins(self) -> tuple[DType | None, ...]:
         """The dtype each operand arrives in: the low one, or None."""
-        return tuple(v.dtype if v else None for v in self.arguments)
+        return dtypes_of(self.arguments)
 
     @functools.cached_property
     def outs(self) -> tuple[DType | None, ...]:
         """The dtype each result leaves in: the low one, or None."""
-        return tuple(v.dtype if v else None for v in self.values)
+        return dtypes_of(self.values)
 
     @functools.cached_property
     def unchanged(self) -> bool:
@@ -263,17 +266,6 @@ class Plan:
             for inner, plan in zip(inside(step.eqn) if step.plans else (), step.plans, strict=True):
                 yield from plan.walk(here, line, count * inner.times, rematerialized=covered)
 
-    @functools.cached_property
-    def sites(self) -> tuple[PlannedSite, ...]:
-        """Every contraction of a program, by a name that is the same from run to run."""
-        seen: Counter[tuple[str, str]] = Counter()
-        found = []
-        for step, path, source, count, *_ in self.walk():
-            if step.eqn.primitive.name in LOW:
-                found.append(PlannedSite(path, source, seen[path, source], count, step))
-                seen[path, source] += 1
-        return tuple(found)
-
 
 class Visit(NamedTuple):
     """A step where it is met.
@@ -293,27 +285,3 @@ class Visit(NamedTuple):
     count: Any
     rematerialized: bool
     saves: Residual | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlannedSite:
-    """A contraction of a program.
-
-    Attributes:
-      path: the module path and named scopes around it.
-      source: ``file.py:line`` in the user's code; empty if there is none.
-      index: which it is of those of the same path and line, in the program's order.
-      count: how often it runs per call.
-      step: what is done with it.
-    """
-
-    path: str
-    source: str
-    index: int
-    count: Any
-    step: Step
-
-    @property
-    def name(self) -> str:
-        """Path, line and index: ``Block_0/q train.py:82 0``."""
-        return f"{self.path or '-'} {self.source or '-'} {self.index}"

@@ -18,7 +18,6 @@ from jaxmp._autocast.provenance import COMPUTED, joined
 from jaxmp._autocast.roots import Roots
 from jaxmp._autocast.rules import Rules
 
-
 Pass = Callable[[Plan, "Planning"], Plan]
 
 

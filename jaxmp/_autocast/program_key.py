@@ -20,7 +20,7 @@ from jaxmp._jaxprs.compat import closed
 
 @dataclasses.dataclass(frozen=True)
 class ComparableProgram:
-    """A closed jaxpr that is compared by what it computes.
+    """A jaxpr that is compared by what it computes.
 
     What only its identity tells apart (a derivative rule traced again, a callback) differs.
     """
@@ -29,41 +29,30 @@ class ComparableProgram:
     key: Hashable
 
 
-def comparable(jaxpr: Any) -> ComparableProgram | None:
-    """A closed jaxpr as a `ComparableProgram`; None for one that is not compared.
+def comparable(jaxpr: Any, *, lines: bool = False) -> ComparableProgram | None:
+    """A jaxpr as a `ComparableProgram`; None for one that is not compared.
 
     A program with constants is not: what it closed over may be tracers, or large.
+
+    Args:
+      jaxpr: the jaxpr, open or closed.
+      lines: whether it equals only what was written in the same lines.
     """
-    if closed(jaxpr).consts:
+    if closed(jaxpr).jaxpr.constvars:
         return None
-    key = _key(jaxpr, lines=False)
-    return None if key is None else ComparableProgram(jaxpr, key)
-
-
-def body(jaxpr: Any) -> ComparableProgram | None:
-    """An open jaxpr as one that equals only what was written in the same lines."""
-    key = _key(jaxpr, lines=True)
-    return None if key is None else ComparableProgram(jaxpr, key)
-
-
-def _key(jaxpr: Any, *, lines: bool) -> Hashable | None:
     key = _Key(lines=lines)
     try:
         key.of_jaxpr(jaxpr)
         hash(programs := tuple(key.programs))
     except TypeError:  # something in it has no hash
         return None
-    return programs
+    return ComparableProgram(jaxpr, programs)
 
 
 class _Key:
-    """The jaxprs of a program in the order they are met: one inside another is its number.
+    """The jaxprs of a program in the order they are met: one inside another is its number."""
 
-    Args:
-      lines: whether equal jaxprs are written in the same lines.
-    """
-
-    def __init__(self, *, lines: bool = False) -> None:
+    def __init__(self, *, lines: bool) -> None:
         self._lines = lines
         self.programs: list[Hashable] = []
         self._numbers: dict[Any, int] = {}

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import dtypes
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.regions import inside_autocast
@@ -27,6 +25,13 @@ class ClosedOverError(ValueError):
     That trace is over by the time the rule runs. `closures` differentiates such a program as JAX
     does, while it is traced.
     """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"autocast: the derivative rule of {name} closes over a traced value of the function "
+            "that calls it, and that function is traced before it is differentiated: pass the "
+            "value as an argument."
+        )
 
 
 class Call(NamedTuple):
@@ -81,54 +86,30 @@ def call_of(eqn: JaxprEqn) -> Call:
     )
 
 
-def closes_over(eqn: JaxprEqn, policy: Policy) -> bool:
-    """Whether the rule of an equation uses a traced value that is not an operand of it."""
-    call = call_of(eqn)
-    [inner] = inside(eqn)
-
-    def derivative(*args: Any) -> Any:
-        fn, primals = call.by(args, call.active), [args[i] for i in call.active]
-        if inner.rule == "custom_jvp":
-            return jax.jvp(fn, primals, primals)[1]
-        out, pullback = jax.vjp(fn, *primals)
-        return pullback(
-            [
-                x if i in call.results else np.zeros(x.shape, dtypes.float0)
-                for i, x in enumerate(out)
-            ]
-        )
-
-    try:
-        with inside_autocast(policy):
-            trace_rule(call, derivative, call.ins)
-    except ClosedOverError:
-        return True
-    except Exception:  # noqa: BLE001
-        return False  # a rule for other patterns than this, or a wrong one: JAX says so, later
-    return False
-
-
-def trace_rule(call: Call, rule: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
+def trace_rule(
+    call: Call, rule: Callable[..., Any], avals: Sequence[Any], policy: Policy
+) -> tuple[Any, Any]:
     """The jaxpr of a derivative rule, and the tree of shapes and dtypes that it returns.
 
     Raises:
       ClosedOverError: if the rule uses values of the function around it that are not its operands.
     """
-    if call.closes:  # tracers that live on stay what they are
-        traced: tuple[Any, Any] = jax.make_jaxpr(rule, return_shape=True)(*avals)
-        if not _is_whole(traced[0]) and not _loops(traced[0]):
-            with jax.disable_jit():  # which would unroll loops as well
-                traced = jax.make_jaxpr(rule, return_shape=True)(*avals)
-        if not _is_whole(traced[0]):
-            raise ClosedOverError(_CLOSED_OVER.format(call.name))
-        return traced
-    try:
-        jaxpr, shapes = compat.trace_of_tree(rule, avals)
-    except jax.errors.UnexpectedTracerError as error:
-        raise ClosedOverError(_CLOSED_OVER.format(call.name)) from error
-    if len(compat.closed(jaxpr).jaxpr.invars) != len(avals):
-        raise ClosedOverError(_CLOSED_OVER.format(call.name))
-    return jaxpr, shapes
+    with inside_autocast(policy):
+        if call.closes:  # tracers that live on stay what they are
+            traced: tuple[Any, Any] = jax.make_jaxpr(rule, return_shape=True)(*avals)
+            if not _is_whole(traced[0]) and not _loops(traced[0]):
+                with jax.disable_jit():  # which would unroll loops as well
+                    traced = jax.make_jaxpr(rule, return_shape=True)(*avals)
+            whole = _is_whole(traced[0])
+        else:
+            try:
+                traced = compat.trace_of_tree(rule, avals)
+            except jax.errors.UnexpectedTracerError as error:
+                raise ClosedOverError(call.name) from error
+            whole = len(compat.closed(traced[0]).jaxpr.invars) == len(avals)
+    if not whole:
+        raise ClosedOverError(call.name)
+    return traced
 
 
 def _loops(jaxpr: Any) -> bool:
@@ -148,12 +129,6 @@ def _is_whole(jaxpr: Any) -> bool:
             if any(map(is_tracer, consts)) or len(opened.invars) != len(eqn.invars):
                 return False
     return True
-
-
-_CLOSED_OVER = (
-    "autocast: the derivative rule of {} closes over a traced value of the function that calls it, "
-    "and that function is traced before it is differentiated: pass the value as an argument."
-)
 
 
 def is_inexact(aval: Any) -> bool:

@@ -142,9 +142,9 @@ def rules_for(policy: Policy) -> Rules:
 
 
 @functools.lru_cache(maxsize=256)
-def without_clipping(rules: Rules) -> Rules:
-    """The same rules, but computed values become infinite: for gradients, which a scaler tests."""
-    return dataclasses.replace(rules, saturate=False)
+def changed(rules: Rules, **fields: Any) -> Rules:
+    """The same rules but for some fields."""
+    return dataclasses.replace(rules, **fields)
 
 
 @functools.lru_cache(maxsize=256)
@@ -168,14 +168,8 @@ def region_rules(eqn: JaxprEqn, around: Rules | None = None) -> Rules | None:
     found = found or _scope_rules(name_stack(eqn))
     if found is None or around is None or found.wide == around.wide:
         return found
-    return _about(found, around.wide)
-
-
-@functools.lru_cache(maxsize=256)
-def _about(rules: Rules, wide: np.dtype[Any]) -> Rules:
-    """The same rules, but about values of another dtype."""
-    above = rules.low is not None and rules.low.itemsize >= wide.itemsize
-    return dataclasses.replace(rules, wide=wide, low=None if above else rules.low)
+    above = found.low is not None and found.low.itemsize >= around.wide.itemsize
+    return changed(found, wide=around.wide, low=None if above else found.low)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -185,13 +179,9 @@ def _scope_rules(stack: Any) -> Rules | None:
     if not policies:
         return None
     if policies[-1].startswith(OWN):
-        return _own_rules(policies[-1].removeprefix(OWN))
+        own = rules_for(get_policy(policies[-1].removeprefix(OWN)))
+        return changed(own, why_float32=Kind.LAYERS_OWN)
     return rules_for(get_policy(policies[-1]))
-
-
-@functools.lru_cache(maxsize=256)
-def _own_rules(policy: str) -> Rules:
-    return dataclasses.replace(rules_for(get_policy(policy)), why_float32=Kind.LAYERS_OWN)
 
 
 def author_keeps(eqn: JaxprEqn, rules: Rules | None = None) -> Why | None:

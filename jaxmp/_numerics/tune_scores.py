@@ -32,6 +32,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.plan import Step
+from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.products.op import QuantizedDot
 from jaxmp._autocast.products.quantize import dequantize, quantize
 from jaxmp._autocast.rules import LOW_DTYPES
@@ -248,9 +249,11 @@ def ways_of(
         traced = trace_program(loss.loss, args, {}, policy)
         given = of_arrays(by_position(loss.loss, 0)(args, {}), args, {})
         found: dict[Path, ProductFormat] = {}
-        for site in plan_program(traced.jaxpr, policy, given).sites:
-            path = loss.places.of(site.path)
-            how = _multiplied(site.step, policy)
+        for visit in plan_program(traced.jaxpr, policy, given).walk():
+            if visit.step.eqn.primitive.name not in LOW:
+                continue
+            path = loss.places.of(visit.path)
+            how = _multiplied(visit.step, policy)
             if path in ways and (path not in found or _bits(how) < _bits(found[path])):
                 found[path] = how
         for path in paths:
