@@ -29,7 +29,7 @@ from public_models import BUILDERS, REQUIRES, build
 import jaxmp
 from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.plan import Plan, Step
-from jaxmp._autocast.transform import of_arrays, plan_program, trace_program
+from jaxmp._autocast.transform import plan_program, trace_program
 from jaxmp._jaxprs.compat import dtype_of
 
 from constructs import CONSTRUCTS, Construct
@@ -84,7 +84,7 @@ def lines(program: Program, policy: str) -> Iterator[str]:
     fn, args, argnums = program
     policy_ = jaxmp.get_policy(policy)
     traced = trace_program(fn, args, {}, policy_)
-    given = of_arrays(by_position(fn, argnums)(args, {}), args, {})
+    given = by_position(fn, argnums)(args, {})
     yield from _of_plan(plan_program(traced.jaxpr, policy_, given), "")
     leaves, tree = jax.tree.flatten(args)
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]

@@ -20,7 +20,9 @@ import pytest
 from jax.extend import core as jex_core
 
 import jaxmp
-from jaxmp._autocast import transform
+from jaxmp._autocast.parameters import Argnums, by_position
+from jaxmp._autocast.passes.order import PASSES
+from jaxmp._autocast.transform import under_policy
 
 # A run by default sees every kind of thing once; products of kinds (formats, models, optimizers,
 # transformations) are seen under `-m slow`. `@slow_when(lambda policy, case: ...)` marks a test as
@@ -95,22 +97,22 @@ def contractions(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Cont
 
 
 def autocast_without(
-    left_out: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, *, data: int | None = None
+    left_out: Callable[..., Any], *, data: int | None = None
 ) -> Callable[..., Any]:
     """`jaxmp.autocast` without one of its passes, of functions as `autocast` below takes them.
 
     Or, if `data` is not given, of functions whose first argument are the parameters.
     """
-    passes = tuple(each for each in transform.PASSES if each is not left_out)
+    passes = tuple(each for each in PASSES if each is not left_out)
 
     def autocast(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
-        made = functools.cache(lambda argnums: jaxmp.autocast(lambda *a: fn(*a), policy, argnums))
+        @functools.cache
+        def made(argnums: Argnums) -> Callable[..., Any]:
+            parameters = by_position(fn, argnums)
+            return under_policy(fn, jaxmp.get_policy(policy), parameters, passes=passes)
 
         def plain(*args: Any) -> Any:
-            argnums = 0 if data is None else tuple(range(data, len(args)))
-            with monkeypatch.context() as patch:
-                patch.setattr(transform, "PASSES", passes)
-                return made(argnums)(*args)
+            return made(0 if data is None else tuple(range(data, len(args))))(*args)
 
         return plain
 

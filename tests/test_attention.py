@@ -252,9 +252,9 @@ def exact(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def without(monkeypatch):
+def without():
     """autocast without this pass."""
-    return autocast_without(attend, monkeypatch, data=0)
+    return autocast_without(attend, data=0)
 
 
 @cases([*WRITTEN, *LIBRARIES])

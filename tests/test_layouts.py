@@ -107,7 +107,7 @@ def test_nor_of_queries_whose_number_is_left_open() -> None:
 
 @pytest.mark.parametrize("loss", [in_a_loop, grouped_in_a_loop], ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("mapped", [False, True])
-def test_it_changes_no_number(loss: Any, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_changes_no_number(loss: Any, mapped: bool) -> None:
     ws, x, keys = inputs()
     if mapped:
         x, keys = jnp.stack([x, -x]), jnp.stack([keys, keys / 2])
@@ -116,17 +116,17 @@ def test_it_changes_no_number(loss: Any, mapped: bool, monkeypatch: pytest.Monke
         grad = jax.grad(fn, (0, 1, 2))
         return jax.jit(jax.vmap(grad, (None, 0, 0)) if mapped else grad)(ws, x, keys)
 
-    plain = autocast_without(attend_in_loops, monkeypatch)
+    plain = autocast_without(attend_in_loops)
     found = (gradients(fn) for fn in (jaxmp.autocast(loss, BF16), plain(loss, BF16)))
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.slow
 @needs_tpu_compiler
-def test_a_tpu_then_copies_no_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tpu_then_copies_no_probabilities() -> None:
     """They were copied to the other layout in each iteration, of which bytes count one."""
     args = inputs(queries=512, keys=512, layers=4)
-    plain = autocast_without(attend_in_loops, monkeypatch)
+    plain = autocast_without(attend_in_loops)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
     moved, plainly = (
         jaxmp.preflight(jax.grad(fn), *shapes, target="tpu-v5e").policies[0].bytes_accessed

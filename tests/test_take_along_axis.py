@@ -88,9 +88,9 @@ def operation_by_operation(fn, *args) -> list[jax.Array]:
 
 
 @pytest.fixture
-def without(monkeypatch):
+def without():
     """autocast without this pass."""
-    return autocast_without(take_by_comparison, monkeypatch)
+    return autocast_without(take_by_comparison)
 
 
 @pytest.mark.parametrize("name", PICKS)

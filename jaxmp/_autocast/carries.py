@@ -10,7 +10,9 @@ devices, as keys and values do in ring attention, is rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,8 +170,5 @@ def _either(a: Flow, b: Flow) -> Flow:
     return _merged([a, b])._replace(moved=a.moved and b.moved, sent=a.sent and b.sent)
 
 
-def _union(bits: Any) -> int:
-    result = 0
-    for b in bits:
-        result |= b
-    return result
+def _union(bits: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)

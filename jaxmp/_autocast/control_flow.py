@@ -45,7 +45,7 @@ def _call(facts: Facts, inner: Inner) -> Decision:
     for result, value in zip(inner.results, plan.values, strict=True):
         if result is not None:
             outs[result] = value
-    op = CustomCall(inner.rule) if inner.rule else Inside()
+    op = CustomCall(reverse=inner.rule == "custom_vjp") if inner.rule else Inside()
     return Decision(dtypes, outs, Kind.INSIDE.of(), op, saturate=True, plans=(plan,))
 
 

@@ -10,6 +10,7 @@ ends. Only float32 values are considered; everything else is not ours.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ class Demands:
             exact = name in LOW and geometry(eqn, roots) is not None
             product = NOTHING if rules.policy.matmul is None else PRODUCT
             return [OPERAND | product | (FULL if exact else CONTRACTION)] * len(eqn.invars)
-        demand = _union(wanted)
+        demand = functools.reduce(operator.or_, wanted, NOTHING)
         combines = kind == "follow" and demand & CONTRACTION and compat.in_associative_scan(eqn)
         if kind in ("follow", "softmax") and not combines:
             demand &= ~OPERAND
@@ -162,10 +163,3 @@ def is_position(eqn: JaxprEqn, whole: set[Any]) -> bool:
     if name in COMPARING:
         return any(not isinstance(v, Literal) and v in whole for v in eqn.invars)
     return name in ROUNDING
-
-
-def _union(demands: Any) -> int:
-    result = NOTHING
-    for demand in demands:
-        result |= demand
-    return result

@@ -32,7 +32,7 @@ from jaxmp._autocast.plan import DType, Plan, Step, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.planning import Pass, Planning
 from jaxmp._autocast.products.op import QuantizedDot
-from jaxmp._autocast.roots import OTHER
+from jaxmp._autocast.roots import OTHER, is_zeros
 from jaxmp._autocast.rule_calls import (
     Call,
     ClosedOverError,
@@ -279,17 +279,11 @@ def _instantiated(tangent: Any) -> Any:
 def _zeros(jaxpr: Any) -> list[bool]:
     """Which results of a jaxpr are nothing but zeros, as JAX makes them of symbolic zeros."""
     opened = compat.closed(jaxpr).jaxpr
-    fills = {
-        eqn.outvars[0]: eqn.invars[0]
-        for eqn in opened.eqns
-        if eqn.primitive.name == "broadcast_in_dim"
-    }
-
-    def is_zero(atom: Any) -> bool:
-        atom = atom if isinstance(atom, Literal) else fills.get(atom)
-        return isinstance(atom, Literal) and not np.any(atom.val)
-
-    return [is_zero(atom) for atom in opened.outvars]
+    zeros = {eqn.outvars[0] for eqn in opened.eqns if is_zeros(eqn)}
+    return [
+        not np.any(atom.val) if isinstance(atom, Literal) else atom in zeros
+        for atom in opened.outvars
+    ]
 
 
 def _kept(

@@ -15,11 +15,11 @@ import jax
 
 from jaxmp._autocast.annotations import marked
 from jaxmp._autocast.bind import Drop
-from jaxmp._autocast.bodies import Bodies
 from jaxmp._autocast.environment import Environment, cast, clip
 from jaxmp._autocast.jit_groups import jit_groups, run_group
 from jaxmp._autocast.liveness import last_reads
 from jaxmp._autocast.plan import Op, Plan, Segment, Step
+from jaxmp._autocast.program_key import Bodies
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, is_abstract, under, with_dtype
@@ -101,19 +101,15 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
 # Higher-order equations.
 
 
-def _inner_avals(plan: Plan) -> list[Any]:
-    """The avals of a planned jaxpr's operands, in the dtypes they arrive in."""
-    return [
-        v.aval if dtype is None else with_dtype(v.aval, dtype)
-        for v, dtype in zip(plan.jaxpr.invars, plan.ins, strict=True)
-    ]
-
-
 def transformed(plan: Plan) -> Any:
     """The closed jaxpr that executing `plan` traces to."""
     if "jit" not in plan.built:
         plan.built["jit"] = jax.jit(lambda *args: execute(plan, args))
-    return compat.trace(plan.built["jit"], _inner_avals(plan))
+    avals = [
+        v.aval if dtype is None else with_dtype(v.aval, dtype)
+        for v, dtype in zip(plan.jaxpr.invars, plan.ins, strict=True)
+    ]
+    return compat.trace(plan.built["jit"], avals)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,17 +141,12 @@ class CustomCall(Op):
     """Calls a function with a derivative rule of its own.
 
     Attributes:
-      rule: the kind of its rule, ``custom_jvp`` or ``custom_vjp``.
+      reverse: whether its rule is one of reverse mode.
       derived: makes the function, with its rules transformed; None binds it as it is.
     """
 
-    rule: str
+    reverse: bool
     derived: Callable[[], Callable[..., Any]] | None = None
-
-    @property
-    def reverse(self) -> bool:
-        """Whether the rule is one of reverse mode."""
-        return self.rule == "custom_vjp"
 
     def run(self, step: Step, env: Environment) -> list[Any]:
         """See `Op.run`."""

@@ -25,7 +25,6 @@ from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.rules import FLOAT32, Rules, governed
 from jaxmp._autocast.transform import (
     is_identity,
-    of_arrays,
     plan_program,
     trace_program,
 )
@@ -262,8 +261,7 @@ def _plan(
     if holds_quantized((args, kwargs)):
         (args, kwargs), looked_at = seal((args, kwargs)), opening(looked_at)
     traced = trace_program(looked_at, args, kwargs, policy)
-    given = of_arrays(parameters(args, kwargs), args, kwargs)
-    return plan_program(traced.jaxpr, policy, given)
+    return plan_program(traced.jaxpr, policy, parameters(args, kwargs))
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -94,14 +94,11 @@ class Frame:
         }
         self.ins = tuple(self.kept_as.values())
         for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
-            self._close_over(var, array)
-
-    def _close_over(self, var: Any, array: Any) -> None:
-        # What only contractions read need not be looked at: the weights of a frozen model.
-        read_alone = not self.demand.of.get(var, NOTHING) & ~(CONTRACTION | OPERAND | PRODUCT)
-        provenance = DATA if read_alone else of_constant(array)
-        value = Value(argument=True, provenance=provenance, root=self.roots[var])
-        self.kept_as[var] = value if self.rules.governs(var) else None
+            # What only contractions read need not be looked at: the weights of a frozen model.
+            read_alone = not self.demand.of.get(var, NOTHING) & ~(CONTRACTION | OPERAND | PRODUCT)
+            provenance = DATA if read_alone else of_constant(array)
+            value = Value(argument=True, provenance=provenance, root=self.roots[var])
+            self.kept_as[var] = value if rules.governs(var) else None
 
     def read(self, atom: Any) -> Value | None:
         """How an operand is kept; None for what is not ours."""

@@ -20,7 +20,7 @@ from jaxmp._jaxprs.equation_parameters import product_axes
 from jaxmp._jaxprs.trace import is_array
 
 Argnums = int | Sequence[int]
-# Of a call, whether each leaf of `(args, kwargs)` is a parameter.
+# Of a call, whether each array of `(args, kwargs)` is a parameter.
 Parameters = Callable[[Any, Any], list[bool]]
 
 
@@ -76,7 +76,7 @@ def _names(fn: Callable[..., Any]) -> dict[str, int]:
 
 
 def _of_argument(argument: Any, *, named: bool) -> list[bool]:
-    """Whether each leaf of an argument is a parameter, given whether the argument is named so.
+    """Whether each array of an argument is a parameter, given whether the argument is named so.
 
     Of Flax variables, those in the collection "params"; of NNX Variables, every `nnx.Param`.
     """
@@ -85,8 +85,8 @@ def _of_argument(argument: Any, *, named: bool) -> list[bool]:
     paths = jax.tree.leaves_with_path(argument, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for path, leaf in paths:
         if isinstance(leaf, nnx.Variable):
-            found += [isinstance(leaf, nnx.Param)] * len(jax.tree.leaves(leaf))
-        else:
+            found += [isinstance(leaf, nnx.Param)] * sum(map(is_array, jax.tree.leaves(leaf)))
+        elif is_array(leaf):
             found.append(named and (not collections or getattr(path[0], "key", "") == "params"))
     return found
 

@@ -1,9 +1,4 @@
-"""Planning jaxprs: each once per way of calling it, whatever decides its equations.
-
-A low value has an identity. A float32 value remembers the low values it derives from since the last
-contraction (its origins). That is what tells `x - mean(x)` (a normalization: float32) from `x - y`
-(an elementwise op: low).
-"""
+"""Planning jaxprs: each once per way of calling it, whatever decides its equations."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Roots:
 
     def _of_results(self, eqn: JaxprEqn, roots: list[str]) -> list[str]:
         if set(roots) <= {LITERALS}:
-            fixed = not (has_effects(eqn) or _is_zeros(eqn) or _draws(eqn))
+            fixed = not (has_effects(eqn) or is_zeros(eqn) or _draws(eqn))
             return [LITERALS if fixed else OTHER] * len(eqn.outvars)
         inner = through(eqn, roots, self._results, _either)
         if inner is not None:
@@ -86,7 +86,7 @@ def _either(a: str, b: str) -> str:
     return a if a == b else OTHER
 
 
-def _is_zeros(eqn: JaxprEqn) -> bool:
+def is_zeros(eqn: JaxprEqn) -> bool:
     """Whether an equation fills an array with zeros: the start of a state, or no tangent."""
     if eqn.primitive.name != "broadcast_in_dim":
         return False

@@ -7,13 +7,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
 
 from jaxmp._autocast import closures, nnx_calls
-from jaxmp._autocast.bodies import with_equal_bodies
 from jaxmp._autocast.coverage_warnings import COVERAGE, warn_overlooked
 from jaxmp._autocast.demand import CONTRACTION, FULL
 from jaxmp._autocast.derivatives import Execute
@@ -26,8 +24,9 @@ from jaxmp._autocast.passes.rematerialize import recompute
 from jaxmp._autocast.picklable import Transformed
 from jaxmp._autocast.plan import NO_ORIGINS, Plan, Value
 from jaxmp._autocast.planner import Planner
+from jaxmp._autocast.planning import Pass
 from jaxmp._autocast.products.native import traced_for
-from jaxmp._autocast.program_key import comparable
+from jaxmp._autocast.program_key import comparable, with_equal_bodies
 from jaxmp._autocast.provenance import DATA, PARAMETER
 from jaxmp._autocast.regions import (
     check_callable,
@@ -139,6 +138,7 @@ def under_policy(
     policy: Policy,
     parameters: Parameters,
     watch: Callable[[Plan], None] | None = None,
+    passes: Sequence[Pass] = PASSES,
 ) -> F:
     """`fn` traced, planned and executed: `autocast` where no other autocast is around it.
 
@@ -147,8 +147,9 @@ def under_policy(
     Args:
       fn: the function.
       policy: the policy.
-      parameters: given `(args, kwargs)` of a call, which of their leaves are parameters.
+      parameters: given `(args, kwargs)` of a call, which of their arrays are parameters.
       watch: is shown each plan that is made.
+      passes: see `plan_program`.
 
     Raises:
       ValueError: if the policy computes in what autocast does not.
@@ -158,7 +159,7 @@ def under_policy(
     name = str(getattr(fn, "__name__", type(fn).__name__))
 
     def make(jaxpr: Any, given: tuple[bool, ...]) -> Plan:
-        plan = plan_program(jaxpr, policy, given)
+        plan = plan_program(jaxpr, policy, given, passes)
         if watch is not None:
             watch(plan)
         return plan
@@ -172,7 +173,7 @@ def under_policy(
     def planned_fn(*args: Any, **kwargs: Any) -> Any:
         traced = trace_program(holding, args, kwargs, policy)
         refuse_leaked_tracers(traced, name)
-        given = of_arrays(parameters(args, kwargs), args, kwargs)
+        given = tuple(parameters(args, kwargs))
         program = comparable(traced.jaxpr)
         plan = (
             make(traced.jaxpr, given)
@@ -186,7 +187,7 @@ def under_policy(
         outs = closures.run(
             traced.as_written,
             plan,
-            PASSES,
+            passes,
             lambda run: run_program(plan, traced.arrays, policy, run),
             warned,
         )
@@ -247,22 +248,19 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
         return traced._replace(jaxpr=with_equal_bodies(rows_first(traced.jaxpr)))
 
 
-def of_arrays(parameters: Sequence[bool], args: Any, kwargs: Any) -> tuple[bool, ...]:
-    """Whether each array of a call is a parameter, given whether each leaf is."""
-    leaves = jax.tree.leaves((args, kwargs))
-    return tuple(x for x, leaf in zip(parameters, leaves, strict=True) if is_array(leaf))
-
-
-def plan_program(jaxpr: Any, policy: Policy, parameters: Sequence[bool]) -> Plan:
+def plan_program(
+    jaxpr: Any, policy: Policy, parameters: Sequence[bool], passes: Sequence[Pass] = PASSES
+) -> Plan:
     """The plan of a whole program under a policy.
 
     Args:
       jaxpr: the program.
       policy: the policy.
       parameters: which of its operands are parameters.
+      passes: what happens to the plan of each jaxpr, in order.
     """
     rules = rules_for(policy)
-    planner = Planner(PASSES)
+    planner = Planner(passes)
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
     open_jaxpr = compat.closed(jaxpr).jaxpr
     ins = [
@@ -291,9 +289,8 @@ def run_program(
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
     args = []
     for var, array, dtype in zip(plan.jaxpr.invars, arrays, plan.ins, strict=True):
-        array = with_weak_type(
-            array, weak=False
-        )  # its gradient is weakly typed by this, as written
+        # Its gradient is weakly typed by this, as written.
+        array = with_weak_type(array, weak=False)
         if plan.rules.governs(var):
             # What was given is kept finite, as a literal is; what is computed is not.
             array = _as(jnp.asarray(array), stored, saturate=True)

@@ -20,6 +20,7 @@ from jaxmp._autocast.regions import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_managed, key_counters, lifted_class, lifted_scopes
 from jaxmp._jaxprs.scopes import PARAMETER
+from jaxmp._jaxprs.trace import is_array
 from jaxmp._modules.classes import MadeClasses
 from jaxmp._modules.interceptor import Interceptor, kind_of_call
 from jaxmp._modules.overrides import Overrides
@@ -273,10 +274,11 @@ def _said(variables: Any, others: Collection[str]) -> Any:
 
 
 def _parameters(params: Collection[str], args: Any, kwargs: Any) -> list[bool]:
-    """Which leaves of a call are parameters: of the variables, which come after the function."""
+    """Which arrays of a call are parameters: of the variables, which come after the function."""
     return [
         path[0].idx == 0 and path[1].idx == 1 and _is_param(path[2:], params)
-        for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))
+        for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs))
+        if is_array(leaf)
     ]
 
 

@@ -36,7 +36,7 @@ from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.products.op import QuantizedDot
 from jaxmp._autocast.products.quantize import dequantize, quantize
 from jaxmp._autocast.rules import LOW_DTYPES
-from jaxmp._autocast.transform import of_arrays, plan_program, trace_program
+from jaxmp._autocast.transform import plan_program, trace_program
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.aux_outputs import Out, Threaded
@@ -247,7 +247,7 @@ def ways_of(
     for policy in candidates:
         args = loss.params, batch
         traced = trace_program(loss.loss, args, {}, policy)
-        given = of_arrays(by_position(loss.loss, 0)(args, {}), args, {})
+        given = by_position(loss.loss, 0)(args, {})
         found: dict[Path, ProductFormat] = {}
         for visit in plan_program(traced.jaxpr, policy, given).walk():
             if visit.step.eqn.primitive.name not in LOW:
