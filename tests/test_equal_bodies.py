@@ -16,7 +16,6 @@ import pytest
 
 import jaxmp
 from jaxmp._autocast import planner
-from jaxmp._autocast.tally import tally
 from jaxmp._autocast.transform import plan_program
 
 from constructs import BF16, assert_close, gaussian
@@ -107,7 +106,7 @@ def test_a_tally_counts_places_and_runs() -> None:
 
     plan = plan_program(jax.make_jaxpr(fn)(W, X), jaxmp.get_policy(BF16), [True, False])
     visits = [v for v in plan.walk() if v.step.eqn.primitive.name == "dot_general"]
-    found = [t for t in tally(plan) if t.step.eqn.primitive.name == "dot_general"]
+    found = [t for t in plan.tally() if t.step.eqn.primitive.name == "dot_general"]
     assert len(found) < len(visits) == sum(t.places for t in found) == 6
     assert sum(t.runs for t in found) == sum(v.count for v in visits) == 8
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,25 @@ from jaxmp._jaxprs.attributes import on_mesh_of, returns_several
 from jaxmp._jaxprs.compat import INLINE, bind, dtype_of, shape_of
 
 Params = tuple[tuple[str, Any], ...]
+
+
+class Constant(NamedTuple):
+    """A literal, as a step reads it, to be compared with others."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, value: Any) -> Constant:
+        """That of a literal's value."""
+        array = np.asarray(value)
+        return cls(array.dtype, array.shape, array.tobytes())
+
+    @property
+    def array(self) -> Any:
+        """Its value."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 class Bind(Op):
@@ -79,30 +98,35 @@ class Drop(Op):
         return []
 
 
+def traced_once(eqn: JaxprEqn) -> bool:
+    """Whether an equation may be traced once for all that are alike."""
+    literals = (v.val for v in eqn.invars if isinstance(v, Literal))
+    return eqn.primitive.name in TRACED_ONCE and all(np.asarray(x).itemsize for x in literals)
+
+
 def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
-    """`bind`, traced once per primitive, parameters and avals where the table says it may be."""
-    constants = [
-        (i, np.asarray(x))
+    """`bind`, traced once per primitive, parameters and avals where it may be."""
+    if not traced_once(eqn):
+        return bind(eqn, operands, **replaced)
+    constants = tuple(
+        (i, Constant.of(x))
         for i, (x, v) in enumerate(zip(operands, eqn.invars, strict=True))
         if isinstance(v, Literal)
-    ]
-    if eqn.primitive.name not in TRACED_ONCE or any(not x.itemsize for _, x in constants):
-        return bind(eqn, operands, **replaced)
+    )
     arrays = [x for x, v in zip(operands, eqn.invars, strict=True) if not isinstance(v, Literal)]
-    key = tuple((i, x.dtype, x.shape, x.tobytes()) for i, x in constants)
     params = tuple((eqn.params | replaced).items())
-    out = _applier(eqn.primitive, params, key)(*arrays)
+    out = _applier(eqn.primitive, params, constants)(*arrays)
     return list(out) if returns_several(eqn.primitive) else [out]
 
 
 @functools.lru_cache(maxsize=4096)
 def _applier(
-    primitive: Primitive, params: Params, constants: tuple[tuple[int, DType, Any, bytes], ...]
+    primitive: Primitive, params: Params, constants: tuple[tuple[int, Constant], ...]
 ) -> Callable[..., Any]:
     def apply(*arrays: Any) -> Any:
         operands = list(arrays)
-        for i, dtype, shape, data in constants:  # in order, so each index is final when inserted
-            operands.insert(i, np.frombuffer(data, dtype).reshape(shape))
+        for i, constant in constants:  # in order, so each index is final when inserted
+            operands.insert(i, constant.array)
         return primitive.bind(*operands, **dict(params))
 
     return jax.jit(apply, inline=INLINE)

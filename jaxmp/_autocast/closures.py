@@ -39,9 +39,9 @@ def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, Cu
     for step in plan.steps:
         if isinstance(step.op, CustomCall):
             yield step, step.op, looped
-        for inner in step.plans:
-            scan = any(each.loops and not each.open_ended for each in inside(step.eqn))
-            yield from custom_calls(inner, looped=looped or scan)
+        for inner, called in step.inner_plans:
+            scan = inner.loops and not inner.open_ended
+            yield from custom_calls(called, looped=looped or scan)
 
 
 def closes_over(step: Step) -> bool:

@@ -25,7 +25,6 @@ from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.products.native import traced_for
 from jaxmp._autocast.products.op import QuantizedDot
 from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps, region_rules
-from jaxmp._autocast.tally import tally
 from jaxmp._autocast.why import Kind, skipped, unfused
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
@@ -49,7 +48,7 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
     """Warns of each primitive in a program that hides float32 contractions."""
     counts: Counter[str] = Counter()
     first: dict[str, JaxprEqn] = {}
-    for step, places, _ in tally(plan):
+    for step, places, _ in plan.tally():
         if step.why.kind != Kind.NOT_LOOKED_INSIDE:
             continue
         eqn = step.eqn
@@ -115,7 +114,7 @@ def warn_missed(plan: Plan, known: set[str]) -> None:
     """Warns where the policy asks for something that less than half of the FLOPs does."""
     for asked in filter(None, (ask(plan) for ask in ASKED)):
         did, missed, reasons = 0, 0, Counter[str]()
-        for step, places, runs in tally(plan):
+        for step, places, runs in plan.tally():
             flops = contraction_flops(step.eqn) * runs
             if asked.done(step):
                 did += flops
@@ -230,7 +229,7 @@ def warn_overlooked(
 
 def warn_unknown(plan: Plan, known: set[str]) -> None:
     """Warns of names in a policy's `ops` that no primitive has, of the program or of JAX."""
-    steps = [each.step for each in tally(plan)]
+    steps = [each.step for each in plan.tally()]
     rules = {plan.rules, *(region_rules(step.eqn, plan.rules) or plan.rules for step in steps)}
     asked = {name for each in rules for name, _ in each.policy.ops}
     if not asked:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +47,7 @@ class Demands:
 
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
-        self._memo: dict[Any, Demand] = {}
+        self._cached = functools.cache(self._of)
 
     def __call__(
         self, jaxpr: Any, outs: Sequence[int], rules: Rules, roots: Sequence[str]
@@ -60,16 +60,12 @@ class Demands:
           rules: the policy in force.
           roots: what its operands are made of.
         """
-        key = (jaxpr, tuple(outs), rules, tuple(roots))
-        if key not in self._memo:
-            of = self._roots(jaxpr, roots)
-            self._memo[key] = self._compute(compat.closed(jaxpr).jaxpr, outs, rules, of)
-        return self._memo[key]
+        return self._cached(jaxpr, tuple(outs), rules, tuple(roots))
 
-    def _compute(
-        self, jaxpr: Any, outs: Sequence[int], rules: Rules, roots: Mapping[Any, str]
-    ) -> Demand:
+    def _of(self, jaxpr: Any, outs: Sequence[int], rules: Rules, roots: Sequence[str]) -> Demand:
         of: dict[Any, int] = {}
+        rooted = self._roots(jaxpr, roots)
+        jaxpr = compat.closed(jaxpr).jaxpr
         whole = whole_numbers(jaxpr)
 
         def want(atom: Any, demand: int) -> None:
@@ -80,7 +76,7 @@ class Demands:
             want(atom, demand)
         for eqn in reversed(jaxpr.eqns):
             wanted = [of.get(v, NOTHING) for v in eqn.outvars]
-            operands = self._of_operands(eqn, wanted, rules, roots_of(eqn.invars, roots))
+            operands = self._of_operands(eqn, wanted, rules, roots_of(eqn.invars, rooted))
             for atom, demand in zip(eqn.invars, operands, strict=True):
                 want(atom, demand)
             if is_position(eqn, whole):

@@ -41,7 +41,6 @@ from jaxmp._autocast.rule_calls import (
     trace_rule,
 )
 from jaxmp._autocast.rules import Rules
-from jaxmp._autocast.tally import tally
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import tangent_type
 
@@ -172,7 +171,7 @@ class _Pullback:
         if call.closes:
             jaxpr = self._trace_both()
         else:
-            jaxpr, (_, pullback) = self._traced(self._trace_forward, call.ins)
+            jaxpr, (_, pullback) = self._traced(self._vjp, call.ins)
             self._tree = jax.tree.structure(pullback)
             self._saved = [v.aval for v in compat.closed(jaxpr).jaxpr.outvars[n_out:]]
         wanted = [*_wanted(plan.outs, plan), *self._saved_for()]
@@ -185,10 +184,8 @@ class _Pullback:
     def _traced(self, rule: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, Any]:
         return trace_rule(self._call, rule, avals, self._plan.rules.policy)
 
-    def _trace_forward(self, *args: Any) -> tuple[list[Any], Any]:
-        fn = self._call.by(args, self.active)
-        out, pullback = jax.vjp(fn, *(args[i] for i in self.active))
-        return out, pullback
+    def _vjp(self, *args: Any) -> tuple[list[Any], Any]:
+        return jax.vjp(self._call.by(args, self.active), *(args[i] for i in self.active))
 
     def _trace_both(self) -> Any:
         """Both passes in one trace: the backward rules may close over values of the forward one.
@@ -198,9 +195,8 @@ class _Pullback:
         call = self._call
 
         def both(*args: Any) -> list[Any]:
-            fn, primals = call.by(args, self.active), args[: len(call.ins)]
-            out, pullback = jax.vjp(fn, *(primals[i] for i in self.active))
-            given = iter(args[len(primals) :])
+            out, pullback = self._vjp(*args[: len(call.ins)])
+            given = iter(args[len(call.ins) :])
             return [*out, *pullback(self._cotangents(given, call.results))]
 
         avals = [tangent_type(call.outs[i]) for i in call.results]
@@ -309,6 +305,6 @@ def _wanted(outs: Sequence[DType | None], plan: Plan | None = None) -> list[int]
 
     And that keeps products in 8 bits, where the plan of the call has them so.
     """
-    products = plan is not None and any(isinstance(s.op, QuantizedDot) for s, *_ in tally(plan))
+    products = plan is not None and any(isinstance(s.op, QuantizedDot) for s, *_ in plan.tally())
     later = PRODUCT if products else NOTHING
     return [later | (FULL if dtype is None else CONTRACTION) for dtype in outs]

@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jaxmp._autocast.liveness import moves
 from jaxmp._autocast.plan import DType, OperandCast, Plan, Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32
@@ -34,8 +33,9 @@ class Environment:
     def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
         self.arrays: MutableMapping[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
         self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
-        self.moved_by = moves(plan)
-        self.wide, self.low_wire = plan.rules.wide, plan.rules.low_wire
+        self.moved_by = plan.moved_by
+        # Whether gradients that are added up in float32 cross devices in the low dtype.
+        self.low_wire = np.dtype(plan.rules.policy.wire_dtype) != FLOAT32
         self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
         self.copies: dict[Any, dict[Any, Any]] = {}  # by variable, and by how it is read
 
@@ -83,12 +83,6 @@ class Environment:
             for kept in (self.arrays, self.copies, self.crossed):
                 kept.pop(var, None)
 
-    def result(self, atom: Any, dtype: DType | None, *, saturate: bool) -> Any:
-        """A result of the jaxpr in `dtype` (None: in float32, or not ours)."""
-        if dtype is None and dtype_of(atom) == self.wide:
-            dtype = self.wide
-        return self.read(atom, OperandCast(dtype, saturate))
-
 
 def read_as(array: Any, read: OperandCast) -> Any:
     """A copy of an array."""
@@ -104,6 +98,8 @@ def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None)
       saturate: whether finite values stay finite where `dtype` has a smaller range.
       shape: a shape to broadcast to. Done in float32, so that the gradient is summed in float32.
     """
+    if array.dtype == dtype and shape is None:
+        return array
     limit = dtype if saturate and dtype.itemsize < array.dtype.itemsize else None
     return _caster(dtype, limit, shape)(array)
 

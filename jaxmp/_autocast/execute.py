@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
 from jaxmp._autocast.annotations import marked
 from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.environment import Environment, cast, clip
 from jaxmp._autocast.jit_groups import jit_groups, run_group
-from jaxmp._autocast.liveness import last_reads
-from jaxmp._autocast.plan import Op, Plan, Segment, Step
+from jaxmp._autocast.plan import Op, OperandCast, Plan, Segment, Step
 from jaxmp._autocast.program_key import Bodies
 from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, is_abstract, under, with_dtype
-from jaxmp._jaxprs.compat import bind, rematerialize
+from jaxmp._jaxprs.compat import bind, dtype_of, rematerialize
 from jaxmp._jaxprs.higher_order import rebind
 from jaxmp.checkpoint_policies import long_contractions
 
@@ -45,19 +45,34 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     for segment in plan.segments:
         _run(plan, slice(done, segment.start), env, together=together)
         _run_again(plan, segment, env)
-        for dead in last_reads(plan)[segment.start : segment.stop]:
+        for dead in _last_reads(plan)[segment.start : segment.stop]:
             env.drop(dead)
         done = segment.stop
     _run(plan, slice(done, None), env, together=together)
-    return [
-        env.result(atom, dtype, saturate=clip)
-        for atom, dtype, clip in zip(plan.jaxpr.outvars, plan.outs, plan.clip, strict=True)
-    ]
+    results = []
+    for atom, dtype, saturate in zip(plan.jaxpr.outvars, plan.outs, plan.clip, strict=True):
+        in_full = dtype is None and dtype_of(atom) == plan.rules.wide
+        read = OperandCast(plan.rules.wide if in_full else dtype, saturate)
+        results.append(env.read(atom, read))
+    return results
+
+
+def _last_reads(plan: Plan) -> Sequence[tuple[Any, ...]]:
+    """Finds for each step the variables that nothing reads after it; once per plan."""
+    if "last_reads" not in plan.built:
+        later = {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
+        found = []
+        for step in reversed(plan.steps):
+            here = {*plan.reads(step), *step.eqn.outvars} - later
+            found.append(tuple(here))
+            later |= here
+        plan.built["last_reads"] = found[::-1]
+    return plan.built["last_reads"]  # type: ignore[no-any-return]
 
 
 def _run(plan: Plan, part: slice, env: Environment, *, together: bool) -> None:
     """Computes the results of some steps, those of one line together or one by one."""
-    ends = iter(last_reads(plan)[part])
+    ends = iter(_last_reads(plan)[part])
     steps = plan.steps[part]
     for group in jit_groups(steps) if together else ((step,) for step in steps):
         if len(group) > 1:
@@ -74,7 +89,7 @@ def _run_step(step: Step, env: Environment) -> None:
     with compat.source_of(eqn), in_context(eqn), marked(step):
         outs = step.op.run(step, env)
         for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
-            if dtype is not None and out.dtype != dtype:
+            if dtype is not None:
                 out = cast(out, dtype, saturate=step.clips)
             if step.clips and out.dtype == FLOAT16:
                 out = clip(step, out, env)
@@ -101,17 +116,6 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
 # Higher-order equations.
 
 
-def transformed(plan: Plan) -> Any:
-    """The closed jaxpr that executing `plan` traces to."""
-    if "jit" not in plan.built:
-        plan.built["jit"] = jax.jit(lambda *args: execute(plan, args))
-    avals = [
-        v.aval if dtype is None else with_dtype(v.aval, dtype)
-        for v, dtype in zip(plan.jaxpr.invars, plan.ins, strict=True)
-    ]
-    return compat.trace(plan.built["jit"], avals)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Planned:
     """A plan in the place of the jaxpr that it plans."""
@@ -122,7 +126,14 @@ class _Planned:
         return execute(self.plan, arrays)
 
     def trace(self) -> Any:
-        return transformed(self.plan)
+        plan = self.plan
+        if "jit" not in plan.built:
+            plan.built["jit"] = jax.jit(lambda *args: execute(plan, args))
+        avals = [
+            v.aval if dtype is None else with_dtype(v.aval, dtype)
+            for v, dtype in zip(plan.jaxpr.invars, plan.ins, strict=True)
+        ]
+        return compat.trace(plan.built["jit"], avals)
 
 
 class Inside(Op):

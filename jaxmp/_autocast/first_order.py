@@ -36,7 +36,6 @@ from jaxmp._autocast.provenance import (
     SHARED,
     joined,
     of_converted,
-    of_wave,
 )
 from jaxmp._autocast.roots import LITERALS
 from jaxmp._autocast.rules import FLOAT16, FLOAT32, author_keeps, is_mask
@@ -226,7 +225,9 @@ def _of_full(name: str, values: Sequence[Value | None]) -> str | None:
     if name in CUMULATIVE:
         return DATA
     if name in WAVES:
-        return of_wave(joined([v.provenance for v in values if v is not None]))
+        provenance = joined([v.provenance for v in values if v is not None])
+        # Of whole numbers, a wave is a table.
+        return CONSTANT if provenance in (LARGE, CONSTANT) else provenance
     return None
 
 

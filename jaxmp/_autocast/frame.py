@@ -111,7 +111,7 @@ class Frame:
     def facts(self, eqn: JaxprEqn) -> Facts:
         """What is known of the next equation."""
         rules = region_rules(eqn, self.rules) or self.rules
-        self.planning.recomputes |= rules.recomputes
+        self.planning.recomputes |= rules.policy.residuals == "recompute"
         # What a region with another policy keeps low is float32 to this one.
         values = tuple(
             v._replace(dtype=None) if v and v.dtype not in (None, rules.low) else v

@@ -14,29 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend.core import Literal, Primitive
 
 from jaxmp._autocast.annotations import is_marked
-from jaxmp._autocast.bind import Bind, Move, Params, Scale, rescaled
+from jaxmp._autocast.bind import Bind, Constant, Move, Params, Scale, rescaled, traced_once
 from jaxmp._autocast.environment import Environment, cast, constant, read_as
 from jaxmp._autocast.plan import DType, OperandCast, Step
-from jaxmp._autocast.primitives import CROSSING, TRACED_ONCE
+from jaxmp._autocast.primitives import CROSSING
 from jaxmp._jaxprs.attributes import context, name_stack, returns_several
 from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
 from jaxmp._jaxprs.source import library_line, user_line
-
-
-class Constant(NamedTuple):
-    """A literal, as a step reads it."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    data: bytes
-
-    @property
-    def array(self) -> Any:
-        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 class Operand(NamedTuple):
@@ -70,9 +57,7 @@ def _place(step: Step) -> Any:
     eqn = step.eqn
     if not isinstance(step.op, (Bind, Move, Scale)) or step.clips or is_marked(step):
         return None
-    if eqn.primitive.name not in TRACED_ONCE or eqn.primitive.name in CROSSING:
-        return None
-    if any(isinstance(v, Literal) and not np.asarray(v.val).itemsize for v in eqn.invars):
+    if not traced_once(eqn) or eqn.primitive.name in CROSSING:
         return None
     return name_stack(eqn), context(eqn), user_line(eqn) or library_line(eqn)
 
@@ -87,8 +72,7 @@ def run_group(steps: tuple[Step, ...], env: Environment) -> None:
 
     def operand(atom: Any, read: OperandCast) -> Operand | Constant:
         if isinstance(atom, Literal):
-            value = np.asarray(constant(atom, read))
-            return Constant(value.dtype, value.shape, value.tobytes())
+            return Constant.of(constant(atom, read))
         if atom in made:
             number, dtype = made[atom]
             as_kept = read.dtype is None or (read.shape is None and read.dtype == dtype)
@@ -151,7 +135,7 @@ def _runner(operations: tuple[GroupedOp, ...], outside: tuple[int, ...]) -> Call
                 bound = op.primitive.bind(*operands, **dict(op.params))
                 outs = list(bound) if returns_several(op.primitive) else [bound]
             for out, (number, dtype) in zip(outs, op.outs, strict=True):
-                values[number] = out if dtype in (None, out.dtype) else cast(out, dtype)
+                values[number] = out if dtype is None else cast(out, dtype)
         return [values[i] for op in operations for i, _ in op.outs], list(copies.values())
 
     return jax.jit(run, inline=INLINE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind, Residual, Why
 from jaxmp._jaxprs.compat import dtype_of
-from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.higher_order import Inner, inside
 from jaxmp._jaxprs.source import module_path, user_line
 
 DType = np.dtype[Any]
@@ -190,6 +190,11 @@ class Step:
         """The dtype each operand is read in."""
         return tuple(read.dtype for read in self.casts)
 
+    @property
+    def inner_plans(self) -> Iterator[tuple[Inner, Plan]]:
+        """The jaxprs inside that are planned, and their plans."""
+        return zip(inside(self.eqn) if self.plans else (), self.plans, strict=True)
+
     def run_in(self, dtype: DType, why: Kind) -> Step:
         """The step with our operands and results in another dtype."""
         return dataclasses.replace(
@@ -252,6 +257,22 @@ class Plan:
         low = any(dtype is not None for dtype in (*self.ins, *self.outs))
         return not low and not self.segments and all(step.unchanged for step in self.steps)
 
+    @functools.cached_property
+    def moved_by(self) -> dict[Any, Step]:
+        """For each variable that a move makes, the step."""
+        return {v: s for s in self.steps if s.op.moves for v in s.eqn.outvars}
+
+    def reads(self, step: Step) -> Iterator[Any]:
+        """Finds the variables that running a step reads."""
+        yield from step.op.reads(step)
+        # Gradients of parameters go to what the moves before were given.
+        way = [step.eqn.invars[i] for i in step.op.parameters]
+        while way:
+            atom = way.pop()
+            if not isinstance(atom, Literal):
+                yield atom
+                way += self.moved_by[atom].eqn.invars if atom in self.moved_by else ()
+
     def walk(
         self, path: str = "", source: str = "", count: Any = 1, *, rematerialized: bool = False
     ) -> Iterator[Visit]:
@@ -263,8 +284,39 @@ class Plan:
             line = user_line(step.eqn) or source
             covered = rematerialized or i in anew
             yield Visit(step, here, line, count, covered, self.saves[i] if self.saves else None)
-            for inner, plan in zip(inside(step.eqn) if step.plans else (), step.plans, strict=True):
+            for inner, plan in step.inner_plans:
                 yield from plan.walk(here, line, count * inner.times, rematerialized=covered)
+
+    def tally(self) -> Collection[Tally]:
+        """Every step at any depth, in order and once: what is called again and again is counted.
+
+        It is made once for all plans of the same steps.
+        """
+        if "tally" not in self.built:
+            found: dict[int, Tally] = {}  # by the identity of the step
+            for step in self.steps:
+                found[id(step)] = Tally(step, 1, 1)
+                for inner, called in step.inner_plans:
+                    for each, places, runs in called.tally():
+                        _, more_places, more_runs = found.get(id(each), (each, 0, 0))
+                        runs = more_runs + inner.times * runs
+                        found[id(each)] = Tally(each, places + more_places, runs)
+            self.built["tally"] = found.values()
+        return self.built["tally"]  # type: ignore[no-any-return]
+
+
+class Tally(NamedTuple):
+    """A step, and how much of a program it is.
+
+    Attributes:
+      step: the step.
+      places: how many places of the program it stands in: calls of one function are many.
+      runs: how often it runs per call of the program.
+    """
+
+    step: Step
+    places: int
+    runs: Any
 
 
 class Visit(NamedTuple):

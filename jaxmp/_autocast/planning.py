@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ class Planning:
         self.demands = Demands(self.roots)
         self.recomputes = False  # whether rules of any equation ask for that
         self._numbers = itertools.count(1)
-        self._memo: dict[Any, Plan] = {}
+        self._planned = functools.cache(self._plan)
+        self._leaving = functools.cache(self._leave)
 
     def decided(self, *_called: Any) -> Plan:
         """The plan of a jaxpr before any pass: `Planner` has it from `Frame`."""
@@ -66,18 +68,9 @@ class Planning:
         # residual stream, share one plan, and what is traced from it.
         names = _renumbered(ins)
         local = tuple(_renamed(value, names) for value in ins)
-        called = (jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(roots))
-        if called not in self._memo:
-            plan = self.decided(*called)
-            for each in self.passes:
-                plan = each(plan, self)
-            self._memo[called] = plan
-        plan = self._memo[called]
+        plan = self._planned(jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(roots))
         if outs is not None:
-            leaving = (called, tuple(outs))
-            if leaving not in self._memo:
-                self._memo[leaving] = self._leaving(plan, outs)
-            plan = self._memo[leaving]
+            plan = self._leaving(plan, tuple(outs))
         if all(v is None or not v.origins for v in plan.values):
             return plan
         back: dict[OriginId, set[OriginId]] = {}
@@ -89,7 +82,13 @@ class Planning:
                     back[origin] = {self.fresh(exponential=origin.exponential)}
         return dataclasses.replace(plan, values=tuple(_renamed(v, back) for v in plan.values))
 
-    def _leaving(self, plan: Plan, outs: Sequence[DType | None]) -> Plan:
+    def _plan(self, *called: Any) -> Plan:
+        plan = self.decided(*called)
+        for each in self.passes:
+            plan = each(plan, self)
+        return plan
+
+    def _leave(self, plan: Plan, outs: Sequence[DType | None]) -> Plan:
         """A plan whose results leave in other dtypes than they are kept in."""
         values, clip = list(plan.values), list(plan.clip)
         for i, (value, dtype) in enumerate(zip(plan.values, outs, strict=True)):

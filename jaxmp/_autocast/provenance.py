@@ -85,11 +85,6 @@ def of_constant(array: Any) -> str:
     return CONSTANT if masks or np.all(np.abs(numbers) <= SMALL) else LARGE
 
 
-def of_wave(provenance: str) -> str:
-    """The provenance of the sine or cosine of a value: of whole numbers, it is a table."""
-    return CONSTANT if provenance in (LARGE, CONSTANT) else provenance
-
-
 def is_basis(array: Any) -> bool:
     """Whether a constant is a stencil, a window or a basis, and not the weights of a layer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,14 +29,11 @@ class Roots:
     """Finds what each variable of a jaxpr is computed from, once for the same operands."""
 
     def __init__(self) -> None:
-        self._memo: dict[Any, Mapping[Any, str]] = {}
+        self._cached = functools.cache(self._of)
 
     def __call__(self, jaxpr: Any, ins: Sequence[str]) -> Mapping[Any, str]:
         """What each variable of a jaxpr is computed from, given what its operands are."""
-        key = (jaxpr, tuple(ins))
-        if key not in self._memo:
-            self._memo[key] = self._of(jaxpr, ins)
-        return self._memo[key]
+        return self._cached(jaxpr, tuple(ins))
 
     def of_operands(self, inner: Inner, roots: Sequence[str]) -> list[str]:
         """What the operands of an inner jaxpr are computed from, given those of the equation."""

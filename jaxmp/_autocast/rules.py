@@ -40,11 +40,8 @@ class Rules:
       wide: the dtype whose values autocast may change: float64 where the policy's param dtype is
         that, else float32.
       low: the dtype contractions run in, or None when that is the wide one.
-      low_softmax: whether a softmax's exp and division run low.
       wide_gradients: whether gradients of parameters leave their products in float32.
-      low_wire: whether gradients that are added up in float32 cross devices in the low dtype.
       saturate: whether computed values are clipped to the finite range when they are narrowed.
-      recomputes: whether what is cheap to compute again is not kept for the backward pass.
       overrides: primitive name → class.
       why_float32: why a region of these rules is float32, if it is.
     """
@@ -52,11 +49,8 @@ class Rules:
     policy: Policy
     wide: np.dtype[Any]
     low: np.dtype[Any] | None
-    low_softmax: bool
     wide_gradients: bool
-    low_wire: bool
     saturate: bool
-    recomputes: bool
     overrides: dict[str, str]
     why_float32: Kind = Kind.REGION
 
@@ -82,7 +76,8 @@ class Rules:
         op_class = classify(name, eqn.params)
         if op_class == "low" and contracted(eqn) == 1 and author_keeps(eqn, self) is None:
             return "follow"  # it sums nothing up: a multiplication
-        if name == "exp" and op_class == "full" and self.low_softmax:
+        low_softmax = np.dtype(self.policy.softmax_dtype) != FLOAT32
+        if name == "exp" and op_class == "full" and low_softmax:
             # A softmax's exp is the one whose result reaches a contraction; exp in a loss does not,
             # and an exp without a low operand stays float32 like any other `follow` op.
             return "softmax"
@@ -131,12 +126,9 @@ def rules_for(policy: Policy) -> Rules:
         policy=policy,
         wide=wide,
         low=None if compute == wide else compute,
-        low_softmax=np.dtype(policy.softmax_dtype) != FLOAT32,
         # Products in float32 are summed and returned in it: their gradients need nothing else.
         wide_gradients=wide == np.dtype(policy.reduce_dtype) == FLOAT32,
-        low_wire=np.dtype(policy.wire_dtype) != FLOAT32,
         saturate=policy.saturate,
-        recomputes=policy.residuals == "recompute",
         overrides=overrides | dict(policy.ops or ()),
     )
 

@@ -210,11 +210,11 @@ def _under_policy_of_modules(
 
     def given(x: Any) -> Any:
         mine = is_array(x) and x.dtype == wide and stored != wide
-        return widen(_as(x, stored, saturate=True), stored) if mine else x
+        return widen(cast(x, stored, saturate=True), stored) if mine else x
 
     def returned(x: Any) -> Any:
         mine = is_array(x) and x.dtype == wide
-        return _as(x, output, saturate=policy.saturate) if mine else x
+        return cast(x, output, saturate=policy.saturate) if mine else x
 
     @functools.wraps(fn)
     def called(args: Any, kwargs: Any) -> Any:
@@ -293,19 +293,15 @@ def run_program(
         array = with_weak_type(array, weak=False)
         if plan.rules.governs(var):
             # What was given is kept finite, as a literal is; what is computed is not.
-            array = _as(jnp.asarray(array), stored, saturate=True)
-            array = _as(array, dtype or plan.rules.wide, saturate=True)
+            array = cast(jnp.asarray(array), stored, saturate=True)
+            array = cast(array, dtype or plan.rules.wide, saturate=True)
         args.append(array)
     outs = run(plan, args)
     clip = plan.rules.saturate
     return [
         with_weak_type(
-            _as(x, output, saturate=clip) if plan.rules.governs(var) else x,
+            cast(x, output, saturate=clip) if plan.rules.governs(var) else x,
             weak=is_weak(var.aval),
         )
         for var, x in zip(plan.jaxpr.outvars, outs, strict=True)
     ]
-
-
-def _as(array: Any, dtype: np.dtype[Any], *, saturate: bool) -> Any:
-    return array if array.dtype == dtype else cast(array, dtype, saturate=saturate)

@@ -22,7 +22,6 @@ from jax.extend.core import Literal
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.execute import CustomCall
-from jaxmp._autocast.liveness import moves, reads
 from jaxmp._autocast.passes.attention import without_attention
 from jaxmp._autocast.passes.fused_attention.op import FusedAttention
 from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
@@ -153,7 +152,8 @@ class _Recomputing:
         whole = all(map(self._is_whole, step.plans))
         if not whole:
             return Residual.OWN_RULE if kind == "custom_jvp_call" else Residual.IN_PARTS
-        asks = (region_rules(eqn, plan.rules) or plan.rules).recomputes or in_scope(eqn, DEQUANTIZE)
+        rules = region_rules(eqn, plan.rules) or plan.rules
+        asks = rules.policy.residuals == "recompute" or in_scope(eqn, DEQUANTIZE)
         if not asks and not step.plans:
             return Residual.SAVE_POLICY
         if runs_once(eqn):
@@ -173,9 +173,8 @@ def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
     last: dict[Any, int] = dict.fromkeys(
         (v for v in plan.jaxpr.outvars if not isinstance(v, Literal)), len(plan.steps)
     )
-    moved_by = moves(plan)
     for i in reversed(range(start, len(plan.steps))):
-        for var in reads(plan.steps[i], moved_by):
+        for var in plan.reads(plan.steps[i]):
             last.setdefault(var, i)
     inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
     differentiated = {v for v in inputs if _has_derivative(v)}
@@ -216,8 +215,7 @@ def _results(plan: Plan, start: int, stop: int) -> tuple[Any, ...]:
     """The variables that steps of a plan make and others after them read."""
     needed = [step for step in plan.steps[start:stop] if not isinstance(step.op, Drop)]
     made = [v for step in needed for v in step.eqn.outvars]
-    moved_by = moves(plan)
     read = {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
     for step in plan.steps[stop:]:
-        read.update(reads(step, moved_by))
+        read.update(plan.reads(step))
     return tuple(v for v in made if v in read)
