@@ -47,6 +47,7 @@ class Decision(NamedTuple):
       op: what runs it.
       saturate: whether literals and masks among the operands stay finite when narrowed.
       plans: the plans of the jaxprs inside.
+      multiplies: whether it is a contraction that a recipe may multiply.
     """
 
     dtypes: Sequence[DType | None]
@@ -55,6 +56,7 @@ class Decision(NamedTuple):
     op: Op = _BIND
     saturate: bool = False
     plans: tuple[Plan, ...] = ()
+    multiplies: bool = False
 
 
 class Frame:

@@ -9,6 +9,7 @@ from jaxmp._autocast.first_order import decide
 from jaxmp._autocast.frame import Frame
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.planning import Planning
+from jaxmp._autocast.products.select import by_recipe
 
 
 class Planner(Planning):
@@ -21,6 +22,8 @@ class Planner(Planning):
         for eqn in frame.jaxpr.eqns:
             facts = frame.facts(eqn)
             decision = plan_inside(facts) if facts.inners else decide(facts)
+            if decision.multiplies:
+                decision = by_recipe(facts, decision)
             steps.append(frame.record(facts, decision))
         results = tuple(map(frame.read, frame.jaxpr.outvars))
         return Plan(

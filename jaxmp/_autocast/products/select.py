@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.demand import NOTHING, PRODUCT
-from jaxmp._autocast.frame import Facts
+from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.plan import DType, Value
 from jaxmp._autocast.products.auto import chosen, verdict
 from jaxmp._autocast.products.blockwise import BLOCKS, BlockProduct
 from jaxmp._autocast.products.derivative import Contraction
+from jaxmp._autocast.products.op import QuantizedDot
 from jaxmp._autocast.products.product import ScaledProduct
 from jaxmp._autocast.products.ragged import ROWS, RaggedProduct
 from jaxmp._autocast.rules import FLOAT32
@@ -52,7 +53,17 @@ class Verdict(NamedTuple):
         return noted.noted(Kind.CHOSEN, self.why) if self.why else noted
 
 
-def by_recipe(facts: Facts, low: DType | None) -> Verdict:
+def by_recipe(facts: Facts, decision: Decision) -> Decision:
+    """A contraction multiplied as the recipe of its rules says, or saying why not."""
+    low = next((dtype for dtype in decision.dtypes if dtype is not None), None)
+    verdict = _by_recipe(facts, low)
+    decision = decision._replace(why=verdict.noted(decision.why, facts.rules.policy.matmul))
+    if verdict.product is None:
+        return decision
+    return decision._replace(op=QuantizedDot(decision.op.parameters, product=verdict.product))
+
+
+def _by_recipe(facts: Facts, low: DType | None) -> Verdict:
     """How a contraction multiplies under the recipe of its rules.
 
     In 8 bits multiply layers: one operand is a weight, the other is not, and another contraction
