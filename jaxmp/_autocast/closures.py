@@ -80,9 +80,8 @@ def likely(plan: Plan) -> bool:
     """
     if "closing" not in plan.built:
         plan.built["closing"] = any(
-            closes_over(step)
+            compat.custom_rule(step.eqn).n_consts and closes_over(step)
             for step, *_ in custom_calls(plan)
-            if compat.custom_rule(step.eqn).n_consts
         )
     return bool(plan.built["closing"])
 
@@ -123,28 +122,22 @@ def _as_written(flat: Callable[..., list[Any]]) -> Execute:
 
     @jax.named_scope(keeps(Kind.CLOSES_OVER.of()))
     def run_flat(plan: Plan, args: Sequence[Any]) -> list[Any]:
-        return flat(
-            *(
-                x if low is None or low == plan.rules.wide else cast(x, plan.rules.wide)
-                for x, low in zip(args, plan.ins, strict=True)
-            )
-        )
+        kept = zip(args, plan.ins, strict=True)
+        return flat(*(x if low is None else cast(x, plan.rules.wide) for x, low in kept))
 
     return run_flat
 
 
 def _whole(flat: Callable[..., list[Any]], plan: Plan, passes: Sequence[Pass]) -> Execute:
-    """Runs a program that is differentiated before it is planned."""
+    """Runs a program that is differentiated before it is planned, as one call.
+
+    Its rules see the perturbation that they would see without it.
+    """
     # JAX cannot partially evaluate the jvp of a scan over such a rule; a vjp it can make.
     reverse = any(looped or op.reverse for _, op, looped in custom_calls(plan))
     make = derivatives.reverse_mode if reverse else derivatives.forward_mode
-    return lambda _plan, args: list(make(_call(flat, plan), plan, passes)(*args))
-
-
-def _call(flat: Callable[..., list[Any]], plan: Plan) -> Call:
-    """The program as one call. Its rules see the perturbation that they would see without it."""
     ins = tuple(v.aval for v in plan.jaxpr.invars)
-    return Call(
+    call = Call(
         name=function_name(plan.jaxpr),
         run=lambda args: flat(*args),
         ins=ins,
@@ -153,3 +146,4 @@ def _call(flat: Callable[..., list[Any]], plan: Plan) -> Call:
         symbolic=True,
         closes=True,
     )
+    return lambda _plan, args: list(make(call, plan, passes)(*args))

@@ -75,25 +75,22 @@ def _run(plan: Plan, part: slice, env: Environment, *, together: bool) -> None:
     ends = iter(_last_reads(plan)[part])
     steps = plan.steps[part]
     for group in jit_groups(steps) if together else ((step,) for step in steps):
-        if len(group) > 1:
-            with compat.source_of(group[0].eqn), in_context(group[0].eqn):
-                run_group(group, env)
-        elif not isinstance(group[0].op, Drop):
-            _run_step(group[0], env)
+        step = group[0]
+        if not isinstance(step.op, Drop):
+            with compat.source_of(step.eqn), in_context(step.eqn), marked(step):
+                run_group(group, env) if len(group) > 1 else _run_step(step, env)
         for _ in group:
             env.drop(next(ends))
 
 
 def _run_step(step: Step, env: Environment) -> None:
-    eqn = step.eqn
-    with compat.source_of(eqn), in_context(eqn), marked(step):
-        outs = step.op.run(step, env)
-        for var, out, dtype in zip(eqn.outvars, outs, step.outs, strict=True):
-            if dtype is not None:
-                out = cast(out, dtype, saturate=step.clips)
-            if step.clips and out.dtype == FLOAT16:
-                out = clip(step, out, env)
-            env.arrays[var] = out
+    outs = step.op.run(step, env)
+    for var, out, dtype in zip(step.eqn.outvars, outs, step.outs, strict=True):
+        if dtype is not None:
+            out = cast(out, dtype, saturate=step.clips)
+        if step.clips and out.dtype == FLOAT16:
+            out = clip(step, out, env)
+        env.arrays[var] = out
 
 
 def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
