@@ -24,21 +24,22 @@ from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, is_abstract, under, with_dtype
 from jaxmp._jaxprs.compat import bind, rematerialize
-from jaxmp._jaxprs.higher_order import rebind
+from jaxmp._jaxprs.higher_order import inside, rebind
 from jaxmp.checkpoint_policies import long_contractions
 
 
-def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
+def execute(plan: Plan, args: Sequence[Any], *, looped: bool = False) -> list[Any]:
     """The results of a planned jaxpr.
 
     Args:
       plan: the plan.
       args: one array per operand, in the dtypes `plan.ins`.
+      looped: whether a loop runs it.
 
     Returns:
       One array per result, in the dtypes `plan.outs`.
     """
-    env = Environment(plan, args)
+    env = Environment(plan, args, looped=looped)
     # What is computed at once is computed step by step, as without autocast, to the last bit.
     together = any(map(is_abstract, args))
     done = 0
@@ -96,7 +97,7 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
     body, names = bodies.one(compat.closed(whole).jaxpr)
     with under(names):
         # The backward pass of a loop is a loop of its own, and finds nothing computed before.
-        again = rematerialize(body, operands, long_contractions, prevent_cse=not segment.looped)
+        again = rematerialize(body, operands, long_contractions, prevent_cse=not env.looped)
     env.arrays.update(zip(segment.results, again, strict=True))
     env.moved.update(moved)
 
@@ -118,11 +119,12 @@ def _inner_avals(plan: Plan) -> list[Any]:
     ]
 
 
-def transformed(plan: Plan) -> Any:
+def transformed(plan: Plan, *, looped: bool = False) -> Any:
     """The closed jaxpr that executing `plan` traces to."""
-    if "jit" not in plan.built:
-        plan.built["jit"] = jax.jit(lambda *args: execute(plan, args))
-    return compat.trace(plan.built["jit"], _inner_avals(plan))
+    key = "jit", looped
+    if key not in plan.built:
+        plan.built[key] = jax.jit(lambda *args: execute(plan, args, looped=looped))
+    return compat.trace(plan.built[key], _inner_avals(plan))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +132,13 @@ class _Planned:
     """A plan in the place of the jaxpr that it plans."""
 
     plan: Plan
+    looped: bool
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        return execute(self.plan, arrays)
+        return execute(self.plan, arrays, looped=self.looped)
 
     def trace(self) -> Any:
-        return transformed(self.plan)
+        return transformed(self.plan, looped=self.looped)
 
 
 class Inside(Op):
@@ -146,7 +149,8 @@ class Inside(Op):
         operands = env.operands(step)
         if all(inner.unchanged for inner in step.plans):
             return bind(step.eqn, operands)
-        return rebind(step.eqn, operands, [_Planned(inner) for inner in step.plans])
+        looped = env.looped or any(inner.loops for inner in inside(step.eqn))
+        return rebind(step.eqn, operands, [_Planned(plan, looped) for plan in step.plans])
 
 
 @dataclasses.dataclass(frozen=True)

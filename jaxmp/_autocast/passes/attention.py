@@ -24,51 +24,19 @@ from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import dtype_of
-from jaxmp._jaxprs.higher_order import inside
 
 
 def attend(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which products of a softmax are differentiated together with it.
 
-    That is where nothing else reads the softmax: for others it is kept in float32 anypath.
+    That is where nothing else reads the softmax: for others it is kept in float32 anyway.
     """
     if not any(_is_low_product(step, plan) for step in plan.steps):
         return plan
     program = Inlined.program(plan)
     readers = Counter(v for s in plan.steps for v in s.eqn.invars if not isinstance(v, Literal))
-    return _with_steps(plan, [_attending(step, program, readers, plan) for step in plan.steps])
-
-
-def attend_in_loops(plan: Plan, _planner: object = None) -> Plan:
-    """A plan in which products of a softmax know that a loop runs them."""
-    made: dict[Plan, Plan] = {}
-
-    def looped(plan: Plan) -> Plan:
-        if plan not in made:
-            made[plan] = _with_steps(plan, [in_loop(step) for step in plan.steps])
-        return made[plan]
-
-    def in_loop(step: Step) -> Step:
-        if isinstance(step.op, SoftmaxDot):
-            return dataclasses.replace(step, op=dataclasses.replace(step.op, looped=True))
-        return _with_plans(step, tuple(map(looped, step.plans)))
-
-    def around_loops(step: Step) -> Step:
-        if not step.plans or not any(inner.loops for inner in inside(step.eqn)):
-            return step
-        return in_loop(step)
-
-    return _with_steps(plan, [around_loops(step) for step in plan.steps])
-
-
-def _with_plans(step: Step, plans: tuple[Plan, ...]) -> Step:
-    same = all(new is old for new, old in zip(plans, step.plans, strict=True))
-    return step if same else dataclasses.replace(step, plans=plans)
-
-
-def _with_steps(plan: Plan, steps: list[Step]) -> Plan:
-    same = all(new is old for new, old in zip(steps, plan.steps, strict=True))
-    return plan if same else dataclasses.replace(plan, steps=tuple(steps), built={})
+    steps = tuple(_attending(step, program, readers, plan) for step in plan.steps)
+    return dataclasses.replace(plan, steps=steps, built={})
 
 
 def without_attention(step: Step) -> Step:

@@ -41,7 +41,18 @@ from jaxmp.checkpoint_policies import long_contractions
 
 def recompute(plan: Plan) -> Plan:
     """A plan with segments, at any depth, where its policies ask for them."""
-    return _Recomputing().segmented(plan, looped=False)
+    whys = [_why_not(step, plan) for step in plan.steps]
+    plan = dataclasses.replace(plan, steps=tuple(map(_in_parts, plan.steps, whys)), built={})
+    segments = []
+    for free, run in itertools.groupby(range(len(whys)), lambda i: not whys[i]):
+        where = list(run)
+        if free:
+            segments += [
+                Segment(start, stop, _results(plan, start, stop))
+                for start, stop in _pieces(plan, where[0], where[-1] + 1)
+            ]
+    saves = tuple(None if why == Residual.IN_PARTS else why for why in whys)
+    return dataclasses.replace(plan, segments=tuple(segments), saves=saves)
 
 
 def residual(visit: Visit) -> Residual | None:
@@ -72,95 +83,60 @@ def _is_residual(dtype: Any) -> bool:
     return dtype is not None and (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.inexact))
 
 
-class _Recomputing:
-    """Makes new plans of a program; those that are shared stay so."""
+def _in_parts(step: Step, why: Residual | None) -> Step:
+    """A step as it is in a segment or, for a reason, in none."""
+    if why is None:
+        return _plain(step)
+    if why != Residual.IN_PARTS:
+        return step
+    return dataclasses.replace(step, plans=tuple(plan.once(recompute) for plan in step.plans))
 
-    def __init__(self) -> None:
-        self._whole: dict[Any, bool] = {}
-        self._made: dict[Any, Plan] = {}
 
-    def segmented(self, plan: Plan, *, looped: bool) -> Plan:
-        """A plan with segments."""
-        key = plan, looped
-        if key not in self._made:
-            self._made[key] = self._segmented(plan, looped=looped)
-        return self._made[key]
+def _plain(step: Step) -> Step:
+    """A step of a segment. A product of a softmax needs no derivative that keeps less."""
+    if isinstance(step.op, SoftmaxDot):
+        return without_attention(step)
+    if not step.plans or isinstance(step.op, CustomCall):
+        return step
+    plans = tuple(plan.once(_plain_plan) for plan in step.plans)
+    return step if plans == step.plans else dataclasses.replace(step, plans=plans)
 
-    def _segmented(self, plan: Plan, *, looped: bool) -> Plan:
-        whys = [self._why_not(step, plan) for step in plan.steps]
-        steps = tuple(
-            self._in_parts(step, why, looped=looped)
-            for step, why in zip(plan.steps, whys, strict=True)
-        )
-        runs = []
-        plan = dataclasses.replace(plan, steps=steps, built={})
-        for free, run in itertools.groupby(range(len(steps)), lambda i: not whys[i]):
-            where = list(run)
-            if free:
-                runs += _pieces(plan, where[0], where[-1] + 1)
-        segments = tuple(
-            Segment(start, stop, _results(plan, start, stop), looped) for start, stop in runs
-        )
-        saves = tuple(None if why == Residual.IN_PARTS else why for why in whys)
-        return dataclasses.replace(plan, segments=segments, saves=saves)
 
-    def _in_parts(self, step: Step, why: Residual | None, *, looped: bool) -> Step:
-        if why is None:
-            return self._plain(step)
-        if why != Residual.IN_PARTS:
-            return step
-        loops = looped or any(inner.loops for inner in inside(step.eqn))
-        plans = tuple(self.segmented(plan, looped=loops) for plan in step.plans)
-        return dataclasses.replace(step, plans=plans)
+def _plain_plan(plan: Plan) -> Plan:
+    steps = tuple(map(_plain, plan.steps))
+    return plan if steps == plan.steps else dataclasses.replace(plan, steps=steps, built={})
 
-    def _plain(self, step: Step) -> Step:
-        """A step of a segment. A product of a softmax needs no derivative that keeps less."""
-        if isinstance(step.op, SoftmaxDot):
-            return without_attention(step)
-        if not step.plans or isinstance(step.op, CustomCall):
-            return step
-        plans = tuple(map(self._plain_plan, step.plans))
-        return step if plans == step.plans else dataclasses.replace(step, plans=plans)
 
-    def _plain_plan(self, plan: Plan) -> Plan:
-        key = plan, "plain"
-        if key not in self._made:
-            steps = tuple(map(self._plain, plan.steps))
-            same = all(new is old for new, old in zip(steps, plan.steps, strict=True))
-            self._made[key] = plan if same else dataclasses.replace(plan, steps=steps, built={})
-        return self._made[key]
+def _is_whole(plan: Plan) -> bool:
+    """Whether everything in a plan may be computed again."""
+    return not any(_why_not(step, plan) for step in plan.steps)
 
-    def _is_whole(self, plan: Plan) -> bool:
-        """Whether everything in a plan may be computed again."""
-        if plan not in self._whole:
-            self._whole[plan] = not any(self._why_not(step, plan) for step in plan.steps)
-        return self._whole[plan]
 
-    def _why_not(self, step: Step, plan: Plan) -> Residual | None:
-        """Why a step is in no segment of the plan around it; None if it may be."""
-        eqn, kind = step.eqn, compat.kind(step.eqn)
-        if kind == "remat2":
-            return Residual.OWN_CHECKPOINT
-        if kind == "custom_vjp_call":
-            return Residual.OWN_RULE
-        if isinstance(step.op, FusedAttention):
-            return Residual.KERNEL
-        inners = inside(eqn) if step.plans else ()
-        if any(inner.open_ended for inner in inners):
-            return Residual.OPEN_ENDED
-        if any(inner.loops for inner in inners) or kind == "shard_map":
-            return Residual.IN_PARTS
-        whole = all(map(self._is_whole, step.plans))
-        if not whole:
-            return Residual.OWN_RULE if kind == "custom_jvp_call" else Residual.IN_PARTS
-        asks = (region_rules(eqn, plan.rules) or plan.rules).recomputes or in_scope(eqn, DEQUANTIZE)
-        if not asks and not step.plans:
-            return Residual.SAVE_POLICY
-        if runs_once(eqn):
-            return Residual.EFFECTS
-        if not step.plans and kind not in TABLE and any(True for _ in compat.inner_jaxprs(eqn)):
-            return Residual.RUNS_ONCE
-        return None
+def _why_not(step: Step, plan: Plan) -> Residual | None:
+    """Why a step is in no segment of the plan around it; None if it may be."""
+    eqn, kind = step.eqn, compat.kind(step.eqn)
+    if kind == "remat2":
+        return Residual.OWN_CHECKPOINT
+    if kind == "custom_vjp_call":
+        return Residual.OWN_RULE
+    if isinstance(step.op, FusedAttention):
+        return Residual.KERNEL
+    inners = inside(eqn) if step.plans else ()
+    if any(inner.open_ended for inner in inners):
+        return Residual.OPEN_ENDED
+    if any(inner.loops for inner in inners) or kind == "shard_map":
+        return Residual.IN_PARTS
+    whole = all(inner.once(_is_whole) for inner in step.plans)
+    if not whole:
+        return Residual.OWN_RULE if kind == "custom_jvp_call" else Residual.IN_PARTS
+    asks = (region_rules(eqn, plan.rules) or plan.rules).recomputes or in_scope(eqn, DEQUANTIZE)
+    if not asks and not step.plans:
+        return Residual.SAVE_POLICY
+    if runs_once(eqn):
+        return Residual.EFFECTS
+    if not step.plans and kind not in TABLE and any(True for _ in compat.inner_jaxprs(eqn)):
+        return Residual.RUNS_ONCE
+    return None
 
 
 def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:

@@ -47,7 +47,6 @@ class SoftmaxDot(Op):
       between: what stands between, as a closed jaxpr of the softmax and `sources`; None if nothing.
       sources: variables.
       parameters: see `Op`.
-      looped: whether a loop runs the product.
     """
 
     path: Path
@@ -55,7 +54,6 @@ class SoftmaxDot(Op):
     between: Any
     sources: tuple[Any, ...]
     parameters: tuple[int, ...] = ()
-    looped: bool = False
 
     def run(self, step: Step, env: Environment) -> list[Any]:
         """See `Op.run`."""
@@ -69,7 +67,7 @@ class SoftmaxDot(Op):
         if self.path.eqns:
             probabilities = env.read(softmax.result, step.casts[self.side])
         scores, *beside = (env.arrays[v] for v in (softmax.scores, *self._beside))
-        group = self._group(eqn, out.dtype)
+        group = self._group(eqn, out.dtype, looped=env.looped)
         other = operands[1 - self.side]
         return [_with_derivative(group)(out, scores, probabilities, other, *beside)]
 
@@ -83,7 +81,7 @@ class SoftmaxDot(Op):
         """The variables that masks of the scores are made of, and the sources."""
         return [*(mask.operand for mask in self.path.softmax.masks), *self.sources]
 
-    def _group(self, eqn: JaxprEqn, low: DType) -> _Group:
+    def _group(self, eqn: JaxprEqn, low: DType, *, looped: bool) -> _Group:
         params = tuple(eqn.params.items())
         product = _WeightedSum(
             eqn.primitive, params, self.path.axis, self.path.moves, self.side, low
@@ -94,7 +92,7 @@ class SoftmaxDot(Op):
             tuple((mask.eqns, mask.where) for mask in self.path.softmax.masks),
             None if self.between is None else by_id(self.between),
             of_parameter=bool(self.parameters),
-            looped=self.looped,
+            looped=looped,
         )
 
 
