@@ -29,7 +29,7 @@ from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.plan import DType, Plan, Step, Value
 from jaxmp._autocast.planner import Pass, Planner
-from jaxmp._autocast.products.op import QuantizedDot
+from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.provenance import COMPUTED
 from jaxmp._autocast.regions import inside_autocast
 from jaxmp._autocast.roots import OTHER

@@ -26,7 +26,7 @@ from jaxmp._autocast.primitives import (
     WAVES,
     WRITING,
 )
-from jaxmp._autocast.products.op import QuantizedDot
+from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.products.select import by_recipe
 from jaxmp._autocast.provenance import (
     COMPUTED,

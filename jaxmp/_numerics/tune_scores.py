@@ -32,7 +32,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.plan import Step
-from jaxmp._autocast.products.op import QuantizedDot
+from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.products.quantize import dequantize, quantize
 from jaxmp._autocast.rules import LOW_DTYPES
 from jaxmp._autocast.transform import of_arrays, plan_program, trace_program

@@ -33,7 +33,7 @@ def attend(plan: Plan, _planner: object = None) -> Plan:
     """
     if not any(_is_low_product(step, plan) for step in plan.steps):
         return plan
-    program = Inlined.program(plan)
+    program = Inlined(plan.jaxpr, plan.consts)
     readers = Counter(v for s in plan.steps for v in s.eqn.invars if not isinstance(v, Literal))
     steps = tuple(_attending(step, program, readers, plan) for step in plan.steps)
     return dataclasses.replace(plan, steps=steps, built={})
@@ -62,9 +62,7 @@ def _attending(step: Step, program: Inlined, readers: Mapping[Any, int], plan: P
         return step
     for side, path in softmax_paths(step.eqn, program):
         # A softmax of parameters is one itself, with a gradient in float32.
-        if side in step.op.parameters or not path.is_linear:
-            continue
-        if any(readers[var] != 1 for var in path.values):
+        if side in step.op.parameters or any(readers[var] != 1 for var in path.values):
             continue
         op = SoftmaxDot(path, side, *_between(path, program, plan), step.op.parameters)
         return dataclasses.replace(step, op=op, why=step.why.noted(Kind.SOFTMAX))

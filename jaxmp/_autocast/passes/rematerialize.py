@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,9 +23,9 @@ from jax.extend.core import Literal
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.execute import CustomCall
-from jaxmp._autocast.liveness import moves, reads
+from jaxmp._autocast.liveness import last_reads
 from jaxmp._autocast.passes.attention import without_attention
-from jaxmp._autocast.passes.fused_attention.op import FusedAttention
+from jaxmp._autocast.passes.fused_attention.find import FusedAttention
 from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
 from jaxmp._autocast.plan import Plan, Segment, Step, Visit
 from jaxmp._autocast.rules import region_rules
@@ -43,14 +44,15 @@ def recompute(plan: Plan) -> Plan:
     """A plan with segments, at any depth, where its policies ask for them."""
     whys = [_why_not(step, plan) for step in plan.steps]
     plan = dataclasses.replace(plan, steps=tuple(map(_in_parts, plan.steps, whys)), built={})
+    last = {var: i for i, dead in enumerate(last_reads(plan)) for var in dead}
     segments = []
     for free, run in itertools.groupby(range(len(whys)), lambda i: not whys[i]):
         where = list(run)
         if free:
-            segments += [
-                Segment(start, stop, _results(plan, start, stop))
-                for start, stop in _pieces(plan, where[0], where[-1] + 1)
-            ]
+            for start, stop in _pieces(plan, where[0], where[-1] + 1, last):
+                made = [v for step in plan.steps[start:stop] for v in step.eqn.outvars]
+                read = tuple(v for v in made if last.get(v, len(whys)) >= stop)
+                segments.append(Segment(start, stop, read))
     saves = tuple(None if why == Residual.IN_PARTS else why for why in whys)
     return dataclasses.replace(plan, segments=tuple(segments), saves=saves)
 
@@ -139,20 +141,19 @@ def _why_not(step: Step, plan: Plan) -> Residual | None:
     return None
 
 
-def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
+def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[tuple[int, int]]:
     """A run of steps, cut where little crosses that is not kept anyway.
 
     What is under one checkpoint may all be computed again before any of it is read: of a deep model
     the scores of every layer. So it is cut after contractions, where nothing else goes on but what
     a contraction returned, or a sum, which is then kept in the place of what it is a sum of.
+
+    Args:
+      plan: the plan.
+      start: the first step.
+      stop: the step after the last one.
+      last: the step that reads a variable last; a result of the plan is not in it.
     """
-    last: dict[Any, int] = dict.fromkeys(
-        (v for v in plan.jaxpr.outvars if not isinstance(v, Literal)), len(plan.steps)
-    )
-    moved_by = moves(plan)
-    for i in reversed(range(start, len(plan.steps))):
-        for var in reads(plan.steps[i], moved_by):
-            last.setdefault(var, i)
     inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
     differentiated = {v for v in inputs if _has_derivative(v)}
     pieces, begin, multiplied = [], start, False
@@ -164,7 +165,7 @@ def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
             made = {v for v in eqn.outvars if _has_derivative(v)}
             differentiated |= made
             crossing |= made
-        crossing = {v for v in crossing if last.get(v, -1) > i}
+        crossing = {v for v in crossing if last.get(v, stop) > i}
         keeps = contracts(eqn) and _in_segment(plan.steps[i]) == Residual.SAVED
         kept_anyway = keeps or eqn.primitive.name in ("add", "add_any")
         if multiplied and kept_anyway and _little_but(eqn.outvars[0], crossing):
@@ -186,14 +187,3 @@ def _little_but(var: Any, crossing: set[Any]) -> bool:
 def _has_derivative(var: Any) -> bool:
     dtype = dtype_of(var)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _results(plan: Plan, start: int, stop: int) -> tuple[Any, ...]:
-    """The variables that steps of a plan make and others after them read."""
-    needed = [step for step in plan.steps[start:stop] if not isinstance(step.op, Drop)]
-    made = [v for step in needed for v in step.eqn.outvars]
-    moved_by = moves(plan)
-    read = {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
-    for step in plan.steps[stop:]:
-        read.update(reads(step, moved_by))
-    return tuple(v for v in made if v in read)

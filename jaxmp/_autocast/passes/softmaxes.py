@@ -97,15 +97,6 @@ class Path(NamedTuple):
         """The softmax, and what each equation makes of it."""
         return frozenset((self.softmax.result, *(v for eqn in self.eqns for v in eqn.outvars)))
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether each equation reads what comes along the path once."""
-        values = self.values
-        return all(
-            sum(not isinstance(v, Literal) and v in values for v in eqn.invars) == 1
-            for eqn in self.eqns
-        )
-
 
 def softmax_paths(product: JaxprEqn, program: Inlined) -> Iterator[tuple[int, Path]]:
     """The operands of a product that come of a softmax, over whose rows it sums, and how."""

@@ -19,9 +19,8 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.products.derivative import Pair
-from jaxmp._autocast.products.multiply import Axes
-from jaxmp._autocast.products.native import multiplies_blocks
-from jaxmp._autocast.products.product import ScaledProduct
+from jaxmp._autocast.products.native import chip_for
+from jaxmp._autocast.products.product import Axes, ScaledProduct, sums_in
 from jaxmp._autocast.products.quantize import QuantizedOperand, convert, kept
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import CAST, EMULATED
@@ -71,26 +70,18 @@ class Operand(NamedTuple):
         return (*self.batch, *self.free, *self.contracted)
 
     def matrices(self, x: Any) -> Any:
-        """The operand as matrices."""
+        """An array as matrices: of the operand, or of what `BlockProduct.copy` made of it."""
+        if isinstance(x, QuantizedOperand):
+            return QuantizedOperand(self.matrices(x.values), x.scale)
         sizes = [
             math.prod(x.shape[i] for i in axes) for axes in (self.batch, self.free, self.contracted)
         ]
         return jnp.transpose(x, self.order).reshape(sizes)
 
-    def array(self, matrices: Any, shape: tuple[int, ...]) -> Any:
-        """The array of a shape that the matrices are of."""
-        order = self.order
-        back = tuple(order.index(i) for i in range(len(order)))
-        return jnp.transpose(matrices.reshape([shape[i] for i in order]), back)
-
-    def quantize(self, x: Any, fmt: Format) -> QuantizedOperand:
-        """The operand in 8 bits: values of its shape, and scales by batch and block."""
-        values, scale, _ = quantize_blocks(self.matrices(x), fmt, self.blocks)
-        return QuantizedOperand(self.array(values, x.shape), scale)
-
-    def quantized_matrices(self, x: QuantizedOperand) -> QuantizedOperand:
-        """What `quantize` made, as matrices."""
-        return QuantizedOperand(self.matrices(x.values), x.scale)
+    def array(self, matrices: Any, sizes: Sequence[int]) -> Any:
+        """The array that matrices are of, whose axes have some sizes in the order of `order`."""
+        back = tuple(self.order.index(i) for i in range(len(self.order)))
+        return jnp.transpose(matrices.reshape(sizes), back)
 
 
 def quantize_blocks(x: Any, fmt: Format, blocks: Blocks) -> QuantizedOperand:
@@ -145,14 +136,14 @@ def turned(x: Any, operand: Operand, fmt: Format) -> QuantizedOperand:
     Square blocks stay what they are. Others are quantized again, in blocks along the new sums.
 
     Args:
-      x: what `Operand.quantize` made, or the operand as it is.
+      x: what `BlockProduct.copy` made, or the operand as it is.
       operand: how its axes make matrices.
       fmt: the format to quantize in.
     """
     blocks = operand.blocks
     if not isinstance(x, QuantizedOperand):
         return quantize_blocks(jnp.swapaxes(operand.matrices(x), 1, 2), fmt, blocks)
-    x = operand.quantized_matrices(x)
+    x = operand.matrices(x)
     if blocks.rows == blocks.sums:
         return QuantizedOperand(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
     return quantize_blocks(jnp.swapaxes(dequantize_blocks(x, blocks), 1, 2), fmt, blocks)
@@ -166,8 +157,7 @@ def multiply_blocks(
     Accumulated in float32. Where all scales are e8m0 and the hardware multiplies such blocks, it
     does.
     """
-    # A sum beyond float16 is scaled in float32.
-    sums = np.dtype(np.float32) if np.dtype(dtype) == np.float16 else np.dtype(dtype)
+    sums = sums_in(dtype)
 
     def emulated(a: QuantizedOperand, b: QuantizedOperand) -> Any:
         left, right = (dequantize_blocks(x, k) for x, k in zip((a, b), blocks, strict=True))
@@ -187,7 +177,7 @@ def multiply_blocks(
         missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
         return lax.pcast(out, missing, to="varying") if missing else out
 
-    if all(k.e8m0 for k in blocks) and multiplies_blocks():
+    if all(k.e8m0 for k in blocks) and chip_for().multiplies("mx"):
         out = lax.platform_dependent(a, b, cuda=native, default=emulated)
     else:
         out = emulated(a, b)
@@ -215,51 +205,6 @@ def _scaled_matmul(dtype: Any) -> Callable[..., Any]:
     return call  # type: ignore[no-any-return, unused-ignore]
 
 
-def contract_blocks(
-    copies: tuple[QuantizedOperand, QuantizedOperand], operands: tuple[Operand, Operand], dtype: Any
-) -> Any:
-    """The contraction of two quantized operands."""
-    pairs = list(zip(copies, operands, strict=True))
-    left, right = (of.quantized_matrices(x) for x, of in pairs)
-    out = multiply_blocks(left, right, (operands[0].blocks, operands[1].blocks), dtype)
-    batch = [copies[0].values.shape[i] for i in operands[0].batch]
-    free = [x.values.shape[i] for x, of in pairs for i in of.free]
-    return out.reshape(batch + free)
-
-
-def gradient_blocks(
-    g: Any, other: Any, operands: tuple[Operand, Operand], of: int, fmt: Format, dtype: Any
-) -> Any:
-    """The gradient of an operand of `contract_blocks`.
-
-    Args:
-      g: the gradient of the result.
-      other: the other operand, quantized, or as it is.
-      operands: both.
-      of: which one's gradient it is.
-      fmt: the format to quantize in.
-      dtype: of the gradient.
-    """
-    mine, others = operands[of], operands[1 - of]
-    n, end = len(mine.batch), len(mine.batch) + len(operands[0].free)
-    rows, sums = tuple(range(n, end)), tuple(range(end, g.ndim))
-    if of == 1:
-        rows, sums = sums, rows
-    gradient = Operand(tuple(range(n)), rows, sums, others.blocks._replace(rows=1))
-    out = multiply_blocks(
-        quantize_blocks(gradient.matrices(g), fmt, gradient.blocks),
-        turned(other, others, fmt),
-        (gradient.blocks, others.blocks),
-        dtype,
-    )
-    sizes = dict(
-        zip(mine.batch + mine.free, [g.shape[i] for i in gradient.batch + rows], strict=True)
-    )
-    shape = other.values.shape if isinstance(other, QuantizedOperand) else other.shape
-    sizes.update(zip(mine.contracted, [shape[i] for i in others.contracted], strict=True))
-    return mine.array(out, tuple(sizes[i] for i in range(len(sizes))))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockProduct(ScaledProduct):
     """A `lax.dot_general` under a recipe whose scales are of blocks.
@@ -283,8 +228,11 @@ class BlockProduct(ScaledProduct):
         return self.operands[of]
 
     def copy(self, x: Any, of: int) -> QuantizedOperand:
-        """See `Contraction`."""
-        return self.operands[of].quantize(x, self.forward)
+        """See `Contraction`: values of the operand's shape, and scales by batch and block."""
+        operand = self.operands[of]
+        copy = quantize_blocks(operand.matrices(x), self.forward, operand.blocks)
+        sizes = [x.shape[i] for i in operand.order]
+        return copy._replace(values=operand.array(copy.values, sizes))
 
     def as_bits(self, copy: QuantizedOperand, of: int) -> QuantizedOperand:
         """See `Contraction`."""
@@ -302,11 +250,26 @@ class BlockProduct(ScaledProduct):
         """See `Contraction`."""
         if not self.forward.scaled:
             return super().multiply(operands, copies, sizes)
-        return contract_blocks(copies, self.operands, self.dtype)
+        left, right = self.operands
+        blocks = left.blocks, right.blocks
+        out = multiply_blocks(
+            left.matrices(copies[0]), right.matrices(copies[1]), blocks, self.dtype
+        )
+        a, b = (x.shape for x in operands)
+        free = [a[i] for i in left.free] + [b[i] for i in right.free]
+        return out.reshape([a[i] for i in left.batch] + free)
 
-    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any], sharding: Any) -> Any:
+    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
         fmt = self.backward(of)
         if not fmt.scaled:
-            return super().gradient(of, g, other, sizes, sharding)
-        return gradient_blocks(g, other, self.operands, of, fmt, self.dtype)
+            return super().gradient(of, g, other, sizes)
+        mine, others = self.operands[of], self.operands[1 - of]
+        sides, _ = self.sides.gradient(of)
+        blocks = others.blocks._replace(rows=1), others.blocks
+        gradient = Operand(sides.batch[0], sides.free[0], sides.contracted[0], blocks[0])
+        left = quantize_blocks(gradient.matrices(g), fmt, gradient.blocks)
+        out = multiply_blocks(left, turned(other, others, fmt), blocks, self.dtype)
+        shape = other.values.shape if isinstance(other, QuantizedOperand) else other.shape
+        rows = [g.shape[i] for i in gradient.batch + gradient.free]
+        return mine.array(out, rows + [shape[i] for i in others.contracted])

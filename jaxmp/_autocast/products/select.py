@@ -11,10 +11,10 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.demand import NOTHING, PRODUCT
 from jaxmp._autocast.frame import Facts
 from jaxmp._autocast.plan import DType, Value
-from jaxmp._autocast.products.auto import chosen, verdict
 from jaxmp._autocast.products.blockwise import BLOCKS, BlockProduct
 from jaxmp._autocast.products.derivative import Contraction
-from jaxmp._autocast.products.product import ScaledProduct
+from jaxmp._autocast.products.native import chip_for
+from jaxmp._autocast.products.product import ScaledProduct, Sides
 from jaxmp._autocast.products.ragged import ROWS, RaggedProduct
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind, Why
@@ -23,6 +23,8 @@ from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dots import contracted, free_sizes
 from jaxmp._jaxprs.equation_parameters import product_axes, ragged_axes
 from jaxmp._jaxprs.source import is_backward, module_path, user_line
+from jaxmp._speed import fastest_recipe, pays
+from jaxmp.recipes import Recipe
 
 # Matrix units multiply 8-bit operands in blocks of so many.
 MULTIPLE = 16
@@ -57,27 +59,30 @@ def by_recipe(facts: Facts, low: DType | None) -> Verdict:
 
     In 8 bits multiply layers: one operand is a weight, the other is not, and another contraction
     reads what comes of it (so the logits stay in 16 bits). Formats of 16 and 32 bits are for every
-    product.
+    product. ``matmul="auto"`` stands for the recipe that the chip multiplies fast, the one it names
+    or that of the default device, for the layers for which it pays.
 
     Args:
       facts: what is known of the contraction.
       low: the dtype of its result, None being float32.
     """
     eqn, values = facts.eqn, facts.values
-    choice = chosen(facts.rules.policy.matmul)
-    recipe = choice.recipe
+    recipe, chip, why = facts.rules.policy.matmul, None, ""
+    if not isinstance(recipe, Recipe):
+        chip = chip_for(recipe)
+        recipe, why = fastest_recipe(chip)
     if recipe is None:
-        return Verdict(None, choice.why, intended=True)
+        return Verdict(None, why, intended=True)
     refused = _refused(eqn, values, recipe.granularity) or (recipe.quantizes and _no_layer(facts))
     if refused:
         return refused
     left, _ = (v is not None and v.is_weight for v in values[:2])
-    why = ""
-    if choice.chip is not None and not _is_ragged(eqn):
+    if chip is not None and not _is_ragged(eqn):
         n_in, *free = _sizes(eqn)
-        takes, why = verdict(choice, free[left], n_in, free[not left])
-        if not takes:
-            return Verdict(None, why, intended=True)
+        gain = pays(recipe, chip, free[left], n_in, free[not left])
+        why = f"estimated at {gain.ratio:.2f} of the time of 16 bits on {chip.name}"
+        if not gain.pays:
+            return Verdict(None, f"{recipe} is {why}", intended=True)
     common: dict[str, Any] = {
         "recipe": recipe,
         "dtype": low or FLOAT32,
@@ -85,10 +90,10 @@ def by_recipe(facts: Facts, low: DType | None) -> Verdict:
         "name": f"{module_path(eqn) or 'the product'} at {user_line(eqn) or 'an unknown line'}",
     }
     if _is_ragged(eqn):
-        return Verdict(RaggedProduct(weight=1, **common), why=choice.why)
-    ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))
+        return Verdict(RaggedProduct(weight=1, **common), why=why)
+    sides = Sides.of(product_axes(eqn), *(len(shape_of(v)) for v in eqn.invars))
     kind = BlockProduct if recipe.granularity in BLOCKS else ScaledProduct
-    product = kind(dims=product_axes(eqn), ranks=ranks, weight=int(not left), **common)
+    product = kind(sides=sides, weight=int(not left), **common)
     return Verdict(product, why=why)
 
 
