@@ -13,7 +13,7 @@ from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.demand import is_angle
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Decision, Facts
-from jaxmp._autocast.plan import DType, Value
+from jaxmp._autocast.plan import Value
 from jaxmp._autocast.primitives import (
     CROSSING,
     CUMULATIVE,
@@ -26,7 +26,6 @@ from jaxmp._autocast.primitives import (
     WAVES,
     WRITING,
 )
-from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.products.select import by_recipe
 from jaxmp._autocast.provenance import (
     COMPUTED,
@@ -55,7 +54,7 @@ def decide(facts: Facts) -> Decision:
         is_float32 = any(map(rules.governs, [*eqn.invars, *eqn.outvars]))
         decision = facts.as_written(rules.why_float32 if is_float32 else Kind.AS_WRITTEN)
         multiplied = rules.policy.matmul is not None and name in LOW and _exempt(facts) is None
-        return _by_recipe(facts, decision, None) if multiplied else decision
+        return by_recipe(facts, decision, None) if multiplied else decision
     kind = rules.op_class(eqn)
     if name == "convert_element_type" and kind == "own":
         return _convert(facts)
@@ -119,7 +118,7 @@ def _contraction(facts: Facts) -> Decision:
         for i, atom in enumerate(eqn.invars[:2]):
             dtypes[i] = low if is_mask(dtype_of(atom)) else dtypes[i]
         decision = decision._replace(dtypes=dtypes)
-    return decision if rules.policy.matmul is None else _by_recipe(facts, decision, low)
+    return decision if rules.policy.matmul is None else by_recipe(facts, decision, low)
 
 
 def _parameters(facts: Facts) -> tuple[int, ...]:
@@ -137,15 +136,6 @@ def _parameters(facts: Facts) -> tuple[int, ...]:
         for i, (atom, v) in enumerate(zip(eqn.invars, values, strict=True))
         if v is not None and v.is_weight and v.dtype is None and dtype_of(atom) == FLOAT32
     )
-
-
-def _by_recipe(facts: Facts, decision: Decision, low: DType | None) -> Decision:
-    """A contraction multiplied as the recipe of the policy says, or saying why not."""
-    verdict = by_recipe(facts, low)
-    decision = decision._replace(why=verdict.noted(decision.why, facts.rules.policy.matmul))
-    if verdict.product is None:
-        return decision
-    return decision._replace(op=QuantizedDot(decision.op.parameters, product=verdict.product))
 
 
 def _exempt(facts: Facts) -> Why | None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from jaxmp._autocast.annotations import contracts
@@ -70,7 +71,7 @@ def residual(visit: Visit) -> Residual | None:
 
 def _in_segment(step: Step) -> Residual | None:
     """What becomes of the results of a step of a segment; None if they have no derivative."""
-    if not any(_is_residual(dtype_of(v)) for v in step.eqn.outvars):
+    if not any(_has_derivative(v) or dtype_of(v) == np.bool_ for v in step.eqn.outvars):
         return None
     avals = [
         v.aval if dtype is None else with_dtype(v.aval, dtype)
@@ -78,11 +79,6 @@ def _in_segment(step: Step) -> Residual | None:
     ]
     keeps = long_contractions(step.eqn.primitive, *avals, **parameters(step.eqn))
     return Residual.SAVED if keeps else Residual.REMATERIALIZED
-
-
-def _is_residual(dtype: Any) -> bool:
-    """Whether arrays of a dtype may be residuals: numbers with a derivative, and masks."""
-    return dtype is not None and (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _in_parts(step: Step, why: Residual | None) -> Step:

@@ -28,7 +28,7 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
 
 from jaxmp._autocast.contract import contract, low_of, parameter
 from jaxmp._autocast.environment import Environment, cast
-from jaxmp._autocast.passes.softmaxes import AxisMove, Path
+from jaxmp._autocast.passes.softmaxes import AxisMove, Softmax
 from jaxmp._autocast.plan import DType, Op, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
@@ -42,14 +42,14 @@ class SoftmaxDot(Op):
     """A product of a softmax, with the derivative above.
 
     Attributes:
-      path: from the softmax to the operand.
-      side: which operand of the product that is.
+      softmax: the softmax.
+      side: which operand of the product comes of it.
       between: what stands between, as a closed jaxpr of the softmax and `sources`; None if nothing.
       sources: variables.
       parameters: see `Op`.
     """
 
-    path: Path
+    softmax: Softmax
     side: int
     between: Any
     sources: tuple[Any, ...]
@@ -57,14 +57,14 @@ class SoftmaxDot(Op):
 
     def run(self, step: Step, env: Environment) -> list[Any]:
         """See `Op.run`."""
-        operands, eqn, softmax = env.operands(step), step.eqn, self.path.softmax
+        operands, eqn, softmax = env.operands(step), step.eqn, self.softmax
         if self.parameters:
             given = {i: parameter(eqn.invars[i], env) for i in self.parameters}
             out = parameter_products.contract(eqn, operands, given, low_of(step), without=self.side)
         else:
             [out] = contract(step, parameter_products.without_tangents(*operands))
         probabilities = operands[self.side]
-        if self.path.eqns:
+        if softmax.eqns:
             probabilities = env.read(softmax.result, step.casts[self.side])
         scores, *beside = (env.arrays[v] for v in (softmax.scores, *self._beside))
         group = self._group(eqn, out.dtype, looped=env.looped)
@@ -73,24 +73,24 @@ class SoftmaxDot(Op):
 
     def reads(self, step: Step) -> list[Any]:
         """See `Op.reads`."""
-        softmax = self.path.softmax
-        return [*super().reads(step), softmax.scores, softmax.result, *self._beside]
+        given = self.softmax.scores, self.softmax.result
+        return [*super().reads(step), *given, *self._beside]
 
     @property
     def _beside(self) -> list[Any]:
         """The variables that masks of the scores are made of, and the sources."""
-        return [*(mask.operand for mask in self.path.softmax.masks), *self.sources]
+        return [*(mask.operand for mask in self.softmax.masks), *self.sources]
 
     def _group(self, eqn: JaxprEqn, low: DType, *, looped: bool) -> _Group:
-        softmax = self.path.softmax
+        softmax = self.softmax
         return _Group(
             eqn.primitive,
             tuple(eqn.params.items()),
             self.side,
             low,
             softmax.axis,
-            self.path.axis,
-            self.path.moves,
+            softmax.moved_axis,
+            softmax.moves,
             tuple((mask.eqns, mask.where) for mask in softmax.masks),
             None if self.between is None else by_id(self.between),
             of_parameter=bool(self.parameters),
@@ -162,7 +162,7 @@ class _Group:
           other: the other operand.
         """
         for move in self.moves:
-            rows = move.of(rows)
+            rows = lax.transpose(rows, move.to) if move.permutes else lax.reshape(rows, move.to)
         contracted, batch = dict(self.params)["dimension_numbers"]
         mine, theirs = batch[self.side], (*contracted[1 - self.side], *batch[1 - self.side])
         free = [i for i in range(rows.ndim) if i != self.moved_axis and i not in mine]

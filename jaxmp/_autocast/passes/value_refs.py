@@ -286,14 +286,12 @@ class Selected(NamedTuple):
     """An array with a number in some places: ``where(mask, array, number)``.
 
     Attributes:
-      value: all of that.
       array: the array.
       number: the number.
       mask: where which of them is.
       where: whether the array is where the mask is true, or where it is false.
     """
 
-    value: ValueRef
     array: ValueRef
     number: Any
     mask: ValueRef
@@ -311,4 +309,4 @@ def selected(value: ValueRef) -> Selected | None:
     if sum(n is None for n in numbers) != 1:
         return None
     side = numbers.index(None)
-    return Selected(value, cases[side], numbers[1 - side], mask, where=side == 1)
+    return Selected(cases[side], numbers[1 - side], mask, where=side == 1)

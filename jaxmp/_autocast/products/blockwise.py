@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxmp._autocast.products.derivative import Pair
 from jaxmp._autocast.products.native import chip_for
-from jaxmp._autocast.products.product import Axes, ScaledProduct, sums_in
+from jaxmp._autocast.products.product import Axes, ScaledProduct, Sides, sums_in
 from jaxmp._autocast.products.quantize import QuantizedOperand, convert, kept
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import CAST, EMULATED
@@ -47,41 +47,6 @@ BLOCKS: Final = {
     "block": (Blocks(1, 128, e8m0=False), Blocks(128, 128, e8m0=False)),
     "mx": (Blocks(1, 32, e8m0=True), Blocks(1, 32, e8m0=True)),
 }
-
-
-class Operand(NamedTuple):
-    """How the axes of an operand make matrices, and their blocks.
-
-    Attributes:
-      batch: its batch axes.
-      free: the axes of its rows.
-      contracted: the axes that are summed, in the order of the other operand's.
-      blocks: what shares a scale.
-    """
-
-    batch: Axes
-    free: Axes
-    contracted: Axes
-    blocks: Blocks
-
-    @property
-    def order(self) -> Axes:
-        """Its axes, as matrices have them."""
-        return (*self.batch, *self.free, *self.contracted)
-
-    def matrices(self, x: Any) -> Any:
-        """An array as matrices: of the operand, or of what `BlockProduct.copy` made of it."""
-        if isinstance(x, QuantizedOperand):
-            return QuantizedOperand(self.matrices(x.values), x.scale)
-        sizes = [
-            math.prod(x.shape[i] for i in axes) for axes in (self.batch, self.free, self.contracted)
-        ]
-        return jnp.transpose(x, self.order).reshape(sizes)
-
-    def array(self, matrices: Any, sizes: Sequence[int]) -> Any:
-        """The array that matrices are of, whose axes have some sizes in the order of `order`."""
-        back = tuple(self.order.index(i) for i in range(len(self.order)))
-        return jnp.transpose(matrices.reshape(sizes), back)
 
 
 def quantize_blocks(x: Any, fmt: Format, blocks: Blocks) -> QuantizedOperand:
@@ -128,25 +93,6 @@ def _from_bits(bits: Any) -> Any:
     """The float32 of e8m0."""
     scale = lax.bitcast_convert_type(bits.astype(np.uint32) << EXPONENT_BITS, np.float32)
     return jnp.where(bits == np.iinfo(np.uint8).max, np.float32(np.nan), scale)
-
-
-def turned(x: Any, operand: Operand, fmt: Format) -> QuantizedOperand:
-    """The matrices of an operand, transposed, as the gradient of the other operand sums them.
-
-    Square blocks stay what they are. Others are quantized again, in blocks along the new sums.
-
-    Args:
-      x: what `BlockProduct.copy` made, or the operand as it is.
-      operand: how its axes make matrices.
-      fmt: the format to quantize in.
-    """
-    blocks = operand.blocks
-    if not isinstance(x, QuantizedOperand):
-        return quantize_blocks(jnp.swapaxes(operand.matrices(x), 1, 2), fmt, blocks)
-    x = operand.matrices(x)
-    if blocks.rows == blocks.sums:
-        return QuantizedOperand(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
-    return quantize_blocks(jnp.swapaxes(dequantize_blocks(x, blocks), 1, 2), fmt, blocks)
 
 
 def multiply_blocks(
@@ -213,63 +159,77 @@ class BlockProduct(ScaledProduct):
     quantized again along what is summed there.
     """
 
-    @property
-    def operands(self) -> tuple[Operand, Operand]:
-        """How its operands make matrices, and their blocks."""
-        sides, blocks = self.sides, BLOCKS[self.recipe.granularity]
-        left, right = (
-            Operand(sides.batch[k], sides.free[k], sides.contracted[k], blocks[k == self.weight])
-            for k in range(2)
-        )
-        return left, right
+    def blocks(self, of: int) -> Blocks:
+        """The blocks of an operand."""
+        return BLOCKS[self.recipe.granularity][of == self.weight]
 
-    def shared(self, of: int) -> Operand:
-        """See `Contraction`."""
-        return self.operands[of]
+    def shared(self, of: int) -> Any:
+        """See `Contraction`: the blocks, of matrices of these axes."""
+        return self.blocks(of), *(axes[of] for axes in self.sides)
 
     def copy(self, x: Any, of: int) -> QuantizedOperand:
         """See `Contraction`: values of the operand's shape, and scales by batch and block."""
-        operand = self.operands[of]
-        copy = quantize_blocks(operand.matrices(x), self.forward, operand.blocks)
-        sizes = [x.shape[i] for i in operand.order]
-        return copy._replace(values=operand.array(copy.values, sizes))
+        copy = quantize_blocks(_matrices(x, self.sides, of), self.forward, self.blocks(of))
+        shape = [x.shape[i] for i in self.sides.order(of)]
+        return copy._replace(values=_array(copy.values, shape, self.sides.order(of)))
 
     def as_bits(self, copy: QuantizedOperand, of: int) -> QuantizedOperand:
         """See `Contraction`."""
         kept = super().as_bits(copy, of)
-        e8m0 = self.operands[of].blocks.e8m0
-        return kept._replace(scale=_to_bits(kept.scale)) if e8m0 else kept
+        return kept._replace(scale=_to_bits(kept.scale)) if self.blocks(of).e8m0 else kept
 
     def of_bits(self, kept: QuantizedOperand, of: int) -> QuantizedOperand:
         """See `Contraction`."""
         copy = super().of_bits(kept, of)
-        e8m0 = self.operands[of].blocks.e8m0
-        return copy._replace(scale=_from_bits(copy.scale)) if e8m0 else copy
+        return copy._replace(scale=_from_bits(copy.scale)) if self.blocks(of).e8m0 else copy
 
     def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
         if not self.forward.scaled:
             return super().multiply(operands, copies, sizes)
-        left, right = self.operands
-        blocks = left.blocks, right.blocks
-        out = multiply_blocks(
-            left.matrices(copies[0]), right.matrices(copies[1]), blocks, self.dtype
-        )
-        a, b = (x.shape for x in operands)
-        free = [a[i] for i in left.free] + [b[i] for i in right.free]
-        return out.reshape([a[i] for i in left.batch] + free)
+        left, right = (_matrices(copy, self.sides, k) for k, copy in enumerate(copies))
+        out = multiply_blocks(left, right, (self.blocks(0), self.blocks(1)), self.dtype)
+        shapes, free = [x.shape for x in operands], self.sides.free
+        batch = [shapes[0][i] for i in self.sides.batch[0]]
+        return out.reshape(batch + [shapes[k][i] for k in range(2) for i in free[k]])
 
     def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
         fmt = self.backward(of)
         if not fmt.scaled:
             return super().gradient(of, g, other, sizes)
-        mine, others = self.operands[of], self.operands[1 - of]
         sides, _ = self.sides.gradient(of)
-        blocks = others.blocks._replace(rows=1), others.blocks
-        gradient = Operand(sides.batch[0], sides.free[0], sides.contracted[0], blocks[0])
-        left = quantize_blocks(gradient.matrices(g), fmt, gradient.blocks)
-        out = multiply_blocks(left, turned(other, others, fmt), blocks, self.dtype)
+        blocks = self.blocks(1 - of)._replace(rows=1), self.blocks(1 - of)
+        left = quantize_blocks(_matrices(g, sides, 0), fmt, blocks[0])
+        out = multiply_blocks(left, self._transposed(other, 1 - of, fmt), blocks, self.dtype)
         shape = other.values.shape if isinstance(other, QuantizedOperand) else other.shape
-        rows = [g.shape[i] for i in gradient.batch + gradient.free]
-        return mine.array(out, rows + [shape[i] for i in others.contracted])
+        rows = [g.shape[i] for i in sides.batch[0] + sides.free[0]]
+        summed = [shape[i] for i in self.sides.contracted[1 - of]]
+        return _array(out, rows + summed, self.sides.order(of))
+
+    def _transposed(self, x: Any, of: int, fmt: Format) -> QuantizedOperand:
+        """The matrices of an operand, transposed, as the gradient of the other operand sums them.
+
+        Square blocks stay what they are. Others are quantized again, in blocks along the new sums.
+        """
+        blocks, x = self.blocks(of), _matrices(x, self.sides, of)
+        if isinstance(x, QuantizedOperand):
+            if blocks.rows == blocks.sums:
+                return QuantizedOperand(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
+            x = dequantize_blocks(x, blocks)
+        return quantize_blocks(jnp.swapaxes(x, 1, 2), fmt, blocks)
+
+
+def _matrices(x: Any, sides: Sides, of: int) -> Any:
+    """An operand, or its copy, as matrices: its free axes are their rows."""
+    if isinstance(x, QuantizedOperand):
+        return QuantizedOperand(_matrices(x.values, sides, of), x.scale)
+    parts = sides.batch[of], sides.free[of], sides.contracted[of]
+    sizes = [math.prod(x.shape[i] for i in axes) for axes in parts]
+    return jnp.transpose(x, sides.order(of)).reshape(sizes)
+
+
+def _array(matrices: Any, shape: Sequence[int], order: Axes) -> Any:
+    """The array that matrices are of, by its sizes in an order of its axes."""
+    back = tuple(order.index(i) for i in range(len(order)))
+    return jnp.transpose(matrices.reshape(shape), back)

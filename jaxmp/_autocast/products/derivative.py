@@ -6,7 +6,6 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -96,7 +95,8 @@ class Contraction(abc.ABC):
         if not self.forward.scaled:
             return None
         copy = self.copy(lax.stop_gradient(x), of)
-        return Copy(copy, self.as_bits(copy, of)._replace(mark=_zero_of(x)))
+        mark = jnp.sum(x[:0], dtype=jnp.float32)  # of none of it: a zero, differentiated where x is
+        return Copy(copy, self.as_bits(copy, of)._replace(mark=mark))
 
     def copy(self, x: Any, of: int) -> QuantizedOperand:
         """An operand in 8 bits."""
@@ -128,17 +128,12 @@ class Contraction(abc.ABC):
         return x.astype(fmt.name) if fmt.bits < 8 * x.dtype.itemsize else x
 
 
-def _zero_of(x: Any) -> Any:
-    """A zero that is differentiated where `x` is: the sum of none of it."""
-    return jnp.sum(x[:0], dtype=jnp.float32)
-
-
 def contract(
     product: Contraction,
     operands: Pair,
     copies: Pair,
     sizes: Sequence[Any] = (),
-    parameters: Mapping[int, Any] = MappingProxyType({}),
+    parameters: Mapping[int, Any] | None = None,
 ) -> Any:
     """The contraction, and by its derivative rule the two products of its gradient.
 
@@ -152,8 +147,8 @@ def contract(
     """
     # Computed in the open, where the policies of `jax.checkpoint` see a product that they may save.
     plain = lax.stop_gradient(operands)
-    eight = lax.stop_gradient((copies[0] and copies[0].array, copies[1] and copies[1].array))
-    by = tuple(parameters.get(k, operands[k]) for k in range(2))
+    eight = lax.stop_gradient(tuple(copy and copy.array for copy in copies))
+    by = tuple((parameters or {}).get(k, operands[k]) for k in range(2))
     out = product.multiply(plain, eight, sizes)
     try:
         return _rule(product)(out, by, operands, copies, tuple(sizes))

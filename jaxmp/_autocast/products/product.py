@@ -47,10 +47,13 @@ class Sides(NamedTuple):
         start = len(self.batch[0]) + (len(self.free[0]) if side else 0)
         return tuple(range(start, start + len(self.free[side])))
 
+    def order(self, side: int) -> Axes:
+        """The axes of an operand: of its batch, free, contracted."""
+        return (*self.batch[side], *self.free[side], *self.contracted[side])
+
     def laid_out(self, array: Any, side: int) -> Any:
         """What varies over an operand's batch and free axes alone, over those of the result."""
-        order = (*self.batch[side], *self.free[side], *self.contracted[side])
-        array = jnp.transpose(array, order)
+        array = jnp.transpose(array, self.order(side))
         kept = array.shape[: len(self.batch[side]) + len(self.free[side])]
         n_batch, ones = len(self.batch[0]), (1,) * len(self.free[1 - side])
         shape = (*kept, *ones) if side == 0 else (*kept[:n_batch], *ones, *kept[n_batch:])
@@ -92,8 +95,7 @@ class ScaledProduct(Contraction):
 
     def shared(self, of: int) -> Any:
         """See `Contraction`."""
-        rank = sum(len(axes[of]) for axes in self.sides)
-        return tuple(range(rank)) if self.folds else self.sides.contracted[of]
+        return tuple(sorted(self.sides.order(of))) if self.folds else self.sides.contracted[of]
 
     def multiply(self, operands: Pair, copies: Pair, _sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""

@@ -32,7 +32,7 @@ from jaxmp._autocast.passes.fused_attention.kernels import (
 )
 from jaxmp._autocast.passes.fused_attention.layout import FEATURES, Layout, layout_of
 from jaxmp._autocast.passes.fused_attention.scores import Bias, Mask, NotFusedError, scores_of
-from jaxmp._autocast.passes.softmaxes import Path, softmax_paths
+from jaxmp._autocast.passes.softmaxes import Softmax, softmaxes
 from jaxmp._autocast.passes.stored_weights import StoredDot
 from jaxmp._autocast.passes.value_refs import Axes, Inlined, ValueRef, evaluate, leaves
 from jaxmp._autocast.plan import Op, Plan, Step
@@ -157,7 +157,7 @@ def fuse(plan: Plan, _planner: object = None) -> Plan:
     steps = list(plan.steps)
     for i, asked in asking.items():
         step = plan.steps[i]
-        found = next(softmax_paths(step.eqn, program), None)
+        found = next(softmaxes(step.eqn, program), None)
         if found is None:
             continue
         chip = chip_for(asked)
@@ -190,24 +190,24 @@ def _asked(step: Step, plan: Plan) -> str | None:
 
 
 def _fused(
-    steps: Sequence[Step], step: Step, side: int, path: Path, kernel: Kernel, chip: Chip
+    steps: Sequence[Step], step: Step, side: int, softmax: Softmax, kernel: Kernel, chip: Chip
 ) -> FusedAttention:
     """How a kernel computes the attention whose second product a step is.
 
     Raises:
       NotFusedError: if none does.
     """
-    if not path.softmax.plain:
+    if not softmax.plain:
         raise NotFusedError("its exponentials are masked, or something is added to their sum")
-    for eqn in path.eqns:
+    for eqn in softmax.eqns:
         if eqn.primitive.name not in ("transpose", "convert_element_type"):
             what = "reshaped" if eqn.primitive.name == "reshape" else "dropped, masked or scaled"
             raise NotFusedError(f"its probabilities are {what}")
-    scores = scores_of(path.softmax.masked)
+    scores = scores_of(softmax.masked)
     first = next(s for s in steps if s.eqn is scores.product)
     for each in (first, step):
         _check_low(each)
-    layout = layout_of(scores, step.eqn, side, path)
+    layout = layout_of(scores, step.eqn, side, softmax)
     masks = tuple(mask for mask in scores.masks if not layout.is_causal(mask))
     call = KernelCall(scores.scale, causal=len(masks) < len(scores.masks))
     fused = FusedAttention(kernel, call, chip.name, layout, first, side, scores.biases, masks)

@@ -93,14 +93,7 @@ def library(
         None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in (bias, mask)
     )
     return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        bias,
-        mask,
-        scale=call.scale,
-        is_causal=call.causal,
-        implementation=implementation,
+        q, k, v, bias, mask, scale=call.scale, is_causal=call.causal, implementation=implementation
     )
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.passes.fused_attention.scores import Mask, NotFusedError, Scores
-from jaxmp._autocast.passes.softmaxes import Path
+from jaxmp._autocast.passes.softmaxes import Softmax
 from jaxmp._autocast.passes.value_refs import Axes
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.equation_parameters import product_axes
@@ -88,20 +88,20 @@ class Layout(NamedTuple):
         return mask.triangle == square and len({self.sizes[axis] for axis in square}) == 1
 
 
-def layout_of(scores: Scores, product: JaxprEqn, side: int, path: Path) -> Layout:
+def layout_of(scores: Scores, product: JaxprEqn, side: int, softmax: Softmax) -> Layout:
     """The axes of attention.
 
     Args:
       scores: what the scores are.
       product: the product of the softmax.
       side: which operand of it that is.
-      path: from the softmax to there.
+      softmax: the softmax.
 
     Raises:
       NotFusedError: if an axis is neither of those that a kernel has.
     """
-    keys = path.softmax.axis
-    sizes = shape_of(path.softmax.result)
+    keys = softmax.axis
+    sizes = shape_of(softmax.result)
     *operands, result = _named_axes(scores.product)
     names = dict(zip(result, scores.axes, strict=True))
     first = [tuple(names.get(name, FEATURES) for name in axes) for axes in operands]
@@ -111,7 +111,7 @@ def layout_of(scores: Scores, product: JaxprEqn, side: int, path: Path) -> Layou
     if of_queries.count(FEATURES) != 1 or set(of_keys) - batch != {keys, FEATURES}:
         raise NotFusedError("its scores are no product of queries and keys along one axis")
     weights: tuple[int, ...] = tuple(range(len(sizes)))
-    for move in path.moves:
+    for move in softmax.moves:
         weights = tuple(weights[i] for i in move.to)
     *operands, result = _named_axes(product)
     names = dict(zip(operands[side], weights, strict=True))
