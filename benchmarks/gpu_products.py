@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from flax.linen import fp8_ops
 
 from jaxmp._autocast.products.derivative import contract
-from jaxmp._autocast.products.multiply import gradient_sides, multiply
-from jaxmp._autocast.products.product import ScaledProduct
+from jaxmp._autocast.products.product import ScaledProduct, Sides
 from jaxmp._autocast.products.quantize import quantize
 from jaxmp.recipes import parse_recipe
 
@@ -34,8 +33,9 @@ def program(variant: str, recipe: str, m: int, k: int, n: int) -> Program:
         dtype = "int8" if "int8" in variant else "float8_e4m3fn"
         # Qwix tells weights from activations by their shapes.
         return _module(_qwix(nn.Dense(n, **_DENSE), dtype), x[None], w, g[None])
+    sides = Sides.of(DENSE, 2, 2)
     product = ScaledProduct(
-        dims=DENSE, ranks=(2, 2), weight=1, recipe=parse_recipe(recipe), dtype=jnp.dtype(LOW)
+        sides=sides, weight=1, recipe=parse_recipe(recipe), dtype=jnp.dtype(LOW)
     )
     if variant.endswith("multiplied"):
         return _multiplied(product, x, w, g)
@@ -75,7 +75,7 @@ def _multiplied(product: ScaledProduct, x: Any, w: Any, g: Any) -> Program:
     forward = product.copy(x, 0), product.copy(w, 1)
     backward = []
     for of in (0, 1):
-        gradient, _ = gradient_sides(sides, of)
+        gradient, _ = sides.gradient(of)
         by_row = product.recipe.granularity == "row"
         left = gradient.contracted[0] if by_row else (0, 1)
         right = gradient.contracted[1] if by_row else (0, 1)
@@ -84,11 +84,11 @@ def _multiplied(product: ScaledProduct, x: Any, w: Any, g: Any) -> Program:
         backward.append(copies)
 
     def run(forward: Any, backward: Any) -> Any:
-        y = multiply(*forward, sides, LOW, exact=False, folds=product.folds)
+        y = product.multiply_scaled(*forward, sides)
         grads = []
         for of, copies in enumerate(backward):
-            gradient, order = gradient_sides(sides, of)
-            grad = multiply(*copies, gradient, LOW, exact=True, folds=product.folds)
+            gradient, order = sides.gradient(of)
+            grad = product.multiply_scaled(*copies, gradient, precision=jax.lax.Precision.HIGHEST)
             grads.append(jnp.transpose(grad, order))
         return y, *grads
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp._autocast.products.blockwise import BLOCKS, BlockProduct
 from jaxmp._autocast.products.derivative import contract
-from jaxmp._autocast.products.product import ScaledProduct
+from jaxmp._autocast.products.product import ScaledProduct, Sides
 from jaxmp.recipes import FORMATS, Recipe
 
 DENSE = (((1,), (0,)), ((), ()))
@@ -56,7 +56,8 @@ FAMILIES = ("normal", "heavy tails", "outlier columns", "rows over seven decades
 
 def planned(recipe: Recipe, dims: Any, ranks: Any, dtype: Any, weight: int = 1) -> ScaledProduct:
     kind = BlockProduct if recipe.granularity in BLOCKS else ScaledProduct
-    return kind(recipe=recipe, dims=dims, ranks=ranks, dtype=np.dtype(dtype), weight=weight)
+    sides = Sides.of(dims, *ranks)
+    return kind(recipe=recipe, sides=sides, dtype=np.dtype(dtype), weight=weight)
 
 
 def product(

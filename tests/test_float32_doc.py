@@ -35,7 +35,7 @@ NOT_SHOWN = {
     "the product",
     "an unknown line",
     "a product",  # derivative.py, likewise
-    "… is …",  # auto.py: before "estimated at"
+    "… is …",  # select.py: before "estimated at"
     "float8 in blocks of 32",  # choice.py: a format
 }
 # What holds a reason, or a part of one, that may be a single word.

@@ -197,9 +197,10 @@ def stand_in(monkeypatch):
     """A kernel that runs here, and takes what cuDNN's takes; what it is asked for is listed."""
     asked: list[str] = []
 
-    def run(call: Any, *arrays: Any) -> Any:
-        asked.append(" ".join(w for w in ("causal", "biased", "masked") if getattr(call, w)))
-        return kernels.library(call, *arrays, implementation="xla")
+    def run(call: Any, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+        has = {"causal": call.causal, "biased": bias is not None, "masked": mask is not None}
+        asked.append(" ".join(word for word, there in has.items() if there))
+        return kernels.library(call, q, k, v, bias, mask, implementation="xla")
 
     monkeypatch.setattr(kernels, "CUDNN", Kernel("stand-in", "cpu", run))
     return asked
@@ -502,7 +503,7 @@ def test_a_kernel_that_failed_once_is_asked_again() -> None:
             raise raised.pop()
         return kernels.plain(call, *arrays)
 
-    kernel, call = Kernel("busy", "cuda", run), KernelCall(1.0, True, False, False)
+    kernel, call = Kernel("busy", "cuda", run), KernelCall(1.0, causal=True)
     said = [kernels.refusal(kernel, call, SHAPES, varying=False) for _ in range(3)]
     assert said == [
         *(f"busy refuses it: {why}" for why in ("rank promotion", "the driver is busy")),
@@ -518,7 +519,7 @@ def test_a_kernel_that_failed_once_is_asked_again() -> None:
 
 @pytest.mark.slow
 def test_pallas_computes_it() -> None:
-    call = KernelCall(0.2, True, False, False)
+    call = KernelCall(0.2, causal=True)
     arrays = [
         gaussian(i, 1, 256, heads, 32).astype(jnp.bfloat16) for i, heads in enumerate((4, 2, 2))
     ]
@@ -645,11 +646,9 @@ def test_what_shardings_in_types_say_is_kept() -> None:
 # Compiled for chips that are not there.
 
 CUDNN_BACKWARD = {"__cudnn$fmhaSoftmaxBackward": 1}
-SHAPES = (((1, 128, 1, 64), jnp.dtype("bfloat16")),) * 3
+SHAPES = (jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16),) * 3
 needs_cudnn = pytest.mark.skipif(  # JAX asks for it when it traces the call, GPU or not
-    bool(
-        kernels.refusal(kernels.CUDNN, KernelCall(1.0, True, False, False), SHAPES, varying=False)
-    ),
+    bool(kernels.refusal(kernels.CUDNN, KernelCall(1.0, causal=True), SHAPES, varying=False)),
     reason="needs cuDNN",
 )
 

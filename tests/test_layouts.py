@@ -13,10 +13,10 @@ import pytest
 from jax import export
 
 import jaxmp
-from jaxmp._autocast.passes.attention import attend_in_loops
+from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
 from jaxmp._jaxprs.layouts import LANES, laid_out
 
-from support import autocast_without, needs_tpu_compiler
+from support import needs_tpu_compiler
 
 BF16 = "mixed_bfloat16"
 
@@ -55,6 +55,21 @@ def grouped_in_a_loop(ws: Any, x: Any, keys: Any) -> Any:
         return x + read, None
 
     return jnp.mean(jax.lax.scan(layer, x, ws)[0] ** 2)
+
+
+def autocast_as_in_no_loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`jaxmp.autocast` that lays nothing out."""
+    group = SoftmaxDot._group
+
+    def autocast(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
+        def plain(*args: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(SoftmaxDot, "_group", lambda *a, **_: group(*a, looped=False))
+                return jaxmp.autocast(lambda *a: fn(*a), policy)(*args)
+
+        return plain
+
+    return autocast
 
 
 def orders(loss: Callable[..., Any], platform: str, *args: Any) -> list[list[int]]:
@@ -107,7 +122,7 @@ def test_nor_of_queries_whose_number_is_left_open() -> None:
 
 @pytest.mark.parametrize("loss", [in_a_loop, grouped_in_a_loop], ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("mapped", [False, True])
-def test_it_changes_no_number(loss: Any, mapped: bool) -> None:
+def test_it_changes_no_number(loss: Any, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ws, x, keys = inputs()
     if mapped:
         x, keys = jnp.stack([x, -x]), jnp.stack([keys, keys / 2])
@@ -116,17 +131,17 @@ def test_it_changes_no_number(loss: Any, mapped: bool) -> None:
         grad = jax.grad(fn, (0, 1, 2))
         return jax.jit(jax.vmap(grad, (None, 0, 0)) if mapped else grad)(ws, x, keys)
 
-    plain = autocast_without(attend_in_loops)
+    plain = autocast_as_in_no_loop(monkeypatch)
     found = (gradients(fn) for fn in (jaxmp.autocast(loss, BF16), plain(loss, BF16)))
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.slow
 @needs_tpu_compiler
-def test_a_tpu_then_copies_no_probabilities() -> None:
+def test_a_tpu_then_copies_no_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were copied to the other layout in each iteration, of which bytes count one."""
     args = inputs(queries=512, keys=512, layers=4)
-    plain = autocast_without(attend_in_loops)
+    plain = autocast_as_in_no_loop(monkeypatch)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
     moved, plainly = (
         jaxmp.preflight(jax.grad(fn), *shapes, target="tpu-v5e").policies[0].bytes_accessed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -30,8 +31,9 @@ from recipe_kit import (
 import jaxmp
 from jaxmp._audit.target import parse_target
 from jaxmp._autocast.products import blockwise
-from jaxmp._autocast.products.native import multiplies_blocks, multiplies_float8
+from jaxmp._autocast.products.native import chip_for
 from jaxmp._preflight.compile_ahead import compile_ahead
+from jaxmp._speed import chip_of
 from jaxmp.recipes import Recipe, deepseek, float8, mxfp8
 
 from support import needs_gpu_compiler, slow_when
@@ -289,15 +291,15 @@ def kinds(*names: str) -> list[AbstractDevice]:
 
 def test_where_blocks_and_float8_are_multiplied() -> None:
     for device in kinds("NVIDIA B200"):
-        assert multiplies_blocks(device)
-        assert multiplies_float8(device)
+        assert chip_of(device).multiplies("mx")
+        assert chip_of(device).multiplies("float8_e4m3fn")
     for device in kinds("NVIDIA H100 80GB HBM3", "NVIDIA L4", "TPU7x"):
-        assert not multiplies_blocks(device)
-        assert multiplies_float8(device)
+        assert not chip_of(device).multiplies("mx")
+        assert chip_of(device).multiplies("float8_e4m3fn")
     for device in kinds("NVIDIA A100-SXM4-80GB", "Tesla T4", "TPU v5 lite", "cpu", "AMD MI300X"):
-        assert not multiplies_blocks(device)
-        assert not multiplies_float8(device)
-    assert not multiplies_blocks()  # the device at hand, which tests run on
+        assert not chip_of(device).multiplies("mx")
+        assert not chip_of(device).multiplies("float8_e4m3fn")
+    assert not chip_for().multiplies("mx")  # the device at hand, which tests run on
 
 
 @pytest.mark.parametrize(
@@ -345,7 +347,8 @@ def test_traced_for_a_gpu_that_multiplies_blocks_it_composes() -> None:
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 def test_inside_a_shard_map(recipe: Recipe, native: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(blockwise, "multiplies_blocks", lambda: native)
+    chip = SimpleNamespace(multiplies=lambda _: native)
+    monkeypatch.setattr(blockwise, "chip_for", lambda: chip)
     x, w, _ = (np.asarray(v, np.float32) for v in operands("normal"))
     fn = product(recipe, dtype=jnp.float32)
 

@@ -19,11 +19,11 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.parameters import overlooked
-from jaxmp._autocast.passes.fused_attention.op import FusedAttention
+from jaxmp._autocast.passes.fused_attention.find import FusedAttention
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
+from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.products.native import traced_for
-from jaxmp._autocast.products.op import QuantizedDot
 from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps, region_rules
 from jaxmp._autocast.why import Kind, skipped, unfused
 from jaxmp._jaxprs import compat

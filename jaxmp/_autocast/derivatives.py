@@ -31,7 +31,7 @@ from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.plan import DType, Plan, Step, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.planning import Pass, Planning
-from jaxmp._autocast.products.op import QuantizedDot
+from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.roots import OTHER, is_zeros
 from jaxmp._autocast.rule_calls import (
     Call,

@@ -30,12 +30,13 @@ from jaxmp._jaxprs.scopes import CAST
 class Environment:
     """The arrays of a planned jaxpr computed so far, and their copies as steps read them."""
 
-    def __init__(self, plan: Plan, args: Sequence[Any]) -> None:
+    def __init__(self, plan: Plan, args: Sequence[Any], *, looped: bool = False) -> None:
         self.arrays: MutableMapping[Any, Any] = dict(zip(plan.jaxpr.invars, args, strict=True))
         self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
         self.moved_by = plan.moved_by
         # Whether gradients that are added up in float32 cross devices in the low dtype.
         self.low_wire = np.dtype(plan.rules.policy.wire_dtype) != FLOAT32
+        self.looped = looped  # whether a loop runs the jaxpr
         self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
         self.copies: dict[Any, dict[Any, Any]] = {}  # by variable, and by how it is read
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
 from jaxmp._autocast.annotations import marked
 from jaxmp._autocast.bind import Drop
@@ -24,28 +23,29 @@ from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, is_abstract, under, with_dtype
 from jaxmp._jaxprs.compat import bind, dtype_of, rematerialize
-from jaxmp._jaxprs.higher_order import rebind
+from jaxmp._jaxprs.higher_order import inside, rebind
 from jaxmp.checkpoint_policies import long_contractions
 
 
-def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
+def execute(plan: Plan, args: Sequence[Any], *, looped: bool = False) -> list[Any]:
     """The results of a planned jaxpr.
 
     Args:
       plan: the plan.
       args: one array per operand, in the dtypes `plan.ins`.
+      looped: whether a loop runs it.
 
     Returns:
       One array per result, in the dtypes `plan.outs`.
     """
-    env = Environment(plan, args)
+    env = Environment(plan, args, looped=looped)
     # What is computed at once is computed step by step, as without autocast, to the last bit.
     together = any(map(is_abstract, args))
     done = 0
     for segment in plan.segments:
         _run(plan, slice(done, segment.start), env, together=together)
         _run_again(plan, segment, env)
-        for dead in _last_reads(plan)[segment.start : segment.stop]:
+        for dead in plan.last_reads[segment.start : segment.stop]:
             env.drop(dead)
         done = segment.stop
     _run(plan, slice(done, None), env, together=together)
@@ -57,22 +57,9 @@ def execute(plan: Plan, args: Sequence[Any]) -> list[Any]:
     return results
 
 
-def _last_reads(plan: Plan) -> Sequence[tuple[Any, ...]]:
-    """Finds for each step the variables that nothing reads after it; once per plan."""
-    if "last_reads" not in plan.built:
-        later = {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
-        found = []
-        for step in reversed(plan.steps):
-            here = {*plan.reads(step), *step.eqn.outvars} - later
-            found.append(tuple(here))
-            later |= here
-        plan.built["last_reads"] = found[::-1]
-    return plan.built["last_reads"]  # type: ignore[no-any-return]
-
-
 def _run(plan: Plan, part: slice, env: Environment, *, together: bool) -> None:
     """Computes the results of some steps, those of one line together or one by one."""
-    ends = iter(_last_reads(plan)[part])
+    ends = iter(plan.last_reads[part])
     steps = plan.steps[part]
     for group in jit_groups(steps) if together else ((step,) for step in steps):
         step = group[0]
@@ -106,7 +93,7 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
     body, names = bodies.one(compat.closed(whole).jaxpr)
     with under(names):
         # The backward pass of a loop is a loop of its own, and finds nothing computed before.
-        again = rematerialize(body, operands, long_contractions, prevent_cse=not segment.looped)
+        again = rematerialize(body, operands, long_contractions, prevent_cse=not env.looped)
     env.arrays.update(zip(segment.results, again, strict=True))
 
 
@@ -118,19 +105,20 @@ class _Planned:
     """A plan in the place of the jaxpr that it plans."""
 
     plan: Plan
+    looped: bool
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        return execute(self.plan, arrays)
+        return execute(self.plan, arrays, looped=self.looped)
 
     def trace(self) -> Any:
-        plan = self.plan
-        if "jit" not in plan.built:
-            plan.built["jit"] = jax.jit(lambda *args: execute(plan, args))
+        plan, looped, key = self.plan, self.looped, ("jit", self.looped)
+        if key not in plan.built:
+            plan.built[key] = jax.jit(lambda *args: execute(plan, args, looped=looped))
         avals = [
             v.aval if dtype is None else with_dtype(v.aval, dtype)
             for v, dtype in zip(plan.jaxpr.invars, plan.ins, strict=True)
         ]
-        return compat.trace(plan.built["jit"], avals)
+        return compat.trace(plan.built[key], avals)
 
 
 class Inside(Op):
@@ -141,7 +129,8 @@ class Inside(Op):
         operands = env.operands(step)
         if all(inner.unchanged for inner in step.plans):
             return bind(step.eqn, operands)
-        return rebind(step.eqn, operands, [_Planned(inner) for inner in step.plans])
+        looped = env.looped or any(inner.loops for inner in inside(step.eqn))
+        return rebind(step.eqn, operands, [_Planned(plan, looped) for plan in step.plans])
 
 
 @dataclasses.dataclass(frozen=True)

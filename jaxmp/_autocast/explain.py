@@ -20,7 +20,7 @@ from jaxmp._autocast.passes.rematerialize import residual
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.product_report import Product, Quantized
-from jaxmp._autocast.products.op import QuantizedDot
+from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.rules import FLOAT32, Rules, governed
 from jaxmp._autocast.transform import (

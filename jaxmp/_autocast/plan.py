@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
@@ -23,6 +23,7 @@ from jaxmp._jaxprs.higher_order import Inner, inside
 from jaxmp._jaxprs.source import module_path, user_line
 
 DType = np.dtype[Any]
+Made = TypeVar("Made")
 
 
 class OriginId(NamedTuple):
@@ -151,13 +152,11 @@ class Segment(NamedTuple):
       start: the first step.
       stop: the step after the last one.
       results: the variables that what comes after it reads.
-      looped: whether a loop runs it.
     """
 
     start: int
     stop: int
     results: tuple[Any, ...]
-    looped: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,7 +226,7 @@ class Plan:
       clip: which results are clipped to the finite range when they leave narrower than they are.
       segments: the runs of steps that are rematerialized in the backward pass, in order.
       saves: under a policy that asks for that, why each other step is in none of them; else empty.
-      built: a place for `execute` to keep what it traces once per plan.
+      built: what is made once per plan, as what `execute` traces; see `once`.
     """
 
     jaxpr: Any
@@ -239,7 +238,7 @@ class Plan:
     clip: tuple[bool, ...]
     segments: tuple[Segment, ...] = ()
     saves: tuple[Residual | None, ...] = ()
-    built: dict[str, Any] = dataclasses.field(default_factory=dict)
+    built: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def ins(self) -> tuple[DType | None, ...]:
@@ -257,6 +256,13 @@ class Plan:
         low = any(dtype is not None for dtype in (*self.ins, *self.outs))
         return not low and not self.segments and all(step.unchanged for step in self.steps)
 
+    def once(self, make: Callable[[Plan], Made]) -> Made:
+        """What a function makes of the plan, made once."""
+        if make not in self.built:
+            self.built[make] = make(self)
+        made: Made = self.built[make]
+        return made
+
     @functools.cached_property
     def moved_by(self) -> dict[Any, Step]:
         """For each variable that a move makes, the step."""
@@ -272,6 +278,17 @@ class Plan:
             if not isinstance(atom, Literal):
                 yield atom
                 way += self.moved_by[atom].eqn.invars if atom in self.moved_by else ()
+
+    @functools.cached_property
+    def last_reads(self) -> list[tuple[Any, ...]]:
+        """For each step the variables that nothing reads after it."""
+        later = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+        found = []
+        for step in reversed(self.steps):
+            here = {*self.reads(step), *step.eqn.outvars} - later
+            found.append(tuple(here))
+            later |= here
+        return found[::-1]
 
     def walk(
         self, path: str = "", source: str = "", count: Any = 1, *, rematerialized: bool = False

@@ -157,7 +157,7 @@ class Skipped(NamedTuple):
     """
 
     why: str
-    intended: bool
+    intended: bool = False
 
 
 def skipped(why: Why) -> Skipped | None:

@@ -33,7 +33,7 @@ from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.plan import Step
 from jaxmp._autocast.primitives import LOW
-from jaxmp._autocast.products.op import QuantizedDot
+from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.products.quantize import dequantize, quantize
 from jaxmp._autocast.rules import LOW_DTYPES
 from jaxmp._autocast.transform import plan_program, trace_program

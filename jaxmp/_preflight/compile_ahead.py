@@ -17,7 +17,6 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jaxmp._audit.target import Target
-from jaxmp._autocast.products.native import multiplies_blocks
 from jaxmp._flax import is_graph_node
 from jaxmp._jaxprs import dataflow
 from jaxmp._jaxprs.compat import closed
@@ -27,6 +26,7 @@ from jaxmp._preflight.batch_search import sharding_of
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Mesh
 from jaxmp._preflight.report import Preflight
+from jaxmp._speed import chip_of
 from jaxmp.devices import kind_of
 
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")
@@ -84,7 +84,7 @@ def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any
         return nullcontext()
     kind = kind_of(target.name.partition(":")[0])
     device = jax.sharding.AbstractDevice(kind, num_cores=None, platform=target.platform)
-    if sharded and multiplies_blocks(device):
+    if sharded and chip_of(device).multiplies("mx"):
         return nullcontext()
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(mesh)

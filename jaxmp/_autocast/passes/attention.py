@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
-from jaxmp._autocast.passes.softmaxes import Path, softmax_paths
+from jaxmp._autocast.passes.softmaxes import Softmax, softmaxes
 from jaxmp._autocast.passes.value_refs import Inlined
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.rules import FLOAT32
@@ -24,51 +25,19 @@ from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.compat import dtype_of
-from jaxmp._jaxprs.higher_order import inside
 
 
 def attend(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which products of a softmax are differentiated together with it.
 
-    That is where nothing else reads the softmax: for others it is kept in float32 anypath.
+    That is where nothing else reads the softmax: for others it is kept in float32 anyway.
     """
     if not any(_is_low_product(step, plan) for step in plan.steps):
         return plan
-    program = Inlined.program(plan)
+    program = Inlined(plan.jaxpr, plan.consts)
     readers = Counter(v for s in plan.steps for v in s.eqn.invars if not isinstance(v, Literal))
-    return _with_steps(plan, [_attending(step, program, readers, plan) for step in plan.steps])
-
-
-def attend_in_loops(plan: Plan, _planner: object = None) -> Plan:
-    """A plan in which products of a softmax know that a loop runs them."""
-    made: dict[Plan, Plan] = {}
-
-    def looped(plan: Plan) -> Plan:
-        if plan not in made:
-            made[plan] = _with_steps(plan, [in_loop(step) for step in plan.steps])
-        return made[plan]
-
-    def in_loop(step: Step) -> Step:
-        if isinstance(step.op, SoftmaxDot):
-            return dataclasses.replace(step, op=dataclasses.replace(step.op, looped=True))
-        return _with_plans(step, tuple(map(looped, step.plans)))
-
-    def around_loops(step: Step) -> Step:
-        if not step.plans or not any(inner.loops for inner in inside(step.eqn)):
-            return step
-        return in_loop(step)
-
-    return _with_steps(plan, [around_loops(step) for step in plan.steps])
-
-
-def _with_plans(step: Step, plans: tuple[Plan, ...]) -> Step:
-    same = all(new is old for new, old in zip(plans, step.plans, strict=True))
-    return step if same else dataclasses.replace(step, plans=plans)
-
-
-def _with_steps(plan: Plan, steps: list[Step]) -> Plan:
-    same = all(new is old for new, old in zip(steps, plan.steps, strict=True))
-    return plan if same else dataclasses.replace(plan, steps=tuple(steps), built={})
+    steps = tuple(_attending(step, program, readers, plan) for step in plan.steps)
+    return dataclasses.replace(plan, steps=steps, built={})
 
 
 def without_attention(step: Step) -> Step:
@@ -92,25 +61,24 @@ def _is_low_product(step: Step, plan: Plan) -> bool:
 def _attending(step: Step, program: Inlined, readers: Mapping[Any, int], plan: Plan) -> Step:
     if not _is_low_product(step, plan):
         return step
-    for side, path in softmax_paths(step.eqn, program):
+    for side, softmax in softmaxes(step.eqn, program):
+        values = (softmax.result, *(v for eqn in softmax.eqns for v in eqn.outvars))
         # A softmax of parameters is one itself, with a gradient in float32.
-        if side in step.op.parameters or not path.is_linear:
+        if side in step.op.parameters or any(readers[var] != 1 for var in values):
             continue
-        if any(readers[var] != 1 for var in path.values):
-            continue
-        op = SoftmaxDot(path, side, *_between(path, program, plan), step.op.parameters)
+        op = SoftmaxDot(softmax, side, *_between(softmax, program, plan), step.op.parameters)
         return dataclasses.replace(step, op=op, why=step.why.noted(Kind.SOFTMAX))
     return step
 
 
-def _between(path: Path, program: Inlined, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
+def _between(softmax: Softmax, program: Inlined, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
     """What stands between a softmax and its product, as a closed jaxpr, and what else it is of.
 
     A factor that is made of a mask is rematerialized: of dropout the mask is kept.
     """
-    if not path.eqns:
+    if not softmax.eqns:
         return None, ()
-    known = {path.softmax.result}
+    known = {softmax.result}
     eqns: list[JaxprEqn] = []
     sources: list[Any] = []
 
@@ -126,12 +94,12 @@ def _between(path: Path, program: Inlined, plan: Plan) -> tuple[Any, tuple[Any, 
             sources.append(atom)
         known.add(atom)
 
-    for eqn in path.eqns:
+    for eqn in softmax.eqns:
         for operand in eqn.invars:
             need(operand)
         eqns.append(eqn)
         known.update(eqn.outvars)
-    operands, results = [path.softmax.result, *sources], path.eqns[-1].outvars[:1]
+    operands, results = [softmax.result, *sources], softmax.eqns[-1].outvars[:1]
     between = compat.part(plan.jaxpr, eqns, operands, results)
     return compat.close(between.replace(constvars=[])), tuple(sources)
 
@@ -148,7 +116,6 @@ def _is_made_of_mask(atom: Any, program: Inlined) -> bool:
         if len(operands) != 1:
             return not operands
         [atom] = operands
-        dtype = dtype_of(atom)
-        if dtype is not None and dtype.kind == "b":
+        if dtype_of(atom) == np.bool_:
             return True
     return False

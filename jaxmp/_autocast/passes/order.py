@@ -4,7 +4,7 @@ A pass takes the plan of a jaxpr, and the planner that made it, and returns a pl
 """
 
 from jaxmp._autocast.derivatives import derive
-from jaxmp._autocast.passes.attention import attend, attend_in_loops
+from jaxmp._autocast.passes.attention import attend
 from jaxmp._autocast.passes.early_casts import narrow_early, widen_early
 from jaxmp._autocast.passes.fused_attention.find import fuse
 from jaxmp._autocast.passes.stored_weights import scale_after
@@ -12,4 +12,4 @@ from jaxmp._autocast.passes.take_along_axis import take_by_comparison
 from jaxmp._autocast.planning import Pass
 
 CASTS: tuple[Pass, ...] = (narrow_early, widen_early, scale_after)
-PASSES: tuple[Pass, ...] = (*CASTS, take_by_comparison, fuse, attend, attend_in_loops, derive)
+PASSES: tuple[Pass, ...] = (*CASTS, take_by_comparison, fuse, attend, derive)

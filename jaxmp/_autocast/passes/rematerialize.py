@@ -14,16 +14,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.execute import CustomCall
 from jaxmp._autocast.passes.attention import without_attention
-from jaxmp._autocast.passes.fused_attention.op import FusedAttention
+from jaxmp._autocast.passes.fused_attention.find import FusedAttention
 from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
 from jaxmp._autocast.plan import Plan, Segment, Step, Visit
 from jaxmp._autocast.rules import region_rules
@@ -40,7 +42,19 @@ from jaxmp.checkpoint_policies import long_contractions
 
 def recompute(plan: Plan) -> Plan:
     """A plan with segments, at any depth, where its policies ask for them."""
-    return _Recomputing().segmented(plan, looped=False)
+    whys = [_why_not(step, plan) for step in plan.steps]
+    plan = dataclasses.replace(plan, steps=tuple(map(_in_parts, plan.steps, whys)), built={})
+    last = {var: i for i, dead in enumerate(plan.last_reads) for var in dead}
+    segments = []
+    for free, run in itertools.groupby(range(len(whys)), lambda i: not whys[i]):
+        where = list(run)
+        if free:
+            for start, stop in _pieces(plan, where[0], where[-1] + 1, last):
+                made = [v for step in plan.steps[start:stop] for v in step.eqn.outvars]
+                read = tuple(v for v in made if last.get(v, len(whys)) >= stop)
+                segments.append(Segment(start, stop, read))
+    saves = tuple(None if why == Residual.IN_PARTS else why for why in whys)
+    return dataclasses.replace(plan, segments=tuple(segments), saves=saves)
 
 
 def residual(visit: Visit) -> Residual | None:
@@ -56,7 +70,7 @@ def residual(visit: Visit) -> Residual | None:
 
 def _in_segment(step: Step) -> Residual | None:
     """What becomes of the results of a step of a segment; None if they have no derivative."""
-    if not any(_is_residual(dtype_of(v)) for v in step.eqn.outvars):
+    if not any(_has_derivative(v) or dtype_of(v) == np.bool_ for v in step.eqn.outvars):
         return None
     avals = [
         v.aval if dtype is None else with_dtype(v.aval, dtype)
@@ -66,116 +80,76 @@ def _in_segment(step: Step) -> Residual | None:
     return Residual.SAVED if keeps else Residual.REMATERIALIZED
 
 
-def _is_residual(dtype: Any) -> bool:
-    """Whether arrays of a dtype may be residuals: numbers with a derivative, and masks."""
-    return dtype is not None and (dtype.kind == "b" or jnp.issubdtype(dtype, jnp.inexact))
+def _in_parts(step: Step, why: Residual | None) -> Step:
+    """A step as it is in a segment or, for a reason, in none."""
+    if why is None:
+        return _plain(step)
+    if why != Residual.IN_PARTS:
+        return step
+    return dataclasses.replace(step, plans=tuple(plan.once(recompute) for plan in step.plans))
 
 
-class _Recomputing:
-    """Makes new plans of a program; those that are shared stay so."""
-
-    def __init__(self) -> None:
-        self._whole: dict[Any, bool] = {}
-        self._made: dict[Any, Plan] = {}
-
-    def segmented(self, plan: Plan, *, looped: bool) -> Plan:
-        """A plan with segments."""
-        key = plan, looped
-        if key not in self._made:
-            self._made[key] = self._segmented(plan, looped=looped)
-        return self._made[key]
-
-    def _segmented(self, plan: Plan, *, looped: bool) -> Plan:
-        whys = [self._why_not(step, plan) for step in plan.steps]
-        steps = tuple(
-            self._in_parts(step, why, looped=looped)
-            for step, why in zip(plan.steps, whys, strict=True)
-        )
-        runs = []
-        plan = dataclasses.replace(plan, steps=steps, built={})
-        for free, run in itertools.groupby(range(len(steps)), lambda i: not whys[i]):
-            where = list(run)
-            if free:
-                runs += _pieces(plan, where[0], where[-1] + 1)
-        segments = tuple(
-            Segment(start, stop, _results(plan, start, stop), looped) for start, stop in runs
-        )
-        saves = tuple(None if why == Residual.IN_PARTS else why for why in whys)
-        return dataclasses.replace(plan, segments=segments, saves=saves)
-
-    def _in_parts(self, step: Step, why: Residual | None, *, looped: bool) -> Step:
-        if why is None:
-            return self._plain(step)
-        if why != Residual.IN_PARTS:
-            return step
-        loops = looped or any(inner.loops for inner in inside(step.eqn))
-        plans = tuple(self.segmented(plan, looped=loops) for plan in step.plans)
-        return dataclasses.replace(step, plans=plans)
-
-    def _plain(self, step: Step) -> Step:
-        """A step of a segment. A product of a softmax needs no derivative that keeps less."""
-        if isinstance(step.op, SoftmaxDot):
-            return without_attention(step)
-        if not step.plans or isinstance(step.op, CustomCall):
-            return step
-        plans = tuple(map(self._plain_plan, step.plans))
-        return step if plans == step.plans else dataclasses.replace(step, plans=plans)
-
-    def _plain_plan(self, plan: Plan) -> Plan:
-        key = plan, "plain"
-        if key not in self._made:
-            steps = tuple(map(self._plain, plan.steps))
-            same = all(new is old for new, old in zip(steps, plan.steps, strict=True))
-            self._made[key] = plan if same else dataclasses.replace(plan, steps=steps, built={})
-        return self._made[key]
-
-    def _is_whole(self, plan: Plan) -> bool:
-        """Whether everything in a plan may be computed again."""
-        if plan not in self._whole:
-            self._whole[plan] = not any(self._why_not(step, plan) for step in plan.steps)
-        return self._whole[plan]
-
-    def _why_not(self, step: Step, plan: Plan) -> Residual | None:
-        """Why a step is in no segment of the plan around it; None if it may be."""
-        eqn, kind = step.eqn, compat.kind(step.eqn)
-        if kind == "remat2":
-            return Residual.OWN_CHECKPOINT
-        if kind == "custom_vjp_call":
-            return Residual.OWN_RULE
-        if isinstance(step.op, FusedAttention):
-            return Residual.KERNEL
-        inners = inside(eqn) if step.plans else ()
-        if any(inner.open_ended for inner in inners):
-            return Residual.OPEN_ENDED
-        if any(inner.loops for inner in inners) or kind == "shard_map":
-            return Residual.IN_PARTS
-        whole = all(map(self._is_whole, step.plans))
-        if not whole:
-            return Residual.OWN_RULE if kind == "custom_jvp_call" else Residual.IN_PARTS
-        rules = region_rules(eqn, plan.rules) or plan.rules
-        asks = rules.policy.residuals == "recompute" or in_scope(eqn, DEQUANTIZE)
-        if not asks and not step.plans:
-            return Residual.SAVE_POLICY
-        if runs_once(eqn):
-            return Residual.EFFECTS
-        if not step.plans and kind not in TABLE and any(True for _ in compat.inner_jaxprs(eqn)):
-            return Residual.RUNS_ONCE
-        return None
+def _plain(step: Step) -> Step:
+    """A step of a segment. A product of a softmax needs no derivative that keeps less."""
+    if isinstance(step.op, SoftmaxDot):
+        return without_attention(step)
+    if not step.plans or isinstance(step.op, CustomCall):
+        return step
+    plans = tuple(plan.once(_plain_plan) for plan in step.plans)
+    return step if plans == step.plans else dataclasses.replace(step, plans=plans)
 
 
-def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
+def _plain_plan(plan: Plan) -> Plan:
+    steps = tuple(map(_plain, plan.steps))
+    return plan if steps == plan.steps else dataclasses.replace(plan, steps=steps, built={})
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Whether everything in a plan may be computed again."""
+    return not any(_why_not(step, plan) for step in plan.steps)
+
+
+def _why_not(step: Step, plan: Plan) -> Residual | None:
+    """Why a step is in no segment of the plan around it; None if it may be."""
+    eqn, kind = step.eqn, compat.kind(step.eqn)
+    if kind == "remat2":
+        return Residual.OWN_CHECKPOINT
+    if kind == "custom_vjp_call":
+        return Residual.OWN_RULE
+    if isinstance(step.op, FusedAttention):
+        return Residual.KERNEL
+    inners = inside(eqn) if step.plans else ()
+    if any(inner.open_ended for inner in inners):
+        return Residual.OPEN_ENDED
+    if any(inner.loops for inner in inners) or kind == "shard_map":
+        return Residual.IN_PARTS
+    whole = all(inner.once(_is_whole) for inner in step.plans)
+    if not whole:
+        return Residual.OWN_RULE if kind == "custom_jvp_call" else Residual.IN_PARTS
+    rules = region_rules(eqn, plan.rules) or plan.rules
+    asks = rules.policy.residuals == "recompute" or in_scope(eqn, DEQUANTIZE)
+    if not asks and not step.plans:
+        return Residual.SAVE_POLICY
+    if runs_once(eqn):
+        return Residual.EFFECTS
+    if not step.plans and kind not in TABLE and any(True for _ in compat.inner_jaxprs(eqn)):
+        return Residual.RUNS_ONCE
+    return None
+
+
+def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[tuple[int, int]]:
     """A run of steps, cut where little crosses that is not kept anyway.
 
     What is under one checkpoint may all be computed again before any of it is read: of a deep model
     the scores of every layer. So it is cut after contractions, where nothing else goes on but what
     a contraction returned, or a sum, which is then kept in the place of what it is a sum of.
+
+    Args:
+      plan: the plan.
+      start: the first step.
+      stop: the step after the last one.
+      last: the step that reads a variable last; a result of the plan is not in it.
     """
-    last: dict[Any, int] = dict.fromkeys(
-        (v for v in plan.jaxpr.outvars if not isinstance(v, Literal)), len(plan.steps)
-    )
-    for i in reversed(range(start, len(plan.steps))):
-        for var in plan.reads(plan.steps[i]):
-            last.setdefault(var, i)
     inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
     differentiated = {v for v in inputs if _has_derivative(v)}
     pieces, begin, multiplied = [], start, False
@@ -187,7 +161,7 @@ def _pieces(plan: Plan, start: int, stop: int) -> list[tuple[int, int]]:
             made = {v for v in eqn.outvars if _has_derivative(v)}
             differentiated |= made
             crossing |= made
-        crossing = {v for v in crossing if last.get(v, -1) > i}
+        crossing = {v for v in crossing if last.get(v, stop) > i}
         keeps = contracts(eqn) and _in_segment(plan.steps[i]) == Residual.SAVED
         kept_anyway = keeps or eqn.primitive.name in ("add", "add_any")
         if multiplied and kept_anyway and _little_but(eqn.outvars[0], crossing):
@@ -209,13 +183,3 @@ def _little_but(var: Any, crossing: set[Any]) -> bool:
 def _has_derivative(var: Any) -> bool:
     dtype = dtype_of(var)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _results(plan: Plan, start: int, stop: int) -> tuple[Any, ...]:
-    """The variables that steps of a plan make and others after them read."""
-    needed = [step for step in plan.steps[start:stop] if not isinstance(step.op, Drop)]
-    made = [v for step in needed for v in step.eqn.outvars]
-    read = {v for v in plan.jaxpr.outvars if not isinstance(v, Literal)}
-    for step in plan.steps[stop:]:
-        read.update(plan.reads(step))
-    return tuple(v for v in made if v in read)

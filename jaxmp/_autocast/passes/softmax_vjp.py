@@ -28,7 +28,7 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
 
 from jaxmp._autocast.contract import contract, low_of, parameter
 from jaxmp._autocast.environment import Environment, cast
-from jaxmp._autocast.passes.softmaxes import AxisMove, Path
+from jaxmp._autocast.passes.softmaxes import AxisMove, Softmax
 from jaxmp._autocast.plan import DType, Op, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
@@ -42,83 +42,93 @@ class SoftmaxDot(Op):
     """A product of a softmax, with the derivative above.
 
     Attributes:
-      path: from the softmax to the operand.
-      side: which operand of the product that is.
+      softmax: the softmax.
+      side: which operand of the product comes of it.
       between: what stands between, as a closed jaxpr of the softmax and `sources`; None if nothing.
       sources: variables.
       parameters: see `Op`.
-      looped: whether a loop runs the product.
     """
 
-    path: Path
+    softmax: Softmax
     side: int
     between: Any
     sources: tuple[Any, ...]
     parameters: tuple[int, ...] = ()
-    looped: bool = False
 
     def run(self, step: Step, env: Environment) -> list[Any]:
         """See `Op.run`."""
-        operands, eqn, softmax = env.operands(step), step.eqn, self.path.softmax
+        operands, eqn, softmax = env.operands(step), step.eqn, self.softmax
         if self.parameters:
             given = {i: parameter(eqn.invars[i], env) for i in self.parameters}
             out = parameter_products.contract(eqn, operands, given, low_of(step), without=self.side)
         else:
             [out] = contract(step, parameter_products.without_tangents(*operands))
         probabilities = operands[self.side]
-        if self.path.eqns:
+        if softmax.eqns:
             probabilities = env.read(softmax.result, step.casts[self.side])
         scores, *beside = (env.arrays[v] for v in (softmax.scores, *self._beside))
-        group = self._group(eqn, out.dtype)
+        group = self._group(eqn, out.dtype, looped=env.looped)
         other = operands[1 - self.side]
         return [_with_derivative(group)(out, scores, probabilities, other, *beside)]
 
     def reads(self, step: Step) -> list[Any]:
         """See `Op.reads`."""
-        softmax = self.path.softmax
-        return [*super().reads(step), softmax.scores, softmax.result, *self._beside]
+        given = self.softmax.scores, self.softmax.result
+        return [*super().reads(step), *given, *self._beside]
 
     @property
     def _beside(self) -> list[Any]:
         """The variables that masks of the scores are made of, and the sources."""
-        return [*(mask.operand for mask in self.path.softmax.masks), *self.sources]
+        return [*(mask.operand for mask in self.softmax.masks), *self.sources]
 
-    def _group(self, eqn: JaxprEqn, low: DType) -> _Group:
-        params = tuple(eqn.params.items())
-        product = _WeightedSum(
-            eqn.primitive, params, self.path.axis, self.path.moves, self.side, low
-        )
+    def _group(self, eqn: JaxprEqn, low: DType, *, looped: bool) -> _Group:
+        softmax = self.softmax
         return _Group(
-            product,
-            self.path.softmax.axis,
-            tuple((mask.eqns, mask.where) for mask in self.path.softmax.masks),
+            eqn.primitive,
+            tuple(eqn.params.items()),
+            self.side,
+            low,
+            softmax.axis,
+            softmax.moved_axis,
+            softmax.moves,
+            tuple((mask.eqns, mask.where) for mask in softmax.masks),
             None if self.between is None else by_id(self.between),
             of_parameter=bool(self.parameters),
-            looped=self.looped,
+            looped=looped,
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class _WeightedSum:
-    """The product of a softmax and another operand.
+class _Group:
+    """A softmax, its product with another operand, and what stands around.
 
     Attributes:
       primitive: what multiplies.
       params: its parameters.
-      axis: where the axis of the softmax is in the operand.
+      side: which operand of the product is made of the softmax.
+      low: the dtype of the product.
+      axis: the axis of the softmax.
+      moved_axis: where that is in the operand.
       moves: what moves the softmax to where the operand is.
-      side: which operand that is.
-      low: the dtype of all.
+      masks: of the scores, the last one first: the equations that make it, and where scores are.
+      between: what stands between; None if nothing.
+      of_parameter: whether the derivative by the other operand is found elsewhere.
+      looped: whether a loop runs it.
     """
 
     primitive: Primitive
     params: tuple[tuple[str, Any], ...]
-    axis: int
-    moves: tuple[AxisMove, ...]
     side: int
     low: DType
+    axis: int
+    moved_axis: int
+    moves: tuple[AxisMove, ...]
+    masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
+    between: JaxprById | None
+    of_parameter: bool
+    looped: bool
 
-    def __call__(self, weights: Any, other: Any) -> Any:
+    def product(self, weights: Any, other: Any) -> Any:
         """The product, of weights in any dtype."""
         weights = cast(weights, self.low)
         operands = (other, weights) if self.side else (weights, other)
@@ -129,11 +139,13 @@ class _WeightedSum:
         """The weights, low, with the softmax's rows innermost in memory, as XLA has them."""
         weights = cast(weights, self.low)
         _, batch = dict(self.params)["dimension_numbers"]
-        rows = [i for i in range(weights.ndim) if i != self.axis and i not in batch[self.side]]
+        rows = [
+            i for i in range(weights.ndim) if i != self.moved_axis and i not in batch[self.side]
+        ]
         size = weights.shape[rows[-1]] if rows else 0
         if not isinstance(size, int) or size < LANES:  # `jax.export` leaves sizes open
             return weights
-        last = (self.axis, rows[-1])
+        last = (self.moved_axis, rows[-1])
         outer = [i for i in range(weights.ndim) if i not in last]
         return laid_out(weights, (*outer, *last))
 
@@ -150,35 +162,14 @@ class _WeightedSum:
           other: the other operand.
         """
         for move in self.moves:
-            rows = move.of(rows)
+            rows = lax.transpose(rows, move.to) if move.permutes else lax.reshape(rows, move.to)
         contracted, batch = dict(self.params)["dimension_numbers"]
         mine, theirs = batch[self.side], (*contracted[1 - self.side], *batch[1 - self.side])
-        free = [i for i in range(rows.ndim) if i != self.axis and i not in mine]
-        rows = lax.transpose(rows, (*mine, *free, self.axis))
+        free = [i for i in range(rows.ndim) if i != self.moved_axis and i not in mine]
+        rows = lax.transpose(rows, (*mine, *free, self.moved_axis))
         rows = lax.squeeze(rows, [rows.ndim - 1])
         start = len(mine) if self.side else rows.ndim
         return lax.expand_dims(rows, range(start, start + other.ndim - len(theirs)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """A softmax, its product, and what stands around.
-
-    Attributes:
-      product: the product.
-      axis: the axis of the softmax.
-      masks: of the scores, the last one first: the equations that make it, and where scores are.
-      between: what stands between; None if nothing.
-      of_parameter: whether the derivative by the other operand is found elsewhere.
-      looped: whether a loop runs it.
-    """
-
-    product: _WeightedSum
-    axis: int
-    masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
-    between: JaxprById | None
-    of_parameter: bool
-    looped: bool
 
     def weights(self, probabilities: Any, sources: Sequence[Any]) -> Any:
         """The operand of the product in float32, as a linear function of the softmax."""
@@ -209,14 +200,14 @@ class _Group:
         wide = lax.mul(_wide(no_excess_precision(probabilities)), self.masked(tangent, masked_by))
         # In the backward pass dP and rowsum(dO * O) are rounded alike, whatever roundings XLA
         # drops: where one probability is 1 they are the same number, and cancel as they should.
-        rounded = self.product.rounded
+        rounded = self.rounded
         weights = self.weights(rounded(wide), sources)
         if self.looped:
-            weights = self.product.with_rows_last(weights)
+            weights = self.with_rows_last(weights)
         first = self.product(weights, other)
         rows = lax.expand_dims(rounded(lax.reduce_sum(wide, [self.axis])), [self.axis])
-        second = rounded(lax.mul(self.product.beside_result(rows, other), _wide(out)))
-        return lax.sub(first, cast(second, self.product.low))
+        second = rounded(lax.mul(self.beside_result(rows, other), _wide(out)))
+        return lax.sub(first, cast(second, self.low))
 
     def by_other(self, probabilities: Any, sources: Sequence[Any], tangent: Any) -> Any:
         return self.product(self.weights(probabilities, sources), tangent)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.passes.value_refs import (
@@ -42,29 +41,8 @@ class SavedMask(NamedTuple):
     where: bool
 
 
-class Softmax(NamedTuple):
-    """A softmax.
-
-    Attributes:
-      masked: what it is of, masks and all.
-      scores: the variable of the program that it is of, before masks.
-      result: the softmax: a variable of the program.
-      axis: the axis along which its elements sum to one.
-      masks: what numbers were put in some places of the scores with, the last one first.
-      plain: whether it is that and nothing else: no mask on the exponentials, nothing added to
-        their sum.
-    """
-
-    masked: ValueRef
-    scores: Any
-    result: Any
-    axis: int
-    masks: tuple[SavedMask, ...] = ()
-    plain: bool = True
-
-
 class AxisMove(NamedTuple):
-    """What moves the elements of a softmax on the path: a permutation, or a new shape.
+    """What moves the elements of a softmax on the way to a product: a permutation, or a new shape.
 
     The shape is of an array that has one element along the axis of the softmax.
     """
@@ -72,60 +50,53 @@ class AxisMove(NamedTuple):
     permutes: bool
     to: tuple[int, ...]
 
-    def of(self, rows: Any) -> Any:
-        """An array with one element along the axis of the softmax, moved as that is."""
-        return lax.transpose(rows, self.to) if self.permutes else lax.reshape(rows, self.to)
 
-
-class Path(NamedTuple):
-    """From a softmax to a product.
+class Softmax(NamedTuple):
+    """A softmax, and the way from it to a product.
 
     Attributes:
-      softmax: the softmax.
-      eqns: what stands between, in order; the last one's result is an operand of the product.
+      masked: what it is of, masks and all.
+      scores: the variable of the program that it is of, before masks.
+      result: the softmax: a variable of the program.
+      axis: the axis along which its elements sum to one.
+      moved_axis: where that axis is in the operand of the product.
+      masks: what numbers were put in some places of the scores with, the last one first.
+      plain: whether it is that and nothing else: no mask on the exponentials, nothing added to
+        their sum.
+      eqns: what stands between, in order; the last one's result is the operand of the product.
       moves: those of them that move elements.
-      axis: where the axis of the softmax is in that operand.
     """
 
-    softmax: Softmax
+    masked: ValueRef
+    scores: Any
+    result: Any
+    axis: int
+    moved_axis: int
+    masks: tuple[SavedMask, ...] = ()
+    plain: bool = True
     eqns: tuple[JaxprEqn, ...] = ()
     moves: tuple[AxisMove, ...] = ()
-    axis: int = 0
-
-    @property
-    def values(self) -> frozenset[Any]:
-        """The softmax, and what each equation makes of it."""
-        return frozenset((self.softmax.result, *(v for eqn in self.eqns for v in eqn.outvars)))
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether each equation reads what comes along the path once."""
-        values = self.values
-        return all(
-            sum(not isinstance(v, Literal) and v in values for v in eqn.invars) == 1
-            for eqn in self.eqns
-        )
 
 
-def softmax_paths(product: JaxprEqn, program: Inlined) -> Iterator[tuple[int, Path]]:
-    """The operands of a product that come of a softmax, over whose rows it sums, and how."""
+def softmaxes(product: JaxprEqn, program: Inlined) -> Iterator[tuple[int, Softmax]]:
+    """The operands of a product that come of a softmax, over whose rows it sums, and that."""
     contracted, _ = product_axes(product)
     for side, operand in enumerate(product.invars):
-        path = _path(operand, program)
-        if path is not None and tuple(contracted[side]) == (path.axis,):
-            yield side, path
+        softmax = _softmax_of(operand, program)
+        if softmax is not None and tuple(contracted[side]) == (softmax.moved_axis,):
+            yield side, softmax
 
 
-def _path(atom: Any, program: Inlined, steps: int = 16) -> Path | None:
-    """The path from a softmax to a float32 value, if there is one."""
+def _softmax_of(atom: Any, program: Inlined, steps: int = 16) -> Softmax | None:
+    """The softmax that a float32 value comes of, if there is one."""
     eqn = program.maker(atom)
     if eqn is None or not steps or dtype_of(atom) != FLOAT32:
         return None
     if not leaves_as_is(eqn) and (found := _softmax(program.ref(atom), atom)) is not None:
-        return Path(_unmasked(found), axis=found.axis)
+        return _unmasked(found)
     for operand in _linear_in(eqn, program):
-        if (path := _path(operand, program, steps - 1)) is not None:
-            return _longer(path, eqn)
+        if (found := _softmax_of(operand, program, steps - 1)) is not None:
+            return _longer(found, eqn)
     return None
 
 
@@ -161,14 +132,14 @@ def _quotient(value: ValueRef, result: Any, on_result: Selected | None = None) -
             scores = of
     if scores.var is None:
         return None
-    return Softmax(scores, scores.var, result, axis, plain=exp is above and nothing_added)
+    return Softmax(scores, scores.var, result, axis, axis, plain=exp is above and nothing_added)
 
 
 def _unmasked(softmax: Softmax) -> Softmax:
     """A softmax of scores as they are before masks."""
     scores, masks = softmax.masked, softmax.masks
     while (below := selected(scores)) is not None:
-        scores, mask = below.array, _saved(below)
+        scores, mask = below.array, _saved(below, scores.inlined)
         if scores.var is None or mask is None or dtype_of(scores.atom) != FLOAT32:
             break
         masks = (*masks, mask)
@@ -180,11 +151,11 @@ def _unmasked(softmax: Softmax) -> Softmax:
 _OF_MASKS = COMPARING | {"broadcast_in_dim", "convert_element_type", "reshape", "not"}
 
 
-def _saved(masked: Selected) -> SavedMask | None:
+def _saved(masked: Selected, inlined: Inlined) -> SavedMask | None:
     """How a mask is made of another array, in the function that puts it on the scores."""
     eqns: list[JaxprEqn] = []
     mask = masked.mask
-    while mask.kind in _OF_MASKS and mask.inlined is masked.value.inlined:
+    while mask.kind in _OF_MASKS and mask.inlined is inlined:
         operands = [v for v in mask.operands if not isinstance(v.atom, Literal)]
         if len(operands) != 1:
             break
@@ -256,26 +227,25 @@ def _linear_in(eqn: JaxprEqn, program: Inlined) -> tuple[Any, ...]:
     return ()
 
 
-def _longer(path: Path, eqn: JaxprEqn) -> Path | None:
-    """A path with one more equation at its end; None if that mixes rows."""
-    eqns = (*path.eqns, eqn)
+def _longer(softmax: Softmax, eqn: JaxprEqn) -> Softmax | None:
+    """A softmax with one more equation on its way; None if that mixes rows."""
+    softmax = softmax._replace(eqns=(*softmax.eqns, eqn))
+    moved, moves = softmax.moved_axis, softmax.moves
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     match eqn.primitive.name:
         case "transpose":
             order = permutation(eqn)
-            moves = (*path.moves, AxisMove(permutes=True, to=order))
-            return Path(path.softmax, eqns, moves, order.index(path.axis))
+            moves = (*moves, AxisMove(permutes=True, to=order))
+            return softmax._replace(moved_axis=order.index(moved), moves=moves)
         case "reshape":
-            before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-            ahead = math.prod(before[: path.axis])
+            ahead = math.prod(before[:moved])
             for axis, size in enumerate(after):
-                if size == before[path.axis] and math.prod(after[:axis]) == ahead:
+                if size == before[moved] and math.prod(after[:axis]) == ahead:
                     thin = tuple(1 if i == axis else n for i, n in enumerate(after))
-                    return Path(
-                        path.softmax, eqns, (*path.moves, AxisMove(permutes=False, to=thin)), axis
-                    )
+                    moves = (*moves, AxisMove(permutes=False, to=thin))
+                    return softmax._replace(moved_axis=axis, moves=moves)
             return None
         case "slice":  # of all rows
-            before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-            whole = all(before[i] == n for i, n in enumerate(after) if i != path.axis)
-            return path._replace(eqns=eqns) if whole else None
-    return path._replace(eqns=eqns)
+            whole = all(before[i] == n for i, n in enumerate(after) if i != moved)
+            return softmax if whole else None
+    return softmax

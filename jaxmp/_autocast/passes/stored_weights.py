@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._autocast.contract import Dot
 from jaxmp._autocast.environment import Environment
 from jaxmp._autocast.plan import DType, Op, Plan, Step
-from jaxmp._autocast.products.multiply import Sides, sums_in
+from jaxmp._autocast.products.product import Sides, sums_in
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding
@@ -44,16 +44,6 @@ class Stored(NamedTuple):
     order: tuple[int, ...]
     side: int = 0
 
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """The shape of the scales, axes as those of the weight."""
-        shape = shape_of(self.scale)
-        return tuple(shape[i] for i in self.order)
-
-    def transposed(self, order: Sequence[int]) -> Stored:
-        """The weight, transposed."""
-        return self._replace(order=tuple(self.order[i] for i in order))
-
 
 @dataclasses.dataclass(frozen=True)
 class StoredDot(Op):
@@ -69,8 +59,7 @@ class StoredDot(Op):
         """See `Op.run`."""
         weight, eqn, other = self.weight, step.eqn, 1 - self.weight.side
         x = env.read(eqn.invars[other], step.casts[other])
-        ranks = len(shape_of(eqn.invars[0])), len(shape_of(eqn.invars[1]))
-        sides = Sides.of(product_axes(eqn), ranks)
+        sides = Sides.of(product_axes(eqn), *(len(shape_of(v)) for v in eqn.invars))
         product = _stored_product(sides, weight.side, weight.order, x.dtype)
         return [product(x, env.arrays[weight.values], env.arrays[weight.scale])]
 
@@ -97,7 +86,8 @@ def scale_after(plan: Plan, _planner: object = None) -> Plan:
             made_of.update(dict.fromkeys(eqn.outvars, origins))
             found = _stored(eqn, origins)
         elif eqn.primitive.name == "transpose" and atoms[0] in stored:
-            found = stored[atoms[0]].transposed(permutation(eqn))
+            before = stored[atoms[0]]
+            found = before._replace(order=tuple(before.order[i] for i in permutation(eqn)))
         elif eqn.primitive.name == "convert_element_type" and atoms:
             found = stored.get(atoms[0])
         else:
@@ -133,7 +123,8 @@ def _scaled_after(step: Step, stored: dict[Any, Stored]) -> Step:
         weight = stored.get(eqn.invars[side])
         if weight is None:
             continue
-        sizes, scales = shape_of(eqn.invars[side]), weight.scale_shape
+        sizes = shape_of(eqn.invars[side])
+        scales = [shape_of(weight.scale)[i] for i in weight.order]
         one = all(scales[i] == 1 for i in contracted[side])
         if one and all(n in (1, size) for n, size in zip(scales, sizes, strict=True)):
             op = StoredDot(weight._replace(side=side))

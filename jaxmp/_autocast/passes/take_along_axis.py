@@ -26,7 +26,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.environment import Environment
 from jaxmp._autocast.passes.value_refs import Inlined, ValueRef, aligned, positions
-from jaxmp._autocast.plan import DType, Op, Plan, Step
+from jaxmp._autocast.plan import Op, Plan, Step
 from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding
@@ -66,7 +66,7 @@ def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which picking one element of each row has a comparison for its gradient."""
     if plan.rules.low is None or not any(_looks_up(step, plan.rules) for step in plan.steps):
         return plan
-    program = Inlined.program(plan)
+    program = Inlined(plan.jaxpr, plan.consts)
     kept = dict(zip(plan.jaxpr.invars, plan.ins, strict=True))
     steps = []
     for step in plan.steps:
@@ -159,15 +159,11 @@ def _tangent(found: TakeAlongAxis, indices: Any, tangent: Any) -> Any:
     order = (*found.rows, *units)
     sizes = [index.shape[i] for i in found.rows]
     there = lax.expand_dims(index.transpose(order).reshape(sizes), [found.axis])
-    there = there.astype(_wide_enough(there.dtype))
+    if there.dtype.itemsize < 4:  # which may not count the positions of a row
+        there = there.astype(np.int32)
     if found.clamps:
         there = jnp.clip(there, 0, tangent.shape[found.axis] - 1)
     here = lax.broadcasted_iota(there.dtype, tangent.shape, found.axis)
     row = jnp.where(here == there, tangent, jnp.zeros_like(tangent))
     total = lax.reduce_sum(row, [found.axis])
     return lax.expand_dims(total, range(total.ndim, len(order))).transpose(np.argsort(order))
-
-
-def _wide_enough(dtype: DType) -> DType:
-    """A dtype that counts the positions of any row."""
-    return dtype if dtype.itemsize >= 4 else np.dtype(np.int32)

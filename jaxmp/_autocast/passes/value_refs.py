@@ -8,15 +8,13 @@ policy of its own is not looked into. Softmaxes, scores, masks and indices are a
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.plan import Plan
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._jaxprs.compat import dtype_of, shape_of
@@ -42,44 +40,34 @@ _FOLDED = flagged(Flag.FOLDED) | {*_VARYING}
 Axes = tuple[int | None, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Inlined:
     """A jaxpr: the program, or the jaxpr of a call in it.
 
     Attributes:
       made_by: for each variable, the equation that makes it.
       consts: the values of its constants.
+      results: its results.
       outer: of a call, the jaxpr that it is in; None of the program itself.
       operands: what its operands are there.
     """
 
-    made_by: Mapping[Any, JaxprEqn]
-    consts: Mapping[Any, Any]
-    outer: Inlined | None = None
-    operands: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def program(cls, plan: Plan) -> Inlined:
-        """The program of a plan."""
-        made_by = {var: step.eqn for step in plan.steps for var in step.eqn.outvars}
-        return cls(made_by, dict(zip(plan.jaxpr.constvars, plan.consts, strict=True)))
-
-    @functools.cached_property
-    def calls(self) -> dict[int, Inlined]:
-        """The calls in it that were looked into, by the identity of the equation."""
-        return {}
+    def __init__(
+        self, jaxpr: Any, consts: Sequence[Any], outer: Inlined | None = None, *operands: Any
+    ) -> None:
+        self.made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.consts = dict(zip(jaxpr.constvars, consts, strict=True))
+        self.results = jaxpr.outvars
+        self.outer = outer
+        self.operands = {} if outer is None else dict(zip(jaxpr.invars, operands, strict=True))
+        self._calls: dict[int, Inlined] = {}
 
     def call(self, eqn: JaxprEqn) -> Inlined:
         """The jaxpr inside a call."""
-        if id(eqn) not in self.calls:
+        if id(eqn) not in self._calls:
             [call] = inside(eqn)
-            jaxpr, consts = compat.closed(call.jaxpr)
-            made_by = {var: inner for inner in jaxpr.eqns for var in inner.outvars}
-            known = dict(zip(jaxpr.constvars, consts, strict=True))
-            outside = (eqn.invars[i] for i in call.operands)
-            operands = dict(zip(jaxpr.invars, outside, strict=True))
-            self.calls[id(eqn)] = Inlined(made_by, known, self, operands)
-        return self.calls[id(eqn)]
+            operands = (eqn.invars[i] for i in call.operands)
+            self._calls[id(eqn)] = Inlined(*compat.closed(call.jaxpr), self, *operands)
+        return self._calls[id(eqn)]
 
     def maker(self, atom: Any) -> JaxprEqn | None:
         """The equation that makes a value; None of an operand, a constant or a literal."""
@@ -100,8 +88,8 @@ class Inlined:
             if leaves_as_is(eqn):
                 atom = eqn.invars[eqn.outvars.index(atom)]
             elif compat.kind(eqn) == "jit" and not jitted_name(eqn).startswith(REGION):
-                jaxpr = compat.closed(inside(eqn)[0].jaxpr).jaxpr
-                atom, here = jaxpr.outvars[eqn.outvars.index(atom)], here.call(eqn)
+                here, i = here.call(eqn), eqn.outvars.index(atom)
+                atom = here.results[i]
             else:
                 break
         return ValueRef(atom, here, var)
@@ -298,14 +286,12 @@ class Selected(NamedTuple):
     """An array with a number in some places: ``where(mask, array, number)``.
 
     Attributes:
-      value: all of that.
       array: the array.
       number: the number.
       mask: where which of them is.
       where: whether the array is where the mask is true, or where it is false.
     """
 
-    value: ValueRef
     array: ValueRef
     number: Any
     mask: ValueRef
@@ -323,4 +309,4 @@ def selected(value: ValueRef) -> Selected | None:
     if sum(n is None for n in numbers) != 1:
         return None
     side = numbers.index(None)
-    return Selected(value, cases[side], numbers[1 - side], mask, where=side == 1)
+    return Selected(cases[side], numbers[1 - side], mask, where=side == 1)

@@ -19,9 +19,8 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.products.derivative import Pair
-from jaxmp._autocast.products.multiply import Axes
-from jaxmp._autocast.products.native import multiplies_blocks
-from jaxmp._autocast.products.product import ScaledProduct
+from jaxmp._autocast.products.native import chip_for
+from jaxmp._autocast.products.product import Axes, ScaledProduct, Sides, sums_in
 from jaxmp._autocast.products.quantize import QuantizedOperand, convert, kept
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import CAST, EMULATED
@@ -48,49 +47,6 @@ BLOCKS: Final = {
     "block": (Blocks(1, 128, e8m0=False), Blocks(128, 128, e8m0=False)),
     "mx": (Blocks(1, 32, e8m0=True), Blocks(1, 32, e8m0=True)),
 }
-
-
-class Operand(NamedTuple):
-    """How the axes of an operand make matrices, and their blocks.
-
-    Attributes:
-      batch: its batch axes.
-      free: the axes of its rows.
-      contracted: the axes that are summed, in the order of the other operand's.
-      blocks: what shares a scale.
-    """
-
-    batch: Axes
-    free: Axes
-    contracted: Axes
-    blocks: Blocks
-
-    @property
-    def order(self) -> Axes:
-        """Its axes, as matrices have them."""
-        return (*self.batch, *self.free, *self.contracted)
-
-    def matrices(self, x: Any) -> Any:
-        """The operand as matrices."""
-        sizes = [
-            math.prod(x.shape[i] for i in axes) for axes in (self.batch, self.free, self.contracted)
-        ]
-        return jnp.transpose(x, self.order).reshape(sizes)
-
-    def array(self, matrices: Any, shape: tuple[int, ...]) -> Any:
-        """The array of a shape that the matrices are of."""
-        order = self.order
-        back = tuple(order.index(i) for i in range(len(order)))
-        return jnp.transpose(matrices.reshape([shape[i] for i in order]), back)
-
-    def quantize(self, x: Any, fmt: Format) -> QuantizedOperand:
-        """The operand in 8 bits: values of its shape, and scales by batch and block."""
-        values, scale, _ = quantize_blocks(self.matrices(x), fmt, self.blocks)
-        return QuantizedOperand(self.array(values, x.shape), scale)
-
-    def quantized_matrices(self, x: QuantizedOperand) -> QuantizedOperand:
-        """What `quantize` made, as matrices."""
-        return QuantizedOperand(self.matrices(x.values), x.scale)
 
 
 def quantize_blocks(x: Any, fmt: Format, blocks: Blocks) -> QuantizedOperand:
@@ -139,25 +95,6 @@ def _from_bits(bits: Any) -> Any:
     return jnp.where(bits == np.iinfo(np.uint8).max, np.float32(np.nan), scale)
 
 
-def turned(x: Any, operand: Operand, fmt: Format) -> QuantizedOperand:
-    """The matrices of an operand, transposed, as the gradient of the other operand sums them.
-
-    Square blocks stay what they are. Others are quantized again, in blocks along the new sums.
-
-    Args:
-      x: what `Operand.quantize` made, or the operand as it is.
-      operand: how its axes make matrices.
-      fmt: the format to quantize in.
-    """
-    blocks = operand.blocks
-    if not isinstance(x, QuantizedOperand):
-        return quantize_blocks(jnp.swapaxes(operand.matrices(x), 1, 2), fmt, blocks)
-    x = operand.quantized_matrices(x)
-    if blocks.rows == blocks.sums:
-        return QuantizedOperand(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
-    return quantize_blocks(jnp.swapaxes(dequantize_blocks(x, blocks), 1, 2), fmt, blocks)
-
-
 def multiply_blocks(
     a: QuantizedOperand, b: QuantizedOperand, blocks: tuple[Blocks, Blocks], dtype: Any
 ) -> Any:
@@ -166,8 +103,7 @@ def multiply_blocks(
     Accumulated in float32. Where all scales are e8m0 and the hardware multiplies such blocks, it
     does.
     """
-    # A sum beyond float16 is scaled in float32.
-    sums = np.dtype(np.float32) if np.dtype(dtype) == np.float16 else np.dtype(dtype)
+    sums = sums_in(dtype)
 
     def emulated(a: QuantizedOperand, b: QuantizedOperand) -> Any:
         left, right = (dequantize_blocks(x, k) for x, k in zip((a, b), blocks, strict=True))
@@ -187,7 +123,7 @@ def multiply_blocks(
         missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
         return lax.pcast(out, missing, to="varying") if missing else out
 
-    if all(k.e8m0 for k in blocks) and multiplies_blocks():
+    if all(k.e8m0 for k in blocks) and chip_for().multiplies("mx"):
         out = lax.platform_dependent(a, b, cuda=native, default=emulated)
     else:
         out = emulated(a, b)
@@ -215,51 +151,6 @@ def _scaled_matmul(dtype: Any) -> Callable[..., Any]:
     return call  # type: ignore[no-any-return, unused-ignore]
 
 
-def contract_blocks(
-    copies: tuple[QuantizedOperand, QuantizedOperand], operands: tuple[Operand, Operand], dtype: Any
-) -> Any:
-    """The contraction of two quantized operands."""
-    pairs = list(zip(copies, operands, strict=True))
-    left, right = (of.quantized_matrices(x) for x, of in pairs)
-    out = multiply_blocks(left, right, (operands[0].blocks, operands[1].blocks), dtype)
-    batch = [copies[0].values.shape[i] for i in operands[0].batch]
-    free = [x.values.shape[i] for x, of in pairs for i in of.free]
-    return out.reshape(batch + free)
-
-
-def gradient_blocks(
-    g: Any, other: Any, operands: tuple[Operand, Operand], of: int, fmt: Format, dtype: Any
-) -> Any:
-    """The gradient of an operand of `contract_blocks`.
-
-    Args:
-      g: the gradient of the result.
-      other: the other operand, quantized, or as it is.
-      operands: both.
-      of: which one's gradient it is.
-      fmt: the format to quantize in.
-      dtype: of the gradient.
-    """
-    mine, others = operands[of], operands[1 - of]
-    n, end = len(mine.batch), len(mine.batch) + len(operands[0].free)
-    rows, sums = tuple(range(n, end)), tuple(range(end, g.ndim))
-    if of == 1:
-        rows, sums = sums, rows
-    gradient = Operand(tuple(range(n)), rows, sums, others.blocks._replace(rows=1))
-    out = multiply_blocks(
-        quantize_blocks(gradient.matrices(g), fmt, gradient.blocks),
-        turned(other, others, fmt),
-        (gradient.blocks, others.blocks),
-        dtype,
-    )
-    sizes = dict(
-        zip(mine.batch + mine.free, [g.shape[i] for i in gradient.batch + rows], strict=True)
-    )
-    shape = other.values.shape if isinstance(other, QuantizedOperand) else other.shape
-    sizes.update(zip(mine.contracted, [shape[i] for i in others.contracted], strict=True))
-    return mine.array(out, tuple(sizes[i] for i in range(len(sizes))))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockProduct(ScaledProduct):
     """A `lax.dot_general` under a recipe whose scales are of blocks.
@@ -268,45 +159,77 @@ class BlockProduct(ScaledProduct):
     quantized again along what is summed there.
     """
 
-    @property
-    def operands(self) -> tuple[Operand, Operand]:
-        """How its operands make matrices, and their blocks."""
-        sides, blocks = self.sides, BLOCKS[self.recipe.granularity]
-        left, right = (
-            Operand(sides.batch[k], sides.free[k], sides.contracted[k], blocks[k == self.weight])
-            for k in range(2)
-        )
-        return left, right
+    def blocks(self, of: int) -> Blocks:
+        """The blocks of an operand."""
+        return BLOCKS[self.recipe.granularity][of == self.weight]
 
-    def shared(self, of: int) -> Operand:
-        """See `Contraction`."""
-        return self.operands[of]
+    def shared(self, of: int) -> Any:
+        """See `Contraction`: the blocks, of matrices of these axes."""
+        return self.blocks(of), *(axes[of] for axes in self.sides)
 
     def copy(self, x: Any, of: int) -> QuantizedOperand:
-        """See `Contraction`."""
-        return self.operands[of].quantize(x, self.forward)
+        """See `Contraction`: values of the operand's shape, and scales by batch and block."""
+        copy = quantize_blocks(_matrices(x, self.sides, of), self.forward, self.blocks(of))
+        shape = [x.shape[i] for i in self.sides.order(of)]
+        return copy._replace(values=_array(copy.values, shape, self.sides.order(of)))
 
     def as_bits(self, copy: QuantizedOperand, of: int) -> QuantizedOperand:
         """See `Contraction`."""
         kept = super().as_bits(copy, of)
-        e8m0 = self.operands[of].blocks.e8m0
-        return kept._replace(scale=_to_bits(kept.scale)) if e8m0 else kept
+        return kept._replace(scale=_to_bits(kept.scale)) if self.blocks(of).e8m0 else kept
 
     def of_bits(self, kept: QuantizedOperand, of: int) -> QuantizedOperand:
         """See `Contraction`."""
         copy = super().of_bits(kept, of)
-        e8m0 = self.operands[of].blocks.e8m0
-        return copy._replace(scale=_from_bits(copy.scale)) if e8m0 else copy
+        return copy._replace(scale=_from_bits(copy.scale)) if self.blocks(of).e8m0 else copy
 
     def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
         if not self.forward.scaled:
             return super().multiply(operands, copies, sizes)
-        return contract_blocks(copies, self.operands, self.dtype)
+        left, right = (_matrices(copy, self.sides, k) for k, copy in enumerate(copies))
+        out = multiply_blocks(left, right, (self.blocks(0), self.blocks(1)), self.dtype)
+        shapes, free = [x.shape for x in operands], self.sides.free
+        batch = [shapes[0][i] for i in self.sides.batch[0]]
+        return out.reshape(batch + [shapes[k][i] for k in range(2) for i in free[k]])
 
-    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any], sharding: Any) -> Any:
+    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
         fmt = self.backward(of)
         if not fmt.scaled:
-            return super().gradient(of, g, other, sizes, sharding)
-        return gradient_blocks(g, other, self.operands, of, fmt, self.dtype)
+            return super().gradient(of, g, other, sizes)
+        sides, _ = self.sides.gradient(of)
+        blocks = self.blocks(1 - of)._replace(rows=1), self.blocks(1 - of)
+        left = quantize_blocks(_matrices(g, sides, 0), fmt, blocks[0])
+        out = multiply_blocks(left, self._transposed(other, 1 - of, fmt), blocks, self.dtype)
+        shape = other.values.shape if isinstance(other, QuantizedOperand) else other.shape
+        rows = [g.shape[i] for i in sides.batch[0] + sides.free[0]]
+        summed = [shape[i] for i in self.sides.contracted[1 - of]]
+        return _array(out, rows + summed, self.sides.order(of))
+
+    def _transposed(self, x: Any, of: int, fmt: Format) -> QuantizedOperand:
+        """The matrices of an operand, transposed, as the gradient of the other operand sums them.
+
+        Square blocks stay what they are. Others are quantized again, in blocks along the new sums.
+        """
+        blocks, x = self.blocks(of), _matrices(x, self.sides, of)
+        if isinstance(x, QuantizedOperand):
+            if blocks.rows == blocks.sums:
+                return QuantizedOperand(*(jnp.swapaxes(v, 1, 2) for v in x[:2]))
+            x = dequantize_blocks(x, blocks)
+        return quantize_blocks(jnp.swapaxes(x, 1, 2), fmt, blocks)
+
+
+def _matrices(x: Any, sides: Sides, of: int) -> Any:
+    """An operand, or its copy, as matrices: its free axes are their rows."""
+    if isinstance(x, QuantizedOperand):
+        return QuantizedOperand(_matrices(x.values, sides, of), x.scale)
+    parts = sides.batch[of], sides.free[of], sides.contracted[of]
+    sizes = [math.prod(x.shape[i] for i in axes) for axes in parts]
+    return jnp.transpose(x, sides.order(of)).reshape(sizes)
+
+
+def _array(matrices: Any, shape: Sequence[int], order: Axes) -> Any:
+    """The array that matrices are of, by its sizes in an order of its axes."""
+    back = tuple(order.index(i) for i in range(len(order)))
+    return jnp.transpose(matrices.reshape(shape), back)

@@ -1,4 +1,4 @@
-"""A contraction under a recipe: its value, and by a derivative rule its gradient's products."""
+"""A contraction under a recipe: its value, and by a rule its gradient's products; and its op."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
-from jaxmp._autocast.products.quantize import QuantizedOperand, as_bits, of_bits, quantize
+from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.environment import Environment
+from jaxmp._autocast.plan import Step
+from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
 from jaxmp._jaxprs.attributes import explicit_sharding, refuses_forward_mode
 from jaxmp.recipes import FORMATS, Format, Recipe
 
@@ -42,7 +46,7 @@ class Contraction(abc.ABC):
       weight: which operand is the weight: 0 or 1.
       dtype: the dtype of the result, or of the gradient that `gradient` gives.
       name: what an error calls it.
-      sharding: how the result is sharded, where the author says so.
+      sharding: how that is sharded, where its type is to say so.
     """
 
     recipe: Recipe
@@ -76,9 +80,7 @@ class Contraction(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gradient(
-        self, of: int, g: Any, other: Any, sizes: Sequence[Any], sharding: NamedSharding | None
-    ) -> Any:
+    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
         """The gradient of an operand, from the result's gradient and the other operand, as saved.
 
         Args:
@@ -86,7 +88,6 @@ class Contraction(abc.ABC):
           g: the gradient of the result.
           other: the other operand, in 8 bits if it was.
           sizes: as for `multiply`.
-          sharding: how the gradient is to be sharded, if its type is to say so.
         """
 
     def quantize(self, x: Any, of: int) -> Copy | None:
@@ -94,19 +95,30 @@ class Contraction(abc.ABC):
         if not self.forward.scaled:
             return None
         copy = self.copy(lax.stop_gradient(x), of)
-        return Copy(copy, self.as_bits(copy, of)._replace(mark=_zero_of(x)))
+        mark = jnp.sum(x[:0], dtype=jnp.float32)  # of none of it: a zero, differentiated where x is
+        return Copy(copy, self.as_bits(copy, of)._replace(mark=mark))
 
     def copy(self, x: Any, of: int) -> QuantizedOperand:
         """An operand in 8 bits."""
         return quantize(x, self.forward, self.shared(of))
 
     def as_bits(self, copy: QuantizedOperand, _of: int) -> QuantizedOperand:
-        """The copy of an operand as it is kept for the backward pass."""
-        return as_bits(copy)
+        """The copy of an operand as it is kept for the backward pass: integers of 8 bits.
+
+        `jax.checkpoint` rounds the floats that it keeps to their own format, to keep XLA from
+        computing with more precision; but e4m3 as `lax.reduce_precision` has it ends at 240, and
+        beyond is NaN.
+        """
+        if copy.values.dtype == np.int8:
+            return copy
+        return copy._replace(values=lax.bitcast_convert_type(copy.values, np.uint8))
 
     def of_bits(self, kept: QuantizedOperand, _of: int) -> QuantizedOperand:
         """The copy of an operand that `as_bits` was given."""
-        return of_bits(kept, self.forward)
+        if kept.values.dtype == np.int8:
+            return kept
+        dtype = np.dtype(self.forward.name)
+        return kept._replace(values=lax.bitcast_convert_type(kept.values, dtype))
 
     def saved(self, x: Any, copy: Copy | None, of: int) -> Any:
         """What is kept of an operand for the backward pass: what is read there, if narrower."""
@@ -116,17 +128,12 @@ class Contraction(abc.ABC):
         return x.astype(fmt.name) if fmt.bits < 8 * x.dtype.itemsize else x
 
 
-def _zero_of(x: Any) -> Any:
-    """A zero that is differentiated where `x` is: the sum of none of it."""
-    return jnp.sum(x[:0], dtype=jnp.float32)
-
-
 def contract(
     product: Contraction,
     operands: Pair,
     copies: Pair,
     sizes: Sequence[Any] = (),
-    parameters: Mapping[int, Any] = MappingProxyType({}),
+    parameters: Mapping[int, Any] | None = None,
 ) -> Any:
     """The contraction, and by its derivative rule the two products of its gradient.
 
@@ -140,8 +147,8 @@ def contract(
     """
     # Computed in the open, where the policies of `jax.checkpoint` see a product that they may save.
     plain = lax.stop_gradient(operands)
-    eight = lax.stop_gradient((copies[0] and copies[0].array, copies[1] and copies[1].array))
-    by = tuple(parameters.get(k, operands[k]) for k in range(2))
+    eight = lax.stop_gradient(tuple(copy and copy.array for copy in copies))
+    by = tuple((parameters or {}).get(k, operands[k]) for k in range(2))
     out = product.multiply(plain, eight, sizes)
     try:
         return _rule(product)(out, by, operands, copies, tuple(sizes))
@@ -173,10 +180,8 @@ def _rule(product: Contraction) -> Callable[..., Any]:
         saved, types, sizes = residuals
 
         def gradient(of: int) -> Any:
-            once = _once(
-                dataclasses.replace(product, dtype=types[of].dtype), of, types[of].sharding
-            )
-            return once(g, saved[1 - of], sizes)
+            made = dataclasses.replace(product, **types[of]._asdict())
+            return _once(made, of)(g, saved[1 - of], sizes)
 
         return None, (gradient(0), gradient(1)), None, None, None
 
@@ -193,7 +198,7 @@ class _Type(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _once(product: Contraction, of: int, sharding: NamedSharding | None) -> Callable[..., Any]:
+def _once(product: Contraction, of: int) -> Callable[..., Any]:
     """The product that gives the gradient of an operand.
 
     In 8 bits it cannot be differentiated again. That an operand of it is differentiated shows in
@@ -203,7 +208,7 @@ def _once(product: Contraction, of: int, sharding: NamedSharding | None) -> Call
     def gradient(g: Any, other: Any, sizes: Any) -> Any:
         if isinstance(other, QuantizedOperand):
             other = product.of_bits(other, 1 - of)
-        return product.gradient(of, g, other, sizes, sharding)
+        return product.gradient(of, g, other, sizes)
 
     def refused(_primals: Any, _tangents: Any) -> Any:
         raise TypeError(
@@ -217,3 +222,36 @@ def _once(product: Contraction, of: int, sharding: NamedSharding | None) -> Call
     guarded = jax.custom_jvp(gradient)
     guarded.defjvp(refused)
     return guarded
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedDot(Dot):
+    """Multiplies as a recipe says.
+
+    Attributes:
+      product: how.
+    """
+
+    product: Contraction = dataclasses.field(kw_only=True)
+
+    def run(self, step: Step, env: Environment) -> list[Any]:
+        """See `Op.run`."""
+        left, right, *sizes = env.operands(step)
+        copies = (self._copy(step, left, 0, env), self._copy(step, right, 1, env))
+        by = {i: given.moved() for i, given in self.given(step, env).items()}
+        return [contract(self.product, (left, right), copies, sizes, by)]
+
+    def _copy(self, step: Step, operand: Any, of: int, env: Environment) -> Any:
+        """What the recipe makes of an operand; one copy for all steps that read it so."""
+        atom = step.eqn.invars[of]
+        if isinstance(atom, Literal):
+            return self.product.quantize(operand, of)
+        key = (operand.dtype, self.product.forward, self.product.shared(of))
+        copies = env.copies.setdefault(atom, {})
+        if key not in copies:
+            copies[key] = self.product.quantize(operand, of)
+        return copies[key]
+
+    def unchanged(self, _step: Step) -> bool:
+        """See `Op.unchanged`."""
+        return False

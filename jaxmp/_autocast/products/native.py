@@ -12,41 +12,23 @@ from typing import Any
 
 import jax
 
-from jaxmp._speed import chip_of
+from jaxmp._chip_words import chip_in
+from jaxmp._speed import Chip, chip_named, chip_of
 from jaxmp.dtypes import default_device
 
 
-def multiplies_float8(device: Any = None) -> bool:
-    """Whether a device multiplies float8 as it is.
-
-    Args:
-      device: a `jax.Device` or `jax.sharding.AbstractDevice`; by default the one that what is
-        traced now is for.
-
-    Example:
-      >>> from jax.sharding import AbstractDevice
-      >>> multiplies_float8(AbstractDevice("NVIDIA H100", num_cores=None, platform="gpu"))
-      True
-      >>> multiplies_float8(AbstractDevice("cpu", num_cores=None, platform="cpu"))
-      False
-    """
-    return chip_of(traced_for() if device is None else device).multiplies("float8_e4m3fn")
-
-
-def multiplies_blocks(device: Any = None) -> bool:
-    """Whether a device multiplies blocks with e8m0 scales as they are.
-
-    Args:
-      device: As for `multiplies_float8`.
+def chip_for(word: str = "") -> Chip:
+    """The chip that a policy's word names, as ``auto@gpu-h100``; else that of `traced_for`.
 
     Example:
       >>> from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
       >>> b200 = AbstractDevice("NVIDIA B200", num_cores=None, platform="gpu")
       >>> with use_abstract_mesh(AbstractMesh((), (), abstract_device=b200)):
-      ...     multiplies_blocks()
-      True
+      ...     chip_for().multiplies("mx"), chip_for("auto@gpu-h100").multiplies("mx")
+      (True, False)
     """
-    return chip_of(traced_for() if device is None else device).multiplies("mx")
+    name = chip_in(word)
+    return chip_named(name) if name else chip_of(traced_for())
 
 
 def traced_for() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,69 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._autocast.products.derivative import Contraction, Pair
-from jaxmp._autocast.products.multiply import Axes, Dims, Sides, gradient_sides, multiply
 from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
 from jaxmp._jaxprs.float32_dot import dot_in_float32
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS, Format
+
+Axes = tuple[int, ...]
+
+
+class Sides(NamedTuple):
+    """The axes of the two operands of a contraction, by what becomes of them.
+
+    The axes of the result are the batch axes, the free ones of the left operand, and those of the
+    right.
+    """
+
+    contracted: tuple[Axes, Axes]
+    batch: tuple[Axes, Axes]
+    free: tuple[Axes, Axes]
+
+    @classmethod
+    def of(cls, dims: Any, *ranks: int) -> Sides:
+        """From ``dimension_numbers`` and the operands' numbers of axes."""
+        contracted, batch = (tuple(map(tuple, pair)) for pair in dims)
+        free = tuple(
+            tuple(i for i in range(rank) if i not in (*contracted[k], *batch[k]))
+            for k, rank in enumerate(ranks)
+        )
+        return cls(contracted, batch, free)  # type: ignore[arg-type]
+
+    def in_result(self, side: int) -> Axes:
+        """Where the free axes of an operand are in the result."""
+        start = len(self.batch[0]) + (len(self.free[0]) if side else 0)
+        return tuple(range(start, start + len(self.free[side])))
+
+    def order(self, side: int) -> Axes:
+        """The axes of an operand: of its batch, free, contracted."""
+        return (*self.batch[side], *self.free[side], *self.contracted[side])
+
+    def laid_out(self, array: Any, side: int) -> Any:
+        """What varies over an operand's batch and free axes alone, over those of the result."""
+        array = jnp.transpose(array, self.order(side))
+        kept = array.shape[: len(self.batch[side]) + len(self.free[side])]
+        n_batch, ones = len(self.batch[0]), (1,) * len(self.free[1 - side])
+        shape = (*kept, *ones) if side == 0 else (*kept[:n_batch], *ones, *kept[n_batch:])
+        return array.reshape(shape)
+
+    def gradient(self, of: int) -> tuple[Sides, Axes]:
+        """The contraction that gives the gradient of an operand, and how its result is transposed.
+
+        The gradient that comes in, with the axes of the contraction's result, is the left operand;
+        the other operand is the right one.
+        """
+        other = 1 - of
+        summed = tuple(sorted(self.contracted[other]))
+        gradient = Sides(
+            contracted=(self.in_result(other), self.free[other]),
+            batch=(tuple(range(len(self.batch[0]))), self.batch[other]),
+            free=(self.in_result(of), summed),
+        )
+        # The result's axes: batch, the operand's free axes, the other's contracted ones in order.
+        contracted = [self.contracted[of][self.contracted[other].index(axis)] for axis in summed]
+        axes = (*self.batch[of], *self.free[of], *contracted)
+        return gradient, tuple(axes.index(i) for i in range(len(axes)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,47 +83,33 @@ class ScaledProduct(Contraction):
     """A `lax.dot_general` under a recipe.
 
     Attributes:
-      dims: its ``dimension_numbers``.
-      ranks: how many axes its operands have.
+      sides: the axes of its operands.
     """
 
-    dims: Dims
-    ranks: tuple[int, int]
-
-    @property
-    def sides(self) -> Sides:
-        """The axes of its operands."""
-        return Sides.of(self.dims, self.ranks)
+    sides: Sides
 
     @property
     def folds(self) -> bool:
-        """Whether each operand has one scale; see `multiply`."""
+        """Whether each operand has one scale; see `scaled`."""
         return self.recipe.granularity == "tensor"
 
     def shared(self, of: int) -> Any:
         """See `Contraction`."""
-        if self.recipe.granularity == "tensor":
-            return tuple(range(self.ranks[of]))
-        return self.sides.contracted[of]
+        return tuple(sorted(self.sides.order(of))) if self.folds else self.sides.contracted[of]
 
     def multiply(self, operands: Pair, copies: Pair, _sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
         if self.forward.scaled:
-            a, b = copies
-            return self._multiply(a, b, self.sides, self.sharding, exact=False)
-        a, b = operands
-        return _plain(a, b, self.forward, self.sides, self.dtype, self.sharding)
+            return self.multiply_scaled(*copies, self.sides, self.sharding)
+        return _plain(*operands, self.forward, self.sides, self.dtype, self.sharding)
 
-    def gradient(
-        self, of: int, g: Any, other: Any, _sizes: Sequence[Any], sharding: NamedSharding | None
-    ) -> Any:
+    def gradient(self, of: int, g: Any, other: Any, _sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
-        sides, order = gradient_sides(self.sides, of)
-        sharding = sharding and _before(sharding, order)
+        sides, order = self.sides.gradient(of)
+        sharding = self.sharding and _before(self.sharding, order)
         fmt = self.backward(of)
         if not fmt.scaled:
             return jnp.transpose(_plain(g, other, fmt, sides, self.dtype, sharding), order)
-        shared = range(g.ndim) if self.folds else sides.contracted[0]
         if not isinstance(other, QuantizedOperand):
             axes = range(other.ndim) if self.folds else sides.contracted[1]
             other = quantize(other, FORMATS[self.recipe.operand_of(fmt.short)], axes)
@@ -73,14 +117,39 @@ class ScaledProduct(Contraction):
             # The saved scale varies along what is contracted here: it goes into the gradient.
             with jax.named_scope(CAST):
                 g = g.astype(jnp.float32) * self.sides.laid_out(other.scale, 1 - of)
-            other = QuantizedOperand(other.values, _ones(other.scale, sides.contracted[1]))
-        copy = quantize(g, fmt, shared)
-        return jnp.transpose(self._multiply(copy, other, sides, sharding, exact=True), order)
+            other = other._replace(scale=None)
+        copy = quantize(g, fmt, range(g.ndim) if self.folds else sides.contracted[0])
+        out = self.multiply_scaled(copy, other, sides, sharding, lax.Precision.HIGHEST)
+        return jnp.transpose(out, order)
 
-    def _multiply(
-        self, a: QuantizedOperand, b: QuantizedOperand, sides: Sides, sharding: Any, *, exact: bool
+    def multiply_scaled(
+        self,
+        a: QuantizedOperand,
+        b: QuantizedOperand,
+        sides: Sides,
+        sharding: NamedSharding | None = None,
+        precision: lax.Precision = lax.Precision.DEFAULT,
     ) -> Any:
-        return multiply(a, b, sides, self.dtype, exact=exact, folds=self.folds, sharding=sharding)
+        """The contraction of quantized arrays whose scales do not vary along what is contracted.
+
+        Args:
+          a: the left operand.
+          b: the right operand; without a scale, if that is in the left one.
+          sides: their axes.
+          sharding: how the result is sharded, where its type is to say so.
+          precision: the highest accumulates in float32 on hardware that can do with less.
+        """
+        sums = np.dtype(np.int32) if a.values.dtype == np.int8 else sums_in(self.dtype)
+        out = lax.dot_general(
+            a.values,
+            b.values,
+            (sides.contracted, sides.batch),
+            precision=precision,
+            preferred_element_type=sums,
+            out_sharding=sharding,
+        )
+        scales = [sides.laid_out(x.scale, k) for k, x in enumerate((a, b)) if x.scale is not None]
+        return scaled(out, scales, np.dtype(self.dtype), folds=self.folds)
 
 
 def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any, sharding: Any) -> Any:
@@ -103,6 +172,26 @@ def _before(sharding: NamedSharding, order: Axes) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
-def _ones(scale: Any, axes: Axes) -> Any:
-    shape = [1 if i in axes else n for i, n in enumerate(scale.shape)]
-    return jnp.ones(shape, scale.dtype)
+@jax.named_scope(CAST)
+def scaled(out: Any, scales: Sequence[Any], dtype: Any, *, folds: bool = False) -> Any:
+    """Sums of products of 8 bits, scaled.
+
+    Args:
+      out: the sums.
+      scales: laid out as they are.
+      dtype: of the result.
+      folds: whether there is one scale, which XLA gives to the call if it need not convert the
+        result for it: in `dtype`, which has the powers of two that floats' scales are. Those of
+        int8 are not; but it has none of a whole array.
+    """
+    if folds and out.dtype == dtype:
+        return out * (scales[0] * scales[1]).astype(dtype)
+    out = out.astype(np.float32)
+    for scale in scales:  # one by one: the product of two small ones may be zero
+        out = out * scale
+    return out.astype(dtype)
+
+
+def sums_in(dtype: Any) -> Any:
+    """What an unscaled product is returned in: float16 would overflow before it is scaled."""
+    return np.dtype(np.float32) if np.dtype(dtype) == np.float16 else np.dtype(dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._autocast.products.native import multiplies_float8
+from jaxmp._autocast.products.native import chip_for
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp._quantize.rounding import scale_of
 from jaxmp.recipes import Format
@@ -49,7 +49,8 @@ def quantize(x: Any, fmt: Format, axes: Sequence[int]) -> QuantizedOperand:
       axes: the axes of `x` that share a scale.
     """
     values, scale, _ = convert(x, fmt, axes)
-    return QuantizedOperand(values if multiplies_float8() else kept(values), scale)
+    native = chip_for().multiplies("float8_e4m3fn")
+    return QuantizedOperand(values if native else kept(values), scale)
 
 
 @jax.named_scope(CAST)
@@ -81,21 +82,3 @@ def kept(values: Any) -> Any:
 def dequantize(x: QuantizedOperand) -> Any:
     """The array, in float32."""
     return x.values.astype(jnp.float32) * x.scale
-
-
-def as_bits(x: QuantizedOperand) -> QuantizedOperand:
-    """The array with its values as integers of 8 bits, to be kept for the backward pass.
-
-    `jax.checkpoint` rounds the floats that it keeps to their own format, to keep XLA from computing
-    with more precision; but e4m3 as `lax.reduce_precision` has it ends at 240, and beyond is NaN.
-    """
-    if x.values.dtype == np.int8:
-        return x
-    return x._replace(values=lax.bitcast_convert_type(x.values, np.uint8))
-
-
-def of_bits(x: QuantizedOperand, fmt: Format) -> QuantizedOperand:
-    """The array that `as_bits` was given."""
-    if x.values.dtype == np.int8:
-        return x
-    return x._replace(values=lax.bitcast_convert_type(x.values, np.dtype(fmt.name)))

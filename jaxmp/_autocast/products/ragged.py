@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 
 from jaxmp._autocast.products.derivative import Contraction, Pair
-from jaxmp._autocast.products.multiply import Axes
+from jaxmp._autocast.products.product import Axes, scaled
 from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
 from jaxmp._jaxprs.scopes import CAST
-from jaxmp.recipes import FORMATS
+from jaxmp.recipes import FORMATS, Format
 
 # rows[m, k] by matrices[g, k, n]; its gradients, by the rows and by the matrices.
 ROWS: Final = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
@@ -40,18 +40,17 @@ class RaggedProduct(Contraction):
     def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
         if not self.forward.scaled:
-            rows, matrices = (x.astype(self.forward.name) for x in operands)
-            return _ragged(rows, matrices, sizes, ROWS, self.forward.name).astype(self.dtype)
+            return self._plain(*operands, sizes, ROWS, self.forward)
         rows, matrices = copies
-        scales = rows.scale, _of_rows(matrices.scale, sizes, len(rows.values))
-        return _scaled(rows, matrices, sizes, ROWS, scales, self.dtype)
+        scales = [rows.scale, _of_rows(matrices.scale, sizes, len(rows.values))]
+        out = _ragged(rows.values, matrices.values, sizes, ROWS, _sums(rows))
+        return scaled(out, scales, self.dtype)
 
-    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any], _sharding: Any) -> Any:
+    def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
         """See `Contraction`."""
         numbers, fmt = (_BY_MATRICES if of else _BY_ROWS), self.backward(of)
         if not fmt.scaled:
-            left, right = (x.astype(fmt.name) for x in ((other, g) if of else (g, other)))
-            return _ragged(left, right, sizes, numbers, fmt.name).astype(self.dtype)
+            return self._plain(*((other, g) if of else (g, other)), sizes, numbers, fmt)
         if not isinstance(other, QuantizedOperand):
             as_forward = FORMATS[self.recipe.operand_of(fmt.short)]
             other = quantize(other, as_forward, self.shared(1 - of))
@@ -65,40 +64,30 @@ class RaggedProduct(Contraction):
                 g = g * (other.scale if of else _of_rows(other.scale, sizes, len(g)))
             copy = quantize(g, fmt, (1 - of,))
             scales = [copy.scale]
-        if of:
-            scales = [scale[None] for scale in scales]
-            return _scaled(other, copy, sizes, numbers, scales, self.dtype, exact=True)
-        return _scaled(copy, other, sizes, numbers, scales, self.dtype, exact=True)
+        left, right = (x.values for x in ((other, copy) if of else (copy, other)))
+        out = _ragged(left, right, sizes, numbers, _sums(copy), lax.Precision.HIGHEST)
+        return scaled(out, [scale[None] for scale in scales] if of else scales, self.dtype)
+
+    def _plain(self, a: Any, b: Any, sizes: Sequence[Any], numbers: Any, fmt: Format) -> Any:
+        a, b = a.astype(fmt.name), b.astype(fmt.name)
+        return _ragged(a, b, sizes, numbers, fmt.name).astype(self.dtype)
 
 
 def _ragged(
-    a: Any, b: Any, sizes: Sequence[Any], numbers: Any, dtype: Any, *, exact: bool = False
+    a: Any,
+    b: Any,
+    sizes: Sequence[Any],
+    numbers: Any,
+    dtype: Any,
+    precision: lax.Precision = lax.Precision.DEFAULT,
 ) -> Any:
     return lax.ragged_dot_general(
-        a,
-        b,
-        sizes[0],
-        numbers,
-        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
-        preferred_element_type=np.dtype(dtype),
+        a, b, sizes[0], numbers, precision=precision, preferred_element_type=np.dtype(dtype)
     )
 
 
-def _scaled(
-    a: QuantizedOperand,
-    b: QuantizedOperand,
-    sizes: Sequence[Any],
-    numbers: Any,
-    scales: Sequence[Any],
-    dtype: Any,
-    **options: Any,
-) -> Any:
-    sums = np.int32 if a.values.dtype == np.int8 else np.float32
-    out = _ragged(a.values, b.values, sizes, numbers, sums, **options).astype(np.float32)
-    with jax.named_scope(CAST):
-        for scale in scales:  # one by one: the product of two small ones may be zero
-            out = out * scale
-        return out.astype(dtype)
+def _sums(x: QuantizedOperand) -> Any:
+    return np.int32 if x.values.dtype == np.int8 else np.float32
 
 
 @jax.named_scope(CAST)

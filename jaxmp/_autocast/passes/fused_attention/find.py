@@ -1,4 +1,4 @@
-"""Attention that a kernel computes, where a policy asks for it: a pass.
+"""Attention that a kernel computes, where a policy asks for it: a pass, and its op.
 
 A softmax followed by a product is found as `softmax_vjp` finds it; from its scores `scores` goes
 back to the product of queries and keys. Where that is all that anything reads, the kernel takes
@@ -12,33 +12,140 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 
 from jaxmp._autocast.bind import Bind, Drop
 from jaxmp._autocast.contract import Dot
-from jaxmp._autocast.passes.fused_attention.kernels import KernelCall, kernel_of, refusal
-from jaxmp._autocast.passes.fused_attention.layout import is_causal, is_whole, layout_of
-from jaxmp._autocast.passes.fused_attention.op import FusedAttention
-from jaxmp._autocast.passes.fused_attention.scores import NoKernelError, NotFusedError, scores_of
-from jaxmp._autocast.passes.softmaxes import Path, softmax_paths
+from jaxmp._autocast.environment import Environment, cast
+from jaxmp._autocast.passes.fused_attention.kernels import (
+    Kernel,
+    KernelCall,
+    attention,
+    kernel_of,
+    refusal,
+)
+from jaxmp._autocast.passes.fused_attention.layout import FEATURES, Layout, layout_of
+from jaxmp._autocast.passes.fused_attention.scores import Bias, Mask, NotFusedError, scores_of
+from jaxmp._autocast.passes.softmaxes import Softmax, softmaxes
 from jaxmp._autocast.passes.stored_weights import StoredDot
-from jaxmp._autocast.passes.value_refs import Inlined
-from jaxmp._autocast.plan import Plan, Step
-from jaxmp._autocast.products.native import traced_for
-from jaxmp._autocast.products.op import QuantizedDot
+from jaxmp._autocast.passes.value_refs import Axes, Inlined, ValueRef, evaluate, leaves
+from jaxmp._autocast.plan import Op, Plan, Step
+from jaxmp._autocast.products.derivative import QuantizedDot
+from jaxmp._autocast.products.native import chip_for
 from jaxmp._autocast.rules import FLOAT32, region_rules
 from jaxmp._autocast.why import Kind
-from jaxmp._chip_words import chip_in
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
+from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.source import is_backward
-from jaxmp._speed import Chip, chip_named, chip_of
+from jaxmp._speed import Chip
 
 READ = "something else reads its scores or its probabilities"
 BACKWARD = ", as a backward pass does: transform the function first, and then take its gradient"
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedAttention(Op):
+    """Attention: both its products, and what is between them.
+
+    Attributes:
+      kernel: what computes it.
+      call: how.
+      chip: on what it does, by name.
+      layout: which axis is which.
+      scores: the step of the first product, by which its operands are read.
+      side: which operand of the second product the probabilities are.
+      biases: what is added to the scores.
+      masks: where they are, without the causal mask.
+    """
+
+    kernel: Kernel
+    call: KernelCall
+    chip: str
+    layout: Layout
+    scores: Step
+    side: int
+    biases: tuple[Bias, ...]
+    masks: tuple[Mask, ...]
+
+    def run(self, step: Step, env: Environment) -> list[Any]:
+        """See `Op.run`."""
+
+        def wide(atom: Any) -> Any:
+            array = env.array(atom)
+            return cast(array, FLOAT32) if dtype_of(atom) == FLOAT32 else array
+
+        q, k = env.operands(self.scores)
+        other = 1 - self.side
+        v = env.read(step.eqn.invars[other], step.casts[other])
+        beside = [evaluate(value, wide) for value in self._beside]
+        arrays = self.arrays(step, q, k, v, *beside)
+        return [self.layout.from_result(attention(self.kernel, self.call)(*arrays))]
+
+    def reads(self, step: Step) -> list[Any]:
+        """See `Op.reads`."""
+        beside = [leaf for value in self._beside for leaf in leaves(value)]
+        return [*self.scores.eqn.invars, step.eqn.invars[1 - self.side], *beside]
+
+    def given(self, step: Step) -> list[jax.ShapeDtypeStruct]:
+        """The types of what `arrays` is given."""
+        low = step.outs[0]
+        operands = [*self.scores.eqn.invars, step.eqn.invars[1 - self.side]]
+        avals = [jax.ShapeDtypeStruct(shape_of(v), low) for v in operands]
+        return avals + [jax.ShapeDtypeStruct(v.shape, dtype_of(v.atom)) for v in self._beside]
+
+    def arrays(self, step: Step, q: Any, k: Any, v: Any, *beside: Any) -> list[Any]:
+        """What the kernel is given, as it takes that: queries, keys, values, a bias and a mask.
+
+        Args:
+          step: the step of the second product.
+          q: the operands of the first, in the order of the program.
+          k: likewise.
+          v: the other operand of the second.
+          *beside: the biases, and then the masks.
+        """
+        layout = self.layout
+        heads, keys = (*layout.heads, *layout.groups), (layout.keys,)
+
+        def operand(array: Any, of: Axes, length: tuple[int, ...], heads: tuple[int, ...]) -> Any:
+            return layout.arranged(array, of, layout.batch, length, heads, (FEATURES,))
+
+        def of_scores(array: Any, of: Axes) -> Any:
+            return layout.arranged(array, of, layout.batch, heads, layout.queries, keys)
+
+        if layout.side:
+            q, k = k, q
+        n_biases = len(self.biases)
+        biases = [
+            of_scores(array if factor == 1 else array * np.float32(factor), bias.axes)
+            for (bias, factor), array in zip(self.biases, beside[:n_biases], strict=True)
+        ]
+        masks = [
+            of_scores(array if mask.where else lax.bitwise_not(array), mask.array.axes)
+            for mask, array in zip(self.masks, beside[n_biases:], strict=True)
+        ]
+        return [
+            operand(q, layout.of_queries, layout.queries, heads),
+            operand(k, layout.of_keys, keys, layout.heads),
+            operand(v, layout.of_values, keys, layout.heads),
+            cast(_joined(lax.add, biases), step.outs[0]) if biases else None,  # type: ignore[arg-type]
+            _joined(lax.bitwise_and, masks) if masks else None,
+        ]
+
+    @property
+    def _beside(self) -> list[ValueRef]:
+        arrays = [bias.array for bias in self.biases] + [mask.array for mask in self.masks]
+        return [array.value for array in arrays]
+
+
+def _joined(op: Callable[[Any, Any], Any], arrays: list[Any]) -> Any:
+    alike = jax.numpy.broadcast_arrays(*arrays) if len(arrays) > 1 else arrays
+    return functools.reduce(op, alike)
 
 
 def fuse(plan: Plan, _planner: object = None) -> Plan:
@@ -46,20 +153,24 @@ def fuse(plan: Plan, _planner: object = None) -> Plan:
     asking = {i: asked for i, step in enumerate(plan.steps) if (asked := _asked(step, plan))}
     if not asking:
         return plan
-    program = Inlined.program(plan)
+    program = Inlined(plan.jaxpr, plan.consts)
     steps = list(plan.steps)
     for i, asked in asking.items():
         step = plan.steps[i]
-        found = next(softmax_paths(step.eqn, program), None)
+        found = next(softmaxes(step.eqn, program), None)
         if found is None:
             continue
-        name = chip_in(asked)
-        chip = chip_named(name) if name else chip_of(traced_for())
+        chip = chip_for(asked)
+        kernel = kernel_of(chip)
+        if kernel is None:
+            steps[i] = dataclasses.replace(step, why=step.why.noted(Kind.NO_KERNEL, chip.name))
+            continue
         try:
-            fused = _fused(steps, step, *found, chip)
+            fused = _fused(steps, step, *found, kernel, chip)
             unneeded = _dropped(steps, i, fused, plan.jaxpr.outvars)
         except NotFusedError as why:
-            steps[i] = dataclasses.replace(step, why=step.why.noted(why.kind, *why.args))
+            noted = step.why.noted(Kind.NOT_FUSED, *why.args)
+            steps[i] = dataclasses.replace(step, why=noted)
             continue
         for j in unneeded:
             dropped = Kind.DROPPED.of(fused.kernel.name)
@@ -78,36 +189,34 @@ def _asked(step: Step, plan: Plan) -> str | None:
     return asked
 
 
-def _fused(steps: Sequence[Step], step: Step, side: int, path: Path, chip: Chip) -> FusedAttention:
+def _fused(
+    steps: Sequence[Step], step: Step, side: int, softmax: Softmax, kernel: Kernel, chip: Chip
+) -> FusedAttention:
     """How a kernel computes the attention whose second product a step is.
 
     Raises:
       NotFusedError: if none does.
     """
-    kernel = kernel_of(chip)
-    if kernel is None:
-        raise NoKernelError(chip.name)
-    if not path.softmax.plain:
+    if not softmax.plain:
         raise NotFusedError("its exponentials are masked, or something is added to their sum")
-    for eqn in path.eqns:
+    for eqn in softmax.eqns:
         if eqn.primitive.name not in ("transpose", "convert_element_type"):
             what = "reshaped" if eqn.primitive.name == "reshape" else "dropped, masked or scaled"
             raise NotFusedError(f"its probabilities are {what}")
-    scores = scores_of(path.softmax.masked)
+    scores = scores_of(softmax.masked)
     first = next(s for s in steps if s.eqn is scores.product)
     for each in (first, step):
         _check_low(each)
-    layout = layout_of(scores, step.eqn, side, path)
-    causal = any(is_causal(layout, mask) for mask in scores.masks)
-    masks = tuple(mask for mask in scores.masks if not is_causal(layout, mask))
-    call = KernelCall(scores.scale, causal, bool(scores.biases), bool(masks))
+    layout = layout_of(scores, step.eqn, side, softmax)
+    masks = tuple(mask for mask in scores.masks if not layout.is_causal(mask))
+    call = KernelCall(scores.scale, causal=len(masks) < len(scores.masks))
     fused = FusedAttention(kernel, call, chip.name, layout, first, side, scores.biases, masks)
-    avals = jax.eval_shape(functools.partial(fused.arrays, step), *fused.given(step))
-    shapes = tuple((x.shape, x.dtype) for x in avals)
-    if not all(is_whole(shape) for shape, _ in shapes):
+    given = fused.given(step)
+    if not all(isinstance(n, int) for aval in given for n in aval.shape):
         raise NotFusedError("a size is open")
+    avals = jax.eval_shape(functools.partial(fused.arrays, step), *given)
     varying = any(varying_axes(v.aval) for v in (*first.eqn.invars, *step.eqn.invars))
-    if why := refusal(kernel, call, shapes, varying=varying):
+    if why := refusal(kernel, call, avals, varying=varying):
         raise NotFusedError(why)
     return fused
 
@@ -141,19 +250,15 @@ def _dropped(
     reads_of = [op.reads(step) for op, step in zip(ops, steps, strict=True)]
     reads = Counter(itertools.chain(*reads_of))
     reads.update(v for v in outvars if not isinstance(v, Literal))
-    made_at = {v: i for i, op in enumerate(ops) if op != Drop() for v in steps[i].eqn.outvars}
+    unread = set(steps[at].op.reads(steps[at]))  # what fewer steps read than before
     dropped: list[int] = []
-    unread = [v for v in steps[at].op.reads(steps[at]) if v in made_at]
-    while unread:
-        i = made_at[unread.pop()]
-        step = steps[i]
-        if i in dropped or any(reads[v] for v in step.eqn.outvars) or has_effects(step.eqn):
+    for i, step in reversed(tuple(enumerate(steps[:at]))):
+        made = step.eqn.outvars
+        if unread.isdisjoint(made) or any(reads[v] for v in made) or has_effects(step.eqn):
             continue
         dropped.append(i)
-        for v in reads_of[i]:
-            reads[v] -= 1
-            if v in made_at:
-                unread.append(v)
+        reads.subtract(reads_of[i])
+        unread.update(reads_of[i])
     if not any(steps[i] is fused.scores for i in dropped):
         others = [steps[i].eqn for i in range(len(steps)) if i != at and i not in dropped]
         raise NotFusedError(READ + (BACKWARD if any(map(is_backward, others)) else ""))

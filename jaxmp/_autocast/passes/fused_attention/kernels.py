@@ -8,7 +8,7 @@ they repeat. What another platform than the kernel's compiles is the same attent
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,18 +28,10 @@ class KernelCall(NamedTuple):
     Attributes:
       scale: what scores are multiplied with.
       causal: whether each query sees the keys up to its own place.
-      biased: whether there is a bias.
-      masked: whether there is a mask.
     """
 
     scale: float
     causal: bool
-    biased: bool
-    masked: bool
-
-    def beside(self, rest: tuple[Any, ...]) -> tuple[Any, Any]:
-        """The bias and the mask, of what follows the values; None for what there is not."""
-        return rest[0] if self.biased else None, rest[-1] if self.masked else None
 
 
 class Kernel(NamedTuple):
@@ -48,7 +40,8 @@ class Kernel(NamedTuple):
     Attributes:
       name: what to call it.
       platform: what it is compiled for, as JAX names it.
-      run: computes attention: of a `KernelCall`, queries, keys, values, the bias and the mask.
+      run: computes attention: of a `KernelCall`, queries, keys, values, the bias and the mask,
+        each of which may be None.
     """
 
     name: str
@@ -56,9 +49,8 @@ class Kernel(NamedTuple):
     run: Callable[..., Any]
 
 
-def plain(call: KernelCall, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+def plain(call: KernelCall, q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None) -> Any:
     """Attention without a kernel: products in 16 bits, the softmax between them in float32."""
-    bias, mask = call.beside(rest)
     batch, queries, heads, features = q.shape
     shared = heads // k.shape[2]
     q = jnp.reshape(q, (batch, queries, k.shape[2], shared, features))
@@ -84,10 +76,16 @@ def _grouped(beside: Any, heads: int, shared: int) -> Any:
 
 
 def library(
-    call: KernelCall, q: Any, k: Any, v: Any, *rest: Any, implementation: Any = "cudnn"
+    call: KernelCall,
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    implementation: Any = "cudnn",
 ) -> Any:
     """Attention as JAX hands it to a library."""
-    bias, mask = call.beside(rest)
     lengths = q.shape[1], k.shape[1]
     if q.shape[2] > 1 and any(x is not None and x.shape[1] == 1 for x in (bias, mask)):
         q = _unmapped(q)
@@ -95,14 +93,7 @@ def library(
         None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in (bias, mask)
     )
     return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        bias,
-        mask,
-        scale=call.scale,
-        is_causal=call.causal,
-        implementation=implementation,
+        q, k, v, bias, mask, scale=call.scale, is_causal=call.causal, implementation=implementation
     )
 
 
@@ -129,7 +120,7 @@ def _unmapped(q: Any) -> Any:
 _unmapped.defvjp(lambda q: (_refuse_map(q), None), lambda _, tangent: (tangent,))
 
 
-def flash(call: KernelCall, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+def flash(call: KernelCall, q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None) -> Any:
     """Attention by the kernel for TPUs that comes with JAX.
 
     Raises:
@@ -137,7 +128,7 @@ def flash(call: KernelCall, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     """
     from jax.experimental.pallas.ops.tpu import flash_attention  # noqa: PLC0415 (slow to load)
 
-    if rest:
+    if bias is not None or mask is not None:
         # Which the kernel takes as an array as large as the scores, with such a gradient.
         raise NotImplementedError("of masks, it takes a causal one; and no bias")
     if q.dtype == FLOAT16:
@@ -171,26 +162,20 @@ def kernel_of(chip: Chip) -> Kernel | None:
     return CUDNN if chip.platform == "gpu" and chip.sixteen_bits == "bfloat16" else None
 
 
-def refusal(
-    kernel: Kernel,
-    call: KernelCall,
-    arrays: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...],
-    *,
-    varying: bool,
-) -> str:
+def refusal(kernel: Kernel, call: KernelCall, arrays: Sequence[Any], *, varying: bool) -> str:
     """Why a kernel does not take attention, forward and backward, in its words; empty if it does.
 
     Args:
       kernel: the kernel.
       call: what attention.
-      arrays: shapes and dtypes of queries, keys, values, a bias, a mask.
+      arrays: the types of queries, keys, values, a bias, a mask.
       varying: whether they are known to differ over axes of devices, as under `jax.shard_map`.
     """
     if varying and kernel is FLASH:
         why = "it does not say over which devices its result differs: say check_vma=False"
         return f"{kernel.name} refuses it: {why}"
     try:
-        _with_gradient([jax.ShapeDtypeStruct(*array) for array in arrays], kernel, call)
+        _with_gradient(arrays, kernel, call)
     except _REFUSALS as error:
         said = str(error).strip().partition("\n")[0].rstrip(".")
         return f"{kernel.name} refuses it: {said or type(error).__name__}"
@@ -203,32 +188,20 @@ _REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, Value
 
 @cached_trace
 def _with_gradient(kernel: Kernel, call: KernelCall) -> Callable[..., Any]:
-    n_masks = int(call.masked)
-
-    def both(*arrays: Any) -> Any:
-        floats, masks = arrays[: len(arrays) - n_masks], arrays[len(arrays) - n_masks :]
-        out, back = jax.vjp(lambda *x: kernel.run(call, *x, *masks), *floats)
+    def both(q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None) -> Any:
+        out, back = jax.vjp(lambda *floats: kernel.run(call, *floats, mask), q, k, v, bias)
         return back(out)
 
     return both
 
 
-def attention(kernel: Kernel, call: KernelCall, *arrays: Any) -> Any:
+@functools.lru_cache(maxsize=256)
+def attention(kernel: Kernel, call: KernelCall) -> Callable[..., Any]:
     """Attention by a kernel, which is differentiated once, backward.
 
-    Args:
-      kernel: the kernel.
-      call: what attention.
-      arrays: queries, keys, values, a bias, a mask.
-
     Returns:
-      An array as the queries are laid out.
+      A function of queries, keys, values, a bias and a mask, to an array as the queries are.
     """
-    return _differentiable(kernel, call)(*arrays)
-
-
-@functools.lru_cache(maxsize=256)
-def _differentiable(kernel: Kernel, call: KernelCall) -> Callable[..., Any]:
     # The conversions are none of the author's. Elsewhere nothing as large as the scores is kept.
     ours = jax.named_scope(CAST)
     elsewhere = jax.checkpoint(ours(functools.partial(plain, call)), prevent_cse=False)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.passes.fused_attention.scores import Mask, NotFusedError, Scores
-from jaxmp._autocast.passes.softmaxes import Path
+from jaxmp._autocast.passes.softmaxes import Softmax
 from jaxmp._autocast.passes.value_refs import Axes
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.equation_parameters import product_axes
@@ -34,7 +33,7 @@ class Layout(NamedTuple):
       batch: those of examples.
       heads: those of heads that have keys of their own.
       groups: those of heads that share keys.
-      queries: the axis of the queries' length; None if it is 1.
+      queries: the axis of the queries' length; none if it is 1.
       keys: the axis of the keys' length.
       sizes: of each axis of the softmax.
       side: which operand of the first product the queries are.
@@ -44,7 +43,7 @@ class Layout(NamedTuple):
     batch: tuple[int, ...]
     heads: tuple[int, ...]
     groups: tuple[int, ...]
-    queries: int | None
+    queries: tuple[int, ...]
     keys: int
     sizes: tuple[int, ...]
     side: int
@@ -53,89 +52,78 @@ class Layout(NamedTuple):
     of_values: tuple[int, ...]
     of_result: tuple[int, ...]
 
-    def size(self, axes: Iterable[int]) -> int:
-        """How many elements some axes have."""
-        return math.prod(self.sizes[axis] for axis in axes)
+    def arranged(self, array: Any, of: Axes, *parts: tuple[int, ...]) -> Any:
+        """An array with one axis for each part, of size 1 where it repeats along all of that.
 
-    def to_queries(self, array: Any) -> Any:
-        """The queries as ``[batch, length, heads, features]``."""
-        length = () if self.queries is None else (self.queries,)
-        return self._laid_out(array, self.of_queries, length, (*self.heads, *self.groups))
-
-    def to_keys(self, array: Any) -> Any:
-        """The keys as ``[batch, length, heads, features]``."""
-        return self._laid_out(array, self.of_keys, (self.keys,), self.heads)
-
-    def to_values(self, array: Any) -> Any:
-        """The values as ``[batch, length, heads, features]``."""
-        return self._laid_out(array, self.of_values, (self.keys,), self.heads)
-
-    def _laid_out(
-        self, array: Any, of: Sequence[int], length: tuple[int, ...], heads: tuple[int, ...]
-    ) -> Any:
-        order = [of.index(axis) for axis in (*self.batch, *length, *heads, FEATURES)]
-        sizes = [self.size(axes) for axes in (self.batch, length, heads)]
-        return lax.reshape(lax.transpose(array, order), (*sizes, array.shape[of.index(FEATURES)]))
-
-    def to_scores(self, array: Any, axes: Axes) -> Any:
-        """A bias or a mask as ``[batch, heads, queries, keys]``, of 1 where it repeats."""
-        array = lax.squeeze(array, [i for i, axis in enumerate(axes) if axis is None])
-        of = [axis for axis in axes if axis is not None]
-        parts = (
-            self.batch,
-            (*self.heads, *self.groups),
-            () if self.queries is None else (self.queries,),
-            (self.keys,),
-        )
+        Args:
+          array: the array.
+          of: which axis of the softmax each of its axes is; None for one of a single element.
+          *parts: the axes of the softmax that become one.
+        """
+        array = lax.squeeze(array, [i for i, axis in enumerate(of) if axis is None])
+        of = tuple(axis for axis in of if axis is not None)
         wanted = [axis for part in parts for axis in part]
         array = lax.transpose(array, [of.index(axis) for axis in wanted if axis in of])
         array = lax.expand_dims(array, [i for i, axis in enumerate(wanted) if axis not in of])
-        whole, merged, start = [], [], 0
+        whole: list[int] = []
+        merged = []
         for part in parts:
-            has = array.shape[start : start + len(part)]
-            repeats = all(n == 1 for n in has)
-            whole += [1] * len(part) if repeats else [self.sizes[axis] for axis in part]
-            merged.append(1 if repeats else self.size(part))
-            start += len(part)
+            sizes = array.shape[len(whole) : len(whole) + len(part)]
+            if part != (FEATURES,) and any(n != 1 for n in sizes):
+                sizes = tuple(self.sizes[axis] for axis in part)
+            whole += sizes
+            merged.append(math.prod(sizes))
         return jnp.reshape(jnp.broadcast_to(array, whole), merged)
 
     def from_result(self, array: Any) -> Any:
         """The result of the second product, of ``[batch, length, heads, features]``."""
-        length = () if self.queries is None else (self.queries,)
-        axes = (*self.batch, *length, *self.heads, *self.groups)
+        axes = (*self.batch, *self.queries, *self.heads, *self.groups)
         array = lax.reshape(array, (*(self.sizes[axis] for axis in axes), array.shape[-1]))
         of = (*axes, FEATURES)
         return lax.transpose(array, [of.index(axis) for axis in self.of_result])
 
+    def is_causal(self, mask: Mask) -> bool:
+        """Whether a mask lets each query see the keys up to its own place."""
+        square = (*self.queries, self.keys)
+        return mask.triangle == square and len({self.sizes[axis] for axis in square}) == 1
 
-def layout_of(scores: Scores, product: JaxprEqn, side: int, path: Path) -> Layout:
+
+def layout_of(scores: Scores, product: JaxprEqn, side: int, softmax: Softmax) -> Layout:
     """The axes of attention.
 
     Args:
       scores: what the scores are.
       product: the product of the softmax.
       side: which operand of it that is.
-      path: from the softmax to there.
+      softmax: the softmax.
 
     Raises:
       NotFusedError: if an axis is neither of those that a kernel has.
     """
-    keys = path.softmax.axis
-    sizes = shape_of(path.softmax.result)
-    first = _first_product(scores)
+    keys = softmax.axis
+    sizes = shape_of(softmax.result)
+    *operands, result = _named_axes(scores.product)
+    names = dict(zip(result, scores.axes, strict=True))
+    first = [tuple(names.get(name, FEATURES) for name in axes) for axes in operands]
     at = 1 - next(i for i in (0, 1) if keys in first[i])
     of_queries, of_keys = first[at], first[1 - at]
     batch = set(of_queries) & set(of_keys) - {FEATURES}
     if of_queries.count(FEATURES) != 1 or set(of_keys) - batch != {keys, FEATURES}:
         raise NotFusedError("its scores are no product of queries and keys along one axis")
-    of_values, of_result = _second_product(product, side, path)
+    weights: tuple[int, ...] = tuple(range(len(sizes)))
+    for move in softmax.moves:
+        weights = tuple(weights[i] for i in move.to)
+    *operands, result = _named_axes(product)
+    names = dict(zip(operands[side], weights, strict=True))
+    of_values = tuple(names.get(name, FEATURES) for name in operands[1 - side])
+    of_result = tuple(names.get(name, FEATURES) for name in result)
     if of_values.count(FEATURES) != 1:
         raise NotFusedError("its values have more than one axis of features")
     if set(of_values) - {keys, FEATURES} != batch:
         raise NotFusedError("keys and values have different axes")
     free = [axis for axis in range(len(sizes)) if axis in of_queries and axis not in batch]
     length = _length(free, sizes, scores)
-    groups = tuple(axis for axis in free if axis != length)
+    groups = tuple(axis for axis in free if axis not in length)
     alone = sorted(batch)
     n_heads = 1 if alone and (groups or len(alone) > 1) else 0
     split = len(alone) - n_heads
@@ -154,25 +142,6 @@ def layout_of(scores: Scores, product: JaxprEqn, side: int, path: Path) -> Layou
     )
 
 
-def _first_product(scores: Scores) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each axis of the operands of q k', which of the softmax it is."""
-    left, right, result = _named_axes(scores.product)
-    axes = dict(zip(result, scores.axes, strict=True))
-    return _renamed(left, axes), _renamed(right, axes)
-
-
-def _second_product(
-    product: JaxprEqn, side: int, path: Path
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of the values and of the result."""
-    weights: tuple[int, ...] = tuple(range(len(shape_of(path.softmax.result))))
-    for move in path.moves:
-        weights = tuple(weights[i] for i in move.to)
-    *operands, result = _named_axes(product)
-    axes = dict(zip(operands[side], weights, strict=True))
-    return _renamed(operands[1 - side], axes), _renamed(result, axes)
-
-
 def _named_axes(product: JaxprEqn) -> list[tuple[int, ...]]:
     """The axes of both operands and of the result of a product, named as `einsum` does."""
     contracted, batch = product_axes(product)
@@ -189,29 +158,11 @@ def _named_axes(product: JaxprEqn) -> list[tuple[int, ...]]:
     return [*(tuple(axes[i] for i in range(len(axes))) for axes in of), tuple(result)]
 
 
-def _renamed(names: Sequence[int], axes: Mapping[int, int]) -> tuple[int, ...]:
-    """Which axes of the softmax some named axes are: features, where it has none of the name."""
-    return tuple(axes.get(name, FEATURES) for name in names)
-
-
-def _length(free: Sequence[int], sizes: Sequence[int], scores: Scores) -> int | None:
+def _length(free: Sequence[int], sizes: Sequence[int], scores: Scores) -> tuple[int, ...]:
     """Which axis of the queries is their length: a causal mask's, or the longest."""
     for mask in scores.masks:
         if mask.triangle is not None and mask.triangle[0] in free:
-            return mask.triangle[0]
+            return mask.triangle[:1]
     arrays = [m.array for m in scores.masks] + [b.array for b in scores.biases]
     varies = {axis for array in arrays for axis in array.axes}
-    return max(free, key=lambda axis: (axis in varies, sizes[axis]), default=None)
-
-
-def is_causal(layout: Layout, mask: Mask) -> bool:
-    """Whether a mask lets each query see the keys up to its own place."""
-    if mask.triangle is None or layout.queries is None:
-        return False
-    lengths = layout.sizes[layout.queries], layout.sizes[layout.keys]
-    return mask.triangle == (layout.queries, layout.keys) and lengths[0] == lengths[1]
-
-
-def is_whole(sizes: Sequence[Any]) -> bool:
-    """Whether all sizes are numbers."""
-    return all(isinstance(n, (int, np.integer)) for n in sizes)
+    return (max(free, key=lambda axis: (axis in varies, sizes[axis])),) if free else ()

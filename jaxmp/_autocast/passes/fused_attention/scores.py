@@ -22,7 +22,6 @@ from jaxmp._autocast.passes.value_refs import (
     positions,
     selected,
 )
-from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.equation_parameters import permutation
 
@@ -32,14 +31,6 @@ _MASKED = -1e4
 
 class NotFusedError(Exception):
     """Why attention is not fused."""
-
-    kind = Kind.NOT_FUSED
-
-
-class NoKernelError(NotFusedError):
-    """The chip that has no kernel for any attention."""
-
-    kind = Kind.NO_KERNEL
 
 
 class Mask(NamedTuple):
@@ -253,10 +244,7 @@ def _constant_triangle(array: Any, axes: Axes, *, where: bool) -> tuple[int, int
     first, second = (axes[i] for i in long)
     if first is None or second is None:
         return None
-    square = array.reshape([array.shape[i] for i in long])
-    square = square if where else ~square
+    square = array.squeeze() == where
     if np.array_equal(square, np.tril(np.ones_like(square))):
         return first, second
-    if np.array_equal(square, np.triu(np.ones_like(square))):
-        return second, first
-    return None
+    return (second, first) if np.array_equal(square, np.triu(np.ones_like(square))) else None
