@@ -32,7 +32,6 @@ from jaxmp._autocast.passes.softmaxes import AxisMove, Path
 from jaxmp._autocast.plan import DType, Op, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
-from jaxmp._jaxprs.evaluate import JaxprById, by_id
 from jaxmp._jaxprs.layouts import LANES, laid_out
 from jaxmp._jaxprs.no_excess_precision import no_excess_precision
 
@@ -92,7 +91,7 @@ class SoftmaxDot(Op):
             product,
             self.path.softmax.axis,
             tuple((mask.eqns, mask.where) for mask in self.path.softmax.masks),
-            None if self.between is None else by_id(self.between),
+            self.between,
             of_parameter=bool(self.parameters),
             looped=self.looped,
         )
@@ -176,7 +175,7 @@ class _Group:
     product: _WeightedSum
     axis: int
     masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
-    between: JaxprById | None
+    between: Any
     of_parameter: bool
     looped: bool
 
@@ -184,7 +183,7 @@ class _Group:
         """The operand of the product in float32, as a linear function of the softmax."""
         if self.between is None:
             return _wide(probabilities)
-        [out] = jaxpr_as_fun(self.between.jaxpr)(_wide(probabilities), *sources)
+        [out] = jaxpr_as_fun(self.between)(_wide(probabilities), *sources)
         return out
 
     def masked(self, tangent: Any, masked_by: Sequence[Any]) -> Any:
