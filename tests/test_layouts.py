@@ -14,7 +14,7 @@ from jax import export
 
 import jaxmp
 from jaxmp._autocast.passes.attention import attend_in_loops
-from jaxmp._jaxprs.layouts import LANES, laid_out
+from jaxmp._jaxprs.compiler_hints import LANES, laid_out
 
 from support import autocast_without, needs_tpu_compiler
 

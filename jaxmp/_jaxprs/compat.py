@@ -1,14 +1,11 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else.
 
-* Inner jaxprs are `ClosedJaxpr` in some parameters and open `Jaxpr` in others up to 0.11; one
-  merged class from 0.12 on.
-* scan says how its operands split with ``num_consts``/``num_carry`` (0.10) or with the trees
-  ``ft_in``/``ft_out`` (0.12).
-* What `inline=True` means to `jax.jit`.
-* The primitives that merely call a jaxpr have come and gone.
-* JAX's next generation of remat, custom_vjp, custom_jvp, checkpoint_name and scan (0.12, behind the
-  flags ``JAX_REMAT3=1`` and so on): one primitive, ``call_hi_primitive``, with an object in its
-  parameters that holds the jaxpr. Not public; what we know of these objects is in this file.
+Inner jaxprs are `ClosedJaxpr` in some parameters and open `Jaxpr` in others up to 0.11; one merged
+class from 0.12 on.
+
+JAX's next generation of remat, custom_vjp, custom_jvp, checkpoint_name and scan (0.12, behind the
+flags ``JAX_REMAT3=1`` and so on) is one primitive, ``call_hi_primitive``, with an object in its
+parameters that holds the jaxpr. Not public; what we know of these objects is in this file.
 """
 
 from __future__ import annotations
@@ -320,7 +317,7 @@ def _one_to_one(eqn: jex_core.JaxprEqn, held: Any) -> bool:
 
 
 def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
-    """How many operands of a scan are constants and how many are the carry."""
+    """How many operands of a scan are constants and how many the carry (0.12 says so by trees)."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()

@@ -296,16 +296,12 @@ def _transposed(product: _ParameterProduct, by: int) -> Any:
 by_parameter_p = Primitive("product_by_parameter")
 
 
-def _run(*operands: Any, product: _ParameterProduct, jaxpr: Any) -> Any:  # noqa: ARG001
+def _run(*operands: Any, product: _ParameterProduct, **_: Any) -> Any:
     return product.narrow(operands)
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    product: _ParameterProduct,
-    jaxpr: Any,  # noqa: ARG001
+    primals: Sequence[Any], tangents: Sequence[Any], *, product: _ParameterProduct, **_: Any
 ) -> tuple[Any, Any]:
     out = product.bind(primals)
     terms = [
@@ -316,7 +312,7 @@ def _jvp(
     return out, functools.reduce(lax.add, terms)
 
 
-def _transpose(g: Any, *operands: Any, product: _ParameterProduct, jaxpr: Any) -> list[Any]:
+def _transpose(g: Any, *operands: Any, product: _ParameterProduct, **_: Any) -> list[Any]:
     [by] = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     if isinstance(g, ad.Zero):
         grad: Any = ad.Zero(operands[by].aval)
@@ -332,11 +328,7 @@ def _transpose(g: Any, *operands: Any, product: _ParameterProduct, jaxpr: Any) -
 
 
 def _batch(
-    operands: Sequence[Any],
-    axes: Sequence[int | None],
-    *,
-    product: _ParameterProduct,
-    jaxpr: Any,
+    operands: Sequence[Any], axes: Sequence[int | None], *, product: _ParameterProduct, **_: Any
 ) -> tuple[Any, int]:
     types = tuple(in_float32(jax.typeof(x)) for x in operands)
     jaxpr = mapped(types, product.jaxpr, tuple(axes))

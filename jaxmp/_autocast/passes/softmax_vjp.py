@@ -32,8 +32,7 @@ from jaxmp._autocast.passes.softmaxes import AxisMove, Path
 from jaxmp._autocast.plan import DType, Op, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
-from jaxmp._jaxprs.layouts import LANES, laid_out
-from jaxmp._jaxprs.no_excess_precision import no_excess_precision
+from jaxmp._jaxprs.compiler_hints import LANES, laid_out, no_excess_precision
 
 
 @dataclasses.dataclass(frozen=True)
