@@ -39,8 +39,8 @@ from jax.extend.core import Primitive
 
 from jaxmp._jaxprs.attributes import jaxprs_in
 from jaxmp._jaxprs.compat import CALLS, closed, inner_jaxprs, is_at_most
+from jaxmp._jaxprs.compiler_hints import no_excess_precision_p
 from jaxmp._jaxprs.equation_parameters import dot_axes, reduced_shape
-from jaxmp._jaxprs.no_excess_precision import no_excess_precision_p
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.walk import equations
 

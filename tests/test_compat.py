@@ -514,7 +514,8 @@ def _() -> None:
 @relied_on("gather: slice_sizes", "params[slice_sizes]")
 def _() -> None:
     eqn = equation("gather", lambda x, i: x[:, i], jnp.ones((4, 6)), jnp.arange(3))
-    assert equation_parameters.looked_up(eqn) == (frozenset({1}), (4, 1))
+    found = equation_parameters.gather(eqn)
+    assert (found.axes, found.sizes) == ((1,), (4, 1))
 
 
 @relied_on("gather: dimension_numbers, mode", "params[mode]")
@@ -533,6 +534,20 @@ def _() -> None:
     eqn = equation("gather", lambda x, i: x[:, i], jnp.ones((4, 6)), jnp.arange(3))
     found = equation_parameters.gather(eqn)
     assert (found.offsets, found.batch, found.sliced) == ((0,), (1,), {0: 0})
+
+
+@relied_on(
+    "all_gather: all_gather_dimension, axis_name, axis_index_groups, axis_size, tiled",
+    *("params[all_gather_dimension]", "params[axis_name]", "params[axis_index_groups]"),
+    *("params[axis_size]", "params[tiled]"),
+)
+def _() -> None:
+    rows = PartitionSpec("d")
+    gathered = jax.shard_map(
+        lambda x: lax.all_gather(x, "d", axis=1), mesh=data_mesh(), in_specs=rows, out_specs=rows
+    )
+    eqn = equation("all_gather", gathered, X)
+    assert equation_parameters.all_gather_of(eqn) == (1, ("d",), None, 2, False)
 
 
 @relied_on("iota: dimension", "params[dimension]")

@@ -14,7 +14,7 @@ from jax import export
 
 import jaxmp
 from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
-from jaxmp._jaxprs.layouts import LANES, laid_out
+from jaxmp._jaxprs.compiler_hints import LANES, laid_out
 
 from support import needs_tpu_compiler
 

@@ -21,9 +21,7 @@ from jaxmp._autocast.why import Kind, Skipped, Why, is_unknown, skipped, unfused
 from jaxmp._jaxprs.scopes import EMULATED, KEPT, MISSED, SKIPPED, UNFUSED
 from jaxmp._jaxprs.walk import equations
 
-_MARK = re.compile(rf"({KEPT}|{SKIPPED}|{MISSED})([^/()]+)")
-_EMULATED = re.compile(rf"{EMULATED}([^/()]+)")
-_UNFUSED = re.compile(rf"{UNFUSED}([^/()]+)")
+_MARK = re.compile(rf"({KEPT}|{SKIPPED}|{MISSED}|{EMULATED}|{UNFUSED})([^/()]+)")
 _STRUCTURE = re.compile(r"[/()]+")  # what name stacks are made of
 
 
@@ -62,36 +60,32 @@ def _mark(mark: str, text: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
+def _innermost(name_stack: Any, *marks: str) -> tuple[str, str]:
+    """The innermost of some marks that a name stack has, and its text; empty if it has none."""
+    found = [each for each in _MARK.findall(str(name_stack)) if each[0] in marks]
+    return found[-1] if found else ("", "")
+
+
 def kept_at(name_stack: Any) -> Why | None:
     """Why autocast kept what stands under a name stack in float32; None if it did not."""
-    found = [text for mark, text in _MARK.findall(str(name_stack)) if mark == KEPT]
-    if not found:
-        return None
-    kind, *details = found[-1].split(";")
-    return Kind[kind].of(*details)
+    kind, *details = _innermost(name_stack, KEPT)[1].split(";")
+    return Kind[kind].of(*details) if kind else None
 
 
-@functools.lru_cache(maxsize=4096)
 def emulated_at(name_stack: Any) -> str:
     """The format whose values a product under a name stack multiplies in a wider one; or empty."""
-    formats = _EMULATED.findall(str(name_stack))
-    return formats[-1] if formats else ""
+    return _innermost(name_stack, EMULATED)[1]
 
 
-@functools.lru_cache(maxsize=4096)
 def unfused_at(name_stack: Any) -> str:
     """Why no kernel computes the attention that stands under a name stack; empty if not so."""
-    reasons = _UNFUSED.findall(str(name_stack))
-    return reasons[-1] if reasons else ""
+    return _innermost(name_stack, UNFUSED)[1]
 
 
-@functools.lru_cache(maxsize=4096)
 def skipped_at(name_stack: Any) -> Skipped | None:
     """Why the recipe of a policy did not multiply what stands under a name stack, if so."""
-    for mark, reason in reversed(_MARK.findall(str(name_stack))):
-        if mark != KEPT:
-            return Skipped(reason, intended=mark == SKIPPED)
-    return None
+    mark, reason = _innermost(name_stack, SKIPPED, MISSED)
+    return Skipped(reason, intended=mark == SKIPPED) if mark else None
 
 
 def _kept(step: Step) -> Why | None:

@@ -19,7 +19,7 @@ from jaxmp._autocast.parameters import Argnums, by_position, read_argnums
 from jaxmp._autocast.passes.rematerialize import residual
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
-from jaxmp._autocast.product_report import Product, Quantized
+from jaxmp._autocast.product_report import Product, Quantized, table
 from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.rules import FLOAT32, Rules, governed
@@ -86,6 +86,10 @@ class Explanation:
     differentiated: bool = False
     overruled: str = ""
 
+    @property
+    def _asked(self) -> Policy:
+        return get_policy(self.policy or "float32")
+
     def contractions(self) -> dict[str, int]:
         """How many contractions run per call in each dtype, most first."""
         counts: Counter[str] = Counter()
@@ -118,28 +122,26 @@ class Explanation:
             *([f"of no effect  {self.overruled}"] if self.overruled else []),
         ]
         by_reason: dict[str, list[Row]] = {}
-        full = governed(get_policy(self.policy)).name if self.policy else FLOAT32.name
+        policy = self._asked
+        full = governed(policy).name
         for row in self.rows:
             if row.op in LOW and row.dtype == full:
                 by_reason.setdefault(row.reason, []).append(row)
         for reason, rows in by_reason.items():
-            first = f"{rows[0].op} at {rows[0].source} {rows[0].path}".rstrip()
-            more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-            lines.append(f"  {full}: {first}{more}: {reason}")
-        recipe = get_policy(self.policy).matmul if self.policy else None
-        asked = recipe is not None and (isinstance(recipe, str) or recipe.quantizes)
-        if asked or any(p.quantized for p in self.quantized().products):
+            lines.append(f"  {full}: {_places(rows)}: {reason}")
+        recipe = policy.matmul
+        quantizes = recipe is not None and (isinstance(recipe, str) or recipe.quantizes)
+        if quantizes or any(p.quantized for p in self.quantized().products):
             lines.append(self.quantized().summary())
         lines += self._attention()
         unknown = sorted({row.op for row in self.rows if row.unknown})
         if unknown:
             lines.append(f"not classified, run as written: {', '.join(unknown)}")
         met = {row.op for row in self.rows}
-        ops = get_policy(self.policy).ops if self.policy else ()
-        unmet = [name for name, _ in ops if met.isdisjoint((name, *CALLED.get(name, ())))]
+        unmet = [name for name, _ in policy.ops if met.isdisjoint((name, *CALLED.get(name, ())))]
         if unmet:
             lines.append(f"in the policy's ops, but met nowhere here: {', '.join(unmet)}")
-        if self.policy and get_policy(self.policy).wire_dtype != np.float32:
+        if policy.wire_dtype != np.float32:
             gathered = {row.dtype for row in self.rows if row.op == "all_gather"}
             if not gathered - {FLOAT32.name}:
                 lines.append("the policy's wire_dtype: of no effect, no all_gather of weights here")
@@ -150,13 +152,12 @@ class Explanation:
         ops = Counter[str]()
         for row in self.rows:
             ops[row.residual] += row.count
-        asked = bool(self.policy) and get_policy(self.policy).residuals == "recompute"
         if ops[Residual.REMATERIALIZED]:
             yield (
                 f"residuals     {ops[Residual.SAVED]} ops {Residual.SAVED}; "
                 f"{ops[Residual.REMATERIALIZED]} {Residual.REMATERIALIZED}"
             )
-        elif asked:
+        elif self._asked.residuals == "recompute":
             yield "residuals     recompute: of no effect, nothing here is computed again"
         if self.differentiated and ops.keys() - {""}:
             yield (
@@ -166,35 +167,28 @@ class Explanation:
         for why in dict.fromkeys(row.residual for row in self.rows):
             if why not in ("", Residual.SAVED, Residual.REMATERIALIZED):
                 rows = [row for row in self.rows if row.residual == why]
-                first = f"{rows[0].op} at {rows[0].source} {rows[0].path}".rstrip()
-                more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-                yield f"  not computed again: {first}{more}: {why}"
+                yield f"  not computed again: {_places(rows)}: {why}"
 
     def _attention(self) -> Iterator[str]:
         """Which attention a kernel computes, and why all other is left as it is."""
-        asked = self.policy and get_policy(self.policy).attention is not None
-        if not asked and not any(row.fused or row.not_fused for row in self.rows):
+        found = any(row.fused or row.not_fused for row in self.rows)
+        if self._asked.attention is None and not found:
             return
         by: Counter[str] = Counter()
         for row in self.rows:
-            by[row.fused] += row.count if row.fused else 0
-        counts = [f"{n} by {kernel}" for kernel, n in by.items() if n]
+            by[row.fused] += row.count
+        counts = [f"{n} by {kernel}" for kernel, n in by.items() if kernel and n]
         yield f"attention     {', '.join(counts) or 'none'} fused"
         for row in self.rows:
             if row.not_fused:
                 yield f"  {row.count} not: {row.source} {row.path}".rstrip() + f": {row.not_fused}"
 
     def __str__(self) -> str:
-        header = ("op", "dtype", "times", "source", "path", "reason")
-        cells = [header] + [
-            (r.op, r.dtype, str(r.count), r.source, r.path, _text(r)) for r in self.rows
-        ]
-        widths = [min(max(len(row[i]) for row in cells), 48) for i in range(len(header))]
-        table = "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        )
-        return f"{table}\n\n{self.summary()}"
+        cells = [("op", "dtype", "times", "source", "path", "reason")]
+        for r in self.rows:
+            reason = f"{r.reason}; {r.residual}" if r.residual else r.reason
+            cells.append((r.op, r.dtype, str(r.count), r.source, r.path, reason))
+        return f"{table(cells, widest=48)}\n\n{self.summary()}"
 
 
 def explain(
@@ -264,12 +258,14 @@ def _plan(
     return plan_program(traced.jaxpr, policy, parameters(args, kwargs))
 
 
+def _places(rows: list[Row]) -> str:
+    """Where the first of some rows is, and how many more there are."""
+    first = f"{rows[0].op} at {rows[0].source} {rows[0].path}".rstrip()
+    return first + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+
+
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{n} {dtype}" for dtype, n in counts.items()) or "none"
-
-
-def _text(row: Row) -> str:
-    return f"{row.reason}; {row.residual}" if row.residual else row.reason
 
 
 def _rows(plan: Plan) -> Iterator[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -45,38 +45,29 @@ def _known(size: Any) -> int:
 _OPEN = re.compile(r"\w+\((?=[^()]*$)")  # ``vmap(``, whose end is not there
 
 
-class Kept(NamedTuple):
-    """What of a plan stays float32 because layers were given that dtype.
+def kept_by_layers(plan: Plan) -> tuple[Counter[str], int]:
+    """The FLOPs of contractions that stay float32 by the own dtype of their layers.
 
-    Attributes:
-      flops: of its contractions, by the path of the layer that keeps them.
-      total: of all contractions.
+    Returns:
+      Those, by the path of the layer; and the FLOPs of all contractions.
     """
+    kept: Counter[str] = Counter()
 
-    flops: Counter[str]
-    total: int
+    def total(plan: Plan, times: int, around: str) -> int:
+        flops = 0
+        for step in plan.steps:
+            path = "/".join(filter(None, (around, str(name_stack(step.eqn)))))
+            if step.plans:
+                for inner, its_plan in zip(inside(step.eqn), step.plans, strict=True):
+                    flops += total(its_plan, times * _known(inner.times), path)
+            elif cost := contraction_flops(step.eqn) * times:
+                flops += cost
+                if step.why.kind == Kind.LAYERS_OWN:
+                    layer = path.partition(f"{REGION}{OWN}")[0]
+                    kept[plain_path(_OPEN.sub("", layer))] += cost
+        return flops
 
-
-def kept_by_layers(plan: Plan) -> Kept:
-    """The contractions that stay float32 by the own dtype of their layers."""
-    flops: Counter[str] = Counter()
-    return Kept(flops, _add_kept(plan, 1, "", flops))
-
-
-def _add_kept(plan: Plan, times: int, around: str, flops: Counter[str]) -> int:
-    total = 0
-    for step in plan.steps:
-        path = "/".join(filter(None, (around, str(name_stack(step.eqn)))))
-        if step.plans:
-            for inner, its_plan in zip(inside(step.eqn), step.plans, strict=True):
-                total += _add_kept(its_plan, times * _known(inner.times), path, flops)
-        else:
-            cost = contraction_flops(step.eqn) * times
-            total += cost
-            if cost and step.why.kind == Kind.LAYERS_OWN:
-                layer = path.partition(f"{REGION}{OWN}")[0]
-                flops[plain_path(_OPEN.sub("", layer))] += cost
-    return total
+    return kept, total(plan, 1, "")
 
 
 def _dot_general(eqn: JaxprEqn) -> int:
@@ -92,39 +83,21 @@ def _ragged_dot(eqn: JaxprEqn) -> int:
 
 
 def _convolution(eqn: JaxprEqn) -> int:
-    numbers, moved = layout(eqn), window(eqn)
+    """Counts along each axis the pairs of an output and a window position that meet an element."""
+    numbers, (strides, padding, lhs_dilations, rhs_dilations) = layout(eqn), window(eqn)
     lhs, rhs, out = (_sizes(v) for v in (*eqn.invars[:2], *eqn.outvars))
-    batch, features = (out[i] for i in numbers.out_spec[:2])
-    per_group: int = rhs[numbers.rhs_spec[1]]
-    positions = 1
-    for i, (low, _) in enumerate(moved.padding):
-        positions *= _valid_positions(
-            size=lhs[numbers.lhs_spec[2 + i]],
-            window=rhs[numbers.rhs_spec[2 + i]],
-            out=out[numbers.out_spec[2 + i]],
-            stride=moved.strides[i],
-            padding=low if isinstance(low, int) else 0,
-            lhs_dilation=moved.lhs_dilation[i],
-            rhs_dilation=moved.rhs_dilation[i],
+    batch, features, *_ = (out[i] for i in numbers.out_spec)
+    flops: int = 2 * batch * features * rhs[numbers.rhs_spec[1]]
+    for i, (low, _) in enumerate(padding):
+        size, width, count = (
+            sizes[spec[2 + i]] for sizes, spec in zip((lhs, rhs, out), numbers, strict=True)
         )
-    flops: int = 2 * positions * batch * features * per_group
+        starts = np.arange(count) * strides[i] - (low if isinstance(low, int) else 0)
+        at = starts[:, None] + np.arange(width) * rhs_dilations[i]
+        dilation = lhs_dilations[i]
+        inside = (at >= 0) & (at < (size - 1) * dilation + 1) & (at % dilation == 0)
+        flops *= int(inside.sum())
     return flops
-
-
-def _valid_positions(
-    *,
-    size: int,
-    window: int,
-    out: int,
-    stride: int,
-    padding: int,
-    lhs_dilation: int,
-    rhs_dilation: int,
-) -> int:
-    """How many pairs of an output and a window position along one axis meet an input element."""
-    at = np.arange(out)[:, None] * stride + np.arange(window) * rhs_dilation - padding
-    inside = (at >= 0) & (at < (size - 1) * lhs_dilation + 1) & (at % lhs_dilation == 0)
-    return int(inside.sum())
 
 
 _FLOPS = {

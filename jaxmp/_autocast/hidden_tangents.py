@@ -25,30 +25,21 @@ def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> froze
       tangents: which of its operands are tangents.
       rules: those it runs under.
     """
-    walk = _Walk(rules)
-    walk.run(jaxpr, tangents)
-    return frozenset(walk.found)
+    found: set[Any] = set()
 
-
-class _Walk:
-    def __init__(self, rules: Rules) -> None:
-        self._governs = rules.governs
-        self.found: set[Any] = set()
-
-    def run(self, jaxpr: Any, tangents: Sequence[bool]) -> list[bool]:
+    def run(jaxpr: Any, tangents: Sequence[bool]) -> list[bool]:
         """Which results of a jaxpr are tangents, given which of its operands are."""
-        return forward(jaxpr, tangents, self._equation, nothing=False)
+        return forward(jaxpr, tangents, transfer, nothing=False)
 
-    def _equation(self, eqn: JaxprEqn, read: list[bool]) -> list[bool]:
+    def transfer(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
         """Which results of an equation are tangents; more than are, where its kind is unknown."""
         if not any(read):
             return [False] * len(eqn.outvars)
-        outs = through(eqn, read, self.run, operator.or_)
-        if outs is None:
-            outs = [True] * len(eqn.outvars)
-        if any(
-            is_read and not self._governs(v) for is_read, v in zip(read, eqn.invars, strict=True)
-        ):
+        outs = through(eqn, read, run, operator.or_) or [True] * len(eqn.outvars)
+        if any(x and not rules.governs(v) for x, v in zip(read, eqn.invars, strict=True)):
             results = zip(eqn.outvars, outs, strict=True)
-            self.found.update(var for var, out in results if out and self._governs(var))
+            found.update(var for var, out in results if out and rules.governs(var))
         return outs
+
+    run(jaxpr, tangents)
+    return frozenset(found)

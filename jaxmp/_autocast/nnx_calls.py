@@ -35,7 +35,7 @@ def lift(transform: Callable[[Function], Function], fn: Function) -> Function:
 
 def on_copies(fn: Function) -> Function:
     """`fn` on copies of the modules in its arguments, whose changes are written back."""
-    return _updatable(split_inputs(merge_inputs(fn)))
+    return lift(lambda merged: merged, fn)
 
 
 def with_module(fn: Function) -> tuple[Function, tuple[Any, ...]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,20 +74,16 @@ class Quantized:
 
     def __str__(self) -> str:
         cells = [("dtype", "times", "pass", "source", "path", "why not 8 bits")]
-        cells += [
-            (
-                p.dtype,
-                f"{p.count:g}",
-                "backward" if p.backward else "forward",
-                p.source,
-                p.path,
-                "" if p.quantized else p.why_not,
-            )
-            for p in self.products
-        ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        table = "\n".join(
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        )
-        return f"{table}\n\n{self.summary()}"
+        for p in self.products:
+            way, why = "backward" if p.backward else "forward", "" if p.quantized else p.why_not
+            cells.append((p.dtype, f"{p.count:g}", way, p.source, p.path, why))
+        return f"{table(cells)}\n\n{self.summary()}"
+
+
+def table(rows: Sequence[tuple[str, ...]], widest: int = sys.maxsize) -> str:
+    """Rows as lines, in columns that line up, but for cells wider than `widest`."""
+    widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -26,11 +26,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _POLICY = jax.make_user_context(default_value=None)
 
 
-@contextmanager
-def inside_autocast(policy: Policy) -> Iterator[None]:
+def inside_autocast(policy: Policy) -> AbstractContextManager[Any]:
     """While a function is traced to be planned: an autocast within it only marks its region."""
-    with _POLICY(policy):
-        yield
+    return _POLICY(policy)  # type: ignore[no-any-return]
 
 
 def policy_in_force() -> Policy | None:

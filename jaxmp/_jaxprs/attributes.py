@@ -8,11 +8,11 @@ and `tests/test_package.py` finds what is read elsewhere.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.extend.core as jex_core
@@ -23,8 +23,6 @@ from jax.extend import source_info_util
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, get_abstract_mesh, use_abstract_mesh
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def setting(name: str) -> Any:
@@ -226,12 +224,6 @@ def returns_several(primitive: jex_core.Primitive) -> bool:
 def holds_jaxprs(parameter: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr, or has some in it."""
     return next(jex_core.jaxprs_in_params({"": parameter}), None) is not None
-
-
-def parameters(eqn: jex_core.JaxprEqn) -> Mapping[str, Any]:
-    """The parameters of an equation, for whoever knows no more of them than their names."""
-    params: Mapping[str, Any] = eqn.params
-    return params
 
 
 def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:

@@ -11,8 +11,9 @@ the extra operands; `higher_order.HIGHER_ORDER` says which primitive is threaded
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Concatenate
 
 import jax
 import jax.numpy as jnp
@@ -65,14 +66,9 @@ class Extra:
 Extras = dict[str, Extra]
 Out = tuple[list[Any], Extras]
 
-
-class Threaded(Protocol):
-    """What takes the place of an inner jaxpr, and gives more than it."""
-
-    def __call__(self, extra_in: Sequence[Any], *arrays: Any) -> Out:
-        """Its results, and extra results by names that no other result of the equation has."""
-
-
+# What takes the place of an inner jaxpr: from the extra operands and its own to its results, and
+# extra results by names that no other result of the equation has.
+Threaded = Callable[Concatenate[Sequence[Any], ...], Out]
 Thread = Callable[[JaxprEqn, list[Any], Sequence[Threaded], Sequence[Any]], Out]
 
 
@@ -82,32 +78,29 @@ class TracedBody:
     Attributes:
       jaxpr: its closed jaxpr, without constants.
       consts: the arrays it closes over: leading operands of `jaxpr`.
-      extras: the extra results, with their shapes.
+      extras: the extra results, with types in the place of arrays.
     """
 
     def __init__(self, fn: Threaded, extra_in: Sequence[Any], arrays: Sequence[Any]) -> None:
         jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(list(extra_in), *arrays)
         self.jaxpr, self.consts = compat.without_consts(jaxpr)
-        self.extras: Extras = shapes[1]
         self._tree = jax.tree.structure(shapes)
-        avals = compat.closed(self.jaxpr).jaxpr.outvars[len(shapes[0]) :]
-        self._avals = [v.aval for v in avals]
+        avals = [v.aval for v in compat.closed(self.jaxpr).jaxpr.outvars]
+        self.extras: Extras = self.unflatten(avals)[1]
 
     def __call__(self, extra_in: Sequence[Any], *arrays: Any) -> Out:
-        return self.run(self.consts, extra_in, arrays)
+        return self.unflatten(jaxpr_as_fun(self.jaxpr)(*self.consts, *extra_in, *arrays))
 
-    def run(self, consts: Sequence[Any], extra_in: Sequence[Any], arrays: Sequence[Any]) -> Out:
-        """Its results, given its constants as well."""
-        flat = jaxpr_as_fun(self.jaxpr)(*consts, *extra_in, *arrays)
+    def unflatten(self, flat: Sequence[Any]) -> Out:
+        """Its results, of those of `jaxpr`."""
         results, extras = jax.tree.unflatten(self._tree, flat)
         return list(results), extras
 
     def neutral(self) -> Extras:
         """Its extra results where nothing computes them."""
-        extras = sorted(self.extras.items())  # as JAX flattens a dict
         return {
-            name: dataclasses.replace(extra, value=filled(aval, extra.join.neutral))
-            for (name, extra), aval in zip(extras, self._avals, strict=True)
+            name: dataclasses.replace(extra, value=filled(extra.value, extra.join.neutral))
+            for name, extra in self.extras.items()
         }
 
 
@@ -157,8 +150,7 @@ def through_call(
     more = [*traced.consts, *extra_in]
     params = compat.widened(eqn, len(more), len(jax.tree.leaves(traced.extras)))
     jaxpr = compat.like(traced.jaxpr, eqn.params["jaxpr"])
-    flat = bind(eqn, [*more, *operands], jaxpr=jaxpr, **params)
-    return _split(flat, len(eqn.outvars), traced.extras)
+    return traced.unflatten(bind(eqn, [*more, *operands], jaxpr=jaxpr, **params))
 
 
 def through_shard_map(
@@ -189,7 +181,7 @@ def through_shard_map(
 
 
 def through_branches(
-    eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Threaded], extra_in: Sequence[Any]
+    _eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Threaded], extra_in: Sequence[Any]
 ) -> Out:
     """Every branch gives every extra result that one of them has."""
     index, *arrays = operands
@@ -198,23 +190,16 @@ def through_branches(
     for branch in traced:
         for name, extra in branch.extras.items():
             _check_alike("the branches of a cond", name, wanted.setdefault(name, extra), extra)
-    consts = [branch.consts for branch in traced]
 
-    def whole(branch: TracedBody, at: int) -> Any:
-        def run(*everything: Any) -> list[Any]:
-            given, shared, arrays = jax.tree.unflatten(tree, everything)
-            results, extras = branch.run(given[at], shared, arrays)
-            for other in traced:
-                extras = other.neutral() | extras
-            return jax.tree.leaves((results, extras))
+    def whole(branch: TracedBody, extra_in: Sequence[Any], *arrays: Any) -> Out:
+        results, extras = branch(extra_in, *arrays)
+        for other in traced:
+            extras = other.neutral() | extras
+        return results, extras
 
-        return compat.trace(run, list(map(jax.typeof, flat)))
-
-    flat, tree = jax.tree.flatten((consts, list(extra_in), arrays))
-    new = [whole(branch, at) for at, branch in enumerate(traced)]
-    olds = eqn.params["branches"]
-    branches = tuple(compat.like(n, o) for n, o in zip(new, olds, strict=True))
-    return _split(bind(eqn, [index, *flat], branches=branches), len(eqn.outvars), wanted)
+    branches = [functools.partial(whole, branch) for branch in traced]
+    out: Out = lax.switch(index, branches, list(extra_in), *arrays)
+    return out
 
 
 # Loops.
@@ -257,34 +242,22 @@ def through_while(
                 "nobody knows how often: give it a Join that says how to `combine` two values"
             )
 
-    def goes_on(carry: list[Any]) -> tuple[Any, Extras]:
-        [go], extras = test(extra_in, *given[:n_test], *carry)
-        return go, extras
+    def tested(carry: list[Any], extras: Extras) -> tuple[Any, list[Any], Extras]:
+        [go], found = test(extra_in, *given[:n_test], *carry)
+        return go, carry, _both(extras, found)
 
-    def step(state: tuple[list[Any], list[Any], Extras]) -> tuple[list[Any], list[Any], Extras]:
-        ahead, carry, extras = state
+    def step(state: tuple[Any, list[Any], Extras]) -> tuple[Any, list[Any], Extras]:
+        go, carry, extras = state
         results, found = body(extra_in, *given[n_test:], *carry)
-        if several:
-            going = ahead[0] if ahead else goes_on(carry)[0]
-            results = [_where(going, *pair) for pair in zip(results, carry, strict=True)]
-        if ahead:
-            go, seen = goes_on(results)
-            ahead, found = [go], _both(found, seen)
-        return ahead, results, _both(extras, found)
+        if go.ndim:
+            results = [_where(go, *pair) for pair in zip(results, carry, strict=True)]
+        return tested(results, _both(extras, found))
 
-    # A condition that has extra results is computed at the end of the iteration before: a loop's
-    # condition can return nothing else.
-    several = compat.shape_of(compat.closed(test.jaxpr).jaxpr.outvars[0]) != ()
-    ahead, extras = [], body.neutral()
-    if test.extras:
-        go, seen = goes_on(start)
-        ahead, extras = [go], _both(extras, seen)
-    _, results, extras = lax.while_loop(
-        lambda state: jnp.any(state[0][0] if state[0] else goes_on(state[1])[0]),
-        step,
-        (ahead, list(start), extras),
-    )
-    return list(results), extras
+    # The condition is computed at the end of the iteration before: a loop's condition can return
+    # nothing else.
+    first = tested(start, body.neutral())
+    _, results, extras = lax.while_loop(lambda state: jnp.any(state[0]), step, first)
+    return results, extras
 
 
 def _where(chosen: Any, new: Any, old: Any) -> Any:
@@ -312,8 +285,3 @@ def _check_alike(where: str, name: str, old: Extra, new: Extra) -> None:
             f"rebuild: extra result {name!r} of {where} is {kinds[0]} and is {kinds[1]}: give it "
             "one shape, dtype, Join and axes, or two names"
         )
-
-
-def _split(flat: list[Any], count: int, extras: Extras) -> Out:
-    """Flat results as `count` of the equation's and extra ones like `extras`."""
-    return flat[:count], jax.tree.unflatten(jax.tree.structure(extras), flat[count:])

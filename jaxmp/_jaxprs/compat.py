@@ -1,19 +1,15 @@
 """Everything that differs between the JAX versions we support (0.10 to 0.12), and nothing else.
 
-* Inner jaxprs are `ClosedJaxpr` in some parameters and open `Jaxpr` in others up to 0.11; one
-  merged class from 0.12 on.
-* scan says how its operands split with ``num_consts``/``num_carry`` (0.10) or with the trees
-  ``ft_in``/``ft_out`` (0.12).
-* What `inline=True` means to `jax.jit`.
-* The primitives that merely call a jaxpr have come and gone.
-* JAX's next generation of remat, custom_vjp, custom_jvp, checkpoint_name and scan (0.12, behind the
-  flags ``JAX_REMAT3=1`` and so on): one primitive, ``call_hi_primitive``, with an object in its
-  parameters that holds the jaxpr. Not public; what we know of these objects is in this file.
+Inner jaxprs are `ClosedJaxpr` in some parameters and open `Jaxpr` in others up to 0.11; one merged
+class from 0.12 on.
+
+JAX's next generation of remat, custom_vjp, custom_jvp, checkpoint_name and scan (0.12, behind the
+flags ``JAX_REMAT3=1`` and so on) is one primitive, ``call_hi_primitive``, with an object in its
+parameters that holds the jaxpr. Not public; what we know of these objects is in this file.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +36,7 @@ CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "shard_map": "jaxpr",
     "product_by_parameter": "jaxpr",  # our own: `parameter_products`
-    "product_in_float32": "jaxpr",  # `wide_products`
+    "product_in_float32": "jaxpr",  # `float32_dot`
 }
 
 # The objects of `call_hi_primitive`, by class → the primitive they are the next generation of.
@@ -62,15 +58,11 @@ CPU_SUMS_FLAG = "--xla_cpu_experimental_ynn_fusion_type=" if jax.__version_info_
 _CLOSED: Any = getattr(jex_core, "ClosedJaxpr", jex_core.Jaxpr)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Closed:
-    """A jaxpr with its constants, whichever class this JAX keeps them in; as JAX's, only itself."""
+class Closed(NamedTuple):
+    """An open jaxpr and its constants, whichever class this JAX keeps them in."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.jaxpr, self.consts))
 
 
 def closed(jaxpr: Any) -> Closed:
@@ -78,9 +70,9 @@ def closed(jaxpr: Any) -> Closed:
     return Closed(getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ())))
 
 
-def close(jaxpr: Any) -> Any:
-    """An open jaxpr without constants, closed."""
-    return _CLOSED(jaxpr, ())
+def close(jaxpr: Any, consts: Sequence[Any] = ()) -> Any:
+    """An open jaxpr, closed."""
+    return _CLOSED(jaxpr, consts)
 
 
 def part(jaxpr: Any, eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
@@ -115,7 +107,7 @@ def is_at_most(size: Any, limit: int) -> bool:
     return isinstance(size, int) and size <= limit
 
 
-def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Closed, Closed, list[Any]]:
+def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Any, Any, list[Any]]:
     """A jaxpr cut in two: what does not depend on its last operands, and what does.
 
     Args:
@@ -137,12 +129,12 @@ def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Closed, Closed, list[Any
         late.update(eqn.outvars if depends else ())
     read = [v for eqn in parts[1] for v in eqn.invars] + list(opened.outvars[n_outs:])
     known = {*late, *opened.constvars}
-    saved = list(dict.fromkeys(v for v in read if not isinstance(v, jex_core.Literal)))
-    saved = [v for v in saved if v not in known]
+    read = [v for v in read if not isinstance(v, jex_core.Literal) and v not in known]
+    saved = list(dict.fromkeys(read))
 
     first = part(opened, parts[0], opened.invars[:n_ins], [*opened.outvars[:n_outs], *saved])
     last = part(opened, parts[1], [*saved, *opened.invars[n_ins:]], opened.outvars[n_outs:])
-    return Closed(first, consts), Closed(last, consts), [v.aval for v in saved]
+    return close(first, consts), close(last, consts), [v.aval for v in saved]
 
 
 def like(new: Any, old: Any) -> Any:
@@ -161,12 +153,8 @@ def like(new: Any, old: Any) -> Any:
 def without_consts(jaxpr: Any) -> tuple[Any, list[Any]]:
     """A closed jaxpr whose constants have become its leading operands, and those constants."""
     opened, consts = closed(jaxpr)
-    whole = opened.replace(
-        constvars=[],
-        invars=[*opened.constvars, *opened.invars],
-        debug_info=opened.debug_info._replace(arg_names=None, result_paths=None),
-    )
-    return close(whole), list(consts)
+    whole = part(opened, opened.eqns, (*opened.constvars, *opened.invars), opened.outvars)
+    return close(whole.replace(constvars=[])), list(consts)
 
 
 def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
@@ -196,9 +184,8 @@ def trace_of_tree(fn: Callable[..., Any], avals: Sequence[Any]) -> tuple[Any, An
 
 def call_jaxpr(eqn: jex_core.JaxprEqn) -> Any:
     """The inner jaxpr of a primitive in `CALLS`."""
-    if (held := _held(eqn)) is not None:
-        return _jaxpr_of(held)
-    return eqn.params[CALLS[eqn.primitive.name]]
+    held = _held(eqn)
+    return eqn.params[CALLS[eqn.primitive.name]] if held is None else _jaxpr_of(held)
 
 
 # The next generation.
@@ -235,28 +222,18 @@ def jaxprs_run(eqn: jex_core.JaxprEqn) -> list[Any]:
 
 def bind(eqn: jex_core.JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
     """The primitive of an equation on other operands, with some parameters replaced."""
-    if (named := _bind_next(eqn, operands)) is not None:
-        return named
+    if (held := _held(eqn)) is not None and kind(eqn) == "name":  # of operands of any dtype
+        return [checkpoint_name(operands[0], held.name)]
     params = eqn.primitive.get_bind_params(eqn.params | replaced)
     out = eqn.primitive.bind(*operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def _bind_next(eqn: jex_core.JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
-    """Binds a `checkpoint_name` of the next generation to operands of any dtype; else None."""
-    if eqn.primitive.name == "call_hi_primitive" and kind(eqn) == "name":
-        return [checkpoint_name(operands[0], _held(eqn).name)]
-    return None
 
 
 def rematerialized(eqn: jex_core.JaxprEqn, fn: Callable[..., Any]) -> Callable[..., Any] | None:
     """`fn` under the remat of an equation of the next generation; None if it is not one."""
     if (held := _held(eqn)) is None:
         return None
-    rematted: Callable[..., Any] = jax.checkpoint(
-        fn, policy=held.policy, prevent_cse=held.prevent_cse
-    )
-    return rematted
+    return jax.checkpoint(fn, policy=held.policy, prevent_cse=held.prevent_cse)
 
 
 def rematerialize(
@@ -340,7 +317,7 @@ def _one_to_one(eqn: jex_core.JaxprEqn, held: Any) -> bool:
 
 
 def scan_split(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
-    """How many operands of a scan are constants and how many are the carry."""
+    """How many operands of a scan are constants and how many the carry (0.12 says so by trees)."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()

@@ -6,7 +6,7 @@ JAX's documentation promises none of them; see `attributes`. A row of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,24 +31,15 @@ def dot_axes(params: Mapping[str, Any]) -> tuple[tuple[Axes, Axes], tuple[Axes, 
     return both
 
 
-class Window(NamedTuple):
-    """How a convolution moves its window: one entry per axis of space."""
-
-    strides: Sequence[int]
-    padding: Sequence[tuple[int, int]]
-    lhs_dilation: Sequence[int]
-    rhs_dilation: Sequence[int]
-
-
 def ragged_axes(eqn: jex_core.JaxprEqn) -> Any:
     """The ``RaggedDotDimensionNumbers`` of a ragged product; None of any other equation."""
     return eqn.params.get("ragged_dot_dimension_numbers")
 
 
-def window(eqn: jex_core.JaxprEqn) -> Window:
-    """The window of a convolution."""
+def window(eqn: jex_core.JaxprEqn) -> tuple[Any, ...]:
+    """Of a convolution, per axis of space: strides, padding, dilation of the left and the right."""
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
-    return Window(*(eqn.params[name] for name in names))
+    return tuple(eqn.params[name] for name in names)
 
 
 def layout(eqn: jex_core.JaxprEqn) -> jax.lax.ConvDimensionNumbers:
@@ -78,15 +69,6 @@ def permutation(eqn: jex_core.JaxprEqn) -> Axes:
     """Of a ``transpose``: for each axis of the result, which of the operand it is."""
     axes: Axes = eqn.params["permutation"]
     return axes
-
-
-def looked_up(eqn: jex_core.JaxprEqn) -> tuple[frozenset[int], Axes]:
-    """The axes of its operand that a gather takes an index along, and the sizes of its slices."""
-    numbers = eqn.params["dimension_numbers"]
-    return (
-        frozenset((*numbers.start_index_map, *numbers.operand_batching_dims)),
-        tuple(eqn.params["slice_sizes"]),
-    )
 
 
 class Gather(NamedTuple):
@@ -137,28 +119,16 @@ def iota_axis(eqn: jex_core.JaxprEqn) -> int:
     return axis
 
 
-class AllGather(NamedTuple):
-    """What a `lax.all_gather` gathers.
+def all_gather_of(eqn: jex_core.JaxprEqn) -> tuple[int, tuple[Any, ...], Any, int, bool]:
+    """What an ``all_gather`` gathers.
 
-    Attributes:
-      dimension: the axis along which, or the one that is new.
-      axes: the axes of devices over which.
-      groups: which devices do so together, if not all.
-      devices: how many.
-      tiled: whether blocks are joined along an axis, and not stacked.
+    Returns:
+      The axis along which it does, or the one that is new; the axes of devices over which; which
+      devices do so together, if not all; how many; whether blocks are joined, and not stacked.
     """
-
-    dimension: int
-    axes: tuple[Any, ...]
-    groups: Any
-    devices: int
-    tiled: bool
-
-
-def all_gather_of(eqn: jex_core.JaxprEqn) -> AllGather:
-    """What an `all_gather` gathers."""
-    names = ("all_gather_dimension", "axis_name", "axis_index_groups", "axis_size", "tiled")
-    return AllGather(*(eqn.params[name] for name in names))
+    params = eqn.params
+    axis, axes = params["all_gather_dimension"], params["axis_name"]
+    return axis, axes, params["axis_index_groups"], params["axis_size"], params["tiled"]
 
 
 def converted_dtype(eqn: jex_core.JaxprEqn) -> np.dtype[Any]:

@@ -1,9 +1,7 @@
-"""Running a jaxpr equation by equation; a jaxpr as a parameter of another equation."""
+"""Running a jaxpr equation by equation."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,13 +34,3 @@ def evaluate(
             results = bind(eqn, operands)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in opened.outvars]
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class JaxprById:
-    """A closed jaxpr that equals itself alone, and that JAX does not look into."""
-
-    jaxpr: Any
-
-
-by_id = functools.lru_cache(maxsize=4096)(JaxprById)

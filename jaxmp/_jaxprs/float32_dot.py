@@ -18,9 +18,8 @@ from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import tangent_type, with_dtype
+from jaxmp._jaxprs.attributes import with_dtype
 from jaxmp._jaxprs.equation_parameters import takes_result_dtype
-from jaxmp._jaxprs.evaluate import JaxprById, by_id
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -61,15 +60,15 @@ def evaluated(
     return env[out]
 
 
+def as_function(jaxpr: Any) -> Callable[..., Any]:
+    """A closed jaxpr of one result as a function."""
+    return lambda *operands: jaxpr_as_fun(jaxpr)(*operands)[0]
+
+
 @compat.cached_trace
 def mapped(jaxpr: Any, axes: tuple[int | None, ...]) -> Any:
     """A closed jaxpr of one result, under `jax.vmap`, at the types of its operands."""
-
-    def one(*operands: Any) -> Any:
-        [out] = jaxpr_as_fun(jaxpr)(*operands)
-        return out
-
-    return jax.vmap(one, in_axes=axes)
+    return jax.vmap(as_function(jaxpr), in_axes=axes)
 
 
 def type_of_result(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
@@ -83,8 +82,7 @@ def type_of_result(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
 
 def summed_wide(jaxpr: Any, operands: Sequence[Any]) -> Any:
     """What a closed jaxpr in float32 contracts, of low operands, in float32."""
-    types = tuple(map(jax.typeof, operands))
-    return wide_p.bind(*operands, held=by_id(jaxpr), jaxpr=_wide(types, jaxpr))
+    return wide_p.bind(*operands, jaxpr=_wide(tuple(map(jax.typeof, operands)), jaxpr))
 
 
 def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
@@ -106,75 +104,54 @@ def _wide(jaxpr: Any) -> Any:
 wide_p = Primitive("product_in_float32")
 
 
-def _run_wide(*operands: Any, held: JaxprById, jaxpr: Any) -> Any:  # noqa: ARG001
-    return evaluated(held.jaxpr, operands, FLOAT32)
+def _run_wide(*operands: Any, jaxpr: Any) -> Any:
+    return evaluated(jaxpr, operands, FLOAT32)
 
 
-def _run_wide_on_cpu(*operands: Any, held: JaxprById, jaxpr: Any) -> Any:  # noqa: ARG001
+def _run_wide_on_cpu(*operands: Any, jaxpr: Any) -> Any:
     # The same numbers: XLA on CPU has no such product in every layout, and fails when it runs.
     wide = [x if x.dtype.kind in "iu" else lax.convert_element_type(x, FLOAT32) for x in operands]
-    return evaluated(held.jaxpr, wide, FLOAT32)
+    return evaluated(jaxpr, wide, FLOAT32)
 
 
-def _run_wide_on_gpu(*operands: Any, held: JaxprById, jaxpr: Any) -> Any:  # noqa: ARG001
+def _run_wide_on_gpu(*operands: Any, jaxpr: Any) -> Any:
     # A convolution gives what it takes: XLA for GPUs has none of 16-bit operands in float32, and
     # would multiply float32 copies of them.
-    return evaluated(held.jaxpr, operands, FLOAT32, convolved=_low(operands))
-
-
-def _low(operands: Sequence[Any]) -> DType:
-    """The dtype of those operands that are not integers."""
-    return next(x.dtype for x in operands if x.dtype.kind not in "iu")
+    low = next(x.dtype for x in operands if x.dtype.kind not in "iu")
+    return evaluated(jaxpr, operands, FLOAT32, convolved=low)
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(held: JaxprById, jaxpr: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(wide_p.bind, held=held, jaxpr=jaxpr))
+def _jitted(jaxpr: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(wide_p.bind, jaxpr=jaxpr))
 
 
-def _run_at_once(*operands: Any, held: JaxprById, jaxpr: Any) -> Any:
+def _run_at_once(*operands: Any, jaxpr: Any) -> Any:
     # Under `jax.disable_jit` the jit would bind the primitive, which would come back here.
     with jax.disable_jit(disable=False):
-        return _jitted(held, jaxpr)(*operands)
+        return _jitted(jaxpr)(*operands)
 
 
-def _jvp_wide(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    held: JaxprById,
-    jaxpr: Any,  # noqa: ARG001
-) -> tuple[Any, Any]:
-    out = summed_wide(held.jaxpr, primals)
+def _jvp_wide(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any) -> tuple[Any, Any]:
+    out = summed_wide(jaxpr, primals)
     terms = [
-        evaluated(held.jaxpr, (*primals[:i], tangent, *primals[i + 1 :]), tangent.dtype)
+        evaluated(jaxpr, (*primals[:i], tangent, *primals[i + 1 :]), tangent.dtype)
         for i, tangent in enumerate(tangents)
         if not isinstance(tangent, ad.Zero)
     ]
-    if not terms:
-        return out, ad.Zero(tangent_type(jax.typeof(out)))
     return out, lax.convert_element_type(functools.reduce(lax.add, terms), FLOAT32)
 
 
 def _batch_wide(
-    operands: Sequence[Any],
-    axes: Sequence[int | None],
-    *,
-    held: JaxprById,
-    jaxpr: Any,  # noqa: ARG001
+    operands: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any
 ) -> tuple[Any, int]:
     types = tuple(in_float32(jax.typeof(x)) for x in operands)
-    return summed_wide(mapped(types, held.jaxpr, tuple(axes)), operands), 0
+    return summed_wide(mapped(types, jaxpr, tuple(axes)), operands), 0
 
 
 wide_p.def_impl(_run_at_once)
 wide_p.def_abstract_eval(type_of_result)
 ad.primitive_jvps[wide_p] = _jvp_wide
 batching.primitive_batchers[wide_p] = _batch_wide
-mlir.register_lowering(wide_p, mlir.lower_fun(_run_wide, multiple_results=False))
-mlir.register_lowering(
-    wide_p, mlir.lower_fun(_run_wide_on_cpu, multiple_results=False), platform="cpu"
-)
-mlir.register_lowering(
-    wide_p, mlir.lower_fun(_run_wide_on_gpu, multiple_results=False), platform="gpu"
-)
+for _platform, _run in ((None, _run_wide), ("cpu", _run_wide_on_cpu), ("gpu", _run_wide_on_gpu)):
+    mlir.register_lowering(wide_p, mlir.lower_fun(_run, multiple_results=False), _platform)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -179,19 +178,15 @@ def _observed(replacement: Threaded) -> Threaded:
     return run
 
 
-def _one(jaxpr: Any, eqn: JaxprEqn) -> tuple[Inner, ...]:
-    return (Inner(jaxpr, tuple(range(len(eqn.invars))), tuple(range(len(eqn.outvars)))),)
+def _one(jaxpr: Any, eqn: JaxprEqn, **facts: Any) -> tuple[Inner, ...]:
+    return (Inner(jaxpr, tuple(range(len(eqn.invars))), tuple(range(len(eqn.outvars))), **facts),)
 
 
 # Calls.
 
 
-def _call(eqn: JaxprEqn) -> tuple[Inner, ...]:
-    return _one(compat.call_jaxpr(eqn), eqn)
-
-
-def _ruled(rule: str, eqn: JaxprEqn) -> tuple[Inner, ...]:
-    return tuple(inner._replace(rule=rule) for inner in _call(eqn))
+def _call(eqn: JaxprEqn, rule: str = "") -> tuple[Inner, ...]:
+    return _one(compat.call_jaxpr(eqn), eqn, rule=rule)
 
 
 def _run_in_place(
@@ -201,15 +196,21 @@ def _run_in_place(
     return called(*operands)
 
 
-def _rebind_jaxpr(
-    eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
+def _rebind_parameters(
+    names: Sequence[str], eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
 ) -> list[Any]:
-    """Of scan, jit and remat."""
-    [body] = replacements
-    rematted = compat.rematerialized(eqn, body)
+    """Of what has each of its jaxprs in a parameter: scan, while, jit and remat."""
+    rematted = compat.rematerialized(eqn, replacements[0])
     if rematted is not None:
         return list(rematted(*operands))
-    return bind(eqn, operands, jaxpr=compat.like(body.trace(), eqn.params["jaxpr"]))
+    new = {
+        name: compat.like(r.trace(), eqn.params[name])
+        for name, r in zip(names, replacements, strict=True)
+    }
+    return bind(eqn, operands, **new)
+
+
+_rebind_jaxpr = partial(_rebind_parameters, ("jaxpr",))
 
 
 def sums_as_given(eqn: JaxprEqn) -> bool:
@@ -224,15 +225,11 @@ def _rebind_shard_map(
     eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
 ) -> list[Any]:
     [called] = replacements
-    mapped: Callable[..., Any] = jax.shard_map(
-        called,
-        mesh=eqn.params["mesh"],
-        in_specs=tuple(eqn.params["in_specs"]),
-        out_specs=list(eqn.params["out_specs"]),
-        check_vma=eqn.params["check_vma"],
-        axis_names=set(eqn.params["newly_manual_axes"]),
-    )
-    return list(mapped(*operands))
+
+    def threaded(_extra_in: Sequence[Any], *arrays: Any) -> Out:
+        return called(*arrays), {}
+
+    return aux_outputs.through_shard_map(eqn, operands, [threaded], ())[0]
 
 
 # Branches.
@@ -259,16 +256,10 @@ def _rebind_branches(
 
 
 def _scan(eqn: JaxprEqn) -> tuple[Inner, ...]:
-    [body] = _one(eqn.params["jaxpr"], eqn)
     n_consts, n_carry = compat.scan_split(eqn)
-    return (
-        body._replace(
-            shared=n_consts,
-            carried=n_carry,
-            trips=eqn.params["length"],
-            reverse=compat.scan_options(eqn)["reverse"],
-        ),
-    )
+    trips, reverse = eqn.params["length"], compat.scan_options(eqn)["reverse"]
+    jaxpr = eqn.params["jaxpr"]
+    return _one(jaxpr, eqn, shared=n_consts, carried=n_carry, trips=trips, reverse=reverse)
 
 
 def _while(eqn: JaxprEqn) -> tuple[Inner, ...]:
@@ -289,21 +280,13 @@ def _while(eqn: JaxprEqn) -> tuple[Inner, ...]:
     return test, body
 
 
-def _rebind_while(
-    eqn: JaxprEqn, operands: list[Any], replacements: Sequence[Replacement]
-) -> list[Any]:
-    names = ("cond_jaxpr", "body_jaxpr")
-    new = {
-        name: compat.like(r.trace(), eqn.params[name])
-        for name, r in zip(names, replacements, strict=True)
-    }
-    return bind(eqn, operands, **new)
+_rebind_while = partial(_rebind_parameters, ("cond_jaxpr", "body_jaxpr"))
 
 
 HIGHER_ORDER: dict[str, HigherOrder] = {
     **dict.fromkeys(compat.CALLS, HigherOrder(_call, _run_in_place, aux_outputs.in_place)),
     **{
-        f"{rule}_call": HigherOrder(partial(_ruled, rule), _run_in_place, aux_outputs.beside)
+        f"{rule}_call": HigherOrder(partial(_call, rule=rule), _run_in_place, aux_outputs.beside)
         for rule in ("custom_jvp", "custom_vjp")
     },
     **dict.fromkeys(("jit", "remat2"), HigherOrder(_call, _rebind_jaxpr, aux_outputs.through_call)),

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
@@ -32,6 +32,7 @@ from jaxmp._jaxprs.equation_parameters import all_gather_of
 from jaxmp._jaxprs.float32_dot import (
     FLOAT32,
     DType,
+    as_function,
     evaluated,
     in_float32,
     mapped,
@@ -93,28 +94,13 @@ def _contraction(
     """A function of the operands and the parameters: the result, with their gradients.
 
     It is inlined into the program that calls it: JAX traces and differentiates it once.
-    """
-    with_gradients = _with_gradients(op, types, sources, low, without)
-
-    def run(*arrays: Any) -> Any:
-        # In the open, where the policies of `jax.checkpoint` see a product that they may save.
-        operands = without_tangents(*arrays[: len(types)])
-        return with_gradients(_bound(op, operands, low), *arrays)
-
-    return jax.jit(run, inline=compat.INLINE)
-
-
-def _with_gradients(
-    op: Op, types: tuple[Any, ...], sources: Any, low: DType, without: int | None
-) -> Callable[..., Any]:
-    """A function of a result, the operands and the parameters: the result, with their gradients.
 
     Args:
       op: the contraction.
       types: of its operands, in float32.
       sources: for each parameter: which operand it is, its moves and its type.
       low: the dtype of the result.
-      without: an operand that has no part in it.
+      without: an operand that has no part in the gradients.
     """
     count, sides = len(types), [side for side, _, _ in sources]
 
@@ -139,7 +125,13 @@ def _with_gradients(
         return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
 
     with_gradients.defjvp(jvp, symbolic_zeros=True)
-    return with_gradients
+
+    def run(*arrays: Any) -> Any:
+        # In the open, where the policies of `jax.checkpoint` see a product that they may save.
+        operands = without_tangents(*arrays[:count])
+        return with_gradients(_bound(op, operands, low), *arrays)
+
+    return jax.jit(run, inline=compat.INLINE)
 
 
 @jax.custom_jvp
@@ -195,14 +187,13 @@ def _gathered(array: Any, eqn: JaxprEqn, wire: DType) -> Any:
     That is for its transpose: the parts of a gradient cross in 16 bits, to where they are added up
     in float32. The transpose of a gather adds up in the dtype in which they cross.
     """
-    gather = all_gather_of(eqn)
-    copies = lax.convert_element_type(lax.broadcast(array, (gather.devices,)), wire)
-    there = lax.all_to_all(copies, gather.axes, 0, 0, axis_index_groups=gather.groups, tiled=True)
+    at, axes, groups, devices, tiled = all_gather_of(eqn)
+    copies = lax.convert_element_type(lax.broadcast(array, (devices,)), wire)
+    there = lax.all_to_all(copies, axes, 0, 0, axis_index_groups=groups, tiled=True)
     blocks = lax.convert_element_type(lax.optimization_barrier(there), FLOAT32)
-    blocks = jnp.moveaxis(blocks, 0, gather.dimension)
-    if not gather.tiled:
+    blocks = jnp.moveaxis(blocks, 0, at)
+    if not tiled:
         return blocks
-    at = gather.dimension
     return blocks.reshape(*array.shape[:at], -1, *array.shape[at + 1 :])
 
 
@@ -280,15 +271,6 @@ class _ParameterProduct:
         given[self.side] = lax.convert_element_type(given[self.side], self.low)
         return evaluated(self.jaxpr, given, self.low)
 
-    def transposed(self, by: int, given: Sequence[Any]) -> Any:
-        """A closed jaxpr in float32: the product, transposed by an operand.
-
-        Args:
-          by: which.
-          given: what it is a function of: the gradient of the result and the other operands.
-        """
-        return _transposed([in_float32(jax.typeof(x)) for x in given], self, by)
-
 
 @compat.cached_trace
 def _forward(product: _ParameterProduct) -> Any:
@@ -298,14 +280,13 @@ def _forward(product: _ParameterProduct) -> Any:
 
 @compat.cached_trace
 def _transposed(product: _ParameterProduct, by: int) -> Any:
-    """A closed jaxpr of the gradient and the other operands: the product, transposed by one."""
+    """A closed jaxpr in float32, of the gradient and the others: the product, transposed by one."""
     # Not the type of its gradient, which may say otherwise over which devices it is summed.
     of = compat.closed(product.jaxpr).jaxpr.invars[by].aval
 
     def transposed(g: Any, *others: Any) -> Any:
         def linear(x: Any) -> Any:
-            [out] = jaxpr_as_fun(product.jaxpr)(*others[:by], x, *others[by:])
-            return out
+            return as_function(product.jaxpr)(*others[:by], x, *others[by:])
 
         return jax.linear_transpose(linear, of)(g)[0]
 
@@ -315,16 +296,12 @@ def _transposed(product: _ParameterProduct, by: int) -> Any:
 by_parameter_p = Primitive("product_by_parameter")
 
 
-def _run(*operands: Any, product: _ParameterProduct, jaxpr: Any) -> Any:  # noqa: ARG001
+def _run(*operands: Any, product: _ParameterProduct, **_: Any) -> Any:
     return product.narrow(operands)
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    product: _ParameterProduct,
-    jaxpr: Any,  # noqa: ARG001
+    primals: Sequence[Any], tangents: Sequence[Any], *, product: _ParameterProduct, **_: Any
 ) -> tuple[Any, Any]:
     out = product.bind(primals)
     terms = [
@@ -332,32 +309,26 @@ def _jvp(
         for i, tangent in enumerate(tangents)
         if not isinstance(tangent, ad.Zero)
     ]
-    if not terms:
-        return out, ad.Zero(tangent_type(jax.typeof(out)))
     return out, functools.reduce(lax.add, terms)
 
 
-def _transpose(g: Any, *operands: Any, product: _ParameterProduct, jaxpr: Any) -> list[Any]:  # noqa: ARG001
+def _transpose(g: Any, *operands: Any, product: _ParameterProduct, **_: Any) -> list[Any]:
     [by] = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    given = list(operands)
     if isinstance(g, ad.Zero):
         grad: Any = ad.Zero(operands[by].aval)
-    elif by == product.side:
-        others = (g, *operands[:by], *operands[by + 1 :])
-        grad = summed_wide(product.transposed(by, others), others)
     else:
-        given[product.side] = lax.convert_element_type(given[product.side], product.low)
+        given = list(operands)
+        if by != product.side:
+            given[product.side] = lax.convert_element_type(given[product.side], product.low)
         others = (g, *given[:by], *given[by + 1 :])
-        grad = evaluated(product.transposed(by, others), others, product.low)
+        jaxpr = _transposed([in_float32(jax.typeof(x)) for x in others], product, by)
+        wide = by == product.side
+        grad = summed_wide(jaxpr, others) if wide else evaluated(jaxpr, others, product.low)
     return [grad if i == by else None for i in range(len(operands))]
 
 
 def _batch(
-    operands: Sequence[Any],
-    axes: Sequence[int | None],
-    *,
-    product: _ParameterProduct,
-    jaxpr: Any,
+    operands: Sequence[Any], axes: Sequence[int | None], *, product: _ParameterProduct, **_: Any
 ) -> tuple[Any, int]:
     types = tuple(in_float32(jax.typeof(x)) for x in operands)
     jaxpr = mapped(types, product.jaxpr, tuple(axes))

@@ -10,7 +10,7 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,8 @@ def is_backward(eqn: JaxprEqn) -> bool:
     return in_scope(eqn, "transpose(")
 
 
-def is_rematerialized(eqn: JaxprEqn) -> bool:
-    """Whether an equation computes again what a `jax.checkpoint` did not keep."""
-    return in_scope(eqn, "rematted_computation")
-
-
 def in_scope(eqn: JaxprEqn, scope: str) -> bool:
-    """Whether an equation stands in a named scope of jaxmp's."""
+    """Whether an equation stands in a named scope, or a transformation, that has this in it."""
     return _names(name_stack(eqn), scope)
 
 
@@ -77,10 +72,9 @@ def user_line(eqn: JaxprEqn) -> str:
 
 @functools.lru_cache(maxsize=4096)  # layers that are alike were written in the same frames
 def _user_line(where: Any, libraries: tuple[str, ...]) -> str:
-    is_in = _files(libraries)
     for frame in frames(where):
         file = frame[0].co_filename
-        if not is_in(file):
+        if not file.startswith(libraries):
             return f"{Path(file).name}:{line_number(where, frame)}"
     return ""
 
@@ -106,31 +100,19 @@ def _instruction(eqn: JaxprEqn) -> tuple[Any, int] | None:
 
 def in_library(file: str) -> bool:
     """Whether a source file is a library's, or none at all."""
-    return _files(_libraries())(file)
+    return file.startswith(_libraries())
 
 
 def _libraries() -> tuple[str, ...]:
-    """The folders of the packages that are loaded."""
-    return _folders(tuple(map(sys.modules.get, _PACKAGES)))
+    """How the files start that are in packages which are loaded, in what is installed, or none."""
+    return _prefixes(tuple(map(sys.modules.get, _PACKAGES)))
 
 
 @functools.lru_cache(maxsize=16)
-def _folders(modules: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(folder for m in modules for folder in getattr(m, "__path__", ()))
-
-
-@functools.lru_cache(maxsize=16)
-def _files(libraries: tuple[str, ...]) -> Callable[[str], bool]:
-    """Whether a source file is in these folders, or in what is installed."""
-    prefixes = ("<", *_prefixes(libraries))
-    return functools.lru_cache(maxsize=4096)(lambda file: file.startswith(prefixes))
-
-
-def _prefixes(libraries: tuple[str, ...]) -> tuple[str, ...]:
-    """These folders and those of what is installed, with and without links on the way to them."""
-    folders = _INSTALLED.union(libraries)
-    folders |= {os.path.realpath(folder) for folder in folders}
-    return tuple(folder.rstrip(os.sep) + os.sep for folder in folders)
+def _prefixes(modules: tuple[Any, ...]) -> tuple[str, ...]:
+    folders = _INSTALLED.union(*(getattr(module, "__path__", ()) for module in modules))
+    folders |= {os.path.realpath(folder) for folder in folders}  # with links on the way, and not
+    return ("<", *(folder.rstrip(os.sep) + os.sep for folder in folders))
 
 
 def library_line(eqn: JaxprEqn) -> str:

@@ -61,8 +61,12 @@ class Traced(NamedTuple):
     as_written: Callable[..., list[Any]]
 
     def rebuild(self, outs: Sequence[Any]) -> Any:
-        """The result of the call with these arrays."""
-        return without_statics(jax.tree.unflatten(self.tree, outs))
+        """The result of the call with these arrays, and the static leaves as they are."""
+        return jax.tree.map(
+            lambda x: x.value if isinstance(x, Static) else x,
+            jax.tree.unflatten(self.tree, outs),
+            is_leaf=lambda x: isinstance(x, Static),
+        )
 
 
 def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
@@ -106,12 +110,3 @@ def flatten_call(
 
     flat.__name__ = flat.__qualname__ = str(getattr(fn, "__name__", type(fn).__name__))
     return flat, [leaf for leaf, t in zip(leaves, traced, strict=True) if t]
-
-
-def without_statics(tree: Any) -> Any:
-    """A tree with the static leaves in place of their `Static` nodes."""
-    return jax.tree.map(
-        lambda x: x.value if isinstance(x, Static) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, Static),
-    )

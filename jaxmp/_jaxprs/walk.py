@@ -10,13 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs.compat import closed, inner_jaxprs
 from jaxmp._jaxprs.higher_order import Inner, inside
-from jaxmp._jaxprs.source import (
-    is_backward,
-    is_rematerialized,
-    library_line,
-    module_path,
-    user_line,
-)
+from jaxmp._jaxprs.source import in_scope, is_backward, library_line, module_path, user_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +39,7 @@ class Place:
             path="/".join(filter(None, (self.path, module_path(eqn)))),
             source=user_line(eqn) or self.source or library_line(eqn),
             backward=self.backward or is_backward(eqn),
-            again=self.again or is_rematerialized(eqn),
+            again=self.again or in_scope(eqn, "rematted_computation"),
         )
 
     def inside(self, inner: Inner) -> Self:

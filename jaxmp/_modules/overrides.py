@@ -77,14 +77,14 @@ class Overrides:
 
     def warn_of_kept(self, plan: Plan) -> None:
         """Warns, once, where the layers' own float32 is much of what a plan multiplies."""
-        kept = kept_by_layers(plan)
-        share = kept.flops.total() / (kept.total or 1)
-        paths = frozenset(kept.flops)
+        kept, total = kept_by_layers(plan)
+        share = kept.total() / (total or 1)
+        paths = frozenset(kept)
         if share <= MUCH or paths in self._warned:
             return
         self._warned.add(paths)
         policy = str(self.default)
-        shown = [path for path, _ in kept.flops.most_common(5)]
+        shown = [path for path, _ in kept.most_common(5)]
         remedy = (
             f"jaxmp.wrap(model, jaxmp.PolicyMap({{'**': {policy!r}}}, default={policy!r}))"
             if self.is_single

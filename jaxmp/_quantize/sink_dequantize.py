@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context
-from jaxmp._jaxprs.equation_parameters import jitted_name, looked_up, widens_8_bits
+from jaxmp._jaxprs.equation_parameters import gather, jitted_name, widens_8_bits
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.scopes import DEQUANTIZE, ROWS
 from jaxmp._jaxprs.source import in_scope
@@ -165,14 +165,14 @@ def _part(eqn: JaxprEqn, table: QuantizedArray, starts: Sequence[Any]) -> Quanti
 
 def _rows(eqn: JaxprEqn, table: QuantizedArray, indices: Any) -> list[Any] | None:
     """The rows that a gather takes of a table, dequantized; None if they are not whole."""
-    axes, sizes = looked_up(eqn)
+    rows = gather(eqn)
     of_scale = []
     for i, (size, length, groups) in enumerate(
-        zip(sizes, table.shape, table.scale.shape, strict=True)
+        zip(rows.sizes, table.shape, table.scale.shape, strict=True)
     ):
         if groups == length:
             of_scale.append(size)
-        elif i not in axes and size == length:
+        elif i not in (*rows.axes, *rows.shared) and size == length:
             of_scale.append(groups)
         else:
             return None

@@ -31,7 +31,7 @@ from jaxmp._autocast.plan import Plan, Segment, Step, Visit
 from jaxmp._autocast.rules import region_rules
 from jaxmp._autocast.why import Residual
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import parameters, runs_once, with_dtype
+from jaxmp._jaxprs.attributes import runs_once, with_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import TABLE
@@ -76,7 +76,7 @@ def _in_segment(step: Step) -> Residual | None:
         v.aval if dtype is None else with_dtype(v.aval, dtype)
         for v, dtype in zip(step.eqn.invars, step.ins, strict=True)
     ]
-    keeps = long_contractions(step.eqn.primitive, *avals, **parameters(step.eqn))
+    keeps = long_contractions(step.eqn.primitive, *avals, **step.eqn.params)
     return Residual.SAVED if keeps else Residual.REMATERIALIZED
 
 

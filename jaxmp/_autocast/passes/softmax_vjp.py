@@ -32,9 +32,7 @@ from jaxmp._autocast.passes.softmaxes import AxisMove, Softmax
 from jaxmp._autocast.plan import DType, Op, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import compat, parameter_products
-from jaxmp._jaxprs.evaluate import JaxprById, by_id
-from jaxmp._jaxprs.layouts import LANES, laid_out
-from jaxmp._jaxprs.no_excess_precision import no_excess_precision
+from jaxmp._jaxprs.compiler_hints import LANES, laid_out, no_excess_precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +90,7 @@ class SoftmaxDot(Op):
             softmax.moved_axis,
             softmax.moves,
             tuple((mask.eqns, mask.where) for mask in softmax.masks),
-            None if self.between is None else by_id(self.between),
+            self.between,
             of_parameter=bool(self.parameters),
             looped=looped,
         )
@@ -175,7 +173,7 @@ class _Group:
         """The operand of the product in float32, as a linear function of the softmax."""
         if self.between is None:
             return _wide(probabilities)
-        [out] = jaxpr_as_fun(self.between.jaxpr)(_wide(probabilities), *sources)
+        [out] = jaxpr_as_fun(self.between)(_wide(probabilities), *sources)
         return out
 
     def masked(self, tangent: Any, masked_by: Sequence[Any]) -> Any:
