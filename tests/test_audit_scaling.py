@@ -92,7 +92,7 @@ def test_a_loss_that_is_not_scaled_is_named(gradient: Any, create: Any) -> None:
     state = state_with(scaler(), create)
     assert kinds(step_of(gradient), state, X, Y) == {"not-scaled"}
     report = jaxmp.audit(step_of(gradient), state, X, Y)
-    with pytest.raises(AssertionError, match="the loss (is not multiplied by it|was not mult)"):
+    with pytest.raises(AssertionError, match=r"the loss (is not multiplied by it|was not mult)"):
         report.assert_no("not-scaled")
     [found] = [f for f in report.findings if f.kind == "not-scaled"]
     assert found.source.startswith("test_audit_scaling.py:")

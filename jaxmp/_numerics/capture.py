@@ -32,7 +32,7 @@ from jaxmp._numerics.record import Record, entries
 from jaxmp._numerics.statistics import Measurements, Statistics, unpack
 from jaxmp._numerics.survey import Site, SurveyedProgram, matches, survey
 from jaxmp._training.loss_scale import static_loss_scale
-from jaxmp._training.scaled_grad import scale_loss, value_and_grad
+from jaxmp._training.scaled_grad import value_and_grad
 from jaxmp.policy import get_policy
 
 
@@ -169,9 +169,12 @@ def prepare(
             "number and something else: (loss, aux)"
         )
     if grad:
-        program = _seeded(program, loss_scale, has_aux=bool(has_aux))
-        # Measured are gradients of the scaled loss, so nothing may divide them.
-        program = value_and_grad(program, optax.EmptyState(), argnums=argnums, has_aux=True)
+        scaler = optax.identity()
+        if loss_scale != 1:
+            scaler = static_loss_scale(scaler, loss_scale)
+        state = scaler.init(jnp.zeros(()))
+        program = _seeded(program, has_aux=bool(has_aux))
+        program = value_and_grad(program, state, argnums=argnums, has_aux=bool(has_aux))
     elif loss_scale != 1:
         raise ValueError(
             f"capture: loss_scale={loss_scale} scales a loss, but the function is not "
@@ -201,13 +204,8 @@ def prepare(
     return Prepared(said, found, traced, size, step, extras, places, float(loss_scale), wide)
 
 
-def _seeded(fn: Callable[..., Any], loss_scale: float, *, has_aux: bool) -> Callable[..., Any]:
-    """The scaled loss of `fn`, and what `fn` returns.
-
-    The cotangent of the loss stands in the scope `SEED`, in moves that cost nothing.
-    """
-    scaler = optax.identity() if loss_scale == 1 else static_loss_scale(None, loss_scale)
-    state = scaler.init(jnp.zeros(()))
+def _seeded(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
+    """`fn`, the cotangent of whose loss stands in the scope `SEED`, in moves that cost nothing."""
 
     @jax.custom_vjp
     def seed(loss: Any) -> Any:
@@ -222,7 +220,7 @@ def _seeded(fn: Callable[..., Any], loss_scale: float, *, has_aux: bool) -> Call
     @functools.wraps(fn)
     def seeded(*args: Any) -> Any:
         out = fn(*args)
-        return scale_loss(seed(out[0] if has_aux else out), state), out
+        return (seed(out[0]), out[1]) if has_aux else seed(out)
 
     return seeded
 
