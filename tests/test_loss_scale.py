@@ -127,6 +127,27 @@ def test_10_gradients_are_divided_by_the_scale_that_the_loss_had():
         assert (float(grad), float(update), float(state.loss_scale)) == (3, -3, scale)
 
 
+def test_without_value_and_grad_training_is_that_without_a_scaler():
+    """The scale grows to its bound, and nothing is multiplied or divided by it."""
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"].astype(jnp.float16)).astype(jnp.float32) ** 2)
+
+    def train(optimizer):
+        params = {"w": jnp.linspace(-1, 1, 8).reshape(4, 2)}
+        state = optimizer.init(params)
+        for i in range(30):
+            x = jax.random.normal(jax.random.key(i), (8, 4), jnp.float16)
+            updates, state = optimizer.update(jax.grad(loss_fn)(params, x), state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    got, state = train(dynamic_loss_scale(optax.adam(0.1), growth_interval=2))
+    want, alone = train(optax.adam(0.1))
+    jax.tree.map(np.testing.assert_array_equal, (got, state.inner_state), (want, alone))
+    assert (float(state.loss_scale), int(state.skipped_count)) == (2.0**24, 0)
+
+
 def test_13_a_scan_over_steps_compiles_once_with_stable_types():
     optimizer = dynamic_loss_scale(optax.adamw(0.1), init_scale=2.0**20, growth_interval=3)
     params = {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.asarray(1.0)}  # weakly typed, too

@@ -320,6 +320,23 @@ def test_wrappers_that_do_not_bear_a_scaler_are_refused(name):
     assert float(jaxmp.loss_scale(wrap(SGD).init(PARAMS))) == 1
 
 
+@pytest.mark.parametrize("name", sorted(REFUSES.keys() - {"sam's adversary", "in a chain"}))
+def test_what_is_refused_hides_or_keeps_an_overflow(name):
+    """In some step of some parameter: it goes into parameters, is not seen, or comes again."""
+
+    def harms(leaf, at):
+        tx = REFUSES[name](dynamic_loss_scale(optax.adam(0.125), init_scale=1024.0))
+        bad = {**GRADS, leaf: GRADS[leaf].at[0].set(jnp.nan)}
+        params, state = train(tx, [bad if i == at else GRADS for i in range(6)])
+        [scaler] = (s for s in jax.tree.leaves(state, is_leaf=is_scaler) if is_scaler(s))
+        return not jaxmp.all_finite((params, scaler)) or int(scaler.skipped_count) != 1
+
+    def is_scaler(node):
+        return isinstance(node, LossScaleState)
+
+    assert any(harms(leaf, at) for leaf in PARAMS for at in (2, 3))
+
+
 IN_FRONT = {
     "clip": optax.clip(0.5),
     "clip_by_global_norm": optax.clip_by_global_norm(0.5),
