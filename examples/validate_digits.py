@@ -66,7 +66,7 @@ def under(rate, policy, scaling=SCALED):
         loss, grads = state.value_and_grad(weighted)(state.params, batch)
         metrics = {
             "loss": loss / LOSS_WEIGHT,
-            "grad_norm": optax.tree.norm(grads) / state.loss_scale / LOSS_WEIGHT,
+            "grad_norm": optax.tree.norm(grads) / LOSS_WEIGHT,
             "loss_scale": state.loss_scale,
         }
         state = state.apply_gradients(grads=grads)

@@ -51,7 +51,7 @@ def under(policy):
         loss, grads = state.value_and_grad(loss_fn)(state.params, tokens)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.tree.norm(grads) / state.loss_scale,
+            "grad_norm": optax.tree.norm(grads),
             "loss_scale": state.loss_scale,
         }
         state = state.apply_gradients(grads=grads)

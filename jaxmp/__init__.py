@@ -1,6 +1,6 @@
 """Mixed precision for JAX and Flax: a policy, and one transformation that applies it."""
 
-from jaxmp import checkpoint_policies, devices, numerics, policies, testing
+from jaxmp import checkpoint_policies, devices, loss_scaling, numerics, policies, testing
 from jaxmp._audit.audit import audit
 from jaxmp._autocast import autocast, explain, full_precision, reduced_precision
 from jaxmp._modules import wrap
@@ -56,6 +56,7 @@ __all__ = [
     "int8",
     "loss_scale",
     "loss_scale_for",
+    "loss_scaling",
     "master_weights",
     "monitor",
     "mxfp8",

@@ -27,7 +27,7 @@ Step = Callable[..., Any]
 
 def kinds(fn: Step, *args: Any) -> set[str]:
     """What `audit` finds of loss scaling."""
-    of_scaling = {"not-scaled", "scaled-twice", "no-scale"}
+    of_scaling = {"not-scaled", "not-unscaled", "scaled-twice", "no-scale"}
     return {f.kind for f in jaxmp.audit(fn, *args).findings} & of_scaling
 
 
@@ -44,12 +44,26 @@ def by_jaxmp(loss: Step, state: Any) -> Step:
     return jaxmp.grad(loss, state.opt_state)
 
 
-def by_scale_loss(loss: Step, state: Any) -> Step:
+def only_scaled(loss: Step, state: Any) -> Step:
     return jax.grad(lambda *args: jaxmp.scale_loss(loss(*args), state.opt_state))
 
 
-def by_hand(loss: Step, state: Any) -> Step:
+def only_scaled_by_hand(loss: Step, state: Any) -> Step:
     return jax.grad(lambda *args: loss(*args) * jaxmp.loss_scale(state.opt_state))
+
+
+def only_unscaled(loss: Step, state: Any) -> Step:
+    return lambda *a: jaxmp.loss_scaling.unscale(jax.grad(loss)(*a), state.opt_state)
+
+
+def by_scale_loss(loss: Step, state: Any) -> Step:
+    gradient = only_scaled(loss, state)
+    return lambda *args: jaxmp.loss_scaling.unscale(gradient(*args), state.opt_state)
+
+
+def by_hand(loss: Step, state: Any) -> Step:
+    gradient, scale = only_scaled_by_hand(loss, state), jaxmp.loss_scale(state.opt_state)
+    return lambda *args: jax.tree.map(lambda g: g / scale, gradient(*args))
 
 
 SCALED = (by_jaxmp, by_scale_loss, by_hand)
@@ -73,15 +87,26 @@ def scaler(policy: str = F16) -> Any:
 
 
 @pytest.mark.parametrize("create", [jaxmp.TrainState.create, train_state.TrainState.create])
-def test_gradients_that_are_only_divided_by_the_scale_are_named(create: Any) -> None:
+@pytest.mark.parametrize("gradient", [plain, only_unscaled], ids=lambda fn: fn.__name__)
+def test_a_loss_that_is_not_scaled_is_named(gradient: Any, create: Any) -> None:
     state = state_with(scaler(), create)
-    assert kinds(step_of(plain), state, X, Y) == {"not-scaled"}
-    report = jaxmp.audit(step_of(plain), state, X, Y)
-    with pytest.raises(AssertionError, match="that the loss was not multiplied by"):
+    assert kinds(step_of(gradient), state, X, Y) == {"not-scaled"}
+    report = jaxmp.audit(step_of(gradient), state, X, Y)
+    with pytest.raises(AssertionError, match=r"the loss (is not multiplied by it|was not mult)"):
         report.assert_no("not-scaled")
     [found] = [f for f in report.findings if f.kind == "not-scaled"]
     assert found.source.startswith("test_audit_scaling.py:")
     assert "jaxmp.value_and_grad(loss_fn, opt_state)" in found.fix
+
+
+@pytest.mark.parametrize("policy", [F16, BF16])
+@pytest.mark.parametrize("gradient", [only_scaled, only_scaled_by_hand], ids=lambda f: f.__name__)
+def test_gradients_that_are_not_divided_are_named(gradient: Any, policy: str) -> None:
+    state = state_with(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
+    assert kinds(step_of(gradient, policy), state, X, Y) == {"not-unscaled"}
+    report = jaxmp.audit(step_of(gradient, policy), state, X, Y)
+    [found] = [f for f in report.findings if f.kind == "not-unscaled"]
+    assert "jaxmp.loss_scaling.unscale(grads, opt_state)" in found.fix
 
 
 @pytest.mark.parametrize("gradient", SCALED, ids=lambda fn: fn.__name__)
@@ -135,30 +160,36 @@ def divided(loss: Step, state: Any) -> Step:
     return gradient
 
 
-def divided_by_hand_alone(loss: Step, state: Any) -> Step:
-    def gradient(*args: Any) -> Any:
-        inverse = 1 / jaxmp.loss_scale(state.opt_state)
-        return jax.tree.map(lambda g: g * inverse, plain(loss, state)(*args))
+def unscaled_twice(loss: Step, state: Any) -> Step:
+    gradient = by_jaxmp(loss, state)
+    return lambda *args: jaxmp.loss_scaling.unscale(gradient(*args), state.opt_state)
 
-    return gradient
+
+def both_twice(loss: Step, state: Any) -> Step:
+    gradient = scaled_twice(loss, state)
+    return lambda *args: jaxmp.loss_scaling.unscale(gradient(*args), state.opt_state)
 
 
 def scaled_twice(loss: Step, state: Any) -> Step:
     return by_jaxmp(lambda *args: jaxmp.scale_loss(loss(*args), state.opt_state), state)
 
 
-@pytest.mark.parametrize("gradient", [divided, divided_by_hand_alone, scaled_twice])
+ONCE_TOO_OFTEN = {
+    divided: "divided by the loss scale more often than",
+    unscaled_twice: "were divided by the loss scale before",
+    scaled_twice: "multiplied by the loss scale 2 times",
+    both_twice: "multiplied by the loss scale 2 times",
+}
+
+
+@pytest.mark.parametrize("gradient", ONCE_TOO_OFTEN, ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("policy", [F16, BF16])
 def test_scaled_or_unscaled_once_too_often(gradient: Any, policy: str) -> None:
     state = state_with(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
     assert kinds(step_of(gradient, policy), state, X, Y) == {"scaled-twice"}
-    [found] = [
-        f
-        for f in jaxmp.audit(step_of(gradient, policy), state, X, Y).findings
-        if f.kind == "scaled-twice"
-    ]
-    said = "multiplied by the loss scale 2 times" if gradient is scaled_twice else "were divided by"
-    assert said in found.what
+    findings = jaxmp.audit(step_of(gradient, policy), state, X, Y).findings
+    said = [f.what for f in findings if f.kind == "scaled-twice"]
+    assert any(ONCE_TOO_OFTEN[gradient] in what for what in said)
 
 
 def over_devices(gradient: Step) -> Step:
@@ -249,6 +280,9 @@ class TestNNX:
                 value = jnp.mean((model(x) - y) ** 2)
                 return jaxmp.scale_loss(value, optimizer.opt_state) if scaled else value
 
-            optimizer.update(model, nnx.grad(loss)(model))
+            grads = nnx.grad(loss)(model)
+            if scaled:
+                grads = jaxmp.loss_scaling.unscale(grads, optimizer.opt_state)
+            optimizer.update(model, grads)
 
         assert kinds(nnx.jit(step), model, optimizer, X, Y) == found

@@ -21,13 +21,12 @@ BAD = (np.nan, np.inf, -np.inf)
 
 
 def run(optimizer, gradients, params=None):
-    """Feeds *unscaled* gradients, scaled here by the current scale; returns updates and states."""
+    """Feeds gradients; returns updates and states."""
     params = jnp.zeros(()) if params is None else params
     state = optimizer.init(params)
     updates, states = [], []
     for gradient in gradients:
-        scaled = jax.tree.map(lambda g: np.float32(g) * state.loss_scale, gradient)  # noqa: B023
-        update, state = optimizer.update(scaled, state, params)
+        update, state = optimizer.update(jax.tree.map(jnp.float32, gradient), state, params)
         updates.append(update)
         states.append(state)
     return updates, states
@@ -68,7 +67,7 @@ def test_04_large_finite_gradients_do_not_skip(gradient):
     params = jnp.zeros(64)  # whose sum of squares overflows
     updates, state = optimizer.update(jnp.full(64, gradient), optimizer.init(params), params)
     assert state.finite
-    np.testing.assert_array_equal(updates, np.full(64, np.float32(-gradient) / 2**16))
+    np.testing.assert_array_equal(updates, np.full(64, np.float32(-gradient)))
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -92,7 +91,7 @@ def test_07_a_schedule_inside_does_not_count_skips():
 
 
 def test_08_what_float16_cannot_hold_comes_back_in_float32():
-    optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=2.0**16)
+    optimizer = dynamic_loss_scale(optax.sgd(2.0**-16))
     params = jnp.zeros((), jnp.float16)
     grad = jnp.asarray(2.0**-14, jnp.float16)
     update, _ = optimizer.update(grad, optimizer.init(params), params)
@@ -119,11 +118,34 @@ def test_09_float32_gradients_are_bitwise_the_unscaled_ones(scale):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_10_a_growing_step_divides_by_the_old_scale():
+def test_10_gradients_are_divided_by_the_scale_that_the_loss_had():
     optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=8, growth_interval=1)
-    updates, states = run(optimizer, [3, 3])
-    assert [float(update) for update in updates] == [-3, -3]
-    assert scales(states) == [16, 32]
+    params, state = jnp.zeros(()), optimizer.init(jnp.zeros(()))
+    for scale in (16, 32):
+        grad = jaxmp.grad(lambda w: 3 * w, state)(params)
+        update, state = optimizer.update(grad, state, params)
+        assert (float(grad), float(update), float(state.loss_scale)) == (3, -3, scale)
+
+
+def test_without_value_and_grad_training_is_that_without_a_scaler():
+    """The scale grows to its bound, and nothing is multiplied or divided by it."""
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"].astype(jnp.float16)).astype(jnp.float32) ** 2)
+
+    def train(optimizer):
+        params = {"w": jnp.linspace(-1, 1, 8).reshape(4, 2)}
+        state = optimizer.init(params)
+        for i in range(30):
+            x = jax.random.normal(jax.random.key(i), (8, 4), jnp.float16)
+            updates, state = optimizer.update(jax.grad(loss_fn)(params, x), state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    got, state = train(dynamic_loss_scale(optax.adam(0.1), growth_interval=2))
+    want, alone = train(optax.adam(0.1))
+    jax.tree.map(np.testing.assert_array_equal, (got, state.inner_state), (want, alone))
+    assert (float(state.loss_scale), int(state.skipped_count)) == (2.0**24, 0)
 
 
 def test_13_a_scan_over_steps_compiles_once_with_stable_types():
@@ -355,7 +377,7 @@ def test_22_leaves_that_are_not_gradients_pass():
     params = {"w": jnp.ones(2), "none": None, "key": jax.random.key(0), "static": jnp.ones(2)}
     grads = {"w": jnp.full(2, 8.0), "none": None, "key": float0, "static": None}
     sgd = dynamic_loss_scale(optax.stateless(lambda updates, params: updates), init_scale=4)
-    for bad, want in ((1, 2.0), (np.nan, 0.0)):
+    for bad, want in ((1, 8.0), (np.nan, 0.0)):
         state = sgd.init(params)
         updates, state = sgd.update({**grads, "w": grads["w"] * bad}, state, params)
         np.testing.assert_array_equal(updates["w"], np.full(2, want))
@@ -365,7 +387,7 @@ def test_22_leaves_that_are_not_gradients_pass():
     masked = {"w": jnp.full(2, 8.0), "b": optax.MaskedNode()}
     updates, _ = optimizer.update(masked, optimizer.init(masked), masked)
     assert isinstance(updates["b"], optax.MaskedNode)
-    np.testing.assert_array_equal(updates["w"], np.full(2, -2.0))
+    np.testing.assert_array_equal(updates["w"], np.full(2, -8.0))
 
 
 @pytest.mark.parametrize("bad", [None, complex(np.nan, 0), complex(0, np.inf)])
@@ -376,14 +398,15 @@ def test_22_complex_gradients(bad):
     updates, state = optimizer.update(grads, optimizer.init(params), params)
     assert updates.dtype == jnp.complex64
     assert bool(state.finite) == (bad is None)
-    np.testing.assert_array_equal(updates, [0, 0] if bad else [-1 - 2j, -2])
+    np.testing.assert_array_equal(updates, [0, 0] if bad else [-4 - 8j, -8])
 
 
 def test_22_float8_scales_are_new_values_not_gradients():
     optimizer = dynamic_loss_scale(init_scale=4)
     params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
-    grads = jax.tree.map(lambda p: 8 * p, params)
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    state = optimizer.init(params)
+    grads = jaxmp.loss_scaling.unscale(jax.tree.map(lambda p: 8 * p, params), state)
+    updates, _ = optimizer.update(grads, state, params)
     np.testing.assert_array_equal(updates["params"]["w"], [2, 2])
     np.testing.assert_array_equal(updates["_overwrite_with_gradient"]["scale"], [8])
 
@@ -510,14 +533,14 @@ def test_the_state_is_strongly_typed():
 def test_a_restored_scale_out_of_bounds_is_brought_back():
     optimizer = dynamic_loss_scale(max_scale=16.0, init_scale=16.0)
     state = optimizer.init(jnp.zeros(()))._replace(loss_scale=jnp.float32(64))
-    update, state = optimizer.update(jnp.float32(64), state)
+    update, state = optimizer.update(jnp.float32(1), state)
     assert (float(update), float(state.loss_scale)) == (1, 16)
 
 
 def test_without_an_inner_one_a_skip_gives_zeros_to_the_next_link():
     optimizer = optax.chain(dynamic_loss_scale(init_scale=4), optax.trace(0.5))
     state = optimizer.init(jnp.zeros(()))
-    updates, state = optimizer.update(jnp.float32(8), state)
+    updates, state = optimizer.update(jnp.float32(2), state)
     assert float(updates) == 2
     updates, state = optimizer.update(jnp.float32(np.nan), state)
     assert float(updates) == 1  # the moment decays, as documented
@@ -532,20 +555,23 @@ def test_the_extra_arguments_reach_the_inner_one():
 
     inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
     optimizer = dynamic_loss_scale(inner, init_scale=4)
-    grads = jnp.full(2, 8.0)
+    grads = jnp.full(2, 8.0, jnp.float16)
     state = optimizer.init(jnp.zeros(2))
     optimizer.update(grads, state, jnp.zeros(2), value=3.0, grad=grads)
     assert seen["value"] == 3.0
-    np.testing.assert_array_equal(seen["grad"], [2, 2])
+    np.testing.assert_array_equal(seen["grad"], [8, 8])
+    assert seen["grad"].dtype == jnp.float32
 
 
 def test_a_wide_gradient_keeps_its_dtype():
     with jax.enable_x64(True):
         optimizer = dynamic_loss_scale(init_scale=4)
         grads = jnp.asarray(np.full(2, 1e300))
-        updates, state = optimizer.update(grads, optimizer.init(jnp.zeros(2)))
+        state = optimizer.init(jnp.zeros(2))
+        np.testing.assert_array_equal(jaxmp.loss_scaling.unscale(grads, state), [2.5e299] * 2)
+        updates, state = optimizer.update(grads, state)
         assert updates.dtype == jnp.float64
-        np.testing.assert_array_equal(updates, np.full(2, 2.5e299))
+        np.testing.assert_array_equal(updates, np.full(2, 1e300))
         assert [str(leaf.dtype) for leaf in state[:3]] == ["float32", "int32", "int32"]
 
 
@@ -564,10 +590,9 @@ def test_a_state_moves_between_static_and_dynamic():
     static, dynamic = static_loss_scale(optax.sgd(1.0), 8), dynamic_loss_scale(optax.sgd(1.0))
     params = jnp.zeros(())
     assert jax.tree.structure(static.init(params)) == jax.tree.structure(dynamic.init(params))
-    # The gradients of the first step after the change were made with the restored scale.
-    update, state = dynamic.update(jnp.float32(8), static.init(params), params)
+    update, state = dynamic.update(jnp.float32(1), static.init(params), params)
     assert (float(update), float(state.loss_scale)) == (-1, 8)
-    update, state = static.update(jnp.float32(2.0**16), dynamic.init(params), params)
+    update, state = static.update(jnp.float32(1), dynamic.init(params), params)
     assert (float(update), float(state.loss_scale)) == (-1, 8)
 
 

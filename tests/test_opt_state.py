@@ -40,6 +40,7 @@ READERS = {
     "skipped_count": jaxmp.skipped_count,
     "check_not_stuck": jaxmp.check_not_stuck,
     "scale_loss": lambda state: jaxmp.scale_loss(jnp.float32(1), state),
+    "unscale": lambda state: jaxmp.loss_scaling.unscale(PARAMS, state),
     "value_and_grad": lambda state: jaxmp.value_and_grad(loss_fn, state),
     "grad": lambda state: jaxmp.grad(loss_fn, state),
 }
@@ -173,6 +174,7 @@ def test_the_message_has_the_right_call():
         ("value_and_grad", "jaxmp.value_and_grad(loss_fn, opt_state)"),
         ("grad", "jaxmp.grad(loss_fn, opt_state)"),
         ("scale_loss", "jaxmp.scale_loss(loss, opt_state)"),
+        ("unscale", "jaxmp.loss_scaling.unscale(grads, opt_state)"),
         ("loss_scale", "jaxmp.loss_scale(opt_state)"),
     ):
         with pytest.raises(TypeError) as caught:
@@ -195,7 +197,7 @@ def test_arguments_in_each_others_place_are_refused():
 
 @pytest.mark.parametrize("name", ["nnx.state", "pure dict", "flax.serialization", "in a dict"])
 def test_a_scaler_that_lost_its_type_is_refused(name):
-    """It would count as no scaler, and the update divide all the same."""
+    """It would count as no scaler, and nothing be scaled."""
     optimizer = nnx_optimizer(SCALED)
     state = {
         "nnx.state": lambda: nnx.state(optimizer),
@@ -267,15 +269,14 @@ REFUSES = {
     "in a chain": lambda inner: optax.chain(optax.masked(inner, MASK), optax.clip(1.0)),
 }
 GRADS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array([1.0])}
-BAD = {**GRADS, "b": jnp.array([jnp.inf])}
+BAD = {**GRADS, "b": jnp.array([jnp.nan])}  # as `value_and_grad` returns an overflow
 
 
 def train(tx, steps):
     params, state = PARAMS, tx.init(PARAMS)
     update = jax.jit(tx.update)
     for grads in steps:
-        scale = jaxmp.loss_scale(state)
-        updates, state = update(jax.tree.map(lambda g: g * scale, grads), state, params)  # noqa: B023
+        updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -297,11 +298,9 @@ def test_lookahead_bears_a_scaler_inside():
     tx = optax.lookahead(dynamic_loss_scale(SGD, init_scale=1024.0), 2, 0.5)
     state = tx.init(params)
     for grads in (BAD, GRADS):
-        scale = jaxmp.loss_scale(state)
-        grads = jax.tree.map(lambda g: g * scale, grads)  # noqa: B023
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    assert (float(scale), int(jaxmp.skipped_count(state))) == (512, 1)
+    assert (float(jaxmp.loss_scale(state)), int(jaxmp.skipped_count(state))) == (512, 1)
     np.testing.assert_allclose(params.slow["w"], PARAMS["w"] - 0.5 * 0.125 * GRADS["w"])
 
 
@@ -315,30 +314,89 @@ def test_wrappers_that_do_not_bear_a_scaler_are_refused(name):
     train_state = jaxmp.TrainState(0, None, PARAMS, None, state)
     with pytest.raises(ValueError, match="is around a loss scaler"):
         train_state.value_and_grad(loss_fn)
+    with pytest.raises(ValueError, match="is around a loss scaler"):
+        jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=wrap(dynamic_loss_scale(SGD)))
     # Without a scaler it is nobody's business.
     assert float(jaxmp.loss_scale(wrap(SGD).init(PARAMS))) == 1
 
 
-AFTER_OTHERS = {
-    "a clip": lambda inner: optax.chain(optax.clip(1.0), inner),
-    "weight decay": lambda inner: optax.chain(optax.add_decayed_weights(1e-2), inner),
-    "moments": lambda inner: optax.chain(optax.scale_by_adam(), optax.identity(), inner),
-    "a chain": lambda inner: optax.chain(ADAM, inner),
-    "deeper": lambda inner: optax.chain(optax.clip(1.0), optax.chain(inner, optax.ema(0.9))),
+@pytest.mark.parametrize("name", sorted(REFUSES.keys() - {"sam's adversary", "in a chain"}))
+def test_what_is_refused_hides_or_keeps_an_overflow(name):
+    """In some step of some parameter: it goes into parameters, is not seen, or comes again."""
+
+    def harms(leaf, at):
+        tx = REFUSES[name](dynamic_loss_scale(optax.adam(0.125), init_scale=1024.0))
+        bad = {**GRADS, leaf: GRADS[leaf].at[0].set(jnp.nan)}
+        params, state = train(tx, [bad if i == at else GRADS for i in range(6)])
+        [scaler] = (s for s in jax.tree.leaves(state, is_leaf=is_scaler) if is_scaler(s))
+        return not jaxmp.all_finite((params, scaler)) or int(scaler.skipped_count) != 1
+
+    def is_scaler(node):
+        return isinstance(node, LossScaleState)
+
+    assert any(harms(leaf, at) for leaf in PARAMS for at in (2, 3))
+
+
+IN_FRONT = {
+    "clip": optax.clip(0.5),
+    "clip_by_global_norm": optax.clip_by_global_norm(0.5),
+    "clip_by_block_rms": optax.clip_by_block_rms(0.5),
+    "adaptive_grad_clip": optax.adaptive_grad_clip(0.1),
+    "add_decayed_weights": optax.add_decayed_weights(1e-2),
+    "centralize": optax.centralize(),
+    "scale_by_sign": optax.scale_by_sign(),
+    "normalize_by_update_norm": optax.normalize_by_update_norm(),
+    "scale_by_trust_ratio": optax.scale_by_trust_ratio(),
+    "masked": optax.masked(optax.clip(0.5), MASK),
+    "several": optax.chain(optax.clip(0.5), optax.add_decayed_weights(1e-2)),
 }
 
 
-@pytest.mark.parametrize("name", AFTER_OTHERS)
-def test_a_scaler_after_others_is_refused(name):
-    """They would get scaled gradients: clipped to nothing, decayed by a 65,536th."""
-    state = AFTER_OTHERS[name](dynamic_loss_scale(SGD)).init(PARAMS)
+@pytest.mark.parametrize("name", IN_FRONT)
+def test_what_keeps_nothing_may_be_in_front_of_a_scaler(name):
+    """Gradients are those of the loss, and no overflow is a number: a skip leaves no trace."""
+
+    def losses(scaler, overflows):
+        tx = optax.chain(IN_FRONT[name], scaler)
+        params, state = PARAMS, tx.init(PARAMS)
+        for factor in overflows:
+            loss = lambda params: loss_fn(params) * factor  # noqa: B023, E731
+            _, grads = jaxmp.value_and_grad(loss, state)(params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    want, _ = losses(ADAM, [1.0, 1.0])
+    got, state = losses(dynamic_loss_scale(ADAM), [1.0, jnp.float32(3e38), 1.0])
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert int(jaxmp.skipped_count(state)) == 1
+
+
+KEEPING = {
+    "moments": lambda inner: optax.chain(optax.scale_by_adam(), optax.identity(), inner),
+    "an average": lambda inner: optax.chain(optax.clip(1.0), optax.ema(0.9), inner),
+    "a chain": lambda inner: optax.chain(ADAM, inner),
+    "a schedule": lambda inner: optax.chain(optax.scale_by_schedule(lambda n: n), inner),
+    "what hides NaNs": lambda inner: optax.chain(optax.zero_nans(), inner),
+    "deeper": lambda inner: optax.chain(optax.trace(0.9), optax.chain(inner, optax.ema(0.9))),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_scaler_after_what_keeps_a_state_is_refused(name):
+    """An overflow would stay in an average, and a schedule count the steps that are skipped."""
+    state = KEEPING[name](dynamic_loss_scale(SGD)).init(PARAMS)
     for read in READERS.values():
         for holder in (state, {"opt_state": state}, (PARAMS, state)):
-            with pytest.raises(ValueError, match=r"comes after others.*dynamic_loss_scale\(optax"):
+            with pytest.raises(ValueError, match=r"which keeps a state.*dynamic_loss_scale\(optax"):
                 read(holder)
     train_state = jaxmp.TrainState(0, None, PARAMS, None, state)
-    with pytest.raises(ValueError, match="comes after others"):
+    with pytest.raises(ValueError, match="which keeps a state"):
         train_state.value_and_grad(loss_fn)
+    with pytest.raises(ValueError, match="which keeps a state"):
+        jaxmp.TrainState.create(
+            apply_fn=None, params=PARAMS, tx=KEEPING[name](dynamic_loss_scale(SGD))
+        )
 
 
 def test_a_state_beside_parameters_is_no_chain():

@@ -41,6 +41,7 @@ LAYERS = [
     "_autocast",
     "_modules",
     "_training",
+    "loss_scaling",
     "_audit",
     "_preflight",
     "_numerics",
@@ -116,6 +117,7 @@ def test_the_root_exports_these_names():
         "int8",
         "loss_scale",
         "loss_scale_for",
+        "loss_scaling",
         "master_weights",
         "monitor",
         "mxfp8",
@@ -154,7 +156,7 @@ def test_the_root_has_no_public_name_that_it_does_not_export():
         for name, value in vars(jaxmp).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    modules = {"checkpoint_policies", "devices", "numerics", "policies", "testing"}
+    modules = {"checkpoint_policies", "devices", "loss_scaling", "numerics", "policies", "testing"}
     assert public | modules == set(jaxmp.__all__) - {"__version__"}
 
 

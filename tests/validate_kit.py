@@ -58,7 +58,7 @@ def under(policy, scaled, weight):
     @jax.jit
     def step(state, x):
         loss, grads = state.value_and_grad(lambda p, x: weight * loss_fn(p, x))(state.params, x)
-        norm = optax.tree.norm(grads) / state.loss_scale
+        norm = optax.tree.norm(grads)
         metrics = {"loss": loss / weight, "grad_norm": norm, "loss_scale": state.loss_scale}
         state = state.apply_gradients(grads=grads)
         return state, metrics | {"finite": jaxmp.step_was_finite(state)}

@@ -75,9 +75,10 @@ def audit(
       "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
       "not-quantized" (a layer that the policy's recipe cannot multiply),
       "not-fused" (attention that no kernel computes, though the policy asks for it), "not-scaled"
-      (gradients divided by a loss scale that the loss was not multiplied by), "scaled-twice" (or
-      divided by it by hand as well) and "no-scale" (a training step, told by the state of an optax
-      transformation, with a backward pass in float16 and no scaler).
+      (the optimizer has a loss scale that the loss is not multiplied by), "not-unscaled" (its
+      gradients are not divided by it), "scaled-twice" (one of the two is done once too often) and
+      "no-scale" (a training step, told by the state of an optax transformation, with a backward
+      pass in float16 and no scaler).
       "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
       float32, for the reason given. Very small products are geometry, and no fault either.
 

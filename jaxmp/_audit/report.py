@@ -21,6 +21,7 @@ OVERRULED = "overruled"
 KINDS = {
     OVERRULED: "policy that decides nothing",
     "not-scaled": "gradients of a loss that was not scaled",
+    "not-unscaled": "gradients that still have the loss scale as a factor",
     "scaled-twice": "gradients scaled or unscaled once too often",
     "no-scale": "backward pass in float16 without a loss scale",
     "inconsistent-recompute": "product recomputed in another dtype",
@@ -38,9 +39,8 @@ KINDS = {
     "intended-float32": "contraction kept in float32",
 }
 # Those whose cost is in bytes; all others have theirs in FLOPs.
-OF_BYTES = frozenset(
-    ["not-scaled", "scaled-twice", "promotion", "sensitive-low", "round-trip", "residual"]
-)
+_OF_SCALING = ("not-scaled", "not-unscaled", "scaled-twice")
+OF_BYTES = frozenset([*_OF_SCALING, "promotion", "sensitive-low", "round-trip", "residual"])
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
 

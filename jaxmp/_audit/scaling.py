@@ -1,4 +1,4 @@
-"""Whether a loss is multiplied by the scale that its gradients are divided by, or needs one."""
+"""Whether a loss is multiplied by a scale and its gradients divided by it, each once."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._audit.follow import Observed
+from jaxmp._audit.follow import Known, Observed
 from jaxmp._audit.report import Operation
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
 from jaxmp._jaxprs.compat import dtype_of
-from jaxmp._jaxprs.scopes import UNSCALE
+from jaxmp._jaxprs.scopes import TESTED, UNSCALE
 from jaxmp._jaxprs.source import in_scope
 
 FLOAT16 = np.dtype(np.float16)
 NOT_SCALED = "not-scaled"
+NOT_UNSCALED = "not-unscaled"
 SCALED_TWICE = "scaled-twice"
 NO_SCALE = "no-scale"
 FIXES = {
     NOT_SCALED: "differentiate with jaxmp.value_and_grad(loss_fn, opt_state), with the "
     "value_and_grad of the train state, or what jaxmp.scale_loss(loss, opt_state) returns",
-    SCALED_TWICE: "scale the loss in one place and divide nothing by hand: the optimizer divides "
-    "gradients of a loss that was multiplied once, and clips behind that",
+    NOT_UNSCALED: "jaxmp.loss_scaling.unscale(grads, opt_state) behind the gradient of what "
+    "jaxmp.scale_loss returned; or jaxmp.value_and_grad(loss_fn, opt_state), which does both",
+    SCALED_TWICE: "scale the loss and divide its gradients in one place: "
+    "jaxmp.value_and_grad(loss_fn, opt_state) does both",
     NO_SCALE: "jaxmp.loss_scale_for(policy, optimizer), and gradients of a scaled loss",
 }
 
@@ -47,10 +50,14 @@ class Scaling:
     def __init__(self) -> None:
         self._backward = False
         self._unscales = False
+        self._tests = False
         self._in_float16: list[Operation] = []
 
     def visit(self, seen: Observed, operation: Operation) -> tuple[str, str] | None:
-        """Says of an equation that it divides what does not have the scale as its one factor.
+        """Says of an equation what is wrong with the scale of the gradients that it takes.
+
+        One that divides them takes those of a loss that was multiplied once; the test of a scaler
+        takes those of the loss.
 
         Returns:
           The kind of finding, and the finding in words.
@@ -60,11 +67,16 @@ class Scaling:
             self._backward = True
             if FLOAT16 in map(dtype_of, eqn.invars[:2]) and not seen.out.scaled:
                 self._in_float16.append(operation)
-        if eqn.primitive.name != "mul" or not in_scope(eqn, UNSCALE):
-            return None
-        self._unscales = True
-        grad, inverse = seen.known
-        if not self._backward or not inverse.scaled:
+        if eqn.primitive.name == "mul" and in_scope(eqn, UNSCALE):
+            self._unscales = True
+            return self._divided(*seen.known) if self._backward else None
+        if eqn.primitive.name == "is_finite" and in_scope(eqn, TESTED):
+            self._tests = True
+            return self._tested(*seen.known) if self._backward else None
+        return None
+
+    def _divided(self, grad: Known, inverse: Known) -> tuple[str, str] | None:
+        if not inverse.scaled:
             return None
         if not grad.scaled:
             what = "gradients are divided by a loss scale that the loss was not multiplied by"
@@ -72,12 +84,24 @@ class Scaling:
         if inverse.degree != -1 or not isinstance(grad.degree, int) or grad.degree == 1:
             return None
         if grad.degree < 1:
-            what = "gradients were divided by the loss scale before the optimizer divides them"
+            what = "gradients were divided by the loss scale before"
         else:
             what = f"the loss was multiplied by the loss scale {grad.degree} times, and its "
             what += "gradients are divided by it once"
         return SCALED_TWICE, what
 
+    def _tested(self, grad: Known) -> tuple[str, str] | None:
+        if not self._unscales and not grad.scaled:
+            what = "the optimizer has a loss scale, and the loss is not multiplied by it"
+            return NOT_SCALED, what
+        if not isinstance(grad.degree, int) or grad.degree == 0:
+            return None
+        if grad.degree < 0:
+            what = "gradients are divided by the loss scale more often than the loss is multiplied"
+            return SCALED_TWICE if self._unscales else NOT_SCALED, what
+        what = "the loss is multiplied by the loss scale more often than its gradients are divided"
+        return SCALED_TWICE if self._unscales else NOT_UNSCALED, what
+
     def unscaled(self) -> list[Operation]:
         """Contractions in float16 in the backward pass, of a program without a loss scale."""
-        return [] if self._unscales else self._in_float16
+        return [] if self._unscales or self._tests else self._in_float16

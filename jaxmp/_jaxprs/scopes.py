@@ -28,6 +28,9 @@ OWN = "own:"
 # Around the division of gradients by the scale of the loss.
 UNSCALE = "jaxmp_unscale"
 
+# Around the test of what a loss scaler is given.
+TESTED = "jaxmp_tested"
+
 # Around the cotangent with which a measured backward pass begins.
 SEED = "jaxmp_seed"
 

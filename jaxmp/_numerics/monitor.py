@@ -51,9 +51,9 @@ def monitor(
 
     * which parameter first (in the order of the tree) had a gradient that was not finite in the
       last step with such gradients, and which step that was: of every step;
-    * of one step in `every`: the norm of the unscaled gradients, of each top-level module and in
+    * of one step in `every`: the norm of the gradients, of each top-level module and in
       all; the share of *underflow*, of elements that are not 0, but would be 0 or subnormal in
-      float16 at the scale that they were made with; and the share of exact zeros. Zeros are rows
+      float16 at the scale of their loss; and the share of exact zeros. Zeros are rows
       that no token looked up, units that are off, and whatever had underflowed before: in
       gradients that arrive in 16 bits, or in float16 cotangents on the way to them.
 
@@ -93,7 +93,7 @@ def monitor(
       >>> optimizer = monitor(jaxmp.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0))
       >>> params = {"Dense_0": {"bias": jnp.zeros(2), "kernel": jnp.zeros((2, 2))}}
       >>> state = optimizer.init(params)
-      >>> grads = {"Dense_0": {"bias": jnp.full(2, 8e-6), "kernel": jnp.ones((2, 2))}}
+      >>> grads = {"Dense_0": {"bias": jnp.full(2, 1e-6), "kernel": jnp.full((2, 2), 1/8)}}
       >>> _, state = optimizer.update(grads, state, params)
       >>> numbers = read_monitor(state)
       >>> numbers["grad_norm/Dense_0"], round(numbers["underflow/Dense_0"], 3)
@@ -136,7 +136,7 @@ def monitor(
         _check_state(state)
         scaler = the_scaler("monitor", state.inner_state)
         scale = None if scaler is None else scaler.loss_scale
-        leaves = leaves_of(updates, state.paths, scale)
+        leaves = leaves_of(updates, state.paths)
         first, statistics = measure(leaves, state.paths, scale, state.step_count)
         moved = _next_state(state, int(every), first, statistics)
         updates, inner_state = wrapped.update(updates, state.inner_state, params, **extra_args)

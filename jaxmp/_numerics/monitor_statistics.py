@@ -16,8 +16,7 @@ from jax import lax
 
 from jaxmp._flax import AxisMetadata
 from jaxmp._jaxprs.attributes import varying_axes
-from jaxmp._training.gradients import show
-from jaxmp._training.loss_scale import is_overwrite, unscale
+from jaxmp._training.gradients import is_overwrite, show
 from jaxmp.tree import all_finite
 
 _SMALLEST_NORMAL: Final = 2.0**-14  # of float16
@@ -27,7 +26,7 @@ class MonitorStatistics(NamedTuple):
     """What is measured of the gradients of one step.
 
     Attributes:
-      grad_norm: float32[modules], the Euclidean norm of the unscaled gradients.
+      grad_norm: float32[modules], the Euclidean norm of the gradients.
       underflow: float32[modules], the share of elements that are not 0, but at the scale that the
         gradients were made with are 0 or subnormal in float16.
       zeros: float32[modules], the share of elements that are exactly 0.
@@ -95,20 +94,19 @@ serialization.register_serialization_state(
 
 
 class MonitoredLeaf(NamedTuple):
-    """A gradient divided by the scale: where it is in its tree, and of what parameter."""
+    """A gradient: where it is in its tree, and of what parameter."""
 
     path: tuple[Any, ...]
     parameter: int
     array: Any
 
 
-def leaves_of(grads: Any, paths: Paths, scale: jax.Array | None) -> list[MonitoredLeaf]:
-    """The gradients, divided as a loss scaler divides them: XLA computes that once for both.
+def leaves_of(grads: Any, paths: Paths) -> list[MonitoredLeaf]:
+    """The gradients, each with its parameter.
 
     Raises:
       ValueError: If one is not of a parameter that there is.
     """
-    grads = grads if scale is None else unscale(grads, scale)
     index = {path: i for i, path in enumerate(paths.paths)}
     found = []
     for path, node in jax.tree_util.tree_leaves_with_path(grads, is_leaf=_is_boxed):

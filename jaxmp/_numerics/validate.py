@@ -122,7 +122,7 @@ def validate(
       ...     @jax.jit
       ...     def step(state, i):
       ...         loss, grads = state.value_and_grad(model)(state.params, x)
-      ...         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads) / state.loss_scale}
+      ...         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
       ...         return state.apply_gradients(grads=grads), metrics
       ...
       ...     params = {"w": jax.random.normal(jax.random.key(seed + 1), (8, 8))}

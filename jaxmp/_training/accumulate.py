@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._jaxprs.attributes import explicit_sharding, varying_axes
-from jaxmp._training.gradients import check_floating, show
-from jaxmp._training.loss_scale import is_overwrite
+from jaxmp._training.gradients import beside, check_floating, is_inexact, is_overwrite, show
 
 __all__ = ["accumulate_gradients"]
 
@@ -281,11 +279,7 @@ def _parts(leaf: Any, size: int) -> int | None:
 def _summable(tree: Any) -> list[tuple[bool, Any]]:
     """The leaves that are added up; of those marked True the largest is taken."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(is_overwrite(path), leaf) for path, leaf in leaves if _is_inexact(leaf)]
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return [(is_overwrite(path), leaf) for path, leaf in leaves if is_inexact(leaf)]
 
 
 def _array(leaf: Any) -> Any:
@@ -319,19 +313,9 @@ def _finish(totals: list[jax.Array], like: Any, factor: np.float32) -> Any:
     remaining = iter(totals)
 
     def leaf(path: tuple[Any, ...], shape: Any) -> Any:
-        if not _is_inexact(shape):
+        if not is_inexact(shape):
             return np.zeros(shape.shape, jax.dtypes.float0)
         total = next(remaining)
-        return total.astype(shape.dtype) if is_overwrite(path) else total * _beside(shape, factor)
+        return total.astype(shape.dtype) if is_overwrite(path) else total * beside(shape, factor)
 
     return jax.tree_util.tree_map_with_path(leaf, like)
-
-
-def _beside(like: Any, factor: np.float32) -> Any:
-    """A factor as an explicit mesh wants it, for gradients that are yet to be reduced."""
-    sharding = explicit_sharding(like)
-    axes = sharding.spec.unreduced if sharding is not None else None
-    if not axes or sharding is None:
-        return factor
-    reduced = NamedSharding(sharding.mesh, PartitionSpec(reduced=axes))
-    return jax.sharding.reshard(factor, reduced)

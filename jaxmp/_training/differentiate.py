@@ -1,4 +1,4 @@
-"""Differentiating a scaled loss: with respect to arrays, and to NNX modules."""
+"""Differentiating through a scaled loss: with respect to arrays, and to NNX modules."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxmp._training.gradients import unscaled
 from jaxmp._training.opt_state import find_scaler, the_scaler
 from jaxmp._training.scale_rule import LossScaleState
 
@@ -59,13 +60,13 @@ def scaled_value_and_grad(
         chosen = _chosen(args, argnums)
         if any(_is_nnx(value) for value in chosen.values()):
             (_, out), grads = _nnx_value_and_grad(scaled_fun, argnums, args, kwargs)
-            return out, grads
+            return out, grads if state is None else unscaled(grads, state.loss_scale)
         for argnum, value in chosen.items():
             _check_arrays(name, argnum, value)
         if state is None:
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
         (_, out), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
-        return out, grads
+        return out, unscaled(grads, state.loss_scale)
 
     return value_and_grad_fun
 

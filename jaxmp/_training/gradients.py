@@ -1,24 +1,105 @@
-"""What a loss scaler takes: parameters and gradients that match, of dtypes that can be scaled."""
+"""Gradients: dividing them by the scale of their loss, and checking what a scaler is given."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmp._jaxprs.attributes import explicit_sharding, is_weak
+from jaxmp._jaxprs.scopes import UNSCALE
 from jaxmp._training.scale_rule import LossScaleState
+from jaxmp.tree import widen_floating
 
 __all__ = [
+    "beside",
     "check_arrays",
     "check_floating",
     "check_scaler_state",
     "check_structure",
     "explain_failure",
+    "is_inexact",
+    "is_overwrite",
     "show",
+    "strong",
+    "unscaled",
+    "widened",
 ]
+
+# The collection in which Flax keeps the scales and histories of its float8 layers. They travel as
+# gradients but are new values.
+_OVERWRITE: Final = "_overwrite_with_gradient"
+
+
+def unscaled(grads: Any, scale: jax.Array) -> Any:
+    """Gradients of a scaled loss divided by its scale, in float32; others as they are.
+
+    What is not finite becomes NaN: an elementwise clip would make an infinity a number like others.
+
+    Args:
+      grads: A pytree of gradients. float64 and complex ones keep their dtype.
+      scale: float32[], what the loss was multiplied by.
+    """
+    # A product with the reciprocal: exact for powers of two, and what GradScaler does.
+    with jax.named_scope(UNSCALE):
+        inverse = np.float32(1) / scale
+
+    def divide(path: tuple[Any, ...], grad: Any) -> Any:
+        if is_overwrite(path) or not is_inexact(grad):
+            return grad
+        wide = widened(path, grad)
+        factor = beside(wide, inverse)
+        if factor is not inverse:  # parts of a sum, of which nothing but sums can be asked
+            return wide * factor
+        return jnp.where(jnp.isfinite(wide), wide * inverse, jnp.nan)
+
+    with jax.named_scope(UNSCALE):
+        return jax.tree_util.tree_map_with_path(divide, grads)
+
+
+def beside(grad: Any, factor: Any) -> Any:
+    """A factor as an explicit mesh wants it, for gradients that are yet to be reduced."""
+    sharding = explicit_sharding(grad)
+    axes = sharding.spec.unreduced if sharding is not None else None
+    if not axes or sharding is None:
+        return factor
+    reduced = NamedSharding(sharding.mesh, PartitionSpec(reduced=axes))
+    return jax.sharding.reshard(factor, reduced)
+
+
+def widened(path: tuple[Any, ...], grad: Any) -> Any:
+    """A gradient of 16 bits in float32, and a weakly typed one strong; others as they are."""
+    if is_overwrite(path) or not is_inexact(grad):
+        return grad
+    return strong(jnp.asarray(widen_floating(grad)))
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is a floating or complex number, or an array of those."""
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, (float, complex))
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def strong(leaf: Any) -> Any:
+    """Strips the weak type, which `select` would strip after the first step: two compilations."""
+    return leaf.astype(leaf.dtype) if is_weak(leaf) else leaf
+
+
+def is_overwrite(path: tuple[Any, ...]) -> bool:
+    """Tells whether a gradient's path is under Flax's `_overwrite_with_gradient`.
+
+    Example:
+      >>> tree = {"_overwrite_with_gradient": {"scale": 1.0}, "w": 2.0}
+      >>> [is_overwrite(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+      [True, False]
+    """
+    return any(getattr(entry, "key", getattr(entry, "name", None)) == _OVERWRITE for entry in path)
 
 
 def check_arrays(function: str, what: str, tree: Any) -> None:

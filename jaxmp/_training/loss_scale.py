@@ -1,29 +1,31 @@
-"""Loss scaling as an optax transformation: unscale, test, update, select.
+"""Loss scaling as an optax transformation: test, update, select.
 
 Small float16 gradients become zero, so the loss is multiplied by a large factor before it is
-differentiated. The transformations here take gradients of the multiplied loss, divide them in
-float32, and leave a step out when they are not finite. `scaled_grad` makes such gradients.
+differentiated, and the gradients are divided by it: `scaled_grad` does both. The transformations
+here hold that factor, adapt it, and leave a step out when its gradients are not finite.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import jmp
-import numpy as np
 import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxmp._jaxprs.attributes import is_weak, varying_axes
-from jaxmp._jaxprs.scopes import UNSCALE
+from jaxmp._jaxprs.attributes import varying_axes
+from jaxmp._jaxprs.scopes import TESTED
 from jaxmp._training.gradients import (
     check_floating,
     check_scaler_state,
     check_structure,
     explain_failure,
+    is_inexact,
+    strong,
+    widened,
 )
 from jaxmp._training.opt_state import find_scalers
 from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, start_state
@@ -33,17 +35,11 @@ from jaxmp.tree import all_finite, select, widen_floating
 __all__ = [
     "as_transformation",
     "dynamic_loss_scale",
-    "is_overwrite",
     "loss_scale_for",
     "static_loss_scale",
-    "unscale",
 ]
 
 AxisName = Any  # what `jax.lax.pmin` takes: a hashable, or a tuple of them
-
-# The collection in which Flax keeps the scales and histories of its float8 layers. They travel as
-# gradients but are new values.
-_OVERWRITE: Final = "_overwrite_with_gradient"
 
 
 def dynamic_loss_scale(
@@ -59,30 +55,28 @@ def dynamic_loss_scale(
     refill: Literal["growth", "clean"] = "growth",
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer take gradients of a scaled loss, and adapts the scale as it goes.
+    """Makes an optimizer leave out steps that overflow, and adapts the scale of the loss to them.
 
     Use it for float16; bfloat16 and float32 have the range to do without (`loss_scale_for`). The
-    gradients come from `jaxmp.value_and_grad`, or from any function of `jaxmp.scale_loss`. A step:
+    gradients come from `jaxmp.value_and_grad`, which multiplies the loss by the scale in the state
+    and divides its gradients by it: they are those of the loss. A step:
 
-    1. The gradients are divided by the scale they were made with, in float32 (float64 and complex
-       gradients keep their dtype).
-    2. If every element of every one is finite, `inner` updates. Otherwise the updates are exactly
-       zero, and `inner`'s state (moments, counts, schedules, noise keys) stays as it was: the step
-       leaves no trace but the counters of `LossScaleState`.
-    3. After an overflow the scale is multiplied by `backoff_factor`; after `growth_interval` finite
+    1. If every element of every gradient is finite, `inner` updates. Otherwise the updates are
+       exactly zero, and `inner`'s state (moments, counts, schedules, noise keys) stays as it was:
+       the step leaves no trace but the counters of `LossScaleState`.
+    2. After an overflow the scale is multiplied by `backoff_factor`; after `growth_interval` finite
        steps without one by `growth_factor`. This is the rule of PyTorch's `GradScaler`, with
        bounds.
 
-    Put everything that looks at gradients *inside*: clipping, weight decay, `optax.MultiSteps`
-    (which then counts only finite microbatches). `optax.MultiSteps` *around* a scaler adds up
-    gradients made with different scales, and one inf stays in its sum forever; whatever reads the
-    state (`jaxmp.loss_scale` and the like) refuses it.
+    Put what keeps something of a gradient *inside*: moments and averages, `optax.MultiSteps` (which
+    then counts only finite microbatches). Around a scaler, or before it in a chain, it would keep
+    an overflow for ever: whatever reads the state (`jaxmp.loss_scale` and the like) refuses that.
+    What keeps nothing, such as clipping and weight decay, is right on both sides.
 
     `inner` sees parameters and gradients of 16 bits as float32, so its moments are float32 and so
     are the updates; `optax.apply_updates` rounds to what parameters are stored as. Leaves that are
     `None`, `optax.MaskedNode` or float0 pass, and so do those under Flax's
-    `_overwrite_with_gradient`, which are new values of float8 scales and are not divided. An extra
-    argument called `grad`, which line searches take, is divided as well.
+    `_overwrite_with_gradient`, which are new values of float8 scales.
 
     With `hysteresis` above 1 the first overflows leave the scale alone, as in Megatron-LM and
     DeepSpeed: each takes one off a counter, and the scale backs off while it stands at 1. Growth
@@ -98,10 +92,9 @@ def dynamic_loss_scale(
         counter   2       2       1         2       2       1         2      2      2      1
 
     Args:
-      inner: The optimizer. Without it, this is a link for `optax.chain` that only divides and
+      inner: The optimizer. Without it, this is a link for `optax.chain` that only tests and
         zeroes: on a skipped step the links after it get zeros, and their moments decay and their
-        counts go on as if those were gradients. Prefer `dynamic_loss_scale(optax.chain(...))`. A
-        link before it would get scaled gradients: that is refused.
+        counts go on as if those were gradients. Prefer `dynamic_loss_scale(optax.chain(...))`.
       init_scale: The first scale. Powers of two lose nothing in multiplying; others warn.
       growth_interval: Finite steps in a row after which the scale grows.
       growth_factor: What it then grows by, above 1.
@@ -129,10 +122,10 @@ def dynamic_loss_scale(
       >>> optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
       >>> params = {"w": jnp.zeros(())}
       >>> state = optimizer.init(params)
-      >>> updates, state = optimizer.update({"w": jnp.float16(4.0)}, state, params)
+      >>> updates, state = optimizer.update({"w": jnp.float32(0.5)}, state, params)
       >>> float(updates["w"]), float(state.loss_scale)
       (-0.5, 8.0)
-      >>> updates, state = optimizer.update({"w": jnp.float16(jnp.inf)}, state, params)
+      >>> updates, state = optimizer.update({"w": jnp.float32(jnp.nan)}, state, params)
       >>> float(updates["w"]), float(state.loss_scale), int(state.skipped_count)
       (0.0, 4.0, 1)
     """
@@ -153,11 +146,11 @@ def dynamic_loss_scale(
 def static_loss_scale(
     inner: optax.GradientTransformation | None, scale: float, *, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer take gradients of a loss multiplied by a constant.
+    """Makes an optimizer leave out steps that overflow; the loss is multiplied by a constant.
 
     Everything is as in `dynamic_loss_scale`, which see, but that the scale never moves: an overflow
     leaves its step out. The state is the same type, so a checkpoint of either restores into the
-    other; the restored scale holds for the step whose gradients were made with it.
+    other; the restored scale holds for the first step after it.
 
     Args:
       inner: The optimizer, or None for a link of `optax.chain`.
@@ -174,8 +167,8 @@ def static_loss_scale(
     Example:
       >>> optimizer = static_loss_scale(optax.sgd(1.0), 128.0)
       >>> state = optimizer.init(jnp.zeros(2))
-      >>> optimizer.update(jnp.full(2, 64.0), state)[0]
-      Array([-0.5, -0.5], dtype=float32)
+      >>> optimizer.update(jnp.array([0.5, jnp.inf]), state)[0]
+      Array([0., 0.], dtype=float32)
     """
     rule = ScaleRule(
         function="static_loss_scale", init_scale=scale, min_scale=scale, max_scale=scale
@@ -200,9 +193,9 @@ def loss_scale_for(
       **options: Those of `dynamic_loss_scale`.
 
     Returns:
-      `dynamic_loss_scale(inner, **options)`, or `inner` itself. With a scaler, gradients must be
-      those of a scaled loss (`value_and_grad`, `TrainState.value_and_grad`, `scale_loss`), which
-      nothing can tell at run time: `audit` of the training step does.
+      `dynamic_loss_scale(inner, **options)`, or `inner` itself. With a scaler, gradients come from
+      `value_and_grad` or `TrainState.value_and_grad`: by `jax.value_and_grad`, of a loss that
+      nothing multiplied, training is that of float16 without a scale, and `audit` says so.
 
     Example:
       >>> optimizer = optax.adam(1e-3)
@@ -226,17 +219,6 @@ def loss_scale_for(
     return scaled if jnp.float16 in dtypes else (optax.identity() if inner is None else inner)
 
 
-def is_overwrite(path: tuple[Any, ...]) -> bool:
-    """Tells whether a gradient's path is under Flax's `_overwrite_with_gradient`.
-
-    Example:
-      >>> tree = {"_overwrite_with_gradient": {"scale": 1.0}, "w": 2.0}
-      >>> [is_overwrite(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-      [True, False]
-    """
-    return any(getattr(entry, "key", getattr(entry, "name", None)) == _OVERWRITE for entry in path)
-
-
 def _transformation(
     inner: optax.GradientTransformation | None, rule: ScaleRule, axis_name: AxisName
 ) -> optax.GradientTransformationExtraArgs:
@@ -248,9 +230,9 @@ def _transformation(
         if find_scalers(inner_state):
             raise ValueError(
                 f"{rule.function}: there is a loss scaler inside (at inner_state"
-                f"{find_scalers(inner_state)[0][0]}); gradients would be divided twice. Keep one."
+                f"{find_scalers(inner_state)[0][0]}); a step has one test and one scale. Keep one."
             )
-        return start_state(rule, jax.tree.map(_strong, inner_state))
+        return start_state(rule, jax.tree.map(strong, inner_state))
 
     def update(
         updates: optax.Updates,
@@ -264,13 +246,13 @@ def _transformation(
             # optax.lookahead differentiates one of its two sets of parameters.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
             check_structure(rule.function, updates, fast)
-        grads = unscale(updates, state.loss_scale)
+        grads = jax.tree_util.tree_map_with_path(widened, updates)
         # XLA on CPU would repeat the whole test inside every fusion that selects by it, unless the
         # flag is itself a result of the program: 240 leaves then take minutes to compile. (The
         # barrier helps from JAX 0.12 on; before, the flag in the returned state has to.)
         finite = lax.optimization_barrier(_finite_everywhere(rule.function, grads, axis_name))
-        if "grad" in extra_args:
-            extra_args["grad"] = unscale(extra_args["grad"], state.loss_scale)
+        if "grad" in extra_args:  # which line searches take
+            extra_args["grad"] = jax.tree_util.tree_map_with_path(widened, extra_args["grad"])
         full = widen_floating(params)
         try:
             updates, inner_state = wrapped.update(grads, state.inner_state, full, **extra_args)
@@ -284,24 +266,9 @@ def _transformation(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def unscale(grads: Any, scale: jax.Array) -> Any:
-    """Gradients divided by the scale they were made with, in float32; others as they are."""
-    # A product with the reciprocal: exact for powers of two, and what GradScaler does.
-    with jax.named_scope(UNSCALE):
-        inverse = np.float32(1) / scale
-
-    def divide(path: tuple[Any, ...], grad: Any) -> Any:
-        if is_overwrite(path) or not _is_inexact(grad):
-            return grad
-        # A weak float64 would become float32 with the scale.
-        return _strong(jnp.asarray(widen_floating(grad))) * inverse
-
-    with jax.named_scope(UNSCALE):
-        return jax.tree_util.tree_map_with_path(divide, grads)
-
-
 def _finite_everywhere(function: str, grads: Any, axis_name: AxisName) -> jax.Array:
-    finite = all_finite(grads)
+    with jax.named_scope(TESTED):
+        finite = all_finite(grads)
     # What JAX knows to differ between devices; without `check_vma` it knows of nothing.
     varying = varying_axes(jax.typeof(finite))
     if axis_name is None:
@@ -322,20 +289,8 @@ def _finite_everywhere(function: str, grads: Any, axis_name: AxisName) -> jax.Ar
     return finite
 
 
-def _is_inexact(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    if dtype is None:
-        return isinstance(leaf, (float, complex))
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def _strong(leaf: Any) -> Any:
-    """Strips the weak type, which `select` would strip after the first step: two compilations."""
-    return leaf.astype(leaf.dtype) if is_weak(leaf) else leaf
-
-
 def _zeros_like(leaf: Any) -> Any:
-    return jnp.zeros_like(leaf) if _is_inexact(leaf) else leaf
+    return jnp.zeros_like(leaf) if is_inexact(leaf) else leaf
 
 
 def as_transformation(name: str, inner: Any) -> optax.GradientTransformationExtraArgs:

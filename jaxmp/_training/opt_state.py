@@ -33,7 +33,7 @@ __all__ = [
 _WRAPPERS: Final[dict[Any, tuple[str, str, str]]] = {
     optax.MultiStepsState: (
         "optax.MultiSteps",
-        "it would add up gradients of different scales, and one inf would stay in its sum",
+        "one overflow would stay in its sum for ever",
         "dynamic_loss_scale(optax.MultiSteps(optimizer, k))",
     ),
     optax.ApplyIfFiniteState: (
@@ -43,12 +43,12 @@ _WRAPPERS: Final[dict[Any, tuple[str, str, str]]] = {
     ),
     optax.PartitionState: (
         "optax.partition (or multi_transform)",
-        "the parameters of other labels would get scaled gradients",
+        "it would not see an overflow in the parameters of other labels",
         "dynamic_loss_scale(optax.partition(...)), with no scaler inside",
     ),
     optax.MaskedState: (
         "optax.masked",
-        "the other parameters would get scaled gradients",
+        "it would not see an overflow in the other parameters",
         "dynamic_loss_scale(optax.masked(optimizer, mask))",
     ),
     optax.ConditionallyMaskState: (
@@ -58,17 +58,17 @@ _WRAPPERS: Final[dict[Any, tuple[str, str, str]]] = {
     ),
     optax.ConditionallyTransformState: (
         "optax.conditionally_transform",
-        "the steps that it leaves alone would be made with scaled gradients",
+        "an overflow in the steps that it leaves alone would go into the parameters",
         "dynamic_loss_scale(optax.conditionally_transform(optimizer, ...))",
     ),
     contrib.MechanicState: (
         "optax.contrib.mechanize",
-        "it would tune its step to scaled gradients",
+        "an overflow would stay in what it tunes its step by",
         "dynamic_loss_scale(optax.contrib.mechanize(optimizer))",
     ),
     contrib.SAMState: (
         "optax.contrib.sam",
-        "its other optimizer would get scaled gradients",
+        "an overflow in the steps of its other optimizer would go into the parameters",
         "dynamic_loss_scale(optax.contrib.sam(optimizer, adversary))",
     ),
 }
@@ -80,6 +80,7 @@ _FIELDS: Final = frozenset({"loss_scale", "growth_count", "skipped_count"})
 _CALLS: Final = {
     "grad": "jaxmp.grad(loss_fn, opt_state)",
     "scale_loss": "jaxmp.scale_loss(loss, opt_state)",
+    "unscale": "jaxmp.loss_scaling.unscale(grads, opt_state)",
     "value_and_grad": "jaxmp.value_and_grad(loss_fn, opt_state)",
 }
 
@@ -88,8 +89,8 @@ def find_scalers(tree: Any) -> list[tuple[str, LossScaleState]]:
     """Finds the outermost `LossScaleState`s in a pytree, with the path of each.
 
     Raises:
-      ValueError: If one is inside a wrapper of optax that swallows its state, or hands some
-        gradients on as they come, such as `optax.MultiSteps` or `optax.masked`.
+      ValueError: If one is inside a wrapper of optax that hides or keeps an overflow, such as
+        `optax.MultiSteps` or `optax.masked`.
 
     Example:
       >>> import jaxmp
@@ -113,21 +114,24 @@ def find_scalers(tree: Any) -> list[tuple[str, LossScaleState]]:
     return found
 
 
-def _check_comes_first(tree: Any) -> None:
-    """Checks that in no chain a scaler comes after others.
+def _check_front(tree: Any) -> None:
+    """Checks that in no chain a scaler comes after links that keep something.
 
-    Chains of `optax.named_chain` are dicts, whose order `jax.jit` forgets.
+    What keeps nothing hands a NaN on, and `value_and_grad` makes one of every infinity. Chains of
+    `optax.named_chain` are dicts, whose order `jax.jit` forgets.
     """
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: type(x) in (tuple, LossScaleState))
     for node in nodes:
         for i, link in enumerate(node if type(node) is tuple else ()):
-            _check_comes_first(link)
-            if find_scalers(link) and any(map(_is_link, node[:i])):
+            _check_front(link)
+            front = enumerate(node[:i])
+            keeping = [j for j, state in front if _is_link(state) and jax.tree.leaves(state)]
+            if keeping and find_scalers(link):
                 raise ValueError(
-                    f"the loss scaler in link {i} of an optax.chain comes after others, which get "
-                    "scaled gradients: a clip clips them all, and weight decay vanishes. The right "
-                    "form is dynamic_loss_scale(optax.chain(...)). (If this is no chain but states "
-                    "side by side, give one of them.)"
+                    f"the loss scaler in link {i} of an optax.chain comes after link {keeping[0]}, "
+                    "which keeps a state: an overflow would stay in it, and it would count steps "
+                    "that are skipped. The right form is dynamic_loss_scale(optax.chain(...)). (If "
+                    "this is no chain but states side by side, give one of them.)"
                 )
 
 
@@ -188,7 +192,8 @@ def the_scaler(function: str, opt_state: Any) -> LossScaleState | None:
     """The one scaler in what is known to be an optimizer's state, or to hold one.
 
     Raises:
-      ValueError: As `find_scalers`, or if there are several, or it comes after others in a chain.
+      ValueError: As `find_scalers`, or if there are several, or one comes in a chain after links
+        that keep a state.
     """
     found = find_scalers(opt_state)
     if len(found) > 1:
@@ -198,7 +203,7 @@ def the_scaler(function: str, opt_state: Any) -> LossScaleState | None:
             "one, around everything else: dynamic_loss_scale(optax.chain(...))."
         )
     if found:
-        _check_comes_first(opt_state)
+        _check_front(opt_state)
     return found[0][1] if found else None
 
 

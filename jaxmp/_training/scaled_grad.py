@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._training.differentiate import scaled, scaled_value_and_grad
+from jaxmp._training.gradients import unscaled
 from jaxmp._training.opt_state import find_scaler, scale_of, skipped_by, was_finite
 from jaxmp._training.replicas_equal import copies_in
 
@@ -22,6 +23,7 @@ __all__ = [
     "scale_loss",
     "skipped_count",
     "step_was_finite",
+    "unscale",
     "value_and_grad",
 ]
 
@@ -175,8 +177,8 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
     """Multiplies a loss by the scale in an optimizer's state, in float32.
 
     For gradients that `value_and_grad` does not make, such as `equinox.filter_grad`'s:
-    differentiate `lambda model: jaxmp.scale_loss(loss_fn(model), opt_state)`. Log the loss before
-    it is scaled.
+    differentiate `lambda model: jaxmp.scale_loss(loss_fn(model), opt_state)`, and divide what comes
+    of it by `jaxmp.loss_scaling.unscale(grads, opt_state)`. Log the loss before it is scaled.
 
     Args:
       loss: floating[], or any floating array. If it is float16, a warning says that its cotangent
@@ -199,18 +201,46 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
     return scaled("scale_loss", loss, find_scaler("scale_loss", opt_state))
 
 
+def unscale(grads: Any, opt_state: Any) -> Any:
+    """Divides the gradients of a loss that `scale_loss` scaled by its scale.
+
+    What overflowed becomes NaN, which an elementwise clip does not make a number like others.
+
+    Args:
+      grads: A pytree of gradients, floating or complex. Other leaves, such as float0 and None, and
+        those under Flax's `_overwrite_with_gradient`, stay as they are.
+      opt_state: As for `loss_scale`; the one that the loss was scaled by.
+
+    Returns:
+      The gradients of the loss, in float32 where they had 16 bits. Without a scaler `grads`.
+
+    Raises:
+      ValueError: As `loss_scale`.
+      TypeError: As `loss_scale`.
+
+    Example:
+      >>> import jaxmp, optax
+      >>> state = jaxmp.static_loss_scale(optax.adam(1e-3), 8.0).init(jnp.ones(2))
+      >>> grads = jax.grad(lambda w: scale_loss(jnp.sum(w * w), state))(jnp.ones(2))
+      >>> grads, unscale(grads, state)
+      (Array([16., 16.], dtype=float32), Array([2., 2.], dtype=float32))
+    """
+    state = find_scaler("unscale", opt_state)
+    return grads if state is None else unscaled(grads, state.loss_scale)
+
+
 def value_and_grad(
     fun: Callable[..., Any],
     opt_state: Any,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,  # noqa: FBT001, FBT002  # as jax.value_and_grad has it
 ) -> Callable[..., tuple[Any, Any]]:
-    """Makes a function that returns a loss and the gradients of the *scaled* loss.
+    """Makes a function that returns a loss and its gradients, through a scaled loss.
 
     It is `jax.value_and_grad`, but the loss is multiplied in float32 before it is differentiated,
-    by the scale in `opt_state`. The loss returned is the one that `fun` computed; the gradients are
-    those that the optimizer takes. Call it inside the jitted step, where `opt_state` is the current
-    one.
+    by the scale in `opt_state`, and the gradients are divided by that, in float32. Clip them, log
+    them, average them: they are those of the loss. Where one overflowed it is NaN, and the scaler
+    leaves the step out. Call it inside the jitted step, where `opt_state` is the current one.
 
     Where an argument to differentiate is a Flax NNX module, it is `flax.nnx.value_and_grad`:
     BatchNorm's averages and Dropout's keys move in the module, and the gradients are those of its
@@ -224,7 +254,8 @@ def value_and_grad(
       has_aux: Whether `fun` returns a pair.
 
     Returns:
-      A function of `fun`'s arguments: `(loss, grads)`, or `((loss, aux), grads)`.
+      A function of `fun`'s arguments: `(loss, grads)`, or `((loss, aux), grads)`. With a scaler the
+      gradients of 16-bit parameters are float32.
 
     Raises:
       ValueError: As `loss_scale`.
@@ -239,7 +270,7 @@ def value_and_grad(
       >>> state = optimizer.init(params)
       >>> loss_fn = lambda params, x: jnp.sum(params["w"] * x)
       >>> jaxmp.value_and_grad(loss_fn, state)(params, jnp.ones(2))
-      (Array(6., dtype=float32), {'w': Array([8., 8.], dtype=float32)})
+      (Array(6., dtype=float32), {'w': Array([1., 1.], dtype=float32)})
     """
     return scaled_value_and_grad("value_and_grad", fun, opt_state, argnums, has_aux)
 
@@ -250,7 +281,7 @@ def grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,  # noqa: FBT001, FBT002  # as jax.grad has it
 ) -> Callable[..., Any]:
-    """Makes a function that returns the gradients of the *scaled* loss: see `value_and_grad`.
+    """Makes a function that returns the gradients of a loss: see `value_and_grad`.
 
     Args:
       fun: As for `value_and_grad`.
@@ -269,7 +300,7 @@ def grad(
       >>> import jaxmp, optax
       >>> state = jaxmp.static_loss_scale(optax.sgd(0.1), 8.0).init(jnp.ones(2))
       >>> jaxmp.grad(jnp.sum, state)(jnp.ones(2))
-      Array([8., 8.], dtype=float32)
+      Array([1., 1.], dtype=float32)
     """
     with_value = scaled_value_and_grad("grad", fun, opt_state, argnums, has_aux)
 

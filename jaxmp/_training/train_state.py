@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxmp._flax import is_pytree_node
 from jaxmp._training.differentiate import scaled_value_and_grad
-from jaxmp._training.loss_scale import is_overwrite
+from jaxmp._training.gradients import is_overwrite
 from jaxmp._training.master_weights import MasterWeightsState, StochasticRoundingState
 from jaxmp._training.opt_state import scale_of, skipped_by, the_scaler
 from jaxmp.policy import Policy, single_policy
@@ -101,7 +101,8 @@ class TrainState(train_state.TrainState):
 
         Raises:
           TypeError: If a parameter is no floating (or complex) number, or `tx` no optimizer.
-          ValueError: If `params` is all that Linen's `init` returns, BatchNorm's averages too.
+          ValueError: If `params` is all that Linen's `init` returns, BatchNorm's averages too, or
+            a loss scaler is where `jaxmp.loss_scale` refuses it.
 
         Warns:
           UserWarning: If all parameters are stored in 16 bits, without `jaxmp.master_weights`.
@@ -115,6 +116,7 @@ class TrainState(train_state.TrainState):
         state: Self = super().create(  # type: ignore[no-untyped-call]  # Flax's is not annotated
             apply_fn=apply_fn, params=params, tx=tx, **fields
         )
+        the_scaler("TrainState.create", state.opt_state)
         _warn_without_masters(state.params, state.opt_state)
         started: Self = state.replace(step=jnp.zeros([], jnp.int32))
         return started
@@ -126,9 +128,9 @@ class TrainState(train_state.TrainState):
         *,
         argnums: int | Sequence[int] = 0,
     ) -> Callable[..., tuple[Any, Any]]:
-        """Makes a function that returns the loss and the gradients that `apply_gradients` takes.
+        """Makes a function that returns the loss and its gradients, for `apply_gradients`.
 
-        It is `jaxmp.value_and_grad` with this state's scale: the loss is returned unscaled.
+        It is `jaxmp.value_and_grad` with this state's scale.
 
         Args:
           loss_fn: Returns a loss, floating[], or with `has_aux` a pair of it and anything.
@@ -146,7 +148,7 @@ class TrainState(train_state.TrainState):
         """Makes a step, or where the gradients are not finite leaves it out as a whole.
 
         Args:
-          grads: As `value_and_grad` returns them: those of the scaled loss.
+          grads: As `value_and_grad` returns them.
           **fields: New values of other fields, of the structure, shapes and dtypes of the old.
 
         Returns:
