@@ -107,6 +107,17 @@ def first_key(q, k, v):
     return weighted(jnp.where(first, scores_of(q, k) / 4, -1e9), v)
 
 
+def wrapped(q, k, v):
+    """Positions that pass the largest number of their type, and come in another order."""
+    late = (jnp.arange(TIME) + 120).astype(jnp.int8)
+    return weighted(jnp.where(late[:, None] >= late, scores_of(q, k) / 4, -1e9), v)
+
+
+def wrapped_below_zero(q, k, v):
+    early = jnp.arange(TIME, dtype=jnp.uint32) - 1
+    return weighted(jnp.where(early[:, None] >= early, scores_of(q, k) / 4, -1e9), v)
+
+
 def distances(q, k, v):
     away = -0.1 * jnp.abs(jnp.arange(TIME)[:, None] - jnp.arange(TIME))
     return weighted(scores_of(q, k) / 4 + away.astype(jnp.float32), v)
@@ -178,6 +189,8 @@ FOUND: dict[Callable[..., Any], tuple[tuple[Any, ...], str]] = {
     mask_added: ((Q, K, V), "masked"),
     bias_added_before_the_scale: ((Q, K, V), "biased"),
     first_key: ((Q, K, V), "masked"),
+    wrapped: ((Q, K, V), "masked"),
+    wrapped_below_zero: ((Q, K, V), "masked"),
     distances: ((Q, K, V), "biased"),
     few_keys: (FEW, "causal masked"),
     few_keys_by_hand: (FEW, "causal"),

@@ -122,7 +122,7 @@ class _Group:
     moved_axis: int
     moves: tuple[AxisMove, ...]
     masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
-    between: JaxprById | None
+    between: Any
     of_parameter: bool
     looped: bool
 

@@ -246,9 +246,20 @@ def before_transpose(axes: Sequence[Any], order: Sequence[int]) -> tuple[Any, ..
 
 def positions(array: Aligned, steps: int = FAR) -> tuple[int, int] | None:
     """The axis along which integers count, the same along all others, and their first number."""
-    value, axes = array
-    if not steps:
+    counted = _counted(array, steps) if steps else None
+    if counted is None:
         return None
+    axis, first = counted
+    value, axes = array
+    size = max(n for n, at in zip(value.shape, axes, strict=True) if at == axis)
+    held = np.iinfo(dtype_of(value.atom))  # type: ignore[arg-type]
+    # What wraps around does not count.
+    return counted if held.min <= first and first + size - 1 <= held.max else None
+
+
+def _counted(array: Aligned, steps: int) -> tuple[int, int] | None:
+    """`positions`, of integers that may wrap around."""
+    value, axes = array
     if (const := value.constant) is not None:
         return _counting(np.asarray(const), axes)
     match value.kind:
