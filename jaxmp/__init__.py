@@ -9,6 +9,7 @@ from jaxmp._numerics.monitor import monitor, read_monitor
 from jaxmp._numerics.tune import tune
 from jaxmp._numerics.validate import validate
 from jaxmp._preflight.preflight import preflight
+from jaxmp._prepare import prepare
 from jaxmp._quantize.trees import dequantize, quantize
 from jaxmp._training.accumulate import accumulate_gradients
 from jaxmp._training.loss_scale import dynamic_loss_scale, loss_scale_for, static_loss_scale
@@ -63,6 +64,7 @@ __all__ = [
     "numerics",
     "policies",
     "preflight",
+    "prepare",
     "products",
     "quantize",
     "read_monitor",

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def wrap(
     module: T,
-    policy: str | jmp.Policy | PolicyMap | DTypeLike,
+    policy: str | jmp.Policy | PolicyMap | DTypeLike = "mixed_half",
     *,
     params: str | Collection[str] = "params",
 ) -> T:
@@ -58,7 +58,8 @@ def wrap(
 
     Args:
       module: a Linen or NNX module, or a callable.
-      policy: anything `get_policy` takes, a `PolicyMap` included.
+      policy: anything `get_policy` takes, a `PolicyMap` included. By default the 16-bit format that
+        the default device multiplies natively, with float32 parameters.
       params: the collections of a Linen module that hold parameters, such as
         ``("params", "lora")``: beside 16-bit values they are narrowed, and all other variables
         (averages, tables that are not trained) are not. Of an NNX module every `nnx.Param` is one.

@@ -252,7 +252,7 @@ def positions(array: Aligned, steps: int = FAR) -> tuple[int, int] | None:
     axis, first = counted
     value, axes = array
     size = max(n for n, at in zip(value.shape, axes, strict=True) if at == axis)
-    held = np.iinfo(dtype_of(value.atom))  # type: ignore[arg-type]
+    held = np.iinfo(dtype_of(value.atom))
     # What wraps around does not count.
     return counted if held.min <= first and first + size - 1 <= held.max else None
 

@@ -1,0 +1,68 @@
+"""A model and its optimizer under one policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import jmp
+import optax
+from jax.typing import DTypeLike
+
+from jaxmp._modules import wrap
+from jaxmp._training.loss_scale import loss_scale_for
+from jaxmp.policy import PolicyMap, get_policy
+
+__all__ = ["prepare"]
+
+T = TypeVar("T")
+
+
+def prepare(
+    model: T,
+    tx: optax.GradientTransformation,
+    policy: str | jmp.Policy | PolicyMap | DTypeLike = "mixed_half",
+    *,
+    params: str | Collection[str] = "params",
+    **options: Any,
+) -> tuple[T, optax.GradientTransformation]:
+    """Puts a model and its optimizer under one policy.
+
+    It is `wrap` of the model and `loss_scale_for` of the optimizer, which cannot disagree then.
+
+    Args:
+      model: What `wrap` takes: a Linen or NNX module, or a function whose first argument is its
+        parameters.
+      tx: The optimizer.
+      policy: What `get_policy` takes, a `PolicyMap` included. By default bfloat16 or float16,
+        whichever the default device multiplies natively, with float32 parameters.
+      params: As for `wrap`.
+      **options: Those of `dynamic_loss_scale`.
+
+    Returns:
+      The wrapped model; and the optimizer, in a `dynamic_loss_scale` if the policy has float16 in
+      it, and as it is otherwise. Gradients come from `value_and_grad` or a `TrainState`'s.
+
+    Raises:
+      TypeError: As `wrap` and `loss_scale_for`, or if the two are in each other's place.
+      ValueError: As `wrap` and `loss_scale_for`.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxmp, optax
+      >>> model, tx = jaxmp.prepare(nn.Dense(2), optax.adamw(1e-3), "mixed_float16")
+      >>> params = model.init(jax.random.key(0), jnp.ones((1, 4)))
+      >>> float(jaxmp.loss_scale(tx.init(params)))
+      65536.0
+      >>> jaxmp.explain(model.apply)(params, jnp.ones((1, 4))).contractions()
+      {'float16': 1}
+    """
+    if hasattr(model, "init") and hasattr(model, "update"):
+        raise TypeError(
+            "prepare: the model comes first, and then the optimizer: prepare(model, tx, policy)."
+        )
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise TypeError(
+            f"prepare: tx must be an optax transformation such as optax.adamw(1e-3); got {tx!r}."
+        )
+    resolved = get_policy(policy)
+    return wrap(model, resolved, params=params), loss_scale_for(resolved, tx, **options)

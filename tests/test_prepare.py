@@ -1,0 +1,71 @@
+"""`jaxmp.prepare`: a model and its optimizer under one policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp import LossScaleState
+from jaxmp.dtypes import half_dtype
+
+X = jnp.ones((4, 16))
+TX = optax.adamw(1e-3)
+
+
+def products(model: Any) -> set[str]:
+    if isinstance(model, nn.Module):
+        args = model.apply, model.init(jax.random.key(0), X)
+    elif isinstance(model, nnx.Module):
+        args = (model,)
+    else:
+        args = model, jnp.ones((16, 32))
+    fn, *params = args
+    return set(jaxmp.explain(fn)(*params, X).contractions())
+
+
+MODELS = {
+    "linen": lambda: nn.Dense(32),
+    "nnx": lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0)),
+    "function": lambda: lambda w, x: x @ w,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_and_its_optimizer_are_under_one_policy(name: str, dtype: str) -> None:
+    model, tx = jaxmp.prepare(MODELS[name](), TX, f"mixed_{dtype}", init_scale=8.0)
+    assert products(model) == {dtype}
+    state = tx.init(X)
+    assert isinstance(state, LossScaleState) == (dtype == "float16")
+    assert float(jaxmp.loss_scale(state)) == (8 if dtype == "float16" else 1)
+
+
+def test_the_default_is_what_the_device_multiplies() -> None:
+    model, _ = jaxmp.prepare(nn.Dense(32), TX)
+    assert products(model) == {jnp.dtype(half_dtype()).name}
+    assert products(jaxmp.wrap(nn.Dense(32))) == products(model)
+
+
+def test_a_map_and_collections_are_those_of_wrap() -> None:
+    policy = jaxmp.PolicyMap({"**": "mixed_float16"}, default="float32")
+    model, tx = jaxmp.prepare(nn.Sequential([nn.Dense(32)]), TX, policy)
+    assert products(model) == {"float16"}
+    assert isinstance(tx.init(X), LossScaleState)
+    with pytest.raises(TypeError, match="params are the names"):
+        jaxmp.prepare(nn.Dense(2), TX, params=[3])
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(TypeError, match=r"prepare: the model comes first, and then the optimizer"):
+        jaxmp.prepare(TX, nn.Dense(2))
+    with pytest.raises(TypeError, match=r"prepare: tx must be an optax transformation.*'mixed_b"):
+        jaxmp.prepare(nn.Dense(2), "mixed_bfloat16")
+    with pytest.raises(ValueError, match="init_scale"):
+        jaxmp.prepare(nn.Dense(2), TX, "mixed_bfloat16", init_scale=0)
