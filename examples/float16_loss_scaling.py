@@ -7,11 +7,11 @@ brings the gradients back; bfloat16, which has float32's range, never lost them.
 
     python examples/float16_loss_scaling.py
 
-The scale starts far too large, to show what happens: the first steps overflow and are left out,
+The scale starts far too large, to show what happens: the first steps overflow and are skipped,
 halving it each time, and later it grows to where it overflows again. It draws
 `float16_loss_scaling.png` and prints the loss after 200 updates of each:
 
-    network                         loss   against float32  left out
+    network                         loss   against float32   skipped
     float32                      0.00803                           0
     bfloat16                     0.00804            +0.03%         0
     float16                      2.34745       +29,117.16%         0
@@ -108,7 +108,7 @@ def train(dtype: str, *, scaled: bool, updates: int, seed: int = 0) -> Run:
 
 
 def report(runs: dict[str, Run]) -> None:
-    print(f"{'network':<28}{'loss':>8}{'against float32':>18}{'left out':>10}")
+    print(f"{'network':<28}{'loss':>8}{'against float32':>18}{'skipped':>10}")
     full = runs["float32"].losses[-1]
     for name, run in runs.items():
         change = "" if name == "float32" else f"{run.losses[-1] / full - 1:+,.2%}"
@@ -134,14 +134,14 @@ def plot(runs: dict[str, Run], path: Path) -> None:
     scaled = runs["float16, loss scaled"]
     steps = np.arange(len(scaled.scales))
     bottom.step(steps, scaled.scales, where="post", color="#c2410c", lw=1.5)
-    left_out = steps[np.array(scaled.skipped)]
+    skipped = steps[np.array(scaled.skipped)]
     bottom.plot(
-        left_out,
-        np.array(scaled.scales)[left_out],
+        skipped,
+        np.array(scaled.scales)[skipped],
         "x",
         color="#1c1917",
         ms=6,
-        label="overflow: the step is left out",
+        label="overflow: the step is skipped",
     )
     bottom.set_yscale("log", base=2)
     bottom.set(ylabel="loss scale", xlabel="attempted step", xlim=(0, len(steps)))

@@ -193,7 +193,7 @@ def train(policy: str, size: Size, steps: int, batch: int, microbatches: int, se
     if ctrl_c.pressed:
         stop(f"{policy}: stopped at step {step} of {steps}; nothing is kept")
     if first and (skipped := int(state.skipped_count)):
-        print(f"{skipped} steps were left out; the loss scale is {float(state.loss_scale):g}")
+        print(f"{skipped} steps were skipped; the loss scale is {float(state.loss_scale):g}")
     return state, [float(loss) for loss in losses]
 
 

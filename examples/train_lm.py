@@ -229,7 +229,7 @@ def train_from(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> 
     state, seconds = fit(policy, size, progress, data, train_step, evaluate, checkpoints)
 
     if (scale := float(state.loss_scale)) != 1:
-        print(f"{policy}: the loss scale is {scale:g}, {state.skipped_count} steps were left out")
+        print(f"{policy}: the loss scale is {scale:g}, {state.skipped_count} steps were skipped")
     with waiting(f"{policy}: sampling 150 bytes"):
         sample = generate(apply, state.params, size, seed)
     print(f"{policy}: held-out loss {held_out[0]:.4f} -> {held_out[size.steps]:.4f}; it writes:")

@@ -127,7 +127,7 @@ def test_train_lm_resumes_where_it_was_stopped(tmp_path, monkeypatch, capsys):
 
     whole = train(tmp_path)
     assert len(whole.losses) == 16
-    assert re.search(r"the loss scale is \d+, \d+ steps were left out", capsys.readouterr().out)
+    assert re.search(r"the loss scale is \d+, \d+ steps were skipped", capsys.readouterr().out)
 
     # As if it had been stopped after the last but one checkpoint.
     folder = tmp_path / "mixed_float16"

@@ -63,7 +63,7 @@ CHILD = """
 import os, signal, sys, time
 process = int(sys.argv[-1])
 def step(i):
-    print(f"step {i}: loss {i / 8}, scale 8, left out 0", flush=True)
+    print(f"step {i}: loss {i / 8}, scale 8, skipped 0", flush=True)
 step(1)
 """
 CHILDREN = {

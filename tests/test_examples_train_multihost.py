@@ -43,13 +43,13 @@ def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -
 
 
 def untouched(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a step that is left out keeps: all but the scaler's own numbers."""
+    """What a step that is skipped keeps: all but the scaler's own numbers."""
     own = r"\['opt_state'\]\['(loss_scale|\w+_count|finite)'\]"
     return {name: x for name, x in state.items() if not re.fullmatch(own, name)}
 
 
 def steps_of(stdout: str, process: int = 0) -> dict[int, str]:
-    """Step -> the rest of its line: its loss in full, the scale, how many were left out."""
+    """Step -> the rest of its line: its loss in full, the scale, how many were skipped."""
     pattern = rf"^\[{process}\] step (\d+): (loss .*)$"
     return {int(step): rest for step, rest in re.findall(pattern, stdout, re.MULTILINE)}
 
@@ -92,7 +92,7 @@ def poisoned(tmp_path_factory) -> tuple[Path, str]:
 @slow
 def test_an_overflow_in_one_process_skips_the_step_in_both(poisoned, whole):
     folder, stdout = poisoned
-    said = "loss nan, scale 32768, left out 1  LEFT OUT: the gradients are not finite"
+    said = "loss nan, scale 32768, skipped 1  SKIPPED: the gradients are not finite"
     assert steps_of(stdout)[6] == steps_of(stdout, 1)[6] == said
     before, after = arrays(folder, 5), arrays(folder, 6)
     assert_same_bits(untouched(before), untouched(after))
@@ -108,7 +108,7 @@ def test_an_overflow_in_one_process_skips_the_step_in_both(poisoned, whole):
 
 
 def go_on(count: int, run: Path, folder: Path) -> str:
-    """Two steps more of a poisoned run, in `count` processes: the seventh is left out as well."""
+    """Two steps more of a poisoned run, in `count` processes: the seventh is skipped as well."""
     shutil.copytree(run, folder / "run")
     options = ("--processes", count, "--steps", 8, "--every", 1, "--resume", "--poison", 7)
     return train(*options, "--victim", 0, "--checkpoint", "run", folder=folder)
@@ -123,16 +123,16 @@ def alone(poisoned, tmp_path_factory) -> tuple[Path, str]:
 @slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_checkpoint_of_two_processes_goes_on_in_another_number(count, poisoned, alone, tmp_path):
-    """A step that is left out changes nothing: split anew and saved again, all is as it was."""
+    """A step that is skipped changes nothing: split anew and saved again, all is as it was."""
     folder, stdout = alone if count == 1 else (tmp_path, go_on(count, poisoned[0], tmp_path))
     assert f"[0] {count} processes, {count} devices, 64 examples a step" in stdout
     assert checksums(stdout, "starts from") == {6: checksums(poisoned[1], "saves")[6]}
     for process in range(count):
-        assert steps_of(stdout, process)[7].startswith("loss nan, scale 16384, left out 2")
+        assert steps_of(stdout, process)[7].startswith("loss nan, scale 16384, skipped 2")
     assert_same_bits(untouched(arrays(poisoned[0], 6)), untouched(arrays(folder / "run", 7)))
     # Then training goes on, on the same batch, which more processes sum in another order.
     loss, loss_alone = (
-        float(re.match(r"loss (\S+), scale 16384, left out 2$", steps_of(out)[8])[1])
+        float(re.match(r"loss (\S+), scale 16384, skipped 2$", steps_of(out)[8])[1])
         for out in (stdout, alone[1])
     )
     assert loss == pytest.approx(loss_alone, rel=1e-3)

@@ -122,7 +122,7 @@ def test_the_scale_over_time(monkeypatch):
     scales, left_out = first.get_lines()
     np.testing.assert_array_equal(scales.get_xydata(), [(10, 8), (20, 4), (30, 4), (40, 8)])
     np.testing.assert_array_equal(left_out.get_xydata(), [(20, 4)])
-    assert first.get_title("left") == "Loss scale: 1 of 40 steps left out"
+    assert first.get_title("left") == "Loss scale: 1 of 40 steps skipped"
     assert (first.get_xlabel(), first.get_ylabel()) == ("training step", "loss scale")
     [scales] = second.get_lines()
     np.testing.assert_array_equal(scales.get_xydata(), [(1, 8), (2, 8), (3, 4)])

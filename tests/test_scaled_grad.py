@@ -205,7 +205,7 @@ def test_a_run_that_is_stuck_raises():
     optimizer, state = stuck(49)
     jaxmp.check_not_stuck(state)
     _, state = optimizer.update(jnp.float32(np.nan), state)
-    message = "the last 50 steps were all left out .* the loss scale is 1 now"
+    message = "the last 50 steps were all skipped .* the loss scale is 1 now"
     with pytest.raises(FloatingPointError, match=message):
         jaxmp.check_not_stuck({"opt": state})
     _, state = optimizer.update(jnp.float32(1), state)

@@ -169,7 +169,7 @@ def test_steps_that_were_left_out_are_counted_and_the_curve_is_not_judged():
     result = validate(make_step, curve_threshold=1e-9)["it"]
     assert result.skipped_count == 6
     assert result.verdict == PASSES, "the last of them is not in the final loss"
-    assert "6 of 120 steps were left out" in " ".join(result.reasons)
+    assert "6 of 120 steps were skipped" in " ".join(result.reasons)
     assert result.check("curve").difference == pytest.approx(0.001)
 
 

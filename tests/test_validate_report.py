@@ -49,7 +49,7 @@ def test_the_table(report):
     assert lines[0].startswith("Against float32: 50 steps, seeds 0, 1, final loss of training.")
     assert re.fullmatch(r"float32 against itself: \S+% by seed, \S+% with its .*floor.\.", lines[1])
     [head, base, scaled, not_scaled] = lines[3:7]
-    names = "policy, final loss, difference ± noise, gradient norm, curve, left out, verdict"
+    names = "policy, final loss, difference ± noise, gradient norm, curve, skipped, verdict"
     assert head.split() == names.replace(",", "").split()
     assert base.split()[0] == "float32"
     assert scaled.endswith("  0  passes")

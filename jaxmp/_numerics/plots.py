@@ -209,14 +209,14 @@ def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Pat
     lost = [i for i in range(len(skipped)) if skipped[i] > (skipped[i - 1] if i else 0)]
     if lost:
         ax.plot([steps[i] for i in lost], [scales[i] for i in lost], "x", color="#c2410c", ms=7,
-                mew=1.6, ls="", label="steps were left out since the reading before")  # fmt: skip
+                mew=1.6, ls="", label="steps were skipped since the reading before")  # fmt: skip
         ax.legend(fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
     ax.set_yscale("log", base=2)
     low, high = math.log2(min(scales)), math.log2(max(scales))
     ax.set_ylim(2 ** (low - 1), 2 ** (high + 1))
     ax.set_xlabel("training step")
     ax.set_ylabel("loss scale")
-    said = f": {skipped[-1]:,} of {steps[-1]:,} steps left out" if skipped else ""
+    said = f": {skipped[-1]:,} of {steps[-1]:,} steps skipped" if skipped else ""
     ax.set_title(f"Loss scale{said}", loc="left", fontsize=11)
     tidy(ax)
     save_figure(figure, path)

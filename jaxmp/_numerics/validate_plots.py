@@ -124,7 +124,7 @@ def _draw_scales(ax: Any, report: Any) -> None:
             marked |= left_out.size > 0
             ax.plot(left_out, row[left_out], "x", color="#1c1917", ms=5, zorder=20)
     if marked:
-        ax.plot([], [], "x", color="#1c1917", ms=5, label="overflow: the step is left out")
+        ax.plot([], [], "x", color="#1c1917", ms=5, label="overflow: the step is skipped")
         ax.legend(fontsize="small")
     ax.set_yscale("log", base=2)
     ax.set_ylabel("loss scale")

@@ -116,7 +116,7 @@ class ValidationReport:
         names = [name for name in ("gradient norm", "curve") if name in judged]
         skips = any(run.finite for result in self.policies for run in result.runs)
         mean = sum(run.final for run in self.reference_runs) / len(self.reference_runs)
-        numbers = ["final loss", "difference ± noise", *names, *["left out"] * skips]
+        numbers = ["final loss", "difference ± noise", *names, *["skipped"] * skips]
         rows = [["policy", *numbers, "verdict"]]
         rows.append([self.reference, f"{mean:.5g}", *[""] * len(numbers)])
         for result in self.policies:

@@ -107,7 +107,7 @@ def conclude(
         ]
     if skipped:
         of = sum(len(run.finite) for run in runs)
-        reasons.append(f"{skipped} of {of} steps were left out, their gradients not being finite")
+        reasons.append(f"{skipped} of {of} steps were skipped, their gradients not being finite")
     distances = [_between_curves(run, other) for run, other in _with_base(runs, base)]
     apart = float(np.mean(distances))
     floor = max(_between_curves(run, other) for run, other in _with_base(nudged, base))

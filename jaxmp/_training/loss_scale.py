@@ -2,7 +2,7 @@
 
 Small float16 gradients become zero, so the loss is multiplied by a large factor before it is
 differentiated, and the gradients are divided by it: `scaled_grad` does both. The transformations
-here hold that factor, adapt it, and leave a step out when its gradients are not finite.
+here hold that factor, adapt it, and skip a step whose gradients are not finite.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def dynamic_loss_scale(
     refill: Literal["growth", "clean"] = "growth",
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer leave out steps that overflow, and adapts the scale of the loss to them.
+    """Makes an optimizer skip steps that overflow, and adapts the scale of the loss to them.
 
     Use it for float16; bfloat16 and float32 have the range to do without (`loss_scale_for`). The
     gradients come from `jaxmp.value_and_grad`, which multiplies the loss by the scale in the state
@@ -146,7 +146,7 @@ def dynamic_loss_scale(
 def static_loss_scale(
     inner: optax.GradientTransformation | None, scale: float, *, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an optimizer leave out steps that overflow; the loss is multiplied by a constant.
+    """Makes an optimizer skip steps that overflow; the loss is multiplied by a constant.
 
     Everything is as in `dynamic_loss_scale`, which see, but that the scale never moves: an overflow
     leaves its step out. The state is the same type, so a checkpoint of either restores into the
@@ -194,8 +194,8 @@ def loss_scale_for(
 
     Returns:
       `dynamic_loss_scale(inner, **options)`, or `inner` itself. With a scaler, gradients come from
-      `value_and_grad` or `TrainState.value_and_grad`: by `jax.value_and_grad`, of a loss that
-      nothing multiplied, training is that of float16 without a scale, and `audit` says so.
+      `value_and_grad` or `TrainState.value_and_grad`: with `jax.value_and_grad` nothing scales the
+      loss, float16 trains as it does without a scale, and `audit` says so.
 
     Example:
       >>> optimizer = optax.adam(1e-3)

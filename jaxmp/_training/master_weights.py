@@ -70,7 +70,7 @@ def master_weights(
     says. Apply the updates, which are float32, with `optax.apply_updates`: it adds in float32 and
     casts to the parameter's dtype. Nothing may change them on the way, so this is the outermost
     transformation; a loss scaler goes inside, `master_weights(dynamic_loss_scale(inner))`, and a
-    step that it leaves out leaves masters, parameters and key as they are. The masters decide what
+    step that it skips leaves masters, parameters and key as they are. The masters decide what
     is stored: after changing parameters by hand, call `init` again.
 
     A finite value that the parameter's dtype cannot hold becomes the largest that it can, never an

@@ -139,7 +139,7 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
       >>> jaxmp.check_not_stuck(state)
       >>> jaxmp.check_not_stuck(state, limit=1)
       Traceback (most recent call last):
-      FloatingPointError: check_not_stuck: the last 1 steps were all left out...
+      FloatingPointError: check_not_stuck: the last 1 steps were all skipped...
     """
     if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
         raise TypeError(f"check_not_stuck: limit must be an integer; got {limit!r}.")
@@ -156,7 +156,7 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
         found = "; ".join(f"{copies.path.strip('.')} is {copies.values()}" for copies in drifted)
         raise ValueError(
             f"check_not_stuck: devices that are to hold one state of the scaler do not: {found}. "
-            "Each has left out steps by gradients of its own, so parameters differ as well. Leave "
+            "Each has skipped steps by gradients of its own, so parameters differ as well. Leave "
             "axis_name out of dynamic_loss_scale, or name every mapped axis, and give `update` "
             "gradients that are averaged over devices; go on from a checkpoint in which they agree."
         )
@@ -164,7 +164,7 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
     if count >= limit:
         scale = float(np.min(np.asarray(jnp.asarray(state.loss_scale))))
         raise FloatingPointError(
-            f"check_not_stuck: the last {count} steps were all left out because gradients were not "
+            f"check_not_stuck: the last {count} steps were all skipped because gradients were not "
             f"finite; the loss scale is {scale:g} now. A smaller one does not help: the loss or "
             "its gradients are NaN or infinite by themselves (in float16 all that is beyond 65504, "
             "else the learning rate, a division or a logarithm of zero, a mask, the data). The "

@@ -1,4 +1,4 @@
-"""Flax's train state, for steps that a loss scaler may leave out."""
+"""Flax's train state, for steps that a loss scaler may skip."""
 
 from __future__ import annotations
 
