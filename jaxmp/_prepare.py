@@ -49,11 +49,12 @@ def prepare(
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, jaxmp, optax
-      >>> model, tx = jaxmp.prepare(nn.Dense(2), optax.adamw(1e-3), "mixed_float16")
-      >>> params = model.init(jax.random.key(0), jnp.ones((1, 4)))
+      >>> model, tx = jaxmp.prepare(nn.Dense(8), optax.adamw(1e-3), "mixed_float16")
+      >>> x = jnp.ones((1, 16))
+      >>> params = model.init(jax.random.key(0), x)
       >>> float(jaxmp.loss_scale(tx.init(params)))
       65536.0
-      >>> jaxmp.explain(model.apply)(params, jnp.ones((1, 4))).contractions()
+      >>> jaxmp.explain(model.apply)(params, x).contractions()
       {'float16': 1}
     """
     if hasattr(model, "init") and hasattr(model, "update"):
