@@ -260,6 +260,7 @@ def test_a_gradient_that_overflows_as_it_is_unscaled_is_the_origin():
     optimizer = monitor(dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**-8, min_scale=2.0**-9))
     grads = gradients(scale=1.0)
     grads["Dense_1"]["kernel"] = jnp.full((8, 2), 1e38)
+    grads = jaxmp.loss_scaling.unscale(grads, optimizer.init(PARAMS))
     numbers = read_monitor(run(optimizer, [grads])[1])
     assert (numbers["nonfinite_parameter"], numbers["skipped_count"]) == ("Dense_1/kernel", 1)
 
