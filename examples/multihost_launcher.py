@@ -145,7 +145,7 @@ class Process:
         match = re.match(r"step (\d+): loss ", line)
         if match:
             self.step = f"after step {match[1]}"
-        if not match or self.index == 0 or "LEFT OUT" in line:
+        if not match or self.index == 0 or "SKIPPED" in line:
             print(f"[{self.index}] {line.rstrip()}", flush=True)
         return int(match[1]) if match else None
 
