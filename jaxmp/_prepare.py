@@ -57,7 +57,7 @@ def prepare(
       >>> jaxmp.explain(model.apply)(params, x).contractions()
       {'float16': 1}
     """
-    if hasattr(model, "init") and hasattr(model, "update"):
+    if isinstance(model, (optax.GradientTransformation, optax.MultiSteps)):
         raise TypeError(
             "prepare: the model comes first, and then the optimizer: prepare(model, tx, policy)."
         )

@@ -377,6 +377,7 @@ KEEPING = {
     "an average": lambda inner: optax.chain(optax.clip(1.0), optax.ema(0.9), inner),
     "a chain": lambda inner: optax.chain(ADAM, inner),
     "a schedule": lambda inner: optax.chain(optax.scale_by_schedule(lambda n: n), inner),
+    "by name": lambda inner: optax.named_chain(("average", optax.ema(0.9)), ("scaled", inner)),
     "what hides NaNs": lambda inner: optax.chain(optax.zero_nans(), inner),
     "deeper": lambda inner: optax.chain(optax.trace(0.9), optax.chain(inner, optax.ema(0.9))),
 }

@@ -62,6 +62,22 @@ def test_a_map_and_collections_are_those_of_wrap() -> None:
         jaxmp.prepare(nn.Dense(2), TX, params=[3])
 
 
+class Averaged(nn.Module):
+    """A model with methods of the names that an optimizer's have."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(32)(x)
+
+    def update(self, x: Any) -> Any:
+        return self(x)
+
+
+def test_a_model_is_none_of_optax_whatever_its_methods_are_called() -> None:
+    model, _ = jaxmp.prepare(Averaged(), TX, "mixed_float16")
+    assert products(model) == {"float16"}
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(TypeError, match=r"prepare: the model comes first, and then the optimizer"):
         jaxmp.prepare(TX, nn.Dense(2))

@@ -1,4 +1,4 @@
-"""Scaled gradients of Flax NNX modules: as `nnx.value_and_grad` makes them."""
+"""Gradients of Flax NNX modules through a scaled loss: as `nnx.value_and_grad` makes them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ class Net(nnx.Module):
 
 
 X = jax.random.normal(jax.random.key(1), (8, 3))
-SCALE = 1024.0
 STATES = {
-    "scaled": jaxmp.static_loss_scale(optax.sgd(0.1), SCALE).init({"w": X}),
+    "scaled": jaxmp.static_loss_scale(optax.sgd(0.1), 2.0**10).init({"w": X}),
     "without": optax.sgd(0.1).init({"w": X}),
 }
 
@@ -56,6 +55,19 @@ def assert_same(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(number(x), number(y), rtol=2e-5, atol=1e-6)
+
+
+def test_gradients_that_float16_cannot_hold_are_there():
+    """2^-30 is zero in float16, and ten octaves of scale bring it to the smallest number and on."""
+
+    def small(model, x):
+        low = model.kernel[...].astype(jnp.float16) * x.astype(jnp.float16)
+        return jnp.sum(low.astype(jnp.float32)) * 2.0**-30
+
+    model, ones = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), jnp.ones((3, 1))
+    _, grads = jaxmp.value_and_grad(small, STATES["scaled"])(model, ones)
+    np.testing.assert_array_equal(grads.kernel[...], np.full((3, 1), 2.0**-30))
+    np.testing.assert_array_equal(nnx.grad(small)(model, ones).kernel[...], 0)
 
 
 @slow_when(lambda name, jit: name != "scaled" and not jit)

@@ -178,6 +178,12 @@ def test_value_and_grad_returns_the_loss_and_its_gradients():
     )
     np.testing.assert_array_equal(grads, 3)
 
+    def small(params):  # 2^-30, which float16 cannot hold
+        return jnp.sum(params["w"].astype(jnp.float16)).astype(jnp.float32) * 2.0**-30
+
+    np.testing.assert_array_equal(jax.grad(small)(state.params)["w"], 0)
+    np.testing.assert_array_equal(state.value_and_grad(small)(state.params)[1]["w"], 2.0**-30)
+
 
 @pytest.mark.filterwarnings("ignore:TrainState.create. all parameters are")
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_float16", "p=f16", None])

@@ -20,8 +20,8 @@ NOT_UNSCALED = "not-unscaled"
 SCALED_TWICE = "scaled-twice"
 NO_SCALE = "no-scale"
 FIXES = {
-    NOT_SCALED: "differentiate with jaxmp.value_and_grad(loss_fn, opt_state), with the "
-    "value_and_grad of the train state, or what jaxmp.scale_loss(loss, opt_state) returns",
+    NOT_SCALED: "differentiate with jaxmp.value_and_grad(loss_fn, opt_state), or with the "
+    "value_and_grad of the train state",
     NOT_UNSCALED: "jaxmp.loss_scaling.unscale(grads, opt_state) behind the gradient of what "
     "jaxmp.scale_loss returned; or jaxmp.value_and_grad(loss_fn, opt_state), which does both",
     SCALED_TWICE: "scale the loss and divide its gradients in one place: "

@@ -226,7 +226,8 @@ class Plan:
       clip: which results are clipped to the finite range when they leave narrower than they are.
       segments: the runs of steps that are rematerialized in the backward pass, in order.
       saves: under a policy that asks for that, why each other step is in none of them; else empty.
-      built: what is made once per plan, as what `execute` traces; see `once`.
+      built: what is made once per plan, as what `execute` traces; see `once`. Plans that differ in
+        the identities of their values alone share it; one of other steps begins with none.
     """
 
     jaxpr: Any
@@ -294,12 +295,12 @@ class Plan:
         self, path: str = "", source: str = "", count: Any = 1, *, rematerialized: bool = False
     ) -> Iterator[Visit]:
         """Every step at any depth, in order: those with plans inside, then what is inside."""
-        anew = {i for segment in self.segments for i in range(segment.start, segment.stop)}
+        again = {i for segment in self.segments for i in range(segment.start, segment.stop)}
         for i, step in enumerate(self.steps):
             here = "/".join(filter(None, (path, module_path(step.eqn))))
             # Ops inside JAX's own functions have no line of the user's: the call's line is theirs.
             line = user_line(step.eqn) or source
-            covered = rematerialized or i in anew
+            covered = rematerialized or i in again
             yield Visit(step, here, line, count, covered, self.saves[i] if self.saves else None)
             for inner, plan in step.inner_plans:
                 yield from plan.walk(here, line, count * inner.times, rematerialized=covered)

@@ -120,9 +120,9 @@ def _draw_scales(ax: Any, report: Any) -> None:
         for row, run in zip(scales, result.runs, strict=True):
             ax.step(np.arange(len(row)), row, where="post", **style | {"lw": 1})
             made = np.array(run.finite or np.ones(len(row)), bool)[: len(row)]
-            left_out = np.flatnonzero(~made)
-            marked |= left_out.size > 0
-            ax.plot(left_out, row[left_out], "x", color="#1c1917", ms=5, zorder=20)
+            skipped = np.flatnonzero(~made)
+            marked |= skipped.size > 0
+            ax.plot(skipped, row[skipped], "x", color="#1c1917", ms=5, zorder=20)
     if marked:
         ax.plot([], [], "x", color="#1c1917", ms=5, label="overflow: the step is skipped")
         ax.legend(fontsize="small")

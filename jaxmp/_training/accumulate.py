@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from jaxmp._jaxprs.attributes import explicit_sharding, varying_axes
-from jaxmp._training.gradients import beside, check_floating, is_inexact, is_overwrite, show
+from jaxmp._training.gradients import check_floating, factor_for, is_inexact, is_overwrite, show
 
 __all__ = ["accumulate_gradients"]
 
@@ -316,6 +316,8 @@ def _finish(totals: list[jax.Array], like: Any, factor: np.float32) -> Any:
         if not is_inexact(shape):
             return np.zeros(shape.shape, jax.dtypes.float0)
         total = next(remaining)
-        return total.astype(shape.dtype) if is_overwrite(path) else total * beside(shape, factor)
+        return (
+            total.astype(shape.dtype) if is_overwrite(path) else total * factor_for(shape, factor)
+        )
 
     return jax.tree_util.tree_map_with_path(leaf, like)

@@ -16,12 +16,12 @@ from jaxmp._training.scale_rule import LossScaleState
 from jaxmp.tree import widen_floating
 
 __all__ = [
-    "beside",
     "check_arrays",
     "check_floating",
     "check_scaler_state",
     "check_structure",
     "explain_failure",
+    "factor_for",
     "is_inexact",
     "is_overwrite",
     "show",
@@ -52,7 +52,7 @@ def unscaled(grads: Any, scale: jax.Array) -> Any:
         if is_overwrite(path) or not is_inexact(grad):
             return grad
         wide = widened(path, grad)
-        factor = beside(wide, inverse)
+        factor = factor_for(wide, inverse)
         if factor is not inverse:  # parts of a sum: no test goes through them
             return wide * factor
         return jnp.where(jnp.isfinite(wide), wide * inverse, jnp.nan)
@@ -61,7 +61,7 @@ def unscaled(grads: Any, scale: jax.Array) -> Any:
         return jax.tree_util.tree_map_with_path(divide, grads)
 
 
-def beside(grad: Any, factor: Any) -> Any:
+def factor_for(grad: Any, factor: Any) -> Any:
     """A factor as an explicit mesh wants it, for gradients that are yet to be reduced."""
     sharding = explicit_sharding(grad)
     axes = sharding.spec.unreduced if sharding is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -117,14 +118,16 @@ def find_scalers(tree: Any) -> list[tuple[str, LossScaleState]]:
 def _check_front(tree: Any) -> None:
     """Checks that in no chain a scaler comes after links that keep something.
 
-    What keeps nothing hands a NaN on, and `value_and_grad` makes one of every infinity. Chains of
-    `optax.named_chain` are dicts, whose order `jax.jit` forgets.
+    What keeps nothing hands a NaN on, and `value_and_grad` makes one of every infinity. A chain of
+    `optax.named_chain` is an `OrderedDict`, whose order JAX keeps.
     """
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: type(x) in (tuple, LossScaleState))
+    chains = (tuple, OrderedDict)
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: type(x) in (*chains, LossScaleState))
     for node in nodes:
-        for i, link in enumerate(node if type(node) is tuple else ()):
+        links = tuple(node.values()) if type(node) is OrderedDict else node
+        for i, link in enumerate(links if type(node) in chains else ()):
             _check_front(link)
-            front = enumerate(node[:i])
+            front = enumerate(links[:i])
             keeping = [j for j, state in front if _is_link(state) and jax.tree.leaves(state)]
             if keeping and find_scalers(link):
                 raise ValueError(
