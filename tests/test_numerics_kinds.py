@@ -131,9 +131,22 @@ def test_a_loss_of_loops_is_the_same(loss: Callable[..., Any], grad: bool) -> No
 
 
 @pytest.mark.slow
-def test_the_gradients_of_a_solver_are_the_same() -> None:
-    plain = jax.jit(jax.value_and_grad(jaxmp.autocast(solved, "mixed_bfloat16")))
-    same(prepare(solved, "mixed_bfloat16", (W, X)).results(), plain(W, X))
+def test_the_gradients_of_a_solver_are_the_same_but_for_the_order_of_sums() -> None:
+    """XLA fuses the sums of one loop in two ways, with and without what is measured.
+
+    In float32 the two differ by 2e-6 of the largest gradient, and such a difference may turn one
+    rounding to bfloat16 over.
+    """
+
+    def run(policy: str) -> tuple[jax.Array, jax.Array]:
+        return jax.jit(jax.value_and_grad(jaxmp.autocast(solved, policy)))(W, X)
+
+    value, got = prepare(solved, "mixed_bfloat16", (W, X)).results()
+    want_value, want = run("mixed_bfloat16")
+    allowed = 2**-13 * jnp.abs(want).max()
+    assert value == want_value
+    np.testing.assert_allclose(got, want, rtol=0, atol=allowed)
+    assert jnp.abs(got - run("float32")[1]).max() > 2 * allowed
 
 
 @pytest.mark.slow
