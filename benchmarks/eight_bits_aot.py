@@ -64,7 +64,7 @@ def step_of(policy: str, model: str) -> tuple[Any, tuple[Any, ...]]:
 
 def compiled(policy: str, args: argparse.Namespace) -> tuple[PreflightReport, Preflight]:
     step, arguments = step_of(policy, args.model)
-    report = jaxmp.preflight(step, *arguments, target=args.target, donate_argnums=(0, 1))
+    report = jaxmp.preflight(step, target=args.target, donate_argnums=(0, 1))(*arguments)
     result = report[AS_WRITTEN]
     if result.error:
         raise SystemExit(result.error)
@@ -79,7 +79,7 @@ def left_over(products: tuple[Multiplied, ...], paths: set[str]) -> list[Multipl
 def language_model(args: argparse.Namespace) -> bool:
     """Prints the figures of a model; returns whether they keep the limits."""
     step, arguments = step_of(args.policy, args.model)
-    requested = jaxmp.audit(step, *arguments).quantized()
+    requested = jaxmp.audit(step)(*arguments).quantized()
     paths = {product.path for product in requested.products if product.quantized}
     print(requested.summary())
     base, low = compiled(BASE, args), compiled(args.policy, args)
@@ -144,7 +144,7 @@ def blocks() -> bool:
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
     arguments = shape(1, 512, 1024), shape(1, 1024, 256), shape(1, 512, 256)
-    report = jaxmp.preflight(step, *arguments, target="gpu-b200")
+    report = jaxmp.preflight(step, target="gpu-b200")(*arguments)
     print(report)
     return report[AS_WRITTEN].program.library_calls.get("__cudnn$blockScaledDot") == 3
 

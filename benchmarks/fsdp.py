@@ -191,11 +191,10 @@ def measured(target: str, size: str, layout: str, variant: str) -> dict[str, str
     train_step, arguments = step(variant, SIZES[size], layout, chip.device_count)
     report = jaxmp.preflight(
         train_step,
-        *arguments,
         target=target,
         donate_argnums=(0, 1),
         progress=lambda _: started.append(time.monotonic()),
-    )
+    )(*arguments)
     seconds = [b - a for a, b in zip(started, [*started[1:], time.monotonic()], strict=True)]
     usages = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     [result] = report.policies

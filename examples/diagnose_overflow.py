@@ -80,7 +80,7 @@ def main() -> None:
 
     heading("float16 beside bfloat16")
     with waiting("running it in bfloat16"):
-        brain = jaxmp.numerics.capture(loss_of(Sounds()), "mixed_bfloat16", params, x, y)
+        brain = jaxmp.numerics.capture(loss_of(Sounds()), "mixed_bfloat16")(params, x, y)
         comparison = half.compare(brain)
     print(comparison)
     (folder / "comparison.md").write_text(comparison.to_markdown(), encoding="utf-8")

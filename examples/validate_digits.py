@@ -105,12 +105,10 @@ def main() -> None:
         report = jaxmp.validate(
             functools.partial(make_step, rate=args.rate),
             POLICIES,
-            args.steps,
-            args.seeds,
-            batches=batches,
+            seeds=args.seeds,
             out=args.out,
             depends_on=[Path(__file__).with_name(f"{name}.py") for name in USES],
-        )
+        )(args.steps, batches=batches)
     except KeyboardInterrupt:
         stop(f"\nstopped; the same command goes on with what is in {args.out}")
     (args.out / "report.json").write_text(json.dumps(report.to_dict()))

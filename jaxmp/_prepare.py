@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-import jmp
 import optax
-from jax.typing import DTypeLike
 
 from jaxmp._modules import wrap
 from jaxmp._training.loss_scale import loss_scale_for
-from jaxmp.policy import PolicyMap, get_policy
+from jaxmp.policy import PolicyLike, get_policy
 
 __all__ = ["prepare"]
 
@@ -21,7 +19,7 @@ T = TypeVar("T")
 def prepare(
     model: T,
     tx: optax.GradientTransformation,
-    policy: str | jmp.Policy | PolicyMap | DTypeLike = "mixed_half",
+    policy: PolicyLike = "mixed_half",
     *,
     params: str | Collection[str] = "params",
     **options: Any,

@@ -37,7 +37,7 @@ _PREFLIGHT = (
 )
 _VALIDATE = (
     "python -m jaxmp validate validate_lm:make_step --batches validate_lm:batches \\\n"
-    "      --policies mixed_bfloat16 --steps 300 --out validate_lm --depends-on train_lm.py"
+    "      --policy mixed_bfloat16 --steps 300 --out validate_lm --depends-on train_lm.py"
 )
 _DEVICES = "python -m jaxmp devices"
 _UNKNOWN = (
@@ -165,7 +165,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("function", metavar="module:function", help=_MAKE_STEP)
     command.add_argument("--json", action="store_true", help="print JSON, without the runs")
     command.add_argument(
-        "--policies",
         "--policy",
         nargs="+",
         action="extend",
@@ -257,7 +256,7 @@ def _add_function(command: argparse.ArgumentParser, nargs: str | None = None) ->
 
 def _audit(args: argparse.Namespace) -> int:
     fn, arguments = load(args.function)
-    report = audit(fn, *arguments, policy=args.policy, target=args.target)
+    report = audit(fn, args.policy, target=args.target)(*arguments)
     print(json.dumps(report.to_dict()) if args.json else report)
     failed = {OVERRULED, *args.fail_on}  # of another policy than the one asked for: no answer
     return int(any(finding.kind in failed for finding in report.findings))
@@ -274,14 +273,13 @@ def _preflight(args: argparse.Namespace) -> int:
     with _progress() as progress:
         report = preflight(
             fn,
-            *arguments,
+            args.policy,
             target=args.target,
-            policies=args.policy or (None,),
             donate_argnums=tuple(args.donate),
             max_batch=args.max_batch,
             batch_argnums=args.batch_argnum or -1,
             progress=progress,
-        )
+        )(*arguments)
     print(json.dumps(report.to_dict()) if args.json else report)
     failed = any(result.error for result in report.policies)
     too_large = not all(report.fits(result.policy) for result in report.policies)
@@ -295,16 +293,14 @@ def _validate(args: argparse.Namespace) -> int:
     make_step = attribute_of(args.function, _MAKE_STEP)
     report = validate(
         make_step,
-        args.policies,
-        args.steps,
-        args.seeds,
-        batches=args.batches and attribute_of(args.batches, "batches(seed)"),
+        args.policy,
+        seeds=args.seeds,
         reference=args.reference,
         nudges=args.nudges,
         threshold=args.threshold,
         out=args.out,
         depends_on=args.depends_on,
-    )
+    )(args.steps, args.batches and attribute_of(args.batches, "batches(seed)"))
     (args.out / "report.json").write_text(json.dumps(report.to_dict()), encoding="utf-8")
     (args.out / "report.md").write_text(report.to_markdown(), encoding="utf-8")
     if importlib.util.find_spec("matplotlib"):

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jmp
-from jax.typing import DTypeLike
-
-from jaxmp.policy import PolicyMap, get_policy
+from jaxmp.policy import PolicyLike, PolicyMap, get_policy
 
 __all__ = ["keep_float32"]
 
 
-def keep_float32(*keys: str | type, policy: str | jmp.Policy | PolicyMap | DTypeLike) -> PolicyMap:
+def keep_float32(*keys: str | type, policy: PolicyLike) -> PolicyMap:
     """Returns `policy` with the modules that any of the keys match kept in float32.
 
     Args:

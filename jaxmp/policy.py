@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeAlias, TypeVar, cast, overload
 
 import jax.numpy as jnp
 import jmp
@@ -21,7 +21,7 @@ from jaxmp.policy_string import format_policy, parse_policy
 from jaxmp.recipes import Recipe
 from jaxmp.tree import cast_floating
 
-__all__ = ["Policy", "PolicyMap", "get_policy"]
+__all__ = ["Policy", "PolicyLike", "PolicyMap", "get_policy"]
 
 T = TypeVar("T")
 
@@ -252,14 +252,18 @@ def _check_key(key: Any) -> None:
         )
 
 
-def single_policy(where: str, spec: str | jmp.Policy | DTypeLike) -> Policy:
+# What `get_policy` reads: a string, a `Policy`, a `PolicyMap`, a `jmp.Policy`, or a dtype.
+PolicyLike: TypeAlias = str | jmp.Policy | PolicyMap | DTypeLike
+
+
+def single_policy(where: str, spec: PolicyLike) -> Policy:
     """The policy that `get_policy` reads, which must not be a map of them.
 
     Example:
       >>> single_policy("audit", "float32")
       get_policy('float32')
     """
-    policy = get_policy(spec)
+    policy = read_policy(where, spec)
     if isinstance(policy, PolicyMap):
         raise TypeError(
             f"{where}: takes one policy; a PolicyMap is for the modules inside a Flax module, and "
@@ -272,7 +276,7 @@ def single_policy(where: str, spec: str | jmp.Policy | DTypeLike) -> Policy:
 def get_policy(spec: PolicyMap) -> PolicyMap: ...
 @overload
 def get_policy(spec: str | jmp.Policy | DTypeLike) -> Policy: ...
-def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | PolicyMap:
+def get_policy(spec: PolicyLike) -> Policy | PolicyMap:
     """Returns the policy that a string, another policy or a dtype describes.
 
     A string is one of
@@ -307,6 +311,11 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
       >>> get_policy("c=f16") == get_policy("params=float32,compute=float16,output=float16")
       True
     """
+    return read_policy("get_policy", spec)
+
+
+def read_policy(where: str, spec: PolicyLike) -> Policy | PolicyMap:
+    """As `get_policy`, for the function that `where` names in messages."""
     if isinstance(spec, (Policy, PolicyMap)):
         return cast("Policy | PolicyMap", spec)
     if isinstance(spec, jmp.Policy):
@@ -315,24 +324,21 @@ def get_policy(spec: str | jmp.Policy | PolicyMap | DTypeLike) -> Policy | Polic
         return Policy(**parse_policy(spec))
     if isinstance(spec, Recipe):
         raise TypeError(
-            f"get_policy: {str(spec)!r} is a recipe, the matmul of a policy: say "
+            f"{where}: {str(spec)!r} is a recipe, the matmul of a policy: say "
             f"'mixed_bfloat16,matmul={spec}', or Policy(..., matmul=recipe)."
         )
-    hint = ""
+    hint = " The arguments of a function go into a second call: jaxmp.explain(fn, policy)(*args)."
     if isinstance(spec, dict):
-        hint = (
-            " For policies by path: jaxmp.PolicyMap(paths, default=policy). The arguments of a "
-            "function go into a second call: jaxmp.explain(fn, policy)(*args)."
-        )
+        hint = f" For policies by path: jaxmp.PolicyMap(paths, default=policy).{hint}"
     elif callable(spec) and not isinstance(spec, type):
         hint = " The function or module comes first, the policy second: are the two swapped?"
     try:
-        dtype = parse_dtype(spec, "get_policy")
+        dtype = parse_dtype(spec, where)
     except TypeError:
         shown = repr(spec)
         shown = shown if len(shown) <= 80 else f"{shown[:60]}…"
         raise TypeError(
-            "get_policy: takes a string such as 'mixed_bfloat16' or 'p=f32,c=bf16,o=f32', a "
+            f"{where}: a policy is a string such as 'mixed_bfloat16' or 'p=f32,c=bf16,o=f32', a "
             f"Policy, a jmp.Policy or a dtype; got {shown} of type {type(spec).__name__!r}.{hint}"
         ) from None
     return Policy(dtype, dtype, dtype)

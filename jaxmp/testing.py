@@ -4,7 +4,7 @@ Example:
   >>> import jax, jax.numpy as jnp, jaxmp
   >>> step = jaxmp.autocast(jax.grad(lambda w, x: jnp.sum(x @ w)), "mixed_bfloat16")
   >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-  >>> jaxmp.testing.assert_contractions_in(step, w, w, dtype="bfloat16")
+  >>> jaxmp.testing.assert_contractions_in(step, "bfloat16")(w, w)
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from jaxmp.recipes import FORMATS
 __all__ = ["PrecisionError", "assert_contractions_in", "assert_in_step"]
 
 
-def assert_contractions_in(
-    fn: Callable[..., Any], *args: Any, dtype: DTypeLike, **kwargs: Any
-) -> None:
+def assert_contractions_in(fn: Callable[..., Any], dtype: DTypeLike) -> Callable[..., None]:
     """Raises unless every contraction of a function, forward and backward, multiplies in a dtype.
 
     Contractions that autocast itself keeps in float32 because they are geometry or signal
@@ -37,29 +35,39 @@ def assert_contractions_in(
 
     Args:
       fn: a function of any pytrees, as for `jaxmp.audit`; it is traced, not run.
-      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s.
       dtype: the dtype, or its name.
-      **kwargs: keyword arguments of `fn`.
+
+    Returns:
+      A function with the arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
       PrecisionError: (an AssertionError) that names the lines of those that do not, or says that
         there is no contraction.
     """
     name = _dtype_name(dtype)
-    report = audit(fn, *args, **kwargs)
-    contractions = [op for op in report.operations if op.flops and not op.kept]
-    if contractions and np.dtype(name).itemsize == 1:
-        contractions = [op for op in contractions if not (op.skipped and op.skipped.intended)]
+    audited = audit(fn)
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        report = audited(*args, **kwargs)
+        contractions = [op for op in report.operations if op.flops and not op.kept]
+        if contractions and np.dtype(name).itemsize == 1:
+            contractions = [op for op in contractions if not (op.skipped and op.skipped.intended)]
+            if not contractions:
+                why = report.quantized().summary()
+                raise PrecisionError(
+                    f"assert_contractions_in: no contraction is for 8 bits:\n{why}"
+                )
         if not contractions:
-            why = report.quantized().summary()
-            raise PrecisionError(f"assert_contractions_in: no contraction is for 8 bits:\n{why}")
-    if not contractions:
-        raise PrecisionError("assert_contractions_in: there is no contraction.")
-    dtypes = [(op.source, op.emulates or op.dtype) for op in contractions]
-    wrong = {f"{source} multiplies {dtype}": None for source, dtype in dtypes if dtype != name}
-    if wrong:
-        lines = "\n".join(f"  {line}" for line in wrong)
-        raise PrecisionError(f"assert_contractions_in: not all contractions are {name}:\n{lines}")
+            raise PrecisionError("assert_contractions_in: there is no contraction.")
+        dtypes = [(op.source, op.emulates or op.dtype) for op in contractions]
+        wrong = {f"{source} multiplies {dtype}": None for source, dtype in dtypes if dtype != name}
+        if wrong:
+            lines = "\n".join(f"  {line}" for line in wrong)
+            raise PrecisionError(
+                f"assert_contractions_in: not all contractions are {name}:\n{lines}"
+            )
+
+    return check
 
 
 def assert_in_step(tree: Any) -> None:

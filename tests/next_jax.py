@@ -240,7 +240,7 @@ def test_every_product_is_low_and_the_gradient_is_the_author_s(program: Any) -> 
     assert set(jaxmp.explain(program, BF16)(W, X).contractions()) == {"bfloat16"}
     for fn, dtype in ((fast, "bfloat16"), (program, "float32")):
         for audited in (fn, jax.grad(fn)):
-            operations = jaxmp.audit(audited, W, X).operations
+            operations = jaxmp.audit(audited)(W, X).operations
             assert {op.dtype for op in operations if op.flops} == {dtype}
 
 

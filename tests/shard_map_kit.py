@@ -152,6 +152,6 @@ def crossing_on_gpus(program, policy):
     params, x = draws(program)[0]
     shapes = {name: shape(p, program.params.get(name, P())) for name, p in params.items()}
     step = gradient(on_many(program, policy, on=on))
-    report = jaxmp.preflight(step, shapes, shape(x, program.inputs), target="gpu-h100:8")
+    report = jaxmp.preflight(step, target="gpu-h100:8")(shapes, shape(x, program.inputs))
     found = report["as written"].program.collectives
     return {key: size for key, (_, size) in found.items() if size > 64}

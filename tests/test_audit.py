@@ -99,7 +99,7 @@ def test_the_first_finding_is_the_planted_line(leak):
     model = Leaky(leak)
     x = shape(8, 32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
-    report = audit(jax.value_and_grad(loss_of(model)), params, x)
+    report = audit(jax.value_and_grad(loss_of(model)))(params, x)
     line = inspect.getsourcelines(leak)[1] + 1
     first = report.findings[0]
     assert first.kind == "float32-contraction"
@@ -113,7 +113,7 @@ def test_without_a_leak_no_contraction_is_float32():
     model = Leaky(lambda module, x: x)
     x = shape(8, 32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
-    audit(jax.grad(loss_of(model)), params, x).assert_no("float32-contraction", "promotion")
+    audit(jax.grad(loss_of(model)))(params, x).assert_no("float32-contraction", "promotion")
 
 
 def test_a_jitted_library_function_is_blamed_on_the_line_that_calls_it():
@@ -124,16 +124,16 @@ def test_a_jitted_library_function_is_blamed_on_the_line_that_calls_it():
         return a @ w, jnp.where(x > 0, x, jnp.float32(0.0)) @ w
 
     x, w = shape(8, 8, dtype=BF16), shape(8, 8, dtype=BF16)
-    audit(lambda x: jnp.where(x > 0, x, jnp.float32(0.0)), x)
-    [finding] = [f for f in audit(fn, x, w).findings if f.kind == "float32-contraction"]
+    audit(lambda x: jnp.where(x > 0, x, jnp.float32(0.0)))(x)
+    [finding] = [f for f in audit(fn)(x, w).findings if f.kind == "float32-contraction"]
     line = inspect.getsourcelines(fn)[1] + 2
     assert finding.source == f"test_audit.py:{line}"
 
 
 def test_every_float32_contraction_of_a_plain_model_is_named():
     case = CASES["lm"]
-    report = audit(
-        jax.value_and_grad(case.loss(small=True), has_aux=True), *case.shapes(small=True)
+    report = audit(jax.value_and_grad(case.loss(small=True), has_aux=True))(
+        *case.shapes(small=True)
     )
     named = {s for f in report.findings if f.kind == "float32-contraction" for s in f.sites}
     there = {op.source for op in report.operations if op.flops}
@@ -148,7 +148,7 @@ def test_what_is_meant_to_be_float32_is_called_so():
         return y + jnp.dot(x, w, precision="highest")
 
     x = shape(8, 8)
-    found = audit(fn, x, x, policy="mixed_bfloat16").findings
+    found = audit(fn, policy="mixed_bfloat16")(x, x).findings
     assert {f.kind for f in found} == {"intended-float32"}
     assert {f.fix for f in found} == {"intended"}
 
@@ -163,7 +163,7 @@ def test_scans_multiply_and_branches_share():
 
     one = 2 * 8**3
     x = shape(8, 8)
-    assert audit(fn, x, x).contraction_flops() == {"float32": 5 * one + one / 2}
+    assert audit(fn)(x, x).contraction_flops() == {"float32": 5 * one + one / 2}
 
 
 def test_forward_and_backward_are_told_apart():
@@ -172,7 +172,7 @@ def test_forward_and_backward_are_told_apart():
     def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w) @ w)
 
-    report = audit(jax.grad(loss), x, x)
+    report = audit(jax.grad(loss))(x, x)
     one = 2 * 16**3
     # The first product needs no gradient with respect to x.
     assert report.contraction_flops(backward=False) == {"float32": 2 * one}
@@ -221,7 +221,7 @@ def test_flops_agree_with_xla(model):
 def test_residuals_are_those_of_the_backward_pass():
     case = CASES["mlp"]
     shapes = case.shapes()
-    report = audit(jax.value_and_grad(case.loss(), has_aux=True), *shapes)
+    report = audit(jax.value_and_grad(case.loss(), has_aux=True))(*shapes)
     inputs = shapes[2]
     kept = residual_mib(case.loss(), *shapes) * 2**20 - inputs.size * 4  # an argument
     assert sum(report.residual_bytes.values()) == kept
@@ -233,7 +233,7 @@ def test_arguments_by_field_and_casts():
     def fn(state, x):
         return x.astype(BF16) @ state["params"]["w"].astype(BF16)
 
-    report = audit(fn, state, shape(4, 8))
+    report = audit(fn)(state, shape(4, 8))
     assert report.arguments == {
         "[0]['opt']": {"bfloat16": 128},
         "[0]['params']": {"float32": 256},
@@ -243,10 +243,10 @@ def test_arguments_by_field_and_casts():
 
 
 def test_sensitive_operations_in_16_bits_are_found():
-    report = audit(lambda x: jax.nn.softmax(x @ x), shape(8, 8, dtype=BF16))
+    report = audit(lambda x: jax.nn.softmax(x @ x))(shape(8, 8, dtype=BF16))
     found = {f.what for f in report.findings if f.kind == "sensitive-low"}
     assert "exp runs in bfloat16" in found
-    mixed = audit(lambda x: jax.nn.softmax(x @ x), shape(8, 8), policy="mixed_bfloat16")
+    mixed = audit(lambda x: jax.nn.softmax(x @ x), policy="mixed_bfloat16")(shape(8, 8))
     assert not [f for f in mixed.findings if f.kind == "sensitive-low"]
 
 
@@ -270,7 +270,7 @@ def test_sensitive_operations_in_16_bits_are_found():
 )
 def test_sizes_that_the_chip_has_to_pad_are_found(dtype, k, target, multiple):
     x, w = shape(256, k, dtype=dtype), shape(k, 256, dtype=dtype)
-    found = [f for f in audit(jnp.dot, x, w, target=target).findings if f.kind == "misaligned"]
+    found = [f for f in audit(jnp.dot, target=target)(x, w).findings if f.kind == "misaligned"]
     if multiple is None:
         assert not found
         return
@@ -293,7 +293,7 @@ def test_sizes_that_the_chip_has_to_pad_are_found(dtype, k, target, multiple):
 )
 def test_what_the_chip_emulates_is_found(dtype, target, emulated):
     x = shape(128, 128, dtype=dtype)
-    found = [f for f in audit(jnp.dot, x, x, target=target).findings if f.kind == "emulated"]
+    found = [f for f in audit(jnp.dot, target=target)(x, x).findings if f.kind == "emulated"]
     assert bool(found) == emulated
     assert all(f"natively by {target}" in f.what for f in found)
 
@@ -302,18 +302,18 @@ def test_a_device_that_the_tables_do_not_have_is_asked_for_its_capability(monkey
     """An older GPU, say: compute capability 7.0."""
     monkeypatch.setattr("jaxmp.dtypes.half_dtype", lambda device=None: jnp.float16)
     x = shape(128, 128, dtype=BF16)
-    [finding] = [f for f in audit(jnp.dot, x, x).findings if f.kind == "emulated"]
+    [finding] = [f for f in audit(jnp.dot)(x, x).findings if f.kind == "emulated"]
     assert "bfloat16 is not multiplied natively by this cpu" in finding.what
-    assert not audit(jnp.dot, x, x, target="gpu-h100").findings
+    assert not audit(jnp.dot, target="gpu-h100")(x, x).findings
 
 
 def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match="audit: unknown target 'gpu-h10'"):
-        audit(jnp.dot, shape(8, 8), shape(8, 8), target="gpu-h10")
+        audit(jnp.dot, target="gpu-h10")(shape(8, 8), shape(8, 8))
 
 
 def round_trips(fn, *args, **options):
-    return [f for f in audit(fn, *args, **options).findings if f.kind == "round-trip"]
+    return [f for f in audit(fn, **options)(*args).findings if f.kind == "round-trip"]
 
 
 def test_a_cast_that_is_undone_is_found_with_both_lines():
@@ -396,7 +396,7 @@ def test_the_casts_of_a_region_in_the_compute_dtype_are_ours():
         return jnp.mean((x + x @ w) ** 2)
 
     step = jax.grad(jaxmp.autocast(stream, "mixed_bfloat16"), argnums=(0, 1))
-    report = audit(step, shape(8, 8), shape(8, 8))
+    report = audit(step)(shape(8, 8), shape(8, 8))
     assert not report.findings
     assert not report.casts(inserted=False)
     assert report.casts(inserted=True)
@@ -415,7 +415,7 @@ def test_repeated_layers_print_as_one_finding():
 
     x = shape(8, 8)
     params = jax.eval_shape(Deep().init, jax.random.key(0), x)
-    report = audit(Deep().apply, params, x)
+    report = audit(Deep().apply)(params, x)
     assert len(report.findings) == 4
     text = str(report)
     assert "75.0% of the FLOPs" in text
@@ -426,17 +426,17 @@ def test_repeated_layers_print_as_one_finding():
 
 def test_assert_contractions_in():
     x = shape(8, 8)
-    jaxmp.testing.assert_contractions_in(jnp.dot, x, x, dtype="float32")
+    jaxmp.testing.assert_contractions_in(jnp.dot, dtype="float32")(x, x)
     mixed = jaxmp.autocast(jax.grad(lambda w: jnp.sum(w @ w)), "mixed_bfloat16")
-    jaxmp.testing.assert_contractions_in(mixed, x, dtype="bf16")
+    jaxmp.testing.assert_contractions_in(mixed, dtype="bf16")(x)
     with pytest.raises(PrecisionError, match=r"test_audit\.py:\d+ multiplies float32"):
-        jaxmp.testing.assert_contractions_in(lambda x: x @ x, x, dtype="bfloat16")
+        jaxmp.testing.assert_contractions_in(lambda x: x @ x, dtype="bfloat16")(x)
     with pytest.raises(PrecisionError, match="there is no contraction"):
-        jaxmp.testing.assert_contractions_in(jnp.sin, x, dtype="bfloat16")
+        jaxmp.testing.assert_contractions_in(jnp.sin, dtype="bfloat16")(x)
 
 
 def test_assert_no_lists_the_findings():
-    report = audit(jnp.dot, shape(8, 8), shape(8, 8))
+    report = audit(jnp.dot)(shape(8, 8), shape(8, 8))
     with pytest.raises(PrecisionError, match=r"contraction in float32, 100\.0% of the FLOPs"):
         report.assert_no("float32-contraction")
     report.assert_no("sensitive-low")
@@ -445,21 +445,21 @@ def test_assert_no_lists_the_findings():
 
 
 def test_the_report_is_json():
-    report = audit(jax.grad(lambda w: jnp.sum(w @ w)), shape(8, 8))
+    report = audit(jax.grad(lambda w: jnp.sum(w @ w)))(shape(8, 8))
     read = json.loads(json.dumps(report.to_dict()))
     assert read["findings"][0]["kind"] == "float32-contraction"
     assert len(read["operations"]) == len(report.operations)
 
 
 def test_it_prints_as_text_and_in_a_terminal_as_a_table(monkeypatch):
-    report = audit(jnp.dot, shape(8, 8), shape(8, 8))
+    report = audit(jnp.dot)(shape(8, 8), shape(8, 8))
     assert "1. contraction in float32" in str(report)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert "\x1b[" in str(report)
 
 
 def test_a_report_without_findings_says_so():
-    report = audit(jnp.dot, shape(8, 8, dtype=BF16), shape(8, 8, dtype=BF16))
+    report = audit(jnp.dot)(shape(8, 8, dtype=BF16), shape(8, 8, dtype=BF16))
     assert "Nothing to remark." in str(report)
 
 
@@ -470,7 +470,7 @@ def test_nothing_runs():
         jax.debug.callback(lambda: ran.append(1))
         return x @ x
 
-    audit(fn, jnp.ones((8, 8)))
+    audit(fn)(jnp.ones((8, 8)))
     jax.effects_barrier()
     assert not ran
 
@@ -480,7 +480,7 @@ def test_float64_is_told_of():
     """jaxmp has nothing to do with it, and who asked for 16 bits thinks it has."""
     with jax.enable_x64(True):
         x = jax.ShapeDtypeStruct((64, 64), jnp.float64)
-        report = jaxmp.audit(jnp.matmul, x, x, policy="mixed_bfloat16")
+        report = jaxmp.audit(jnp.matmul, policy="mixed_bfloat16")(x, x)
     (found,) = report.findings
     assert (found.kind, found.share) == ("float64-contraction", 1.0)
     assert "jax_enable_x64" in str(report)
@@ -494,22 +494,22 @@ def test_a_policy_that_another_overrules_is_told_of():
         fn = jaxmp.wrap(jnp.matmul, inner)
         said = "decides no product here: the 1 of them"
         with pytest.warns(UserWarning, match=f"audit: '.*' {said}"):
-            report = jaxmp.audit(fn, x, x, policy=asked)
+            report = jaxmp.audit(fn, policy=asked)(x, x)
         (found,) = [f for f in report.findings if f.kind != "intended-float32"]
         assert (found.kind, found.share) == ("overruled", 1.0)
         assert said in str(report)
         if asked == mixed:
             assert said in str(jaxmp.explain(fn, asked)(x, x))
-        jaxmp.audit(fn, x, x).assert_no("overruled")  # nor is it said where none is asked for
+        jaxmp.audit(fn)(x, x).assert_no("overruled")  # nor is it said where none is asked for
         assert not jaxmp.explain(fn)(x, x).overruled
     # Not where it decides one, or the policies multiply alike.
-    jaxmp.audit(lambda x, w: fn(x, w) @ w, x, x, policy="mixed_bfloat16")
-    jaxmp.audit(jaxmp.wrap(jnp.matmul, "mixed_bfloat16"), x, x, policy="mixed_bfloat16").assert_no()
-    same = jaxmp.audit(jaxmp.wrap(jnp.matmul, "float32"), x, x, policy="float32")
+    jaxmp.audit(lambda x, w: fn(x, w) @ w, policy="mixed_bfloat16")(x, x)
+    jaxmp.audit(jaxmp.wrap(jnp.matmul, "mixed_bfloat16"), policy="mixed_bfloat16")(x, x).assert_no()
+    same = jaxmp.audit(jaxmp.wrap(jnp.matmul, "float32"), policy="float32")(x, x)
     same.assert_no("overruled")
 
 
 def test_a_map_is_refused_by_the_name_of_the_tool():
     x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     with pytest.raises(TypeError, match="audit: takes one policy"):
-        jaxmp.audit(jnp.matmul, x, x, policy=jaxmp.PolicyMap({}, default="float32"))
+        jaxmp.audit(jnp.matmul, policy=jaxmp.PolicyMap({}, default="float32"))(x, x)

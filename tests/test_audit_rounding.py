@@ -33,7 +33,7 @@ Loss = Callable[..., Any]
 
 def kinds(fn: Loss, *args: Any, **options: Any) -> set[str]:
     """What `audit` finds of the dtypes of results."""
-    found = {f.kind for f in jaxmp.audit(fn, *args, **options).findings}
+    found = {f.kind for f in jaxmp.audit(fn, **options)(*args).findings}
     return found & {"rounded-result", "inconsistent-recompute"}
 
 
@@ -79,7 +79,7 @@ def healthy(h, w, y):
 
 
 def test_rounded_logits_are_found_and_the_advice_helps():
-    report = jaxmp.audit(gradient(rounded), H, W, Y)
+    report = jaxmp.audit(gradient(rounded))(H, W, Y)
     [finding] = report.findings
     assert finding.kind == "rounded-result"
     line = inspect.getsourcelines(rounded)[1] + 1
@@ -90,7 +90,7 @@ def test_rounded_logits_are_found_and_the_advice_helps():
     assert report.to_dict()["findings"][0]["kind"] == "rounded-result"
     with pytest.raises(PrecisionError, match="rounded"):
         report.assert_no("rounded-result")
-    assert not jaxmp.audit(gradient(healthy), H, W, Y).findings
+    assert not jaxmp.audit(gradient(healthy))(H, W, Y).findings
     assert error(rounded, rounded) > 4 * error(healthy, rounded)
 
 
@@ -274,7 +274,7 @@ def test_models_by_hand_and_under_a_policy(name):
     shapes = case.shapes(small=True)
 
     def found(loss: Loss) -> list[str]:
-        report = jaxmp.audit(jax.value_and_grad(loss, has_aux=True), *shapes)
+        report = jaxmp.audit(jax.value_and_grad(loss, has_aux=True))(*shapes)
         new = {"rounded-result", "inconsistent-recompute"}
         return [f.path.split("/")[-1] for f in report.findings if f.kind in new]
 
@@ -351,7 +351,7 @@ def fused(forward: Any, backward: Any) -> Loss:
 
 
 def test_a_product_recomputed_in_another_dtype_is_found_with_its_line():
-    report = jaxmp.audit(gradient(fused(BF16, F32)), H, W, Y)
+    report = jaxmp.audit(gradient(fused(BF16, F32)))(H, W, Y)
     first, second = report.findings
     line = inspect.getsourcelines(fused)[1] + 4
     for finding in (first, second):
@@ -362,7 +362,7 @@ def test_a_product_recomputed_in_another_dtype_is_found_with_its_line():
         "bfloat16 in the forward pass, recomputed in float32 in the backward pass"
     )
     assert "product recomputed in another dtype, 25.0% of the FLOPs" in str(report)
-    assert not jaxmp.audit(gradient(fused(F32, F32)), H, W, Y).findings
+    assert not jaxmp.audit(gradient(fused(F32, F32)))(H, W, Y).findings
 
 
 @pytest.mark.parametrize(

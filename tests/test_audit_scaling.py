@@ -28,7 +28,7 @@ Step = Callable[..., Any]
 def kinds(fn: Step, *args: Any) -> set[str]:
     """What `audit` finds of loss scaling."""
     of_scaling = {"not-scaled", "not-unscaled", "scaled-twice", "no-scale"}
-    return {f.kind for f in jaxmp.audit(fn, *args).findings} & of_scaling
+    return {f.kind for f in jaxmp.audit(fn)(*args).findings} & of_scaling
 
 
 def loss_under(policy: str) -> Step:
@@ -91,7 +91,7 @@ def scaler(policy: str = F16) -> Any:
 def test_a_loss_that_is_not_scaled_is_named(gradient: Any, create: Any) -> None:
     state = state_with(scaler(), create)
     assert kinds(step_of(gradient), state, X, Y) == {"not-scaled"}
-    report = jaxmp.audit(step_of(gradient), state, X, Y)
+    report = jaxmp.audit(step_of(gradient))(state, X, Y)
     with pytest.raises(AssertionError, match=r"the loss (is not multiplied by it|was not mult)"):
         report.assert_no("not-scaled")
     [found] = [f for f in report.findings if f.kind == "not-scaled"]
@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_scaled_is_named(gradient: Any, create: Any) -> None:
 def test_gradients_that_are_not_divided_are_named(gradient: Any, policy: str) -> None:
     state = state_with(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
     assert kinds(step_of(gradient, policy), state, X, Y) == {"not-unscaled"}
-    report = jaxmp.audit(step_of(gradient, policy), state, X, Y)
+    report = jaxmp.audit(step_of(gradient, policy))(state, X, Y)
     [found] = [f for f in report.findings if f.kind == "not-unscaled"]
     assert "jaxmp.loss_scaling.unscale(grads, opt_state)" in found.fix
 
@@ -187,7 +187,7 @@ ONCE_TOO_OFTEN = {
 def test_scaled_or_unscaled_once_too_often(gradient: Any, policy: str) -> None:
     state = state_with(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
     assert kinds(step_of(gradient, policy), state, X, Y) == {"scaled-twice"}
-    findings = jaxmp.audit(step_of(gradient, policy), state, X, Y).findings
+    findings = jaxmp.audit(step_of(gradient, policy))(state, X, Y).findings
     said = [f.what for f in findings if f.kind == "scaled-twice"]
     assert any(ONCE_TOO_OFTEN[gradient] in what for what in said)
 

@@ -126,7 +126,7 @@ ON_PURPOSE = [
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 def test_what_autocast_or_the_author_keeps_is_no_fault(fn, grad):
     program = jaxmp.autocast(fn, MIXED)
-    report = audit(jax.grad(program, argnums=(0, 1)) if grad else program, X, X)
+    report = audit(jax.grad(program, argnums=(0, 1)) if grad else program)(X, X)
     report.assert_no()
     report.assert_no("float32-contraction")
     assert all(f.kind == "intended-float32" and f.fix == "intended" for f in report.findings)
@@ -154,7 +154,7 @@ def test_what_autocast_or_the_author_keeps_is_no_fault(fn, grad):
 )
 def test_the_reason_is_the_plans(fn, what):
     for program in (jaxmp.autocast(fn, MIXED), jax.grad(jaxmp.autocast(fn, MIXED))):
-        found = audit(program, X, X).findings
+        found = audit(program)(X, X).findings
         assert what in {f.what for f in found}
         assert all(f.source.startswith("test_audit_truth.py") for f in found)
 
@@ -163,7 +163,7 @@ def test_an_implicit_solver_is_not_told_to_use_jaxmp():
     """Its derivative is a linear solve. JAX 0.12 has it in a primitive of the next generation."""
     program = jaxmp.autocast(root, MIXED)
     for fn in (program, jax.grad(program), jax.grad(program, argnums=(0, 1))):
-        for finding in audit(fn, X, X).findings:
+        for finding in audit(fn)(X, X).findings:
             intended = finding.kind == "intended-float32"
             assert intended or "an operation that autocast does not know" in finding.what
             assert "remove the upcast" not in finding.fix
@@ -173,8 +173,8 @@ def test_an_implicit_solver_is_not_told_to_use_jaxmp():
 @pytest.mark.parametrize("fn", [rotary, camera, scalar, stencil], ids=lambda fn: fn.__name__)
 def test_tiny_products_are_not_worth_a_remark_where_jaxmp_is_not_used(fn):
     """Of the others autocast would narrow every one."""
-    plain = audit(jax.grad(fn), X, X)
-    transformed = audit(jax.grad(jaxmp.autocast(fn, MIXED)), X, X)
+    plain = audit(jax.grad(fn))(X, X)
+    transformed = audit(jax.grad(jaxmp.autocast(fn, MIXED)))(X, X)
     faults = sum(f.cost for f in plain.findings if f.kind == "float32-contraction")
     assert faults == transformed.contraction_flops().get("bfloat16", 0)
     assert kinds(plain) <= {"float32-contraction"}
@@ -182,16 +182,16 @@ def test_tiny_products_are_not_worth_a_remark_where_jaxmp_is_not_used(fn):
 
 def test_a_library_that_is_told_to_multiply_in_float32_is_intended_everywhere():
     with jax.default_matmul_precision("highest"):
-        report = audit(jax.grad(angles), X, X)
+        report = audit(jax.grad(angles))(X, X)
     assert kinds(report) == {"intended-float32"}
     report.assert_no()
 
 
 def test_assert_contractions_in_counts_no_geometry():
-    jaxmp.testing.assert_contractions_in(jaxmp.autocast(rotary, MIXED), X, X, dtype="bfloat16")
+    jaxmp.testing.assert_contractions_in(jaxmp.autocast(rotary, MIXED), dtype="bfloat16")(X, X)
     program = jaxmp.autocast(in_a_region, MIXED)
     with pytest.raises(PrecisionError, match="multiplies float32"):
-        jaxmp.testing.assert_contractions_in(program, X, X, dtype="bfloat16")
+        jaxmp.testing.assert_contractions_in(program, dtype="bfloat16")(X, X)
 
 
 # What autocast chose is no fault.
@@ -215,7 +215,7 @@ def softmax(w, x):
 @pytest.mark.parametrize("fn", [max_pooling, broadcast_low, softmax], ids=lambda fn: fn.__name__)
 def test_what_autocast_narrowed_is_no_sensitive_operation(fn, policy):
     for program in (jaxmp.autocast(fn, policy), jax.grad(jaxmp.autocast(fn, policy))):
-        assert kinds(audit(program, X, X)) <= {"intended-float32"}
+        assert kinds(audit(program)(X, X)) <= {"intended-float32"}
 
 
 def test_the_authors_own_sensitive_operation_is_found_beside_autocasts():
@@ -223,7 +223,7 @@ def test_the_authors_own_sensitive_operation_is_found_beside_autocasts():
         y = jnp.exp(x.astype(BF16))  # by hand
         return jnp.sum(jax.nn.softmax(x @ w) @ w) + jnp.sum(y.astype(F32))
 
-    report = audit(jaxmp.autocast(fn, "mixed_bfloat16,softmax=bf16"), X, X)
+    report = audit(jaxmp.autocast(fn, "mixed_bfloat16,softmax=bf16"))(X, X)
     [finding] = [f for f in report.findings if f.kind == "sensitive-low"]
     assert finding.what == "exp runs in bfloat16"
     assert finding.source == line_of(fn, "by hand")
@@ -233,7 +233,7 @@ def test_the_backward_pass_of_max_pooling_is_not_said_to_be_float32_elsewhere():
     def fn(x):
         return jnp.sum(nn.max_pool(x, (2, 2), strides=(2, 2)).astype(F32))
 
-    report = audit(jax.grad(fn), shape(1, 8, 8, 1, dtype=BF16))
+    report = audit(jax.grad(fn))(shape(1, 8, 8, 1, dtype=BF16))
     assert "select_and_scatter_add" in {op.op for op in report.operations}
     assert not report.findings
 
@@ -256,7 +256,7 @@ PUBLIC = [
 def test_public_models_under_autocast_have_no_faults(name):
     model = build(name)
     program = jax.grad(jaxmp.autocast(model.loss, MIXED), has_aux=model.has_aux)
-    audit(program, model.params, model.batch(0)).assert_no()
+    audit(program)(model.params, model.batch(0)).assert_no()
 
 
 def kernel(x_ref, w_ref, out_ref):
@@ -271,18 +271,18 @@ def test_a_kernel_is_told_how_it_gets_16_bits():
     def fn(w, x, body=kernel):
         return pl.pallas_call(body, out_shape=shape(32, 32), interpret=True)(x, w)
 
-    [finding] = audit(fn, X, X).findings
+    [finding] = audit(fn)(X, X).findings
     assert finding.kind == "float32-contraction"
     assert finding.source == line_of(kernel, "@")
     assert finding.what.startswith("inside pallas_call, which autocast does not know")
     assert "jaxmp.reduced_precision" in finding.fix
     advised = jaxmp.reduced_precision(fn)
-    assert not audit(advised, X, X, policy=MIXED).findings
+    assert not audit(advised, policy=MIXED)(X, X).findings
 
     def widening(w, x):
         return fn(w.astype(BF16), x.astype(BF16), kernel_that_widens)
 
-    [finding] = audit(widening, X, X, policy=MIXED).findings
+    [finding] = audit(widening, policy=MIXED)(X, X).findings
     assert finding.what == "an upcast from bfloat16 to float32"
     assert finding.source == line_of(kernel_that_widens, "@")
 
@@ -292,7 +292,7 @@ def test_a_scatter_is_an_operation_and_how_it_adds_is_none(dtype):
     def fn(x):
         return jnp.zeros(8, dtype).at[jnp.arange(4)].add(x)
 
-    report = audit(fn, shape(4, dtype=dtype))
+    report = audit(fn)(shape(4, dtype=dtype))
     found = [f.what for f in report.findings]
     assert found == ([] if dtype == F32 else ["scatter-add runs in bfloat16"])
     operations = report.operations
@@ -324,14 +324,14 @@ EXPERTS = (shape(32, 8), shape(8, 32, 64), shape(8, 64, 32))
 def test_an_upcast_that_autocast_honours_is_the_authors():
     """Forward and backward: it is not by the policy that the expert's gradient is float32."""
     program = jaxmp.autocast(lambda p, x: dispatched(p, x, upcast=True), MIXED)
-    report = audit(jax.grad(program, argnums=(0, 1)), EXPERTS, shape(64, 32))
+    report = audit(jax.grad(program, argnums=(0, 1)))(EXPERTS, shape(64, 32))
     [finding] = [f for f in report.findings if f.kind == "float32-contraction"]
     assert finding.source == line_of(dispatched, "# the upcast")
     assert finding.sites == (line_of(dispatched, "# the product"),)
     assert finding.what == "an upcast from bfloat16 to float32"
     assert finding.cost == report.contraction_flops()["float32"]
     program = jaxmp.autocast(lambda p, x: dispatched(p, x, upcast=False), MIXED)
-    assert not audit(jax.grad(program), EXPERTS, shape(64, 32)).findings  # the advice was right
+    assert not audit(jax.grad(program))(EXPERTS, shape(64, 32)).findings  # the advice was right
 
 
 def test_a_product_outside_of_autocast_is_told_so():
@@ -340,10 +340,10 @@ def test_a_product_outside_of_autocast_is_told_so():
     def whole(w, x):
         return jnp.sum(inner(w, x) @ jnp.tanh(x))  # outside
 
-    [finding] = audit(jax.grad(whole), X, X).findings
+    [finding] = audit(jax.grad(whole))(X, X).findings
     assert finding.what == "what autocast returns in float32 is multiplied outside of it"
     assert finding.source == line_of(whole, "# outside")
-    audit(jaxmp.autocast(whole, MIXED), X, X).assert_no()  # the advice
+    audit(jaxmp.autocast(whole, MIXED))(X, X).assert_no()  # the advice
 
 
 def test_a_gradient_that_arrives_in_float32_is_told_with_its_reason():
@@ -354,11 +354,11 @@ def test_a_gradient_that_arrives_in_float32_is_told_with_its_reason():
         return jnp.sum(jnp.dot(x, w).astype(F32) ** 2)
 
     low = shape(32, 32, dtype=BF16)
-    [finding] = audit(jax.grad(fn), low, low).findings
+    [finding] = audit(jax.grad(fn))(low, low).findings
     assert finding.kind == "float32-contraction"
     assert "the product in the forward pass returns that" in finding.what
     assert "preferred_element_type" in finding.fix
-    assert not audit(jax.grad(advice), low, low).findings
+    assert not audit(jax.grad(advice))(low, low).findings
 
 
 # Parameters in float32.
@@ -389,7 +389,7 @@ def test_the_opening_example(norm, grad):
         return jnp.mean(model.apply(params, x).astype(F32) ** 2)
 
     program = jax.grad(loss) if grad else loss
-    report = audit(program, params, x)
+    report = audit(program)(params, x)
     assert report.contraction_share() == {"float32": 1.0}
     text = str(report)
     assert "100.0% float32" in text
@@ -405,7 +405,7 @@ def test_the_opening_example(norm, grad):
     assert meets in first.what
     # Both pieces of the advice.
     wrapped = jaxmp.wrap(model, MIXED)
-    fixed = audit(lambda p, x: jnp.mean(wrapped.apply(p, x) ** 2), params, x)
+    fixed = audit(lambda p, x: jnp.mean(wrapped.apply(p, x) ** 2))(params, x)
     assert fixed.contraction_share() == {"bfloat16": 1.0}
 
 
@@ -418,7 +418,7 @@ def test_the_first_advice_to_the_opening_example():
 
     x = shape(16, 32, dtype=BF16)
     params = jax.eval_shape(Fixed().init, jax.random.key(0), x)
-    assert audit(Fixed().apply, params, x).contraction_share() == {"bfloat16": 1.0}
+    assert audit(Fixed().apply)(params, x).contraction_share() == {"bfloat16": 1.0}
 
 
 class StartedInNNX(nnx.Module):
@@ -436,8 +436,8 @@ class StartedInNNX(nnx.Module):
 def test_the_opening_example_in_nnx(norm, closed_over):
     """Its LayerNorm widens for its scale, not for the number that a mean divides by."""
     model, x = StartedInNNX(norm=norm), shape(16, 32, dtype=BF16)
-    program = (model, x) if closed_over else (lambda m, x: m(x), model, x)
-    found = audit(*program).findings
+    audited = audit(model)(x) if closed_over else audit(lambda m, x: m(x))(model, x)
+    found = audited.findings
     contraction = next(f for f in found if f.kind == "float32-contraction")
     # Which of the layer's parameters is the first is Flax's to say.
     meets = r"(constant array float32\[|argument \[0\]\.).* is float32 and meets a bfloat16 value"
@@ -447,7 +447,7 @@ def test_the_opening_example_in_nnx(norm, closed_over):
 
 
 def test_a_number_that_promotes_is_to_be_a_python_number():
-    report = audit(lambda x: x * np.float32(2) @ x, shape(32, 32, dtype=BF16))
+    report = audit(lambda x: x * np.float32(2) @ x)(shape(32, 32, dtype=BF16))
     contraction = next(f for f in report.findings if f.kind == "float32-contraction")
     assert contraction.what == "the constant 2.0 is float32 and meets a bfloat16 value"
     assert "Python number" in contraction.fix
@@ -463,14 +463,14 @@ def test_a_number_that_promotes_is_to_be_a_python_number():
 def test_the_advice_names_a_policy_that_the_target_multiplies(target, policy):
     dtype = {"gpu-t4": BF16, "tpu-v5e": F16, "gpu-a100": jnp.float8_e4m3fn}[target]
     x = shape(128, 128, dtype=dtype)
-    [finding] = audit(jnp.dot, x, x, target=target).findings
+    [finding] = audit(jnp.dot, target=target)(x, x).findings
     assert finding.kind == "emulated"
     assert policy in finding.fix
     assert "half" not in finding.fix
-    [finding] = audit(jnp.dot, shape(128, 128), shape(128, 128), target=target).findings
+    [finding] = audit(jnp.dot, target=target)(shape(128, 128), shape(128, 128)).findings
     assert policy in finding.fix
     advised = jaxmp.autocast(jnp.dot, policy)
-    assert not audit(advised, shape(128, 128), shape(128, 128), target=target).findings
+    assert not audit(advised, target=target)(shape(128, 128), shape(128, 128)).findings
 
 
 class Described:
@@ -495,5 +495,5 @@ class Described:
 def test_sizes_are_judged_for_devices_that_multiply_tiles(device, multiple, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     x = shape(100, 100, dtype=F16)
-    found = [f.fix for f in audit(jnp.dot, x, x).findings if f.kind == "misaligned"]
+    found = [f.fix for f in audit(jnp.dot)(x, x).findings if f.kind == "misaligned"]
     assert found == [f"pad the dimension to a multiple of {multiple}"] * (multiple is not None)

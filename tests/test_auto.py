@@ -27,7 +27,7 @@ def rows(policy):
     model = jaxmp.wrap(Model(), policy)
     x = jax.ShapeDtypeStruct((16384, 8192), jnp.float32)
     variables = jax.eval_shape(Model().init, jax.random.key(0), x)
-    report = jaxmp.audit(model.apply, variables, x)
+    report = jaxmp.audit(model.apply)(variables, x)
     return {product.path: product for product in report.quantized().products}
 
 

@@ -229,7 +229,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
     assert cli.main(["devices"]) == 130
     assert capsys.readouterr().err == "\njaxmp: stopped\n"
     monkeypatch.setattr(cli, "validate", stopped)
-    options = ["--policies", "bfloat16", "--steps", "1", "--out", "x"]
+    options = ["--policy", "bfloat16", "--steps", "1", "--out", "x"]
     assert cli.main(["validate", "os.path:join", *options]) == 130
     assert "the same command goes on with what is finished" in capsys.readouterr().err
 
@@ -280,11 +280,11 @@ def test_the_versions(capsys):
 
 
 def test_policies_are_named_as_by_the_other_commands():
-    """Each one after --policy, or several after one --policies."""
+    """Each one after --policy, or several after one."""
     rest = ["--steps", "1", "--out", "x"]
-    for words in (["--policies", "a", "b"], ["--policy", "a", "--policy", "b"]):
+    for words in (["--policy", "a", "b"], ["--policy", "a", "--policy", "b"]):
         args = cli._parser().parse_args(["validate", "m:f", *words, *rest])
-        assert args.policies == ["a", "b"]
+        assert args.policy == ["a", "b"]
 
 
 def test_the_table_of_chips_is_nobodys_to_change():

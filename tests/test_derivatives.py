@@ -372,7 +372,7 @@ def test_a_program_that_runs_as_written_says_so() -> None:
     with pytest.warns(UserWarning, match=said):
         got = jax.grad(cast)(w, x)
     assert relative_error(got, jax.grad(fn)(w, x)) == 0
-    findings = jaxmp.audit(jax.grad(cast), w, x).findings  # warned of once
+    findings = jaxmp.audit(jax.grad(cast))(w, x).findings  # warned of once
     assert {f.kind for f in findings} == {"intended-float32"}
     assert all(str(Kind.CLOSES_OVER.of()) in f.what for f in findings)
 

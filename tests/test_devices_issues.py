@@ -39,7 +39,7 @@ def shape(*sizes, spec=None, dtype=jnp.float32):
 
 def crossing(step, *args):
     """Bytes by kind of collective and dtype, scalars left out."""
-    report = jaxmp.preflight(step, *args, target="gpu-h100:8")
+    report = jaxmp.preflight(step, target="gpu-h100:8")(*args)
     found = report["as written"].program.collectives
     return {key: size for key, (_, size) in found.items() if size > 64}
 

@@ -339,7 +339,7 @@ def halved_outside(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def test_what_is_converted_is_named_with_its_line_and_what_no_loss_scale_mends() -> None:
     said: list[str] = []
-    report = jaxmp.diagnose(halved_outside, None, announce=said.append)(jnp.eye(16), X)
+    report = jaxmp.diagnose(halved_outside, None, progress=said.append)(jnp.eye(16), X)
     assert [text.partition(":")[0] for text in said] == ["capture", "diagnose"]
     made, cast = line(halved_outside, "1e5"), line(halved_outside, "h.astype")
     fault = str(report.first)
@@ -450,8 +450,8 @@ def test_a_decoder_trains_from_the_advised_scale_on_without_a_skip(shrunk: float
     assert state.loss_scale == report.init_scale
 
 
-def test_what_cannot_announce_is_refused() -> None:
-    with pytest.raises(TypeError, match="diagnose: announce is called with a line of text"):
-        jaxmp.diagnose(jnp.sin, "mixed_float16", announce=True)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="capture: announce is called with a line of text"):
-        numerics.capture(jnp.sin, None, X, announce=True)  # type: ignore[arg-type]
+def test_what_cannot_show_progress_is_refused() -> None:
+    with pytest.raises(TypeError, match="diagnose: progress is called with a line of text"):
+        jaxmp.diagnose(jnp.sin, "mixed_float16", progress=True)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="capture: progress is called with a line of text"):
+        numerics.capture(jnp.sin, None, progress=True)(X)  # type: ignore[arg-type]

@@ -186,7 +186,7 @@ def test_each_layer_keeps_its_name(layer: Any, policy: str) -> None:
     explained = jaxmp.explain(loss, policy)(variables, X)
     assert {row.path for row in explained.rows if row.op == "dot_general"} == names
     gradient = jax.value_and_grad(jaxmp.autocast(loss, policy))
-    operations = jaxmp.audit(gradient, variables, X).operations
+    operations = jaxmp.audit(gradient)(variables, X).operations
     assert {each.path for each in operations if each.op == "dot_general"} == names
 
 

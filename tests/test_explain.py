@@ -185,7 +185,7 @@ def test_path_and_line_are_the_users_inside_a_wrapped_model(policy: str, *, grad
         for name in ("in_", "out")
     }
     explained = jaxmp.explain(program)(params).rows
-    audited = jaxmp.audit(program, params).operations
+    audited = jaxmp.audit(program)(params).operations
     for rows in (explained, audited):
         assert {(r.path, r.source) for r in rows if r.op == "dot_general"} == places
 

@@ -559,7 +559,7 @@ def test_without_a_kernel_it_runs_as_it_did_and_says_so() -> None:
 def test_audit_names_what_is_not_fused(stand_in: list[str]) -> None:
     def step(policy: str) -> list[str]:
         loss = loss_of(jaxmp.autocast(causal, policy))
-        report = jaxmp.audit(jax.grad(loss), Q, K, V)
+        report = jaxmp.audit(jax.grad(loss))(Q, K, V)
         return [str(f) for f in report.findings if f.kind == "not-fused"]
 
     [finding] = step(f"{BF16},attention=fused")
@@ -686,7 +686,7 @@ def test_compilers_see_the_kernel_forward_and_backward(target, calls) -> None:
     shapes = [jax.ShapeDtypeStruct((1, time, heads, 64), jnp.float32)] * 3
 
     def preflight(policy: str, made_of: Callable[..., Any]) -> Any:
-        report = jaxmp.preflight(made_of(jaxmp.autocast(causal, policy)), *shapes, target=target)
+        report = jaxmp.preflight(made_of(jaxmp.autocast(causal, policy)), target=target)(*shapes)
         return report["as written"]
 
     def step(fn: Callable[..., Any]) -> Callable[..., Any]:

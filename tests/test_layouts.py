@@ -144,7 +144,7 @@ def test_a_tpu_then_copies_no_probabilities(monkeypatch: pytest.MonkeyPatch) -> 
     plain = autocast_as_in_no_loop(monkeypatch)
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
     moved, plainly = (
-        jaxmp.preflight(jax.grad(fn), *shapes, target="tpu-v5e").policies[0].bytes_accessed
+        jaxmp.preflight(jax.grad(fn), target="tpu-v5e")(*shapes).policies[0].bytes_accessed
         for fn in (jaxmp.autocast(in_a_loop, BF16), plain(in_a_loop, BF16))
     )
     assert moved < 0.9 * plainly

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 
 import jax
@@ -226,7 +225,7 @@ def test_looking_at_a_module_changes_nothing(*, wrapped: bool) -> None:
         decides = not wrapped or policy == BF16
         warns = nullcontext() if decides else pytest.warns(UserWarning, match="decides no product")
         with warns:
-            share = jaxmp.audit(model, X, policy=policy).contraction_share()
+            share = jaxmp.audit(model, policy=policy)(X).contraction_share()
         assert share == {"bfloat16" if low else "float32": 1.0}
     for a, b in zip(state_of(model), before, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -253,7 +252,7 @@ def test_a_module_that_is_closed_over_and_changed_is_to_be_an_argument():
     net, x = Dropping(nnx.Rngs(0)), jnp.ones((4, 4))
     for tool in (
         jaxmp.explain(lambda x: net(x), "mixed_bfloat16"),
-        functools.partial(jaxmp.audit, lambda x: net(x)),
+        jaxmp.audit(lambda x: net(x)),
     ):
         with pytest.raises(TraceContextError) as error:
             tool(x)

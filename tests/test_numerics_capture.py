@@ -185,7 +185,7 @@ def test_a_scan_is_measured_iteration_by_iteration() -> None:
         return lax.scan(lambda c, x: (c, jnp.sin(x) * c), 2.0, x, reverse=True)[1]
 
     x = jnp.arange(10.0).reshape(5, 2)
-    [sine] = sites(numerics.capture(fn, "float32", x), "sin")
+    [sine] = sites(numerics.capture(fn, "float32")(x), "sin")
     np.testing.assert_allclose(sine.statistics.largest, np.abs(np.sin(x)).max(1), rtol=1e-6)
     assert sine.site.loops[0].reverse
     assert sine.statistics.joined().sampled == 10
@@ -195,7 +195,7 @@ def test_a_while_loop_is_measured_as_a_whole() -> None:
     def fn(x: jax.Array) -> jax.Array:
         return lax.while_loop(lambda x: jnp.max(x) < 100, lambda x: jnp.exp2(jnp.log2(x) + 1), x)
 
-    run = numerics.capture(fn, "float32", jnp.array([1.0, 3.0]), grad=False)
+    run = numerics.capture(fn, "float32", grad=False)(jnp.array([1.0, 3.0]))
     [power] = sites(run, "exp2")
     assert power.statistics.runs == 6
     assert float(power.statistics.largest) == pytest.approx(192)
@@ -206,7 +206,7 @@ def test_a_branch_that_is_not_taken_is_not_measured() -> None:
     def fn(flag: jax.Array, x: jax.Array) -> jax.Array:
         return lax.cond(flag, jnp.sin, jnp.cos, x)
 
-    run = numerics.capture(fn, "float32", jnp.array(True), X)
+    run = numerics.capture(fn, "float32")(jnp.array(True), X)
     [sine], [cosine] = sites(run, "sin"), sites(run, "cos")
     assert (sine.statistics.runs, cosine.statistics.runs) == (1, 0)
     assert sine.site.branch
@@ -221,7 +221,7 @@ def test_devices_are_measured_together() -> None:
         return jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
     x = jnp.arange(16.0 * mesh.size).reshape(-1, 16)
-    [sine] = sites(numerics.capture(fn, "float32", x, grad=False), "sin")
+    [sine] = sites(numerics.capture(fn, "float32", grad=False)(x), "sin")
     assert sine.statistics.runs == mesh.size
     assert float(sine.statistics.largest) == pytest.approx(float(np.abs(np.sin(x)).max()))
 
@@ -252,17 +252,17 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def test_what_is_said_and_refused() -> None:
     said: list[str] = []
-    run = numerics.capture(loss, "mixed_bfloat16", W, X, announce=said.append)
+    run = numerics.capture(loss, "mixed_bfloat16", progress=said.append)(W, X)
     count = f"{len(run.sites)} sites, {run.bytes / 2**20:.1f} MiB of measurements"
     assert said == [f"capture: compiles and runs the program with {count}"]
     with pytest.raises(ValueError, match=r"capture: .* more than the limit of 0.0 MiB.*no module"):
-        numerics.capture(loss, "mixed_bfloat16", W, X, limit=1000)
+        numerics.capture(loss, "mixed_bfloat16", limit=1000)(W, X)
     with pytest.raises(ValueError, match=r"sites='\*\*/nowhere' matches no module path"):
-        numerics.capture(loss, "mixed_bfloat16", W, X, sites="**/nowhere")
+        numerics.capture(loss, "mixed_bfloat16", sites="**/nowhere")(W, X)
     with pytest.raises(ValueError, match="loss_scale=8 scales a loss, but"):
-        numerics.capture(jnp.sin, "mixed_bfloat16", X, loss_scale=8)
+        numerics.capture(jnp.sin, "mixed_bfloat16", loss_scale=8)(X)
     with pytest.raises(TypeError, match="capture: "):
-        numerics.capture(3, "mixed_bfloat16", W, X)  # type: ignore[arg-type]
+        numerics.capture(3, "mixed_bfloat16")(W, X)  # type: ignore[arg-type]
 
 
 def test_a_glob_measures_less() -> None:
@@ -271,11 +271,11 @@ def test_a_glob_measures_less() -> None:
             h = jnp.tanh(x @ w)
         return jnp.sum(h / jnp.sum(h * 0))  # 0 by 0, outside
 
-    run = numerics.capture(scoped, "float32", W, X, sites="inside", grad=False)
+    run = numerics.capture(scoped, "float32", sites="inside", grad=False)(W, X)
     whole = {m.site.op for m in run.sites.values() if m.statistics.is_whole}
     assert whole == {"dot_general", "tanh"}
     assert [origin.site.op for origin in run.origins()] == ["div"]
-    assert run.bytes < numerics.capture(scoped, "float32", W, X, grad=False).bytes
+    assert run.bytes < numerics.capture(scoped, "float32", grad=False)(W, X).bytes
 
 
 def test_arguments_have_names_and_kinds() -> None:
@@ -283,7 +283,7 @@ def test_arguments_have_names_and_kinds() -> None:
         out = batch["x"] @ params["w"]
         return jnp.sum(out), {"out": out}
 
-    run = numerics.capture(fn, "mixed_bfloat16", {"w": W}, {"x": X, "ids": jnp.arange(3)})
+    run = numerics.capture(fn, "mixed_bfloat16")({"w": W}, {"x": X, "ids": jnp.arange(3)})
     given = [m.site for m in run.sites.values() if m.site.op == "argument"]
     assert [(site.path, site.kind) for site in given] == [
         ("params['w']", "weight"),
@@ -301,12 +301,12 @@ def test_a_training_step_as_it_is() -> None:
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return w - 0.1 * jax.grad(loss)(w, x)
 
-    run = numerics.capture(step, "mixed_bfloat16", W, X)
+    run = numerics.capture(step, "mixed_bfloat16")(W, X)
     assert run.results.shape == W.shape
     assert sites(run, "dot_general")
     assert [m for m in run.sites.values() if m.site.backward]
 
 
 def test_it_changes_nothing_when_it_is_not_differentiated() -> None:
-    got = numerics.capture(loss, "mixed_bfloat16", W, X, grad=False).results
+    got = numerics.capture(loss, "mixed_bfloat16", grad=False)(W, X).results
     assert got == jax.jit(jaxmp.autocast(loss, "mixed_bfloat16"))(W, X)

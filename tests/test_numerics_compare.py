@@ -30,7 +30,7 @@ def loss(w: jax.Array, x: jax.Array) -> jax.Array:
 @pytest.fixture(scope="module")
 def runs() -> dict[str, numerics.Capture]:
     return {
-        policy: numerics.capture(loss, policy, W, X, twins=False)
+        policy: numerics.capture(loss, policy, twins=False)(W, X)
         for policy in ("mixed_float16", "mixed_bfloat16")
     }
 
@@ -257,7 +257,7 @@ def test_reversed_loops_are_kept_in_the_order_in_which_they_ran():
         return jax.lax.scan(lambda c, x: (c * x, None), 1.0, x, reverse=True)[0]
 
     x = jnp.array([2.0, 3.0, 5.0])
-    captured = numerics.capture(cumulated, None, x, grad=False)
+    captured = numerics.capture(cumulated, None, grad=False)(x)
     [site] = [e for e in captured.record().sites.values() if e.site.op == "mul"]
     np.testing.assert_array_equal(site.largest, [5.0, 15.0, 30.0])
 

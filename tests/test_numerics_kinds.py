@@ -42,7 +42,7 @@ def test_a_loop_that_ends_elsewhere_for_each_element() -> None:
 
         return jax.vmap(until_small)(x * jnp.arange(4.0)[:, None])
 
-    run = numerics.capture(fn, None, W, X, grad=False)
+    run = numerics.capture(fn, None, grad=False)(W, X)
     np.testing.assert_array_equal(run.results, jax.jit(fn)(W, X))
     np.testing.assert_allclose(run.measured_results, run.results, atol=1e-6)
     [product] = [m for m in run.sites.values() if m.site.op == "dot_general"]
@@ -67,9 +67,9 @@ def test_complex_numbers_are_measured() -> None:
     def fn(x: jax.Array) -> jax.Array:
         return jnp.abs(jnp.fft.fft(x))
 
-    run = numerics.capture(lambda x: fn(jnp.exp(1e3 * jnp.abs(x))), None, X, grad=False)
+    run = numerics.capture(lambda x: fn(jnp.exp(1e3 * jnp.abs(x))), None, grad=False)(X)
     assert ops(run) == ["exp"]
-    run = numerics.capture(fn, None, jnp.full((2, 8), 3e38), grad=False)  # finite as it comes in
+    run = numerics.capture(fn, None, grad=False)(jnp.full((2, 8), 3e38))  # finite as it comes in
     assert ops(run) == ["fft"]
     [fft] = [m for m in run.sites.values() if m.site.op == "fft"]
     assert fft.site.dtype == "complex64"
@@ -151,7 +151,7 @@ def test_the_gradients_of_a_solver_are_the_same_but_for_the_order_of_sums() -> N
 
 @pytest.mark.slow
 def test_layers_in_a_loop_are_the_same_measured() -> None:
-    run = numerics.capture(layers, "mixed_bfloat16", W, X)
+    run = numerics.capture(layers, "mixed_bfloat16")(W, X)
     same(run.measured_results, run.results)
     assert any(m.site.backward and m.site.loops for m in run.sites.values())
 
@@ -213,13 +213,13 @@ def test_arguments_that_cannot_be_measured() -> None:
         return jnp.sum(x @ w)
 
     with pytest.raises(ValueError, match=r"nothing to measure: .*give jnp.float32\(x\)"):
-        numerics.capture(lambda n, x: x + int(n), None, 3.0, jnp.arange(3))
+        numerics.capture(lambda n, x: x + int(n), None)(3.0, jnp.arange(3))
     with pytest.raises(TypeError, match=r"arguments are arrays; args\[0\]\['w'\] is Shape"):
-        numerics.capture(lambda p, x: loss(p["w"], x), None, {"w": jax.eval_shape(lambda: W)}, X)
+        numerics.capture(lambda p, x: loss(p["w"], x), None)({"w": jax.eval_shape(lambda: W)}, X)
     with pytest.raises(ValueError, match="grad=True, but the function returns neither one"):
-        numerics.capture(lambda w, x: x @ w, None, W, X, grad=True)
+        numerics.capture(lambda w, x: x @ w, None, grad=True)(W, X)
     with pytest.raises(ValueError, match="argnums=5, but there are 2 arguments"):
-        numerics.capture(loss, None, W, X, argnums=5)
+        numerics.capture(loss, None, argnums=5)(W, X)
 
 
 @pytest.mark.parametrize("argnums", [-1, [1]])
@@ -250,7 +250,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     def fn(x: jax.Array) -> jax.Array:
         return lax.scan(lambda h, row: (h + jnp.sum(row), h), 0.0, x)[1]
 
-    run = numerics.capture(fn, None, X, grad=False)
+    run = numerics.capture(fn, None, grad=False)(X)
     numerics.save(run, tmp_path / "run.json")
     got, want = numerics.load(tmp_path / "run.json").record(), run.record()
     assert any(entry.scale for entry in want.sites.values() if entry.site.loops)

@@ -19,7 +19,7 @@ X = jnp.array([2.0, 1e-4, 1.5e-4, 0.0], jnp.float16)
 @pytest.fixture(scope="module")
 def run() -> numerics.Capture:
     # Of three numbers that are not 0, the squares of two are 0 in float16.
-    return numerics.capture(lambda x: x * x, None, X, grad=False)
+    return numerics.capture(lambda x: x * x, None, grad=False)(X)
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -73,7 +73,7 @@ def test_what_is_refused(run):
         run.plot_exponents("x.png", kinds=["bias"])
     with pytest.raises(ValueError, match=r"sites='y'.*The modules are: x"):
         run.plot_exponents("x.png", sites="y")
-    without = numerics.capture(lambda x: x * x, None, X, grad=False, twins=False)
+    without = numerics.capture(lambda x: x * x, None, grad=False, twins=False)(X)
     with pytest.raises(ValueError, match="no operation in 16 bits"):
         without.plot_underflow("x.png")
 
@@ -98,7 +98,7 @@ def test_a_long_title_and_the_legend_do_not_lie_on_each_other(run, monkeypatch):
 
 def test_what_is_not_finite_is_said(monkeypatch):
     figures = drawn(monkeypatch)
-    numerics.capture(lambda x: x / 0, None, X, grad=False).plot_exponents("x.png")
+    numerics.capture(lambda x: x / 0, None, grad=False)(X).plot_exponents("x.png")
     assert "numbers of 1 of 2 sites not finite (left out)" in figures[0].get_suptitle()
 
 

@@ -145,6 +145,6 @@ def test_what_counts_bytes_refuses_them() -> None:
     [size] = export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((size, 16), jnp.float32)
     with pytest.raises(ValueError, match=r"audit: argument \['x'\] has the shape \(rows, 16\)"):
-        jaxmp.audit(dense, x=x)
+        jaxmp.audit(dense)(x=x)
     with pytest.raises(ValueError, match=r"preflight: argument \[0\] has the shape \(rows, 16\)"):
-        jaxmp.preflight(dense, x, target="gpu-h100")
+        jaxmp.preflight(dense, target="gpu-h100")(x)

@@ -107,8 +107,8 @@ def test_what_is_named_is_narrowed_beside_16_bits_and_nothing_else() -> None:
 
 def test_every_tool_takes_positions() -> None:
     step = jaxmp.autocast(layer, BF16, argnums=(0, 1))
-    wide = jaxmp.audit(layer, W, B, X, policy=BF16, argnums=0)
-    named = jaxmp.audit(layer, W, B, X, policy=BF16, argnums=(0, 1))
+    wide = jaxmp.audit(layer, policy=BF16, argnums=0)(W, B, X)
+    named = jaxmp.audit(layer, policy=BF16, argnums=(0, 1))(W, B, X)
     assert wide != named  # what the bias is decides what is kept
     assert step(W, B, X).dtype == jnp.float32
 

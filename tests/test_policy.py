@@ -454,12 +454,16 @@ def test_a_contradictory_string_is_refused():
 
 @pytest.mark.parametrize("spec", [None, 16, 1.0, float, [], {}, np.ones(2)], ids=repr)
 def test_the_wrong_type_says_what_it_takes(spec):
-    message = r"get_policy: takes a string such as .*, a Policy, a jmp.Policy or a dtype; got .* of"
+    message = (
+        r"get_policy: a policy is a string such as .*, a Policy, a jmp.Policy or a dtype; got .* of"
+    )
     with pytest.raises(TypeError, match=message):
         get_policy(spec)
 
 
-@pytest.mark.parametrize("fn", [jaxmp.autocast, jaxmp.wrap, jaxmp.explain, jaxmp.diagnose])
+@pytest.mark.parametrize(
+    "fn", [jaxmp.autocast, jaxmp.wrap, jaxmp.explain, jaxmp.diagnose, jaxmp.audit, jaxmp.preflight]
+)
 def test_swapped_arguments_are_told(fn):
     with pytest.raises(TypeError, match="the policy second: are the two swapped"):
         fn("mixed_bfloat16", np.sin)

@@ -263,7 +263,7 @@ def test_without_a_compiler_the_error_names_the_command(monkeypatch):
     )
     command = r'in a clone of jaxmp run: python -m pip install -e "\.\[gpu-aot\]"$'
     with pytest.raises(CompilerMissingError, match=command):
-        jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), target="gpu-h100")
+        jaxmp.preflight(jnp.dot, target="gpu-h100")(shape(8, 8), shape(8, 8))
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -284,7 +284,7 @@ def test_where_libtpu_does_not_compile_nothing_is_said_to_be_missing(
     monkeypatch.setattr(jax, "__version_info__", jax_version)
     needed = rf"needs Python 3\.12 and JAX 0\.12 .* Python {python[0]}\.{python[1]} with JAX"
     with pytest.raises(CompilerMissingError, match=needed) as raised:
-        jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), target="tpu-v5e")
+        jaxmp.preflight(jnp.dot, target="tpu-v5e")(shape(8, 8), shape(8, 8))
     assert "not installed" not in str(raised.value)
 
 
@@ -293,7 +293,7 @@ def test_an_argument_that_is_not_there_is_not_donated(donate_argnums):
     with pytest.raises(
         ValueError, match=r"donate_argnums=\(.*\), but the function has 2 arguments"
     ):
-        jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), donate_argnums=donate_argnums)
+        jaxmp.preflight(jnp.dot, donate_argnums=donate_argnums)(shape(8, 8), shape(8, 8))
 
 
 def test_the_last_argument_is_donated_by_its_place_from_the_end():
@@ -307,7 +307,7 @@ def test_the_last_argument_is_donated_by_its_place_from_the_end():
 def test_a_wrong_policy_is_refused_before_a_compiler_is_looked_for(monkeypatch):
     monkeypatch.setattr(sys.modules["jaxmp._preflight.preflight"], "_PYTHON", (3, 9))
     with pytest.raises(ValueError, match="mixed_bfloat16"):
-        jaxmp.preflight(jnp.dot, shape(8, 8), shape(8, 8), policies=["mixed_bflaot16"])
+        jaxmp.preflight(jnp.dot, policy=["mixed_bflaot16"])(shape(8, 8), shape(8, 8))
 
 
 # Compiling, where there are compilers.
@@ -332,8 +332,8 @@ POLICIES = ("float32", "mixed_bfloat16")
 
 @needs_gpu_compiler
 def test_gpu():
-    report = jaxmp.preflight(
-        step, *arguments(), target="gpu-h100", policies=POLICIES, donate_argnums=0
+    report = jaxmp.preflight(step, target="gpu-h100", policy=POLICIES, donate_argnums=0)(
+        *arguments()
     )
     full, mixed = report["float32"], report["mixed_bfloat16"]
     assert full.argument_bytes == mixed.argument_bytes == 4 * 4 * 512**2
@@ -349,7 +349,7 @@ def test_gpu():
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_what_a_chip_does_not_multiply_is_reported_as_emulated():
-    report = jaxmp.preflight(step, *arguments(), target="gpu-t4", policies=POLICIES)
+    report = jaxmp.preflight(step, target="gpu-t4", policy=POLICIES)(*arguments())
     assert report.emulated("mixed_bfloat16").keys() == {"bfloat16"}
     assert report["mixed_bfloat16"].program.contractions == {"float32": 5}  # widened first
     assert "mixed_bfloat16: bfloat16 is emulated" in str(report)
@@ -358,16 +358,16 @@ def test_what_a_chip_does_not_multiply_is_reported_as_emulated():
         return jnp.matmul(a, b, preferred_element_type=F32)
 
     low = shape(512, 512, dtype=jnp.float8_e4m3fn)
-    a100 = jaxmp.preflight(fp8, low, low, target="gpu-a100")
+    a100 = jaxmp.preflight(fp8, target="gpu-a100")(low, low)
     assert a100.emulated("as written").keys() == {"float8_e4m3fn"}
     assert "gpu-a100 does not multiply it, its operands are widened" in str(a100)
-    h100 = jaxmp.preflight(fp8, low, low, target="gpu-h100")
+    h100 = jaxmp.preflight(fp8, target="gpu-h100")(low, low)
     assert not h100.emulated("as written")
     assert h100["as written"].program.contractions == {"float8_e4m3fn": 1}
     assert "__cublas$lt$matmul$f8" in str(h100)
     # Native, but not in this combination.
     low = shape(512, 512, dtype=jnp.float8_e5m2)
-    h100 = jaxmp.preflight(fp8, low, low, target="gpu-h100")
+    h100 = jaxmp.preflight(fp8, target="gpu-h100")(low, low)
     assert h100.emulated("as written").keys() == {"float8_e5m2"}
     assert "float8_e5m2 is emulated: its operands are widened" in str(h100)
 
@@ -380,8 +380,8 @@ class Layers(nn.Module):
         return nn.Dense(512, use_bias=False)(jnp.tanh(nn.Dense(512, use_bias=False)(x)))
 
 
-def layers(policy, sharding=None):
-    """The gradient of a loss under a policy, and its arguments."""
+def preflighted(target, policy, sharding=None):
+    """The report on the gradient of a loss under a policy."""
     model = jaxmp.wrap(Layers(), policy)
     x = shape(1024, 512, sharding=sharding)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
@@ -390,14 +390,14 @@ def layers(policy, sharding=None):
     def loss(variables, x):
         return jnp.mean(model.apply(variables, x) ** 2)
 
-    return jax.grad(loss, argnums=(0, 1)), variables, x
+    return jaxmp.preflight(jax.grad(loss, argnums=(0, 1)), target=target)(variables, x)
 
 
 @needs_gpu_compiler
 @pytest.mark.slow
 def test_8_bits_on_chips_that_have_them_and_that_have_not():
     """A layer under a recipe: library calls in 8 bits, or 16 bits and a warning."""
-    h100 = jaxmp.preflight(*layers("mixed_float8"), target="gpu-h100")
+    h100 = preflighted("gpu-h100", "mixed_float8")
     program = h100["as written"].program
     assert program.library_calls["__cublas$lt$matmul$f8"] == 3
     assert [p.place.backward for p in program.products_in_8_bits].count(True) == 2
@@ -405,10 +405,10 @@ def test_8_bits_on_chips_that_have_them_and_that_have_not():
     line = inspect.getsourcelines(Layers)[1] + 5
     assert {p.place.source for p in program.products} == {f"test_preflight.py:{line}"}
     assert "as written, products in 8 bits" in str(h100)
-    int8 = jaxmp.preflight(*layers("mixed_bfloat16,matmul=int8"), target="gpu-h100")
+    int8 = preflighted("gpu-h100", "mixed_bfloat16,matmul=int8")
     assert {p.dtype for p in int8["as written"].program.products_in_8_bits} == {"int8"}
     with pytest.warns(UserWarning, match="float8 is emulated: gpu-a100"):
-        a100 = jaxmp.preflight(*layers("mixed_float8"), target="gpu-a100")
+        a100 = preflighted("gpu-a100", "mixed_float8")
     assert not a100["as written"].program.products_in_8_bits
     assert a100.emulated("as written").keys() == {"float8_e4m3fn"}
     assert json.loads(json.dumps(a100.to_dict()))["policies"][0]["program"]["products"]
@@ -418,7 +418,7 @@ def test_8_bits_on_chips_that_have_them_and_that_have_not():
 @pytest.mark.slow
 def test_a_recipe_that_is_emulated_is_warned_of_once():
     with pytest.warns(UserWarning, match="float8 is emulated: gpu-a100"):
-        report = jaxmp.preflight(loss, *arguments(), target="gpu-a100", policies=["mixed_float8"])
+        report = jaxmp.preflight(loss, target="gpu-a100", policy=["mixed_float8"])(*arguments())
     said = "float8 is emulated: gpu-a100 does not multiply float8_e4m3fn: it is widened to 16 bits"
     assert report["mixed_float8"].warned.startswith(said)
     assert str(report).count("is emulated") == 1
@@ -436,8 +436,8 @@ def test_auto_decides_for_the_target(target, dtypes):
     matrices = [shape(4096, 4096)] * 3
     policy = "mixed_bfloat16,matmul=auto"
     tokens = shape(16384, dtype=jnp.int32)
-    report = jaxmp.preflight(
-        fn, tokens, *matrices, target=target, policies=[policy], argnums=(1, 2, 3)
+    report = jaxmp.preflight(fn, target=target, policy=[policy], argnums=(1, 2, 3))(
+        tokens, *matrices
     )
     assert {p.dtype for p in report[policy].program.products_in_8_bits} == dtypes
 
@@ -462,7 +462,7 @@ def test_a_b200_multiplies_blocks():
         return y, vjp(g)
 
     shapes = ((1, 256, 512), (1, 512, 128), (1, 256, 128))
-    report = jaxmp.preflight(step, *(shape(*s, dtype=BF16) for s in shapes), target="gpu-b200")
+    report = jaxmp.preflight(step, target="gpu-b200")(*(shape(*s, dtype=BF16) for s in shapes))
     program = report["as written"].program
     assert program.library_calls == {"__cudnn$blockScaledDot": 3}
     assert len(program.products_in_8_bits) == 3
@@ -481,7 +481,7 @@ def test_a_gpu_convolves_in_16_bits_forward_and_backward():
 
     args = shape(3, 3, 32, 32), shape(4, 16, 16, 32)
     step = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"), (0, 1))
-    program = jaxmp.preflight(step, *args, target="gpu-h100")["as written"].program
+    program = jaxmp.preflight(step, target="gpu-h100")(*args)["as written"].program
     assert program.contractions == {"bfloat16": 3}
 
 
@@ -491,7 +491,7 @@ def test_weights_are_gathered_in_8_bits():
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, P("data"))
 
-    report = jaxmp.preflight(*layers("mixed_float8", sharding=split), target="gpu-h100:8")
+    report = preflighted("gpu-h100:8", "mixed_float8", split)
     moved = report["as written"].program.collectives
     assert moved["all-gather", "float8_e4m3fn"] == (1, 512**2)
 
@@ -502,7 +502,7 @@ def test_what_does_not_fit_says_by_how_much():
         return jnp.sin(x) @ x
 
     big = shape(50_000, 50_000)  # 9.3 GiB
-    report = jaxmp.preflight(fn, big, target="gpu-t4")
+    report = jaxmp.preflight(fn, target="gpu-t4")(big)
     assert not report.fits("as written")
     excess = report["as written"].peak_bytes - report.target.hbm_bytes
     assert f"does not fit, by {excess / 2**30:.2f} GiB" in str(report)
@@ -513,17 +513,13 @@ def test_what_does_not_fit_says_by_how_much():
 def test_the_largest_batch():
     """Memory is affine in the batch here, so the limit can be worked out by hand."""
     report = jaxmp.preflight(
-        step, *arguments(4096), target="gpu-t4", policies=POLICIES, donate_argnums=0, max_batch=True
-    )
+        step, target="gpu-t4", policy=POLICIES, donate_argnums=0, max_batch=True
+    )(*arguments(4096))
     for result in report.policies:
         found = result.batches
         at_8192 = result.peak_bytes
-        half = jaxmp.preflight(
-            step,
-            *with_batch(arguments(4096), (1,), 4096),
-            target="gpu-t4",
-            policies=[result.policy],
-            donate_argnums=0,
+        half = jaxmp.preflight(step, target="gpu-t4", policy=[result.policy], donate_argnums=0)(
+            *with_batch(arguments(4096), (1,), 4096)
         ).policies[0]
         slope = (at_8192 - half.peak_bytes) / 4096
         limit = 8192 + (report.target.hbm_bytes - at_8192) / slope
@@ -538,7 +534,7 @@ def test_a_function_of_one_batch_size_only_says_so():
         return x.reshape(512, 4, 128)
 
     with pytest.raises(TypeError) as raised:
-        jaxmp.preflight(fixed, shape(512, 512), target="gpu-t4", max_batch=True)
+        jaxmp.preflight(fixed, target="gpu-t4", max_batch=True)(shape(512, 512))
     assert "called the function with a batch of 1024" in "".join(raised.value.__notes__)
 
 
@@ -546,11 +542,8 @@ def test_a_function_of_one_batch_size_only_says_so():
 @pytest.mark.slow
 def test_collectives_of_a_sharded_step():
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    report = jaxmp.preflight(
-        step,
-        *arguments(sharding=NamedSharding(mesh, P("data"))),
-        target="gpu-h100:8",
-        policies=POLICIES,
+    report = jaxmp.preflight(step, target="gpu-h100:8", policy=POLICIES)(
+        *arguments(sharding=NamedSharding(mesh, P("data")))
     )
     gathers = {
         policy: {d: n for (kind, d), (_, n) in report[policy].program.collectives.items()}
@@ -561,8 +554,8 @@ def test_collectives_of_a_sharded_step():
     assert gathers["mixed_bfloat16"]["bfloat16"] < gathers["float32"]["float32"]
     assert {one.axes for r in report.policies for one in r.program.moved} == {"data"}
     with pytest.raises(ValueError, match="sharded over 8 devices, but gpu-h100 has 1"):
-        jaxmp.preflight(
-            step, *arguments(sharding=NamedSharding(mesh, P("data"))), target="gpu-h100"
+        jaxmp.preflight(step, target="gpu-h100")(
+            *arguments(sharding=NamedSharding(mesh, P("data")))
         )
 
 
@@ -570,7 +563,7 @@ def test_collectives_of_a_sharded_step():
 @pytest.mark.slow
 def test_what_it_does_is_said_on_request(capfd):
     said = []
-    jaxmp.preflight(step, *arguments(64), policies=POLICIES, progress=said.append)
+    jaxmp.preflight(step, policy=POLICIES, progress=said.append)(*arguments(64))
     assert said == [
         f"{doing} for tpu-v5e: {policy} …"
         for doing in ("tracing", "compiling")
@@ -578,7 +571,7 @@ def test_what_it_does_is_said_on_request(capfd):
     ]
     assert not any(capfd.readouterr())
     said.clear()
-    jaxmp.preflight(step, *arguments(8192), max_batch=True, progress=said.append)
+    jaxmp.preflight(step, max_batch=True, progress=said.append)(*arguments(8192))
     assert said[:2] == ["tracing for tpu-v5e: as written …", "compiling for tpu-v5e: as written …"]
     assert said[2].startswith("tracing for tpu-v5e: as written, batch ")
 
@@ -606,7 +599,7 @@ def test_a_worker_that_dies_is_told_with_what_it_said(tmp_path, monkeypatch):
 @needs_tpu_compiler
 @pytest.mark.slow
 def test_tpu():
-    report = jaxmp.preflight(step, *arguments(), policies=POLICIES, donate_argnums=0)
+    report = jaxmp.preflight(step, policy=POLICIES, donate_argnums=0)(*arguments())
     for policy in POLICIES:
         assert report[policy].bytes_accessed > 0
         assert report[policy].program.cycles > 0
@@ -632,7 +625,7 @@ def test_a_language_models_step_costs_what_was_measured_before(dtype, gigabytes,
         return optax.apply_updates(params, updates), opt_state, loss
 
     arguments = params, jax.eval_shape(optimizer.init, params), *rest
-    [result] = jaxmp.preflight(train_step, *arguments, donate_argnums=(0, 1)).policies
+    [result] = jaxmp.preflight(train_step, donate_argnums=(0, 1))(*arguments).policies
     assert result.bytes_accessed / 1e9 == pytest.approx(gigabytes, rel=0.02)
     held = result.temporary_bytes + result.code_bytes
     assert held / 2**20 == pytest.approx(temporaries, rel=0.02)
@@ -644,7 +637,7 @@ def test_a_billion_parameters_over_256_chips():
     train_step, arguments = fsdp.mixed()
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(arguments[0]))
     assert count > 1e9
-    report = jaxmp.preflight(train_step, *arguments, target="tpu-v5e:16x16", donate_argnums=(0, 1))
+    report = jaxmp.preflight(train_step, target="tpu-v5e:16x16", donate_argnums=(0, 1))(*arguments)
     [result] = report.policies
     # Three float32 numbers a parameter, split evenly but for vectors that 256 does not divide.
     assert result.argument_bytes == pytest.approx(3 * 4 * count / 256, rel=0.05)
@@ -662,7 +655,7 @@ def test_a_billion_parameters_over_256_chips():
 @needs_tpu_compiler
 @pytest.mark.slow
 def test_what_a_tpu_cannot_hold_says_by_how_much():
-    report = jaxmp.preflight(lambda x: jnp.sin(x) @ x, shape(50_000, 50_000))
+    report = jaxmp.preflight(lambda x: jnp.sin(x) @ x)(shape(50_000, 50_000))
     assert not report.fits("as written")
     [result] = report.policies
     assert result.peak_bytes == pytest.approx(2 * 4 * 50_000**2, rel=1e-2)
@@ -697,8 +690,8 @@ def test_what_a_step_changes_in_nnx_modules_is_compiled():
         modules = nnx.merge(graph, state)
         return of_modules(*modules, x), nnx.state(modules)
 
-    split = jaxmp.preflight(
-        returned, state, x, target="gpu-h100", policies=POLICIES, donate_argnums=0
+    split = jaxmp.preflight(returned, target="gpu-h100", policy=POLICIES, donate_argnums=0)(
+        state, x
     )
     both = *modules, x
     for fn, args, donated in [
@@ -706,8 +699,8 @@ def test_what_a_step_changes_in_nnx_modules_is_compiled():
         (nnx.jit(lambda net, *rest: (of_modules(net, *rest), net)), both, (0, 1)),
         (trainer.step, (x,), ()),
     ]:
-        report = jaxmp.preflight(
-            fn, *args, target="gpu-h100", policies=POLICIES, donate_argnums=donated
+        report = jaxmp.preflight(fn, target="gpu-h100", policy=POLICIES, donate_argnums=donated)(
+            *args
         )
         for result, same in zip(report.policies, split.policies, strict=True):
             explained = jaxmp.explain(fn, result.policy)(*args).contractions()
@@ -723,7 +716,7 @@ def test_what_a_step_changes_in_nnx_modules_is_compiled():
 def test_modules_that_stay_as_they_are_are_no_results():
     net, x = Trainer(256).net, shape(1024, 256)
     for fn, args in [(net, (x,)), (nnx.jit(lambda net, x: net(x)), (net, x))]:
-        [result] = jaxmp.preflight(fn, *args, target="gpu-h100").policies
+        [result] = jaxmp.preflight(fn, target="gpu-h100")(*args).policies
         assert result.argument_bytes == pytest.approx(4 * (1024 + 2 * 257) * 256, rel=1e-2)
         assert result.output_bytes == 4 * 1024 * 256
 
@@ -733,24 +726,21 @@ def test_modules_that_stay_as_they_are_are_no_results():
 def test_steps_of_nnx_modules_sharded_and_in_the_largest_batch():
     trainer = Trainer(256)
     modules = trainer.net, trainer.optimizer
-    [result] = jaxmp.preflight(
-        trainer.step, shape(4096, 256), target="gpu-t4", max_batch=True, batch_argnums=0
+    [result] = jaxmp.preflight(trainer.step, target="gpu-t4", max_batch=True, batch_argnums=0)(
+        shape(4096, 256)
     ).policies
-    [same] = jaxmp.preflight(
-        nnx.jit(of_modules), *modules, shape(4096, 256), target="gpu-t4", max_batch=True
+    [same] = jaxmp.preflight(nnx.jit(of_modules), target="gpu-t4", max_batch=True)(
+        *modules, shape(4096, 256)
     ).policies
     assert result.batches == same.batches
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    report = jaxmp.preflight(
-        nnx.jit(of_modules),
+    report = jaxmp.preflight(nnx.jit(of_modules), target="gpu-h100:8", policy=POLICIES)(
         *jax.tree.map(
             lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=split if v.ndim else whole),
             modules,
         ),
         shape(1024, 256, sharding=split),
-        target="gpu-h100:8",
-        policies=POLICIES,
     )
     for result in report.policies:
         assert sum(result.program.contractions.values()) == 5
@@ -764,7 +754,7 @@ def test_random_keys_integers_and_wrapped_modules_are_compiled_too():
         return x * jax.random.bernoulli(key, 0.5, x.shape) + n
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    report = jaxmp.preflight(fn, key, shape(dtype=jnp.int32), shape(8, 8), target="gpu-h100")
+    report = jaxmp.preflight(fn, target="gpu-h100")(key, shape(dtype=jnp.int32), shape(8, 8))
     assert not report["as written"].error
     assert json.loads(json.dumps(report.to_dict()))["policies"][0]["fits"]
 

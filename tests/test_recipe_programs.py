@@ -66,7 +66,7 @@ def test_layers_multiply_in_8_bits_forward_and_backward() -> None:
     found = jaxmp.explain(loss, POLICY)(weights(), TOKENS)
     assert found.contractions() == {"float8_e4m3fn": 3, "bfloat16": 1}
     assert found.quantized().reasons() == {"no contraction reads what comes of it": 1}
-    report = jaxmp.audit(jax.grad(jaxmp.autocast(loss, POLICY)), weights(), TOKENS)
+    report = jaxmp.audit(jax.grad(jaxmp.autocast(loss, POLICY)))(weights(), TOKENS)
     assert report.quantized().counts() == {"forward": (3, 4), "backward": (6, 8)}
     assert not report.findings
     assert "products in 8 bits  3 of 4 forward, 6 of 8 backward" in str(report)
@@ -120,7 +120,7 @@ def test_sizes_that_matrix_units_do_not_take_are_told() -> None:
     assert found.products[0].why_not == "a size is 20, no multiple of 16"
     assert not found.products[0].intended
     with pytest.warns(UserWarning, match="float8 products: 100% of what layers multiply stays in"):
-        report = jaxmp.audit(jaxmp.autocast(odd, POLICY), weights(), TOKENS)
+        report = jaxmp.audit(jaxmp.autocast(odd, POLICY))(weights(), TOKENS)
     assert [(f.kind, f.fix[:6]) for f in report.findings] == [("not-quantized", "pad it")]
     with pytest.raises(PrecisionError, match="not in 8 bits: a size is 20"):
         report.assert_no("not-quantized")
@@ -140,23 +140,23 @@ def test_convolutions_stay_in_16_bits_and_say_so() -> None:
 
 def test_assertions_about_8_bits() -> None:
     step = jax.grad(jaxmp.autocast(loss, POLICY))
-    assert_contractions_in(step, weights(), TOKENS, dtype="float8_e4m3fn")
+    assert_contractions_in(step, dtype="float8_e4m3fn")(weights(), TOKENS)
     with pytest.raises(PrecisionError, match="multiplies float8_e4m3fn"):
-        assert_contractions_in(step, weights(), TOKENS, dtype="int8")
+        assert_contractions_in(step, dtype="int8")(weights(), TOKENS)
     wide = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16,matmul=e4m3:e5m2:e5m2"))
     with pytest.raises(PrecisionError, match=r"multiplies float8_e4m3fn\*float8_e5m2"):
-        assert_contractions_in(wide, weights(), TOKENS, dtype="e4m3")
+        assert_contractions_in(wide, dtype="e4m3")(weights(), TOKENS)
     plain = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))
     with pytest.raises(PrecisionError, match="multiplies bfloat16"):
-        assert_contractions_in(plain, weights(), TOKENS, dtype="float8_e4m3fn")
+        assert_contractions_in(plain, dtype="float8_e4m3fn")(weights(), TOKENS)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("deepseek", marks=pytest.mark.slow)])
 def test_blocks_that_are_emulated_count_as_what_they_are(recipe: str) -> None:
     step = jax.grad(jaxmp.autocast(loss, f"mixed_bfloat16,matmul={recipe}"))
-    found = jaxmp.audit(step, weights(), TOKENS).quantized()
+    found = jaxmp.audit(step)(weights(), TOKENS).quantized()
     assert found.counts() == {"forward": (3, 4), "backward": (6, 8)}
-    assert_contractions_in(step, weights(), TOKENS, dtype="float8_e4m3fn")
+    assert_contractions_in(step, dtype="float8_e4m3fn")(weights(), TOKENS)
 
 
 def test_modules_may_have_another_policy() -> None:
@@ -444,7 +444,7 @@ def test_a_backward_pass_in_the_program_is_in_16_bits_and_says_so() -> None:
     """`autocast(grad(f))`: differentiate what autocast returns."""
     step = jax.grad(loss)
     with pytest.warns(UserWarning, match="8 because a backward pass in the program"):
-        report = jaxmp.audit(step, weights(), TOKENS, policy=POLICY)
+        report = jaxmp.audit(step, policy=POLICY)(weights(), TOKENS)
     assert report.quantized().counts() == {"forward": (3, 4), "backward": (0, 8)}
     assert {f.kind for f in report.findings} == {"not-quantized"}
 
@@ -467,14 +467,14 @@ def test_triple_precision_keeps_16_bits_for_the_backward_pass() -> None:
     fast = jaxmp.autocast(loss, "float32,matmul=f32:bf16:bf16")
     kept = [x for x in jax.tree.leaves(jax.vjp(fast, weights(), TOKENS)[1]) if x.ndim == 2]
     assert sum(x.dtype == jnp.bfloat16 for x in kept) == 8
-    share = jaxmp.audit(jax.grad(fast), weights(), TOKENS).contraction_flops
+    share = jaxmp.audit(jax.grad(fast))(weights(), TOKENS).contraction_flops
     assert share(backward=False).keys() == {"float32"}
     assert share(backward=True).keys() == {"bfloat16"}
 
 
 def test_the_reverse_of_it() -> None:
     fast = jaxmp.autocast(loss, "mixed_bfloat16,matmul=bf16:f32:f32")
-    flops = jaxmp.audit(jax.grad(fast), weights(), TOKENS).contraction_flops
+    flops = jaxmp.audit(jax.grad(fast))(weights(), TOKENS).contraction_flops
     assert flops(backward=False).keys() == {"bfloat16"}
     assert flops(backward=True).keys() == {"float32"}
 

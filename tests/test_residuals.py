@@ -395,7 +395,7 @@ def test_explain_says_that_a_program_is_differentiated_within():
 
 def test_audit_counts_what_is_computed_again():
     grads = [jax.grad(autocast(attention, p)) for p in (SAVE, AGAIN_POLICY)]
-    save, again = (jaxmp.audit(fn, W, X) for fn in grads)
+    save, again = (jaxmp.audit(fn)(W, X) for fn in grads)
     assert not [op for op in save.operations if op.again and op.flops]
     assert "computed again" not in save.summary()
     assert [op.op for op in again.operations if op.again and op.flops] == ["dot_general"]
@@ -405,7 +405,7 @@ def test_audit_counts_what_is_computed_again():
 
 @pytest.mark.slow
 def test_what_is_computed_again_is_measured_as_no_gradient():
-    found = jaxmp.numerics.capture(layers, AGAIN_POLICY, W, X, grad=True)
+    found = jaxmp.numerics.capture(layers, AGAIN_POLICY, grad=True)(W, X)
     roots = [m.site for m in found.sites.values() if m.site.op == "rsqrt"]
     assert {site.backward for site in roots} == {False, True}
     assert {site.kind for site in roots} == {"activation"}

@@ -179,7 +179,7 @@ SCOPED_PARAMS["a"] = SCOPED_PARAMS["a"][::-1]
 
 @pytest.fixture(scope="module")
 def small() -> Tuned:
-    return jaxmp.tune(scoped_loss, SCOPED_PARAMS, [SCOPED_X], probes=2)
+    return jaxmp.tune(scoped_loss, probes=2)(SCOPED_PARAMS, [SCOPED_X])
 
 
 def test_a_planted_layer_is_found(small):
@@ -229,19 +229,19 @@ def test_the_table_names_modules_shares_and_what_was_measured(small):
         ({"candidates": ["bfloat17"]}, "bfloat17"),
         ({"target": "tpu-v99"}, "tpu-v99"),
         ({"candidates": ["float32"]}, "nothing beside float32"),
-        ({"candidates": "mixed_bfloat16"}, r"as in candidates=\['mixed_bfloat16'\]"),
         ({"batches": 3}, "batches must be several"),
         ({"batches": SCOPED_X}, r"as in \[batch\]; got an array"),
         ({"batches": {"x": SCOPED_X}}, r"as in \[batch\]; got 'dict'"),
-        ({"announce": True}, "announce is called with a line of text: give print"),
+        ({"progress": True}, "progress is called with a line of text: give print"),
         ({"loss_fn": lambda p, x, y: p["a"]}, r"a batch is one argument.*\(p, x, y\): missing"),
         ({"params": {"a": jnp.arange(3)}}, r"params\['a'\] has int32"),
     ],
 )
 def test_wrong_arguments_are_refused(changed, message):
     given = {"loss_fn": scoped_loss, "params": SCOPED_PARAMS, "batches": [SCOPED_X], **changed}
+    call = given.pop("params"), given.pop("batches")
     with pytest.raises((TypeError, ValueError), match=f"{message}"):
-        jaxmp.tune(given.pop("loss_fn"), given.pop("params"), given.pop("batches"), **given)
+        jaxmp.tune(given.pop("loss_fn"), **given)(*call)
 
 
 @pytest.mark.parametrize(("factor", "what"), [(jnp.nan, "not finite"), (0.0, "all 0")])
@@ -252,7 +252,7 @@ def test_float32_has_to_have_gradients(factor, what):
 
 def test_a_batch_that_is_not_finite_is_named():
     with pytest.raises(ValueError, match="the loss of batch 0, or its gradients, are not finite"):
-        jaxmp.tune(scoped_loss, SCOPED_PARAMS, [SCOPED_X * jnp.nan], probes=1)
+        jaxmp.tune(scoped_loss, probes=1)(SCOPED_PARAMS, [SCOPED_X * jnp.nan])
 
 
 def test_a_tie_has_to_have_a_hash():
@@ -272,18 +272,18 @@ def test_across_devices_it_is_what_it_is_on_one(small):
         specs = {"mesh": mesh, "in_specs": (spec(), spec("data")), "out_specs": spec()}
         return jax.shard_map(local, **specs)(params, x)
 
-    found = jaxmp.tune(loss, SCOPED_PARAMS, [SCOPED_X])
+    found = jaxmp.tune(loss)(SCOPED_PARAMS, [SCOPED_X])
     assert found.policy == small.policy
     np.testing.assert_allclose(found.predicted, small.predicted, rtol=0.5)
 
 
 def test_a_damaged_file_of_scores_is_named_and_made_again(tmp_path, small):
-    whole = jaxmp.tune(scoped_loss, SCOPED_PARAMS, [SCOPED_X], probes=2, out=tmp_path)
+    whole = jaxmp.tune(scoped_loss, probes=2, out=tmp_path)(SCOPED_PARAMS, [SCOPED_X])
     [path] = tmp_path.iterdir()
     text = path.read_text()
     path.write_text("{")
     with pytest.warns(UserWarning, match=rf"tune: .*{path.name} is damaged .*batch 0 is made"):
-        again = jaxmp.tune(scoped_loss, SCOPED_PARAMS, [SCOPED_X], probes=2, out=tmp_path)
+        again = jaxmp.tune(scoped_loss, probes=2, out=tmp_path)(SCOPED_PARAMS, [SCOPED_X])
     assert path.read_text() == text
     assert again.pareto == whole.pareto == small.pareto
 
@@ -313,19 +313,19 @@ def test_scores_of_another_loss_are_not_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(tune_scores.Scorer, "__call__", counted)
     for inner in (False, True):
         out = tmp_path / str(inner)
-        kept = jaxmp.tune(make(1.0, inner=inner), w, [x], out=out)
-        assert jaxmp.tune(make(1.0, inner=inner), w, [x], out=out).pareto == kept.pareto
+        kept = jaxmp.tune(make(1.0, inner=inner), out=out)(w, [x])
+        assert jaxmp.tune(make(1.0, inner=inner), out=out)(w, [x]).pareto == kept.pareto
         assert len(scored) == 1
         for count, other in enumerate((make(2.0, inner=inner), make(1.0, "b", inner=inner)), 2):
-            jaxmp.tune(other, w, [x], out=out)
+            jaxmp.tune(other, out=out)(w, [x])
             assert len(scored) == count
         scored.clear()
     with jax.default_prng_impl("rbg"):  # of the probes
-        jaxmp.tune(make(1.0, inner=True), w, [x], out=out)
+        jaxmp.tune(make(1.0, inner=True), out=out)(w, [x])
         assert len(scored) == 1
     scored.clear()
     monkeypatch.setattr(jaxmp._numerics.tune, "fingerprint", lambda _: "another version")
-    jaxmp.tune(make(1.0, inner=True), w, [x], out=out)
+    jaxmp.tune(make(1.0, inner=True), out=out)(w, [x])
     assert len(scored) == 1
 
 
@@ -339,18 +339,18 @@ def test_a_loss_that_is_not_twice_differentiable_says_so():
         lambda x, g: (jax.lax.while_loop(lambda y: y[0, 0] < 0, lambda y: y + 1, 2 * x * g),),
     )
     with pytest.raises(ValueError, match="while_loop") as raised:
-        jaxmp.tune(
-            lambda p, x: jnp.sum(kernel(x @ p["w"])), {"w": jnp.ones((8, 8))}, [jnp.ones((4, 8))]
+        jaxmp.tune(lambda p, x: jnp.sum(kernel(x @ p["w"])))(
+            {"w": jnp.ones((8, 8))}, [jnp.ones((4, 8))]
         )
     assert "twice differentiable" in raised.value.__notes__[-1]
 
 
 def test_what_gives_no_loss_is_refused():
     with pytest.raises(TypeError, match=r"one number.*float32\[16\]"):
-        jaxmp.tune(lambda p, x: x[0] @ p["a"], SCOPED_PARAMS, [SCOPED_X])
+        jaxmp.tune(lambda p, x: x[0] @ p["a"])(SCOPED_PARAMS, [SCOPED_X])
     one_map = jaxmp.PolicyMap({}, default="float32")
     with pytest.raises(TypeError, match="PolicyMap"):
-        jaxmp.tune(scoped_loss, SCOPED_PARAMS, [SCOPED_X], candidates=[one_map])
+        jaxmp.tune(scoped_loss, candidates=[one_map])(SCOPED_PARAMS, [SCOPED_X])
 
 
 # As the issue has it.
@@ -361,7 +361,7 @@ def test_a_planted_layer_is_found_in_two_minutes_and_nine_tenths_stay_low():
     model = Planted()
     loss, params, batches = problem(model, 64)
     start = time.process_time()
-    found = jaxmp.tune(loss, params, batches)
+    found = jaxmp.tune(loss)(params, batches)
     assert time.process_time() - start < 120
     assert found.assignment["block_5"] == jaxmp.get_policy("float32")
     assert found.verified.cosine >= 0.999
@@ -374,7 +374,7 @@ def test_a_planted_layer_is_found_in_two_minutes_and_nine_tenths_stay_low():
 @pytest.mark.slow
 def test_a_small_planted_layer_is_found_and_wrap_takes_the_map():
     loss, params, batches = problem(Planted(3, 1), 16)
-    found = jaxmp.tune(loss, params, batches, probes=2)
+    found = jaxmp.tune(loss, probes=2)(params, batches)
     assert found.policy == jaxmp.PolicyMap({"block_1": "float32"}, default=BF16)
     off = 1 - found.verified.cosine
     assert wrapped_cosine(Planted(3, 1), found, 16) == pytest.approx(1 - off, abs=off)
@@ -383,7 +383,7 @@ def test_a_small_planted_layer_is_found_and_wrap_takes_the_map():
 @pytest.mark.slow
 def test_a_benign_model_costs_no_more_than_all_low():
     loss, params, batches = problem(Planted(6, None), 32)
-    found = jaxmp.tune(loss, params, batches)
+    found = jaxmp.tune(loss)(params, batches)
     assert found.policy == jaxmp.PolicyMap({}, default="mixed_bfloat16")
     assert found.low_share == 1
     assert found.cost == min(p.cost for p in found.pareto) == pytest.approx(0.5)
@@ -394,7 +394,7 @@ def test_scores_are_what_rounding_does_to_the_gradients():
     """Of single modules and together, within a factor of 2.5 of what is measured."""
     model = Planted(3, 1)
     loss, params, batches = problem(model, 32)
-    found = jaxmp.tune(loss, params, batches, probes=16)
+    found = jaxmp.tune(loss, probes=16)(params, batches)
     scored = found._scored
     for group in scored.groups:
         name = "/".join(group.paths[0])
@@ -429,7 +429,7 @@ def test_scanned_layers_are_one_decision_and_q_k_v_another():
     def loss(params: Any, x: jax.Array) -> Any:
         return jnp.mean(model.apply(params, x) ** 2), "aux"
 
-    found = jaxmp.tune(loss, params, [x], candidates=["mixed_bfloat16", "mixed_float8"])
+    found = jaxmp.tune(loss, candidates=["mixed_bfloat16", "mixed_float8"])(params, [x])
     names = found.assignment.keys()
     attention = {f"attention/{n}" for n in ("query", "key", "value", "out")} | {"attention"}
     assert names == {"head"} | {f"layers/{n}" for n in attention | {"up", "out"}}
@@ -466,7 +466,7 @@ def test_nnx():
     def loss(model: Net, x: jax.Array) -> jax.Array:
         return jnp.mean(model(x) ** 2)
 
-    found = jaxmp.tune(loss, model, [x])
+    found = jaxmp.tune(loss)(model, [x])
     assert found.policy == jaxmp.PolicyMap({"layers/0": "float32"}, default=BF16)
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model, nnx.Param))
     assert int(model.dropout.rngs.count[...]) == drawn
@@ -487,7 +487,7 @@ def test_float16_is_not_given_to_what_overflows():
             return nn.Dense(4, name="head")(jnp.tanh(h * 5e-6))
 
     loss, params, batches = problem(Wide(), 32)
-    found = jaxmp.tune(loss, params, batches, candidates=["mixed_float16"])
+    found = jaxmp.tune(loss, candidates=["mixed_float16"])(params, batches)
     assert found.assignment["loud"] == jaxmp.get_policy("float32")
     assert found.assignment["calm"] == jaxmp.get_policy("mixed_float16")
     assert found.verified.error <= 1e-3
@@ -498,7 +498,7 @@ def test_float16_is_not_given_to_what_overflows():
 @pytest.mark.slow
 def test_scoring_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
     loss, params, batches = problem(Planted(1, 0), 16, count=3)
-    whole = jaxmp.tune(loss, params, batches)
+    whole = jaxmp.tune(loss)(params, batches)
     score, scored = tune_scores.Scorer.__call__, []
 
     def until_the_second(self: Any, batch: Any, number: int) -> Any:
@@ -509,13 +509,13 @@ def test_scoring_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tune_scores.Scorer, "__call__", until_the_second)
     with pytest.raises(KeyboardInterrupt):
-        jaxmp.tune(loss, params, batches, out=tmp_path)
+        jaxmp.tune(loss, out=tmp_path)(params, batches)
     [first] = tmp_path.iterdir()
-    resumed = jaxmp.tune(loss, params, batches, out=tmp_path)
+    resumed = jaxmp.tune(loss, out=tmp_path)(params, batches)
     assert scored == [0, 1, 1, 2]
     assert resumed.pareto == whole.pareto
     assert json.loads(first.read_text())["result"]
-    jaxmp.tune(loss, params, batches[1:], out=tmp_path)
+    jaxmp.tune(loss, out=tmp_path)(params, batches[1:])
     assert scored == [0, 1, 1, 2, 0, 1]
 
 
@@ -525,8 +525,8 @@ def test_costs_of_a_chip_and_the_picture(tmp_path: Path):
     loss, params, batches = problem(Planted(4, 1), 64, count=1)
     said: list[str] = []
     candidates = ["mixed_bfloat16", "mixed_float8"]
-    found = jaxmp.tune(
-        loss, params, batches, candidates=candidates, target="gpu-h100", announce=said.append
+    found = jaxmp.tune(loss, candidates=candidates, target="gpu-h100", progress=said.append)(
+        params, batches
     )
     assert "time on gpu-h100" in str(found)
     assert said[0] == "tune: 5 modules, 2 candidates, 1 batches"
@@ -539,7 +539,7 @@ def test_costs_of_a_chip_and_the_picture(tmp_path: Path):
 @pytest.mark.slow
 def test_no_error_is_float32():
     loss, params, batches = problem(Planted(1, None), 8, batch=4, count=1)
-    found = jaxmp.tune(loss, params, batches, budget=0.0)
+    found = jaxmp.tune(loss, budget=0.0)(params, batches)
     assert found.policy == jaxmp.PolicyMap({}, default="float32")
     assert found.cost == pytest.approx(1)
     assert found.low_share == 0
@@ -551,4 +551,4 @@ def test_a_wrapped_model_is_refused():
     x, params = jnp.ones((16, 16)), {"w": jnp.ones((16, 16))}
     loss = jaxmp.wrap(lambda params, x: jnp.sum(jnp.tanh(x @ params["w"])), "float32")
     with pytest.raises(ValueError, match=r"tune: .* decides no product here"):
-        jaxmp.tune(loss, params, [x], candidates=["mixed_bfloat16"])
+        jaxmp.tune(loss, candidates=["mixed_bfloat16"])(params, [x])

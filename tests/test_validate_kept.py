@@ -199,7 +199,8 @@ def test_kill_9(tmp_path):
         "        return state * np.float32(.9), {'loss': 1 + float(abs(state).sum())}\n"
         "    return x, step\n"
         "policies = {'it': 1, 'other': 2}\n"
-        "print(jaxmp.validate(make_step, policies, 20, 3, out='runs').reference_runs[2].final)\n"
+        "report = jaxmp.validate(make_step, policies, seeds=3, out='runs')(20)\n"
+        "print(report.reference_runs[2].final)\n"
     )
     env = cpu_environment()
     env["XLA_FLAGS"] = validate_numerics.with_cpu_sums("")

@@ -163,7 +163,7 @@ def command(tmp_path, monkeypatch, capsys):
 
 def test_the_command_line(command, tmp_path, monkeypatch):
     monkeypatch.setattr(ValidationReport, "plot", lambda self, path: path.touch())
-    code, printed = command("by_name", "--policies", "mixed_float16")
+    code, printed = command("by_name", "--policy", "mixed_float16")
     assert code == 0
     assert "mixed_float16  " in printed.out
     assert {path.name for path in (tmp_path / "runs").glob("report.*")} == {
@@ -172,7 +172,7 @@ def test_the_command_line(command, tmp_path, monkeypatch):
         "report.png",
     }
     assert (tmp_path / "runs" / "report.md").read_text().startswith("Against float32: 20 steps")
-    code, printed = command("by_name", "--policies", "mixed_float16", "float16", "--json")
+    code, printed = command("by_name", "--policy", "mixed_float16", "float16", "--json")
     assert code == 1
     assert json.loads(printed.out)["failed"] is True
     if flag := validate_numerics.with_cpu_sums(""):
@@ -186,7 +186,7 @@ def test_the_command_line_is_strict_if_asked(command, monkeypatch):
     module.batches = lambda seed: seeds.append(seed) or range(20)
     monkeypatch.setitem(sys.modules, "program_to_validate", module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    options = ("--policies", "float16", "--batches", "program_to_validate:batches")
+    options = ("--policy", "float16", "--batches", "program_to_validate:batches")
     assert command("ignoring", *options)[0] == 0
     assert seeds == [0, 1, 0, 1, 0, 1], "float32, nudged, float16"
     assert not Path("runs/report.png").exists()
@@ -198,14 +198,14 @@ def test_the_command_line_is_strict_if_asked(command, monkeypatch):
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        ("nothing", ("--policies", "float16"), "has no 'nothing'"),
+        ("nothing", ("--policy", "float16"), "has no 'nothing'"),
         (
             "PROGRAM.x",
-            ("--policies", "float16"),
+            ("--policy", "float16"),
             r"write module:function, make_step\(policy, seed\)",
         ),
-        ("by_name", ("--policies", "flaot16"), "float16"),
-        ("by_name", ("--policies", "float32"), "is what the others are compared with"),
+        ("by_name", ("--policy", "flaot16"), "float16"),
+        ("by_name", ("--policy", "float32"), "is what the others are compared with"),
     ],
 )
 def test_mistakes_on_the_command_line_are_told_in_one_line(command, function, options, message):
@@ -276,7 +276,7 @@ def test_validate_lm(tmp_path):
     env = cpu_environment()
     command = [
         *(sys.executable, "-m", "jaxmp", "validate", "validate_lm:make_step"),
-        *("--batches", "validate_lm:batches", "--policies", "mixed_bfloat16", "mixed_float16"),
+        *("--batches", "validate_lm:batches", "--policy", "mixed_bfloat16", "mixed_float16"),
         *("--steps", "20", "--seeds", "1", "--out", str(tmp_path)),
     ]
     done = subprocess.run(

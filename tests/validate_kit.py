@@ -33,13 +33,20 @@ def simulated(policy, seed, *, chaos=0.0, metrics=None):
 
 
 def validate(
-    make_step=simulated, policies=None, steps=40, seeds=3, *, sums_in_bfloat16=False, **options
+    make_step=simulated,
+    policies=None,
+    steps=40,
+    seeds=3,
+    *,
+    batches=None,
+    sums_in_bfloat16=False,
+    **options,
 ):
     """`jaxmp.validate`, which takes it that this process has the flag that a CPU needs, or not."""
     policies = {"it": 0.001} if policies is None else policies
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validate_numerics, "_sums_in_bfloat16", lambda: sums_in_bfloat16)
-        return jaxmp.validate(make_step, policies, steps, seeds, **options)
+        return jaxmp.validate(make_step, policies, seeds=seeds, **options)(steps, batches)
 
 
 def faulty(policy, seed, *, fault):

@@ -8,9 +8,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-import jmp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxmp._audit.attribution import Judge
 from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
@@ -23,6 +21,7 @@ from jaxmp._audit.scaling import FIXES, NO_SCALE, Scaling, has_optimizer, is_sca
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.nnx_calls import on_a_clone
+from jaxmp._autocast.parameters import read_argnums
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
 from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.regions import check_callable
@@ -32,7 +31,7 @@ from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
-from jaxmp.policy import Policy, single_policy
+from jaxmp.policy import PolicyLike, single_policy
 
 _DOUBLE = "give float32, or turn jax_enable_x64 off; or a policy about float64, 'p=f64,c=f32,o=f64'"
 _NOT_FUSED = "write it as a kernel takes it, or leave `attention` out of the module's policy"
@@ -44,12 +43,11 @@ _FEW_TERMS = frozenset({"select_and_scatter_add"})
 
 def audit(
     fn: Callable[..., Any],
-    *args: Any,
-    policy: str | Policy | jmp.Policy | DTypeLike | None = None,
+    policy: PolicyLike | None = None,
     argnums: int | Sequence[int] = 0,
+    *,
     target: str | None = None,
-    **kwargs: Any,
-) -> PrecisionReport:
+) -> Callable[..., PrecisionReport]:
     """Reports what a function computes in which dtype, what it costs, and why. Nothing runs.
 
     The function is traced: a forward pass, a loss, or a whole training step; jitted or not; with
@@ -58,32 +56,31 @@ def audit(
 
     Args:
       fn: a function of any pytrees.
-      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s.
       policy: if given, what `jaxmp.autocast(fn, policy, argnums)` does is reported.
       argnums: which arguments hold the parameters, as for `autocast`.
       target: the chip to judge dtypes and sizes for, as in `jaxmp.preflight`; by default the device
         that JAX runs on here.
-      **kwargs: keyword arguments of `fn`.
 
     Returns:
-      The report: `print` it, or read its `findings`. The kinds of faults are "overruled" (a policy
-      that decides nothing, for what is wrapped stays under its own), "inconsistent-recompute" (a
-      product whose result the forward pass has in another dtype), "float32-contraction",
-      "float64-contraction", "emulated" (by the chip), "promotion" (of 16-bit values),
-      "rounded-result" (of a product, and widened for a cross-entropy: 16-bit results that anything
-      else reads are usual, and what autocast rounds is not judged), "sensitive-low" (operations),
-      "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
-      "not-quantized" (a layer that the policy's recipe cannot multiply),
-      "not-fused" (attention that no kernel computes, though the policy asks for it), "not-scaled"
-      (the optimizer has a loss scale that the loss is not multiplied by), "not-unscaled" (its
-      gradients are not divided by it), "scaled-twice" (one of the two is done once too often) and
-      "no-scale" (a training step, told by the state of an optax transformation, with a backward
-      pass in float16 and no scaler).
+      A function with the arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) that returns a
+      `PrecisionReport`: `print` it, or read its `findings`. The kinds of faults are "overruled" (a
+      policy that decides nothing, for what is wrapped stays under its own),
+      "inconsistent-recompute" (a product whose result the forward pass has in another dtype),
+      "float32-contraction", "float64-contraction", "emulated" (by the chip), "promotion" (of 16-bit
+      values), "rounded-result" (of a product, and widened for a cross-entropy: 16-bit results that
+      anything else reads are usual, and what autocast rounds is not judged), "sensitive-low"
+      (operations), "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
+      "not-quantized" (a layer that the policy's recipe cannot multiply), "not-fused" (attention
+      that no kernel computes, though the policy asks for it), "not-scaled" (the optimizer has a
+      loss scale that the loss is not multiplied by), "not-unscaled" (its gradients are not divided
+      by it), "scaled-twice" (one of the two is done once too often) and "no-scale" (a training
+      step, told by the state of an optax transformation, with a backward pass in float16 and no
+      scaler).
       "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
       float32, for the reason given. Very small products are geometry, and no fault either.
 
     Raises:
-      ValueError: if the policy or the target is unknown, or an argument has a size that
+      ValueError: if the policy or the target is unknown; at a call, if an argument has a size that
         `jax.export` left open.
       TypeError: if `fn` is not callable, or is a Flax Linen module.
 
@@ -92,28 +89,39 @@ def audit(
       >>> def loss(w, x):
       ...     return jnp.mean((x @ w) ** 2)
       >>> w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-      >>> report = jaxmp.audit(jax.grad(loss), w, w)
+      >>> report = jaxmp.audit(jax.grad(loss))(w, w)
       >>> report.contraction_share()
       {'float32': 1.0}
-      >>> jaxmp.audit(jax.grad(loss), w, w, policy="mixed_bfloat16").contraction_share()
+      >>> jaxmp.audit(jax.grad(loss), "mixed_bfloat16")(w, w).contraction_share()
       {'bfloat16': 1.0}
     """
+    asked = None if policy is None else single_policy("audit", policy)
     check_callable("audit", fn)
-    check_sizes("audit", args, kwargs)
-    fn = on_a_clone(fn)
-    overruled = ""
-    if policy is not None:
-        asked = single_policy("audit", policy)
-        overruled = warn_overruled("audit", fn, asked, args, kwargs)
-        fn = autocast(fn, asked, argnums)
-    jaxpr = trace(fn, args, kwargs).jaxpr
-    if target is None:
+    read_argnums("audit", argnums)
+    chip = None if target is None else parse_target(target, "audit")
+
+    def audited(*args: Any, **kwargs: Any) -> PrecisionReport:
+        check_sizes("audit", args, kwargs)
+        program, overruled = on_a_clone(fn), ""
+        if asked is not None:
+            overruled = warn_overruled("audit", program, asked, args, kwargs)
+            program = autocast(program, asked, argnums)
+        return _report(trace(program, args, kwargs).jaxpr, chip, overruled, args, kwargs)
+
+    return audited
+
+
+def _report(
+    jaxpr: Any, chip: Target | None, overruled: str, args: Any, kwargs: Any
+) -> PrecisionReport:
+    """What a traced program computes, for a chip or for the device here."""
+    if chip is None:
         # Compute capabilities tell of GPUs, too, that the tables do not have.
         emulated = {str(dtype) for dtype in LOW if not multiplies_natively(dtype)}
         padded = _has_matrix_units(jax.local_devices()[0])
         auditor = _Auditor(jaxpr, _here(), emulated, padded=padded)
     else:
-        auditor = _Auditor(jaxpr, parse_target(target, "audit"), set(), padded=True)
+        auditor = _Auditor(jaxpr, chip, set(), padded=True)
     with_paths = jax.tree_util.tree_leaves_with_path((args, kwargs))
     paths = [path for path, leaf in with_paths if is_array(leaf)]
     labels = [f"the argument {jax.tree_util.keystr(path[1:])}" for path in paths]

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jmp
 import numpy as np
 
 from jaxmp._autocast import closures
@@ -31,7 +30,7 @@ from jaxmp._autocast.transform import (
 from jaxmp._autocast.why import Kind, Residual, is_unknown, skipped, unfused
 from jaxmp._jaxprs.source import is_backward, library_line
 from jaxmp._quantize.calls import holds_quantized, opening, seal
-from jaxmp.policy import Policy, get_policy, single_policy
+from jaxmp.policy import Policy, PolicyLike, get_policy, single_policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,7 +192,7 @@ class Explanation:
 
 def explain(
     fn: Callable[..., Any],
-    policy: str | Policy | jmp.Policy = "float32",
+    policy: PolicyLike = "float32",
     argnums: Argnums = 0,
 ) -> Callable[..., Explanation]:
     """What `autocast(fn, policy)` would do, equation by equation, and why. Nothing is computed.
@@ -221,17 +220,17 @@ def explain(
       >>> jaxmp.explain(layer, "mixed_bfloat16")(w, w).contractions()
       {'bfloat16': 2}
     """
-    policy = single_policy("explain", policy)
+    asked = single_policy("explain", policy)
     check_callable("explain", fn)
     read_argnums("explain", argnums)
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
-        plan = _plan(fn, policy, argnums, args, kwargs)
+        plan = _plan(fn, asked, argnums, args, kwargs)
         rows = tuple(_rows(plan))
         if closures.likely(plan):  # differentiated before it is planned
             rows = tuple(dataclasses.replace(row, residual="") for row in rows)
         differentiated = any(is_backward(visit.step.eqn) for visit in plan.walk())
-        spelt = "" if is_identity(policy) else str(policy)
+        spelt = "" if is_identity(asked) else str(asked)
         return Explanation(rows, spelt, differentiated, spelt and overruled(plan))
 
     return explain_fn

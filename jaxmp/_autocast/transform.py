@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar, overload
 
 import jax.numpy as jnp
-import jmp
 import numpy as np
 
 from jaxmp._autocast import closures, nnx_calls
@@ -42,12 +41,18 @@ from jaxmp._jaxprs.attributes import is_weak, with_weak_type
 from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp._quantize.sink_dequantize import rows_first
-from jaxmp.policy import Policy, single_policy
+from jaxmp.policy import Policy, PolicyLike, single_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> F:
+@overload
+def autocast(fn: F, policy: PolicyLike, argnums: Argnums = 0) -> F: ...
+@overload
+def autocast(policy: PolicyLike, /, *, argnums: Argnums = 0) -> Callable[[F], F]: ...
+@overload
+def autocast(*, policy: PolicyLike, argnums: Argnums = 0) -> Callable[[F], F]: ...
+def autocast(fn: Any = None, policy: Any = None, argnums: Argnums = 0) -> Any:
     """Runs a float32 function in mixed precision, decided with the whole function in view.
 
     Contractions (matmuls, convolutions) multiply in ``policy.compute_dtype`` and accumulate in
@@ -59,12 +64,14 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> 
     remat, shard_map, in any order, and keeps no state. Like `jax.grad`, it traces `fn` at every
     call: put `jax.jit` around it in order to trace once, and not to run operation by operation.
 
+    Given a policy alone, it is a decorator: ``@jaxmp.autocast("mixed_bfloat16")``.
+
     Args:
       fn: a function of any pytrees. JAX and NumPy arrays are traced; every other leaf (Python and
         NumPy numbers, booleans, strings, callables, None) is passed on as it is. NNX modules may be
         among its arguments: what `fn` changes in them (averages, random streams) is written back,
         as by `flax.nnx.jit`, and their Variables stay in the dtypes they have.
-      policy: anything `get_policy` takes.
+      policy: anything `get_policy` takes but a `PolicyMap`.
       argnums: which positional arguments hold the parameters, as in `jax.grad`; all others are
         data. Beside 16-bit values a parameter (a bias, a table) is narrowed, and data (a mean, a
         time) is not. Of an argument that holds Flax variables, those in "params" are parameters;
@@ -108,6 +115,10 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> 
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018); torch.amp.autocast.
     """
+    if policy is None:
+        return Decorator(fn, argnums)
+    if fn is None:
+        return Decorator(policy, argnums)
     policy = single_policy("autocast", policy)
     check_callable(
         "autocast", fn, "Use jaxmp.wrap(module, policy), or jaxmp.autocast(module.apply, policy)."
@@ -130,7 +141,39 @@ def autocast(fn: F, policy: str | Policy | jmp.Policy, argnums: Argnums = 0) -> 
             return planned_of_modules((*modules, *args), kwargs)
         return planned(*args, **kwargs)
 
-    return Transformed(autocast_fn, autocast, fn, policy, argnums)  # type: ignore[return-value]
+    return Transformed(autocast_fn, autocast, fn, policy, argnums)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decorator:
+    """`autocast` of a policy, without its function.
+
+    Attributes:
+      policy: the policy.
+      argnums: which arguments of the function hold the parameters.
+    """
+
+    policy: Policy
+    argnums: Argnums
+
+    def __post_init__(self) -> None:
+        if callable(self.policy) and not isinstance(self.policy, type):
+            raise TypeError(
+                "autocast: takes a function and a policy: jaxmp.autocast(fn, 'mixed_bfloat16')."
+            )
+        object.__setattr__(self, "policy", single_policy("autocast", self.policy))
+
+    def __call__(self, fn: F) -> F:
+        return autocast(fn, self.policy, self.argnums)
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            "autocast: is a transformation of functions, not a context manager as in PyTorch: "
+            f"write jaxmp.autocast(fn, {str(self.policy)!r}), or jaxmp.wrap(model, "
+            f"{str(self.policy)!r}) once, where the model is made."
+        )
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def under_policy(

@@ -7,21 +7,19 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 import flax.linen as nn
-import jmp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from jaxmp._autocast.transform import autocast
 from jaxmp._modules.linen import wrap_linen
 from jaxmp._modules.nnx import wrap_nnx
-from jaxmp.policy import Policy, PolicyMap, get_policy
+from jaxmp.policy import Policy, PolicyLike, PolicyMap, get_policy
 
 T = TypeVar("T")
 
 
 def wrap(
     module: T,
-    policy: str | jmp.Policy | PolicyMap | DTypeLike = "mixed_half",
+    policy: PolicyLike = "mixed_half",
     *,
     params: str | Collection[str] = "params",
 ) -> T:

@@ -33,12 +33,12 @@ def check_arguments(args: Sequence[Any], argnums: int | Sequence[int]) -> list[i
     return [i % len(args) for i in several] if args else []
 
 
-def check_announce(name: str, announce: Any) -> None:
-    """Raises unless `announce` is None or can be called with a line of text."""
-    if announce is not None and not callable(announce):
+def check_progress(name: str, progress: Any) -> None:
+    """Raises unless `progress` is None or can be called with a line of text."""
+    if progress is not None and not callable(progress):
         raise TypeError(
-            f"{name}: announce is called with a line of text: give print, for example; "
-            f"got {announce!r}"
+            f"{name}: progress is called with a line of text: give print, for example; "
+            f"got {progress!r}"
         )
 
 

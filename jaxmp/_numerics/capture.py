@@ -20,8 +20,8 @@ from jaxmp._jaxprs.aux_outputs import Extra, Extras
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.trace import Traced, is_array, trace
 from jaxmp._numerics.arguments import (
-    check_announce,
     check_arguments,
+    check_progress,
     labels_of,
     returns_aux,
 )
@@ -33,7 +33,7 @@ from jaxmp._numerics.statistics import Measurements, Statistics, unpack
 from jaxmp._numerics.survey import Site, SurveyedProgram, matches, survey
 from jaxmp._training.loss_scale import static_loss_scale
 from jaxmp._training.scaled_grad import value_and_grad
-from jaxmp.policy import get_policy
+from jaxmp.policy import PolicyLike, get_policy, single_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,17 +227,17 @@ def _seeded(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
 
 def capture(
     fn: Callable[..., Any],
-    policy: Any,
-    *args: Any,
+    policy: PolicyLike | None = None,
     argnums: int | Sequence[int] = 0,
+    *,
     grad: bool | None = None,
     loss_scale: float = 1.0,
     wide: bool = False,
     sites: str = "**",
     twins: bool = True,
     limit: int = 2**30,
-    announce: Callable[[str], Any] | None = None,
-) -> Capture:
+    progress: Callable[[str], Any] | None = None,
+) -> Callable[..., Capture]:
     """Runs a program once under a policy, and measures every number that it computes.
 
     A loss, a function that returns one number or `(loss, aux)`, is differentiated: forward and
@@ -250,7 +250,6 @@ def capture(
       fn: a function, a bound method of an NNX module, or one of modules. Not a Linen module: its
         `apply`.
       policy: as for `autocast`; None: the program as it is.
-      *args: what to call it with: arrays, pytrees, NNX modules.
       argnums: which argument is differentiated, and holds the parameters; several: a sequence.
       grad: whether to differentiate. By default where `fn` returns a loss.
       loss_scale: what the loss is multiplied by before it is differentiated: a power of two.
@@ -261,11 +260,12 @@ def capture(
       twins: whether operations in 16 bits are computed in float32 as well, from the same operands,
         to tell what rounding cost.
       limit: how many bytes may be measured.
-      announce: is called with a line on how much is measured, before it is compiled and run, which
+      progress: is called with a line on how much is measured, before it is compiled and run, which
         takes several times as long as compiling the program alone.
 
     Returns:
-      What was measured, and what the program returned.
+      A function with the arguments of `fn` (arrays, pytrees, NNX modules) that returns what was
+      measured, and what the program returned.
 
     Raises:
       ValueError: if `sites` matches nothing, nothing is a floating number, `argnums` is out of
@@ -277,26 +277,33 @@ def capture(
       >>> from jaxmp import numerics
       >>> loss = lambda w, x: jnp.sum(x @ w)
       >>> w = jnp.full((16, 8), 300.0)
-      >>> run = numerics.capture(loss, "mixed_float16", w, 100 * jnp.ones((4, 16)))
+      >>> run = numerics.capture(loss, "mixed_float16")(w, 100 * jnp.ones((4, 16)))
       >>> [(o.site.op, o.site.dtype, o.nan) for o in run.origins()]
       [('dot_general', 'float16', False)]
     """
-    check_announce("capture", announce)
-    prepared = prepare(
-        fn, policy, args, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
-        sites=sites, twins=twins,
-    )  # fmt: skip
-    count = len(prepared.program.sites)
-    said = f"{count} sites, {prepared.measured_bytes / 2**20:.1f} MiB of measurements"
-    if prepared.measured_bytes > limit:
-        raise ValueError(
-            f"capture: {said}, more than the limit of {limit / 2**20:.1f} MiB. Most of it is "
-            f"measured in {_largest(prepared)}: give a glob of module paths, sites='...', or a "
-            "larger limit"
-        )
-    if announce is not None:
-        announce(f"capture: compiles and runs the program with {said}")
-    return prepared.run()
+    check_progress("capture", progress)
+    if policy is not None:
+        single_policy("capture", policy)
+    check_callable("capture", fn)
+
+    def captured(*args: Any) -> Capture:
+        prepared = prepare(
+            fn, policy, args, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
+            sites=sites, twins=twins,
+        )  # fmt: skip
+        count = len(prepared.program.sites)
+        said = f"{count} sites, {prepared.measured_bytes / 2**20:.1f} MiB of measurements"
+        if prepared.measured_bytes > limit:
+            raise ValueError(
+                f"capture: {said}, more than the limit of {limit / 2**20:.1f} MiB. Most of it is "
+                f"measured in {_largest(prepared)}: give a glob of module paths, sites='...', or a "
+                "larger limit"
+            )
+        if progress is not None:
+            progress(f"capture: compiles and runs the program with {said}")
+        return prepared.run()
+
+    return captured
 
 
 def _said(policy: Any, program: SurveyedProgram) -> str:

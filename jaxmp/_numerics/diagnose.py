@@ -11,7 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._numerics.arguments import check_announce
+from jaxmp._autocast.regions import check_callable
+from jaxmp._numerics.arguments import check_progress
 from jaxmp._numerics.capture import Capture, Measured, capture
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.readings import Readings
@@ -19,7 +20,7 @@ from jaxmp._numerics.record import Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
 from jaxmp._numerics.text import listed
-from jaxmp.policy import get_policy
+from jaxmp.policy import PolicyLike, single_policy
 
 # Of values: beyond this share, a loss is worth a line.
 _MUCH = 0.01
@@ -290,13 +291,13 @@ class NumericsReport(Readings):
 
 def diagnose(
     fn: Callable[..., Any],
-    policy: Any = None,
-    *,
+    policy: PolicyLike | None = None,
     argnums: int | Sequence[int] = 0,
+    *,
     grad: bool | None = None,
     loss_scale: float = 1.0,
     sites: str = "**",
-    announce: Callable[[str], Any] | None = None,
+    progress: Callable[[str], Any] | None = None,
 ) -> Callable[..., NumericsReport]:
     """Finds where a program's numbers leave their format under a policy.
 
@@ -311,13 +312,13 @@ def diagnose(
 
     Args:
       fn: as for `jaxmp.numerics.capture`, as are `argnums`, `grad`, `loss_scale`, `sites` and
-        `announce`.
+        `progress`.
       policy: as for `autocast`; None: the program as it is, wrapped modules and all.
       argnums: which argument is differentiated.
       grad: whether to differentiate.
       loss_scale: what the loss is multiplied by.
       sites: a glob over module paths.
-      announce: is called with a line of text before what takes a while, which is compiling:
+      progress: is called with a line of text before what takes a while, which is compiling:
         `print`, for example.
 
     Returns:
@@ -338,20 +339,20 @@ def diagnose(
       >>> [site.op for site in report.predicted if not site.backward]
       ['dot_general']
     """
-    check_announce("diagnose", announce)
+    check_progress("diagnose", progress)
     capturing = functools.partial(
         capture, argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites
     )
     if policy is not None:
-        get_policy(policy)  # it is refused here, not at the first call
+        single_policy("diagnose", policy)  # it is refused here, not at the first call
+    check_callable("diagnose", fn)
 
     @functools.wraps(fn)
     def diagnosed(*args: Any) -> NumericsReport:
-        run = capturing(fn, policy, *args, announce=announce)
-        if announce is not None:
-            announce("diagnose: the same operations in float32")
-        wide = capturing(fn, policy, *args, wide=True)
-        return NumericsReport(run, wide)
+        run = capturing(fn, policy, progress=progress)(*args)
+        if progress is not None:
+            progress("diagnose: the same operations in float32")
+        return NumericsReport(run, capturing(fn, policy, wide=True)(*args))
 
     return diagnosed
 

@@ -17,7 +17,7 @@ from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast.explain import explain
 from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
-from jaxmp._numerics.arguments import bytes_of, check_announce, mismatch, text_of
+from jaxmp._numerics.arguments import bytes_of, check_progress, mismatch, text_of
 from jaxmp._numerics.kept import RunCache, digest, fingerprint
 from jaxmp._numerics.tune_costs import Costs, ProductFormat
 from jaxmp._numerics.tune_paths import (
@@ -33,7 +33,7 @@ from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, check_bu
 from jaxmp._numerics.tune_scores import Scorer, gradients, is_product, ways_of
 from jaxmp._numerics.tune_solve import front
 from jaxmp._numerics.validate_numerics import describe_numerics
-from jaxmp.policy import Policy, PolicyMap, single_policy
+from jaxmp.policy import Policy, PolicyLike, PolicyMap, single_policy
 
 # Modules next to each other whose results are multiplied with each other.
 _TOGETHER = re.compile(r"(query|key|value|q|k|v|[qkv]_proj|to_[qkv]|w[qkv])")
@@ -62,18 +62,16 @@ def tied(path: str) -> Hashable:
 
 def tune(
     loss_fn: Callable[[Any, Any], Any],
-    params: Any,
-    batches: Iterable[Any],
+    candidates: PolicyLike | Sequence[PolicyLike] = "mixed_bfloat16",
     *,
     budget: float = 1e-3,
-    candidates: Sequence[Any] = ("mixed_bfloat16",),
     tie: Callable[[str], Hashable] = tied,
     target: str | None = None,
     loss_scale: float | None = None,
     probes: int = 4,
     out: str | os.PathLike[str] | None = None,
-    announce: Callable[[str], Any] | None = None,
-) -> Tuned:
+    progress: Callable[[str], Any] | None = None,
+) -> Callable[[Any, Iterable[Any]], Tuned]:
     """Finds a policy for each module: the cheapest whose gradients are those of float32, nearly.
 
     The loss is given in float32. Each batch takes one backward pass, through the loss and its
@@ -86,10 +84,8 @@ def tune(
         not wrapped, and twice differentiable. Modules are told by their named scopes: Flax Linen's
         and those of `jax.named_scope`; of an NNX module given as `params`, by its attributes. A
         function without any is one module.
-      params: a pytree of float arrays, such as Linen's parameters, or an NNX module.
-      batches: a few batches of training, preferably of the middle of it.
+      candidates: one policy, or several; float32 always is one.
       budget: what 1 - cosine may be, of the gradients and float32's, of each batch.
-      candidates: the policies, or what `get_policy` reads as one; float32 always is one.
       tie: from a module's path to what those have in common that get one policy. By default query,
         key and value of one attention, and the experts of one layer.
       target: a chip, such as "tpu-v5e": costs are the estimated times of products on it. By
@@ -100,10 +96,12 @@ def tune(
       out: a folder for the scores of each batch; another call goes on from there. A batch is scored
         again when it has changed, or the loss, `params`, `candidates`, `loss_scale`, `probes` or
         jaxmp.
-      announce: is called with a line of text before what takes a while: `print`, for example.
+      progress: is called with a line of text before what takes a while: `print`, for example.
 
     Returns:
-      The result: its `policy` is for `jaxmp.wrap`. Print it for the table.
+      A function of ``(params, batches)`` that returns the result: its `policy` is for `jaxmp.wrap`.
+      Print it for the table. ``params`` is a pytree of float arrays, such as Linen's parameters,
+      or an NNX module; ``batches`` are a few batches of training, preferably of the middle of it.
 
     Raises:
       ValueError: if there are no batches or candidates, nothing multiplies in a module, the
@@ -117,7 +115,7 @@ def tune(
       >>> model = nn.Sequential([nn.Dense(16), nn.tanh, nn.Dense(1)])
       >>> x = jax.random.normal(jax.random.key(0), (32, 8))
       >>> params = model.init(jax.random.key(1), x)
-      >>> found = jaxmp.tune(lambda p, x: jnp.mean(model.apply(p, x) ** 2), params, [x])
+      >>> found = jaxmp.tune(lambda p, x: jnp.mean(model.apply(p, x) ** 2))(params, [x])
       >>> found.policy
       PolicyMap({}, default='mixed_bfloat16')
       >>> f"{found.low_share:.0%}"
@@ -126,15 +124,7 @@ def tune(
     Source: Model-Optimizer's AutoQuantize; see `jaxmp/_numerics/tune_scores.py`.
     """
     check_callable("tune", loss_fn)
-    check_announce("tune", announce)
-    batches = _batches(batches)
-    if wrong := mismatch(loss_fn, params, batches[0]):
-        raise TypeError(
-            "tune: loss_fn is called as loss_fn(params, batch), where a batch is one argument: an "
-            f"item of batches, such as a tuple (x, y); that of loss_fn{wrong}"
-        )
-    check_sizes("tune", (params, batches[0]))
-    _check_params(params)
+    check_progress("tune", progress)
     if probes < 1:
         raise ValueError(f"tune: probes must be at least 1; got {probes}")
     check_budget(budget)
@@ -143,40 +133,54 @@ def tune(
     if loss_scale is None:
         halves = any(np.dtype(p.compute_dtype) == np.float16 for p in policies)
         loss_scale = 2.0**15 if halves else 1.0
-    costs = Costs(target)
-    say = announce or (lambda _: None)
-    loss = prepared(loss_fn, params, batches[0])
-    program = gradients(loss.loss, loss_scale)
-    jaxpr = trace(program, (loss.params, batches[0]), {}).jaxpr
-    found = list(products(jaxpr))
+    scale, costs, say = loss_scale, Costs(target), progress or (lambda _: None)
+
+    def tuned(params: Any, batches: Iterable[Any]) -> Tuned:
+        batches = _batches(batches)
+        if wrong := mismatch(loss_fn, params, batches[0]):
+            raise TypeError(
+                "tune: loss_fn is called as loss_fn(params, batch), where a batch is one argument: "
+                f"an item of batches, such as a tuple (x, y); that of loss_fn{wrong}"
+            )
+        check_sizes("tune", (params, batches[0]))
+        _check_params(params)
+        loss = prepared(loss_fn, params, batches[0])
+        jaxpr = trace(gradients(loss.loss, scale), (loss.params, batches[0]), {}).jaxpr
+        found = list(products(jaxpr))
+        of_module = _by_module(loss, found)
+        lowest = min(policies, key=lambda policy: np.dtype(policy.compute_dtype).itemsize)
+        if said := explain(loss.loss, lowest)(loss.params, batches[0]).overruled:
+            raise ValueError(f"tune: {said}.")
+        ways = ways_of(loss, batches[0], policies, list(of_module))
+        scorer = Scorer(loss, ways, scale, probes)
+        say(f"tune: {len(ways)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
+        scores = _scores(scorer, batches, policies, jaxpr, RunCache("tune", out), say)
+        groups = _groups(of_module, grouped(list(of_module), tie), ways, scores, costs)
+        solutions = front([g.costs for g in groups], [g.errors for g in groups])
+        total = sum(p.flops for p in found)
+        verify = _verifier(loss, batches, scale, say)
+        scored = Scored(
+            loss, policies, tuple(names.values()), groups, solutions, total, costs.unit, verify
+        )
+        return solve(scored, budget)
+
+    return tuned
+
+
+def _by_module(loss: PreparedLoss, found: Iterable[TunedProduct]) -> dict[Path, list[TunedProduct]]:
+    """The products that are decided on, by the module they are in."""
     of_module: dict[Path, list[TunedProduct]] = {}
     for product in found:
         path = loss.places.of(product.scopes)
         if path is not None and is_product(product.eqn):
             of_module.setdefault(path, []).append(product)
-    paths = sorted(of_module)
-    if not paths:
+    if not of_module:
         raise ValueError(
             "tune: the loss multiplies no float32 matrices in the model. Give it as it is, not "
             "wrapped. Modules are told by named scopes: those of Flax Linen, of jax.named_scope, "
             "and of an NNX module that is given as params"
         )
-    lowest = min(policies, key=lambda policy: np.dtype(policy.compute_dtype).itemsize)
-    if said := explain(loss.loss, lowest)(loss.params, batches[0]).overruled:
-        raise ValueError(f"tune: {said}.")
-    ways = ways_of(loss, batches[0], policies, paths)
-    scorer = Scorer(loss, ways, loss_scale, probes)
-    say(f"tune: {len(paths)} modules, {len(policies) - 1} candidates, {len(batches)} batches")
-    scores = _scores(scorer, batches, policies, jaxpr, RunCache("tune", out), say)
-    of_module = {path: of_module[path] for path in paths}
-    groups = _groups(of_module, grouped(paths, tie), ways, scores, costs)
-    solutions = front([g.costs for g in groups], [g.errors for g in groups])
-    total = sum(p.flops for p in found)
-    verify = _verifier(loss, batches, loss_scale, say)
-    scored = Scored(
-        loss, policies, tuple(names.values()), groups, solutions, total, costs.unit, verify
-    )
-    return solve(scored, budget)
+    return dict(sorted(of_module.items()))
 
 
 def _batches(batches: Iterable[Any]) -> list[Any]:
@@ -202,12 +206,11 @@ def _check_params(params: Any) -> None:
             )
 
 
-def _named(candidates: Sequence[Any]) -> dict[Policy, str]:
+def _named(candidates: PolicyLike | Sequence[PolicyLike]) -> dict[Policy, str]:
     """The policies that are tried, float32 first, and what to call them."""
-    if isinstance(candidates, str):
-        raise TypeError(f"tune: candidates takes several, as in candidates=[{candidates!r}]")
+    several = candidates if isinstance(candidates, (list, tuple)) else [candidates]
     names = {FLOAT32: "float32"}
-    for candidate in candidates:
+    for candidate in several:
         policy = single_policy("tune", candidate)
         names.setdefault(policy, candidate if isinstance(candidate, str) else str(policy))
     if len(names) == 1:

@@ -10,11 +10,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import jmp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxmp._numerics.arguments import mismatch
 from jaxmp._numerics.kept import RunCache, fingerprint
@@ -23,18 +22,14 @@ from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics,
 from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._numerics.validate_run import Job, Run, Task, train
 from jaxmp._numerics.validate_verdict import conclude, spread_of
-from jaxmp.policy import Policy, PolicyMap, get_policy
-
-Spec: TypeAlias = str | Policy | PolicyMap | jmp.Policy | DTypeLike
+from jaxmp.policy import PolicyLike, PolicyMap, get_policy
 
 
 def validate(
     make_step: Callable[[Any, int], Any],
-    policies: Spec | Sequence[Spec] | Mapping[str, Any],
-    steps: int,
-    seeds: int | Sequence[int] = 3,
+    policy: PolicyLike | Sequence[PolicyLike] | Mapping[str, Any],
     *,
-    batches: Callable[[int], Iterable[Any]] | None = None,
+    seeds: int | Sequence[int] = 3,
     reference: Any = "float32",
     nudges: int = 1,
     threshold: float = 0.005,
@@ -43,7 +38,7 @@ def validate(
     out: str | os.PathLike[str] | None = None,
     depends_on: Iterable[Any] = (),
     progress: bool = True,
-) -> ValidationReport:
+) -> Callable[..., ValidationReport]:
     """Trains in float32 and under other policies, and says whether they come to the same.
 
     Every run of a seed starts from the same parameters and sees the same batches in the same order;
@@ -78,12 +73,9 @@ def validate(
         * ``evaluate(state) -> loss``, on what is held out.
 
         Everything in it has to follow from the policy and the seed.
-      policies: what to compare: what `jaxmp.get_policy` takes, one or several, or a mapping of
-        names to whatever your `make_step` takes for a policy.
-      steps: how many each run makes.
+      policy: what to compare: what `jaxmp.get_policy` takes, one or several, or a mapping of names
+        to whatever your `make_step` takes for a policy.
       seeds: how many, from 0 on, or which. Two tell little: the noise narrows fast with more.
-      batches: ``batches(seed)`` returns an iterable of at least `steps` batches, pytrees of arrays,
-        again at each call. They are compared from run to run.
       reference: what to compare with instead of float32: a policy, or what `make_step` takes.
       nudges: how many nudged runs per seed.
       threshold: the largest relative difference in final loss that passes.
@@ -103,7 +95,9 @@ def validate(
         ten seconds.
 
     Returns:
-      The report: `print` it, `plot` it.
+      A function of ``(steps, batches=None)`` that returns the report: `print` it, `plot` it.
+      ``steps`` is how many each run makes. ``batches(seed)`` returns an iterable of at least
+      ``steps`` batches, pytrees of arrays, again at each call: they are compared from run to run.
 
     Raises:
       ValueError: if a policy is unknown or named twice; an option is out of range; batches or
@@ -127,50 +121,57 @@ def validate(
       ...
       ...     params = {"w": jax.random.normal(jax.random.key(seed + 1), (8, 8))}
       ...     return jaxmp.TrainState.create(apply_fn=None, params=params, tx=tx), step
-      >>> report = validate(make_step, "mixed_float16", steps=20, seeds=2)
+      >>> report = validate(make_step, "mixed_float16", seeds=2)(steps=20)
       >>> report["mixed_float16"].verdict
       'passes'
     """
-    named = _named_policies(policies)
+    named = _named_policies(policy)
     base_name = _name_of_reference(reference, named)
     seeds = _seeds(seeds)
-    _check_callables(make_step, batches)
-    steps, nudges = _count("steps", steps), _count("nudges", nudges)
+    nudges = _count("nudges", nudges)
     _check_thresholds(threshold, grad_norm_threshold, curve_threshold)
-    check_cpu_sums(map(_parsed, (reference, *named.values())))
-    numerics = describe_numerics()
-    task = Task(make_step, batches, steps)
-    made_by = _made_by(task, depends_on, numerics)
-    kept = RunCache("validate", out)
-
-    base = [Job(base_name, reference, seed) for seed in seeds]
-    nudged = [Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(nudges)]
-    others = {name: [Job(name, policy, seed) for seed in seeds] for name, policy in named.items()}
-    total = steps * (len(base) + len(nudged) + len(others) * len(seeds))
-    maker = _Runs(task, kept, made_by, Progress(total, show=progress))
-    base_runs = maker.make_base(base)
-    nudged_runs = maker.make_nudged(nudged)
-    other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
-
     limits = {
         "final loss": threshold, "gradient norm": grad_norm_threshold, "curve": curve_threshold,
     }  # fmt: skip
-    results = tuple(
-        conclude(name, runs, base_runs, nudged_runs, limits) for name, runs in other_runs.items()
-    )
-    return ValidationReport(
-        policies=results,
-        reference=base_name,
-        steps=steps,
-        seeds=seeds,
-        threshold=threshold,
-        spread=spread_of(base_runs),
-        floor=results[0].checks[0].floor,
-        reference_runs=tuple(base_runs),
-        nudged_runs=tuple(nudged_runs),
-        numerics=numerics,
-        remarks=remarks_on(numerics),
-    )
+
+    def validated(
+        steps: int, batches: Callable[[int], Iterable[Any]] | None = None
+    ) -> ValidationReport:
+        _check_callables(make_step, batches)
+        steps = _count("steps", steps)
+        check_cpu_sums(map(_parsed, (reference, *named.values())))
+        numerics = describe_numerics()
+        task = Task(make_step, batches, steps)
+        made_by = _made_by(task, depends_on, numerics)
+        kept = RunCache("validate", out)
+
+        base = [Job(base_name, reference, seed) for seed in seeds]
+        nudged = [Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(nudges)]
+        others = {name: [Job(name, spec, seed) for seed in seeds] for name, spec in named.items()}
+        total = steps * (len(base) + len(nudged) + len(others) * len(seeds))
+        maker = _Runs(task, kept, made_by, Progress(total, show=progress))
+        base_runs = maker.make_base(base)
+        nudged_runs = maker.make_nudged(nudged)
+        other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
+        results = tuple(
+            conclude(name, runs, base_runs, nudged_runs, limits)
+            for name, runs in other_runs.items()
+        )
+        return ValidationReport(
+            policies=results,
+            reference=base_name,
+            steps=steps,
+            seeds=seeds,
+            threshold=threshold,
+            spread=spread_of(base_runs),
+            floor=results[0].checks[0].floor,
+            reference_runs=tuple(base_runs),
+            nudged_runs=tuple(nudged_runs),
+            numerics=numerics,
+            remarks=remarks_on(numerics),
+        )
+
+    return validated
 
 
 class _Runs:

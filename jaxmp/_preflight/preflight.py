@@ -7,24 +7,23 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jmp
-from jax.typing import DTypeLike
 
 from jaxmp._audit.audit import audit
 from jaxmp._audit.costs import check_sizes
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.nnx_calls import with_module
+from jaxmp._autocast.parameters import read_argnums
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import autocast
 from jaxmp._preflight.batch_search import Attempt, batch_of, search_batch, with_batch
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp._speed import chip_named, warning
-from jaxmp.policy import Policy, single_policy
+from jaxmp.policy import Policy, PolicyLike, single_policy
 from jaxmp.policy_fields import FUSED
 from jaxmp.recipes import AUTO, Recipe
 
@@ -38,15 +37,15 @@ class CompilerMissingError(ImportError):
 
 def preflight(
     fn: Callable[..., Any],
-    *args: Any,
-    target: str = "tpu-v5e",
-    policies: Sequence[str | Policy | jmp.Policy | DTypeLike | None] = (None,),
+    policy: PolicyLike | Sequence[PolicyLike | None] | None = None,
     argnums: int | Sequence[int] = 0,
+    *,
+    target: str = "tpu-v5e",
     donate_argnums: int | Sequence[int] = (),
     max_batch: bool = False,
     batch_argnums: int | Sequence[int] = -1,
     progress: Callable[[str], None] | None = None,
-) -> PreflightReport:
+) -> Callable[..., PreflightReport]:
     """Compiles a function for hardware that is not there, and reports what it will need.
 
     The function is traced and lowered here, and compiled in a process of its own, by the compiler
@@ -56,14 +55,11 @@ def preflight(
     Args:
       fn: a function of any pytrees: a forward pass, or better a whole training step. What it
         changes in the NNX modules in its arguments, or in its own, is a result of it.
-      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s. To split the program over the devices
-        of a target, give the structs shardings: `jax.sharding.NamedSharding`s over one mesh, real
-        or a `jax.sharding.AbstractMesh`, of as many devices as the target has.
+      policy: `jaxmp.autocast(fn, policy, argnums)` is compiled; None: the function as it is, which
+        is right for one that calls a wrapped module. Of several, a sequence, each is.
+      argnums: which arguments hold the parameters, as for `autocast`.
       target: a chip and its topology, "tpu-v5e", "tpu-v5e:4x4", or a GPU and how many, "gpu-h100",
         "gpu-h100:8". `jaxmp.devices.chips()` lists the chips.
-      policies: each is compiled: `jaxmp.autocast(fn, policy)`; None is the function as it is, which
-        is right for one that calls a wrapped module.
-      argnums: which arguments hold the parameters, as for `autocast`.
       donate_argnums: the positional arguments that the step gives away, such as the train state.
       max_batch: whether to look for the largest batch that fits too, per policy: a handful more
         compilations, each of the function traced at another batch size.
@@ -73,12 +69,16 @@ def preflight(
         takes from seconds to minutes: `print`, for example. By default nothing is said.
 
     Returns:
-      The report: `print` it.
+      A function with the arguments of `fn` that returns a `PreflightReport`: `print` it. The
+      arguments are arrays or `jax.ShapeDtypeStruct`s. To split the program over the devices of a
+      target, give the structs shardings: `jax.sharding.NamedSharding`s over one mesh, real or a
+      `jax.sharding.AbstractMesh`, of as many devices as the target has.
 
     Raises:
-      ValueError: if the target or a policy is unknown, there is no argument of a number in
-        `donate_argnums` or `batch_argnums`, shardings do not fit the target, the arrays of
-        `batch_argnums` differ in their leading axis, or a size is one that `jax.export` left open.
+      ValueError: if the target or a policy is unknown; at a call, if there is no argument of a
+        number in `donate_argnums` or `batch_argnums`, shardings do not fit the target, the arrays
+        of `batch_argnums` differ in their leading axis, or a size is one that `jax.export` left
+        open.
       TypeError: if `fn` is not callable, or is a Flax Linen module.
       CompilerMissingError: (an ImportError) if the compiler is not installed.
       RuntimeError: if the compiling process ends without a result.
@@ -87,56 +87,96 @@ def preflight(
       >>> import jax, jax.numpy as jnp, jaxmp
       >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
       >>> step = jax.grad(lambda w, x: jnp.mean((x @ w) ** 2))
-      >>> report = jaxmp.preflight(step, w, w, target="gpu-h100")  # doctest: +SKIP
+      >>> report = jaxmp.preflight(step, target="gpu-h100")(w, w)  # doctest: +SKIP
       >>> report["as written"].program.contractions  # doctest: +SKIP
       {'float32': 2}
-      >>> jaxmp.preflight(step, w, w, target="gpu-h10")
+      >>> jaxmp.preflight(step, target="gpu-h10")
       Traceback (most recent call last):
       ValueError: preflight: unknown target 'gpu-h10' (did you mean 'gpu-h100'?)...
     """
     resolved = parse_target(target)
+    several = policy if isinstance(policy, (list, tuple)) else (policy,)
+    named = [_named(single, resolved) for single in several]
     check_callable("preflight", fn)
-    check_sizes("preflight", args)
+    read_argnums("preflight", argnums)
     donated, batch = _indices(donate_argnums), _indices(batch_argnums)
-    if not all(-len(args) <= i < len(args) for i in donated):
-        raise ValueError(
-            f"preflight: donate_argnums={donated}, but the function has {len(args)} arguments here."
+
+    def preflighted(*args: Any) -> PreflightReport:
+        check_sizes("preflight", args)
+        if not all(-len(args) <= i < len(args) for i in donated):
+            raise ValueError(
+                f"preflight: donate_argnums={donated}, but the function has {len(args)} arguments "
+                "here."
+            )
+        start = batch_of(args, batch) if max_batch else (0, 0)
+        method, modules = with_module(fn)
+        call = _Call(
+            (*modules, *args),
+            tuple(i % len(args) - len(args) for i in donated),
+            tuple(i % len(args) - len(args) for i in batch if max_batch),
+            *start,
         )
-    start, unit = batch_of(args, batch) if max_batch else (0, 0)
-    fn, modules = with_module(fn)  # in front of the arguments, which are counted from the end now
-    donated = tuple(i % len(args) - len(args) for i in donated)
-    batch = tuple(i % len(args) - len(args) for i in batch if max_batch)
-    args = (*modules, *args)
-    named = [_named(policy, resolved) for policy in policies]
+        _check_compiler(resolved)
+        for _, single in named:
+            if single is not None:
+                warn_overruled("preflight", method, single, call.args, {})
+        return _report(method, named, argnums, resolved, call, progress)
+
+    return preflighted
+
+
+class _Call(NamedTuple):
+    """What a function is compiled for.
+
+    Attributes:
+      args: its arguments.
+      donated: those that it gives away, counted from the end: an NNX module is the first.
+      batch: those that hold the batch, likewise; empty where no other batch is tried.
+      start: the size of the batch.
+      unit: what sizes are multiples of.
+    """
+
+    args: tuple[Any, ...]
+    donated: tuple[int, ...]
+    batch: tuple[int, ...]
+    start: int
+    unit: int
+
+
+def _report(
+    fn: Callable[..., Any],
+    named: Sequence[tuple[str, Policy | None]],
+    argnums: int | Sequence[int],
+    target: Target,
+    call: _Call,
+    progress: Callable[[str], None] | None,
+) -> PreflightReport:
+    """Compiles a function under each policy."""
     programs = [fn if policy is None else autocast(fn, policy, argnums) for _, policy in named]
     labels = [label for label, _ in named]
-    _check_compiler(resolved)
-    for _, policy in named:
-        if policy is not None:
-            warn_overruled("preflight", fn, policy, args, {})
 
     def probe(program: Callable[..., Any], first: Preflight, size: int) -> Attempt:
-        if size == start:
-            return Attempt(first.excess_bytes(resolved), first.error)
-        resized, label = with_batch(args, batch, size), f"{first.policy}, batch {size}"
+        if size == call.start:
+            return Attempt(first.excess_bytes(target), first.error)
+        resized, label = with_batch(call.args, call.batch, size), f"{first.policy}, batch {size}"
         try:
-            [result] = compile_ahead(resolved, [program], resized, donated, [label], progress)
+            [result] = compile_ahead(target, [program], resized, call.donated, [label], progress)
         except Exception as error:
             error.add_note(f"preflight (max_batch) called the function with a batch of {size}.")
             raise
-        return Attempt(result.excess_bytes(resolved), result.error)
+        return Attempt(result.excess_bytes(target), result.error)
 
-    results = compile_ahead(resolved, programs, args, donated, labels, progress)
+    results = compile_ahead(target, programs, call.args, call.donated, labels, progress)
     for i, ((label, policy), program) in enumerate(zip(named, programs, strict=True)):
-        requested = audit(program, *args).contraction_flops()
+        requested = audit(program)(*call.args).contraction_flops()
         recipe = policy.matmul if policy is not None else None
-        warned = warning(recipe, chip_named(resolved.name)) if isinstance(recipe, Recipe) else ""
+        warned = warning(recipe, chip_named(target.name)) if isinstance(recipe, Recipe) else ""
         result = dataclasses.replace(results[i], policy=label, requested=requested, warned=warned)
-        if max_batch:
-            found = search_batch(functools.partial(probe, program, result), start, unit)
+        if call.batch:
+            found = search_batch(functools.partial(probe, program, result), call.start, call.unit)
             result = dataclasses.replace(result, batches=found)
         results[i] = result
-    return PreflightReport(resolved, tuple(results))
+    return PreflightReport(target, tuple(results))
 
 
 def _indices(argnums: int | Sequence[int]) -> tuple[int, ...]:

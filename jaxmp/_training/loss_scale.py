@@ -11,10 +11,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import jmp
 import optax
 from jax import lax
-from jax.typing import DTypeLike
 
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import TESTED
@@ -29,7 +27,7 @@ from jaxmp._training.gradients import (
 )
 from jaxmp._training.opt_state import find_scalers
 from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, start_state
-from jaxmp.policy import PolicyMap, get_policy
+from jaxmp.policy import PolicyLike, PolicyMap, get_policy
 from jaxmp.tree import all_finite, select, widen_floating
 
 __all__ = [
@@ -177,7 +175,7 @@ def static_loss_scale(
 
 
 def loss_scale_for(
-    policy: str | jmp.Policy | PolicyMap | DTypeLike,
+    policy: PolicyLike,
     inner: optax.GradientTransformation | None,
     **options: Any,
 ) -> optax.GradientTransformation:

@@ -9,18 +9,16 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
 from flax.training import train_state
-from jax.typing import DTypeLike
 
 from jaxmp._flax import is_pytree_node
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.gradients import is_overwrite
 from jaxmp._training.master_weights import MasterWeightsState, StochasticRoundingState
 from jaxmp._training.opt_state import scale_of, skipped_by, the_scaler
-from jaxmp.policy import Policy, single_policy
+from jaxmp.policy import Policy, PolicyLike, single_policy
 from jaxmp.tree import select
 
 __all__ = ["TrainState"]
@@ -83,7 +81,7 @@ class TrainState(train_state.TrainState):
         apply_fn: Callable[..., Any] | None,
         params: Any,
         tx: optax.GradientTransformation,
-        policy: str | jmp.Policy | DTypeLike | None = None,
+        policy: PolicyLike | None = None,
         **fields: Any,
     ) -> Self:
         """Makes the state before the first step.

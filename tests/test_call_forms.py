@@ -1,0 +1,96 @@
+"""Every tool is called like a JAX transformation: `tool(fn, policy)(*args)`. Other forms say so."""
+
+from __future__ import annotations
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmp
+
+W, X = jnp.ones((16, 16)), jnp.ones((4, 16))
+SECOND_CALL = r"The arguments of a function go into a second call: jaxmp\.explain\(fn, policy\)"
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+TOOLS = [jaxmp.explain, jaxmp.audit, jaxmp.preflight, jaxmp.diagnose, jaxmp.numerics.capture]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_arguments_beside_the_function_are_told_where_they_go(tool):
+    with pytest.raises(TypeError, match=rf"^{tool.__name__}: a policy is .*{SECOND_CALL}"):
+        tool(loss, W)
+    with pytest.raises(TypeError, match=SECOND_CALL):
+        tool(loss, {"w": W})
+
+
+def test_keyword_arguments_go_to_the_function():
+    assert jaxmp.explain(loss, "mixed_bfloat16")(W, x=X).contractions() == {"bfloat16": 1}
+    assert jaxmp.audit(loss, "mixed_bfloat16")(W, x=X).contraction_share() == {"bfloat16": 1.0}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        jaxmp.autocast("mixed_bfloat16"),
+        jaxmp.autocast(policy="mixed_bfloat16"),
+        jaxmp.autocast("mixed_bfloat16", argnums=0),
+        jaxmp.autocast(jaxmp.get_policy("mixed_bfloat16")),
+    ],
+)
+def test_a_policy_alone_makes_a_decorator(make):
+    decorated = make(loss)
+    np.testing.assert_array_equal(decorated(W, X), jaxmp.autocast(loss, "mixed_bfloat16")(W, X))
+    assert decorated.__name__ == "loss"
+
+
+def test_a_decorator_hands_its_argnums_on():
+    def layers(x, w, b):
+        return (x @ w + b) @ w
+
+    def dtypes(fn):
+        return [row.dtype for row in jaxmp.explain(fn)(X, W, jnp.ones(16)).rows]
+
+    named = jaxmp.autocast("mixed_bfloat16", argnums=(1, 2))(layers)
+    assert dtypes(named) == dtypes(jaxmp.autocast(layers, "mixed_bfloat16", (1, 2)))
+    assert dtypes(named) != dtypes(jaxmp.autocast(layers, "mixed_bfloat16", 1))
+
+
+@jaxmp.autocast("mixed_bfloat16")
+def decorated(w, x):
+    return x @ w
+
+
+def test_a_decorated_function_is_pickled():
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    assert jax.jit(decorated)(W, X).dtype == jnp.float32
+
+
+def test_autocast_is_not_a_context_manager():
+    message = r"not a context manager as in PyTorch: .*jaxmp.wrap\(model, 'mixed_bfloat16'\)"
+    with pytest.raises(TypeError, match=message), jaxmp.autocast("mixed_bfloat16"):
+        pass
+
+
+def test_autocast_without_a_policy_or_a_function_says_what_it_takes():
+    with pytest.raises(TypeError, match=r"takes a function and a policy: jaxmp.autocast\(fn, "):
+        jaxmp.autocast(loss)
+    with pytest.raises(TypeError, match="autocast: a policy is a string"):
+        jaxmp.autocast()
+    with pytest.raises(ValueError, match="mixed_bfloat17"):
+        jaxmp.autocast("mixed_bfloat17")
+
+
+def test_preflight_takes_one_policy_or_several():
+    with pytest.raises(ValueError, match="bfloat17"):
+        jaxmp.preflight(loss, "bfloat17")
+    with pytest.raises(ValueError, match="bfloat17"):
+        jaxmp.preflight(loss, ["mixed_bfloat16", "bfloat17"])
+    with pytest.raises(TypeError, match="preflight: argnums"):
+        jaxmp.preflight(loss, argnums="w")
