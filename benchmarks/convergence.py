@@ -72,7 +72,7 @@ RECIPES = {
     "float32 forward, bf16 gradients": "float32,matmul=f32:bf16:bf16",
     "bf16 forward, float32 gradients": "mixed_bfloat16,matmul=bf16:f32:f32",
     "mxfp8": "mixed_bfloat16,matmul=mxfp8",
-    "deepseek": "mixed_bfloat16,matmul=deepseek",
+    "blockwise_float8": "mixed_bfloat16,matmul=blockwise_float8",
 }
 TARGET = 0.005  # the most that a recipe's loss may be from float32's
 EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")

@@ -1,4 +1,4 @@
-"""What `jaxmp.monitor` costs: bytes of a training step, ahead of time.
+"""What `jaxmp.numerics.monitor` costs: bytes of a training step, ahead of time.
 
     python benchmarks/monitor_aot.py           # TPU v5e; no accelerator is needed
     python benchmarks/monitor_aot.py --check   # exit with 1 where it costs more than 2 %
@@ -55,7 +55,7 @@ def in_a_branch(inner: optax.GradientTransformation, every: int) -> Any:
 
     def update(grads, state, params):
         count, kept, inner_state = state
-        scale = jaxmp.loss_scale(inner_state)
+        scale = jaxmp.loss_scaling.loss_scale(inner_state)
         due = count % every == 0
         kept = lax.cond(due, lambda: statistics(grads, scale), lambda: kept)
         updates, inner_state = inner.update(grads, inner_state, params)
@@ -94,7 +94,7 @@ def main() -> int:
         base = compiled(inner)
         print(f"\n{'':36}{'GB':>9}{'':9}{'Mcycles':>9}")
         show(name, base.gb_accessed, base.mcycles, base)
-        row = compiled(jaxmp.monitor(inner, every=args.every))
+        row = compiled(jaxmp.numerics.monitor(inner, every=args.every))
         show(f"monitor(…, every={args.every})", row.gb_accessed, row.mcycles, base)
         failures += row.gb_accessed > LIMIT * base.gb_accessed
         if args.branch:

@@ -96,11 +96,11 @@ def train(dtype: str, *, scaled: bool, updates: int, seed: int = 0) -> Run:
     losses, scales, skipped = [], [], []
     with tqdm(desc=name, total=updates, unit=" updates") as bar, CtrlC() as ctrl_c:
         while state.step < updates and not ctrl_c.pressed:
-            jaxmp.check_not_stuck(state)
+            jaxmp.loss_scaling.check_not_stuck(state)
             scales.append(float(state.loss_scale))
             state, loss = train_step(state)
             losses.append(float(loss))
-            skipped.append(not jaxmp.step_was_finite(state))
+            skipped.append(not jaxmp.loss_scaling.step_was_finite(state))
             bar.update(not skipped[-1])
     if ctrl_c.pressed:
         stop(f"{name}: stopped at update {state.step} of {updates}; nothing is kept")

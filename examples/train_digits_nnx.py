@@ -68,7 +68,7 @@ def train_step(model, optimizer, images, digits):
     loss, grads = jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(model, images, digits)
     optimizer.update(model, grads)
     # A step whose gradients overflow is skipped: by the optimizer, and by BatchNorm too.
-    finite = jaxmp.step_was_finite(optimizer.opt_state)
+    finite = jaxmp.loss_scaling.step_was_finite(optimizer.opt_state)
     new_averages = nnx.state(model, nnx.BatchStat)
     nnx.update(model, jaxmp.tree.select(finite, new_averages, averages))
     return loss
@@ -131,9 +131,9 @@ def train(policy: str, steps: int, batch: int, seed: int) -> Run:
                 break
     if ctrl_c.pressed:
         stop(f"{policy}, seed {seed}: stopped at step {len(losses)} of {steps}; nothing is kept")
-    jaxmp.check_not_stuck(optimizer.opt_state)
-    if (scale := float(jaxmp.loss_scale(optimizer.opt_state))) != 1:
-        skipped = jaxmp.skipped_count(optimizer.opt_state)
+    jaxmp.loss_scaling.check_not_stuck(optimizer.opt_state)
+    if (scale := float(jaxmp.loss_scaling.loss_scale(optimizer.opt_state))) != 1:
+        skipped = jaxmp.loss_scaling.skipped_count(optimizer.opt_state)
         print(f"{policy}: the loss scale is {scale:g}, {skipped} steps were skipped")
 
     graphdef, state = nnx.split(model)

@@ -183,7 +183,7 @@ def train(policy: str, size: Size, steps: int, batch: int, microbatches: int, se
                 jax.block_until_ready(losses[-2:-1])  # the step before: the devices never idle
                 bar.update()
                 if step % -(-steps // 10) == 0 or step == steps:
-                    jaxmp.check_not_stuck(state)
+                    jaxmp.loss_scaling.check_not_stuck(state)
                     value = float(loss)  # waits for the step
                     speed = step * examples * size.length / (time.perf_counter() - started)
                     if first:

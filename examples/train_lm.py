@@ -221,7 +221,7 @@ def train_from(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> 
     print(f"\n{policy}: what the loss function runs in\n{plan.summary()}")
 
     def evaluate(state):
-        jaxmp.check_not_stuck(state)
+        jaxmp.loss_scaling.check_not_stuck(state)
         return float(np.mean([eval_step(state.params, tokens) for tokens in evaluation]))
 
     data = itertools.islice(batches(text, size, seed), len(losses), None)

@@ -161,11 +161,15 @@ def train(args: argparse.Namespace) -> None:
 
 def report(step: int, state: jaxmp.TrainState, loss: jax.Array) -> None:
     """Prints a step, in every process. (A long run does so now and then: it waits for the step.)"""
-    note = "" if jaxmp.step_was_finite(state) else "  SKIPPED: the gradients are not finite"
+    note = (
+        ""
+        if jaxmp.loss_scaling.step_was_finite(state)
+        else "  SKIPPED: the gradients are not finite"
+    )
     scale, skipped = float(state.loss_scale), int(state.skipped_count)
     line = f"step {step}: loss {float(loss):.9g}, scale {scale:g}, skipped {skipped}{note}"
     print(line, flush=True)
-    jaxmp.check_not_stuck(state)
+    jaxmp.loss_scaling.check_not_stuck(state)
 
 
 def open_checkpoints(args: argparse.Namespace) -> ocp.CheckpointManager | None:

@@ -55,7 +55,7 @@ def under(policy):
             "loss_scale": state.loss_scale,
         }
         state = state.apply_gradients(grads=grads)
-        return state, metrics | {"finite": jaxmp.step_was_finite(state)}
+        return state, metrics | {"finite": jaxmp.loss_scaling.step_was_finite(state)}
 
     return model, tx, step, jax.jit(loss_fn)
 

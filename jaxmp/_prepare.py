@@ -50,7 +50,7 @@ def prepare(
       >>> model, tx = jaxmp.prepare(nn.Dense(8), optax.adamw(1e-3), "mixed_float16")
       >>> x = jnp.ones((1, 16))
       >>> params = model.init(jax.random.key(0), x)
-      >>> float(jaxmp.loss_scale(tx.init(params)))
+      >>> float(jaxmp.loss_scaling.loss_scale(tx.init(params)))
       65536.0
       >>> jaxmp.explain(model.apply)(params, x).contractions()
       {'float16': 1}

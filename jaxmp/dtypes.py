@@ -1,4 +1,9 @@
-"""Names of floating dtypes, and which half-precision format a device multiplies natively."""
+"""Names of floating dtypes, and which half-precision format a device multiplies natively.
+
+Example:
+  >>> parse_dtype("bf16") is jnp.bfloat16
+  True
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a program computes, number by number: `capture`, which `jaxmp.diagnose` reads.
+"""What a program computes, number by number: `capture`, `monitor`, and what reads them.
 
 Example:
   >>> import jax.numpy as jnp, jaxmp
   >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w))
-  >>> run = jaxmp.numerics.capture(loss, "mixed_bfloat16", jnp.ones((4, 4)), jnp.ones((2, 4)))
+  >>> run = jaxmp.numerics.capture(loss, "mixed_bfloat16")(jnp.ones((4, 4)), jnp.ones((2, 4)))
   >>> products = [m for m in run.sites.values() if m.site.op == "dot_general"]
   >>> float(products[0].statistics.largest)
   4.0
@@ -13,6 +13,7 @@ from jaxmp._numerics.capture import Capture, Measured, capture
 from jaxmp._numerics.compare import Comparison, Divergence, Pair
 from jaxmp._numerics.diagnose import Fault, NumericsReport
 from jaxmp._numerics.formats import ScaledFormat, Score, formats, score
+from jaxmp._numerics.monitor import monitor, read_monitor
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.plots import plot_scale
 from jaxmp._numerics.readings import SavedRun, load, save
@@ -36,7 +37,9 @@ __all__ = [
     "capture",
     "formats",
     "load",
+    "monitor",
     "plot_scale",
+    "read_monitor",
     "save",
     "score",
 ]

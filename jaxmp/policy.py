@@ -46,9 +46,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         and are added up in where they are sums over devices: float32, or the compute dtype, of
         which half the bytes cross. On GPUs a convolution's leave it in the compute dtype either
         way: XLA has no other convolution of 16-bit operands there.
-      wire_dtype: What gradients that are added up in float32 cross devices in, where that can be
-        said apart: of what `lax.all_gather` gathers under `jax.shard_map`. The compute dtype halves
-        their bytes, and rounds each device's part once.
+      reduce_scatter_dtype: What gradients that are added up in float32 cross devices in, where that
+        can be said apart: of what `lax.all_gather` gathers under `jax.shard_map`. The compute dtype
+        halves their bytes, and rounds each device's part once.
       saturate: What becomes of computed values beyond the range of the compute dtype, which for
         float16 ends at 65504. False leaves them infinite: the gradients are then not finite, and a
         loss scaler leaves the step out. True clips them to the largest finite value, where they are
@@ -58,9 +58,10 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         and 1/0, but not through a product. (Literals and masks, such as an attention mask's -1e9,
         are clipped either way.)
       matmul: In which format each of a layer's three products multiplies: a recipe, such as
-        `jaxmp.float8()`, or its string, such as "float8"; None for the compute dtype. "auto" is the
-        recipe that the default device multiplies fast, for the layers for which it is estimated to
-        pay; "auto@gpu-h100" decides for another chip. `jaxmp.explain` says what it took, and why.
+        `jaxmp.recipes.float8()`, or its string, such as "float8"; None for the compute dtype.
+        "auto" is the recipe that the default device multiplies fast, for the layers for which it is
+        estimated to pay; "auto@gpu-h100" decides for another chip. `jaxmp.explain` says what it
+        took, and why.
       residuals: What is kept for the backward pass: "save", whatever JAX finds that it reads, or
         "recompute", what `jaxmp.checkpoint_policies.long_contractions` keeps: float32 and
         elementwise values are computed again. That saves memory and takes time: more of it on TPUs,
@@ -82,8 +83,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
 
     Raises:
       ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype`,
-        `reduce_dtype` or `wire_dtype` is neither float32 nor the compute dtype, `matmul` has
-        formats that do not go with the compute dtype, `residuals` is neither "save" nor
+        `reduce_dtype` or `reduce_scatter_dtype` is neither float32 nor the compute dtype, `matmul`
+        has formats that do not go with the compute dtype, `residuals` is neither "save" nor
         "recompute", `attention` is not "fused" or names no chip, or `ops` names an unknown class.
       TypeError: If a dtype is neither a name nor a dtype, `saturate` is no bool, `matmul` is no
         recipe, or `ops` is not such a mapping.
@@ -101,7 +102,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     output_dtype: DTypeLike
     softmax_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
     reduce_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
-    wire_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
+    reduce_scatter_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
     saturate: bool = dataclasses.field(default=False, kw_only=True)
     # Typed loosely: given as a string, too, and kept as a recipe.
     matmul: Any = dataclasses.field(default=None, kw_only=True)
@@ -252,8 +253,8 @@ def _check_key(key: Any) -> None:
         )
 
 
-# What `get_policy` reads: a string, a `Policy`, a `PolicyMap`, a `jmp.Policy`, or a dtype.
 PolicyLike: TypeAlias = str | jmp.Policy | PolicyMap | DTypeLike
+"""What `get_policy` reads: a string, a `Policy`, a `PolicyMap`, a `jmp.Policy`, or a dtype."""
 
 
 def single_policy(where: str, spec: PolicyLike) -> Policy:

@@ -96,7 +96,7 @@ def _read_recipe(matmul: Any, what: str) -> Recipe | str | None:
     if isinstance(matmul, str):
         return parse_matmul(matmul)
     raise TypeError(
-        f"{what} takes a recipe, such as jaxmp.float8(), its string, 'auto', or None; got "
+        f"{what} takes a recipe, such as jaxmp.recipes.float8(), its string, 'auto', or None; got "
         f"{matmul!r} of type {type(matmul).__name__!r}."
     )
 
@@ -180,7 +180,7 @@ FIELDS: Final = (
     _dtype("output_dtype", ("o", "output")),
     _dtype("softmax_dtype", ("softmax",), check=_float32_or_compute),
     _dtype("reduce_dtype", ("reduce",), check=_float32_or_compute),
-    _dtype("wire_dtype", ("wire",), check=_float32_or_compute),
+    _dtype("reduce_scatter_dtype", ("reduce_scatter",), check=_float32_or_compute),
     Field("saturate", ("saturate",), _read_flag, lambda flag: str(flag).lower(), _parse_flag),
     Field("matmul", ("matmul",), _read_recipe, check=check_goes_with),
     Field("residuals", ("residuals",), _read_residuals, parse=lambda piece: piece.text.lower()),

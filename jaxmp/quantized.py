@@ -1,4 +1,10 @@
-"""`QuantizedArray`: a weight that is stored in few bits, as values and the scales of them."""
+"""`QuantizedArray`: a weight that is stored in few bits, as values and the scales of them.
+
+Example:
+  >>> import jaxmp
+  >>> is_quantized(jaxmp.quantize({"kernel": jnp.ones((256, 256))}, "int8")["kernel"])
+  True
+"""
 
 from __future__ import annotations
 

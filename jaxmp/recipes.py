@@ -4,6 +4,11 @@ A layer multiplies its input by its weights, ``y = x @ w``; its derivative is tw
 for the gradient of the input, ``dx = dy @ w.T``, and one for the gradient of the weights,
 ``dw = x.T @ dy``. A recipe, the `matmul` of a policy, names a format for each, and what shares a
 scale.
+
+Example:
+  >>> import jaxmp
+  >>> jaxmp.Policy("float32", "bfloat16", "float32", matmul=float8("e5m2"))
+  get_policy('mixed_bfloat16,matmul=e4m3:e5m2:e5m2')
 """
 
 from __future__ import annotations
@@ -20,8 +25,8 @@ __all__ = [
     "FORMATS",
     "Format",
     "Recipe",
+    "blockwise_float8",
     "check_goes_with",
-    "deepseek",
     "float8",
     "int8",
     "mxfp8",
@@ -213,19 +218,24 @@ def mxfp8() -> Recipe:
     return products("e4m3", granularity="mx")
 
 
-def deepseek() -> Recipe:
+def blockwise_float8() -> Recipe:
     """DeepSeek-V3's: e4m3, one scale for 1 x 128 of an activation and 128 x 128 of a weight.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 3.3.
 
     Example:
-      >>> deepseek().granularity
+      >>> blockwise_float8().granularity
       'block'
     """
     return products("e4m3", granularity="block")
 
 
-_NAMES: Final = {float8(): "float8", int8(): "int8", mxfp8(): "mxfp8", deepseek(): "deepseek"}
+_NAMES: Final = {
+    float8(): "float8",
+    int8(): "int8",
+    mxfp8(): "mxfp8",
+    blockwise_float8(): "blockwise_float8",
+}
 _NAMED: Final = {name: recipe for recipe, name in _NAMES.items()}
 
 

@@ -1,4 +1,9 @@
-"""Casting the floating leaves of pytrees, testing that all are finite, selecting between two."""
+"""Casting and rounding the leaves of pytrees, testing that all are finite, selecting of two.
+
+Example:
+  >>> str(cast_floating({"w": jnp.ones(2)}, "bf16")["w"].dtype)
+  'bfloat16'
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,10 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxmp.dtypes import parse_dtype
+from jaxmp.dtypes import dtype_name, parse_dtype
 from jaxmp.quantized import is_quantized
 
-__all__ = ["all_finite", "cast_floating", "select", "widen_floating"]
+__all__ = ["all_finite", "cast_floating", "select", "stochastic_round", "widen_floating"]
 
 T = TypeVar("T")
 
@@ -48,6 +53,63 @@ def cast_floating(tree: T, dtype: DTypeLike) -> T:
     target = np.dtype(parse_dtype(dtype, "cast_floating: dtype"))
     cast: T = jax.tree.map(lambda leaf: _cast_leaf(leaf, target), tree, is_leaf=is_quantized)
     return cast
+
+
+def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
+    """Casts the floating leaves of a pytree to 16 bits, rounding each number up or down at random.
+
+    A number between two neighbors of the dtype becomes the upper one with a probability equal to
+    the fraction of the way that it has gone, so its expectation is the number itself. One that the
+    dtype holds stays what it is. Infinities and NaNs are kept; a finite number beyond the largest
+    becomes the largest (which is the one case that is biased).
+
+    float64 leaves are first rounded to float32. Leaves that already have the dtype, and all that
+    `jaxmp.tree.cast_floating` does not touch (integers, PRNG keys, 8-bit floats), are returned as
+    they are.
+
+    Args:
+      tree: Any pytree.
+      key: PRNG key. Each leaf draws from it independently.
+      dtype: bfloat16 or float16, or the name of one.
+
+    Returns:
+      A pytree of the same structure.
+
+    Raises:
+      ValueError: If `dtype` is not one of 16 bits.
+      TypeError: If `key` is no PRNG key.
+
+    Example:
+      >>> x = jnp.full(10_000, 1 + 2**-9)  # a quarter of the way from 1 to the next bfloat16
+      >>> y = stochastic_round(x, jax.random.key(0), "bf16")
+      >>> print(y.dtype, jnp.unique(y), f"{jnp.mean(y > 1):.1f}")
+      bfloat16 [1 1.00781] 0.2
+    """
+    kind = getattr(key, "dtype", np.dtype(bool))
+    if not (jnp.issubdtype(kind, jax.dtypes.prng_key) or kind == jnp.uint32):  # an old-style key
+        raise TypeError(
+            "stochastic_round: key must be a PRNG key such as jax.random.key(0); got a value of "
+            f"type {type(key).__name__!r}."
+        )
+    target = np.dtype(parse_dtype(dtype, "stochastic_round: dtype"))
+    if target.itemsize != 2:
+        raise ValueError(
+            f"stochastic_round: dtype must be bfloat16 or float16; got {dtype_name(target)!r}, "
+            "to which .astype casts."
+        )
+
+    def round_leaf(index: int, leaf: Any) -> Any:
+        full = cast_floating(leaf, jnp.float32)
+        if isinstance(leaf, jax.ShapeDtypeStruct) or getattr(leaf, "dtype", None) == target:
+            return cast_floating(leaf, target)
+        if full is leaf and getattr(leaf, "dtype", None) != jnp.float32:
+            return leaf  # not one that is cast
+        return round_at_random(full, target, jax.random.fold_in(key, index)).astype(target)
+
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    rounded: T = treedef.unflatten([round_leaf(i, leaf) for i, leaf in enumerate(leaves)])
+    return rounded
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -179,3 +241,30 @@ def _leaf_finite(path: tuple[Any, ...], leaf: Any) -> Any:
         # of a clip; `jnp.all` would be a pass of its own.
         return jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32) == 0
     return np.all(np.isfinite(leaf))
+
+
+def round_at_random(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
+    """Rounds float32 at random to what `dtype`, of 16 bits, holds; the result is float32.
+
+    Adding random bits to those of a magnitude that are about to be cleared, and then clearing them,
+    rounds it up with the right probability, a carry into the exponent included.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    magnitude = bits & 0x7FFFFFFF
+    random = jax.random.bits(key, x.shape, jnp.uint32)
+    # How many of a float32 fraction's 23 bits go: all but 7 or 10; and for float16, whose smallest
+    # normal number is 2^-14 (113 in float32's exponent), one more for each halving below that.
+    dropped = jnp.uint32(16)
+    if dtype == jnp.float16:
+        dropped = 13 + (113 - jnp.clip(magnitude >> 23, 103, 113))
+    below = (jnp.uint32(1) << dropped) - 1
+    rounded = (magnitude + (random & below)) & ~below
+    if dtype == jnp.float16:
+        # Below 2^-24, the smallest float16: that number with probability |x| / 2^-24, in steps of
+        # 2^-32, or 0.
+        up = random < (jnp.abs(x) * 2.0**56).astype(jnp.uint32)
+        tiny = jnp.where(up, np.float32(2.0**-24).view(np.uint32), np.uint32(0))
+        rounded = jnp.where(magnitude >> 23 < 103, tiny, rounded)
+    largest = np.asarray(jnp.finfo(dtype).max, np.float32).view(np.uint32)
+    rounded = jnp.minimum(rounded, largest) | (bits ^ magnitude)
+    return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(rounded, jnp.float32), x)

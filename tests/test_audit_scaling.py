@@ -45,11 +45,11 @@ def by_jaxmp(loss: Step, state: Any) -> Step:
 
 
 def only_scaled(loss: Step, state: Any) -> Step:
-    return jax.grad(lambda *args: jaxmp.scale_loss(loss(*args), state.opt_state))
+    return jax.grad(lambda *args: jaxmp.loss_scaling.scale_loss(loss(*args), state.opt_state))
 
 
 def only_scaled_by_hand(loss: Step, state: Any) -> Step:
-    return jax.grad(lambda *args: loss(*args) * jaxmp.loss_scale(state.opt_state))
+    return jax.grad(lambda *args: loss(*args) * jaxmp.loss_scaling.loss_scale(state.opt_state))
 
 
 def only_unscaled(loss: Step, state: Any) -> Step:
@@ -62,7 +62,10 @@ def by_scale_loss(loss: Step, state: Any) -> Step:
 
 
 def by_hand(loss: Step, state: Any) -> Step:
-    gradient, scale = only_scaled_by_hand(loss, state), jaxmp.loss_scale(state.opt_state)
+    gradient, scale = (
+        only_scaled_by_hand(loss, state),
+        jaxmp.loss_scaling.loss_scale(state.opt_state),
+    )
     return lambda *args: jax.tree.map(lambda g: g / scale, gradient(*args))
 
 
@@ -155,7 +158,7 @@ def test_accumulated_in_a_scan() -> None:
 def divided(loss: Step, state: Any) -> Step:
     def gradient(*args: Any) -> Any:
         grads = by_jaxmp(loss, state)(*args)
-        return jax.tree.map(lambda g: g / jaxmp.loss_scale(state.opt_state), grads)
+        return jax.tree.map(lambda g: g / jaxmp.loss_scaling.loss_scale(state.opt_state), grads)
 
     return gradient
 
@@ -171,7 +174,9 @@ def both_twice(loss: Step, state: Any) -> Step:
 
 
 def scaled_twice(loss: Step, state: Any) -> Step:
-    return by_jaxmp(lambda *args: jaxmp.scale_loss(loss(*args), state.opt_state), state)
+    return by_jaxmp(
+        lambda *args: jaxmp.loss_scaling.scale_loss(loss(*args), state.opt_state), state
+    )
 
 
 ONCE_TOO_OFTEN = {
@@ -278,7 +283,9 @@ class TestNNX:
         def step(model: Any, optimizer: Any, x: Any, y: Any) -> None:
             def loss(model: Any) -> Any:
                 value = jnp.mean((model(x) - y) ** 2)
-                return jaxmp.scale_loss(value, optimizer.opt_state) if scaled else value
+                return (
+                    jaxmp.loss_scaling.scale_loss(value, optimizer.opt_state) if scaled else value
+                )
 
             grads = nnx.grad(loss)(model)
             if scaled:

@@ -178,7 +178,10 @@ def run(policy, state, step, parts) -> Run:
         after = jax.tree.map(np.asarray, parts(state)[0])
         way = jax.tree.map(lambda w, a, b: w + norm(a - b), way, after, before)
     opt_state = parts(state)[1]
-    skipped, scale = jaxmp.skipped_count(opt_state), jaxmp.loss_scale(opt_state)
+    skipped, scale = (
+        jaxmp.loss_scaling.skipped_count(opt_state),
+        jaxmp.loss_scaling.loss_scale(opt_state),
+    )
     return Run(losses, after, way, int(skipped), float(scale))
 
 

@@ -446,7 +446,7 @@ def test_a_decoder_trains_from_the_advised_scale_on_without_a_skip(shrunk: float
     for i in range(200):
         state, loss = step(state, batch(i))
     assert loss < shrunk * 2
-    assert jaxmp.skipped_count(state.opt_state) == 0
+    assert jaxmp.loss_scaling.skipped_count(state.opt_state) == 0
     assert state.loss_scale == report.init_scale
 
 

@@ -14,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import tree_utils
 
 import jaxmp
-from jaxmp import LossScaleState, dynamic_loss_scale, static_loss_scale
+from jaxmp import dynamic_loss_scale, static_loss_scale
 from jaxmp._training.opt_state import find_scalers
+from jaxmp.loss_scaling import LossScaleState
 
 BAD = (np.nan, np.inf, -np.inf)
 
@@ -324,7 +325,11 @@ def test_18_multi_steps_outside_is_refused():
     optimizer = optax.MultiSteps(dynamic_loss_scale(optax.sgd(1.0)), every_k_schedule=2)
     state = {"opt": optimizer.init(jnp.zeros(()))}
     message = r"optax.MultiSteps at \['opt'\] is around a loss scaler.*The right form is dynamic"
-    for read in (jaxmp.loss_scale, lambda s: jaxmp.value_and_grad(jnp.sum, s), find_scalers):
+    for read in (
+        jaxmp.loss_scaling.loss_scale,
+        lambda s: jaxmp.value_and_grad(jnp.sum, s),
+        find_scalers,
+    ):
         with pytest.raises(ValueError, match=message):
             read(state)
     # Without a scaler it is nobody's business.
@@ -356,15 +361,19 @@ def test_20_the_scale_is_found_in_nested_states():
     optimizer = nested(dynamic_loss_scale(optax.adam(0.1), init_scale=32))
     state = optimizer.init({"w": jnp.ones(2)})
     assert float(tree_utils.tree_get(state, "loss_scale")) == 32
-    assert float(jaxmp.loss_scale(state)) == 32
+    assert float(jaxmp.loss_scaling.loss_scale(state)) == 32
     state = tree_utils.tree_set(state, loss_scale=jnp.float32(4))
-    assert float(jaxmp.loss_scale({"step": 1, "opt_state": state})) == 4
+    assert float(jaxmp.loss_scaling.loss_scale({"step": 1, "opt_state": state})) == 4
 
 
 def test_20_two_scalers_are_both_named():
     optimizer = optax.chain(dynamic_loss_scale(), optax.chain(static_loss_scale(None, 2.0)))
     state = optimizer.init(jnp.ones(2))
-    for read in (jaxmp.loss_scale, jaxmp.skipped_count, jaxmp.step_was_finite):
+    for read in (
+        jaxmp.loss_scaling.loss_scale,
+        jaxmp.loss_scaling.skipped_count,
+        jaxmp.loss_scaling.step_was_finite,
+    ):
         with pytest.raises(
             ValueError, match=r"2 loss scalers in the state, at \[0\] and \[1\]\[0\]"
         ):
@@ -612,7 +621,7 @@ def test_loss_scale_for_wraps_only_for_float16(policy, scaled):
     optimizer = jaxmp.loss_scale_for(policy, inner, init_scale=4.0)
     assert (optimizer is inner) != scaled
     state = optimizer.init(jnp.zeros(()))
-    assert float(jaxmp.loss_scale(state)) == (4 if scaled else 1)
+    assert float(jaxmp.loss_scaling.loss_scale(state)) == (4 if scaled else 1)
 
 
 def test_loss_scale_for_takes_the_policy_first():

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
-from jaxmp import dynamic_loss_scale, master_weights, stochastic_round
+from jaxmp import dynamic_loss_scale, master_weights
 from jaxmp._training.master_weights import MasterWeightsState, StochasticRoundingState
+from jaxmp.tree import stochastic_round
 
 from support import slow_when
 

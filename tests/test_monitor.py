@@ -17,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax import tree_utils
 
 import jaxmp
-from jaxmp import dynamic_loss_scale, monitor, read_monitor
+from jaxmp import dynamic_loss_scale
 from jaxmp._numerics.monitor import MonitorState
+from jaxmp.numerics import monitor, read_monitor
 
 from support import slow_when
 from training import OVERFLOW, NnxNet, X, assert_same, fsdp, full_state, nnx_step, train_step
@@ -339,7 +340,7 @@ def test_the_documented_loop_logs_to_anything():
     for step, grads in enumerate(STEPS):
         params, state = jitted(MONITORED)(params, state, grads)
         if step % 2 == 0:
-            for name, value in jaxmp.read_monitor({"opt_state": state}).items():
+            for name, value in jaxmp.numerics.read_monitor({"opt_state": state}).items():
                 if not isinstance(value, str):
                     writer.add_scalar(name, value, step)
     assert [row for row in writer if row[0] == "loss_scale"] == [

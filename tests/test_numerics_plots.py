@@ -133,7 +133,7 @@ def test_the_scale_over_time(monkeypatch):
     [
         ([], "history is empty"),
         ([{"step_count": 1}], r"history\[0\] has no 'loss_scale'"),
-        ([object()], "what jaxmp.read_monitor returns"),
+        ([object()], "what jaxmp.numerics.read_monitor returns"),
         (readings((2, 1.0, 0), (2, 1.0, 0)), r"history\[1\] is of step 2, and the one before of 2"),
         ([4.0, 0.0], r"the scale of history\[1\] is 0.0"),
     ],

@@ -21,7 +21,8 @@ from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
 
 import jaxmp
-from jaxmp import LossScaleState, dynamic_loss_scale
+from jaxmp import dynamic_loss_scale
+from jaxmp.loss_scaling import LossScaleState
 
 from training import NnxNet
 
@@ -35,11 +36,11 @@ def loss_fn(params):
 
 
 READERS = {
-    "loss_scale": jaxmp.loss_scale,
-    "step_was_finite": jaxmp.step_was_finite,
-    "skipped_count": jaxmp.skipped_count,
-    "check_not_stuck": jaxmp.check_not_stuck,
-    "scale_loss": lambda state: jaxmp.scale_loss(jnp.float32(1), state),
+    "loss_scale": jaxmp.loss_scaling.loss_scale,
+    "step_was_finite": jaxmp.loss_scaling.step_was_finite,
+    "skipped_count": jaxmp.loss_scaling.skipped_count,
+    "check_not_stuck": jaxmp.loss_scaling.check_not_stuck,
+    "scale_loss": lambda state: jaxmp.loss_scaling.scale_loss(jnp.float32(1), state),
     "unscale": lambda state: jaxmp.loss_scaling.unscale(PARAMS, state),
     "value_and_grad": lambda state: jaxmp.value_and_grad(loss_fn, state),
     "grad": lambda state: jaxmp.grad(loss_fn, state),
@@ -110,8 +111,8 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_a_state_without_a_scaler_counts_as_scale_1(name):
     state = STATES[name]()
-    assert float(jaxmp.loss_scale(state)) == 1
-    assert jaxmp.scale_loss(jnp.float32(3), state) == 3
+    assert float(jaxmp.loss_scaling.loss_scale(state)) == 1
+    assert jaxmp.loss_scaling.scale_loss(jnp.float32(3), state) == 3
     value, grads = jaxmp.value_and_grad(loss_fn, state)(PARAMS)
     np.testing.assert_array_equal(value, loss_fn(PARAMS))
     np.testing.assert_array_equal(grads["w"], jax.grad(loss_fn)(PARAMS)["w"])
@@ -173,9 +174,9 @@ def test_the_message_has_the_right_call():
     for reader, call in (
         ("value_and_grad", "jaxmp.value_and_grad(loss_fn, opt_state)"),
         ("grad", "jaxmp.grad(loss_fn, opt_state)"),
-        ("scale_loss", "jaxmp.scale_loss(loss, opt_state)"),
+        ("scale_loss", "jaxmp.loss_scaling.scale_loss(loss, opt_state)"),
         ("unscale", "jaxmp.loss_scaling.unscale(grads, opt_state)"),
-        ("loss_scale", "jaxmp.loss_scale(opt_state)"),
+        ("loss_scale", "jaxmp.loss_scaling.loss_scale(opt_state)"),
     ):
         with pytest.raises(TypeError) as caught:
             READERS[reader](None)
@@ -185,14 +186,14 @@ def test_the_message_has_the_right_call():
 def test_arguments_in_each_others_place_are_refused():
     state = SCALED.init(PARAMS)
     with pytest.raises(TypeError, match=r"scale_loss: opt_state must be .*; got one 'ArrayImpl'"):
-        jaxmp.scale_loss(state, jnp.float32(1))
+        jaxmp.loss_scaling.scale_loss(state, jnp.float32(1))
     with pytest.raises(TypeError, match=r"value_and_grad: opt_state must be .*; got 'loss_fn'"):
         jaxmp.value_and_grad(state, loss_fn)
     with pytest.raises(TypeError, match=r"grad: loss_fn, which .*; got 'LossScaleState'"):
         jaxmp.grad(state, state)
     # Within a traced step, where the loss is no array yet.
     with pytest.raises(TypeError, match="scale_loss: opt_state must be"):
-        jax.grad(lambda x: jaxmp.scale_loss(state, x))(1.0)
+        jax.grad(lambda x: jaxmp.loss_scaling.scale_loss(state, x))(1.0)
 
 
 @pytest.mark.parametrize("name", ["nnx.state", "pure dict", "flax.serialization", "in a dict"])
@@ -229,7 +230,7 @@ def test_a_hand_written_optimizer_needs_no_state_of_a_kind_in_a_train_state():
         updates, _ = masters.update(low, masters.init(low), low)
         np.testing.assert_array_equal(updates["w"], [-1, -1])
     with pytest.raises(TypeError, match="known by being a NamedTuple"):
-        jaxmp.loss_scale(tx.init(PARAMS))
+        jaxmp.loss_scaling.loss_scale(tx.init(PARAMS))
 
 
 # Wrappers of optax around a scaler.
@@ -289,8 +290,11 @@ def test_wrappers_that_bear_a_scaler_inside(name):
     want, _ = train(wrap(SGD), [GRADS] * 3)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, want)
     params, state = train(tx, [BAD] * 3 + [GRADS] * 2)
-    assert jaxmp.all_finite(params)
-    assert (float(jaxmp.loss_scale(state)), int(jaxmp.skipped_count(state))) == (128, 3)
+    assert jaxmp.tree.all_finite(params)
+    assert (
+        float(jaxmp.loss_scaling.loss_scale(state)),
+        int(jaxmp.loss_scaling.skipped_count(state)),
+    ) == (128, 3)
 
 
 def test_lookahead_bears_a_scaler_inside():
@@ -300,7 +304,10 @@ def test_lookahead_bears_a_scaler_inside():
     for grads in (BAD, GRADS):
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    assert (float(jaxmp.loss_scale(state)), int(jaxmp.skipped_count(state))) == (512, 1)
+    assert (
+        float(jaxmp.loss_scaling.loss_scale(state)),
+        int(jaxmp.loss_scaling.skipped_count(state)),
+    ) == (512, 1)
     np.testing.assert_allclose(params.slow["w"], PARAMS["w"] - 0.5 * 0.125 * GRADS["w"])
 
 
@@ -317,7 +324,7 @@ def test_wrappers_that_do_not_bear_a_scaler_are_refused(name):
     with pytest.raises(ValueError, match="is around a loss scaler"):
         jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=wrap(dynamic_loss_scale(SGD)))
     # Without a scaler it is nobody's business.
-    assert float(jaxmp.loss_scale(wrap(SGD).init(PARAMS))) == 1
+    assert float(jaxmp.loss_scaling.loss_scale(wrap(SGD).init(PARAMS))) == 1
 
 
 @pytest.mark.parametrize("name", sorted(REFUSES.keys() - {"sam's adversary", "in a chain"}))
@@ -329,7 +336,7 @@ def test_what_is_refused_hides_or_keeps_an_overflow(name):
         bad = {**GRADS, leaf: GRADS[leaf].at[0].set(jnp.nan)}
         params, state = train(tx, [bad if i == at else GRADS for i in range(6)])
         [scaler] = (s for s in jax.tree.leaves(state, is_leaf=is_scaler) if is_scaler(s))
-        return not jaxmp.all_finite((params, scaler)) or int(scaler.skipped_count) != 1
+        return not jaxmp.tree.all_finite((params, scaler)) or int(scaler.skipped_count) != 1
 
     def is_scaler(node):
         return isinstance(node, LossScaleState)
@@ -369,7 +376,7 @@ def test_what_keeps_nothing_may_be_in_front_of_a_scaler(name):
     want, _ = losses(ADAM, [1.0, 1.0])
     got, state = losses(dynamic_loss_scale(ADAM), [1.0, jnp.float32(3e38), 1.0])
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert int(jaxmp.skipped_count(state)) == 1
+    assert int(jaxmp.loss_scaling.skipped_count(state)) == 1
 
 
 KEEPING = {
@@ -403,7 +410,7 @@ def test_a_scaler_after_what_keeps_a_state_is_refused(name):
 def test_a_state_beside_parameters_is_no_chain():
     state = dynamic_loss_scale(SGD).init(PARAMS)
     for holder in ((PARAMS, state), (jnp.zeros(()), PARAMS, {}, (), state), ([PARAMS], (state,))):
-        assert float(jaxmp.loss_scale(holder)) == 2.0**16
+        assert float(jaxmp.loss_scaling.loss_scale(holder)) == 2.0**16
 
 
 @pytest.mark.parametrize("name", ["partition", "multi_transform", "selective_transform"])
@@ -412,7 +419,7 @@ def test_the_wrapper_is_named_and_not_what_it_is_made_of(name):
     state = optax.chain(optax.clip(1.0), REFUSES[name](dynamic_loss_scale(SGD))).init(PARAMS)
     message = r"^optax\.partition \(or multi_transform\) at \[1\] is .*le\(optax\.partition\("
     with pytest.raises(ValueError, match=message):
-        jaxmp.loss_scale(state)
+        jaxmp.loss_scaling.loss_scale(state)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSES.keys() - {"sam", "sam's adversary", "in a chain"}))

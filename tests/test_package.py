@@ -92,50 +92,37 @@ def loaded_by(statement: str, *modules: str) -> set[str]:
 
 def test_the_root_exports_these_names():
     assert jaxmp.__all__ == [
-        "LossScaleState",
         "Policy",
+        "PolicyLike",
         "PolicyMap",
-        "QuantizedArray",
-        "Recipe",
         "TrainState",
         "__version__",
         "accumulate_gradients",
-        "all_finite",
         "audit",
         "autocast",
-        "check_not_stuck",
         "checkpoint_policies",
-        "deepseek",
         "dequantize",
         "devices",
         "diagnose",
+        "dtypes",
         "dynamic_loss_scale",
         "explain",
-        "float8",
         "full_precision",
         "get_policy",
-        "grad",
-        "int8",
-        "loss_scale",
         "loss_scale_for",
         "loss_scaling",
         "master_weights",
-        "monitor",
-        "mxfp8",
         "numerics",
         "policies",
         "preflight",
         "prepare",
-        "products",
         "quantize",
-        "read_monitor",
+        "quantized",
+        "recipes",
         "reduced_precision",
-        "scale_loss",
-        "skipped_count",
         "static_loss_scale",
-        "step_was_finite",
-        "stochastic_round",
         "testing",
+        "tree",
         "tune",
         "validate",
         "value_and_grad",
@@ -158,8 +145,23 @@ def test_the_root_has_no_public_name_that_it_does_not_export():
         for name, value in vars(jaxmp).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    modules = {"checkpoint_policies", "devices", "loss_scaling", "numerics", "policies", "testing"}
+    modules = {n for n in jaxmp.__all__ if inspect.ismodule(getattr(jaxmp, n))}
     assert public | modules == set(jaxmp.__all__) - {"__version__"}
+    assert len(public) <= 26
+
+
+def test_names_that_were_at_the_root_say_where_they_are():
+    for module, names in jaxmp._MOVED.items():
+        for name in names.split():
+            with pytest.raises(
+                AttributeError, match=f"no attribute '{name}'; it is {module}.{name}"
+            ):
+                getattr(jaxmp, name)
+            assert hasattr(sys.modules[module], name)
+    with pytest.raises(AttributeError, match=r"it is jaxmp\.recipes\.blockwise_float8"):
+        _ = jaxmp.deepseek
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+        _ = jaxmp.nothing
 
 
 def test_no_export_hides_a_module():
@@ -171,7 +173,7 @@ def test_no_export_hides_a_module():
 
 def test_every_export_has_a_docstring_with_an_example():
     for name in jaxmp.__all__:
-        if name != "__version__":
+        if name not in ("__version__", "PolicyLike"):
             assert ">>>" in (inspect.getdoc(getattr(jaxmp, name)) or ""), name
 
 

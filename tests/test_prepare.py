@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp import LossScaleState
 from jaxmp.dtypes import half_dtype
+from jaxmp.loss_scaling import LossScaleState
 
 X = jnp.ones((4, 16))
 TX = optax.adamw(1e-3)
@@ -44,7 +44,7 @@ def test_a_model_and_its_optimizer_are_under_one_policy(name: str, dtype: str) -
     assert products(model) == {dtype}
     state = tx.init(X)
     assert isinstance(state, LossScaleState) == (dtype == "float16")
-    assert float(jaxmp.loss_scale(state)) == (8 if dtype == "float16" else 1)
+    assert float(jaxmp.loss_scaling.loss_scale(state)) == (8 if dtype == "float16" else 1)
 
 
 def test_the_default_is_what_the_device_multiplies() -> None:

@@ -360,7 +360,7 @@ def test_a_step_that_overflows_is_left_out_or_clipped_as_the_policy_says() -> No
         value, grads = jaxmp.value_and_grad(jaxmp.autocast(loss, policy), state)(w, x)
         assert bool(np.isfinite(value)) is finite
         _, state = tx.update(grads, state, w)
-        assert bool(jaxmp.step_was_finite(state)) is finite
+        assert bool(jaxmp.loss_scaling.step_was_finite(state)) is finite
 
 
 # --- cotangents that nearly cancel ----------------------------------------------------------------

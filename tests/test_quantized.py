@@ -103,7 +103,7 @@ def test_no_cast_narrows_its_scales(fmt):
         after = cast(params)
         assert after["kernel"] is params["kernel"]
     assert jaxmp.get_policy("bfloat16").cast_to_param(params)["bias"].dtype == jnp.bfloat16
-    assert bool(jaxmp.all_finite(params))
+    assert bool(jaxmp.tree.all_finite(params))
 
 
 def test_its_region_is_that_of_the_float32_policy():

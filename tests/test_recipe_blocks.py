@@ -34,13 +34,13 @@ from jaxmp._autocast.products import blockwise
 from jaxmp._autocast.products.native import chip_for
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._speed import chip_of
-from jaxmp.recipes import Recipe, deepseek, float8, mxfp8
+from jaxmp.recipes import Recipe, blockwise_float8, float8, mxfp8
 
 from support import needs_gpu_compiler, slow_when
 
-BLOCKED = [deepseek(), mxfp8()]
+BLOCKED = [blockwise_float8(), mxfp8()]
 # Of activations and gradients; of weights: rows, and elements along what is summed.
-SIZES = {deepseek(): ((1, 128), (128, 128)), mxfp8(): ((1, 32), (1, 32))}
+SIZES = {blockwise_float8(): ((1, 128), (128, 128)), mxfp8(): ((1, 32), (1, 32))}
 B200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA B200", None, "gpu"))
 
 
@@ -108,7 +108,7 @@ TABLE = {
 
 @slow_when(lambda name: name != "normal")
 @pytest.mark.parametrize(
-    "recipe", [deepseek(), pytest.param(mxfp8(), marks=pytest.mark.slow)], ids=str
+    "recipe", [blockwise_float8(), pytest.param(mxfp8(), marks=pytest.mark.slow)], ids=str
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_errors_are_at_or_under_the_table(name: str, recipe: Recipe) -> None:
@@ -116,7 +116,7 @@ def test_errors_are_at_or_under_the_table(name: str, recipe: Recipe) -> None:
     assert (errors(product(recipe), name, draws) <= TABLE[name]).all()
 
 
-@slow_when(lambda recipe: recipe == deepseek())
+@slow_when(lambda recipe: recipe == blockwise_float8())
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 def test_no_row_is_lost(recipe: Recipe) -> None:
     drawn = operands("rows over seven decades")
@@ -190,7 +190,7 @@ def test_what_is_not_finite_is_seen(value: float, recipe: Recipe) -> None:
         assert found == [not read for read in reads]
 
 
-@slow_when(lambda recipe: recipe == deepseek())
+@slow_when(lambda recipe: recipe == blockwise_float8())
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 def test_float16_does_not_overflow_before_it_is_added_up(recipe: Recipe) -> None:
     x = np.full((16, 64), 2.0**12)
@@ -202,14 +202,14 @@ def test_float16_does_not_overflow_before_it_is_added_up(recipe: Recipe) -> None
     np.testing.assert_array_equal(np.abs(dw), np.inf)  # 2^16, which float16 does not have
 
 
-@slow_when(lambda recipe: recipe == deepseek())
+@slow_when(lambda recipe: recipe == blockwise_float8())
 @pytest.mark.parametrize("recipe", BLOCKED, ids=str)
 def test_the_backward_pass_keeps_8_bits_and_scales_only(recipe: Recipe) -> None:
     x, w = jnp.ones((32, 256)), jnp.ones((256, 128))
     _, vjp = jax.vjp(product(recipe), x, w)
     kept = sorted((str(a.dtype), a.shape) for a in jax.tree.leaves(vjp) if a.size > 1)
     scales = {
-        deepseek(): [("float32", (1, 1, 2)), ("float32", (1, 32, 2))],
+        blockwise_float8(): [("float32", (1, 1, 2)), ("float32", (1, 32, 2))],
         mxfp8(): [("uint8", (1, 128, 8)), ("uint8", (1, 32, 8))],
     }
     eights = [("uint8", (32, 256)), ("uint8", (256, 128))]
@@ -307,7 +307,7 @@ def test_where_blocks_and_float8_are_multiplied() -> None:
     [
         ("NVIDIA A100-SXM4-80GB", float8(), 1),
         ("NVIDIA H100 80GB HBM3", float8(), 0),  # reads 8 bits: nothing is widened
-        ("NVIDIA H100 80GB HBM3", deepseek(), 1),
+        ("NVIDIA H100 80GB HBM3", blockwise_float8(), 1),
         ("NVIDIA B200", mxfp8(), 1),
     ],
 )
@@ -372,9 +372,9 @@ def test_inside_a_shard_map(recipe: Recipe, native: bool, monkeypatch: Any) -> N
     ("chip", "recipe", "calls"),
     [
         ("gpu-b200", mxfp8(), {"__cudnn$blockScaledDot": 3}),
-        ("gpu-b200", deepseek(), {"__cublas$lt$matmul": 3}),
+        ("gpu-b200", blockwise_float8(), {"__cublas$lt$matmul": 3}),
         ("gpu-h100", mxfp8(), {"__cublas$lt$matmul": 3}),
-        ("gpu-h100", deepseek(), {"__cublas$lt$matmul": 3}),
+        ("gpu-h100", blockwise_float8(), {"__cublas$lt$matmul": 3}),
         ("gpu-a100", mxfp8(), {"__cublas$lt$matmul": 3}),
         ("gpu-a100", float8(), {"__cublas$lt$matmul": 3}),
         ("gpu-h100", float8(), {"__cublas$lt$matmul$f8": 3}),

@@ -151,7 +151,9 @@ def test_assertions_about_8_bits() -> None:
         assert_contractions_in(plain, dtype="float8_e4m3fn")(weights(), TOKENS)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("deepseek", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", pytest.param("blockwise_float8", marks=pytest.mark.slow)]
+)
 def test_blocks_that_are_emulated_count_as_what_they_are(recipe: str) -> None:
     step = jax.grad(jaxmp.autocast(loss, f"mixed_bfloat16,matmul={recipe}"))
     found = jaxmp.audit(step)(weights(), TOKENS).quantized()
@@ -498,7 +500,7 @@ def test_an_overflow_is_seen_by_the_loss_scaler() -> None:
     tx = jaxmp.dynamic_loss_scale(optax.sgd(0.1))
     state = tx.init(p)
     fast = jaxmp.autocast(loss, "mixed_float16,matmul=float8")
-    grads = jax.jit(jax.grad(lambda p: jaxmp.scale_loss(fast(p, TOKENS), state)))(p)
+    grads = jax.jit(jax.grad(lambda p: jaxmp.loss_scaling.scale_loss(fast(p, TOKENS), state)))(p)
     updates, state = tx.update(grads, state, p)
     assert int(state.skipped_count) == 1
     assert all(not x.any() for x in jax.tree.leaves(updates))

@@ -315,7 +315,7 @@ def test_what_is_sent_once_comes_back_once(name: str) -> None:
     assert error(jax.jit(step)(w, x), jax.jit(jax.grad(loss))(w, x)) < 0.01
 
 
-WIRE = "mixed_bfloat16,wire=bf16"
+WIRE = "mixed_bfloat16,reduce_scatter=bf16"
 # How a weight is split, and how it is gathered.
 GATHERS = {
     "joined": (PartitionSpec("d"), lambda w: lax.all_gather(w, "d", tiled=True)),
@@ -375,7 +375,7 @@ def test_gradients_cross_in_16_bits_and_are_added_up_in_float32(name: str, check
 def test_explain_says_where_the_wire_is_not_ours() -> None:
     """Under `jax.jit` the compiler adds gradients up, in the dtype in which they cross."""
     w, x = given("layer")
-    said = "wire_dtype: of no effect"
+    said = "reduce_scatter_dtype: of no effect"
     assert said in explain(PROGRAMS["layer"][2], WIRE)(w, x).summary()
     gathering = jax.shard_map(
         lambda w, x: x @ lax.all_gather(w, "d", tiled=True),
@@ -394,9 +394,11 @@ def test_strings_and_what_is_refused() -> None:
     assert str(policy) == "mixed_bfloat16,reduce=bf16"
     assert jaxmp.get_policy("mixed_bfloat16,reduce=f32") == jaxmp.get_policy("mixed_bfloat16")
     wired = jaxmp.get_policy(WIRE)
-    assert (wired.reduce_dtype, wired.wire_dtype) == (jnp.float32, jnp.bfloat16)
+    assert (wired.reduce_dtype, wired.reduce_scatter_dtype) == (jnp.float32, jnp.bfloat16)
     assert jaxmp.get_policy(str(wired)) == wired
-    with pytest.raises(ValueError, match=r"wire_dtype must be float32 or the compute dtype"):
-        jaxmp.get_policy("mixed_bfloat16,wire=f16")
+    with pytest.raises(
+        ValueError, match=r"reduce_scatter_dtype must be float32 or the compute dtype"
+    ):
+        jaxmp.get_policy("mixed_bfloat16,reduce_scatter=f16")
     with pytest.raises(ValueError, match=r"reduce_dtype must be float32 or the compute dtype"):
         jaxmp.get_policy("mixed_bfloat16,reduce=f16")

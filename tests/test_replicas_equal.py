@@ -52,7 +52,7 @@ def trained(axis_name, *, average=False, policy="mixed_float16", steps=2):
 def test_devices_that_leave_out_steps_by_themselves_are_reported():
     params, state = trained(())
     with pytest.raises(ValueError, match="hold one state of the scaler do not") as raised:
-        jaxmp.check_not_stuck(state)
+        jaxmp.loss_scaling.check_not_stuck(state)
     message = str(raised.value)
     assert "loss_scale is 8 on " in message
     assert "and 6 more, 2 on " in message  # seven devices, and the one whose rows overflow
@@ -64,27 +64,27 @@ def test_devices_that_leave_out_steps_by_themselves_are_reported():
     ):
         assert_in_step(params)
     with pytest.raises(ValueError, match="hold one state of the scaler do not"):
-        jaxmp.check_not_stuck({"params": params, "opt_state": state})
+        jaxmp.loss_scaling.check_not_stuck({"params": params, "opt_state": state})
 
 
 @pytest.mark.slow
 def test_an_axis_that_was_not_named_is_found():
     _, state = trained("data")
     with pytest.raises(ValueError, match=r"loss_scale is 8 on .* and 3 more, 2 on .* and 3 more"):
-        jaxmp.check_not_stuck(state)
+        jaxmp.loss_scaling.check_not_stuck(state)
 
 
 def test_devices_in_step_pass():
     params, state = trained(None, average=True)
-    assert int(jaxmp.skipped_count(state)) == 2
-    jaxmp.check_not_stuck(state)
+    assert int(jaxmp.loss_scaling.skipped_count(state)) == 2
+    jaxmp.loss_scaling.check_not_stuck(state)
     assert_in_step((params, state))
 
 
 @pytest.mark.slow
 def test_gradients_that_nobody_averaged_are_found_without_a_scaler():
     params, state = trained(None, policy="float32")
-    jaxmp.check_not_stuck(state)  # every step was finite, on all
+    jaxmp.loss_scaling.check_not_stuck(state)  # every step was finite, on all
     with pytest.raises(AssertionError, match=r"average gradients over devices"):
         assert_in_step(params)
 
@@ -136,7 +136,7 @@ def test_states_of_an_ensemble_may_differ():
     """One on each device, of which none is a copy of another."""
     state = jax.vmap(jaxmp.dynamic_loss_scale(optax.sgd(0.1)).init)(jnp.ones((8, 3)))
     scales = on(P(("data", "model")), jnp.arange(1.0, 9.0))
-    jaxmp.check_not_stuck(state._replace(loss_scale=scales))
+    jaxmp.loss_scaling.check_not_stuck(state._replace(loss_scale=scales))
 
 
 def test_what_is_refused():

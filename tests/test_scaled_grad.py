@@ -88,7 +88,7 @@ def test_unscale_divides_what_scale_loss_multiplied():
     state = state_of(2.0**16)
 
     def scaled(params, x):
-        return jaxmp.scale_loss(low_products(params, x) * 2.0**-30, state)
+        return jaxmp.loss_scaling.scale_loss(low_products(params, x) * 2.0**-30, state)
 
     grads = jax.grad(scaled)({"w": PARAMS["w"].astype(jnp.float16)}, X)
     got = jaxmp.loss_scaling.unscale({**grads, "step": 3, "none": None}, state)
@@ -111,19 +111,19 @@ def test_12_a_float16_loss_warns_once_at_trace_time():
     # What it warns of: the cotangent 2^16 is infinite in float16.
     with pytest.warns(UserWarning, match="float16"):
         grads = jaxmp.grad(low, state_of(2.0**16))(PARAMS, X)
-    assert not jaxmp.all_finite(grads)
+    assert not jaxmp.tree.all_finite(grads)
 
 
 def test_12_other_losses_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for dtype in (jnp.float32, jnp.bfloat16):
-            jaxmp.scale_loss(jnp.ones((), dtype), state_of(2.0))
-        jaxmp.scale_loss(jnp.ones((), jnp.float16), optax.sgd(1.0).init(PARAMS))
+            jaxmp.loss_scaling.scale_loss(jnp.ones((), dtype), state_of(2.0))
+        jaxmp.loss_scaling.scale_loss(jnp.ones((), jnp.float16), optax.sgd(1.0).init(PARAMS))
 
 
 def test_the_product_is_float32():
-    scaled = jaxmp.scale_loss(jnp.bfloat16(1.5), state_of(2.0**16))
+    scaled = jaxmp.loss_scaling.scale_loss(jnp.bfloat16(1.5), state_of(2.0**16))
     assert (float(scaled), scaled.dtype) == (1.5 * 2**16, jnp.float32)
 
 
@@ -150,14 +150,16 @@ def test_signatures_are_those_of_the_function():
 
 def test_without_a_scaler_everything_is_as_in_jax():
     state = optax.adam(0.1).init(PARAMS)
-    assert jaxmp.scale_loss(X, state) is X
+    assert jaxmp.loss_scaling.scale_loss(X, state) is X
     got, want = jaxmp.value_and_grad(loss_fn, state), jax.value_and_grad(loss_fn)
     assert str(jax.make_jaxpr(got)(PARAMS, X)) == str(jax.make_jaxpr(want)(PARAMS, X))
-    assert float(jaxmp.loss_scale(state)) == 1
-    assert bool(jaxmp.step_was_finite(state)) is True
-    assert int(jaxmp.skipped_count(state)) == 0
-    jaxmp.check_not_stuck(state)
-    dtypes = [f(state).dtype for f in (jaxmp.loss_scale, jaxmp.step_was_finite)]
+    assert float(jaxmp.loss_scaling.loss_scale(state)) == 1
+    assert bool(jaxmp.loss_scaling.step_was_finite(state)) is True
+    assert int(jaxmp.loss_scaling.skipped_count(state)) == 0
+    jaxmp.loss_scaling.check_not_stuck(state)
+    dtypes = [
+        f(state).dtype for f in (jaxmp.loss_scaling.loss_scale, jaxmp.loss_scaling.step_was_finite)
+    ]
     assert dtypes == [jnp.float32, jnp.bool_]
 
 
@@ -177,7 +179,11 @@ def test_the_readers_work_under_jit():
 
     @jax.jit
     def read(state):
-        return jaxmp.loss_scale(state), jaxmp.step_was_finite(state), jaxmp.skipped_count(state)
+        return (
+            jaxmp.loss_scaling.loss_scale(state),
+            jaxmp.loss_scaling.step_was_finite(state),
+            jaxmp.loss_scaling.skipped_count(state),
+        )
 
     assert [x.item() for x in read(state)] == [65536, True, 0]
 
@@ -185,7 +191,7 @@ def test_the_readers_work_under_jit():
 @pytest.mark.parametrize("loss", [jnp.arange(2), 1j, True], ids=repr)
 def test_a_loss_that_is_not_real_is_refused(loss):
     with pytest.raises(TypeError, match="scale_loss: the loss must be a real floating number"):
-        jaxmp.scale_loss(loss, state_of(2.0))
+        jaxmp.loss_scaling.scale_loss(loss, state_of(2.0))
 
 
 def test_aux_that_is_missing_is_named():
@@ -203,13 +209,13 @@ def stuck(steps, scale=2.0**16):
 
 def test_a_run_that_is_stuck_raises():
     optimizer, state = stuck(49)
-    jaxmp.check_not_stuck(state)
+    jaxmp.loss_scaling.check_not_stuck(state)
     _, state = optimizer.update(jnp.float32(np.nan), state)
     message = "the last 50 steps were all skipped .* the loss scale is 1 now"
     with pytest.raises(FloatingPointError, match=message):
-        jaxmp.check_not_stuck({"opt": state})
+        jaxmp.loss_scaling.check_not_stuck({"opt": state})
     _, state = optimizer.update(jnp.float32(1), state)
-    jaxmp.check_not_stuck(state)
+    jaxmp.loss_scaling.check_not_stuck(state)
 
 
 def test_a_sound_run_never_backs_off_as_often_as_the_limit():
@@ -221,23 +227,23 @@ def test_a_sound_run_never_backs_off_as_often_as_the_limit():
         _, state = optimizer.update(jnp.float32(np.inf), state)
         steps += 1
     assert steps == 31
-    jaxmp.check_not_stuck(state)
+    jaxmp.loss_scaling.check_not_stuck(state)
 
 
 def test_of_stacked_states_the_worst_counts():
     _, state = stuck(3)
     stacked = jax.tree.map(lambda x: jnp.stack([jnp.zeros_like(x), x]), state)
-    jaxmp.check_not_stuck(stacked, limit=4)
+    jaxmp.loss_scaling.check_not_stuck(stacked, limit=4)
     with pytest.raises(FloatingPointError, match="the last 3 steps"):
-        jaxmp.check_not_stuck(stacked, limit=3)
+        jaxmp.loss_scaling.check_not_stuck(stacked, limit=3)
 
 
 def test_checking_is_for_the_host():
     _, state = stuck(1)
     with pytest.raises(TypeError, match=r"check_not_stuck: .*outside jit"):
-        jax.jit(jaxmp.check_not_stuck)(state)
+        jax.jit(jaxmp.loss_scaling.check_not_stuck)(state)
     with pytest.raises(ValueError, match="limit must be at least 1; got 0"):
-        jaxmp.check_not_stuck(state, limit=0)
+        jaxmp.loss_scaling.check_not_stuck(state, limit=0)
 
 
 def test_a_flax_nnx_optimizer_needs_no_train_state():
@@ -249,7 +255,7 @@ def test_a_flax_nnx_optimizer_needs_no_train_state():
     def step(model, optimizer, x):
         def scaled_loss(model):
             loss = jnp.mean(model(x) ** 2)
-            return jaxmp.scale_loss(loss, optimizer.opt_state), loss
+            return jaxmp.loss_scaling.scale_loss(loss, optimizer.opt_state), loss
 
         (_, loss), grads = nnx.value_and_grad(scaled_loss, has_aux=True)(model)
         optimizer.update(model, jaxmp.loss_scaling.unscale(grads, optimizer.opt_state))
@@ -260,7 +266,7 @@ def test_a_flax_nnx_optimizer_needs_no_train_state():
     assert float(step(model, optimizer, x)) < first
     before = jax.tree.map(jnp.copy, nnx.state(model))
     step(model, optimizer, x * jnp.inf)
-    assert int(jaxmp.skipped_count(optimizer.opt_state)) == 1
-    assert not jaxmp.step_was_finite(optimizer.opt_state)
-    assert float(jaxmp.loss_scale(optimizer.opt_state)) == 2.0**9
+    assert int(jaxmp.loss_scaling.skipped_count(optimizer.opt_state)) == 1
+    assert not jaxmp.loss_scaling.step_was_finite(optimizer.opt_state)
+    assert float(jaxmp.loss_scaling.loss_scale(optimizer.opt_state)) == 2.0**9
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)

@@ -156,7 +156,8 @@ def test_gradients_that_gpus_send():
     Of a reduce-scatter the result is an eighth of what crosses, of an all-to-all all of it.
     """
     wide, narrow, wired = (
-        crossing_on_gpus(FSDP, f"{BF16}{refined}") for refined in ("", ",reduce=bf16", ",wire=bf16")
+        crossing_on_gpus(FSDP, f"{BF16}{refined}")
+        for refined in ("", ",reduce=bf16", ",reduce_scatter=bf16")
     )
     there = {("all-gather", "bfloat16"): 64 * 32 * 2}
     assert wide == {**there, ("reduce-scatter", "float32"): 8 * 32 * 4}

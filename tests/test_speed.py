@@ -22,7 +22,7 @@ from jaxmp._speed import (
 )
 from jaxmp._speed.choice import WORTH
 from jaxmp.devices import chips
-from jaxmp.recipes import deepseek, float8, int8, mxfp8, parse_recipe, products
+from jaxmp.recipes import blockwise_float8, float8, int8, mxfp8, parse_recipe, products
 
 import when_it_pays as published
 
@@ -134,7 +134,7 @@ def test_a_device_is_a_part_of_a_chip():
         (float8(), "gpu-a100", "gpu-a100 does not multiply float8_e4m3fn: it is widened"),
         (products("bf16", "e4m3"), "gpu-a100", "gpu-a100 does not multiply float8_e4m3fn"),
         (mxfp8(), "gpu-h100", "gpu-h100 multiplies no blocks of 32"),
-        (deepseek(), "gpu-b200", "gpu-b200 multiplies no blocks of 1 x 128"),
+        (blockwise_float8(), "gpu-b200", "gpu-b200 multiplies no blocks of 1 x 128"),
         (mxfp8(), "tpu7x", "tpu7x multiplies no blocks of 32"),
         (int8(), "tpu7x", "tpu7x is not documented to multiply int8; by XLA's estimate a product"),
         (float8(), "tpu-v6e", "takes 0.84 of the time of one in bfloat16"),
@@ -158,7 +158,9 @@ def test_what_is_no_faster_is_warned_of():
 
 
 @pytest.mark.parametrize("name", [name for name in CHIPS if CHIPS[name].recipe])
-@pytest.mark.parametrize("recipe", ["float8", "e4m3@row", "int8", "mxfp8", "deepseek", "e4m3/bf16"])
+@pytest.mark.parametrize(
+    "recipe", ["float8", "e4m3@row", "int8", "mxfp8", "blockwise_float8", "e4m3/bf16"]
+)
 def test_more_work_for_the_same_arrays_pays_more(name, recipe):
     """A layer twice as large in every direction quantizes 4 times as much for 8 times the work."""
     ratios = [
@@ -184,7 +186,7 @@ def test_an_estimate_is_the_sum_of_its_parts():
     assert estimate(mxfp8(), chip, 1000, 1000, 1000).quantizing == pytest.approx(
         (3 + 5 + 3 + 2 + 3 + 2) * array
     )
-    assert estimate(deepseek(), chip, 1000, 1000, 1000).quantizing == pytest.approx(
+    assert estimate(blockwise_float8(), chip, 1000, 1000, 1000).quantizing == pytest.approx(
         (3 + 5 + 3 + 3 + 2) * array
     )
     # What takes operands in one order only turns one of each product.

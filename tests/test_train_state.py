@@ -349,12 +349,15 @@ def test_the_same_with_nnx_optimizer(masters):
     assert not np.isfinite(nnx_step(model, optimizer, OVERFLOW * 1e5))
     assert_same(nnx_params(model), before)
     opt_state = optimizer.opt_state
-    assert (jaxmp.loss_scale(opt_state), jaxmp.skipped_count(opt_state)) == (512, 1)
-    assert not jaxmp.step_was_finite(opt_state)
+    assert (
+        jaxmp.loss_scaling.loss_scale(opt_state),
+        jaxmp.loss_scaling.skipped_count(opt_state),
+    ) == (512, 1)
+    assert not jaxmp.loss_scaling.step_was_finite(opt_state)
     for _ in range(20):
         last = nnx_step(model, optimizer, X)
     assert last < 0.7 * first
-    assert jaxmp.step_was_finite(opt_state)
+    assert jaxmp.loss_scaling.step_was_finite(opt_state)
     if masters:
         stored = nnx_params(model)
         kept = nnx.to_pure_dict(nnx.state(optimizer.opt_state.masters))
@@ -374,7 +377,7 @@ def test_the_same_with_nnx_model_and_optimizer():
     def step(optimizer, x):
         def scaled_loss(model):
             loss = nnx_loss(model, x)
-            return jaxmp.scale_loss(loss, optimizer.opt_state), loss
+            return jaxmp.loss_scaling.scale_loss(loss, optimizer.opt_state), loss
 
         grads, loss = nnx.grad(scaled_loss, has_aux=True)(optimizer.model)
         optimizer.update(jaxmp.loss_scaling.unscale(grads, optimizer.opt_state))
@@ -383,7 +386,7 @@ def test_the_same_with_nnx_model_and_optimizer():
     losses = [float(step(optimizer, x)) for x in (X, OVERFLOW * 1e5, *[X] * 20)]
     assert not np.isfinite(losses[1])
     assert losses[-1] < 0.7 * losses[0]
-    assert jaxmp.skipped_count(optimizer.opt_state) == 1
+    assert jaxmp.loss_scaling.skipped_count(optimizer.opt_state) == 1
 
 
 def test_nnx_steps_are_those_of_a_train_state():
@@ -401,7 +404,7 @@ def test_nnx_steps_are_those_of_a_train_state():
         boxed = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(g))
         optimizer.update(model, boxed)
     assert_same(nnx_params(model), numbers(state.params))
-    assert jaxmp.loss_scale(optimizer.opt_state) == state.loss_scale == 1024
+    assert jaxmp.loss_scaling.loss_scale(optimizer.opt_state) == state.loss_scale == 1024
     assert state.skipped_count == 1
 
 

@@ -138,7 +138,9 @@ def test_an_equinox_module_as_parameters():
 def test_an_equinox_module_in_the_forms_that_the_message_gives():
     params, static = eqx.partition(MODEL, eqx.is_inexact_array)
     state = TX.init(params)
-    got = eqx.filter_grad(lambda m, x: jaxmp.scale_loss(eqx_loss(m, x), state))(MODEL, BATCH)
+    got = eqx.filter_grad(lambda m, x: jaxmp.loss_scaling.scale_loss(eqx_loss(m, x), state))(
+        MODEL, BATCH
+    )
     got = jaxmp.loss_scaling.unscale(got, state)
     _, want = jaxmp.value_and_grad(lambda p, x: eqx_loss(eqx.combine(p, static), x), state)(
         params, BATCH
@@ -211,13 +213,13 @@ def test_gradients_of_another_shape():
 @pytest.mark.parametrize("limit", [None, "50", 50.0, True])
 def test_a_limit_that_is_no_count(limit):
     with pytest.raises(TypeError, match="check_not_stuck: limit must be an integer"):
-        jaxmp.check_not_stuck(STATE, limit)
+        jaxmp.loss_scaling.check_not_stuck(STATE, limit)
 
 
 @pytest.mark.parametrize("key", [0, None, 0.5, PARAMS, jnp.ones(2)])
 def test_a_key_that_is_none(key):
     with pytest.raises(TypeError, match="stochastic_round: key must be a PRNG key"):
-        jaxmp.stochastic_round(PARAMS, key, "bf16")
+        jaxmp.tree.stochastic_round(PARAMS, key, "bf16")
 
 
 def test_a_link_instead_of_an_optimizer_whatever_the_policy():

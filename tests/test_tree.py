@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmp import all_finite
-from jaxmp.tree import cast_floating, select, widen_floating
+from jaxmp.tree import all_finite, cast_floating, select, widen_floating
 
 HALVES = (jnp.bfloat16, jnp.float16)
 TARGETS = (*HALVES, jnp.float32)

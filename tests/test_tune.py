@@ -136,7 +136,7 @@ def test_costs_are_operations_by_their_bits_or_seconds_on_a_chip():
         [found] = products(jax.make_jaxpr(jnp.matmul)(x, w))
         return found._replace(times=3)
 
-    float8 = ProductFormat("bfloat16", jaxmp.float8())
+    float8 = ProductFormat("bfloat16", jaxmp.recipes.float8())
     ways = (ProductFormat(), ProductFormat("bfloat16"), float8)
     flops = 2 * 16 * 32 * 64 * 3
     assert [Costs()(product(16, 32, 64), way) / flops for way in ways] == [1, 0.5, 0.25]

@@ -138,7 +138,7 @@ def nnx_loss(model, x):
 def nnx_step(model, optimizer, x):
     def scaled_loss(model):
         loss = nnx_loss(model, x)
-        return jaxmp.scale_loss(loss, optimizer.opt_state), loss
+        return jaxmp.loss_scaling.scale_loss(loss, optimizer.opt_state), loss
 
     grads, loss = nnx.grad(scaled_loss, has_aux=True)(model)
     optimizer.update(model, grads)

@@ -68,7 +68,7 @@ def under(policy, scaled, weight):
         norm = optax.tree.norm(grads)
         metrics = {"loss": loss / weight, "grad_norm": norm, "loss_scale": state.loss_scale}
         state = state.apply_gradients(grads=grads)
-        return state, metrics | {"finite": jaxmp.step_was_finite(state)}
+        return state, metrics | {"finite": jaxmp.loss_scaling.step_was_finite(state)}
 
     return tx, step
 

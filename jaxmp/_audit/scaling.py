@@ -23,7 +23,8 @@ FIXES = {
     NOT_SCALED: "differentiate with jaxmp.value_and_grad(loss_fn, opt_state), or with the "
     "value_and_grad of the train state",
     NOT_UNSCALED: "jaxmp.loss_scaling.unscale(grads, opt_state) behind the gradient of what "
-    "jaxmp.scale_loss returned; or jaxmp.value_and_grad(loss_fn, opt_state), which does both",
+    "jaxmp.loss_scaling.scale_loss returned; or jaxmp.value_and_grad(loss_fn, opt_state), which "
+    "does both",
     SCALED_TWICE: "scale the loss and divide its gradients in one place: "
     "jaxmp.value_and_grad(loss_fn, opt_state) does both",
     NO_SCALE: "jaxmp.loss_scale_for(policy, optimizer), and gradients of a scaled loss",

@@ -52,8 +52,8 @@ def parameter(atom: Any, env: Environment) -> Parameter:
     eqn = env.moved_by[atom].eqn
     if eqn.primitive.name in CROSSING:
         if atom not in env.crossed:
-            wire = array.dtype if env.low_wire else None
-            env.crossed[atom] = crossed(eqn, array, parameter(eqn.invars[0], env), wire)
+            sent = array.dtype if env.low_reduce_scatter else None
+            env.crossed[atom] = crossed(eqn, array, parameter(eqn.invars[0], env), sent)
         return env.crossed[atom]
     pieces = [parameter(v, env) for v in eqn.invars]
     if len(pieces) == 1:

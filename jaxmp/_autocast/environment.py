@@ -35,7 +35,7 @@ class Environment:
         self.arrays.update(zip(plan.jaxpr.constvars, plan.consts, strict=True))
         self.moved_by = plan.moved_by
         # Whether gradients that are added up in float32 cross devices in the low dtype.
-        self.low_wire = np.dtype(plan.rules.policy.wire_dtype) != FLOAT32
+        self.low_reduce_scatter = np.dtype(plan.rules.policy.reduce_scatter_dtype) != FLOAT32
         self.looped = looped  # whether a loop runs the jaxpr
         self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
         self.copies: dict[Any, dict[Any, Any]] = {}  # by variable, and by how it is read

@@ -140,10 +140,12 @@ class Explanation:
         unmet = [name for name, _ in policy.ops if met.isdisjoint((name, *CALLED.get(name, ())))]
         if unmet:
             lines.append(f"in the policy's ops, but met nowhere here: {', '.join(unmet)}")
-        if policy.wire_dtype != np.float32:
+        if policy.reduce_scatter_dtype != np.float32:
             gathered = {row.dtype for row in self.rows if row.op == "all_gather"}
             if not gathered - {FLOAT32.name}:
-                lines.append("the policy's wire_dtype: of no effect, no all_gather of weights here")
+                lines.append(
+                    "the policy's reduce_scatter_dtype: of no effect, no all_gather of weights here"
+                )
         return "\n".join([*lines, *self._residuals()])
 
     def _residuals(self) -> Iterator[str]:

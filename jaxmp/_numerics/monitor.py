@@ -57,8 +57,8 @@ def monitor(
       that no token looked up, units that are off, and whatever had underflowed before: in
       gradients that arrive in 16 bits, or in float16 cotangents on the way to them.
 
-    `jaxmp.read_monitor(opt_state)` makes a dict of numbers for any logger. A rising share of
-    underflow or of zeros says that the loss scale is too small; the parameter says where to look
+    `jaxmp.numerics.read_monitor(opt_state)` makes a dict of numbers for any logger. A rising share
+    of underflow or of zeros says that the loss scale is too small; the parameter says where to look
     when it does not stop falling.
 
     It goes *around* a loss scaler, whose scale it reads, and may be around or inside anything else:
@@ -153,7 +153,7 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
     `write_scalars(step, numbers)` takes them at once):
 
         if step % 100 == 0:
-            for name, value in jaxmp.read_monitor(state.opt_state).items():
+            for name, value in jaxmp.numerics.read_monitor(state.opt_state).items():
                 if not isinstance(value, str):
                     writer.add_scalar(name, value, step)
 
@@ -181,7 +181,7 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
 
     Example:
       >>> import jaxmp
-      >>> optimizer = jaxmp.monitor(optax.adam(1e-3), every=10)
+      >>> optimizer = jaxmp.numerics.monitor(optax.adam(1e-3), every=10)
       >>> params = {"w": jnp.zeros(2)}
       >>> _, state = optimizer.update({"w": jnp.array([3.0, 4.0])}, optimizer.init(params), params)
       >>> read_monitor(state)["grad_norm/w"], read_monitor(state)["zeros/w"]
@@ -248,13 +248,13 @@ def _find(opt_state: Any) -> MonitorState:
     if len(found) != 1:
         raise ValueError(
             f"read_monitor: there are {len(found)} monitors in the state; it reads the one that "
-            "jaxmp.monitor(optimizer) makes, around the whole optimizer."
+            "jaxmp.numerics.monitor(optimizer) makes, around the whole optimizer."
         )
     if len(find_scalers(opt_state)) != len(find_scalers(found[0].inner_state)):
         raise ValueError(
             "read_monitor: the loss scaler is not inside of the monitor, which so sees neither its "
             "scale nor the steps that it skips. The right form is "
-            "jaxmp.monitor(jaxmp.dynamic_loss_scale(...))."
+            "jaxmp.numerics.monitor(jaxmp.dynamic_loss_scale(...))."
         )
     return found[0]
 

@@ -185,8 +185,8 @@ def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Pat
     """Draws the loss scale over the steps of a training run, and where steps were skipped.
 
     Args:
-      history: what `jaxmp.read_monitor` returned, in the order of the steps, every so many of them;
-        or the loss scale of each step.
+      history: what `jaxmp.numerics.read_monitor` returned, in the order of the steps, every so many
+        of them; or the loss scale of each step.
       path: where the picture is written; its ending says the format.
 
     Raises:
@@ -225,14 +225,16 @@ def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Pat
 def _read(history: list[Any]) -> tuple[list[int], list[float], list[int]]:
     """Steps, scales, and how many steps were skipped so far, if that is known."""
     if not history:
-        raise ValueError("plot_scale: history is empty: keep what jaxmp.read_monitor returns")
+        raise ValueError(
+            "plot_scale: history is empty: keep what jaxmp.numerics.read_monitor returns"
+        )
     if all(isinstance(one, Mapping) for one in history):
         for name in ("step_count", "loss_scale", "skipped_count"):
             for i, one in enumerate(history):
                 if name not in one:
                     raise TypeError(
                         f"plot_scale: history[{i}] has no {name!r}: it takes what "
-                        "jaxmp.read_monitor returns, or the loss scale of each step"
+                        "jaxmp.numerics.read_monitor returns, or the loss scale of each step"
                     )
         steps = [int(one["step_count"]) for one in history]
         scales = [float(one["loss_scale"]) for one in history]
@@ -242,8 +244,8 @@ def _read(history: list[Any]) -> tuple[list[int], list[float], list[int]]:
             scales = [float(one) for one in history]
         except (TypeError, ValueError):
             raise TypeError(
-                "plot_scale: history must hold what jaxmp.read_monitor returns, or the loss scale "
-                f"of each step; got {type(history[0]).__name__!r} and the like"
+                "plot_scale: history must hold what jaxmp.numerics.read_monitor returns, or the "
+                f"loss scale of each step; got {type(history[0]).__name__!r} and the like"
             ) from None
         steps, skipped = list(range(1, len(scales) + 1)), []
     for i in range(1, len(steps)):

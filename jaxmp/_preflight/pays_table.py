@@ -10,9 +10,9 @@ from jaxmp._audit.target import parse_target
 from jaxmp._preflight.report import aligned
 from jaxmp._speed import Chip, chip_named, fastest_recipe, pays, warning
 from jaxmp._speed.choice import WORTH
-from jaxmp.recipes import Recipe, deepseek, float8, int8, mxfp8
+from jaxmp.recipes import Recipe, blockwise_float8, float8, int8, mxfp8
 
-RECIPES: Final = (float8(), float8(granularity="row"), int8(), mxfp8(), deepseek())
+RECIPES: Final = (float8(), float8(granularity="row"), int8(), mxfp8(), blockwise_float8())
 # The weights of layers, in x out.
 WEIGHTS: Final = (
     (512, 512), (1024, 1024), (1024, 4096), (4096, 1024), (2048, 2048), (2048, 8192), (8192, 2048),

@@ -149,8 +149,9 @@ def _check_arrays(name: str, argnum: int, value: Any) -> None:
             raise TypeError(
                 f"{name}: argument {argnum} of the loss is differentiated, but has {leaf!r} at "
                 f"{jax.tree_util.keystr(path) or 'the root'}, which is no array. An Equinox module "
-                "is differentiated by eqx.filter_value_and_grad, around jaxmp.scale_loss(loss, "
-                "opt_state); or give eqx.partition's arrays, and eqx.combine them in the loss."
+                "is differentiated by eqx.filter_value_and_grad, around "
+                "jaxmp.loss_scaling.scale_loss(loss, opt_state); or give "
+                "eqx.partition's arrays, and eqx.combine them in the loss."
             )
         dtype = getattr(leaf, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.integer):

@@ -68,8 +68,8 @@ def dynamic_loss_scale(
 
     Put what keeps something of a gradient *inside*: moments and averages, `optax.MultiSteps` (which
     then counts only finite microbatches). Around a scaler, or before it in a chain, it would keep
-    an overflow for ever: whatever reads the state (`jaxmp.loss_scale` and the like) refuses that.
-    What keeps nothing, such as clipping and weight decay, is right on both sides.
+    an overflow for ever: whatever reads the state (`jaxmp.loss_scaling.loss_scale` and the like)
+    refuses that. What keeps nothing, such as clipping and weight decay, is right on both sides.
 
     `inner` sees parameters and gradients of 16 bits as float32, so its moments are float32 and so
     are the updates; `optax.apply_updates` rounds to what parameters are stored as. Leaves that are
@@ -97,7 +97,8 @@ def dynamic_loss_scale(
       growth_interval: Finite steps in a row after which the scale grows.
       growth_factor: What it then grows by, above 1.
       backoff_factor: What it is multiplied by after an overflow, between 0 and 1.
-      min_scale: The scale never falls below it; `jaxmp.check_not_stuck` tells when it would.
+      min_scale: The scale never falls below it; `jaxmp.loss_scaling.check_not_stuck` tells when it
+        would.
       max_scale: The scale never rises above it.
       hysteresis: The number of overflows that it takes to back off.
       refill: When the hysteresis counter is filled again: on "growth", or on any "clean" step.

@@ -51,7 +51,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     Example:
       >>> import jaxmp, optax
       >>> optimizer = optax.chain(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
-      >>> float(jaxmp.loss_scale(optimizer.init(jnp.ones(2))))
+      >>> float(jaxmp.loss_scaling.loss_scale(optimizer.init(jnp.ones(2))))
       65536.0
     """
     return scale_of(find_scaler("loss_scale", opt_state))
@@ -79,7 +79,7 @@ def step_was_finite(opt_state: Any) -> jax.Array:
       >>> optimizer = jaxmp.dynamic_loss_scale(optax.adam(1e-3))
       >>> state = optimizer.init(jnp.ones(2))
       >>> _, state = optimizer.update(jnp.array([1.0, jnp.nan]), state)
-      >>> bool(jaxmp.step_was_finite(state))
+      >>> bool(jaxmp.loss_scaling.step_was_finite(state))
       False
     """
     return was_finite(find_scaler("step_was_finite", opt_state))
@@ -100,7 +100,7 @@ def skipped_count(opt_state: Any) -> jax.Array:
       >>> optimizer = jaxmp.dynamic_loss_scale(optax.adam(1e-3))
       >>> state = optimizer.init(jnp.ones(2))
       >>> _, state = optimizer.update(jnp.array([1.0, jnp.nan]), state)
-      >>> int(jaxmp.skipped_count(state))
+      >>> int(jaxmp.loss_scaling.skipped_count(state))
       1
     """
     return skipped_by(find_scaler("skipped_count", opt_state))
@@ -118,7 +118,8 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
     out (`axis_name=()`, or one of several mapped axes) drift apart, in their parameters too. Of the
     devices of this process, it compares what each holds of the scaler's state;
     `jaxmp.testing.assert_in_step` does so for parameters, and
-    `jax.experimental.multihost_utils.assert_equal(jaxmp.loss_scale(opt_state))` for processes.
+    `jax.experimental.multihost_utils.assert_equal(jaxmp.loss_scaling.loss_scale(opt_state))` for
+    processes.
 
     Args:
       opt_state: As for `loss_scale`; of several stacked states, the worst counts.
@@ -136,8 +137,8 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
       >>> optimizer = jaxmp.dynamic_loss_scale(optax.adam(1e-3), init_scale=1.0)
       >>> state = optimizer.init(jnp.ones(2))
       >>> _, state = optimizer.update(jnp.array([1.0, jnp.nan]), state)
-      >>> jaxmp.check_not_stuck(state)
-      >>> jaxmp.check_not_stuck(state, limit=1)
+      >>> jaxmp.loss_scaling.check_not_stuck(state)
+      >>> jaxmp.loss_scaling.check_not_stuck(state, limit=1)
       Traceback (most recent call last):
       FloatingPointError: check_not_stuck: the last 1 steps were all skipped...
     """
@@ -177,8 +178,9 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
     """Multiplies a loss by the scale in an optimizer's state, in float32.
 
     For gradients that `value_and_grad` does not make, such as `equinox.filter_grad`'s:
-    differentiate `lambda model: jaxmp.scale_loss(loss_fn(model), opt_state)`, and divide what comes
-    of it by `jaxmp.loss_scaling.unscale(grads, opt_state)`. Log the loss before it is scaled.
+    differentiate `lambda model: jaxmp.loss_scaling.scale_loss(loss_fn(model), opt_state)`, and
+    divide what comes of it by `jaxmp.loss_scaling.unscale(grads, opt_state)`. Log the loss before
+    it is scaled.
 
     Args:
       loss: floating[], or any floating array. If it is float16, a warning says that its cotangent
@@ -195,7 +197,7 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
     Example:
       >>> import jaxmp, optax
       >>> state = jaxmp.static_loss_scale(optax.adam(1e-3), 8.0).init(jnp.ones(2))
-      >>> float(jaxmp.scale_loss(jnp.float32(1.5), state))
+      >>> float(jaxmp.loss_scaling.scale_loss(jnp.float32(1.5), state))
       12.0
     """
     return scaled("scale_loss", loss, find_scaler("scale_loss", opt_state))

@@ -100,7 +100,7 @@ class TrainState(train_state.TrainState):
         Raises:
           TypeError: If a parameter is no floating (or complex) number, or `tx` no optimizer.
           ValueError: If `params` is all that Linen's `init` returns, BatchNorm's averages too, or
-            a loss scaler is where `jaxmp.loss_scale` refuses it.
+            a loss scaler is where `jaxmp.loss_scaling.loss_scale` refuses it.
 
         Warns:
           UserWarning: If all parameters are stored in 16 bits, without `jaxmp.master_weights`.
