@@ -17,7 +17,6 @@ from jaxmp._training.master_weights import master_weights, stochastic_round
 from jaxmp._training.scale_rule import LossScaleState
 from jaxmp._training.scaled_grad import (
     check_not_stuck,
-    grad,
     loss_scale,
     scale_loss,
     skipped_count,
@@ -53,7 +52,6 @@ __all__ = [
     "float8",
     "full_precision",
     "get_policy",
-    "grad",
     "int8",
     "loss_scale",
     "loss_scale_for",

@@ -111,7 +111,7 @@ def test_09_float32_gradients_are_bitwise_the_unscaled_ones(scale):
 
     @jax.jit
     def scaled(params, state):
-        return optimizer.update(jaxmp.grad(loss_fn, state)(params), state, params)[0]
+        return optimizer.update(jaxmp.value_and_grad(loss_fn, state)(params)[1], state, params)[0]
 
     want = jax.jit(jax.grad(loss_fn))(params)
     got = scaled(params, optimizer.init(params))
@@ -122,7 +122,7 @@ def test_10_gradients_are_divided_by_the_scale_that_the_loss_had():
     optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=8, growth_interval=1)
     params, state = jnp.zeros(()), optimizer.init(jnp.zeros(()))
     for scale in (16, 32):
-        grad = jaxmp.grad(lambda w: 3 * w, state)(params)
+        _, grad = jaxmp.value_and_grad(lambda w: 3 * w, state)(params)
         update, state = optimizer.update(grad, state, params)
         assert (float(grad), float(update), float(state.loss_scale)) == (3, -3, scale)
 

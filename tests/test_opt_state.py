@@ -42,7 +42,6 @@ READERS = {
     "scale_loss": lambda state: jaxmp.scale_loss(jnp.float32(1), state),
     "unscale": lambda state: jaxmp.loss_scaling.unscale(PARAMS, state),
     "value_and_grad": lambda state: jaxmp.value_and_grad(loss_fn, state),
-    "grad": lambda state: jaxmp.grad(loss_fn, state),
 }
 
 
@@ -172,7 +171,6 @@ def test_what_is_no_state_is_refused(reader, name):
 def test_the_message_has_the_right_call():
     for reader, call in (
         ("value_and_grad", "jaxmp.value_and_grad(loss_fn, opt_state)"),
-        ("grad", "jaxmp.grad(loss_fn, opt_state)"),
         ("scale_loss", "jaxmp.scale_loss(loss, opt_state)"),
         ("unscale", "jaxmp.loss_scaling.unscale(grads, opt_state)"),
         ("loss_scale", "jaxmp.loss_scale(opt_state)"),
@@ -188,8 +186,8 @@ def test_arguments_in_each_others_place_are_refused():
         jaxmp.scale_loss(state, jnp.float32(1))
     with pytest.raises(TypeError, match=r"value_and_grad: opt_state must be .*; got 'loss_fn'"):
         jaxmp.value_and_grad(state, loss_fn)
-    with pytest.raises(TypeError, match=r"grad: loss_fn, which .*; got 'LossScaleState'"):
-        jaxmp.grad(state, state)
+    with pytest.raises(TypeError, match=r"value_and_grad: loss_fn, which .*; got 'LossScaleState'"):
+        jaxmp.value_and_grad(state, state)
     # Within a traced step, where the loss is no array yet.
     with pytest.raises(TypeError, match="scale_loss: opt_state must be"):
         jax.grad(lambda x: jaxmp.scale_loss(state, x))(1.0)

@@ -114,7 +114,6 @@ def test_the_root_exports_these_names():
         "float8",
         "full_precision",
         "get_policy",
-        "grad",
         "int8",
         "loss_scale",
         "loss_scale_for",

@@ -79,7 +79,6 @@ _FIELDS: Final = frozenset({"loss_scale", "growth_count", "skipped_count"})
 
 # How each function that reads a state is called.
 _CALLS: Final = {
-    "grad": "jaxmp.grad(loss_fn, opt_state)",
     "scale_loss": "jaxmp.scale_loss(loss, opt_state)",
     "unscale": "jaxmp.loss_scaling.unscale(grads, opt_state)",
     "value_and_grad": "jaxmp.value_and_grad(loss_fn, opt_state)",

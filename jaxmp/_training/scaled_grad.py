@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from jaxmp._training.replicas_equal import copies_in
 
 __all__ = [
     "check_not_stuck",
-    "grad",
     "loss_scale",
     "scale_loss",
     "skipped_count",
@@ -273,40 +271,3 @@ def value_and_grad(
       (Array(6., dtype=float32), {'w': Array([1., 1.], dtype=float32)})
     """
     return scaled_value_and_grad("value_and_grad", fun, opt_state, argnums, has_aux)
-
-
-def grad(
-    fun: Callable[..., Any],
-    opt_state: Any,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,  # noqa: FBT001, FBT002  # as jax.grad has it
-) -> Callable[..., Any]:
-    """Makes a function that returns the gradients of a loss: see `value_and_grad`.
-
-    Args:
-      fun: As for `value_and_grad`.
-      opt_state: As for `loss_scale`.
-      argnums: The arguments to differentiate, as in JAX.
-      has_aux: Whether `fun` returns a pair.
-
-    Returns:
-      A function of `fun`'s arguments that returns `grads`, or `(grads, aux)`.
-
-    Raises:
-      ValueError: As `value_and_grad`.
-      TypeError: As `value_and_grad`.
-
-    Example:
-      >>> import jaxmp, optax
-      >>> state = jaxmp.static_loss_scale(optax.sgd(0.1), 8.0).init(jnp.ones(2))
-      >>> jaxmp.grad(jnp.sum, state)(jnp.ones(2))
-      Array([1., 1.], dtype=float32)
-    """
-    with_value = scaled_value_and_grad("grad", fun, opt_state, argnums, has_aux)
-
-    @functools.wraps(fun)
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = with_value(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grad_fun
