@@ -408,7 +408,7 @@ def test_a_state_beside_parameters_is_no_chain():
 def test_the_wrapper_is_named_and_not_what_it_is_made_of(name):
     """Which is one `optax.masked` for each label."""
     state = optax.chain(optax.clip(1.0), REFUSES[name](dynamic_loss_scale(SGD))).init(PARAMS)
-    message = r"^optax\.partition \(or multi_transform\) at \[1\] is .*le\(optax\.partition\("
+    message = r"^loss_scale: optax\.partition at \[1\] is .*multi_tr.*le\(optax\.partition\("
     with pytest.raises(ValueError, match=message):
         jaxmp.loss_scale(state)
 

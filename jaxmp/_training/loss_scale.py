@@ -18,26 +18,20 @@ from jax.typing import DTypeLike
 
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import TESTED
-from jaxmp._training.gradients import (
+from jaxmp._training.checks import (
+    as_transformation,
     check_floating,
-    check_scaler_state,
+    check_state,
     check_structure,
-    explain_failure,
-    is_inexact,
-    strong,
-    widened,
+    update_inner,
 )
+from jaxmp._training.gradients import is_inexact, strong, widened
 from jaxmp._training.opt_state import find_scalers
 from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, start_state
 from jaxmp.policy import PolicyMap, get_policy
 from jaxmp.tree import all_finite, select, widen_floating
 
-__all__ = [
-    "as_transformation",
-    "dynamic_loss_scale",
-    "loss_scale_for",
-    "static_loss_scale",
-]
+__all__ = ["dynamic_loss_scale", "loss_scale_for", "static_loss_scale"]
 
 AxisName = Any  # what `jax.lax.pmin` takes: a hashable, or a tuple of them
 
@@ -225,12 +219,13 @@ def _transformation(
     wrapped = as_transformation(rule.function, optax.identity() if inner is None else inner)
 
     def init(params: optax.Params) -> LossScaleState:
-        check_floating(rule.function, "parameter", params)
+        check_floating(rule.function, "the parameter", params, keys=True)
         inner_state = wrapped.init(widen_floating(params))
-        if find_scalers(inner_state):
+        if inside := find_scalers(inner_state):
             raise ValueError(
                 f"{rule.function}: there is a loss scaler inside (at inner_state"
-                f"{find_scalers(inner_state)[0][0]}); a step has one test and one scale. Keep one."
+                f"{jax.tree_util.keystr(inside[0][0])}); a step has one test and one scale. Keep "
+                "one."
             )
         return start_state(rule, jax.tree.map(strong, inner_state))
 
@@ -240,8 +235,8 @@ def _transformation(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
-        check_scaler_state(rule.function, state)
-        check_floating(rule.function, "gradient", updates)
+        check_state(rule.function, state, LossScaleState)
+        check_floating(rule.function, "the gradient", updates)
         if params is not None:
             # optax.lookahead differentiates one of its two sets of parameters.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
@@ -254,11 +249,9 @@ def _transformation(
         if "grad" in extra_args:  # which line searches take
             extra_args["grad"] = jax.tree_util.tree_map_with_path(widened, extra_args["grad"])
         full = widen_floating(params)
-        try:
-            updates, inner_state = wrapped.update(grads, state.inner_state, full, **extra_args)
-        except (AttributeError, TypeError, ValueError):
-            explain_failure(rule.function, wrapped, updates, state.inner_state, full)
-            raise
+        updates, inner_state = update_inner(
+            rule.function, wrapped, grads, state.inner_state, full, extra_args
+        )
         updates = select(finite, updates, jax.tree.map(_zeros_like, updates))
         inner_state = select(finite, inner_state, state.inner_state)
         return updates, next_state(rule, state, finite)._replace(inner_state=inner_state)
@@ -291,15 +284,3 @@ def _finite_everywhere(function: str, grads: Any, axis_name: AxisName) -> jax.Ar
 
 def _zeros_like(leaf: Any) -> Any:
     return jnp.zeros_like(leaf) if is_inexact(leaf) else leaf
-
-
-def as_transformation(name: str, inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns what a wrapper calls, of anything that optax takes for a transformation."""
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            f"{name}: inner must be an optax transformation such as optax.adam(1e-3); got "
-            f"{inner!r} of type {type(inner).__name__!r}."
-        )
-    return optax.with_extra_args_support(inner)

@@ -11,9 +11,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._training.gradients import check_arrays, explain_failure
-from jaxmp._training.loss_scale import as_transformation
-from jaxmp._training.opt_state import the_scaler, was_finite
+from jaxmp._training.checks import as_transformation, check_arrays, check_state, update_inner
+from jaxmp._training.opt_state import the_scaler
 from jaxmp.dtypes import dtype_name, parse_dtype
 from jaxmp.tree import cast_floating, select, widen_floating
 
@@ -107,8 +106,56 @@ def master_weights(
       Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740 (masters); Zamirai et al., 2020,
       https://arxiv.org/abs/2010.06192 (stochastic rounding).
     """
-    inner = as_transformation("master_weights", inner)
-    return _rounding_at_random(inner, key) if stochastic_rounding else _keeping_masters(inner)
+    wrapped = as_transformation("master_weights", inner)
+    kind = StochasticRoundingState if stochastic_rounding else MasterWeightsState
+
+    def init(params: Any) -> MasterWeightsState | StochasticRoundingState:
+        check_arrays("master_weights", "the parameter", params)
+        _warn_if_useless(params)
+        full = widen_floating(params)
+        inner_state = wrapped.init(full)
+        if not stochastic_rounding:
+            return MasterWeightsState(_masters(params, full), inner_state)
+        # A copy: a step that donates its state must not take the caller's key with it.
+        first = jax.random.key(key) if isinstance(key, int) else jnp.array(key, copy=True)
+        return StochasticRoundingState(first, inner_state)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MasterWeightsState | StochasticRoundingState]:
+        check_state("master_weights", state, kind)
+        if params is None:
+            raise ValueError(
+                "master_weights: update needs the parameters that it updates; "
+                "call tx.update(grads, state, params)."
+            )
+        full = widen_floating(params)
+        if not stochastic_rounding:
+            full = jax.tree.map(lambda p, m: m if _has_16_bits(p) else p, params, state.masters)
+        grads = widen_floating(updates)
+        updates, inner_state = update_inner(
+            "master_weights", wrapped, grads, state.inner_state, full, extra_args
+        )
+        full = optax.apply_updates(full, updates)
+        if stochastic_rounding:
+            next_key, now = jax.random.split(state.key)
+            full = _rounded(params, full, now)
+            finite = the_scaler("master_weights", inner_state).finite
+            next_key = select(finite, next_key, state.key)
+        else:
+            full = jax.tree.map(_within_range, params, full)
+        updates = jax.tree.map(
+            lambda p, f, u: _step(p, f) if _has_16_bits(p) else u, params, full, updates
+        )
+        if stochastic_rounding:
+            return updates, StochasticRoundingState(next_key, inner_state)
+        # What `optax.apply_updates` computes before it casts, so that what it stores is the cast of
+        # the masters, whatever the step was rounded by. That is seldom anything: float32 holds the
+        # difference of a 16-bit number and one near it, or a sum of near opposites.
+        full = jax.tree.map(_applied, params, updates)
+        return updates, MasterWeightsState(_masters(params, full), inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
@@ -168,91 +215,6 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
     return rounded
 
 
-def _keeping_masters(
-    inner: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    def init(params: Any) -> MasterWeightsState:
-        check_arrays("master_weights", "parameter", params)
-        _warn_if_useless(params)
-        full = widen_floating(params)
-        return MasterWeightsState(_masters(params, full), inner.init(full))
-
-    def update(
-        updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, MasterWeightsState]:
-        _require(params, state, MasterWeightsState)
-        full = jax.tree.map(lambda p, m: m if _has_16_bits(p) else p, params, state.masters)
-        grads = widen_floating(updates)
-        try:
-            updates, inner_state = inner.update(grads, state.inner_state, full, **extra_args)
-        except (AttributeError, TypeError, ValueError):
-            explain_failure("master_weights", inner, updates, state.inner_state, full)
-            raise
-        full = jax.tree.map(_within_range, params, optax.apply_updates(full, updates))
-        updates = jax.tree.map(
-            lambda p, f, u: _step(p, f) if _has_16_bits(p) else u, params, full, updates
-        )
-        # What `optax.apply_updates` computes before it casts, so that what it stores is the cast of
-        # the masters, whatever the step was rounded by. That is seldom anything: float32 holds the
-        # difference of a 16-bit number and one near it, or a sum of near opposites.
-        full = jax.tree.map(_applied, params, updates)
-        return updates, MasterWeightsState(_masters(params, full), inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _rounding_at_random(
-    inner: optax.GradientTransformationExtraArgs, key: ArrayLike
-) -> optax.GradientTransformationExtraArgs:
-    def init(params: Any) -> StochasticRoundingState:
-        check_arrays("master_weights", "parameter", params)
-        _warn_if_useless(params)
-        # A copy: a step that donates its state must not take the caller's key with it.
-        first = jax.random.key(key) if isinstance(key, int) else jnp.array(key, copy=True)
-        return StochasticRoundingState(first, inner.init(widen_floating(params)))
-
-    def update(
-        updates: Any, state: StochasticRoundingState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, StochasticRoundingState]:
-        _require(params, state, StochasticRoundingState)
-        full = widen_floating(params)
-        grads = widen_floating(updates)
-        try:
-            updates, inner_state = inner.update(grads, state.inner_state, full, **extra_args)
-        except (AttributeError, TypeError, ValueError):
-            explain_failure("master_weights", inner, updates, state.inner_state, full)
-            raise
-        full = optax.apply_updates(full, updates)
-        next_key, key = jax.random.split(state.key)
-        finite = was_finite(the_scaler("master_weights", inner_state))
-        next_key = select(finite, next_key, state.key)
-        treedef: Any = jax.tree.structure(params)
-        keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
-        updates = jax.tree.map(
-            lambda p, f, u, k: _step(p, _round_at_random(f, p.dtype, k)) if _has_16_bits(p) else u,
-            params,
-            full,
-            updates,
-            keys,
-        )
-        return updates, StochasticRoundingState(next_key, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _require(params: Any, state: Any, kind: type) -> None:
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"master_weights: update takes (gradients, state, params), the state being a "
-            f"{kind.__name__} from this optimizer's init; got a {type(state).__name__}."
-        )
-    if params is None:
-        raise ValueError(
-            "master_weights: update needs the parameters that it updates; "
-            "call tx.update(grads, state, params)."
-        )
-
-
 def _warn_if_useless(params: Any) -> None:
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(_has_16_bits, leaves)):
@@ -270,6 +232,17 @@ def _has_16_bits(leaf: Any) -> bool:
 
 def _masters(params: Any, full: Any) -> Any:
     return jax.tree.map(lambda p, f: f if _has_16_bits(p) else optax.MaskedNode(), params, full)
+
+
+def _rounded(params: Any, full: Any, key: jax.Array) -> Any:
+    """Updated values, rounded at random to what the 16-bit ones of the parameters can hold."""
+    treedef: Any = jax.tree.structure(params)
+    keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
+
+    def one(param: Any, value: Any, key: jax.Array) -> Any:
+        return _round_at_random(value, param.dtype, key) if _has_16_bits(param) else value
+
+    return jax.tree.map(one, params, full, keys)
 
 
 def _within_range(param: Any, master: jax.Array) -> jax.Array:

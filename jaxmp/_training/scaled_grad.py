@@ -7,12 +7,11 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmp._jaxprs.attributes import is_tracer
-from jaxmp._training.differentiate import scaled, scaled_value_and_grad
-from jaxmp._training.gradients import unscaled
-from jaxmp._training.opt_state import find_scaler, scale_of, skipped_by, was_finite
+from jaxmp._training.checks import check_count
+from jaxmp._training.differentiate import scaled, scaled_value_and_grad, unscaled
+from jaxmp._training.opt_state import find_scaler
 from jaxmp._training.replicas_equal import copies_in
 
 __all__ = [
@@ -52,7 +51,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
       >>> float(jaxmp.loss_scale(optimizer.init(jnp.ones(2))))
       65536.0
     """
-    return scale_of(find_scaler("loss_scale", opt_state))
+    return jnp.asarray(find_scaler("loss_scale", opt_state).loss_scale)
 
 
 def step_was_finite(opt_state: Any) -> jax.Array:
@@ -80,7 +79,7 @@ def step_was_finite(opt_state: Any) -> jax.Array:
       >>> bool(jaxmp.step_was_finite(state))
       False
     """
-    return was_finite(find_scaler("step_was_finite", opt_state))
+    return jnp.asarray(find_scaler("step_was_finite", opt_state).finite)
 
 
 def skipped_count(opt_state: Any) -> jax.Array:
@@ -101,7 +100,7 @@ def skipped_count(opt_state: Any) -> jax.Array:
       >>> int(jaxmp.skipped_count(state))
       1
     """
-    return skipped_by(find_scaler("skipped_count", opt_state))
+    return jnp.asarray(find_scaler("skipped_count", opt_state).skipped_count)
 
 
 def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
@@ -139,13 +138,8 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
       Traceback (most recent call last):
       FloatingPointError: check_not_stuck: the last 1 steps were all skipped...
     """
-    if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
-        raise TypeError(f"check_not_stuck: limit must be an integer; got {limit!r}.")
-    if limit < 1:
-        raise ValueError(f"check_not_stuck: limit must be at least 1; got {limit}.")
+    check_count("check_not_stuck", "limit", limit)
     state = find_scaler("check_not_stuck", opt_state)
-    if state is None:
-        return
     counts = jnp.asarray(state.consecutive_skipped_count)
     if is_tracer(counts):
         raise TypeError("check_not_stuck: reads values, so call it outside jit, on the new state.")
@@ -158,9 +152,9 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
             "axis_name out of dynamic_loss_scale, or name every mapped axis, and give `update` "
             "gradients that are averaged over devices; go on from a checkpoint in which they agree."
         )
-    count = int(np.max(np.asarray(counts)))
+    count = int(jnp.max(counts))
     if count >= limit:
-        scale = float(np.min(np.asarray(jnp.asarray(state.loss_scale))))
+        scale = float(jnp.min(jnp.asarray(state.loss_scale)))
         raise FloatingPointError(
             f"check_not_stuck: the last {count} steps were all skipped because gradients were not "
             f"finite; the loss scale is {scale:g} now. A smaller one does not help: the loss or "
@@ -223,8 +217,7 @@ def unscale(grads: Any, opt_state: Any) -> Any:
       >>> grads, unscale(grads, state)
       (Array([16., 16.], dtype=float32), Array([2., 2.], dtype=float32))
     """
-    state = find_scaler("unscale", opt_state)
-    return grads if state is None else unscaled(grads, state.loss_scale)
+    return unscaled(grads, find_scaler("unscale", opt_state))
 
 
 def value_and_grad(
@@ -270,4 +263,5 @@ def value_and_grad(
       >>> jaxmp.value_and_grad(loss_fn, state)(params, jnp.ones(2))
       (Array(6., dtype=float32), {'w': Array([1., 1.], dtype=float32)})
     """
-    return scaled_value_and_grad("value_and_grad", fun, opt_state, argnums, has_aux)
+    state = find_scaler("value_and_grad", opt_state)
+    return scaled_value_and_grad("value_and_grad", fun, state, argnums, has_aux)

@@ -16,10 +16,12 @@ from flax.training import train_state
 from jax.typing import DTypeLike
 
 from jaxmp._flax import is_pytree_node
+from jaxmp._training.checks import as_transformation, check_floating
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.gradients import is_overwrite
 from jaxmp._training.master_weights import MasterWeightsState, StochasticRoundingState
-from jaxmp._training.opt_state import scale_of, skipped_by, the_scaler
+from jaxmp._training.opt_state import the_scaler
+from jaxmp._training.scale_rule import IDENTITY
 from jaxmp.policy import Policy, single_policy
 from jaxmp.tree import select
 
@@ -107,9 +109,9 @@ class TrainState(train_state.TrainState):
         Warns:
           UserWarning: If all parameters are stored in 16 bits, without `jaxmp.master_weights`.
         """
-        _check_optimizer(tx)
+        as_transformation("TrainState.create", tx, "tx")
         _check_container("TrainState.create: params", params)
-        _check_trainable(params)
+        check_floating("TrainState.create", "the parameter", params)
         _check_is_no_variables(params)
         if policy is not None:
             params = _cast_params(params, single_policy("TrainState.create", policy))
@@ -140,9 +142,9 @@ class TrainState(train_state.TrainState):
         Returns:
           A function of `loss_fn`'s arguments: `(loss, grads)`, or `((loss, aux), grads)`.
         """
-        return scaled_value_and_grad(
-            "TrainState.value_and_grad", loss_fn, self.opt_state, argnums, has_aux, genuine=True
-        )
+        name = "TrainState.value_and_grad"
+        state = the_scaler(name, self.opt_state)
+        return scaled_value_and_grad(name, loss_fn, state, argnums, has_aux)
 
     def apply_gradients(self, *, grads: Any, **fields: Any) -> Self:
         """Makes a step, or where the gradients are not finite leaves it out as a whole.
@@ -170,7 +172,7 @@ class TrainState(train_state.TrainState):
             grads=grads, **fields
         )
         scaler = the_scaler("TrainState.apply_gradients", new.opt_state)
-        if scaler is None:
+        if scaler is IDENTITY:
             return new
         finite = jnp.asarray(scaler.finite)
         nodes = {f.name for f in dataclasses.fields(new) if is_pytree_node(f)}
@@ -184,22 +186,12 @@ class TrainState(train_state.TrainState):
     @property
     def loss_scale(self) -> jax.Array:
         """The factor that the next loss is multiplied by: float32[], 1 without a scaler."""
-        scaler = the_scaler("TrainState.loss_scale", self.opt_state)
-        return scale_of(scaler)
+        return jnp.asarray(the_scaler("TrainState.loss_scale", self.opt_state).loss_scale)
 
     @property
     def skipped_count(self) -> jax.Array:
         """How many steps were skipped so far: int32[], 0 without a scaler."""
-        scaler = the_scaler("TrainState.skipped_count", self.opt_state)
-        return skipped_by(scaler)
-
-
-def _check_optimizer(tx: Any) -> None:
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise TypeError(
-            "TrainState.create: tx must be an optax transformation such as optax.adamw(1e-3); got "
-            f"{type(tx).__name__!r}. (The state's opt_state is made by it.)"
-        )
+        return jnp.asarray(the_scaler("TrainState.skipped_count", self.opt_state).skipped_count)
 
 
 def _check_container(what: str, tree: Any) -> None:
@@ -210,21 +202,6 @@ def _check_container(what: str, tree: Any) -> None:
             f"{what} must be a dict or the like of arrays; got {type(tree).__name__!r}. (An NNX or "
             "Equinox module is trained without a train state; docs/get_started.md shows the loop.)"
         )
-
-
-def _check_trainable(params: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        kind = getattr(leaf, "dtype", None)
-        if kind is None:
-            trainable, kind = isinstance(leaf, (float, complex)), type(leaf).__name__
-        else:
-            trainable = jnp.issubdtype(kind, jnp.inexact)
-        if not trainable:
-            raise TypeError(
-                f"TrainState.create: the parameter at {jax.tree_util.keystr(path) or 'the root'} "
-                f"is {kind}, which no optimizer can move and no param_dtype hold; keep it out of "
-                "params, for instance in a field of a subclass."
-            )
 
 
 def _check_is_no_variables(params: Any) -> None:
