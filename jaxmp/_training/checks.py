@@ -156,12 +156,7 @@ def update_inner(
     params: Any,
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, Any]:
-    """Calls the `update` of an optimizer inside another; says why it failed, where that is known.
-
-    Raises:
-      ValueError: If a gradient is None or has another shape than its parameter, or the state is
-        another optimizer's. Errors for other reasons are the optimizer's own.
-    """
+    """Calls the `update` of an optimizer inside; says why it failed, for three known reasons."""
     try:
         result: tuple[Any, Any] = inner.update(grads, state, params, **extra_args)
     except (AttributeError, TypeError, ValueError) as error:
@@ -205,9 +200,6 @@ def check_is_state(function: str, value: Any) -> None:
     of a type that JAX was told of (a dataclass, say); NNX's variables of an optimizer; and a tree
     without arrays, such as `()`. Parameters kept in a NamedTuple pass for a state, therefore; a
     state of plain arrays in dicts and lists, which only an optimizer written by hand has, does not.
-
-    Raises:
-      TypeError: For what is certainly none: None, a function, an optimizer, a module, parameters.
 
     Example:
       >>> check_is_state("scale_loss", optax.sgd(0.1).init(np.ones(2)))

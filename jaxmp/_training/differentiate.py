@@ -68,11 +68,7 @@ def scaled_value_and_grad(
 
 
 def scaled(name: str, value: Any, state: LossScaleState) -> jax.Array:
-    """A loss times the scale of a scaler: float32 or wider; without one, the loss as it is.
-
-    Raises:
-      TypeError: If it is not a real floating number; for `scale_loss`, an array of them.
-    """
+    """A loss times the scale of a scaler: float32 or wider; without one, the loss as it is."""
     is_number = isinstance(value, (float, int, complex)) or hasattr(value, "__array__")
     dtype = jnp.asarray(value).dtype if is_number else None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -103,10 +99,7 @@ def unscaled(grads: Any, state: LossScaleState) -> Any:
     """Divides the gradients of a scaled loss by its scale, in float32; leaves others as they are.
 
     What is not finite becomes NaN: an elementwise clip would make an infinity a number like others.
-
-    Args:
-      grads: A pytree of gradients. float64 and complex ones keep their dtype.
-      state: The scaler's, by whose scale the loss was multiplied. `IDENTITY` changes nothing.
+    float64 and complex gradients keep their dtype.
     """
     if state is IDENTITY:
         return grads

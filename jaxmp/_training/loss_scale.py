@@ -51,26 +51,23 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer skip steps that overflow, and adapts the scale of the loss to them.
 
-    Use it for float16; bfloat16 and float32 have the range to do without (`loss_scale_for`). The
-    gradients come from `jaxmp.value_and_grad`, which multiplies the loss by the scale in the state
-    and divides its gradients by it: they are those of the loss. A step:
-
-    1. If every element of every gradient is finite, `inner` updates. Otherwise the updates are
-       exactly zero, and `inner`'s state (moments, counts, schedules, noise keys) stays as it was:
-       the step leaves no trace but the counters of `LossScaleState`.
-    2. After an overflow the scale is multiplied by `backoff_factor`; after `growth_interval` finite
-       steps without one by `growth_factor`. This is the rule of PyTorch's `GradScaler`, with
-       bounds.
+    Use it for float16; bfloat16 and float32 have the range to do without (`loss_scale_for`).
+    Gradients come from `jaxmp.value_and_grad`, which scales the loss by the state and returns
+    gradients of the loss itself. If every element of them is finite, `inner` updates. Otherwise the
+    updates are exactly zero and `inner`'s state (moments, counts, schedules, noise keys) stays as
+    it was: only the counters of `LossScaleState` move. After an overflow the scale is multiplied by
+    `backoff_factor`; after `growth_interval` finite steps in a row by `growth_factor`. This is the
+    rule of PyTorch's `GradScaler`, with bounds.
 
     Put what keeps something of a gradient *inside*: moments and averages, `optax.MultiSteps` (which
     then counts only finite microbatches). Around a scaler, or before it in a chain, it would keep
     an overflow for ever: whatever reads the state (`jaxmp.loss_scale` and the like) refuses that.
     What keeps nothing, such as clipping and weight decay, is right on both sides.
 
-    `inner` sees parameters and gradients of 16 bits as float32, so its moments are float32 and so
-    are the updates; `optax.apply_updates` rounds to what parameters are stored as. Leaves that are
-    `None`, `optax.MaskedNode` or float0 pass, and so do those under Flax's
-    `_overwrite_with_gradient`, which are new values of float8 scales.
+    `inner` sees parameters and gradients of 16 bits as float32, so its moments and the updates are
+    float32; `optax.apply_updates` rounds to what parameters are stored as. Leaves that are `None`,
+    `optax.MaskedNode` or float0 pass, and so do new values of float8 scales, under Flax's
+    `_overwrite_with_gradient`.
 
     With `hysteresis` above 1 the first overflows leave the scale alone, as in Megatron-LM and
     DeepSpeed: each takes one off a counter, and the scale backs off while it stands at 1. Growth
@@ -98,9 +95,9 @@ def dynamic_loss_scale(
       hysteresis: The number of overflows that it takes to back off.
       refill: When the hysteresis counter is filled again: on "growth", or on any "clean" step.
       axis_name: The mapped axes over which an overflow on one device counts on all: a name or a
-        tuple of them. None stands for every axis that an enclosing `jax.shard_map` or `jax.pmap`
-        maps, so that devices cannot drift apart; `()` lets each device decide for itself, as an
-        ensemble with a model on each needs.
+        tuple of them; by default every axis that an enclosing `jax.shard_map` or `jax.pmap` maps,
+        so that devices cannot drift apart. With `()` each device decides for itself, as an ensemble
+        with a model on each needs.
 
     Returns:
       A transformation whose state is a `LossScaleState`.
@@ -142,9 +139,8 @@ def static_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer skip steps that overflow; the loss is multiplied by a constant.
 
-    Everything is as in `dynamic_loss_scale`, which see, but that the scale never moves: an overflow
-    leaves its step out. The state is the same type, so a checkpoint of either restores into the
-    other; the restored scale holds for the first step after it.
+    It is `dynamic_loss_scale` with a scale that never moves. The state is the same type, so a
+    checkpoint of either restores into the other; the restored scale holds for one step.
 
     Args:
       inner: The optimizer, or None for a link of `optax.chain`.
@@ -155,8 +151,7 @@ def static_loss_scale(
       A transformation whose state is a `LossScaleState`.
 
     Raises:
-      ValueError: As `dynamic_loss_scale`.
-      TypeError: As `dynamic_loss_scale`.
+      ValueError, TypeError: As `dynamic_loss_scale`.
 
     Example:
       >>> optimizer = static_loss_scale(optax.sgd(1.0), 128.0)
@@ -177,9 +172,10 @@ def loss_scale_for(
 ) -> optax.GradientTransformation:
     """Wraps an optimizer in `dynamic_loss_scale` if the policy has float16 in it, and only then.
 
-    bfloat16 and float32 have the range to do without, so `inner` is returned as it is and the
-    training step costs nothing more. The functions of `jaxmp` that read a state take one without a
-    scaler for one whose scale is 1, so the same training step serves every policy.
+    The same training step serves every policy: the functions of `jaxmp` that read a state take one
+    without a scaler for one whose scale is 1. With a scaler, gradients come from `value_and_grad`
+    or `TrainState.value_and_grad`; with `jax.value_and_grad` nothing scales the loss, float16
+    trains as it does without a scale, and `audit` says so.
 
     Args:
       policy: What `jaxmp.get_policy` takes.
@@ -187,9 +183,7 @@ def loss_scale_for(
       **options: Those of `dynamic_loss_scale`.
 
     Returns:
-      `dynamic_loss_scale(inner, **options)`, or `inner` itself. With a scaler, gradients come from
-      `value_and_grad` or `TrainState.value_and_grad`: with `jax.value_and_grad` nothing scales the
-      loss, float16 trains as it does without a scale, and `audit` says so.
+      `dynamic_loss_scale(inner, **options)`, or `inner` itself.
 
     Example:
       >>> optimizer = optax.adam(1e-3)

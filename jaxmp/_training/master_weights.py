@@ -58,19 +58,18 @@ def master_weights(
     with a learning rate of 1e-3 never moves a bfloat16 1.0, whose neighbor is 0.0039 away. Here
     `inner` sees float32 gradients and float32 parameters, so its moments are float32 as well, and
 
-    * by default a float32 copy of the parameters (the masters) is in the optimizer state, and the
-      updates make `optax.apply_updates` store exactly `masters.astype(param.dtype)` at every step
-      (zeros may differ in sign);
+    * by default a float32 copy of the parameters (the masters) is in the optimizer state, and
+      `optax.apply_updates` stores exactly `masters.astype(param.dtype)` at every step (zeros may
+      differ in sign). After changing parameters by hand, call `init` again;
     * with `stochastic_rounding` there is no copy: the updated value is rounded to one of its two
-      neighbors at random, to each with the probability that makes the expectation right. That
-      costs no memory, and some noise.
+      neighbors at random, with the probabilities that make the expectation right. That costs no
+      memory, and some noise.
 
-    Leaves that are not of 16 bits (float32 parameters, say) have no copy and are updated as `inner`
-    says. Apply the updates, which are float32, with `optax.apply_updates`: it adds in float32 and
-    casts to the parameter's dtype. Nothing may change them on the way, so this is the outermost
-    transformation; a loss scaler goes inside, `master_weights(dynamic_loss_scale(inner))`, and a
-    step that it skips leaves masters, parameters and key as they are. The masters decide what
-    is stored: after changing parameters by hand, call `init` again.
+    Leaves that are not of 16 bits have no copy and are updated as `inner` says. Apply the updates,
+    which are float32, with `optax.apply_updates`: it adds in float32 and casts to the parameter's
+    dtype. Nothing may change them on the way, so this is the outermost transformation; a loss
+    scaler goes inside, `master_weights(dynamic_loss_scale(inner))`, and a step that it skips leaves
+    masters, parameters and key as they are.
 
     A finite value that the parameter's dtype cannot hold becomes the largest that it can, never an
     infinity; infinities and NaNs are kept. Masters are those of float32 training to within a

@@ -48,14 +48,7 @@ _WRAPPERS: Final[dict[Any, tuple[str, str]]] = {
 
 
 def find_scalers(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
-    """Finds the outermost `LossScaleState`s in a pytree, with the path of each.
-
-    Example:
-      >>> import jaxmp
-      >>> optimizer = optax.chain(jaxmp.dynamic_loss_scale(optax.sgd(0.1)), optax.ema(0.9))
-      >>> [show(path) for path, state in find_scalers(optimizer.init(0.0))]
-      ['[0]']
-    """
+    """Finds the outermost `LossScaleState`s in a pytree, with the path of each."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_scaler)
     return [(path, node) for path, node in nodes if _is_scaler(node)]
 
@@ -65,10 +58,9 @@ def _is_scaler(node: Any) -> bool:
 
 
 def the_scaler(function: str, opt_state: Any) -> LossScaleState:
-    """Returns the one scaler in what is known to be an optimizer's state, or to hold one.
+    """Returns the one scaler in what is known to be, or to hold, an optimizer's state.
 
-    Returns:
-      Its state; `IDENTITY` if there is none.
+    It is `IDENTITY` if there is none.
 
     Raises:
       ValueError: If there are several, or it is in a wrapper of optax that hides or keeps an
@@ -88,12 +80,7 @@ def the_scaler(function: str, opt_state: Any) -> LossScaleState:
 
 
 def find_scaler(function: str, opt_state: Any) -> LossScaleState:
-    """Returns the scaler in what a caller says is an optimizer's state, or holds one.
-
-    Raises:
-      ValueError: As `the_scaler`.
-      TypeError: As `check_is_state`, where there is none.
-    """
+    """`the_scaler` of what a caller says is an optimizer's state; without one, `check_is_state`."""
     state = the_scaler(function, opt_state)
     if state is IDENTITY:
         check_is_state(function, opt_state)

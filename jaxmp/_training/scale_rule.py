@@ -25,7 +25,7 @@ _LARGEST_SCALE: Final = 2.0**126
 
 _SCALES: Final = ("init_scale", "min_scale", "max_scale")
 
-# For options that are arrays.
+# What to do with options that are arrays.
 _INJECTED: Final = (
     " Hyperparameters are injected inside the scaler: "
     "dynamic_loss_scale(optax.inject_hyperparams(optax.adam)(learning_rate=...))."
@@ -68,20 +68,9 @@ IDENTITY: Final = LossScaleState(*_NUMBERS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleRule:
-    """How a scale moves; `jaxmp.dynamic_loss_scale` says what each number means.
+    """How a scale moves: the numbers of `jaxmp.dynamic_loss_scale`, checked for `function`.
 
-    Attributes:
-      function: Who speaks in error messages.
-      growth_interval: None for a scale that never moves.
-
-    Raises:
-      ValueError: If a number is out of its range.
-      TypeError: If it is no number, or not known yet.
-
-    Example:
-      >>> rule = ScaleRule(function="f", init_scale=8.0, min_scale=1.0, max_scale=2.0**24)
-      >>> float(start_state(rule, None).loss_scale)
-      8.0
+    `growth_interval` is None for a scale that never moves.
     """
 
     function: str

@@ -45,13 +45,11 @@ class TrainState(train_state.TrainState):
     start, so a jitted step compiles once.
 
     A checkpoint written with other wrappers than `tx` now has is restored into a state made with
-    the old ones; the parts are then put together. To add a scaler to `old`, which had none:
+    the old ones. To add a scaler to `old`, which had none (`opt_state.inner_state` takes one away):
 
         state = TrainState.create(apply_fn=model.apply, params=old.params, tx=tx)
         opt_state = state.opt_state._replace(inner_state=old.opt_state)
         state = state.replace(step=old.step, opt_state=opt_state)
-
-    and `old.opt_state.inner_state` is what is left without it.
 
     Attributes:
       step: int32[], how many updates were made.
@@ -132,15 +130,7 @@ class TrainState(train_state.TrainState):
     ) -> Callable[..., tuple[Any, Any]]:
         """Makes a function that returns the loss and its gradients, for `apply_gradients`.
 
-        It is `jaxmp.value_and_grad` with this state's scale.
-
-        Args:
-          loss_fn: Returns a loss, floating[], or with `has_aux` a pair of it and anything.
-          has_aux: Whether `loss_fn` returns a pair.
-          argnums: The arguments to differentiate, as in JAX.
-
-        Returns:
-          A function of `loss_fn`'s arguments: `(loss, grads)`, or `((loss, aux), grads)`.
+        It is `jaxmp.value_and_grad(loss_fn, self.opt_state, argnums, has_aux)`: see there.
         """
         name = "TrainState.value_and_grad"
         state = the_scaler(name, self.opt_state)
