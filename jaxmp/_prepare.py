@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import optax
 
 from jaxmp._modules import wrap
+from jaxmp._training.checks import as_transformation
 from jaxmp._training.loss_scale import loss_scale_for
 from jaxmp.policy import PolicyLike, get_policy
 
@@ -59,9 +60,6 @@ def prepare(
         raise TypeError(
             "prepare: the model comes first, and then the optimizer: prepare(model, tx, policy)."
         )
-    if not hasattr(tx, "init") or not hasattr(tx, "update"):
-        raise TypeError(
-            f"prepare: tx must be an optax transformation such as optax.adamw(1e-3); got {tx!r}."
-        )
+    as_transformation("prepare", tx, "tx")
     resolved = get_policy(policy)
     return wrap(model, resolved, params=params), loss_scale_for(resolved, tx, **options)

@@ -41,7 +41,7 @@ def plain(loss: Step, state: Any) -> Step:
 
 
 def by_jaxmp(loss: Step, state: Any) -> Step:
-    return jaxmp.grad(loss, state.opt_state)
+    return lambda *args: jaxmp.value_and_grad(loss, state.opt_state)(*args)[1]
 
 
 def only_scaled(loss: Step, state: Any) -> Step:

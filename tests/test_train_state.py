@@ -206,7 +206,7 @@ def test_create_casts_params_to_param_dtype(policy):
         (np.zeros(2, bool), "bool"),
         (3, "int"),
         (jax.random.key(0), "key<fry>"),
-        ("text", "str"),
+        ("text", "'text'"),
     ],
     ids=("int", "bool", "number", "key", "str"),
 )

@@ -82,7 +82,7 @@ def test_float8_gradients():
 @pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True}])
 def test_master_weights_with_the_state_of_another(options):
     tx = master_weights(optax.adam(0.1), **options)
-    message = r"master_weights: update takes .* a (Mast|Stoch)\w+State .*; got a LossScaleState"
+    message = r"master_weights: update takes .* a (Mast|Stoch)\w+State .*; got 'LossScaleState'"
     with pytest.raises(TypeError, match=message):
         tx.update(GRADS, STATE, PARAMS)
 
@@ -123,7 +123,7 @@ def eqx_loss(model, x):
 
 def test_an_equinox_module_as_parameters():
     where = r"\.activation"
-    with pytest.raises(TypeError, match=rf"value_and_grad: argument 0 .* at {where}, .*eqx\.f"):
+    with pytest.raises(TypeError, match=rf"value_and_grad: argument 0 .* at {where} is .*eqx\.f"):
         jaxmp.value_and_grad(eqx_loss, STATE)(MODEL, BATCH)
     with pytest.raises(TypeError, match=rf"dynamic_loss_scale: the parameter at {where} .*eqx\."):
         TX.init(MODEL)
@@ -154,7 +154,6 @@ def test_an_equinox_module_in_the_forms_that_the_message_gives():
 # `value_and_grad`.
 
 
-@pytest.mark.parametrize("name", ["value_and_grad", "grad"])
 @pytest.mark.parametrize(
     ("loss", "got"),
     [
@@ -166,15 +165,14 @@ def test_an_equinox_module_in_the_forms_that_the_message_gives():
         (lambda p: "loss", "got 'str'"),
     ],
 )
-def test_what_is_no_loss(name, loss, got):
-    with pytest.raises(TypeError, match=f"^{name}: the loss must be .*{got}"):
-        getattr(jaxmp, name)(loss, STATE)(PARAMS)
+def test_what_is_no_loss(loss, got):
+    with pytest.raises(TypeError, match=f"^value_and_grad: the loss must be .*{got}"):
+        jaxmp.value_and_grad(loss, STATE)(PARAMS)
 
 
 def test_a_loss_that_is_no_function():
-    for function in (jaxmp.value_and_grad, jaxmp.grad):
-        with pytest.raises(TypeError, match=r"loss_fn, which comes first, must be .*; got 'float'"):
-            function(1.5, STATE)
+    with pytest.raises(TypeError, match=r"loss_fn, which comes first, must be .*; got 'float'"):
+        jaxmp.value_and_grad(1.5, STATE)
     state = jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
     with pytest.raises(TypeError, match=r"TrainState\.value_and_grad: loss_fn"):
         state.value_and_grad(PARAMS)
@@ -192,7 +190,7 @@ def test_argnums_are_positions(argnums):
 
 
 def test_an_integer_to_differentiate_is_named():
-    with pytest.raises(TypeError, match=r"argument 0 of the loss .* has int32 at \['n'\]"):
+    with pytest.raises(TypeError, match=r"argument 0 of the loss at \['n'\] is int32"):
         jaxmp.value_and_grad(loss_fn, STATE)({**PARAMS, "n": jnp.arange(2)}, BATCH)
 
 
@@ -240,9 +238,9 @@ def test_accumulating_names_its_arguments():
             accumulate_gradients(value_and_grad, 2, batch_argnums=batch_argnums)
     with pytest.raises(TypeError, match=r"grad_fn must be a function .*; got 'dict'"):
         accumulate_gradients(PARAMS, 2)
-    with pytest.raises(TypeError, match="the aux of a piece has 'aux' at the root"):
+    with pytest.raises(TypeError, match="the aux of a piece at the root is 'aux'"):
         accumulate_gradients(value_and_grad, 2)(PARAMS, BATCH)
-    two = jaxmp.grad(lambda a, b: jnp.sum(a["w"]) * jnp.sum(b), STATE, argnums=(0, 1))
+    two = jax.grad(lambda a, b: jnp.sum(a["w"]) * jnp.sum(b), argnums=(0, 1))
     with pytest.raises(TypeError, match=r"grad_fn must return \(loss, grads\)"):
         accumulate_gradients(two, 2)(PARAMS, BATCH)
 

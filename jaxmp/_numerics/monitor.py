@@ -12,8 +12,9 @@ import optax
 
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._numerics.monitor_statistics import MonitorStatistics, Paths, leaves_of, measure
-from jaxmp._training.loss_scale import as_transformation
-from jaxmp._training.opt_state import check_is_state, find_scalers, scale_of, skipped_by, the_scaler
+from jaxmp._training.checks import as_transformation, check_is_state
+from jaxmp._training.opt_state import the_scaler
+from jaxmp._training.scale_rule import IDENTITY
 from jaxmp.tree import select
 
 
@@ -135,7 +136,7 @@ def monitor(
     ) -> tuple[optax.Updates, MonitorState]:
         _check_state(state)
         scaler = the_scaler("monitor", state.inner_state)
-        scale = None if scaler is None else scaler.loss_scale
+        scale = None if scaler is IDENTITY else scaler.loss_scale
         leaves = leaves_of(updates, state.paths)
         first, statistics = measure(leaves, state.paths, scale, state.step_count)
         moved = _next_state(state, int(every), first, statistics)
@@ -191,7 +192,8 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
     scaler = the_scaler("read_monitor", state.inner_state)
     counts = [jnp.asarray(x) for x in state[:5]]
     shares = [jnp.asarray(x) for x in state.statistics]
-    arrays = [*counts, *shares, scale_of(scaler), skipped_by(scaler)]
+    of_scaler = [jnp.asarray(x) for x in (scaler.loss_scale, scaler.skipped_count)]
+    arrays = [*counts, *shares, *of_scaler]
     if any(map(is_tracer, arrays)):
         raise TypeError("read_monitor: reads values, so call it outside jit, on the new state.")
     if counts[0].ndim:
@@ -250,7 +252,8 @@ def _find(opt_state: Any) -> MonitorState:
             f"read_monitor: there are {len(found)} monitors in the state; it reads the one that "
             "jaxmp.numerics.monitor(optimizer) makes, around the whole optimizer."
         )
-    if len(find_scalers(opt_state)) != len(find_scalers(found[0].inner_state)):
+    inside = the_scaler("read_monitor", found[0].inner_state)
+    if the_scaler("read_monitor", opt_state) is not inside:
         raise ValueError(
             "read_monitor: the loss scaler is not inside of the monitor, which so sees neither its "
             "scale nor the steps that it skips. The right form is "

@@ -14,7 +14,8 @@ from flax import nnx
 from jax import lax
 
 from jaxmp._jaxprs.attributes import explicit_sharding, varying_axes
-from jaxmp._training.gradients import check_floating, factor_for, is_inexact, is_overwrite, show
+from jaxmp._training.checks import check_arrays, check_count, check_floating
+from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite
 
 __all__ = ["accumulate_gradients"]
 
@@ -28,19 +29,18 @@ def accumulate_gradients(
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a function that goes through a batch in pieces and returns one loss and gradient.
 
-    The memory of activations is one piece's. The pieces run in a `lax.scan`, their gradients
-    are added in float32 (16-bit ones too), and all of them are made with the same loss scale: to
-    the optimizer this is one step of the whole batch, which is skipped as a whole if any piece
-    overflows. (`dynamic_loss_scale(optax.MultiSteps(optimizer, k))` is the other way: k calls of
-    the step, each with its own scale, an overflow costing one piece.)
+    Activations take the memory of one piece. The pieces run in a `lax.scan`, with one loss scale,
+    and their gradients are added in float32 (16-bit ones too): to the optimizer this is one step of
+    the whole batch, which is skipped as a whole if any piece overflows. (The alternative,
+    `dynamic_loss_scale(optax.MultiSteps(optimizer, k))`, is k calls of the step, each with its own
+    scale; an overflow costs one piece.)
+
+    With "mean" the result equals the large batch's, to float32 rounding, if the loss is a mean over
+    examples. If it divides by something counted in its batch, such as tokens that are not masked,
+    return sums, accumulate with "sum", and divide by the count of the whole batch.
 
     Of Flax NNX modules among the arguments, BatchNorm's averages and Dropout's keys go from one
     piece to the next, and the modules have the last ones afterwards.
-
-    With "mean" the result equals the large batch's, to float32 rounding, if the loss is a
-    mean over examples. A loss that divides by something counted in its batch, such as tokens that
-    are not masked, is not: return sums, accumulate with "sum", and divide by the count of the whole
-    batch.
 
     Args:
       grad_fn: What `jaxmp.value_and_grad` or `jax.value_and_grad` returns: a function to
@@ -48,9 +48,9 @@ def accumulate_gradients(
       microbatches: How many pieces; it divides the leading axis of every array in the batch.
       batch_argnums: Which positional arguments to cut along their leading axis, as `(1, 2)` for
         `loss_fn(params, x, y)`. By default argument 1, if no other after it is as long. The others
-        go to each piece whole, a PRNG key too: give `jax.random.split(key, microbatches)` as part
-        of the batch for a key each. The pieces are interleaved, every `microbatches`-th example, so
-        that a batch sharded over devices stays where it is.
+        go to each piece whole, a PRNG key too: for a key each, make
+        `jax.random.split(key, microbatches)` part of the batch. The pieces are interleaved, every
+        `microbatches`-th example, so that a batch sharded over devices stays where it is.
       reduce: What is made of the losses and gradients: their "mean" or their "sum".
 
     Returns:
@@ -75,17 +75,9 @@ def accumulate_gradients(
       >>> grad_fn(params, batch)
       (Array(11., dtype=float32), Array([3., 4.], dtype=float32))
     """
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int):
-        raise TypeError(
-            f"accumulate_gradients: microbatches must be an integer; got {microbatches!r}."
-        )
-    if microbatches < 1:
-        raise ValueError(
-            f"accumulate_gradients: microbatches must be at least 1; got {microbatches}."
-        )
+    check_count("accumulate_gradients", "microbatches", microbatches)
     if reduce not in ("mean", "sum"):
         raise ValueError(f"accumulate_gradients: reduce must be 'mean' or 'sum'; got {reduce!r}.")
-    by_default = batch_argnums is None
     several = 1 if batch_argnums is None else batch_argnums
     several = [several] if isinstance(several, int) else several
     if not (isinstance(several, (tuple, list)) and all(isinstance(i, int) for i in several)):
@@ -104,35 +96,34 @@ def accumulate_gradients(
     @functools.wraps(grad_fn)
     def accumulated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         pieces = _split(args, argnums, microbatches)
-        if by_default and microbatches > 1:
+        if batch_argnums is None and microbatches > 1:
             _check_others_are_whole(args, kwargs)
         modules, state, put_back = _take_out_modules((args, kwargs))
 
-        def run(piece: tuple[Any, ...], state: Any) -> tuple[tuple[Any, Any], Any]:
+        def run(piece: tuple[Any, ...], state: Any) -> tuple[Any, Any, Any]:
             (arguments, keywords), fresh = put_back(state)
             arguments = list(arguments)
             for argnum, value in zip(argnums, piece, strict=True):
                 arguments[argnum] = value
-            return _pair(grad_fn(*arguments, **keywords)), nnx.state(fresh)
+            return *_loss_and_grads(grad_fn(*arguments, **keywords)), nnx.state(fresh)
 
         # `jax.eval_shape` would lose the sharding over a mesh that has an explicit axis.
         first = jax.tree.map(lambda x: x[0], pieces)
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(first, state)
-        (value, grads), after = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
-        has_aux = isinstance(value, tuple)
-        like = (value[0] if has_aux else value, grads)
-        _check(like, state, after)
+        like, aux, after = jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
+        _check_types(like, state, after)
 
-        def body(carry: tuple[list[jax.Array], Any], piece: Any) -> tuple[Any, Any]:
+        def body(carry: tuple[Any, Any], piece: Any) -> tuple[Any, Any]:
             totals, state = carry
-            (value, grads), state = run(piece, state)
-            loss, aux = value if has_aux else (value, None)
-            return (_add(totals, (loss, grads)), state), aux
+            values, aux, state = run(piece, state)
+            return (jax.tree_util.tree_map_with_path(_add, values, totals), state), aux
 
-        (totals, state), aux = lax.scan(body, (_start(like), state), pieces)
+        start = jax.tree_util.tree_map_with_path(_start, like)
+        (totals, state), aux = lax.scan(body, (start, state), pieces)
         nnx.update(modules, state)
-        loss, grads = _finish(totals, like, factor)
-        return ((loss, aux) if has_aux else loss), grads
+        finish = functools.partial(_finish, factor=factor)
+        loss, grads = jax.tree_util.tree_map_with_path(finish, like, totals)
+        return ((loss, *aux) if aux else loss), grads
 
     return accumulated
 
@@ -161,48 +152,36 @@ def _check_others_are_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         )
 
 
-def _pair(out: Any) -> tuple[Any, Any]:
-    """Checks that a gradient function returned `(loss, grads)` or `((loss, aux), grads)`."""
-    if isinstance(out, tuple) and len(out) == 2:
-        value, grads = out
-        has_aux = isinstance(value, tuple) and len(value) == 2
-        loss = value[0] if has_aux else value
-        if _is_scalar(loss):
-            _check_aux(value[1] if has_aux else None)
-            # Python numbers, such as a loss that depends on nothing, have no dtype.
-            loss, grads = jax.tree.map(_array, (loss, grads))
-            return ((loss, value[1]) if has_aux else loss), grads
-    raise TypeError(
-        "accumulate_gradients: grad_fn must return (loss, grads) or ((loss, aux), grads), as what "
-        f"jaxmp.value_and_grad(loss_fn, opt_state) makes does; got a {type(out).__name__!r}."
-    )
+def _loss_and_grads(out: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What a gradient function returned, checked: `(loss, grads)`, and `(aux,)` or nothing."""
+    value, grads = out if isinstance(out, tuple) and len(out) == 2 else (None, None)
+    loss: Any
+    loss, *aux = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+    is_number = isinstance(loss, (int, float, complex)) or hasattr(loss, "dtype")
+    if not is_number or jnp.ndim(loss):
+        raise TypeError(
+            "accumulate_gradients: grad_fn must return (loss, grads) or ((loss, aux), grads), as "
+            "what jaxmp.value_and_grad(loss_fn, opt_state) makes does; got a "
+            f"{type(out).__name__!r}."
+        )
+    check_arrays("accumulate_gradients", "the aux of a piece", aux[0] if aux else None)
+
+    def array(leaf: Any) -> Any:  # a Python number, such as a loss that depends on nothing
+        return jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
+
+    return jax.tree.map(array, (loss, grads)), tuple(aux)
 
 
-def _is_scalar(loss: Any) -> bool:
-    is_number = isinstance(loss, (bool, int, float, complex)) or hasattr(loss, "dtype")
-    return is_number and jnp.ndim(loss) == 0
-
-
-def _check_aux(aux: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
-        if callable(leaf) or isinstance(leaf, str):
-            raise TypeError(
-                f"accumulate_gradients: the aux of a piece has {leaf!r} at {show(path)}, which is "
-                "no array and cannot be stacked; leave it out of what the loss returns."
-            )
-
-
-def _check(like: Any, state: Any, after: Any) -> None:
+def _check_types(like: Any, state: Any, after: Any) -> None:
     """Checks the types of a loss and its gradients, and that NNX modules keep their variables."""
     loss, grads = like
     if not jnp.issubdtype(loss.dtype, jnp.inexact):
         raise TypeError(
             f"accumulate_gradients: the loss must be a real floating number; got {loss.dtype}."
         )
-    check_floating("accumulate_gradients", "gradient", grads)
+    check_floating("accumulate_gradients", "the gradient", grads)
     got: Any = jax.tree.structure(after)
-    had: Any = jax.tree.structure(state)
-    if got != had:
+    if got != jax.tree.structure(state):
         raise ValueError(
             "accumulate_gradients: a piece of the batch gives the NNX module variables that it did "
             "not have, which the next piece would start with; call it once before training, and "
@@ -240,21 +219,22 @@ def _split(args: tuple[Any, ...], argnums: tuple[int, ...], count: int) -> tuple
         size = jnp.shape(leaf)[0] if jnp.ndim(leaf) else None
         if not size or size % count:
             axis = "no leading axis" if size is None else f"a leading axis of {size}"
-            raise ValueError(
-                f"accumulate_gradients: the batch (argument {argnum}"
-                f"{jax.tree_util.keystr(path)}) has {axis}, which microbatches={count} does not "
-                "divide; batch_argnums says which arguments are cut."
+            wrong = (
+                f"{axis}, which microbatches={count} does not divide; batch_argnums says which "
+                "arguments are cut."
             )
-        if parts := _parts(leaf, size // count):
-            raise ValueError(
-                f"accumulate_gradients: the batch (argument {argnum}"
-                f"{jax.tree_util.keystr(path)}) has a leading axis of {size}, sharded {parts} "
-                f"ways over an explicit mesh, which does not divide the pieces of {size // count} "
-                f"that microbatches={count} makes; take fewer pieces or a larger batch."
+        elif parts := _parts(leaf, size // count):
+            wrong = (
+                f"a leading axis of {size}, sharded {parts} ways over an explicit mesh, which does "
+                f"not divide the pieces of {size // count} that microbatches={count} makes; take "
+                "fewer pieces or a larger batch."
             )
-        # Row i of the result is every count-th example from the i-th on: a reshape to
-        # [count, n / count] would move the examples of a sharded batch between devices.
-        return jnp.swapaxes(leaf.reshape(size // count, count, *leaf.shape[1:]), 0, 1)
+        else:
+            # Row i of the result is every count-th example from the i-th on: a reshape to
+            # [count, n / count] would move the examples of a sharded batch between devices.
+            return jnp.swapaxes(leaf.reshape(size // count, count, *leaf.shape[1:]), 0, 1)
+        where = f"argument {argnum}{jax.tree_util.keystr(path)}"
+        raise ValueError(f"accumulate_gradients: the batch ({where}) has {wrong}")
 
     pieces = []
     for argnum in argnums:
@@ -276,48 +256,31 @@ def _parts(leaf: Any, size: int) -> int | None:
     return parts if size % parts else None
 
 
-def _summable(tree: Any) -> list[tuple[bool, Any]]:
-    """The leaves that are added up; of those marked True the largest is taken."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(is_overwrite(path), leaf) for path, leaf in leaves if is_inexact(leaf)]
+# The sum over pieces of one loss or gradient; None for a float0, which has none. Of what Flax
+# overwrites the largest is kept.
 
 
-def _array(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
+def _start(path: tuple[Any, ...], like: Any) -> jax.Array | None:
+    if not is_inexact(like):
+        return None
+    dtype = jnp.promote_types(like.dtype, jnp.float32)
+    total = jnp.full(like.shape, -np.inf if is_overwrite(path) else 0, dtype)
+    # A scan's carry must begin with the type that it will have: over an explicit mesh with the
+    # sharding of the gradient, under shard_map with the axes that it varies over.
+    sharding = explicit_sharding(like)
+    if sharding is not None and not jax.sharding.get_abstract_mesh().empty:
+        total = jax.sharding.reshard(total, sharding)
+    varying = varying_axes(like)
+    return lax.pcast(total, varying, to="varying") if varying else total
 
 
-def _start(like: Any) -> list[jax.Array]:
-    totals = []
-    for overwrites, leaf in _summable(like):
-        dtype = jnp.promote_types(leaf.dtype, jnp.float32)
-        total = jnp.full(leaf.shape, -np.inf if overwrites else 0, dtype)
-        # A scan's carry must begin with the type that it will have: over an explicit mesh with the
-        # sharding of the gradient, under shard_map with the axes that it varies over.
-        sharding = explicit_sharding(leaf)
-        if sharding is not None and not jax.sharding.get_abstract_mesh().empty:
-            total = jax.sharding.reshard(total, sharding)
-        varying = varying_axes(leaf)
-        totals.append(lax.pcast(total, varying, to="varying") if varying else total)
-    return totals
+def _add(path: tuple[Any, ...], leaf: Any, total: jax.Array | None) -> jax.Array | None:
+    if total is None:
+        return None
+    return jnp.maximum(total, leaf) if is_overwrite(path) else total + leaf
 
 
-def _add(totals: list[jax.Array], tree: Any) -> list[jax.Array]:
-    pairs = zip(totals, _summable(tree), strict=True)
-    return [
-        jnp.maximum(total, leaf) if overwrites else total + leaf
-        for total, (overwrites, leaf) in pairs
-    ]
-
-
-def _finish(totals: list[jax.Array], like: Any, factor: np.float32) -> Any:
-    remaining = iter(totals)
-
-    def leaf(path: tuple[Any, ...], shape: Any) -> Any:
-        if not is_inexact(shape):
-            return np.zeros(shape.shape, jax.dtypes.float0)
-        total = next(remaining)
-        return (
-            total.astype(shape.dtype) if is_overwrite(path) else total * factor_for(shape, factor)
-        )
-
-    return jax.tree_util.tree_map_with_path(leaf, like)
+def _finish(path: tuple[Any, ...], like: Any, total: Any, *, factor: np.float32) -> Any:
+    if total is None:
+        return np.zeros(like.shape, jax.dtypes.float0)
+    return total.astype(like.dtype) if is_overwrite(path) else total * factor_for(like, factor)

@@ -10,35 +10,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jaxmp._training.gradients import unscaled
-from jaxmp._training.opt_state import find_scaler, the_scaler
-from jaxmp._training.scale_rule import LossScaleState
+from jaxmp._jaxprs.scopes import UNSCALE
+from jaxmp._training.checks import check_floating
+from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite, widened
+from jaxmp._training.scale_rule import IDENTITY, LossScaleState
 
-__all__ = ["scaled", "scaled_value_and_grad"]
+__all__ = ["scaled", "scaled_value_and_grad", "unscaled"]
 
 
 def scaled_value_and_grad(
     name: str,
     fun: Callable[..., Any],
-    opt_state: Any,
+    state: LossScaleState,
     argnums: Any,
     has_aux: bool,  # noqa: FBT001
-    *,
-    genuine: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`value_and_grad`, under the name of the function that speaks in error messages.
-
-    Args:
-      name: That name.
-      fun: As for `value_and_grad`.
-      opt_state: As for `value_and_grad`.
-      argnums: As for `value_and_grad`.
-      has_aux: As for `value_and_grad`.
-      genuine: Whether `opt_state` is known to be an optimizer's state.
-    """
-    state = the_scaler(name, opt_state) if genuine else find_scaler(name, opt_state)
+    """`jaxmp.value_and_grad`, by a scaler's state, of the function that error messages name."""
     if not callable(fun):
         raise TypeError(
             f"{name}: loss_fn, which comes first, must be a function that returns a loss; got "
@@ -49,50 +39,50 @@ def scaled_value_and_grad(
         raise TypeError(
             f"{name}: argnums must be the position of an argument, or several; got {argnums!r}."
         )
+    positions = [i.argnum if isinstance(i, nnx.DiffState) else i for i in several]
 
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         out = fun(*args, **kwargs)
-        loss = _loss_of(name, out) if has_aux else out
-        return scaled(name, loss, state), out
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"{name}: with has_aux=True the function must return a pair (loss, aux); got "
+                f"{type(out).__name__!r}."
+            )
+        return scaled(name, out[0] if has_aux else out, state), out
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        chosen = _chosen(args, argnums)
-        if any(_is_nnx(value) for value in chosen.values()):
+        # As far as they are there: JAX refuses the others.
+        chosen = {i: args[i] for i in positions if -len(args) <= i < len(args)}
+        if _has_module(chosen):
             (_, out), grads = _nnx_value_and_grad(scaled_fun, argnums, args, kwargs)
-            return out, grads if state is None else unscaled(grads, state.loss_scale)
+            return out, unscaled(grads, state)
         for argnum, value in chosen.items():
-            _check_arrays(name, argnum, value)
-        if state is None:
+            check_floating(name, f"argument {argnum} of the loss", value)
+        if state is IDENTITY:
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
         (_, out), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
-        return out, unscaled(grads, state.loss_scale)
+        return out, unscaled(grads, state)
 
     return value_and_grad_fun
 
 
-def scaled(name: str, value: Any, state: LossScaleState | None) -> jax.Array:
-    """A loss times the scale of a scaler: float32 or wider; without one, the loss as it is.
-
-    Raises:
-      TypeError: If it is not a real floating number; for `scale_loss`, an array of them.
-    """
-    if not (isinstance(value, (float, int, complex)) or hasattr(value, "__array__")):
-        hint = ""
-        if isinstance(value, tuple) and len(value) == 2 and name != "scale_loss":
-            hint = " If it is (loss, aux), say has_aux=True."
-        raise TypeError(
-            f"{name}: the loss must be a real floating number; got {type(value).__name__!r}.{hint}"
-        )
+def scaled(name: str, value: Any, state: LossScaleState) -> jax.Array:
+    """A loss times the scale of a scaler: float32 or wider; without one, the loss as it is."""
+    is_number = isinstance(value, (float, int, complex)) or hasattr(value, "__array__")
+    dtype = jnp.asarray(value).dtype if is_number else None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        got = repr(type(value).__name__) if dtype is None else dtype
+        is_pair = isinstance(value, tuple) and len(value) == 2 and name != "scale_loss"
+        hint = " If it is (loss, aux), say has_aux=True." if is_pair else ""
+        raise TypeError(f"{name}: the loss must be a real floating number; got {got}.{hint}")
     loss: jax.Array = jnp.asarray(value)
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"{name}: the loss must be a real floating number; got {loss.dtype}.")
     if loss.ndim and name != "scale_loss":
         raise TypeError(
             f"{name}: the loss must be one number; got an array of shape {loss.shape}. Take its "
             "mean or its sum."
         )
-    if state is None:
+    if state is IDENTITY:
         return loss
     if loss.dtype == jnp.float16:
         warnings.warn(
@@ -103,6 +93,30 @@ def scaled(name: str, value: Any, state: LossScaleState | None) -> jax.Array:
         )
     # The scale is float32 and strongly typed, so the product is, whatever the loss.
     return loss * jnp.asarray(state.loss_scale)
+
+
+def unscaled(grads: Any, state: LossScaleState) -> Any:
+    """Divides the gradients of a scaled loss by its scale, in float32; leaves others as they are.
+
+    What is not finite becomes NaN: an elementwise clip would make an infinity a number like others.
+    float64 and complex gradients keep their dtype.
+    """
+    if state is IDENTITY:
+        return grads
+
+    def divide(path: tuple[Any, ...], grad: Any) -> Any:
+        if is_overwrite(path) or not is_inexact(grad):
+            return grad
+        wide = widened(path, grad)
+        factor = factor_for(wide, inverse)
+        if factor is not inverse:  # parts of a sum: no test goes through them
+            return wide * factor
+        return jnp.where(jnp.isfinite(wide), wide * inverse, jnp.nan)
+
+    with jax.named_scope(UNSCALE):
+        # A product with the reciprocal: exact for powers of two, and what GradScaler does.
+        inverse = np.float32(1) / state.loss_scale
+        return jax.tree_util.tree_map_with_path(divide, grads)
 
 
 def _nnx_value_and_grad(
@@ -129,43 +143,8 @@ def _nnx_value_and_grad(
     return result
 
 
-def _chosen(args: tuple[Any, ...], argnums: Any) -> dict[int, Any]:
-    """The arguments to differentiate, as far as they are there: JAX refuses the others."""
-    several = argnums if isinstance(argnums, (tuple, list)) else [argnums]
-    indices = [i.argnum if isinstance(i, nnx.DiffState) else i for i in several]
-    return {i: args[i] for i in indices if isinstance(i, int) and -len(args) <= i < len(args)}
-
-
-def _is_nnx(value: Any) -> bool:
+def _has_module(tree: Any) -> bool:
     def is_module(node: Any) -> bool:
         return isinstance(node, nnx.Module)
 
-    return any(is_module(leaf) for leaf in jax.tree.leaves(value, is_leaf=is_module))
-
-
-def _check_arrays(name: str, argnum: int, value: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-        if callable(leaf) or isinstance(leaf, str):
-            raise TypeError(
-                f"{name}: argument {argnum} of the loss is differentiated, but has {leaf!r} at "
-                f"{jax.tree_util.keystr(path) or 'the root'}, which is no array. An Equinox module "
-                "is differentiated by eqx.filter_value_and_grad, around "
-                "jaxmp.loss_scaling.scale_loss(loss, opt_state); or give "
-                "eqx.partition's arrays, and eqx.combine them in the loss."
-            )
-        dtype = getattr(leaf, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
-            raise TypeError(
-                f"{name}: argument {argnum} of the loss is differentiated, but has {dtype} at "
-                f"{jax.tree_util.keystr(path) or 'the root'}; give it to the loss as another "
-                "argument."
-            )
-
-
-def _loss_of(name: str, out: Any) -> Any:
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(
-            f"{name}: with has_aux=True the function must return a pair (loss, aux); got "
-            f"{type(out).__name__!r}."
-        )
-    return out[0]
+    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))

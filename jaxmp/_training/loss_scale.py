@@ -16,26 +16,20 @@ from jax import lax
 
 from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.scopes import TESTED
-from jaxmp._training.gradients import (
+from jaxmp._training.checks import (
+    as_transformation,
     check_floating,
-    check_scaler_state,
+    check_state,
     check_structure,
-    explain_failure,
-    is_inexact,
-    strong,
-    widened,
+    update_inner,
 )
+from jaxmp._training.gradients import is_inexact, strong, widened
 from jaxmp._training.opt_state import find_scalers
 from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, start_state
 from jaxmp.policy import PolicyLike, PolicyMap, get_policy
 from jaxmp.tree import all_finite, select, widen_floating
 
-__all__ = [
-    "as_transformation",
-    "dynamic_loss_scale",
-    "loss_scale_for",
-    "static_loss_scale",
-]
+__all__ = ["dynamic_loss_scale", "loss_scale_for", "static_loss_scale"]
 
 AxisName = Any  # what `jax.lax.pmin` takes: a hashable, or a tuple of them
 
@@ -55,26 +49,23 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer skip steps that overflow, and adapts the scale of the loss to them.
 
-    Use it for float16; bfloat16 and float32 have the range to do without (`loss_scale_for`). The
-    gradients come from `jaxmp.value_and_grad`, which multiplies the loss by the scale in the state
-    and divides its gradients by it: they are those of the loss. A step:
-
-    1. If every element of every gradient is finite, `inner` updates. Otherwise the updates are
-       exactly zero, and `inner`'s state (moments, counts, schedules, noise keys) stays as it was:
-       the step leaves no trace but the counters of `LossScaleState`.
-    2. After an overflow the scale is multiplied by `backoff_factor`; after `growth_interval` finite
-       steps without one by `growth_factor`. This is the rule of PyTorch's `GradScaler`, with
-       bounds.
+    Use it for float16; bfloat16 and float32 have the range to do without (`loss_scale_for`).
+    Gradients come from `jaxmp.value_and_grad`, which scales the loss by the state and returns
+    gradients of the loss itself. If every element of them is finite, `inner` updates. Otherwise the
+    updates are exactly zero and `inner`'s state (moments, counts, schedules, noise keys) stays as
+    it was: only the counters of `LossScaleState` move. After an overflow the scale is multiplied by
+    `backoff_factor`; after `growth_interval` finite steps in a row by `growth_factor`. This is the
+    rule of PyTorch's `GradScaler`, with bounds.
 
     Put what keeps something of a gradient *inside*: moments and averages, `optax.MultiSteps` (which
     then counts only finite microbatches). Around a scaler, or before it in a chain, it would keep
     an overflow for ever: whatever reads the state (`jaxmp.loss_scaling.loss_scale` and the like)
     refuses that. What keeps nothing, such as clipping and weight decay, is right on both sides.
 
-    `inner` sees parameters and gradients of 16 bits as float32, so its moments are float32 and so
-    are the updates; `optax.apply_updates` rounds to what parameters are stored as. Leaves that are
-    `None`, `optax.MaskedNode` or float0 pass, and so do those under Flax's
-    `_overwrite_with_gradient`, which are new values of float8 scales.
+    `inner` sees parameters and gradients of 16 bits as float32, so its moments and the updates are
+    float32; `optax.apply_updates` rounds to what parameters are stored as. Leaves that are `None`,
+    `optax.MaskedNode` or float0 pass, and so do new values of float8 scales, under Flax's
+    `_overwrite_with_gradient`.
 
     With `hysteresis` above 1 the first overflows leave the scale alone, as in Megatron-LM and
     DeepSpeed: each takes one off a counter, and the scale backs off while it stands at 1. Growth
@@ -103,9 +94,9 @@ def dynamic_loss_scale(
       hysteresis: The number of overflows that it takes to back off.
       refill: When the hysteresis counter is filled again: on "growth", or on any "clean" step.
       axis_name: The mapped axes over which an overflow on one device counts on all: a name or a
-        tuple of them. None stands for every axis that an enclosing `jax.shard_map` or `jax.pmap`
-        maps, so that devices cannot drift apart; `()` lets each device decide for itself, as an
-        ensemble with a model on each needs.
+        tuple of them; by default every axis that an enclosing `jax.shard_map` or `jax.pmap` maps,
+        so that devices cannot drift apart. With `()` each device decides for itself, as an ensemble
+        with a model on each needs.
 
     Returns:
       A transformation whose state is a `LossScaleState`.
@@ -147,9 +138,8 @@ def static_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer skip steps that overflow; the loss is multiplied by a constant.
 
-    Everything is as in `dynamic_loss_scale`, which see, but that the scale never moves: an overflow
-    leaves its step out. The state is the same type, so a checkpoint of either restores into the
-    other; the restored scale holds for the first step after it.
+    It is `dynamic_loss_scale` with a scale that never moves. The state is the same type, so a
+    checkpoint of either restores into the other; the restored scale holds for one step.
 
     Args:
       inner: The optimizer, or None for a link of `optax.chain`.
@@ -160,8 +150,7 @@ def static_loss_scale(
       A transformation whose state is a `LossScaleState`.
 
     Raises:
-      ValueError: As `dynamic_loss_scale`.
-      TypeError: As `dynamic_loss_scale`.
+      ValueError, TypeError: As `dynamic_loss_scale`.
 
     Example:
       >>> optimizer = static_loss_scale(optax.sgd(1.0), 128.0)
@@ -182,9 +171,10 @@ def loss_scale_for(
 ) -> optax.GradientTransformation:
     """Wraps an optimizer in `dynamic_loss_scale` if the policy has float16 in it, and only then.
 
-    bfloat16 and float32 have the range to do without, so `inner` is returned as it is and the
-    training step costs nothing more. The functions of `jaxmp` that read a state take one without a
-    scaler for one whose scale is 1, so the same training step serves every policy.
+    The same training step serves every policy: the functions of `jaxmp` that read a state take one
+    without a scaler for one whose scale is 1. With a scaler, gradients come from `value_and_grad`
+    or `TrainState.value_and_grad`; with `jax.value_and_grad` nothing scales the loss, float16
+    trains as it does without a scale, and `audit` says so.
 
     Args:
       policy: What `jaxmp.get_policy` takes.
@@ -192,9 +182,7 @@ def loss_scale_for(
       **options: Those of `dynamic_loss_scale`.
 
     Returns:
-      `dynamic_loss_scale(inner, **options)`, or `inner` itself. With a scaler, gradients come from
-      `value_and_grad` or `TrainState.value_and_grad`: with `jax.value_and_grad` nothing scales the
-      loss, float16 trains as it does without a scale, and `audit` says so.
+      `dynamic_loss_scale(inner, **options)`, or `inner` itself.
 
     Example:
       >>> optimizer = optax.adam(1e-3)
@@ -224,12 +212,13 @@ def _transformation(
     wrapped = as_transformation(rule.function, optax.identity() if inner is None else inner)
 
     def init(params: optax.Params) -> LossScaleState:
-        check_floating(rule.function, "parameter", params)
+        check_floating(rule.function, "the parameter", params, keys=True)
         inner_state = wrapped.init(widen_floating(params))
-        if find_scalers(inner_state):
+        if inside := find_scalers(inner_state):
             raise ValueError(
                 f"{rule.function}: there is a loss scaler inside (at inner_state"
-                f"{find_scalers(inner_state)[0][0]}); a step has one test and one scale. Keep one."
+                f"{jax.tree_util.keystr(inside[0][0])}); a step has one test and one scale. Keep "
+                "one."
             )
         return start_state(rule, jax.tree.map(strong, inner_state))
 
@@ -239,8 +228,8 @@ def _transformation(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
-        check_scaler_state(rule.function, state)
-        check_floating(rule.function, "gradient", updates)
+        check_state(rule.function, state, LossScaleState)
+        check_floating(rule.function, "the gradient", updates)
         if params is not None:
             # optax.lookahead differentiates one of its two sets of parameters.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params
@@ -253,11 +242,9 @@ def _transformation(
         if "grad" in extra_args:  # which line searches take
             extra_args["grad"] = jax.tree_util.tree_map_with_path(widened, extra_args["grad"])
         full = widen_floating(params)
-        try:
-            updates, inner_state = wrapped.update(grads, state.inner_state, full, **extra_args)
-        except (AttributeError, TypeError, ValueError):
-            explain_failure(rule.function, wrapped, updates, state.inner_state, full)
-            raise
+        updates, inner_state = update_inner(
+            rule.function, wrapped, grads, state.inner_state, full, extra_args
+        )
         updates = select(finite, updates, jax.tree.map(_zeros_like, updates))
         inner_state = select(finite, inner_state, state.inner_state)
         return updates, next_state(rule, state, finite)._replace(inner_state=inner_state)
@@ -290,15 +277,3 @@ def _finite_everywhere(function: str, grads: Any, axis_name: AxisName) -> jax.Ar
 
 def _zeros_like(leaf: Any) -> Any:
     return jnp.zeros_like(leaf) if is_inexact(leaf) else leaf
-
-
-def as_transformation(name: str, inner: Any) -> optax.GradientTransformationExtraArgs:
-    """Returns what a wrapper calls, of anything that optax takes for a transformation."""
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            f"{name}: inner must be an optax transformation such as optax.adam(1e-3); got "
-            f"{inner!r} of type {type(inner).__name__!r}."
-        )
-    return optax.with_extra_args_support(inner)

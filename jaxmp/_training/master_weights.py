@@ -11,9 +11,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jaxmp._training.gradients import check_arrays, explain_failure
-from jaxmp._training.loss_scale import as_transformation
-from jaxmp._training.opt_state import the_scaler, was_finite
+from jaxmp._training.checks import as_transformation, check_arrays, check_state, update_inner
+from jaxmp._training.opt_state import the_scaler
 from jaxmp.tree import round_at_random, select, widen_floating
 
 __all__ = ["MasterWeightsState", "StochasticRoundingState", "master_weights"]
@@ -58,19 +57,18 @@ def master_weights(
     with a learning rate of 1e-3 never moves a bfloat16 1.0, whose neighbor is 0.0039 away. Here
     `inner` sees float32 gradients and float32 parameters, so its moments are float32 as well, and
 
-    * by default a float32 copy of the parameters (the masters) is in the optimizer state, and the
-      updates make `optax.apply_updates` store exactly `masters.astype(param.dtype)` at every step
-      (zeros may differ in sign);
+    * by default a float32 copy of the parameters (the masters) is in the optimizer state, and
+      `optax.apply_updates` stores exactly `masters.astype(param.dtype)` at every step (zeros may
+      differ in sign). After changing parameters by hand, call `init` again;
     * with `stochastic_rounding` there is no copy: the updated value is rounded to one of its two
-      neighbors at random, to each with the probability that makes the expectation right. That
-      costs no memory, and some noise.
+      neighbors at random, with the probabilities that make the expectation right. That costs no
+      memory, and some noise.
 
-    Leaves that are not of 16 bits (float32 parameters, say) have no copy and are updated as `inner`
-    says. Apply the updates, which are float32, with `optax.apply_updates`: it adds in float32 and
-    casts to the parameter's dtype. Nothing may change them on the way, so this is the outermost
-    transformation; a loss scaler goes inside, `master_weights(dynamic_loss_scale(inner))`, and a
-    step that it skips leaves masters, parameters and key as they are. The masters decide what
-    is stored: after changing parameters by hand, call `init` again.
+    Leaves that are not of 16 bits have no copy and are updated as `inner` says. Apply the updates,
+    which are float32, with `optax.apply_updates`: it adds in float32 and casts to the parameter's
+    dtype. Nothing may change them on the way, so this is the outermost transformation; a loss
+    scaler goes inside, `master_weights(dynamic_loss_scale(inner))`, and a step that it skips leaves
+    masters, parameters and key as they are.
 
     A finite value that the parameter's dtype cannot hold becomes the largest that it can, never an
     infinity; infinities and NaNs are kept. Masters are those of float32 training to within a
@@ -106,34 +104,49 @@ def master_weights(
       Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740 (masters); Zamirai et al., 2020,
       https://arxiv.org/abs/2010.06192 (stochastic rounding).
     """
-    inner = as_transformation("master_weights", inner)
-    return _rounding_at_random(inner, key) if stochastic_rounding else _keeping_masters(inner)
+    wrapped = as_transformation("master_weights", inner)
+    kind = StochasticRoundingState if stochastic_rounding else MasterWeightsState
 
-
-def _keeping_masters(
-    inner: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    def init(params: Any) -> MasterWeightsState:
-        check_arrays("master_weights", "parameter", params)
+    def init(params: Any) -> MasterWeightsState | StochasticRoundingState:
+        check_arrays("master_weights", "the parameter", params)
         _warn_if_useless(params)
         full = widen_floating(params)
-        return MasterWeightsState(_masters(params, full), inner.init(full))
+        inner_state = wrapped.init(full)
+        if not stochastic_rounding:
+            return MasterWeightsState(_masters(params, full), inner_state)
+        # A copy: a step that donates its state must not take the caller's key with it.
+        first = jax.random.key(key) if isinstance(key, int) else jnp.array(key, copy=True)
+        return StochasticRoundingState(first, inner_state)
 
     def update(
-        updates: Any, state: MasterWeightsState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, MasterWeightsState]:
-        _require(params, state, MasterWeightsState)
-        full = jax.tree.map(lambda p, m: m if _has_16_bits(p) else p, params, state.masters)
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MasterWeightsState | StochasticRoundingState]:
+        check_state("master_weights", state, kind)
+        if params is None:
+            raise ValueError(
+                "master_weights: update needs the parameters that it updates; "
+                "call tx.update(grads, state, params)."
+            )
+        full = widen_floating(params)
+        if not stochastic_rounding:
+            full = jax.tree.map(lambda p, m: m if _has_16_bits(p) else p, params, state.masters)
         grads = widen_floating(updates)
-        try:
-            updates, inner_state = inner.update(grads, state.inner_state, full, **extra_args)
-        except (AttributeError, TypeError, ValueError):
-            explain_failure("master_weights", inner, updates, state.inner_state, full)
-            raise
-        full = jax.tree.map(_within_range, params, optax.apply_updates(full, updates))
+        updates, inner_state = update_inner(
+            "master_weights", wrapped, grads, state.inner_state, full, extra_args
+        )
+        full = optax.apply_updates(full, updates)
+        if stochastic_rounding:
+            next_key, now = jax.random.split(state.key)
+            full = _rounded(params, full, now)
+            finite = the_scaler("master_weights", inner_state).finite
+            next_key = select(finite, next_key, state.key)
+        else:
+            full = jax.tree.map(_within_range, params, full)
         updates = jax.tree.map(
             lambda p, f, u: _step(p, f) if _has_16_bits(p) else u, params, full, updates
         )
+        if stochastic_rounding:
+            return updates, StochasticRoundingState(next_key, inner_state)
         # What `optax.apply_updates` computes before it casts, so that what it stores is the cast of
         # the masters, whatever the step was rounded by. That is seldom anything: float32 holds the
         # difference of a 16-bit number and one near it, or a sum of near opposites.
@@ -141,58 +154,6 @@ def _keeping_masters(
         return updates, MasterWeightsState(_masters(params, full), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _rounding_at_random(
-    inner: optax.GradientTransformationExtraArgs, key: ArrayLike
-) -> optax.GradientTransformationExtraArgs:
-    def init(params: Any) -> StochasticRoundingState:
-        check_arrays("master_weights", "parameter", params)
-        _warn_if_useless(params)
-        # A copy: a step that donates its state must not take the caller's key with it.
-        first = jax.random.key(key) if isinstance(key, int) else jnp.array(key, copy=True)
-        return StochasticRoundingState(first, inner.init(widen_floating(params)))
-
-    def update(
-        updates: Any, state: StochasticRoundingState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, StochasticRoundingState]:
-        _require(params, state, StochasticRoundingState)
-        full = widen_floating(params)
-        grads = widen_floating(updates)
-        try:
-            updates, inner_state = inner.update(grads, state.inner_state, full, **extra_args)
-        except (AttributeError, TypeError, ValueError):
-            explain_failure("master_weights", inner, updates, state.inner_state, full)
-            raise
-        full = optax.apply_updates(full, updates)
-        next_key, key = jax.random.split(state.key)
-        finite = was_finite(the_scaler("master_weights", inner_state))
-        next_key = select(finite, next_key, state.key)
-        treedef: Any = jax.tree.structure(params)
-        keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
-        updates = jax.tree.map(
-            lambda p, f, u, k: _step(p, round_at_random(f, p.dtype, k)) if _has_16_bits(p) else u,
-            params,
-            full,
-            updates,
-            keys,
-        )
-        return updates, StochasticRoundingState(next_key, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _require(params: Any, state: Any, kind: type) -> None:
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"master_weights: update takes (gradients, state, params), the state being a "
-            f"{kind.__name__} from this optimizer's init; got a {type(state).__name__}."
-        )
-    if params is None:
-        raise ValueError(
-            "master_weights: update needs the parameters that it updates; "
-            "call tx.update(grads, state, params)."
-        )
 
 
 def _warn_if_useless(params: Any) -> None:
@@ -212,6 +173,17 @@ def _has_16_bits(leaf: Any) -> bool:
 
 def _masters(params: Any, full: Any) -> Any:
     return jax.tree.map(lambda p, f: f if _has_16_bits(p) else optax.MaskedNode(), params, full)
+
+
+def _rounded(params: Any, full: Any, key: jax.Array) -> Any:
+    """Updated values, rounded at random to what the 16-bit ones of the parameters can hold."""
+    treedef: Any = jax.tree.structure(params)
+    keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
+
+    def one(param: Any, value: Any, key: jax.Array) -> Any:
+        return round_at_random(value, param.dtype, key) if _has_16_bits(param) else value
+
+    return jax.tree.map(one, params, full, keys)
 
 
 def _within_range(param: Any, master: jax.Array) -> jax.Array:

@@ -14,15 +14,18 @@ import numpy as np
 import optax
 
 from jaxmp._jaxprs.attributes import is_tracer
+from jaxmp._training.checks import check_count
 
-__all__ = ["LossScaleState", "ScaleRule", "next_state", "start_state"]
+__all__ = ["IDENTITY", "LossScaleState", "ScaleRule", "next_state", "start_state"]
 
 # Scales stay where both they and their reciprocals are normal float32 numbers: XLA flushes others
 # to zero, and 1/2^127 would silently make every gradient zero.
 _SMALLEST_SCALE: Final = 2.0**-126
 _LARGEST_SCALE: Final = 2.0**126
 
-# For options that are arrays.
+_SCALES: Final = ("init_scale", "min_scale", "max_scale")
+
+# What to do with options that are arrays.
 _INJECTED: Final = (
     " Hyperparameters are injected inside the scaler: "
     "dynamic_loss_scale(optax.inject_hyperparams(optax.adam)(learning_rate=...))."
@@ -57,22 +60,17 @@ class LossScaleState(NamedTuple):
     inner_state: optax.OptState
 
 
+# The state that stands for no scaler: the loss is multiplied by 1, and no step is skipped.
+# NumPy's numbers, because JAX's arrays would start a backend.
+_NUMBERS: Final[Any] = (np.float32(1), *[np.int32(0)] * 4, np.True_, None)
+IDENTITY: Final = LossScaleState(*_NUMBERS)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaleRule:
-    """How a scale moves; `jaxmp.dynamic_loss_scale` says what each number means.
+    """How a scale moves: the numbers of `jaxmp.dynamic_loss_scale`, checked for `function`.
 
-    Attributes:
-      function: Who speaks in error messages.
-      growth_interval: None for a scale that never moves.
-
-    Raises:
-      ValueError: If a number is out of its range.
-      TypeError: If it is no number, or not known yet.
-
-    Example:
-      >>> rule = ScaleRule(function="f", init_scale=8.0, min_scale=1.0, max_scale=2.0**24)
-      >>> float(start_state(rule, None).loss_scale)
-      8.0
+    `growth_interval` is None for a scale that never moves.
     """
 
     function: str
@@ -86,61 +84,46 @@ class ScaleRule:
     refill: str = "growth"
 
     def __post_init__(self) -> None:
-        for field in ("init_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor"):
+        factors = [*_SCALES, "growth_factor", "backoff_factor"]
+        for field in factors:
             _check_number(self.function, self._argument(field), getattr(self, field))
-        for field in ("init_scale", "min_scale", "max_scale"):
-            self._check(
-                field,
-                _SMALLEST_SCALE,
-                _LARGEST_SCALE,
-                "where it and its reciprocal are normal float32 numbers",
-            )
-        if self.min_scale > self.max_scale:
-            raise ValueError(
-                f"{self.function}: min_scale must be at most max_scale; got {self.min_scale} and "
-                f"{self.max_scale}."
-            )
-        self._check("init_scale", self.min_scale, self.max_scale, "its min_scale and max_scale")
-        if not 1 < self.growth_factor < math.inf:
-            raise ValueError(
-                f"{self.function}: growth_factor must be above 1; got {self.growth_factor}."
-            )
-        if not 0 < self.backoff_factor < 1:
-            raise ValueError(
-                f"{self.function}: backoff_factor must be between 0 and 1; got "
-                f"{self.backoff_factor}."
-            )
-        _check_count(self.function, "hysteresis", self.hysteresis)
-        if self.growth_interval is not None:
-            _check_count(self.function, "growth_interval", self.growth_interval)
-        if self.refill not in ("growth", "clean"):
-            raise ValueError(
-                f"{self.function}: refill must be 'growth' or 'clean'; got {self.refill!r}."
-            )
-        self._warn_of_rounding()
-
-    def _argument(self, field: str) -> str:
-        """What the caller calls a field: a static scale is its own minimum and maximum."""
-        static = self.growth_interval is None and field.endswith("_scale")
-        return "scale" if static else field
-
-    def _check(self, field: str, low: float, high: float, why: str) -> None:
-        value = getattr(self, field)
-        if not low <= value <= high:
-            raise ValueError(
-                f"{self.function}: {self._argument(field)} must be between {low:g} and {high:g}, "
-                f"{why}; got {value!r}."
-            )
-
-    def _warn_of_rounding(self) -> None:
-        fields = ("init_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor")
-        values = {self._argument(field): getattr(self, field) for field in fields}
+        for field in _SCALES:
+            why = "where it and its reciprocal are normal float32 numbers"
+            self._check_range(field, _SMALLEST_SCALE, _LARGEST_SCALE, why)
+        at_most = f"at most max_scale, {self.max_scale}"
+        self._require("min_scale", at_most, self.min_scale <= self.max_scale)
+        self._check_range(
+            "init_scale", self.min_scale, self.max_scale, "its min_scale and max_scale"
+        )
+        self._require("growth_factor", "above 1", 1 < self.growth_factor < math.inf)
+        self._require("backoff_factor", "between 0 and 1", 0 < self.backoff_factor < 1)
+        self._require("refill", "'growth' or 'clean'", self.refill in ("growth", "clean"))
+        for field in ("hysteresis", "growth_interval"):
+            if (value := getattr(self, field)) is not None:
+                hint = _INJECTED if isinstance(value, jax.Array) else ""
+                check_count(self.function, field, value, hint)
+        values = {self._argument(field): getattr(self, field) for field in factors}
         odd = [f"{name}={value}" for name, value in values.items() if math.frexp(value)[0] != 0.5]
         if odd:
             warnings.warn(
                 f"{self.function}: {', '.join(odd)}: not a power of two, so multiplying and "
                 "dividing by the scale rounds; a power of two loses nothing.",
-                stacklevel=5,
+                stacklevel=4,
+            )
+
+    def _argument(self, field: str) -> str:
+        """What the caller calls a field: a static scale is its own minimum and maximum."""
+        return "scale" if self.growth_interval is None and field in _SCALES else field
+
+    def _check_range(self, field: str, low: float, high: float, why: str) -> None:
+        allowed = f"between {low:g} and {high:g}, {why}"
+        self._require(field, allowed, low <= getattr(self, field) <= high)
+
+    def _require(self, field: str, allowed: str, holds: bool) -> None:  # noqa: FBT001
+        if not holds:
+            raise ValueError(
+                f"{self.function}: {self._argument(field)} must be {allowed}; got "
+                f"{getattr(self, field)!r}."
             )
 
 
@@ -197,13 +180,3 @@ def _check_number(function: str, field: str, value: Any) -> None:
             f"{function}: {field} must be a number known when the optimizer is made; got {value!r} "
             f"of type {type(value).__name__!r}.{_INJECTED if isinstance(value, jax.Array) else ''}"
         )
-
-
-def _check_count(function: str, field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(
-            f"{function}: {field} must be an integer; got {value!r}."
-            f"{_INJECTED if isinstance(value, jax.Array) else ''}"
-        )
-    if not 1 <= value < 2**31:
-        raise ValueError(f"{function}: {field} must be at least 1 (and an int32); got {value!r}.")

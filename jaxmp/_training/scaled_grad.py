@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmp._jaxprs.attributes import is_tracer
-from jaxmp._training.differentiate import scaled, scaled_value_and_grad
-from jaxmp._training.gradients import unscaled
-from jaxmp._training.opt_state import find_scaler, scale_of, skipped_by, was_finite
+from jaxmp._training.checks import check_count
+from jaxmp._training.differentiate import scaled, scaled_value_and_grad, unscaled
+from jaxmp._training.opt_state import find_scaler
 from jaxmp._training.replicas_equal import copies_in
 
 __all__ = [
     "check_not_stuck",
-    "grad",
     "loss_scale",
     "scale_loss",
     "skipped_count",
@@ -43,8 +40,8 @@ def loss_scale(opt_state: Any) -> jax.Array:
       float32[]: 1 if there is no scaler.
 
     Raises:
-      ValueError: If there are several scalers, or one is inside a wrapper of optax that does not
-        bear it, such as `optax.MultiSteps` or `optax.masked`.
+      ValueError: If there are several scalers, or one is inside a wrapper of optax that hides or
+        keeps an overflow, such as `optax.MultiSteps` or `optax.masked`.
       TypeError: If `opt_state` is not an optimizer's state and holds none: the optimizer itself,
         None, a function, parameters.
 
@@ -54,25 +51,22 @@ def loss_scale(opt_state: Any) -> jax.Array:
       >>> float(jaxmp.loss_scaling.loss_scale(optimizer.init(jnp.ones(2))))
       65536.0
     """
-    return scale_of(find_scaler("loss_scale", opt_state))
+    return jnp.asarray(find_scaler("loss_scale", opt_state).loss_scale)
 
 
 def step_was_finite(opt_state: Any) -> jax.Array:
     """Tells whether the last step was applied: bool[], True before the first and without a scaler.
 
-    Without one nothing is skipped, and what is not finite goes into the parameters:
-    `static_loss_scale(inner, 1.0)` leaves such steps out in bfloat16 and float32, too, and
-    `monitor` sees them.
-
-    Use it to leave other updates of a skipped step out too, such as BatchNorm averages:
-    `jaxmp.tree.select(step_was_finite(opt_state), new, old)`.
+    Use it to skip other updates together with the step, such as BatchNorm averages:
+    `jaxmp.tree.select(step_was_finite(opt_state), new, old)`. Without a scaler nothing is skipped,
+    and what is not finite goes into the parameters, in bfloat16 and float32 too:
+    `static_loss_scale(inner, 1.0)` skips such steps, and `monitor` sees them.
 
     Args:
       opt_state: As for `loss_scale`.
 
     Raises:
-      ValueError: As `loss_scale`.
-      TypeError: As `loss_scale`.
+      ValueError, TypeError: As `loss_scale`.
 
     Example:
       >>> import jaxmp, optax
@@ -82,7 +76,7 @@ def step_was_finite(opt_state: Any) -> jax.Array:
       >>> bool(jaxmp.loss_scaling.step_was_finite(state))
       False
     """
-    return was_finite(find_scaler("step_was_finite", opt_state))
+    return jnp.asarray(find_scaler("step_was_finite", opt_state).finite)
 
 
 def skipped_count(opt_state: Any) -> jax.Array:
@@ -92,8 +86,7 @@ def skipped_count(opt_state: Any) -> jax.Array:
       opt_state: As for `loss_scale`.
 
     Raises:
-      ValueError: As `loss_scale`.
-      TypeError: As `loss_scale`.
+      ValueError, TypeError: As `loss_scale`.
 
     Example:
       >>> import jaxmp, optax
@@ -103,7 +96,7 @@ def skipped_count(opt_state: Any) -> jax.Array:
       >>> int(jaxmp.loss_scaling.skipped_count(state))
       1
     """
-    return skipped_by(find_scaler("skipped_count", opt_state))
+    return jnp.asarray(find_scaler("skipped_count", opt_state).skipped_count)
 
 
 def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
@@ -114,11 +107,11 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
     down to the smallest scale come from the model, the data or the learning rate. Parameters are
     as they were before the first of these steps.
 
-    Under `jax.shard_map`, devices that each decide by gradients of their own which steps to leave
-    out (`axis_name=()`, or one of several mapped axes) drift apart, in their parameters too. Of the
-    devices of this process, it compares what each holds of the scaler's state;
-    `jaxmp.testing.assert_in_step` does so for parameters, and
-    `jax.experimental.multihost_utils.assert_equal(jaxmp.loss_scaling.loss_scale(opt_state))` for
+    Under `jax.shard_map`, devices that each decide by gradients of their own which steps to skip
+    (`axis_name=()`, or one of several mapped axes) drift apart, in their parameters too. This
+    compares what the devices of this process hold of the scaler's state;
+    `jaxmp.testing.assert_in_step` compares parameters, and
+    `jax.experimental.multihost_utils.assert_equal(jaxmp.loss_scaling.loss_scale(opt_state))`
     processes.
 
     Args:
@@ -142,13 +135,8 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
       Traceback (most recent call last):
       FloatingPointError: check_not_stuck: the last 1 steps were all skipped...
     """
-    if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)):
-        raise TypeError(f"check_not_stuck: limit must be an integer; got {limit!r}.")
-    if limit < 1:
-        raise ValueError(f"check_not_stuck: limit must be at least 1; got {limit}.")
+    check_count("check_not_stuck", "limit", limit)
     state = find_scaler("check_not_stuck", opt_state)
-    if state is None:
-        return
     counts = jnp.asarray(state.consecutive_skipped_count)
     if is_tracer(counts):
         raise TypeError("check_not_stuck: reads values, so call it outside jit, on the new state.")
@@ -161,9 +149,8 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
             "axis_name out of dynamic_loss_scale, or name every mapped axis, and give `update` "
             "gradients that are averaged over devices; go on from a checkpoint in which they agree."
         )
-    count = int(np.max(np.asarray(counts)))
-    if count >= limit:
-        scale = float(np.min(np.asarray(jnp.asarray(state.loss_scale))))
+    if (count := int(jnp.max(counts))) >= limit:
+        scale = float(jnp.min(jnp.asarray(state.loss_scale)))
         raise FloatingPointError(
             f"check_not_stuck: the last {count} steps were all skipped because gradients were not "
             f"finite; the loss scale is {scale:g} now. A smaller one does not help: the loss or "
@@ -179,8 +166,8 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
 
     For gradients that `value_and_grad` does not make, such as `equinox.filter_grad`'s:
     differentiate `lambda model: jaxmp.loss_scaling.scale_loss(loss_fn(model), opt_state)`, and
-    divide what comes of it by `jaxmp.loss_scaling.unscale(grads, opt_state)`. Log the loss before
-    it is scaled.
+    divide the gradients by `jaxmp.loss_scaling.unscale(grads, opt_state)`. Log the loss before it
+    is scaled.
 
     Args:
       loss: floating[], or any floating array. If it is float16, a warning says that its cotangent
@@ -217,18 +204,16 @@ def unscale(grads: Any, opt_state: Any) -> Any:
       The gradients of the loss, in float32 where they had 16 bits. Without a scaler `grads`.
 
     Raises:
-      ValueError: As `loss_scale`.
-      TypeError: As `loss_scale`.
+      ValueError, TypeError: As `loss_scale`.
 
     Example:
       >>> import jaxmp, optax
-      >>> state = jaxmp.static_loss_scale(optax.adam(1e-3), 8.0).init(jnp.ones(2))
+      >>> state = jaxmp.static_loss_scale(optax.sgd(0.1), 8.0).init(jnp.ones(2))
       >>> grads = jax.grad(lambda w: scale_loss(jnp.sum(w * w), state))(jnp.ones(2))
       >>> grads, unscale(grads, state)
       (Array([16., 16.], dtype=float32), Array([2., 2.], dtype=float32))
     """
-    state = find_scaler("unscale", opt_state)
-    return grads if state is None else unscaled(grads, state.loss_scale)
+    return unscaled(grads, find_scaler("unscale", opt_state))
 
 
 def value_and_grad(
@@ -239,10 +224,10 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a function that returns a loss and its gradients, through a scaled loss.
 
-    It is `jax.value_and_grad`, but the loss is multiplied in float32 before it is differentiated,
-    by the scale in `opt_state`, and the gradients are divided by that, in float32. Clip them, log
-    them, average them: they are those of the loss. Where one overflowed it is NaN, and the scaler
-    leaves the step out. Call it inside the jitted step, where `opt_state` is the current one.
+    It is `jax.value_and_grad`, but the loss is multiplied by the scale in `opt_state` before it is
+    differentiated, and the gradients are divided by it, in float32: clip them, log them, average
+    them, they are those of the loss. Where one overflowed it is NaN, and the scaler skips the step.
+    Call it inside the jitted step, where `opt_state` is the current one.
 
     Where an argument to differentiate is a Flax NNX module, it is `flax.nnx.value_and_grad`:
     BatchNorm's averages and Dropout's keys move in the module, and the gradients are those of its
@@ -263,52 +248,15 @@ def value_and_grad(
       ValueError: As `loss_scale`.
       TypeError: As `loss_scale`, or if `fun` is no function; when called, if the loss is not a real
         floating number, or an argument to differentiate has a leaf that is no array, as an Equinox
-        module has.
+        module has, or an integer.
 
     Example:
       >>> import jaxmp, optax
       >>> params = {"w": jnp.array([3.0, 3.0])}
-      >>> optimizer = jaxmp.static_loss_scale(optax.sgd(0.1), 8.0)
-      >>> state = optimizer.init(params)
+      >>> state = jaxmp.static_loss_scale(optax.sgd(0.1), 8.0).init(params)
       >>> loss_fn = lambda params, x: jnp.sum(params["w"] * x)
       >>> jaxmp.value_and_grad(loss_fn, state)(params, jnp.ones(2))
       (Array(6., dtype=float32), {'w': Array([1., 1.], dtype=float32)})
     """
-    return scaled_value_and_grad("value_and_grad", fun, opt_state, argnums, has_aux)
-
-
-def grad(
-    fun: Callable[..., Any],
-    opt_state: Any,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,  # noqa: FBT001, FBT002  # as jax.grad has it
-) -> Callable[..., Any]:
-    """Makes a function that returns the gradients of a loss: see `value_and_grad`.
-
-    Args:
-      fun: As for `value_and_grad`.
-      opt_state: As for `loss_scale`.
-      argnums: The arguments to differentiate, as in JAX.
-      has_aux: Whether `fun` returns a pair.
-
-    Returns:
-      A function of `fun`'s arguments that returns `grads`, or `(grads, aux)`.
-
-    Raises:
-      ValueError: As `value_and_grad`.
-      TypeError: As `value_and_grad`.
-
-    Example:
-      >>> import jaxmp, optax
-      >>> state = jaxmp.static_loss_scale(optax.sgd(0.1), 8.0).init(jnp.ones(2))
-      >>> jaxmp.grad(jnp.sum, state)(jnp.ones(2))
-      Array([1., 1.], dtype=float32)
-    """
-    with_value = scaled_value_and_grad("grad", fun, opt_state, argnums, has_aux)
-
-    @functools.wraps(fun)
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = with_value(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grad_fun
+    state = find_scaler("value_and_grad", opt_state)
+    return scaled_value_and_grad("value_and_grad", fun, state, argnums, has_aux)

@@ -14,10 +14,12 @@ import optax
 from flax.training import train_state
 
 from jaxmp._flax import is_pytree_node
+from jaxmp._training.checks import as_transformation, check_floating
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.gradients import is_overwrite
 from jaxmp._training.master_weights import MasterWeightsState, StochasticRoundingState
-from jaxmp._training.opt_state import scale_of, skipped_by, the_scaler
+from jaxmp._training.opt_state import the_scaler
+from jaxmp._training.scale_rule import IDENTITY
 from jaxmp.policy import Policy, PolicyLike, single_policy
 from jaxmp.tree import select
 
@@ -41,13 +43,11 @@ class TrainState(train_state.TrainState):
     start, so a jitted step compiles once.
 
     A checkpoint written with other wrappers than `tx` now has is restored into a state made with
-    the old ones; the parts are then put together. To add a scaler to `old`, which had none:
+    the old ones. To add a scaler to `old`, which had none (`opt_state.inner_state` takes one away):
 
         state = TrainState.create(apply_fn=model.apply, params=old.params, tx=tx)
         opt_state = state.opt_state._replace(inner_state=old.opt_state)
         state = state.replace(step=old.step, opt_state=opt_state)
-
-    and `old.opt_state.inner_state` is what is left without it.
 
     Attributes:
       step: int32[], how many updates were made.
@@ -105,9 +105,9 @@ class TrainState(train_state.TrainState):
         Warns:
           UserWarning: If all parameters are stored in 16 bits, without `jaxmp.master_weights`.
         """
-        _check_optimizer(tx)
+        as_transformation("TrainState.create", tx, "tx")
         _check_container("TrainState.create: params", params)
-        _check_trainable(params)
+        check_floating("TrainState.create", "the parameter", params)
         _check_is_no_variables(params)
         if policy is not None:
             params = _cast_params(params, single_policy("TrainState.create", policy))
@@ -128,19 +128,11 @@ class TrainState(train_state.TrainState):
     ) -> Callable[..., tuple[Any, Any]]:
         """Makes a function that returns the loss and its gradients, for `apply_gradients`.
 
-        It is `jaxmp.value_and_grad` with this state's scale.
-
-        Args:
-          loss_fn: Returns a loss, floating[], or with `has_aux` a pair of it and anything.
-          has_aux: Whether `loss_fn` returns a pair.
-          argnums: The arguments to differentiate, as in JAX.
-
-        Returns:
-          A function of `loss_fn`'s arguments: `(loss, grads)`, or `((loss, aux), grads)`.
+        It is `jaxmp.value_and_grad(loss_fn, self.opt_state, argnums, has_aux)`: see there.
         """
-        return scaled_value_and_grad(
-            "TrainState.value_and_grad", loss_fn, self.opt_state, argnums, has_aux, genuine=True
-        )
+        name = "TrainState.value_and_grad"
+        state = the_scaler(name, self.opt_state)
+        return scaled_value_and_grad(name, loss_fn, state, argnums, has_aux)
 
     def apply_gradients(self, *, grads: Any, **fields: Any) -> Self:
         """Makes a step, or where the gradients are not finite leaves it out as a whole.
@@ -168,7 +160,7 @@ class TrainState(train_state.TrainState):
             grads=grads, **fields
         )
         scaler = the_scaler("TrainState.apply_gradients", new.opt_state)
-        if scaler is None:
+        if scaler is IDENTITY:
             return new
         finite = jnp.asarray(scaler.finite)
         nodes = {f.name for f in dataclasses.fields(new) if is_pytree_node(f)}
@@ -182,22 +174,12 @@ class TrainState(train_state.TrainState):
     @property
     def loss_scale(self) -> jax.Array:
         """The factor that the next loss is multiplied by: float32[], 1 without a scaler."""
-        scaler = the_scaler("TrainState.loss_scale", self.opt_state)
-        return scale_of(scaler)
+        return jnp.asarray(the_scaler("TrainState.loss_scale", self.opt_state).loss_scale)
 
     @property
     def skipped_count(self) -> jax.Array:
         """How many steps were skipped so far: int32[], 0 without a scaler."""
-        scaler = the_scaler("TrainState.skipped_count", self.opt_state)
-        return skipped_by(scaler)
-
-
-def _check_optimizer(tx: Any) -> None:
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise TypeError(
-            "TrainState.create: tx must be an optax transformation such as optax.adamw(1e-3); got "
-            f"{type(tx).__name__!r}. (The state's opt_state is made by it.)"
-        )
+        return jnp.asarray(the_scaler("TrainState.skipped_count", self.opt_state).skipped_count)
 
 
 def _check_container(what: str, tree: Any) -> None:
@@ -208,21 +190,6 @@ def _check_container(what: str, tree: Any) -> None:
             f"{what} must be a dict or the like of arrays; got {type(tree).__name__!r}. (An NNX or "
             "Equinox module is trained without a train state; docs/get_started.md shows the loop.)"
         )
-
-
-def _check_trainable(params: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        kind = getattr(leaf, "dtype", None)
-        if kind is None:
-            trainable, kind = isinstance(leaf, (float, complex)), type(leaf).__name__
-        else:
-            trainable = jnp.issubdtype(kind, jnp.inexact)
-        if not trainable:
-            raise TypeError(
-                f"TrainState.create: the parameter at {jax.tree_util.keystr(path) or 'the root'} "
-                f"is {kind}, which no optimizer can move and no param_dtype hold; keep it out of "
-                "params, for instance in a field of a subclass."
-            )
 
 
 def _check_is_no_variables(params: Any) -> None:
