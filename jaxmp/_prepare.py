@@ -10,7 +10,7 @@ import optax
 from jaxmp._modules import wrap
 from jaxmp._training.checks import as_transformation
 from jaxmp._training.loss_scale import loss_scale_for
-from jaxmp.policy import PolicyLike, get_policy
+from jaxmp.policy import PolicyLike, policy_or_default
 
 __all__ = ["prepare"]
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def prepare(
     model: T,
     tx: optax.GradientTransformation,
-    policy: PolicyLike = "mixed_half",
+    policy: PolicyLike | None = None,
     *,
     params: str | Collection[str] = "params",
     **options: Any,
@@ -33,8 +33,8 @@ def prepare(
       model: What `wrap` takes: a Linen or NNX module, or a function whose first argument is its
         parameters.
       tx: The optimizer.
-      policy: What `get_policy` takes, a `PolicyMap` included. By default bfloat16 or float16,
-        whichever the default device multiplies natively, with float32 parameters.
+      policy: What `get_policy` takes, a `PolicyMap` included. By default "mixed_half",
+        the 16-bit format that the default device multiplies natively; a line of log says which.
       params: As for `wrap`.
       **options: Those of `dynamic_loss_scale`.
 
@@ -61,5 +61,5 @@ def prepare(
             "prepare: the model comes first, and then the optimizer: prepare(model, tx, policy)."
         )
     as_transformation("prepare", tx, "tx")
-    resolved = get_policy(policy)
+    resolved = policy_or_default("prepare", policy)
     return wrap(model, resolved, params=params), loss_scale_for(resolved, tx, **options)

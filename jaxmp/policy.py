@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, TypeVar, cast, overload
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import jmp
 from jax.typing import DTypeLike
 
-from jaxmp.dtypes import dtype_name, parse_dtype
+from jaxmp.dtypes import default_device, dtype_name, parse_dtype
 from jaxmp.policy_fields import FIELDS
 from jaxmp.policy_string import format_policy, parse_policy
 from jaxmp.recipes import Recipe
@@ -78,8 +79,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         or the name of one, to one of the classes in `jaxmp.policy_fields.OP_CLASSES`. Kept
         as a sorted tuple of (primitive name, class) pairs.
 
-    The dtypes may be given as names or dtype objects, see `jaxmp.dtypes.parse_dtype`; they are kept
-    as JAX's scalar types, such as `jnp.bfloat16`.
+    The dtypes are float32 unless they are given, as names or dtype objects, see
+    `jaxmp.dtypes.parse_dtype`; they are kept as JAX's scalar types, such as `jnp.bfloat16`.
 
     Raises:
       ValueError: If a dtype is not a real floating one of 16, 32 or 64 bits, `softmax_dtype`,
@@ -90,16 +91,16 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         recipe, or `ops` is not such a mapping.
 
     Example:
-      >>> policy = Policy("float32", "bfloat16", "float32", ops={"exp": "follow"})
+      >>> policy = Policy(compute_dtype="bfloat16", ops={"exp": "follow"})
       >>> policy
       get_policy('mixed_bfloat16,ops=exp:follow')
       >>> str(policy)
       'mixed_bfloat16,ops=exp:follow'
     """
 
-    param_dtype: DTypeLike
-    compute_dtype: DTypeLike
-    output_dtype: DTypeLike
+    param_dtype: DTypeLike = jnp.float32
+    compute_dtype: DTypeLike = jnp.float32
+    output_dtype: DTypeLike = jnp.float32
     softmax_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
     reduce_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
     reduce_scatter_dtype: DTypeLike = dataclasses.field(default=jnp.float32, kw_only=True)
@@ -112,6 +113,12 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     ops: Any = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
+        first = self.param_dtype
+        if isinstance(first, str) and ("mixed" in first or "=" in first):
+            raise ValueError(
+                f"Policy: takes dtypes, and {first!r} is the name of a policy: "
+                f"jaxmp.get_policy({first!r})."
+            )
         for field in FIELDS:
             value = field.read(getattr(self, field.name), f"Policy: {field.name}")
             object.__setattr__(self, field.name, value)
@@ -255,6 +262,22 @@ def _check_key(key: Any) -> None:
 
 PolicyLike: TypeAlias = str | jmp.Policy | PolicyMap | DTypeLike
 """What `get_policy` reads: a string, a `Policy`, a `PolicyMap`, a `jmp.Policy`, or a dtype."""
+
+
+def policy_or_default(where: str, spec: PolicyLike | None) -> Policy | PolicyMap:
+    """The policy that `get_policy` reads; None: "mixed_half", and a line of log says which that is.
+
+    Example:
+      >>> policy_or_default("wrap", "float32")
+      get_policy('float32')
+    """
+    if spec is not None:
+        return read_policy(where, spec)
+    policy = get_policy("mixed_half")
+    logging.getLogger("jaxmp").warning(
+        "%s: no policy was named; on this %s it is %s.", where, default_device().platform, policy
+    )
+    return policy
 
 
 def single_policy(where: str, spec: PolicyLike) -> Policy:

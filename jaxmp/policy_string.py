@@ -85,8 +85,10 @@ def format_policy(policy: Any) -> str:
     """Returns the string of a policy: its name if it has one, and its other settings."""
     values = {field.name: getattr(policy, field.name) for field in FIELDS}
     name = next((name for name, named in _NAMED.items() if named.items() <= values.items()), "")
-    unsaid = {f.name: f.default for f in dataclasses.fields(policy)} | _NAMED.get(name, {})
-    said = (f for f in FIELDS if values[f.name] != unsaid[f.name])
+    # In a string the compute and output dtype default to the parameters'.
+    refinements = {f.name: f.default for f in dataclasses.fields(policy) if f.kw_only}
+    unsaid = refinements | _NAMED.get(name, {})
+    said = (f for f in FIELDS if values[f.name] != unsaid.get(f.name))
     settings = [f"{field.keys[0]}={field.show(values[field.name])}" for field in said]
     return ",".join([name, *settings] if name else settings)
 

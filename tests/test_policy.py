@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import pickle
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -445,6 +446,20 @@ def test_a_malformed_string_says_where(spec, position, reason):
     quoted, caret = str(caught.value).splitlines()[-2:]
     assert quoted == f"    {spec}"
     assert caret.index("^") == 4 + position
+
+
+def test_each_dtype_is_float32_unless_it_is_given():
+    assert Policy(compute_dtype="bf16") == get_policy("mixed_bfloat16")
+    assert Policy(matmul="float8", compute_dtype="bf16") == get_policy(
+        "mixed_bfloat16,matmul=float8"
+    )
+    assert Policy() == get_policy("float32")
+
+
+@pytest.mark.parametrize("name", ["mixed_bfloat16", "p=f32,c=bf16,o=f32", "bf16-mixed"])
+def test_a_policys_name_is_no_dtype(name):
+    with pytest.raises(ValueError, match=re.escape(f"jaxmp.get_policy({name!r})")):
+        Policy(name)
 
 
 def test_a_contradictory_string_is_refused():

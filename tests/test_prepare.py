@@ -47,10 +47,17 @@ def test_a_model_and_its_optimizer_are_under_one_policy(name: str, dtype: str) -
     assert float(jaxmp.loss_scaling.loss_scale(state)) == (8 if dtype == "float16" else 1)
 
 
-def test_the_default_is_what_the_device_multiplies() -> None:
+def test_the_default_is_what_the_device_multiplies(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = jaxmp.prepare(nn.Dense(32), TX)
-    assert products(model) == {jnp.dtype(half_dtype()).name}
+    name = jnp.dtype(half_dtype()).name
+    assert products(model) == {name}
     assert products(jaxmp.wrap(nn.Dense(32))) == products(model)
+    expected = [
+        f"{f}: no policy was named; on this cpu it is mixed_{name}." for f in ("prepare", "wrap")
+    ]
+    assert caplog.messages == expected
+    jaxmp.prepare(nn.Dense(32), TX, "mixed_half")
+    assert caplog.messages == expected  # a policy that is named is not told
 
 
 def test_a_map_and_collections_are_those_of_wrap() -> None:

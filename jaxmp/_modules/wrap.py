@@ -12,14 +12,14 @@ from flax import nnx
 from jaxmp._autocast.transform import autocast
 from jaxmp._modules.linen import wrap_linen
 from jaxmp._modules.nnx import wrap_nnx
-from jaxmp.policy import Policy, PolicyLike, PolicyMap, get_policy
+from jaxmp.policy import Policy, PolicyLike, PolicyMap, policy_or_default
 
 T = TypeVar("T")
 
 
 def wrap(
     module: T,
-    policy: PolicyLike = "mixed_half",
+    policy: PolicyLike | None = None,
     *,
     params: str | Collection[str] = "params",
 ) -> T:
@@ -56,8 +56,8 @@ def wrap(
 
     Args:
       module: a Linen or NNX module, or a callable.
-      policy: anything `get_policy` takes, a `PolicyMap` included. By default the 16-bit format that
-        the default device multiplies natively, with float32 parameters.
+      policy: anything `get_policy` takes, a `PolicyMap` included. By default "mixed_half", the
+        16-bit format that the default device multiplies natively; a line of log says which.
       params: the collections of a Linen module that hold parameters, such as
         ``("params", "lora")``: beside 16-bit values they are narrowed, and all other variables
         (averages, tables that are not trained) are not. Of an NNX module every `nnx.Param` is one.
@@ -81,7 +81,7 @@ def wrap(
     """
     if isinstance(policy, (nn.Module, nnx.Module)):
         raise TypeError("wrap: the module comes first, and then the policy: wrap(module, policy).")
-    resolved = get_policy(policy)
+    resolved = policy_or_default("wrap", policy)
     if isinstance(module, type):
         raise TypeError(
             f"wrap: takes a module, not the class {module.__name__}: wrap an instance, as in "
