@@ -92,3 +92,53 @@ def test_mistakes_are_named() -> None:
         jaxmp.prepare(nn.Dense(2), "mixed_bfloat16")
     with pytest.raises(ValueError, match="init_scale"):
         jaxmp.prepare(nn.Dense(2), TX, "mixed_bfloat16", init_scale=0)
+
+
+# A scaler and policies that do not go together.
+
+
+def grads_of(model: Any, tx: Any, how: str) -> Any:
+    def loss(params: Any, x: Any) -> jax.Array:
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    params = nn.Dense(32).init(jax.random.key(0), X)
+    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    if how == "state":
+        return state.value_and_grad(loss)(params, X)
+    fn = jaxmp.value_and_grad(loss, state.opt_state)
+    return (jax.jit(fn) if how == "jit" else fn)(params, X)
+
+
+@pytest.mark.parametrize("how", ["function", "jit", "state"])
+def test_float16_without_a_scaler_warns_where_it_is_differentiated(how: str) -> None:
+    with pytest.warns(UserWarning, match="under 'mixed_float16', and the optimizer has no loss"):
+        grads_of(jaxmp.wrap(nn.Dense(32), "mixed_float16"), TX, how)
+    policy = jaxmp.PolicyMap({nn.Dense: "mixed_float16"}, default="mixed_bfloat16")
+    with pytest.warns(UserWarning, match=r"jaxmp\.prepare\(model, tx, policy\)"):
+        grads_of(jaxmp.wrap(nn.Dense(32), policy), TX, how)
+
+
+@pytest.mark.parametrize("how", ["function", "jit", "state"])
+def test_a_scaler_without_float16_warns(how: str) -> None:
+    scaled = jaxmp.dynamic_loss_scale(TX)
+    message = "has a loss scale, and the loss computes under 'mixed_bfloat16,softmax=bf16', which"
+    with pytest.warns(UserWarning, match=message):
+        grads_of(jaxmp.wrap(nn.Dense(32), "mixed_bfloat16,softmax=bf16"), scaled, how)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32", "mixed_float8"])
+def test_what_prepare_makes_does_not_warn(policy: str) -> None:
+    grads_of(*jaxmp.prepare(nn.Dense(32), TX, policy), "function")
+
+
+def test_without_a_policy_nothing_is_known() -> None:
+    grads_of(nn.Dense(32, dtype=jnp.float16), TX, "function")
+    grads_of(nn.Dense(32), jaxmp.dynamic_loss_scale(TX), "function")
+    grads_of(jaxmp.wrap(nn.Dense(32), "float32"), jaxmp.dynamic_loss_scale(TX), "function")
+
+
+def test_an_nnx_model_in_float16_without_a_scaler_warns() -> None:
+    model = jaxmp.wrap(nnx.Linear(16, 32, rngs=nnx.Rngs(0)), "mixed_float16")
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    with pytest.warns(UserWarning, match="no loss scale"):
+        jaxmp.value_and_grad(lambda m: jnp.mean(m(X) ** 2), optimizer.opt_state)(model)

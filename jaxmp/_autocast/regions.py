@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -24,6 +25,30 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Part of JAX's trace context and so of the key of every jit cache: what is traced inside an
 # autocast (where an inner autocast only leaves a marker) is never reused outside of one.
 _POLICY = jax.make_user_context(default_value=None)
+
+
+# The policies under which something was traced, where somebody asks for them.
+_TRACED: ContextVar[list[Policy] | None] = ContextVar("jaxmp policies traced", default=None)
+
+
+@contextmanager
+def policies_traced() -> Iterator[list[Policy]]:
+    """The policies of the autocasts and regions that are traced meanwhile.
+
+    What `jax.jit` traced before is not traced again, and its policies are not among them.
+    """
+    policies: list[Policy] = []
+    token = _TRACED.set(policies)
+    try:
+        yield policies
+    finally:
+        _TRACED.reset(token)
+
+
+def note_traced(policy: Policy) -> None:
+    """Tells who asks that something is traced under a policy."""
+    if (policies := _TRACED.get()) is not None:
+        policies.append(policy)
 
 
 def inside_autocast(policy: Policy) -> AbstractContextManager[Any]:
@@ -46,6 +71,7 @@ def region(policy: Policy, *, own: bool = False) -> Iterator[None]:
     """
     if own:
         policy = _keeping_as_around(policy)
+    note_traced(policy)
     with _POLICY(policy), jax.named_scope(f"{REGION}{OWN if own else ''}{policy}"):
         yield
 

@@ -31,6 +31,7 @@ from jaxmp._autocast.regions import (
     check_callable,
     in_region,
     inside_autocast,
+    note_traced,
     policy_in_force,
     widen,
 )
@@ -214,6 +215,7 @@ def under_policy(
 
     @functools.wraps(fn)
     def planned_fn(*args: Any, **kwargs: Any) -> Any:
+        note_traced(policy)
         traced = trace_program(holding, args, kwargs, policy)
         refuse_leaked_tracers(traced, name)
         given = tuple(parameters(args, kwargs))

@@ -16,6 +16,7 @@ from flax import nnx
 from jaxmp._jaxprs.scopes import UNSCALE
 from jaxmp._training.checks import check_floating
 from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite, widened
+from jaxmp._training.policies_checked import policies_checked
 from jaxmp._training.scale_rule import IDENTITY, LossScaleState
 
 __all__ = ["scaled", "scaled_value_and_grad", "unscaled"]
@@ -50,7 +51,6 @@ def scaled_value_and_grad(
             )
         return scaled(name, out[0] if has_aux else out, state), out
 
-    @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # As far as they are there: JAX refuses the others.
         chosen = {i: args[i] for i in positions if -len(args) <= i < len(args)}
@@ -64,7 +64,12 @@ def scaled_value_and_grad(
         (_, out), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
         return out, unscaled(grads, state)
 
-    return value_and_grad_fun
+    @functools.wraps(fun)
+    def checked(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        with policies_checked(name, has_scaler=state is not IDENTITY):
+            return value_and_grad_fun(*args, **kwargs)
+
+    return checked
 
 
 def scaled(name: str, value: Any, state: LossScaleState) -> jax.Array:

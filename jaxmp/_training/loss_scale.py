@@ -25,6 +25,7 @@ from jaxmp._training.checks import (
 )
 from jaxmp._training.gradients import is_inexact, strong, widened
 from jaxmp._training.opt_state import find_scalers
+from jaxmp._training.policies_checked import float16_in
 from jaxmp._training.scale_rule import LossScaleState, ScaleRule, next_state, start_state
 from jaxmp.policy import PolicyLike, PolicyMap, get_policy
 from jaxmp.tree import all_finite, select, widen_floating
@@ -202,8 +203,9 @@ def loss_scale_for(
         policies = [resolved.default, *(override for _, override in resolved.overrides)]
     # The options are checked whatever the policy: a mistake must not wait for float16.
     scaled = dynamic_loss_scale(inner, **options)
-    dtypes = {d for p in policies for d in (p.param_dtype, p.compute_dtype, p.output_dtype)}
-    return scaled if jnp.float16 in dtypes else (optax.identity() if inner is None else inner)
+    if float16_in(policies) is not None:
+        return scaled
+    return optax.identity() if inner is None else inner
 
 
 def _transformation(
