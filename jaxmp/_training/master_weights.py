@@ -26,7 +26,7 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
       masters: The parameters' structure: a float32 copy of each 16-bit leaf, and an
-        `optax.MaskedNode`, which is no leaf, in the place of every other one.
+        `optax.MaskedNode`, which is not a leaf, in the place of every other one.
       inner_state: The state of the inner transformation, initialized on float32 parameters.
     """
 
@@ -138,7 +138,7 @@ def master_weights(
         full = optax.apply_updates(full, updates)
         if stochastic_rounding:
             next_key, now = jax.random.split(state.key)
-            full = _rounded(params, full, now)
+            full = jax.tree.map(_rounded, params, full, _keys(params, now))
             finite = the_scaler("master_weights", inner_state).finite
             next_key = select(finite, next_key, state.key)
         else:
@@ -151,7 +151,7 @@ def master_weights(
         # What `optax.apply_updates` computes before it casts, so that what it stores is the cast of
         # the masters, whatever the step was rounded by. That is seldom anything: float32 holds the
         # difference of a 16-bit number and one near it, or a sum of near opposites.
-        full = jax.tree.map(_applied, params, updates)
+        full = optax.apply_updates(widen_floating(params), updates)
         return updates, MasterWeightsState(_masters(params, full), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -179,7 +179,7 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
 
     Raises:
       ValueError: If `dtype` is not one of 16 bits.
-      TypeError: If `key` is no PRNG key.
+      TypeError: If `key` is not a PRNG key.
 
     Example:
       >>> x = jnp.full(10_000, 1 + 2**-9)  # a quarter of the way from 1 to the next bfloat16
@@ -200,17 +200,15 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
             "to which .astype casts."
         )
 
-    def round_leaf(index: int, leaf: Any) -> Any:
+    def round_leaf(leaf: Any, key: jax.Array) -> Any:
         full = cast_floating(leaf, jnp.float32)
         if isinstance(leaf, jax.ShapeDtypeStruct) or getattr(leaf, "dtype", None) == target:
             return cast_floating(leaf, target)
         if full is leaf and getattr(leaf, "dtype", None) != jnp.float32:
             return leaf  # not one that is cast
-        return _round_at_random(full, target, jax.random.fold_in(key, index)).astype(target)
+        return _round_at_random(full, target, key).astype(target)
 
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(tree)
-    rounded: T = treedef.unflatten([round_leaf(i, leaf) for i, leaf in enumerate(leaves)])
+    rounded: T = jax.tree.map(round_leaf, tree, _keys(tree, key))
     return rounded
 
 
@@ -233,15 +231,14 @@ def _masters(params: Any, full: Any) -> Any:
     return jax.tree.map(lambda p, f: f if _has_16_bits(p) else optax.MaskedNode(), params, full)
 
 
-def _rounded(params: Any, full: Any, key: jax.Array) -> Any:
-    """Updated values, rounded at random to what the 16-bit ones of the parameters can hold."""
-    treedef: Any = jax.tree.structure(params)
-    keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
+def _keys(tree: Any, key: jax.Array) -> Any:
+    """A key for each leaf."""
+    treedef: Any = jax.tree.structure(tree)
+    return treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
 
-    def one(param: Any, value: Any, key: jax.Array) -> Any:
-        return _round_at_random(value, param.dtype, key) if _has_16_bits(param) else value
 
-    return jax.tree.map(one, params, full, keys)
+def _rounded(param: Any, value: Any, key: jax.Array) -> Any:
+    return _round_at_random(value, param.dtype, key) if _has_16_bits(param) else value
 
 
 def _within_range(param: Any, master: jax.Array) -> jax.Array:
@@ -255,11 +252,7 @@ def _within_range(param: Any, master: jax.Array) -> jax.Array:
 def _step(param: Any, target: jax.Array) -> jax.Array:
     """The float32 update that takes `param` to `target`, or to within a rounding of float32."""
     stored = param.astype(jnp.float32)
-    return jnp.where(stored == target, 0.0, target - stored)  # infinity - infinity is no 0
-
-
-def _applied(param: Any, update: Any) -> Any:
-    return param.astype(jnp.float32) + update if _has_16_bits(param) else param
+    return jnp.where(stored == target, 0.0, target - stored)  # infinity - infinity is NaN
 
 
 def _round_at_random(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
