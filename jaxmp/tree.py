@@ -77,7 +77,7 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
 
     Raises:
       ValueError: If `dtype` is not one of 16 bits.
-      TypeError: If `key` is no PRNG key.
+      TypeError: If `key` is not a PRNG key.
 
     Example:
       >>> x = jnp.full(10_000, 1 + 2**-9)  # a quarter of the way from 1 to the next bfloat16
@@ -98,17 +98,15 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
             "to which .astype casts."
         )
 
-    def round_leaf(index: int, leaf: Any) -> Any:
+    def round_leaf(leaf: Any, key: jax.Array) -> Any:
         full = cast_floating(leaf, jnp.float32)
         if isinstance(leaf, jax.ShapeDtypeStruct) or getattr(leaf, "dtype", None) == target:
             return cast_floating(leaf, target)
         if full is leaf and getattr(leaf, "dtype", None) != jnp.float32:
             return leaf  # not one that is cast
-        return round_at_random(full, target, jax.random.fold_in(key, index)).astype(target)
+        return round_at_random(full, target, key).astype(target)
 
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(tree)
-    rounded: T = treedef.unflatten([round_leaf(i, leaf) for i, leaf in enumerate(leaves)])
+    rounded: T = jax.tree.map(round_leaf, tree, keys_of(tree, key))
     return rounded
 
 
@@ -241,6 +239,12 @@ def _leaf_finite(path: tuple[Any, ...], leaf: Any) -> Any:
         # of a clip; `jnp.all` would be a pass of its own.
         return jnp.sum(~jnp.isfinite(leaf), dtype=jnp.float32) == 0
     return np.all(np.isfinite(leaf))
+
+
+def keys_of(tree: Any, key: jax.Array) -> Any:
+    """A key for each leaf."""
+    treedef: Any = jax.tree.structure(tree)
+    return treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
 
 
 def round_at_random(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:

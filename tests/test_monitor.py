@@ -547,6 +547,12 @@ def test_a_scaler_around_or_beside_it_is_refused(optimizer):
         read_monitor(state)
 
 
+def test_what_hides_an_overflow_from_the_scaler_is_refused_around_the_monitor_too():
+    state = optax.MultiSteps(monitor(scaled()), 2).init(PARAMS)
+    with pytest.raises(ValueError, match=r"^read_monitor: optax\.MultiSteps is around a loss sc"):
+        read_monitor(state)
+
+
 def test_none_and_several():
     with pytest.raises(ValueError, match="there are 0 monitors in the state"):
         read_monitor(optax.adam(0.1).init(PARAMS))

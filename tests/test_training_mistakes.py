@@ -85,6 +85,8 @@ def test_master_weights_with_the_state_of_another(options):
     message = r"master_weights: update takes .* a (Mast|Stoch)\w+State .*; got 'LossScaleState'"
     with pytest.raises(TypeError, match=message):
         tx.update(GRADS, STATE, PARAMS)
+    with pytest.raises(TypeError, match=r"got 'tuple'.*tx\.init\(params\)\._replace\(inner_state="):
+        tx.update(GRADS, optax.adam(0.1).init(PARAMS), PARAMS)
 
 
 def test_a_weakly_typed_float64_gradient_is_no_overflow():

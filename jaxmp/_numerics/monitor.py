@@ -13,7 +13,7 @@ import optax
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._numerics.monitor_statistics import MonitorStatistics, Paths, leaves_of, measure
 from jaxmp._training.checks import as_transformation, check_is_state
-from jaxmp._training.opt_state import the_scaler
+from jaxmp._training.opt_state import find_scalers, the_scaler
 from jaxmp._training.scale_rule import IDENTITY
 from jaxmp.tree import select
 
@@ -189,7 +189,7 @@ def read_monitor(opt_state: Any) -> dict[str, float | int | str]:
       (5.0, 0.0)
     """
     state = _find(opt_state)
-    scaler = the_scaler("read_monitor", state.inner_state)
+    scaler = the_scaler("read_monitor", opt_state)
     counts = [jnp.asarray(x) for x in state[:5]]
     shares = [jnp.asarray(x) for x in state.statistics]
     of_scaler = [jnp.asarray(x) for x in (scaler.loss_scale, scaler.skipped_count)]
@@ -252,8 +252,7 @@ def _find(opt_state: Any) -> MonitorState:
             f"read_monitor: there are {len(found)} monitors in the state; it reads the one that "
             "jaxmp.numerics.monitor(optimizer) makes, around the whole optimizer."
         )
-    inside = the_scaler("read_monitor", found[0].inner_state)
-    if the_scaler("read_monitor", opt_state) is not inside:
+    if len(find_scalers(opt_state)) != len(find_scalers(found[0].inner_state)):
         raise ValueError(
             "read_monitor: the loss scaler is not inside of the monitor, which so sees neither its "
             "scale nor the steps that it skips. The right form is "

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 
 from jaxmp._jaxprs.attributes import explicit_sharding, varying_axes
-from jaxmp._training.checks import check_arrays, check_count, check_floating
+from jaxmp._training.checks import check_arrays, check_count, check_gradients
 from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite
 
 __all__ = ["accumulate_gradients"]
@@ -65,7 +65,7 @@ def accumulate_gradients(
         devices, an argument of `batch_argnums` is not there, several arguments may be the batch and
         `batch_argnums` does not say, or a piece gives an NNX module new variables.
       TypeError: If an argument is of the wrong kind; when called, if `grad_fn` does not return a
-        pair, or its loss or a gradient is no floating number.
+        pair, or its loss or a gradient is not a floating number.
 
     Example:
       >>> import jaxmp
@@ -141,10 +141,10 @@ def _check_others_are_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
     long = [i for i in range(2, len(args)) if is_long(args[i])]
     named = [name for name, arg in kwargs.items() if is_long(arg)]
-    if long or named:
+    every = (1, *long, *range(len(args), len(args) + len(named)))
+    if len(every) > 1:
         which = f"argument {long[0]}" if long else f"{named[0]}="
         by_position = f" ({', '.join(named)} given by position)" if named else ""
-        every = (1, *long, *range(len(args), len(args) + len(named)))
         raise ValueError(
             f"accumulate_gradients: {which} is as long as the batch (argument 1), {length}. If it "
             f"belongs to the batch, say batch_argnums={every}{by_position}; if each piece is to "
@@ -179,7 +179,7 @@ def _check_types(like: Any, state: Any, after: Any) -> None:
         raise TypeError(
             f"accumulate_gradients: the loss must be a real floating number; got {loss.dtype}."
         )
-    check_floating("accumulate_gradients", "the gradient", grads)
+    check_gradients("accumulate_gradients", grads)
     got: Any = jax.tree.structure(after)
     if got != jax.tree.structure(state):
         raise ValueError(

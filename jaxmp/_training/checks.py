@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ __all__ = [
     "check_arrays",
     "check_count",
     "check_floating",
+    "check_gradients",
     "check_is_state",
     "check_state",
     "check_structure",
@@ -48,7 +50,7 @@ def as_transformation(
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         raise TypeError(
             f"{function}: {name} must be an optax transformation such as optax.adam(1e-3); got "
-            f"{inner!r} of type {type(inner).__name__!r}."
+            f"{reprlib.repr(inner)} of type {type(inner).__name__!r}."
         )
     return optax.with_extra_args_support(inner)
 
@@ -70,8 +72,8 @@ def check_arrays(function: str, what: str, tree: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not hasattr(leaf, "dtype") and (callable(leaf) or isinstance(leaf, str)):
             raise TypeError(
-                f"{function}: {what} at {show(path)} is {leaf!r}, which is no array; keep it out. "
-                "Of an Equinox module, take eqx.filter(model, eqx.is_inexact_array), or "
+                f"{function}: {what} at {show(path)} is {leaf!r}, which is not an array; keep it "
+                "out. Of an Equinox module, take eqx.filter(model, eqx.is_inexact_array), or "
                 "eqx.partition's arrays, and eqx.combine them in the loss; "
                 "eqx.filter_value_and_grad differentiates one around "
                 "jaxmp.loss_scaling.scale_loss(loss, opt_state)."
@@ -79,10 +81,7 @@ def check_arrays(function: str, what: str, tree: Any) -> None:
 
 
 def check_floating(function: str, what: str, tree: Any, *, keys: bool = False) -> None:
-    """Raises for a leaf that has no gradient: a function, an integer and, without `keys`, a key.
-
-    As a gradient, 8 bits are refused too.
-    """
+    """Raises for a leaf that has no gradient: a function, an integer and, without `keys`, a key."""
     check_arrays(function, what, tree)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         kind = getattr(leaf, "dtype", type(leaf).__name__)
@@ -93,11 +92,17 @@ def check_floating(function: str, what: str, tree: Any, *, keys: bool = False) -
                 "give this one to the loss as another argument. (A train state keeps it in a field "
                 "of a subclass.)"
             )
-        if what == "the gradient" and is_inexact(leaf) and jnp.dtype(kind).itemsize == 1:
+
+
+def check_gradients(function: str, grads: Any) -> None:
+    """Raises for a leaf that is not a gradient, or has 8 bits and cannot be scaled."""
+    check_floating(function, "the gradient", grads)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+        if is_inexact(leaf) and getattr(leaf, "dtype", np.dtype(float)).itemsize == 1:
             raise TypeError(
-                f"{function}: {what} at {show(path)} is {kind}, whose numbers mean something only "
-                "together with a scale of their own; store the parameter in 16 bits or more, and "
-                "cast it where it is used."
+                f"{function}: the gradient at {show(path)} is {leaf.dtype}, whose numbers mean "
+                "something only together with a scale of their own; store the parameter in 16 bits "
+                "or more, and cast it where it is used."
             )
 
 
@@ -259,7 +264,7 @@ def _may_be_state(node: Any) -> bool:
     if isinstance(node, tuple):
         others = (optax.GradientTransformation, optax.LookaheadParams, optax.MaskedNode)
         return hasattr(node, "_fields") and not isinstance(node, others)
-    # Boxes around parameters are types that JAX was told of, too.
+    # Boxes around parameters are types that JAX was told of as well.
     if node is None or isinstance(node, (list, nnx.State, nnx.Variable, AxisMetadata)):
         return False
     if isinstance(node, Mapping) and not dataclasses.is_dataclass(node):  # chex's are both

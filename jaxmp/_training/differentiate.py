@@ -127,7 +127,7 @@ def unscaled(grads: Any, state: LossScaleState) -> Any:
 def _nnx_value_and_grad(
     fun: Callable[..., Any], argnums: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """`flax.nnx.value_and_grad` of a function with aux, which counts from the end, too.
+    """`flax.nnx.value_and_grad` of a function with aux, which also counts from the end.
 
     NNX takes only keyword arguments that stand for positional ones, so they travel as one of those.
     """

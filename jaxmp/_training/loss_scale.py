@@ -19,6 +19,7 @@ from jaxmp._jaxprs.scopes import TESTED
 from jaxmp._training.checks import (
     as_transformation,
     check_floating,
+    check_gradients,
     check_state,
     check_structure,
     update_inner,
@@ -106,8 +107,8 @@ def dynamic_loss_scale(
       ValueError: If a number is out of its range, or `min_scale <= init_scale <= max_scale` does
         not hold; from `init`, if `inner` contains a scaler; from `update`, if the gradients are not
         of the parameters' structure, or `axis_name` is not bound.
-      TypeError: If `inner` is no optax transformation, or an argument is no number; from `init` and
-        `update`, if a parameter or a gradient is an integer.
+      TypeError: If `inner` is not an optax transformation, or an argument is not a number; from
+        `init` and `update`, if a parameter or a gradient is an integer.
 
     Example:
       >>> optimizer = dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
@@ -231,7 +232,7 @@ def _transformation(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
         check_state(rule.function, state, LossScaleState)
-        check_floating(rule.function, "the gradient", updates)
+        check_gradients(rule.function, updates)
         if params is not None:
             # optax.lookahead differentiates one of its two sets of parameters.
             fast = params.fast if isinstance(params, optax.LookaheadParams) else params

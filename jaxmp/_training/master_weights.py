@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jaxmp._training.checks import as_transformation, check_arrays, check_state, update_inner
 from jaxmp._training.opt_state import the_scaler
-from jaxmp.tree import round_at_random, select, widen_floating
+from jaxmp.tree import keys_of, round_at_random, select, widen_floating
 
 __all__ = ["MasterWeightsState", "StochasticRoundingState", "master_weights"]
 
@@ -25,7 +25,7 @@ class MasterWeightsState(NamedTuple):
 
     Attributes:
       masters: The parameters' structure: a float32 copy of each 16-bit leaf, and an
-        `optax.MaskedNode`, which is no leaf, in the place of every other one.
+        `optax.MaskedNode`, which is not a leaf, in the place of every other one.
       inner_state: The state of the inner transformation, initialized on float32 parameters.
     """
 
@@ -137,7 +137,7 @@ def master_weights(
         full = optax.apply_updates(full, updates)
         if stochastic_rounding:
             next_key, now = jax.random.split(state.key)
-            full = _rounded(params, full, now)
+            full = jax.tree.map(_rounded, params, full, keys_of(params, now))
             finite = the_scaler("master_weights", inner_state).finite
             next_key = select(finite, next_key, state.key)
         else:
@@ -150,7 +150,7 @@ def master_weights(
         # What `optax.apply_updates` computes before it casts, so that what it stores is the cast of
         # the masters, whatever the step was rounded by. That is seldom anything: float32 holds the
         # difference of a 16-bit number and one near it, or a sum of near opposites.
-        full = jax.tree.map(_applied, params, updates)
+        full = optax.apply_updates(widen_floating(params), updates)
         return updates, MasterWeightsState(_masters(params, full), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -175,15 +175,8 @@ def _masters(params: Any, full: Any) -> Any:
     return jax.tree.map(lambda p, f: f if _has_16_bits(p) else optax.MaskedNode(), params, full)
 
 
-def _rounded(params: Any, full: Any, key: jax.Array) -> Any:
-    """Updated values, rounded at random to what the 16-bit ones of the parameters can hold."""
-    treedef: Any = jax.tree.structure(params)
-    keys = treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
-
-    def one(param: Any, value: Any, key: jax.Array) -> Any:
-        return round_at_random(value, param.dtype, key) if _has_16_bits(param) else value
-
-    return jax.tree.map(one, params, full, keys)
+def _rounded(param: Any, value: Any, key: jax.Array) -> Any:
+    return round_at_random(value, param.dtype, key) if _has_16_bits(param) else value
 
 
 def _within_range(param: Any, master: jax.Array) -> jax.Array:
@@ -197,8 +190,4 @@ def _within_range(param: Any, master: jax.Array) -> jax.Array:
 def _step(param: Any, target: jax.Array) -> jax.Array:
     """The float32 update that takes `param` to `target`, or to within a rounding of float32."""
     stored = param.astype(jnp.float32)
-    return jnp.where(stored == target, 0.0, target - stored)  # infinity - infinity is no 0
-
-
-def _applied(param: Any, update: Any) -> Any:
-    return param.astype(jnp.float32) + update if _has_16_bits(param) else param
+    return jnp.where(stored == target, 0.0, target - stored)  # infinity - infinity is NaN

@@ -73,10 +73,11 @@ def the_scaler(function: str, opt_state: Any) -> LossScaleState:
             f"{' and '.join(show(path) for path, _ in found)}; a loss has one scale. Keep one, "
             "around everything else: dynamic_loss_scale(optax.chain(...))."
         )
-    for path, scaler in found:
-        _check_around(function, opt_state, path)
-        return scaler
-    return IDENTITY
+    if not found:
+        return IDENTITY
+    [(path, scaler)] = found
+    _check_around(function, opt_state, path)
+    return scaler
 
 
 def find_scaler(function: str, opt_state: Any) -> LossScaleState:
@@ -97,27 +98,29 @@ def _check_around(function: str, tree: Any, path: tuple[Any, ...]) -> None:
     for depth, key in enumerate(path):
         if type(node) in _WRAPPERS:
             name, wrong = _WRAPPERS[type(node)]
+            where = f" at {show(path[:depth])}" if depth else ""
             raise ValueError(
-                f"{function}: optax.{name} at {show(path[:depth])} is around a loss scaler: "
-                f"{wrong}. The right form is dynamic_loss_scale(optax.{name}(...))."
+                f"{function}: optax.{name}{where} is around a loss scaler: {wrong}. The right form "
+                f"is dynamic_loss_scale(optax.{name}(...))."
             )
         children = _children(node)
-        front = children[: [entry for entry, _ in children].index(key)]
-        keeping = [entry for entry, link in front if _is_link(link) and jax.tree.leaves(link)]
-        if keeping and type(node) in (tuple, OrderedDict):
+        link = list(children).index(key)
+        front = list(children.values())[:link] if type(node) in (tuple, OrderedDict) else []
+        keeping = [i for i, state in enumerate(front) if _is_link(state) and jax.tree.leaves(state)]
+        if keeping:
             raise ValueError(
-                f"{function}: the loss scaler at {show(path)} comes in an optax.chain after link "
-                f"{show((*path[:depth], keeping[0]))}, which keeps a state: an overflow would stay "
-                "in it, and it would count steps that are skipped. The right form is "
-                "dynamic_loss_scale(optax.chain(...)). (If this is no chain but states side by "
-                "side, give one of them.)"
+                f"{function}: the loss scaler in link {link} of an optax.chain comes after link "
+                f"{keeping[0]}, which keeps a state: an overflow would stay in it, and it would "
+                "count steps that are skipped. The right form is "
+                "dynamic_loss_scale(optax.chain(...)). (If these are separate states and not a "
+                "chain, give one of them.)"
             )
-        node = dict(children)[key]
+        node = children[key]
 
 
-def _children(node: Any) -> list[tuple[Any, Any]]:
+def _children(node: Any) -> dict[Any, Any]:
     one_level = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
-    return [(key, child) for (key,), child in one_level]
+    return {key: child for (key,), child in one_level}
 
 
 def _is_link(state: Any) -> bool:

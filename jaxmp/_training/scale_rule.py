@@ -129,13 +129,10 @@ class ScaleRule:
 
 def start_state(rule: ScaleRule, inner_state: optax.OptState) -> LossScaleState:
     """The state before the first step; one array each: donated buffers must not be shared."""
-    return LossScaleState(
-        loss_scale=jnp.asarray(np.float32(rule.init_scale)),
-        growth_count=jnp.zeros([], jnp.int32),
-        skipped_count=jnp.zeros([], jnp.int32),
-        consecutive_skipped_count=jnp.zeros([], jnp.int32),
-        hysteresis_count=jnp.asarray(np.int32(rule.hysteresis)),
-        finite=jnp.asarray(np.True_),
+    start: LossScaleState = jax.tree.map(jnp.array, IDENTITY)
+    return start._replace(
+        loss_scale=jnp.array(np.float32(rule.init_scale)),
+        hysteresis_count=jnp.array(np.int32(rule.hysteresis)),
         inner_state=inner_state,
     )
 
@@ -151,8 +148,7 @@ def next_state(rule: ScaleRule, state: LossScaleState, finite: jax.Array) -> Los
         growth_count = state.growth_count + np.int32(1)
         grows = finite & (growth_count >= rule.growth_interval)
         growth_count = jnp.where(finite & ~grows, growth_count, np.int32(0))
-    one = np.float32(1)
-    factor = jnp.where(backs_off, np.float32(rule.backoff_factor), one)
+    factor = jnp.where(backs_off, np.float32(rule.backoff_factor), np.float32(1))
     factor = jnp.where(grows, np.float32(rule.growth_factor), factor)
     scale = state.loss_scale * factor
     skipped = (~finite).astype(jnp.int32)

@@ -246,9 +246,9 @@ def value_and_grad(
 
     Raises:
       ValueError: As `loss_scale`.
-      TypeError: As `loss_scale`, or if `fun` is no function; when called, if the loss is not a real
-        floating number, or an argument to differentiate has a leaf that is no array, as an Equinox
-        module has, or an integer.
+      TypeError: As `loss_scale`, or if `fun` is not a function; when called, if the loss is not a
+        real floating number, or an argument to differentiate has a leaf that is an integer, or not
+        an array, as an Equinox module has.
 
     Example:
       >>> import jaxmp, optax

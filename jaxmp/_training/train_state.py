@@ -38,9 +38,9 @@ class TrainState(train_state.TrainState):
     scaler's counters move, so `step` counts the updates that were made, as the optimizer's own
     counts do, and `step + skipped_count` the attempts. Without a scaler it does what Flax's does.
 
-    It is a pytree of arrays: `jax.eval_shape` makes its `ShapeDtypeStruct` twin, a `tree.map` of
-    that one of `PartitionSpec`s, and Orbax saves and restores it. `step` is a strong int32 from the
-    start, so a jitted step compiles once.
+    It is a pytree of arrays: `jax.eval_shape` gives its shapes, a `tree.map` over those its
+    `PartitionSpec`s, and Orbax saves and restores it. `step` is a strong int32 from the start, so a
+    jitted step compiles once.
 
     A checkpoint written with other wrappers than `tx` now has is restored into a state made with
     the old ones. To add a scaler to `old`, which had none (`opt_state.inner_state` takes one away):
@@ -98,7 +98,7 @@ class TrainState(train_state.TrainState):
           The state, with `step` 0 and a new `opt_state`.
 
         Raises:
-          TypeError: If a parameter is no floating (or complex) number, or `tx` no optimizer.
+          TypeError: If a parameter is not a floating (or complex) number, or `tx` not an optimizer.
           ValueError: If `params` is all that Linen's `init` returns, BatchNorm's averages too, or
             a loss scaler is where `jaxmp.loss_scaling.loss_scale` refuses it.
 
@@ -135,7 +135,7 @@ class TrainState(train_state.TrainState):
         return scaled_value_and_grad(name, loss_fn, state, argnums, has_aux)
 
     def apply_gradients(self, *, grads: Any, **fields: Any) -> Self:
-        """Makes a step, or where the gradients are not finite leaves it out as a whole.
+        """Makes a step; where the gradients are not finite, skips it as a whole.
 
         Args:
           grads: As `value_and_grad` returns them.
@@ -145,7 +145,7 @@ class TrainState(train_state.TrainState):
           The new state.
 
         Raises:
-          TypeError: If `grads` is no container of arrays, or there is no such field to set.
+          TypeError: If `grads` is not a container of arrays, or there is no such field to set.
           ValueError: If a new value has another structure than the field has now.
         """
         own = {"step", "params", "opt_state"}  # which the step itself makes
@@ -212,8 +212,8 @@ def _warn_without_masters(params: Any, opt_state: Any) -> None:
     stored = " and ".join(sorted(dtype.name for dtype in dtypes))
     warnings.warn(
         f"TrainState.create: all parameters are {stored} and have no float32 masters: an update "
-        "that is small beside its weight is lost. A policy such as 'mixed_bfloat16' keeps them in "
-        "float32; for parameters stored in 16 bits, tx=jaxmp.master_weights(tx).",
+        "that is small compared with its weight is lost. A policy such as 'mixed_bfloat16' keeps "
+        "them in float32; for parameters stored in 16 bits, tx=jaxmp.master_weights(tx).",
         UserWarning,
         stacklevel=3,
     )
