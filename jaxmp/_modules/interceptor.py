@@ -144,7 +144,7 @@ class Interceptor:
         module = context.module
         path = self.relative(module.path)
         call = functools.partial(next_fun, *args, **kwargs)
-        wrapped = bool(self._wrapped) or (path != () and hasattr(module, "_jaxmp_made"))
+        wrapped = bool(self._wrapped) or (path != () and hasattr(module, "_jaxmp_policy"))
         visit = LayerVisit(type(module), wrapped=True) if wrapped else self._visit(module, path)
         if path is not None:
             self.seen.visits[path] = visit

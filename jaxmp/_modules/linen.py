@@ -7,7 +7,6 @@ Its fields, variable tree and names are those of the module itself.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_managed, key_counters, lifted_class, lifted_scopes
 from jaxmp._jaxprs.scopes import PARAMETER
 from jaxmp._jaxprs.trace import is_array
-from jaxmp._modules.classes import MadeClasses
+from jaxmp._modules.classes import one_per_key, public, subclass
 from jaxmp._modules.interceptor import Interceptor, kind_of_call
 from jaxmp._modules.overrides import Overrides
 from jaxmp._quantize.calls import for_float32
@@ -32,8 +31,8 @@ from jaxmp.tree import cast_floating
 Method = Callable[..., Any]
 
 
-# What Flax sets on every class of modules.
-_OF_FLAX = frozenset(vars(type("Plain", (nn.Module,), {})))
+# What Flax, and `subclass`, set on every class of modules.
+_OF_FLAX = frozenset(vars(subclass((type, nn.Module, None), {})))
 
 
 def wrap_linen(module: nn.Module, policy: Policy | PolicyMap, params: tuple[str, ...]) -> nn.Module:
@@ -54,7 +53,9 @@ def wrap_linen(module: nn.Module, policy: Policy | PolicyMap, params: tuple[str,
     return wrapped
 
 
-def _make_wrapped(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]) -> Any:
+@one_per_key
+def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]) -> Any:
+    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
     overrides = Overrides(policy, params)
     methods = dict(_methods(cls))
 
@@ -74,23 +75,11 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...])
         name: _wrapped_method(method, vars(lifted)[name], overrides)
         for name, method in methods.items()
     }
-    # What this class was made from: it has another's name.
-    made = (*getattr(cls, "_jaxmp_made", (cls,)), (policy, params))
-    members |= {
-        "_jaxmp_made": made,
-        "_jaxmp_policy": policy,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        # Flax would make one of the fields; the author may have decorated his.
-        "__init__": cls.__init__,
-        "__reduce__": nn.nowrap(lambda self: (_unpickle, (made, _fields(self)))),
-        "apply": _by_name(cls, "apply"),
-        "init_with_output": _by_name(cls, "init_with_output"),
-        "init": _by_name(cls, "init"),
-        "lazy_init": _by_name(cls, "lazy_init"),
-    }
-    made_class = type(cls)(cls.__name__, (cls,), dict(members))
+    # Flax would make one of the fields; the author may have decorated his.
+    members["__init__"] = cls.__init__
+    # `init` and `lazy_init` call the second.
+    members |= {name: _by_name(cls, name) for name in ("apply", "init_with_output")}
+    made_class = subclass((_wrapped_class, cls, policy, params), members)
     for name in vars(made_class).keys() - members.keys() - _OF_FLAX:
         # What the author's metaclass or `__init_subclass__` says of a class, it has said of `cls`.
         if hasattr(cls, name):
@@ -98,35 +87,11 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...])
     return made_class
 
 
-_WRAPPED = MadeClasses(_make_wrapped)
-
-
-def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]) -> Any:
-    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
-    return _WRAPPED(cls, policy, params)
-
-
-def _fields(module: nn.Module) -> dict[str, Any]:
-    return {
-        f.name: getattr(module, f.name)
-        for f in dataclasses.fields(module)
-        if f.init and f.name != "parent"
-    }
-
-
-def _unpickle(made: tuple[Any, ...], fields: dict[str, Any]) -> Any:
-    cls, *keys = made
-    return functools.reduce(lambda cls, key: _wrapped_class(cls, *key), keys, cls)(
-        parent=None, **fields
-    )
-
-
 def _methods(cls: type) -> Iterator[tuple[str, Method]]:
     """The public methods that Flax manages: those of the author, without `setup` and `nowrap`."""
-    for name in dir(cls):
-        public = name == "__call__" or not name.startswith("_")
+    for name in public(cls):
         method: Any = getattr(cls, name, None)
-        if public and name != "setup" and is_managed(method):
+        if name != "setup" and is_managed(method):
             yield name, method
 
 

@@ -7,7 +7,6 @@ trace; the modules of that copy that have a policy of their own are marked there
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from jaxmp._autocast.parameters import of_variables
 from jaxmp._autocast.regions import policy_in_force, region
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
-from jaxmp._modules.classes import MadeClasses
+from jaxmp._modules.classes import one_per_key, public, subclass
 from jaxmp._modules.explicit_dtypes import (
     Layer,
     Standing,
@@ -52,7 +51,9 @@ def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
     return wrapped
 
 
-def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
+@one_per_key
+def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
+    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
     lifted = _Lifted(cls, policy)
 
     def wrapped(name: str, method: Method) -> Method:
@@ -62,34 +63,12 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
 
         return wrapped_method
 
-    def reduce_ex(self: nnx.Module, protocol: Any) -> Any:
-        reduced = cls.__reduce_ex__(self, protocol)
-        if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return _new, (cls, policy, *reduced[1][1:]), *reduced[2:]
-        if reduced[0] is _new:  # `cls` is a wrapped class itself
-            return _new, (cls, policy, *reduced[1][2:]), *reduced[2:]
-        return reduced  # the author's own way
-
     members = {name: wrapped(name, method) for name, method in _methods(cls)}
-    own: dict[str, Any] = {"_jaxmp_policy": policy, "__reduce_ex__": reduce_ex}
-    return _subclass(cls, policy, {**members, **own})
+    return subclass((_wrapped_class, cls, policy), members, pytree=is_registered(cls))
 
 
-_WRAPPED = MadeClasses(_make_wrapped)
-
-
-def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
-    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
-    return _WRAPPED(cls, policy)
-
-
-def _new(cls: Any, policy: Policy | PolicyMap, *args: Any) -> Any:
-    """A module without attributes, for them to be unpickled into."""
-    wrapped = _wrapped_class(cls, policy)
-    return wrapped.__new__(wrapped, *args)
-
-
-def _make_marked(cls: Any, policy: Policy, scope: str | None) -> Any:
+@one_per_key
+def _marked_class(cls: Any, policy: Policy, scope: str | None) -> Any:
     """The subclass of a class whose methods enter the region of a policy.
 
     If that is the author's own word: in a named scope that says where, as Linen has for any module.
@@ -107,37 +86,18 @@ def _make_marked(cls: Any, policy: Policy, scope: str | None) -> Any:
 
         return marked_method
 
-    return _subclass(cls, policy, {name: marked(name, method) for name, method in _methods(cls)})
-
-
-_MARKED = MadeClasses(_make_marked)
-
-
-def _subclass(cls: Any, policy: Policy | PolicyMap, methods: dict[str, Method]) -> Any:
-    """A subclass that to Flax, and to who prints it, is `cls`."""
-    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    members |= {"__doc__": cls.__doc__, "_jaxmp_policy": policy, **methods}
-    meta: Any = type(cls)
-    return _metaclass(meta)(cls.__name__, (cls,), members, pytree=is_registered(cls))
-
-
-@functools.cache
-def _metaclass(meta: Any) -> Any:
-    """A metaclass whose classes pickle as what they were made from: their name is another's."""
-    pickled = type(meta.__name__, (meta,), {"__module__": meta.__module__})
-    copyreg.pickle(pickled, lambda cls: (_wrapped_class, (cls.__base__, cls._jaxmp_policy)))
-    return pickled
+    members = {name: marked(name, method) for name, method in _methods(cls)}
+    return subclass((_marked_class, cls, policy, scope), members, pytree=is_registered(cls))
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Method]]:
     """The public methods of the author: those that `nnx.Module` has are Flax's own."""
     flax = {name for base in nnx.Module.__mro__ for name in vars(base)}
-    for name in dir(cls):
-        public = name == "__call__" or not name.startswith("_")
+    for name in public(cls):
         method = inspect.getattr_static(cls, name)
         # Not only functions: `nnx.jit` makes a method an object that binds as one.
         binds = callable(method) and hasattr(type(method), "__get__")
-        if public and name not in flax and binds and not isinstance(method, _UNBOUND):
+        if name not in flax and binds and not isinstance(method, _UNBOUND):
             yield name, method
 
 
@@ -196,7 +156,7 @@ def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
     """
     marks = [(inner, type(inner), *mark) for inner, *mark in _marks(module, overrides)]
     for inner, cls, policy, scope in marks:
-        object.__setattr__(inner, "__class__", _MARKED(cls, policy, scope))
+        object.__setattr__(inner, "__class__", _marked_class(cls, policy, scope))
     try:
         yield
     finally:
