@@ -48,6 +48,7 @@ def subclass(made: tuple[Any, ...], members: dict[str, Any], **options: Any) -> 
       options: of the class statement.
     """
     cls: Any = made[1]
+    meta: Any = type(cls)
 
     @nn.nowrap
     def reduce_ex(self: Any, protocol: Any) -> Any:
@@ -65,7 +66,7 @@ def subclass(made: tuple[Any, ...], members: dict[str, Any], **options: Any) -> 
         "_jaxmp_policy": made[2],
         **members,
     }
-    return _metaclass(type(cls))(cls.__name__, (cls,), members, **options)
+    return _metaclass(meta)(cls.__name__, (cls,), members, **options)
 
 
 @functools.cache

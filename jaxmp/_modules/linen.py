@@ -21,7 +21,7 @@ from jaxmp._flax import is_managed, key_counters, lifted_class, lifted_scopes
 from jaxmp._jaxprs.scopes import PARAMETER
 from jaxmp._jaxprs.trace import is_array
 from jaxmp._modules.classes import one_per_key, public, subclass
-from jaxmp._modules.interceptor import Interceptor, kind_of_call
+from jaxmp._modules.interceptor import Entered, Interceptor, kind_of_call
 from jaxmp._modules.overrides import Overrides
 from jaxmp._quantize.calls import for_float32
 from jaxmp.policy import Policy, PolicyMap
@@ -58,6 +58,7 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]
     """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
     overrides = Overrides(policy, params)
     methods = dict(_methods(cls))
+    entered_by = functools.lru_cache(maxsize=64)(lambda _: Entered())
 
     def call(fn: Method, *args: Any) -> Any:
         return fn(*args)
@@ -72,7 +73,7 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]
 
     lifted = lifted_class(autocast, cls, methods)
     members: dict[str, Any] = {
-        name: _wrapped_method(method, vars(lifted)[name], overrides)
+        name: _wrapped_method(method, vars(lifted)[name], overrides, entered_by)
         for name, method in methods.items()
     }
     # Flax would make one of the fields; the author may have decorated his.
@@ -113,7 +114,9 @@ def _by_name(cls: type[nn.Module], name: str) -> Method:
     return entry
 
 
-def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Method:
+def _wrapped_method(
+    method: Method, lifted: Method, overrides: Overrides, entered_by: Callable[[Any], Entered]
+) -> Method:
 
     @functools.wraps(method)
     def wrapped_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -124,28 +127,29 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
         as_written = init or (overrides.is_identity and not nested)
         if as_written and overrides.is_single and not overrides.stored:
             return method(self, *args, **kwargs)
-        seen = overrides.seen(kind_of_call(self, method, args, kwargs))
-        if nested and seen.verdict is None and not overrides.is_identity:
+        is_lifted = overrides.stored or overrides.others or not (nested or as_written)
+        kind = kind_of_call(self, method, args, kwargs)
+        entered = Entered() if kind is None else entered_by(kind)
+
+        def call(*, rehearses: bool) -> Any:
+            interceptor = Interceptor(overrides, tuple(self.path), entered, init, rehearses)
+            with nn.intercept_methods(interceptor), interceptor.marking():
+                if is_lifted or rehearses:
+                    out = lifted(self, interceptor, *args, **kwargs)
+                else:
+                    with region(overrides.default) if nested else contextlib.nullcontext():
+                        out = method(self, *args, **kwargs)
+            if not init or method.__name__ == "__call__":
+                found, structure = interceptor.found(self)
+                overrides.check(found, structure, whole=method.__name__ == "__call__")
+            return out
+
+        try:
+            unknown = entered.distinct is None and not overrides.is_identity
             # What is run here is part of another program already: it cannot be run again.
-            rehearsal = Interceptor(overrides, self.path, seen, rehearses=True)
-            done = contextlib.suppress(_SeenEnoughError)
-            with done, nn.intercept_methods(rehearsal), rehearsal.marking():
-                lifted(self, rehearsal, *args, **kwargs)
-        entering = Interceptor(overrides, self.path, seen, initializing=init)
-        with nn.intercept_methods(entering), entering.marking():
-            if overrides.stored or overrides.others or not (nested or as_written):
-                out = lifted(self, entering, *args, **kwargs)
-            elif nested:
-                with region(overrides.default):
-                    out = method(self, *args, **kwargs)
-            else:
-                out = method(self, *args, **kwargs)
-        if seen.verdict is None:
-            seen.verdict = entering.verdict
-        if not init or method.__name__ == "__call__":
-            found, structure = entering.found(self)
-            overrides.check(found, structure, whole=method.__name__ == "__call__")
-        return out
+            return call(rehearses=nested and unknown)
+        except _SeenEnoughError:
+            return call(rehearses=False)
 
     return wrapped_method
 
@@ -170,72 +174,62 @@ def _lift(fn: Method, planned: Method) -> Method:
         repack_fn: Method,
         variables: Any,
         rngs: Any,
-        entering: Interceptor,
+        interceptor: Interceptor,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        overrides = entering.overrides
+        overrides = interceptor.overrides
 
         def run(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-            scopes = scope_fn(_shown(variables, overrides), rngs)
-            out = fn(scopes, *args, **kwargs)
-            return out, repack_fn(scopes)
-
-        def attempt(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-            """`run`, to its end if the layers that it marked are those to be marked."""
+            """The call, to its end if the layers that it marked are those to be marked."""
             scopes = scope_fn(_shown(variables, overrides), rngs)
             # Flax's counters of random keys are shared with the scopes outside.
             counters = [(counter, dict(counter)) for counter in key_counters(scopes)]
             out = fn(scopes, *args, **kwargs)
-            if entering.learn() and not entering.rehearses:
-                return out, repack_fn(scopes)
-            for counter, before in counters:
-                counter.clear()
-                counter.update(before)
-            raise _SeenEnoughError
+            if interceptor.learn():
+                for counter, before in counters:
+                    counter.clear()
+                    counter.update(before)
+                raise _SeenEnoughError
+            return out, repack_fn(scopes)
 
-        if entering.initializing:
+        if interceptor.initializing:
             out, created = run(variables, rngs, args, kwargs)
-            entering.learn()
-            return out, _as_created(created, variables, entering)
-        if policy_in_force() is not None and not entering.rehearses:
-            known = _said(variables, overrides.others)
+            return out, _as_created(created, variables, interceptor)
+        if interceptor.learns:
+            out, changed = planned(run, variables, rngs, args, kwargs)
+            out = overrides.output(out)
+        else:
             with region(overrides.default):
-                out, changed = run(known, rngs, args, kwargs)
-            return out, _as_before(changed, variables, overrides)
-        traced = functools.partial(planned, attempt, variables, rngs, args, kwargs)
-        try:
-            out, changed = traced()
-        except _SeenEnoughError:
-            if entering.rehearses:
-                raise
-            with entering.marking():
-                out, changed = traced()
-        return overrides.output(out), _as_before(changed, variables, overrides)
+                out, changed = run(_said(variables, overrides.others), rngs, args, kwargs)
+        return out, _as_before(changed, variables, overrides)
 
     return lifted_scopes(inner)
+
+
+def _map_parameters(fn: Callable[[Any, Any], Any], params: Collection[str], variables: Any) -> Any:
+    """Variables with `fn(path, leaf)` of those that are parameters."""
+
+    def changed(path: Any, leaf: Any) -> Any:
+        return fn(path, leaf) if _is_param(path, params) else leaf
+
+    return jax.tree_util.tree_map_with_path(changed, variables, is_leaf=is_quantized)
 
 
 def _shown(variables: Any, overrides: Overrides) -> Any:
     """Variables as the module sees them: parameters stored in 16 bits are float32 to it."""
 
-    def show(path: Any, leaf: Any) -> Any:
-        stored = (
-            _is_param(path, overrides.params) and getattr(leaf, "dtype", None) in overrides.stored
-        )
+    def show(_: Any, leaf: Any) -> Any:
+        stored = getattr(leaf, "dtype", None) in overrides.stored
         return widen(leaf, leaf.dtype) if stored else leaf
 
-    return jax.tree_util.tree_map_with_path(show, for_float32(variables), is_leaf=is_quantized)
+    return _map_parameters(show, overrides.params, for_float32(variables))
 
 
+@jax.named_scope(PARAMETER)
 def _said(variables: Any, others: Collection[str]) -> Any:
     """Variables; those in `others` say to the program around that they are parameters."""
-
-    @jax.named_scope(PARAMETER)
-    def say(path: Any, leaf: Any) -> Any:
-        return jnp.squeeze(leaf[None], 0) if _is_param(path, others) else leaf
-
-    return jax.tree_util.tree_map_with_path(say, variables, is_leaf=is_quantized)
+    return _map_parameters(lambda _, leaf: jnp.squeeze(leaf[None], 0), others, variables)
 
 
 def _parameters(params: Collection[str], args: Any, kwargs: Any) -> list[bool]:
@@ -249,29 +243,26 @@ def _parameters(params: Collection[str], args: Any, kwargs: Any) -> list[bool]:
 
 def _as_before(changed: Any, variables: Any, overrides: Overrides) -> Any:
     """Changed variables in the dtypes they had."""
-    leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_quantized)
-    before = dict(leaves)
+    before = dict(jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_quantized))
 
     def restore(path: Any, leaf: Any) -> Any:
         dtype = getattr(before.get(path), "dtype", None)
-        if not _is_param(path, overrides.params) or dtype is None or leaf.dtype == dtype:
+        if dtype is None or leaf.dtype == dtype:
             return leaf
         return leaf.for_dtype(dtype) if is_quantized(leaf) else leaf.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(restore, changed, is_leaf=is_quantized)
+    return _map_parameters(restore, overrides.params, changed)
 
 
-def _as_created(created: Any, variables: Any, entering: Interceptor) -> Any:
+def _as_created(created: Any, variables: Any, interceptor: Interceptor) -> Any:
     """New parameters in the dtype that the policy of their module stores them in."""
     before = dict(jax.tree_util.tree_leaves_with_path(variables))
 
     def store(path: Any, leaf: Any) -> Any:
-        if path in before or not _is_param(path, entering.overrides.params):
-            return leaf
-        policy = entering.policy_of(path)
+        policy = None if path in before else interceptor.policy_of(path)
         return leaf if policy is None else cast_floating(leaf, policy.param_dtype)
 
-    return jax.tree_util.tree_map_with_path(store, created)
+    return _map_parameters(store, interceptor.overrides.params, created)
 
 
 def _is_param(path: Any, params: Collection[str]) -> bool:
