@@ -144,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
         "--max-batch", action="store_true", help="find the largest batch that fits"
     )
     command.add_argument(
+        "--max-length", action="store_true", help="find the longest sequence that fits"
+    )
+    command.add_argument(
         "--batch-argnum",
         type=int,
         action="append",
@@ -281,6 +284,7 @@ def _preflight(args: argparse.Namespace) -> int:
             target=args.target,
             donate_argnums=tuple(args.donate),
             max_batch=args.max_batch,
+            max_length=args.max_length,
             batch_argnums=args.batch_argnum or -1,
             progress=progress,
         )(*arguments)
