@@ -131,6 +131,12 @@ def test_what_prepare_makes_does_not_warn(policy: str) -> None:
     grads_of(*jaxmp.prepare(nn.Dense(32), TX, policy), "function")
 
 
+def test_what_diagnose_differentiates_does_not_warn() -> None:
+    params = nn.Dense(32).init(jax.random.key(0), X)
+    model = jaxmp.wrap(nn.Dense(32), "mixed_float16")
+    jaxmp.diagnose(lambda p, x: jnp.mean(model.apply(p, x) ** 2))(params, X)
+
+
 def test_without_a_policy_nothing_is_known() -> None:
     grads_of(nn.Dense(32, dtype=jnp.float16), TX, "function")
     grads_of(nn.Dense(32), jaxmp.dynamic_loss_scale(TX), "function")
