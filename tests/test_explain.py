@@ -60,8 +60,11 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
         return jnp.sum(jnp.exp(hidden @ w))  # into the loss
 
     rows = explain(fn, BF16)(X, W).rows
-    # No recipe, nothing recomputed, and no attention.
-    assert {dataclasses.astuple(r)[6:] for r in rows} == {("", False, "", "", "", False)}
+    # No recipe, nothing rematerialized, and no attention.
+    assert {dataclasses.astuple(r)[8:] for r in rows} == {("", False, "", "", "", False)}
+    product = 2 * 4 * 8 * 8
+    costs = [(product, 64), (0, 64), (product, 64), (0, 128), (0, 4)]
+    assert [dataclasses.astuple(r)[6:8] for r in rows] == costs
     assert [dataclasses.astuple(r)[:6] for r in rows] == [
         ("dot_general", "encoder", line_of(fn, "# low"), "bfloat16", "contraction", 1),
         ("tanh", "encoder", line_of(fn, "# low"), "bfloat16", "computed from 16-bit values", 1),
@@ -71,7 +74,7 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
     ]
     fields = [field.name for field in dataclasses.fields(rows[0])]
     assert fields == [
-        "op", "path", "source", "dtype", "reason", "count", "why_not", "intended", "residual",
+        "op", "path", "source", "dtype", "reason", "count", "flops", "bytes", "why_not", "intended", "residual",
         "fused", "not_fused", "unknown"
     ]  # fmt: skip
 
@@ -277,9 +280,9 @@ def test_the_summary_names_each_float32_contraction_and_why() -> None:
     lines = explain(pinned, BF16)(X, W).summary().splitlines()
     policy = str(jaxmp.get_policy(BF16))
     assert lines[0].split() == ["policy", policy]
-    assert lines[1] in (
-        "contractions  2 bfloat16, 2 float32",
-        "contractions  2 float32, 2 bfloat16",
+    assert lines[1].partition(" of ")[0] in (
+        "matmuls, convolutions    2 bfloat16 (50.0%), 2 float32 (50.0%)",
+        "matmuls, convolutions    2 float32 (50.0%), 2 bfloat16 (50.0%)",
     )
     named = [line for line in lines if line.startswith("  float32: dot_general")]
     assert len(named) == 2
@@ -308,12 +311,13 @@ def test_the_summary_is_silent_when_there_is_nothing_to_say() -> None:
     summary = explain(layer, BF16)(X, W).summary()
     assert "float32: dot_general" not in summary
     assert "not classified" not in summary
-    assert "contractions  none" in explain(jnp.sin, BF16)(X).summary()
+    assert "matmuls, convolutions    none" in explain(jnp.sin, BF16)(X).summary()
 
 
-def test_str_is_an_aligned_table_and_the_summary() -> None:
+def test_all_of_it_is_the_summary_and_an_aligned_table() -> None:
     found = explain(pinned, BF16)(X, W)
-    table, summary = str(found).split("\n\n", 1)
+    verdict, summary, table = found.to_text(verbose=True).split("\n\n")
+    assert verdict.startswith(f"{BF16}: 2 of 4 matmuls and convolutions run in ")
     assert summary == found.summary()
     header, *body = table.splitlines()
     assert len(body) == len(found.rows)

@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxmp._audit.attribution import Judge
 from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
+from jaxmp._audit.findings import OF_BYTES, OVERRULED, Finding
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Observed, follow
 from jaxmp._audit.place import AuditPlace, is_ours, places_inside
-from jaxmp._audit.report import OF_BYTES, OVERRULED, Finding, Operation, PrecisionReport
+from jaxmp._audit.report import Operation, PrecisionReport
 from jaxmp._audit.rounding import FIXES as ROUNDING_FIXES
 from jaxmp._audit.rounding import Rounding
 from jaxmp._audit.scaling import FIXES, NO_SCALE, Scaling, has_optimizer, is_scale
