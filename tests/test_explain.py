@@ -74,8 +74,8 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
     ]
     fields = [field.name for field in dataclasses.fields(rows[0])]
     assert fields == [
-        "op", "path", "source", "dtype", "reason", "count", "flops", "bytes", "why_not", "intended", "residual",
-        "fused", "not_fused", "unknown"
+        "op", "path", "source", "dtype", "reason", "count", "flops", "bytes", "why_not", "intended",
+        "residual", "fused", "not_fused", "unknown"
     ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from jaxmp._audit.place import AuditPlace, is_ours, places_inside
 from jaxmp._audit.report import Operation, PrecisionReport
 from jaxmp._audit.rounding import FIXES as ROUNDING_FIXES
 from jaxmp._audit.rounding import Rounding
-from jaxmp._audit.scaling import FIXES, NO_SCALE, Scaling, has_optimizer, is_scale
+from jaxmp._audit.scaling import FIXES, NO_SCALE, UNNEEDED, Scaling, has_optimizer, is_scale
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.nnx_calls import on_a_clone
@@ -74,9 +74,9 @@ def audit(
       "not-quantized" (a layer that the policy's recipe cannot multiply), "not-fused" (attention
       that no kernel computes, though the policy asks for it), "not-scaled" (the optimizer has a
       loss scale that the loss is not multiplied by), "not-unscaled" (its gradients are not divided
-      by it), "scaled-twice" (one of the two is done once too often) and "no-scale" (a training
+      by it), "scaled-twice" (one of the two is done once too often), "no-scale" (a training
       step, told by the state of an optax transformation, with a backward pass in float16 and no
-      scaler).
+      scaler) and "unneeded-scale" (a scaler, and no float16 in the backward pass).
       "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
       float32, for the reason given. Very small products are geometry, and no fault either.
 
@@ -129,6 +129,7 @@ def _report(
     follow(jaxpr, labels, list(map(is_scale, paths)), auditor.visit)
     if overruled:
         auditor.without_effect(overruled)
+    auditor.unneeded_scale()
     if has_optimizer((args, kwargs)):  # else gradients may be scaled elsewhere
         auditor.without_scale()
     residuals = Counter[str]()
@@ -321,9 +322,16 @@ class _Auditor:
         """Notes a backward pass in float16 of a loss without a scale."""
         low = self.scaling.unscaled()
         for operation in low:
-            what = "the loss is not scaled: what is below 6e-8 on the way back becomes 0"
+            what = "the loss is not scaled: gradients below 6e-8 become 0"
             first = low[0].source, low[0].path
             self._note(NO_SCALE, what, FIXES[NO_SCALE], operation, *first)
+
+    def unneeded_scale(self) -> None:
+        """Notes the operations of a scaler, where no gradient is float16."""
+        scaler = self.scaling.unneeded()
+        for operation in scaler:
+            what = "the optimizer has a loss scale, and no gradient is float16: it only costs"
+            self._note(UNNEEDED, what, FIXES[UNNEEDED], operation, scaler[0].source, "")
 
     def without_effect(self, what: str) -> None:
         """Notes that the policy to judge decides no product."""

@@ -19,6 +19,7 @@ NOT_SCALED = "not-scaled"
 NOT_UNSCALED = "not-unscaled"
 SCALED_TWICE = "scaled-twice"
 NO_SCALE = "no-scale"
+UNNEEDED = "unneeded-scale"
 FIXES = {
     NOT_SCALED: "differentiate with jaxmp.value_and_grad(loss_fn, opt_state), or with the "
     "value_and_grad of the train state",
@@ -28,6 +29,7 @@ FIXES = {
     SCALED_TWICE: "scale the loss and divide its gradients in one place: "
     "jaxmp.value_and_grad(loss_fn, opt_state) does both",
     NO_SCALE: "jaxmp.loss_scale_for(policy, optimizer), and gradients of a scaled loss",
+    UNNEEDED: "jaxmp.loss_scale_for(policy, optimizer), which scales for float16 alone",
 }
 
 
@@ -53,6 +55,9 @@ class Scaling:
         self._unscales = False
         self._tests = False
         self._in_float16: list[Operation] = []
+        self._narrow = False  # some product has 16-bit operands, or 8-bit ones
+        self._float16 = False  # something in the backward pass is float16
+        self._of_scaler: list[Operation] = []
 
     def visit(self, seen: Observed, operation: Operation) -> tuple[str, str] | None:
         """Says of an equation what is wrong with the scale of the gradients that it takes.
@@ -64,15 +69,21 @@ class Scaling:
           The kind of finding, and the finding in words.
         """
         eqn = seen.eqn
+        if operation.backward and str(FLOAT16) in (*operation.in_dtypes, *operation.out_dtypes):
+            self._float16 = True
+        if eqn.primitive.name in CONTRACTIONS:
+            self._narrow |= any(v.aval.dtype.itemsize <= 2 for v in eqn.invars[:2])
         if eqn.primitive.name in CONTRACTIONS and operation.backward:
             self._backward = True
             if FLOAT16 in map(dtype_of, eqn.invars[:2]) and not seen.out.scaled:
                 self._in_float16.append(operation)
         if eqn.primitive.name == "mul" and in_scope(eqn, UNSCALE):
             self._unscales = True
+            self._of_scaler.append(operation)
             return self._divided(*seen.known) if self._backward else None
         if eqn.primitive.name == "is_finite" and in_scope(eqn, TESTED):
             self._tests = True
+            self._of_scaler.append(operation)
             return self._tested(*seen.known) if self._backward else None
         return None
 
@@ -106,3 +117,8 @@ class Scaling:
     def unscaled(self) -> list[Operation]:
         """Contractions in float16 in the backward pass, of a program without a loss scale."""
         return [] if self._unscales or self._tests else self._in_float16
+
+    def unneeded(self) -> list[Operation]:
+        """Operations of a scaler, of a program in 16 bits whose backward pass has no float16."""
+        needed = self._float16 or not (self._backward and self._narrow)
+        return [] if needed else self._of_scaler
