@@ -243,7 +243,7 @@ class PrecisionReport:
         head = [*_screen.wrapped(self.verdict()), ""]
         head += _screen.fitted([[_screen.cut(line)] for line in self._computed()], 12, "remarks")
         arguments = [[_screen.cut(line)] for line in self._arguments(merged=True)]
-        head += _screen.fitted(arguments, max(3, 14 - len(head)), "arguments")
+        head += _screen.fitted(arguments, max(3, 12 - len(head)), "arguments")
         found = on_a_screen(alike(self.findings), _screen.LINES - len(head) - 3)
         return "\n".join([*head, *(["", *found] if found else []), "", _MORE])
 
