@@ -66,9 +66,9 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
     costs = [(product, 64), (0, 64), (product, 64), (0, 128), (0, 4)]
     assert [dataclasses.astuple(r)[6:8] for r in rows] == costs
     assert [dataclasses.astuple(r)[:6] for r in rows] == [
-        ("dot_general", "encoder", line_of(fn, "# low"), "bfloat16", "contraction", 1),
+        ("dot_general", "encoder", line_of(fn, "# low"), "bfloat16", "matmul or convolution", 1),
         ("tanh", "encoder", line_of(fn, "# low"), "bfloat16", "computed from 16-bit values", 1),
-        ("dot_general", "", line_of(fn, "# into"), "bfloat16", "contraction", 1),
+        ("dot_general", "", line_of(fn, "# into"), "bfloat16", "matmul or convolution", 1),
         ("exp", "", line_of(fn, "# into"), "float32", "sensitive op: float32", 1),
         ("reduce_sum", "", line_of(fn, "# into"), "float32", "sensitive op: float32", 1),
     ]
@@ -392,7 +392,7 @@ UNKNOWN.def_abstract_eval(lambda aval: aval)
 
 REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     # The reason: a program, the op it is given for, its dtype, the policy.
-    "contraction": (lambda x, w: (x @ w) @ w, "dot_general", "bfloat16", BF16),
+    "matmul or convolution": (lambda x, w: (x @ w) @ w, "dot_general", "bfloat16", BF16),
     "chooses among 16-bit values": (
         lambda x, w: jnp.sum(jnp.maximum(x @ w, 0.0)), "max", "bfloat16", BF16,
     ),
@@ -454,7 +454,7 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     ),
     "only float32 ops want the result": (lambda x, w: jnp.tanh(x @ w), "tanh", "float32", BF16),
     "no 16-bit operand": (lambda x, w: (x * 2.0) @ w, "mul", "float32", BF16),
-    "leaves a normalization towards a contraction": (normalized, "max", "bfloat16", BF16),
+    "leaves a normalization towards a matmul or convolution": (normalized, "max", "bfloat16", BF16),
     "ends a normalization: leaves in 16 bits": (
         lambda x, w: ((y := x @ w) * lax.rsqrt(jnp.var(y, -1, keepdims=True)) + w[0]) @ w, "add",
         "float32", BF16,

@@ -20,8 +20,8 @@ _MORE = (
     "All operations: to_text(verbose=True), or .rows. Fewer: explain(…, only='matmul', 'float32' "
     "or a module's path)."
 )
-# How many rows of matmuls and convolutions are shown, where all else needs lines as well.
-_PRODUCTS = 11
+# How many lines matmuls and convolutions have, where all else needs some as well.
+_PRODUCTS = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,61 +256,56 @@ class Explanation:
         room = _screen.LINES - len(head) - 2
         groups = self.groups()
         products = [group for group in groups if group[1][0].op in LOW]
-        lines = _of_products(products, min(_PRODUCTS, room - 4))
+        others = groups[len(products) :]
         full = governed(self._asked).name
-        lines += _of_others(groups[len(products) :], full, room - len(lines))
+        lines = _by_reason(products, full, min(_PRODUCTS, room) if others else room)
+        lines += _by_reason(others, full, room - len(lines))
         return "\n".join([*head, *lines, "", _MORE])
 
     def __str__(self) -> str:
         return self.to_text()
 
 
-def _of_products(groups: Sequence[tuple[str, list[Row]]], room: int) -> list[str]:
-    """Matmuls and convolutions, a group in a line."""
-    if not groups:
-        return []
-    total = sum(row.flops for _, rows in groups for row in rows) or 1
-    cells = [("FLOPs", "dtype", "module", "line", "why")]
-    for path, rows in groups:
-        share = sum(row.flops for row in rows) / total
-        path = _screen.tail(path, 48)
-        cells.append((f"{share:.1%}", rows[0].dtype, path, rows[0].source, rows[0].why))
-    lines = list(map(_screen.cut, _screen.table(cells).splitlines()))
-    return ["", *_screen.fitted([[line] for line in lines], room - 1, "groups of them")]
+def _by_reason(groups: Iterable[tuple[str, list[Row]]], full: str, room: int) -> list[str]:
+    """Operations by their dtype and the reason for it, above the costliest places of each.
 
-
-def _of_others(groups: Iterable[tuple[str, list[Row]]], full: str, room: int) -> list[str]:
-    """All other operations, by the reason for their dtype, above the costliest places of each.
-
-    What stays in the `full` dtype comes first.
+    Of what is no matmul or convolution, what stays in the `full` dtype comes first.
     """
-    by_reason: dict[tuple[str, str], list[tuple[str, list[Row]]]] = defaultdict(list)
+    reasons: dict[tuple[str, str], list[tuple[str, list[Row]]]] = defaultdict(list)
     for path, rows in groups:
-        by_reason[rows[0].dtype, rows[0].why].append((path, rows))
-    if not by_reason:
+        reasons[rows[0].dtype, rows[0].why].append((path, rows))
+    if not reasons:
         return []
-    sizes = {
-        key: sum(row.bytes for _, rows in places for row in rows)
-        for key, places in by_reason.items()
-    }
-    each = max(1, (room - 1) // len(by_reason) - 1)
+    costs = {key: _cost([r for _, rows in places for r in rows]) for key, places in reasons.items()}
+    order = sorted(costs, key=lambda key: (costs[key][1], key[0] == full, costs[key]), reverse=True)
+    extra = room - 1 - 2 * len(order)  # lines for more than one place of a reason
     blocks = []
-    for dtype, why in sorted(sizes, key=lambda key: (key[0] == full, sizes[key]), reverse=True):
-        places = by_reason[dtype, why]
+    for dtype, why in order:
+        places = reasons[dtype, why]
+        shown = places[: 1 + max(0, extra)]
         count = _screen.counted(sum(r.count for _, rows in places for r in rows), "operation")
-        title = f"{dtype}, {why}: {count}, {_screen.si(sizes[dtype, why])}B"
-        if len(places) > each == 1:
-            title += f", here and in {_screen.counted(len(places) - 1, 'other place')}"
-        shown = [[_screen.cut(f"    {_place(*place)}")] for place in places]
-        listed = _screen.fitted(shown, each, "places") if each > 1 else shown[0]
-        blocks.append([_screen.cut(title), *listed])
+        title = f"{dtype}, {why}: {count}, {_size(costs[dtype, why])}"
+        if others := len(places) - len(shown):
+            title += f", here and in {_screen.counted(others, 'other place')}"
+        block = _screen.wrapped(title, hanging=2)
+        block += [_screen.cut(f"    {_place(*place)}") for place in shown]
+        extra -= len(block) - 2
+        blocks.append(block)
     return ["", *_screen.fitted(blocks, room - 1, "reasons")]
 
 
 def _place(path: str, rows: Sequence[Row]) -> str:
     ops = list(dict.fromkeys(row.op for row in rows))
     named = ", ".join(ops[:3]) + (", …" if len(ops) > 3 else "")
-    return f"{rows[0].source} {_screen.tail(path, 60)}".strip() + f": {named}"
+    return (
+        f"{_size(_cost(rows)):12s} {rows[0].source} {_screen.tail(path, 50)}".rstrip()
+        + f": {named}"
+    )
+
+
+def _size(cost: tuple[bool, int, int]) -> str:
+    contracts, flops, size = cost
+    return f"{_screen.si(flops)}FLOPs" if contracts else f"{_screen.si(size)}B"
 
 
 def _cost(rows: Sequence[Row]) -> tuple[bool, int, int]:
