@@ -105,14 +105,14 @@ def fitted(blocks: Sequence[Sequence[str]], room: int, what: str) -> list[str]:
     """The first blocks of lines that fit in some lines, and how many others there are.
 
     Example:
-      >>> fitted([["a", "b"], ["c"], ["d"]], 3, "letters")
+      >>> fitted([["a", "b"], ["c"], ["d"]], 3, "letter")
       ['a', 'b', '… and 2 more letters']
     """
     lines: list[str] = []
     for i, block in enumerate(blocks):
         last = i == len(blocks) - 1
         if len(lines) + len(block) + (not last) > room:
-            return [*lines, f"… and {len(blocks) - i} more {what}"]
+            return [*lines, f"… and {counted(len(blocks) - i, f'more {what}')}"]
         lines += block
     return lines
 

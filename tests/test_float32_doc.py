@@ -22,7 +22,6 @@ NO_REASONS = {
     "nnx_calls.py",
     "parameters.py",
     "primitives.py",
-    "explain.py",
     "explanation.py",
     "product_report.py",
     "program_key.py",

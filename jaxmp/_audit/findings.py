@@ -94,7 +94,7 @@ def on_a_screen(groups: Sequence[Sequence[Finding]], room: int) -> list[str]:
     intended = [_block("- ", group) for group in groups[len(faults) :]]
     if intended:
         intended[0] = ["On purpose:", *intended[0]]
-    return _screen.fitted([*blocks, *intended], room, "findings")
+    return _screen.fitted([*blocks, *intended], room, "finding")
 
 
 def _block(bullet: str, group: Sequence[Finding]) -> list[str]:
@@ -113,7 +113,7 @@ def _block(bullet: str, group: Sequence[Finding]) -> list[str]:
             for path, of in places
         ]
         lines = _screen.wrapped(f"{title}{what}", hanging=indent)
-        *listed, last = _screen.fitted(shown, _PLACES, "places")
+        *listed, last = _screen.fitted(shown, _PLACES, "place")
         lines += [*listed, last if last.startswith(" ") else f"{' ' * (indent + 8)}{last}"]
     if first.kind in FAULTS:
         fix = _screen.common([f.fix for f in group])

@@ -241,9 +241,9 @@ class PrecisionReport:
             found = [f"{i}. {finding}" for i, finding in enumerate(self.findings, 1)]
             return "\n".join([self.verdict(), "", self.summary(), *(["", *found] if found else [])])
         head = [*_screen.wrapped(self.verdict()), ""]
-        head += _screen.fitted([[_screen.cut(line)] for line in self._computed()], 12, "remarks")
+        head += _screen.fitted([[_screen.cut(line)] for line in self._computed()], 12, "remark")
         arguments = [[_screen.cut(line)] for line in self._arguments(merged=True)]
-        head += _screen.fitted(arguments, max(3, 12 - len(head)), "arguments")
+        head += _screen.fitted(arguments, max(3, 12 - len(head)), "argument")
         found = on_a_screen(alike(self.findings), _screen.LINES - len(head) - 3)
         return "\n".join([*head, *(["", *found] if found else []), "", _MORE])
 

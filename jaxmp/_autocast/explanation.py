@@ -252,7 +252,7 @@ class Explanation:
             cells += [(r.op, r.dtype, str(r.count), r.source, r.path, r.why) for r in self.rows]
             return "\n".join([self.verdict(), "", *summary, "", _screen.table(cells, widest=48)])
         head = [_screen.cut(self.verdict()), ""]
-        head += _screen.fitted([[_screen.cut(line)] for line in summary], 12, "remarks")
+        head += _screen.fitted([[_screen.cut(line)] for line in summary], 12, "remark")
         room = _screen.LINES - len(head) - 2
         groups = self.groups()
         products = [group for group in groups if group[1][0].op in LOW]
@@ -291,7 +291,7 @@ def _by_reason(groups: Iterable[tuple[str, list[Row]]], full: str, room: int) ->
         block += [_screen.cut(f"    {_place(*place)}") for place in shown]
         extra -= len(block) - 2
         blocks.append(block)
-    return ["", *_screen.fitted(blocks, room - 1, "reasons")]
+    return ["", *_screen.fitted(blocks, room - 1, "reason")]
 
 
 def _place(path: str, rows: Sequence[Row]) -> str:
