@@ -37,6 +37,30 @@ _OF_SCALING = ("not-scaled", "not-unscaled", "scaled-twice", "unneeded-scale")
 OF_BYTES = frozenset([*_OF_SCALING, "promotion", "sensitive-low", "round-trip", "residual"])
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
+# What to do about findings of a kind, where that does not depend on the program.
+FIXES = {
+    OVERRULED: "audit the model as it was before jaxmp.wrap, or without a policy",
+    "not-scaled": "differentiate with jaxmp.value_and_grad(loss_fn, opt_state), or with the "
+    "value_and_grad of the train state",
+    "not-unscaled": "jaxmp.loss_scaling.unscale(grads, opt_state) behind the gradient of what "
+    "jaxmp.loss_scaling.scale_loss returned; or jaxmp.value_and_grad(loss_fn, opt_state), which "
+    "does both",
+    "scaled-twice": "scale the loss and divide its gradients in one place: "
+    "jaxmp.value_and_grad(loss_fn, opt_state) does both",
+    "no-scale": "jaxmp.loss_scale_for(policy, optimizer), and gradients of a scaled loss",
+    "inconsistent-recompute": "preferred_element_type=jnp.float32 in both passes",
+    "float64-contraction": "give float32, or turn jax_enable_x64 off; or a policy about float64, "
+    "'p=f64,c=f32,o=f64'",
+    "rounded-result": "return float32 by preferred_element_type=jnp.float32, in a jax.custom_vjp "
+    "whose backward pass narrows the gradient",
+    "sensitive-low": "cast up before it, or leave the model in float32 to autocast",
+    "round-trip": "use the value from before the casts",
+    "unneeded-scale": "jaxmp.loss_scale_for(policy, optimizer), which scales for float16 alone",
+    "residual": "narrow it before it is saved",
+    "not-quantized": "give the module a policy without `matmul`: jaxmp.PolicyMap",
+    "not-fused": "write it as a kernel takes it, or leave `attention` out of the module's policy",
+}
+
 # How many of the places of findings that are alike are shown.
 _PLACES = 4
 

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxmp import _screen
 from jaxmp._audit.findings import FAULTS, KINDS, Finding, alike, on_a_screen
 from jaxmp._autocast.product_report import Product, Quantized
@@ -114,7 +116,7 @@ class PrecisionReport:
             if op.op == "convert_element_type" and op.in_dtypes != op.out_dtypes:
                 pair = (*op.in_dtypes, *op.out_dtypes)
                 if all("float" in dtype for dtype in pair):
-                    before, after = map(_itemsize, pair)
+                    before, after = (jnp.dtype(name).itemsize for name in pair)
                     count, size = table.get("->".join(pair), (0.0, 0.0))
                     written = op.bytes * after / (before + after)
                     table["->".join(pair)] = count + op.count, size + written
@@ -249,7 +251,3 @@ class PrecisionReport:
 
     def __str__(self) -> str:
         return self.to_text()
-
-
-def _itemsize(dtype: str) -> int:
-    return 2 if dtype.endswith("16") else 8 if dtype.endswith("64") else 4 if "32" in dtype else 1

@@ -130,8 +130,7 @@ class Explanation:
         return Quantized(tuple(products))
 
     def summary(self) -> str:
-        """A few lines: operations by dtype, what is saved, why any matmul is float32."""
-        policy = self._asked
+        """A few lines: operations by dtype, what is saved, what became of the policy's options."""
         others = _total((r for r in self.rows if r.op not in LOW), lambda row: row.count)
         lines = _screen.labeled("policy", self.policy) if self.policy else []
         lines += _screen.labeled("matmuls, convolutions", self._by_dtype())
@@ -140,13 +139,7 @@ class Explanation:
             lines += _screen.labeled("saved for backward pass", _screen.by_dtype(saved))
         if self.overruled:
             lines += _screen.labeled("of no effect", self.overruled)
-        by_reason = defaultdict(list)
-        full = governed(policy).name
-        for row in self._products:
-            if row.dtype == full:
-                by_reason[row.reason].append(row)
-        lines += [f"  {full}: {_places(rows)}: {reason}" for reason, rows in by_reason.items()]
-        return "\n".join([*lines, *self._notes(policy)])
+        return "\n".join([*lines, *self._notes(self._asked)])
 
     def _by_dtype(self) -> str:
         flops = self.contraction_flops()
