@@ -173,7 +173,7 @@ def test_modules_may_have_another_policy() -> None:
     model = jaxmp.wrap(Attention(), spelled)
     rows = jaxmp.explain(lambda v, x: model.apply(v, x))(variables, x).rows
     assert [r.reason for r in rows if r.path.endswith("out") and r.op == "dot_general"] == [
-        "contraction, e4m3:e5m2:bf16@row"
+        "matmul or convolution, e4m3:e5m2:bf16@row"
     ]
 
 
