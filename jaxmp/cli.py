@@ -21,7 +21,7 @@ import jaxlib
 
 from jaxmp import __version__
 from jaxmp._audit.audit import audit
-from jaxmp._audit.report import FAULTS, KINDS, OVERRULED
+from jaxmp._audit.findings import FAULTS, KINDS, OVERRULED
 from jaxmp._command_functions import TAKES, attribute_of, load
 from jaxmp._numerics.validate import validate
 from jaxmp._numerics.validate_numerics import with_cpu_sums
@@ -116,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KIND",
         help=f"exit with 1 if there is such a finding; one of {', '.join(FAULTS)}; also "
         f"{', '.join(KINDS.keys() - set(FAULTS))}, which is no fault; repeatable",
+    )
+    command.add_argument(
+        "--all", action="store_true", help="print every finding, however many lines that takes"
     )
     command.set_defaults(run=_audit)
 
@@ -260,7 +263,7 @@ def _add_function(command: argparse.ArgumentParser, nargs: str | None = None) ->
 def _audit(args: argparse.Namespace) -> int:
     fn, arguments = load(args.function)
     report = audit(fn, args.policy, target=args.target)(*arguments)
-    print(json.dumps(report.to_dict()) if args.json else report)
+    print(json.dumps(report.to_dict()) if args.json else report.to_text(verbose=args.all))
     failed = {OVERRULED, *args.fail_on}  # of another policy than the one asked for: no answer
     return int(any(finding.kind in failed for finding in report.findings))
 

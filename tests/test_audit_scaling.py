@@ -24,6 +24,9 @@ PARAMS = NETWORK.init(jax.random.key(0), X)
 
 Step = Callable[..., Any]
 
+# Which `value_and_grad` warns of where it sees the policy of the loss.
+pytestmark = pytest.mark.filterwarnings("ignore:value_and_grad. the optimizer has a loss scale")
+
 
 def kinds(fn: Step, *args: Any) -> set[str]:
     """What `audit` finds of loss scaling."""
@@ -132,6 +135,39 @@ def test_other_dtypes_need_no_scale(policy: str) -> None:
 def test_a_scaler_in_bfloat16_that_is_not_served_is_named_as_well() -> None:
     state = state_with(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
     assert kinds(step_of(plain, BF16), state, X, Y) == {"not-scaled"}
+
+
+@pytest.mark.parametrize("gradient", SCALED, ids=lambda fn: fn.__name__)
+def test_a_scaler_that_no_gradient_needs_is_named_and_costs_what_its_operations_do(
+    gradient: Any,
+) -> None:
+    state = state_with(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
+    report = jaxmp.audit(step_of(gradient, BF16))(state, X, Y)
+    [found] = report.findings
+    assert (found.kind, found.unit) == ("unneeded-scale", "bytes")
+    assert found.source.startswith("test_audit_scaling.py:")
+    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
+    assert found.cost >= parameters  # gradients are read, to be tested
+    assert "loss scale without float16 gradients" in str(report)
+    with pytest.raises(AssertionError, match="no gradient is float16"):
+        report.assert_no("unneeded-scale")
+
+
+@pytest.mark.parametrize("gradient", SCALED, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("policy", [F16, "float32", f"{F16},matmul=float8"])
+def test_a_scaler_is_not_unneeded_where_gradients_are_float16_or_nothing_is_narrow(
+    gradient: Any, policy: str
+) -> None:
+    """With float32, one loop may serve every policy."""
+    state = state_with(jaxmp.dynamic_loss_scale(optax.adam(1e-3)))
+    x, y = jnp.ones((16, 64)), jnp.ones((16, 1))  # sizes that a recipe takes
+    jaxmp.audit(step_of(gradient, policy))(state, x, y).assert_no("unneeded-scale")
+
+
+def test_an_optimizer_without_a_scaler_has_none_that_is_unneeded() -> None:
+    for optimizer in (optax.adam(1e-3), scaler(BF16)):
+        report = jaxmp.audit(step_of(plain, BF16))(state_with(optimizer), X, Y)
+        report.assert_no("unneeded-scale")
 
 
 def test_parts_of_a_step_are_not_judged() -> None:

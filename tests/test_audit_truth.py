@@ -134,7 +134,7 @@ def test_what_autocast_or_the_author_keeps_is_no_fault(fn, grad):
     assert "fix:" not in str(report)
     assert ("\nOn purpose:\n" in str(report)) == bool(report.findings)
     if "float32" in report.contraction_share():
-        with pytest.raises(PrecisionError, match="contraction kept in float32"):
+        with pytest.raises(PrecisionError, match="matmul or convolution kept in float32"):
             report.assert_no("intended-float32")
 
 

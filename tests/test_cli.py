@@ -108,7 +108,7 @@ def audit(folder, monkeypatch, capsys):
 def test_a_factory_works(audit, function):
     code, printed = audit(function)
     assert code == 0
-    assert "contraction in float32" in printed.out
+    assert "matmul or convolution in float32" in printed.out
     assert not printed.err
 
 

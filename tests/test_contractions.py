@@ -178,15 +178,18 @@ FIXED = {
         SIGNAL,
     ),
     "on the left": (lambda x, w, b, k: (jnp.tri(6) * 0.5) @ x, SIGNAL),
-    "zeros, the start of a state": (lambda x, w, b, k: jnp.zeros((6, 8)) @ w, "contraction"),
-    "a weight": (lambda x, w, b, k: x @ w, "contraction"),
-    "made of a weight": (lambda x, w, b, k: x @ (w * jnp.eye(8)), "contraction"),
-    "random": (lambda x, w, b, k: wide(x) @ jax.random.normal(k, (16, 8)), "contraction"),
+    "zeros, the start of a state": (
+        lambda x, w, b, k: jnp.zeros((6, 8)) @ w,
+        "matmul or convolution",
+    ),
+    "a weight": (lambda x, w, b, k: x @ w, "matmul or convolution"),
+    "made of a weight": (lambda x, w, b, k: x @ (w * jnp.eye(8)), "matmul or convolution"),
+    "random": (lambda x, w, b, k: wide(x) @ jax.random.normal(k, (16, 8)), "matmul or convolution"),
     "random by a literal key": (
         lambda x, w, b, k: wide(x) @ jax.random.normal(jax.random.key(0), (16, 8)),
-        "contraction",
+        "matmul or convolution",
     ),
-    "frozen weights": (lambda x, w, b, k: x @ FROZEN, "contraction"),
+    "frozen weights": (lambda x, w, b, k: x @ FROZEN, "matmul or convolution"),
 }
 FROZEN = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 

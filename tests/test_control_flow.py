@@ -61,9 +61,9 @@ MADE = "computed from 16-bit values"
 SUMMED = "summed in float32 from iteration to iteration"
 CONSTANT = "a constant beside a 16-bit value"
 NOT_LOW = "no 16-bit operand"
-LEAVES = "leaves a normalization towards a contraction"
+LEAVES = "leaves a normalization towards a matmul or convolution"
 ENDS = "ends a normalization: leaves in 16 bits"
-PRODUCT = "contraction"
+PRODUCT = "matmul or convolution"
 CHOOSES = "chooses among 16-bit values"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import jaxmp
-from jaxmp._audit.report import KINDS
+from jaxmp._audit.findings import KINDS
 
 from doc_blocks import Block, blocks, outputs
 from support import HERE, ROOT

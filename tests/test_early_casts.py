@@ -200,8 +200,8 @@ def test_the_gradients_of_two_uses_are_added_in_float32() -> None:
 def test_explain_says_so() -> None:
     rows = jaxmp.explain(lambda x, w: x @ w.T, "mixed_bfloat16")(X, W).rows
     assert [(r.op, r.dtype, r.reason) for r in rows] == [
-        ("transpose", "bfloat16", "moves what a contraction reads"),
-        ("dot_general", "bfloat16", "contraction"),
+        ("transpose", "bfloat16", "moves what a matmul or convolution reads"),
+        ("dot_general", "bfloat16", "matmul or convolution"),
     ]
 
 

@@ -44,8 +44,8 @@ def test_train_lm_compares_two_policies(tmp_path):
     assert re.fullmatch(r"[+-]\d+\.\d{3}%\s+[\d,]+  \d+ bfloat16", rows["mixed_bfloat16"][1])
     assert re.fullmatch(r"[\d,]+  \d+ float32", rows["float32"][1])
     # What the loss function runs in, as `explain` says.
-    assert re.search(r"^contractions +\d+ bfloat16$", out, re.MULTILINE)
-    assert re.search(r"^contractions +\d+ float32$", out, re.MULTILINE)
+    assert re.search(r"^matmuls, convolutions +\d+ bfloat16 \(100.0%\) of ", out, re.MULTILINE)
+    assert re.search(r"^matmuls, convolutions +\d+ float32 \(100.0%\) of ", out, re.MULTILINE)
 
     # Training works: far more than noise is learned in 20 steps.
     runs = re.findall(r"^(\S+): held-out loss (\S+) -> (\S+);", out, re.MULTILINE)

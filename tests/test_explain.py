@@ -60,19 +60,22 @@ def test_a_row_says_what_where_which_dtype_why_and_how_often() -> None:
         return jnp.sum(jnp.exp(hidden @ w))  # into the loss
 
     rows = explain(fn, BF16)(X, W).rows
-    # No recipe, nothing recomputed, and no attention.
-    assert {dataclasses.astuple(r)[6:] for r in rows} == {("", False, "", "", "", False)}
+    # No recipe, nothing rematerialized, and no attention.
+    assert {dataclasses.astuple(r)[8:] for r in rows} == {("", False, "", "", "", False)}
+    product = 2 * 4 * 8 * 8
+    costs = [(product, 64), (0, 64), (product, 64), (0, 128), (0, 4)]
+    assert [dataclasses.astuple(r)[6:8] for r in rows] == costs
     assert [dataclasses.astuple(r)[:6] for r in rows] == [
-        ("dot_general", "encoder", line_of(fn, "# low"), "bfloat16", "contraction", 1),
+        ("dot_general", "encoder", line_of(fn, "# low"), "bfloat16", "matmul or convolution", 1),
         ("tanh", "encoder", line_of(fn, "# low"), "bfloat16", "computed from 16-bit values", 1),
-        ("dot_general", "", line_of(fn, "# into"), "bfloat16", "contraction", 1),
+        ("dot_general", "", line_of(fn, "# into"), "bfloat16", "matmul or convolution", 1),
         ("exp", "", line_of(fn, "# into"), "float32", "sensitive op: float32", 1),
         ("reduce_sum", "", line_of(fn, "# into"), "float32", "sensitive op: float32", 1),
     ]
     fields = [field.name for field in dataclasses.fields(rows[0])]
     assert fields == [
-        "op", "path", "source", "dtype", "reason", "count", "why_not", "intended", "residual",
-        "fused", "not_fused", "unknown"
+        "op", "path", "source", "dtype", "reason", "count", "flops", "bytes", "why_not", "intended",
+        "residual", "fused", "not_fused", "unknown"
     ]  # fmt: skip
 
 
@@ -273,47 +276,53 @@ def pinned(x: jax.Array, w: jax.Array) -> jax.Array:
     return (x @ w) @ w + exact + region
 
 
-def test_the_summary_names_each_float32_contraction_and_why() -> None:
+def test_the_summary_counts_matmuls_by_dtype() -> None:
     lines = explain(pinned, BF16)(X, W).summary().splitlines()
     policy = str(jaxmp.get_policy(BF16))
     assert lines[0].split() == ["policy", policy]
-    assert lines[1] in (
-        "contractions  2 bfloat16, 2 float32",
-        "contractions  2 float32, 2 bfloat16",
+    assert lines[1].partition(" of ")[0] in (
+        "matmuls, convolutions    2 bfloat16 (50.0%), 2 float32 (50.0%)",
+        "matmuls, convolutions    2 float32 (50.0%), 2 bfloat16 (50.0%)",
     )
-    named = [line for line in lines if line.startswith("  float32: dot_general")]
-    assert len(named) == 2
-    assert any(
-        line_of(pinned, "# pinned") in line and "precision=HIGHEST, as the author asked" in line
-        for line in named
-    )
-    assert any(line_of(pinned, "# region") in line and "float32 region" in line for line in named)
 
 
-def test_the_summary_gathers_contractions_with_one_reason() -> None:
+def test_it_names_each_float32_matmul_and_why() -> None:
+    lines = str(explain(pinned, BF16)(X, W)).splitlines()
+    for place, why in (
+        ("# pinned", "precision=HIGHEST, as the author asked"),
+        ("# region", "float32 region"),
+    ):
+        [at] = [
+            i for i, line in enumerate(lines) if line.startswith(f"float32, {why}: 1 operation")
+        ]
+        assert lines[at + 1].endswith(f" {line_of(pinned, place)}: dot_general")
+
+
+def test_matmuls_with_one_reason_are_one_row() -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         for _ in range(12):
             x = jnp.dot(x, w, precision="highest")  # all
         return x
 
-    named = [
-        line for line in explain(fn, BF16)(X, W).summary().splitlines() if "dot_general" in line
-    ]
+    named = [line for line in str(explain(fn, BF16)(X, W)).splitlines() if "dot_general" in line]
     assert len(named) == 1
     assert line_of(fn, "# all") in named[0]
-    assert "11 more" in named[0]
+    assert "float32, precision=HIGHEST, as the author asked: 12 operations" in str(
+        explain(fn, BF16)(X, W)
+    )
 
 
 def test_the_summary_is_silent_when_there_is_nothing_to_say() -> None:
     summary = explain(layer, BF16)(X, W).summary()
-    assert "float32: dot_general" not in summary
+    assert "float32 (" not in summary
     assert "not classified" not in summary
-    assert "contractions  none" in explain(jnp.sin, BF16)(X).summary()
+    assert "matmuls, convolutions    none" in explain(jnp.sin, BF16)(X).summary()
 
 
-def test_str_is_an_aligned_table_and_the_summary() -> None:
+def test_all_of_it_is_the_summary_and_an_aligned_table() -> None:
     found = explain(pinned, BF16)(X, W)
-    table, summary = str(found).split("\n\n", 1)
+    verdict, summary, table = found.to_text(verbose=True).split("\n\n")
+    assert verdict.startswith(f"{BF16}: 2 of 4 matmuls and convolutions run in ")
     assert summary == found.summary()
     header, *body = table.splitlines()
     assert len(body) == len(found.rows)
@@ -388,7 +397,7 @@ UNKNOWN.def_abstract_eval(lambda aval: aval)
 
 REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     # The reason: a program, the op it is given for, its dtype, the policy.
-    "contraction": (lambda x, w: (x @ w) @ w, "dot_general", "bfloat16", BF16),
+    "matmul or convolution": (lambda x, w: (x @ w) @ w, "dot_general", "bfloat16", BF16),
     "chooses among 16-bit values": (
         lambda x, w: jnp.sum(jnp.maximum(x @ w, 0.0)), "max", "bfloat16", BF16,
     ),
@@ -450,7 +459,7 @@ REASONS: dict[str, tuple[Callable[..., Any], str, str, str]] = {
     ),
     "only float32 ops want the result": (lambda x, w: jnp.tanh(x @ w), "tanh", "float32", BF16),
     "no 16-bit operand": (lambda x, w: (x * 2.0) @ w, "mul", "float32", BF16),
-    "leaves a normalization towards a contraction": (normalized, "max", "bfloat16", BF16),
+    "leaves a normalization towards a matmul or convolution": (normalized, "max", "bfloat16", BF16),
     "ends a normalization: leaves in 16 bits": (
         lambda x, w: ((y := x @ w) * lax.rsqrt(jnp.var(y, -1, keepdims=True)) + w[0]) @ w, "add",
         "float32", BF16,

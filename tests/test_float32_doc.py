@@ -22,6 +22,7 @@ NO_REASONS = {
     "nnx_calls.py",
     "parameters.py",
     "primitives.py",
+    "explanation.py",
     "product_report.py",
     "program_key.py",
     "transform.py",

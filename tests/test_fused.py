@@ -551,7 +551,7 @@ def test_without_a_kernel_it_runs_as_it_did_and_says_so() -> None:
     policy = f"{BF16},attention=fused"
     assert explained(causal, Q, K, V, policy=policy) == [("", "there is no kernel for cpu")]
     summary = jaxmp.explain(causal, policy)(Q, K, V).summary()
-    assert "attention     none fused\n  1 not: test_fused.py:" in summary
+    assert "attention                none fused\n  1 not: test_fused.py:" in summary
     assert "gpu-t4" in explained(causal, Q, K, V, policy=f"{policy}@gpu-t4")[0][1]
     assert_same_program(jaxmp.autocast(causal, BF16), jaxmp.autocast(causal, policy), Q, K, V)
 
@@ -572,7 +572,7 @@ def test_audit_names_what_is_not_fused(stand_in: list[str]) -> None:
 @pytest.mark.usefixtures("stand_in")
 def test_the_summary_counts_what_is_fused() -> None:
     summary = jaxmp.explain(scanned, FUSED, (0, 1, 2))(Q, K, V).summary()
-    assert "attention     2 by stand-in on gpu-h100 fused" in summary
+    assert "attention                2 by stand-in on gpu-h100 fused" in summary
     assert "attention" not in jaxmp.explain(scanned, BF16, (0, 1, 2))(Q, K, V).summary()
 
 

@@ -26,6 +26,7 @@ LAYERS = [
     "formats",
     "dtypes",
     "_chip_words",
+    "_screen",
     "_flax",
     "_jaxprs",
     "quantized",

@@ -61,7 +61,7 @@ def test_passes_run_in_order_each_on_what_the_one_before_made() -> None:
     plan = planned(
         jax.make_jaxpr(lambda x, w: x @ w)(X, W), marks(Kind.STORED), marks(Kind.CLIPPED)
     )
-    said = "contraction (stored values, scaled after); clipped to float16's range"
+    said = "matmul or convolution (stored values, scaled after); clipped to float16's range"
     assert [str(step.why) for step in plan.steps] == [said]
 
 

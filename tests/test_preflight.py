@@ -805,7 +805,7 @@ def make():
 def test_audit_from_the_command_line(capsys, monkeypatch):
     monkeypatch.syspath_prepend("tests")
     assert cli.main(["audit", "test_preflight:make"]) == 0
-    assert "contraction in float32" in capsys.readouterr().out
+    assert "matmul or convolution in float32" in capsys.readouterr().out
     fail = ["--fail-on", "float32-contraction"]
     assert cli.main(["audit", "test_preflight:make", *fail]) == 1
     assert cli.main(["audit", "test_preflight:make", "--policy", "mixed_bfloat16", *fail]) == 0

@@ -14,7 +14,7 @@ from jaxmp.quantized import QuantizedArray
 from support import autocast, explain, iter_eqns, slow_when
 
 KEYS = jax.random.split(jax.random.key(0), 3)
-SCALED_AFTER = "contraction (stored values, scaled after)"
+SCALED_AFTER = "matmul or convolution (stored values, scaled after)"
 
 # name of the weight, its shape, the other operand's, their product
 PRODUCTS = {
@@ -82,14 +82,14 @@ def test_a_product_rounds_no_weight(name, fmt):
 def test_one_scale_for_all_and_several_for_a_sum(granularity):
     q, x = weight_and_input("kernel", (32, 48), (5, 32), granularity=granularity, block_size=8)
     after = granularity == "tensor"
-    assert reasons(lambda w, x: x @ w, q, x) == [SCALED_AFTER if after else "contraction"]
+    assert reasons(lambda w, x: x @ w, q, x) == [SCALED_AFTER if after else "matmul or convolution"]
 
 
 @pytest.mark.parametrize("name", BEFORE)
 def test_what_cannot_be_scaled_after_is_dequantized_first(name):
     leaf, shape, x_shape, fn = BEFORE[name]
     q, x = weight_and_input(leaf, shape, x_shape)
-    assert reasons(fn, q, x) == ["contraction"]
+    assert reasons(fn, q, x) == ["matmul or convolution"]
     want = fn(q.dequantize(), x)
     got = autocast(fn, "mixed_bfloat16")(q, x)
     np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())

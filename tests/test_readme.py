@@ -38,8 +38,8 @@ def test_every_fenced_block_is_a_program_or_output():
 def test_the_program_runs_and_prints_its_audit(capsys):
     scope = run(PROGRAM, {"__name__": "readme"})
     out = capsys.readouterr().out
-    assert "contractions, forward   100.0% bfloat16" in out
-    assert "contractions, backward  100.0% bfloat16" in out
+    assert "matmul, conv forward     100.0% bfloat16" in out
+    assert "matmul, conv backward    100.0% bfloat16" in out
     assert {str(x.dtype) for x in jax.tree.leaves(scope["state"].params)} == {"float32"}
     assert scope["loss"].dtype == "float32"
 

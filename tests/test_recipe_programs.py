@@ -65,12 +65,12 @@ def counts(fn: Callable[..., Any], policy: str = POLICY, tokens: Any = TOKENS) -
 def test_layers_multiply_in_8_bits_forward_and_backward() -> None:
     found = jaxmp.explain(loss, POLICY)(weights(), TOKENS)
     assert found.contractions() == {"float8_e4m3fn": 3, "bfloat16": 1}
-    assert found.quantized().reasons() == {"no contraction reads what comes of it": 1}
+    assert found.quantized().reasons() == {"no matmul or convolution reads the result": 1}
     report = jaxmp.audit(jax.grad(jaxmp.autocast(loss, POLICY)))(weights(), TOKENS)
     assert report.quantized().counts() == {"forward": (3, 4), "backward": (6, 8)}
     assert not report.findings
     assert "products in 8 bits  3 of 4 forward, 6 of 8 backward" in str(report)
-    assert "1 not: no contraction reads what comes of it" in str(found)
+    assert "1 not: no matmul or convolution reads the result" in str(found)
 
 
 class Attention(nn.Module):
@@ -173,7 +173,7 @@ def test_modules_may_have_another_policy() -> None:
     model = jaxmp.wrap(Attention(), spelled)
     rows = jaxmp.explain(lambda v, x: model.apply(v, x))(variables, x).rows
     assert [r.reason for r in rows if r.path.endswith("out") and r.op == "dot_general"] == [
-        "contraction, e4m3:e5m2:bf16@row"
+        "matmul or convolution, e4m3:e5m2:bf16@row"
     ]
 
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from jaxmp._audit.attribution import Judge
 from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
+from jaxmp._audit.findings import FIXES, OF_BYTES, OVERRULED, Finding
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Observed, follow
 from jaxmp._audit.place import AuditPlace, is_ours, places_inside
-from jaxmp._audit.report import OF_BYTES, OVERRULED, Finding, Operation, PrecisionReport
-from jaxmp._audit.rounding import FIXES as ROUNDING_FIXES
+from jaxmp._audit.report import Operation, PrecisionReport
 from jaxmp._audit.rounding import Rounding
-from jaxmp._audit.scaling import FIXES, NO_SCALE, Scaling, has_optimizer, is_scale
+from jaxmp._audit.scaling import NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.nnx_calls import on_a_clone
@@ -33,10 +33,6 @@ from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import PolicyLike, single_policy
 
-_DOUBLE = "give float32, or turn jax_enable_x64 off; or a policy about float64, 'p=f64,c=f32,o=f64'"
-_NOT_FUSED = "write it as a kernel takes it, or leave `attention` out of the module's policy"
-_NOT_WRAPPED = "audit the model as it was before jaxmp.wrap, or without a policy"
-_EIGHT_BITS = "give the module a policy without `matmul`: jaxmp.PolicyMap"
 # The backward pass of max-pooling: a window rarely adds more than a few gradients.
 _FEW_TERMS = frozenset({"select_and_scatter_add"})
 
@@ -73,9 +69,9 @@ def audit(
       "not-quantized" (a layer that the policy's recipe cannot multiply), "not-fused" (attention
       that no kernel computes, though the policy asks for it), "not-scaled" (the optimizer has a
       loss scale that the loss is not multiplied by), "not-unscaled" (its gradients are not divided
-      by it), "scaled-twice" (one of the two is done once too often) and "no-scale" (a training
+      by it), "scaled-twice" (one of the two is done once too often), "no-scale" (a training
       step, told by the state of an optax transformation, with a backward pass in float16 and no
-      scaler).
+      scaler) and "unneeded-scale" (a scaler, and no float16 in the backward pass).
       "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
       float32, for the reason given. Very small products are geometry, and no fault either.
 
@@ -127,9 +123,11 @@ def _report(
     labels = [f"the argument {jax.tree_util.keystr(path[1:])}" for path in paths]
     follow(jaxpr, labels, list(map(is_scale, paths)), auditor.visit)
     if overruled:
-        auditor.without_effect(overruled)
-    if has_optimizer((args, kwargs)):  # else gradients may be scaled elsewhere
-        auditor.without_scale()
+        products = [operation for operation in auditor.operations if operation.flops]
+        auditor.note_all(OVERRULED, overruled, products)
+    for kind, what, operations in auditor.scaling.of_program():
+        if kind != NO_SCALE or has_optimizer((args, kwargs)):  # else scaled elsewhere, it may be
+            auditor.note_all(kind, what, operations)
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, AuditPlace(), residuals, auditor)
     return PrecisionReport(
@@ -211,9 +209,9 @@ class _Auditor:
         )
         self.operations.append(operation)
         if contracts and place.unfused:
-            self._note("not-fused", f"not fused: {place.unfused}", _NOT_FUSED, operation)
+            self._note("not-fused", f"not fused: {place.unfused}", operation)
         if blame is not None:
-            self._note(blame.kind, blame.what, blame.fix, operation, blame.source, blame.path)
+            self._note(blame.kind, blame.what, operation, blame.source, blame.path, blame.fix)
         elif contracts and not full:
             self._narrow_contraction(eqn, operation)
         elif eqn.primitive.name == "convert_element_type":
@@ -221,11 +219,10 @@ class _Auditor:
         else:
             self._sensitive(seen, operation)
         if found := self.scaling.visit(seen, operation):
-            kind, what = found
-            self._note(kind, what, FIXES[kind], operation, path="")
+            self._note(*found, operation, path="")
         if contracts and (rounding := self.rounding.visit(seen, operation)):
             kind, line, what = rounding
-            self._note(kind, what, ROUNDING_FIXES[kind], operation, line)
+            self._note(kind, what, operation, line)
         cause = seen.out.cause
         if cause is not None and cause.promoted and FLOAT32.name in operation.out_dtypes:
             size = sum(map(nbytes, eqn.outvars)) * place.times
@@ -237,14 +234,14 @@ class _Auditor:
         self,
         kind: str,
         what: str,
-        fix: str,
         at: Operation,
         source: str | None = None,
         path: str | None = None,
+        fix: str = "",
     ) -> None:
         """Notes a finding on an operation, whose line and path are to blame if no others are."""
         source = at.source if source is None else source
-        key = kind, source, at.path if path is None else path, what, fix
+        key = kind, source, at.path if path is None else path, what, fix or FIXES[kind]
         self._add(key, at.bytes if kind in OF_BYTES else at.flops, at.source)
 
     def _add(self, key: tuple[str, str, str, str, str], cost: float, *sites: str) -> None:
@@ -255,16 +252,16 @@ class _Auditor:
         """Notes what the chip does not do with its dtypes or its sizes, and a recipe with it."""
         if "float64" in operation.dtype.split("*"):
             what = "a policy about float32 leaves float64 as it is"
-            self._note("float64-contraction", what, _DOUBLE, operation)
+            self._note("float64-contraction", what, operation)
         if operation.skipped and not operation.skipped.intended:
             what = f"not in 8 bits: {operation.skipped.why}"
-            fix = f"pad it, or {_EIGHT_BITS}" if "no multiple" in what else _EIGHT_BITS
-            self._note("not-quantized", what, fix, operation)
+            pad = f"pad it, or {FIXES['not-quantized']}" if "no multiple" in what else ""
+            self._note("not-quantized", what, operation, fix=pad)
         for dtype in operation.dtype.split("*"):
             if dtype in self.emulated or not self.chip.multiplies(dtype):
                 what = f"{dtype} is not multiplied natively by {self.chip.name}: it is emulated"
                 fix = f"multiply in {self.low}: the policy 'mixed_{self.low}'"
-                self._note("emulated", what, fix, operation)
+                self._note("emulated", what, operation, fix=fix)
         if not self.padded:
             return
         multiple = self._multiple({dtype_of(v) for v in eqn.invars[:2]})
@@ -273,7 +270,7 @@ class _Auditor:
             shown = ", ".join(f"{name} = {d}" for name, d in odd.items())
             what = f"{shown}: {self.chip.name} takes sizes in multiples of {multiple}"
             fix = f"pad the dimension to a multiple of {multiple}"
-            self._note("misaligned", what, fix, operation)
+            self._note("misaligned", what, operation, fix=fix)
 
     def _multiple(self, dtypes: set[Any]) -> int:
         """What the sizes of a narrow matrix product should be multiples of.
@@ -294,8 +291,7 @@ class _Auditor:
             return
         if classify(operation.op, eqn.params) == "full":
             what = f"{operation.op} runs in {min(str(d) for d in low)}"
-            fix = "cast up before it, or leave the model in float32 to autocast"
-            self._note("sensitive-low", what, fix, operation)
+            self._note("sensitive-low", what, operation)
 
     def _round_trip(self, eqn: jex_core.JaxprEqn, operation: Operation, known: Known) -> None:
         """Notes a cast that only undoes an earlier one, unless autocast inserted one of them."""
@@ -309,26 +305,18 @@ class _Auditor:
         middle = f"{operation.in_dtypes[0]} at {cast.source}"
         lost = "rounded" if narrow else "unchanged"
         what = f"{cast.before} was cast to {middle} and comes back {lost}"
-        self._note("round-trip", what, "use the value from before the casts", operation)
+        self._note("round-trip", what, operation)
 
     def residual(self, var: Any, source: str, path: str, size: float) -> None:
         """Notes a float32 residual that its uses narrow anyway."""
         what = f"{short_type(var)} is kept in float32 for the backward pass, which narrows it"
-        self._add(("residual", source, path, what, "narrow it before it is saved"), size)
+        self._add(("residual", source, path, what, FIXES["residual"]), size)
 
-    def without_scale(self) -> None:
-        """Notes a backward pass in float16 of a loss without a scale."""
-        low = self.scaling.unscaled()
-        for operation in low:
-            what = "the loss is not scaled: what is below 6e-8 on the way back becomes 0"
-            first = low[0].source, low[0].path
-            self._note(NO_SCALE, what, FIXES[NO_SCALE], operation, *first)
-
-    def without_effect(self, what: str) -> None:
-        """Notes that the policy to judge decides no product."""
-        products = [op for op in self.operations if op.flops]
-        for op in products:
-            self._note(OVERRULED, what, _NOT_WRAPPED, op, products[0].source, "")
+    def note_all(self, kind: str, what: str, operations: Sequence[Operation]) -> None:
+        """Notes one finding on several operations; the line of the first is to blame."""
+        for operation in operations:
+            path = operations[0].path if kind == NO_SCALE else ""
+            self._note(kind, what, operation, operations[0].source, path)
 
     def findings(self) -> Iterable[Finding]:
         """The findings, the costliest kind and place first."""

@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import io
-import re
-import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+
+from jaxmp import _screen
+from jaxmp._audit.findings import FAULTS, KINDS, Finding, alike, on_a_screen
 from jaxmp._autocast.product_report import Product, Quantized
 from jaxmp._autocast.why import Skipped
 from jaxmp._jaxprs.primitive_table import of_kind
 
-OVERRULED = "overruled"
-# The kinds of findings, the gravest first: of two kinds, the costs are in different units. All but
-# the last are faults, of the program or of what it is audited for.
-KINDS = {
-    OVERRULED: "policy that decides nothing",
-    "not-scaled": "gradients of a loss that was not scaled",
-    "not-unscaled": "gradients that still have the loss scale as a factor",
-    "scaled-twice": "gradients scaled or unscaled once too often",
-    "no-scale": "backward pass in float16 without a loss scale",
-    "inconsistent-recompute": "product recomputed in another dtype",
-    "float32-contraction": "contraction in float32",
-    "float64-contraction": "contraction in float64",
-    "emulated": "contraction in a dtype that this device emulates",
-    "promotion": "16-bit values promoted to float32",
-    "rounded-result": "product rounded before a cross-entropy",
-    "sensitive-low": "sensitive operation in 16 bits",
-    "round-trip": "cast there and back",
-    "misaligned": "sizes that the chip pads",
-    "residual": "float32 kept for the backward pass",
-    "not-quantized": "layer that the recipe does not multiply",
-    "not-fused": "attention that no kernel computes",
-    "intended-float32": "contraction kept in float32",
-}
-# Those whose cost is in bytes; all others have theirs in FLOPs.
-_OF_SCALING = ("not-scaled", "not-unscaled", "scaled-twice")
-OF_BYTES = frozenset([*_OF_SCALING, "promotion", "sensitive-low", "round-trip", "residual"])
-FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
-
-
+_MORE = "All of them: to_text(verbose=True), or .findings and .operations; --all on a command line."
 # Classes of what computes; casts and masks are made again by derivatives of autocast's own as well.
 _ARITHMETIC = of_kind("low", "full", "follow")
-
-_NUMBER = re.compile(r"(\d+)")
 
 
 class PrecisionError(AssertionError):
@@ -99,46 +69,6 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that costs more than it must, or is less precise than it should be.
-
-    Attributes:
-      kind: as `audit` lists them.
-      source: the line to blame, ``file.py:line``.
-      path: the module path there.
-      what: what is the case.
-      fix: what to do.
-      cost: FLOPs or bytes per call that are concerned.
-      unit: which of the two.
-      share: of all contractions' FLOPs, or of all operations' bytes.
-      sites: the lines of the operations concerned.
-    """
-
-    kind: str
-    source: str
-    path: str
-    what: str
-    fix: str
-    cost: int
-    unit: str
-    share: float
-    sites: tuple[str, ...] = ()
-
-    def rank(self) -> tuple[int, int]:
-        """A key to sort by: kinds in the order of `KINDS`, the costliest of each first."""
-        return list(KINDS).index(self.kind), -self.cost
-
-    def __str__(self) -> str:
-        where = f"{self.source} {self.path}".strip()
-        line = f"{KINDS[self.kind]}, {self.share:.1%} of the {self.unit}: {where}: {self.what}"
-        others = [s for s in self.sites if s not in (self.source, "")]
-        if others:
-            shown = ", ".join(others[:4]) + (", …" if len(others) > 4 else "")
-            line += f"\n    seen at {shown}"
-        return f"{line}\n    fix: {self.fix}" if self.kind in FAULTS else line
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class PrecisionReport:
     """What `jaxmp.audit` found. Print it.
 
@@ -186,7 +116,7 @@ class PrecisionReport:
             if op.op == "convert_element_type" and op.in_dtypes != op.out_dtypes:
                 pair = (*op.in_dtypes, *op.out_dtypes)
                 if all("float" in dtype for dtype in pair):
-                    before, after = map(_itemsize, pair)
+                    before, after = (jnp.dtype(name).itemsize for name in pair)
                     count, size = table.get("->".join(pair), (0.0, 0.0))
                     written = op.bytes * after / (before + after)
                     table["->".join(pair)] = count + op.count, size + written
@@ -230,30 +160,60 @@ class PrecisionReport:
             raise PrecisionError("\n".join(map(str, found)))
 
     def summary(self) -> str:
-        """A few lines: FLOPs, residuals, casts and arguments by dtype."""
-        lines = []
+        """A few lines: FLOPs, what is saved for the backward pass, casts and arguments by dtype."""
+        return "\n".join([*self._computed(), *self._arguments(merged=False)])
+
+    def _computed(self) -> Iterator[str]:
         for name, backward in (("forward", False), ("backward", True)):
-            share = self.contraction_share(backward=backward)
-            if share:
+            if share := self.contraction_share(backward=backward):
                 text = ", ".join(f"{part:.1%} {dtype}" for dtype, part in share.items())
-                total = sum(self.contraction_flops(backward=backward).values())
-                lines.append(f"contractions, {name:8s}  {text} of {_si(total)}FLOPs")
+                total = _screen.si(sum(self.contraction_flops(backward=backward).values()))
+                yield from _screen.labeled(f"matmul, conv {name}", f"{text} of {total}FLOPs")
         if self.residual_bytes:
-            lines.append(f"kept for backward       {_by_dtype(self.residual_bytes)}")
+            saved = _screen.by_dtype(self.residual_bytes)
+            yield from _screen.labeled("saved for backward pass", saved)
         again = [op for op in self.operations if op.again]
         if any(op.op in _ARITHMETIC for op in again):
-            flops = sum(op.flops for op in again)
+            flops = _screen.si(sum(op.flops for op in again))
             others = sum(op.count for op in again if not op.flops)
-            lines.append(f"computed again          {_si(flops)}FLOPs, {others:g} other operations")
+            yield from _screen.labeled(
+                "rematerialized", f"{flops}FLOPs, {others:g} other operations"
+            )
         for by, inserted in (("the author", False), ("autocast", True)):
-            for pair, (count, size) in sorted(self.casts(inserted=inserted).items()):
-                lines.append(f"casts by {by:14s} {count:g} {pair}, {_si(size)}B written")
+            if casts := self.casts(inserted=inserted):
+                parts = [
+                    f"{count:g} {pair} ({_screen.si(size)}B written)"
+                    for pair, (count, size) in sorted(casts.items())
+                ]
+                yield from _screen.labeled(f"casts by {by}", ", ".join(parts))
         products = self.quantized()
         if any(p.quantized for p in products.products) or any(op.skipped for op in self.operations):
-            lines.append(products.summary())
-        for name, by_dtype in self.arguments.items():
-            lines.append(f"argument {name:14s} {_by_dtype(by_dtype)}")
-        return "\n".join(lines)
+            yield from products.summary().splitlines()
+
+    def _arguments(self, *, merged: bool) -> Iterator[str]:
+        """Bytes of arguments; merged, those of layers that differ in their number are one."""
+        found = [(name, [sizes]) for name, sizes in self.arguments.items()]
+        if merged:
+            items = self.arguments.items()
+            groups = _screen.merged(items, lambda _: None, lambda item: item[0], _screen.OF_LAYER)
+            found = [(name, [sizes for _, sizes in group]) for name, group in groups]
+        width = max((len(name) for name, _ in found), default=0)
+        for name, sizes in found:
+            total = sum(map(Counter, sizes), Counter[str]())
+            yield f"argument {name:{max(width, 15)}s} {_screen.by_dtype(total)}"
+
+    def verdict(self) -> str:
+        """The answer in a sentence."""
+        share = self.contraction_share()
+        parts = ", ".join(f"{part:.1%} {dtype}" for dtype, part in share.items())
+        of = f"Matmuls and convolutions: {parts}" if parts else "No matmul or convolution"
+        faults = [group for group in alike(self.findings) if group[0].kind in FAULTS]
+        if not faults:
+            return f"{of}. Nothing to remark."
+        found = _screen.counted(len(faults), "finding")
+        count = sum(map(len, faults))
+        places = f" in {_screen.counted(count, 'place')}" if count > len(faults) else ""
+        return f"{of}. {found}{places}, first: {KINDS[faults[0][0].kind]}."
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
@@ -272,65 +232,22 @@ class PrecisionReport:
             "operations": [dataclasses.asdict(op) for op in self.operations],
         }
 
+    def to_text(self, *, verbose: bool = False) -> str:
+        """The verdict, the summary and the findings.
+
+        Args:
+          verbose: every finding and argument, however many lines that takes. Else what fits on a
+            screen of 40 lines and 120 columns, with findings in one that differ in their place.
+        """
+        if verbose:
+            found = [f"{i}. {finding}" for i, finding in enumerate(self.findings, 1)]
+            return "\n".join([self.verdict(), "", self.summary(), *(["", *found] if found else [])])
+        head = [*_screen.wrapped(self.verdict()), ""]
+        head += _screen.fitted([[_screen.cut(line)] for line in self._computed()], 12, "remark")
+        arguments = [[_screen.cut(line)] for line in self._arguments(merged=True)]
+        head += _screen.fitted(arguments, max(3, 12 - len(head)), "argument")
+        found = on_a_screen(alike(self.findings), _screen.LINES - len(head) - 3)
+        return "\n".join([*head, *(["", *found] if found else []), "", _MORE])
+
     def __str__(self) -> str:
-        if sys.stdout.isatty() and importlib.util.find_spec("rich"):
-            return self._table()
-        found = _of_repeated_layers(self.findings)
-        faults = [f"{i}. {f}" for i, f in enumerate((f for f in found if f.kind in FAULTS), 1)]
-        intended = [f"- {f}" for f in found if f.kind not in FAULTS]
-        lines = [self.summary(), "", *(faults or ["Nothing to remark."])]
-        return "\n".join([*lines, *(["", "On purpose:", *intended] if intended else [])])
-
-    def _table(self) -> str:
-        """The report for a terminal."""
-        from rich.console import Console  # noqa: PLC0415 (an extra)
-        from rich.table import Table  # noqa: PLC0415
-
-        table = Table("", "finding", "where", "what", "fix", show_lines=True)
-        for i, f in enumerate(_of_repeated_layers(self.findings), 1):
-            share = f"{KINDS[f.kind]}, {f.share:.1%} of the {f.unit}"
-            table.add_row(str(i), share, f"{f.source}\n{f.path}", f.what, f.fix)
-        console = Console(file=io.StringIO(), force_terminal=True)
-        console.print(self.summary(), highlight=False)
-        console.print(table)
-        return str(console.file.getvalue())  # type: ignore[attr-defined]
-
-
-def _of_repeated_layers(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding for those that differ in a layer's number alone: ``Block_*/Dense_0``."""
-    groups: dict[tuple[str, ...], list[Finding]] = defaultdict(list)
-    for f in findings:
-        groups[f.kind, f.source, _NUMBER.sub("*", f.path), f.what, f.fix].append(f)
-    merged = [
-        dataclasses.replace(
-            group[0],
-            path=_common(f.path for f in group),
-            cost=sum(f.cost for f in group),
-            share=sum(f.share for f in group),
-            sites=tuple(dict.fromkeys(site for f in group for site in f.sites)),
-        )
-        for group in groups.values()
-    ]
-    return sorted(merged, key=Finding.rank)
-
-
-def _common(paths: Iterable[str]) -> str:
-    """Paths that differ in numbers alone, in one: ``*`` for the numbers that differ."""
-    split = [re.split(_NUMBER, path) for path in paths]
-    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
-
-
-def _itemsize(dtype: str) -> int:
-    return 2 if dtype.endswith("16") else 8 if dtype.endswith("64") else 4 if "32" in dtype else 1
-
-
-def _by_dtype(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{_si(size)}B {dtype}" for dtype, size in sizes.items())
-
-
-def _si(number: float) -> str:
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(number) < 1000 or prefix == "T":
-            return f"{number:.3g} {prefix}"
-        number /= 1000
-    raise AssertionError("unreachable")
+        return self.to_text()

@@ -20,11 +20,6 @@ from jaxmp._jaxprs.source import is_backward
 
 ROUNDED = "rounded-result"
 INCONSISTENT = "inconsistent-recompute"
-FIXES = {
-    ROUNDED: "return float32 by preferred_element_type=jnp.float32, in a jax.custom_vjp whose "
-    "backward pass narrows the gradient",
-    INCONSISTENT: "preferred_element_type=jnp.float32 in both passes",
-}
 
 # What reads a value: a logarithm; one of a sum; one of a sum of its exponentials, as in a
 # cross-entropy; something else that takes 16 bits, such as a product in the forward pass.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._audit.follow import Known, Observed
@@ -19,16 +21,7 @@ NOT_SCALED = "not-scaled"
 NOT_UNSCALED = "not-unscaled"
 SCALED_TWICE = "scaled-twice"
 NO_SCALE = "no-scale"
-FIXES = {
-    NOT_SCALED: "differentiate with jaxmp.value_and_grad(loss_fn, opt_state), or with the "
-    "value_and_grad of the train state",
-    NOT_UNSCALED: "jaxmp.loss_scaling.unscale(grads, opt_state) behind the gradient of what "
-    "jaxmp.loss_scaling.scale_loss returned; or jaxmp.value_and_grad(loss_fn, opt_state), which "
-    "does both",
-    SCALED_TWICE: "scale the loss and divide its gradients in one place: "
-    "jaxmp.value_and_grad(loss_fn, opt_state) does both",
-    NO_SCALE: "jaxmp.loss_scale_for(policy, optimizer), and gradients of a scaled loss",
-}
+UNNEEDED = "unneeded-scale"
 
 
 def is_scale(path: tuple[Any, ...]) -> bool:
@@ -51,8 +44,10 @@ class Scaling:
     def __init__(self) -> None:
         self._backward = False
         self._unscales = False
-        self._tests = False
         self._in_float16: list[Operation] = []
+        self._narrow = False  # some product has 16-bit operands, or 8-bit ones
+        self._float16 = False  # something in the backward pass is float16
+        self._of_scaler: list[Operation] = []
 
     def visit(self, seen: Observed, operation: Operation) -> tuple[str, str] | None:
         """Says of an equation what is wrong with the scale of the gradients that it takes.
@@ -64,15 +59,20 @@ class Scaling:
           The kind of finding, and the finding in words.
         """
         eqn = seen.eqn
+        if operation.backward and str(FLOAT16) in (*operation.in_dtypes, *operation.out_dtypes):
+            self._float16 = True
+        if eqn.primitive.name in CONTRACTIONS:
+            self._narrow |= any(jnp.dtype(d).itemsize <= 2 for d in operation.in_dtypes[:2])
         if eqn.primitive.name in CONTRACTIONS and operation.backward:
             self._backward = True
             if FLOAT16 in map(dtype_of, eqn.invars[:2]) and not seen.out.scaled:
                 self._in_float16.append(operation)
         if eqn.primitive.name == "mul" and in_scope(eqn, UNSCALE):
             self._unscales = True
+            self._of_scaler.append(operation)
             return self._divided(*seen.known) if self._backward else None
         if eqn.primitive.name == "is_finite" and in_scope(eqn, TESTED):
-            self._tests = True
+            self._of_scaler.append(operation)
             return self._tested(*seen.known) if self._backward else None
         return None
 
@@ -103,6 +103,18 @@ class Scaling:
         what = "the loss is multiplied by the loss scale more often than its gradients are divided"
         return SCALED_TWICE if self._unscales else NOT_UNSCALED, what
 
-    def unscaled(self) -> list[Operation]:
-        """Contractions in float16 in the backward pass, of a program without a loss scale."""
-        return [] if self._unscales or self._tests else self._in_float16
+    def of_program(self) -> Iterator[tuple[str, str, list[Operation]]]:
+        """Says what is wrong with the whole: the kind, in words, and the operations concerned.
+
+        A backward pass in float16 of a loss without a scale; or a scaler, of a program in 16 bits
+        whose backward pass has no float16.
+        """
+        if not self._of_scaler:
+            yield (
+                NO_SCALE,
+                "the loss is not scaled: gradients below 6e-8 become 0",
+                self._in_float16,
+            )
+        elif self._backward and self._narrow and not self._float16:
+            what = "the optimizer has a loss scale, and no gradient is float16: it only costs"
+            yield UNNEEDED, what, self._of_scaler

@@ -3,216 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from jaxmp._autocast import closures
 from jaxmp._autocast.coverage_warnings import overruled
 from jaxmp._autocast.execute import CustomCall
+from jaxmp._autocast.explanation import Explanation, Row
+from jaxmp._autocast.flops import contraction_flops, known_size, sizes
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.parameters import Argnums, by_position, read_argnums
 from jaxmp._autocast.passes.rematerialize import residual
-from jaxmp._autocast.plan import Plan, Step
-from jaxmp._autocast.primitives import CALLED, LOW
-from jaxmp._autocast.product_report import Product, Quantized, table
+from jaxmp._autocast.plan import Plan, Step, Visit
+from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.regions import check_callable
-from jaxmp._autocast.rules import FLOAT32, Rules, governed
-from jaxmp._autocast.transform import (
-    is_identity,
-    plan_program,
-    trace_program,
-)
-from jaxmp._autocast.why import Kind, Residual, is_unknown, skipped, unfused
+from jaxmp._autocast.rules import FLOAT32, Rules
+from jaxmp._autocast.transform import is_identity, plan_program, run_program, trace_program
+from jaxmp._autocast.why import Kind, is_unknown, skipped, unfused
+from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.source import is_backward, library_line
 from jaxmp._quantize.calls import holds_quantized, opening, seal
-from jaxmp.policy import Policy, PolicyLike, get_policy, single_policy
+from jaxmp.policy import Policy, PolicyLike, key_matches, single_policy
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
-    """One equation of the program.
-
-    Attributes:
-      op: the primitive's name.
-      path: the Flax module path and named scopes around it, without transformations.
-      source: ``file.py:line`` in the user's code.
-      dtype: the dtype the op runs in.
-      reason: why.
-      count: how often it runs per call (lengths of scans around it multiplied; a while loop's body
-        and each branch of a cond count once).
-      why_not: of a contraction, why the policy's recipe does not multiply it; empty if it does.
-      intended: whether that is as it should be: it is no layer, or the last one.
-      residual: under ``residuals=recompute``, what becomes of the result until the backward pass:
-        saved (if that reads it), rematerialized, or why that policy has no say; empty under others,
-        and for what has no derivative.
-      fused: of attention that a kernel computes, by which one, and on what; else empty.
-      not_fused: of attention that none computes, though the policy asks for it: why not.
-      unknown: whether autocast does not know the primitive, and leaves it as written.
-    """
-
-    op: str
-    path: str
-    source: str
-    dtype: str
-    reason: str
-    count: int
-    why_not: str = ""
-    intended: bool = False
-    residual: str = ""
-    fused: str = ""
-    not_fused: str = ""
-    unknown: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Explanation:
-    """What a policy does to a program. Print it for the whole table.
-
-    Attributes:
-      rows: one per equation, in order.
-      policy: the policy that `explain` was given; empty if it was float32.
-      differentiated: whether the program has backward passes in it.
-      overruled: why the policy decides no product, if it does not; else empty.
-    """
-
-    rows: tuple[Row, ...]
-    policy: str
-    differentiated: bool = False
-    overruled: str = ""
-
-    @property
-    def _asked(self) -> Policy:
-        return get_policy(self.policy or "float32")
-
-    def contractions(self) -> dict[str, int]:
-        """How many contractions run per call in each dtype, most first."""
-        counts: Counter[str] = Counter()
-        for row in self.rows:
-            if row.op in LOW:
-                counts[row.dtype] += row.count
-        return dict(counts.most_common())
-
-    def quantized(self) -> Quantized:
-        """Every contraction: in 8 bits, or not and why."""
-        products = []
-        for r in self.rows:
-            if r.op in LOW:
-                why, intended = (r.why_not, r.intended) if r.why_not else (r.reason, True)
-                product = Product(
-                    r.path, r.source, r.dtype, r.count, why_not=why, intended=intended
-                )
-                products.append(product)
-        return Quantized(tuple(products))
-
-    def summary(self) -> str:
-        """A few lines: ops by dtype, why any contraction is float32, what did not apply."""
-        total: Counter[str] = Counter()
-        for row in self.rows:
-            total[row.dtype] += row.count
-        lines = [
-            *([f"policy        {self.policy}"] if self.policy else []),
-            f"contractions  {_counts(self.contractions())}",
-            f"all ops       {_counts(dict(total.most_common()))}",
-            *([f"of no effect  {self.overruled}"] if self.overruled else []),
-        ]
-        by_reason: dict[str, list[Row]] = {}
-        policy = self._asked
-        full = governed(policy).name
-        for row in self.rows:
-            if row.op in LOW and row.dtype == full:
-                by_reason.setdefault(row.reason, []).append(row)
-        for reason, rows in by_reason.items():
-            lines.append(f"  {full}: {_places(rows)}: {reason}")
-        recipe = policy.matmul
-        quantizes = recipe is not None and (isinstance(recipe, str) or recipe.quantizes)
-        if quantizes or any(p.quantized for p in self.quantized().products):
-            lines.append(self.quantized().summary())
-        lines += self._attention()
-        unknown = sorted({row.op for row in self.rows if row.unknown})
-        if unknown:
-            lines.append(f"not classified, run as written: {', '.join(unknown)}")
-        met = {row.op for row in self.rows}
-        unmet = [name for name, _ in policy.ops if met.isdisjoint((name, *CALLED.get(name, ())))]
-        if unmet:
-            lines.append(f"in the policy's ops, but met nowhere here: {', '.join(unmet)}")
-        if policy.reduce_scatter_dtype != np.float32:
-            gathered = {row.dtype for row in self.rows if row.op == "all_gather"}
-            if not gathered - {FLOAT32.name}:
-                lines.append(
-                    "the policy's reduce_scatter_dtype: of no effect, no all_gather of weights here"
-                )
-        return "\n".join([*lines, *self._residuals()])
-
-    def _residuals(self) -> Iterator[str]:
-        """Lines on what ``residuals=recompute`` did, if a policy asks for it."""
-        ops = Counter[str]()
-        for row in self.rows:
-            ops[row.residual] += row.count
-        if ops[Residual.REMATERIALIZED]:
-            yield (
-                f"residuals     {ops[Residual.SAVED]} ops {Residual.SAVED}; "
-                f"{ops[Residual.REMATERIALIZED]} {Residual.REMATERIALIZED}"
-            )
-        elif self._asked.residuals == "recompute":
-            yield "residuals     recompute: of no effect, nothing here is computed again"
-        if self.differentiated and ops.keys() - {""}:
-            yield (
-                "  differentiated within the program, where what is kept was decided: explain the "
-                "loss itself, or see jaxmp.audit for what a whole step computes again"
-            )
-        for why in dict.fromkeys(row.residual for row in self.rows):
-            if why not in ("", Residual.SAVED, Residual.REMATERIALIZED):
-                rows = [row for row in self.rows if row.residual == why]
-                yield f"  not computed again: {_places(rows)}: {why}"
-
-    def _attention(self) -> Iterator[str]:
-        """Which attention a kernel computes, and why all other is left as it is."""
-        found = any(row.fused or row.not_fused for row in self.rows)
-        if self._asked.attention is None and not found:
-            return
-        by: Counter[str] = Counter()
-        for row in self.rows:
-            by[row.fused] += row.count
-        counts = [f"{n} by {kernel}" for kernel, n in by.items() if kernel and n]
-        yield f"attention     {', '.join(counts) or 'none'} fused"
-        for row in self.rows:
-            if row.not_fused:
-                yield f"  {row.count} not: {row.source} {row.path}".rstrip() + f": {row.not_fused}"
-
-    def __str__(self) -> str:
-        cells = [("op", "dtype", "times", "source", "path", "reason")]
-        for r in self.rows:
-            reason = f"{r.reason}; {r.residual}" if r.residual else r.reason
-            cells.append((r.op, r.dtype, str(r.count), r.source, r.path, reason))
-        return f"{table(cells, widest=48)}\n\n{self.summary()}"
+__all__ = ["Explanation", "Row", "explain", "warn_overruled"]
 
 
 def explain(
     fn: Callable[..., Any],
     policy: PolicyLike = "float32",
     argnums: Argnums = 0,
+    *,
+    only: str | None = None,
 ) -> Callable[..., Explanation]:
-    """What `autocast(fn, policy)` would do, equation by equation, and why. Nothing is computed.
+    """Shows what `autocast(fn, policy)` would do, operation by operation, and why. Nothing runs.
 
-    Without a policy, what is done in `fn` itself: by the autocasts and wrapped modules it calls.
+    Without a policy, it shows what `fn` itself does: the autocasts and wrapped modules it calls.
 
     Args:
       fn: a function of any pytrees, as for `autocast`.
       policy: anything `get_policy` takes.
       argnums: which arguments hold the parameters, as for `autocast`.
+      only: the rows to show: "matmul" (and convolutions), a dtype such as "float32", or a module's
+        path, with all that is inside it: ``"Model/Block_*/attention"``, where ``**`` stands for
+        any number of modules, and the outermost may be left out.
 
     Returns:
       A function with the arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) that returns an
-      `Explanation`.
+      `Explanation`: `print` it, or read its `rows`.
 
     Raises:
       TypeError: if `fn` is not callable, or is a Flax Linen module.
-      ValueError: if the policy is malformed.
+      ValueError: if the policy is malformed; at a call, if `only` is the path of no module.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -227,13 +79,20 @@ def explain(
     read_argnums("explain", argnums)
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
-        plan = _plan(fn, asked, argnums, args, kwargs)
+        plan, arrays, parameters = _planned(fn, asked, argnums, args, kwargs)
         rows = tuple(_rows(plan))
         if closures.likely(plan):  # differentiated before it is planned
             rows = tuple(dataclasses.replace(row, residual="") for row in rows)
         differentiated = any(is_backward(visit.step.eqn) for visit in plan.walk())
         spelt = "" if is_identity(asked) else str(asked)
-        return Explanation(rows, spelt, differentiated, spelt and overruled(plan))
+        if only is not None:
+            rows = _only(rows, only)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        saved = functools.partial(_residual_bytes, plan, asked, shapes, parameters)
+        overruled_by = spelt and overruled(plan)
+        return Explanation(
+            rows, spelt, differentiated, overruled_by, dict if differentiated else saved
+        )
 
     return explain_fn
 
@@ -242,60 +101,117 @@ def warn_overruled(
     tool: str, fn: Callable[..., Any], policy: Policy, args: Any, kwargs: dict[str, Any]
 ) -> str:
     """Warns that the policy which a tool was given decides nothing in a function, and says why."""
-    said = overruled(_plan(fn, policy, 0, args, kwargs))
+    said = overruled(_planned(fn, policy, 0, args, kwargs)[0])
     if said:
         warnings.warn(f"{tool}: {said}.", UserWarning, stacklevel=3)
     return said
 
 
-def _plan(
+def _planned(
     fn: Callable[..., Any], policy: Policy, argnums: Argnums, args: Any, kwargs: dict[str, Any]
-) -> Plan:
+) -> tuple[Plan, list[Any], list[bool]]:
+    """The plan of a call, its arrays, and which of them are parameters."""
     parameters = by_position(fn, argnums)
     looked_at = on_a_clone(fn)
     if holds_quantized((args, kwargs)):
         (args, kwargs), looked_at = seal((args, kwargs)), opening(looked_at)
     traced = trace_program(looked_at, args, kwargs, policy)
-    return plan_program(traced.jaxpr, policy, parameters(args, kwargs))
+    chosen = parameters(args, kwargs)
+    return plan_program(traced.jaxpr, policy, chosen), traced.arrays, chosen
 
 
-def _places(rows: list[Row]) -> str:
-    """Where the first of some rows is, and how many more there are."""
-    first = f"{rows[0].op} at {rows[0].source} {rows[0].path}".rstrip()
-    return first + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+def _residual_bytes(
+    plan: Plan, policy: Policy, arrays: Sequence[Any], parameters: Sequence[bool]
+) -> dict[str, int]:
+    """By dtype, what a derivative by the parameters saves; nothing where there is no derivative."""
+    by = [i for i, p in enumerate(parameters) if p and _is_inexact(arrays[i])]
+
+    def pullback(*arrays: Any) -> Any:
+        def outs(*chosen: Any) -> list[Any]:
+            given = list(arrays)
+            for i, array in zip(by, chosen, strict=True):
+                given[i] = array
+            return list(filter(_is_inexact, run_program(plan, given, policy)))
+
+        return jax.vjp(outs, *(arrays[i] for i in by))[1]
+
+    if not by:
+        return {}
+    try:
+        jaxpr = jax.make_jaxpr(pullback)(*arrays).jaxpr
+    except Exception:  # noqa: BLE001 (what has no derivative is refused by errors of any type)
+        return {}
+    saved = Counter[str]()
+    for var in {v for v in jaxpr.outvars if not isinstance(v, Literal)}.difference(
+        jaxpr.invars, jaxpr.constvars
+    ):
+        saved[str(dtype_of(var))] += _nbytes(var)
+    return dict(saved.most_common())
 
 
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{n} {dtype}" for dtype, n in counts.items()) or "none"
+def _only(rows: Sequence[Row], only: str) -> tuple[Row, ...]:
+    """The rows of matmuls and convolutions, of a dtype, or of a module and all that is in it."""
+    if only == "matmul":
+        return tuple(row for row in rows if row.op in LOW)
+    try:
+        dtype = str(jnp.dtype(only))
+    except TypeError:
+        found = tuple(row for row in rows if _is_in(row.path, only))
+    else:
+        return tuple(row for row in rows if row.dtype == dtype)
+    if not found:
+        paths = sorted({row.path for row in rows if row.path})
+        near = difflib.get_close_matches(only, paths, n=3, cutoff=0.3) or paths[:3]
+        raise ValueError(
+            f"explain: only={only!r} is neither 'matmul', nor a dtype, nor the path of a module in "
+            f"the program; paths there are {', '.join(map(repr, near)) or 'none'}."
+        )
+    return found
+
+
+def _is_in(path: str, pattern: str) -> bool:
+    parts = path.split("/")
+    inside = [parts[start : end + 1] for start in (0, 1) for end in range(start, len(parts))]
+    return any(key_matches(pattern, part) for part in inside)
 
 
 def _rows(plan: Plan) -> Iterator[Row]:
     for visit in plan.walk():
-        step, path, line, count, *_ = visit
-        name = step.eqn.primitive.name
+        step = visit.step
         if not step.plans:
-            source = line or library_line(step.eqn)
             product = skipped(step.why)
             by = step.why.note(Kind.FUSED)
-            yield Row(
-                name,
-                path,
-                source,
-                _dtype(step),
+            yield _row(
+                visit,
                 _reason(step, plan.rules),
-                count,
-                product.why if product else "",
-                product.intended if product else False,
-                str(residual(visit) or ""),
-                " on ".join(by.details) if by else "",
-                unfused(step.why),
-                is_unknown(step.why),
+                source=visit.source or library_line(step.eqn),
+                why_not=product.why if product else "",
+                intended=product.intended if product else False,
+                residual=str(residual(visit) or ""),
+                fused=" on ".join(by.details) if by else "",
+                not_fused=unfused(step.why),
+                unknown=is_unknown(step.why),
             )
         elif isinstance(step.op, CustomCall) and closures.closes_over(step):
-            yield Row(name, path, line, _dtype(step), closures.REASON, count)
+            yield _row(visit, closures.REASON)
         elif visit.saves:
-            reason = str(step.why)
-            yield Row(name, path, line, _dtype(step), reason, count, residual=str(visit.saves))
+            yield _row(visit, str(step.why), residual=str(visit.saves))
+
+
+def _row(visit: Visit, reason: str, **fields: Any) -> Row:
+    eqn, times = visit.step.eqn, known_size(visit.count)
+    results = zip(eqn.outvars, visit.step.outs, strict=True)
+    row = Row(
+        op=eqn.primitive.name,
+        path=visit.path,
+        source=visit.source,
+        dtype=_dtype(visit.step),
+        reason=reason,
+        count=visit.count,
+        flops=contraction_flops(eqn) * times,
+        bytes=sum(_nbytes(var, dtype) for var, dtype in results) * times,
+    )
+    return dataclasses.replace(row, **fields)
 
 
 def _reason(step: Step, rules: Rules) -> str:
@@ -317,3 +233,12 @@ def _dtype(step: Step) -> str:
     atoms = [*step.eqn.outvars, *step.eqn.invars]
     dtypes = [v.aval.dtype for v in atoms if hasattr(v.aval, "dtype")]
     return str(dtypes[0] if dtypes else np.dtype("V"))
+
+
+def _nbytes(var: Any, dtype: Any = None) -> int:
+    dtype = getattr(var.aval, "dtype", None) if dtype is None else dtype
+    return math.prod(sizes(var)) * int(getattr(dtype, "itemsize", 0))
+
+
+def _is_inexact(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.inexact))

@@ -34,11 +34,13 @@ def contraction_flops(eqn: JaxprEqn) -> int:
 _OPEN_SIZE = 64
 
 
-def _sizes(atom: Any) -> tuple[int, ...]:
-    return tuple(map(_known, shape_of(atom)))
+def sizes(atom: Any) -> tuple[int, ...]:
+    """The shape of a value; a size that is open is taken to be 64."""
+    return tuple(map(known_size, shape_of(atom)))
 
 
-def _known(size: Any) -> int:
+def known_size(size: Any) -> int:
+    """A size, or 64 if it is open."""
     return size if isinstance(size, int) else _OPEN_SIZE
 
 
@@ -59,7 +61,7 @@ def kept_by_layers(plan: Plan) -> tuple[Counter[str], int]:
             path = "/".join(filter(None, (around, str(name_stack(step.eqn)))))
             if step.plans:
                 for inner, its_plan in zip(inside(step.eqn), step.plans, strict=True):
-                    flops += total(its_plan, times * _known(inner.times), path)
+                    flops += total(its_plan, times * known_size(inner.times), path)
             elif cost := contraction_flops(step.eqn) * times:
                 flops += cost
                 if step.why.kind == Kind.LAYERS_OWN:
@@ -72,25 +74,25 @@ def kept_by_layers(plan: Plan) -> tuple[Counter[str], int]:
 
 def _dot_general(eqn: JaxprEqn) -> int:
     (contract, _), _ = product_axes(eqn)
-    lhs = _sizes(eqn.invars[0])
+    lhs = sizes(eqn.invars[0])
     contracted: int = math.prod(lhs[i] for i in contract)
-    return 2 * math.prod(_sizes(eqn.outvars[0])) * contracted
+    return 2 * math.prod(sizes(eqn.outvars[0])) * contracted
 
 
 def _ragged_dot(eqn: JaxprEqn) -> int:
     # Each row of the operand meets the matrix of its own group: as a plain product.
-    return 2 * math.prod(_sizes(eqn.invars[0])) * _sizes(eqn.invars[1])[-1]
+    return 2 * math.prod(sizes(eqn.invars[0])) * sizes(eqn.invars[1])[-1]
 
 
 def _convolution(eqn: JaxprEqn) -> int:
     """Counts along each axis the pairs of an output and a window position that meet an element."""
     numbers, (strides, padding, lhs_dilations, rhs_dilations) = layout(eqn), window(eqn)
-    lhs, rhs, out = (_sizes(v) for v in (*eqn.invars[:2], *eqn.outvars))
+    lhs, rhs, out = (sizes(v) for v in (*eqn.invars[:2], *eqn.outvars))
     batch, features, *_ = (out[i] for i in numbers.out_spec)
     flops: int = 2 * batch * features * rhs[numbers.rhs_spec[1]]
     for i, (low, _) in enumerate(padding):
         size, width, count = (
-            sizes[spec[2 + i]] for sizes, spec in zip((lhs, rhs, out), numbers, strict=True)
+            shape[spec[2 + i]] for shape, spec in zip((lhs, rhs, out), numbers, strict=True)
         )
         starts = np.arange(count) * strides[i] - (low if isinstance(low, int) else 0)
         at = starts[:, None] + np.arange(width) * rhs_dilations[i]

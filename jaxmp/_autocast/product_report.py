@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import Counter
-from collections.abc import Sequence
+
+from jaxmp._screen import table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,12 +78,3 @@ class Quantized:
             way, why = "backward" if p.backward else "forward", "" if p.quantized else p.why_not
             cells.append((p.dtype, f"{p.count:g}", way, p.source, p.path, why))
         return f"{table(cells)}\n\n{self.summary()}"
-
-
-def table(rows: Sequence[tuple[str, ...]], widest: int = sys.maxsize) -> str:
-    """Rows as lines, in columns that line up, but for cells wider than `widest`."""
-    widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

@@ -14,7 +14,7 @@ class Kind(enum.StrEnum):
     """What decides; its value is the sentence, in which ``{}`` stands for a detail."""
 
     # Matmuls and convolutions.
-    CONTRACTION = "contraction"
+    CONTRACTION = "matmul or convolution"
     ASKED = "ops={{{!r}: 'low'}}"
     PRECISION = "precision={}, as the author asked"
     OPERANDS = "operands are {}, not {}"
@@ -33,7 +33,7 @@ class Kind(enum.StrEnum):
     POSITION = "a position: it becomes an index"
     FLOAT32_READERS = "only float32 ops want the result"
     NO_LOW_OPERAND = "no 16-bit operand"
-    LEAVES_NORMALIZATION = "leaves a normalization towards a contraction"
+    LEAVES_NORMALIZATION = "leaves a normalization towards a matmul or convolution"
     ENDS_NORMALIZATION = "ends a normalization: leaves in 16 bits"
     NORMALIZES = "normalizes: meets a statistic of its own operand"
     DIVIDES = "divides by a 16-bit value, of which the derivative may overflow"
@@ -53,7 +53,7 @@ class Kind(enum.StrEnum):
 
     # What only moves values, conversions.
     MOVES = "moves values: as they are"
-    MOVES_NARROWED = "moves what a contraction reads"
+    MOVES_NARROWED = "moves what a matmul or convolution reads"
     MOVES_WIDENED = "moves what float32 ops read: widened once"
     REPEATS = "repeats values: its gradient is summed in float32"
     UPCAST = "the author's upcast"

@@ -118,7 +118,7 @@ def _no_layer(facts: Facts) -> Skipped | None:
     if weights == 2:
         return Skipped("both operands may be weights", intended=True)
     if not facts.frame.forward.of.get(facts.eqn.outvars[0], NOTHING) & PRODUCT:
-        return Skipped("no contraction reads what comes of it", intended=True)
+        return Skipped("no matmul or convolution reads the result", intended=True)
     for size in _sizes(facts.eqn):
         if not isinstance(size, int) or size % MULTIPLE:
             return Skipped(f"a size is {size}, no multiple of {MULTIPLE}")

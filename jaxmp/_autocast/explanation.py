@@ -1,0 +1,326 @@
+"""What `explain` returns: a row per equation, and how they print."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxmp import _screen
+from jaxmp._autocast.primitives import CALLED, LOW
+from jaxmp._autocast.product_report import Product, Quantized
+from jaxmp._autocast.rules import FLOAT32, governed
+from jaxmp._autocast.why import Residual
+from jaxmp.policy import Policy, get_policy
+
+_MORE = (
+    "All operations: to_text(verbose=True), or .rows. Fewer: explain(…, only='matmul', 'float32' "
+    "or a module's path)."
+)
+# How many lines matmuls and convolutions have, where all else needs some as well.
+_PRODUCTS = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """One equation of the program.
+
+    Attributes:
+      op: the primitive's name.
+      path: the Flax module path and named scopes around it, without transformations.
+      source: ``file.py:line`` in the user's code.
+      dtype: the dtype the op runs in.
+      reason: why.
+      count: how often it runs per call (lengths of scans around it multiplied; a while loop's body
+        and each branch of a cond count once).
+      flops: floating-point operations per call, a multiply-add counted as two; of a matmul or
+        convolution.
+      bytes: bytes of its results per call.
+      why_not: of a matmul or convolution, why the policy's recipe does not multiply it; empty if it
+        does.
+      intended: whether that is as it should be: it is no layer, or the last one.
+      residual: under ``residuals=recompute``, what becomes of the result until the backward pass:
+        saved (if that reads it), rematerialized, or why that policy has no say; empty under others,
+        and for what has no derivative.
+      fused: of attention that a kernel computes, by which one, and on what; else empty.
+      not_fused: of attention that none computes, though the policy asks for it: why not.
+      unknown: whether autocast does not know the primitive, and leaves it as written.
+    """
+
+    op: str
+    path: str
+    source: str
+    dtype: str
+    reason: str
+    count: int
+    flops: int = 0
+    bytes: int = 0
+    why_not: str = ""
+    intended: bool = False
+    residual: str = ""
+    fused: str = ""
+    not_fused: str = ""
+    unknown: bool = False
+
+    @property
+    def why(self) -> str:
+        """The reason, and what becomes of the result."""
+        return f"{self.reason}; {self.residual}" if self.residual else self.reason
+
+    @property
+    def where(self) -> str:
+        """The module and the line."""
+        return f"{self.source} {self.path}".strip()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a policy does to a program. Print it: what is alike is one row, the costliest first.
+
+    Attributes:
+      rows: one per equation, in order; those that `only` names.
+      policy: the policy that `explain` was given; empty if it was float32.
+      differentiated: whether the program has backward passes in it.
+      overruled: why the policy decides no matmul or convolution, if it does not; else empty.
+    """
+
+    rows: tuple[Row, ...]
+    policy: str
+    differentiated: bool = False
+    overruled: str = ""
+    _saved: Callable[[], dict[str, int]] = dataclasses.field(
+        default=dict, compare=False, repr=False
+    )
+
+    @property
+    def residual_bytes(self) -> dict[str, int]:
+        """By dtype, what a derivative by the parameters saves for the backward pass.
+
+        Without the arguments themselves. The program is differentiated for it, by tracing: nothing
+        runs. Empty if it has no derivative, or has backward passes in it already.
+        """
+        return self._saved()
+
+    @property
+    def _asked(self) -> Policy:
+        return get_policy(self.policy or "float32")
+
+    @property
+    def _products(self) -> list[Row]:
+        return [row for row in self.rows if row.op in LOW]
+
+    def contractions(self) -> dict[str, int]:
+        """How many matmuls and convolutions run per call in each dtype, most first."""
+        return _total(self._products, lambda row: row.count)
+
+    def contraction_flops(self) -> dict[str, int]:
+        """The FLOPs of matmuls and convolutions by dtype, most first."""
+        return _total(self._products, lambda row: row.flops)
+
+    def quantized(self) -> Quantized:
+        """Every matmul and convolution: in 8 bits, or not and why."""
+        products = []
+        for r in self._products:
+            why, intended = (r.why_not, r.intended) if r.why_not else (r.reason, True)
+            product = Product(r.path, r.source, r.dtype, r.count, why_not=why, intended=intended)
+            products.append(product)
+        return Quantized(tuple(products))
+
+    def summary(self) -> str:
+        """A few lines: operations by dtype, what is saved, what became of the policy's options."""
+        others = _total((r for r in self.rows if r.op not in LOW), lambda row: row.count)
+        lines = _screen.labeled("policy", self.policy) if self.policy else []
+        lines += _screen.labeled("matmuls, convolutions", self._by_dtype())
+        lines += _screen.labeled("other operations", _counts(others))
+        if saved := self.residual_bytes:
+            lines += _screen.labeled("saved for backward pass", _screen.by_dtype(saved))
+        if self.overruled:
+            lines += _screen.labeled("of no effect", self.overruled)
+        return "\n".join([*lines, *self._notes(self._asked)])
+
+    def _by_dtype(self) -> str:
+        flops = self.contraction_flops()
+        total = sum(flops.values()) or 1
+        counts = self.contractions().items()
+        parts = [f"{n:,} {dtype} ({flops[dtype] / total:.1%})" for dtype, n in counts]
+        return f"{', '.join(parts)} of {_screen.si(total)}FLOPs" if parts else "none"
+
+    def _notes(self, policy: Policy) -> Iterator[str]:
+        """What became of what the policy asks for besides dtypes."""
+        recipe = policy.matmul
+        quantizes = recipe is not None and (isinstance(recipe, str) or recipe.quantizes)
+        if quantizes or any(p.quantized for p in self.quantized().products):
+            yield self.quantized().summary()
+        yield from self._attention(policy)
+        if unknown := sorted({row.op for row in self.rows if row.unknown}):
+            yield f"not classified, run as written: {', '.join(unknown)}"
+        met = {row.op for row in self.rows}
+        unmet = [name for name, _ in policy.ops if met.isdisjoint((name, *CALLED.get(name, ())))]
+        if unmet:
+            yield f"in the policy's ops, but met nowhere here: {', '.join(unmet)}"
+        if policy.reduce_scatter_dtype != np.float32:
+            gathered = {row.dtype for row in self.rows if row.op == "all_gather"}
+            if not gathered - {FLOAT32.name}:
+                yield (
+                    "the policy's reduce_scatter_dtype: of no effect, no all_gather of weights here"
+                )
+        yield from self._residuals(policy)
+
+    def _residuals(self, policy: Policy) -> Iterator[str]:
+        """Lines on what ``residuals=recompute`` did, if a policy asks for it."""
+        ops = _total(self.rows, lambda row: row.count, by=lambda row: row.residual)
+        if Residual.REMATERIALIZED in ops:
+            yield from _screen.labeled(
+                "residuals",
+                f"{ops.get(Residual.SAVED, 0)} operations {Residual.SAVED}; "
+                f"{ops[Residual.REMATERIALIZED]} {Residual.REMATERIALIZED}",
+            )
+        elif policy.residuals == "recompute":
+            yield from _screen.labeled(
+                "residuals", "recompute: of no effect, nothing here is rematerialized"
+            )
+        if self.differentiated and ops.keys() - {""}:
+            yield (
+                "  differentiated within the program, where what is saved was decided: explain the "
+                "loss itself, or see jaxmp.audit for what a whole step rematerializes"
+            )
+        for why in ops.keys() - {"", Residual.SAVED, Residual.REMATERIALIZED}:
+            rows = [row for row in self.rows if row.residual == why]
+            yield f"  not rematerialized: {_places(rows)}: {why}"
+
+    def _attention(self, policy: Policy) -> Iterator[str]:
+        """Which attention a kernel computes, and why all other is left as it is."""
+        if policy.attention is None and not any(row.fused or row.not_fused for row in self.rows):
+            return
+        by = _total(self.rows, lambda row: row.count, by=lambda row: row.fused)
+        counts = [f"{n} by {kernel}" for kernel, n in by.items() if kernel and n]
+        yield from _screen.labeled("attention", f"{', '.join(counts) or 'none'} fused")
+        for row in self.rows:
+            if row.not_fused:
+                yield f"  {row.count} not: {row.where}: {row.not_fused}"
+
+    def verdict(self) -> str:
+        """The answer in a sentence."""
+        name = self.policy or "As written"
+        if self.overruled:
+            return f"{name} is of no effect: every matmul and convolution is under another policy."
+        counts = self.contractions()
+        full = _screen.counted(sum(r.count for r in self.rows if r.op not in LOW), "operation")
+        if not counts:
+            return f"{name}: no matmul or convolution is among the {full}."
+        dtype, most = next(iter(counts.items()))
+        total = sum(counts.values())
+        if most == total:
+            return f"{name}: every matmul and convolution runs in {dtype}."
+        rest = ", ".join(f"{n:,} in {other}" for other, n in counts.items() if other != dtype)
+        return f"{name}: {most:,} of {total:,} matmuls and convolutions run in {dtype}, {rest}."
+
+    def groups(self) -> list[tuple[str, list[Row]]]:
+        """Rows of one line, dtype and reason, in modules that differ in a layer's number alone.
+
+        Matmuls and convolutions come first, those with the most FLOPs before others; then all else
+        by the bytes of its results.
+
+        Returns:
+          Of each group the modules in one, as in ``Model/Block_*/Dense_0 ×12``, and its rows.
+        """
+        found = _screen.merged(
+            self.rows, lambda r: (r.op in LOW, r.source, r.dtype, r.why), lambda r: r.path
+        )
+        return sorted(found, key=lambda group: _cost(group[1]), reverse=True)
+
+    def to_text(self, *, verbose: bool = False) -> str:
+        """The verdict, the summary and the rows.
+
+        Args:
+          verbose: every row, however many lines that takes. Else the `groups` that fit on a screen
+            of 40 lines and 120 columns.
+        """
+        summary = self.summary().splitlines()
+        if verbose:
+            cells = [("op", "dtype", "times", "source", "path", "reason")]
+            cells += [(r.op, r.dtype, str(r.count), r.source, r.path, r.why) for r in self.rows]
+            return "\n".join([self.verdict(), "", *summary, "", _screen.table(cells, widest=48)])
+        head = [_screen.cut(self.verdict()), ""]
+        head += _screen.fitted([[_screen.cut(line)] for line in summary], 12, "remark")
+        room = _screen.LINES - len(head) - 2
+        groups = self.groups()
+        products = [group for group in groups if group[1][0].op in LOW]
+        others = groups[len(products) :]
+        full = governed(self._asked).name
+        lines = _by_reason(products, full, min(_PRODUCTS, room) if others else room)
+        lines += _by_reason(others, full, room - len(lines))
+        return "\n".join([*head, *lines, "", _MORE])
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def _by_reason(groups: Iterable[tuple[str, list[Row]]], full: str, room: int) -> list[str]:
+    """Operations by their dtype and the reason for it, above the costliest places of each.
+
+    Of what is no matmul or convolution, what stays in the `full` dtype comes first.
+    """
+    reasons: dict[tuple[str, str], list[tuple[str, list[Row]]]] = defaultdict(list)
+    for path, rows in groups:
+        reasons[rows[0].dtype, rows[0].why].append((path, rows))
+    if not reasons:
+        return []
+    costs = {key: _cost([r for _, rows in places for r in rows]) for key, places in reasons.items()}
+    order = sorted(costs, key=lambda key: (costs[key][1], key[0] == full, costs[key]), reverse=True)
+    extra = room - 1 - 2 * len(order)  # lines for more than one place of a reason
+    blocks = []
+    for dtype, why in order:
+        places = reasons[dtype, why]
+        shown = places[: 1 + max(0, extra)]
+        count = _screen.counted(sum(r.count for _, rows in places for r in rows), "operation")
+        title = f"{dtype}, {why}: {count}, {_size(costs[dtype, why])}"
+        if others := len(places) - len(shown):
+            title += f", here and in {_screen.counted(others, 'other place')}"
+        block = _screen.wrapped(title, hanging=2)
+        block += [_screen.cut(f"    {_place(*place)}") for place in shown]
+        extra -= len(block) - 2
+        blocks.append(block)
+    return ["", *_screen.fitted(blocks, room - 1, "reason")]
+
+
+def _place(path: str, rows: Sequence[Row]) -> str:
+    ops = list(dict.fromkeys(row.op for row in rows))
+    named = ", ".join(ops[:3]) + (", …" if len(ops) > 3 else "")
+    return (
+        f"{_size(_cost(rows)):12s} {rows[0].source} {_screen.tail(path, 50)}".rstrip()
+        + f": {named}"
+    )
+
+
+def _size(cost: tuple[bool, int, int]) -> str:
+    contracts, flops, size = cost
+    return f"{_screen.si(flops)}FLOPs" if contracts else f"{_screen.si(size)}B"
+
+
+def _cost(rows: Sequence[Row]) -> tuple[bool, int, int]:
+    """A key to sort groups by."""
+    return rows[0].op in LOW, sum(r.flops for r in rows), sum(r.bytes for r in rows)
+
+
+def _places(rows: list[Row]) -> str:
+    """Where the first of some rows is, and how many more there are."""
+    first = f"{rows[0].op} at {rows[0].where}"
+    return first + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
+
+
+def _total(
+    rows: Iterable[Row], count: Callable[[Row], Any], by: Callable[[Row], str] | None = None
+) -> dict[str, Any]:
+    """The sum over rows by their dtypes, or by something else, most first."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        found[by(row) if by else row.dtype] += count(row)
+    return dict(found.most_common())
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n:,} {dtype}" for dtype, n in counts.items()) or "none"
