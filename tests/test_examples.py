@@ -220,7 +220,8 @@ def test_float16_loss_scaling_reproduces_its_table(tmp_path, monkeypatch, capsys
 
 def test_every_gradient_is_zero_in_float16_without_scaling(monkeypatch):
     script = example("float16_loss_scaling", monkeypatch)
-    run = script.train("float16", scaled=False, updates=3)
+    with pytest.warns(UserWarning, match="the optimizer has no loss scale"):
+        run = script.train("float16", scaled=False, updates=3)
     assert len(set(run.losses)) == 1
     run = script.train("bfloat16", scaled=False, updates=3)
     assert len(set(run.losses)) == 3

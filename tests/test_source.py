@@ -41,9 +41,9 @@ def product(x, w):
 
 x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 params = jax.eval_shape(Model().init, jax.random.key(0), x)
-audited = jaxmp.audit(product, x, x).operations
+audited = jaxmp.audit(product)(x, x).operations
 explained = jaxmp.explain(jax.grad(product), "mixed_bfloat16")(x, x).rows
-in_flax = jaxmp.audit(Model().apply, params, x).operations
+in_flax = jaxmp.audit(Model().apply)(params, x).operations
 print(json.dumps({
     "jax": jax.__file__,
     "product": [op.source for op in (*audited, *explained) if op.op == "dot_general"],

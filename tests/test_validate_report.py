@@ -34,7 +34,8 @@ POLICIES = {"scaled": "mixed_float16", "not scaled": ("mixed_float16", False)}
 def report(tmp_path_factory):
     """Of float16 with gradients of about 1e-9, below its range: with and without scaling."""
     folder = tmp_path_factory.mktemp("runs")
-    return validate(make_step, POLICIES, 50, 2, batches=batches, out=folder)
+    with pytest.warns(UserWarning, match="the optimizer has no loss scale"):
+        return validate(make_step, POLICIES, 50, 2, batches=batches, out=folder)
 
 
 def test_float16_needs_its_loss_scaled(report):

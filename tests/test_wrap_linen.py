@@ -688,7 +688,7 @@ def test_a_module_that_is_bound_already() -> None:
 def test_a_policy_that_cannot_be_read() -> None:
     with pytest.raises(ValueError, match="mixed_bfloat17"):
         jaxmp.wrap(MLP(), "mixed_bfloat17")
-    with pytest.raises(TypeError, match="get_policy"):
+    with pytest.raises(TypeError, match="wrap: a policy is a string"):
         jaxmp.wrap(MLP(), 16)
     with pytest.raises(ValueError, match="compute_dtype is float64"):
         compiled(jaxmp.wrap(MLP(), "p=f32,c=f64,o=f32").apply)(variables_of(MLP(), X), X)
