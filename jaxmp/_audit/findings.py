@@ -55,7 +55,8 @@ FIXES = {
     "whose backward pass narrows the gradient",
     "sensitive-low": "cast up before it, or leave the model in float32 to autocast",
     "round-trip": "use the value from before the casts",
-    "unneeded-scale": "jaxmp.loss_scale_for(policy, optimizer), which scales for float16 alone",
+    "unneeded-scale": "jaxmp.loss_scale_for(policy, optimizer), which scales for float16 alone; "
+    "nothing, if it is there to skip steps that are not finite",
     "residual": "narrow it before it is saved",
     "not-quantized": "give the module a policy without `matmul`: jaxmp.PolicyMap",
     "not-fused": "write it as a kernel takes it, or leave `attention` out of the module's policy",
