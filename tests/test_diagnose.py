@@ -340,7 +340,7 @@ def halved_outside(w: jax.Array, x: jax.Array) -> jax.Array:
 def test_what_is_converted_is_named_with_its_line_and_what_no_loss_scale_mends() -> None:
     said: list[str] = []
     report = jaxmp.diagnose(halved_outside, None, progress=said.append)(jnp.eye(16), X)
-    assert [text.partition(":")[0] for text in said] == ["capture", "diagnose"]
+    assert [text.partition(":")[0] for text in said] == ["diagnose", "capture", "diagnose"]
     made, cast = line(halved_outside, "1e5"), line(halved_outside, "h.astype")
     fault = str(report.first)
     assert fault.startswith(f"convert_element_type of mul (float32 at {made}) (float16, forward)")

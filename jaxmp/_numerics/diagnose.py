@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp._autocast.regions import check_callable
 from jaxmp._numerics.arguments import check_progress
-from jaxmp._numerics.capture import Capture, Measured, capture
+from jaxmp._numerics.capture import Capture, Measured, prepare
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record
@@ -340,19 +340,21 @@ def diagnose(
       ['dot_general']
     """
     check_progress("diagnose", progress)
-    capturing = functools.partial(
-        capture, argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites
-    )
     if policy is not None:
         single_policy("diagnose", policy)  # it is refused here, not at the first call
     check_callable("diagnose", fn)
 
     @functools.wraps(fn)
     def diagnosed(*args: Any) -> NumericsReport:
-        run = capturing(fn, policy, progress=progress)(*args)
+        if progress is not None:
+            progress(f"diagnose: traces the program{'' if policy is None else f' under {policy}'}")
+        prepared = prepare(
+            fn, policy, args, argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites
+        )
+        run = prepared.run(progress)
         if progress is not None:
             progress("diagnose: the same operations in float32")
-        return NumericsReport(run, capturing(fn, policy, wide=True)(*args))
+        return NumericsReport(run, dataclasses.replace(prepared, wide=True).run())
 
     return diagnosed
 
