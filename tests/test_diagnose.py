@@ -359,6 +359,33 @@ def test_it_says_with_which_loss_scale_to_begin() -> None:
     assert "\nloss scale    1; none is needed" in str(low)
 
 
+def one_line(report: jaxmp.numerics.NumericsReport) -> str:
+    """A report without the breaks in its lines."""
+    return " ".join(str(report).split())
+
+
+def test_a_report_on_many_layers_fits_a_screen() -> None:
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        for i, w in enumerate(params):
+            with jax.named_scope(f"block_{i}"):
+                x = jnp.tanh(x @ w)
+                beyond = jnp.isinf((x * 1e9).astype(jnp.float16))
+                x = jnp.where(beyond, x, 0) + (x * 1e-9).astype(jnp.float16)
+        return jnp.sum(x)
+
+    report = jaxmp.diagnose(loss_fn, None)([jnp.eye(16)] * 12, X)
+    lines = str(report).splitlines()
+    assert lines[0].startswith("not finite ")
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 120
+    assert re.search(
+        r"contained convert_.* in block_\* at .* overflow: .* ×12 would leave", one_line(report)
+    )
+    compared = str(report.run.compare(report.wide)).splitlines()
+    assert len(compared) <= 40
+    assert max(map(len, compared)) <= 120
+
+
 def test_what_no_loss_scale_keeps_is_named() -> None:
     def loss_fn(params, x):
         return jnp.sum(x @ params["a"] * 1e-9) + jnp.sum(x @ params["b"] * 1e4)
@@ -368,7 +395,7 @@ def test_what_no_loss_scale_keeps_is_named() -> None:
     assert report.smallest_loss_scale > report.largest_loss_scale == report.init_scale == 4.0
     at = line(loss_fn, '"a"')
     lost = rf"100% of the norm of \w+ \(float16, backward\) in {at}: keep it in float32, or in bf"
-    assert re.search(rf"init_scale=2\*\*2, finite up to 2\*\*2: .* and {lost}", str(report))
+    assert re.search(rf"init_scale=2\*\*2, finite up to 2\*\*2: .* and {lost}", one_line(report))
     report = jaxmp.diagnose(lambda p, x: 1e6 * loss_fn(p, x), "mixed_float16")(params, X)
     assert report.init_scale is None
     assert "loss scale    1; none: gradients overflow at 1 already: " in str(report)

@@ -19,7 +19,7 @@ from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
-from jaxmp._numerics.text import listed
+from jaxmp._numerics.text import listed, merged
 from jaxmp.policy import PolicyLike, single_policy
 
 # Of values: beyond this share, a loss is worth a line.
@@ -171,22 +171,30 @@ class NumericsReport(Readings):
         )
 
     def __str__(self) -> str:
-        """The report."""
-        measured = f"{len(self.run.sites)} sites, {self.run.bytes / 2**20:.1f} MiB of measurements"
-        lines = [f"policy        {self.policy}", f"measured      {measured}"]
-        lines += listed("not finite", map(str, self.faults))
-        if not self.faults:
-            lines.append("not finite    nothing: every result is finite")
-        lines += listed("contained", map(str, self.contained))
-        lines += listed("would leave", map(str, self.predicted))
-        lines += listed(
-            "underflow", [f"{share:.1%} became 0: {site}" for site, share in self.underflows]
+        """The report: on a screen; operations of modules of one kind are one line."""
+        faults, contained = (
+            merged((str(f).removesuffix(f.why), str(f)) for f in several)
+            for several in (self.faults, self.contained)
         )
-        lines += listed(
-            "rounding", [f"relative error {error:.2g}: {s}" for s, error in self.errors]
+        beyond = merged((str(site), str(site)) for site in self.predicted)
+        lost, errors = (
+            merged((str(site), f"{said.format(value)}: {site}") for site, value in found)
+            for said, found in (
+                ("{:.1%} became 0", self.underflows),
+                ("relative error {:.2g}", self.errors),
+            )
         )
+        lines = listed("not finite", faults or ["nothing: every result is finite"])
+        lines += listed("contained", contained)
+        lines += listed("would leave", beyond)
+        lines += listed("underflow", lost)
+        lines += listed("rounding", errors)
         if self._gradients():
-            lines.append(f"loss scale    {self.run.loss_scale:g}; {self._room()}")
+            lines += listed("loss scale", [f"{self.run.loss_scale:g}; {self._room()}"])
+        size = f"{self.run.bytes / 2**20:.1f} MiB of measurements"
+        lines.append(f"policy        {self.policy}")
+        lines.append(f"measured      {len(self.run.sites)} sites, {size}; all of the above is in")
+        lines.append(f"{'':13} .faults, .contained, .predicted, .underflows and .errors")
         return "\n".join(lines)
 
     def record(self) -> Record:
