@@ -19,6 +19,8 @@ import jaxmp
 from jaxmp import numerics
 from jaxmp.numerics import Fault, NumericsReport
 
+from support import one_line
+
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (8, 16))
 
@@ -357,11 +359,6 @@ def test_it_says_with_which_loss_scale_to_begin() -> None:
     assert f"\nloss scale    1; {said}" in str(report)
     low = jaxmp.diagnose(lambda w, x: jnp.mean(x @ w), "mixed_bfloat16")(jnp.eye(16), X)
     assert "\nloss scale    1; none is needed" in str(low)
-
-
-def one_line(report: jaxmp.numerics.NumericsReport) -> str:
-    """A report without the breaks in its lines."""
-    return " ".join(str(report).split())
 
 
 def test_a_report_on_many_layers_fits_a_screen() -> None:

@@ -75,6 +75,11 @@ def merged(lines: Iterable[tuple[str, str]]) -> list[str]:
     ]
 
 
+def fitted(line: str, width: int = WIDTH) -> list[str]:
+    """A line as lines that are not too long."""
+    return textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:
     """Lines with a heading before the first, wrapped; how many more there are in place of the rest.
 
@@ -85,7 +90,7 @@ def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:
     lines = list(lines)
     shown: list[str] = []
     for i, line in enumerate(lines):
-        wrapped = textwrap.wrap(line, WIDTH - 14, subsequent_indent="  ", break_on_hyphens=False)
+        wrapped = fitted(line, WIDTH - 14)
         if shown and len(shown) + len(wrapped) + (i + 1 < len(lines)) > limit:
             shown.append(f"and {len(lines) - i} more")
             break
