@@ -61,7 +61,7 @@ def look(x: Any, twin: Any = None, *, whole: bool = True) -> Look:
     if x.dtype == np.float64:
         x = _within_float32(x)
     size = math.prod(x.shape[1:])
-    wide = x.reshape(len(x), size).astype(np.float32)
+    wide = xp.asarray(x.reshape(len(x), size), np.float32)
     top = xp.max(_magnitude_bits(wide), axis=1, initial=-1)
     if not whole:
         return Look(top)
@@ -74,7 +74,7 @@ def look(x: Any, twin: Any = None, *, whole: bool = True) -> Look:
     largest = xp.max(xp.where(xp.isfinite(magnitudes), magnitudes, 0), axis=2, initial=0)
     largest = xp.repeat(largest, pieces.each, axis=1)
     if twin is not None:
-        twin = pieces.of(pieces.rows_of(twin.reshape(len(x), size).astype(np.float32)))
+        twin = pieces.of(pieces.rows_of(xp.asarray(twin.reshape(len(x), size), np.float32)))
     return Look(
         top,
         pieces.of(rows),
