@@ -119,7 +119,7 @@ def save(run: Readings, path: Path | str) -> None:
       >>> import pathlib, tempfile
       >>> import jax.numpy as jnp
       >>> from jaxmp import numerics
-      >>> run = numerics.capture(lambda x: x * 2, None, jnp.ones(3))
+      >>> run = numerics.capture(lambda x: x * 2)(jnp.ones(3))
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = pathlib.Path(folder, "run.json")
       ...     numerics.save(run, path)
