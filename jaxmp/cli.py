@@ -144,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
         "--max-batch", action="store_true", help="find the largest batch that fits"
     )
     command.add_argument(
+        "--max-length", action="store_true", help="find the longest sequence that fits"
+    )
+    command.add_argument(
         "--batch-argnum",
         type=int,
         action="append",
@@ -269,6 +272,10 @@ def _preflight(args: argparse.Namespace) -> int:
         table = when_it_pays(args.target)
         print(json.dumps(table.to_dict()) if args.json else table)
         return 0
+    if not jax.config.jax_platforms:
+        # Nothing runs here. JAX would look for each accelerator that it has a plugin of, and print
+        # a traceback for each that is not there.
+        jax.config.update("jax_platforms", "cpu")
     fn, arguments = load(args.function)
     with _progress() as progress:
         report = preflight(
@@ -277,6 +284,7 @@ def _preflight(args: argparse.Namespace) -> int:
             target=args.target,
             donate_argnums=tuple(args.donate),
             max_batch=args.max_batch,
+            max_length=args.max_length,
             batch_argnums=args.batch_argnum or -1,
             progress=progress,
         )(*arguments)

@@ -359,7 +359,7 @@ def read_policy(where: str, spec: PolicyLike) -> Policy | PolicyMap:
     try:
         dtype = parse_dtype(spec, where)
     except TypeError:
-        shown = repr(spec)
+        shown = " ".join(repr(spec).split())
         shown = shown if len(shown) <= 80 else f"{shown[:60]}…"
         raise TypeError(
             f"{where}: a policy is a string such as 'mixed_bfloat16' or 'p=f32,c=bf16,o=f32', a "

@@ -25,12 +25,12 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import cli
 from jaxmp._audit.target import chip_names, parse_target
-from jaxmp._preflight import batch_search, compile_ahead
-from jaxmp._preflight.batch_search import Attempt, batch_of, search_batch, with_batch
+from jaxmp._preflight import compile_ahead, size_search
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Collective
 from jaxmp._preflight.preflight import CompilerMissingError
 from jaxmp._preflight.report import Preflight, PreflightReport
+from jaxmp._preflight.size_search import Attempt, axis_of, search
 from jaxmp.devices import chips, describe
 
 import fsdp
@@ -211,21 +211,21 @@ def test_the_search_finds_the_largest_batch_that_fits(slope, fixed, bend, first,
         assert batch % unit == 0
         return Attempt(excess(batch))
 
-    found = search_batch(probe, start=first * unit, unit=unit)
+    found = search(probe, start=first * unit, unit=unit)
     assert len(tried) <= 40
     assert found.largest == max((b for b in tried if excess(b) <= 0), default=0)
     assert found.refused == min((b for b in tried if excess(b) > 0), default=None)
     if found.refused is None:
-        assert found.largest >= first * unit * batch_search.LIMIT
+        assert found.largest >= first * unit * size_search.LIMIT
         return
-    assert found.refused - found.largest <= max(unit, found.largest / batch_search.PRECISION)
+    assert found.refused - found.largest <= max(unit, found.largest / size_search.PRECISION)
 
 
 def test_a_compiler_that_fails_ends_the_search_with_what_is_known():
     def probe(batch):
         return Attempt(-1, "crashed" if batch > 100 else "")
 
-    found = search_batch(probe, start=8)
+    found = search(probe, start=8)
     assert 8 <= found.largest <= 100
     assert found.error == "crashed"
 
@@ -235,8 +235,9 @@ def test_the_batch_of_arguments():
     split = NamedSharding(mesh, P(("data", "model"), None))
     batch = {"x": shape(16, 3, sharding=split), "y": np.zeros(16, np.int32)}
     args = shape(3, 3), batch
-    assert batch_of(args, (-1,)) == (16, 8)
-    resized = with_batch(args, (-1,), 32)
+    batch = axis_of(args, (-1,), 0)
+    assert (batch.name, batch.size, batch.unit) == ("batch", 16, 8)
+    resized = batch.resized(args, 32)
     assert resized[0] is args[0]
     assert jax.tree.map(lambda x: (x.shape, x.dtype.name), resized[1]) == {
         "x": ((32, 3), "float32"),
@@ -244,11 +245,29 @@ def test_the_batch_of_arguments():
     }
     assert resized[1]["x"].sharding.spec == split.spec
     with pytest.raises(ValueError, match=r"the shapes are \(16, 3\), \(16,\), \(3, 3\). Name the"):
-        batch_of(args, (0, 1))
+        axis_of(args, (0, 1), 0)
     with pytest.raises(ValueError, match=r"batch_argnums=\(2,\), but there are 2 arguments"):
-        batch_of(args, (2,))
+        axis_of(args, (2,), 0)
     with pytest.raises(ValueError, match="the shapes are none"):
-        batch_of((None,), (-1,))
+        axis_of((None,), (-1,), 0)
+
+
+def test_the_length_of_arguments():
+    mesh = AbstractMesh((4, 2), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, P("data", "sequence"))
+    batch = {"tokens": shape(16, 64, sharding=split), "bias": shape(16, 64, 3), "n": shape(16)}
+    length = axis_of((shape(3, 3), batch), (-1,), 1)
+    assert (length.name, length.size, length.unit) == ("length", 64, 2)
+    _, resized = length.resized((shape(3, 3), batch), 128)
+    assert {k: v.shape for k, v in resized.items()} == {
+        "tokens": (16, 128),
+        "bias": (16, 128, 3),
+        "n": (16,),
+    }
+    with pytest.raises(ValueError, match="max_length takes the second axis of every array of"):
+        axis_of((shape(3, 3), batch), (0, 1), 1)
+    with pytest.raises(ValueError, match="max_length takes the second axis"):
+        axis_of((shape(3),), (0,), 1)
 
 
 # Mistakes.
@@ -516,16 +535,33 @@ def test_the_largest_batch():
         step, target="gpu-t4", policy=POLICIES, donate_argnums=0, max_batch=True
     )(*arguments(4096))
     for result in report.policies:
-        found = result.batches
+        found = result.largest["batch"]
         at_8192 = result.peak_bytes
         half = jaxmp.preflight(step, target="gpu-t4", policy=[result.policy], donate_argnums=0)(
-            *with_batch(arguments(4096), (1,), 4096)
+            *axis_of(arguments(4096), (1,), 0).resized(arguments(4096), 4096)
         ).policies[0]
         slope = (at_8192 - half.peak_bytes) / 4096
         limit = 8192 + (report.target.hbm_bytes - at_8192) / slope
         assert found.largest <= limit * 1.001
         assert found.refused >= limit * 0.999
     assert f"{found.largest} ({found.refused} does not)" in str(report)
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_the_longest_sequence():
+    """Scores of attention grow with its square, and nothing else counts here."""
+
+    def scores(x):
+        return jnp.sum(jax.nn.softmax(jnp.einsum("btd,bsd->bts", x, x)) ** 2)
+
+    report = jaxmp.preflight(jax.grad(scores), target="gpu-t4", max_batch=True, max_length=True)(
+        shape(4, 4096, 64)
+    )
+    [result] = report.policies
+    batch, length = result.largest["batch"], result.largest["length"]
+    assert (length.largest / 4096) ** 2 == pytest.approx(batch.largest / 4, rel=0.15)
+    assert f"largest length  {length}" in re.sub(" {2,}", "  ", str(report))
 
 
 @needs_gpu_compiler
@@ -732,7 +768,7 @@ def test_steps_of_nnx_modules_sharded_and_in_the_largest_batch():
     [same] = jaxmp.preflight(nnx.jit(of_modules), target="gpu-t4", max_batch=True)(
         *modules, shape(4096, 256)
     ).policies
-    assert result.batches == same.batches
+    assert result.largest == same.largest
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     report = jaxmp.preflight(nnx.jit(of_modules), target="gpu-h100:8", policy=POLICIES)(

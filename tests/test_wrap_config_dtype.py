@@ -233,6 +233,40 @@ def test_modules_that_share_a_scope(inner: Any, adapter: Any, expected: Any) -> 
     assert counts(jaxmp.wrap(Adapted(), BF16), variables_of(Adapted(), X), X) == expected
 
 
+class SetsDtype(nn.Module):
+    """Its dtype is no field, and there after `setup` only; `kernel` is for others to read."""
+
+    given: Any = None
+
+    def setup(self) -> None:
+        self.dtype = self.given
+        self.kernel = self.param("kernel", nn.initializers.ones, (8, 8))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.asarray(x, self.dtype) @ self.kernel
+
+
+class OfSetsDtype(nn.Module):
+    def setup(self) -> None:
+        self.head, self.trunk = SetsDtype(jnp.float32), SetsDtype()
+        self.read = SetsDtype(jnp.float32)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.trunk(x)) @ self.read.kernel
+
+
+@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 33%")
+def test_a_dtype_that_setup_sets_and_a_module_that_is_only_read() -> None:
+    variables = variables_of(OfSetsDtype(), X)
+    for policy in (BF16, PolicyMap({"read": "float32"}, default=BF16)):
+        wrapped = jaxmp.wrap(OfSetsDtype(), policy)
+        assert counts(wrapped, variables, X) == {"bfloat16": 2, "float32": 1}
+    stored = jaxmp.wrap(OfSetsDtype(), PolicyMap({"read": "bfloat16"}, default=BF16))
+    params = jax.eval_shape(stored.init, jax.random.key(0), X)["params"]
+    dtypes = {name: str(param["kernel"].dtype) for name, param in params.items()}
+    assert dtypes == {"head": "float32", "trunk": "float32", "read": "bfloat16"}
+
+
 def test_norms_that_are_float32_do_not_make_the_rest_so() -> None:
     class Normed(nn.Module):
         @nn.compact

@@ -1,31 +1,84 @@
-"""Classes made from other classes, kept for as long as somebody uses them."""
+"""Subclasses with other methods, which are their class to all else: kept, named and pickled so."""
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import flax.linen as nn
 
-class MadeClasses:
-    """The class that `make(cls, *key)` makes: one per class and key, while it lives.
 
-    It keeps neither: a class that was defined in a function can be collected after it.
+def one_per_key(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make(cls, *key)`, which makes a class, called once per class and key while that lives.
+
+    Nothing is kept: a class that was defined in a function can be collected after it.
     """
+    made: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Hashable, Any]]
+    made = weakref.WeakKeyDictionary()
+    lock = threading.RLock()  # two threads get one class
 
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-        self._made: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[Hashable, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._lock = threading.RLock()  # two threads get one class
-
-    def __call__(self, cls: Any, *key: Hashable) -> Any:
-        """The class made from `cls`."""
-        with self._lock:
-            made = self._made.setdefault(cls, weakref.WeakValueDictionary())
-            found = made.get(key)
+    @functools.wraps(make)
+    def made_class(cls: Any, *key: Hashable) -> Any:
+        with lock:
+            of_class = made.setdefault(cls, weakref.WeakValueDictionary())
+            found = of_class.get(key)
             if found is None:
-                found = made[key] = self._make(cls, *key)
+                found = of_class[key] = make(cls, *key)
             return found
+
+    return made_class
+
+
+def public(cls: type) -> Iterator[str]:
+    """The names of a class that are called from outside, `__call__` included."""
+    return (name for name in dir(cls) if name == "__call__" or not name.startswith("_"))
+
+
+def subclass(made: tuple[Any, ...], members: dict[str, Any], **options: Any) -> Any:
+    """A subclass that to Flax, and to who prints it, is the class itself.
+
+    Args:
+      made: what it, and an instance of it, is pickled as: a function, and the class, the policy and
+        all else that this function makes the subclass from.
+      members: its methods.
+      options: of the class statement.
+    """
+    cls: Any = made[1]
+    meta: Any = type(cls)
+
+    @nn.nowrap
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        reduced = cls.__reduce_ex__(self, protocol)
+        if reduced[0] not in (copyreg.__newobj__, _new):  # type: ignore[attr-defined]
+            return reduced  # the author's own way
+        return _new, (made, *reduced[1][1:]), *reduced[2:]
+
+    members = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": reduce_ex,
+        "_jaxmp_made": made,
+        "_jaxmp_policy": made[2],
+        **members,
+    }
+    return _metaclass(meta)(cls.__name__, (cls,), members, **options)
+
+
+@functools.cache
+def _metaclass(meta: Any) -> Any:
+    """A metaclass whose classes pickle as what they were made from: their name is another's."""
+    pickled = type(meta.__name__, (meta,), {"__module__": meta.__module__})
+    copyreg.pickle(pickled, lambda cls: (cls._jaxmp_made[0], cls._jaxmp_made[1:]))
+    return pickled
+
+
+def _new(made: tuple[Any, ...], *args: Any) -> Any:
+    """A module without attributes, for them to be unpickled into."""
+    make, *key = made
+    cls = make(*key)
+    return cls.__new__(cls, *args)

@@ -6,14 +6,14 @@ of its own only where it tells a layer from its like, which needs a look at the 
 is none where it is the default of a field that it came from: of the layer, or, if most layers have
 it, of a module or configuration around it, whatever the field is called there.
 
-Nothing here knows Linen or NNX; they say which modules there are.
+Linen and NNX say which modules there are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -21,7 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmp.policy import Policy
+from jaxmp.policy import Policy, get_policy
+
+FLOAT32 = get_policy("float32")
 
 _NORMS = (
     *(nn.LayerNorm, nn.BatchNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm, nn.WeightNorm),
@@ -33,112 +35,100 @@ _LOOKUPS = (nn.Embed, nnx.Embed)
 # The fields that stand at their default, which is float32: their names, and how they say it.
 Standing = frozenset[tuple[str, type]]
 
+_NO_DTYPE = np.dtype("V")  # of what takes none, which is another than None
 
-@dataclasses.dataclass(slots=True)
-class Layer:
-    """A module that takes a `dtype`, as it stands in the tree of the wrapped one.
+
+class ModuleInfo:
+    """A module, as it stands in the tree of the wrapped one. A layer is one that takes a `dtype`.
 
     Attributes:
-      key: what tells it from the others.
       cls: its class.
-      dtype: its dtype.
-      around: the nearest module around it that takes a dtype; None for the outermost.
+      path: its path from the wrapped module; None if it lies outside of that.
+      around: the module that it is in; None for the wrapped one, whose dtype is what the policy
+        replaces. `layer_around` is the nearest layer around it.
+      policy: what the user's map has for it.
+      wrapped: whether it was wrapped by itself, or is inside a module that was.
+      called: whether a method of it was called. A `setup` alone, which may set its dtype, is none.
+      dtype: its dtype; `float32` and `low` say whether that is float32, or has 16 bits or fewer.
       default: whether it has the dtype that its class gives it anyway.
       by_default: whether its float32 may be the default of a field of a module around it.
-      root: whether it is the wrapped module, whose dtype is what the policy replaces.
-      weighs: whether it, or a module inside it, holds a weight of two or more dimensions.
+      handed: whether its dtype is the surrounding layer's, and says nothing of its own.
+      silent: whether it was given no dtype in a layer that is float32, which says nothing else.
+      standing: the `_standing_at_float32` of it and of the modules around it.
+      weighs: whether it, or a layer inside it, holds a weight of two or more dimensions.
     """
 
-    key: Hashable
-    cls: type
-    dtype: np.dtype[Any] | None
-    around: Layer | None
-    default: bool
-    by_default: bool
-    root: bool
-    weighs: bool = False
-
-    @property
-    def float32(self) -> bool:
-        """Whether its dtype is float32."""
-        return self.dtype == np.float32
-
-    @property
-    def low(self) -> bool:
-        """Whether its dtype is one of 16 bits, or fewer."""
-        dtype = self.dtype
-        return dtype is not None and dtype.itemsize <= 2 and jnp.issubdtype(dtype, jnp.floating)
-
-    @property
-    def handed(self) -> bool:
-        """Whether its dtype is the surrounding module's, and says nothing of its own."""
-        around = self.around
-        return around is not None and (self.float32, self.low) == (around.float32, around.low)
-
-    @property
-    def silent(self) -> bool:
-        """Whether it was given no dtype in a module that is float32, which says nothing else."""
-        around = self.around
-        return around is not None and around.float32 and not (self.float32 or self.low)
+    def __init__(
+        self,
+        module: Any,
+        path: tuple[str, ...] | None,
+        around: ModuleInfo | None,
+        policy: Policy | None = None,
+        *,
+        wrapped: bool = False,
+        called: bool = True,
+    ) -> None:
+        self.cls, self.path, self.around = type(module), path, around
+        self.policy, self.wrapped, self.called = policy, wrapped, called
+        self.dtype = dtype = _dtype_of(module) if called and not wrapped else _NO_DTYPE
+        self.is_layer = dtype != _NO_DTYPE
+        self.float32 = dtype == np.float32
+        floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        self.low = floating and np.dtype(dtype).itemsize <= 2
+        above: Standing = around.standing if around else frozenset()
+        self.default = self.is_layer and dtype == _default_of(module)
+        self.by_default = self.float32 and _by_default(module, above)
+        layer = around if around is None or around.is_layer else around.layer_around
+        self.layer_around: ModuleInfo | None = layer
+        self.handed = layer is not None and (self.float32, self.low) == (layer.float32, layer.low)
+        self.silent = layer is not None and layer.float32 and not (self.float32 or self.low)
+        self.standing: Standing = above if wrapped else above | _standing_at_float32(module)
+        self.weighs = False
 
     def hold(self, weights: Iterable[Any]) -> None:
         """Notes the weights that the module itself holds."""
         if issubclass(self.cls, _NORMS) or not any(np.ndim(w) > 1 for w in weights):
             return
-        layer: Layer | None = self
+        layer: ModuleInfo | None = self
         while layer is not None:
-            layer.weighs, layer = True, layer.around
+            layer.weighs, layer = True, layer.layer_around
+
+    def own_policy(self, distinct: Collection[ModuleInfo]) -> Policy | None:
+        """The policy that it brings: the user's, or float32 if its author's word is that."""
+        return self.policy or (FLOAT32 if self in distinct else None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class LayerVisit:
-    """A call of a module.
-
-    Attributes:
-      cls: its class.
-      around: the call that it is part of.
-      key: what tells the module from others.
-      layer: the module, if it takes a `dtype`.
-      policy: what the user's map has for it.
-      standing: the `standing_at_float32` of it and of the modules around it.
-      wrapped: whether it was wrapped by itself, or is inside a module that was.
-    """
-
-    cls: type
-    around: LayerVisit | None = None
-    key: Hashable = None
-    layer: Layer | None = None
-    policy: Policy | None = None
-    standing: Standing = frozenset()
-    wrapped: bool = False
+def _dtype_of(module: Any) -> np.dtype[Any] | None:
+    # A `__getattr__` of the author's is not asked: it is a method, whose calls come here as well.
+    # (Python 3.12's `getattr_static` would ask nobody, but keeps the class for ever.)
+    if not any("dtype" in vars(holder) for holder in (module, *type(module).__mro__)):
+        return _NO_DTYPE
+    return _dtype(getattr(module, "dtype", _NO_DTYPE))
 
 
-class LayerDtypes:
-    """What calls of one kind enter, known once such a call was traced.
-
-    Attributes:
-      visits: the last call of each module, by its path from the wrapped one.
-      layers: the layers, by key.
-      verdict: which of them have a word of their own; None before a trace has ended.
-    """
-
-    def __init__(self) -> None:
-        self.visits: dict[tuple[str, ...], LayerVisit] = {}
-        self.layers: dict[Hashable, Layer] = {}
-        self.verdict: LayerVerdict | None = None
+def _default_of(module: Any) -> np.dtype[Any] | None:
+    is_table = isinstance(module, nnx.Embed)  # which has its table's
+    usual = module.embedding.dtype if is_table else _defaults(module).get("dtype", _NO_DTYPE)
+    return _dtype(usual)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerVerdict:
-    """The keys of the layers that have a word of their own.
-
-    It is a part of the key of what JAX caches of a trace that layers were marked in.
-    """
-
-    distinct: frozenset[Hashable] = frozenset()
+def _dtype(value: Any) -> np.dtype[Any] | None:
+    """A dtype as it is said; it may be anything, of a module that is not Flax's."""
+    try:
+        return None if value is None else np.dtype(value)
+    except TypeError:
+        return _NO_DTYPE
 
 
-def standing_at_float32(module: Any) -> Standing:
+def _defaults(holder: Any) -> dict[str, Any]:
+    """The fields of a dataclass, or else what an object is made with: its defaults by name."""
+    if dataclasses.is_dataclass(holder):
+        return {field.name: field.default for field in dataclasses.fields(holder)}
+    parameters = inspect.signature(type(holder).__init__).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+def _standing_at_float32(module: Any) -> Standing:
     """The fields of a module that stand at float32 by default, its configurations' included.
 
     Those of a module that is no dataclass are the arguments it is made with. One that it does not
@@ -147,11 +137,7 @@ def standing_at_float32(module: Any) -> Standing:
     found = set()
     holders = [module]
     for holder in holders:
-        if dataclasses.is_dataclass(holder):
-            defaults = {f.name: f.default for f in dataclasses.fields(holder)}
-        else:
-            parameters = inspect.signature(type(holder).__init__).parameters
-            defaults = {name: parameter.default for name, parameter in parameters.items()}
+        defaults = _defaults(holder)
         kept = getattr(holder, "__dict__", None)
         if kept is None:  # slots
             kept = {name: getattr(holder, name, None) for name in defaults}
@@ -185,62 +171,13 @@ def _by_default(module: Any, standing: Standing) -> bool:
     it is no field that the layer has as well, which is handed to that: `param_dtype`.
     """
     kind = _spelling(module.dtype)
-    if dataclasses.is_dataclass(module):
-        own = {f.name for f in dataclasses.fields(module)}
-    else:
-        own = {*inspect.signature(type(module).__init__).parameters, *vars(module)}
-    own.discard("dtype")
-    return any(name not in own and kind in (said, np.dtype) for name, said in standing)
+    own = {*_defaults(module), *(() if dataclasses.is_dataclass(module) else vars(module))}
+    others = (said for name, said in standing if name == "dtype" or name not in own)
+    return any(kind in (said, np.dtype) for said in others)
 
 
-def layer_of(
-    module: Any,
-    default: Any,
-    around: Layer | None,
-    key: Hashable,
-    *,
-    root: bool,
-    standing: Standing,
-) -> Layer | None:
-    """The layer that a module is; None if it takes no `dtype` (`dtype=None` is one).
-
-    Args:
-      module: the module.
-      default: the dtype that its class gives it anyway.
-      around: the nearest layer around it.
-      key: what tells it from others.
-      root: whether it is the wrapped module.
-      standing: the `standing_at_float32` of all modules around it.
-    """
-    # A `__getattr__` of the author's is not asked: it is a method, whose calls come here as well.
-    # (Python 3.12's `getattr_static` would ask nobody, but keeps the class for ever.)
-    if not any("dtype" in vars(holder) for holder in (module, *type(module).__mro__)):
-        return None
-    try:
-        name = _name(module.dtype)
-    except (AttributeError, TypeError):
-        return None  # it may be anything, of a module that is not Flax's
-    try:
-        usual = _name(default)
-    except TypeError:
-        usual = np.dtype("V")  # none, which is another than None
-    return Layer(
-        key=key,
-        cls=type(module),
-        dtype=name,
-        around=around,
-        default=name == usual,
-        by_default=name == np.float32 and _by_default(module, standing),
-        root=root,
-    )
-
-
-def _name(dtype: Any) -> np.dtype[Any] | None:
-    return None if dtype is None else np.dtype(dtype)
-
-
-def distinguished(layers: Sequence[Layer]) -> frozenset[Hashable]:
-    """The keys of the layers whose float32 tells them from their like.
+def distinguished(modules: Iterable[ModuleInfo]) -> frozenset[ModuleInfo]:
+    """The layers whose float32 tells them from their like.
 
     A layer's like are, first, those of its class: if one of them has another dtype, none or that of
     a default, its float32 is meant. (That its own is a default is no word, unless others of the
@@ -252,29 +189,27 @@ def distinguished(layers: Sequence[Layer]) -> frozenset[Hashable]:
     hand their dtype to every layer but those.
 
     Args:
-      layers: all that there are.
+      modules: all that there are.
     """
-    candidates = [w for w in layers if w.float32 and not w.handed and not w.root]
+    layers = [w for w in modules if w.is_layer and w.around is not None]
+    candidates = [w for w in layers if w.float32 and not w.handed]
     if not candidates:
         return frozenset()
-    others = [w for w in layers if not (w.root or w.silent)]
+    others = [w for w in layers if not w.silent]
     # What a module inside has from the one around it is one word, and not one for each.
-    words = [w for w in others if w.weighs and not (w.handed and w.around and not w.around.root)]
+    words = [w for w in others if w.weighs and not (w.handed and w.layer_around in layers)]
     words = [w for w in words if not issubclass(w.cls, _LOOKUPS)]
     rule = 2 * sum(w.float32 for w in words) > len(words)
-    untold = {w.key for w in others if w.default or (w.by_default and rule) or not w.float32}
+    untold = {w for w in others if w.default or (w.by_default and rule) or not w.float32}
     found = set()
     for layer in candidates:
-        like = [w for w in others if w.key in untold and _alike(w.cls, layer.cls)]
+        like = [w for w in untold if _alike(w.cls, layer.cls)]
         is_exception = bool(like) or (layer.weighs and bool(words) and not rule)
         among_low = any(w.low for w in like)
-        if among_low or (layer.key not in untold and (is_exception or _in_low(layer))):
-            found.add(layer.key)
+        in_low = layer.layer_around is not None and layer.layer_around.low
+        if among_low or (layer not in untold and (is_exception or in_low)):
+            found.add(layer)
     return frozenset(found)
-
-
-def _in_low(layer: Layer) -> bool:
-    return layer.around is not None and layer.around.low
 
 
 def _alike(a: type, b: type) -> bool:

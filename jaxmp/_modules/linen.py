@@ -7,7 +7,6 @@ Its fields, variable tree and names are those of the module itself.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -21,8 +20,8 @@ from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_managed, key_counters, lifted_class, lifted_scopes
 from jaxmp._jaxprs.scopes import PARAMETER
 from jaxmp._jaxprs.trace import is_array
-from jaxmp._modules.classes import MadeClasses
-from jaxmp._modules.interceptor import Interceptor, kind_of_call
+from jaxmp._modules.classes import one_per_key, public, subclass
+from jaxmp._modules.interceptor import Entered, Interceptor, kind_of_call
 from jaxmp._modules.overrides import Overrides
 from jaxmp._quantize.calls import for_float32
 from jaxmp.policy import Policy, PolicyMap
@@ -32,8 +31,8 @@ from jaxmp.tree import cast_floating
 Method = Callable[..., Any]
 
 
-# What Flax sets on every class of modules.
-_OF_FLAX = frozenset(vars(type("Plain", (nn.Module,), {})))
+# What Flax, and `subclass`, set on every class of modules.
+_OF_FLAX = frozenset(vars(subclass((type, nn.Module, None), {})))
 
 
 def wrap_linen(module: nn.Module, policy: Policy | PolicyMap, params: tuple[str, ...]) -> nn.Module:
@@ -54,9 +53,12 @@ def wrap_linen(module: nn.Module, policy: Policy | PolicyMap, params: tuple[str,
     return wrapped
 
 
-def _make_wrapped(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]) -> Any:
+@one_per_key
+def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]) -> Any:
+    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
     overrides = Overrides(policy, params)
     methods = dict(_methods(cls))
+    entered_by = functools.lru_cache(maxsize=64)(lambda _: Entered())
 
     def call(fn: Method, *args: Any) -> Any:
         return fn(*args)
@@ -71,26 +73,14 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...])
 
     lifted = lifted_class(autocast, cls, methods)
     members: dict[str, Any] = {
-        name: _wrapped_method(method, vars(lifted)[name], overrides)
+        name: _wrapped_method(method, vars(lifted)[name], overrides, entered_by)
         for name, method in methods.items()
     }
-    # What this class was made from: it has another's name.
-    made = (*getattr(cls, "_jaxmp_made", (cls,)), (policy, params))
-    members |= {
-        "_jaxmp_made": made,
-        "_jaxmp_policy": policy,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        # Flax would make one of the fields; the author may have decorated his.
-        "__init__": cls.__init__,
-        "__reduce__": nn.nowrap(lambda self: (_unpickle, (made, _fields(self)))),
-        "apply": _by_name(cls, "apply"),
-        "init_with_output": _by_name(cls, "init_with_output"),
-        "init": _by_name(cls, "init"),
-        "lazy_init": _by_name(cls, "lazy_init"),
-    }
-    made_class = type(cls)(cls.__name__, (cls,), dict(members))
+    # Flax would make one of the fields; the author may have decorated his.
+    members["__init__"] = cls.__init__
+    # `init` and `lazy_init` call the second.
+    members |= {name: _by_name(cls, name) for name in ("apply", "init_with_output")}
+    made_class = subclass((_wrapped_class, cls, policy, params), members)
     for name in vars(made_class).keys() - members.keys() - _OF_FLAX:
         # What the author's metaclass or `__init_subclass__` says of a class, it has said of `cls`.
         if hasattr(cls, name):
@@ -98,35 +88,11 @@ def _make_wrapped(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...])
     return made_class
 
 
-_WRAPPED = MadeClasses(_make_wrapped)
-
-
-def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]) -> Any:
-    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
-    return _WRAPPED(cls, policy, params)
-
-
-def _fields(module: nn.Module) -> dict[str, Any]:
-    return {
-        f.name: getattr(module, f.name)
-        for f in dataclasses.fields(module)
-        if f.init and f.name != "parent"
-    }
-
-
-def _unpickle(made: tuple[Any, ...], fields: dict[str, Any]) -> Any:
-    cls, *keys = made
-    return functools.reduce(lambda cls, key: _wrapped_class(cls, *key), keys, cls)(
-        parent=None, **fields
-    )
-
-
 def _methods(cls: type) -> Iterator[tuple[str, Method]]:
     """The public methods that Flax manages: those of the author, without `setup` and `nowrap`."""
-    for name in dir(cls):
-        public = name == "__call__" or not name.startswith("_")
+    for name in public(cls):
         method: Any = getattr(cls, name, None)
-        if public and name != "setup" and is_managed(method):
+        if name != "setup" and is_managed(method):
             yield name, method
 
 
@@ -148,7 +114,9 @@ def _by_name(cls: type[nn.Module], name: str) -> Method:
     return entry
 
 
-def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Method:
+def _wrapped_method(
+    method: Method, lifted: Method, overrides: Overrides, entered_by: Callable[[Any], Entered]
+) -> Method:
 
     @functools.wraps(method)
     def wrapped_method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -159,28 +127,29 @@ def _wrapped_method(method: Method, lifted: Method, overrides: Overrides) -> Met
         as_written = init or (overrides.is_identity and not nested)
         if as_written and overrides.is_single and not overrides.stored:
             return method(self, *args, **kwargs)
-        seen = overrides.seen(kind_of_call(self, method, args, kwargs))
-        if nested and seen.verdict is None and not overrides.is_identity:
+        is_lifted = overrides.stored or overrides.others or not (nested or as_written)
+        kind = kind_of_call(self, method, args, kwargs)
+        entered = Entered() if kind is None else entered_by(kind)
+
+        def call(*, rehearses: bool) -> Any:
+            interceptor = Interceptor(overrides, tuple(self.path), entered, init, rehearses)
+            with nn.intercept_methods(interceptor), interceptor.marking():
+                if is_lifted or rehearses:
+                    out = lifted(self, interceptor, *args, **kwargs)
+                else:
+                    with region(overrides.default) if nested else contextlib.nullcontext():
+                        out = method(self, *args, **kwargs)
+            if not init or method.__name__ == "__call__":
+                found, structure = interceptor.found(self)
+                overrides.check(found, structure, whole=method.__name__ == "__call__")
+            return out
+
+        try:
+            unknown = entered.distinct is None and not overrides.is_identity
             # What is run here is part of another program already: it cannot be run again.
-            rehearsal = Interceptor(overrides, self.path, seen, rehearses=True)
-            done = contextlib.suppress(_SeenEnoughError)
-            with done, nn.intercept_methods(rehearsal), rehearsal.marking():
-                lifted(self, rehearsal, *args, **kwargs)
-        entering = Interceptor(overrides, self.path, seen, initializing=init)
-        with nn.intercept_methods(entering), entering.marking():
-            if overrides.stored or overrides.others or not (nested or as_written):
-                out = lifted(self, entering, *args, **kwargs)
-            elif nested:
-                with region(overrides.default):
-                    out = method(self, *args, **kwargs)
-            else:
-                out = method(self, *args, **kwargs)
-        if seen.verdict is None:
-            seen.verdict = entering.verdict
-        if not init or method.__name__ == "__call__":
-            found, structure = entering.found(self)
-            overrides.check(found, structure, whole=method.__name__ == "__call__")
-        return out
+            return call(rehearses=nested and unknown)
+        except _SeenEnoughError:
+            return call(rehearses=False)
 
     return wrapped_method
 
@@ -205,72 +174,62 @@ def _lift(fn: Method, planned: Method) -> Method:
         repack_fn: Method,
         variables: Any,
         rngs: Any,
-        entering: Interceptor,
+        interceptor: Interceptor,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        overrides = entering.overrides
+        overrides = interceptor.overrides
 
         def run(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-            scopes = scope_fn(_shown(variables, overrides), rngs)
-            out = fn(scopes, *args, **kwargs)
-            return out, repack_fn(scopes)
-
-        def attempt(variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
-            """`run`, to its end if the layers that it marked are those to be marked."""
+            """The call, to its end if the layers that it marked are those to be marked."""
             scopes = scope_fn(_shown(variables, overrides), rngs)
             # Flax's counters of random keys are shared with the scopes outside.
             counters = [(counter, dict(counter)) for counter in key_counters(scopes)]
             out = fn(scopes, *args, **kwargs)
-            if entering.learn() and not entering.rehearses:
-                return out, repack_fn(scopes)
-            for counter, before in counters:
-                counter.clear()
-                counter.update(before)
-            raise _SeenEnoughError
+            if interceptor.learn():
+                for counter, before in counters:
+                    counter.clear()
+                    counter.update(before)
+                raise _SeenEnoughError
+            return out, repack_fn(scopes)
 
-        if entering.initializing:
+        if interceptor.initializing:
             out, created = run(variables, rngs, args, kwargs)
-            entering.learn()
-            return out, _as_created(created, variables, entering)
-        if policy_in_force() is not None and not entering.rehearses:
-            known = _said(variables, overrides.others)
+            return out, _as_created(created, variables, interceptor)
+        if interceptor.learns:
+            out, changed = planned(run, variables, rngs, args, kwargs)
+            out = overrides.output(out)
+        else:
             with region(overrides.default):
-                out, changed = run(known, rngs, args, kwargs)
-            return out, _as_before(changed, variables, overrides)
-        traced = functools.partial(planned, attempt, variables, rngs, args, kwargs)
-        try:
-            out, changed = traced()
-        except _SeenEnoughError:
-            if entering.rehearses:
-                raise
-            with entering.marking():
-                out, changed = traced()
-        return overrides.output(out), _as_before(changed, variables, overrides)
+                out, changed = run(_said(variables, overrides.others), rngs, args, kwargs)
+        return out, _as_before(changed, variables, overrides)
 
     return lifted_scopes(inner)
+
+
+def _map_parameters(fn: Callable[[Any, Any], Any], params: Collection[str], variables: Any) -> Any:
+    """Variables with `fn(path, leaf)` of those that are parameters."""
+
+    def changed(path: Any, leaf: Any) -> Any:
+        return fn(path, leaf) if _is_param(path, params) else leaf
+
+    return jax.tree_util.tree_map_with_path(changed, variables, is_leaf=is_quantized)
 
 
 def _shown(variables: Any, overrides: Overrides) -> Any:
     """Variables as the module sees them: parameters stored in 16 bits are float32 to it."""
 
-    def show(path: Any, leaf: Any) -> Any:
-        stored = (
-            _is_param(path, overrides.params) and getattr(leaf, "dtype", None) in overrides.stored
-        )
+    def show(_: Any, leaf: Any) -> Any:
+        stored = getattr(leaf, "dtype", None) in overrides.stored
         return widen(leaf, leaf.dtype) if stored else leaf
 
-    return jax.tree_util.tree_map_with_path(show, for_float32(variables), is_leaf=is_quantized)
+    return _map_parameters(show, overrides.params, for_float32(variables))
 
 
+@jax.named_scope(PARAMETER)
 def _said(variables: Any, others: Collection[str]) -> Any:
     """Variables; those in `others` say to the program around that they are parameters."""
-
-    @jax.named_scope(PARAMETER)
-    def say(path: Any, leaf: Any) -> Any:
-        return jnp.squeeze(leaf[None], 0) if _is_param(path, others) else leaf
-
-    return jax.tree_util.tree_map_with_path(say, variables, is_leaf=is_quantized)
+    return _map_parameters(lambda _, leaf: jnp.squeeze(leaf[None], 0), others, variables)
 
 
 def _parameters(params: Collection[str], args: Any, kwargs: Any) -> list[bool]:
@@ -284,29 +243,26 @@ def _parameters(params: Collection[str], args: Any, kwargs: Any) -> list[bool]:
 
 def _as_before(changed: Any, variables: Any, overrides: Overrides) -> Any:
     """Changed variables in the dtypes they had."""
-    leaves = jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_quantized)
-    before = dict(leaves)
+    before = dict(jax.tree_util.tree_leaves_with_path(variables, is_leaf=is_quantized))
 
     def restore(path: Any, leaf: Any) -> Any:
         dtype = getattr(before.get(path), "dtype", None)
-        if not _is_param(path, overrides.params) or dtype is None or leaf.dtype == dtype:
+        if dtype is None or leaf.dtype == dtype:
             return leaf
         return leaf.for_dtype(dtype) if is_quantized(leaf) else leaf.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(restore, changed, is_leaf=is_quantized)
+    return _map_parameters(restore, overrides.params, changed)
 
 
-def _as_created(created: Any, variables: Any, entering: Interceptor) -> Any:
+def _as_created(created: Any, variables: Any, interceptor: Interceptor) -> Any:
     """New parameters in the dtype that the policy of their module stores them in."""
     before = dict(jax.tree_util.tree_leaves_with_path(variables))
 
     def store(path: Any, leaf: Any) -> Any:
-        if path in before or not _is_param(path, entering.overrides.params):
-            return leaf
-        policy = entering.policy_of(path)
+        policy = None if path in before else interceptor.policy_of(path)
         return leaf if policy is None else cast_floating(leaf, policy.param_dtype)
 
-    return jax.tree_util.tree_map_with_path(store, created)
+    return _map_parameters(store, interceptor.overrides.params, created)
 
 
 def _is_param(path: Any, params: Collection[str]) -> bool:

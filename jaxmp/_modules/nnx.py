@@ -7,7 +7,6 @@ trace; the modules of that copy that have a policy of their own are marked there
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,25 +16,14 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxmp._autocast.nnx_calls import (
-    lift,
-    map_arrays,
-    on_copies,
-    shown_as_float32,
-)
+from jaxmp._autocast.nnx_calls import lift, map_arrays, on_copies, shown_as_float32
 from jaxmp._autocast.parameters import of_variables
 from jaxmp._autocast.regions import policy_in_force, region
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
-from jaxmp._modules.classes import MadeClasses
-from jaxmp._modules.explicit_dtypes import (
-    Layer,
-    Standing,
-    distinguished,
-    layer_of,
-    standing_at_float32,
-)
-from jaxmp._modules.overrides import FLOAT32, Overrides
+from jaxmp._modules.classes import one_per_key, public, subclass
+from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
+from jaxmp._modules.overrides import Overrides
 from jaxmp.policy import Policy, PolicyMap
 
 Method = Callable[..., Any]
@@ -52,44 +40,66 @@ def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
     return wrapped
 
 
-def _make_wrapped(cls: Any, policy: Policy | PolicyMap) -> Any:
-    lifted = _Lifted(cls, policy)
+@one_per_key
+def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
+    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
+    calls = _Calls(cls, policy)
 
     def wrapped(name: str, method: Method) -> Method:
         @functools.wraps(method)
         def wrapped_method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-            return lifted.call(name, self, args, kwargs)
+            return calls[name](self, args, kwargs)
 
         return wrapped_method
 
-    def reduce_ex(self: nnx.Module, protocol: Any) -> Any:
-        reduced = cls.__reduce_ex__(self, protocol)
-        if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return _new, (cls, policy, *reduced[1][1:]), *reduced[2:]
-        if reduced[0] is _new:  # `cls` is a wrapped class itself
-            return _new, (cls, policy, *reduced[1][2:]), *reduced[2:]
-        return reduced  # the author's own way
-
     members = {name: wrapped(name, method) for name, method in _methods(cls)}
-    own: dict[str, Any] = {"_jaxmp_policy": policy, "__reduce_ex__": reduce_ex}
-    return _subclass(cls, policy, {**members, **own})
+    return subclass((_wrapped_class, cls, policy), members, pytree=is_registered(cls))
 
 
-_WRAPPED = MadeClasses(_make_wrapped)
+class _Calls(dict[str, Method]):
+    """The methods of a class under a policy, by name. Pickled as what they were made from."""
+
+    def __init__(self, cls: Any, policy: Policy | PolicyMap) -> None:
+        overrides = Overrides(policy)
+        super().__init__({name: _lifted(method, overrides) for name, method in _methods(cls)})
+        self._made_from = cls, policy
+
+    def __reduce__(self) -> Any:
+        return _Calls, self._made_from
 
 
-def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
-    """The subclass of `cls` that runs under a policy: one per class and policy, so they compare."""
-    return _WRAPPED(cls, policy)
+def _lifted(method: Method, overrides: Overrides) -> Method:
+    """A method under a policy, as a function of a wrapped module, its arguments and keywords."""
+
+    @functools.wraps(method)
+    def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
+        own = overrides.map.policy_at((), type(self))
+        entered = nullcontext() if own is None else region(own)
+        with shown_as_float32(self, overrides.stored), _marked(self, overrides), entered:
+            return method(self, *args, **kwargs)
+
+    def planned(fn: Method) -> Method:
+        return under_policy(fn, overrides.inner, of_variables, overrides.warn_of_kept)
+
+    # On a copy of this trace's own: others may be tracing the module as well.
+    in_region, in_program = on_copies(called), lift(planned, called)
+
+    @functools.wraps(method)
+    def call(self: nnx.Module, args: Any, kwargs: Any) -> Any:
+        if policy_in_force() is not None:
+            with region(overrides.default):
+                if overrides.stored or _marks(self, overrides):
+                    return in_region(self, args, kwargs)
+                return method(self, *args, **kwargs)
+        if overrides.is_identity:
+            return method(self, *args, **kwargs)
+        return map_arrays(overrides.output, in_program(self, args, kwargs))
+
+    return call
 
 
-def _new(cls: Any, policy: Policy | PolicyMap, *args: Any) -> Any:
-    """A module without attributes, for them to be unpickled into."""
-    wrapped = _wrapped_class(cls, policy)
-    return wrapped.__new__(wrapped, *args)
-
-
-def _make_marked(cls: Any, policy: Policy, scope: str | None) -> Any:
+@one_per_key
+def _marked_class(cls: Any, policy: Policy, scope: str | None) -> Any:
     """The subclass of a class whose methods enter the region of a policy.
 
     If that is the author's own word: in a named scope that says where, as Linen has for any module.
@@ -107,85 +117,19 @@ def _make_marked(cls: Any, policy: Policy, scope: str | None) -> Any:
 
         return marked_method
 
-    return _subclass(cls, policy, {name: marked(name, method) for name, method in _methods(cls)})
-
-
-_MARKED = MadeClasses(_make_marked)
-
-
-def _subclass(cls: Any, policy: Policy | PolicyMap, methods: dict[str, Method]) -> Any:
-    """A subclass that to Flax, and to who prints it, is `cls`."""
-    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    members |= {"__doc__": cls.__doc__, "_jaxmp_policy": policy, **methods}
-    meta: Any = type(cls)
-    return _metaclass(meta)(cls.__name__, (cls,), members, pytree=is_registered(cls))
-
-
-@functools.cache
-def _metaclass(meta: Any) -> Any:
-    """A metaclass whose classes pickle as what they were made from: their name is another's."""
-    pickled = type(meta.__name__, (meta,), {"__module__": meta.__module__})
-    copyreg.pickle(pickled, lambda cls: (_wrapped_class, (cls.__base__, cls._jaxmp_policy)))
-    return pickled
+    members = {name: marked(name, method) for name, method in _methods(cls)}
+    return subclass((_marked_class, cls, policy, scope), members, pytree=is_registered(cls))
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Method]]:
     """The public methods of the author: those that `nnx.Module` has are Flax's own."""
     flax = {name for base in nnx.Module.__mro__ for name in vars(base)}
-    for name in dir(cls):
-        public = name == "__call__" or not name.startswith("_")
+    for name in public(cls):
         method = inspect.getattr_static(cls, name)
         # Not only functions: `nnx.jit` makes a method an object that binds as one.
         binds = callable(method) and hasattr(type(method), "__get__")
-        if public and name not in flax and binds and not isinstance(method, _UNBOUND):
+        if name not in flax and binds and not isinstance(method, _UNBOUND):
             yield name, method
-
-
-class _Lifted:
-    """The methods of a class under a policy. Pickled as what they were made from."""
-
-    def __init__(self, cls: Any, policy: Policy | PolicyMap) -> None:
-        self.overrides = Overrides(policy)
-        self._made_from = cls, policy
-        self._methods = dict(_methods(cls))
-        self._called: dict[str, Method] = {}
-        self._under_policy: dict[str, Method] = {}
-        for name, method in self._methods.items():
-            called = self._called[name] = self._marking(method)
-            self._under_policy[name] = lift(self._planned, called)
-
-    def __reduce__(self) -> Any:
-        return _Lifted, self._made_from
-
-    def _planned(self, method: Method) -> Method:
-        overrides = self.overrides
-        return under_policy(method, overrides.inner, of_variables, overrides.warn_of_kept)
-
-    def call(self, name: str, module: nnx.Module, args: Any, kwargs: Any) -> Any:
-        """Calls a method of a wrapped module."""
-        overrides = self.overrides
-        if policy_in_force() is not None:
-            with region(overrides.default):
-                if not overrides.stored and not _marks(module, overrides):
-                    return self._methods[name](module, *args, **kwargs)
-                # On a copy of this trace's own: others may be tracing the module as well.
-                return on_copies(self._called[name])(module, args, kwargs)
-        if overrides.is_identity:
-            return self._methods[name](module, *args, **kwargs)
-        out = self._under_policy[name](module, args, kwargs)
-        return map_arrays(overrides.output, out)
-
-    def _marking(self, method: Method) -> Method:
-        overrides = self.overrides
-
-        @functools.wraps(method)
-        def called(self: nnx.Module, args: Any, kwargs: Any) -> Any:
-            own = overrides.policy_at((), type(self))
-            entered = nullcontext() if own is None else region(own)
-            with shown_as_float32(self, overrides.stored), _marked(self, overrides), entered:
-                return method(self, *args, **kwargs)
-
-        return called
 
 
 @contextmanager
@@ -196,7 +140,7 @@ def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
     """
     marks = [(inner, type(inner), *mark) for inner, *mark in _marks(module, overrides)]
     for inner, cls, policy, scope in marks:
-        object.__setattr__(inner, "__class__", _MARKED(cls, policy, scope))
+        object.__setattr__(inner, "__class__", _marked_class(cls, policy, scope))
     try:
         yield
     finally:
@@ -207,38 +151,24 @@ def _marked(module: nnx.Module, overrides: Overrides) -> Iterator[None]:
 def _marks(module: nnx.Module, overrides: Overrides) -> list[tuple[Any, Policy, str | None]]:
     """The modules inside with a policy of their own, and where that is their author's own word."""
     found = sorted(((_names(p), m) for p, m in nnx.iter_modules(module)), key=lambda f: f[0])
-    layers: dict[tuple[str, ...], Layer] = {}
-    standing: dict[tuple[str, ...], Standing] = {}
+    infos: dict[tuple[str, ...], ModuleInfo] = {}
     for path, inner in found:  # parents come first
-        above = [path[:i] for i in range(len(path) - 1, -1, -1)]
-        around = next((layers[p] for p in above if p in layers), None)
-        given: Standing = next((standing[p] for p in above if p in standing), frozenset())
-        standing[path] = given | standing_at_float32(inner)
-        default = _default_dtype(inner)
-        layer = layer_of(inner, default, around, path, root=not path, standing=given)
-        if layer is not None:
+        above = (path[:i] for i in range(len(path) - 1, -1, -1))
+        around = next((infos[p] for p in above if p in infos), None)
+        # The wrapped module has none: its method is being called, and its dtype overruled.
+        policy = overrides.map.policy_at(path, type(inner)) if path else None
+        info = infos[path] = ModuleInfo(inner, path, around, policy)
+        if info.is_layer:
             values = [v for v in vars(inner).values() if isinstance(v, nnx.Variable)]
-            layer.hold(v.get_raw_value() for v in values)
-            layers[path] = layer
-    overrides.warn_of_other_dtypes(layers)
-    own = distinguished([*layers.values()])
+            info.hold(v.get_raw_value() for v in values)
+    overrides.warn_of_other_dtypes(infos.values())
+    distinct = distinguished(infos.values())
     marks: list[tuple[Any, Policy, str | None]] = []
     for path, inner in found:
-        # The wrapped module is none of them: its method is being called, and its dtype overruled.
-        policy = overrides.policy_at(path, type(inner)) if path else None
+        policy = infos[path].own_policy(distinct)
         if policy is not None:
-            marks.append((inner, policy, None))
-        elif path in own:
-            marks.append((inner, FLOAT32, "/".join(path)))
+            marks.append((inner, policy, None if infos[path].policy else "/".join(path)))
     return marks
-
-
-def _default_dtype(module: nnx.Module) -> Any:
-    """The `dtype` that a module has if it is given none."""
-    if isinstance(module, nnx.Embed):
-        return module.embedding.dtype
-    parameter = inspect.signature(type(module).__init__).parameters.get("dtype")
-    return inspect.Parameter.empty if parameter is None else parameter.default
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +20,8 @@ from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.rules import governed
 from jaxmp._autocast.transform import is_identity
 from jaxmp._jaxprs.source import level_of_user
-from jaxmp._modules.explicit_dtypes import Layer, LayerDtypes
-from jaxmp.policy import Policy, PolicyMap, get_policy, key_matches
-
-FLOAT32 = get_policy("float32")
+from jaxmp._modules.explicit_dtypes import ModuleInfo
+from jaxmp.policy import Policy, PolicyMap, key_matches
 
 # The share of the contractions' FLOPs above which layers that stay float32 are warned about: the
 # least at which a model is noticeably slower for it.
@@ -38,6 +35,7 @@ class Overrides:
     """A policy, or map of them, as it applies to the modules inside the wrapped one.
 
     Attributes:
+      map: the user's map, which goes before the author's own word; `is_single` if it is empty.
       params: the collections of variables that are parameters (Linen's), and `others` those but
         "params", which all programs know.
       default: the policy of what has none of its own.
@@ -50,67 +48,60 @@ class Overrides:
 
     def __init__(self, policy: Policy | PolicyMap, params: tuple[str, ...] = ("params",)) -> None:
         self.params, self.others = params, frozenset(params) - {"params"}
-        self._map = policy if isinstance(policy, PolicyMap) else PolicyMap({}, default=policy)
-        keys = frozenset(key for key, _ in self._map.overrides)
+        self.map = policy if isinstance(policy, PolicyMap) else PolicyMap({}, default=policy)
+        self.is_single = not self.map.overrides
+        keys = frozenset(key for key, _ in self.map.overrides)
         self._unmatched: dict[Hashable, frozenset[str | type]] = defaultdict(lambda: keys)
-        self._seen = functools.lru_cache(maxsize=64)(lambda _: LayerDtypes())
         self._warned: set[frozenset[str]] = set()
-        self.default: Policy = self._map.default
+        self.default: Policy = self.map.default
         self.wide = governed(self.default)
         self.inner = dataclasses.replace(
             self.default, param_dtype=self.wide, output_dtype=self.wide
         )
-        policies = [self.default, *(policy for _, policy in self._map.overrides)]
+        policies = [self.default, *(policy for _, policy in self.map.overrides)]
         stored = {np.dtype(policy.param_dtype) for policy in policies}
         self.stored = frozenset(dtype for dtype in stored if dtype.itemsize == 2)
         self._computed = {np.dtype(policy.compute_dtype) for policy in policies}
         self.is_identity = all(map(is_identity, policies))
 
-    @property
-    def is_single(self) -> bool:
-        """Whether there is one policy for all."""
-        return not self._map.overrides
-
-    def seen(self, kind: Hashable) -> LayerDtypes:
-        """What is known of the layers that calls of a kind enter; None is a kind of its own."""
-        return LayerDtypes() if kind is None else self._seen(kind)
-
     def warn_of_kept(self, plan: Plan) -> None:
         """Warns, once, where the layers' own float32 is much of what a plan multiplies."""
         kept, total = kept_by_layers(plan)
         share = kept.total() / (total or 1)
-        paths = frozenset(kept)
-        if share <= MUCH or paths in self._warned:
+        if share <= MUCH:
             return
-        self._warned.add(paths)
         policy = str(self.default)
-        shown = [path for path, _ in kept.most_common(5)]
         remedy = (
             f"jaxmp.wrap(model, jaxmp.PolicyMap({{'**': {policy!r}}}, default={policy!r}))"
             if self.is_single
             else f"their paths in the PolicyMap, before others, with {policy!r}"
         )
-        warnings.warn(
-            f"wrap: {len(paths)} layer{'s' * (len(paths) > 1)} with {share:.0%} of the "
+        self._warn(
+            [path for path, _ in kept.most_common()],
+            f"wrap: {len(kept)} layer{'s' * (len(kept) > 1)} with {share:.0%} of the "
             "contractions' FLOPs stay float32, because they were given dtype=float32 and others of "
-            f"their like were not: {', '.join(shown)}{', …' if len(paths) > len(shown) else ''}. "
+            "their like were not",
             f"To overrule that: {remedy}.",
-            stacklevel=level_of_user(),
         )
 
-    def warn_of_other_dtypes(self, layers: Mapping[tuple[str, ...], Layer]) -> None:
+    def warn_of_other_dtypes(self, modules: Iterable[ModuleInfo]) -> None:
         """Warns, once, where most layers were given 16 bits which no policy computes in."""
-        weighed = {"/".join(p) or w.cls.__name__: w for p, w in layers.items() if w.weighs}
-        paths = [p for p, w in weighed.items() if w.low and w.dtype not in self._computed]
-        if 2 * len(paths) <= len(weighed) or frozenset(paths) in self._warned:
-            return
-        self._warned.add(frozenset(paths))
-        warnings.warn(
-            f"wrap: modules that were given dtype={weighed[paths[0]].dtype} compute in it, "
-            f"under the policy {str(self.default)!r} as well: {', '.join(paths[:5])}"
-            f"{', …' if len(paths) > 5 else ''}. Leave the dtype out for the policy to set it.",
-            stacklevel=level_of_user(),
-        )
+        layers = [m for m in modules if m.is_layer and m.weighs and m.path is not None]
+        others = [m for m in layers if m.low and m.dtype not in self._computed]
+        if 2 * len(others) > len(layers):
+            self._warn(
+                ["/".join(m.path or ()) or m.cls.__name__ for m in others],
+                f"wrap: modules that were given dtype={others[0].dtype} compute in it, "
+                f"under the policy {str(self.default)!r} as well",
+                "Leave the dtype out for the policy to set it.",
+            )
+
+    def _warn(self, paths: list[str], fact: str, remedy: str) -> None:
+        """Warns, once of the same layers."""
+        if frozenset(paths) not in self._warned:
+            self._warned.add(frozenset(paths))
+            shown = ", ".join(paths[:5]) + ", …" * (len(paths) > 5)
+            warnings.warn(f"{fact}: {shown}. {remedy}", stacklevel=level_of_user())
 
     def output(self, out: Any) -> Any:
         """What the wrapped module returns: its wide arrays in the output dtype."""
@@ -120,21 +111,6 @@ class Overrides:
         return jax.tree.map(
             lambda x: x.astype(dtype) if getattr(x, "dtype", None) == self.wide else x, out
         )
-
-    def policy_at(
-        self,
-        path: Sequence[str] | None,
-        module_class: type,
-    ) -> Policy | None:
-        """The policy that the user's map has for a module, or None.
-
-        It goes before the author's own word, which `words` finds.
-
-        Args:
-          path: its path from the wrapped module; None if it lies outside of that.
-          module_class: its class.
-        """
-        return self._map.policy_at(path, module_class) if path is not None else None
 
     def check(self, modules: Iterable[Found], structure: Hashable = None, *, whole: bool) -> None:
         """Raises if a key has never matched any module.
@@ -155,7 +131,7 @@ class Overrides:
             for key in self._unmatched[structure]
             if not any(key_matches(key, path, cls) for path, cls in found)
         )
-        for key, _ in self._map.overrides:
+        for key, _ in self.map.overrides:
             if key in unmatched and (whole or isinstance(key, str)):
                 raise ValueError(_unmatched(key, found))
 

@@ -32,8 +32,9 @@ from jaxmp._numerics.readout import read_out
 from jaxmp._numerics.record import Record, entries
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site, SurveyedProgram, matches, survey
+from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import static_loss_scale
-from jaxmp._training.scaled_grad import value_and_grad
+from jaxmp._training.opt_state import find_scaler
 from jaxmp.policy import PolicyLike, get_policy, single_policy
 
 
@@ -231,9 +232,9 @@ def prepare(
         scaler = optax.identity()
         if loss_scale != 1:
             scaler = static_loss_scale(scaler, loss_scale)
-        state = scaler.init(jnp.zeros(()))
+        state = find_scaler("capture", scaler.init(jnp.zeros(())))
         program = _seeded(program, has_aux=bool(has_aux))
-        program = value_and_grad(program, state, argnums=argnums, has_aux=bool(has_aux))
+        program = scaled_value_and_grad("capture", program, state, argnums, bool(has_aux))
     elif loss_scale != 1:
         raise ValueError(
             f"capture: loss_scale={loss_scale} scales a loss, but the function is not "

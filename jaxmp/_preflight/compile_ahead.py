@@ -22,10 +22,10 @@ from jaxmp._jaxprs import dataflow
 from jaxmp._jaxprs.compat import closed
 from jaxmp._jaxprs.trace import flatten_call, is_array
 from jaxmp._preflight import aot_worker
-from jaxmp._preflight.batch_search import sharding_of
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Mesh
 from jaxmp._preflight.report import Preflight
+from jaxmp._preflight.size_search import sharding_of
 from jaxmp._speed import chip_of
 from jaxmp.devices import kind_of
 

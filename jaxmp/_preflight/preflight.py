@@ -19,9 +19,9 @@ from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.parameters import read_argnums
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import autocast
-from jaxmp._preflight.batch_search import Attempt, batch_of, search_batch, with_batch
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
+from jaxmp._preflight.size_search import Attempt, Axis, axis_of, search
 from jaxmp._speed import chip_named, warning
 from jaxmp.policy import Policy, PolicyLike, single_policy
 from jaxmp.policy_fields import FUSED
@@ -43,6 +43,7 @@ def preflight(
     target: str = "tpu-v5e",
     donate_argnums: int | Sequence[int] = (),
     max_batch: bool = False,
+    max_length: bool = False,
     batch_argnums: int | Sequence[int] = -1,
     progress: Callable[[str], None] | None = None,
 ) -> Callable[..., PreflightReport]:
@@ -63,8 +64,9 @@ def preflight(
       donate_argnums: the positional arguments that the step gives away, such as the train state.
       max_batch: whether to look for the largest batch that fits too, per policy: a handful more
         compilations, each of the function traced at another batch size.
-      batch_argnums: for `max_batch`: the positional arguments that hold the batch, all of whose
-        arrays have it as their leading axis; by default the last.
+      max_length: whether to look for the longest sequence that fits, likewise.
+      batch_argnums: the positional arguments that hold the batch, all of whose arrays have it as
+        their leading axis, and the length as their second, if they have one; by default the last.
       progress: is called with a line of text before each program is traced and compiled, which
         takes from seconds to minutes: `print`, for example. By default nothing is said.
 
@@ -77,7 +79,7 @@ def preflight(
     Raises:
       ValueError: if the target or a policy is unknown; at a call, if there is no argument of a
         number in `donate_argnums` or `batch_argnums`, shardings do not fit the target, the arrays
-        of `batch_argnums` differ in their leading axis, or a size is one that `jax.export` left
+        of `batch_argnums` differ in what is looked for, or a size is one that `jax.export` left
         open.
       TypeError: if `fn` is not callable, or is a Flax Linen module.
       CompilerMissingError: (an ImportError) if the compiler is not installed.
@@ -108,13 +110,14 @@ def preflight(
                 f"preflight: donate_argnums={donated}, but the function has {len(args)} arguments "
                 "here."
             )
-        start = batch_of(args, batch) if max_batch else (0, 0)
+        asked = [i for i, flag in enumerate((max_batch, max_length)) if flag]
+        from_end = tuple(i - len(args) * (i >= 0) for i in batch)
+        axes = [axis_of(args, from_end, number) for number in asked]
         method, modules = with_module(fn)
         call = _Call(
             (*modules, *args),
             tuple(i % len(args) - len(args) for i in donated),
-            tuple(i % len(args) - len(args) for i in batch if max_batch),
-            *start,
+            axes,
         )
         _check_compiler(resolved)
         for _, single in named:
@@ -131,16 +134,12 @@ class _Call(NamedTuple):
     Attributes:
       args: its arguments.
       donated: those that it gives away, counted from the end: an NNX module is the first.
-      batch: those that hold the batch, likewise; empty where no other batch is tried.
-      start: the size of the batch.
-      unit: what sizes are multiples of.
+      axes: the batch, or the length, of which other sizes are tried.
     """
 
     args: tuple[Any, ...]
     donated: tuple[int, ...]
-    batch: tuple[int, ...]
-    start: int
-    unit: int
+    axes: Sequence[Axis]
 
 
 def _report(
@@ -155,14 +154,16 @@ def _report(
     programs = [fn if policy is None else autocast(fn, policy, argnums) for _, policy in named]
     labels = [label for label, _ in named]
 
-    def probe(program: Callable[..., Any], first: Preflight, size: int) -> Attempt:
-        if size == call.start:
+    def probe(program: Callable[..., Any], first: Preflight, axis: Axis, size: int) -> Attempt:
+        if size == axis.size:
             return Attempt(first.excess_bytes(target), first.error)
-        resized, label = with_batch(call.args, call.batch, size), f"{first.policy}, batch {size}"
+        resized, label = axis.resized(call.args, size), f"{first.policy}, {axis.name} {size}"
         try:
             [result] = compile_ahead(target, [program], resized, call.donated, [label], progress)
         except Exception as error:
-            error.add_note(f"preflight (max_batch) called the function with a batch of {size}.")
+            error.add_note(
+                f"preflight ({axis.option}) called the function with a {axis.name} of {size}."
+            )
             raise
         return Attempt(result.excess_bytes(target), result.error)
 
@@ -172,9 +173,11 @@ def _report(
         recipe = policy.matmul if policy is not None else None
         warned = warning(recipe, chip_named(target.name)) if isinstance(recipe, Recipe) else ""
         result = dataclasses.replace(results[i], policy=label, requested=requested, warned=warned)
-        if call.batch:
-            found = search_batch(functools.partial(probe, program, result), call.start, call.unit)
-            result = dataclasses.replace(result, batches=found)
+        found = {
+            axis.name: search(functools.partial(probe, program, result, axis), axis.size, axis.unit)
+            for axis in call.axes
+        }
+        result = dataclasses.replace(result, largest=found)
         results[i] = result
     return PreflightReport(target, tuple(results))
 

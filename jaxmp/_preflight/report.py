@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxmp._audit.target import Target
-from jaxmp._preflight.batch_search import Batches
 from jaxmp._preflight.hlo import HloProgram, Multiplied
 from jaxmp._preflight.hlo_collectives import Collective
+from jaxmp._preflight.size_search import Largest
 
 AS_WRITTEN = "as written"
 # More lines of 8-bit products than these are not printed.
@@ -40,7 +40,7 @@ class Preflight:
       bytes_accessed: memory traffic, where the compiler says (TPU). A loop's body counts once.
       program: what the optimized program does.
       requested: contractions' FLOPs by dtype in the program before it was compiled.
-      batches: what `max_batch` found.
+      largest: what `max_batch` found, by "batch", and `max_length`, by "length".
       warned: what to warn of the policy's recipe on the target: that its 8-bit products are
         emulated, or no faster.
     """
@@ -57,7 +57,7 @@ class Preflight:
     bytes_accessed: float | None = None
     program: HloProgram | None = None
     requested: dict[str, float] = dataclasses.field(default_factory=dict)
-    batches: Batches | None = None
+    largest: dict[str, Largest] = dataclasses.field(default_factory=dict)
     warned: str = ""
 
     @property
@@ -160,8 +160,8 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     yield size("  temporaries", "temporary_bytes")
     yield size("  code", "code_bytes")
     yield "fits", ["-" if r.error else "yes" if report.fits(r.policy) else "NO" for r in results]
-    if any(r.batches for r in results):
-        yield "largest batch", [str(r.batches or "-") for r in results]
+    for name in results[0].largest:
+        yield f"largest {name}", [str(r.largest[name]) for r in results]
     if any(r.bytes_accessed for r in results):
         traffic = [r.bytes_accessed for r in results]
         yield "traffic", [f"{size / 1e9:.2f} GB" if size else "-" for size in traffic]

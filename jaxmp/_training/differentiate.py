@@ -19,7 +19,7 @@ from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite, wide
 from jaxmp._training.policies_checked import policies_checked
 from jaxmp._training.scale_rule import IDENTITY, LossScaleState
 
-__all__ = ["scaled", "scaled_value_and_grad", "unscaled"]
+__all__ = ["checked_value_and_grad", "scaled", "scaled_value_and_grad", "unscaled"]
 
 
 def scaled_value_and_grad(
@@ -51,6 +51,7 @@ def scaled_value_and_grad(
             )
         return scaled(name, out[0] if has_aux else out, state), out
 
+    @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # As far as they are there: JAX refuses the others.
         chosen = {i: args[i] for i in positions if -len(args) <= i < len(args)}
@@ -63,6 +64,19 @@ def scaled_value_and_grad(
             return jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
         (_, out), grads = jax.value_and_grad(scaled_fun, argnums, has_aux=True)(*args, **kwargs)
         return out, unscaled(grads, state)
+
+    return value_and_grad_fun
+
+
+def checked_value_and_grad(
+    name: str,
+    fun: Callable[..., Any],
+    state: LossScaleState,
+    argnums: Any,
+    has_aux: bool,  # noqa: FBT001
+) -> Callable[..., tuple[Any, Any]]:
+    """As `scaled_value_and_grad`, which warns if policies and scaler do not go together."""
+    value_and_grad_fun = scaled_value_and_grad(name, fun, state, argnums, has_aux)
 
     @functools.wraps(fun)
     def checked(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

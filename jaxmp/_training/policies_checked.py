@@ -1,4 +1,4 @@
-"""Whether the policies of a loss and the scaler of its optimizer go together."""
+"""Whether a loss that is traced under float16 has a loss scale."""
 
 from __future__ import annotations
 
@@ -22,32 +22,25 @@ def float16_in(policies: Iterable[Policy]) -> Policy | None:
 
 @contextmanager
 def policies_checked(name: str, *, has_scaler: bool) -> Iterator[None]:
-    """Warns if what is traced meanwhile needs a scaler that is not there, or the other way round.
+    """Warns if something is traced under float16 meanwhile, and there is no scaler.
+
+    A scaler without float16 is used on purpose: it skips the steps that are not finite.
 
     Args:
       name: the function that speaks in the message.
       has_scaler: whether the optimizer's state has a loss scale.
 
     Warns:
-      UserWarning: if a policy has float16 in it, and there is no scaler; or if there is one, and
-        policies, none of which has float16 in it. Policies of what `jax.jit` has traced before are
-        not known.
+      UserWarning: if a policy has float16 in it, and there is no scaler. Policies of what `jax.jit`
+        has traced before are not known.
     """
     with policies_traced() as policies:
         yield
-    scaled = float16_in(policies)
-    if scaled is not None and not has_scaler:
-        said = (
-            f"the loss computes under {str(scaled)!r}, and the optimizer has no loss scale: "
-            "gradients that are too small for float16 become 0. Make the optimizer "
-            "jaxmp.dynamic_loss_scale(tx), or both by jaxmp.prepare(model, tx, policy)."
+    if not has_scaler and (policy := float16_in(policies)) is not None:
+        warnings.warn(
+            f"{name}: the loss computes under {str(policy)!r}, and the optimizer has no loss "
+            "scale: gradients that are too small for float16 become 0. Make the optimizer "
+            "jaxmp.dynamic_loss_scale(tx), or both by jaxmp.prepare(model, tx, policy).",
+            UserWarning,
+            stacklevel=4,
         )
-    elif policies and scaled is None and has_scaler:
-        said = (
-            f"the optimizer has a loss scale, and the loss computes under {str(policies[0])!r}, "
-            "which has no float16 in it and needs none. Make the optimizer "
-            "jaxmp.loss_scale_for(policy, tx), or both by jaxmp.prepare(model, tx, policy)."
-        )
-    else:
-        return
-    warnings.warn(f"{name}: {said}", UserWarning, stacklevel=4)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._training.checks import check_count
-from jaxmp._training.differentiate import scaled, scaled_value_and_grad, unscaled
+from jaxmp._training.differentiate import checked_value_and_grad, scaled, unscaled
 from jaxmp._training.opt_state import find_scaler
 from jaxmp._training.replicas_equal import copies_in
 
@@ -259,4 +259,4 @@ def value_and_grad(
       (Array(6., dtype=float32), {'w': Array([1., 1.], dtype=float32)})
     """
     state = find_scaler("value_and_grad", opt_state)
-    return scaled_value_and_grad("value_and_grad", fun, state, argnums, has_aux)
+    return checked_value_and_grad("value_and_grad", fun, state, argnums, has_aux)
