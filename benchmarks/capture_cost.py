@@ -63,7 +63,7 @@ def main() -> None:
         start = time.perf_counter()
         run = prepared.run()
         compiled = first, time.perf_counter() - start
-        step = prepared.compiled(prepared.traced())
+        step = prepared.compiled(prepared.step())
         pairs = [(seconds(plain, params, tokens), seconds(step, *arrays)) for _ in range(args.runs)]
         once, measured = (statistics.median(times) for times in zip(*pairs, strict=True))
         print(

@@ -269,8 +269,8 @@ def test_what_is_returned_is_measured_as_what_is_too_large_to_return() -> None:
     small, large = (
         prepare(fn, "mixed_float16", (flag, x), grad=False, limit=limit) for limit in (2**30, 2**15)
     )
-    assert not any(name.endswith("spread") for name in small.traced().out_info[1])
-    assert any(name.endswith("spread") for name in large.traced().out_info[1])
+    assert not any(name.endswith("spread") for name in small.step().out_info[1])
+    assert any(name.endswith("spread") for name in large.step().out_info[1])
     runs = [
         {name: dataclasses.asdict(m.statistics) for name, m in prepared.run().sites.items()}
         for prepared in (small, large)

@@ -16,7 +16,7 @@ import optax
 
 from jaxmp._autocast import autocast
 from jaxmp._autocast.nnx_calls import on_a_clone
-from jaxmp._autocast.regions import check_callable, policies_traced
+from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.trace import Traced, is_array, trace
 from jaxmp._numerics.arguments import (
@@ -125,7 +125,7 @@ class Prepared:
 
     def run(self, progress: Callable[[str], Any] | None = None) -> Capture:
         """Runs it."""
-        step = self.traced()
+        step = self.step()
         measured = step.out_info[1]
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(measured))
         said = f"{len(self.program.sites)} sites, {size / 2**20:.1f} MiB of measurements"
@@ -153,7 +153,7 @@ class Prepared:
             _unmeasured=self.results,
         )
 
-    def traced(self) -> Any:
+    def step(self) -> Any:
         """What runs, traced: it gives the program's results, and what `read_out` reads."""
         probe = Probe(
             whole=self.measured.__contains__,
@@ -274,8 +274,7 @@ def _seeded(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def seeded(*args: Any) -> Any:
-        with policies_traced():  # no optimizer is there to be warned of
-            out = fn(*args)
+        out = fn(*args)
         return (seed(out[0]), out[1]) if has_aux else seed(out)
 
     return seeded
