@@ -206,3 +206,8 @@ def _with_parameters(
         return made((0,) if first in _PARAMETERS or not named else named)(*args, **kwargs)
 
     return functools.wraps(fn)(call)
+
+
+def one_line(report: Any) -> str:
+    """What a report prints, without the breaks in its lines."""
+    return " ".join(str(report).split())

@@ -19,6 +19,8 @@ import jaxmp
 from jaxmp import numerics
 from jaxmp.numerics import Fault, NumericsReport
 
+from support import one_line
+
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (8, 16))
 
@@ -340,7 +342,7 @@ def halved_outside(w: jax.Array, x: jax.Array) -> jax.Array:
 def test_what_is_converted_is_named_with_its_line_and_what_no_loss_scale_mends() -> None:
     said: list[str] = []
     report = jaxmp.diagnose(halved_outside, None, progress=said.append)(jnp.eye(16), X)
-    assert [text.partition(":")[0] for text in said] == ["capture", "diagnose"]
+    assert [text.partition(":")[0] for text in said] == ["diagnose", "capture", "diagnose"]
     made, cast = line(halved_outside, "1e5"), line(halved_outside, "h.astype")
     fault = str(report.first)
     assert fault.startswith(f"convert_element_type of mul (float32 at {made}) (float16, forward)")
@@ -359,6 +361,28 @@ def test_it_says_with_which_loss_scale_to_begin() -> None:
     assert "\nloss scale    1; none is needed" in str(low)
 
 
+def test_a_report_on_many_layers_fits_a_screen() -> None:
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        for i, w in enumerate(params):
+            with jax.named_scope(f"block_{i}"):
+                x = jnp.tanh(x @ w)
+                beyond = jnp.isinf((x * 1e9).astype(jnp.float16))
+                x = jnp.where(beyond, x, 0) + (x * 1e-9).astype(jnp.float16)
+        return jnp.sum(x)
+
+    report = jaxmp.diagnose(loss_fn, None)([jnp.eye(16)] * 12, X)
+    lines = str(report).splitlines()
+    assert lines[0].startswith("not finite ")
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 120
+    assert re.search(
+        r"contained convert_.* in block_\* at .* overflow: .* ×12 would leave", one_line(report)
+    )
+    compared = str(report.run.compare(report.wide)).splitlines()
+    assert len(compared) <= 40
+    assert max(map(len, compared)) <= 120
+
+
 def test_what_no_loss_scale_keeps_is_named() -> None:
     def loss_fn(params, x):
         return jnp.sum(x @ params["a"] * 1e-9) + jnp.sum(x @ params["b"] * 1e4)
@@ -368,7 +392,7 @@ def test_what_no_loss_scale_keeps_is_named() -> None:
     assert report.smallest_loss_scale > report.largest_loss_scale == report.init_scale == 4.0
     at = line(loss_fn, '"a"')
     lost = rf"100% of the norm of \w+ \(float16, backward\) in {at}: keep it in float32, or in bf"
-    assert re.search(rf"init_scale=2\*\*2, finite up to 2\*\*2: .* and {lost}", str(report))
+    assert re.search(rf"init_scale=2\*\*2, finite up to 2\*\*2: .* and {lost}", one_line(report))
     report = jaxmp.diagnose(lambda p, x: 1e6 * loss_fn(p, x), "mixed_float16")(params, X)
     assert report.init_scale is None
     assert "loss scale    1; none: gradients overflow at 1 already: " in str(report)

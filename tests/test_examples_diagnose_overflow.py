@@ -22,7 +22,8 @@ def blocks() -> str:
 def test_the_overflow_is_found_compared_and_mended(tmp_path):
     result = run_example("diagnose_overflow.py", folder=tmp_path)
     assert result.returncode == 0, result.stderr
-    half, beside, mended = re.split(r"^float16.*\n-+\n", result.stdout, flags=re.MULTILINE)[1:]
+    unwrapped = re.sub(r"\n {16}", " ", result.stdout)
+    half, beside, mended = re.split(r"^float16.*\n-+\n", unwrapped, flags=re.MULTILINE)[1:]
     where = r"integer_pow \(float16, forward\) in Sounds/power at diagnose_overflow\.py:\d+"
     overflow = r"overflow: \S+ in float32, beyond 65504, in \S+ of its values"
     assert re.search(rf"^not finite +{where}: {overflow}$", half, re.MULTILINE)

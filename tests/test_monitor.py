@@ -577,7 +577,7 @@ def test_arguments():
         monitor(optax.adam(0.1), every=1.5)
     with pytest.raises(TypeError, match="monitor: every must be an integer; got True"):
         monitor(optax.adam(0.1), every=True)
-    with pytest.raises(ValueError, match=r"monitor: every must be at least 1 .* got 0"):
+    with pytest.raises(ValueError, match="monitor: every must be at least 1; got 0"):
         monitor(optax.adam(0.1), every=0)
     with pytest.raises(TypeError, match="monitor: inner must be an optax transformation"):
         monitor(optax.adam)

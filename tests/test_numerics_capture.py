@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -25,11 +27,23 @@ W = jax.random.normal(KEYS[1], (16, 16)) / 4
 
 
 def measured(x: Any, twin: Any = None) -> Statistics:
-    """The statistics of one array."""
-    extras = jax.jit(lambda x, twin: measure("", [look(x, twin)]))(x, twin)
-    values = {name: np.asarray(extra.value) for name, extra in extras.items()}
-    names = ("counts", "extremes", "sums", "spread")
-    return unpack(x.size, Measurements(values["tops"][0], *(values[n][0] for n in names)))
+    """The statistics of one array: of what is returned, as of what is measured while it runs."""
+    returned, inside = (
+        unpack(x.size, Measurements(*(np.asarray(field)[0] for field in found)))
+        for found in (of_one(np.asarray(x), twin), jax.jit(of_one)(x, twin))
+    )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5),
+        dataclasses.asdict(returned),
+        dataclasses.asdict(inside),
+    )
+    return returned
+
+
+def of_one(x: Any, twin: Any) -> Measurements:
+    if isinstance(x, np.ndarray) and twin is not None:
+        twin = np.asarray(twin)
+    return measure([look(x[None], None if twin is None else twin[None])])
 
 
 # Statistics, against NumPy.
@@ -241,6 +255,28 @@ def test_an_overflow_on_one_device_is_found() -> None:
     fault = jaxmp.diagnose(fn, "mixed_float16")(jnp.ones((16, 16)), x).first
     assert fault is not None
     assert (fault.site.op, fault.kind) == ("dot_general", "overflow")
+
+
+def test_what_is_returned_is_measured_as_what_is_too_large_to_return() -> None:
+    def fn(flag: jax.Array, x: jax.Array) -> jax.Array:
+        def body(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jax.lax.cond(jnp.sum(w) > 0, jnp.tanh, jnp.sin, h @ w), None
+
+        return lax.cond(flag, jnp.cos, lambda x: x, lax.scan(body, x, jnp.stack([W, -W]))[0])
+
+    x = jax.random.normal(KEYS[2], (400, 16))
+    flag = jnp.array(False)
+    small, large = (
+        prepare(fn, "mixed_float16", (flag, x), grad=False, limit=limit) for limit in (2**30, 2**15)
+    )
+    assert not any(name.endswith("spread") for name in small.step().out_info[1])
+    assert any(name.endswith("spread") for name in large.step().out_info[1])
+    runs = [
+        {name: dataclasses.asdict(m.statistics) for name, m in prepared.run().sites.items()}
+        for prepared in (small, large)
+    ]
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    jax.tree.map(same, *runs, is_leaf=lambda x: x is None)
 
 
 # What is asked of it.

@@ -92,15 +92,16 @@ def test_float64_is_not_infinite_beyond_float32() -> None:
 )
 def test_a_look_makes_nothing_larger_than_what_it_looks_at(shape: tuple[int, ...]) -> None:
     x = jnp.arange(float(np.prod(shape))).reshape(shape)
-    jaxpr = jax.make_jaxpr(lambda x: look(x)._replace(lengths=None))(x)
+    jaxpr = jax.make_jaxpr(lambda x: look(x[None])._replace(lengths=None))(x)
     made = [var.aval.size for eqn in jaxpr.eqns for var in eqn.outvars]
     assert max(made) <= max(x.size + 128 * 16, 16 * 128)
-    seen = look(x)
-    kept = np.concatenate([row[:n] for row, n in zip(seen.sample, seen.lengths, strict=True)])
+    seen = look(x[None])
+    [sample], [rows_of_sample] = seen.sample, seen.rows
+    kept = np.concatenate([row[:n] for row, n in zip(sample, seen.lengths, strict=True)])
     assert len(set(kept.tolist())) == len(kept)  # none twice
     assert len(kept) >= min(x.size, 1000)
     rows = x.reshape(-1, shape[-1] if shape[-1] >= 16 else max(x.size, 1))
-    pairs = zip(seen.sample, seen.rows, seen.lengths, strict=True)
+    pairs = zip(sample, rows_of_sample, seen.lengths, strict=True)
     for piece, largest in [(piece, largest) for piece, largest, n in pairs if n]:
         [row] = [row for row in rows if row[0] <= piece[0] <= row[-1]]
         assert largest == row[-1]

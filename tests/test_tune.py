@@ -214,7 +214,7 @@ def test_the_table_names_modules_shares_and_what_was_measured(small):
     assert "planted" in text
     assert "budget 0.001" in text
     assert f"{small.verified.error:.2g} measured" in text
-    assert re.search(r"^refused     the cheapest: 1 - cosine \S+ measured$", text, re.MULTILINE)
+    assert re.search(r"^refused       the cheapest: 1 - cosine \S+ measured$", text, re.MULTILINE)
     assert "refused" not in str(small.solve(1.0))
 
 
@@ -492,7 +492,7 @@ def test_float16_is_not_given_to_what_overflows():
     assert found.assignment["calm"] == jaxmp.get_policy("mixed_float16")
     assert found.verified.error <= 1e-3
     assert "inf" in str(found)
-    assert "not finite  the gradients under mixed_float16 in loud\n" in str(found)
+    assert "not finite    the gradients under mixed_float16 in loud\n" in str(found)
 
 
 @pytest.mark.slow

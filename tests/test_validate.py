@@ -20,7 +20,7 @@ import jaxmp
 from jaxmp._numerics import validate_numerics
 from jaxmp._numerics.validate_verdict import FAILS, NOISE, PASSES
 
-from support import cpu_environment
+from support import cpu_environment, one_line
 
 # Verdicts.
 
@@ -55,7 +55,7 @@ def test_what_chance_makes_as_well_proves_nothing():
     assert report["beyond"].verdict == NOISE, "beyond the threshold, but not beyond chance"
     assert report["large"].verdict == FAILS
     assert not report.passed
-    for said in (str(report), report.to_markdown()):
+    for said in (one_line(report), report.to_markdown()):
         assert "(float32's, nudged), which is wider than the 0.5% allowed" in said
         assert "proves nothing; more seeds" in said
 
@@ -96,7 +96,7 @@ def test_differences_that_scatter_from_seed_to_seed_prove_nothing(effects, verdi
     # Student's t of two degrees of freedom, 97.5 %.
     assert check.scatter == pytest.approx(4.303 * np.std(differences, ddof=1) / np.sqrt(3))
     assert check.noise == check.scatter > check.floor
-    assert "(from seed to seed)" in str(report)
+    assert "(from seed to seed)" in one_line(report)
 
 
 def test_curves_are_judged_by_their_mean_and_their_distance_is_shown():
@@ -118,7 +118,7 @@ def test_curves_are_judged_by_their_mean_and_their_distance_is_shown():
 def test_a_policy_that_changes_no_bit_proves_nothing():
     report = validate(policies={"ignored": 0.0})
     assert report["ignored"].verdict == NOISE
-    assert "every loss is float32's to the bit" in str(report)
+    assert "every loss is float32's to the bit" in one_line(report)
 
 
 def test_the_loss_that_is_held_out_is_judged():
@@ -129,7 +129,7 @@ def test_the_loss_that_is_held_out_is_judged():
     report = validate(make_step, {"it": 0.5}, curve_threshold=None)
     assert report["it"].check("final loss").difference == 0
     assert report["it"].verdict == PASSES
-    assert "held out" in str(report)
+    assert "held out" in one_line(report)
     assert "of training" in str(validate())
 
 
@@ -143,7 +143,7 @@ def test_a_loss_that_is_not_finite_fails():
     late = functools.partial(faulty, fault=lambda _, i: {"loss": np.nan} if i >= 30 else {})
     report = validate(late)
     assert report.failed
-    assert "the loss of seed 0 is not finite from step 30 on" in str(report)
+    assert "the loss of seed 0 is not finite from step 30 on" in one_line(report)
     assert len(report["it"].runs[0].losses) == 40
 
 
@@ -152,7 +152,7 @@ def test_a_run_that_stays_non_finite_is_given_up():
     report = validate(lost, steps=400, seeds=1)
     assert 150 <= len(report["it"].runs[0].losses) < 200
     assert report.failed
-    assert "not finite from step 50 on" in str(report)
+    assert "not finite from step 50 on" in one_line(report)
     # Three quarters of a minute of overflows are a scale that starts high.
     back = functools.partial(faulty, fault=lambda _, i: {"loss": np.inf} if i < 60 else {})
     assert len(validate(back, steps=400, seeds=1)["it"].runs[0].losses) == 400
@@ -189,7 +189,7 @@ def test_gradient_norms_are_judged():
     report = validate(with_norms(lambda policy, i: 1.2 if policy != "float32" else 1.0))
     assert report.failed
     assert report["it"].check("gradient norm").difference == pytest.approx(0.2)
-    assert "gradient norm +20.00% from float32's: beyond 10%" in str(report)
+    assert "gradient norm +20.00% from float32's: beyond 10%" in one_line(report)
     assert validate(
         with_norms(lambda policy, i: 1.2 if policy != "float32" else 1.0), grad_norm_threshold=None
     ).passed
@@ -208,7 +208,7 @@ def test_gradients_that_are_zero_are_said_to_underflow():
 
 def test_a_first_gradient_that_is_smaller_is_said_to_underflow():
     report = validate(with_norms(lambda policy, i: 1.0 if policy == "float32" or i else 0.2))
-    assert "the first gradient, of equal parameters, is -80.00% in norm: gradients un" in str(
+    assert "the first gradient, of equal parameters, is -80.00% in norm: gradients un" in one_line(
         report
     )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ import optax
 from jaxmp._autocast import autocast
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.regions import check_callable
-from jaxmp._jaxprs.aux_outputs import Extra, Extras
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.trace import Traced, is_array, trace
 from jaxmp._numerics.arguments import (
@@ -26,10 +26,11 @@ from jaxmp._numerics.arguments import (
     returns_aux,
 )
 from jaxmp._numerics.origins import Origin, Walk
-from jaxmp._numerics.probe import Probe
+from jaxmp._numerics.probe import LOW, Probe
 from jaxmp._numerics.readings import Readings
+from jaxmp._numerics.readout import read_out
 from jaxmp._numerics.record import Record, entries
-from jaxmp._numerics.statistics import Measurements, Statistics, unpack
+from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site, SurveyedProgram, matches, survey
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import static_loss_scale
@@ -100,39 +101,96 @@ class Capture(Readings):
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A program, ready to be run and measured: `step` gives its results, and what `extras` types.
+    """A program, ready to be run and measured.
 
-    Where in that a site is measured is in `places`: see `_places`.
+    Attributes:
+      policy: in words.
+      program: its sites.
+      call: the program, traced, and the arrays that it is called with.
+      measured: the names of the sites of which all is measured; of others, what is not finite.
+      loss_scale: what the loss is multiplied by.
+      twins: as for `capture`.
+      wide: as for `capture`.
+      limit: as for `capture`.
     """
 
     policy: str
     program: SurveyedProgram
     call: Traced
-    measured_bytes: int
-    step: Callable[..., tuple[list[Any], Extras]]
-    extras: Extras
-    places: dict[str, tuple[str, int, int | None]]
+    measured: frozenset[str]
     loss_scale: float
+    twins: bool
     wide: bool
+    limit: int
 
-    def run(self) -> Capture:
+    def run(self, progress: Callable[[str], Any] | None = None) -> Capture:
         """Runs it."""
-        results, extras = self.step(*self.call.arrays)
-        arrays = {name: _by_iteration(extra) for name, extra in extras.items()}
+        step = self.step()
+        measured = step.out_info[1]
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(measured))
+        said = f"{len(self.program.sites)} sites, {size / 2**20:.1f} MiB of measurements"
+        if size > self.limit:
+            raise ValueError(
+                f"capture: {said}, more than the limit of {self.limit / 2**20:.1f} MiB. Most of it "
+                f"is measured in {self._largest()}: give a glob of module paths, sites='...', or a "
+                "larger limit"
+            )
+        if progress is not None:
+            progress(f"capture: compiles and runs the program with {said}")
+        results, extras = self.compiled(step)(*self.call.arrays)
+        statistics = read_out(self.program, extras, self.measured.__contains__)
         sites = {
-            name: Measured(site, unpack(site.size, _measurements(arrays, *self.places[name])))
-            for name, site in self.program.sites.items()
+            name: Measured(site, statistics[name]) for name, site in self.program.sites.items()
         }
         return Capture(
             policy=self.policy,
             measured_results=self.call.rebuild(results),
             sites=sites,
             program=self.program,
-            bytes=self.measured_bytes,
+            bytes=size,
             loss_scale=self.loss_scale,
             wide=self.wide,
             _unmeasured=self.results,
         )
+
+    def step(self) -> Any:
+        """What runs, traced: it gives the program's results, and what `read_out` reads."""
+        probe = Probe(
+            whole=self.measured.__contains__,
+            returned=self._returned().__contains__,
+            twins=self.twins,
+            wide=self.wide,
+        )
+        return jax.jit(lambda *arrays: probe.run(self.call.jaxpr, arrays)).trace(*self.call.arrays)
+
+    def compiled(self, traced: Any) -> Any:
+        """What was traced, compiled: on a CPU fast, and not to be fast, for it runs once."""
+        options = {"xla_backend_optimization_level": 0}
+        on_cpu = jax.default_backend() == "cpu"
+        return traced.lower().compile(compiler_options=options if on_cpu else None)
+
+    def _returned(self) -> frozenset[str]:
+        """The sites whose values are returned: the smallest, up to half of the limit."""
+        sizes = {name: self._size_of(self.program.sites[name]) for name in self.measured}
+        smallest = sorted(sizes, key=sizes.__getitem__)
+        totals = itertools.accumulate(sizes[name] for name in smallest)
+        pairs = zip(smallest, totals, strict=True)
+        return frozenset(name for name, total in pairs if total <= self.limit // 2)
+
+    def _largest(self) -> str:
+        """The modules in which most is measured."""
+        sizes: Counter[str] = Counter()
+        for name in self.measured:
+            site = self.program.sites[name]
+            sizes[site.path] += self._size_of(site)
+        most = sizes.most_common(3)
+        return ", ".join(f"{path or 'no module'} ({size / 2**20:.1f} MiB)" for path, size in most)
+
+    def _size_of(self, site: Site) -> int:
+        """How many bytes a site's values take up, and what they would be in float32."""
+        low = np.dtype(site.dtype) in LOW
+        twin = 4 * low * self.twins
+        return site.elements * (4 if self.wide and low else np.dtype(site.dtype).itemsize + twin)
 
     def results(self) -> Any:
         """What the program returns when nothing is measured."""
@@ -152,8 +210,9 @@ def prepare(
     wide: bool = False,
     sites: str = "**",
     twins: bool = True,
+    limit: int = 2**30,
 ) -> Prepared:
-    """Traces and compiles what `capture` runs; its arguments are explained there."""
+    """Traces what `capture` runs; its arguments are explained there."""
     check_callable("capture", fn)
     chosen_args = check_arguments(args, argnums)
     program = on_a_clone(fn)
@@ -196,13 +255,8 @@ def prepare(
         raise ValueError(
             f"capture: sites={sites!r} matches no module path. There are: {', '.join(paths[:40])}"
         )
-    probe = Probe(whole=chosen.__contains__, twins=twins, wide=wide)
-    step = jax.jit(lambda *arrays: probe.run(traced.jaxpr, arrays))
-    places = _places(found, chosen)
-    _, extras = jax.eval_shape(step, *traced.arrays)
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(extras))
     said = _said(policy, found)
-    return Prepared(said, found, traced, size, step, extras, places, float(loss_scale), wide)
+    return Prepared(said, found, traced, chosen, float(loss_scale), twins, wide, limit)
 
 
 def _seeded(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
@@ -242,10 +296,11 @@ def capture(
     """Runs a program once under a policy, and measures every number that it computes.
 
     A loss, a function that returns one number or `(loss, aux)`, is differentiated: forward and
-    backward are measured. Anything else, such as a whole training step, runs as it is. Nothing
-    leaves the device while it runs: what is measured are further results of the one compiled
-    program, through jit, scan (per iteration), while, cond, remat, vmap, shard_map and functions
-    with derivative rules of their own.
+    backward are measured. Anything else, such as a whole training step, runs as it is. What is
+    measured are further results of the one compiled program, through jit, scan (per iteration),
+    while, cond, remat, vmap, shard_map and functions with derivative rules of their own: values,
+    which are measured on the host, and, of those that would take up more than half of `limit`,
+    measurements.
 
     Args:
       fn: a function, a bound method of an NNX module, or one of modules. Not a Linen module: its
@@ -260,9 +315,9 @@ def capture(
         looked at for values that are not finite, and no more.
       twins: whether operations in 16 bits are computed in float32 as well, from the same operands,
         to tell what rounding cost.
-      limit: how many bytes may be measured.
-      progress: is called with a line on how much is measured, before it is compiled and run, which
-        takes several times as long as compiling the program alone.
+      limit: how many bytes the program may return besides its results. A larger one compiles
+        faster, where values are large.
+      progress: is called with a line on how much is measured, before it is compiled and run.
 
     Returns:
       A function with the arguments of `fn` (arrays, pytrees, NNX modules) that returns what was
@@ -290,19 +345,9 @@ def capture(
     def captured(*args: Any) -> Capture:
         prepared = prepare(
             fn, policy, args, argnums=argnums, grad=grad, loss_scale=loss_scale, wide=wide,
-            sites=sites, twins=twins,
+            sites=sites, twins=twins, limit=limit,
         )  # fmt: skip
-        count = len(prepared.program.sites)
-        said = f"{count} sites, {prepared.measured_bytes / 2**20:.1f} MiB of measurements"
-        if prepared.measured_bytes > limit:
-            raise ValueError(
-                f"capture: {said}, more than the limit of {limit / 2**20:.1f} MiB. Most of it is "
-                f"measured in {_largest(prepared)}: give a glob of module paths, sites='...', or a "
-                "larger limit"
-            )
-        if progress is not None:
-            progress(f"capture: compiles and runs the program with {said}")
-        return prepared.run()
+        return prepared.run(progress)
 
     return captured
 
@@ -312,52 +357,3 @@ def _said(policy: Any, program: SurveyedProgram) -> str:
     if policy is not None:
         return str(get_policy(policy))
     return f"as written, in {', '.join(sorted({site.dtype for site in program.sites.values()}))}"
-
-
-def _places(
-    program: SurveyedProgram, whole: Container[str]
-) -> dict[str, tuple[str, int, int | None]]:
-    """For each site: the jaxpr that it is in, its number there, and that among those measured."""
-    places: dict[str, tuple[str, int, int | None]] = {}
-    counts: Counter[str] = Counter()
-    measured: Counter[str] = Counter()
-    for name in program.sites:
-        jaxpr = name[: name.rfind("/") + 1]
-        number = measured[jaxpr] if name in whole else None
-        places[name] = (jaxpr, counts[jaxpr], number)
-        counts[jaxpr] += 1
-        measured[jaxpr] += name in whole
-    return places
-
-
-def _measurements(
-    arrays: dict[str, Any], jaxpr: str, number: int, among: int | None
-) -> Measurements:
-    """What was measured at a place."""
-    top = arrays[f"{jaxpr}tops"][..., number]
-    if among is None:
-        return Measurements(top)
-    names = ("counts", "extremes", "sums", "spread")
-    return Measurements(top, *(arrays[f"{jaxpr}{name}"][..., among, :] for name in names))
-
-
-def _largest(prepared: Prepared) -> str:
-    """The modules in which most is measured."""
-    sizes: Counter[str] = Counter()
-    for name, site in prepared.program.sites.items():
-        jaxpr, _, among = prepared.places[name]
-        if among is not None:
-            value = prepared.extras[f"{jaxpr}spread"].value
-            sizes[site.path] += value.size // value.shape[-2] * value.dtype.itemsize
-    most = sizes.most_common(3)
-    return ", ".join(f"{path or 'no module'} ({size / 2**20:.1f} MiB)" for path, size in most)
-
-
-def _by_iteration(extra: Extra) -> np.ndarray[Any, Any]:
-    """What was measured, over iterations alone: devices are joined."""
-    value = np.asarray(extra.value)
-    for axis in reversed(range(len(extra.axes))):
-        if extra.axes[axis] == "devices":
-            summed = extra.join.neutral == 0
-            value = value.sum(axis, dtype=value.dtype) if summed else value.max(axis)
-    return value

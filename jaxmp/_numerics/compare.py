@@ -16,7 +16,7 @@ import numpy as np
 from jaxmp._numerics.record import Entry, Record
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site, running_order
-from jaxmp._numerics.text import listed, markdown, plain
+from jaxmp._numerics.text import listed, markdown, merged, plain
 
 # A root mean square may differ by this many units in the last place of the coarsest dtype up to
 # there, for each time that the number of operations that lead there doubles. Roundings average out:
@@ -200,28 +200,29 @@ class Comparison:
         """The runs, the first divergence, the largest differences, and what has no counterpart."""
         mixed = sum(pair.this.site.dtype != pair.other.site.dtype for pair in self.pairs)
         diverged = [pair for pair in self.pairs if pair.divergences]
+        if not self.pairs:
+            first = "nothing was compared: the runs have no site in common"
+        elif self.first is None:
+            first = "no divergence: rounding explains every difference"
+        else:
+            first = str(self.first)
+        lines = listed("first", [first])
+        if self.first is not None:
+            lines.append(f"diverged      {len(diverged)} of {len(self.pairs)} sites")
+        lines += listed("here", [self.this.title])
+        lines += listed("there", [self.other.title])
         counts = f"{len(self.pairs)} in both, {mixed} of them in other dtypes; "
         counts += f"{len(self.only_this)} here alone, {len(self.only_other)} there alone"
-        lines = [
-            f"here          {self.this.title}",
-            f"there         {self.other.title}",
-            f"sites         {counts}",
-        ]
-        if not self.pairs:
-            lines.append("first         nothing was compared: the runs have no site in common")
-        elif self.first is None:
-            lines.append("first         no divergence: rounding explains every difference")
-        else:
-            lines.append(f"first         {self.first}")
-            lines.append(f"diverged      {len(diverged)} of {len(self.pairs)} sites")
+        lines.append(f"sites         {counts}")
         finite = [pair for pair in self.pairs if not pair.is_bad and pair.mean_square > 0]
-        largest = sorted(finite, key=lambda pair: -pair.mean_square)[:5]
-        lines += listed("mean square", [f"{p.mean_square:.2g} apart: {p}" for p in largest])
-        lines += listed("faults here", self.this.faults)
-        lines += listed("faults there", self.other.faults)
-        lines += listed("here alone", map(str, self.only_this))
-        lines += listed("there alone", map(str, self.only_other))
-        return "\n".join(lines)
+        largest = sorted(finite, key=lambda pair: -pair.mean_square)
+        apart = merged((str(p), f"{p.mean_square:.2g} apart: {p}") for p in largest)
+        lines += listed("mean square", apart)
+        lines += listed("faults here", self.this.faults, 4)
+        lines += listed("faults there", self.other.faults, 4)
+        for heading, sites in (("here alone", self.only_this), ("there alone", self.only_other)):
+            lines += listed(heading, merged((str(site), str(site)) for site in sites))
+        return "\n".join([*lines, f"{'all of it':13} .to_markdown(), .to_dict()"])
 
     def to_dict(self) -> dict[str, Any]:
         """What was compared as plain data, for JSON: what is not finite is None."""

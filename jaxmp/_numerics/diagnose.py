@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxmp._autocast.regions import check_callable
 from jaxmp._numerics.arguments import check_progress
-from jaxmp._numerics.capture import Capture, Measured, capture
+from jaxmp._numerics.capture import Capture, Measured, prepare
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
-from jaxmp._numerics.text import listed
+from jaxmp._numerics.text import listed, merged
 from jaxmp.policy import PolicyLike, single_policy
 
 # Of values: beyond this share, a loss is worth a line.
@@ -171,22 +171,30 @@ class NumericsReport(Readings):
         )
 
     def __str__(self) -> str:
-        """The report."""
-        measured = f"{len(self.run.sites)} sites, {self.run.bytes / 2**20:.1f} MiB of measurements"
-        lines = [f"policy        {self.policy}", f"measured      {measured}"]
-        lines += listed("not finite", map(str, self.faults))
-        if not self.faults:
-            lines.append("not finite    nothing: every result is finite")
-        lines += listed("contained", map(str, self.contained))
-        lines += listed("would leave", map(str, self.predicted))
-        lines += listed(
-            "underflow", [f"{share:.1%} became 0: {site}" for site, share in self.underflows]
+        """The report: on a screen; operations of modules of one kind are one line."""
+        faults, contained = (
+            merged((str(f).removesuffix(f.why), str(f)) for f in several)
+            for several in (self.faults, self.contained)
         )
-        lines += listed(
-            "rounding", [f"relative error {error:.2g}: {s}" for s, error in self.errors]
+        beyond = merged((str(site), str(site)) for site in self.predicted)
+        lost, errors = (
+            merged((str(site), f"{said.format(value)}: {site}") for site, value in found)
+            for said, found in (
+                ("{:.1%} became 0", self.underflows),
+                ("relative error {:.2g}", self.errors),
+            )
         )
+        lines = listed("not finite", faults or ["nothing: every result is finite"])
+        lines += listed("contained", contained)
+        lines += listed("would leave", beyond)
+        lines += listed("underflow", lost)
+        lines += listed("rounding", errors)
         if self._gradients():
-            lines.append(f"loss scale    {self.run.loss_scale:g}; {self._room()}")
+            lines += listed("loss scale", [f"{self.run.loss_scale:g}; {self._room()}"])
+        size = f"{self.run.bytes / 2**20:.1f} MiB of measurements"
+        lines.append(f"policy        {self.policy}")
+        lines.append(f"measured      {len(self.run.sites)} sites, {size}; all of the above is in")
+        lines.append(f"{'':13} .faults, .contained, .predicted, .underflows and .errors")
         return "\n".join(lines)
 
     def record(self) -> Record:
@@ -340,19 +348,21 @@ def diagnose(
       ['dot_general']
     """
     check_progress("diagnose", progress)
-    capturing = functools.partial(
-        capture, argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites
-    )
     if policy is not None:
         single_policy("diagnose", policy)  # it is refused here, not at the first call
     check_callable("diagnose", fn)
 
     @functools.wraps(fn)
     def diagnosed(*args: Any) -> NumericsReport:
-        run = capturing(fn, policy, progress=progress)(*args)
+        if progress is not None:
+            progress(f"diagnose: traces the program{'' if policy is None else f' under {policy}'}")
+        prepared = prepare(
+            fn, policy, args, argnums=argnums, grad=grad, loss_scale=loss_scale, sites=sites
+        )
+        run = prepared.run(progress)
         if progress is not None:
             progress("diagnose: the same operations in float32")
-        return NumericsReport(run, capturing(fn, policy, wide=True)(*args))
+        return NumericsReport(run, dataclasses.replace(prepared, wide=True).run())
 
     return diagnosed
 

@@ -12,7 +12,7 @@ import optax
 
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._numerics.monitor_statistics import MonitorStatistics, Paths, leaves_of, measure
-from jaxmp._training.checks import as_transformation, check_is_state
+from jaxmp._training.checks import as_transformation, check_count, check_is_state, check_state
 from jaxmp._training.opt_state import find_scalers, the_scaler
 from jaxmp._training.scale_rule import IDENTITY
 from jaxmp.tree import select
@@ -105,10 +105,7 @@ def monitor(
       >>> numbers["nonfinite_parameter"], numbers["nonfinite_step"], numbers["loss_scale"]
       ('Dense_0/kernel', 2, 4.0)
     """
-    if isinstance(every, bool) or not isinstance(every, (int, np.integer)):
-        raise TypeError(f"monitor: every must be an integer; got {every!r}.")
-    if not 1 <= every < 2**31:
-        raise ValueError(f"monitor: every must be at least 1 (and an int32); got {every}.")
+    check_count("monitor", "every", every)
     wrapped = as_transformation("monitor", inner)
 
     def init(params: optax.Params) -> MonitorState:
@@ -134,7 +131,7 @@ def monitor(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MonitorState]:
-        _check_state(state)
+        check_state("monitor", state, MonitorState)
         scaler = the_scaler("monitor", state.inner_state)
         scale = None if scaler is IDENTITY else scaler.loss_scale
         leaves = leaves_of(updates, state.paths)
@@ -259,11 +256,3 @@ def _find(opt_state: Any) -> MonitorState:
             "jaxmp.numerics.monitor(jaxmp.dynamic_loss_scale(...))."
         )
     return found[0]
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, MonitorState):
-        raise TypeError(
-            "monitor: update takes (gradients, state, params), the state being a MonitorState from "
-            f"this optimizer's init; got {type(state).__name__!r}."
-        )

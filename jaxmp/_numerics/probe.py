@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.aux_outputs import Extras, Out, Threaded
+from jaxmp._jaxprs.attributes import explicit_sharding
+from jaxmp._jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import rebuild
 from jaxmp._jaxprs.primitive_table import Flag, flagged
-from jaxmp._numerics.statistics import FLOAT32, Look, look, measure
+from jaxmp._numerics.statistics import FLOAT32, JOINS, Look, Measurements, look, measure
 from jaxmp._numerics.survey import is_measured, looked_into, site_names
 
 # Dtypes that are replaced by float32.
@@ -25,21 +27,27 @@ _POLYMORPHIC = flagged(Flag.POLYMORPHIC)
 _DTYPES = ("new_dtype", "preferred_element_type")
 
 
-@dataclasses.dataclass(frozen=True)
+# A site, its value, and what that would be in float32, if that is known.
+_Seen = tuple[str, Any, Any]
+_ALONE = Join()
+
+
+@dataclass(frozen=True)
 class Probe:
     """How a program is run; `twins` and `wide` are those of `capture`."""
 
     whole: Callable[[str], bool]  # whether all is measured at a site; else what is not finite
+    returned: Callable[[str], bool] = lambda _: False  # whether its value is a further result
     twins: bool = True
     wide: bool = False
     looks: bool = True  # whether anything is measured
 
     def run(self, jaxpr: Any, arrays: Sequence[Any], prefix: str = "") -> Out:
-        """The results of a program, and what was measured."""
+        """The results of a program, and what was measured, or is to be: see `readout`."""
         opened, consts = compat.closed(jaxpr)
         env: dict[Any, Any] = {}
         extras: Extras = {}
-        looks: list[Look] = []
+        seen: list[_Seen] = []
 
         def read(atom: Any) -> Any:
             if not isinstance(atom, Literal):
@@ -56,31 +64,51 @@ class Probe:
             for kind, vs in (("argument", opened.invars), ("constant", opened.constvars)):
                 for i, var in enumerate(vs):
                     if is_measured(var):
-                        looks.append(look(env[var], whole=self.whole(f"{kind} {i}")))
+                        seen.append((f"{kind} {i}", env[var], None))
         for i, eqn in enumerate(opened.eqns):
             with compat.source_of(eqn):
                 operands = [read(atom) for atom in eqn.invars]
-                results, more, seen = self._equation(eqn, operands, f"{prefix}{i}")
+                results, more, of_sites = self._equation(eqn, operands, f"{prefix}{i}")
             extras |= more
-            looks += seen
+            seen += of_sites
             for var, result in zip(eqn.outvars, results, strict=True):
                 write(var, result)
-        extras |= measure(f"{prefix}", looks)
-        return [read(atom) for atom in opened.outvars], extras
+        return [read(atom) for atom in opened.outvars], extras | self._kept(prefix, seen)
+
+    def _kept(self, prefix: str, seen: Sequence[_Seen]) -> Extras:
+        """The extra results of a jaxpr: values, and what is measured of the others."""
+        extras: Extras = {}
+        looks: list[Look] = []
+        for site, value, twin in seen:
+            if not self.returned(site):
+                alone = [None if x is None else _unsharded(x)[None] for x in (value, twin)]
+                looks.append(look(*alone, whole=self.whole(site)))
+                continue
+            extras[f"{site} value"] = Extra(value, _ALONE)
+            if twin is not None:
+                extras[f"{site} twin"] = Extra(twin, _ALONE)
+        if extras:  # values do not say whether the branch that they are in ran
+            extras[f"{prefix}runs"] = Extra(jnp.int32(1), JOINS.counts)
+        if looks:
+            whole = [one for one in looks if one.sample is not None]
+            found = measure(whole) if whole else Measurements(None)
+            found = found._replace(top=jnp.concatenate([one.top for one in looks]))
+            for name, array in found._asdict().items():
+                if array is not None:
+                    extras[f"{prefix}{name}"] = Extra(array, getattr(JOINS, name))
+        return extras
 
     def _widened(self, array: Any) -> Any:
         return lax.convert_element_type(array, FLOAT32) if self.wide else array
 
-    def _part(self, jaxpr: Any, prefix: str) -> Threaded:
-        """A jaxpr inside an equation, measured in its place."""
-        return lambda extra_in, *arrays: self.run(jaxpr, arrays, prefix)  # noqa: ARG005
-
     def _equation(
         self, eqn: JaxprEqn, operands: list[Any], name: str
-    ) -> tuple[list[Any], Extras, list[Look]]:
+    ) -> tuple[list[Any], Extras, list[_Seen]]:
         inner = looked_into(eqn)
         if inner:
-            parts = [self._part(one.jaxpr, f"{name}.{k}/") for k, one in enumerate(inner)]
+            # A loop of unknown length cannot stack the values of its iterations.
+            probe = self if not inner[0].open_ended else replace(self, returned=lambda _: False)
+            parts = [_part(probe, one.jaxpr, f"{name}.{k}/") for k, one in enumerate(inner)]
             if inner[0].rule:  # it is not differentiated here
                 return (*parts[0]((), *operands), [])
             return (*rebuild(eqn, operands, parts), [])
@@ -92,12 +120,22 @@ class Probe:
         names = site_names(eqn, name)
         low = self.twins and not self.wide and any(dtype_of(v) in LOW for v in eqn.outvars)
         twins = (_in_float32(eqn, operands) if low and any(names) else None) or [None] * len(names)
-        looks = [
-            look(result, twin if dtype_of(var) in LOW else None, whole=self.whole(site))
+        seen = [
+            (site, result, twin if dtype_of(var) in LOW and self.whole(site) else None)
             for var, site, result, twin in zip(eqn.outvars, names, results, twins, strict=True)
             if site is not None
         ]
-        return results, {}, looks
+        return results, {}, seen
+
+
+def _part(probe: Probe, jaxpr: Any, prefix: str) -> Threaded:
+    """A jaxpr inside an equation, measured in its place."""
+    return lambda extra_in, *arrays: probe.run(jaxpr, arrays, prefix)  # noqa: ARG005
+
+
+def _unsharded(x: Any) -> Any:
+    """An array whose type says that it is sharded, whole on each device."""
+    return x if explicit_sharding(x) is None else jax.sharding.reshard(x, jax.P())
 
 
 def _in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:

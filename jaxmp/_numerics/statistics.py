@@ -2,9 +2,11 @@
 
 The largest magnitude, and whether everything is finite, is known of all elements; the rest of a
 sample: up to 16 pieces of 128 neighbors along the last axis, evenly spaced, four of a row where it
-is that long. Small arrays are their own sample. Each array is looked at once while the program
-runs; what was sampled of all the arrays of a jaxpr is then measured together, so that a program
-with hundreds of sites stays compilable.
+is that long. Small arrays are their own sample.
+
+Two libraries compute it, by the same lines: NumPy, of arrays that the program returned, and JAX,
+while the program runs, of what would be too large to return. XLA compiles each operation of each
+site: what it need not compile is not waited for.
 """
 
 from __future__ import annotations
@@ -15,13 +17,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._jaxprs.attributes import explicit_sharding
-from jaxmp._jaxprs.aux_outputs import Extra, Join
+from jaxmp._jaxprs.aux_outputs import Join
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -41,61 +41,61 @@ _COUNTS = ("runs", "sampled", "zeros", "subnormals", "nans", "infinities", "flus
            "saturated", "twins")  # fmt: skip
 _INFINITE = 0x7F800000  # the bits of float32's infinity: those of NaN are greater
 
-_MAXIMUM = Join(-math.inf, lax.max)
-_LARGEST = Join(-1, lax.max)
-_SUM = Join(0, lax.add)
-
 
 class Look(NamedTuple):
-    """What is kept of one array until all arrays of a jaxpr are measured."""
+    """What is kept of n arrays of one shape until they are measured."""
 
-    top: Any  # int32[]: the bits of the largest magnitude, as float32: of NaN, if there is one
-    sample: Any = None  # float32[16, 128]; None where only what is not finite is looked for
+    top: Any  # int32[n]: the bits of the largest magnitude, as float32: of NaN, if there is one
+    sample: Any = None  # float32[n, 16, 128]; None where only what is not finite is looked for
     lengths: Any = None  # how many elements of each piece there are
-    rows: Any = None  # float32[16]: the largest finite magnitude of the row that a piece is from
-    twin: Any = None  # a sample of what the array would be in float32, if that is known
-    limits: tuple[float, float] = (0.0, 0.0)  # its dtype's smallest normal number, and largest
+    rows: Any = None  # float32[n, 16]: the largest finite magnitude of the row that a piece is from
+    twin: Any = None  # a sample of what the arrays would be in float32, if that is known
+    limits: tuple[float, float] = (0.0, 0.0)  # their dtype's smallest normal number, and largest
 
 
 def look(x: Any, twin: Any = None, *, whole: bool = True) -> Look:
-    """Looks at a floating array, and what it would be in float32."""
-    if explicit_sharding(x) is not None:
-        x, twin = (
-            y if y is None else jax.sharding.reshard(y, jax.sharding.PartitionSpec())
-            for y in (x, twin)
-        )
-    if jnp.iscomplexobj(x):  # twice as many numbers
-        x = jnp.stack([x.real, x.imag])
+    """Looks at floating arrays [n, ...], and what they would be in float32."""
+    xp = _library(x)
+    if xp.iscomplexobj(x):  # twice as many numbers
+        x = xp.stack([x.real, x.imag], 1)
     if x.dtype == np.float64:
         x = _within_float32(x)
-    bits = _bits(x.astype(jnp.float32)) & 0x7FFFFFFF
-    top = jnp.max(bits, initial=-1)
+    size = math.prod(x.shape[1:])
+    wide = xp.asarray(x.reshape(len(x), size), np.float32)
+    top = xp.max(_magnitude_bits(wide), axis=1, initial=-1)
     if not whole:
         return Look(top)
-    pieces = _pieces(tuple(x.shape))
+    pieces = _pieces(tuple(x.shape[1:]))
     limits = jnp.finfo(x.dtype)
-    tiny = max(float(limits.tiny), float(jnp.finfo(jnp.float32).tiny))
-    most = min(float(limits.max), float(jnp.finfo(jnp.float32).max))
-    rows = pieces.rows_of(x)
-    wide = jnp.abs(rows)
-    largest = jnp.max(jnp.where(jnp.isfinite(wide), wide, 0), axis=1, initial=0)
-    largest = jnp.repeat(largest, pieces.each, total_repeat_length=pieces.rows * pieces.each)
+    tiny = max(float(limits.tiny), float(jnp.finfo(np.float32).tiny))
+    most = min(float(limits.max), float(jnp.finfo(np.float32).max))
+    rows = pieces.rows_of(wide)
+    magnitudes = xp.abs(rows)
+    largest = xp.max(xp.where(xp.isfinite(magnitudes), magnitudes, 0), axis=2, initial=0)
+    largest = xp.repeat(largest, pieces.each, axis=1)
+    if twin is not None:
+        twin = pieces.of(pieces.rows_of(xp.asarray(twin.reshape(len(x), size), np.float32)))
     return Look(
         top,
         pieces.of(rows),
         pieces.lengths,
-        lax.pad(largest, np.float32(0), [(0, PIECES - len(largest), 0)]),
-        None if twin is None else pieces.of(pieces.rows_of(twin)),
+        xp.pad(largest, [(0, 0), (0, PIECES - largest.shape[1])]),
+        twin,
         (tiny, most),
     )
 
 
+def _library(x: Any) -> Any:
+    """The library whose functions take an array, and give the same in either."""
+    return np if isinstance(x, np.ndarray) else jnp
+
+
 def _within_float32(x: Any) -> Any:
     """float64 as it is counted: what is beyond float32's range as its largest, or its smallest."""
-    limits = jnp.finfo(jnp.float32)
-    near = jnp.clip(x, float(limits.min), float(limits.max))
-    small = (x != 0) & (jnp.abs(x) < float(limits.tiny))
-    return jnp.where(jnp.isfinite(x), jnp.where(small, float(limits.tiny), near), x)
+    xp, limits = _library(x), jnp.finfo(np.float32)
+    near = xp.clip(x, float(limits.min), float(limits.max))
+    small = (x != 0) & (xp.abs(x) < float(limits.tiny))
+    return xp.where(xp.isfinite(x), xp.where(small, float(limits.tiny), near), x)
 
 
 class _Pieces(NamedTuple):
@@ -112,19 +112,19 @@ class _Pieces(NamedTuple):
     lengths: Any
 
     def rows_of(self, x: Any) -> Any:
-        """Those rows, in float32."""
+        """Those rows of float32[n, size]."""
         last = (self.rows - 1) * self.stride + 1
-        table = lax.slice(x.reshape(self.shape), (0, 0), (last, self.shape[1]), (self.stride, 1))
-        return table.astype(jnp.float32)
+        return x.reshape(len(x), *self.shape)[:, : last : self.stride]
 
     def of(self, rows: Any) -> Any:
-        """The sample, float32[16, 128]."""
+        """The samples, float32[n, 16, 128]."""
+        xp, n = _library(rows), len(rows)
         long = -(-self.shape[1] // LENGTH)
-        rows = lax.pad(rows, np.float32(0), [(0, 0, 0), (0, long * LENGTH - self.shape[1], 0)])
+        rows = xp.pad(rows, [(0, 0), (0, 0), (0, long * LENGTH - self.shape[1])])
         last = (self.each - 1) * self.step + 1
-        pieces = rows.reshape(self.rows, long, LENGTH)[:, : last : self.step]
-        pieces = pieces.reshape(self.rows * self.each, LENGTH)
-        return lax.pad(pieces, np.float32(0), [(0, PIECES - len(pieces), 0), (0, 0, 0)])
+        pieces = rows.reshape(n, self.rows, long, LENGTH)[:, :, : last : self.step]
+        pieces = pieces.reshape(n, self.rows * self.each, LENGTH)
+        return xp.pad(pieces, [(0, 0), (0, PIECES - pieces.shape[1]), (0, 0)])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -147,90 +147,111 @@ def _pieces(shape: tuple[int, ...]) -> _Pieces:
     return _Pieces((rows, row), count, stride, each, step, lengths)
 
 
-def measure(name: str, looks: Sequence[Look]) -> dict[str, Extra]:
-    """What is measured of the arrays of a jaxpr while it runs: extra results, named `name…`."""
-    if not looks:
-        return {}
-    found = {f"{name}tops": Extra(jnp.stack([one.top for one in looks]), _LARGEST)}
-    whole = [one for one in looks if one.sample is not None]
-    if not whole:
-        return found
-    samples = jnp.stack([one.sample for one in whole])
-    lengths = np.stack([one.lengths for one in whole])
-    twins = jnp.stack([one.sample if one.twin is None else one.twin for one in whole])
-    known = np.array([one.twin is not None for one in whole])
-    tiny, largest = np.array([one.limits for one in whole], np.float32).T
-    rows = jnp.stack([one.rows for one in whole])
-    counts, extremes, sums, spread = jax.vmap(_measured)(
-        samples, lengths, twins, known, tiny, largest, rows
+class Measurements(NamedTuple):
+    """What is measured of arrays, one after the other; without the rest, what is not finite."""
+
+    top: Any
+    counts: Any = None
+    extremes: Any = None
+    sums: Any = None
+    spread: Any = None
+
+
+# How what was measured in several iterations is joined, and what it is where nothing was.
+JOINS = Measurements(
+    Join(-1, lax.max), Join(0, lax.add), Join(-math.inf, lax.max), Join(0, lax.add),
+    Join(0, lax.add),
+)  # fmt: skip
+
+
+def measure(looks: Sequence[Look]) -> Measurements:
+    """Measures the arrays that were looked at, all of them as a whole, or none."""
+    xp = _library(looks[0].top)
+    tops = xp.concatenate([one.top for one in looks])
+    if looks[0].sample is None:
+        return Measurements(tops)
+    repeats = [len(one.top) for one in looks]
+    lengths, known, limits = (
+        np.repeat(np.array(each), repeats, axis=0)
+        for each in (
+            [one.lengths for one in looks],
+            [one.twin is not None for one in looks],
+            np.array([one.limits for one in looks], np.float32),
+        )
     )
-    return found | {
-        f"{name}counts": Extra(counts, _SUM),
-        f"{name}extremes": Extra(extremes, _MAXIMUM),
-        f"{name}sums": Extra(sums, _SUM),
-        f"{name}spread": Extra(spread, _SUM),
-    }
+    samples = xp.concatenate([one.sample for one in looks])
+    twins = xp.concatenate([one.sample if one.twin is None else one.twin for one in looks])
+    rows = xp.concatenate([one.rows for one in looks])
+    with np.errstate(all="ignore"):
+        return Measurements(tops, *_measured(samples, lengths, twins, known, limits, rows))
 
 
 def _measured(
-    x: Any, lengths: Any, twin: Any, known: Any, tiny: Any, limit: Any, rows: Any
+    x: Any, lengths: Any, twin: Any, known: Any, limits: Any, rows: Any
 ) -> tuple[Any, Any, Any, Any]:
-    there = lax.broadcasted_iota(jnp.int32, (PIECES, LENGTH), 1) < lengths[:, None]
-    nan, infinite = jnp.isnan(x), jnp.isinf(x)
+    xp = _library(x)
+    of_piece = (slice(None), None, None)
+    tiny, limit, known = limits[:, 0][of_piece], limits[:, 1][of_piece], known[of_piece]
+    there = np.arange(LENGTH) < lengths[..., None]
+    nan, infinite = xp.isnan(x), xp.isinf(x)
     finite = ~(nan | infinite)
-    a = jnp.where(finite & there, jnp.abs(x), 0)
+    a = xp.where(finite & there, xp.abs(x), np.float32(0))
     # By its bits: XLA on CPU takes float32's own subnormals for zeros.
-    nonzero = (_bits(a) != 0) & there
+    nonzero = (_magnitude_bits(a) != 0) & there
     zero = there & finite & ~nonzero
-    compared = there & jnp.isfinite(twin) & known
+    compared = there & xp.isfinite(twin) & known
     counts = [
         zero,
         nonzero & (a < tiny),
         nan & there,
         infinite & there,
-        compared & zero & ((_bits(twin) & 0x7FFFFFFF) != 0),
+        compared & zero & (_magnitude_bits(twin) != 0),
         compared & infinite,
-        compared & (a == limit) & (jnp.abs(twin) > limit),
+        compared & (a == limit) & (xp.abs(twin) > limit),
         compared,
     ]
-    counted = [jnp.int32(1), jnp.sum(lengths, dtype=jnp.int32)]
-    for one, other in zip(counts[::2], counts[1::2], strict=True):
-        # Two at once, of at most 2048 each: what costs is how often the sample is gone through.
-        both = jnp.sum(one.astype(jnp.int32) + (other.astype(jnp.int32) << 16), dtype=jnp.int32)
-        counted += [both & 0xFFFF, both >> 16]
-    smallest = jnp.min(jnp.where(nonzero, a, jnp.inf))
+    counted = [xp.sum(one, (1, 2), dtype=np.int32) for one in counts]
+    sampled = np.sum(lengths, 1, dtype=np.int32)
+    smallest = xp.min(xp.where(nonzero, a, np.float32(np.inf)), (1, 2))
     kept = compared & finite
-    sums = [
-        jnp.sum(a * a),
-        jnp.sum(jnp.where(kept, (x - twin) ** 2, 0)),
-        jnp.sum(jnp.where(kept, twin**2, 0)),
-    ]
-    spread = _spread(a, nonzero, rows)
-    return jnp.stack(counted), jnp.stack([jnp.max(a), -smallest]), jnp.stack(sums), spread
+    squares = [a, xp.where(kept, x - twin, 0), xp.where(kept, twin, 0)]
+    return (
+        xp.stack([xp.ones_like(sampled), sampled, *counted], 1),
+        xp.stack([xp.max(a, (1, 2)), -smallest], 1),
+        xp.stack([xp.sum(one * one, (1, 2)) for one in squares], 1),
+        _spread(a, nonzero, rows),
+    )
 
 
 def _spread(a: Any, nonzero: Any, rows: Any) -> Any:
     """How many magnitudes lie in each octave, and so far below the largest of each of `GROUPS`."""
-    exponents = (_bits(a) >> 23) & 0xFF
-    few, some = exponents[::4], nonzero[::4]  # a scatter is slow on CPU
+    xp, n = _library(a), len(a)
+    exponents = _magnitude_bits(a) >> 23
+    few, some = exponents[:, ::4], nonzero[:, ::4]  # counting is slow on CPU
     total = OCTAVES + BELOW * len(GROUPS)
-    bins = [jnp.where(nonzero, exponents, total)]
+    bins = [xp.where(nonzero, exponents, total)]
     for i, group in enumerate(GROUPS):
         if group == "row":
-            above = ((_bits(rows) >> 23) & 0xFF)[::4, None]
+            above = (_magnitude_bits(rows) >> 23)[:, ::4, None]
         else:
             width = int(group.rpartition(" ")[2])
-            blocks = jnp.where(some, few, -1).reshape(-1, LENGTH // width, width)
-            above = jnp.repeat(blocks.max(-1), width, axis=-1)
-        below = OCTAVES + BELOW * i + jnp.clip(above - few, 0, BELOW - 1)
-        bins.append(jnp.where(some, below, total))
-    # One scatter for all: each is compiled, and runs, by itself. What is not counted is left over.
-    every = jnp.concatenate([one.reshape(-1) for one in bins])
-    return jnp.zeros(total + 1, jnp.int32).at[every].add(1)[:total]
+            blocks = xp.where(some, few, -1).reshape(n, PIECES // 4, LENGTH // width, width)
+            above = xp.repeat(blocks.max(-1), width, axis=-1)
+        below = OCTAVES + BELOW * i + xp.clip(above - few, 0, BELOW - 1)
+        bins.append(xp.where(some, below, total))
+    # All are counted at once. What is not to be counted is left over.
+    every = xp.concatenate([one.reshape(n, math.prod(one.shape[1:])) for one in bins], 1)
+    every = (every + np.arange(n, dtype=np.int32)[:, None] * (total + 1)).reshape(-1)
+    size = n * (total + 1)
+    if xp is np:
+        counts: Any = np.bincount(every, minlength=size).astype(np.int32)
+    else:
+        counts = jnp.zeros(size, jnp.int32).at[every].add(1)
+    return counts.reshape(n, total + 1)[:, :total]
 
 
-def _bits(x: Any) -> Any:
-    return lax.bitcast_convert_type(x, jnp.int32)
+def _magnitude_bits(x: Any) -> Any:
+    return x.view(np.int32) & 0x7FFFFFFF
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,16 +343,6 @@ class Statistics:
             octaves=self.octaves.sum(axes),
             below={group: counts.sum(axes) for group, counts in self.below.items()},
         )
-
-
-class Measurements(NamedTuple):
-    """What `measure` gave for one array, with leading axes of iterations."""
-
-    top: Any
-    counts: Any = None
-    extremes: Any = None
-    sums: Any = None
-    spread: Any = None
 
 
 def unpack(size: int, of: Measurements) -> Statistics:

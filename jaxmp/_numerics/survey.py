@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ class Loop:
 
     name: str
     reverse: bool = False
+    length: int = 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,6 +90,11 @@ class Site:
     def size(self) -> int:
         """How many elements one result has."""
         return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def elements(self) -> int:
+        """How many elements the results of all iterations of its loops have."""
+        return self.size * math.prod(loop.length for loop in self.loops)
 
     @property
     def where(self) -> str:
@@ -285,7 +292,7 @@ def _into(
         if one.loops:
             loop = None
             if not one.open_ended:
-                loop = Loop(name, reverse=one.reverse)
+                loop = Loop(name, one.reverse, int(one.trips))
                 loops = (*loops, loop)
             carries = [Carry(loop, given[i]) for i in one.carries]
             for i, carry in zip(one.carries, carries, strict=True):

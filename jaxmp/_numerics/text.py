@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+# A line of a report is at most as long.
+WIDTH = 120
+_NUMBER = re.compile(r"(?<=[A-Za-z]_)\d+(?=[/ ]|$)|(?<=/)\d+(?=[/ ]|$)")
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
@@ -39,13 +45,57 @@ def markdown(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> l
     return [f"| {' | '.join(row)} |" for row in (head, rule, *rest)]
 
 
-def listed(heading: str, lines: Iterable[str], limit: int = 8) -> list[str]:
-    """Lines with a heading before the first; how many more there are in place of the rest."""
+def pattern(text: str) -> str:
+    """A text whose modules are without their numbers.
+
+    Example:
+      >>> pattern("mul (float16) in LM/Block_2/Dense_0 at lm.py:89"), pattern("blocks/11/query")
+      ('mul (float16) in LM/Block_*/Dense_* at lm.py:89', 'blocks/*/query')
+    """
+    return _NUMBER.sub("*", text)
+
+
+def merged(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines about places, as one where only the numbers of modules differ: as the first of them.
+
+    Args:
+      lines: each place, and the line, which has it somewhere in it.
+
+    Example:
+      >>> merged([("in block_1", "0.5 lost: in block_1"), ("in block_0", "0.4 lost: in block_0")])
+      ['0.5 lost: in block_* ×2']
+    """
+    alike: dict[str, list[tuple[str, str]]] = {}
+    for place, line in lines:
+        alike.setdefault(pattern(place), []).append((place, line))
+    return [
+        f"{line.replace(place, common)} ×{len(several)}" if len(several) > 1 else line
+        for common, several in alike.items()
+        for place, line in several[:1]
+    ]
+
+
+def fitted(line: str, width: int = WIDTH) -> list[str]:
+    """A line as lines that are not too long."""
+    return textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:
+    """Lines with a heading before the first, wrapped; how many more there are in place of the rest.
+
+    Example:
+      >>> listed("lost", ["a", "b", "c"], limit=2)
+      ['lost          a', '              and 2 more']
+    """
     lines = list(lines)
-    shown = [f"{heading if not i else '':13} {line}" for i, line in enumerate(lines[:limit])]
-    if len(lines) > limit:
-        shown.append(f"{'':13} and {len(lines) - limit} more")
-    return shown
+    shown: list[str] = []
+    for i, line in enumerate(lines):
+        wrapped = fitted(line, WIDTH - 14)
+        if shown and len(shown) + len(wrapped) + (i + 1 < len(lines)) > limit:
+            shown.append(f"and {len(lines) - i} more")
+            break
+        shown += wrapped
+    return [f"{heading if not i else '':13} {line}" for i, line in enumerate(shown)]
 
 
 def plain(value: Any) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
-from jaxmp._numerics.plots import plot_tuned
-from jaxmp._numerics.text import table
+from jaxmp._numerics.plots import plot_tuned, shortened
+from jaxmp._numerics.text import WIDTH, listed, merged, pattern, table
 from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_paths import Loss, Path, PreparedLoss, policy_for, under_map
 from jaxmp._numerics.tune_solve import Front
@@ -211,42 +212,56 @@ class Tuned:
     def __str__(self) -> str:
         """The table: what each module got, what it adds, and what the candidates would."""
         scored = self._scored
-        cells = [("module", "FLOPs", "policy", *scored.names[1:])]
-        pairs = list(zip(scored.groups, self._choices, strict=True))
-        worst = sorted(pairs, key=lambda pair: -max(pair[0].errors))
-        cells += [
-            (
-                group.name,
-                f"{group.flops / scored.total_flops:.1%}",
-                scored.names[option],
-                *(f"{e:.2g}" for e in group.errors[1:]),
-            )
-            for group, option in worst
-        ]
+        rows = self._rows()
         cheapest = f"the cheapest is {scored.front.costs[0]:.3f}"
         off = f"{self.verified.error:.2g} measured, {self.predicted:.2g} predicted"
+        policy = str(self.policy)
+        if len(policy) > WIDTH - 14:
+            counts = Counter(str(one) for one in self.assignment.values()).most_common()
+            several = ", ".join(f"{name} of {count} modules" for name, count in counts)
+            policy = f"{several}: see .policy"
         lines = [
-            f"cost        {self.cost:.3f} of float32's ({scored.unit}); {cheapest}",
-            f"low         {self.low_share:.1%} of the FLOPs of all products",
-            f"1 - cosine  {off}, budget {self.budget:g}",
-            f"loss        off by {self.verified.loss_error:.2g}",
+            *listed("policy", [policy]),
+            f"cost          {self.cost:.3f} of float32's ({scored.unit}); {cheapest}",
+            f"low           {self.low_share:.1%} of the FLOPs of all products",
+            f"1 - cosine    {off}, budget {self.budget:g}",
+            f"loss          off by {self.verified.loss_error:.2g}",
         ]
-        endless = [
-            f"{name} in {group.name}"
+        endless = merged(
+            (group.name, f"{name} in {group.name}")
+            for i, name in enumerate(scored.names)
             for group in scored.groups
-            for name, error in zip(scored.names, group.errors, strict=True)
-            if error == float("inf")
-        ]
-        if endless:
-            more = f" and {len(endless) - 3} more" if len(endless) > 3 else ""
-            lines.append(f"not finite  the gradients under {', '.join(endless[:3])}{more}")
+            if group.errors[i] == float("inf")
+        )
+        lines += listed("not finite", [f"the gradients under {one}" for one in endless], 4)
         if self._index:
-            lines.append(f"refused     the cheapest: {_said(scored.measured[0])}")
-        lines.append(f"policy      {self.policy}")
+            lines.append(f"refused       the cheapest: {_said(scored.measured[0])}")
         if not scored.front.exact:
-            lines.append("thinned     too many assignments: a cheaper one may have been left out")
+            lines.append("thinned       too many assignments: a cheaper one may have been left out")
         head = "what each policy would add to 1 - cosine, module by module:"
-        return "\n".join([*lines, "", head, *table(cells)])
+        shown = [("module", "FLOPs", "policy", *scored.names[1:]), *rows[:_ROWS]]
+        lines += ["", head, *table(shown)]
+        if len(rows) > _ROWS or len(rows) < len(scored.groups):
+            lines.append(f"{len(scored.groups)} in all: see .assignment")
+        return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """The lines of the table, worst first; modules of one kind and policy are one line."""
+        scored = self._scored
+        alike: dict[tuple[str, int], list[Group]] = {}
+        for group, option in zip(scored.groups, self._choices, strict=True):
+            alike.setdefault((pattern(group.name), option), []).append(group)
+        rows = []
+        for (name, option), groups in alike.items():
+            errors = [max(each) for each in zip(*(g.errors for g in groups), strict=True)]
+            cells = (
+                shortened(f"{name} ×{len(groups)}" if len(groups) > 1 else groups[0].name),
+                f"{sum(g.flops for g in groups) / scored.total_flops:.1%}",
+                scored.names[option],
+                *(f"{e:.2g}" for e in errors[1:]),
+            )
+            rows.append((max(errors), cells))
+        return [cells for _, cells in sorted(rows, key=lambda row: -row[0])]
 
 
 def check_budget(budget: float) -> None:
@@ -287,6 +302,7 @@ def solve(scored: Scored, budget: float) -> Tuned:
     return Tuned(budget, scored.check(at), scored, at)
 
 
+_ROWS = 20  # of the table that is printed
 _HALVES = 3  # each is a compilation
 _OFF = 3
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jaxmp._numerics.text import markdown, plain, table
+from jaxmp._numerics.text import fitted, markdown, plain, table
 from jaxmp._numerics.validate_plots import plot_runs
 from jaxmp._numerics.validate_run import Run
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, Check, PolicyResult, percent
@@ -98,8 +98,9 @@ class ValidationReport:
         rows = self._rows()
         lines = table(rows, right=range(1, len(rows[0]) - 1))
         where = [f"{name}: {value}" for name, value in self.numerics.items()]
-        lines = [self._heading(), "", *lines, "", *self._said(), "", *where]
-        return "\n".join([*lines, *(f"({remark})" for remark in self.remarks)])
+        below = [*self._said(), "", *where, *(f"({remark})" for remark in self.remarks)]
+        fit = [part for line in below for part in fitted(line) or [""]]
+        return "\n".join([self._heading(), "", *lines, "", *fit])
 
     def _heading(self) -> str:
         seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"
