@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import optax
 
-from jaxmp._modules import wrap
+from jaxmp._modules.wrap import wrap
 from jaxmp._training.checks import as_transformation
 from jaxmp._training.loss_scale import loss_scale_for
 from jaxmp.policy import PolicyLike, policy_or_default
