@@ -275,7 +275,7 @@ def _preflight(args: argparse.Namespace) -> int:
         table = when_it_pays(args.target)
         print(json.dumps(table.to_dict()) if args.json else table)
         return 0
-    if not jax.config.jax_platforms:
+    if not getattr(jax.config, "jax_platforms", None):
         # Nothing runs here. JAX would look for each accelerator that it has a plugin of, and print
         # a traceback for each that is not there.
         jax.config.update("jax_platforms", "cpu")

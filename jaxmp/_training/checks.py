@@ -37,6 +37,7 @@ _FIELDS: Final = frozenset({"loss_scale", "growth_count", "skipped_count"})
 _CALLS: Final = {
     "scale_loss": "jaxmp.loss_scaling.scale_loss(loss, opt_state)",
     "unscale": "jaxmp.loss_scaling.unscale(grads, opt_state)",
+    "read_monitor": "jaxmp.numerics.read_monitor(opt_state)",
     "value_and_grad": "jaxmp.value_and_grad(loss_fn, opt_state)",
 }
 
