@@ -112,7 +112,8 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
             return cast_floating(leaf, target)
         if full is leaf and getattr(leaf, "dtype", None) != jnp.float32:
             return leaf  # not one that is cast
-        return round_at_random(full, target, key).astype(target)
+        random = jax.random.bits(key, full.shape, jnp.uint32)
+        return round_at_random(full, target, random).astype(target)
 
     rounded: T = jax.tree.map(round_leaf, tree, keys_of(tree, key))
     return rounded
@@ -301,15 +302,14 @@ def keys_of(tree: Any, key: jax.Array) -> Any:
     return treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
 
 
-def round_at_random(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
-    """Rounds float32 at random to what `dtype`, of 16 bits, holds; the result is float32.
+def round_at_random(x: jax.Array, dtype: Any, random: jax.Array) -> jax.Array:
+    """Rounds float32 by random bits, uint32, to what `dtype`, of 16 bits, holds; still float32.
 
     Adding random bits to those of a magnitude that are about to be cleared, and then clearing them,
     rounds it up with the right probability, a carry into the exponent included.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = bits & 0x7FFFFFFF
-    random = jax.random.bits(key, x.shape, jnp.uint32)
     # How many of a float32 fraction's 23 bits go: all but 7 or 10; and for float16, whose smallest
     # normal number is 2^-14 (113 in float32's exponent), one more for each halving below that.
     dropped = jnp.uint32(16)

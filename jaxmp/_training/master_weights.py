@@ -267,7 +267,9 @@ def _joined(param: Any, remainder: Any) -> Any:
 
 
 def _rounded(param: Any, value: Any, key: jax.Array) -> Any:
-    return round_at_random(value, param.dtype, key) if _has_16_bits(param) else value
+    if not _has_16_bits(param):
+        return value
+    return round_at_random(value, param.dtype, jax.random.bits(key, value.shape, jnp.uint32))
 
 
 def _within_range(param: Any, master: jax.Array) -> jax.Array:

@@ -25,8 +25,7 @@ from jaxmp._training.stored_array import (
     block_count,
     decode,
     encode,
-    is_stored,
-    keep_unchanged,
+    encode_onto,
 )
 from jaxmp.tree import keys_of, select, widen_floating
 
@@ -44,26 +43,29 @@ class StoredState(NamedTuple):
 
     Attributes:
       key: The PRNG key of the next step.
-      inner_state: The state of the transformation inside, large float32 arrays as `StoredArray`s.
+      scales: For 8 bits, float32[..., blocks] for each array that is stored, in their order: the
+        largest magnitudes of blocks of the last axis (see `stored_array.StoredArray`).
+      inner_state: The state of the transformation inside, its large float arrays in the dtype that
+        they are stored in.
     """
 
     key: jax.Array
+    scales: tuple[jax.Array, ...]
     inner_state: Any
 
     def to_float32(self) -> Any:
-        """Returns the state of the transformation inside, its arrays in float32.
+        """Returns the state of the transformation inside, what was stored in float32.
 
         Example:
           >>> params = jnp.ones((64, 64))
           >>> state = store_state(optax.adam(1e-3), "int8").init(params)
-          >>> jax.tree.structure(state.to_float32()) == jax.tree.structure(
-          ...     optax.adam(1e-3).init(params)
-          ... )
-          True
+          >>> print(state.inner_state[0].mu.dtype, state.to_float32()[0].mu.dtype)
+          int8 float32
         """
-        return jax.tree.map(
-            lambda x: decode(x) if is_stored(x) else x, self.inner_state, is_leaf=is_stored
-        )
+        leaves, treedef = jax.tree.flatten(self.inner_state)
+        pairs = zip(leaves, _with_scales(leaves, self.scales), strict=True)
+        full = [x if stored is None else decode(stored) for x, stored in pairs]
+        return jax.tree.unflatten(treedef, full)
 
     def from_float32(self, inner_state: Any) -> StoredState:
         """Returns this state with that of the transformation inside replaced: restored, say.
@@ -79,31 +81,25 @@ class StoredState(NamedTuple):
           >>> params = jnp.ones((64, 64))
           >>> old = optax.adam(1e-3).init(params)
           >>> state = store_state(optax.adam(1e-3), "bfloat16").init(params).from_float32(old)
-          >>> str(state.inner_state[0].mu.values.dtype)
+          >>> str(state.inner_state[0].mu.dtype)
           'bfloat16'
         """
         got: Any = jax.tree.structure(inner_state)
-        if got != (want := jax.tree.structure(self.inner_state, is_leaf=is_stored)):
+        if got != (want := jax.tree.structure(self.inner_state)):
             raise ValueError(
                 f"StoredState.from_float32: inner_state is {got}, and that of this state {want}; "
                 "give the state of the same optimizer without store_state around it."
             )
-        next_key, now = jax.random.split(self.key)
-
-        def one(path: tuple[Any, ...], old: Any, new: Any, key: jax.Array) -> Any:
-            if (shape := jnp.shape(old.values if is_stored(old) else old)) != jnp.shape(new):
+        paths = jax.tree_util.tree_leaves_with_path(inner_state)
+        for (path, new), old in zip(paths, jax.tree.leaves(self.inner_state), strict=True):
+            if jnp.shape(new) != jnp.shape(old):
                 raise ValueError(
                     f"StoredState.from_float32: the array at {show(path)} has shape "
-                    f"{jnp.shape(new)}, and that of this state {shape}; give the state of the same "
-                    "parameters."
+                    f"{jnp.shape(new)}, and that of this state {jnp.shape(old)}; give the state of "
+                    "the same parameters."
                 )
-            return _encode_like(old, new, key) if is_stored(old) else new
-
-        keys = keys_of(inner_state, now)
-        stored = jax.tree_util.tree_map_with_path(
-            one, self.inner_state, inner_state, keys, is_leaf=is_stored
-        )
-        return StoredState(next_key, stored)
+        next_key, now = jax.random.split(self.key)
+        return _encoded(self, inner_state, now)._replace(key=next_key)
 
 
 def store_state(
@@ -119,10 +115,10 @@ def store_state(
     parameter in float32, 8 with its moments in bfloat16, 6 in 8 bits. Around the optimizer, inside
     `master_weights`, inside or around `dynamic_loss_scale`: a step that it skips leaves no trace.
 
-    float32 arrays of 4096 numbers or more are stored as a `StoredArray`; smaller ones, counters and
-    keys stay as they are. Every number is rounded up or down at random, so that what is stored is
-    right on average and small changes of an average add up. In 8 bits, blocks along the last axis
-    share a float32 scale (arrays whose last axis is below 16 stay as they are), and
+    Arrays of 4096 floats or more are stored; smaller ones, counters and keys stay as they are.
+    Every number is rounded up or down at random, so that what is stored is right on average and
+    small changes of an average add up. In 8 bits, blocks along the last axis share a float32 scale
+    (arrays whose last axis is shorter than 16 stay as they are), and
 
     * `"int8"` stores the square root of a magnitude over the block's largest, with 127 steps and a
       sign or, in blocks without negative numbers, 255 steps. Second moments are such blocks, and
@@ -137,8 +133,8 @@ def store_state(
     like lose more than moments do. `inner` sees parameters and gradients of 16 bits as float32, and
     the updates are float32.
 
-    Every array keeps its shape, and a scale's last axis counts the blocks, so the state is sharded
-    as the parameters are. Where the last axis is sharded, let `block_size` divide a shard.
+    Arrays keep their shapes and the state of `inner` its structure, so that it is sharded as the
+    parameters are. Where the last axis is sharded, let `block_size` divide a shard.
 
     Args:
       inner: The optimizer.
@@ -162,9 +158,8 @@ def store_state(
       >>> tx = store_state(optax.adam(1e-3), "int8")
       >>> state = tx.init(params)
       >>> updates, state = tx.update(params, state, params)
-      >>> mu = state.inner_state[0].mu
-      >>> str(mu["w"].values.dtype), mu["w"].scale.shape, str(mu["b"].dtype)
-      ('int8', (64, 1), 'float32')
+      >>> jax.tree.map(lambda x: f"{x.dtype}{x.shape}", state.inner_state[0].mu)
+      {'b': 'float32(128,)', 'w': 'int8(64, 128)'}
 
     References:
       Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization",
@@ -183,32 +178,29 @@ def store_state(
         first = jax.random.key(key) if isinstance(key, int) else jnp.array(key, copy=True)
         next_key, now = jax.random.split(first)
 
-        def one(x: Any, key: jax.Array) -> Any:
-            if not _is_large(x, stored_dtype):
-                return x
-            return encode(x, stored_dtype, block_count(x.shape[-1], block_size), key)
-
-        return StoredState(next_key, jax.tree.map(one, inner_state, keys_of(inner_state, now)))
+        leaves, treedef = jax.tree.flatten(inner_state)
+        made: list[Any] = []
+        for x, leaf_key in zip(leaves, jax.tree.leaves(keys_of(leaves, now)), strict=True):
+            if _is_stored(x, stored_dtype, (*_DTYPES[:1], "float16", "float32")):
+                blocks = block_count(x.shape[-1], block_size)
+                made.append(encode(x.astype(jnp.float32), stored_dtype, blocks, leaf_key))
+            else:
+                made.append(x)
+        return _state(next_key, treedef, made)
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, StoredState]:
         check_state("store_state", state, StoredState)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state.inner_state, is_leaf=is_stored):
-            _check_leaf(path, leaf, stored_dtype)
+        _check_stored(state, stored_dtype)
         full, grads = widen_floating(params), widen_floating(updates)
         updates, new = update_inner(
             "store_state", wrapped, grads, state.to_float32(), full, extra_args
         )
         next_key, now = jax.random.split(state.key)
-        keys = keys_of(new, now)
-
-        def one(old: Any, x: Any, key: jax.Array) -> Any:
-            return keep_unchanged(_encode_like(old, x, key), x, old) if is_stored(old) else x
-
-        stored = jax.tree.map(one, state.inner_state, new, keys, is_leaf=is_stored)
         finite = the_scaler("store_state", new).finite
-        return updates, StoredState(select(finite, next_key, state.key), stored)
+        next_key = select(finite, next_key, state.key)
+        return updates, _encoded(state, new, now)._replace(key=next_key)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -225,20 +217,48 @@ def _parse(dtype: DTypeLike) -> Any:
     return jnp.dtype(name)
 
 
-def _is_large(x: Any, dtype: Any) -> bool:
-    if not isinstance(x, (jax.Array, np.ndarray)) or x.dtype != jnp.float32 or x.size < _SMALLEST:
+def _is_stored(x: Any, dtype: Any, dtypes: tuple[str, ...]) -> bool:
+    """Whether an array of a state, of one of some dtypes, is one that is stored in `dtype`."""
+    if not isinstance(x, (jax.Array, np.ndarray)) or x.dtype.name not in dtypes:
         return False
-    return dtype == jnp.bfloat16 or x.shape[-1] >= _SHORTEST
+    return x.size >= _SMALLEST and (dtype == jnp.bfloat16 or x.shape[-1] >= _SHORTEST)
 
 
-def _encode_like(old: StoredArray, x: Any, key: jax.Array) -> StoredArray:
-    blocks = 1 if old.scale is None else old.scale.shape[-1]
-    return encode(jnp.asarray(x, jnp.float32), old.values.dtype, blocks, key)
+def _with_scales(leaves: list[Any], scales: tuple[jax.Array, ...]) -> list[StoredArray | None]:
+    """Of each leaf what it stands for; None for those that are not stored."""
+    rest = iter(scales)
+    return [
+        StoredArray(x, None if x.dtype == jnp.bfloat16 else next(rest))
+        if _is_stored(x, getattr(x, "dtype", None), _DTYPES)
+        else None
+        for x in leaves
+    ]
+
+
+def _encoded(old: StoredState, new: Any, key: jax.Array) -> StoredState:
+    """A state of `new`, stored as `old` is; what did not change keeps its bits."""
+    leaves, treedef = jax.tree.flatten(new)
+    keys = jax.tree.leaves(keys_of(leaves, key))
+    stored = _with_scales(jax.tree.leaves(old.inner_state), old.scales)
+    made = [
+        x if was is None else encode_onto(was, x, leaf_key)
+        for x, was, leaf_key in zip(leaves, stored, keys, strict=True)
+    ]
+    return _state(old.key, treedef, made)
+
+
+def _state(key: jax.Array, treedef: Any, made: list[Any]) -> StoredState:
+    stored = [x for x in made if isinstance(x, StoredArray)]
+    leaves = [x.values if isinstance(x, StoredArray) else x for x in made]
+    scales = tuple(x.scale for x in stored if x.scale is not None)
+    return StoredState(key, scales, treedef.unflatten(leaves))
 
 
 def _check_inside(inner_state: Any) -> None:
-    kinds = (MasterWeightsState, RemainderState)
+    kinds = (MasterWeightsState, RemainderState, StoredState)
     nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, kinds))
+    if any(isinstance(node, StoredState) for node in nodes):
+        raise ValueError("store_state: there is a store_state inside; keep one of them.")
     if any(isinstance(node, kinds) for node in nodes):
         raise ValueError(
             "store_state: master_weights is inside, whose float32 parameters would be rounded to "
@@ -246,27 +266,32 @@ def _check_inside(inner_state: Any) -> None:
         )
 
 
-def _check_leaf(path: tuple[Any, ...], leaf: Any, dtype: Any) -> None:
-    where = f"store_state: the state at inner_state{jax.tree_util.keystr(path)} is"
-    if not is_stored(leaf):
-        if _is_large(leaf, dtype):
+def _check_stored(state: StoredState, dtype: Any) -> None:
+    """Raises unless the large arrays of a state are stored in a dtype, each with its scale."""
+    fix = "tx.init(params).from_float32({}) stores it as this optimizer does."
+    scales = list(state.scales)
+    for path, x in jax.tree_util.tree_leaves_with_path(state.inner_state):
+        if not _is_stored(x, dtype, (*_DTYPES, "float32")):
+            continue
+        where = f"store_state: the array at inner_state{jax.tree_util.keystr(path)} is"
+        if x.dtype == jnp.float32:
+            raise ValueError(f"{where} float32, and not stored; {fix.format('inner_state')}")
+        if x.dtype != dtype:
             raise ValueError(
-                f"{where} float32{list(leaf.shape)}, which is not stored; a state of the optimizer "
-                "inside is put into one by tx.init(params).from_float32(inner_state)."
+                f"{where} stored in {x.dtype}, and this optimizer stores {dtype}; "
+                + fix.format("state.to_float32()")
             )
-        return
-    values, scale = leaf
-    if values.dtype != dtype:
+        if dtype == jnp.bfloat16:
+            continue
+        scale = scales.pop(0) if scales else None
+        if scale is None or (scale.dtype.name, scale.shape[:-1]) != ("float32", x.shape[:-1]):
+            has = "no scale" if scale is None else f"scale {scale.dtype}{list(scale.shape)}"
+            raise ValueError(
+                f"{where} {x.dtype}{list(x.shape)} with {has}: corrupted, or of other parameters. "
+                "Use what this optimizer's init or update returned."
+            )
+    if scales:
         raise ValueError(
-            f"{where} stored in {values.dtype}, and this one stores {dtype}; write "
-            "tx.init(params).from_float32(state.to_float32())."
-        )
-    given = None if scale is None else (scale.dtype, scale.shape[:-1])
-    blocks = 1 if scale is None or not scale.ndim else scale.shape[-1]
-    want = None if dtype == jnp.bfloat16 else (jnp.float32, values.shape[:-1])
-    if given != want or not 1 <= blocks <= values.shape[-1]:
-        has = "no scale" if scale is None else f"a scale {scale.dtype}{list(scale.shape)}"
-        raise ValueError(
-            f"{where} {values.dtype}{list(values.shape)} with {has}: corrupted, or not from this "
-            "optimizer's init. Use the state that init or update returned."
+            f"store_state: the state has {len(scales)} scales more than arrays stored in {dtype}: "
+            "corrupted, or of other parameters. Use what this optimizer's init or update returned."
         )

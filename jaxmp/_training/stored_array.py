@@ -12,7 +12,7 @@ from jax import lax
 from jaxmp.formats import ALL_FORMATS
 from jaxmp.tree import round_at_random
 
-__all__ = ["StoredArray", "block_count", "decode", "encode", "is_stored", "keep_unchanged"]
+__all__ = ["StoredArray", "block_count", "decode", "encode", "encode_onto"]
 
 # 8 bits hold magnitudes as fractions of the largest in a block: 127 (signed) or 255 (unsigned)
 # steps of the fraction's square root, or float8, whose steps are relative already.
@@ -21,7 +21,7 @@ _FLOAT8: Final = ALL_FORMATS["e4m3"]
 
 
 class StoredArray(NamedTuple):
-    """What `jaxmp.store_state` keeps in the place of a float32 array.
+    """What is kept of a float32 array.
 
     Attributes:
       values: bfloat16, int8 or float8_e4m3fn, of the shape of the array.
@@ -32,11 +32,6 @@ class StoredArray(NamedTuple):
 
     values: Any
     scale: Any
-
-
-def is_stored(node: Any) -> bool:
-    """Whether a node of a state is a `StoredArray`."""
-    return isinstance(node, StoredArray)
 
 
 def block_count(size: int, block_size: int) -> int:
@@ -56,7 +51,7 @@ def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> StoredArray
     the root of a second moment, and one that vanished would make a step of any size.
     """
     if dtype == jnp.bfloat16:
-        return StoredArray(round_at_random(x, dtype, key).astype(dtype), None)
+        return StoredArray(round_at_random(x, dtype, _random_bits(key, x.shape)).astype(dtype), None)
     parts = _split(x, blocks)
     amax = jnp.max(jnp.abs(parts), axis=-1, keepdims=True)
     amax = jnp.where(amax < np.finfo(np.float32).tiny, 0.0, amax)
@@ -75,7 +70,8 @@ def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> StoredArray
     below = jnp.floor(position / step) * step
     above = jnp.minimum(below + step, count)
     low, high = _fraction(below / count, dtype), _fraction(above / count, dtype)
-    up = jax.random.uniform(key, parts.shape) * (high - low) < fraction - low
+    random = (_random_bits(key, parts.shape) >> 8).astype(jnp.float32) * 2.0**-24
+    up = random * (high - low) < fraction - low
     level = jnp.where(up, above, below)
     level = jnp.where(unsigned & (parts > 0), jnp.maximum(level, smallest), level)
     level = jnp.where(parts < 0, -level, level)
@@ -104,19 +100,39 @@ def decode(stored: StoredArray) -> jax.Array:
     return _joined(part * jnp.abs(scale), values.shape)
 
 
-def keep_unchanged(new: StoredArray, x: jax.Array, old: StoredArray) -> StoredArray:
-    """`new`, but the bits of `old` for blocks of which `x` has what `old` decodes to.
+def encode_onto(old: StoredArray, x: jax.Array, key: jax.Array) -> StoredArray:
+    """Encodes `x` as `old` is; blocks in which `x` is what `old` decodes to keep their bits.
 
     So a step that changes nothing, because it is skipped or only adds to a sum, leaves no trace.
     """
-    if old.scale is None:
-        return new  # bfloat16 rounds to itself what it holds
-    was, now = (lax.bitcast_convert_type(a, jnp.uint32) for a in (decode(old), x))
+    x = jnp.asarray(x, jnp.float32)
+    if old.scale is None:  # bfloat16 rounds to itself what it holds
+        return encode(x, old.values.dtype, 1, key)
     blocks = old.scale.shape[-1]
+    new = encode(x, old.values.dtype, blocks, key)
+    was, now = (lax.bitcast_convert_type(a, jnp.uint32) for a in (decode(old), x))
     same = jnp.all(_split(was == now, blocks, fill=True), axis=-1, keepdims=True)
     values = jnp.where(same, _split(old.values, blocks), _split(new.values, blocks))
-    scale = jnp.where(same[..., 0], old.scale, new.scale)
-    return StoredArray(_joined(values, x.shape), scale)
+    return StoredArray(_joined(values, x.shape), jnp.where(same[..., 0], old.scale, new.scale))
+
+
+def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """uint32[shape], a hash of each element's index and the key.
+
+    `jax.random.bits` is not fused with what it is for, and takes memory: on CPU 20 bytes a number.
+    The mixing steps are "lowbias32" of https://nullprogram.com/blog/2018/07/31/.
+    """
+    seeds = jax.random.bits(key, (2,), jnp.uint32)
+    index, stride = jnp.zeros(shape, jnp.uint32), 1
+    for axis in reversed(range(len(shape))):
+        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
+        stride *= shape[axis]
+    for seed in seeds:
+        index = (index ^ seed) + np.uint32(0x9E3779B9)
+        index = (index ^ (index >> 16)) * np.uint32(0x7FEB352D)
+        index = (index ^ (index >> 15)) * np.uint32(0x846CA68B)
+        index ^= index >> 16
+    return index
 
 
 def _fraction(root: jax.Array, dtype: Any) -> jax.Array:
