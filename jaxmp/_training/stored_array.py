@@ -54,16 +54,11 @@ def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> StoredArray
         return StoredArray(
             round_at_random(x, dtype, _random_bits(key, x.shape)).astype(dtype), None
         )
-    amax = jnp.max(_split(jnp.abs(x), blocks), axis=-1)
+    parts = _split(x, blocks)
+    amax = jnp.max(jnp.abs(parts), axis=-1, keepdims=True)
     amax = jnp.where(amax < np.finfo(np.float32).tiny, 0.0, amax)
-    is_unsigned = jnp.all(_split(x >= 0, blocks, fill=True), axis=-1) & (amax > 0)
-    # The maximum alone does not tell: XLA's CPU backend leaves NaNs out of it.
-    finite = jnp.all(_split(jnp.isfinite(x), blocks, fill=True), axis=-1)
-    scale = jnp.where(finite, amax, np.float32(np.nan))
-    if dtype == jnp.int8:
-        scale = jnp.where(is_unsigned, -scale, scale)
-    amax, unsigned = _spread(amax, x.shape), _spread(is_unsigned, x.shape)
-    fraction = jnp.abs(x) / jnp.where(amax > 0, amax, 1.0)
+    unsigned = jnp.all(parts >= 0, axis=-1, keepdims=True) & (amax > 0)
+    fraction = jnp.abs(parts) / jnp.where(amax > 0, amax, 1.0)
     if dtype == jnp.int8:
         count = jnp.where(unsigned, _LEVELS[True], _LEVELS[False])
         step = smallest = jnp.float32(1)
@@ -77,15 +72,19 @@ def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> StoredArray
     below = jnp.floor(position / step) * step
     above = jnp.minimum(below + step, count)
     low, high = _fraction(below / count, dtype), _fraction(above / count, dtype)
-    random = (_random_bits(key, x.shape) >> 8).astype(jnp.float32) * 2.0**-24
-    level = jnp.where(random * (high - low) < fraction - low, above, below)
-    level = jnp.where(unsigned & (x > 0), jnp.maximum(level, smallest), level)
-    level = jnp.where(x < 0, -level, level)
+    random = (_random_bits(key, parts.shape) >> 8).astype(jnp.float32) * 2.0**-24
+    up = random * (high - low) < fraction - low
+    level = jnp.where(up, above, below)
+    level = jnp.where(unsigned & (parts > 0), jnp.maximum(level, smallest), level)
+    level = jnp.where(parts < 0, -level, level)
+    scale = amax
     if dtype == jnp.int8:
-        level = level - jnp.where(unsigned, 128, 0)
-    # A NaN is in the scale; no integer and not each float8 would hold it.
-    level = jnp.where(_spread(finite, x.shape), level, 1.0)
-    return StoredArray(level.astype(dtype), scale)
+        level, scale = level - jnp.where(unsigned, 128, 0), jnp.where(unsigned, -amax, amax)
+    # The maximum alone does not tell: XLA's CPU backend leaves NaNs out of it.
+    finite = jnp.all(jnp.isfinite(parts), axis=-1, keepdims=True)
+    scale = jnp.where(finite, scale, np.float32(np.nan))
+    level = jnp.where(finite, level, 1.0)
+    return StoredArray(_joined(level, x.shape).astype(dtype), scale[..., 0])
 
 
 def decode(stored: StoredArray) -> jax.Array:
@@ -93,13 +92,14 @@ def decode(stored: StoredArray) -> jax.Array:
     values, scale = stored
     if scale is None:
         return jnp.asarray(values, jnp.float32)
-    level, scale = values.astype(jnp.float32), _spread(scale, values.shape)
+    level = _split(values, scale.shape[-1]).astype(jnp.float32)
+    scale = scale[..., None]
     if values.dtype == jnp.int8:
         level = level + jnp.where(scale < 0, 128, 0)
         part = _fraction(level / jnp.where(scale < 0, _LEVELS[True], _LEVELS[False]), jnp.int8)
     else:
         part = level / _FLOAT8.largest
-    return part * jnp.abs(scale)
+    return _joined(part * jnp.abs(scale), values.shape)
 
 
 def encode_onto(old: StoredArray, x: jax.Array, key: jax.Array) -> StoredArray:
@@ -113,9 +113,9 @@ def encode_onto(old: StoredArray, x: jax.Array, key: jax.Array) -> StoredArray:
     blocks = old.scale.shape[-1]
     new = encode(x, old.values.dtype, blocks, key)
     was, now = (lax.bitcast_convert_type(a, jnp.uint32) for a in (decode(old), x))
-    same = jnp.all(_split(was == now, blocks, fill=True), axis=-1)
-    values = jnp.where(_spread(same, x.shape), old.values, new.values)
-    return StoredArray(values, jnp.where(same, old.scale, new.scale))
+    same = jnp.all(_split(was == now, blocks, fill=True), axis=-1, keepdims=True)
+    values = jnp.where(same, _split(old.values, blocks), _split(new.values, blocks))
+    return StoredArray(_joined(values, x.shape), jnp.where(same[..., 0], old.scale, new.scale))
 
 
 def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -149,8 +149,6 @@ def _split(x: jax.Array, blocks: int, *, fill: Any = 0) -> jax.Array:
     return x.reshape(*x.shape[:-1], blocks, size)
 
 
-def _spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """What there is one of for each block, for each number of `shape`."""
-    size = -(-shape[-1] // x.shape[-1])
-    x = jnp.broadcast_to(x[..., None], (*x.shape, size)).reshape(*x.shape[:-1], -1)
+def _joined(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    x = parts.reshape(*parts.shape[:-2], -1)
     return x if x.shape == shape else x[..., : shape[-1]]
