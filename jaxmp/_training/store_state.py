@@ -17,7 +17,7 @@ from jaxmp._training.checks import (
     check_state,
     update_inner,
 )
-from jaxmp._training.gradients import show
+from jaxmp._training.gradients import show, strong
 from jaxmp._training.master_weights import MasterWeightsState, RemainderState
 from jaxmp._training.opt_state import the_scaler
 from jaxmp._training.stored_array import (
@@ -185,7 +185,7 @@ def store_state(
                 blocks = block_count(x.shape[-1], block_size)
                 made.append(encode(x.astype(jnp.float32), stored_dtype, blocks, leaf_key))
             else:
-                made.append(x)
+                made.append(strong(x))
         return _state(next_key, treedef, made)
 
     def update(

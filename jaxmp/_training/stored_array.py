@@ -58,7 +58,9 @@ def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> StoredArray
     amax = jnp.max(jnp.abs(parts), axis=-1, keepdims=True)
     amax = jnp.where(amax < np.finfo(np.float32).tiny, 0.0, amax)
     unsigned = jnp.all(parts >= 0, axis=-1, keepdims=True) & (amax > 0)
-    fraction = jnp.abs(parts) / jnp.where(amax > 0, amax, 1.0)
+    # XLA multiplies by the inverse, which would be subnormal, and 0, from 8.5e37 on.
+    within = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(2.0**32))
+    fraction = jnp.abs(parts) * within / jnp.where(amax > 0, amax * within, 1.0)
     if dtype == jnp.int8:
         count = jnp.where(unsigned, _LEVELS[True], _LEVELS[False])
         step = smallest = jnp.float32(1)
