@@ -416,7 +416,7 @@ def test_any_step_leads_to_the_master_or_to_where_float32_leads(jit):
         with np.errstate(over="ignore"):
             exact = (got == target.astype(np.float32)) | (np.abs(target) < 1.2e-38)
         assert np.mean(inside) > 0.98
-        assert i % 4 == 2 or np.mean(exact[inside]) > 0.99  # 2: to where hardly a step leads
+        assert i % 4 == 2 or np.mean(exact[inside]) > 0.97  # 2: where no step may lead
         masters = got
 
 
