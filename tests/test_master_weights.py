@@ -20,6 +20,7 @@ from jaxmp._training.master_weights import (
     MasterWeightsState,
     RemainderState,
     StochasticRoundingState,
+    _remainder,
 )
 from jaxmp.tree import join_float32, split_float32, stochastic_round
 
@@ -421,12 +422,20 @@ def test_any_step_leads_to_the_master_or_to_where_float32_leads(jit):
 
 
 def test_a_remainder_is_kept_from_step_to_step():
-    """Steps of a hundredth of what bfloat16 resolves add up, and nothing else does."""
+    """Steps of a 256th of what bfloat16 resolves add up; across ties, to the even and the odd."""
     tx = master_weights(optax.identity(), remainder=True)
-    grads = [jnp.full(4, 2.0**-15, jnp.float32)] * 200
+    grads = [jnp.full(4, 2.0**-15, jnp.float32)] * 500
     *_, (stored, state) = take_steps(tx, jnp.ones(4, jnp.bfloat16), grads)
-    np.testing.assert_array_equal(state.masters(stored), 1 + 200 * 2.0**-15)
-    np.testing.assert_array_equal(stored, np.float32(1 + 2.0**-7))
+    np.testing.assert_array_equal(state.masters(stored), 1 + 500 * 2.0**-15)
+    np.testing.assert_array_equal(stored, np.float32(1 + 2.0**-6))
+
+
+def test_a_half_that_is_not_reached_has_no_remainder():
+    """Joined with 0, one that was rounded up would be a NaN."""
+    master = jnp.float32(1.2345678e-5)
+    assert int(split_float32(master)[1]) > 0x8000
+    assert int(_remainder(split_float32(master)[0], master)) > 0x8000
+    assert int(_remainder(jnp.bfloat16(0), master)) == 0
 
 
 def test_float32_parameters_are_split_for_a_start_from_them():

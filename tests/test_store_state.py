@@ -26,6 +26,7 @@ from test_loss_scale_optimizers import (
 
 import jaxmp
 from jaxmp import dynamic_loss_scale, master_weights, store_state
+from jaxmp._training import stored_array
 from jaxmp._training.stored_array import block_count, decode, encode, encode_onto
 
 from support import slow_when
@@ -162,13 +163,29 @@ def test_any_size_has_blocks_of_one_size(dtype, size):
     assert_same(again, stored)
 
 
+@eight_bits
+@pytest.mark.parametrize("bits", [0, 2**32 - 1])
+def test_what_did_not_change_keeps_its_bits_whatever_the_random_ones(dtype, bits, monkeypatch):
+    """Decoded, a number is within a rounding of its step, and may be on either side of it."""
+    x = jax.random.normal(jax.random.key(0), (64, 300)) ** 3
+    stored = encode(x, jnp.dtype(dtype), 2, jax.random.key(0))
+    monkeypatch.setattr(
+        stored_array, "_random_bits", lambda _, shape: jnp.full(shape, bits, "uint32")
+    )
+    assert_same(encode_onto(stored, decode(stored), jax.random.key(1)), stored)
+    changed = decode(stored).at[0, 0].set(100.0)  # one block of 128 is stored anew
+    new = encode_onto(stored, changed, jax.random.key(1))
+    assert_same(new.values[1:], stored.values[1:])
+    assert float(new.scale[0, 0]) == 100
+
+
 # Training.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_digits_are_learned_as_in_float32(name):
-    """Within the noise of three seeds: the table of docs/how_to/optimizer_state.md."""
+    """Within the noise of three seeds: the table of benchmarks/optimizer_state.py in the docs."""
     want, want_right = train(OPTIMIZERS[name])
     for dtype in DTYPES:
         loss, right = train(stored(OPTIMIZERS[name], dtype))

@@ -174,8 +174,7 @@ def store_state(
         check_arrays("store_state", "the parameter", params)
         inner_state = wrapped.init(widen_floating(params))
         _check_inside(inner_state)
-        # A copy: a step that donates its state must not take the caller's key with it.
-        first = jax.random.key(key) if isinstance(key, int) else jnp.array(key, copy=True)
+        first = jax.random.key(key) if isinstance(key, int) else jnp.asarray(key)
         next_key, now = jax.random.split(first)
 
         leaves, treedef = jax.tree.flatten(inner_state)
