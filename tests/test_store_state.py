@@ -213,7 +213,7 @@ def linear_8_bits(tx):
 @pytest.mark.slow
 def test_linear_8_bits_of_second_moments_diverge():
     loss, right = train(linear_8_bits(ADAM))
-    assert np.all(loss > 100)
+    assert not np.any(loss < 1)  # it is NaN
     assert np.all(right < 0.6)
 
 
