@@ -27,6 +27,7 @@ from jaxmp._training.accumulate import accumulate_gradients
 from jaxmp._training.loss_scale import dynamic_loss_scale, loss_scale_for, static_loss_scale
 from jaxmp._training.master_weights import master_weights
 from jaxmp._training.scaled_grad import value_and_grad
+from jaxmp._training.store_state import store_state
 from jaxmp._training.train_state import TrainState
 from jaxmp.policy import Policy, PolicyLike, PolicyMap, get_policy
 
@@ -60,6 +61,7 @@ __all__ = [
     "recipes",
     "reduced_precision",
     "static_loss_scale",
+    "store_state",
     "testing",
     "tree",
     "tune",

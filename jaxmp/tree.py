@@ -18,7 +18,15 @@ from jax.typing import DTypeLike
 from jaxmp.dtypes import dtype_name, parse_dtype
 from jaxmp.quantized import is_quantized
 
-__all__ = ["all_finite", "cast_floating", "select", "stochastic_round", "widen_floating"]
+__all__ = [
+    "all_finite",
+    "cast_floating",
+    "join_float32",
+    "select",
+    "split_float32",
+    "stochastic_round",
+    "widen_floating",
+]
 
 T = TypeVar("T")
 
@@ -104,7 +112,8 @@ def stochastic_round(tree: T, key: jax.Array, dtype: DTypeLike) -> T:
             return cast_floating(leaf, target)
         if full is leaf and getattr(leaf, "dtype", None) != jnp.float32:
             return leaf  # not one that is cast
-        return round_at_random(full, target, key).astype(target)
+        random = jax.random.bits(key, full.shape, jnp.uint32)
+        return round_at_random(full, target, random).astype(target)
 
     rounded: T = jax.tree.map(round_leaf, tree, keys_of(tree, key))
     return rounded
@@ -194,6 +203,52 @@ def select(condition: jax.typing.ArrayLike, on_true: T, on_false: T) -> T:
     return selected
 
 
+def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Splits float32 numbers into bfloat16 and the 16 bits that are missing, 4 bytes together.
+
+    The bfloat16 number is the nearest one. Of two that are as near it is the smaller in magnitude,
+    and not the even one, as in a cast: so the 16 bits tell whether it was rounded up.
+
+    Args:
+      x: float32[...].
+
+    Returns:
+      bfloat16[...], and uint16[...]: the lower half of the bits. `join_float32` puts them together:
+      the same bits, but for a signaling NaN, which becomes a quiet one.
+
+    Example:
+      >>> half, remainder = split_float32(jnp.float32(0.1))
+      >>> print(half, remainder, join_float32(half, remainder) == jnp.float32(0.1))
+      0.100098 52429 True
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    half, remainder = (bits >> 16).astype(jnp.uint16), bits.astype(jnp.uint16)
+    nearest = half + (remainder > 0x8000).astype(jnp.uint16)
+    half = jnp.where((bits & 0x7FFFFFFF) > 0x7F800000, half | 0x40, nearest)  # 0x40: quiet
+    return lax.bitcast_convert_type(half, jnp.bfloat16), remainder
+
+
+def join_float32(half: jax.Array, remainder: jax.Array) -> jax.Array:
+    """Returns the float32 numbers that `split_float32` split.
+
+    Args:
+      half: bfloat16[...].
+      remainder: uint16[...].
+
+    Returns:
+      float32[...].
+
+    Example:
+      >>> join_float32(jnp.ones(2, jnp.bfloat16), jnp.array([0, 1], jnp.uint16)) > 1
+      Array([False,  True], dtype=bool)
+    """
+    bits = lax.bitcast_convert_type(half, jnp.uint16)
+    was_rounded_up = (remainder > 0x8000) & ((bits & 0x7FFF) <= 0x7F80)
+    bits = bits - was_rounded_up.astype(jnp.uint16)
+    joined = (bits.astype(jnp.uint32) << 16) | remainder.astype(jnp.uint32)
+    return lax.bitcast_convert_type(joined, jnp.float32)
+
+
 def _select_leaf(path: tuple[Any, ...], condition: jax.Array, x: Any, y: Any) -> Any:
     if x is y or getattr(x, "dtype", None) == jax.dtypes.float0:
         return x
@@ -247,15 +302,14 @@ def keys_of(tree: Any, key: jax.Array) -> Any:
     return treedef.unflatten([jax.random.fold_in(key, i) for i in range(treedef.num_leaves)])
 
 
-def round_at_random(x: jax.Array, dtype: Any, key: jax.Array) -> jax.Array:
-    """Rounds float32 at random to what `dtype`, of 16 bits, holds; the result is float32.
+def round_at_random(x: jax.Array, dtype: Any, random: jax.Array) -> jax.Array:
+    """Rounds float32 by random bits, uint32, to what `dtype`, of 16 bits, holds; still float32.
 
     Adding random bits to those of a magnitude that are about to be cleared, and then clearing them,
     rounds it up with the right probability, a carry into the exponent included.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     magnitude = bits & 0x7FFFFFFF
-    random = jax.random.bits(key, x.shape, jnp.uint32)
     # How many of a float32 fraction's 23 bits go: all but 7 or 10; and for float16, whose smallest
     # normal number is 2^-14 (113 in float32's exponent), one more for each halving below that.
     dropped = jnp.uint32(16)

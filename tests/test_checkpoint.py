@@ -55,12 +55,13 @@ def restore(path, like):
 TRANSFORMATIONS = {
     "scaler": (lambda: SCALED, None),
     "masters": (lambda: master_weights(scaled()), "bfloat16"),
+    "remainders": (lambda: master_weights(scaled(), remainder=True), "bfloat16"),
     "stochastic rounding": (lambda: master_weights(scaled(), stochastic_rounding=True), "float16"),
     "neither": (lambda: optax.adam(1e-2), None),
 }
 
 
-@slow_when(lambda name: name in ("masters", "neither"))  # less of the same
+@slow_when(lambda name: name in ("masters", "remainders", "neither"))  # less of the same
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_21_a_resumed_run_is_bitwise_the_uninterrupted_one(name, tmp_path):
     """Field notes, behavior 21: values, dtypes, counters, keys; mid-run, after a skipped step."""

@@ -102,9 +102,9 @@ def make(name):
     return optax.with_extra_args_support(function(**{n: RATE[n] for n in required}))
 
 
-def make_params(name):
+def make_params(name, size=4):
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=(4, 4)), "float32"), "b": jnp.ones(4)}
+    params = {"w": jnp.asarray(rng.normal(size=(size, size)), "float32"), "b": jnp.ones(4)}
     if name == "scale_by_muon":  # which takes matrices only
         del params["b"]
     return optax.LookaheadParams.init_synced(params) if name == "lookahead" else params

@@ -16,8 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
 from jaxmp import dynamic_loss_scale, master_weights
-from jaxmp._training.master_weights import MasterWeightsState, StochasticRoundingState
-from jaxmp.tree import stochastic_round
+from jaxmp._training.master_weights import (
+    MasterWeightsState,
+    RemainderState,
+    StochasticRoundingState,
+    _remainder,
+)
+from jaxmp.tree import join_float32, split_float32, stochastic_round
 
 from support import slow_when
 
@@ -339,6 +344,161 @@ def test_the_key_may_be_a_seed_or_either_kind_of_key_and_survives_donation():
         for _ in range(2):
             step = jax.jit(tx.update, donate_argnums=1)
             step(jnp.ones(8), tx.init(params), params)
+
+
+# Remainders.
+
+
+def as_bits(x):
+    x = np.asarray(x)
+    return x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
+
+
+def test_a_split_is_exact_for_every_exponent_sign_and_half():
+    """All 2^16 upper halves with edges and random lower ones: NaN, infinity, -0, subnormals."""
+    rng = np.random.default_rng(0)
+    low = np.concatenate([[0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], rng.integers(0, 2**16, 58)])
+    bits = (np.arange(2**16, dtype=np.uint32)[:, None] << 16) | low.astype(np.uint32)
+    x = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.float32)
+    half, remainder = jax.jit(split_float32)(x)
+    assert (half.dtype, remainder.dtype) == (jnp.bfloat16, jnp.uint16)
+    joined = jax.lax.bitcast_convert_type(jax.jit(join_float32)(half, remainder), jnp.uint32)
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > 0x7F800000
+    quiet = np.where(is_nan, bits | 0x400000, bits)  # as arithmetic makes every NaN
+    np.testing.assert_array_equal(joined, quiet)
+    assert np.mean(quiet == bits) > 0.998
+    np.testing.assert_array_equal(np.isnan(np.asarray(half, np.float32)), is_nan)
+    # It is the nearest; of two as near, the smaller.
+    tie = (bits & 0xFFFF) == 0x8000
+    with np.errstate(invalid="ignore"):
+        nearest = as_bits(np.asarray(x).astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(as_bits(half)[~tie & ~is_nan], nearest[~tie & ~is_nan])
+    np.testing.assert_array_equal(as_bits(half)[tie & ~is_nan], (bits >> 16)[tie & ~is_nan])
+
+
+def test_remainders_make_the_masters_of_float32_to_the_bit():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=0.1))
+    params = {"w": jnp.linspace(-3, 3, 64).astype(jnp.bfloat16), "b": jnp.zeros(3)}
+    rng = np.random.default_rng(0)
+    grads = [
+        jax.tree.map(lambda p: rng.normal(size=p.shape).astype(p.dtype), params) for _ in range(20)
+    ]
+
+    def widened(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    full = take_steps(tx, widened(params), map(widened, grads), jit=False)
+    kept = take_steps(master_weights(tx, remainder=True), params, grads, jit=False)
+    for (stored, state), (expected, inner_state) in zip(kept, full, strict=True):
+        assert (stored["w"].dtype, state.remainders["w"].dtype) == (jnp.bfloat16, jnp.uint16)
+        jax.tree.map(np.testing.assert_array_equal, state.masters(stored), expected)
+        jax.tree.map(np.testing.assert_array_equal, state.inner_state, inner_state)
+        np.testing.assert_array_equal(stored["w"], split_float32(expected["w"])[0])
+    assert np.any(np.asarray(state.remainders["w"]))
+    assert state.remainders["b"] == optax.MaskedNode()
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=("eager", "jit"))
+def test_any_step_leads_to_the_master_or_to_where_float32_leads(jit):
+    """Between unrelated numbers, near cancellations, onto ties: as far as a float32 sum errs."""
+    tx = master_weights(optax.identity(), remainder=True)
+    params = jnp.zeros(20_000, jnp.bfloat16)
+    masters, limit = np.zeros(20_000, np.float32), 1e38  # above it sums may overflow
+    grads = [np.where(np.abs(g) < limit, g, 0) for g in nasty_steps(jnp.bfloat16)]
+    taken = take_steps(tx, params, grads, jit)
+    for i, (step, (stored, state)) in enumerate(zip(grads, taken, strict=True)):
+        target = masters.astype(np.float64) + step
+        got = np.asarray(state.masters(stored))
+        inside = np.abs(target) < limit
+        largest = np.maximum(np.abs(masters), np.abs(target))
+        error = np.abs(got - target)
+        assert np.all(error[inside] <= 2.0**-22 * largest[inside] + 1.2e-38)
+        with np.errstate(over="ignore"):
+            exact = (got == target.astype(np.float32)) | (np.abs(target) < 1.2e-38)
+        assert np.mean(inside) > 0.98
+        assert i % 4 == 2 or np.mean(exact[inside]) > 0.97  # 2: where no step may lead
+        masters = got
+
+
+def test_a_remainder_is_kept_from_step_to_step():
+    """Steps of a 256th of what bfloat16 resolves add up; across ties, to the even and the odd."""
+    tx = master_weights(optax.identity(), remainder=True)
+    grads = [jnp.full(4, 2.0**-15, jnp.float32)] * 500
+    *_, (stored, state) = take_steps(tx, jnp.ones(4, jnp.bfloat16), grads)
+    np.testing.assert_array_equal(state.masters(stored), 1 + 500 * 2.0**-15)
+    np.testing.assert_array_equal(stored, np.float32(1 + 2.0**-6))
+
+
+def test_a_half_that_is_not_reached_has_no_remainder():
+    """Joined with 0, one that was rounded up would be a NaN."""
+    master = jnp.float32(1e-5)
+    assert int(split_float32(master)[1]) > 0x8000
+    assert int(_remainder(split_float32(master)[0], master)) > 0x8000
+    assert int(_remainder(jnp.bfloat16(0), master)) == 0
+
+
+def test_float32_parameters_are_split_for_a_start_from_them():
+    """As docs/how_to/optimizer_state.md says."""
+    full = {"w": jax.random.normal(jax.random.key(0), (8, 8)), "b": jnp.full(8, 0.1)}
+    halves = jax.tree.map(lambda x: split_float32(x)[0], full)
+    state = master_weights(optax.sgd(0.1), remainder=True).init(halves)
+    state = state._replace(remainders=jax.tree.map(lambda x: split_float32(x)[1], full))
+    jax.tree.map(np.testing.assert_array_equal, state.masters(halves), full)
+
+
+def test_a_skipped_step_keeps_parameters_and_remainders():
+    params = {"w": jnp.linspace(-2, 2, 64).astype(jnp.bfloat16), "b": jnp.ones(3)}
+    tx = master_weights(dynamic_loss_scale(optax.adam(1e-2), init_scale=8.0), remainder=True)
+    good = jax.tree.map(lambda p: jnp.full(p.shape, 8.0, p.dtype), params)
+    bad = {**good, "w": good["w"].at[3].set(jnp.inf)}
+    (first, before), (second, after), (third, _) = take_steps(tx, params, [good, bad, good])
+    jax.tree.map(np.testing.assert_array_equal, second, first)
+    jax.tree.map(np.testing.assert_array_equal, after.remainders, before.remainders)
+    old, new = before.inner_state.inner_state, after.inner_state.inner_state
+    jax.tree.map(np.testing.assert_array_equal, new, old)
+    assert int(after.inner_state.skipped_count) == 1
+    assert np.all(np.asarray(third["b"]) < np.asarray(second["b"]))
+
+
+def test_remainders_are_donated_and_lie_where_parameters_lie():
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    params = jax.device_put(jnp.ones((16, 4), jnp.bfloat16), sharding)
+    tx = master_weights(optax.adam(1e-3), remainder=True)
+    state = jax.jit(tx.init)(params)
+    assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(tx.init, params))
+
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    for _ in range(3):
+        params, state = step(params, state)
+        assert state.remainders.sharding.is_equivalent_to(sharding, 2)
+    assert isinstance(state, RemainderState)
+
+
+def test_nan_and_infinity_are_stored_as_such_with_remainders():
+    tx = master_weights(optax.identity(), remainder=True)
+    grads = [jnp.array([np.nan, np.inf, -np.inf, 3.4e38], jnp.float32), jnp.zeros(4, jnp.float32)]
+    for stored, state in take_steps(tx, jnp.zeros(4, jnp.bfloat16), grads):
+        want = np.float32([np.nan, np.inf, -np.inf, jnp.finfo(jnp.bfloat16).max])
+        np.testing.assert_array_equal(np.asarray(stored, np.float32), want)
+        np.testing.assert_array_equal(state.masters(stored), want)
+
+
+def test_both_kinds_at_once_and_float16_remainders_are_refused():
+    with pytest.raises(ValueError, match="master_weights: stochastic_rounding keeps no masters"):
+        master_weights(optax.sgd(0.1), stochastic_rounding=True, remainder=True)
+    tx = master_weights(optax.sgd(0.1), remainder=True)
+    with pytest.raises(ValueError, match=r"the parameter at \['w'\] is float16, which is no half"):
+        tx.init({"w": jnp.ones(2, jnp.float16)})
+    low = jnp.ones(2, jnp.bfloat16)
+    other = master_weights(optax.sgd(0.1)).init(low)
+    with pytest.raises(TypeError, match="the state being a RemainderState"):
+        tx.update(low, other, low)
 
 
 # Leaves, structures, transformations.

@@ -122,6 +122,7 @@ def test_the_root_exports_these_names():
         "recipes",
         "reduced_precision",
         "static_loss_scale",
+        "store_state",
         "testing",
         "tree",
         "tune",

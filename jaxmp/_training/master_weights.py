@@ -9,13 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
 from jaxmp._training.checks import as_transformation, check_arrays, check_state, update_inner
+from jaxmp._training.gradients import show
 from jaxmp._training.opt_state import the_scaler
-from jaxmp.tree import keys_of, round_at_random, select, widen_floating
+from jaxmp.tree import (
+    join_float32,
+    keys_of,
+    round_at_random,
+    select,
+    split_float32,
+    widen_floating,
+)
 
-__all__ = ["MasterWeightsState", "StochasticRoundingState", "master_weights"]
+__all__ = ["MasterWeightsState", "RemainderState", "StochasticRoundingState", "master_weights"]
 
 T = TypeVar("T")
 
@@ -31,6 +40,23 @@ class MasterWeightsState(NamedTuple):
 
     masters: Any
     inner_state: Any
+
+
+class RemainderState(NamedTuple):
+    """State of `master_weights` with remainders.
+
+    Attributes:
+      remainders: The parameters' structure: for each bfloat16 leaf a uint16 array, the low half of
+        the master's bits, and an `optax.MaskedNode` in the place of every other one.
+      inner_state: The state of the inner transformation, initialized on float32 parameters.
+    """
+
+    remainders: Any
+    inner_state: Any
+
+    def masters(self, params: Any) -> Any:
+        """Returns the parameters in float32: those of 16 bits joined with their remainders."""
+        return jax.tree.map(_joined, params, self.remainders)
 
 
 class StochasticRoundingState(NamedTuple):
@@ -49,6 +75,7 @@ def master_weights(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,
     stochastic_rounding: bool = False,
+    remainder: bool = False,
     key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Lets an optimizer train parameters that are stored in bfloat16 or float16.
@@ -60,6 +87,9 @@ def master_weights(
     * by default a float32 copy of the parameters (the masters) is in the optimizer state, and
       `optax.apply_updates` stores exactly `masters.astype(param.dtype)` at every step (zeros may
       differ in sign). After changing parameters by hand, call `init` again;
+    * with `remainder` the state has only the 16 bits of a master that its bfloat16 parameter lacks
+      (`jaxmp.tree.split_float32`): 4 bytes a parameter and not 6, and masters that are to the bit
+      those of float32 training. `state.masters(params)` returns them;
     * with `stochastic_rounding` there is no copy: the updated value is rounded to one of its two
       neighbors at random, with the probabilities that make the expectation right. That costs no
       memory, and some noise.
@@ -77,15 +107,17 @@ def master_weights(
     Args:
       inner: The optimizer.
       stochastic_rounding: Round at random instead of keeping masters.
+      remainder: Keep remainders instead of masters; parameters of 16 bits must be bfloat16.
       key: PRNG key, or the seed of one, for the rounding.
 
     Returns:
-      A transformation whose state is a `MasterWeightsState` or a `StochasticRoundingState`; its
-      `update` needs the parameters.
+      A transformation whose state is a `MasterWeightsState`, a `RemainderState` or a
+      `StochasticRoundingState`; its `update` needs the parameters.
 
     Raises:
       TypeError: If `inner` is not an optax transformation.
-      ValueError: From `update`, if the parameters are not given.
+      ValueError: If both kinds are asked for; from `init`, with `remainder`, if a parameter is
+        float16; from `update`, if the parameters are not given.
 
     Warns:
       UserWarning: From `init`, if no parameter has 16 bits: then there is nothing to do.
@@ -105,13 +137,16 @@ def master_weights(
       https://arxiv.org/abs/2010.06192 (stochastic rounding).
     """
     wrapped = as_transformation("master_weights", inner)
-    kind = StochasticRoundingState if stochastic_rounding else MasterWeightsState
+    kind = _kind(stochastic_rounding, remainder)
 
-    def init(params: Any) -> MasterWeightsState | StochasticRoundingState:
+    def init(params: Any) -> MasterWeightsState | RemainderState | StochasticRoundingState:
         check_arrays("master_weights", "the parameter", params)
         _warn_if_useless(params)
         full = widen_floating(params)
         inner_state = wrapped.init(full)
+        if remainder:
+            _check_bfloat16(params)
+            return RemainderState(jax.tree.map(_no_remainder, params), inner_state)
         if not stochastic_rounding:
             return MasterWeightsState(_masters(params, full), inner_state)
         # A copy: a step that donates its state must not take the caller's key with it.
@@ -120,16 +155,14 @@ def master_weights(
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, MasterWeightsState | StochasticRoundingState]:
+    ) -> tuple[Any, MasterWeightsState | RemainderState | StochasticRoundingState]:
         check_state("master_weights", state, kind)
         if params is None:
             raise ValueError(
                 "master_weights: update needs the parameters that it updates; "
                 "call tx.update(grads, state, params)."
             )
-        full = widen_floating(params)
-        if not stochastic_rounding:
-            full = jax.tree.map(lambda p, m: m if _has_16_bits(p) else p, params, state.masters)
+        full = _in_float32(params, state)
         grads = widen_floating(updates)
         updates, inner_state = update_inner(
             "master_weights", wrapped, grads, state.inner_state, full, extra_args
@@ -142,11 +175,17 @@ def master_weights(
             next_key = select(finite, next_key, state.key)
         else:
             full = jax.tree.map(_within_range, params, full)
+        masters = full
+        if remainder:
+            full = jax.tree.map(_rounded_half, params, masters)
         updates = jax.tree.map(
             lambda p, f, u: _step(p, f) if _has_16_bits(p) else u, params, full, updates
         )
         if stochastic_rounding:
             return updates, StochasticRoundingState(next_key, inner_state)
+        if remainder:
+            stored = optax.apply_updates(params, updates)
+            return updates, RemainderState(jax.tree.map(_remainder, stored, masters), inner_state)
         # What `optax.apply_updates` computes before it casts, so that what it stores is the cast of
         # the masters, whatever the step was rounded by. That is seldom anything: float32 holds the
         # difference of a 16-bit number and one near it, or a sum of near opposites.
@@ -154,6 +193,28 @@ def master_weights(
         return updates, MasterWeightsState(_masters(params, full), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _kind(stochastic_rounding: bool, remainder: bool) -> type:  # noqa: FBT001
+    if stochastic_rounding and remainder:
+        raise ValueError(
+            "master_weights: stochastic_rounding keeps no masters, and remainder keeps them "
+            "exactly; ask for one of the two."
+        )
+    if remainder:
+        return RemainderState
+    return StochasticRoundingState if stochastic_rounding else MasterWeightsState
+
+
+def _in_float32(params: Any, state: Any) -> Any:
+    full = widen_floating(params)
+    if isinstance(state, RemainderState):
+        return state.masters(params)
+    if isinstance(state, MasterWeightsState):
+        return jax.tree.map(
+            lambda p, f, m: m if _has_16_bits(p) else f, params, full, state.masters
+        )
+    return full
 
 
 def _warn_if_useless(params: Any) -> None:
@@ -175,8 +236,40 @@ def _masters(params: Any, full: Any) -> Any:
     return jax.tree.map(lambda p, f: f if _has_16_bits(p) else optax.MaskedNode(), params, full)
 
 
+def _check_bfloat16(params: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if getattr(leaf, "dtype", None) == jnp.float16:
+            raise ValueError(
+                f"master_weights: the parameter at {show(path)} is float16, which is no half of a "
+                "float32; with remainder=True store it in bfloat16, or leave remainder out."
+            )
+
+
+def _no_remainder(param: Any) -> Any:
+    return jnp.zeros_like(param, jnp.uint16) if _has_16_bits(param) else optax.MaskedNode()
+
+
+def _rounded_half(param: Any, master: jax.Array) -> jax.Array:
+    return split_float32(master)[0].astype(jnp.float32) if _has_16_bits(param) else master
+
+
+def _remainder(stored: Any, master: jax.Array) -> Any:
+    """The master's remainder; 0 where no float32 update led to its half, but to one next to it."""
+    if not _has_16_bits(stored):
+        return optax.MaskedNode()
+    half, remainder = split_float32(master)
+    bits, reached = (lax.bitcast_convert_type(x, jnp.uint16) for x in (half, stored))
+    return jnp.where(bits == reached, remainder, jnp.uint16(0))
+
+
+def _joined(param: Any, remainder: Any) -> Any:
+    return join_float32(param, remainder) if _has_16_bits(param) else param
+
+
 def _rounded(param: Any, value: Any, key: jax.Array) -> Any:
-    return round_at_random(value, param.dtype, key) if _has_16_bits(param) else value
+    if not _has_16_bits(param):
+        return value
+    return round_at_random(value, param.dtype, jax.random.bits(key, value.shape, jnp.uint32))
 
 
 def _within_range(param: Any, master: jax.Array) -> jax.Array:

@@ -17,7 +17,11 @@ from jaxmp._flax import is_pytree_node
 from jaxmp._training.checks import as_transformation, check_floating
 from jaxmp._training.differentiate import checked_value_and_grad
 from jaxmp._training.gradients import is_overwrite
-from jaxmp._training.master_weights import MasterWeightsState, StochasticRoundingState
+from jaxmp._training.master_weights import (
+    MasterWeightsState,
+    RemainderState,
+    StochasticRoundingState,
+)
 from jaxmp._training.opt_state import the_scaler
 from jaxmp._training.scale_rule import IDENTITY
 from jaxmp.policy import Policy, PolicyLike, single_policy
@@ -205,7 +209,7 @@ def _check_is_no_variables(params: Any) -> None:
 def _warn_without_masters(params: Any, opt_state: Any) -> None:
     """Where every parameter is stored in 16 bits, nothing keeps what a small update is lost to."""
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")}
-    kinds = (MasterWeightsState, StochasticRoundingState)
+    kinds = (MasterWeightsState, RemainderState, StochasticRoundingState)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
     if not dtypes or dtypes - _16_BITS or any(isinstance(n, kinds) for n in nodes):
         return

@@ -1,0 +1,296 @@
+"""An optimizer's state, stored in 16 or 8 bits between the steps."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxmp._training.checks import (
+    as_transformation,
+    check_arrays,
+    check_count,
+    check_state,
+    update_inner,
+)
+from jaxmp._training.gradients import show, strong
+from jaxmp._training.master_weights import MasterWeightsState, RemainderState
+from jaxmp._training.opt_state import the_scaler
+from jaxmp._training.stored_array import (
+    StoredArray,
+    block_count,
+    decode,
+    encode,
+    encode_onto,
+)
+from jaxmp.tree import keys_of, select, widen_floating
+
+__all__ = ["StoredState", "store_state"]
+
+_DTYPES: Final = ("bfloat16", "int8", "float8_e4m3fn")
+# bitsandbytes' bound. Biases and scales of norms are below it, and are most sensitive.
+_SMALLEST: Final = 4096
+# From 16 numbers on, a float32 scale for 8 bits of each takes less than bfloat16.
+_SHORTEST: Final = 16
+
+
+class StoredState(NamedTuple):
+    """State of `store_state`.
+
+    Attributes:
+      key: The PRNG key of the next step.
+      scales: For 8 bits, float32[..., blocks] for each array that is stored, in their order: the
+        largest magnitudes of blocks of the last axis (see `stored_array.StoredArray`).
+      inner_state: The state of the transformation inside, its large float arrays in the dtype that
+        they are stored in.
+    """
+
+    key: jax.Array
+    scales: tuple[jax.Array, ...]
+    inner_state: Any
+
+    def to_float32(self) -> Any:
+        """Returns the state of the transformation inside, what was stored in float32.
+
+        Example:
+          >>> params = jnp.ones((64, 64))
+          >>> state = store_state(optax.adam(1e-3), "int8").init(params)
+          >>> print(state.inner_state[0].mu.dtype, state.to_float32()[0].mu.dtype)
+          int8 float32
+        """
+        leaves, treedef = jax.tree.flatten(self.inner_state)
+        pairs = zip(leaves, _with_scales(leaves, self.scales), strict=True)
+        full = [x if stored is None else decode(stored) for x, stored in pairs]
+        return jax.tree.unflatten(treedef, full)
+
+    def from_float32(self, inner_state: Any) -> StoredState:
+        """Returns this state with that of the transformation inside replaced: restored, say.
+
+        Args:
+          inner_state: Of the structure and the shapes of `to_float32()`; what is stored in this
+            state is rounded as it is here.
+
+        Raises:
+          ValueError: If the structure or a shape is another.
+
+        Example:
+          >>> params = jnp.ones((64, 64))
+          >>> old = optax.adam(1e-3).init(params)
+          >>> state = store_state(optax.adam(1e-3), "bfloat16").init(params).from_float32(old)
+          >>> str(state.inner_state[0].mu.dtype)
+          'bfloat16'
+        """
+        got: Any = jax.tree.structure(inner_state)
+        if got != (want := jax.tree.structure(self.inner_state)):
+            raise ValueError(
+                f"StoredState.from_float32: inner_state is {got}, and that of this state {want}; "
+                "give the state of the same optimizer without store_state around it."
+            )
+        paths = jax.tree_util.tree_leaves_with_path(inner_state)
+        for (path, new), old in zip(paths, jax.tree.leaves(self.inner_state), strict=True):
+            if jnp.shape(new) != jnp.shape(old):
+                raise ValueError(
+                    f"StoredState.from_float32: the array at {show(path)} has shape "
+                    f"{jnp.shape(new)}, and that of this state {jnp.shape(old)}; give the state of "
+                    "the same parameters."
+                )
+        next_key, now = jax.random.split(self.key)
+        return _encoded(self, inner_state, now)._replace(key=next_key)
+
+
+def store_state(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    dtype: DTypeLike,
+    *,
+    block_size: int = 256,
+    key: ArrayLike = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Stores an optimizer's state in 16 or 8 bits a number; the optimizer itself sees float32.
+
+    Use it where moments take the memory: weights, gradients' moments and all, Adam takes 12 bytes a
+    parameter in float32, 8 with its moments in bfloat16, 6 in 8 bits. Around the optimizer, inside
+    `master_weights`, inside or around `dynamic_loss_scale`: a step that it skips leaves no trace.
+
+    Arrays of 4096 floats or more are stored; smaller ones, counters and keys stay as they are.
+    Every number is rounded up or down at random, so that what is stored is right on average and
+    small changes of an average add up. In 8 bits, blocks along the last axis share a float32 scale
+    (arrays whose last axis is shorter than 16 stay as they are), and
+
+    * `"int8"` stores the square root of a magnitude over the block's largest, with 127 steps and a
+      sign or, in blocks without negative numbers, 255 steps. Second moments are such blocks, and
+      linear steps would round most of them to 0;
+    * `"float8_e4m3fn"` stores the magnitude over the block's largest.
+
+    No positive number of a block without negative ones becomes 0, as Adam divides by it. A NaN or
+    an infinity makes its block NaN.
+
+    What keeps parameters or sums of gradients, instead of moments, belongs around it and not
+    inside: `optax.MultiSteps(store_state(tx, dtype), n)`, `optax.contrib.schedule_free` and the
+    like lose more than moments do. `inner` sees parameters and gradients of 16 bits as float32, and
+    the updates are float32.
+
+    Arrays keep their shapes and the state of `inner` its structure, so that it is sharded as the
+    parameters are. Where the last axis is sharded, let `block_size` divide a shard.
+
+    Args:
+      inner: The optimizer.
+      dtype: bfloat16, int8 or float8_e4m3fn, or the name of one.
+      block_size: How many numbers of the last axis share a scale, in 8 bits.
+      key: PRNG key, or the seed of one, for the rounding.
+
+    Returns:
+      A transformation whose state is a `StoredState`. `state.to_float32()` is the state of `inner`,
+      `state.from_float32(inner_state)` puts one in.
+
+    Raises:
+      TypeError: If `inner` is not an optax transformation, or from `update`, if the state is not a
+        `StoredState`.
+      ValueError: If the dtype is another, or `block_size` below 1; from `init`, if
+        `master_weights` is inside; from `update`, if the state was stored in another dtype, is not
+        stored at all, or is corrupted.
+
+    Example:
+      >>> params = {"w": jnp.ones((64, 128)), "b": jnp.ones(128)}
+      >>> tx = store_state(optax.adam(1e-3), "int8")
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(params, state, params)
+      >>> jax.tree.map(lambda x: f"{x.dtype}{x.shape}", state.inner_state[0].mu)
+      {'b': 'float32(128,)', 'w': 'int8(64, 128)'}
+
+    References:
+      Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization",
+      https://arxiv.org/abs/2110.02861 (blocks); Zamirai et al., 2020,
+      https://arxiv.org/abs/2010.06192 (stochastic rounding).
+    """
+    wrapped = as_transformation("store_state", inner)
+    stored_dtype = _parse(dtype)
+    check_count("store_state", "block_size", block_size)
+
+    def init(params: Any) -> StoredState:
+        check_arrays("store_state", "the parameter", params)
+        inner_state = wrapped.init(widen_floating(params))
+        _check_inside(inner_state)
+        first = jax.random.key(key) if isinstance(key, int) else jnp.asarray(key)
+        next_key, now = jax.random.split(first)
+
+        leaves, treedef = jax.tree.flatten(inner_state)
+        made: list[Any] = []
+        for x, leaf_key in zip(leaves, jax.tree.leaves(keys_of(leaves, now)), strict=True):
+            if _is_stored(x, stored_dtype, (*_DTYPES[:1], "float16", "float32")):
+                blocks = block_count(x.shape[-1], block_size)
+                made.append(encode(x.astype(jnp.float32), stored_dtype, blocks, leaf_key))
+            else:
+                made.append(strong(x))
+        return _state(next_key, treedef, made)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, StoredState]:
+        check_state("store_state", state, StoredState)
+        _check_stored(state, stored_dtype)
+        full, grads = widen_floating(params), widen_floating(updates)
+        updates, new = update_inner(
+            "store_state", wrapped, grads, state.to_float32(), full, extra_args
+        )
+        next_key, now = jax.random.split(state.key)
+        finite = the_scaler("store_state", new).finite
+        next_key = select(finite, next_key, state.key)
+        return updates, _encoded(state, new, now)._replace(key=next_key)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _parse(dtype: DTypeLike) -> Any:
+    try:
+        name = jnp.dtype("bfloat16" if dtype == "bf16" else dtype).name
+    except TypeError:
+        name = ""
+    if name not in _DTYPES:
+        raise ValueError(
+            f"store_state: dtype must be {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}; got {dtype!r}."
+        )
+    return jnp.dtype(name)
+
+
+def _is_stored(x: Any, dtype: Any, dtypes: tuple[str, ...]) -> bool:
+    """Whether an array of a state, of one of some dtypes, is one that is stored in `dtype`."""
+    if not isinstance(x, (jax.Array, np.ndarray)) or x.dtype.name not in dtypes:
+        return False
+    return x.size >= _SMALLEST and (dtype == jnp.bfloat16 or x.shape[-1] >= _SHORTEST)
+
+
+def _with_scales(leaves: list[Any], scales: tuple[jax.Array, ...]) -> list[StoredArray | None]:
+    """Of each leaf what it stands for; None for those that are not stored."""
+    rest = iter(scales)
+    return [
+        StoredArray(x, None if x.dtype == jnp.bfloat16 else next(rest))
+        if _is_stored(x, getattr(x, "dtype", None), _DTYPES)
+        else None
+        for x in leaves
+    ]
+
+
+def _encoded(old: StoredState, new: Any, key: jax.Array) -> StoredState:
+    """A state of `new`, stored as `old` is; what did not change keeps its bits."""
+    leaves, treedef = jax.tree.flatten(new)
+    keys = jax.tree.leaves(keys_of(leaves, key))
+    stored = _with_scales(jax.tree.leaves(old.inner_state), old.scales)
+    made = [
+        x if was is None else encode_onto(was, x, leaf_key)
+        for x, was, leaf_key in zip(leaves, stored, keys, strict=True)
+    ]
+    return _state(old.key, treedef, made)
+
+
+def _state(key: jax.Array, treedef: Any, made: list[Any]) -> StoredState:
+    stored = [x for x in made if isinstance(x, StoredArray)]
+    leaves = [x.values if isinstance(x, StoredArray) else x for x in made]
+    scales = tuple(x.scale for x in stored if x.scale is not None)
+    return StoredState(key, scales, treedef.unflatten(leaves))
+
+
+def _check_inside(inner_state: Any) -> None:
+    kinds = (MasterWeightsState, RemainderState, StoredState)
+    nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: isinstance(x, kinds))
+    if any(isinstance(node, StoredState) for node in nodes):
+        raise ValueError("store_state: there is a store_state inside; keep one of them.")
+    if any(isinstance(node, kinds) for node in nodes):
+        raise ValueError(
+            "store_state: master_weights is inside, whose float32 parameters would be rounded to "
+            "what is stored; write master_weights(store_state(inner, dtype))."
+        )
+
+
+def _check_stored(state: StoredState, dtype: Any) -> None:
+    """Raises unless the large arrays of a state are stored in a dtype, each with its scale."""
+    fix = "tx.init(params).from_float32({}) stores it as this optimizer does."
+    scales = list(state.scales)
+    for path, x in jax.tree_util.tree_leaves_with_path(state.inner_state):
+        if not _is_stored(x, dtype, (*_DTYPES, "float32")):
+            continue
+        where = f"store_state: the array at inner_state{jax.tree_util.keystr(path)} is"
+        if x.dtype == jnp.float32:
+            raise ValueError(f"{where} float32, and not stored; {fix.format('inner_state')}")
+        if x.dtype != dtype:
+            raise ValueError(
+                f"{where} stored in {x.dtype}, and this optimizer stores {dtype}; "
+                + fix.format("state.to_float32()")
+            )
+        if dtype == jnp.bfloat16:
+            continue
+        scale = scales.pop(0) if scales else None
+        if scale is None or (scale.dtype.name, scale.shape[:-1]) != ("float32", x.shape[:-1]):
+            has = "no scale" if scale is None else f"scale {scale.dtype}{list(scale.shape)}"
+            raise ValueError(
+                f"{where} {x.dtype}{list(x.shape)} with {has}: corrupted, or of other parameters. "
+                "Use what this optimizer's init or update returned."
+            )
+    if scales:
+        raise ValueError(
+            f"store_state: the state has {len(scales)} scales more than arrays stored in {dtype}: "
+            "corrupted, or of other parameters. Use what this optimizer's init or update returned."
+        )

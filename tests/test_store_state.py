@@ -1,0 +1,484 @@
+"""An optimizer's state stored in 16 or 8 bits."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optimizer_state import OPTIMIZERS, stored, train
+from test_loss_scale_optimizers import (
+    BY_DEFAULT,
+    EXPORTS,
+    extra_args,
+    make,
+    make_grads,
+    make_params,
+    types,
+)
+
+import jaxmp
+from jaxmp import dynamic_loss_scale, master_weights, store_state
+from jaxmp._training import stored_array
+from jaxmp._training.stored_array import block_count, decode, encode, encode_onto
+
+from support import slow_when
+from training import assert_same
+
+DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+eight_bits = pytest.mark.parametrize("dtype", DTYPES[1:])
+
+ADAM = optax.adam(1e-3)
+PARAMS = {"w": jnp.linspace(-2, 2, 64 * 300).reshape(64, 300), "b": jnp.ones(9)}
+GRADS = jax.tree.map(lambda p: jax.random.normal(jax.random.key(3), p.shape), PARAMS)
+
+
+def steps(tx, count=3, grads=GRADS, params=PARAMS):
+    """The updates of the last of some steps of one compiled program, and the state after it."""
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(count):
+        updates, state = update(grads, state, params)
+    assert update._cache_size() == 1
+    return updates, state
+
+
+# Every optimizer.
+
+
+@slow_when(lambda name, dtype: name not in BY_DEFAULT or dtype != "int8")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@dtypes
+@pytest.mark.parametrize("name", EXPORTS)
+def test_every_optimizer_runs_under_it(name, dtype):
+    tx, inner = store_state(make(name), dtype), make(name)
+    params = make_params(name, size=64)
+    grads = make_grads(name, params)
+    state, compiled = tx.init(params), []
+
+    @jax.jit
+    def step(params, state):
+        compiled.append(name)
+        updates, state = tx.update(grads, state, params, **extra_args(name, grads))
+        return optax.apply_updates(params, updates), state
+
+    first = types(state)
+    full = inner.init(params)
+    assert jax.tree.structure(state.inner_state) == jax.tree.structure(full)
+    for x, old in zip(jax.tree.leaves(state.inner_state), jax.tree.leaves(full), strict=True):
+        large = old.dtype == jnp.float32 and old.size >= 4096
+        assert (x.shape, x.dtype) == (old.shape, jnp.dtype(dtype) if large else old.dtype)
+    new = params
+    for _ in range(3):
+        new, state = step(new, state)
+    assert types(state) == first
+    assert len(compiled) == 1
+    assert jaxmp.tree.all_finite((new, state.to_float32(), state.scales))
+
+
+# Rounding.
+
+
+def blocks_of(dtype):
+    return 1 if dtype == "bfloat16" else 2
+
+
+@dtypes
+@pytest.mark.parametrize("sign", ["signed", "unsigned"])
+def test_what_is_stored_is_right_on_average_and_never_far_off(dtype, sign):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(3, 300)) * rng.choice([1e-2, 1.0, 1e3], (3, 1))).astype(np.float32)
+    x = x**2 if sign == "unsigned" else x
+    keys = jax.random.split(jax.random.key(0), 2000)
+    one = jax.jit(
+        lambda key: decode(encode(jnp.asarray(x), jnp.dtype(dtype), blocks_of(dtype), key))
+    )
+    got = np.asarray(jax.lax.map(one, keys), np.float64)
+    error = got - x
+    largest = np.abs(x.reshape(3, 2, 150)).max(-1).repeat(150, -1)
+    relative = np.abs(x) / largest
+    # A step: of a power of two; between the squares of k / count and (k + 1) / count.
+    count = 127 if sign == "signed" else 255
+    step = {
+        "bfloat16": 2.0**-7 * np.abs(x),
+        "int8": largest * (2 * np.sqrt(relative) / count + 1 / count**2),
+        "float8_e4m3fn": np.maximum(np.abs(x) / 8, largest * 2.0**-9 / 448),
+    }[dtype]
+    assert np.all(np.abs(error) <= step * (1 + 1e-5))
+    if sign == "unsigned":  # what would be 0 is the smallest step, and too large
+        assert np.all(got[:, x > 0] > 0)
+        kept = x > 2 * largest / count**2
+    else:
+        kept = np.full(x.shape, True)
+    off = np.abs(error.mean(0)) / (step * 0.5 / np.sqrt(len(keys)))
+    assert np.all(off[kept] < 6)
+    assert np.mean(off[kept]) > 0.05  # and it is rounded
+
+
+def test_neighbors_and_steps_are_rounded_independently():
+    x = jnp.full((64, 256), 1 + 2.0**-8)
+    ups = [
+        np.asarray(encode(x, jnp.dtype("bfloat16"), 1, jax.random.key(i)).values) > 1
+        for i in (0, 1)
+    ]
+    pairs = [(ups[0], ups[1]), (ups[0][1:], ups[0][:-1]), (ups[0][:, 1:], ups[0][:, :-1])]
+    for a, b in pairs:
+        assert abs(np.mean(a == b) - 0.5) < 5 * 0.5 / np.sqrt(a.size)
+
+
+@eight_bits
+def test_extreme_blocks(dtype):
+    tiny = float(jnp.finfo(jnp.float32).tiny)
+    x = np.zeros((8, 32), np.float32)
+    x[1] = -0.0
+    x[2, 0], x[3, 1], x[4, 2] = np.nan, np.inf, -np.inf
+    x[5] = 3e38 * np.linspace(-1, 1, 32)
+    x[6] = tiny * 2 ** np.arange(32)
+    x[7] = 1.0
+    got = np.asarray(decode(encode(jnp.asarray(x), jnp.dtype(dtype), 1, jax.random.key(0))))
+    np.testing.assert_array_equal(got[:2], 0)
+    assert np.isnan(got[2:5]).all()
+    assert np.isfinite(got[5:]).all()
+    np.testing.assert_allclose(got[5], x[5], atol=3e38 / 16)
+    np.testing.assert_array_equal(got[7], 1)
+
+
+@eight_bits
+@pytest.mark.parametrize("size", [16, 255, 256, 257, 300, 784])
+def test_any_size_has_blocks_of_one_size(dtype, size):
+    blocks = block_count(size, 256)
+    assert blocks == -(-size // 256)
+    x = jax.random.normal(jax.random.key(size), (2, size))
+    stored = encode(x, jnp.dtype(dtype), blocks, jax.random.key(0))
+    assert (stored.values.shape, stored.scale.shape) == ((2, size), (2, blocks))
+    np.testing.assert_allclose(decode(stored), x, atol=0.1 * float(jnp.abs(x).max()))
+    again = encode_onto(stored, decode(stored), jax.random.key(1))
+    assert_same(again, stored)
+
+
+@eight_bits
+@pytest.mark.parametrize("bits", [0, 2**32 - 1])
+def test_what_did_not_change_keeps_its_bits_whatever_the_random_ones(dtype, bits, monkeypatch):
+    """Decoded, a number is within a rounding of its step, and may be on either side of it."""
+    x = jax.random.normal(jax.random.key(0), (64, 300)) ** 3
+    stored = encode(x, jnp.dtype(dtype), 2, jax.random.key(0))
+    monkeypatch.setattr(
+        stored_array, "_random_bits", lambda _, shape: jnp.full(shape, bits, "uint32")
+    )
+    assert_same(encode_onto(stored, decode(stored), jax.random.key(1)), stored)
+    changed = decode(stored).at[0, 0].set(100.0)  # one block of 128 is stored anew
+    new = encode_onto(stored, changed, jax.random.key(1))
+    assert_same(new.values[1:], stored.values[1:])
+    assert float(new.scale[0, 0]) == 100
+
+
+# Training.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_digits_are_learned_as_in_float32(name):
+    """Within the noise of three seeds: the table of benchmarks/optimizer_state.py in the docs."""
+    want, want_right = train(OPTIMIZERS[name])
+    for dtype in DTYPES:
+        loss, right = train(stored(OPTIMIZERS[name], dtype))
+        assert abs(loss.mean() - want.mean()) < np.ptp(want) + 0.003, (dtype, loss, want)
+        assert abs(right.mean() - want_right.mean()) < 0.005, dtype
+
+
+def linear_8_bits(tx):
+    """Second moments as integers in blocks of one scale, without a root."""
+
+    def rounded(x):
+        if x.ndim != 2:
+            return x
+        scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+        return jnp.round(x / jnp.where(scale > 0, scale, 1)) * scale
+
+    def update(updates, state, params=None):
+        updates, (adam, *rest) = tx.update(updates, state, params)
+        nu = jax.tree.map(rounded, adam.nu)
+        return updates, (adam._replace(nu=nu), *rest)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+@pytest.mark.slow
+def test_linear_8_bits_of_second_moments_diverge():
+    loss, right = train(linear_8_bits(ADAM))
+    assert not np.any(loss < 1)  # it is NaN
+    assert np.all(right < 0.6)
+
+
+# No trace.
+
+
+@dtypes
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_a_skipped_step_leaves_no_trace(dtype, where):
+    if where == "inside":
+        tx = dynamic_loss_scale(store_state(ADAM, dtype), init_scale=8.0)
+        kept = lambda state: state.inner_state  # noqa: E731
+    else:
+        tx = store_state(dynamic_loss_scale(ADAM, init_scale=8.0), dtype)
+        kept = lambda state: state._replace(inner_state=state.inner_state.inner_state)  # noqa: E731
+    update = jax.jit(tx.update)
+    _, state = steps(tx)
+    bad = {**GRADS, "w": GRADS["w"].at[3, 5].set(jnp.inf)}
+    updates, skipped = update(bad, state, PARAMS)
+    assert_same(kept(skipped), kept(state))
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
+    assert int(jaxmp.loss_scaling.skipped_count(skipped)) == 1
+    assert float(jaxmp.loss_scaling.loss_scale(skipped)) == 4
+    updates, went_on = update(GRADS, skipped, PARAMS)
+    want, expected = update(GRADS, state, PARAMS)
+    assert_same(updates, want)
+    assert_same(kept(went_on), kept(expected))
+
+
+@dtypes
+def test_calls_that_only_add_to_a_sum_keep_the_moments(dtype):
+    """`optax.MultiSteps` inside: two calls are one step, and the first leaves moments alone."""
+    tx = store_state(optax.MultiSteps(ADAM, 2), dtype)
+    _, state = steps(tx, 2)
+    _, after = jax.jit(tx.update)(GRADS, state, PARAMS)
+    adam, before = after.inner_state.inner_opt_state, state.inner_state.inner_opt_state
+    assert_same(adam, before)
+    assert int(after.inner_state.mini_step) == 1
+
+
+@dtypes
+@pytest.mark.parametrize("name", ["MultiSteps", "multi_transform", "masters", "remainders"])
+def test_inside_others(name, dtype):
+    inner = store_state(ADAM, dtype)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    tx, params = {
+        "MultiSteps": (optax.MultiSteps(inner, 2).gradient_transformation(), PARAMS),
+        "multi_transform": (
+            optax.multi_transform({"a": inner, "b": optax.sgd(1.0)}, {"w": "a", "b": "b"}),
+            PARAMS,
+        ),
+        "masters": (master_weights(inner), low),
+        "remainders": (master_weights(inner, remainder=True), low),
+    }[name]
+    updates, state = steps(tx, 4, params=params)
+    stored = [x for x in jax.tree.leaves(state) if x.dtype == dtype and x.shape == (64, 300)]
+    assert len(stored) == 2
+    moved = jnp.abs(updates["w"])
+    assert 1e-5 < float(jnp.median(moved)) < 0.01
+
+
+@dtypes
+def test_bfloat16_parameters_have_float32_moments_inside(dtype):
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.extend(x.dtype for x in jax.tree.leaves((updates, state, params)))
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+    low = jnp.ones((64, 64), jnp.bfloat16)
+    tx = store_state(inner, dtype)
+    tx.update(low, tx.init(low), low)
+    assert seen == [jnp.float32] * 3
+
+
+@dtypes
+def test_buffers_may_be_donated_and_the_key_survives(dtype):
+    key = jax.random.key(5)
+    for given in (key, 5, jax.random.PRNGKey(5)):
+        tx = store_state(ADAM, dtype, key=given)
+        step = jax.jit(tx.update, donate_argnums=1)
+        for _ in range(2):
+            state = tx.init(PARAMS)
+            for _ in range(2):
+                _, state = step(GRADS, state, PARAMS)
+    jax.random.key_data(key)
+
+
+# Memory and devices.
+
+
+def test_bytes_of_a_parameter():
+    """Weights, masters where there are some, and Adam: 12, 8 and 6; with remainders 12, 8, 6."""
+    n = 1024 * 1024
+    full = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    low = full.update(dtype=jnp.bfloat16)
+
+    def size(tx, params):
+        tree = (params, jax.eval_shape(tx.init, params))
+        leaves = [x for x in jax.tree.leaves(tree) if x.ndim]
+        return sum(x.size * x.dtype.itemsize for x in leaves) / n
+
+    scales = 2 * 4 / 256
+    assert size(ADAM, full) == 12
+    assert size(store_state(ADAM, "bfloat16"), full) == 8
+    assert size(store_state(ADAM, "int8"), full) == 6 + scales
+    assert size(master_weights(ADAM), low) == 14
+    assert size(master_weights(ADAM, remainder=True), low) == 12
+    assert size(master_weights(store_state(ADAM, "bfloat16"), remainder=True), low) == 8
+    assert size(master_weights(store_state(ADAM, "int8"), remainder=True), low) == 6 + scales
+
+
+COLLECTIVE = r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?\("
+
+
+@dtypes
+@pytest.mark.parametrize("spec", [("d", None), (None, "d")], ids=("rows", "columns"))
+def test_shards_are_stored_where_they_are(dtype, spec):
+    """On eight devices: no collective; compiled, each has an eighth of 8 or 6 bytes a number."""
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    params = jax.device_put(jnp.ones((64, 2048)), sharding)
+    tx = store_state(ADAM, dtype)
+
+    def place(x):
+        at = sharding if x.ndim == 2 else NamedSharding(mesh, PartitionSpec())
+        return jax.device_put(x, at)
+
+    state = jax.tree.map(place, tx.init(params))
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jnp.sin(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = step.lower(params, state).compile()
+    assert not re.search(COLLECTIVE, compiled.as_text())
+    each = {"bfloat16": 8}.get(dtype, 6 + 8 / 256) * params.size / 8
+    assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(each, abs=64)
+    after, new = step(params, state)
+    for x in jax.tree.leaves(new):
+        assert x.ndim < 2 or x.sharding.is_equivalent_to(sharding, 2), x.sharding
+    alone, _ = jax.jit(lambda p, s: tx.update(jnp.sin(p), s, p))(
+        jnp.ones((64, 2048)), numbers_on_one(state)
+    )
+    np.testing.assert_allclose(after, 1 + np.asarray(alone), rtol=1e-6)
+
+
+def numbers_on_one(state):
+    return jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), state)
+
+
+# Checkpoints.
+
+
+@dtypes
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(dtype, tmp_path):
+    tx = store_state(dynamic_loss_scale(ADAM), dtype)
+    _, halfway = steps(tx)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", halfway)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "run", jax.eval_shape(lambda: halfway))
+    assert_same(restored, halfway)
+    update = jax.jit(tx.update)
+    assert_same(update(GRADS, restored, PARAMS), update(GRADS, halfway, PARAMS))
+
+
+@dtypes
+def test_a_float32_state_goes_in_and_comes_out(dtype):
+    _, full = steps(ADAM)
+    tx = store_state(ADAM, dtype)
+    state = tx.init(PARAMS).from_float32(full)
+    assert types(state) == types(tx.init(PARAMS))
+    out = state.to_float32()
+    assert types(out) == types(full)
+    for got, want in zip(jax.tree.leaves(out), jax.tree.leaves(full), strict=True):
+        np.testing.assert_allclose(got, want, atol=0.07 * float(jnp.abs(want).max()))
+    assert_same(out[0].mu["b"], full[0].mu["b"])
+    # What was stored before is stored again with the same bits.
+    assert_same(state.from_float32(out)._replace(key=state.key), state)
+    _, state = jax.jit(tx.update)(GRADS, state, PARAMS)
+    assert int(state.inner_state[0].count) == 4
+
+
+@dtypes
+def test_nnx(dtype):
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, store_state(optax.adam(1e-2), dtype), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(jnp.ones((4, 64))) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer)) for _ in range(10)]
+    assert losses[-1] < 0.3 * losses[0]
+    assert optimizer.opt_state.inner_state[0].mu.kernel[...].dtype == dtype
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int4", "int16", "nothing", None, 8])
+def test_another_dtype_is_refused(dtype):
+    with pytest.raises(
+        ValueError, match="store_state: dtype must be bfloat16, int8 or float8_e4m3fn"
+    ):
+        store_state(ADAM, dtype)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match="store_state: inner must be an optax transformation"):
+        store_state("int8", ADAM)
+    with pytest.raises(ValueError, match="store_state: block_size must be at least 1; got 0"):
+        store_state(ADAM, "int8", block_size=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"remainder": True}])
+def test_masters_inside_are_refused(options):
+    low = jnp.ones((64, 64), jnp.bfloat16)
+    message = r"write master_weights\(store_state\(inner, dtype\)\)"
+    warned = pytest.warns(UserWarning, match="no parameter has 16 bits")
+    with warned, pytest.raises(ValueError, match=message):
+        store_state(master_weights(ADAM, **options), "int8").init(low)
+    with pytest.raises(ValueError, match="there is a store_state inside"):
+        store_state(store_state(ADAM, "int8"), "int8").init(low)
+
+
+def test_foreign_states_are_refused():
+    tx = store_state(ADAM, "int8")
+    state, plain = tx.init(PARAMS), ADAM.init(PARAMS)
+    other = store_state(ADAM, "bfloat16").init(PARAMS)
+    at = r"store_state: the array at inner_state\[0\]\.mu\['w'\] is"
+    for given, error, message in [
+        (plain, TypeError, "the state being a StoredState from this optimizer's init; got 'tuple'"),
+        (state._replace(inner_state=plain), ValueError, f"{at} float32, and not stored"),
+        (other, ValueError, f"{at} stored in bfloat16, and this optimizer stores int8; tx.init"),
+        (state._replace(scales=()), ValueError, rf"{at} int8\[64, 300\] with no scale: corrupted"),
+        (
+            state._replace(scales=(state.scales[0].T, state.scales[1])),
+            ValueError,
+            rf"{at} int8\[64, 300\] with scale float32\[2, 64\]: corrupted",
+        ),
+        (state._replace(scales=3 * state.scales), ValueError, "has 4 scales more than arrays"),
+        (
+            store_state(optax.sgd(0.1, momentum=0.9), "int8").init(PARAMS),
+            ValueError,
+            "store_state: the state is another optimizer's",
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            tx.update(GRADS, given, PARAMS)
+
+
+def test_a_float32_state_of_others_is_refused():
+    state = store_state(ADAM, "int8").init(PARAMS)
+    with pytest.raises(
+        ValueError, match=r"from_float32: inner_state is .* give the state of the same"
+    ):
+        state.from_float32(optax.sgd(0.1).init(PARAMS))
+    small = {"w": jnp.ones((64, 64)), "b": jnp.ones(9)}
+    with pytest.raises(
+        ValueError, match=r"array at \[0\]\.mu\['w'\] has shape \(64, 64\), and that"
+    ):
+        state.from_float32(ADAM.init(small))
