@@ -676,7 +676,7 @@ def test_explain_and_audit_name_the_layers() -> None:
         r for r in rows if r.reason == "float32: the layer's own dtype" and r.op == "dot_general"
     ]
     assert [r.path for r in kept] == ["TwoHeads/value", "TwoHeads/policy"]
-    report = str(jaxmp.audit(wrapped.apply)(variables, X))
+    report = jaxmp.audit(wrapped.apply)(variables, X).to_text(verbose=True)
     assert "TwoHeads/value: float32: the layer's own dtype" in report
 
 
