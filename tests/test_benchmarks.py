@@ -43,7 +43,7 @@ PROGRAMS = {
     "capture_cost": "import capture_cost",
     "cpu_sums": "import cpu_sums",
     "serving": "import serving",
-    "optimizer_state": "import optimizer_state as o; [o.stored(o.optax.sgd(1), d) for d in o.STORED]",
+    "optimizer_state": "import optimizer_state as o; o.stored(o.OPTIMIZERS['adam'], 'int8')",
     "product_cycles": "import product_cycles",
     "eight_bits_aot": "import eight_bits_aot",
     "when_it_pays": "import when_it_pays; when_it_pays.main()",
