@@ -319,7 +319,7 @@ def test_where_a_policy_that_saturates_acted_and_how_often() -> None:
     assert report.faults == ()
     fault, _ = [fault for fault in report.contained if fault.site.op == "dot_general"]
     assert (fault.kind, fault.reaches) == ("overflow", False)
-    assert "in 0.25 of its values" in str(report)
+    assert "in 0.25 of its values" in str(fault)
 
 
 # What is fine.
