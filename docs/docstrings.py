@@ -26,7 +26,7 @@ class HouseStyle(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Of a function and the file of its name, the package's `__init__` exports the function."""
         for name, member in list(pkg.members.items()):
-            if member.is_alias:
+            if member.is_alias and member.target_path.startswith(f"{pkg.name}."):
                 parent, _, target = member.target_path.rpartition(".")
                 found = pkg.modules_collection[parent].members.get(target)
                 if found is not None and found.is_module and target in found.members:
