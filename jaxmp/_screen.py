@@ -85,11 +85,13 @@ def cut(line: str) -> str:
     return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
 
 
-def wrapped(text: str, indent: int = 0, *, hanging: int | None = None) -> list[str]:
+def wrapped(
+    text: str, indent: int = 0, *, hanging: int | None = None, width: int = COLUMNS
+) -> list[str]:
     """A sentence in lines that are not wider than the screen."""
     return textwrap.wrap(
         text,
-        COLUMNS,
+        width,
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent if hanging is None else hanging),
         break_on_hyphens=False,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-# A line of a report is at most as long.
-WIDTH = 120
-_NUMBER = re.compile(r"(?<=[A-Za-z]_)\d+(?=[/ ]|$)|(?<=/)\d+(?=[/ ]|$)")
+from jaxmp._screen import COLUMNS, of_any_layer, wrapped
+
+# How wide the column of headings is.
+HEADING = 14
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
@@ -45,16 +44,6 @@ def markdown(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> l
     return [f"| {' | '.join(row)} |" for row in (head, rule, *rest)]
 
 
-def pattern(text: str) -> str:
-    """A text whose modules are without their numbers.
-
-    Example:
-      >>> pattern("mul (float16) in LM/Block_2/Dense_0 at lm.py:89"), pattern("blocks/11/query")
-      ('mul (float16) in LM/Block_*/Dense_* at lm.py:89', 'blocks/*/query')
-    """
-    return _NUMBER.sub("*", text)
-
-
 def merged(lines: Iterable[tuple[str, str]]) -> list[str]:
     """Lines about places, as one where only the numbers of modules differ: as the first of them.
 
@@ -67,17 +56,12 @@ def merged(lines: Iterable[tuple[str, str]]) -> list[str]:
     """
     alike: dict[str, list[tuple[str, str]]] = {}
     for place, line in lines:
-        alike.setdefault(pattern(place), []).append((place, line))
+        alike.setdefault(of_any_layer(place), []).append((place, line))
     return [
         f"{line.replace(place, common)} ×{len(several)}" if len(several) > 1 else line
         for common, several in alike.items()
         for place, line in several[:1]
     ]
-
-
-def fitted(line: str, width: int = WIDTH) -> list[str]:
-    """A line as lines that are not too long."""
-    return textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:
@@ -90,12 +74,12 @@ def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:
     lines = list(lines)
     shown: list[str] = []
     for i, line in enumerate(lines):
-        wrapped = fitted(line, WIDTH - 14)
-        if shown and len(shown) + len(wrapped) + (i + 1 < len(lines)) > limit:
+        block = wrapped(line, hanging=2, width=COLUMNS - HEADING)
+        if shown and len(shown) + len(block) + (i + 1 < len(lines)) > limit:
             shown.append(f"and {len(lines) - i} more")
             break
-        shown += wrapped
-    return [f"{heading if not i else '':13} {line}" for i, line in enumerate(shown)]
+        shown += block
+    return [f"{heading if not i else '':{HEADING - 1}} {line}" for i, line in enumerate(shown)]
 
 
 def plain(value: Any) -> Any:

@@ -10,10 +10,11 @@ from pathlib import Path as File
 from typing import Any, NamedTuple
 
 from jaxmp._numerics.plots import plot_tuned, shortened
-from jaxmp._numerics.text import WIDTH, listed, merged, pattern, table
+from jaxmp._numerics.text import HEADING, listed, merged, table
 from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_paths import Loss, Path, PreparedLoss, policy_for, under_map
 from jaxmp._numerics.tune_solve import Front
+from jaxmp._screen import COLUMNS, of_any_layer
 from jaxmp.policy import Policy, PolicyMap
 
 
@@ -216,7 +217,7 @@ class Tuned:
         cheapest = f"the cheapest is {scored.front.costs[0]:.3f}"
         off = f"{self.verified.error:.2g} measured, {self.predicted:.2g} predicted"
         policy = str(self.policy)
-        if len(policy) > WIDTH - 14:
+        if len(policy) > COLUMNS - HEADING:
             counts = Counter(str(one) for one in self.assignment.values()).most_common()
             several = ", ".join(f"{name} of {count} modules" for name, count in counts)
             policy = f"{several}: see .policy"
@@ -250,7 +251,7 @@ class Tuned:
         scored = self._scored
         alike: dict[tuple[str, int], list[Group]] = {}
         for group, option in zip(scored.groups, self._choices, strict=True):
-            alike.setdefault((pattern(group.name), option), []).append(group)
+            alike.setdefault((of_any_layer(group.name), option), []).append(group)
         rows = []
         for (name, option), groups in alike.items():
             errors = [max(each) for each in zip(*(g.errors for g in groups), strict=True)]

@@ -16,10 +16,9 @@ from flax import nnx
 from jaxmp._jaxprs.scopes import UNSCALE
 from jaxmp._training.checks import check_floating
 from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite, widened
-from jaxmp._training.policies_checked import policies_checked
 from jaxmp._training.scale_rule import IDENTITY, LossScaleState
 
-__all__ = ["checked_value_and_grad", "scaled", "scaled_value_and_grad", "unscaled"]
+__all__ = ["scaled", "scaled_value_and_grad", "unscaled"]
 
 
 def scaled_value_and_grad(
@@ -66,24 +65,6 @@ def scaled_value_and_grad(
         return out, unscaled(grads, state)
 
     return value_and_grad_fun
-
-
-def checked_value_and_grad(
-    name: str,
-    fun: Callable[..., Any],
-    state: LossScaleState,
-    argnums: Any,
-    has_aux: bool,  # noqa: FBT001
-) -> Callable[..., tuple[Any, Any]]:
-    """As `scaled_value_and_grad`, which warns if policies and scaler do not go together."""
-    value_and_grad_fun = scaled_value_and_grad(name, fun, state, argnums, has_aux)
-
-    @functools.wraps(fun)
-    def checked(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        with policies_checked(name, has_scaler=state is not IDENTITY):
-            return value_and_grad_fun(*args, **kwargs)
-
-    return checked
 
 
 def scaled(name: str, value: Any, state: LossScaleState) -> jax.Array:

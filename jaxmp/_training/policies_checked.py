@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
 from jaxmp._autocast.regions import policies_traced
 from jaxmp.policy import Policy
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def float16_in(policies: Iterable[Policy]) -> Policy | None:
@@ -20,13 +23,13 @@ def float16_in(policies: Iterable[Policy]) -> Policy | None:
     return None
 
 
-@contextmanager
-def policies_checked(name: str, *, has_scaler: bool) -> Iterator[None]:
-    """Warns if something is traced under float16 meanwhile, and there is no scaler.
+def policies_checked(fn: F, name: str, *, has_scaler: bool) -> F:
+    """`fn`, which warns if something is traced under float16 in it, and there is no scaler.
 
     A scaler without float16 is used on purpose: it skips the steps that are not finite.
 
     Args:
+      fn: a function that differentiates a loss.
       name: the function that speaks in the message.
       has_scaler: whether the optimizer's state has a loss scale.
 
@@ -34,13 +37,19 @@ def policies_checked(name: str, *, has_scaler: bool) -> Iterator[None]:
       UserWarning: if a policy has float16 in it, and there is no scaler. Policies of what `jax.jit`
         has traced before are not known.
     """
-    with policies_traced() as policies:
-        yield
-    if not has_scaler and (policy := float16_in(policies)) is not None:
-        warnings.warn(
-            f"{name}: the loss computes under {str(policy)!r}, and the optimizer has no loss "
-            "scale: gradients that are too small for float16 become 0. Make the optimizer "
-            "jaxmp.dynamic_loss_scale(tx), or both by jaxmp.prepare(model, tx, policy).",
-            UserWarning,
-            stacklevel=4,
-        )
+
+    @functools.wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        with policies_traced() as policies:
+            out = fn(*args, **kwargs)
+        if not has_scaler and (policy := float16_in(policies)) is not None:
+            warnings.warn(
+                f"{name}: the loss computes under {str(policy)!r}, and the optimizer has no loss "
+                "scale: gradients that are too small for float16 become 0. Make the optimizer "
+                "jaxmp.dynamic_loss_scale(tx), or both by jaxmp.prepare(model, tx, policy).",
+                UserWarning,
+                stacklevel=2,
+            )
+        return out
+
+    return checked  # type: ignore[return-value]

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._training.checks import check_count
-from jaxmp._training.differentiate import checked_value_and_grad, scaled, unscaled
+from jaxmp._training.differentiate import scaled, scaled_value_and_grad, unscaled
 from jaxmp._training.opt_state import find_scaler
+from jaxmp._training.policies_checked import policies_checked
 from jaxmp._training.replicas_equal import copies_in
+from jaxmp._training.scale_rule import IDENTITY
 
 __all__ = [
     "check_not_stuck",
@@ -259,4 +261,5 @@ def value_and_grad(
       (Array(6., dtype=float32), {'w': Array([1., 1.], dtype=float32)})
     """
     state = find_scaler("value_and_grad", opt_state)
-    return checked_value_and_grad("value_and_grad", fun, state, argnums, has_aux)
+    fn = scaled_value_and_grad("value_and_grad", fun, state, argnums, has_aux)
+    return policies_checked(fn, "value_and_grad", has_scaler=state is not IDENTITY)

@@ -15,7 +15,7 @@ from flax.training import train_state
 
 from jaxmp._flax import is_pytree_node
 from jaxmp._training.checks import as_transformation, check_floating
-from jaxmp._training.differentiate import checked_value_and_grad
+from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.gradients import is_overwrite
 from jaxmp._training.master_weights import (
     MasterWeightsState,
@@ -23,6 +23,7 @@ from jaxmp._training.master_weights import (
     StochasticRoundingState,
 )
 from jaxmp._training.opt_state import the_scaler
+from jaxmp._training.policies_checked import policies_checked
 from jaxmp._training.scale_rule import IDENTITY
 from jaxmp.policy import Policy, PolicyLike, single_policy
 from jaxmp.tree import select
@@ -136,7 +137,8 @@ class TrainState(train_state.TrainState):
         """
         name = "TrainState.value_and_grad"
         state = the_scaler(name, self.opt_state)
-        return checked_value_and_grad(name, loss_fn, state, argnums, has_aux)
+        fn = scaled_value_and_grad(name, loss_fn, state, argnums, has_aux)
+        return policies_checked(fn, name, has_scaler=state is not IDENTITY)
 
     def apply_gradients(self, *, grads: Any, **fields: Any) -> Self:
         """Makes a step; where the gradients are not finite, skips it as a whole.
