@@ -3,6 +3,7 @@
     export PYTHONPATH=.:tests JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8
     python tests/plan_dump.py > plans.txt
     python tests/plan_dump.py public/gpt2 numeric/ > some.txt
+    python tests/plan_dump.py --digests  # writes tests/plan_digests.json, which the tests compare
 
 A line per equation: its primitive, the dtypes it reads its operands in and keeps its results in,
 and why; what is inside an equation follows it, indented. Then the number of equations of each kind
@@ -14,11 +15,14 @@ changes no line. Nothing is compiled. No line has anything of the machine or of 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +46,7 @@ MORE = (
     "mixed_bfloat16,residuals=recompute",
     "mixed_float8",
 )
+DIGESTS: Final = Path(__file__).with_name("plan_digests.json")
 SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
 
 
@@ -57,11 +62,7 @@ def corpus() -> Iterator[tuple[str, Callable[[], Program]]]:
     """Every program by its name, made when it is asked for."""
     for case in CONSTRUCTS:
         name = case.fn.__name__
-        # The first argument is data.
-        yield (
-            f"construct/{name}",
-            lambda c=case: Program(c.fn, c.args, tuple(range(1, len(c.args)))),
-        )
+        yield f"construct/{name}", functools.partial(_of_construct, case)
     for name, program in PROGRAMS.items():
         loss = functools.partial(program.loss, Plain())
         yield f"numeric/{name}", lambda n=name, f=loss: Program(f, inputs(n)[0], 0)
@@ -142,17 +143,31 @@ def policies_of(name: str) -> tuple[str, ...]:
     return POLICIES + MORE if name.startswith("construct/") else POLICIES
 
 
+def text_of(name: str, make: Callable[[], Program]) -> str:
+    """The plans of a program under its policies."""
+    text = []
+    for policy in policies_of(name):
+        text.append(f"# {name}  {policy}")
+        try:
+            text += lines(make(), policy)
+        except Exception as error:  # noqa: BLE001 (is a result, too)
+            text.append(f"  {type(error).__name__}: {str(error).splitlines()[0]}")
+    return "".join(f"{line}\n" for line in text)
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def main(words: list[str]) -> None:
     warnings.simplefilter("ignore")
+    if words == ["--digests"]:
+        plans = {n: digest(text_of(n, make)) for n, make in corpus() if not n.startswith("public/")}
+        DIGESTS.write_text(json.dumps({"jax": jax.__version__, "plans": plans}, indent=1) + "\n")
+        return
     for name, make in corpus():
-        if words and not any(word in name for word in words):
-            continue
-        for policy in policies_of(name):
-            sys.stdout.write(f"# {name}  {policy}\n")
-            try:
-                sys.stdout.writelines(f"{line}\n" for line in lines(make(), policy))
-            except Exception as error:  # noqa: BLE001 (is a result, too)
-                sys.stdout.write(f"  {type(error).__name__}: {str(error).splitlines()[0]}\n")
+        if not words or any(word in name for word in words):
+            sys.stdout.write(text_of(name, make))
 
 
 if __name__ == "__main__":
