@@ -218,3 +218,17 @@ def test_derivative_rules_are_planned_anew_under_another_precision(fn: Any) -> N
     assert len(highest) >= 5
     assert all(product[-1] for product in highest)
     assert contractions(grad, *args) == default
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_debug_nans_names_what_made_one_in_the_backward_pass(transform, policy):
+    """JAX runs what was not a number once more, without jit: the product in float32 as well."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.sqrt(jnp.dot(0 * x, w)))  # 0 times the infinity of a square root at 0
+
+    cast = jaxmp.autocast(loss, policy)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"dot_general|mul"):
+        transform(jax.grad(cast))(jnp.ones((16, 16)), X[0])

@@ -18,7 +18,7 @@ from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import with_dtype
+from jaxmp._jaxprs.attributes import is_tracer, with_dtype
 from jaxmp._jaxprs.equation_parameters import takes_result_dtype
 
 FLOAT32 = np.dtype(np.float32)
@@ -123,7 +123,13 @@ def _run_wide_on_gpu(*operands: Any, jaxpr: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _jitted(jaxpr: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(wide_p.bind, jaxpr=jaxpr))
+    def run(*operands: Any) -> Any:
+        # Called without a trace by `jax_debug_nans` alone: once more, without jit, where the result
+        # was not a number. The primitive would come back here.
+        run_here = wide_p.bind if any(map(is_tracer, operands)) else _run_wide_on_cpu
+        return run_here(*operands, jaxpr=jaxpr)
+
+    return jax.jit(run)
 
 
 def _run_at_once(*operands: Any, jaxpr: Any) -> Any:
