@@ -7,6 +7,7 @@
     python benchmarks/autocast_aot.py --models cnn --no-prefetch
     python benchmarks/autocast_aot.py --models lm --target tpu-v5e gpu-h100 --recompute
     python benchmarks/autocast_aot.py --models gpt2 --target gpu-b200 --peers
+    python benchmarks/autocast_aot.py --models cnn --rows hand mixed_bfloat16,ops=max:full
 
 It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a model:
 
@@ -24,6 +25,7 @@ It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a
 * with `--peers`, float32, "hand", "jaxmp" and other libraries, on the same model and batch
   (`benchmarks/peers.py`), and jaxmp's 8-bit policy beside Qwix: int8 on TPUs, float8 on GPUs.
   What is not installed is named and left out.
+* with `--rows`, these alone; one that is not among them is a policy, of `jaxmp.autocast`.
 
 The columns:
 
@@ -159,16 +161,15 @@ def can_fuse(target: str) -> bool:
 
 def twins(case: Case, variant: str) -> tuple[str, ...]:
     """The variants that a variant is compared with: hand-written ones, and Qwix in 8 bits."""
-    if variant == JAXMP:
-        return (HAND_F32, HAND) if case.has_softmax else (HAND,)
+    if variant in NOT_OURS:
+        return ()
+    if variant == JAXMP and case.has_softmax:
+        return (HAND_F32, HAND)
     return {
-        JAXMP_LOW: (HAND,),
-        HAND_AGAIN: (HAND,),
         JAXMP_AGAIN: (HAND, HAND_AGAIN),
-        JAXMP_FUSED: (HAND,),
         JAXMP_INT8: (peers.QWIX_INT8,),
         JAXMP_FLOAT8: (peers.QWIX_FLOAT8,),
-    }.get(variant, ())
+    }.get(variant, (HAND,))
 
 
 def loss_of(case: Case, variant: str, target: str = "none", *, small: bool = False) -> LossFn:
@@ -183,7 +184,7 @@ def loss_of(case: Case, variant: str, target: str = "none", *, small: bool = Fal
     if variant == FLOAT32:
         return loss
     chip = f"@{target.removesuffix(NO_PREFETCH)}" if variant == JAXMP_FUSED else ""
-    return jaxmp.autocast(loss, POLICIES[variant] + chip)
+    return jaxmp.autocast(loss, POLICIES.get(variant, variant) + chip)
 
 
 NO_PREFETCH = " without prefetch"  # after a target's name
@@ -360,7 +361,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--target", nargs="+", choices=(*chip_names(), "none"), default=["tpu-v5e"])
     parser.add_argument("--no-prefetch", action="store_true", help="TPU: keep every array in HBM")
-    parser.add_argument("--rows", nargs="+", metavar="ROW", help="these rows alone, of those above")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="these rows alone, or policies")
     parser.add_argument("--seeds", type=int, default=3, help="runs that errors are averaged over")
     parser.add_argument("--json", type=Path, help="write every row to this file")
     parser.add_argument(
@@ -381,11 +382,16 @@ def main() -> int:
     args = parse_args()
     print(versions(*(peers.PACKAGES.values() if args.peers else ())))
     cache = Cache(args.cache, args.seeds)
+    named = {*NOT_OURS, HAND_AGAIN, *POLICIES}
+    policies = [row for row in args.rows or () if row not in named]
+    for policy in policies:
+        jaxmp.get_policy(policy)  # refuses a row that is neither
     all_rows, failures = [], []
     for name, target in itertools.product(args.models, args.target):
         case = CASES[name]
         rows = []
-        for variant in variants(case, target, recompute=args.recompute, others=args.peers):
+        usual = variants(case, target, recompute=args.recompute, others=args.peers)
+        for variant in (*usual, *policies):
             if args.rows and variant not in args.rows:
                 continue
             row = cache.get(name, variant, target) if variant in NOT_OURS else None

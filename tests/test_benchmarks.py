@@ -65,7 +65,7 @@ def test_a_benchmark_starts(name: str) -> None:
 def test_every_benchmark_is_tried() -> None:
     helpers = {"aot", "aot_table", "convnets", "gathers", "graphs", "llama", "mixtures", "models"}
     helpers |= {"gpu_products", "gpu_steps", "gpu_torch", "gpu_worker", "peers", "transformer"}
-    helpers |= {"trace_programs"}
+    helpers |= {"results", "trace_programs"}
     assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers == set(PROGRAMS)
 
 

@@ -1,5 +1,7 @@
 """Every command of the README and of docs/, as the page has it: its options are there, it runs.
 
+So are those of the results that benchmarks printed, in `docs/benchmarks/*.json`.
+
 What a page shows of commands is printed by them: test_docs.py and test_readme.py see to that.
 """
 
@@ -19,6 +21,7 @@ import pytest
 
 from jaxmp import cli
 
+from results import folder_and_words, kept
 from support import ROOT, run_python
 
 # By the program: what makes it cheap enough to run here. All else is as the page has it.
@@ -45,7 +48,9 @@ NOT_RUN = {
     "benchmarks/fused_attention.py": "needs cuDNN; test_benchmarks.py traces its steps",
     "benchmarks/gpu.py": "needs a GPU; test_benchmarks.py runs its toy size",
     "benchmarks/loss_scale_aot.py": "compiles for hours, for TPUs and GPUs",
+    "benchmarks/convergence.py": "trains for half an hour; test_benchmarks.py runs a part",
     "benchmarks/optimizer_state.py": "trains for minutes; test_benchmarks.py imports it",
+    "benchmarks/results.py": "runs the others; test_benchmark_results.py tests it",
     "benchmarks/serving.py": "compiles and trains for minutes",
     "benchmarks/trace_time.py": "times minutes; test_benchmarks.py runs a part",
     "examples/diagnose_overflow.py": "test_examples_diagnose_overflow.py runs it as it is",
@@ -102,14 +107,26 @@ def read(page: str) -> list[Command]:
     return found
 
 
-COMMANDS = list(dict.fromkeys(command for page in PAGES for command in read(page)))
+def of_results() -> list[Command]:
+    """The commands of the kept results of benchmarks."""
+    found = []
+    for name, run in kept().items():
+        folder, words = folder_and_words(run["command"])
+        found.append(
+            Command(f"docs/benchmarks/{name.partition('/')[0]}.json", folder, tuple(words))
+        )
+    return found
+
+
+COMMANDS = list(dict.fromkeys([command for page in PAGES for command in read(page)] + of_results()))
 
 
 def test_every_command_is_read():
     """Wherever a line or a piece of code begins with Python, it is among them."""
     text = "".join((ROOT / page).read_text("utf-8") for page in PAGES)
     lines = len(re.findall(r"^(?: {4})?(?:python|pip|mkdocs) ", text, re.MULTILINE))
-    assert len([c for page in PAGES for c in read(page)]) >= lines > 50
+    assert len([c for page in PAGES for c in read(page)]) >= lines > 40
+    assert len(of_results()) > 30
     assert {c.program for c in COMMANDS} == RUN.keys() | NOT_RUN.keys()
 
 
