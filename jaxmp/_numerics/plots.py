@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._numerics.record import Entry, Record
+from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES
 from jaxmp._numerics.survey import matches
 
@@ -35,7 +35,7 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
         raise ValueError(
             f"plot_exponents: kinds has {unknown[0]!r}; there are {', '.join(map(repr, KINDS))}"
         )
-    measured = of.wide or of.sites
+    measured = of.sites
     chosen = {kind: _counted(measured, sites, kind) for kind in KINDS if kind in kinds}
     chosen = {kind: counted for kind, counted in chosen.items() if counted[0].any()}
     if not chosen:
@@ -103,7 +103,10 @@ def plot_underflow(of: Record, path: Path | str) -> None:
     lost: Counter[tuple[str, bool]] = Counter()
     known: Counter[tuple[str, bool]] = Counter()
     for entry in of.sites.values():
-        s, place = entry.statistics, (entry.site.path or "(no module)", entry.site.backward)
+        s, place = (
+            entry.statistics.joined(),
+            (entry.site.path or "(no module)", entry.site.backward),
+        )
         if s.is_whole and s.twins:
             lost[place] += int(s.flushed)
             known[place] += int(s.twins - (s.zeros - s.flushed))
@@ -146,7 +149,7 @@ def plot_underflow(of: Record, path: Path | str) -> None:
     save_figure(figure, path)
 
 
-def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, float, int]:
+def _counted(entries: Mapping[str, Measured], sites: str, kind: str) -> tuple[Any, float, int]:
     """Of the sites of a kind: how many magnitudes lie in each octave, the share of 0, how many.
 
     Each site counts as its array is large; a sample of it was counted.
@@ -155,7 +158,7 @@ def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, 
     zeros = sampled = 0.0
     count = 0
     for entry in entries.values():
-        s = entry.statistics
+        s = entry.statistics.joined()
         of_kind = entry.site.kind == kind and s.is_whole and s.sampled
         if of_kind and matches(entry.site.path, sites):
             weight = s.size * int(s.runs) / int(s.sampled)
@@ -166,10 +169,10 @@ def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, 
     return counts, zeros / max(sampled, 1.0), count
 
 
-def _not_finite(entries: Mapping[str, Entry], sites: str, kinds: Sequence[str]) -> str:
+def _not_finite(entries: Mapping[str, Measured], sites: str, kinds: Sequence[str]) -> str:
     """How many of the sites have what is not finite, in words; empty if none has."""
     of = [e for e in entries.values() if e.site.kind in kinds and matches(e.site.path, sites)]
-    bad = sum(bool(e.statistics.is_nonfinite) for e in of)
+    bad = sum(bool(np.any(e.statistics.is_nonfinite)) for e in of)
     return f"numbers of {bad} of {len(of)} sites" if bad else ""
 
 
