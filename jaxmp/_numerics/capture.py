@@ -30,7 +30,7 @@ from jaxmp._numerics.probe import LOW, Probe
 from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.readout import read_out
 from jaxmp._numerics.record import Record, all_measured
-from jaxmp._numerics.survey import Site, SurveyedProgram, matches, survey
+from jaxmp._numerics.survey import Site, SurveyedProgram, survey
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import static_loss_scale
 from jaxmp._training.opt_state import find_scaler
@@ -219,7 +219,7 @@ def prepare(
             "capture: there is nothing to measure: the function computes no floating numbers of "
             "arrays. A Python number among its arguments is a constant: give jnp.float32(x)"
         )
-    chosen = frozenset(name for name, site in found.sites.items() if matches(site.path, sites))
+    chosen = frozenset(name for name, site in found.sites.items() if site.is_in(sites))
     if not chosen:
         paths = sorted({site.path for site in found.sites.values() if site.path})
         raise ValueError(
@@ -281,8 +281,8 @@ def capture(
       loss_scale: what the loss is multiplied by before it is differentiated: a power of two.
       wide: whether to compute in float32 wherever the policy says 16 bits: the same operations, and
         what they would have to hold.
-      sites: a glob over module paths, where `**` stands for anything. What it does not match is
-        looked at for values that are not finite, and no more.
+      sites: a pattern of module paths, as in a `PolicyMap`: `**` stands for any modules, also none.
+        What it does not match is looked at for values that are not finite, and no more.
       twins: whether operations in 16 bits are computed in float32 as well, from the same operands,
         to tell what rounding cost.
       limit: how many bytes the program may return besides its results. A larger one compiles

@@ -17,7 +17,7 @@ from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Refs, Site, SurveyedProgram, running_order
-from jaxmp._numerics.text import listed, markdown, merged, plain
+from jaxmp._numerics.text import listed, markdown, one_a_place, plain
 
 # A root mean square may differ by this many units in the last place of the coarsest dtype up to
 # there, for each time that the number of operations that lead there doubles. Roundings average out:
@@ -228,12 +228,12 @@ class Comparison:
         lines.append(f"sites         {counts}")
         finite = [pair for pair in self.pairs if not pair.is_bad and pair.mean_square > 0]
         largest = sorted(finite, key=lambda pair: -pair.mean_square)
-        apart = merged((str(p), f"{p.mean_square:.2g} apart: {p}") for p in largest)
+        apart = one_a_place((str(p), f"{p.mean_square:.2g} apart: {p}") for p in largest)
         lines += listed("mean square", apart)
         lines += listed("faults here", self.faults[0], 4)
         lines += listed("faults there", self.faults[1], 4)
         for heading, sites in (("here alone", self.only_this), ("there alone", self.only_other)):
-            lines += listed(heading, merged((str(site), str(site)) for site in sites))
+            lines += listed(heading, one_a_place((str(site), str(site)) for site in sites))
         return "\n".join([*lines, f"{'all of it':13} .to_markdown(), .to_dict()"])
 
     def to_dict(self) -> dict[str, Any]:

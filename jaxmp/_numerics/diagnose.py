@@ -19,7 +19,7 @@ from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
-from jaxmp._numerics.text import listed, merged
+from jaxmp._numerics.text import listed, one_a_place
 from jaxmp.policy import PolicyLike, single_policy
 
 # Of values: beyond this share, a loss is worth a line.
@@ -173,12 +173,12 @@ class NumericsReport(Readings):
     def __str__(self) -> str:
         """The report: on a screen; operations of modules of one kind are one line."""
         faults, contained = (
-            merged((str(f).removesuffix(f.why), str(f)) for f in several)
+            one_a_place((str(f).removesuffix(f": {f.why}"), str(f)) for f in several)
             for several in (self.faults, self.contained)
         )
-        beyond = merged((str(site), str(site)) for site in self.predicted)
+        beyond = one_a_place((str(site), str(site)) for site in self.predicted)
         lost, errors = (
-            merged((str(site), f"{said.format(value)}: {site}") for site, value in found)
+            one_a_place((str(site), f"{said.format(value)}: {site}") for site, value in found)
             for said, found in (
                 ("{:.1%} became 0", self.underflows),
                 ("relative error {:.2g}", self.errors),
@@ -327,7 +327,7 @@ def diagnose(
       argnums: which argument is differentiated.
       grad: whether to differentiate.
       loss_scale: what the loss is multiplied by.
-      sites: a glob over module paths.
+      sites: a pattern of module paths.
       progress: is called with a line of text before what takes a while, which is compiling:
         `print`, for example.
 

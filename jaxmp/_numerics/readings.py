@@ -67,7 +67,7 @@ class Readings(abc.ABC):
 
         Args:
           path: where the picture is written; its ending says the format.
-          sites: a glob over module paths, and labels of arguments: `**` stands for anything.
+          sites: a pattern of module paths and labels of arguments, as for `capture`.
           kinds: which of "activation", "weight" and "gradient".
 
         Raises:

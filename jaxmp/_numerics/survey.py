@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.source import in_scope
 from jaxmp._jaxprs.walk import Place
+from jaxmp.policy import key_matches
 
 _UNMEASURED = flagged(Flag.UNMEASURED)
 # Ours: what is inside is how they are multiplied.
@@ -95,6 +95,10 @@ class Site:
         """How many elements the results of all iterations of its loops have."""
         return self.size * math.prod(loop.length for loop in self.loops)
 
+    def is_in(self, pattern: str) -> bool:
+        """Whether the path matches a pattern, as modules match those of a `PolicyMap`."""
+        return key_matches(pattern, self.path.split("/"))
+
     @property
     def where(self) -> str:
         """The module and the line, as far as they are known."""
@@ -166,11 +170,6 @@ def running_order(
         return (*turns, order[site.name])
 
     return when
-
-
-def matches(path: str, pattern: str) -> bool:
-    """Whether a glob matches a module path; `**` stands for anything."""
-    return fnmatch.fnmatchcase(path, pattern.replace("**", "*"))
 
 
 def site_names(eqn: JaxprEqn, name: str) -> list[str | None]:
