@@ -16,7 +16,7 @@ from jaxmp._numerics.formats import ScaledFormat, Score, formats, score
 from jaxmp._numerics.monitor import monitor, read_monitor
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.plots import plot_scale
-from jaxmp._numerics.record import Measured
+from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.saved import load, save
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Site
@@ -30,6 +30,7 @@ __all__ = [
     "NumericsReport",
     "Origin",
     "Pair",
+    "Record",
     "ScaledFormat",
     "Score",
     "Site",

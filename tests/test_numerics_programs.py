@@ -121,6 +121,7 @@ def test_linen_with_batchnorm_and_dropout_is_diagnosed_and_tuned() -> None:
     screen(found)
 
 
+@pytest.mark.slow
 def test_a_step_of_nnx_is_validated() -> None:
     @nnx.jit
     def step(state: Any, x: jax.Array) -> jax.Array:

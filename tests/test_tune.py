@@ -168,7 +168,7 @@ def test_layers_of_one_kind_are_one_pattern_where_all_are_the_same():
     ways = ((ProductFormat(),), (ProductFormat("bfloat16"),))
 
     def answer(kept: set[str]) -> jaxmp.PolicyMap:
-        names = [f"h_{i}/{name}" for i in range(100) for name in ("up", "down")] + ["head"]
+        names = [f"h_{i}/{name}" for i in range(100) for name in ("up", "gate", "down")] + ["head"]
         groups = tuple(
             Group(
                 (tuple(name.split("/")),), 1, ways, (0, 1), (1.0, 0.5), (0.0, 1.0 * (name in kept))

@@ -39,7 +39,7 @@ from jaxmp.policy import PolicyLike, get_policy, single_policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capture(Record, Readings):
-    """What a run of a program computed.
+    """What a run of a program computed: a `Record` of it, and its results.
 
     Attributes:
       measured_results: what the measured program returned: of a loss, it and its gradients. XLA may

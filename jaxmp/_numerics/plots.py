@@ -66,13 +66,15 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
         color, name = _COLORS[kind]
         share = 100 * counts / counts.sum()
         ax.bar(np.arange(OCTAVES) - BIAS, share, width=1.0, align="edge", color=color, alpha=0.85)
-        _title(ax, f"{name} of {counted(count, 'operation')}; {zeros:.1%} are 0, and not shown")
-        ax.set_ylabel("% of the rest")
+        _title(
+            ax, f"{name}: {counted(count, 'array')}; {zeros:.1%} of the values are 0 (not shown)"
+        )
+        ax.set_ylabel("share (%)")
         for end in ends:
             ax.axvline(end, color=_GRAY, lw=0.8, ls=":")
         _tidy(ax, "y")
     for x, align, text in zip(
-        ends, ("right", "left"), ("0 in float16 ", " too large"), strict=True
+        ends, ("right", "left"), ("0 in float16 ", " infinite in float16"), strict=True
     ):
         rows[0].annotate(
             text, (x, 0.97), xycoords=("data", "axes fraction"), ha=align, va="top", fontsize=8
@@ -80,7 +82,9 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
     _draw_ranges(rows[-1], (min(low, -24) - 3, max(high, 16) + 4))
     said = [f"policy: {of.policy}"] + [f"loss scale {of.loss_scale:g}"] * (of.loss_scale != 1)
     bad = sum(bool(np.any(m.statistics.is_nonfinite)) for m in matched)
-    said += [f"values of {bad} of {len(matched)} operations not finite (not shown)"] * (bad > 0)
+    said += [f"{bad} of {len(matched)} arrays have values that are not finite (not shown)"] * (
+        bad > 0
+    )
     run = "computed in float32" if of.wide else "as computed"
     figure.suptitle(f"How large the values of a step are, {run}\n{'; '.join(said)}", fontsize=11)
     figure.align_ylabels(rows[:-1])
@@ -200,11 +204,11 @@ def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Pat
     ax.step(steps, scales, where="pre", color=_BLUE, lw=1.4, marker="." * (len(steps) < 60))
     lost = [i for i, now in enumerate(skipped) if now > (skipped[i - 1] if i else 0)]
     title = "Loss scale"
+    if skipped:
+        title += f": {skipped[-1]:,} of {steps[-1]:,} steps were skipped"
     if lost:
         ax.plot([steps[i] for i in lost], [scales[i] for i in lost], "x", color=_RED, ms=7, mew=1.6)
-        title += " (crosses: steps were skipped since the reading before)"
-    if skipped:
-        title += f": {skipped[-1]:,} of {steps[-1]:,} steps skipped"
+        title += " (crosses: since the reading before)"
     ax.set_yscale("log", base=2)
     ax.set_ylim(min(scales) / 2, max(scales) * 2)
     ax.set_xlabel("training step")
@@ -254,9 +258,7 @@ def plot_tuned(tuned: Any, scored: Any, index: int, path: Path | str) -> None:
     for ax in (left, right):
         _tidy(ax)
         ax.legend(loc="upper left", bbox_to_anchor=(0, -0.18), ncols=2, frameon=False, fontsize=9)
-    figure.suptitle(
-        f"What each module's precision does to the gradients: {tuned.policy}", fontsize=11
-    )
+    figure.suptitle("What the precision of each module does to the gradients", fontsize=11)
     _save(figure, path)
 
 
@@ -307,7 +309,7 @@ def _on_a_log(errors: Iterable[float]) -> Callable[[Iterable[float]], list[float
 def plot_runs(report: Any, path: Path | str) -> None:
     """Draws a `ValidationReport`: losses, their differences, gradient norms and loss scales."""
     window = max(1, report.steps // 40)
-    rows = [_draw_losses, _draw_differences]
+    rows: list[Callable[[Any, Any, int], None]] = [_draw_losses, _draw_differences]
     if report.reference_runs[0].grad_norms:
         rows.append(_draw_norms)
     if any(_scales(result.runs).size for result in report.policies):
@@ -367,10 +369,10 @@ def _draw_differences(ax: Any, report: Any, window: int) -> None:
         _draw_line(ax, curve, window, **_style(i))
     ax.set_ylim(-bound, bound)
     ax.set_ylabel("%")
-    _title(ax, f"Difference in training loss (dashed: ±{limit:g}%; band: {report.reference}, last "
-               "bits nudged)")  # fmt: skip
-    if beyond := [r.label for r, peak in zip(report.policies, peaks, strict=True) if peak > bound]:
-        _note(ax, f"beyond the scale: {', '.join(beyond)}")
+    beyond = [r.label for r, peak in zip(report.policies, peaks, strict=True) if peak > bound]
+    band = f"dashed: ±{limit:g}%; band: {report.reference}, last bits nudged"
+    far = f"\nbeyond the scale: {', '.join(beyond)}" if beyond else ""
+    _title(ax, f"Difference in training loss ({band}){far}")
 
 
 def _draw_norms(ax: Any, report: Any, window: int) -> None:
@@ -385,9 +387,8 @@ def _draw_norms(ax: Any, report: Any, window: int) -> None:
             continue
         _draw_line(ax, _smooth(curve, window), window, **_style(i))
     ax.set_yscale("log")
-    _title(ax, "Gradient norm")
-    if zero:
-        _note(ax, f"zero, so not on a logarithmic scale: {', '.join(zero)}")
+    far = f" (zero, so not on this scale: {', '.join(zero)})" if zero else ""
+    _title(ax, f"Gradient norm{far}")
 
 
 def _draw_scales(ax: Any, report: Any, _: int) -> None:
@@ -420,10 +421,6 @@ def _draw_line(ax: Any, curve: Curve, first: int, **style: Any) -> None:
 def _draw_band(ax: Any, curve: Curve, window: int, **style: Any) -> None:
     style |= {"color": _PALE, "lw": 7, "solid_capstyle": "round"}
     _draw_line(ax, _smooth(curve, window), window, **style)
-
-
-def _note(ax: Any, text: str) -> None:
-    ax.annotate(text, (0.99, 0.04), xycoords="axes fraction", ha="right", size="small")
 
 
 def _smooth(curve: Curve, window: int) -> Curve:

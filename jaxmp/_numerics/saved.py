@@ -51,7 +51,8 @@ def save(run: Readings, path: Path | str) -> None:
             "save: run must be what jaxmp.diagnose or jaxmp.numerics.capture returns, not "
             f"{type(run).__name__}"
         )
-    runs, arrays = run.runs(), {}
+    runs = run.runs()
+    arrays: dict[str, Any] = {}
     for i, one in enumerate(runs):
         of_sites = [m.statistics.measured for m in one.sites.values()]
         arrays[f"{i}.whole"] = np.array([of.counts is not None for of in of_sites])
@@ -135,7 +136,9 @@ def _program(sites: Any, results: Any, carries: Any) -> SurveyedProgram:
 
 
 def _site(**fields: Any) -> Site:
-    of = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    of: dict[str, Any] = {}
+    for name, field in fields.items():
+        of[name] = tuple(field) if isinstance(field, list) else field
     return Site(**of | {"loops": tuple(Loop(**loop) for loop in of["loops"])})
 
 

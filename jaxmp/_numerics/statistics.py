@@ -335,6 +335,8 @@ class Statistics:
     def joined(self) -> Statistics:
         """Over all iterations."""
         axes = tuple(range(np.ndim(self.is_nan)))
+        if not axes:
+            return self
         return dataclasses.replace(
             unpack(self.size, join(self.measured, axes)),
             is_nan=np.any(self.is_nan),

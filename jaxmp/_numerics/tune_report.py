@@ -11,11 +11,11 @@ from pathlib import Path as File
 from typing import Any, NamedTuple
 
 from jaxmp._numerics.plots import plot_tuned
-from jaxmp._numerics.text import HEADING, listed, one_a_place
+from jaxmp._numerics.text import listed, one_a_place
 from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_paths import Loss, Path, Places, policy_for, under_map
 from jaxmp._numerics.tune_solve import Front
-from jaxmp._screen import COLUMNS, OF_LAYER, merged, table, tail
+from jaxmp._screen import OF_LAYER, merged, table, tail
 from jaxmp.policy import Policy, PolicyMap
 
 
@@ -251,13 +251,13 @@ class Tuned:
         rows = self._rows()
         cheapest = f"the cheapest is {scored.front.costs[0]:.3f}"
         off = f"{self.verified.error:.2g} measured, {self.predicted:.2g} predicted"
-        policy = str(self.policy)
-        if len(policy) > COLUMNS - HEADING:
+        policy = listed("policy", [str(self.policy)])
+        if len(policy) > _LONGEST:
             counts = Counter(str(one) for one in self.assignment.values()).most_common()
             several = ", ".join(f"{name} of {count} modules" for name, count in counts)
-            policy = f"{several}: see .policy"
+            policy = listed("policy", [f"{several}: see .policy"])
         lines = [
-            *listed("policy", [policy]),
+            *policy,
             f"cost          {self.cost:.3f} of float32's ({scored.unit}); {cheapest}",
             f"low           {self.low_share:.1%} of the FLOPs of all products",
             f"1 - cosine    {off}, budget {self.budget:g}",
@@ -306,6 +306,7 @@ def check_budget(budget: float) -> None:
 
 
 _ROWS, _NAME = 20, 44  # of the table that is printed: rows, and how long a name is
+_LONGEST = 6  # lines of a map
 _HALVES = 3  # each is a compilation
 _OFF = 3
 
