@@ -136,7 +136,9 @@ def validate(
     ) -> ValidationReport:
         from tqdm import tqdm  # noqa: PLC0415 (nothing else draws a bar)
 
-        _check_callables(make_step, batches)
+        _check_function("make_step(policy, seed)", make_step, "policy", 0)
+        if batches is not None:
+            _check_function("batches(seed)", batches, 0)
         steps = _count("steps", steps)
         check_cpu_sums(map(_parsed, (reference, *named.values())))
         numerics = describe_numerics()
@@ -313,20 +315,14 @@ def _seeds(seeds: Any) -> tuple[int, ...]:
     return found
 
 
-def _check_callables(make_step: Any, batches: Any) -> None:
-    for name, function, arguments in (
-        ("make_step", make_step, ("policy", 0)),
-        ("batches", batches, (0,)),
-    ):
-        if function is None and name == "batches":
-            continue
-        takes = f"{name}({', '.join(('policy', 'seed')[-len(arguments) :])})"
-        if not callable(function):
-            raise TypeError(
-                f"validate: {name} must be a function, {takes}; got a {type(function).__name__!r}."
-            )
-        if wrong := mismatch(function, *arguments):
-            raise TypeError(f"validate: {name} is called as {takes}, and takes {wrong}.")
+def _check_function(takes: str, function: Any, *arguments: Any) -> None:
+    name = takes.partition("(")[0]
+    if not callable(function):
+        raise TypeError(
+            f"validate: {name} must be a function, {takes}; got a {type(function).__name__!r}."
+        )
+    if wrong := mismatch(function, *arguments):
+        raise TypeError(f"validate: {name} is called as {takes}, and takes {wrong}.")
 
 
 def _count(name: str, number: Any) -> int:

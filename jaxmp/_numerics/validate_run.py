@@ -103,7 +103,25 @@ def make(task: Task, job: Job) -> Made:
     Raises:
       TypeError: if `make_step` returns something else.
     """
-    return _read_made(task.make_step(job.policy, job.seed), job)
+    made = task.make_step(job.policy, job.seed)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise TypeError(f"validate: make_step returned {_kind(made)}; it must return {_MADE}.")
+    state, step, evaluate = (*made, None)[:3]
+    if not callable(step):
+        swapped = "; are the two swapped?" if callable(state) else ""
+        raise TypeError(
+            f"validate: make_step must return {_MADE}, and its step is {_kind(step)}{swapped}"
+        )
+    if evaluate is not None and not callable(evaluate):
+        raise TypeError(
+            f"validate: make_step must return {_MADE}, and its evaluate is {_kind(evaluate)}."
+        )
+    if not jax.tree.leaves(state):
+        raise TypeError(
+            f"validate: the state that make_step returned for {job} has no leaves "
+            f"({_kind(state)}); it must return {_MADE}."
+        )
+    return state, step, evaluate
 
 
 def program_of(task: Task, job: Job, made: Made) -> str:
@@ -226,27 +244,6 @@ def _feed(task: Task, seed: int) -> Iterator[Any]:
 def _checksum(batch: Any) -> int:
     """Computes a checksum of all leaves."""
     return functools.reduce(lambda total, part: zlib.crc32(part, total), bytes_of(batch), 0)
-
-
-def _read_made(made: Any, job: Job) -> Made:
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise TypeError(f"validate: make_step returned {_kind(made)}; it must return {_MADE}.")
-    state, step, evaluate = (*made, None)[:3]
-    if not callable(step):
-        swapped = "; are the two swapped?" if callable(state) else ""
-        raise TypeError(
-            f"validate: make_step must return {_MADE}, and its step is {_kind(step)}{swapped}"
-        )
-    if evaluate is not None and not callable(evaluate):
-        raise TypeError(
-            f"validate: make_step must return {_MADE}, and its evaluate is {_kind(evaluate)}."
-        )
-    if not jax.tree.leaves(state):
-        raise TypeError(
-            f"validate: the state that make_step returned for {job} has no leaves "
-            f"({_kind(state)}); it must return {_MADE}."
-        )
-    return state, step, evaluate
 
 
 def _taking(step: Callable[..., Any], fed: Any, job: Job) -> Callable[..., Any]:
