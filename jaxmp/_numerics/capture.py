@@ -135,7 +135,8 @@ class Prepared:
 
     def compiled(self, traced: Any) -> Any:
         """What was traced, compiled: on a CPU fast, and not to be fast, for it runs once."""
-        options = {"xla_backend_optimization_level": 0}
+        # Operations whose results are all returned gain nothing by being fused.
+        options = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
         on_cpu = jax.default_backend() == "cpu"
         return traced.lower().compile(compiler_options=options if on_cpu else None)
 

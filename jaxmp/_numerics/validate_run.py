@@ -379,4 +379,7 @@ def _nudge_leaf(leaf: Any, draw: np.random.Generator) -> Any:
     if not np.any(usable & (moved != array)):
         return leaf
     moved = np.where(usable, moved, array)
-    return jax.device_put(moved, leaf.sharding) if isinstance(leaf, jax.Array) else moved
+    if not isinstance(leaf, jax.Array):
+        return moved
+    # One that is not committed to its device goes where the batches are.
+    return jax.device_put(moved, leaf.sharding if leaf.committed else None)
