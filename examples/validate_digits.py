@@ -35,7 +35,6 @@ import jaxmp
 
 STEPS = 300
 BATCH = 512
-USES = ("float16_loss_scaling", "train_digits_nnx")
 SCALED, NOT_SCALED = "loss scaled", "loss not scaled"
 POLICIES = {
     "mixed_bfloat16": "mixed_bfloat16",
@@ -107,7 +106,6 @@ def main() -> None:
             POLICIES,
             seeds=args.seeds,
             out=args.out,
-            depends_on=[Path(__file__).with_name(f"{name}.py") for name in USES],
         )(args.steps, batches=batches)
     except KeyboardInterrupt:
         stop(f"\nstopped; the same command goes on with what is in {args.out}")

@@ -2,8 +2,7 @@
 
     cd examples
     python -m jaxmp validate validate_lm:make_step --batches validate_lm:batches \\
-        --policy mixed_bfloat16 mixed_float16 --steps 300 --seeds 4 --out validate_lm \\
-        --depends-on train_lm.py
+        --policy mixed_bfloat16 mixed_float16 --steps 300 --seeds 4 --out validate_lm
 
 The model, its data and its optimizer are those of `train_lm.py`, which makes it some minutes of two
 CPU cores; `docs/validation.md` shows what the command prints and draws.

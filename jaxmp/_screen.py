@@ -6,7 +6,7 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -66,11 +66,26 @@ def common(texts: Sequence[str], numbers: re.Pattern[str] = OF_LAYER) -> str:
     return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in zip(*split, strict=True))
 
 
-def table(rows: Sequence[tuple[str, ...]], widest: int = sys.maxsize) -> str:
-    """Rows as lines, in columns that line up, but for cells wider than `widest`."""
+def table(
+    rows: Sequence[Sequence[str]], widest: int = sys.maxsize, right: Collection[int] = ()
+) -> str:
+    """Rows as lines, in columns that line up, but for cells wider than `widest`.
+
+    Args:
+      rows: the cells.
+      widest: how wide a column is at most.
+      right: which columns are aligned at their right.
+
+    Example:
+      >>> table([("a", "size"), ("bcd", "7")], right=[1]).splitlines()
+      ['a    size', 'bcd     7']
+    """
     widths = [min(max(map(len, column)), widest) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     )
 

@@ -37,7 +37,7 @@ _PREFLIGHT = (
 )
 _VALIDATE = (
     "python -m jaxmp validate validate_lm:make_step --batches validate_lm:batches \\\n"
-    "      --policy mixed_bfloat16 --steps 300 --out validate_lm --depends-on train_lm.py"
+    "      --policy mixed_bfloat16 --steps 300 --out validate_lm"
 )
 _DEVICES = "python -m jaxmp devices"
 _UNKNOWN = (
@@ -216,12 +216,9 @@ def _parser() -> argparse.ArgumentParser:
         help="the largest relative difference in final loss that passes; default: %(default)s",
     )
     command.add_argument(
-        "--depends-on",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="what else the runs are made from: they are made again when it changes; repeatable",
+        "--key",
+        help="what tells runs of this program and its data from others, such as a version of both: "
+        "finished runs with it are not made again; default: the first step as JAX traces it",
     )
     command.add_argument(
         "--strict", action="store_true", help="exit with 1 also if a comparison proves nothing"
@@ -310,7 +307,7 @@ def _validate(args: argparse.Namespace) -> int:
         nudges=args.nudges,
         threshold=args.threshold,
         out=args.out,
-        depends_on=args.depends_on,
+        key=args.key,
     )(args.steps, args.batches and attribute_of(args.batches, "batches(seed)"))
     (args.out / "report.json").write_text(json.dumps(report.to_dict()), encoding="utf-8")
     (args.out / "report.md").write_text(report.to_markdown(), encoding="utf-8")

@@ -30,6 +30,25 @@ def test_arguments_beside_the_function_are_told_where_they_go(tool):
         tool(loss, {"w": W})
 
 
+@pytest.mark.parametrize(
+    ("call", "right_form"),
+    [
+        (
+            lambda: jaxmp.validate(lambda policy, seed: None, "mixed_bfloat16", 100),
+            r"validate: got 1 .*jaxmp\.validate\(make_step, policy, seeds=3\)\(steps, batches\)",
+        ),
+        (
+            lambda: jaxmp.tune(loss, "mixed_bfloat16", W, [X]),
+            r"tune: got 2 .*jaxmp\.tune\(loss_fn, candidates, budget=1e-3\)\(params, batches\)",
+        ),
+        (lambda: jaxmp.tune(loss, {"w": W}), f"tune: a policy is .*{SECOND_CALL[:50]}"),
+    ],
+)
+def test_training_tools_say_where_arguments_go(call, right_form):
+    with pytest.raises(TypeError, match=f"^{right_form}"):
+        call()
+
+
 def test_keyword_arguments_go_to_the_function():
     assert jaxmp.explain(loss, "mixed_bfloat16")(W, x=X).contractions() == {"bfloat16": 1}
     assert jaxmp.audit(loss, "mixed_bfloat16")(W, x=X).contraction_share() == {"bfloat16": 1.0}

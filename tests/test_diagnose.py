@@ -376,7 +376,7 @@ def test_a_report_on_many_layers_fits_a_screen() -> None:
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 120
     assert re.search(
-        r"contained convert_.* in block_\* at .* overflow: .* ×12 would leave", one_line(report)
+        r"contained convert_.* in block_\* at \S+ ×12: overflow: .* would leave", one_line(report)
     )
     compared = str(report.run.compare(report.wide)).splitlines()
     assert len(compared) <= 40

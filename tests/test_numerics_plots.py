@@ -25,7 +25,7 @@ def run() -> numerics.Capture:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are drawn from here on, instead of files."""
     figures: list[Any] = []
-    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
     return figures
 
 
@@ -37,7 +37,7 @@ def test_the_exponents(run, monkeypatch):
     # 2, 1e-4 and 1.5e-4 came in; 4 and zeros came out.
     shares = {k: h for k, h in heights.items() if h}
     assert shares == pytest.approx({1: 25, -14: 25, -13: 25, 2: 25})
-    assert "2 sites, 50.0% zeros" in activations.get_title("left")
+    assert "2 arrays; 50.0% of the values are 0" in activations.get_title("left")
     assert [label.get_text() for label in formats.get_yticklabels()] == [
         "float16", "bfloat16", "float8_e4m3", "float8_e5m2",
     ]  # fmt: skip
@@ -48,7 +48,7 @@ def test_the_exponents(run, monkeypatch):
 def test_only_chosen_sites(run, monkeypatch):
     figures = drawn(monkeypatch)
     run.plot_exponents("x.png", sites="x", kinds=["activation"])
-    assert "1 site, 25.0% zeros" in figures[0].axes[0].get_title("left")
+    assert "1 array; 25.0% of the values are 0" in figures[0].axes[0].get_title("left")
 
 
 def test_the_underflow(run, monkeypatch):
@@ -92,14 +92,15 @@ def test_a_long_title_and_the_legend_do_not_lie_on_each_other(run, monkeypatch):
     figure.draw_without_rendering()
     [ax] = figure.axes
     [legend] = figure.legends
-    assert not legend.get_window_extent().overlaps(ax.title.get_window_extent())
+    for title in (ax.title, ax._left_title):
+        assert not legend.get_window_extent().overlaps(title.get_window_extent())
     assert not legend.get_window_extent().overlaps(ax.get_tightbbox())
 
 
 def test_what_is_not_finite_is_said(monkeypatch):
     figures = drawn(monkeypatch)
     numerics.capture(lambda x: x / 0, None, grad=False)(X).plot_exponents("x.png")
-    assert "numbers of 1 of 2 sites not finite (left out)" in figures[0].get_suptitle()
+    assert "1 of 2 arrays have values that are not finite (not shown)" in figures[0].get_suptitle()
 
 
 def test_kinds_are_several(run):
@@ -122,7 +123,8 @@ def test_the_scale_over_time(monkeypatch):
     scales, left_out = first.get_lines()
     np.testing.assert_array_equal(scales.get_xydata(), [(10, 8), (20, 4), (30, 4), (40, 8)])
     np.testing.assert_array_equal(left_out.get_xydata(), [(20, 4)])
-    assert first.get_title("left") == "Loss scale: 1 of 40 steps skipped"
+    title = "Loss scale: 1 of 40 steps were skipped (crosses: since the reading before)"
+    assert first.get_title("left") == title
     assert (first.get_xlabel(), first.get_ylabel()) == ("training step", "loss scale")
     [scales] = second.get_lines()
     np.testing.assert_array_equal(scales.get_xydata(), [(1, 8), (2, 8), (3, 4)])
@@ -132,7 +134,10 @@ def test_the_scale_over_time(monkeypatch):
     ("history", "error"),
     [
         ([], "history is empty"),
-        ([{"step_count": 1}], r"history\[0\] has no 'loss_scale'"),
+        (
+            [{"step_count": 1}],
+            r"what jaxmp.numerics.read_monitor returns.*KeyError\('loss_scale'\)",
+        ),
         ([object()], "what jaxmp.numerics.read_monitor returns"),
         (readings((2, 1.0, 0), (2, 1.0, 0)), r"history\[1\] is of step 2, and the one before of 2"),
         ([4.0, 0.0], r"the scale of history\[1\] is 0.0"),

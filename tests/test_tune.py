@@ -22,7 +22,7 @@ from jaxmp._numerics import tune_scores
 from jaxmp._numerics.tune import Tuned, check_exact, tied
 from jaxmp._numerics.tune_costs import Costs, ProductFormat
 from jaxmp._numerics.tune_paths import products
-from jaxmp._numerics.tune_report import grouped
+from jaxmp._numerics.tune_report import Group, Scored, grouped
 from jaxmp._numerics.tune_solve import front
 
 BF16 = "mixed_bfloat16"
@@ -159,6 +159,35 @@ def test_ties():
     assert tied("m/experts/0/up") == tied("m/experts/3/up")
     assert tied("m/q_proj") == tied("m/v_proj") != tied("m/out_proj")
     assert tied("head") != tied("block")
+
+
+# What it answers.
+
+
+def test_layers_of_one_kind_are_one_pattern_where_all_are_the_same():
+    ways = ((ProductFormat(),), (ProductFormat("bfloat16"),))
+
+    def answer(kept: set[str]) -> jaxmp.PolicyMap:
+        names = [f"h_{i}/{name}" for i in range(100) for name in ("up", "gate", "down")] + ["head"]
+        groups = tuple(
+            Group(
+                (tuple(name.split("/")),), 1, ways, (0, 1), (1.0, 0.5), (0.0, 1.0 * (name in kept))
+            )
+            for name in names
+        )
+        solutions = front([group.costs for group in groups], [group.errors for group in groups])
+        policies = tuple(map(jaxmp.get_policy, ("float32", BF16)))
+        scored = Scored(None, policies, (), groups, solutions, len(groups), "", lambda _: None)
+        found = Tuned(0.0, scored, solutions.within(0.0)).policy
+        assert eval(repr(found), {"PolicyMap": jaxmp.PolicyMap}) == found, "it can be pasted"
+        return found
+
+    ups = {f"h_{i}/up" for i in range(100)}
+    assert answer(ups) == jaxmp.PolicyMap({"h_*/up": "float32"}, default=BF16)
+    assert answer(ups | {"head"}) == jaxmp.PolicyMap(
+        {"h_*/up": "float32", "head": "float32"}, default=BF16
+    )
+    assert len(answer(ups - {"h_7/up"}).overrides) == 99
 
 
 # A small function, by default.
@@ -324,7 +353,7 @@ def test_scores_of_another_loss_are_not_taken(tmp_path, monkeypatch):
         jaxmp.tune(make(1.0, inner=True), out=out)(w, [x])
         assert len(scored) == 1
     scored.clear()
-    monkeypatch.setattr(jaxmp._numerics.tune, "fingerprint", lambda _: "another version")
+    monkeypatch.setattr(jaxmp, "__version__", "another")
     jaxmp.tune(make(1.0, inner=True), out=out)(w, [x])
     assert len(scored) == 1
 

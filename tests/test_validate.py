@@ -6,7 +6,6 @@ import functools
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -367,11 +366,6 @@ def test_the_step_of_the_readme_is_one(parts):
         ({"threshold": 0}, ValueError, "threshold must be positive"),
         ({"curve_threshold": -1}, ValueError, "curve_threshold must be positive"),
         ({"out": __file__}, ValueError, "is a file; name a folder"),
-        (
-            {"out": "unused", "depends_on": [Path("nowhere.csv")]},
-            ValueError,
-            "'nowhere.csv', which",
-        ),
     ],
 )
 def test_wrong_uses(options, error, message, monkeypatch, tmp_path):

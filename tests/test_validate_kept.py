@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from validate_kit import faulty, simulated, validate
+from validate_kit import simulated, validate
 
 import jaxmp
-from jaxmp._numerics import progress, validate_numerics
-from jaxmp._numerics.kept import fingerprint
+from jaxmp._numerics import validate_numerics
 from jaxmp._numerics.validate_run import nudge
 
 from support import ROOT, cpu_environment
@@ -44,22 +40,23 @@ class Counting:
 
 def test_what_was_interrupted_goes_on_with_the_run_it_was_at(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        validate(Counting(dies_at=5), out=tmp_path)
+        validate(Counting(dies_at=5), out=tmp_path, key=1)
     again = Counting()
-    report = validate(again, out=tmp_path)
+    report = validate(again, out=tmp_path, key=1)
     assert again.made == [("float32", 2), (0.001, 0), (0.001, 1), (0.001, 2)]
     whole = validate(Counting())
     assert report == whole, "the very same numbers"
     none = Counting()
-    assert validate(none, out=tmp_path) == whole
+    assert validate(none, out=tmp_path, key=1) == whole
     assert not none.made
     assert not list(tmp_path.glob("*.new"))
 
 
 def test_a_new_policy_or_seed_is_added_to_what_is_kept(tmp_path):
-    validate(Counting(), seeds=2, out=tmp_path)
+    options = {"out": tmp_path, "key": 1}
+    validate(Counting(), seeds=2, **options)
     more = Counting()
-    report = validate(more, {"it": 0.001, "other": 0.002}, seeds=3, out=tmp_path, threshold=0.1)
+    report = validate(more, {"it": 0.001, "other": 0.002}, seeds=3, threshold=0.1, **options)
     assert more.made == [
         ("float32", 2),
         ("float32", 2),  # nudged
@@ -73,46 +70,31 @@ def test_a_new_policy_or_seed_is_added_to_what_is_kept(tmp_path):
     "change",
     [
         {"steps": 41},
-        {"depends_on": ["rate 2"]},
+        {"key": ("rate", 2)},
         {"policies": {"it": 0.002}},
         {"flags": "--xla_something=1"},
         {"random bits": "rbg"},
-        {"file": "changed"},
+        {"version": "another"},
     ],
     ids=str,
 )
 def test_a_change_makes_runs_anew(change, tmp_path, monkeypatch):
-    data = tmp_path / "data.csv"
-    data.write_text("as it was")
-    options = {"out": tmp_path / "runs", "seeds": 1}
-    validate(Counting(), depends_on=(str(data), "rate 1"), **options)
+    options = {"out": tmp_path / "runs", "seeds": 1, "key": ("rate", 1)}
+    validate(Counting(), **options)
     same = Counting()
-    validate(same, depends_on=[str(data), "rate 1"], **options)
+    validate(same, **options)
     assert not same.made
 
     jax.devices()  # no backend starts with a flag that does not exist
     change = dict(change)
     if flags := change.pop("flags", None):
         monkeypatch.setenv("XLA_FLAGS", flags)
-    if text := change.pop("file", None):
-        data.write_text(text)
+    if version := change.pop("version", None):
+        monkeypatch.setattr(jaxmp, "__version__", version)
     changed = Counting()
-    named = [data, *change.pop("depends_on", ["rate 1"])]
     with jax.default_prng_impl(change.pop("random bits", "threefry2x32")):
-        validate(changed, depends_on=named, **options, **change)
+        validate(changed, **options | change)
     assert len(changed.made) == (1 if "policies" in change else 3)
-
-
-def test_one_thing_to_depend_on_needs_no_list(tmp_path):
-    data = tmp_path / "data.csv"
-    for depends_on in (data, str(data)):
-        data.write_text("as it was")
-        options = {"depends_on": depends_on, "out": tmp_path / type(depends_on).__name__}
-        validate(Counting(), seeds=1, **options)
-        data.write_text("changed")
-        changed = Counting()
-        validate(changed, seeds=1, **options)
-        assert len(changed.made) == 3
 
 
 @pytest.mark.parametrize(
@@ -126,64 +108,76 @@ def test_one_thing_to_depend_on_needs_no_list(tmp_path):
     ],
 )
 def test_a_file_that_is_no_run_any_more_is_named_and_made_again(damage, tmp_path):
-    report = validate(Counting(), seeds=1, out=tmp_path)
+    report = validate(Counting(), seeds=1, out=tmp_path, key=1)
     [path] = tmp_path.glob("it-*.json")
     text = path.read_text()
     path.write_text(damage(text))
     with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="damaged"):
-        validate(Counting(dies_at=0), seeds=1, out=tmp_path)
+        validate(Counting(dies_at=0), seeds=1, out=tmp_path, key=1)
     assert path.read_text() == damage(text), "until there is another run"
     again = Counting()
     with pytest.warns(UserWarning, match=rf"validate: .*{path.name} is damaged .*seed 0 is made"):
-        assert validate(again, seeds=1, out=tmp_path) == report
+        assert validate(again, seeds=1, out=tmp_path, key=1) == report
     assert again.made == [(0.001, 0)]
     assert path.read_text() == text
 
 
-def test_what_a_step_is_made_of_is_part_of_a_run(tmp_path):
-    """Not only numbers: the runs of another loss function, array or model were taken."""
+class Linear(nnx.Module):
+    def __init__(self, seed, rate):
+        self.w = nnx.Param(jax.random.normal(jax.random.key(seed), (3, 3)))
+        self.rate = rate
 
-    def made_of(thing, rate):
+
+def test_what_a_step_is_made_of_is_part_of_a_run(tmp_path):
+    """Not only numbers: the runs of another loss function, array, model or data were taken."""
+
+    def made_of(thing, data, *, is_nnx=False):
+        def step(state, i):
+            made.append(i)
+            w = state["params"].w[...] if is_nnx else state["params"]
+            loss = jnp.mean((w @ thing(data)) ** 2)
+            if is_nnx:
+                state["params"].w[...] = w - state["params"].rate * w
+                return state, loss
+            return {"params": w * 0.9}, loss
+
         def make_step(policy, seed):
-            made.append((policy, seed))
-            return simulated(policy, seed + thing(rate))
+            w = jax.random.normal(jax.random.key(seed), (3, 3))
+            return {"params": Linear(seed, len(data) / 10) if is_nnx else w}, step
 
         return make_step
 
-    def first(rate):
-        return int(rate[0]) + (first(rate - 1) if rate[0] > 1 else 0)
-
-    def second(rate):
-        return int(rate[0]) + 7
-
-    made, one = [], np.ones(2000)
-    other = np.where(np.arange(2000) == 1000, 2.0, one)
+    made, one = [], np.ones((3, 20), "f")
+    first, second = (lambda x: x + 1), (lambda x: x + 2)
+    other = np.where(np.arange(20) == 10, np.float32(2), one)
     cases = [(first, one, 3), (first, one.copy(), 0), (second, one, 3), (second, other, 3)]
-    for thing, rate, runs in cases:
-        made.clear()
-        validate(made_of(thing, rate), seeds=1, out=tmp_path)
-        assert len(made) == runs
+    for is_nnx in (False, True):
+        for thing, data, runs in cases:
+            made.clear()
+            validate(made_of(thing, data, is_nnx=is_nnx), steps=4, seeds=1, out=tmp_path)
+            assert len(made) == runs * 4 + 3, "each is traced, and some are made"
 
 
-def test_fingerprints():
-    assert fingerprint(simulated) == fingerprint(simulated)
-    assert fingerprint(simulated) != fingerprint(faulty), "two functions of one file"
-    partial = functools.partial(simulated, chaos=0.1)
-    assert fingerprint(partial) == fingerprint(functools.partial(simulated, chaos=0.1))
-    assert fingerprint(partial) != fingerprint(functools.partial(simulated, chaos=0.2))
-    assert fingerprint(Counting()) == fingerprint(Counting())
-    assert fingerprint(object()) == fingerprint(object()), "without its address"
-    made = [lambda policy, seed, model=model: model for model in (nn.Dense(3), nn.Dense(3))]
-    assert len(set(map(fingerprint, [*made, nn.Dense(3).apply, nn.Dense(4).apply]))) == 3
-    optimizers = [optax.adam(rate) for rate in (1e-3, 1e-3, 1e-2)]
-    first, same, other = map(fingerprint, optimizers)
-    assert first == same != other
-    assert fingerprint(progress) == fingerprint(Path(progress.__file__))
-    assert fingerprint(jaxmp._numerics) == fingerprint(ROOT / "jaxmp" / "_numerics")
-    assert fingerprint(jax.jit(simulated)) == fingerprint(jax.jit(simulated))
-    typed = [eval(f"lambda policy, seed: {n}") for n in (1, 1, 2)]  # has no source
-    first, same, other = map(fingerprint, typed)
-    assert first == same != other
+def test_the_first_batch_and_what_evaluates_are_part_of_a_run(tmp_path):
+    def validated(batch, factor):
+        def make_step(policy, seed):
+            def evaluate(state):
+                return factor * jnp.sum(state)
+
+            return jnp.ones(3), lambda state, x: (state * 0.9, jnp.sum(state * x)), evaluate
+
+        batches = lambda seed: [np.full(3, batch, "f")] * 4  # noqa: E731
+        return validate(make_step, steps=4, seeds=1, out=tmp_path, batches=batches)
+
+    for case, kept in (((1, 1), 3), ((1, 1), 3), ((2, 1), 6), ((1, 2), 9)):
+        validated(*case)
+        assert len(list(tmp_path.glob("*.json"))) == kept
+
+
+def test_what_cannot_be_traced_needs_a_key(tmp_path):
+    with pytest.raises(TypeError, match=r"float32, seed 0 cannot be traced .*: say with key= what"):
+        validate(Counting(), out=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -199,7 +193,7 @@ def test_kill_9(tmp_path):
         "        return state * np.float32(.9), {'loss': 1 + float(abs(state).sum())}\n"
         "    return x, step\n"
         "policies = {'it': 1, 'other': 2}\n"
-        "report = jaxmp.validate(make_step, policies, seeds=3, out='runs')(20)\n"
+        "report = jaxmp.validate(make_step, policies, seeds=3, out='runs', key=1)(20)\n"
         "print(report.reference_runs[2].final)\n"
     )
     env = cpu_environment()

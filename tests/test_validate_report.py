@@ -18,7 +18,7 @@ import pytest
 from validate_kit import batches, faulty, make_step, simulated, validate
 
 from jaxmp import cli
-from jaxmp._numerics import progress, validate_numerics
+from jaxmp._numerics import validate_numerics
 from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, percent
 
@@ -157,7 +157,7 @@ def command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # and back again, after it
 
     def run(function, *options):
-        options = (*options, "--steps", "20", "--seeds", "2", "--out", "runs")
+        options = (*options, "--steps", "20", "--seeds", "2", "--out", "runs", "--key", "1")
         code = cli.main(["validate", f"program_to_validate:{function}", *options])
         return code, capsys.readouterr()
 
@@ -218,22 +218,9 @@ def test_mistakes_on_the_command_line_are_told_in_one_line(command, function, op
     assert len(printed.err.strip().splitlines()) == 1
 
 
-def test_there_is_a_line_now_and_then(monkeypatch, capsys):
-    now = iter(range(0, 1000, 4))  # seconds
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
-    said = progress.Progress(20)
-    said.describe("float32, seed 0")
-    for _ in range(6):
-        said.advance(1)
-    assert capsys.readouterr().err == (
-        "float32, seed 0: 0 of 20 steps\nfloat32, seed 0: 3 of 20 steps\n"
-        "float32, seed 0: 6 of 20 steps\n"
-    )
-
-
-def test_progress_is_said_on_stderr_unless_it_is_not_wanted(capsys):
+def test_progress_is_a_bar_on_stderr_unless_it_is_not_wanted(capsys):
     validate(seeds=1)
-    assert "float32, seed 0: 0 of " in capsys.readouterr().err
+    assert re.search(r"it, seed 0: 100%.* 120/120 .*steps/s", capsys.readouterr().err)
     validate(seeds=1, progress=False)
     assert not capsys.readouterr().err
 

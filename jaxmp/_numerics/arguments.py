@@ -42,6 +42,16 @@ def check_progress(name: str, progress: Any) -> None:
         )
 
 
+def check_positional(misplaced: Sequence[Any], right_form: str) -> None:
+    """Raises if a tool was given more positional arguments than its function and policies."""
+    if misplaced:
+        name = right_form.partition("(")[0]
+        raise TypeError(
+            f"{name}: got {len(misplaced)} positional arguments too many. The arguments of a "
+            f"function go into a second call, and options are keywords: jaxmp.{right_form}."
+        )
+
+
 def mismatch(fn: Callable[..., Any], *args: Any) -> str:
     """Why a function cannot be called with so many arguments; empty if it can, as far as it says.
 
@@ -68,6 +78,16 @@ def bytes_of(tree: Any) -> Iterator[bytes]:
         array = np.asarray(leaf)
         yield f"{array.dtype}{array.shape}".encode()
         yield array.tobytes() if array.dtype != object else repr(leaf).encode()
+
+
+def described(thing: Any) -> str:
+    """The `repr` of something, without addresses in memory.
+
+    Example:
+      >>> described(lambda: 1)
+      '<function <lambda>>'
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(thing))
 
 
 def text_of(jaxpr: Any) -> Iterator[bytes]:

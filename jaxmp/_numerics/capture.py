@@ -29,55 +29,31 @@ from jaxmp._numerics.origins import Origin, Walk
 from jaxmp._numerics.probe import LOW, Probe
 from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.readout import read_out
-from jaxmp._numerics.record import Record, entries
-from jaxmp._numerics.statistics import Statistics
-from jaxmp._numerics.survey import Site, SurveyedProgram, matches, survey
+from jaxmp._numerics.record import Record, all_measured
+from jaxmp._numerics.survey import Site, SurveyedProgram, survey
 from jaxmp._training.differentiate import scaled_value_and_grad
 from jaxmp._training.loss_scale import static_loss_scale
 from jaxmp._training.opt_state import find_scaler
 from jaxmp.policy import PolicyLike, get_policy, single_policy
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A site, and what was measured of it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capture(Record, Readings):
+    """What a run of a program computed: a `Record` of it, and its results.
 
     Attributes:
-      site: an operation of the program, or an argument.
-      statistics: of its result, over the iterations of the loops around it.
-    """
-
-    site: Site
-    statistics: Statistics
-
-
-@dataclasses.dataclass(frozen=True)
-class Capture(Readings):
-    """What a run of a program computed.
-
-    Attributes:
-      policy: under which policy it ran.
       measured_results: what the measured program returned: of a loss, it and its gradients. XLA may
         fuse a program that is measured otherwise, so that last bits differ from `results`.
-      sites: what was measured, by name, in the order in which it ran.
-      program: what each site reads.
-      bytes: of all that was measured.
-      loss_scale: what the loss was multiplied by.
-      wide: whether it ran in float32 wherever the policy says 16 bits.
     """
 
-    policy: str
-    measured_results: Any
-    sites: dict[str, Measured]
-    program: SurveyedProgram
-    bytes: int
-    loss_scale: float
-    wide: bool
-    _unmeasured: Callable[[], Any] = dataclasses.field(repr=False)
+    measured_results: Any = None
+    _unmeasured: Callable[[], Any] | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def results(self) -> Any:
         """What the program returns when nothing is measured: it is run again for that."""
+        if self._unmeasured is None:
+            raise ValueError("results: of a run that was loaded there are none: capture it again")
         return self._unmeasured()
 
     def origins(self) -> list[Origin]:
@@ -88,12 +64,9 @@ class Capture(Readings):
         """Those of everything that is not finite, also of what no result is made of."""
         return self._walk().everywhere()
 
-    def record(self) -> Record:
-        """What is kept of it to compare it: see `compare` and `jaxmp.numerics.save`."""
-        measured = ((m.site, m.statistics) for m in self.sites.values())
-        title = f"{self.policy}, run in float32" if self.wide else self.policy
-        sites = entries(self.program, measured, wide=self.wide)
-        return Record(title, self.loss_scale, sites)
+    def runs(self) -> tuple[Record, ...]:
+        """Itself."""
+        return (self,)
 
     def _walk(self) -> Walk:
         return Walk(self.program, {name: m.statistics for name, m in self.sites.items()})
@@ -139,13 +112,10 @@ class Prepared:
             progress(f"capture: compiles and runs the program with {said}")
         results, extras = self.compiled(step)(*self.call.arrays)
         statistics = read_out(self.program, extras, self.measured.__contains__)
-        sites = {
-            name: Measured(site, statistics[name]) for name, site in self.program.sites.items()
-        }
         return Capture(
             policy=self.policy,
             measured_results=self.call.rebuild(results),
-            sites=sites,
+            sites=all_measured(self.program, statistics, wide=self.wide),
             program=self.program,
             bytes=size,
             loss_scale=self.loss_scale,
@@ -165,7 +135,8 @@ class Prepared:
 
     def compiled(self, traced: Any) -> Any:
         """What was traced, compiled: on a CPU fast, and not to be fast, for it runs once."""
-        options = {"xla_backend_optimization_level": 0}
+        # Operations whose results are all returned gain nothing by being fused.
+        options = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
         on_cpu = jax.default_backend() == "cpu"
         return traced.lower().compile(compiler_options=options if on_cpu else None)
 
@@ -249,7 +220,7 @@ def prepare(
             "capture: there is nothing to measure: the function computes no floating numbers of "
             "arrays. A Python number among its arguments is a constant: give jnp.float32(x)"
         )
-    chosen = frozenset(name for name, site in found.sites.items() if matches(site.path, sites))
+    chosen = frozenset(name for name, site in found.sites.items() if site.is_in(sites))
     if not chosen:
         paths = sorted({site.path for site in found.sites.values() if site.path})
         raise ValueError(
@@ -311,8 +282,8 @@ def capture(
       loss_scale: what the loss is multiplied by before it is differentiated: a power of two.
       wide: whether to compute in float32 wherever the policy says 16 bits: the same operations, and
         what they would have to hold.
-      sites: a glob over module paths, where `**` stands for anything. What it does not match is
-        looked at for values that are not finite, and no more.
+      sites: a pattern of module paths, as in a `PolicyMap`: `**` stands for any modules, also none.
+        What it does not match is looked at for values that are not finite, and no more.
       twins: whether operations in 16 bits are computed in float32 as well, from the same operands,
         to tell what rounding cost.
       limit: how many bytes the program may return besides its results. A larger one compiles

@@ -7,16 +7,17 @@ import difflib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._numerics.record import Entry, Record
+from jaxmp._jaxprs.primitive_table import Flag, flagged
+from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import Statistics
-from jaxmp._numerics.survey import Site, running_order
-from jaxmp._numerics.text import listed, markdown, merged, plain
+from jaxmp._numerics.survey import Refs, Site, SurveyedProgram, running_order
+from jaxmp._numerics.text import listed, markdown, one_a_place, plain
 
 # A root mean square may differ by this many units in the last place of the coarsest dtype up to
 # there, for each time that the number of operations that lead there doubles. Roundings average out:
@@ -28,6 +29,7 @@ _UNITS = 4.0
 _MOST = 0.5
 # The share of zeros may differ by this, or by what a magnitude may.
 _SHARE = 0.02
+_SUMS = flagged(Flag.SUMMING)
 # What two sites must agree in that are not matched as below, the strictest first: an operation may
 # have moved, lines move between commits, and batches may have other sizes.
 _KEYS: tuple[Callable[[Site], Hashable], ...] = (
@@ -88,14 +90,22 @@ class Pair:
     """A site of both runs. Relative differences are of the greater of two magnitudes.
 
     Attributes:
-      this: the one run's.
+      this: the one run's, in the dtype in which it ran.
       other: the other's.
       allowed: how far rounding may move a magnitude, relatively.
+      scale: of a sum, what its root mean square would be were its terms independent: what rounding
+        errors of the terms are relative to, where they cancel. Else 0.
     """
 
-    this: Entry
-    other: Entry
+    this: Measured
+    other: Measured
     allowed: float
+    scale: float = 0.0
+
+    @functools.cached_property
+    def totals(self) -> tuple[Statistics, Statistics]:
+        """What was measured of both, over all iterations of the loops around them."""
+        return self.this.statistics.joined(), self.other.statistics.joined()
 
     @property
     def is_whole(self) -> bool:
@@ -105,19 +115,19 @@ class Pair:
     @property
     def is_bad(self) -> bool:
         """Whether either is not finite."""
-        return bool(self.this.statistics.is_nonfinite or self.other.statistics.is_nonfinite)
+        return any(bool(of.is_nonfinite) for of in self.totals)
 
     @property
     def amax(self) -> float:
         """The relative difference of the largest finite magnitude."""
-        return _relative(self.this.statistics.largest, self.other.statistics.largest)
+        return _relative(*(float(of.largest) for of in self.totals))
 
     @property
     def mean_square(self) -> float:
         """The relative difference of the mean square; NaN where it is not known."""
         if not self.is_whole:
             return math.nan
-        return _relative(self.this.statistics.mean_square, self.other.statistics.mean_square)
+        return _relative(*(float(of.mean_square) for of in self.totals))
 
     @property
     def dtypes(self) -> str:
@@ -132,15 +142,15 @@ class Pair:
     @functools.cached_property
     def divergences(self) -> tuple[Divergence, ...]:
         """Where it differs by more than rounding, in the order of the iterations."""
-        a, b = self.this, self.other
-        runs = [float(e.statistics.runs) for e in (a, b)] if self.is_whole else [1.0, 1.0]
+        runs = [float(of.runs) for of in self.totals] if self.is_whole else [1.0, 1.0]
         if bool(runs[0]) != bool(runs[1]):  # a branch that one of them did not take
             return (Divergence(self, (), "runs", runs[0], runs[1], 0.0),)
-        if not a.site.loops or np.shape(a.bad) != np.shape(b.bad):
-            found = [self._judged((), _all(a), _all(b))]
+        a, b = self.this.statistics, self.other.statistics
+        if np.shape(a.is_nan) == np.shape(b.is_nan):
+            iterations = np.ndindex(np.shape(a.is_nan))
+            found = [self._judged(at, _numbers(a, at), _numbers(b, at)) for at in iterations]
         else:
-            shape = np.shape(a.bad)
-            found = [self._judged(at, _one(a, at), _one(b, at)) for at in np.ndindex(shape)]
+            found = [self._judged((), *(_numbers(of, ()) for of in self.totals))]
         return tuple(divergence for divergence in found if divergence is not None)
 
     def _judged(self, at: tuple[int, ...], a: _Numbers, b: _Numbers) -> Divergence | None:
@@ -163,7 +173,7 @@ class Pair:
 
     def _is_beyond(self, allowed: float, a: float, b: float) -> bool:
         """Whether two magnitudes differ by more than that, of a sum's terms if it is one."""
-        return abs(a - b) > allowed * max(a, b, self.this.scale, self.other.scale)
+        return abs(a - b) > allowed * max(a, b, self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +186,7 @@ class Comparison:
       pairs: the sites of both, in the order in which they run in this one.
       only_this: the sites that the other run lacks.
       only_other: those that this one lacks.
+      faults: what made results of either that are not finite, as far as that was asked.
     """
 
     this: Record
@@ -183,11 +194,12 @@ class Comparison:
     pairs: tuple[Pair, ...]
     only_this: tuple[Site, ...]
     only_other: tuple[Site, ...]
+    faults: tuple[tuple[str, ...], tuple[str, ...]]
 
     @functools.cached_property
     def first(self) -> Divergence | None:
         """The first divergence in the order of execution; None if rounding explains all."""
-        order = running_order({name: entry.site for name, entry in self.this.sites.items()})
+        order = running_order(self.this.program.sites)
 
         def when(divergence: Divergence) -> tuple[int, ...]:
             site = divergence.pair.this.site
@@ -216,12 +228,12 @@ class Comparison:
         lines.append(f"sites         {counts}")
         finite = [pair for pair in self.pairs if not pair.is_bad and pair.mean_square > 0]
         largest = sorted(finite, key=lambda pair: -pair.mean_square)
-        apart = merged((str(p), f"{p.mean_square:.2g} apart: {p}") for p in largest)
+        apart = one_a_place((str(p), f"{p.mean_square:.2g} apart: {p}") for p in largest)
         lines += listed("mean square", apart)
-        lines += listed("faults here", self.this.faults, 4)
-        lines += listed("faults there", self.other.faults, 4)
+        lines += listed("faults here", self.faults[0], 4)
+        lines += listed("faults there", self.faults[1], 4)
         for heading, sites in (("here alone", self.only_this), ("there alone", self.only_other)):
-            lines += listed(heading, merged((str(site), str(site)) for site in sites))
+            lines += listed(heading, one_a_place((str(site), str(site)) for site in sites))
         return "\n".join([*lines, f"{'all of it':13} .to_markdown(), .to_dict()"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,7 +255,7 @@ class Comparison:
         names = ("amax", "mean_square", "zeros", "error")
         rows = [["site", *(f"{name} {run}" for name in names for run in ("here", "there")), ""]]
         for pair in self.pairs:
-            numbers = [plain(_entry_as_data(entry)) for entry in (pair.this, pair.other)]
+            numbers = [plain(_statistics_as_data(of)) for of in pair.totals]
             found = [data[name] for name in names for data in numbers]
             cells = ["" if number is None else f"{number:.4g}" for number in found]
             is_first = self.first is not None and pair is self.first.pair
@@ -253,35 +265,78 @@ class Comparison:
         return "\n".join(["```text", str(self), "```", "", *table]) + "\n"
 
 
-def compare(this: Record, other: Record) -> Comparison:
+def compare(
+    this: Record, other: Record, faults: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+) -> Comparison:
     """Compares two runs. See `Readings.compare`."""
-    found = dict(matched(this, other))
-    coarsest = (_coarsest(this), _coarsest(other))
+    found = dict(matched(this.sites, other.sites))
+    known, of_other = _facts(this), _facts(other)
     pairs = []
-    for name, entry in this.sites.items():
+    for name, one in this.sites.items():
         if name in found:
-            twin = other.sites[found[name]]
-            ulp = max(coarsest[0][name], coarsest[1][found[name]])
-            allowed = min(_UNITS * ulp * math.log2(1 + max(entry.depth, twin.depth)), _MOST)
-            pairs.append(Pair(entry, twin, allowed))
+            both = zip(known[name], of_other[found[name]], strict=True)
+            ulp, depth, scale = (max(two) for two in both)
+            allowed = min(_UNITS * ulp * math.log2(1 + depth), _MOST)
+            pairs.append(Pair(one, other.sites[found[name]], allowed, scale))
     twins = set(found.values())
     return Comparison(
         this,
         other,
         tuple(pairs),
-        tuple(entry.site for name, entry in this.sites.items() if name not in found),
-        tuple(entry.site for name, entry in other.sites.items() if name not in twins),
+        tuple(one.site for name, one in this.sites.items() if name not in found),
+        tuple(one.site for name, one in other.sites.items() if name not in twins),
+        faults,
     )
 
 
-def matched(this: Record, other: Record) -> Iterator[tuple[str, str]]:
+class _Facts(NamedTuple):
+    """What is known of a site of a run.
+
+    One unit in the last place of the coarsest dtype up to there, how many sites follow from one
+    another up to it, itself included, and of a sum the root of the sum of the squares of its terms,
+    for each result.
+    """
+
+    ulp: float
+    depth: int
+    scale: float
+
+
+def _facts(run: Record) -> dict[str, _Facts]:
+    found: dict[str, _Facts] = {}
+    ulp = 0.0
+    for name, one in run.sites.items():
+        ulp = max(ulp, float(jnp.finfo(one.site.dtype).eps))
+        reads = [ref for ref in _before(run.program, one.site.reads) if ref in found]
+        depth = 1 + max((found[ref].depth for ref in reads), default=0)
+        squares = 0.0
+        for read in (run.sites[ref] for ref in reads if one.site.op in _SUMS):
+            if read.statistics.is_whole:
+                terms = max(read.site.size / max(one.site.size, 1), 1.0)
+                squares += float(read.statistics.joined().mean_square) * terms
+        found[name] = _Facts(ulp, depth, math.sqrt(squares))
+    return found
+
+
+def _before(program: SurveyedProgram, refs: Refs) -> Iterator[str]:
+    """The sites that are read, but for those of the iteration before."""
+    for ref in refs:
+        if ref in program.carries:
+            yield from _before(program, program.carries[ref].start)
+        else:
+            yield ref
+
+
+def matched(
+    this: Mapping[str, Measured], other: Mapping[str, Measured]
+) -> Iterator[tuple[str, str]]:
     """The names of sites in both.
 
     Of a module's line, forward or backward, the operations are laid side by side so that as many as
     may be are the same: another policy adds some in between. Of what is left over, the nth is the
     nth, where as many are left in both.
     """
-    left = [{name: entry.site for name, entry in run.sites.items()} for run in (this, other)]
+    left = [{name: one.site for name, one in run.items()} for run in (this, other)]
     for strictness, key in enumerate((_place, *_KEYS)):
         groups: tuple[dict[Hashable, list[Site]], ...] = (
             defaultdict(list),
@@ -314,24 +369,14 @@ def _aligned(sites: Sequence[Site], others: Sequence[Site]) -> list[tuple[Site, 
     return [(sites[i + k], others[j + k]) for i, j, size in blocks for k in range(size)]
 
 
-def _coarsest(of: Record) -> dict[str, float]:
-    """For each site: one unit in the last place of the coarsest dtype up to there."""
-    found, most = {}, 0.0
-    for name, entry in of.sites.items():
-        most = max(most, float(jnp.finfo(entry.site.dtype).eps))
-        found[name] = most
-    return found
-
-
-def _all(entry: Entry) -> _Numbers:
-    s = entry.statistics
-    mean_square = float(s.mean_square) if s.is_whole else math.nan
-    return _Numbers(bool(s.is_nonfinite), float(s.largest), mean_square, share(s, "zeros"))
-
-
-def _one(entry: Entry, at: tuple[int, ...]) -> _Numbers:
-    each = entry.bad[at], entry.largest[at], entry.mean_square[at]
-    return _Numbers(bool(each[0]), float(each[1]), float(each[2]), math.nan)
+def _numbers(of: Statistics, at: tuple[int, ...]) -> _Numbers:
+    """What is compared of an iteration, or of what is in no loop."""
+    return _Numbers(
+        bool(of.is_nonfinite[at]),
+        float(of.largest[at]),
+        float(of.mean_square[at]) if of.is_whole else math.nan,
+        math.nan if at else share(of, "zeros"),
+    )
 
 
 def share(of: Statistics, what: str) -> float:
@@ -354,15 +399,14 @@ def _site_as_data(site: Site) -> dict[str, Any]:
 def _pair_as_data(pair: Pair) -> dict[str, Any]:
     data = _site_as_data(pair.this.site) | {"dtype_of_other": pair.other.site.dtype}
     data |= {name: getattr(pair, name) for name in ("amax", "mean_square", "allowed")}
-    data |= {"this": _entry_as_data(pair.this), "other": _entry_as_data(pair.other)}
+    data |= dict(zip(("this", "other"), map(_statistics_as_data, pair.totals), strict=True))
     return data | {"diverges": bool(pair.divergences)}
 
 
-def _entry_as_data(entry: Entry) -> dict[str, Any]:
-    s = entry.statistics
-    data = {"amax": s.largest, "mean_square": s.mean_square, "error": s.error}
-    data |= {what: share(s, what) for what in ("zeros", "subnormals", "flushed")}
-    return data | {"not_finite": bool(s.is_nonfinite)}
+def _statistics_as_data(of: Statistics) -> dict[str, Any]:
+    data = {"amax": of.largest, "mean_square": of.mean_square, "error": of.error}
+    data |= {what: share(of, what) for what in ("zeros", "subnormals", "flushed")}
+    return data | {"not_finite": bool(of.is_nonfinite)}
 
 
 def _divergence_as_data(divergence: Divergence) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxmp._autocast.regions import check_callable
 from jaxmp._numerics.arguments import check_progress
-from jaxmp._numerics.capture import Capture, Measured, prepare
+from jaxmp._numerics.capture import Capture, prepare
 from jaxmp._numerics.origins import Origin
 from jaxmp._numerics.readings import Readings
-from jaxmp._numerics.record import Record
+from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
-from jaxmp._numerics.text import listed, merged
+from jaxmp._numerics.text import listed, one_a_place
 from jaxmp.policy import PolicyLike, single_policy
 
 # Of values: beyond this share, a loss is worth a line.
@@ -109,9 +109,9 @@ class NumericsReport(Readings):
         From the float32 run alone; those that read such a result are not among them.
         """
         beyond = {
-            name: measured.site
-            for name, measured in self.wide.sites.items()
-            if _is_beyond(measured.site, float(np.max(measured.statistics.largest, initial=0)))
+            m.site.name: m.site
+            for m in self._wide()
+            if _is_beyond(m.site, float(np.max(m.statistics.largest, initial=0)))
         }
         return tuple(site for site in beyond.values() if beyond.keys().isdisjoint(site.reads))
 
@@ -173,12 +173,12 @@ class NumericsReport(Readings):
     def __str__(self) -> str:
         """The report: on a screen; operations of modules of one kind are one line."""
         faults, contained = (
-            merged((str(f).removesuffix(f.why), str(f)) for f in several)
+            one_a_place((str(f).removesuffix(f": {f.why}"), str(f)) for f in several)
             for several in (self.faults, self.contained)
         )
-        beyond = merged((str(site), str(site)) for site in self.predicted)
+        beyond = one_a_place((str(site), str(site)) for site in self.predicted)
         lost, errors = (
-            merged((str(site), f"{said.format(value)}: {site}") for site, value in found)
+            one_a_place((str(site), f"{said.format(value)}: {site}") for site, value in found)
             for said, found in (
                 ("{:.1%} became 0", self.underflows),
                 ("relative error {:.2g}", self.errors),
@@ -197,11 +197,13 @@ class NumericsReport(Readings):
         lines.append(f"{'':13} .faults, .contained, .predicted, .underflows and .errors")
         return "\n".join(lines)
 
-    def record(self) -> Record:
-        """What is kept of it to compare it: see `compare` and `jaxmp.numerics.save`."""
-        run, wide = self.run.record(), self.wide.record()
-        faults = tuple(map(str, self.faults))
-        return Record(self.policy, run.loss_scale, run.sites, wide.sites, faults)
+    def runs(self) -> tuple[Record, ...]:
+        """Both runs."""
+        return self.run, self.wide
+
+    def fault_lines(self) -> tuple[str, ...]:
+        """The faults, a line for each."""
+        return tuple(map(str, self.faults))
 
     def _room(self) -> str:
         """With which loss scale to begin, and what is lost there, in words."""
@@ -249,32 +251,32 @@ class NumericsReport(Readings):
         """What the float32 run measured of gradients that the policy computes in 16 bits."""
         gradients = [
             m
-            for m in self.wide.sites.values()
+            for m in self._wide()
             if m.site.backward and m.site.dtype in ("float16", "bfloat16")
             and m.statistics.is_whole
         ]  # fmt: skip
         # Of a program that differentiates itself it is not known which are multiples of the loss.
         return [m for m in gradients if m.site.scaled] or gradients
 
+    def _wide(self) -> list[Measured]:
+        """The sites in the dtypes of the policy, with what they compute in float32."""
+        return [
+            Measured(site, self.wide.sites[name].statistics)
+            for name, site in self.run.program.sites.items()
+        ]
+
     def _whole(self) -> list[Measured]:
         return [m for m in self.run.sites.values() if m.statistics.is_whole]
 
     def _fault(self, origin: Origin, *, reaches: bool) -> Fault:
-        site = origin.site
-        at = tuple(
-            n - 1 - i if loop.reverse else i
-            for loop, i, n in zip(
-                site.loops, origin.at, np.shape(self.wide.sites[site.name].statistics.is_nan),
-                strict=True,
-            )
-        )  # fmt: skip
+        site, at = origin.site, origin.at
         wide = self.wide.sites[site.name].statistics
         everywhere = bool(wide.is_nan[at] or wide.is_infinite[at])
         kind, why = self._kind(origin, wide, at, everywhere=everywhere)
         of = None
         if site.op == "convert_element_type":
             of = next((self.run.program.sites.get(str(ref)) for ref in site.reads), None)
-        return Fault(site, origin.at, kind, everywhere, reaches, why, of)
+        return Fault(site, at, kind, everywhere, reaches, why, of)
 
     def _kind(
         self, origin: Origin, wide: Statistics, at: tuple[int, ...], *, everywhere: bool
@@ -325,7 +327,7 @@ def diagnose(
       argnums: which argument is differentiated.
       grad: whether to differentiate.
       loss_scale: what the loss is multiplied by.
-      sites: a glob over module paths.
+      sites: a pattern of module paths.
       progress: is called with a line of text before what takes a while, which is compiling:
         `print`, for example.
 

@@ -12,7 +12,6 @@ from jaxmp._jaxprs.scopes import SEED
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import (
     INFINITY,
-    Carry,
     Loop,
     Refs,
     Site,
@@ -85,10 +84,10 @@ class Walk:
             bad = list(self._bad(site.reads, site, at, nan=False))
             if not bad:
                 if nan or not site.endless:
-                    found.append(Origin(site, self._in_order(site, at), nan))
+                    found.append(Origin(site, at, nan))
                 continue
             if nan and all(map(self._on_purpose, bad)):
-                found.append(Origin(site, self._in_order(site, at), nan, of_infinities=True))
+                found.append(Origin(site, at, nan, of_infinities=True))
                 continue
             waiting += [(*b, False) for b in bad]
         return sorted(found, key=lambda o: self._when(o.site, o.at))
@@ -114,57 +113,39 @@ class Walk:
         """Those of what a site reads in an iteration that are not finite, and in which."""
         loops = reader.loops if reader else ()
         waiting = [(ref, loops, at) for ref in refs]
-        passed: set[tuple[int, At]] = set()
+        passed: set[tuple[str, At]] = set()
         while waiting:
             ref, inside, at = waiting.pop()
             if ref in (INFINITY, SEED):
                 continue
-            if not isinstance(ref, Carry):
+            if ref not in self._program.carries:
                 shared = _shared(inside, self._program.sites[ref].loops)
                 for when in self._iterations(ref, at[:shared], nan=nan):
                     yield ref, when
                     break
                 continue
-            if (id(ref), at) in passed:
+            if (ref, at) in passed:
                 continue
-            passed.add((id(ref), at))
-            if ref.loop is None:
-                waiting += [(r, inside, at) for r in (*ref.start, *ref.back)]
+            passed.add((ref, at))
+            carry = self._program.carries[ref]
+            if carry.loop is None:
+                waiting += [(r, inside, at) for r in (*carry.start, *carry.back)]
                 continue
-            if ref.loop not in inside:  # asked for from outside: what it ends with
-                waiting += [(r, inside, at) for r in (*ref.back, *ref.start)]
+            if carry.loop not in inside:  # asked for from outside: what it ends with
+                waiting += [(r, inside, at) for r in (*carry.back, *carry.start)]
                 continue
-            depth = inside.index(ref.loop)
-            before = at[depth] + (1 if ref.loop.reverse else -1)
-            if 0 <= before < self._trips(ref.loop):
-                here = (*at[:depth], before)
-                waiting += [(r, inside[: depth + 1], here) for r in ref.back]
+            depth = inside.index(carry.loop)
+            if at[depth] > 0:
+                here = (*at[:depth], at[depth] - 1)
+                waiting += [(r, inside[: depth + 1], here) for r in carry.back]
             else:
-                waiting += [(r, inside[:depth], at[:depth]) for r in ref.start]
-
-    def _trips(self, loop: Loop) -> int:
-        for name, site in self._program.sites.items():
-            if loop in site.loops:
-                return int(np.shape(self._measured[name].is_nan)[site.loops.index(loop)])
-        return 0
+                waiting += [(r, inside[:depth], at[:depth]) for r in carry.start]
 
     def _iterations(self, name: str, start: At, *, nan: bool) -> list[At]:
         """The iterations in which a site is not finite, in the order in which they ran."""
         measured = self._measured[name]
         flags = measured.is_nan if nan else measured.is_infinite
-        loops = self._program.sites[name].loops[len(start) :]
-        found = [(*start, *map(int, at)) for at in np.argwhere(np.asarray(flags)[start])]
-        signs = [-1 if loop.reverse else 1 for loop in loops]
-        rest = len(start)
-        return sorted(found, key=lambda at: [s * i for s, i in zip(signs, at[rest:], strict=True)])
-
-    def _in_order(self, site: Site, at: At) -> At:
-        """Iterations as they are counted when they run."""
-        lengths = np.shape(self._measured[site.name].is_nan)
-        return tuple(
-            n - 1 - i if loop.reverse else i
-            for loop, n, i in zip(site.loops, lengths, at, strict=True)
-        )
+        return [(*start, *map(int, at)) for at in np.argwhere(np.asarray(flags)[start])]
 
 
 def _shared(a: tuple[Loop, ...], b: tuple[Loop, ...]) -> int:

@@ -1,4 +1,4 @@
-"""Pictures: magnitudes in formats' ranges, where they became 0, the loss scale, what `tune` found.
+"""Pictures: magnitudes in formats' ranges, where they became 0, the loss scale, `tune`, `validate`.
 
 The first two are after figures 2 and 3 of https://arxiv.org/abs/1710.03740.
 """
@@ -8,23 +8,33 @@ from __future__ import annotations
 import importlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._numerics.record import Entry, Record
+from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES
-from jaxmp._numerics.survey import matches
+from jaxmp._screen import counted, tail
 
 KINDS = ("activation", "weight", "gradient")
 _FORMATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_COLORS = {"activation": "#1d4ed8", "weight": "#15803d", "gradient": "#c2410c"}
-_PLURALS = {"activation": "activations", "weight": "weights", "gradient": "gradients"}
-# How many modules fit in a picture: of underflow, of what `tune` found.
-_MODULES, _TUNED = 40, 25
+_BLUE, _GREEN, _RED, _GRAY = "#1d4ed8", "#15803d", "#c2410c", "#57534e"
+_COLORS = {
+    "activation": (_BLUE, "Activations"),
+    "weight": (_GREEN, "Weights"),
+    "gradient": (_RED, "Gradients"),
+}
+# The reference of a validation is a broad pale band, and the policies are lines on it.
+_PALE = "#93c5fd"
+_POLICIES = (_RED, _BLUE, _GREEN, "#7e22ce", "#0f766e", "#a16207", "#44403c")
+_WIDTHS = (2.4, 1.6, 1.2, 1.0)
+# How many modules fit in a picture: of underflow, of what `tune` found; and how long their names.
+_MODULES, _TUNED, _NAME = 40, 25, 44
+
+Curve = np.ndarray[Any, Any]
 
 
 def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str]) -> None:
@@ -35,142 +45,128 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
         raise ValueError(
             f"plot_exponents: kinds has {unknown[0]!r}; there are {', '.join(map(repr, KINDS))}"
         )
-    measured = of.wide or of.sites
-    chosen = {kind: _counted(measured, sites, kind) for kind in KINDS if kind in kinds}
-    chosen = {kind: counted for kind, counted in chosen.items() if counted[0].any()}
+    matched = [m for m in of.sites.values() if m.site.kind in kinds and m.site.is_in(sites)]
+    chosen = {kind: _counted(m for m in matched if m.site.kind == kind) for kind in KINDS}
+    chosen = {kind: found for kind, found in chosen.items() if found[0].any()}
     if not chosen:
-        modules = sorted({entry.site.path for entry in measured.values() if entry.site.path})
+        modules = sorted({m.site.path for m in of.sites.values() if m.site.path})
         raise ValueError(
             f"plot_exponents: sites={sites!r}, kinds={tuple(kinds)!r} has nothing but zeros: no "
             "site was measured there. The modules are: " + ", ".join(modules[:40])
         )
     low = min(np.flatnonzero(counts)[0] for counts, _, _ in chosen.values()) - BIAS
     high = max(np.flatnonzero(counts)[-1] for counts, _, _ in chosen.values()) - BIAS
-    limits = (min(low, -24) - 3, max(high, 16) + 4)
 
-    figure = new_figure("plot_exponents", 9, 1.4 + 1.7 * len(chosen) + 1.6)
-    rows = figure.subplots(
-        len(chosen) + 1, sharex=True, squeeze=False, height_ratios=[1.0] * len(chosen) + [0.95]
-    )[:, 0]
-    exponents = np.arange(OCTAVES) - BIAS
+    figure = _figure("plot_exponents", 9, 1.4 + 1.7 * len(chosen) + 1.6)
+    heights = [1.0] * len(chosen) + [0.95]
+    rows = figure.subplots(len(heights), sharex=True, height_ratios=heights)
     half = jnp.finfo("float16")
+    ends = np.log2([float(half.smallest_subnormal), float(half.max)])
     for ax, (kind, (counts, zeros, count)) in zip(rows, chosen.items(), strict=False):
+        color, name = _COLORS[kind]
         share = 100 * counts / counts.sum()
-        ax.bar(exponents, share, width=1.0, align="edge", color=_COLORS[kind], alpha=0.85)
-        sites_said = f"{count} site{'s' if count != 1 else ''}"
-        ax.set_title(
-            f"{_PLURALS[kind].capitalize()}: {sites_said}, {zeros:.1%} zeros (not shown)",
-            loc="left", fontsize=10,
-        )  # fmt: skip
-        ax.set_ylabel("share of\nnonzeros (%)")
-        edges = [np.log2(float(getattr(half, edge))) for edge in ("smallest_subnormal", "max")]
-        for edge in edges:
-            ax.axvline(edge, color="#57534e", lw=0.8, ls=":")
-        tidy(ax, "y")
-    _ranges(rows[-1], limits)
+        ax.bar(np.arange(OCTAVES) - BIAS, share, width=1.0, align="edge", color=color, alpha=0.85)
+        _title(
+            ax, f"{name}: {counted(count, 'array')}; {zeros:.1%} of the values are 0 (not shown)"
+        )
+        ax.set_ylabel("share (%)")
+        for end in ends:
+            ax.axvline(end, color=_GRAY, lw=0.8, ls=":")
+        _tidy(ax, "y")
+    for x, align, text in zip(
+        ends, ("right", "left"), ("0 in float16 ", " infinite in float16"), strict=True
+    ):
+        rows[0].annotate(
+            text, (x, 0.97), xycoords=("data", "axes fraction"), ha=align, va="top", fontsize=8
+        )
+    _draw_ranges(rows[-1], (min(low, -24) - 3, max(high, 16) + 4))
+    said = [f"policy: {of.policy}"] + [f"loss scale {of.loss_scale:g}"] * (of.loss_scale != 1)
+    bad = sum(bool(np.any(m.statistics.is_nonfinite)) for m in matched)
+    said += [f"{bad} of {len(matched)} arrays have values that are not finite (not shown)"] * (
+        bad > 0
+    )
     run = "computed in float32" if of.wide else "as computed"
-    scale = f", loss scale {of.loss_scale:g}" if of.loss_scale != 1 else ""
-    bad = _not_finite(measured, sites, kinds)
-    not_finite = f"; {bad} not finite (left out)" if bad else ""
-    figure.suptitle(f"Magnitudes: {of.policy}, {run}{scale}{not_finite}", fontsize=11)
+    figure.suptitle(f"How large the values of a step are, {run}\n{'; '.join(said)}", fontsize=11)
     figure.align_ylabels(rows[:-1])
-    save_figure(figure, path)
+    _save(figure, path)
 
 
-def _ranges(ax: Any, limits: tuple[int, int]) -> None:
+def _draw_ranges(ax: Any, limits: tuple[int, int]) -> None:
     """A bar for each format: from its smallest number to its largest."""
     for i, name in enumerate(_FORMATS):
         info = jnp.finfo(name)
         bottom, normal, top = (
             float(np.log2(float(x))) for x in (info.smallest_subnormal, info.tiny, info.max)
         )
-        ax.barh(i, top - normal, left=normal, height=0.55, color="#57534e")
+        ax.barh(i, top - normal, left=normal, height=0.55, color=_GRAY)
         ax.barh(i, normal - bottom, left=bottom, height=0.55, color="#d6d3d1", hatch="////",
                 edgecolor="#a8a29e", lw=0)  # fmt: skip
     ax.set_yticks(range(len(_FORMATS)), [n.removesuffix("fn") for n in _FORMATS])
     ax.set_ylim(len(_FORMATS) - 0.4, -0.6)
     ax.set_xlim(limits)
-    ax.set_xlabel("magnitude: exponent of 2")
-    ax.set_title(
-        "What each format holds (hatched: subnormal numbers; dotted above: float16)",
-        loc="left", fontsize=10,
-    )  # fmt: skip
-    tidy(ax, "x")
+    ax.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
+    ax.set_xlabel("magnitude")
+    _title(ax, "The range of each format (hatched: subnormal numbers, with fewer digits)")
+    _tidy(ax, "x")
 
 
-def plot_underflow(of: Record, path: Path | str) -> None:
-    """Draws which share of its numbers each module lost to 0. See `Readings.plot_underflow`."""
-    lost: Counter[tuple[str, bool]] = Counter()
-    known: Counter[tuple[str, bool]] = Counter()
-    for entry in of.sites.values():
-        s, place = entry.statistics, (entry.site.path or "(no module)", entry.site.backward)
-        if s.is_whole and s.twins:
-            lost[place] += int(s.flushed)
-            known[place] += int(s.twins - (s.zeros - s.flushed))
-    if not known:
-        raise ValueError(
-            "plot_underflow: no operation in 16 bits was measured beside its float32 twin: capture "
-            "with a policy in 16 bits and twins=True"
-        )
-    shares = {
-        path: {
-            back: 100 * lost[path, back] / known[path, back] if known[path, back] else math.nan
-            for back in (False, True)
-        }
-        for path, _ in known
-    }
-    worst = sorted(shares, key=lambda path: -np.nanmax([0, *shares[path].values()]))[:_MODULES]
-    shown = [path for path in shares if path in set(worst)]
-    height = 0.3
-    figure = new_figure("plot_underflow", 9, 1.5 + 0.42 * len(shown))
-    ax = figure.subplots()
-    y = np.arange(len(shown))
-    for back, offset, color, label in (
-        (False, -height / 2, "#1d4ed8", "forward"),
-        (True, height / 2, "#c2410c", "backward"),
-    ):
-        values = [shares[path][back] for path in shown]
-        bars = ax.barh(y + offset, np.nan_to_num(values), height=height, color=color, label=label)
-        labels = [_percent(v) for v in values]
-        ax.bar_label(bars, labels, padding=3, fontsize=8, color="#44403c")
-    most = np.nanmax([0, *(share for both in shares.values() for share in both.values())])
-    ax.set_xlim(0, max(1.15 * most, 1.0))
-    ax.set_yticks(y, list(map(shortened, shown)), fontsize=9)
-    ax.set_ylim(len(shown) - 0.4, -0.6)
-    ax.set_xlabel("numbers that became 0 (% of those that are not 0 in float32)")
-    of_all = f", the {len(shown)} worst of {len(shares)} modules" if len(shares) > _MODULES else ""
-    scale = f", loss scale {of.loss_scale:g}"
-    ax.set_title(f"Underflow: {of.policy}{scale}{of_all}", loc="left", fontsize=11)
-    figure.legend(loc="outside lower right", ncols=2, frameon=False, fontsize=9)
-    tidy(ax, "x")
-    save_figure(figure, path)
-
-
-def _counted(entries: Mapping[str, Entry], sites: str, kind: str) -> tuple[Any, float, int]:
-    """Of the sites of a kind: how many magnitudes lie in each octave, the share of 0, how many.
+def _counted(sites: Iterable[Measured]) -> tuple[Any, float, int]:
+    """How many magnitudes lie in each octave, the share of 0, of how many sites.
 
     Each site counts as its array is large; a sample of it was counted.
     """
     counts = np.zeros(OCTAVES)
     zeros = sampled = 0.0
     count = 0
-    for entry in entries.values():
-        s = entry.statistics
-        of_kind = entry.site.kind == kind and s.is_whole and s.sampled
-        if of_kind and matches(entry.site.path, sites):
-            weight = s.size * int(s.runs) / int(s.sampled)
-            counts += weight * s.octaves
-            zeros += weight * int(s.zeros)
-            sampled += weight * int(s.sampled)
+    for of in (m.statistics.joined() for m in sites if m.statistics.is_whole):
+        if of.sampled:
+            weight = of.size * int(of.runs) / int(of.sampled)
+            counts += weight * of.octaves
+            zeros += weight * int(of.zeros)
+            sampled += weight * int(of.sampled)
             count += 1
     return counts, zeros / max(sampled, 1.0), count
 
 
-def _not_finite(entries: Mapping[str, Entry], sites: str, kinds: Sequence[str]) -> str:
-    """How many of the sites have what is not finite, in words; empty if none has."""
-    of = [e for e in entries.values() if e.site.kind in kinds and matches(e.site.path, sites)]
-    bad = sum(bool(e.statistics.is_nonfinite) for e in of)
-    return f"numbers of {bad} of {len(of)} sites" if bad else ""
+def plot_underflow(of: Record, path: Path | str) -> None:
+    """Draws which share of its numbers each module lost to 0. See `Readings.plot_underflow`."""
+    lost: Counter[tuple[str, bool]] = Counter()
+    known: Counter[tuple[str, bool]] = Counter()
+    for m in of.sites.values():
+        if m.statistics.is_whole:
+            s, place = m.statistics.joined(), (m.site.path or "(no module)", m.site.backward)
+            lost[place] += int(s.flushed)
+            known[place] += int(s.twins - (s.zeros - s.flushed)) if s.twins else 0
+    known = +known
+    if not known:
+        raise ValueError(
+            "plot_underflow: no operation in 16 bits was measured beside its float32 twin: capture "
+            "with a policy in 16 bits and twins=True"
+        )
+    shares = {
+        path: [100 * lost[path, back] / (known[path, back] or math.nan) for back in (False, True)]
+        for path, _ in known
+    }
+    worst = sorted(shares, key=lambda path: -np.nanmax([0, *shares[path]]))[:_MODULES]
+    shown = [path for path in shares if path in worst]
+    figure = _figure("plot_underflow", 9, 1.7 + 0.42 * len(shown))
+    ax = figure.subplots()
+    for i, (color, label) in enumerate(((_BLUE, "forward"), (_RED, "backward"))):
+        values = [shares[path][i] for path in shown]
+        y = np.arange(len(shown)) + 0.3 * (i - 0.5)
+        bars = ax.barh(y, np.nan_to_num(values), height=0.3, color=color, label=label)
+        labels = [_percent(value) for value in values]
+        ax.bar_label(bars, labels, padding=3, fontsize=8, color="#44403c")
+    ax.set_xlim(0, max(1.15 * np.nanmax([0, *(x for both in shares.values() for x in both)]), 1.0))
+    _name_rows(ax, shown)
+    ax.set_ylim(len(shown) - 0.4, -0.6)
+    ax.set_xlabel("% of the values that are not 0 in float32 (–: there are none in 16 bits)")
+    of_all = f", the {len(shown)} worst of {len(shares)} modules" if len(shares) > _MODULES else ""
+    title = f"Values that became 0 in 16 bits{of_all}"
+    _title(ax, f"{title}\npolicy: {of.policy}; loss scale {of.loss_scale:g}")
+    figure.legend(loc="outside lower right", ncols=2, frameon=False, fontsize=9)
+    _tidy(ax, "x")
+    _save(figure, path)
 
 
 def _percent(share: float) -> str:
@@ -201,135 +197,256 @@ def plot_scale(history: Sequence[Mapping[str, Any]] | Sequence[float], path: Pat
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     numerics.plot_scale([1024.0, 1024.0, 512.0, 512.0], pathlib.Path(folder, "scale.svg"))
     """
-    steps, scales, skipped = _read(list(history))
-    figure = new_figure("plot_scale", 8, 3)
+    steps, scales, skipped = _read_history(list(history))
+    figure = _figure("plot_scale", 8, 3)
     ax = figure.subplots()
     # A reading is of the steps before it.
-    ax.step(steps, scales, where="pre", color="#1d4ed8", lw=1.4, marker="." * (len(steps) < 60))
-    lost = [i for i in range(len(skipped)) if skipped[i] > (skipped[i - 1] if i else 0)]
+    ax.step(steps, scales, where="pre", color=_BLUE, lw=1.4, marker="." * (len(steps) < 60))
+    lost = [i for i, now in enumerate(skipped) if now > (skipped[i - 1] if i else 0)]
+    title = "Loss scale"
+    if skipped:
+        title += f": {skipped[-1]:,} of {steps[-1]:,} steps were skipped"
     if lost:
-        ax.plot([steps[i] for i in lost], [scales[i] for i in lost], "x", color="#c2410c", ms=7,
-                mew=1.6, ls="", label="steps were skipped since the reading before")  # fmt: skip
-        ax.legend(fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
+        ax.plot([steps[i] for i in lost], [scales[i] for i in lost], "x", color=_RED, ms=7, mew=1.6)
+        title += " (crosses: since the reading before)"
     ax.set_yscale("log", base=2)
-    low, high = math.log2(min(scales)), math.log2(max(scales))
-    ax.set_ylim(2 ** (low - 1), 2 ** (high + 1))
+    ax.set_ylim(min(scales) / 2, max(scales) * 2)
     ax.set_xlabel("training step")
     ax.set_ylabel("loss scale")
-    said = f": {skipped[-1]:,} of {steps[-1]:,} steps skipped" if skipped else ""
-    ax.set_title(f"Loss scale{said}", loc="left", fontsize=11)
-    tidy(ax)
-    save_figure(figure, path)
+    _title(ax, title)
+    _tidy(ax)
+    _save(figure, path)
 
 
-def _read(history: list[Any]) -> tuple[list[int], list[float], list[int]]:
+def _read_history(history: list[Any]) -> tuple[list[int], list[float], list[int]]:
     """Steps, scales, and how many steps were skipped so far, if that is known."""
     if not history:
         raise ValueError(
             "plot_scale: history is empty: keep what jaxmp.numerics.read_monitor returns"
         )
-    if all(isinstance(one, Mapping) for one in history):
-        for name in ("step_count", "loss_scale", "skipped_count"):
-            for i, one in enumerate(history):
-                if name not in one:
-                    raise TypeError(
-                        f"plot_scale: history[{i}] has no {name!r}: it takes what "
-                        "jaxmp.numerics.read_monitor returns, or the loss scale of each step"
-                    )
-        steps = [int(one["step_count"]) for one in history]
-        scales = [float(one["loss_scale"]) for one in history]
-        skipped = [int(one["skipped_count"]) for one in history]
-    else:
-        try:
-            scales = [float(one) for one in history]
-        except (TypeError, ValueError):
-            raise TypeError(
-                "plot_scale: history must hold what jaxmp.numerics.read_monitor returns, or the "
-                f"loss scale of each step; got {type(history[0]).__name__!r} and the like"
-            ) from None
-        steps, skipped = list(range(1, len(scales) + 1)), []
-    for i in range(1, len(steps)):
-        if steps[i] <= steps[i - 1]:
+    names = ("step_count", "loss_scale", "skipped_count")
+    if not isinstance(history[0], Mapping):
+        history = [
+            dict(zip(names, (i, scale, -1), strict=True)) for i, scale in enumerate(history, 1)
+        ]
+    try:
+        read = [(int(one[names[0]]), float(one[names[1]]), int(one[names[2]])) for one in history]
+    except (TypeError, ValueError, KeyError) as error:
+        raise TypeError(
+            "plot_scale: history holds what jaxmp.numerics.read_monitor returns, or the loss scale "
+            f"of each step; got {history[0]!r} and the like ({error!r})"
+        ) from None
+    for i, (step, scale, _) in enumerate(read):
+        if i and step <= read[i - 1][0]:
             raise ValueError(
-                f"plot_scale: history[{i}] is of step {steps[i]}, and the one before of "
-                f"{steps[i - 1]}: give the readings of one run, in order"
+                f"plot_scale: history[{i}] is of step {step}, and the one before of "
+                f"{read[i - 1][0]}: give the readings of one run, in order"
             )
-    wrong = [i for i, scale in enumerate(scales) if not 0 < scale < math.inf]
-    if wrong:
-        raise ValueError(f"plot_scale: the scale of history[{wrong[0]}] is {scales[wrong[0]]}")
-    return steps, scales, skipped
+        if not 0 < scale < math.inf:
+            raise ValueError(f"plot_scale: the scale of history[{i}] is {scale}")
+    steps, scales, skipped = map(list, zip(*read, strict=True))
+    return steps, scales, [count for count in skipped if count >= 0]
 
 
 def plot_tuned(tuned: Any, scored: Any, index: int, path: Path | str) -> None:
     """Writes the picture of a `Tuned` and its `Scored`; see `Tuned.plot`."""
     worst = sorted(scored.groups, key=lambda group: max(group.errors))[-_TUNED:]
-    figure = new_figure("Tuned.plot", 13, max(4.0, 1.4 + 0.26 * len(worst)))
+    figure = _figure("Tuned.plot", 13, max(4.5, 2.0 + 0.26 * len(worst)))
     left, right = figure.subplots(1, 2)
     _draw_front(left, tuned, scored, index)
     _draw_modules(right, tuned, scored, worst)
     for ax in (left, right):
-        tidy(ax)
-        ax.legend(fontsize=8)
-    save_figure(figure, path)
+        _tidy(ax)
+        ax.legend(loc="upper left", bbox_to_anchor=(0, -0.18), ncols=2, frameon=False, fontsize=9)
+    figure.suptitle("What the precision of each module does to the gradients", fontsize=11)
+    _save(figure, path)
 
 
-def _draw_front(axes: Any, tuned: Any, scored: Any, index: int) -> None:
+def _draw_front(ax: Any, tuned: Any, scored: Any, index: int) -> None:
     """Cost against error: of all assignments by their scores, and as measured."""
     front = scored.front
     measured = {i: v.error for i, v in scored.measured.items()}
-    positive = [*front.errors[front.errors > 0], *(e for e in measured.values() if e > 0)]
-    positive = [e for e in [*positive, tuned.budget] if np.isfinite(e) and e > 0] or [1.0]
-    floor = min(positive) / 3  # where what has no error is drawn
-
-    def shown(error: float) -> float:
-        return float(np.clip(error, floor, max(positive) * 3))
-
-    axes.step(
-        front.costs, [shown(e) for e in front.errors], where="post", color="tab:blue",
-        label="predicted, of the cheapest at each error",
-    )  # fmt: skip
-    axes.scatter(
-        [front.costs[i] for i in measured], [shown(e) for e in measured.values()],
-        color="tab:orange", zorder=3, label="measured",
-    )  # fmt: skip
-    axes.scatter(
-        [front.costs[index]], [shown(measured[index])], s=160, facecolors="none",
-        edgecolors="black", zorder=4, label="chosen",
-    )  # fmt: skip
+    shown = _on_a_log([*front.errors, *measured.values(), tuned.budget])
+    ax.step(front.costs, shown(front.errors), where="post", color=_BLUE,
+            label="the cheapest assignments, as predicted")  # fmt: skip
+    ax.scatter([front.costs[i] for i in measured], shown(measured.values()), color=_RED, zorder=3,
+               label="measured")  # fmt: skip
+    ax.scatter([front.costs[index]], shown([measured[index]]), s=160, facecolors="none",
+               edgecolors="black", zorder=4, label="chosen")  # fmt: skip
     if tuned.budget > 0:
-        axes.axhline(tuned.budget, color="tab:red", linestyle="--", label="budget")
-    axes.set_yscale("log")
-    axes.set_xlabel(f"cost of the products, as a share of float32's\n({scored.unit})")
-    axes.set_ylabel("1 - cosine of the gradients and float32's")
-    axes.set_title("What precision costs")
+        ax.axhline(tuned.budget, color=_GRAY, ls="--", label=f"budget: {tuned.budget:g}")
+    ax.set_yscale("log")
+    ax.set_xlabel(f"cost of the products, as a share of float32's ({scored.unit})")
+    ax.set_ylabel("1 - cosine of the gradients and float32's")
+    _title(ax, "Error against cost, of the whole model")
 
 
-def _draw_modules(axes: Any, tuned: Any, scored: Any, groups: list[Any]) -> None:
+def _draw_modules(ax: Any, tuned: Any, scored: Any, groups: list[Any]) -> None:
     """What each candidate adds at each module, and which was chosen."""
-    names = [shortened(group.name) for group in groups]
     rows = np.arange(len(groups))
-    finite = [e for g in groups for e in g.errors[1:] if np.isfinite(e) and e > 0] or [1.0]
-    assigned = tuned.assignment
+    chosen = [tuned.assignment["/".join(group.paths[0])] for group in groups]
+    shown = _on_a_log([error for group in groups for error in group.errors[1:]])
     for i, candidate in enumerate(scored.candidates[1:], 1):
-        errors = [group.errors[i] for group in groups]
-        x = [min(max(e, min(finite) / 3), max(finite) * 3) for e in errors]
-        axes.scatter(x, rows, s=28, label=scored.names[i])
-        chosen = [assigned["/".join(g.paths[0])] == candidate for g in groups]
-        axes.scatter(
-            [a for a, c in zip(x, chosen, strict=True) if c],
-            [r for r, c in zip(rows, chosen, strict=True) if c],
-            s=130, facecolors="none", edgecolors="black",
-        )  # fmt: skip
-    axes.set_yticks(rows, names, fontsize=8)
-    for label, group in zip(axes.get_yticklabels(), groups, strict=True):
-        if assigned["/".join(group.paths[0])] == scored.candidates[0]:
-            label.set_fontweight("bold")
-    axes.set_xscale("log")
-    axes.set_xlabel("predicted share of 1 - cosine")
-    axes.set_title("Modules: circled as chosen, bold in float32", fontsize=10)
+        x = np.array(shown([group.errors[i] for group in groups]))
+        ax.scatter(x, rows, s=28, color=_POLICIES[i - 1], label=scored.names[i])
+        taken = [policy == candidate for policy in chosen]
+        ax.scatter(x[taken], rows[taken], s=130, facecolors="none", edgecolors="black")
+    _name_rows(ax, [group.name for group in groups])
+    for label, policy in zip(ax.get_yticklabels(), chosen, strict=True):
+        label.set_fontweight("bold" if policy == scored.candidates[0] else "normal")
+    ax.set_xscale("log")
+    ax.set_xlabel("what it adds to 1 - cosine, as predicted")
+    _title(ax, "Error of each module under each policy (circled: chosen; bold: stays float32)")
 
 
-def new_figure(what: str, width: float, height: float) -> Any:
+def _on_a_log(errors: Iterable[float]) -> Callable[[Iterable[float]], list[float]]:
+    """From errors to where they are drawn: 0 and infinity at the ends of a logarithmic scale."""
+    positive = [e for e in errors if np.isfinite(e) and e > 0] or [1.0]
+    low, high = min(positive) / 3, max(positive) * 3
+    return lambda errors: [float(np.clip(error, low, high)) for error in errors]
+
+
+def plot_runs(report: Any, path: Path | str) -> None:
+    """Draws a `ValidationReport`: losses, their differences, gradient norms and loss scales."""
+    window = max(1, report.steps // 40)
+    rows: list[Callable[[Any, Any, int], None]] = [_draw_losses, _draw_differences]
+    if report.reference_runs[0].grad_norms:
+        rows.append(_draw_norms)
+    if any(_scales(result.runs).size for result in report.policies):
+        rows.append(_draw_scales)
+    figure = _figure("ValidationReport.plot", 8, 2.9 + 2.2 * len(rows))
+    axes = figure.subplots(len(rows), sharex=True, height_ratios=[3, 2, 2, 2][: len(rows)])
+    for draw, ax in zip(rows, axes, strict=True):
+        draw(ax, report, window)
+        _tidy(ax)
+    axes[-1].set(xlabel="training step", xlim=(0, report.steps))
+    handles, _ = axes[0].get_legend_handles_labels()
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    seeds = counted(len(report.seeds), "seed")
+    averaged = f", smoothed over {window} steps" if window > 1 else ""
+    figure.suptitle(f"Training under each policy against {report.reference}\n"
+                    f"mean of {seeds}{averaged}", fontsize=11)  # fmt: skip
+    _save(figure, path)
+
+
+def _draw_losses(ax: Any, report: Any, window: int) -> None:
+    curves = [_mean(run.losses for run in report.reference_runs)]
+    _draw_band(ax, curves[0], window, label=report.reference)
+    for i, result in enumerate(report.policies):
+        curves.append(_mean(run.losses for run in result.runs))
+        _draw_line(ax, _smooth(curves[-1], window), window, **_style(i),
+                   label=f"{result.label}: {result.verdict}")  # fmt: skip
+    values = np.concatenate(curves)
+    values = values[np.isfinite(values)]
+    if values.min() > 0 and values.max() > 10 * values.min():
+        ax.set_yscale("log")
+    _title(ax, "Training loss")
+
+
+def _draw_differences(ax: Any, report: Any, window: int) -> None:
+    """Of the smoothed curves, in percent of float32's, compared with what chance makes."""
+    base = {run.seed: _smooth(_filled(run.losses), window) for run in report.reference_runs}
+
+    def difference(run: Any) -> Curve:
+        own = _smooth(_filled(run.losses), window)
+        reference = base[run.seed][: len(own)]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(100 * (own - reference) / np.abs(reference))
+
+    chance = [difference(run) for run in report.nudged_runs]
+    steps = np.arange(len(chance[0])) + window
+    ax.fill_between(steps, np.min(chance, 0), np.max(chance, 0), color=_PALE, alpha=0.7, lw=0)
+    limit = 100 * report.threshold
+    for y in (limit, -limit):
+        ax.axhline(y, color="#78716c", lw=1, ls=(0, (4, 3)))
+    curves = [_mean(map(difference, result.runs)) for result in report.policies]
+    peaks = [float(np.max(np.abs(c[np.isfinite(c)]), initial=0)) for c in curves]
+    # Those that fail may be anywhere.
+    seen = [p for r, p in zip(report.policies, peaks, strict=True) if r.verdict != "fails"]
+    seen = [3 * limit, *(1.2 * p for p in (*seen, float(np.nanmax(np.abs(chance)))))]
+    bound = max(value for value in seen if np.isfinite(value))
+    for i, curve in enumerate(curves):
+        _draw_line(ax, curve, window, **_style(i))
+    ax.set_ylim(-bound, bound)
+    ax.set_ylabel("%")
+    beyond = [r.label for r, peak in zip(report.policies, peaks, strict=True) if peak > bound]
+    band = f"dashed: ±{limit:g}%; band: {report.reference}, last bits nudged"
+    far = f"\nbeyond the scale: {', '.join(beyond)}" if beyond else ""
+    _title(ax, f"Difference in training loss ({band}){far}")
+
+
+def _draw_norms(ax: Any, report: Any, window: int) -> None:
+    _draw_band(ax, _mean(run.grad_norms for run in report.reference_runs), window)
+    zero = []
+    for i, result in enumerate(report.policies):
+        if not all(run.grad_norms for run in result.runs):
+            continue
+        curve = _mean(run.grad_norms for run in result.runs)
+        if not curve[np.isfinite(curve)].any():
+            zero.append(result.label)
+            continue
+        _draw_line(ax, _smooth(curve, window), window, **_style(i))
+    ax.set_yscale("log")
+    far = f" (zero, so not on this scale: {', '.join(zero)})" if zero else ""
+    _title(ax, f"Gradient norm{far}")
+
+
+def _draw_scales(ax: Any, report: Any, _: int) -> None:
+    for i, result in enumerate(report.policies):
+        for row, run in zip(_scales(result.runs), result.runs, strict=False):
+            ax.step(np.arange(len(row)), row, where="post", **_style(i) | {"lw": 1})
+            made = np.array(run.finite or np.ones(len(row)), bool)[: len(row)]
+            ax.plot(np.flatnonzero(~made), row[~made], "x", color="#1c1917", ms=5, zorder=20)
+    ax.set_yscale("log", base=2)
+    _title(ax, "Loss scale of each seed (crosses: overflow, the step is skipped)")
+
+
+def _scales(runs: Sequence[Any]) -> Curve:
+    """[seed, step], if there is a scale other than 1 in them."""
+    length = min(len(run.loss_scales) for run in runs)
+    scales = np.array([run.loss_scales[:length] for run in runs])
+    return scales if scales.size and (scales != 1).any() else np.zeros(0)
+
+
+def _style(i: int) -> dict[str, Any]:
+    width = _WIDTHS[min(i, len(_WIDTHS) - 1)]
+    return {"color": _POLICIES[i % len(_POLICIES)], "lw": width, "zorder": 3 + i}
+
+
+def _draw_line(ax: Any, curve: Curve, first: int, **style: Any) -> None:
+    # One step is no line.
+    ax.plot(np.arange(len(curve)) + first, curve, marker="o" if len(curve) == 1 else None, **style)
+
+
+def _draw_band(ax: Any, curve: Curve, window: int, **style: Any) -> None:
+    style |= {"color": _PALE, "lw": 7, "solid_capstyle": "round"}
+    _draw_line(ax, _smooth(curve, window), window, **style)
+
+
+def _smooth(curve: Curve, window: int) -> Curve:
+    """The mean of so many values: shorter by one less."""
+    return np.asarray(np.convolve(curve, np.full(window, 1 / window), mode="valid"))
+
+
+def _filled(values: Sequence[float]) -> Curve:
+    """Without the gaps of skipped steps; what is never finite again stays so."""
+    curve = np.asarray(values, float)
+    finite = np.flatnonzero(np.isfinite(curve))
+    if not len(finite):
+        return curve
+    steps = np.arange(len(curve))
+    filled = np.interp(steps, finite, curve[finite])
+    return np.where(steps > finite[-1], np.nan, filled)
+
+
+def _mean(curves: Any) -> Curve:
+    """Over seeds; as long as the shortest."""
+    arrays = [_filled(curve) for curve in curves]
+    length = min(map(len, arrays))
+    return np.asarray(np.mean([array[:length] for array in arrays], axis=0))
+
+
+def _figure(what: str, width: float, height: float) -> Any:
     """A figure of Matplotlib's, which needs no display."""
     try:
         figure_class = importlib.import_module("matplotlib.figure").Figure
@@ -338,19 +455,23 @@ def new_figure(what: str, width: float, height: float) -> Any:
     return figure_class(figsize=(width, height), dpi=110, layout="constrained")
 
 
-def tidy(ax: Any, axis: str = "both") -> None:
+def _title(ax: Any, text: str) -> None:
+    ax.set_title(text, loc="left", fontsize=10)
+
+
+def _tidy(ax: Any, axis: str = "both") -> None:
     """A grid behind what is drawn, and no frame around it."""
     ax.grid(axis=axis, alpha=0.3)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def shortened(name: str, most: int = 44) -> str:
-    """The end of a name that is long."""
-    return name if len(name) <= most else f"…{name[-most + 1 :]}"
+def _name_rows(ax: Any, names: Sequence[str]) -> None:
+    """Modules at their rows; of long paths the end."""
+    ax.set_yticks(range(len(names)), [tail(name, _NAME) for name in names], fontsize=9)
 
 
-def save_figure(figure: Any, path: Path | str) -> None:
+def _save(figure: Any, path: Path | str) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} to write {path.name} in")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded
 from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import rebuild
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._numerics.statistics import FLOAT32, JOINS, Look, Measurements, look, measure
@@ -45,35 +47,27 @@ class Probe:
     def run(self, jaxpr: Any, arrays: Sequence[Any], prefix: str = "") -> Out:
         """The results of a program, and what was measured, or is to be: see `readout`."""
         opened, consts = compat.closed(jaxpr)
-        env: dict[Any, Any] = {}
         extras: Extras = {}
         seen: list[_Seen] = []
-
-        def read(atom: Any) -> Any:
-            if not isinstance(atom, Literal):
-                return env[atom]
-            return self._widened(atom.val) if dtype_of(atom) in LOW else atom.val
-
-        def write(var: Any, array: Any) -> None:
-            env[var] = self._widened(array) if dtype_of(var) in LOW else array
-
-        atoms = (*opened.constvars, *opened.invars)
-        for var, array in zip(atoms, (*consts, *arrays), strict=True):
-            write(var, array)
         if not prefix and self.looks:
-            for kind, vs in (("argument", opened.invars), ("constant", opened.constvars)):
-                for i, var in enumerate(vs):
-                    if is_measured(var):
-                        seen.append((f"{kind} {i}", env[var], None))
-        for i, eqn in enumerate(opened.eqns):
-            with compat.source_of(eqn):
-                operands = [read(atom) for atom in eqn.invars]
-                results, more, of_sites = self._equation(eqn, operands, f"{prefix}{i}")
-            extras |= more
-            seen += of_sites
-            for var, result in zip(eqn.outvars, results, strict=True):
-                write(var, result)
-        return [read(atom) for atom in opened.outvars], extras | self._kept(prefix, seen)
+            given = (("argument", opened.invars, arrays), ("constant", opened.constvars, consts))
+            for kind, atoms, several in given:
+                for i, (atom, x) in enumerate(
+                    zip(atoms, self._as_run(atoms, several), strict=True)
+                ):
+                    if is_measured(atom):
+                        seen.append((f"{kind} {i}", x, None))
+        number = itertools.count()
+
+        def bind(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+            operands = self._as_run(eqn.invars, operands)
+            results, more, of_sites = self._equation(eqn, operands, f"{prefix}{next(number)}")
+            extras.update(more)
+            seen.extend(of_sites)
+            return self._as_run(eqn.outvars, results)
+
+        results = self._as_run(opened.outvars, evaluate(jaxpr, arrays, bind))
+        return results, extras | self._kept(prefix, seen)
 
     def _kept(self, prefix: str, seen: Sequence[_Seen]) -> Extras:
         """The extra results of a jaxpr: values, and what is measured of the others."""
@@ -98,8 +92,9 @@ class Probe:
                     extras[f"{prefix}{name}"] = Extra(array, getattr(JOINS, name))
         return extras
 
-    def _widened(self, array: Any) -> Any:
-        return lax.convert_element_type(array, FLOAT32) if self.wide else array
+    def _as_run(self, atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        """Arrays of a program: in float32 instead of 16 bits, if it runs so."""
+        return _widened(atoms, arrays) if self.wide else list(arrays)
 
     def _equation(
         self, eqn: JaxprEqn, operands: list[Any], name: str
@@ -138,14 +133,18 @@ def _unsharded(x: Any) -> Any:
     return x if explicit_sharding(x) is None else jax.sharding.reshard(x, jax.P())
 
 
+def _widened(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    return [
+        lax.convert_element_type(x, FLOAT32) if dtype_of(atom) in LOW else x
+        for atom, x in zip(atoms, arrays, strict=True)
+    ]
+
+
 def _in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     """The results of an op computed in float32 instead of 16 bits; None where nobody knows how."""
     if eqn.primitive.name not in _POLYMORPHIC:
         return None
-    wide = [
-        lax.convert_element_type(x, FLOAT32) if dtype_of(atom) in LOW else x
-        for atom, x in zip(eqn.invars, operands, strict=True)
-    ]
+    wide = _widened(eqn.invars, operands)
     if eqn.primitive.name == "reduce_precision" and dtype_of(eqn.invars[0]) in LOW:
         return wide
     dtypes = {

@@ -1,23 +1,26 @@
-"""What can be made of a run that was measured: comparisons, pictures, a file."""
+"""What can be made of a run that was measured: comparisons and pictures."""
 
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmp._numerics.compare import Comparison, compare
 from jaxmp._numerics.plots import KINDS, plot_exponents, plot_underflow
-from jaxmp._numerics.record import Record, from_json
+from jaxmp._numerics.record import Record
 
 
 class Readings(abc.ABC):
     """A run that was measured: of this process, or loaded."""
 
     @abc.abstractmethod
-    def record(self) -> Record:
-        """What is kept of it."""
+    def runs(self) -> tuple[Record, ...]:
+        """The run; and the same operations in float32, where they were measured as well."""
+
+    def fault_lines(self) -> tuple[str, ...]:
+        """What made results that are not finite, as far as that was asked, a line for each."""
+        return ()
 
     def compare(self, other: Readings) -> Comparison:
         """Compares it with another run, site by site: of another policy, commit or backend.
@@ -53,7 +56,7 @@ class Readings(abc.ABC):
                 "compare: other must be what jaxmp.diagnose, jaxmp.numerics.capture or "
                 f"jaxmp.numerics.load returns, not {type(other).__name__}"
             )
-        return compare(self.record(), other.record())
+        return compare(self.runs()[0], other.runs()[0], (self.fault_lines(), other.fault_lines()))
 
     def plot_exponents(
         self, path: Path | str, *, sites: str = "**", kinds: Sequence[str] = KINDS
@@ -64,7 +67,7 @@ class Readings(abc.ABC):
 
         Args:
           path: where the picture is written; its ending says the format.
-          sites: a glob over module paths, and labels of arguments: `**` stands for anything.
+          sites: a pattern of module paths and labels of arguments, as for `capture`.
           kinds: which of "activation", "weight" and "gradient".
 
         Raises:
@@ -72,7 +75,7 @@ class Readings(abc.ABC):
           TypeError: if `kinds` is a string.
           ImportError: without Matplotlib.
         """
-        plot_exponents(self.record(), path, sites, kinds)
+        plot_exponents(self.runs()[-1], path, sites, kinds)
 
     def plot_underflow(self, path: Path | str) -> None:
         """Draws which share of the numbers of each module became 0, forward and backward.
@@ -86,64 +89,4 @@ class Readings(abc.ABC):
           ValueError: if nothing was computed in 16 bits.
           ImportError: without Matplotlib.
         """
-        plot_underflow(self.record(), path)
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedRun(Readings):
-    """A run that was loaded: compare it, draw it."""
-
-    saved: Record = dataclasses.field(repr=False)
-
-    def record(self) -> Record:
-        """What was saved."""
-        return self.saved
-
-    def __str__(self) -> str:
-        """What ran, and what was not finite."""
-        faults = self.saved.faults or ("nothing was not finite",)
-        return "\n".join([f"{self.saved.title}: {len(self.saved.sites)} sites", *faults])
-
-
-def save(run: Readings, path: Path | str) -> None:
-    """Writes what was measured to a JSON file, to be compared in another process.
-
-    Args:
-      run: what `jaxmp.diagnose` or `jaxmp.numerics.capture` returned.
-      path: where to.
-
-    Raises:
-      TypeError: if `run` is none.
-
-    Example:
-      >>> import pathlib, tempfile
-      >>> import jax.numpy as jnp
-      >>> from jaxmp import numerics
-      >>> run = numerics.capture(lambda x: x * 2)(jnp.ones(3))
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     path = pathlib.Path(folder, "run.json")
-      ...     numerics.save(run, path)
-      ...     print(numerics.load(path).compare(run).first)
-      None
-    """
-    if not isinstance(run, Readings):
-        raise TypeError(
-            "save: run must be what jaxmp.diagnose or jaxmp.numerics.capture returns, not "
-            f"{type(run).__name__}"
-        )
-    Path(path).write_text(run.record().to_json(), encoding="utf-8")
-
-
-def load(path: Path | str) -> SavedRun:
-    """Reads what `save` wrote.
-
-    Args:
-      path: where it is.
-
-    Returns:
-      A run: `compare` it, `plot_exponents`, `plot_underflow`.
-
-    Raises:
-      ValueError: if the file is none of `save`'s, or of a version that is not known.
-    """
-    return SavedRun(from_json(Path(path).read_bytes(), str(path)))
+        plot_underflow(self.runs()[0], path)

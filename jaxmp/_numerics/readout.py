@@ -14,6 +14,7 @@ from jaxmp._numerics.statistics import (
     Look,
     Measurements,
     Statistics,
+    join,
     look,
     measure,
     unpack,
@@ -50,7 +51,7 @@ def _of_values(extras: Mapping[str, Extra]) -> Iterator[tuple[str, Measurements]
         by_site = zip(*(np.split(array, ends) for array in measure(looks)), strict=True)
         for name, arrays in zip(batch, by_site, strict=True):
             runs = extras[f"{_jaxpr_of(name)}runs"]
-            yield name, _joined(_where_it_ran(arrays, np.asarray(runs.value)), runs.axes)
+            yield name, _by_iteration(_where_it_ran(arrays, np.asarray(runs.value)), runs.axes)
 
 
 def _look(value: Extra, twin: Extra | None) -> Look:
@@ -69,10 +70,10 @@ def _look(value: Extra, twin: Extra | None) -> Look:
 def _where_it_ran(arrays: Sequence[Any], runs: Any) -> list[Any]:
     """What was measured, by iteration; where a branch was not taken, as of no value at all."""
     several = []
-    for array, join in zip(arrays, JOINS, strict=True):
+    for array, how in zip(arrays, JOINS, strict=True):
         array = array.reshape((*runs.shape, *array.shape[1:]))
         ran = runs.reshape(runs.shape + (1,) * (array.ndim - runs.ndim)) > 0
-        several.append(np.where(ran, array, np.array(join.neutral).astype(array.dtype)))
+        several.append(np.where(ran, array, np.array(how.neutral).astype(array.dtype)))
     return several
 
 
@@ -92,19 +93,15 @@ def _of_others(
             rest = [extras[f"{jaxpr}{field}"].value for field in Measurements._fields[1:]]
             arrays += [np.asarray(value)[..., measured[jaxpr], :] for value in rest]
             measured[jaxpr] += 1
-        yield name, _joined(arrays, top.axes)
+        yield name, _by_iteration(arrays, top.axes)
 
 
-def _joined(arrays: Sequence[Any], axes: Sequence[str]) -> Measurements:
-    """What was measured by iteration alone: devices are joined."""
-    several = []
-    for array, join in zip(arrays, JOINS, strict=False):
-        for axis in reversed(range(len(axes))):
-            if axes[axis] == "devices":
-                total = array.sum(axis, dtype=array.dtype)
-                array = total if join.neutral == 0 else array.max(axis)
-        several.append(array)
-    return Measurements(*several)
+def _by_iteration(arrays: Sequence[Any], axes: Sequence[str]) -> Measurements:
+    """What was measured on all devices, by iteration in the order in which they ran."""
+    order = tuple(slice(None, None, -1 if axis == "reversed scan" else 1) for axis in axes)
+    ran = Measurements(*(array[order] for array in arrays))
+    devices = tuple(i for i, axis in enumerate(axes) if axis == "devices")
+    return join(ran, devices) if devices else ran
 
 
 def _jaxpr_of(site: str) -> str:

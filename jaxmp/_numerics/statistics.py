@@ -164,6 +164,18 @@ JOINS = Measurements(
 )  # fmt: skip
 
 
+def join(of: Measurements, axes: tuple[int, ...]) -> Measurements:
+    """What was measured along some axes, of iterations or devices, as one."""
+    joined = []
+    for array, how in zip(of, JOINS, strict=True):
+        if array is not None:
+            wide = np.float64 if array.dtype == np.float32 else np.int64
+            summed = how.neutral == 0
+            array = array.sum(axes, wide) if summed else array.max(axes, initial=how.neutral)
+        joined.append(array)
+    return Measurements(*joined)
+
+
 def measure(looks: Sequence[Look]) -> Measurements:
     """Measures the arrays that were looked at, all of them as a whole, or none."""
     xp = _library(looks[0].top)
@@ -258,17 +270,19 @@ def _magnitude_bits(x: Any) -> Any:
 class Statistics:
     """What was measured of one array, or of all that a loop made in its place.
 
-    Each attribute is an array over the iterations of the loops around it, outermost first; outside
-    of loops, a number. `is_nan`, `is_infinite` and `largest` know all elements, the others a
-    sample. float64 is counted in float32's range, and of complex numbers both parts.
+    Each attribute is an array over the iterations of the loops around it, outermost first, in the
+    order in which they ran; outside of loops, a number. `is_nan`, `is_infinite` and `largest` know
+    all elements, the others a sample. float64 is counted in float32's range, and of complex numbers
+    both parts.
 
     Attributes:
       size: how many elements the array has.
-      runs: how many arrays were measured: 0 where a branch was not taken, several in a while loop
-        and on several devices.
+      measured: what the attributes below are computed from.
       is_nan: whether an element is NaN.
       is_infinite: whether one is infinite; not known where one is NaN.
       largest: the largest finite magnitude; where elements are not finite, of the sample.
+      runs: how many arrays were measured: 0 where a branch was not taken, several in a while loop
+        and on several devices.
       smallest: the smallest magnitude that is not 0; infinite if there is none.
       mean_square: of the finite elements.
       error: what rounding the result of this one operation cost: the root mean square of its
@@ -288,6 +302,7 @@ class Statistics:
     """
 
     size: int
+    measured: Measurements = dataclasses.field(repr=False)
     is_nan: Any
     is_infinite: Any
     largest: Any
@@ -322,26 +337,11 @@ class Statistics:
         axes = tuple(range(np.ndim(self.is_nan)))
         if not axes:
             return self
-        known: dict[str, Any] = {
-            "is_nan": np.any(self.is_nan),
-            "is_infinite": np.any(self.is_infinite),
-            "largest": np.max(self.largest, initial=0),
-        }
-        if not self.is_whole:
-            return dataclasses.replace(self, **known)
-        weights = np.maximum(self.sampled, 0)
-        error = np.where(np.isfinite(self.error), self.error, 0) ** 2
-        compared = np.sum(self.twins)
-        counts: dict[str, Any] = {name: np.sum(getattr(self, name), axes) for name in _COUNTS}
         return dataclasses.replace(
-            self,
-            **known,
-            **counts,
-            smallest=np.min(self.smallest, initial=np.inf),
-            mean_square=np.sum(self.mean_square * weights) / max(np.sum(weights), 1),
-            error=np.sqrt(np.sum(error * self.twins) / compared) if compared else np.nan,
-            octaves=self.octaves.sum(axes),
-            below={group: counts.sum(axes) for group, counts in self.below.items()},
+            unpack(self.size, join(self.measured, axes)),
+            is_nan=np.any(self.is_nan),
+            is_infinite=np.any(self.is_infinite),
+            largest=np.max(self.largest, initial=0),
         )
 
 
@@ -352,7 +352,7 @@ def unpack(size: int, of: Measurements) -> Statistics:
     largest = finite.view(np.float32).reshape(top.shape).astype(np.float64)
     flags = {"is_nan": top > _INFINITE, "is_infinite": top == _INFINITE}
     if of.counts is None:
-        return Statistics(size, **flags, largest=largest)
+        return Statistics(size, of, **flags, largest=largest)
     counts = dict(zip(_COUNTS, np.moveaxis(of.counts, -1, 0), strict=True))
     sums = np.moveaxis(np.asarray(of.sums, np.float64), -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -362,6 +362,7 @@ def unpack(size: int, of: Measurements) -> Statistics:
     octaves, *below = np.split(of.spread, ends, axis=-1)
     return Statistics(
         size,
+        of,
         **flags,
         largest=np.where(top >= _INFINITE, np.maximum(of.extremes[..., 0], 0), largest),
         smallest=-np.asarray(of.extremes[..., 1], np.float64),

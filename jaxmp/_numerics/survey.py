@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.source import in_scope
 from jaxmp._jaxprs.walk import Place
+from jaxmp.policy import key_matches
 
 _UNMEASURED = flagged(Flag.UNMEASURED)
 # Ours: what is inside is how they are multiplied.
@@ -35,20 +35,19 @@ class Loop:
     length: int = 1
 
 
-@dataclasses.dataclass(eq=False)
+# Where a value comes from: names of sites and carries, an infinity written in the program, or
+# `SEED`, the cotangent of the loss.
+Refs = tuple[str, ...]
+INFINITY = "infinity"
+
+
+@dataclasses.dataclass
 class Carry:
     """What a loop hands from iteration to iteration."""
 
     loop: Loop | None  # None: of unknown length, its iterations are measured together
-    start: tuple[Ref, ...]  # what it is before the first
-    back: tuple[Ref, ...] = ()  # what it is after each
-
-
-# Where a value comes from: sites by their names, carries, an infinity written in the program, or
-# `SEED`, the cotangent of the loss.
-Ref = str | Carry
-Refs = tuple[Ref, ...]
-INFINITY = "infinity"
+    start: Refs  # what it is before the first
+    back: Refs = ()  # what it is after each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +95,10 @@ class Site:
         """How many elements the results of all iterations of its loops have."""
         return self.size * math.prod(loop.length for loop in self.loops)
 
+    def is_in(self, pattern: str) -> bool:
+        """Whether the path matches a pattern, as modules match those of a `PolicyMap`."""
+        return key_matches(pattern, self.path.split("/"))
+
     @property
     def where(self) -> str:
         """The module and the line, as far as they are known."""
@@ -123,16 +126,19 @@ class SurveyedProgram:
     Attributes:
       sites: by name, in the order in which they run.
       results: for each result of the program, where it comes from.
+      carries: by name.
     """
 
     sites: dict[str, Site]
-    results: tuple[Refs, ...]
+    results: tuple[Refs, ...] = ()
+    carries: dict[str, Carry] = dataclasses.field(default_factory=dict)
 
 
 def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> SurveyedProgram:
     """Finds the sites of a closed jaxpr, whose arguments have labels; `weights` are parameters."""
     opened, consts = compat.closed(jaxpr)
-    sites: dict[str, Site] = {}
+    program = SurveyedProgram({})
+    sites = program.sites
     weights = frozenset(weights)
     given = []
     for i, (var, label) in enumerate(zip(opened.invars, labels, strict=True)):
@@ -142,10 +148,10 @@ def survey(jaxpr: Any, labels: Sequence[str], weights: Iterable[int] = ()) -> Su
     for i, (var, const) in enumerate(zip(opened.constvars, consts, strict=True)):
         refs = _given(sites, f"constant {i}", "constant", short_type(var), var, "activation")
         if refs and bool(jnp.isinf(const).any()):
-            sites[refs[0]] = dataclasses.replace(sites[refs[0]], endless=True)  # type: ignore[index]
+            sites[refs[0]] = dataclasses.replace(sites[refs[0]], endless=True)
         env[var] = refs
-    results = _inside(sites, opened, given, _SitePlace(), env)
-    return SurveyedProgram(sites, tuple(results))
+    results = _inside(program, opened, given, _SitePlace(), env)
+    return dataclasses.replace(program, results=tuple(results))
 
 
 def running_order(
@@ -164,11 +170,6 @@ def running_order(
         return (*turns, order[site.name])
 
     return when
-
-
-def matches(path: str, pattern: str) -> bool:
-    """Whether a glob matches a module path; `**` stands for anything."""
-    return fnmatch.fnmatchcase(path, pattern.replace("**", "*"))
 
 
 def site_names(eqn: JaxprEqn, name: str) -> list[str | None]:
@@ -208,7 +209,7 @@ def _given(sites: dict[str, Site], name: str, op: str, label: str, var: Any, kin
 
 
 def _inside(
-    sites: dict[str, Site],
+    program: SurveyedProgram,
     jaxpr: Any,
     given: Sequence[Refs],
     place: _SitePlace,
@@ -229,18 +230,18 @@ def _inside(
         reads = [refs(atom) for atom in eqn.invars]
         inner = looked_into(eqn)
         if inner:
-            outs = _into(sites, eqn, inner, name, reads, place)
+            outs = _into(program, eqn, inner, name, reads, place)
         else:
-            outs = _site(sites, eqn, name, _union(reads), place)
+            outs = _site(program, eqn, name, _union(reads), place)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [refs(atom) for atom in opened.outvars]
 
 
 def _site(
-    sites: dict[str, Site], eqn: JaxprEqn, name: str, reads: Refs, place: _SitePlace
+    program: SurveyedProgram, eqn: JaxprEqn, name: str, reads: Refs, place: _SitePlace
 ) -> list[Refs]:
     outs: list[Refs] = []
-    here = place.at(eqn)
+    here, sites = place.at(eqn), program.sites
     for var, site in zip(eqn.outvars, site_names(eqn, name), strict=True):
         if site is None:
             moved = (*reads, SEED) if in_scope(eqn, SEED) else reads
@@ -262,20 +263,20 @@ def _site(
             branch=place.branch,
             reads=tuple(ref for ref in reads if ref not in (INFINITY, SEED)),
             endless=INFINITY in reads,
-            scaled=any(_is_scaled(sites, ref) for ref in reads),
+            scaled=any(_is_scaled(program, ref) for ref in reads),
         )
         outs.append((site,))
     return outs
 
 
-def _is_scaled(sites: dict[str, Site], ref: Ref) -> bool:
-    if isinstance(ref, Carry):
-        return any(_is_scaled(sites, start) for start in ref.start)
-    return ref == SEED or (ref in sites and sites[ref].scaled)
+def _is_scaled(program: SurveyedProgram, ref: str) -> bool:
+    if ref in program.carries:
+        return any(_is_scaled(program, start) for start in program.carries[ref].start)
+    return ref == SEED or (ref in program.sites and program.sites[ref].scaled)
 
 
 def _into(
-    sites: dict[str, Site],
+    program: SurveyedProgram,
     eqn: JaxprEqn,
     inner: Sequence[Inner],
     name: str,
@@ -294,13 +295,14 @@ def _into(
             if not one.open_ended:
                 loop = Loop(name, one.reverse, int(one.trips))
                 loops = (*loops, loop)
-            carries = [Carry(loop, given[i]) for i in one.carries]
-            for i, carry in zip(one.carries, carries, strict=True):
-                given[i] = (carry,)
+            for i in one.carries:
+                carries.append(Carry(loop, given[i]))
+                given[i] = (f"{name}.{k} carry {i}",)
+                program.carries[given[i][0]] = carries[-1]
         inside_place = dataclasses.replace(
             here, prefix=f"{name}.{k}/", loops=loops, branch=place.branch or one.chance < 1
         )
-        outs = _inside(sites, one.jaxpr, given, inside_place)
+        outs = _inside(program, one.jaxpr, given, inside_place)
         for carry, out in zip(carries, outs, strict=False):
             if one.results[0] is not None:
                 carry.back = out

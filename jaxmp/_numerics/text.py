@@ -1,4 +1,4 @@
-"""How results are written: tables, lists, and data for JSON."""
+"""How results are written: lists, tables in Markdown, and data for JSON."""
 
 from __future__ import annotations
 
@@ -9,27 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._screen import COLUMNS, of_any_layer, wrapped
+from jaxmp._screen import COLUMNS, OF_LAYER, merged, wrapped
 
 # How wide the column of headings is.
 HEADING = 14
-
-
-def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """The lines of a table in text; the columns `right` are set to the right.
-
-    Example:
-      >>> table([("a", "size"), ("bcd", "7")], right=[1])
-      ['a    size', 'bcd     7']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def markdown(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
@@ -44,24 +27,18 @@ def markdown(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> l
     return [f"| {' | '.join(row)} |" for row in (head, rule, *rest)]
 
 
-def merged(lines: Iterable[tuple[str, str]]) -> list[str]:
+def one_a_place(lines: Iterable[tuple[str, str]]) -> list[str]:
     """Lines about places, as one where only the numbers of modules differ: as the first of them.
 
     Args:
       lines: each place, and the line, which has it somewhere in it.
 
     Example:
-      >>> merged([("in block_1", "0.5 lost: in block_1"), ("in block_0", "0.4 lost: in block_0")])
-      ['0.5 lost: in block_* ×2']
+      >>> one_a_place([("in h_1", "0.5 lost: in h_1"), ("in h_0", "0.4 lost: in h_0")])
+      ['0.5 lost: in h_* ×2']
     """
-    alike: dict[str, list[tuple[str, str]]] = {}
-    for place, line in lines:
-        alike.setdefault(of_any_layer(place), []).append((place, line))
-    return [
-        f"{line.replace(place, common)} ×{len(several)}" if len(several) > 1 else line
-        for common, several in alike.items()
-        for place, line in several[:1]
-    ]
+    groups = merged(lines, lambda _: None, lambda line: line[0], OF_LAYER)
+    return [several[0][1].replace(several[0][0], place) for place, several in groups]
 
 
 def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:

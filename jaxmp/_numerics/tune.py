@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast.explain import explain
 from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
-from jaxmp._numerics.arguments import bytes_of, check_progress, mismatch, text_of
-from jaxmp._numerics.kept import RunCache, digest, fingerprint
+from jaxmp._numerics.arguments import bytes_of, check_positional, check_progress, mismatch, text_of
+from jaxmp._numerics.kept import RunCache, digest
 from jaxmp._numerics.tune_costs import Costs, ProductFormat
 from jaxmp._numerics.tune_paths import (
     FLOAT32,
@@ -29,7 +28,7 @@ from jaxmp._numerics.tune_paths import (
     products,
     under_map,
 )
-from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, check_budget, grouped, solve
+from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified, check_budget, grouped
 from jaxmp._numerics.tune_scores import Scorer, gradients, is_product, ways_of
 from jaxmp._numerics.tune_solve import front
 from jaxmp._numerics.validate_numerics import describe_numerics
@@ -63,7 +62,7 @@ def tied(path: str) -> Hashable:
 def tune(
     loss_fn: Callable[[Any, Any], Any],
     candidates: PolicyLike | Sequence[PolicyLike] = "mixed_bfloat16",
-    *,
+    *misplaced: Any,
     budget: float = 1e-3,
     tie: Callable[[str], Hashable] = tied,
     target: str | None = None,
@@ -86,6 +85,7 @@ def tune(
         function without any is one module.
       candidates: one policy, or several; float32 always is one.
       budget: what 1 - cosine may be, of the gradients and float32's, of each batch.
+      misplaced: takes nothing: it says where more arguments go.
       tie: from a module's path to what those have in common that get one policy. By default query,
         key and value of one attention, and the experts of one layer.
       target: a chip, such as "tpu-v5e": costs are the estimated times of products on it. By
@@ -124,6 +124,7 @@ def tune(
     Source: Model-Optimizer's AutoQuantize; see `jaxmp/_numerics/tune_scores.py`.
     """
     check_callable("tune", loss_fn)
+    check_positional(misplaced, "tune(loss_fn, candidates, budget=1e-3)(params, batches)")
     check_progress("tune", progress)
     if probes < 1:
         raise ValueError(f"tune: probes must be at least 1; got {probes}")
@@ -160,9 +161,16 @@ def tune(
         total = sum(p.flops for p in found)
         verify = _verifier(loss, batches, scale, say)
         scored = Scored(
-            loss, policies, tuple(names.values()), groups, solutions, total, costs.unit, verify
+            loss.places,
+            policies,
+            tuple(names.values()),
+            groups,
+            solutions,
+            total,
+            costs.unit,
+            verify,
         )
-        return solve(scored, budget)
+        return Tuned(budget, scored, 0).solve(budget)
 
     return tuned
 
@@ -264,7 +272,7 @@ def _scores(
     common, made_by, found = "", "", []
     if kept.folder is not None:
         said = list(map(str, policies)), scorer.ways, scorer.loss_scale, scorer.probes
-        common = repr((said, describe_numerics(), fingerprint(sys.modules["jaxmp"])))
+        common = repr((said, describe_numerics()))
         common += digest([*text_of(jaxpr), *bytes_of(scorer.loss.params)])
     for i, batch in enumerate(batches):
         if kept.folder is not None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.aux_outputs import Out, Threaded
+from jaxmp._jaxprs.aux_outputs import Threaded
 from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.scopes import REGION
@@ -33,11 +33,13 @@ from jaxmp.policy import Policy, PolicyMap, get_policy
 
 Path = tuple[str, ...]
 Loss = Callable[[Any, Any], Any]
+Bind = Callable[[JaxprEqn, list[Any], Place, Sequence[Any]], Sequence[Any]]
 
 FLOAT32 = get_policy("float32")
 _MODULE = "jaxmp_module="  # before the path of an NNX module, in scopes of ours
 _UNBOUND = (type, staticmethod, classmethod, property)  # no methods
 _DEEPEST_ROOT = 4  # how many scopes may be around a model
+_TOP = Place()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,35 +117,48 @@ def products(jaxpr: Any) -> Iterator[TunedProduct]:
             yield TunedProduct(eqn, at.path, at.backward, at.times)
 
 
+def run_placed(
+    jaxpr: Any,
+    arrays: Sequence[Any],
+    bind: Bind,
+    extra: Sequence[Any] = (),
+    scope: Callable[[str], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    around: Place = _TOP,
+) -> list[Any]:
+    """The results of a program whose equations are bound with their place, at any depth.
+
+    `extra` are arrays that are threaded to all of them; each is bound in the `scope` of its scopes.
+    """
+
+    def bound(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        at = around.at(eqn)
+        with scope(at.path):
+            if not (inner := inside(eqn)):
+                return bind(eqn, operands, at, extra)
+            return rebuild(eqn, operands, [part(one.jaxpr, at) for one in inner], extra)[0]
+
+    def part(jaxpr: Any, at: Place) -> Threaded:
+        return lambda extra_in, *arrays: (run_placed(jaxpr, arrays, bind, extra_in, scope, at), {})
+
+    return evaluate(jaxpr, arrays, bound)
+
+
 def under_map(loss: Loss, policies: PolicyMap, places: Places) -> Loss:
     """A loss under the policies of a map, by the modules that its equations are in.
 
     What is outside of the model stays float32, as it does where the model is wrapped.
     """
 
-    def run(jaxpr: Any, arrays: Sequence[Any], where: Place, around: Policy) -> Out:
-        """Runs a program as it is, in scopes that say which policy holds."""
-
-        def marked(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-            at = where.at(eqn)
-            place = places.of(at.path)
-            policy = FLOAT32 if place is None else policy_for(policies, place)
-            inner = inside(eqn)
-            with nullcontext() if policy == around else jax.named_scope(f"{REGION}{policy}"):
-                if not inner:
-                    return compat.bind(eqn, operands)
-                return rebuild(eqn, operands, [part(one.jaxpr, at, policy) for one in inner])[0]
-
-        return evaluate(jaxpr, arrays, marked), {}
-
-    def part(jaxpr: Any, where: Place, policy: Policy) -> Threaded:
-        return lambda extra_in, *arrays: run(jaxpr, arrays, where, policy)  # noqa: ARG005
+    def region(scopes: str) -> AbstractContextManager[Any]:
+        place = places.of(scopes)
+        policy = FLOAT32 if place is None else policy_for(policies, place)
+        return jax.named_scope(f"{REGION}{policy}")
 
     @functools.wraps(loss)
     def in_regions(*args: Any) -> Any:
         traced = trace(loss, args, {})
-        results, _ = run(traced.jaxpr, traced.arrays, Place(), policies.default)
-        return traced.rebuild(results)
+        as_it_is: Bind = lambda eqn, operands, at, extra: compat.bind(eqn, operands)  # noqa: E731, ARG005
+        return traced.rebuild(run_placed(traced.jaxpr, traced.arrays, as_it_is, scope=region))
 
     return under_policy(in_regions, policies.default, by_position(loss, 0))
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
-from jaxmp._numerics.plots import plot_tuned, shortened
-from jaxmp._numerics.text import HEADING, listed, merged, table
+from jaxmp._numerics.plots import plot_tuned
+from jaxmp._numerics.text import listed, one_a_place
 from jaxmp._numerics.tune_costs import ProductFormat
-from jaxmp._numerics.tune_paths import Loss, Path, PreparedLoss, policy_for, under_map
+from jaxmp._numerics.tune_paths import Loss, Path, Places, policy_for, under_map
 from jaxmp._numerics.tune_solve import Front
-from jaxmp._screen import COLUMNS, of_any_layer
+from jaxmp._screen import OF_LAYER, merged, table, tail
 from jaxmp.policy import Policy, PolicyMap
 
 
@@ -77,7 +78,7 @@ class Scored:
     of those outside of the model. `verify` runs the loss and its gradients under a map.
     """
 
-    loss: PreparedLoss
+    places: Places
     candidates: tuple[Policy, ...]
     names: tuple[str, ...]
     groups: tuple[Group, ...]
@@ -87,47 +88,6 @@ class Scored:
     verify: Callable[[PolicyMap], Verified]
     measured: dict[int, Verified] = dataclasses.field(default_factory=dict)  # by index, so far
 
-    def options(self, index: int) -> tuple[int, ...]:
-        """For each group, the number of its candidate in one of the assignments of the front."""
-        choices = self.front.choices(index)
-        usual = self._default(choices)
-        # Where it is all the same, as to attention in 8 bits, modules are not singled out.
-        return tuple(
-            usual if group.ways[option] == group.ways[usual] else option
-            for group, option in zip(self.groups, choices, strict=True)
-        )
-
-    def _default(self, options: Sequence[int]) -> int:
-        """The candidate of the most FLOPs, other than what the model multiplies itself."""
-        flops = [0] * len(self.candidates)
-        for group, option in zip(self.groups, options, strict=True):
-            # A key that matched the model itself would match all that is in it.
-            flops[option] += self.total_flops if () in group.paths else group.flops
-        return flops.index(max(flops))
-
-    def assignment(self, index: int) -> dict[Path, Policy]:
-        """The policy of each module in one of the assignments of the front."""
-        return {
-            path: self.candidates[option]
-            for group, option in zip(self.groups, self.options(index), strict=True)
-            for path in group.paths
-        }
-
-    def policy(self, index: int) -> PolicyMap:
-        """The map of one of the assignments of the front."""
-        default = self.candidates[self._default(self.options(index))]
-        overrides: dict[str, Policy] = {}
-        for path, policy in sorted(self.assignment(index).items(), key=lambda item: len(item[0])):
-            if policy_for(PolicyMap(overrides, default=default), path) != policy:
-                overrides["/".join(map(_escaped, path))] = policy
-        return PolicyMap(dict(sorted(overrides.items())), default=default)
-
-    def check(self, index: int) -> Verified:
-        """Verifies an assignment, unless that was done."""
-        if index not in self.measured:
-            self.measured[index] = self.verify(self.policy(index))
-        return self.measured[index]
-
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
@@ -135,24 +95,43 @@ class Tuned:
 
     Attributes:
       budget: what 1 - cosine of the gradients may be.
-      verified: the loss and gradients under the policy, as they were measured.
     """
 
     budget: float
-    verified: Verified
     _scored: Scored = dataclasses.field(repr=False)
-    _index: int = dataclasses.field(repr=False)
+    _index: int = dataclasses.field(repr=False)  # of an assignment of the front
 
     @property
+    def verified(self) -> Verified:
+        """The loss and gradients under the policy, as they were measured."""
+        measured = self._scored.measured
+        if self._index not in measured:
+            measured[self._index] = self._scored.verify(self.policy)
+        return measured[self._index]
+
+    @functools.cached_property
     def policy(self) -> PolicyMap:
-        """The map, for `jaxmp.wrap`: its paths are those of the model's parameters."""
-        return self._scored.policy(self._index)
+        """The map, for `jaxmp.wrap`: its paths are those of the model's parameters.
+
+        Layers of one kind are one pattern, where all of them have one policy.
+        """
+        default, assigned = self._default, self._assigned
+        overrides: dict[str, Policy] = {}
+        for path, policy in sorted(assigned.items(), key=lambda item: len(item[0])):
+            if policy_for(PolicyMap(overrides, default=default), path) != policy:
+                overrides["/".join(map(_escaped, path))] = policy
+        for _, alike in merged(overrides, overrides.__getitem__, str, OF_LAYER):
+            rest = {key: policy for key, policy in overrides.items() if key not in alike}
+            shorter = {OF_LAYER.sub("*", alike[0]): overrides[alike[0]], **rest}
+            of_map = PolicyMap(shorter, default=default)
+            if all(policy_for(of_map, path) == policy for path, policy in assigned.items()):
+                overrides = shorter
+        return PolicyMap(dict(sorted(overrides.items())), default=default)
 
     @property
     def assignment(self) -> dict[str, Policy]:
         """The policy of each module that multiplies, by its path."""
-        found = self._scored.assignment(self._index)
-        return {"/".join(path): policy for path, policy in found.items()}
+        return {"/".join(path): policy for path, policy in self._assigned.items()}
 
     @property
     def cost(self) -> float:
@@ -167,7 +146,7 @@ class Tuned:
     @property
     def low_share(self) -> float:
         """The share of the FLOPs of products that are not in float32."""
-        pairs = zip(self._scored.groups, self._choices, strict=True)
+        pairs = zip(self._scored.groups, self._options, strict=True)
         return sum(g.low_flops[option] for g, option in pairs) / self._scored.total_flops
 
     @property
@@ -178,19 +157,50 @@ class Tuned:
             Point(float(c), float(e)) for c, e in zip(front.costs, front.errors, strict=True)
         )
 
+    @functools.cached_property
+    def _options(self) -> tuple[int, ...]:
+        """For each group, the number of its candidate."""
+        groups, choices = self._scored.groups, self._scored.front.choices(self._index)
+        usual = self._usual(choices)
+        # Where it is all the same, as to attention in 8 bits, modules are not singled out.
+        return tuple(
+            usual if group.ways[option] == group.ways[usual] else option
+            for group, option in zip(groups, choices, strict=True)
+        )
+
+    def _usual(self, options: Sequence[int]) -> int:
+        """The candidate of the most FLOPs, other than what the model multiplies itself."""
+        flops = [0] * len(self._scored.candidates)
+        for group, option in zip(self._scored.groups, options, strict=True):
+            # A key that matched the model itself would match all that is in it.
+            flops[option] += self._scored.total_flops if () in group.paths else group.flops
+        return flops.index(max(flops))
+
     @property
-    def _choices(self) -> tuple[int, ...]:
-        return self._scored.options(self._index)
+    def _default(self) -> Policy:
+        return self._scored.candidates[self._usual(self._options)]
+
+    @property
+    def _assigned(self) -> dict[Path, Policy]:
+        return {
+            path: self._scored.candidates[option]
+            for group, option in zip(self._scored.groups, self._options, strict=True)
+            for path in group.paths
+        }
 
     def apply(self, loss_fn: Loss) -> Loss:
         """A function of params (a pytree) and a batch under the policy, by its named scopes.
 
         As it was verified: for functions that `jaxmp.wrap` does not take.
         """
-        return under_map(loss_fn, self.policy, self._scored.loss.places)
+        return under_map(loss_fn, self.policy, self._scored.places)
 
     def solve(self, budget: float) -> Tuned:
         """The cheapest assignment at another budget: verified, but not scored again.
+
+        The cheapest of all is run first: where it is within the budget, nothing has to be given up,
+        whatever the scores say. Then the one that the scores say, and from there along the front:
+        towards less error by as much as the scores were off, and back by halves.
 
         Args:
           budget: what 1 - cosine of the gradients may be.
@@ -198,7 +208,32 @@ class Tuned:
         Raises:
           ValueError: if it is negative or NaN.
         """
-        return solve(self._scored, budget)
+        check_budget(budget)
+        front = self._scored.front
+        last = len(front.costs) - 1
+
+        def off(index: int) -> float:
+            return Tuned(budget, self._scored, index).verified.error
+
+        if off(0) <= budget or last == 0:
+            return Tuned(budget, self._scored, 0)
+        fails, at = 0, max(1, front.within(budget))
+        while at < last and (error := off(at)) > budget:
+            fails = at
+            at = max(at + 1, front.within(front.errors[at] * min(budget / error, 0.5)))
+        at = min(at, last)
+        # Scores are not that far off.
+        fails = max(fails, front.within(_OFF * budget) - 1)
+        for _ in range(_HALVES):
+            middle = (fails + at) // 2
+            if middle == fails or math.isclose(front.costs[middle], front.costs[at], rel_tol=0.005):
+                break
+            if off(middle) <= budget:
+                at = middle
+            else:
+                fails = middle
+        off(at)
+        return Tuned(budget, self._scored, at)
 
     def plot(self, path: File | str) -> None:
         """Writes a picture: cost against error of all assignments, and what each module adds.
@@ -216,19 +251,19 @@ class Tuned:
         rows = self._rows()
         cheapest = f"the cheapest is {scored.front.costs[0]:.3f}"
         off = f"{self.verified.error:.2g} measured, {self.predicted:.2g} predicted"
-        policy = str(self.policy)
-        if len(policy) > COLUMNS - HEADING:
+        policy = listed("policy", [str(self.policy)])
+        if len(policy) > _LONGEST:
             counts = Counter(str(one) for one in self.assignment.values()).most_common()
             several = ", ".join(f"{name} of {count} modules" for name, count in counts)
-            policy = f"{several}: see .policy"
+            policy = listed("policy", [f"{several}: see .policy"])
         lines = [
-            *listed("policy", [policy]),
+            *policy,
             f"cost          {self.cost:.3f} of float32's ({scored.unit}); {cheapest}",
             f"low           {self.low_share:.1%} of the FLOPs of all products",
             f"1 - cosine    {off}, budget {self.budget:g}",
             f"loss          off by {self.verified.loss_error:.2g}",
         ]
-        endless = merged(
+        endless = one_a_place(
             (group.name, f"{name} in {group.name}")
             for i, name in enumerate(scored.names)
             for group in scored.groups
@@ -241,7 +276,7 @@ class Tuned:
             lines.append("thinned       too many assignments: a cheaper one may have been left out")
         head = "what each policy would add to 1 - cosine, module by module:"
         shown = [("module", "FLOPs", "policy", *scored.names[1:]), *rows[:_ROWS]]
-        lines += ["", head, *table(shown)]
+        lines += ["", head, table(shown)]
         if len(rows) > _ROWS or len(rows) < len(scored.groups):
             lines.append(f"{len(scored.groups)} in all: see .assignment")
         return "\n".join(lines)
@@ -249,14 +284,13 @@ class Tuned:
     def _rows(self) -> list[tuple[str, ...]]:
         """The lines of the table, worst first; modules of one kind and policy are one line."""
         scored = self._scored
-        alike: dict[tuple[str, int], list[Group]] = {}
-        for group, option in zip(scored.groups, self._choices, strict=True):
-            alike.setdefault((of_any_layer(group.name), option), []).append(group)
+        pairs = zip(scored.groups, self._options, strict=True)
         rows = []
-        for (name, option), groups in alike.items():
+        for name, alike in merged(pairs, lambda p: p[1], lambda p: p[0].name, OF_LAYER):
+            groups, (option, *_) = zip(*alike, strict=True)
             errors = [max(each) for each in zip(*(g.errors for g in groups), strict=True)]
             cells = (
-                shortened(f"{name} ×{len(groups)}" if len(groups) > 1 else groups[0].name),
+                tail(name, _NAME),
                 f"{sum(g.flops for g in groups) / scored.total_flops:.1%}",
                 scored.names[option],
                 *(f"{e:.2g}" for e in errors[1:]),
@@ -271,39 +305,8 @@ def check_budget(budget: float) -> None:
         raise ValueError(f"tune: budget is what 1 - cosine may be, 0 or more; got {budget}")
 
 
-def solve(scored: Scored, budget: float) -> Tuned:
-    """The cheapest assignment on the front that keeps a budget when it is run.
-
-    The cheapest of all is run first: where it is within the budget, nothing has to be given up,
-    whatever the scores say. Then the one that the scores say, and from there along the front:
-    towards less error by as much as the scores were off, and back by halves.
-    """
-    check_budget(budget)
-    costs = scored.front.costs
-    last = len(costs) - 1
-    if scored.check(0).error <= budget or last == 0:
-        return Tuned(budget, scored.check(0), scored, 0)
-    fails, at = 0, max(1, scored.front.within(budget))
-    while at < last and (error := scored.check(at).error) > budget:
-        fails = at
-        aim = scored.front.errors[at] * min(budget / error, 0.5)
-        at = max(at + 1, scored.front.within(aim))
-    at = min(at, last)
-    scored.check(at)
-    # Scores are not that far off.
-    fails = max(fails, scored.front.within(_OFF * budget) - 1)
-    for _ in range(_HALVES):
-        middle = (fails + at) // 2
-        if middle == fails or math.isclose(costs[middle], costs[at], rel_tol=0.005):
-            break
-        if scored.check(middle).error <= budget:
-            at = middle
-        else:
-            fails = middle
-    return Tuned(budget, scored.check(at), scored, at)
-
-
-_ROWS = 20  # of the table that is printed
+_ROWS, _NAME = 20, 44  # of the table that is printed: rows, and how long a name is
+_LONGEST = 6  # lines of a map
 _HALVES = 3  # each is a compilation
 _OFF = 3
 

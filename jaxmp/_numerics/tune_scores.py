@@ -39,15 +39,12 @@ from jaxmp._autocast.rules import LOW_DTYPES
 from jaxmp._autocast.transform import plan_program, trace_program
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import varying_axes
-from jaxmp._jaxprs.aux_outputs import Out, Threaded
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.equation_parameters import product_axes
-from jaxmp._jaxprs.evaluate import evaluate
-from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.trace import trace
 from jaxmp._jaxprs.walk import Place
 from jaxmp._numerics.tune_costs import ProductFormat
-from jaxmp._numerics.tune_paths import Path, Places, PreparedLoss
+from jaxmp._numerics.tune_paths import Path, Places, PreparedLoss, run_placed
 from jaxmp.policy import Policy
 from jaxmp.recipes import Format
 
@@ -134,26 +131,18 @@ def _tapped(
     """Runs a program whose products, when it is differentiated, tell of their errors."""
     index = {path: i for i, path in enumerate(ways)}
 
-    def run(jaxpr: Any, arrays: Sequence[Any], taps: Any, around: Place) -> Out:
-        def tapped(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-            at = around.at(eqn)
-            if inner := inside(eqn):
-                parts = [part(one.jaxpr, at) for one in inner]
-                return rebuild(eqn, operands, parts, [taps])[0]
-            results = compat.bind(eqn, operands)
-            place = places.of(at.path) if is_product(eqn) else None
-            if place not in index:
-                return results
-            roundings = tuple(_rounding(eqn, how, backward=at.backward) for how in ways[place])
-            [y] = results
-            return [_tap(eqn, roundings, y, taps[index[place]], operands)]
+    def tapped(
+        eqn: JaxprEqn, operands: list[Any], at: Place, extra: Sequence[Any]
+    ) -> Sequence[Any]:
+        results = compat.bind(eqn, operands)
+        place = places.of(at.path) if is_product(eqn) else None
+        if place not in index:
+            return results
+        roundings = tuple(_rounding(eqn, how, backward=at.backward) for how in ways[place])
+        [y], [taps] = results, extra
+        return [_tap(eqn, roundings, y, taps[index[place]], operands)]
 
-        return evaluate(jaxpr, arrays, tapped), {}
-
-    def part(jaxpr: Any, around: Place) -> Threaded:
-        return lambda extra_in, *arrays: run(jaxpr, arrays, extra_in[0], around)
-
-    return lambda jaxpr, arrays, taps: run(jaxpr, arrays, taps, Place())[0]
+    return lambda jaxpr, arrays, taps: run_placed(jaxpr, arrays, tapped, [taps])
 
 
 def is_product(eqn: JaxprEqn) -> bool:

@@ -6,21 +6,17 @@ import dataclasses
 import math
 import operator
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jmp
 import numpy as np
 
-from jaxmp._numerics.arguments import mismatch
-from jaxmp._numerics.kept import RunCache, fingerprint
-from jaxmp._numerics.progress import Progress
+from jaxmp._numerics.arguments import check_positional, described, mismatch
+from jaxmp._numerics.kept import RunCache
 from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics, remarks_on
 from jaxmp._numerics.validate_report import ValidationReport
-from jaxmp._numerics.validate_run import Job, Run, Task, train
+from jaxmp._numerics.validate_run import Job, Run, Task, make, program_of, train
 from jaxmp._numerics.validate_verdict import conclude, spread_of
 from jaxmp.policy import PolicyLike, PolicyMap, get_policy
 
@@ -28,7 +24,7 @@ from jaxmp.policy import PolicyLike, PolicyMap, get_policy
 def validate(
     make_step: Callable[[Any, int], Any],
     policy: PolicyLike | Sequence[PolicyLike] | Mapping[str, Any],
-    *,
+    *misplaced: Any,
     seeds: int | Sequence[int] = 3,
     reference: Any = "float32",
     nudges: int = 1,
@@ -36,7 +32,7 @@ def validate(
     grad_norm_threshold: float | None = 0.1,
     curve_threshold: float | None = 0.05,
     out: str | os.PathLike[str] | None = None,
-    depends_on: Iterable[Any] = (),
+    key: Any = None,
     progress: bool = True,
 ) -> Callable[..., ValidationReport]:
     """Trains in float32 and under other policies, and says whether they come to the same.
@@ -84,15 +80,14 @@ def validate(
       curve_threshold: the same of the training loss on average over all steps; None not to judge
         it. Where steps were skipped, which moves the rest of a curve along, it is not judged.
       out: a folder where finished runs are kept: a validation that was killed goes on with the run
-        it was at. A run is made again when one of these has changed: the file in which `make_step`
-        or `batches` is written, or the values, arrays, functions and Linen modules that they close
-        over; `depends_on`; the policy, the seed, `steps`; jaxmp's sources, versions of JAX, Flax,
-        optax, NumPy and Python; the device, XLA_FLAGS, matmul precision, 64 bits, and what makes
-        random bits. What else they use, you name.
-      depends_on: paths and modules, whose contents decide the outcome, or anything else, whose
-        `repr` does.
-      progress: whether to say on stderr which run is being made, and how far it is: a line every
-        ten seconds.
+        it was at. A run is made again when one of these has changed: the policy, the seed, `steps`;
+        `key`; versions of jaxmp, JAX, Flax, optax, NumPy and Python; the device, XLA_FLAGS, matmul
+        precision, 64 bits, and what makes random bits.
+      key: what else decides the outcome, as anything whose `repr` says so: a version of your code
+        and data. None: the first step as JAX traces it, with the state and the batch that it is
+        called with, and `evaluate`. What later steps read from elsewhere is not known then.
+      misplaced: takes nothing: it says where more arguments go.
+      progress: whether there is a bar on stderr.
 
     Returns:
       A function of ``(steps, batches=None)`` that returns the report: `print` it, `plot` it.
@@ -103,7 +98,8 @@ def validate(
       ValueError: if a policy is unknown or named twice; an option is out of range; batches or
         losses show that `make_step` or `batches` do not follow from policy and seed alone; float32
         itself does not come to a finite loss; a metric is missing or no number.
-      TypeError: if something is not callable, or returns what it must not.
+      TypeError: if something is not callable, or returns what it must not; if, with `out` and
+        without `key`, JAX cannot trace `step`.
       RuntimeError: on a CPU that sums bfloat16 products in bfloat16; it says which flag mends it.
 
     Example:
@@ -125,6 +121,7 @@ def validate(
       >>> report["mixed_float16"].verdict
       'passes'
     """
+    check_positional(misplaced, "validate(make_step, policy, seeds=3)(steps, batches)")
     named = _named_policies(policy)
     base_name = _name_of_reference(reference, named)
     seeds = _seeds(seeds)
@@ -137,22 +134,24 @@ def validate(
     def validated(
         steps: int, batches: Callable[[int], Iterable[Any]] | None = None
     ) -> ValidationReport:
-        _check_callables(make_step, batches)
+        from tqdm import tqdm  # noqa: PLC0415 (nothing else draws a bar)
+
+        _check_function("make_step(policy, seed)", make_step, "policy", 0)
+        if batches is not None:
+            _check_function("batches(seed)", batches, 0)
         steps = _count("steps", steps)
         check_cpu_sums(map(_parsed, (reference, *named.values())))
         numerics = describe_numerics()
         task = Task(make_step, batches, steps)
-        made_by = _made_by(task, depends_on, numerics)
-        kept = RunCache("validate", out)
-
         base = [Job(base_name, reference, seed) for seed in seeds]
         nudged = [Job(base_name, reference, seed, n + 1) for seed in seeds for n in range(nudges)]
         others = {name: [Job(name, spec, seed) for seed in seeds] for name, spec in named.items()}
         total = steps * (len(base) + len(nudged) + len(others) * len(seeds))
-        maker = _Runs(task, kept, made_by, Progress(total, show=progress))
-        base_runs = maker.make_base(base)
-        nudged_runs = maker.make_nudged(nudged)
-        other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
+        with tqdm(total=total, unit=" steps", disable=not progress) as bar:
+            maker = _Runs(task, RunCache("validate", out), key, numerics, bar)
+            base_runs = maker.make_base(base)
+            nudged_runs = maker.make_nudged(nudged)
+            other_runs = {name: list(map(maker.make, jobs)) for name, jobs in others.items()}
         results = tuple(
             conclude(name, runs, base_runs, nudged_runs, limits)
             for name, runs in other_runs.items()
@@ -178,9 +177,10 @@ class _Runs:
     """Makes the runs that are not kept, and checks each against the reference of its seed."""
 
     def __init__(
-        self, task: Task, kept: RunCache, made_by: dict[str, Any], progress: Progress
+        self, task: Task, kept: RunCache, key: Any, numerics: Mapping[str, str], bar: Any
     ) -> None:
-        self._task, self._kept, self._made_by, self._progress = task, kept, made_by, progress
+        self._task, self._kept, self._key, self._bar = task, kept, key, bar
+        self._made_by = {"steps": task.steps, "numerics": dict(numerics), "key": described(key)}
         self._base: dict[int, Run] = {}
 
     def make_base(self, jobs: Sequence[Job]) -> list[Run]:
@@ -224,44 +224,28 @@ class _Runs:
         return runs
 
     def make(self, job: Job) -> Run:
-        self._progress.describe(str(job))
-        made_by = self._made_by | {
-            "label": job.label,
-            "policy": fingerprint(job.policy),
-            "seed": job.seed,
-            "nudge": job.nudge,
-        }
-        if (run := self._kept.get(str(job), made_by, Run.from_dict)) is not None:
-            self._progress.advance(self._task.steps)
-            return run
+        self._bar.set_description(str(job))
+        made_by: dict[str, Any] = self._made_by | dataclasses.asdict(job)
+        made_by["policy"] = described(_parsed(job.policy))
         base = self._base.get(job.seed)
         try:
-            run = train(self._task, job, self._progress.advance, base.data if base else ())
+            made = None
+            if self._kept.folder is not None and self._key is None:
+                made = make(self._task, job)
+                made_by["program"] = program_of(self._task, job, made)
+            if (run := self._kept.get(str(job), made_by, Run.from_dict)) is not None:
+                self._bar.update(self._task.steps)
+                return run
+            made = made or make(self._task, job)
+            run = train(self._task, job, made, self._bar.update, base.data if base else ())
         except Exception as error:
             error.add_note(f"validate: this was in {job}")
             raise
-        self._progress.advance(self._task.steps - len(run.losses))
+        self._bar.update(self._task.steps - len(run.losses))
         if base:
             _check_unscaled(run, base)
         self._kept.put(str(job), made_by, dataclasses.asdict(run))
         return run
-
-
-def _made_by(task: Task, depends_on: Iterable[Any], numerics: Mapping[str, str]) -> dict[str, Any]:
-    """What a run depends on, other than its policy and seed, as plain data."""
-    if isinstance(depends_on, (str, Path, ModuleType)):
-        depends_on = (depends_on,)
-    return {
-        "make_step": fingerprint(task.make_step),
-        "batches": fingerprint(task.batches),
-        "steps": task.steps,
-        "depends_on": [
-            fingerprint(Path(thing) if isinstance(thing, str) and Path(thing).exists() else thing)
-            for thing in depends_on
-        ],
-        "numerics": dict(numerics),
-        "jaxmp": fingerprint(sys.modules["jaxmp"]),  # its version does not tell every change
-    }
 
 
 def _check_unscaled(run: Run, base: Run) -> None:
@@ -331,20 +315,14 @@ def _seeds(seeds: Any) -> tuple[int, ...]:
     return found
 
 
-def _check_callables(make_step: Any, batches: Any) -> None:
-    for name, function, arguments in (
-        ("make_step", make_step, ("policy", 0)),
-        ("batches", batches, (0,)),
-    ):
-        if function is None and name == "batches":
-            continue
-        takes = f"{name}({', '.join(('policy', 'seed')[-len(arguments) :])})"
-        if not callable(function):
-            raise TypeError(
-                f"validate: {name} must be a function, {takes}; got a {type(function).__name__!r}."
-            )
-        if wrong := mismatch(function, *arguments):
-            raise TypeError(f"validate: {name} is called as {takes}, and takes {wrong}.")
+def _check_function(takes: str, function: Any, *arguments: Any) -> None:
+    name = takes.partition("(")[0]
+    if not callable(function):
+        raise TypeError(
+            f"validate: {name} must be a function, {takes}; got a {type(function).__name__!r}."
+        )
+    if wrong := mismatch(function, *arguments):
+        raise TypeError(f"validate: {name} is called as {takes}, and takes {wrong}.")
 
 
 def _count(name: str, number: Any) -> int:

@@ -7,11 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jaxmp._numerics.text import markdown, plain, table
-from jaxmp._numerics.validate_plots import plot_runs
+from jaxmp._numerics.plots import plot_runs
+from jaxmp._numerics.text import markdown, plain
 from jaxmp._numerics.validate_run import Run
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, Check, PolicyResult, percent
-from jaxmp._screen import wrapped
+from jaxmp._screen import table, wrapped
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class ValidationReport:
         where = [f"{name}: {value}" for name, value in self.numerics.items()]
         below = [*self._said(), "", *where, *(f"({remark})" for remark in self.remarks)]
         fit = [part for line in below for part in wrapped(line, hanging=2) or [""]]
-        return "\n".join([self._heading(), "", *lines, "", *fit])
+        return "\n".join([self._heading(), "", lines, "", *fit])
 
     def _heading(self) -> str:
         seeds = f"seed{'s' * (len(self.seeds) > 1)} {', '.join(map(str, self.seeds))}"

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmp._numerics.arguments import bytes_of, mismatch
+from jaxmp._jaxprs.trace import trace
+from jaxmp._numerics.arguments import bytes_of, mismatch, text_of
+from jaxmp._numerics.kept import digest
 
 _CHUNK: Final = 32  # steps whose metrics are fetched at once: the device need not wait for each
 # A scale of 2^60, the largest that makes sense, is down at 1 after 60 overflows.
@@ -24,6 +26,10 @@ _KEPT: Final = ("loss", "grad_norm", "loss_scale", "finite")
 # What is nudged, by its width in bytes, and what is not: a power of two.
 _BITS: Final[dict[int, Any]] = {2: np.int16, 4: np.int32, 8: np.int64}
 _NEVER: Final = {"loss_scale"}
+
+
+# The state, step, and `evaluate` if there is one.
+Made = tuple[Any, Callable[..., Any], Callable[..., Any] | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,17 +97,69 @@ class Run:
         return self.losses == other.losses and self.final == other.final
 
 
-def train(task: Task, job: Job, tick: Callable[[int], None], data: tuple[int, ...] = ()) -> Run:
+def make(task: Task, job: Job) -> Made:
+    """The state, step and `evaluate` of a run.
+
+    Raises:
+      TypeError: if `make_step` returns something else.
+    """
+    made = task.make_step(job.policy, job.seed)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise TypeError(f"validate: make_step returned {_kind(made)}; it must return {_MADE}.")
+    state, step, evaluate = (*made, None)[:3]
+    if not callable(step):
+        swapped = "; are the two swapped?" if callable(state) else ""
+        raise TypeError(
+            f"validate: make_step must return {_MADE}, and its step is {_kind(step)}{swapped}"
+        )
+    if evaluate is not None and not callable(evaluate):
+        raise TypeError(
+            f"validate: make_step must return {_MADE}, and its evaluate is {_kind(evaluate)}."
+        )
+    if not jax.tree.leaves(state):
+        raise TypeError(
+            f"validate: the state that make_step returned for {job} has no leaves "
+            f"({_kind(state)}); it must return {_MADE}."
+        )
+    return state, step, evaluate
+
+
+def program_of(task: Task, job: Job, made: Made) -> str:
+    """What a run computes, as a hash: its first step, `evaluate`, and the arrays they begin with.
+
+    Raises:
+      TypeError: if JAX cannot trace them.
+    """
+    state, step, evaluate = made
+    first = next(_feed(task, job.seed))
+    args = (state, first)
+    parts = list(bytes_of(args))
+    try:
+        parts += text_of(trace(_taking(step, first, job), args, {}).jaxpr)
+        if evaluate is not None:
+            parts += text_of(trace(evaluate, (state,), {}).jaxpr)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        raise TypeError(
+            f"validate: out= keeps runs by what JAX traces of step and evaluate, and "
+            f"those of {job} cannot be traced ({type(error).__name__}): say with key= what tells "
+            "your program, its data and their versions from others."
+        ) from error
+    return digest(parts)
+
+
+def train(
+    task: Task, job: Job, made: Made, tick: Callable[[int], Any], data: tuple[int, ...] = ()
+) -> Run:
     """Makes one run, whose batches have the checksums `data`, if those are known.
 
     `tick` is told how many steps were made since it was called last.
 
     Raises:
-      TypeError: if `make_step`, `step` or `evaluate` returns something else than it has to.
+      TypeError: if `step` or `evaluate` returns something else than it has to.
       ValueError: if a metric is missing or no number, the batches end early or differ from `data`,
         or nothing in the state can be nudged.
     """
-    state, step, evaluate = _read_made(task.make_step(job.policy, job.seed), job)
+    state, step, evaluate = made
     record: dict[str, list[Any]] = {name: [] for name in _KEPT}
     pending: list[dict[str, Any]] = []
     checksums: list[int] = []
@@ -186,27 +244,6 @@ def _feed(task: Task, seed: int) -> Iterator[Any]:
 def _checksum(batch: Any) -> int:
     """Computes a checksum of all leaves."""
     return functools.reduce(lambda total, part: zlib.crc32(part, total), bytes_of(batch), 0)
-
-
-def _read_made(made: Any, job: Job) -> tuple[Any, Callable[..., Any], Callable[..., Any] | None]:
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise TypeError(f"validate: make_step returned {_kind(made)}; it must return {_MADE}.")
-    state, step, evaluate = (*made, None)[:3]
-    if not callable(step):
-        swapped = "; are the two swapped?" if callable(state) else ""
-        raise TypeError(
-            f"validate: make_step must return {_MADE}, and its step is {_kind(step)}{swapped}"
-        )
-    if evaluate is not None and not callable(evaluate):
-        raise TypeError(
-            f"validate: make_step must return {_MADE}, and its evaluate is {_kind(evaluate)}."
-        )
-    if not jax.tree.leaves(state):
-        raise TypeError(
-            f"validate: the state that make_step returned for {job} has no leaves "
-            f"({_kind(state)}); it must return {_MADE}."
-        )
-    return state, step, evaluate
 
 
 def _taking(step: Callable[..., Any], fed: Any, job: Job) -> Callable[..., Any]:
@@ -342,4 +379,7 @@ def _nudge_leaf(leaf: Any, draw: np.random.Generator) -> Any:
     if not np.any(usable & (moved != array)):
         return leaf
     moved = np.where(usable, moved, array)
-    return jax.device_put(moved, leaf.sharding) if isinstance(leaf, jax.Array) else moved
+    if not isinstance(leaf, jax.Array):
+        return moved
+    # One that is not committed to its device goes where the batches are.
+    return jax.device_put(moved, leaf.sharding if leaf.committed else None)
