@@ -32,6 +32,7 @@ RUN = {
     "examples/validate_digits.py": "--steps 2 --seeds 2",
     "jaxmp audit": "",
     "jaxmp devices": "",
+    "jaxmp lock": "",
     "jaxmp validate": "--steps 2 --seeds 2",
 }
 # Why the others are not run by this file: only that their options are there.
@@ -46,6 +47,7 @@ NOT_RUN = {
     "benchmarks/gpu.py": "needs a GPU; test_benchmarks.py runs its toy size",
     "benchmarks/loss_scale_aot.py": "compiles for hours, for TPUs and GPUs",
     "benchmarks/optimizer_state.py": "trains for minutes; test_benchmarks.py imports it",
+    "benchmarks/precision_lock.py": "traces for minutes; test_benchmarks.py runs a part",
     "benchmarks/serving.py": "compiles and trains for minutes",
     "benchmarks/trace_time.py": "times minutes; test_benchmarks.py runs a part",
     "examples/diagnose_overflow.py": "test_examples_diagnose_overflow.py runs it as it is",
