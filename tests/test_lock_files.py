@@ -55,7 +55,7 @@ def test_a_newcomers_path(run, tmp_path):
 
     code, printed = run("--check", program=PROGRAM.replace(*FAULT))
     assert code == 1
-    assert "First in the program: hidden, forward.matmul at train.py:7." in printed.out
+    assert "First in the program: hidden, forward.casts at train.py:7." in printed.out
     assert "was bfloat16*bfloat16 -> bfloat16\n" in printed.out
     assert (tmp_path / "precision.lock").read_text("utf-8") == text
 
@@ -111,6 +111,19 @@ def test_no_file(run):
     code, printed = run("--check")
     assert code == 2
     assert "there is no file precision.lock. Write it with" in printed.err
+
+
+def test_what_cannot_be_written_and_wrong_uses(run, tmp_path):
+    code, printed = run("--out", "nowhere/x.lock")
+    assert code == 2
+    assert "cannot write nowhere/x.lock: No such file" in printed.err
+    code, printed = run("--policy", "mixed_bflaot16")
+    assert code == 2
+    assert "lock" in printed.err
+    with pytest.raises(TypeError, match="lock"):
+        assert_precision_locked("x.lock", jnp.sin)
+    with pytest.raises(SystemExit):
+        run("--check", "--update")
 
 
 def test_the_lock_of_the_example_is_that_of_its_step(monkeypatch, capsys):

@@ -21,14 +21,15 @@ def write(
     Raises:
       ValueError: if there is a file; at the call.
     """
+    locked = lock(fn, policy)
 
     def written(*args: Any, **kwargs: Any) -> Lock:
         if Path(path).exists():
             raise ValueError(
                 f"lock: there is a file {path}: compare with it by --check, rewrite it by --update."
             )
-        now = lock(fn, policy)(*args, **kwargs)
-        Path(path).write_text(text_of(now), encoding="utf-8")
+        now = locked(*args, **kwargs)
+        _save(now, Path(path))
         return now
 
     return written
@@ -49,6 +50,7 @@ def check(
       policy: the policy it is traced under; by default that of the file.
       update: rewrites the file, also one that another version of jaxmp has written.
     """
+    lock(fn, policy)  # refuses what is neither a function nor a policy
     file = Path(path)
 
     def checked(*args: Any, **kwargs: Any) -> Comparison:
@@ -61,7 +63,14 @@ def check(
         under = policy if policy is not None or was is None else was.policy or None
         now = lock(fn, under)(*args, **kwargs)
         if update:
-            file.write_text(text_of(now), encoding="utf-8")
+            _save(now, file)
         return Comparison(str(path), ()) if was is None else compare(str(path), was, now)
 
     return checked
+
+
+def _save(now: Lock, file: Path) -> None:
+    try:
+        file.write_text(text_of(now), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"lock: cannot write {file}: {error.strerror}.") from error

@@ -14,6 +14,8 @@ from jaxmp._lock.lock import Lock
 from jaxmp._lock.patterns import compressed
 
 _NOTHING = "nothing"
+# How many patterns of modules are shown in which the same is different.
+_PATTERNS = 6
 
 
 class Difference(NamedTuple):
@@ -50,12 +52,13 @@ class Comparison:
         first = min(self.differences, key=lambda d: d.order)
         count = _screen.counted(len(self.differences), "difference")
         at = f" at {first.source}" if first.source else ""
-        head = f"{self.path}: {count}. First in the program: {first.module}, {first.what}{at}."
+        head = [f"{self.path}: {count}."]
+        head += _screen.wrapped(f"First in the program: {first.module}, {first.what}{at}.")
         tail = "If that is wanted: the same command with --update, and commit the file."
-        blocks = list(_blocks(self.differences))
-        room = sys.maxsize if verbose else _screen.LINES - 5
-        lines = _screen.fitted(blocks, room, "group of modules")
-        return "\n".join([*_screen.wrapped(head), "", *lines, "", tail])
+        most = sys.maxsize if verbose else _PATTERNS
+        room = sys.maxsize if verbose else _screen.LINES - 6
+        lines = _screen.fitted(list(_blocks(self.differences, most)), room, "block")
+        return "\n".join([*head, "", *lines, "", tail])
 
     def __str__(self) -> str:
         return self.to_text()
@@ -103,8 +106,8 @@ def _of_operations(was: Lock, now: Lock) -> Iterator[Difference]:
             inside = [at for (m, _, _), at in now.lines.items() if m == module]
             order, source = min(new or near or inside or [(sys.maxsize, "")])
             # What is gone is not the cause of what is new on the same line.
-            order += 0 if new else 0.5
-            yield Difference(module, what, _shown(a), _shown(b), source, order)
+            later = 0 if new else 0.5
+            yield Difference(module, what, _shown(a), _shown(b), source, order + later)
 
 
 def _shown(counts: Mapping[str, int]) -> str:
@@ -115,8 +118,8 @@ def _several(words: tuple[str, ...] | list[str]) -> str:
     return ", ".join(words) or _NOTHING
 
 
-def _blocks(differences: tuple[Difference, ...]) -> Iterator[list[str]]:
-    """Lines for each group of modules in which the same is different."""
+def _blocks(differences: tuple[Difference, ...], most: int) -> Iterator[list[str]]:
+    """Lines for each group of modules in which the same is different, with `most` of their names."""
     by_module: dict[str, list[Difference]] = defaultdict(list)
     for difference in differences:
         by_module[difference.module].append(difference)
@@ -124,7 +127,9 @@ def _blocks(differences: tuple[Difference, ...]) -> Iterator[list[str]]:
     for module, of in by_module.items():
         groups[tuple((d.what, d.was, d.now, d.source) for d in of)].append(module)
     for rows, modules in groups.items():
-        lines = _screen.wrapped(", ".join(compressed(modules)), hanging=2)
+        names = compressed(modules)
+        more = [f"and {len(names) - most} more"] if len(names) > most else []
+        lines = _screen.wrapped(", ".join([*names[:most], *more]), hanging=2)
         for what, was, now, source in rows:
             at = f"  {source}" if source else ""
             lines += _screen.wrapped(f"{what:17s} was {was}", 2, hanging=24)

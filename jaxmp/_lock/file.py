@@ -41,8 +41,8 @@ def text_of(lock: Lock) -> str:
         lines += [f"{_quoted(path)} = {_quoted(dtype)}" for path, dtype in rows]
     groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for module, kinds in lock.operations.items():
-        said = (f"{key} = {_quoted(in_words(kinds[key]))}" for key in sorted(kinds, key=_rank))
-        groups[tuple(said)].append(module)
+        keys = sorted(kinds, key=_rank)
+        groups[tuple(f"{key} = {_quoted(in_words(kinds[key]))}" for key in keys)].append(module)
     patterns = [(pattern, said) for said, of in groups.items() for pattern in compressed(of)]
     for pattern, said in sorted(patterns, key=lambda pair: natural(pair[0])):
         lines += ["", f"[module.{_quoted(pattern)}]", *said]

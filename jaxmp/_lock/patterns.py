@@ -58,8 +58,8 @@ def _boxes(numbers: set[tuple[int, ...]]) -> Iterator[tuple[str, ...]]:
     alike: dict[frozenset[tuple[int, ...]], list[int]] = defaultdict(list)
     for first, rests in sorted(others.items()):
         alike[frozenset(rests)].append(first)
-    for rests, firsts in alike.items():
-        for ranges in _boxes(set(rests)):
+    for same, firsts in alike.items():
+        for ranges in _boxes(set(same)):
             yield _range(firsts), *ranges
 
 

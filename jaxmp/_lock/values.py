@@ -141,9 +141,9 @@ class Follower:
         name = eqn.primitive.name
         stage = _stage(known, place)
         main = _main(eqn, known)
-        module = place.path or (self._product(eqn, known, stage) if name in LOW else "")
-        if not module:
-            module = main.module if stage > FORWARD else main.parameter
+        first = stage == FORWARD or place.again  # or what is computed once more
+        module = place.path or (self._product(eqn, known, first) if name in LOW else "")
+        module = module or (main.parameter if first else main.module)
         fixed = all(value.fixed for value in known) and not has_effects(eqn)
         if name in _SAME and known:
             out = known[0]._replace(stage=stage if known[0].stage else GIVEN)
@@ -157,13 +157,13 @@ class Follower:
             for _ in eqn.outvars
         ]
 
-    def _product(self, eqn: JaxprEqn, known: list[Value], stage: int) -> str:
+    def _product(self, eqn: JaxprEqn, known: list[Value], first: bool) -> str:  # noqa: FBT001
         """What a product without a path is named by: its parameter."""
         named = [(v, shape_of(x)) for v, x in zip(known, eqn.invars, strict=False) if v.parameter]
         if named:
             # Of two arguments, the one that is deeper in its tree, or comes first.
             parameter, shape = max(named, key=lambda pair: pair[0].parameter.count("/"))
-            if stage <= FORWARD:
+            if first:
                 for value in known[:2]:
                     if value is not parameter and value.token is not None:
                         self._readers[value.token][parameter.parameter] = tuple(sorted(shape))
