@@ -265,6 +265,7 @@ def test_an_optimizer_in_bfloat16_is_named():
         locked(linen_step(model)), locked(linen_step(model, tx=optax.adam(1e-3, mu_dtype=BF16)))
     )
     assert found[0] == ("argument 1/0/mu", "dtype", "float32", "bfloat16")
+    assert not any(row[0].startswith("0/") for row in found)  # no row for each array of a state
 
 
 def test_gradients_of_one_layer_are_named():

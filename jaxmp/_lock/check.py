@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxmp._lock.compare import Comparison, compare
+from jaxmp._lock.compare import LockComparison, compare
 from jaxmp._lock.file import OtherVersionError, read, text_of
 from jaxmp._lock.lock import Lock, lock
 from jaxmp.policy import PolicyLike
@@ -41,7 +41,7 @@ def check(
     policy: PolicyLike | None = None,
     *,
     update: bool = False,
-) -> Callable[..., Comparison]:
+) -> Callable[..., LockComparison]:
     """Compares a function with its lock, as a function of its arguments.
 
     Args:
@@ -53,7 +53,7 @@ def check(
     lock(fn, policy)  # refuses what is neither a function nor a policy
     file = Path(path)
 
-    def checked(*args: Any, **kwargs: Any) -> Comparison:
+    def checked(*args: Any, **kwargs: Any) -> LockComparison:
         try:
             was = None if update and not file.exists() else read(file)
         except OtherVersionError:
@@ -64,7 +64,7 @@ def check(
         now = lock(fn, under)(*args, **kwargs)
         if update:
             _save(now, file)
-        return Comparison(str(path), ()) if was is None else compare(str(path), was, now)
+        return LockComparison(str(path), ()) if was is None else compare(str(path), was, now)
 
     return checked
 

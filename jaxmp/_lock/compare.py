@@ -39,7 +39,7 @@ class Difference(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Comparison:
+class LockComparison:
     """A program compared with its lock. Print it."""
 
     path: str
@@ -64,7 +64,7 @@ class Comparison:
         return self.to_text()
 
 
-def compare(path: str, was: Lock, now: Lock) -> Comparison:
+def compare(path: str, was: Lock, now: Lock) -> LockComparison:
     """Compares a lock with that of a program."""
     found = []
     for what, a, b in (
@@ -75,7 +75,7 @@ def compare(path: str, was: Lock, now: Lock) -> Comparison:
     found += _of_dtypes("argument", was.arguments, now.arguments)
     found += _of_operations(was, now)
     found += _of_dtypes("result", was.results, now.results)
-    return Comparison(path, tuple(sorted(found, key=lambda d: d.order)))
+    return LockComparison(path, tuple(sorted(found, key=lambda d: d.order)))
 
 
 def _of_dtypes(noun: str, was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Difference]:
@@ -119,7 +119,7 @@ def _several(words: tuple[str, ...] | list[str]) -> str:
 
 
 def _blocks(differences: tuple[Difference, ...], most: int) -> Iterator[list[str]]:
-    """Lines for each group of modules in which the same is different, with `most` of their names."""
+    """Lines for each group of modules in which the same is different, `most` of them named."""
     by_module: dict[str, list[Difference]] = defaultdict(list)
     for difference in differences:
         by_module[difference.module].append(difference)

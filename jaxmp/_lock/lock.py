@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._audit.costs import check_sizes
-from jaxmp._audit.scaling import is_scale
+from jaxmp._audit.scaling import is_scale, of_optax
 from jaxmp._autocast.explain import warn_overruled
 from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.regions import check_callable
@@ -24,7 +24,7 @@ from jaxmp._jaxprs.source import in_scope
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._lock.liveness import live_equations
 from jaxmp._lock.operations import COUNTED, SAVED, count, of_equation
-from jaxmp._lock.values import BACKWARD, FORWARD, PASSES, Follower, LockPlace, Seen, Value
+from jaxmp._lock.values import BACKWARD, FORWARD, PASSES, Follower, LockPlace, LockValue, Seen
 from jaxmp.policy import PolicyLike, single_policy
 
 OUTSIDE = "(no module)"
@@ -82,7 +82,12 @@ def _locked(fn: Callable[..., Any], policy: str, args: Any, kwargs: Any) -> Lock
     given = jax.tree_util.tree_leaves_with_path((args, kwargs))
     given = [(path, leaf) for path, leaf in given if is_array(leaf)]
     reader = _Reader(live_equations(traced.jaxpr), any(is_scale(path) for path, _ in given))
-    known = [Value(parameter=_name(path[2:])) for path, _ in given]
+    states = filter(of_optax, jax.tree.leaves((args, kwargs), is_leaf=of_optax))
+    of_states = set(map(id, jax.tree.leaves(list(states))))
+    known = [
+        LockValue(parameter="" if id(leaf) in of_states else _name(path[2:]))
+        for path, leaf in given
+    ]
     Follower(reader.visit).run(traced.jaxpr, known, LockPlace())
     outs = jax.tree.unflatten(traced.tree, [dtype_of(v) for v in traced.jaxpr.jaxpr.outvars])
     results = jax.tree_util.tree_leaves_with_path(outs, is_leaf=lambda x: x is None)

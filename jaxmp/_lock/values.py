@@ -21,7 +21,7 @@ from jaxmp._audit.place import AuditPlace
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.primitives import LOW
 from jaxmp._jaxprs.attributes import has_effects
-from jaxmp._jaxprs.compat import closed, inner_jaxprs, jaxprs_run, shape_of
+from jaxmp._jaxprs.compat import closed, jaxprs_run, shape_of
 from jaxmp._jaxprs.dataflow import settled
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import Flag, flagged
@@ -37,7 +37,7 @@ GIVEN, FORWARD, BACKWARD, UPDATE = range(4)
 PASSES = ("forward", "forward", "backward", "update")
 
 
-class Value(NamedTuple):
+class LockValue(NamedTuple):
     """What is known of a value.
 
     Attributes:
@@ -73,12 +73,15 @@ class LockPlace(AuditPlace):
         return dataclasses.replace(place, path=path, differentiated=differentiated)
 
 
+_LITERAL = LockValue(fixed=True)
+
+
 class Seen(NamedTuple):
     """An equation, where it stands, what is known of its operands, and the module it belongs to."""
 
     eqn: JaxprEqn
     place: LockPlace
-    known: list[Value]
+    known: list[LockValue]
     stage: int
     module: str
 
@@ -94,32 +97,25 @@ class Follower:
         self._readers: dict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
 
     def run(
-        self, jaxpr: Any, known: Sequence[Value], around: LockPlace, *, silent: bool = False
-    ) -> list[Value]:
+        self, jaxpr: Any, known: Sequence[LockValue], around: LockPlace, *, silent: bool = False
+    ) -> list[LockValue]:
         """What is known of the results of a jaxpr, of whose operands `known` is."""
         opened = closed(jaxpr).jaxpr
-        env = {
-            var: value._replace(token=next(self._tokens)) if value.token is None else value
-            for var, value in zip(opened.invars, known, strict=True)
-        }
+        env = dict(zip(opened.invars, map(self._with_token, known), strict=True))
 
-        def read(atom: Any) -> Value:
-            return Value(fixed=True) if isinstance(atom, Literal) else env.get(atom, Value())
+        def read(atom: Any) -> LockValue:
+            return _LITERAL if isinstance(atom, Literal) else env.get(atom, LockValue())
 
         for eqn in opened.eqns:
             place, ins = around.at(eqn), [read(v) for v in eqn.invars]
-            jaxprs = _run_by(eqn)
-            if jaxprs:
-                outs = self._inside(eqn, ins, place, silent=silent)
-            else:
-                outs = self._first_order(eqn, ins, place, silent=silent)
+            outs = (self._inside if inside(eqn) else self._visited)(eqn, ins, place, silent=silent)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in opened.outvars]
 
     def _inside(
-        self, eqn: JaxprEqn, known: list[Value], place: LockPlace, *, silent: bool
-    ) -> list[Value]:
-        found: dict[int, Value] = {}
+        self, eqn: JaxprEqn, known: list[LockValue], place: LockPlace, *, silent: bool
+    ) -> list[LockValue]:
+        found: dict[int, LockValue] = {}
         for inner in inside(eqn):
             quiet = lambda jaxpr, ins: self.run(jaxpr, ins, place, silent=True)  # noqa: E731
             facts = settled(inner, known, quiet, _either)
@@ -127,20 +123,12 @@ class Follower:
             for result, out in zip(inner.results, outs, strict=True):
                 if result is not None:
                     found[result] = _either(found[result], out) if result in found else out
-        if found or inside(eqn):
-            return [found[i] for i in range(len(eqn.outvars))]
-        stage = max((value.stage for value in known), default=GIVEN)
-        for jaxpr in _run_by(eqn):
-            count = len(closed(jaxpr).jaxpr.invars)
-            self.run(jaxpr, [Value(stage)] * count, place.unknown(eqn), silent=silent)
-        return self._first_order(eqn, known, place, silent=silent)
+        return [found[i] for i in range(len(eqn.outvars))]
 
-    def _first_order(
-        self, eqn: JaxprEqn, known: list[Value], place: LockPlace, *, silent: bool
-    ) -> list[Value]:
-        name = eqn.primitive.name
-        stage = _stage(known, place)
-        main = _main(eqn, known)
+    def _visited(
+        self, eqn: JaxprEqn, known: list[LockValue], place: LockPlace, *, silent: bool
+    ) -> list[LockValue]:
+        name, stage, main = eqn.primitive.name, _stage(known, place), _main(eqn, known)
         first = stage == FORWARD or place.again  # or what is computed once more
         module = place.path or (self._product(eqn, known, first) if name in LOW else "")
         module = module or (main.parameter if first else main.module)
@@ -149,15 +137,19 @@ class Follower:
             out = known[0]._replace(stage=stage if known[0].stage else GIVEN)
             out = out._replace(module=out.module or module)
         else:
-            out = Value(max(stage, FORWARD), module, fixed=fixed)
+            out = LockValue(max(stage, FORWARD), module, fixed=fixed)
         if not silent:
             self._visit(Seen(eqn, place, known, stage, module))
-        return [
-            out if out.token is not None else out._replace(token=next(self._tokens))
-            for _ in eqn.outvars
-        ]
+        # A scatter has a jaxpr, too: how it adds two numbers. A kernel has products in its own.
+        for jaxpr in jaxprs_run(eqn) if contracts(eqn) and name not in LOW else ():
+            given = [LockValue(stage)] * len(closed(jaxpr).jaxpr.invars)
+            self.run(jaxpr, given, place.unknown(eqn), silent=silent)
+        return [self._with_token(out) for _ in eqn.outvars]
 
-    def _product(self, eqn: JaxprEqn, known: list[Value], first: bool) -> str:  # noqa: FBT001
+    def _with_token(self, value: LockValue) -> LockValue:
+        return value if value.token is not None else value._replace(token=next(self._tokens))
+
+    def _product(self, eqn: JaxprEqn, known: list[LockValue], first: bool) -> str:  # noqa: FBT001
         """What a product without a path is named by: its parameter."""
         named = [(v, shape_of(x)) for v, x in zip(known, eqn.invars, strict=False) if v.parameter]
         if named:
@@ -175,34 +167,24 @@ class Follower:
         return _common([name for name, of in found.items() if of == shape] or list(found))
 
 
-def _run_by(eqn: JaxprEqn) -> list[Any]:
-    if inner := inside(eqn):
-        return [each.jaxpr for each in inner]
-    unknown = any(True for _ in inner_jaxprs(eqn)) and contracts(eqn)
-    return list(jaxprs_run(eqn)) if unknown else []
-
-
-def _stage(known: Sequence[Value], place: LockPlace) -> int:
-    if place.backward:
+def _stage(known: Sequence[LockValue], place: LockPlace) -> int:
+    if place.backward or place.again:
         return BACKWARD
-    if place.again:
-        return BACKWARD
-    if not place.differentiated and any(value.stage >= BACKWARD for value in known):
-        return UPDATE
-    return FORWARD
+    after = not place.differentiated and any(value.stage >= BACKWARD for value in known)
+    return UPDATE if after else FORWARD
 
 
-def _main(eqn: JaxprEqn, known: Sequence[Value]) -> Value:
+def _main(eqn: JaxprEqn, known: Sequence[LockValue]) -> LockValue:
     """The largest operand, the first of several."""
     pairs = zip(known, eqn.invars, strict=True)
     sized = [(math.prod(getattr(v.aval, "shape", ())), value) for value, v in pairs]
     named = [pair for pair in sized if pair[1].module] or sized
-    return max(named, key=lambda pair: pair[0], default=(0, Value()))[1]
+    return max(named, key=lambda pair: pair[0], default=(0, LockValue()))[1]
 
 
-def _either(a: Value, b: Value) -> Value:
+def _either(a: LockValue, b: LockValue) -> LockValue:
     """What is known of a value that is one of two."""
-    return Value(
+    return LockValue(
         stage=max(a.stage, b.stage),
         module=a.module if a.module == b.module else "",
         parameter=a.parameter if a.parameter == b.parameter else "",
