@@ -279,6 +279,27 @@ def test_gradients_of_one_layer_are_named():
     assert {row[0] for row in found} == {"head"}
 
 
+def test_a_layer_of_an_nnx_model_in_float32_is_named():
+    step, args = lock_models.nnx_by_hand()
+    before = lock(step)(*args)
+    args[0].head.dtype = jnp.float32
+    found = changes(before, lock(step)(*args))
+    assert ("head/kernel", "forward.matmul", LOW, "float32*float32 -> float32") in found
+    assert found[0][0].startswith("head/")
+
+
+def test_of_what_is_on_several_lines_they_are_shown():
+    def fn(x):
+        x = x.astype(jnp.float16)
+        return x.astype(jnp.float32).astype(jnp.float16)
+
+    x = jnp.ones(3)
+    before = lock(lambda x: x.astype(jnp.float16))(x)
+    [first, *_] = compare("x.lock", before, lock(fn)(x)).differences
+    assert first.now == "float16 -> float32, float32 -> float16 ×2"
+    assert len(first.source.split(", ")) == 2
+
+
 def test_the_policy_of_the_file_is_the_default(tmp_path):
     file = tmp_path / "x.lock"
     fn, x = jax.grad(lambda w, x: jnp.sum(x @ w)), lock_models.float32(16, 16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from jaxmp._lock.patterns import compressed
 _NOTHING = "nothing"
 # How many patterns of modules are shown in which the same is different.
 _PATTERNS = 6
+# How many lines are, where what is counted is on several.
+_LINES = 3
 
 
 class Difference(NamedTuple):
@@ -26,7 +28,7 @@ class Difference(NamedTuple):
       what: ``forward.matmul``.
       was: in words, as the lock has it.
       now: as the program has it.
-      source: the line where it is written now, ``file.py:line``.
+      source: the line where it is written now, ``file.py:line``; of several, the first three.
       order: where in the program it is first; what came first caused the others, most often.
     """
 
@@ -75,7 +77,7 @@ def compare(path: str, was: Lock, now: Lock) -> LockComparison:
     found += _of_dtypes("argument", was.arguments, now.arguments)
     found += _of_operations(was, now)
     found += _of_dtypes("result", was.results, now.results)
-    return LockComparison(path, tuple(sorted(found, key=lambda d: d.order)))
+    return LockComparison(path, tuple(sorted(found, key=lambda d: (d.order, d[:2]))))
 
 
 def _of_dtypes(noun: str, was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[Difference]:
@@ -104,10 +106,11 @@ def _of_operations(was: Lock, now: Lock) -> Iterator[Difference]:
             new = [now.lines[module, what, words] for words in b if a.get(words) != b[words]]
             near = [at for (m, w, _), at in now.lines.items() if m == module and w == what]
             inside = [at for (m, _, _), at in now.lines.items() if m == module]
-            order, source = min(new or near or inside or [(sys.maxsize, "")])
+            lines = dict(ChainMap(*(new or near or inside)))
+            source = ", ".join(sorted(lines, key=lines.__getitem__)[:_LINES])
             # What is gone is not the cause of what is new on the same line.
-            later = 0 if new else 0.5
-            yield Difference(module, what, _shown(a), _shown(b), source, order + later)
+            order = min(lines.values(), default=float("inf")) + (0 if new else 0.5)
+            yield Difference(module, what, _shown(a), _shown(b), source, order)
 
 
 def _shown(counts: Mapping[str, int]) -> str:

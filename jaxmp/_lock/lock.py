@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,8 +43,8 @@ class Lock:
       arguments: the dtype of each array in the arguments, by its path.
       results: the same of the results.
       operations: by module and kind; what is not counted has the count 1.
-      lines: by module and kind, where they are written, each with the place of the first in the
-        order of the program; nothing of it is in a file.
+      lines: by module, kind and words, the lines where they are written, each with its place in
+        the order of the program; nothing of it is in a file.
     """
 
     policy: str
@@ -51,7 +52,9 @@ class Lock:
     arguments: Mapping[str, str]
     results: Mapping[str, str]
     operations: Operations
-    lines: Mapping[tuple[str, str, str], tuple[int, str]] = dataclasses.field(default_factory=dict)
+    lines: Mapping[tuple[str, str, str], Mapping[str, int]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 def lock(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Callable[..., Lock]:
@@ -114,7 +117,8 @@ class _Reader:
         self.operations: dict[str, dict[str, Counter[str]]] = defaultdict(
             lambda: defaultdict(Counter)
         )
-        self.lines: dict[tuple[str, str, str], tuple[int, str]] = {}
+        self.lines: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
+        self._order = itertools.count()
         self.scaling = dict.fromkeys(["the scale is an argument"] if scale_given else [])
 
     def visit(self, seen: Seen) -> None:
@@ -147,7 +151,7 @@ class _Reader:
     def _add(self, module: str, key: str, words: str, source: str, count: int = 1) -> None:
         said = self.operations[module or OUTSIDE][key]
         said[words] = said[words] + count if key.partition(".")[2] in COUNTED else 1
-        self.lines.setdefault((module or OUTSIDE, key, words), (len(self.lines), source))
+        self.lines[module or OUTSIDE, key, words].setdefault(source, next(self._order))
 
 
 def _plain(dtype: Any) -> bool:
