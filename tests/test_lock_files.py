@@ -119,7 +119,7 @@ def test_what_cannot_be_written_and_wrong_uses(run, tmp_path):
     assert "cannot write nowhere/x.lock: No such file" in printed.err
     code, printed = run("--policy", "mixed_bflaot16")
     assert code == 2
-    assert "lock" in printed.err
+    assert "did you mean 'mixed_bfloat16'?" in printed.err
     with pytest.raises(TypeError, match="lock"):
         assert_precision_locked("x.lock", jnp.sin)
     with pytest.raises(SystemExit):

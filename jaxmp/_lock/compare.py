@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -106,10 +106,10 @@ def _of_operations(was: Lock, now: Lock) -> Iterator[Difference]:
             new = [now.lines[module, what, words] for words in b if a.get(words) != b[words]]
             near = [at for (m, w, _), at in now.lines.items() if m == module and w == what]
             inside = [at for (m, _, _), at in now.lines.items() if m == module]
-            lines = dict(ChainMap(*(new or near or inside)))
-            source = ", ".join(sorted(lines, key=lines.__getitem__)[:_LINES])
+            at = sorted((n, line) for lines in new or near or inside for line, n in lines.items())
+            source = ", ".join(list(dict.fromkeys(line for _, line in at))[:_LINES])
             # What is gone is not the cause of what is new on the same line.
-            order = min(lines.values(), default=float("inf")) + (0 if new else 0.5)
+            order = (at[0][0] if at else float("inf")) + (0 if new else 0.5)
             yield Difference(module, what, _shown(a), _shown(b), source, order)
 
 

@@ -134,8 +134,9 @@ class Follower:
         module = module or (main.parameter if first else main.module)
         fixed = all(value.fixed for value in known) and not has_effects(eqn)
         if name in _SAME and known:
-            out = known[0]._replace(stage=stage if known[0].stage else GIVEN)
-            out = out._replace(module=out.module or module)
+            out = known[0]._replace(module=known[0].module or module)
+            if out.stage not in (GIVEN, UPDATE):  # a parameter, or that of the step before
+                out = out._replace(stage=stage)
         else:
             out = LockValue(max(stage, FORWARD), module, fixed=fixed)
         if not silent:
