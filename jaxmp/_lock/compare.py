@@ -135,6 +135,6 @@ def _blocks(differences: tuple[Difference, ...], most: int) -> Iterator[list[str
         lines = _screen.wrapped(", ".join([*names[:most], *more]), hanging=2)
         for what, was, now, source in rows:
             at = f"  {source}" if source else ""
-            lines += _screen.wrapped(f"{what:17s} was {was}", 2, hanging=24)
-            lines += _screen.wrapped(f"{'':17s} is  {now}{at}", 2, hanging=24)
+            lines += _screen.wrapped(f"{what:22s} was {was}", 2, hanging=29)
+            lines += _screen.wrapped(f"{'':22s} is  {now}{at}", 2, hanging=29)
         yield lines
