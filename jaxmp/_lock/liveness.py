@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from jaxmp._jaxprs.attributes import has_effects
 from jaxmp._jaxprs.compat import closed, inner_jaxprs
 from jaxmp._jaxprs.dataflow import demanded
 from jaxmp._jaxprs.higher_order import Inner, inside, steering
@@ -35,7 +36,7 @@ def live_equations(program: Any) -> set[int]:
         live = {v for v, w in zip(opened.outvars, wanted, strict=True) if w and not _literal(v)}
         for eqn in reversed(opened.eqns):
             outs = [v in live for v in eqn.outvars]
-            effect = bool(eqn.effects) and eqn.primitive.name not in _PRINTS
+            effect = has_effects(eqn) and eqn.primitive.name not in _PRINTS
             ins = demanded(eqn, outs, run_inside, operator.or_, nothing=False)
             needed = any(outs) or (effect and not inside(eqn)) or any(ins or ())
             if not needed:

@@ -17,6 +17,7 @@ from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.rules import author_keeps
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.compat import called, dtype_of
+from jaxmp._jaxprs.equation_parameters import precision
 from jaxmp._jaxprs.primitive_table import TABLE, Flag, flagged, of_kind
 
 PRODUCTS = {
@@ -93,7 +94,7 @@ def _is_float(dtype: Any) -> bool:
 
 def _precision(eqn: JaxprEqn) -> str:
     """What the program says of how a product is computed, the dtype of its sums among it."""
-    asked = eqn.params.get("precision")
+    asked = precision(eqn)
     several = asked if isinstance(asked, tuple) else (asked,)
     names = dict.fromkeys(str(getattr(p, "name", p)) for p in several if p is not None)
     return "".join(f", precision={name}" for name in names if name != "DEFAULT")
