@@ -1,4 +1,4 @@
-"""The command line: ``python -m jaxmp audit``, ``preflight``, ``validate``, ``devices``."""
+"""The command line: ``python -m jaxmp audit``, ``lock``, ``preflight`` and so on."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from jaxmp import __version__
 from jaxmp._audit.audit import audit
 from jaxmp._audit.findings import FAULTS, KINDS, OVERRULED
 from jaxmp._command_functions import TAKES, attribute_of, load
+from jaxmp._lock.check import check, write
 from jaxmp._numerics.validate import validate
 from jaxmp._numerics.validate_numerics import with_cpu_sums
 from jaxmp._preflight.pays_table import when_it_pays
@@ -40,6 +41,8 @@ _VALIDATE = (
     "      --policy mixed_bfloat16 --steps 300 --out validate_lm"
 )
 _DEVICES = "python -m jaxmp devices"
+_LOCKS = "what a program computes in which dtype, into a file; or what has changed since"
+_LOCK = "python -m jaxmp lock lm_step:small --policy mixed_bfloat16 --out precision.lock"
 _UNKNOWN = (
     "no figures of it, only of TPUs and NVIDIA GPUs: for one of those audit and preflight judge "
     "with --target"
@@ -121,6 +124,31 @@ def _parser() -> argparse.ArgumentParser:
         "--all", action="store_true", help="print every finding, however many lines that takes"
     )
     command.set_defaults(run=_audit)
+
+    command = _add(commands, "lock", _LOCKS, _LOCK)
+    _add_name(command)
+    command.add_argument(
+        "--policy",
+        help="lock jaxmp.autocast(fn, policy); to compare, the policy of the file is the default",
+    )
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=Path("precision.lock"),
+        metavar="FILE",
+        help="the file; default: %(default)s",
+    )
+    does = command.add_mutually_exclusive_group()
+    does.add_argument(
+        "--check", action="store_true", help="compare with the file; exit with 1 if it differs"
+    )
+    does.add_argument(
+        "--update", action="store_true", help="print what has changed, and rewrite the file"
+    )
+    command.add_argument(
+        "--all", action="store_true", help="print every difference, however many lines that takes"
+    )
+    command.set_defaults(run=_lock)
 
     command = _add(
         commands, "preflight", "memory and traffic on a TPU or GPU that is not there", _PREFLIGHT
@@ -252,9 +280,13 @@ def _chips() -> str:
 
 
 def _add_function(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    _add_name(command, nargs)
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_name(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
     what = f"{TAKES}: make() in train.py is train:make"
     command.add_argument("function", metavar="module:function", help=what, nargs=nargs)
-    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _audit(args: argparse.Namespace) -> int:
@@ -263,6 +295,17 @@ def _audit(args: argparse.Namespace) -> int:
     print(json.dumps(report.to_dict()) if args.json else report.to_text(verbose=args.all))
     failed = {OVERRULED, *args.fail_on}  # of another policy than the one asked for: no answer
     return int(any(finding.kind in failed for finding in report.findings))
+
+
+def _lock(args: argparse.Namespace) -> int:
+    fn, arguments = load(args.function)
+    if not (args.check or args.update):
+        locked = write(fn, args.out, args.policy)(*arguments)
+        print(f"{args.out}: {len(locked.operations)} modules. Commit it, and --check it in CI.")
+        return 0
+    found = check(fn, args.out, args.policy, update=args.update)(*arguments)
+    print(found.to_text(verbose=args.all))
+    return int(args.check and bool(found.differences))
 
 
 def _preflight(args: argparse.Namespace) -> int:

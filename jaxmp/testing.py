@@ -9,6 +9,7 @@ Example:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,18 @@ from jax.typing import DTypeLike
 from jaxmp._audit.audit import audit
 from jaxmp._audit.report import PrecisionError
 from jaxmp._jaxprs.attributes import is_tracer
+from jaxmp._lock.check import check as check_lock
 from jaxmp._training.replicas_equal import copies_in
 from jaxmp.dtypes import parse_dtype
+from jaxmp.policy import PolicyLike
 from jaxmp.recipes import FORMATS
 
-__all__ = ["PrecisionError", "assert_contractions_in", "assert_in_step"]
+__all__ = [
+    "PrecisionError",
+    "assert_contractions_in",
+    "assert_in_step",
+    "assert_precision_locked",
+]
 
 
 def assert_contractions_in(fn: Callable[..., Any], dtype: DTypeLike) -> Callable[..., None]:
@@ -115,6 +123,52 @@ def assert_in_step(tree: Any) -> None:
             "jax.shard_map, average gradients over devices (jax.lax.pmean) before the optimizer's "
             "update, leave axis_name out of dynamic_loss_scale, and let JAX check (check_vma=True)."
         )
+
+
+def assert_precision_locked(
+    fn: Callable[..., Any],
+    path: str | os.PathLike[str],
+    policy: PolicyLike | None = None,
+    *,
+    update: bool = False,
+) -> Callable[..., None]:
+    """Raises unless a function computes in the dtypes that a lock file says.
+
+    A lock says of each module, forward and backward, what its products multiply and return, which
+    casts there are, and in which dtypes all else is; what is saved for the backward pass; and the
+    dtypes of arguments. It has no sizes and no lines. `python -m jaxmp lock` writes it as well.
+
+    Args:
+      fn: a function of any pytrees, as for `jaxmp.audit`: best a whole training step, jaxmp's or
+        not; it is traced, not run.
+      path: the file, which a repository keeps.
+      policy: if given, `jaxmp.autocast(fn, policy)` is compared; by default the policy that the
+        file says, if it says one.
+      update: writes the file, and raises nothing.
+
+    Returns:
+      A function with the arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      PrecisionError: (an AssertionError) that names the modules, what they did and do, and lines.
+      ValueError: if there is no such file, it is not a lock, or another version of jaxmp wrote it.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, jaxmp
+      >>> x = jnp.ones((8, 8), jnp.bfloat16)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     file = f"{folder}/precision.lock"
+      ...     jaxmp.testing.assert_precision_locked(lambda x: x @ x, file, update=True)(x)
+      ...     jaxmp.testing.assert_precision_locked(lambda y: jnp.dot(y, y), file)(x)
+    """
+    checked = check_lock(fn, path, policy, update=update)
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        found = checked(*args, **kwargs)
+        if found.differences and not update:
+            raise PrecisionError(f"assert_precision_locked: {found}")
+
+    return check
 
 
 def _dtype_name(dtype: DTypeLike) -> str:

@@ -44,6 +44,7 @@ PROGRAMS = {
     "cpu_sums": "import cpu_sums",
     "serving": "import serving",
     "optimizer_state": "import optimizer_state as o; o.stored(o.OPTIMIZERS['adam'], 'int8')",
+    "precision_lock": "import precision_lock as p; p.main(['vit'], ['logits rounded'], [])",
     "product_cycles": "import product_cycles",
     "eight_bits_aot": "import eight_bits_aot",
     "when_it_pays": "import when_it_pays; when_it_pays.main()",

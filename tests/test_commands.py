@@ -35,6 +35,7 @@ RUN = {
     "examples/validate_digits.py": "--steps 2 --seeds 2",
     "jaxmp audit": "",
     "jaxmp devices": "",
+    "jaxmp lock": "",
     "jaxmp validate": "--steps 2 --seeds 2",
 }
 # Why the others are not run by this file: only that their options are there.
@@ -50,6 +51,7 @@ NOT_RUN = {
     "benchmarks/loss_scale_aot.py": "compiles for hours, for TPUs and GPUs",
     "benchmarks/convergence.py": "trains for half an hour; test_benchmarks.py runs a part",
     "benchmarks/optimizer_state.py": "trains for minutes; test_benchmarks.py imports it",
+    "benchmarks/precision_lock.py": "traces for minutes; test_benchmarks.py runs a part",
     "benchmarks/results.py": "runs the others; test_benchmark_results.py tests it",
     "benchmarks/serving.py": "compiles and trains for minutes",
     "benchmarks/trace_time.py": "times minutes; test_benchmarks.py runs a part",

@@ -81,7 +81,7 @@ def test_what_one_comes_from_runs_where_it_is_installed(block):
 def test_blocks_are_programs_commands_or_output(name):
     before = None
     for block in blocks(PAGES[name]):
-        assert block.language in {"python", "sh", "text"}, block
+        assert block.language in {"python", "sh", "text", "toml", "yaml"}, block
         if block.language == "text":
             assert before is not None, "output of nothing"
             assert re.search(r"JAX 0\.\d+", block.above), f"which JAX printed this?\n{block.text}"
@@ -114,7 +114,7 @@ def test_commands_name_what_there_is(name, block):
             asked = re.findall(r"\[([\w,-]+)\]", line)
             assert all(extra in extras for group in asked for extra in group.split(","))
         elif words[:3] == ["python", "-m", "jaxmp"]:
-            assert words[3] in {"audit", "preflight", "validate", "devices"}
+            assert words[3] in {"audit", "lock", "preflight", "validate", "devices"}
         elif words[0] == "python":
             file = folder / words[1]
             assert file.exists()

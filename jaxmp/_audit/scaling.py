@@ -29,12 +29,13 @@ def is_scale(path: tuple[Any, ...]) -> bool:
     return any(getattr(key, "name", None) == "loss_scale" for key in path)
 
 
+def of_optax(node: Any) -> bool:
+    """Whether a node of a pytree is the state of an optax transformation."""
+    return isinstance(node, tuple) and type(node).__module__.startswith("optax.")
+
+
 def has_optimizer(tree: Any) -> bool:
     """Whether there is the state of an optax transformation in a pytree."""
-
-    def of_optax(node: Any) -> bool:
-        return isinstance(node, tuple) and type(node).__module__.startswith("optax.")
-
     return any(map(of_optax, jax.tree.leaves(tree, is_leaf=of_optax)))
 
 

@@ -1,0 +1,76 @@
+"""Writes a lock, and compares a program with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxmp._lock.compare import LockComparison, compare
+from jaxmp._lock.file import OtherVersionError, read, text_of
+from jaxmp._lock.lock import Lock, lock
+from jaxmp.policy import PolicyLike
+
+
+def write(
+    fn: Callable[..., Any], path: str | os.PathLike[str], policy: PolicyLike | None = None
+) -> Callable[..., Lock]:
+    """Writes the lock of a function, as a function of its arguments.
+
+    Raises:
+      ValueError: if there is a file; at the call.
+    """
+    locked = lock(fn, policy)
+
+    def written(*args: Any, **kwargs: Any) -> Lock:
+        if Path(path).exists():
+            raise ValueError(
+                f"lock: there is a file {path}: compare with it by --check, rewrite it by --update."
+            )
+        now = locked(*args, **kwargs)
+        _save(now, Path(path))
+        return now
+
+    return written
+
+
+def check(
+    fn: Callable[..., Any],
+    path: str | os.PathLike[str],
+    policy: PolicyLike | None = None,
+    *,
+    update: bool = False,
+) -> Callable[..., LockComparison]:
+    """Compares a function with its lock, as a function of its arguments.
+
+    Args:
+      fn: the function.
+      path: the file.
+      policy: the policy it is traced under; by default that of the file.
+      update: rewrites the file, also one that another version of jaxmp has written.
+    """
+    lock(fn, policy)  # refuses what is neither a function nor a policy
+    file = Path(path)
+
+    def checked(*args: Any, **kwargs: Any) -> LockComparison:
+        try:
+            was = None if update and not file.exists() else read(file)
+        except OtherVersionError:
+            if not update:
+                raise
+            was = None
+        under = policy if policy is not None or was is None else was.policy or None
+        now = lock(fn, under)(*args, **kwargs)
+        if update:
+            _save(now, file)
+        return LockComparison(str(path), ()) if was is None else compare(str(path), was, now)
+
+    return checked
+
+
+def _save(now: Lock, file: Path) -> None:
+    try:
+        file.write_text(text_of(now), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"lock: cannot write {file}: {error.strerror}.") from error

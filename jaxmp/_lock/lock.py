@@ -1,0 +1,165 @@
+"""A lock: what a program computes in which dtype, without a size, a line or an address in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._audit.costs import check_sizes
+from jaxmp._audit.scaling import is_scale, of_optax
+from jaxmp._autocast.explain import warn_overruled
+from jaxmp._autocast.nnx_calls import with_module
+from jaxmp._autocast.regions import check_callable
+from jaxmp._autocast.transform import autocast
+from jaxmp._flax import is_graph_node
+from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.scopes import TESTED, UNSCALE
+from jaxmp._jaxprs.source import in_scope
+from jaxmp._jaxprs.trace import is_array, trace
+from jaxmp._lock.liveness import live_equations
+from jaxmp._lock.operations import COUNTED, SAVED, count, of_equation
+from jaxmp._lock.values import BACKWARD, FORWARD, PASSES, Follower, LockPlace, LockValue, Seen
+from jaxmp.policy import PolicyLike, single_policy
+
+OUTSIDE = "(no module)"
+# Module → what, as "forward.matmul" → in words → how many.
+Operations = Mapping[str, Mapping[str, Mapping[str, int]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lock:
+    """What a program computes in which dtype.
+
+    Attributes:
+      policy: under which it was traced; empty: as it is written.
+      scaling: what is done about the scale of the loss.
+      arguments: the dtype of each array in the arguments, by its path.
+      results: the same of the results.
+      operations: by module and kind; what is not counted has the count 1.
+      lines: by module, kind and words, the lines where they are written, each with its place in
+        the order of the program; nothing of it is in a file.
+    """
+
+    policy: str
+    scaling: tuple[str, ...]
+    arguments: Mapping[str, str]
+    results: Mapping[str, str]
+    operations: Operations
+    lines: Mapping[tuple[str, str, str], Mapping[str, int]] = dataclasses.field(
+        default_factory=dict
+    )
+
+
+def lock(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Callable[..., Lock]:
+    """Locks a function; see `jaxmp.testing.assert_precision_locked`."""
+    asked = None if policy is None else single_policy("lock", policy)
+    check_callable("lock", fn)
+
+    def locked(*args: Any, **kwargs: Any) -> Lock:
+        check_sizes("lock", args, kwargs)
+        program, modules = with_module(fn)
+        args = (*modules, *args)
+        if asked is not None:
+            warn_overruled("lock", program, asked, args, kwargs)
+            program = autocast(program, asked)
+        return _locked(program, "" if asked is None else str(asked), args, kwargs)
+
+    return locked
+
+
+def _locked(fn: Callable[..., Any], policy: str, args: Any, kwargs: Any) -> Lock:
+    def with_changes(*args: Any, **kwargs: Any) -> Any:
+        """What it changes in NNX modules is a result as well."""
+        out = fn(*args, **kwargs)
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_graph_node)
+        return out, [leaf for leaf in leaves if is_graph_node(leaf)]
+
+    traced = trace(with_changes, args, kwargs)
+    given = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    given = [(path, leaf) for path, leaf in given if is_array(leaf)]
+    reader = _Reader(live_equations(traced.jaxpr), any(is_scale(path) for path, _ in given))
+    states = filter(of_optax, jax.tree.leaves((args, kwargs), is_leaf=of_optax))
+    of_states = set(map(id, jax.tree.leaves(list(states))))
+    known = [
+        LockValue(parameter="" if id(leaf) in of_states else _name(path[2:]))
+        for path, leaf in given
+    ]
+    Follower(reader.visit).run(traced.jaxpr, known, LockPlace())
+    outs = jax.tree.unflatten(traced.tree, [dtype_of(v) for v in traced.jaxpr.jaxpr.outvars])
+    results = jax.tree_util.tree_leaves_with_path(outs, is_leaf=lambda x: x is None)
+    return Lock(
+        policy=policy,
+        scaling=tuple(reader.scaling),
+        arguments={_name(path[1:]): str(leaf.dtype) for path, leaf in given if _plain(leaf.dtype)},
+        results={
+            # What changes in a module is named as what is returned beside the results.
+            _name(path[1:] if path[0].idx == 0 else path) or "(all)": str(dtype)
+            for path, dtype in results
+            if _plain(dtype) and jnp.issubdtype(dtype, jnp.inexact)
+        },
+        operations={module: dict(kinds) for module, kinds in reader.operations.items()},
+        lines=reader.lines,
+    )
+
+
+class _Reader:
+    """Collects what a lock says, while the values of a program are followed."""
+
+    def __init__(self, live: set[int], scale_given: bool) -> None:  # noqa: FBT001
+        self._live = live
+        self.operations: dict[str, dict[str, Counter[str]]] = defaultdict(
+            lambda: defaultdict(Counter)
+        )
+        self.lines: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
+        self._order = itertools.count()
+        self.scaling = dict.fromkeys(["the scale is an argument"] if scale_given else [])
+
+    def visit(self, seen: Seen) -> None:
+        """Records an equation."""
+        eqn, place = seen.eqn, seen.place
+        if id(eqn) not in self._live:
+            return
+        if in_scope(eqn, UNSCALE):
+            self.scaling["gradients are divided by it"] = None
+        if in_scope(eqn, TESTED):
+            self.scaling["gradients are tested"] = None
+        if seen.stage == BACKWARD:
+            self._saved(seen)
+        if place.again or all(value.fixed for value in seen.known):
+            return
+        if (said := of_equation(eqn, place)) is None:
+            return
+        kind, words = said
+        module = seen.module if kind in COUNTED else place.path
+        self._add(module, f"{PASSES[seen.stage]}.{kind}", words, place.source, count(eqn))
+
+    def _saved(self, seen: Seen) -> None:
+        for value, var in zip(seen.known, seen.eqn.invars, strict=True):
+            dtype = dtype_of(var)
+            if value.stage != FORWARD or value.fixed or not shape_of(var) or dtype is None:
+                continue
+            if jnp.issubdtype(dtype, jnp.inexact):
+                self._add(value.module, SAVED, str(dtype), seen.place.source)
+
+    def _add(self, module: str, key: str, words: str, source: str, count: int = 1) -> None:
+        said = self.operations[module or OUTSIDE][key]
+        said[words] = said[words] + count if key.partition(".")[2] in COUNTED else 1
+        self.lines[module or OUTSIDE, key, words].setdefault(source, next(self._order))
+
+
+def _plain(dtype: Any) -> bool:
+    return isinstance(dtype, np.dtype)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """The path of a leaf, ``0/layers/1/kernel``; of a Variable of NNX, what it is the value of."""
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")

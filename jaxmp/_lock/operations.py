@@ -1,0 +1,113 @@
+"""What a lock says of an equation: the kind of operation, and its dtypes in words.
+
+Primitives differ from one JAX to the next, and so does how many of them a function is made of. So
+a lock counts what is written out (products, casts, collectives) and says of all else, by kind, in
+which dtypes there is any.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from jaxmp._audit.place import AuditPlace
+from jaxmp._autocast.primitives import CALLED, LOW
+from jaxmp._autocast.rules import author_keeps
+from jaxmp._autocast.why import Kind
+from jaxmp._jaxprs.compat import called, dtype_of
+from jaxmp._jaxprs.equation_parameters import precision
+from jaxmp._jaxprs.primitive_table import TABLE, Flag, flagged, of_kind
+
+PRODUCTS = {
+    "dot_general": "matmul",
+    "conv_general_dilated": "conv",
+    "ragged_dot_general": "ragged_matmul",
+}
+CASTS, COLLECTIVES, SAVED = "casts", "collectives", "saved"
+COUNTED = frozenset({*PRODUCTS.values(), CASTS, COLLECTIVES})
+
+# By what JAX's functions are called, where a primitive is called otherwise.
+_COLLECTIVES = {
+    **{name: name for name in ("psum", "pmax", "pmin", "ppermute", "all_to_all", "all_gather")},
+    "ragged_all_to_all": "all_to_all",
+    "reduce_scatter": "psum_scatter",
+    **dict.fromkeys(CALLED["psum"], "psum"),
+    **dict.fromkeys(CALLED["all_gather"], "all_gather"),
+    **dict.fromkeys(CALLED["reduce_scatter"], "psum_scatter"),
+}
+_SUMS = flagged(Flag.SUMMING | Flag.STATISTIC | Flag.CUMULATIVE | Flag.POOLING)
+_SUMS = (_SUMS & of_kind("full")) | {"reduce_window_sum", "select_and_scatter_add"}
+_FUNCTIONS = (of_kind("full") - _SUMS - {"reduce_precision"}) | flagged(Flag.SOLVING) | {"fft"}
+_ARITHMETIC = of_kind("follow") - flagged(Flag.MOVING | Flag.JOINING)
+
+
+def of_equation(eqn: JaxprEqn, place: AuditPlace) -> tuple[str, str] | None:
+    """The kind of an equation, and what it does in words; None for what no lock tells.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jnp.ones((2, 2), jnp.bfloat16)
+      >>> [eqn] = jax.make_jaxpr(lambda x: x @ x)(x).jaxpr.eqns
+      >>> of_equation(eqn, AuditPlace())
+      ('matmul', 'bfloat16*bfloat16 -> bfloat16')
+    """
+    name = eqn.primitive.name
+    ins, outs = ([str(d) for v in vs if _is_float(d := dtype_of(v))] for vs in _atoms(eqn))
+    if name in LOW:
+        said = f"{'*'.join(str(dtype_of(v)) for v in eqn.invars[:2])} -> {dtype_of(eqn.outvars[0])}"
+        return PRODUCTS[name], said + _precision(eqn) + _reason(eqn, place)
+    if name == "convert_element_type":
+        return (CASTS, f"{ins[0]} -> {outs[0]}") if ins and outs and ins != outs else None
+    if name == "reduce_precision" and ins:
+        bits, kept = eqn.params, jnp.finfo(ins[0])
+        lossy = bits["exponent_bits"] < kept.nexp or bits["mantissa_bits"] < kept.nmant
+        to = f"e{bits['exponent_bits']}m{bits['mantissa_bits']}"
+        return (CASTS, f"{ins[0]} -> {to}") if lossy else None
+    if name in _COLLECTIVES:
+        return (COLLECTIVES, f"{_COLLECTIVES[name]} {ins[0]}") if ins else None
+    if not outs:
+        return None
+    for kind, names in (("sums", _SUMS), ("functions", _FUNCTIONS), ("arithmetic", _ARITHMETIC)):
+        if name in names:
+            return kind, outs[0]
+    if name in TABLE or not ins:
+        return None
+    return "kernels", f"{called(eqn)} {'*'.join(dict.fromkeys(ins))} -> {outs[0]}"
+
+
+def count(eqn: JaxprEqn) -> int:
+    """How often it does that: a collective of several arrays is as many."""
+    if eqn.primitive.name not in _COLLECTIVES:
+        return 1
+    return sum(_is_float(dtype_of(v)) for v in eqn.invars)
+
+
+def _atoms(eqn: JaxprEqn) -> tuple[Any, Any]:
+    return eqn.invars, eqn.outvars
+
+
+def _is_float(dtype: Any) -> bool:
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _precision(eqn: JaxprEqn) -> str:
+    """What the program says of how a product is computed, the dtype of its sums among it."""
+    asked = precision(eqn)
+    several = asked if isinstance(asked, tuple) else (asked,)
+    names = dict.fromkeys(str(getattr(p, "name", p)) for p in several if p is not None)
+    return "".join(f", precision={name}" for name in names if name != "DEFAULT")
+
+
+def _reason(eqn: JaxprEqn, place: AuditPlace) -> str:
+    """Why a product is float32, where a policy or the author says so."""
+    if "float32" not in map(str, map(dtype_of, eqn.invars[:2])):
+        return ""
+    region = place.region if place.region is not None and place.region.low is None else None
+    why = place.kept.kind if place.kept else None
+    if why is None and region is not None:
+        why = region.why_float32 or Kind.REGION
+    if why is None and (asked := author_keeps(eqn)) is not None:
+        why = asked.kind
+    return f" ({why.name.lower()})" if why else ""
