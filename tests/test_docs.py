@@ -86,7 +86,7 @@ def test_blocks_are_programs_commands_or_output(name):
         assert block.language in {"python", "sh", "text"}, block
         if block.language == "text":
             assert before is not None, "output of nothing"
-            assert re.search(r"JAX 0\.\d+", block.above), f"which JAX printed this?\n{block.text}"
+            assert "JAX 0." in block.printed_by, f"which JAX printed this?\n{block.text}"
         before = block if block.language != "text" else None
     # None is overlooked: indented, or with a fence of another kind.
     assert PAGES[name].count("```") == 2 * len(blocks(PAGES[name]))
