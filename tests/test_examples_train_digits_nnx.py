@@ -74,7 +74,7 @@ def test_train_digits_scales_the_loss_of_float16(monkeypatch, capsys):
     script = importlib.import_module("train_digits_nnx")
     run = script.train("mixed_float16", steps=40, batch=64, seed=0)
     assert "mixed_float16: the loss scale is 65536, 0 steps were skipped" in capsys.readouterr().out
-    assert run.contractions == {"float16": 3}
+    assert run.matmuls == {"float16": 3}
     assert list(run.accuracy) == [0, 1, 2, 4, 5, 10, 15, 20, 25, 30, 35, 40]
     assert run.final > 80, "far more than chance is learned in 40 steps"
     assert run.losses[-1] < run.losses[0] / 2
