@@ -188,7 +188,7 @@ def train_from(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> 
         0, size.learning_rate, size.steps // 10, size.steps
     )
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    # float16 needs its loss scaled; under other policies this returns `tx`.
+    # Scales the loss where the policy needs it; else this is `tx`.
     tx = jaxmp.loss_scale_for(policy, tx)
     state = jaxmp.TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx)
     state, losses, held_out = checkpoints.restore(Progress(state, [], {}))

@@ -1,9 +1,9 @@
 """The fenced blocks of a page of documentation: to run its programs, and to write their output.
 
-A page's programs run one after the other in one namespace. A block of text after one of them is its
-output. Which JAX printed it, the page says once ("The outputs on this page are of JAX 0.12."), or the
-paragraph above the block. Another library's program says in its title where it runs: "where torch is
-installed", by itself; or "not run here".
+A page's programs run one after the other in one namespace. A block of text after one of them is
+its output. Which JAX printed it, the page says once ("The outputs on this page are of JAX 0.12."),
+or the paragraph above the block. Another library's program says in its title where it runs: "where
+torch is installed", by itself; or "not run here".
 
     python tests/doc_blocks.py docs/get_started.md
 
