@@ -97,7 +97,7 @@ def train(policy: str, steps: int, batch: int, seed: int) -> Run:
         data, held_out = read_digits()
         model = CNN(nnx.Rngs(seed))
 
-    # Mixed precision is these two lines. Only float16 has its loss scaled.
+    # Mixed precision is these two lines; the second scales the loss where the policy needs it.
     model = jaxmp.wrap(model, policy)
     tx = jaxmp.loss_scale_for(policy, optax.adamw(2e-3))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
