@@ -9,9 +9,11 @@ precision policy to it; see `train`.
 
 The first trains twice, in bfloat16 and in float32, from one initialization on one sequence of
 batches. It prints what runs in which precision, a progress bar, what the model writes after "def ",
-draws `loss.png`, and ends, after two minutes on two CPU cores (Python 3.12, JAX 0.12), with
+draws `loss.png`, and ends, after a few minutes on two CPU cores (Python 3.12, JAX 0.12), with
 
-    TABLE
+    policy           held-out loss  difference  matmuls      saved for backward
+    mixed_bfloat16          1.8108     -0.154%  17 bfloat16             28.6 MB
+    float32                 1.8136              17 float32              44.0 MB
 """
 
 from __future__ import annotations
