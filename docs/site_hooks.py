@@ -1,14 +1,27 @@
-"""What MkDocs calls while it builds: code spans that are public names become links."""
+"""What MkDocs calls while it builds: the version, the repository's address, links to names."""
 
 from __future__ import annotations
 
 import re
+import runpy
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from mkdocs.utils import get_relative_url
 
 # `jaxmp.wrap` and `jaxmp.wrap(model, policy)`, alone in a code span that is no link yet.
 _NAME = re.compile(r"(<a [^>]*>)?<code>(jaxmp\.[A-Za-z_0-9.]+?)(\([^<]*\))?</code>")
+
+_ROOT = Path(__file__).parents[1]
+
+
+def on_config(config: Any) -> Any:
+    """Adds the version to the foot of each page, and the repository's address, if there is one."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.copyright = f"jaxmp {project['version']}. {config.copyright}"
+    config.repo_url = runpy.run_path(str(_ROOT / ".ci" / "address.py"))["address"]() or None
+    return config
 
 
 def on_page_content(html: str, *, page: Any, files: Any, **kwargs: Any) -> str:

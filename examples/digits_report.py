@@ -1,13 +1,17 @@
-"""The end of `train_digits_nnx.py`: a table and a picture of what the runs came to."""
+"""The options of `train_digits_nnx.py`, and a table and a picture of what its runs came to."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from terminal import check_file
+
+import jaxmp
 
 
 class Run(NamedTuple):
@@ -15,7 +19,7 @@ class Run(NamedTuple):
 
     losses: list[float]  # of each training step
     accuracy: dict[int, float]  # steps taken -> percent of the held-out digits
-    contractions: dict[str, int]
+    matmuls: dict[str, int]  # by dtype
 
     @property
     def final(self) -> float:
@@ -25,17 +29,42 @@ class Run(NamedTuple):
 Results = dict[str, dict[int, Run]]  # policy -> seed -> run
 
 
+def parse(description: str) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the policies to train under."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--policy", default="mixed_bfloat16", help="default: %(default)s")
+    parser.add_argument("--compare", metavar="POLICY", help="train a second time, under this one")
+    parser.add_argument("--steps", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="the first one; default: %(default)s")
+    parser.add_argument("--runs", type=int, default=1, help="seeds to train; default: %(default)s")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("digits.png"), help="default: %(default)s"
+    )
+    args = parser.parse_args()
+    if min(args.steps, args.batch, args.runs) < 1 or args.seed < 0:
+        parser.error("--steps, --batch and --runs must be at least 1, and --seed at least 0")
+    policies = [args.policy] if args.compare is None else [args.policy, args.compare]
+    try:
+        if len({jaxmp.get_policy(policy) for policy in policies}) < len(policies):
+            parser.error("--compare needs a policy other than --policy")
+    except ValueError as error:
+        parser.error(str(error))
+    check_file(parser, "--plot", args.plot)
+    return args, policies
+
+
 def report(results: Results) -> None:
     """Prints the table; where there are two policies, the first is compared with the second."""
     *_, baseline = results
     seeds = list(results[baseline])
     columns = "".join(f"{f'seed {seed}':>9}" for seed in seeds)
-    print(f"\n{'accuracy (%)':<20}{columns}{'mean':>9}{'points':>9}  contractions")
+    print(f"\n{'accuracy (%)':<20}{columns}{'mean':>9}{'points':>9}  matmuls")
     means = {policy: fmean(run.final for run in runs.values()) for policy, runs in results.items()}
     for policy, runs in results.items():
         each = "".join(f"{runs[seed].final:>9.2f}" for seed in seeds)
         change = "" if policy == baseline else f"{means[policy] - means[baseline]:+.2f}"
-        counts = ", ".join(f"{n} {name}" for name, n in runs[seeds[0]].contractions.items())
+        counts = ", ".join(f"{n} {name}" for name, n in runs[seeds[0]].matmuls.items())
         print(f"{policy:<20}{each}{means[policy]:>9.2f}{change:>9}  {counts}")
 
 

@@ -1,14 +1,14 @@
-"""Trains a digit classifier on gradients that float16 is too coarse for, with and without scaling.
+"""Trains a digit classifier whose gradients underflow in float16, with and without loss scaling.
 
 The loss is multiplied by 1e-5, as one term among many may be, and the learning rate divided by it:
-in float32 nothing changes. In float16 every gradient falls below 6e-8, the smallest number there
-is, and becomes 0: the network stays as it was. A `jaxmp.dynamic_loss_scale` around the optimizer
-brings the gradients back; bfloat16, which has float32's range, never lost them.
+in float32 nothing changes. In float16 every gradient is below 6e-8, its smallest number, and so
+becomes 0: the network does not train. `jaxmp.dynamic_loss_scale` around the optimizer scales the
+loss, and the gradients survive; bfloat16, which has float32's range, needs no scaling.
 
     python examples/float16_loss_scaling.py
 
-The scale starts far too large, to show what happens: the first steps overflow and are skipped,
-halving it each time, and later it grows to where it overflows again. It draws
+The scale starts far too large, to show the rule: the first steps overflow and are skipped, each
+halving the scale, and later it grows until it overflows again. It draws
 `float16_loss_scaling.png` and prints the loss after 200 updates of each:
 
     network                         loss   against float32   skipped
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from pathlib import Path
-from typing import NamedTuple
 
 from terminal import CtrlC, check_file, start, stop, waiting
 
@@ -32,7 +31,7 @@ with waiting("importing JAX and scikit-learn", show=__name__ == "__main__"):
     import jax.numpy as jnp
     import numpy as np
     import optax
-    from matplotlib.figure import Figure
+    from float16_report import Run, plot, report
     from sklearn.datasets import load_digits
     from tqdm import tqdm
 
@@ -41,14 +40,6 @@ with waiting("importing JAX and scikit-learn", show=__name__ == "__main__"):
 LOSS_WEIGHT = 1e-5
 LEARNING_RATE = 0.2 / LOSS_WEIGHT
 WIDTHS = (64, 64, 64, 10)
-
-
-class Run(NamedTuple):
-    """What training came to, attempt by attempt."""
-
-    losses: list[float]  # without the weight
-    scales: list[float]
-    skipped: list[bool]
 
 
 def init_params(seed: int) -> dict[str, dict[str, jax.Array]]:
@@ -105,51 +96,6 @@ def train(dtype: str, *, scaled: bool, updates: int, seed: int = 0) -> Run:
     if ctrl_c.pressed:
         stop(f"{name}: stopped at update {state.step} of {updates}; nothing is kept")
     return Run(losses, scales, skipped)
-
-
-def report(runs: dict[str, Run]) -> None:
-    print(f"{'network':<28}{'loss':>8}{'against float32':>18}{'skipped':>10}")
-    full = runs["float32"].losses[-1]
-    for name, run in runs.items():
-        change = "" if name == "float32" else f"{run.losses[-1] / full - 1:+,.2%}"
-        print(f"{name:<28}{run.losses[-1]:>8.5f}{change:>18}{sum(run.skipped):>10}")
-
-
-def plot(runs: dict[str, Run], path: Path) -> None:
-    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
-    top, bottom = figure.subplots(2, sharex=True, height_ratios=[3, 2])
-    styles = {
-        "float32": {"color": "#93c5fd", "lw": 7},
-        "bfloat16": {"color": "#1d4ed8", "lw": 2.5, "ls": (0, (1, 1.5))},
-        "float16": {"color": "#a8a29e", "lw": 2.5},
-        "float16, loss scaled": {"color": "#c2410c", "lw": 1.2},
-    }
-    for name, run in runs.items():
-        label = f"{name}: {run.losses[-1]:.3g} in the end"
-        top.plot(run.losses, label=label, solid_capstyle="round", **styles[name])
-    top.set(yscale="log", ylabel="cross-entropy (nats)")
-    top.set_title("Digits with gradients too small for float16")
-    top.legend()
-
-    scaled = runs["float16, loss scaled"]
-    steps = np.arange(len(scaled.scales))
-    bottom.step(steps, scaled.scales, where="post", color="#c2410c", lw=1.5)
-    skipped = steps[np.array(scaled.skipped)]
-    bottom.plot(
-        skipped,
-        np.array(scaled.scales)[skipped],
-        "x",
-        color="#1c1917",
-        ms=6,
-        label="overflow: the step is skipped",
-    )
-    bottom.set_yscale("log", base=2)
-    bottom.set(ylabel="loss scale", xlabel="attempted step", xlim=(0, len(steps)))
-    bottom.legend(loc="upper right")
-    for ax in (top, bottom):
-        ax.grid(alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
 
 
 def main() -> None:

@@ -1,17 +1,13 @@
 """Hands a Flax model that jaxmp trained to Qwix: 8-bit activations after calibration, and QLoRA.
 
-`jaxmp.quantize` stores weights in few bits and multiplies in 16. Qwix goes on from there
-(https://github.com/google/qwix): activations in 8 bits whose scales are calibrated on data, and
-adapters that it adds to a frozen 4-bit base by itself. A wrapped module has the variables of the
-module itself, so nothing is converted: train `jaxmp.wrap(model, policy)`, and give `model` and its
-parameters to Qwix.
+`jaxmp.quantize` stores weights in few bits and multiplies in 16. Qwix (https://github.com/google/qwix)
+continues from there: 8-bit activations with calibrated scales, and adapters on a frozen 4-bit base.
+A wrapped module has the variables of the original, so nothing is converted.
 
     pip install --no-deps qwix opt_einsum absl-py
     python examples/qwix_handover.py
 
-It trains a classifier of noisy points and prints its accuracy in float32, with `jaxmp.quantize`,
-with Qwix after calibration, and, where the classes have other names, before and after the adapters
-learnt those (Qwix 0.1.8, JAX 0.12):
+It trains a classifier of noisy points and prints its accuracy (Qwix 0.1.8, JAX 0.12):
 
     float32                                   accuracy  99.6%
     jaxmp.quantize, 4-bit weights             accuracy  99.7%
@@ -34,12 +30,12 @@ try:
         import numpy as np
         import optax
         import qwix
+        from flax.traverse_util import flatten_dict, unflatten_dict
 
         import jaxmp
 except ImportError as error:
-    sys.exit(
-        f"qwix_handover.py: {error}; needs Qwix: pip install --no-deps qwix opt_einsum absl-py"
-    )
+    how = "pip install --no-deps qwix opt_einsum absl-py"
+    sys.exit(f"qwix_handover.py: {error}; needs Qwix: {how}")
 
 FEATURES, CLASSES = 64, 10
 
@@ -87,7 +83,7 @@ def cross_entropy(logits, labels):
 
 
 def trained():
-    """The model, and its parameters, trained in mixed precision."""
+    """Returns the model, and its parameters, trained in mixed precision."""
     model, (x, labels) = Classifier(), data(1)
     fast = jaxmp.wrap(model, "mixed_bfloat16")
     params = fast.init(jax.random.key(0), x)["params"]
@@ -95,25 +91,23 @@ def trained():
 
 
 def calibrated(model, params):
-    """Qwix's model with 8-bit weights and activations, whose scales are calibrated on data."""
-    rules = [
-        qwix.QuantizationRule(
-            module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8, act_static_scale=True
-        )
-    ]
+    """Returns Qwix's model with 8-bit weights and activations, their scales calibrated on data."""
+    rule = qwix.QuantizationRule(
+        module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8, act_static_scale=True
+    )
     # Fake quantization collects the statistics; the model that serves has them as scales.
-    watching = qwix.quantize_model(model, qwix.QtProvider(rules))
+    watching = qwix.quantize_model(model, qwix.QtProvider([rule]))
     variables = {"params": params}
     for seed in range(2, 6):
         _, new = watching.apply(variables, data(seed)[0], mutable=["quant_stats"])
         variables = {"params": params, **new}
-    serving = qwix.quantize_model(model, qwix.PtqProvider(rules))
+    serving = qwix.quantize_model(model, qwix.PtqProvider([rule]))
     shapes = jax.eval_shape(serving.init, jax.random.key(0), data(2)[0])["params"]
     return serving, qwix.quantize_params(params, shapes, variables["quant_stats"])
 
 
 def adapted(model, params):
-    """Qwix's model, its weights in 4 bits, and adapters that learn other names of the classes."""
+    """Returns Qwix's model with 4-bit weights, and adapters that learn other names of classes."""
     x, labels = data(1, shift=3)
     rule = qwix.LoraRule(module_path=".*", weight_qtype=jnp.int4, tile_size=32, rank=8, alpha=8.0)
     model = qwix.apply_lora_to_model(model, qwix.LoraProvider([rule]))
@@ -121,52 +115,33 @@ def adapted(model, params):
     init = model.init(jax.random.key(1), x)["params"]
     base = qwix.quantize_params(params, shapes)
 
-    def is_adapter(path):
-        return "lora" in jax.tree_util.keystr(path)
-
-    # The quantized base is no argument of what is differentiated.
-    leaves = jax.tree_util.tree_leaves_with_path(init)
-    adapters = {jax.tree_util.keystr(p): v for p, v in leaves if is_adapter(p)}
+    # The quantized base is not an argument of what is differentiated.
+    flat = {**flatten_dict(init), **flatten_dict(base)}
+    adapters = {path: v for path, v in flat.items() if "lora" in "/".join(path)}
 
     def merged(adapters):
-        def put(path, leaf):
-            return adapters.get(jax.tree_util.keystr(path), leaf)
+        return {"params": unflatten_dict({**flat, **adapters})}
 
-        return {"params": jax.tree_util.tree_map_with_path(put, with_base)}
-
-    with_base = merge(init, base)
     before = merged(adapters)
     adapters = fit(lambda a: cross_entropy(model.apply(merged(a), x), labels), adapters, 200)
     return model, before, merged(adapters)
 
 
-def merge(tree, base):
-    """A tree with what `base` has of it in place of its own."""
-    if not isinstance(tree, dict):
-        return base
-    return {k: merge(v, base[k]) if k in base else v for k, v in tree.items()}
+def show(what: str, share: float) -> None:
+    print(f"{what:42s}accuracy {share:6.1%}")
 
 
 def main() -> None:
-    with waiting("training in mixed precision"):
-        model, params = trained()
+    model, params = trained()
     x, labels = data(9)
-
-    def show(what, share):
-        print(f"{what:42s}accuracy {share:6.1%}")
-
     show("float32", accuracy(model.apply, {"params": params}, x, labels))
     small = jaxmp.quantize({"params": params}, "int4", min_size=1)
-    show(
-        "jaxmp.quantize, 4-bit weights",
-        accuracy(jaxmp.wrap(model, "mixed_bfloat16").apply, small, x, labels),
-    )
-    with waiting("calibrating with Qwix"):
-        serving, quantized = calibrated(model, params)
+    low = jaxmp.wrap(model, "mixed_bfloat16").apply
+    show("jaxmp.quantize, 4-bit weights", accuracy(low, small, x, labels))
+    serving, quantized = calibrated(model, params)
     show("Qwix, 8 bits, calibrated", accuracy(serving.apply, {"params": quantized}, x, labels))
     x, labels = data(9, shift=3)
-    with waiting("training adapters with Qwix"):
-        lora, before, after = adapted(model, params)
+    lora, before, after = adapted(model, params)
     show("Qwix, 4-bit base, other classes", accuracy(lora.apply, before, x, labels))
     show("  with adapters that learnt them", accuracy(lora.apply, after, x, labels))
 

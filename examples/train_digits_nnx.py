@@ -1,8 +1,7 @@
 """Trains a convolutional network on scikit-learn's 8x8 handwritten digits.
 
 The model is plain Flax NNX, written in float32, with BatchNorm and Dropout. `jaxmp.wrap` applies
-the precision policy to it; the training loop is the one Flax's documentation shows, but for the
-scaling of the loss that float16 needs. See `train`.
+the policy to it; the training loop is Flax's, with the loss scaled for float16.
 
     python examples/train_digits_nnx.py
     python examples/train_digits_nnx.py --policy mixed_float16
@@ -11,25 +10,23 @@ scaling of the loss that float16 needs. See `train`.
 The last trains each seed twice, from one initialization on one sequence of batches. It shows a
 progress bar, draws `digits.png`, and ends with
 
-    accuracy (%)           seed 0   seed 1   seed 2     mean   points  contractions
+    accuracy (%)           seed 0   seed 1   seed 2     mean   points  matmuls
     mixed_bfloat16          98.44    98.33    98.67    98.48    +0.11  3 bfloat16
     float32                 98.33    98.22    98.55    98.37           3 float32
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
-from terminal import CtrlC, check_file, often_at_first, start, stop, waiting
+from terminal import CtrlC, often_at_first, start, stop, waiting
 
 with waiting("importing JAX, Flax and scikit-learn", show=__name__ == "__main__"):
     import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
-    from digits_report import Run, plot, report
+    from digits_report import Run, parse, plot, report
     from flax import nnx
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -62,12 +59,11 @@ def loss_fn(model, images, digits):
 
 @nnx.jit
 def train_step(model, optimizer, images, digits):
-    # A copy, because what `nnx.state` returns is the model's own variables.
+    # `nnx.state` returns the model's own variables: copy them.
     averages = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
-    # As nnx.value_and_grad, with the loss scaled where the optimizer has a scaler.
     loss, grads = jaxmp.value_and_grad(loss_fn, optimizer.opt_state)(model, images, digits)
     optimizer.update(model, grads)
-    # A step whose gradients overflow is skipped: by the optimizer, and by BatchNorm too.
+    # A step that overflows is skipped: by the optimizer, and here by BatchNorm.
     finite = jaxmp.loss_scaling.step_was_finite(optimizer.opt_state)
     new_averages = nnx.state(model, nnx.BatchStat)
     nnx.update(model, jaxmp.tree.select(finite, new_averages, averages))
@@ -96,15 +92,13 @@ def batches(data, steps: int, batch: int, seed: int) -> Iterator[tuple[np.ndarra
 
 
 def train(policy: str, steps: int, batch: int, seed: int) -> Run:
-    """Trains under `policy`, from the parameters and on the batches that `seed` stands for."""
+    """Trains under `policy`; `seed` decides the parameters and the batches."""
     with waiting(f"{policy}, seed {seed}: making the model"):
         data, held_out = read_digits()
         model = CNN(nnx.Rngs(seed))
 
-    # Mixed precision is this line. What trains the model knows nothing of it.
+    # Mixed precision is these two lines; the second scales the loss where the policy needs it.
     model = jaxmp.wrap(model, policy)
-
-    # The loss is scaled where the policy is too coarse for small gradients; else `tx` is returned.
     tx = jaxmp.loss_scale_for(policy, optax.adamw(2e-3))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     losses, accuracy = [], {}
@@ -136,37 +130,12 @@ def train(policy: str, steps: int, batch: int, seed: int) -> Run:
         skipped = jaxmp.loss_scaling.skipped_count(optimizer.opt_state)
         print(f"{policy}: the loss scale is {scale:g}, {skipped} steps were skipped")
 
-    graphdef, state = nnx.split(model)
-
-    def forward(state, images):
-        return nnx.merge(graphdef, state)(images)
-
-    plan = jaxmp.explain(forward, "float32")(state, held_out[0])
+    plan = jaxmp.explain(lambda model, images: model(images))(model, held_out[0])
     return Run(losses, accuracy, plan.contractions())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--policy", default="mixed_bfloat16", help="default: %(default)s")
-    parser.add_argument("--compare", metavar="POLICY", help="train a second time, under this one")
-    parser.add_argument("--steps", type=int, default=400, help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="the first one; default: %(default)s")
-    parser.add_argument("--runs", type=int, default=1, help="seeds to train; default: %(default)s")
-    parser.add_argument(
-        "--plot", type=Path, default=Path("digits.png"), help="default: %(default)s"
-    )
-    args = parser.parse_args()
-    if min(args.steps, args.batch, args.runs) < 1 or args.seed < 0:
-        parser.error("--steps, --batch and --runs must be at least 1, and --seed at least 0")
-    policies = [args.policy] if args.compare is None else [args.policy, args.compare]
-    try:
-        if len({jaxmp.get_policy(policy) for policy in policies}) < len(policies):
-            parser.error("--compare needs a policy other than --policy")
-    except ValueError as error:
-        parser.error(str(error))
-    check_file(parser, "--plot", args.plot)
-
+    args, policies = parse(__doc__.split("\n")[0])
     seeds = range(args.seed, args.seed + args.runs)
     results = {
         policy: {seed: train(policy, args.steps, args.batch, seed) for seed in seeds}

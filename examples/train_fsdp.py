@@ -1,14 +1,14 @@
 """Trains a language model that is split over all devices (FSDP): the shape of a real run.
 
-Scanned layers, each computed again in the backward pass (remat); gradients accumulated over
-microbatches; parameters, optimizer state and batch split over the devices; one donated, compiled
-step. The model is plain Flax Linen in float32; `jaxmp.wrap` applies the policy to it.
+Scanned layers, rematerialized in the backward pass; gradients accumulated over microbatches;
+parameters, optimizer state and batch split over the devices; one donated, compiled step. The model
+is plain Flax Linen in float32; `jaxmp.wrap` applies the policy to it.
 
-    python examples/train_fsdp.py                   # on a CPU: over eight pretended devices
+    python examples/train_fsdp.py                   # on a CPU: over eight simulated devices
     python examples/train_fsdp.py --size 1b         # on eight chips or 256: the same program
     python examples/train_fsdp.py --size 1b --distributed  # ... on each of their hosts
 
-The text is that of Python's standard library, byte by byte.
+The text is that of Python's standard library.
 """
 
 from __future__ import annotations
@@ -16,88 +16,21 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sysconfig
 import time
-from pathlib import Path
-from typing import NamedTuple
 
 from terminal import CtrlC, start, stop, waiting
 
 with waiting("importing JAX and Flax", show=__name__ == "__main__"):
-    import flax.linen as nn
     import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
+    from fsdp_model import LM, SIZES, Size, read_text
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
     from tqdm import tqdm
 
     import jaxmp
-
-
-class Size(NamedTuple):
-    """A model's shape."""
-
-    width: int
-    heads: int
-    layers: int
-    length: int
-    learning_rate: float
-
-
-SIZES = {
-    "tiny": Size(32, 2, 2, 32, 5e-3),
-    "small": Size(128, 2, 4, 128, 2e-3),
-    "1b": Size(2048, 16, 20, 1024, 3e-4),
-}
-
-
-def by_batch(x):
-    """Keeps activations split along the batch; else XLA spreads the split of the weights."""
-    return jax.lax.with_sharding_constraint(x, P("data"))
-
-
-class Block(nn.Module):
-    """Attention and a perceptron, each behind a LayerNorm, each added to the residual stream."""
-
-    heads: int
-
-    @nn.compact
-    def __call__(self, x, mask):
-        width = x.shape[-1]
-        h = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(self.heads)(h, mask=mask)
-        h = nn.LayerNorm()(x)
-        return by_batch(x + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(h)))), None
-
-
-class LM(nn.Module):
-    """Bytes int[batch, length] to the logits of the byte after each: [batch, length, 256]."""
-
-    size: Size
-
-    @nn.compact
-    def __call__(self, tokens):
-        size = self.size
-        embed = nn.Embed(256, size.width)
-        positions = nn.Embed(size.length, size.width)(jnp.arange(tokens.shape[1]))
-        x = by_batch(embed(tokens) + positions)
-        # One layer is compiled, and one layer's activations are kept in the backward pass.
-        layers = nn.scan(
-            nn.remat(Block, prevent_cse=False),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=size.layers,
-        )
-        x, _ = layers(size.heads)(x, nn.make_causal_mask(tokens))
-        return embed.attend(nn.LayerNorm()(x))
-
-
-def read_text() -> np.ndarray:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return np.frombuffer(b"".join(f.read_bytes() for f in sorted(root.glob("*.py"))), np.uint8)
 
 
 def split(mesh, like) -> NamedSharding:
@@ -113,10 +46,7 @@ def bytes_here(like, at: NamedSharding) -> int:
 
 
 def train(policy: str, size: Size, steps: int, batch: int, microbatches: int, seed: int):
-    """Trains over all of `jax.devices()`, with `batch` sequences for each in each microbatch.
-
-    Returns the last state and the losses.
-    """
+    """Returns the last state and the losses; a microbatch is `batch` sequences per device."""
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     examples = batch * microbatches * devices
@@ -209,13 +139,11 @@ def main() -> None:
     args = parser.parse_args()
     if min(args.steps, args.batch, args.microbatches) < 1 or args.seed < 0:
         parser.error("--steps, --batch and --microbatches must be at least 1, --seed at least 0")
-    # Eight devices of what is one; where there are accelerators this changes nothing.
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 8)
     if args.distributed:
         jax.distributed.initialize()
-    batches = (args.steps, args.batch, args.microbatches, args.seed)
-    train(args.policy, SIZES[args.size], *batches)
+    train(args.policy, SIZES[args.size], args.steps, args.batch, args.microbatches, args.seed)
 
 
 if __name__ == "__main__":

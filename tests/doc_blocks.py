@@ -1,8 +1,9 @@
 """The fenced blocks of a page of documentation: to run its programs, and to write their output.
 
-A page's programs run one after the other in one namespace. A block of text after one of them, below
-a paragraph that names the JAX that printed it, is its output. Another library's program says in its
-title where it runs: "where torch is installed", by itself; or "not run here".
+A page's programs run one after the other in one namespace. A block of text after one of them is
+its output. Which JAX printed it, the page says once ("The outputs on this page are of JAX 0.12."),
+or the paragraph above the block. Another library's program says in its title where it runs: "where
+torch is installed", by itself; or "not run here".
 
     python tests/doc_blocks.py docs/get_started.md
 
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 
+_OF_PAGE = re.compile(r"^The outputs? on this page (?:is|are) of JAX \d+\.\d+", re.MULTILINE)
 _FENCE = re.compile(r"^```(\w+)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 
 
@@ -33,14 +35,15 @@ class Block(NamedTuple):
       language: "python", "text" or "sh".
       title: what else is on the line of the first fence.
       text: the lines in between.
-      above: the paragraph before, on which a block of output names the versions that printed it.
+      printed_by: the sentence that names the JAX that printed a block of output: of the paragraph
+        above it, or of the page.
       start: where `text` begins in the page.
     """
 
     language: str
     title: str
     text: str
-    above: str
+    printed_by: str
     start: int
 
     @property
@@ -56,14 +59,21 @@ class Block(NamedTuple):
 
     def printed_here(self) -> bool:
         """Whether the JAX at hand is the one that printed it."""
-        return any(jax.__version__.startswith(v) for v in re.findall(r"JAX (\d+\.\d+)", self.above))
+        return any(jax.__version__.startswith(v) for v in _versions(self.printed_by))
+
+
+def _versions(text: str) -> list[str]:
+    return re.findall(r"JAX (\d+\.\d+)", text)
 
 
 def blocks(page: str) -> list[Block]:
     found, end = [], 0
+    of_page = _OF_PAGE.search(page)
     for match in _FENCE.finditer(page):
-        above = page[end : match.start()].strip().split("\n\n")[-1]
-        found.append(Block(match[1], match[2].strip(), match[3], above, match.start(3)))
+        by = page[end : match.start()].strip().split("\n\n")[-1]
+        if of_page and not _versions(by):
+            by = of_page[0]
+        found.append(Block(match[1], match[2].strip(), match[3], by, match.start(3)))
         end = match.end()
     return found
 
@@ -101,7 +111,7 @@ def write(path: Path) -> None:
         found = list(outputs(page))
     for block, printed in reversed(found):
         if not block.printed_here():
-            raise SystemExit(f"{path}: not of JAX {jax.__version__}: {block.above}")
+            raise SystemExit(f"{path}: not of JAX {jax.__version__}: {block.printed_by}")
         page = page[: block.start] + printed + page[block.start + len(block.text) :]
     path.write_text(page, encoding="utf-8")
 

@@ -58,14 +58,25 @@ NOT_RUN = {
     "examples/diagnose_overflow.py": "test_examples_diagnose_overflow.py runs it as it is",
     "examples/qwix_handover.py": "needs Qwix; test_examples_qwix_handover.py runs it where it is",
     "examples/train_multihost.py": "test_examples_train_multihost.py runs it, killed and resumed",
+    "docs/primitives.py": "writes a page; test_docs.py runs what it runs",
     "jaxmp preflight": "needs a compiler for the target; test_docs.py runs those that show output",
     "mkdocs": ".ci/run builds the site",
     "pip": ".ci/run installs",
     "pytest": "is what runs this",
     "tests/cost_table.py": "rewrites a table; test_cost.py runs what it runs",
     "tests/doc_blocks.py": "rewrites a page; test_docs.py runs what it runs",
+    "tests/plan_dump.py": "plans hundreds of programs, before and after a change",
 }
-PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
+PAGES = [
+    "README.md",
+    ".github/CONTRIBUTING.md",
+    *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")),
+]
+# Programs whose options are in another file.
+OPTIONS_IN = {
+    "train_digits_nnx.py": "digits_report.py",
+    "train_multihost.py": "multihost_launcher.py",
+}
 
 
 class Command(NamedTuple):
@@ -158,11 +169,8 @@ def test_its_options_are_there(command, monkeypatch, tmp_path):
                 assert re.search(rf"^(def {function}\b|{function} = )", source, re.MULTILINE)
     elif command.program.endswith(".py"):
         file = ROOT / command.program
-        if "argparse" not in file.read_text(encoding="utf-8") + (
-            (file.parent / "multihost_launcher.py").read_text("utf-8")
-            if file.stem == "train_multihost"
-            else ""
-        ):
+        parser = file.parent / OPTIONS_IN.get(file.name, file.name)
+        if "argparse" not in parser.read_text(encoding="utf-8"):
             assert not words[2:] or file.stem == "doc_blocks"
             return
         monkeypatch.chdir(tmp_path)

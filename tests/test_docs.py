@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -38,13 +39,21 @@ QUICK = {
     "coming_from/qwix.md",
     "coming_from/torch.md",
     "concepts/autocast_in_300_lines.md",
-    "concepts/cotangents.md",
     "concepts/float32.md",
     "concepts/plan.md",
     "how_to/attention.md",
     "how_to/setup.md",
     "index.md",
 }
+
+# Messages on the page of errors that other libraries print.
+OF_OTHERS = (
+    "Cannot mutate",
+    "Q must be",
+    "Structure mismatch",
+    "Unable to load cuDNN",
+    "could not determine TPU",
+)
 
 OWN = sorted(PAGES.keys() - TESTED_ELSEWHERE.keys())
 WITH_PROGRAMS = [name for name in OWN if any(block.runs for block in blocks(PAGES[name]))]
@@ -84,7 +93,7 @@ def test_blocks_are_programs_commands_or_output(name):
         assert block.language in {"python", "sh", "text", "toml", "yaml"}, block
         if block.language == "text":
             assert before is not None, "output of nothing"
-            assert re.search(r"JAX 0\.\d+", block.above), f"which JAX printed this?\n{block.text}"
+            assert "JAX 0." in block.printed_by, f"which JAX printed this?\n{block.text}"
         before = block if block.language != "text" else None
     # None is overlooked: indented, or with a fence of another kind.
     assert PAGES[name].count("```") == 2 * len(blocks(PAGES[name]))
@@ -160,6 +169,39 @@ def test_the_command_line_prints_what_is_shown(name, block, shown):
         assert run.returncode == 0, run.stderr
     if shown is not None and shown.printed_here():
         assert run.stdout == shown.text
+
+
+# --- questions and errors -----------------------------------------------------------------------
+
+
+def messages() -> str:
+    """Every string in the package; what is filled in is "…"."""
+    found = []
+    for file in (ROOT / "jaxmp").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return re.sub(r"{\w*}", "…", "\n".join(found))
+
+
+def test_the_errors_that_are_explained_are_raised():
+    _, _, page = PAGES["faq.md"].partition("\n## Errors and warnings\n")
+    headings = re.findall(r'^### (".*")$', page.partition("\n## ")[0], re.MULTILINE)
+    quoted = [text for heading in headings for text in re.findall(r'"([^"]+)"', heading)]
+    assert len(quoted) > 30
+    of_jaxmp, text = [m for m in quoted if not m.startswith(OF_OTHERS)], messages()
+    parts = [part.strip() for message in of_jaxmp for part in message.split("…")]
+    assert [part for part in parts if part not in text] == []
+
+
+def test_the_page_of_primitives_is_current():
+    spec = importlib.util.spec_from_file_location("primitives", DOCS / "primitives.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert PAGES["reference/primitives.md"] == generator.page(), "python docs/primitives.py"
 
 
 # --- the reference ------------------------------------------------------------------------------

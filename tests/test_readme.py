@@ -24,15 +24,15 @@ LIMITS = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 
 def test_every_fenced_block_is_a_program_or_output():
     assert [block.language for block in blocks(README)] == [
+        "sh",
         "text",
         "diff",
         "diff",
         "python",
         "text",
         "text",
-        "text",
-        "text",
     ]
+    assert len(README.splitlines()) <= 200
 
 
 def test_the_program_runs_and_prints_its_audit(capsys):
@@ -65,7 +65,9 @@ def test_every_link_leads_somewhere():
     assert set(used) == set(defined)
     for target in re.findall(r"\]\(([^)]+)\)", README):
         file, _, anchor = target.partition("#")
-        text = (ROOT / file).read_text("utf-8") if file.endswith(".md") else ""
+        text = README if not file else ""
+        if file.endswith(".md"):
+            text = (ROOT / file).read_text("utf-8")
         titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
         assert (ROOT / file).exists(), target
         assert not anchor or anchor in {title.lower().replace(" ", "-") for title in titles}, target
@@ -96,7 +98,16 @@ def test_the_files_that_commands_name_exist():
 
 def test_output_names_the_version_that_printed_it():
     for block in blocks(README):
-        assert block.language != "text" or "JAX 0.12" in block.above[-50:]
+        assert block.language != "text" or "JAX 0.12" in block.printed_by[-50:]
+
+
+def test_the_first_table_is_of_what_is_printed():
+    table = README[README.index("| | float32 | mixed_bfloat16 |") :].split("\n\n")[0]
+    shown = "".join(block.text for block in blocks(README) if block.language == "text")
+    for row in table.splitlines()[2:]:
+        name, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        for figure in (figure for cell in cells for figure in re.findall(r"\d+\.?\d*", cell)):
+            assert figure in shown or "H100" in name, f"{name}: {figure}"
 
 
 def test_what_the_example_prints_is_what_its_docstring_says():
