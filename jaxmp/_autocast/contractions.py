@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.roots import LITERALS, WEIGHTS
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs.compat import is_at_most
-from jaxmp._jaxprs.dots import contracted, free_sizes
+from jaxmp._jaxprs.equation_parameters import contracted, free_sizes
 from jaxmp._jaxprs.source import is_backward
 
 # A product without weights that contracts so few elements rotates, projects or mixes coordinates.

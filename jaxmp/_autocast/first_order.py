@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.bind import Bind, Move
-from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.bind import Bind, Dot, Move
 from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.demand import is_angle
 from jaxmp._autocast.follow import follow

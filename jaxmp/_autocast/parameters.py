@@ -15,8 +15,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.primitives import LOW, MOVING
 from jaxmp._jaxprs.dataflow import forward, through
-from jaxmp._jaxprs.dots import contracted
-from jaxmp._jaxprs.equation_parameters import product_axes
+from jaxmp._jaxprs.equation_parameters import contracted, product_axes
 from jaxmp._jaxprs.trace import is_array
 
 Argnums = int | Sequence[int]

@@ -6,12 +6,15 @@ JAX's documentation promises none of them; see `attributes`. A row of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
 import numpy as np
+
+from jaxmp._jaxprs.compat import shape_of
 
 Axes = tuple[int, ...]
 
@@ -46,6 +49,30 @@ def layout(eqn: jex_core.JaxprEqn) -> jax.lax.ConvDimensionNumbers:
     """Which axes of a convolution are its batch, features and space."""
     layout: jax.lax.ConvDimensionNumbers = eqn.params["dimension_numbers"]
     return layout
+
+
+def contracted(eqn: jex_core.JaxprEqn) -> int:
+    """How many products are summed up for each element of the result."""
+    left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    if eqn.primitive.name == "conv_general_dilated":
+        out_features: int = layout(eqn).rhs_spec[0]
+        return math.prod(n for axis, n in enumerate(right) if axis != out_features)
+    (contracting, _), _ = product_axes(eqn)
+    return math.prod(left[i] for i in contracting)
+
+
+def free_sizes(eqn: jex_core.JaxprEqn) -> tuple[list[int], list[int]]:
+    """The sizes of the axes of the result that come from the left operand alone, and the right."""
+    left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    if eqn.primitive.name == "conv_general_dilated":
+        batch, features, *space = layout(eqn).out_spec
+        out = shape_of(eqn.outvars[0])
+        return [out[i] for i in (batch, *space)], [out[features]]
+    (lc, rc), (lb, rb) = product_axes(eqn)
+    return (
+        [n for i, n in enumerate(left) if i not in (*lc, *lb)],
+        [n for i, n in enumerate(right) if i not in (*rc, *rb)],
+    )
 
 
 def broadcast_axes(eqn: jex_core.JaxprEqn) -> Axes:

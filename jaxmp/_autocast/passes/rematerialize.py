@@ -24,9 +24,8 @@ from jax.extend.core import Literal
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.execute import CustomCall
-from jaxmp._autocast.passes.attention import without_attention
 from jaxmp._autocast.passes.fused_attention.find import FusedAttention
-from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
+from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot, without_attention
 from jaxmp._autocast.plan import Plan, Segment, Step, Visit
 from jaxmp._autocast.rules import region_rules
 from jaxmp._autocast.why import Residual

@@ -20,8 +20,7 @@ from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind, Skipped
 from jaxmp._jaxprs.attributes import explicit_sharding, out_sharding
 from jaxmp._jaxprs.compat import shape_of
-from jaxmp._jaxprs.dots import contracted, free_sizes
-from jaxmp._jaxprs.equation_parameters import product_axes, ragged_axes
+from jaxmp._jaxprs.equation_parameters import contracted, free_sizes, product_axes, ragged_axes
 from jaxmp._jaxprs.source import is_backward, module_path, user_line
 from jaxmp._speed import fastest_recipe, pays
 from jaxmp.recipes import Recipe
