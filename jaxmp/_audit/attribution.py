@@ -6,9 +6,8 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from jaxmp._audit.follow import ARRAY, FLOAT32, LOW, Observed, Promoted
-from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import classify
-from jaxmp._autocast.roots import LITERALS, OTHER
+from jaxmp._autocast.roots import LITERALS, OTHER, geometry
 from jaxmp._autocast.rules import author_keeps
 from jaxmp._autocast.why import Kind, is_unknown
 from jaxmp._jaxprs.compat import dtype_of

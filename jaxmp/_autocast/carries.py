@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import HANDING_ON, LOW, MOVING
-from jaxmp._autocast.roots import OTHER, WEIGHTS
+from jaxmp._autocast.roots import OTHER, WEIGHTS, geometry
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import forward, through

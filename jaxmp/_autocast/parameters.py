@@ -107,8 +107,8 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
     """The operand of a program that looks like most of its weights, and is no parameter.
 
     Returns:
-      The first such operand, and the share of what layers multiply of which it is the weights;
-      None if most of them are parameters.
+      The first such operand, and the share of the layers' FLOPs whose weights it is; None if most
+      weights are parameters.
     """
     flops: Counter[int] = Counter()
     seen: set[int] = set()

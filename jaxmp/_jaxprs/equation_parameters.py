@@ -47,8 +47,7 @@ def window(eqn: jex_core.JaxprEqn) -> tuple[Any, ...]:
 
 def layout(eqn: jex_core.JaxprEqn) -> jax.lax.ConvDimensionNumbers:
     """Which axes of a convolution are its batch, features and space."""
-    layout: jax.lax.ConvDimensionNumbers = eqn.params["dimension_numbers"]
-    return layout
+    return jax.lax.ConvDimensionNumbers(*eqn.params["dimension_numbers"])
 
 
 def contracted(eqn: jex_core.JaxprEqn) -> int:
@@ -77,14 +76,12 @@ def free_sizes(eqn: jex_core.JaxprEqn) -> tuple[list[int], list[int]]:
 
 def broadcast_axes(eqn: jex_core.JaxprEqn) -> Axes:
     """Of a ``broadcast_in_dim``: for each axis of the operand, which of the result it is."""
-    axes: Axes = eqn.params["broadcast_dimensions"]
-    return axes
+    return tuple(eqn.params["broadcast_dimensions"])
 
 
 def reduced_axes(eqn: jex_core.JaxprEqn) -> Axes:
     """The axes that a reduction adds up, or takes the largest of."""
-    axes: Axes = tuple(map(int, eqn.params["axes"]))
-    return axes
+    return tuple(map(int, eqn.params["axes"]))
 
 
 def reduced_shape(aval: Any, params: Mapping[str, Any]) -> Axes:
@@ -94,8 +91,7 @@ def reduced_shape(aval: Any, params: Mapping[str, Any]) -> Axes:
 
 def permutation(eqn: jex_core.JaxprEqn) -> Axes:
     """Of a ``transpose``: for each axis of the result, which of the operand it is."""
-    axes: Axes = eqn.params["permutation"]
-    return axes
+    return tuple(eqn.params["permutation"])
 
 
 class Gather(NamedTuple):
@@ -142,8 +138,7 @@ def gather(eqn: jex_core.JaxprEqn) -> Gather:
 
 def iota_axis(eqn: jex_core.JaxprEqn) -> int:
     """The axis along which an ``iota`` counts."""
-    axis: int = eqn.params["dimension"]
-    return axis
+    return int(eqn.params["dimension"])
 
 
 def all_gather_of(eqn: jex_core.JaxprEqn) -> tuple[int, tuple[Any, ...], Any, int, bool]:
@@ -160,8 +155,7 @@ def all_gather_of(eqn: jex_core.JaxprEqn) -> tuple[int, tuple[Any, ...], Any, in
 
 def converted_dtype(eqn: jex_core.JaxprEqn) -> np.dtype[Any]:
     """What a ``convert_element_type`` makes of its operand."""
-    dtype: np.dtype[Any] = np.dtype(eqn.params["new_dtype"])
-    return dtype
+    return np.dtype(eqn.params["new_dtype"])
 
 
 def widens_8_bits(eqn: jex_core.JaxprEqn) -> bool:
@@ -184,8 +178,7 @@ def takes_result_dtype(eqn: jex_core.JaxprEqn) -> bool:
 
 def exponent(params: Mapping[str, Any]) -> int:
     """The power of an ``integer_pow``."""
-    power: int = params["y"]
-    return power
+    return int(params["y"])
 
 
 def jitted_name(eqn: jex_core.JaxprEqn) -> str:

@@ -42,10 +42,9 @@ from jaxmp._jaxprs.attributes import varying_axes
 from jaxmp._jaxprs.aux_outputs import Out, Threaded
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.equation_parameters import product_axes
-from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.trace import trace
-from jaxmp._jaxprs.walk import Place
+from jaxmp._jaxprs.walk import Place, evaluate
 from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_paths import Path, Places, PreparedLoss
 from jaxmp.policy import Policy

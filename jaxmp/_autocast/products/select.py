@@ -35,7 +35,7 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
     In 8 bits multiply layers: one operand is a weight, the other is not, and another contraction
     reads what comes of it (so the logits stay in 16 bits). Formats of 16 and 32 bits are for every
     product. ``matmul="auto"`` stands for the recipe that the chip multiplies fast, the one it names
-    or that of the default device, for the layers for which it pays.
+    or the default device, for the layers for which it pays.
 
     Args:
       facts: what is known of the contraction.
