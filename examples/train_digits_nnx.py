@@ -142,7 +142,7 @@ def train(policy: str, steps: int, batch: int, seed: int) -> Run:
         return nnx.merge(graphdef, state)(images)
 
     plan = jaxmp.explain(forward, "float32")(state, held_out[0])
-    return Run(losses, accuracy, plan.contractions())
+    return Run(losses, accuracy, plan.products())
 
 
 def main() -> None:

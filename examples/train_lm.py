@@ -236,7 +236,7 @@ def train_from(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> 
     for line in sample.split(b"\n"):
         print("  |", repr(line)[2:-1])  # a byte that is not printable ASCII shows as \xNN
     speed = size.batch * size.length / float(np.median(seconds or [np.nan]))
-    return Result(losses, held_out, speed, plan.contractions())
+    return Result(losses, held_out, speed, plan.products())
 
 
 def main() -> None:

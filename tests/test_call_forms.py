@@ -31,8 +31,8 @@ def test_arguments_beside_the_function_are_told_where_they_go(tool):
 
 
 def test_keyword_arguments_go_to_the_function():
-    assert jaxmp.explain(loss, "mixed_bfloat16")(W, x=X).contractions() == {"bfloat16": 1}
-    assert jaxmp.audit(loss, "mixed_bfloat16")(W, x=X).contraction_share() == {"bfloat16": 1.0}
+    assert jaxmp.explain(loss, "mixed_bfloat16")(W, x=X).products() == {"bfloat16": 1}
+    assert jaxmp.audit(loss, "mixed_bfloat16")(W, x=X).product_share() == {"bfloat16": 1.0}
 
 
 @pytest.mark.parametrize(

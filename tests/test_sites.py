@@ -54,7 +54,7 @@ def test_those_inside_loops_and_branches_count_as_explain_counts() -> None:
     args = jnp.ones((2, 8)), jnp.ones((3, 8, 8))
     met = contractions(fn, *args)
     assert [visit.count for visit in met] == [3, 3, 3]
-    explained = explain(fn, POLICY)(*args).contractions()
+    explained = explain(fn, POLICY)(*args).products()
     assert sum(visit.count for visit in met) == sum(explained.values())
 
 

@@ -13,7 +13,7 @@ from jaxmp._autocast.why import Kind, is_unknown
 from jaxmp._jaxprs.compat import dtype_of
 
 INTENDED = "intended-float32"
-FAULT = "float32-contraction"
+FAULT = "float32-product"
 UPCAST = "remove the upcast, or cast back before the next layer"
 DEMOTE = "make the float32 side a Python number, or cast it to the other's dtype"
 NARROW = "cast it to the other's dtype; a parameter, by giving its layer dtype=jnp.{}"

@@ -56,7 +56,7 @@ def explain(
       argnums: which arguments hold the parameters, as for `autocast`.
       only: the rows to show: "matmul" (and convolutions), a dtype such as "float32", or a module's
         path, with all that is inside it: ``"Model/Block_*/attention"``, where ``**`` stands for
-        any number of modules, and the outermost may be left out.
+        any number of modules, and the outermost may be omitted.
 
     Returns:
       A function with the arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) that returns an
@@ -71,7 +71,7 @@ def explain(
       >>> def layer(w, x):
       ...     return jnp.mean(jax.nn.relu(x @ w) @ w)
       >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-      >>> jaxmp.explain(layer, "mixed_bfloat16")(w, w).contractions()
+      >>> jaxmp.explain(layer, "mixed_bfloat16")(w, w).products()
       {'bfloat16': 2}
     """
     asked = single_policy("explain", policy)

@@ -1,7 +1,7 @@
 """What is rematerialized in the backward pass, under policies with ``residuals=recompute``.
 
 Runs of steps become segments, which `execute` puts under a `jax.checkpoint` that keeps what
-`jaxmp.checkpoint_policies.long_contractions` says. A segment ends where something is not to run
+`jaxmp.checkpoint_policies.long_products` says. A segment ends where something is not to run
 again, or has its own say in what is kept: a `jax.checkpoint` of the program, a function with a
 `custom_vjp`, a side effect, a region whose policy saves. What crosses such a place is kept, as it
 is without. It also ends between layers, where little crosses, so that one is computed again at a
@@ -36,7 +36,7 @@ from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import TABLE
 from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope
-from jaxmp.checkpoint_policies import long_contractions
+from jaxmp.checkpoint_policies import long_products
 
 
 def recompute(plan: Plan) -> Plan:
@@ -75,7 +75,7 @@ def _in_segment(step: Step) -> Residual | None:
         v.aval if dtype is None else with_dtype(v.aval, dtype)
         for v, dtype in zip(step.eqn.invars, step.ins, strict=True)
     ]
-    keeps = long_contractions(step.eqn.primitive, *avals, **step.eqn.params)
+    keeps = long_products(step.eqn.primitive, *avals, **step.eqn.params)
     return Residual.SAVED if keeps else Residual.REMATERIALIZED
 
 
