@@ -31,8 +31,9 @@ from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._autocast.transform import is_identity, plan_program, run_program, trace_program
 from jaxmp._autocast.why import Kind, is_unknown, skipped, unfused
+from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.compat import dtype_of
-from jaxmp._jaxprs.source import is_backward, library_line
+from jaxmp._jaxprs.source import is_backward
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, PolicyLike, key_matches, single_policy
 
@@ -124,14 +125,14 @@ def _residual_bytes(
     plan: Plan, policy: Policy, arrays: Sequence[Any], parameters: Sequence[bool]
 ) -> dict[str, int]:
     """By dtype, what a derivative by the parameters saves; nothing where there is no derivative."""
-    by = [i for i, p in enumerate(parameters) if p and _is_inexact(arrays[i])]
+    by = [i for i, p in enumerate(parameters) if p and is_inexact(arrays[i])]
 
     def pullback(*arrays: Any) -> Any:
         def outs(*chosen: Any) -> list[Any]:
             given = list(arrays)
             for i, array in zip(by, chosen, strict=True):
                 given[i] = array
-            return list(filter(_is_inexact, run_program(plan, given, policy)))
+            return list(filter(is_inexact, run_program(plan, given, policy)))
 
         return jax.vjp(outs, *(arrays[i] for i in by))[1]
 
@@ -184,7 +185,6 @@ def _rows(plan: Plan) -> Iterator[Row]:
             yield _row(
                 visit,
                 _reason(step, plan.rules),
-                source=visit.source or library_line(step.eqn),
                 why_not=product.why if product else "",
                 intended=product.intended if product else False,
                 residual=str(residual(visit) or ""),
@@ -199,15 +199,16 @@ def _rows(plan: Plan) -> Iterator[Row]:
 
 
 def _row(visit: Visit, reason: str, **fields: Any) -> Row:
-    eqn, times = visit.step.eqn, known_size(visit.count)
+    eqn, place = visit.step.eqn, visit.place
+    times = known_size(place.times)
     results = zip(eqn.outvars, visit.step.outs, strict=True)
     row = Row(
         op=eqn.primitive.name,
-        path=visit.path,
-        source=visit.source,
+        path=place.path,
+        source=place.source,
         dtype=_dtype(visit.step),
         reason=reason,
-        count=visit.count,
+        count=place.times,
         flops=contraction_flops(eqn) * times,
         bytes=sum(_nbytes(var, dtype) for var, dtype in results) * times,
     )
@@ -238,7 +239,3 @@ def _dtype(step: Step) -> str:
 def _nbytes(var: Any, dtype: Any = None) -> int:
     dtype = getattr(var.aval, "dtype", None) if dtype is None else dtype
     return math.prod(sizes(var)) * int(getattr(dtype, "itemsize", 0))
-
-
-def _is_inexact(array: Any) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jnp.inexact))

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.regions import inside_autocast
 from jaxmp._autocast.rules import Rules
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import is_tracer
+from jaxmp._jaxprs.attributes import is_inexact, is_tracer
 from jaxmp._jaxprs.dataflow import forward, through
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.walk import equations
@@ -132,12 +131,6 @@ def _is_whole(jaxpr: Any) -> bool:
             if any(map(is_tracer, consts)) or len(opened.invars) != len(eqn.invars):
                 return False
     return True
-
-
-def is_inexact(aval: Any) -> bool:
-    """Whether an aval has tangents that are not float0."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> frozenset[Any]:

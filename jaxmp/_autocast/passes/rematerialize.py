@@ -17,7 +17,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -30,7 +29,7 @@ from jaxmp._autocast.plan import Plan, Segment, Step, Visit
 from jaxmp._autocast.rules import region_rules
 from jaxmp._autocast.why import Residual
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import runs_once, with_dtype
+from jaxmp._jaxprs.attributes import is_inexact, runs_once, with_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import TABLE
@@ -69,7 +68,7 @@ def residual(visit: Visit) -> Residual | None:
 
 def _in_segment(step: Step) -> Residual | None:
     """What becomes of the results of a step of a segment; None if they have no derivative."""
-    if not any(_has_derivative(v) or dtype_of(v) == np.bool_ for v in step.eqn.outvars):
+    if not any(is_inexact(v.aval) or dtype_of(v) == np.bool_ for v in step.eqn.outvars):
         return None
     avals = [
         v.aval if dtype is None else with_dtype(v.aval, dtype)
@@ -150,14 +149,14 @@ def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[
       last: the step that reads a variable last; a result of the plan is not in it.
     """
     inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
-    differentiated = {v for v in inputs if _has_derivative(v)}
+    differentiated = {v for v in inputs if is_inexact(v.aval)}
     pieces, begin, multiplied = [], start, False
     crossing: set[Any] = set()
     for i in range(start, stop):
         eqn = plan.steps[i].eqn
         multiplied |= contracts(eqn)
         if not differentiated.isdisjoint(v for v in eqn.invars if not isinstance(v, Literal)):
-            made = {v for v in eqn.outvars if _has_derivative(v)}
+            made = {v for v in eqn.outvars if is_inexact(v.aval)}
             differentiated |= made
             crossing |= made
         crossing = {v for v in crossing if last.get(v, stop) > i}
@@ -177,8 +176,3 @@ def _little_but(var: Any, crossing: set[Any]) -> bool:
         return False  # of sizes that `jax.export` leaves open nothing is known
     others = sum(math.prod(shape_of(v)) for v in crossing - {var})
     return 16 * others <= math.prod(shape_of(var))
-
-
-def _has_derivative(var: Any) -> bool:
-    dtype = dtype_of(var)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
