@@ -30,7 +30,7 @@ from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._autocast.transform import is_identity, plan_program, run_program, trace_program
-from jaxmp._autocast.why import Kind, is_unknown, skipped, unfused
+from jaxmp._autocast.why import Kind, Residual, is_unknown, skipped, unfused
 from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.source import is_backward
@@ -180,29 +180,18 @@ def _rows(plan: Plan) -> Iterator[Row]:
     for visit in plan.walk():
         step = visit.step
         if not step.plans:
-            product = skipped(step.why)
-            by = step.why.note(Kind.FUSED)
-            yield _row(
-                visit,
-                _reason(step, plan.rules),
-                why_not=product.why if product else "",
-                intended=product.intended if product else False,
-                residual=str(residual(visit) or ""),
-                fused=" on ".join(by.details) if by else "",
-                not_fused=unfused(step.why),
-                unknown=is_unknown(step.why),
-            )
+            yield _row(visit, _reason(step, plan.rules), residual(visit))
         elif isinstance(step.op, CustomCall) and closures.closes_over(step):
             yield _row(visit, closures.REASON)
         elif visit.saves:
-            yield _row(visit, str(step.why), residual=str(visit.saves))
+            yield _row(visit, str(step.why), visit.saves)
 
 
-def _row(visit: Visit, reason: str, **fields: Any) -> Row:
-    eqn, place = visit.step.eqn, visit.place
-    times = known_size(place.times)
+def _row(visit: Visit, reason: str, kept: Residual | None = None) -> Row:
+    eqn, place, why = visit.step.eqn, visit.place, visit.step.why
+    times, product, by = known_size(place.times), skipped(why), why.note(Kind.FUSED)
     results = zip(eqn.outvars, visit.step.outs, strict=True)
-    row = Row(
+    return Row(
         op=eqn.primitive.name,
         path=place.path,
         source=place.source,
@@ -211,8 +200,13 @@ def _row(visit: Visit, reason: str, **fields: Any) -> Row:
         count=place.times,
         flops=contraction_flops(eqn) * times,
         bytes=sum(_nbytes(var, dtype) for var, dtype in results) * times,
+        why_not=product.why if product else "",
+        intended=product is not None and product.intended,
+        residual=str(kept or ""),
+        fused=" on ".join(by.details) if by else "",
+        not_fused=unfused(why),
+        unknown=is_unknown(why),
     )
-    return dataclasses.replace(row, **fields)
 
 
 def _reason(step: Step, rules: Rules) -> str:

@@ -155,7 +155,8 @@ def all_gather_of(eqn: jex_core.JaxprEqn) -> tuple[int, tuple[Any, ...], Any, in
 
 def converted_dtype(eqn: jex_core.JaxprEqn) -> np.dtype[Any]:
     """What a ``convert_element_type`` makes of its operand."""
-    return np.dtype(eqn.params["new_dtype"])
+    dtype: np.dtype[Any] = np.dtype(eqn.params["new_dtype"])
+    return dtype
 
 
 def widens_8_bits(eqn: jex_core.JaxprEqn) -> bool:
