@@ -18,7 +18,7 @@ It needs no accelerator; `benchmarks/aot.py` says what to install. The rows of a
   softmax. Models without a softmax have one row of each.
 * with `--recompute`, rows that keep less, with the softmax in bfloat16: "jaxmp, recompute" under
   `residuals=recompute`, "hand, recompute" in a `jax.checkpoint` of the whole loss with the same
-  policy, `jaxmp.checkpoint_policies.long_contractions`. "jaxmp, fused" is the default with
+  policy, `jaxmp.checkpoint_policies.long_products`. "jaxmp, fused" is the default with
   `attention=fused` for the target (on GPU, cuDNN must be installed to trace its call); its errors
   are not told, for the kernel runs on the target alone. Where no attention is fused, a warning says
   why, and the row is the default's.
@@ -178,7 +178,7 @@ def loss_of(case: Case, variant: str, target: str = "none", *, small: bool = Fal
     if variant in (HAND, HAND_F32):
         return case.loss(small=small, dtype=jnp.bfloat16, float32_softmax=variant == HAND_F32)
     if variant == HAND_AGAIN:
-        policy = jaxmp.checkpoint_policies.long_contractions
+        policy = jaxmp.checkpoint_policies.long_products
         return jax.checkpoint(loss_of(case, HAND, small=small), policy=policy)
     loss = case.loss(small=small)
     if variant == FLOAT32:

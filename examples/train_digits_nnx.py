@@ -131,7 +131,7 @@ def train(policy: str, steps: int, batch: int, seed: int) -> Run:
         print(f"{policy}: the loss scale is {scale:g}, {skipped} steps were skipped")
 
     plan = jaxmp.explain(lambda model, images: model(images))(model, held_out[0])
-    return Run(losses, accuracy, plan.contractions())
+    return Run(losses, accuracy, plan.products())
 
 
 def main() -> None:

@@ -235,7 +235,7 @@ def train_from(policy: str, size: Size, seed: int, checkpoints: Checkpoints) -> 
         print("  |", repr(line)[2:-1])  # a byte that is not printable ASCII shows as \xNN
     speed = size.batch * size.length / float(np.median(seconds or [np.nan]))
     saved = sum(plan.residual_bytes.values())
-    return Result(losses, held_out, speed, plan.contractions(), saved)
+    return Result(losses, held_out, speed, plan.products(), saved)
 
 
 def main() -> None:

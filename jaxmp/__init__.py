@@ -83,6 +83,7 @@ _MOVED = {
     "jaxmp.tree": "all_finite cast_floating stochastic_round",
 }
 _RENAMED = {
+    "assert_contractions_in": "jaxmp.testing.assert_products_in",
     "deepseek": "jaxmp.recipes.blockwise_float8",
     "grad": "jaxmp.value_and_grad, which returns the loss as well",
 }

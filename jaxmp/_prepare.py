@@ -53,7 +53,7 @@ def prepare(
       >>> params = model.init(jax.random.key(0), x)
       >>> float(jaxmp.loss_scaling.loss_scale(tx.init(params)))
       65536.0
-      >>> jaxmp.explain(model.apply)(params, x).contractions()
+      >>> jaxmp.explain(model.apply)(params, x).products()
       {'float16': 1}
     """
     if isinstance(model, (optax.GradientTransformation, optax.MultiSteps)):

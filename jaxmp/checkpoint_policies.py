@@ -4,14 +4,14 @@ Both keep what is dear to compute again, and compute again what is cheap: float3
 activation functions, masks, dropout's random bits, what a normalization or a softmax makes of its
 statistics. In mixed precision that is most of what is kept, since it is in float32.
 
-`contractions` keeps what products and convolutions return, whichever dtype they multiply in, and
+`products` keeps what matmuls and convolutions return, whichever dtype they multiply in, and
 
 * the statistics of rows: sums and maxima much smaller than what they are of;
 * the masks of dropout, one byte per element in place of the four of its random bits;
 * whatever is not known to be cheap: what a kernel, a callback, a collective or a solver returned,
   sorted and cumulative values. But no complex values: `jax.checkpoint` cannot keep them.
 
-`long_contractions` keeps the same, but not what products over a short axis made larger than their
+`long_products` keeps the same, but not what products over a short axis made larger than their
 operands: the scores of attention, contracted over the size of a head. They are the largest arrays
 of a transformer, and are multiplied again for a few percent of its FLOPs. It is what
 ``residuals=recompute`` in a `jaxmp.Policy` goes by.
@@ -23,7 +23,7 @@ Example:
   >>> import jax, jax.numpy as jnp, jaxmp
   >>> def layer(w, x):
   ...     return jnp.sum(jnp.tanh(x @ w) ** 2)
-  >>> layer = jax.checkpoint(layer, policy=jaxmp.checkpoint_policies.contractions)
+  >>> layer = jax.checkpoint(layer, policy=jaxmp.checkpoint_policies.products)
   >>> jax.grad(layer)(jnp.ones((4, 4)), jnp.ones((2, 4))).shape
   (4, 4)
 """
@@ -44,7 +44,7 @@ from jaxmp._jaxprs.equation_parameters import dot_axes, reduced_shape
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.walk import equations
 
-__all__ = ["contractions", "long_contractions"]
+__all__ = ["long_products", "products"]
 
 # Rematerialized: JAX's primitives, and our own barrier. All others are kept.
 _CHEAP = flagged(Flag.CHEAP) | {no_excess_precision_p.name}
@@ -58,8 +58,8 @@ _MUCH_SMALLER = 8
 _SHORT = 256
 
 
-def contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
-    """Keeps what contractions returned and the statistics of rows; see the module.
+def products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+    """Keeps what products returned and the statistics of rows; see the module.
 
     Args:
       primitive: what computes a value.
@@ -73,7 +73,7 @@ def contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
       >>> import jax, jax.numpy as jnp, jaxmp
       >>> def loss(x, w):
       ...     return jnp.sum(jax.nn.gelu(x @ w))
-      >>> kept = jax.checkpoint(loss, policy=jaxmp.checkpoint_policies.contractions)
+      >>> kept = jax.checkpoint(loss, policy=jaxmp.checkpoint_policies.products)
       >>> float(jax.grad(kept)(jnp.ones((2, 3)), jnp.zeros((3, 4)))[0, 0])
       0.0
 
@@ -92,8 +92,8 @@ def contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
     return name not in _CHEAP
 
 
-def long_contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
-    """Keeps what `contractions` does, without the scores of attention; see the module.
+def long_products(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+    """Keeps what `products` does, without the scores of attention; see the module.
 
     Those are what a product with a batch axis, such as the heads, made by contracting an axis of at
     most 256 into more elements than both its operands have.
@@ -109,14 +109,14 @@ def long_contractions(primitive: Primitive, *avals: Any, **params: Any) -> bool:
     Example:
       >>> import flax.linen as nn, jaxmp
       >>> Layer = nn.remat(
-      ...     nn.SelfAttention, policy=jaxmp.checkpoint_policies.long_contractions)
+      ...     nn.SelfAttention, policy=jaxmp.checkpoint_policies.long_products)
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
     (2022), section 5.
     """
     if primitive.name == "dot_general" and _is_short(avals, params):
         return False
-    return contractions(primitive, *avals, **params)
+    return products(primitive, *avals, **params)
 
 
 def _is_short(avals: Any, params: Any) -> bool:

@@ -38,7 +38,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
     Attributes:
       param_dtype: What parameters are stored as. float64 makes the policy one about float64 values,
         which `jaxmp.autocast` then narrows in the place of float32.
-      compute_dtype: What contractions (matrix products, convolutions) multiply in.
+      compute_dtype: What products (matmuls, convolutions) multiply in.
       output_dtype: What the transformed function returns.
       softmax_dtype: What the exponential and the division of a softmax run in: float32, or the
         compute dtype, which saves the memory of a float32 copy of every attention matrix. The sum
@@ -64,7 +64,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         estimated to pay; "auto@gpu-h100" decides for another chip. `jaxmp.explain` says what it
         took, and why.
       residuals: What is kept for the backward pass: "save", whatever JAX finds that it reads, or
-        "recompute", what `jaxmp.checkpoint_policies.long_contractions` keeps: float32 and
+        "recompute", what `jaxmp.checkpoint_policies.long_products` keeps: float32 and
         elementwise values are computed again. That saves memory and takes time: more of it on TPUs,
         where XLA computes much again by itself. It stands back where the program has a
         `jax.checkpoint` of its own; one around the transformed function it cannot see, and need not

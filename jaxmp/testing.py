@@ -4,14 +4,14 @@ Example:
   >>> import jax, jax.numpy as jnp, jaxmp
   >>> step = jaxmp.autocast(jax.grad(lambda w, x: jnp.sum(x @ w)), "mixed_bfloat16")
   >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-  >>> jaxmp.testing.assert_contractions_in(step, "bfloat16")(w, w)
+  >>> jaxmp.testing.assert_products_in(step, "bfloat16")(w, w)
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -28,18 +28,24 @@ from jaxmp.recipes import FORMATS
 
 __all__ = [
     "PrecisionError",
-    "assert_contractions_in",
     "assert_in_step",
     "assert_precision_locked",
+    "assert_products_in",
 ]
 
+if not TYPE_CHECKING:  # a type checker knows what is there
 
-def assert_contractions_in(fn: Callable[..., Any], dtype: DTypeLike) -> Callable[..., None]:
-    """Raises unless every contraction of a function, forward and backward, multiplies in a dtype.
+    def __getattr__(name: str) -> object:
+        hint = "; it is assert_products_in" if name == "assert_contractions_in" else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
 
-    Contractions that autocast itself keeps in float32 because they are geometry or signal
-    processing, in which there is no speed, are not counted. For an 8-bit dtype, neither are those
-    that are not for a recipe to multiply: attention's own products, the logits.
+
+def assert_products_in(fn: Callable[..., Any], dtype: DTypeLike) -> Callable[..., None]:
+    """Raises unless all matmuls and convolutions of a function, backward too, multiply in a dtype.
+
+    Those that autocast itself keeps in float32 because they are geometry or signal processing, in
+    which there is no speed, are not counted. For an 8-bit dtype, neither are those that are not for
+    a recipe to multiply: attention's own products, the logits.
 
     Args:
       fn: a function of any pytrees, as for `jaxmp.audit`; it is traced, not run.
@@ -50,30 +56,26 @@ def assert_contractions_in(fn: Callable[..., Any], dtype: DTypeLike) -> Callable
 
     Raises:
       PrecisionError: (an AssertionError) that names the lines of those that do not, or says that
-        there is no contraction.
+        there is none.
     """
     name = _dtype_name(dtype)
     audited = audit(fn)
 
     def check(*args: Any, **kwargs: Any) -> None:
         report = audited(*args, **kwargs)
-        contractions = [op for op in report.operations if op.flops and not op.kept]
-        if contractions and np.dtype(name).itemsize == 1:
-            contractions = [op for op in contractions if not (op.skipped and op.skipped.intended)]
-            if not contractions:
+        products = [op for op in report.operations if op.flops and not op.kept]
+        if products and np.dtype(name).itemsize == 1:
+            products = [op for op in products if not (op.skipped and op.skipped.intended)]
+            if not products:
                 why = report.quantized().summary()
-                raise PrecisionError(
-                    f"assert_contractions_in: no contraction is for 8 bits:\n{why}"
-                )
-        if not contractions:
-            raise PrecisionError("assert_contractions_in: there is no contraction.")
-        dtypes = [(op.source, op.emulates or op.dtype) for op in contractions]
+                raise PrecisionError(f"assert_products_in: no matmul is for 8 bits:\n{why}")
+        if not products:
+            raise PrecisionError("assert_products_in: there is no matmul or convolution.")
+        dtypes = [(op.source, op.emulates or op.dtype) for op in products]
         wrong = {f"{source} multiplies {dtype}": None for source, dtype in dtypes if dtype != name}
         if wrong:
             lines = "\n".join(f"  {line}" for line in wrong)
-            raise PrecisionError(
-                f"assert_contractions_in: not all contractions are {name}:\n{lines}"
-            )
+            raise PrecisionError(f"assert_products_in: not all products are {name}:\n{lines}")
 
     return check
 
@@ -176,4 +178,4 @@ def _dtype_name(dtype: DTypeLike) -> str:
     for fmt in FORMATS.values():
         if fmt.scaled and spelled in (fmt.short, fmt.name):
             return fmt.name
-    return str(np.dtype(parse_dtype(dtype, "assert_contractions_in: dtype")).name)
+    return str(np.dtype(parse_dtype(dtype, "assert_products_in: dtype")).name)

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._autocast.passes.attention import attend
+from jaxmp._autocast.passes.softmax_vjp import attend
 
 from support import assert_same_program, autocast, autocast_without, run_python
 

@@ -103,7 +103,7 @@ def test_the_first_finding_is_the_planted_line(leak):
     report = audit(jax.value_and_grad(loss_of(model)))(params, x)
     line = inspect.getsourcelines(leak)[1] + 1
     first = report.findings[0]
-    assert first.kind == "float32-contraction"
+    assert first.kind == "float32-product"
     assert first.source == f"test_audit.py:{line}"
     assert first.cost == sum(
         op.flops for op in report.operations if op.dtype == "float32" and op.flops
@@ -114,7 +114,7 @@ def test_without_a_leak_no_contraction_is_float32():
     model = Leaky(lambda module, x: x)
     x = shape(8, 32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
-    audit(jax.grad(loss_of(model)))(params, x).assert_no("float32-contraction", "promotion")
+    audit(jax.grad(loss_of(model)))(params, x).assert_no("float32-product", "promotion")
 
 
 def test_a_jitted_library_function_is_blamed_on_the_line_that_calls_it():
@@ -126,7 +126,7 @@ def test_a_jitted_library_function_is_blamed_on_the_line_that_calls_it():
 
     x, w = shape(8, 8, dtype=BF16), shape(8, 8, dtype=BF16)
     audit(lambda x: jnp.where(x > 0, x, jnp.float32(0.0)))(x)
-    [finding] = [f for f in audit(fn)(x, w).findings if f.kind == "float32-contraction"]
+    [finding] = [f for f in audit(fn)(x, w).findings if f.kind == "float32-product"]
     line = inspect.getsourcelines(fn)[1] + 2
     assert finding.source == f"test_audit.py:{line}"
 
@@ -136,10 +136,10 @@ def test_every_float32_contraction_of_a_plain_model_is_named():
     report = audit(jax.value_and_grad(case.loss(small=True), has_aux=True))(
         *case.shapes(small=True)
     )
-    named = {s for f in report.findings if f.kind == "float32-contraction" for s in f.sites}
+    named = {s for f in report.findings if f.kind == "float32-product" for s in f.sites}
     there = {op.source for op in report.operations if op.flops}
     assert named == there
-    assert report.contraction_share() == {"float32": 1.0}
+    assert report.product_share() == {"float32": 1.0}
     assert "jaxmp.wrap" in report.findings[0].fix
 
 
@@ -164,7 +164,7 @@ def test_scans_multiply_and_branches_share():
 
     one = 2 * 8**3
     x = shape(8, 8)
-    assert audit(fn)(x, x).contraction_flops() == {"float32": 5 * one + one / 2}
+    assert audit(fn)(x, x).product_flops() == {"float32": 5 * one + one / 2}
 
 
 def test_forward_and_backward_are_told_apart():
@@ -176,8 +176,8 @@ def test_forward_and_backward_are_told_apart():
     report = audit(jax.grad(loss))(x, x)
     one = 2 * 16**3
     # The first product needs no gradient with respect to x.
-    assert report.contraction_flops(backward=False) == {"float32": 2 * one}
-    assert report.contraction_flops(backward=True) == {"float32": 3 * one}
+    assert report.product_flops(backward=False) == {"float32": 2 * one}
+    assert report.product_flops(backward=True) == {"float32": 3 * one}
 
 
 CONVOLUTIONS = {
@@ -427,15 +427,15 @@ def test_repeated_layers_print_as_one_finding():
     assert report.to_text(verbose=True).count("fix:") == 4
 
 
-def test_assert_contractions_in():
+def test_assert_products_in():
     x = shape(8, 8)
-    jaxmp.testing.assert_contractions_in(jnp.dot, dtype="float32")(x, x)
+    jaxmp.testing.assert_products_in(jnp.dot, dtype="float32")(x, x)
     mixed = jaxmp.autocast(jax.grad(lambda w: jnp.sum(w @ w)), "mixed_bfloat16")
-    jaxmp.testing.assert_contractions_in(mixed, dtype="bf16")(x)
+    jaxmp.testing.assert_products_in(mixed, dtype="bf16")(x)
     with pytest.raises(PrecisionError, match=r"test_audit\.py:\d+ multiplies float32"):
-        jaxmp.testing.assert_contractions_in(lambda x: x @ x, dtype="bfloat16")(x)
-    with pytest.raises(PrecisionError, match="there is no contraction"):
-        jaxmp.testing.assert_contractions_in(jnp.sin, dtype="bfloat16")(x)
+        jaxmp.testing.assert_products_in(lambda x: x @ x, dtype="bfloat16")(x)
+    with pytest.raises(PrecisionError, match="there is no matmul"):
+        jaxmp.testing.assert_products_in(jnp.sin, dtype="bfloat16")(x)
 
 
 def test_assert_no_lists_the_findings():
@@ -443,7 +443,7 @@ def test_assert_no_lists_the_findings():
     with pytest.raises(
         PrecisionError, match=r"matmul or convolution in float32, 100\.0% of the FLOPs"
     ):
-        report.assert_no("float32-contraction")
+        report.assert_no("float32-product")
     report.assert_no("sensitive-low")
     with pytest.raises(ValueError, match="unknown kind 'float33'"):
         report.assert_no("float33")
@@ -452,7 +452,7 @@ def test_assert_no_lists_the_findings():
 def test_the_report_is_json():
     report = audit(jax.grad(lambda w: jnp.sum(w @ w)))(shape(8, 8))
     read = json.loads(json.dumps(report.to_dict()))
-    assert read["findings"][0]["kind"] == "float32-contraction"
+    assert read["findings"][0]["kind"] == "float32-product"
     assert len(read["operations"]) == len(report.operations)
 
 
@@ -473,14 +473,14 @@ def test_nothing_runs():
     assert not ran
 
 
-@pytest.mark.filterwarnings("ignore:autocast. 100% of what contractions multiply is float64")
+@pytest.mark.filterwarnings("ignore:autocast. 100% of what products multiply is float64")
 def test_float64_is_told_of():
     """jaxmp has nothing to do with it, and who asked for 16 bits thinks it has."""
     with jax.enable_x64(True):
         x = jax.ShapeDtypeStruct((64, 64), jnp.float64)
         report = jaxmp.audit(jnp.matmul, policy="mixed_bfloat16")(x, x)
     (found,) = report.findings
-    assert (found.kind, found.share) == ("float64-contraction", 1.0)
+    assert (found.kind, found.share) == ("float64-product", 1.0)
     assert "jax_enable_x64" in str(report)
 
 

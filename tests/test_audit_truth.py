@@ -128,12 +128,12 @@ def test_what_autocast_or_the_author_keeps_is_no_fault(fn, grad):
     program = jaxmp.autocast(fn, MIXED)
     report = audit(jax.grad(program, argnums=(0, 1)) if grad else program)(X, X)
     report.assert_no()
-    report.assert_no("float32-contraction")
+    report.assert_no("float32-product")
     assert all(f.kind == "intended-float32" and f.fix == "intended" for f in report.findings)
     assert "Nothing to remark." in str(report)
     assert "fix:" not in str(report)
     assert ("\nOn purpose:\n" in str(report)) == bool(report.findings)
-    if "float32" in report.contraction_share():
+    if "float32" in report.product_share():
         with pytest.raises(PrecisionError, match="matmul or convolution kept in float32"):
             report.assert_no("intended-float32")
 
@@ -175,9 +175,9 @@ def test_tiny_products_are_not_worth_a_remark_where_jaxmp_is_not_used(fn):
     """Of the others autocast would narrow every one."""
     plain = audit(jax.grad(fn))(X, X)
     transformed = audit(jax.grad(jaxmp.autocast(fn, MIXED)))(X, X)
-    faults = sum(f.cost for f in plain.findings if f.kind == "float32-contraction")
-    assert faults == transformed.contraction_flops().get("bfloat16", 0)
-    assert kinds(plain) <= {"float32-contraction"}
+    faults = sum(f.cost for f in plain.findings if f.kind == "float32-product")
+    assert faults == transformed.product_flops().get("bfloat16", 0)
+    assert kinds(plain) <= {"float32-product"}
 
 
 def test_a_library_that_is_told_to_multiply_in_float32_is_intended_everywhere():
@@ -187,11 +187,11 @@ def test_a_library_that_is_told_to_multiply_in_float32_is_intended_everywhere():
     report.assert_no()
 
 
-def test_assert_contractions_in_counts_no_geometry():
-    jaxmp.testing.assert_contractions_in(jaxmp.autocast(rotary, MIXED), dtype="bfloat16")(X, X)
+def test_assert_products_in_counts_no_geometry():
+    jaxmp.testing.assert_products_in(jaxmp.autocast(rotary, MIXED), dtype="bfloat16")(X, X)
     program = jaxmp.autocast(in_a_region, MIXED)
     with pytest.raises(PrecisionError, match="multiplies float32"):
-        jaxmp.testing.assert_contractions_in(program, dtype="bfloat16")(X, X)
+        jaxmp.testing.assert_products_in(program, dtype="bfloat16")(X, X)
 
 
 # What autocast chose is no fault.
@@ -272,7 +272,7 @@ def test_a_kernel_is_told_how_it_gets_16_bits():
         return pl.pallas_call(body, out_shape=shape(32, 32), interpret=True)(x, w)
 
     [finding] = audit(fn)(X, X).findings
-    assert finding.kind == "float32-contraction"
+    assert finding.kind == "float32-product"
     assert finding.source == line_of(kernel, "@")
     assert finding.what.startswith("inside pallas_call, which autocast does not know")
     assert "jaxmp.reduced_precision" in finding.fix
@@ -325,11 +325,11 @@ def test_an_upcast_that_autocast_honours_is_the_authors():
     """Forward and backward: it is not by the policy that the expert's gradient is float32."""
     program = jaxmp.autocast(lambda p, x: dispatched(p, x, upcast=True), MIXED)
     report = audit(jax.grad(program, argnums=(0, 1)))(EXPERTS, shape(64, 32))
-    [finding] = [f for f in report.findings if f.kind == "float32-contraction"]
+    [finding] = [f for f in report.findings if f.kind == "float32-product"]
     assert finding.source == line_of(dispatched, "# the upcast")
     assert finding.sites == (line_of(dispatched, "# the product"),)
     assert finding.what == "an upcast from bfloat16 to float32"
-    assert finding.cost == report.contraction_flops()["float32"]
+    assert finding.cost == report.product_flops()["float32"]
     program = jaxmp.autocast(lambda p, x: dispatched(p, x, upcast=False), MIXED)
     assert not audit(jax.grad(program))(EXPERTS, shape(64, 32)).findings  # the advice was right
 
@@ -355,7 +355,7 @@ def test_a_gradient_that_arrives_in_float32_is_told_with_its_reason():
 
     low = shape(32, 32, dtype=BF16)
     [finding] = audit(jax.grad(fn))(low, low).findings
-    assert finding.kind == "float32-contraction"
+    assert finding.kind == "float32-product"
     assert "the product in the forward pass returns that" in finding.what
     assert "preferred_element_type" in finding.fix
     assert not audit(jax.grad(advice))(low, low).findings
@@ -390,10 +390,10 @@ def test_the_opening_example(norm, grad):
 
     program = jax.grad(loss) if grad else loss
     report = audit(program)(params, x)
-    assert report.contraction_share() == {"float32": 1.0}
+    assert report.product_share() == {"float32": 1.0}
     text = str(report)
     assert "100.0% float32" in text
-    found = [f for f in report.findings if f.kind == "float32-contraction"]
+    found = [f for f in report.findings if f.kind == "float32-product"]
     assert len(found) == 2  # one for each layer
     for name, finding in zip(("down", "up"), sorted(found, key=lambda f: f.path), strict=True):
         assert f"the argument [0]['params']['{name}']['kernel'] is float32" in finding.what
@@ -406,7 +406,7 @@ def test_the_opening_example(norm, grad):
     # Both pieces of the advice.
     wrapped = jaxmp.wrap(model, MIXED)
     fixed = audit(lambda p, x: jnp.mean(wrapped.apply(p, x) ** 2))(params, x)
-    assert fixed.contraction_share() == {"bfloat16": 1.0}
+    assert fixed.product_share() == {"bfloat16": 1.0}
 
 
 def test_the_first_advice_to_the_opening_example():
@@ -418,7 +418,7 @@ def test_the_first_advice_to_the_opening_example():
 
     x = shape(16, 32, dtype=BF16)
     params = jax.eval_shape(Fixed().init, jax.random.key(0), x)
-    assert audit(Fixed().apply)(params, x).contraction_share() == {"bfloat16": 1.0}
+    assert audit(Fixed().apply)(params, x).product_share() == {"bfloat16": 1.0}
 
 
 class StartedInNNX(nnx.Module):
@@ -438,7 +438,7 @@ def test_the_opening_example_in_nnx(norm, closed_over):
     model, x = StartedInNNX(norm=norm), shape(16, 32, dtype=BF16)
     audited = audit(model)(x) if closed_over else audit(lambda m, x: m(x))(model, x)
     found = audited.findings
-    contraction = next(f for f in found if f.kind == "float32-contraction")
+    contraction = next(f for f in found if f.kind == "float32-product")
     # Which of the layer's parameters is the first is Flax's to say.
     meets = r"(constant array float32\[|argument \[0\]\.).* is float32 and meets a bfloat16 value"
     assert re.search(meets, contraction.what)
@@ -448,7 +448,7 @@ def test_the_opening_example_in_nnx(norm, closed_over):
 
 def test_a_number_that_promotes_is_to_be_a_python_number():
     report = audit(lambda x: x * np.float32(2) @ x)(shape(32, 32, dtype=BF16))
-    contraction = next(f for f in report.findings if f.kind == "float32-contraction")
+    contraction = next(f for f in report.findings if f.kind == "float32-product")
     assert contraction.what == "the constant 2.0 is float32 and meets a bfloat16 value"
     assert "Python number" in contraction.fix
 

@@ -50,8 +50,8 @@ def test_training_tools_say_where_arguments_go(call, right_form):
 
 
 def test_keyword_arguments_go_to_the_function():
-    assert jaxmp.explain(loss, "mixed_bfloat16")(W, x=X).contractions() == {"bfloat16": 1}
-    assert jaxmp.audit(loss, "mixed_bfloat16")(W, x=X).contraction_share() == {"bfloat16": 1.0}
+    assert jaxmp.explain(loss, "mixed_bfloat16")(W, x=X).products() == {"bfloat16": 1}
+    assert jaxmp.audit(loss, "mixed_bfloat16")(W, x=X).product_share() == {"bfloat16": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_the_kinds_of_findings_are_in_the_help(capsys):
     with pytest.raises(SystemExit):
         cli.main(["audit", "--help"])
     printed = "".join(capsys.readouterr().out.split())  # lines are broken after hyphens, too
-    assert "float32-contraction" in printed
+    assert "float32-product" in printed
     assert "intended-float32" in printed
 
 
@@ -258,7 +258,7 @@ def test_intended_products_do_not_fail_a_check(audit, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "exact", types.SimpleNamespace(make=make))
     options = ["--policy", "mixed_bfloat16", "--fail-on"]
-    assert audit("exact:make", *options, "float32-contraction")[0] == 0
+    assert audit("exact:make", *options, "float32-product")[0] == 0
     assert audit("exact:make", *options, "intended-float32")[0] == 1
 
 

@@ -202,9 +202,9 @@ def test_explain_agrees_with_the_jaxpr(case: Construct) -> None:
     assert all(row.reason for row in plan.rows)
     want = {"bfloat16", *_float32(case.full)}
     assert {row.dtype for row in rows} == want
-    assert set(plan.contractions()) == want
-    assert sum(plan.contractions().values()) == sum(row.count for row in rows)
-    assert plan.contractions().get("float32", 0) == case.full
+    assert set(plan.products()) == want
+    assert sum(plan.products().values()) == sum(row.count for row in rows)
+    assert plan.products().get("float32", 0) == case.full
 
 
 # --- transformations around autocast ---------------------------------------------------------

@@ -15,10 +15,9 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._autocast.contractions import geometry
-from jaxmp._autocast.roots import LITERALS, OTHER, WEIGHTS
+from jaxmp._autocast.roots import LITERALS, OTHER, WEIGHTS, geometry
 from jaxmp._autocast.why import Kind, Why
-from jaxmp._jaxprs.dots import contracted
+from jaxmp._jaxprs.equation_parameters import contracted
 
 from support import CONTRACTIONS, contraction_dtypes, iter_eqns
 

@@ -61,7 +61,7 @@ def test_it_warns_once_by_name_and_explain_says_so(name: str) -> None:
         fast(X, W)
     assert len(record) == 1
     message = str(record[0].message)
-    assert f"runs {count} float32 contractions as written" in message
+    assert f"runs {count} float32 products as written" in message
     assert f"ops={name}:own" in message
     rows = jaxmp.explain(fn, BF16, 1)(X, W).rows
     assert [r.reason for r in rows if r.op == name] == [
@@ -151,7 +151,7 @@ def test_a_default_precision_that_keeps_products_float32_is_said_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             fast(jnp.ones((2, 8)), W)
-    assert jaxmp.explain(fast, argnums=1)(X, W).contractions() == {"bfloat16": 2}
+    assert jaxmp.explain(fast, argnums=1)(X, W).products() == {"bfloat16": 2}
 
 
 def _precise_where_it_matters(x: Any, w: Any) -> Any:

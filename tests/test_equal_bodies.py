@@ -108,7 +108,7 @@ def test_a_tally_counts_places_and_runs() -> None:
     visits = [v for v in plan.walk() if v.step.eqn.primitive.name == "dot_general"]
     found = [t for t in plan.tally() if t.step.eqn.primitive.name == "dot_general"]
     assert len(found) < len(visits) == sum(t.places for t in found) == 6
-    assert sum(t.runs for t in found) == sum(v.count for v in visits) == 8
+    assert sum(t.runs for t in found) == sum(v.place.times for v in visits) == 8
 
 
 # Layers that are traced one by one.

@@ -169,6 +169,6 @@ def test_explain_names_scope_and_line() -> None:
 def test_explain_counts_loop_lengths() -> None:
     plan = explain(scan_in_scan, BF16)(X, W, V)
     # The inner contraction runs 2 x 2 times, the outer one twice.
-    assert plan.contractions() == {"bfloat16": 6}
+    assert plan.products() == {"bfloat16": 6}
     assert str(plan)
     assert plan.summary()

@@ -218,7 +218,7 @@ def test_the_path_under_a_lifted_scan_and_its_count() -> None:
     assert [r.count for r in dots] == [3, 3]
     assert ["in_" in r.path.split("/") for r in dots] == [True, False]
     assert all("layers" in r.path and "block" in r.path for r in dots)
-    assert found.contractions() == {"bfloat16": 6}
+    assert found.products() == {"bfloat16": 6}
 
 
 # --- counts --------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_lengths_of_nested_scans_are_multiplied() -> None:
         return jax.jit(lambda a: lax.scan(outer, a, None, length=7)[0])(x) @ w
 
     assert sorted(r.count for r in rows_of(fn, "dot_general", X, W)) == [1, 7, 35]
-    assert sum(explain(fn, BF16)(X, W).contractions().values()) == 43
+    assert sum(explain(fn, BF16)(X, W).products().values()) == 43
     assert [r.count for r in rows_of(fn, "tanh", X, W)] == [35]
 
 
@@ -250,7 +250,7 @@ def test_branches_and_loop_bodies_count_once() -> None:
 def test_a_shared_function_counts_at_every_call() -> None:
     inner = jax.jit(lambda a, w: jnp.tanh(a @ w))
     found = explain(lambda x, w: inner(inner(inner(x, w), w), w), BF16)(X, W)
-    assert sum(found.contractions().values()) == 3
+    assert sum(found.products().values()) == 3
 
 
 def test_contractions_are_counted_by_dtype_most_first() -> None:
@@ -262,9 +262,9 @@ def test_contractions_are_counted_by_dtype_most_first() -> None:
         )
         return exact + (x @ w) @ w + convolved[0]
 
-    found = explain(fn, F16)(X, W).contractions()
+    found = explain(fn, F16)(X, W).products()
     assert list(found.items()) == [("float16", 3), ("float32", 1)]
-    assert explain(jnp.sin, BF16)(X).contractions() == {}
+    assert explain(jnp.sin, BF16)(X).products() == {}
 
 
 # --- summary and table ---------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_shapes_are_enough() -> None:
     got = explain(layer, BF16)(STRUCT, STRUCT)
     assert got == explain(layer, BF16)(W, W)
     huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)  # 4 TiB
-    assert explain(layer, BF16)(huge, huge).contractions() == {"bfloat16": 2}
+    assert explain(layer, BF16)(huge, huge).products() == {"bfloat16": 2}
 
 
 def test_nothing_runs() -> None:
@@ -368,7 +368,7 @@ def test_static_and_keyword_arguments() -> None:
         return x
 
     found = explain(fn, BF16)(X, W, times=3, activation="tanh")
-    assert found.contractions() == {"bfloat16": 3}
+    assert found.products() == {"bfloat16": 3}
 
 
 def test_explanations_are_plain_data() -> None:

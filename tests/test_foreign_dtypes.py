@@ -14,7 +14,7 @@ from constructs import BF16, V, W, X, assert_bitwise, assert_close, mlp
 from support import autocast, contraction_dtypes
 
 
-@pytest.mark.filterwarnings("ignore:autocast. 100% of what contractions multiply is float64")
+@pytest.mark.filterwarnings("ignore:autocast. 100% of what products multiply is float64")
 def test_float64_is_left_alone() -> None:
     with jax.enable_x64(True):
         x, w = (np.asarray(a, np.float64) for a in (X, W))
@@ -26,7 +26,7 @@ def test_float64_is_left_alone() -> None:
         assert gradient.dtype == jnp.float64
 
 
-@pytest.mark.filterwarnings("ignore:autocast. 100% of what contractions multiply is float64")
+@pytest.mark.filterwarnings("ignore:autocast. 100% of what products multiply is float64")
 def test_float32_under_x64_is_cast() -> None:
     with jax.enable_x64(True):
         cast = autocast(mlp, BF16)

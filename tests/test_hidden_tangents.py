@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxmp._autocast.hidden_tangents import hidden_tangents
+from jaxmp._autocast.rule_calls import hidden_tangents
 from jaxmp._autocast.rules import rules_for
 from jaxmp.policy import get_policy
 

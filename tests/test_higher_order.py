@@ -107,8 +107,8 @@ def test_a_known_one_is_planned_executed_audited_and_explained() -> None:
     rows = [r for r in jaxmp.explain(program, "mixed_bfloat16")(W, X).rows if r.op == "dot_general"]
     assert [(row.dtype, row.count) for row in rows] == [("bfloat16", 1), ("bfloat16", 3)]
     report = jaxmp.audit(fast)(W, X)
-    assert report.contraction_flops() == {"bfloat16": 4 * 2 * 6 * 8 * 8}
-    assert report.assert_no("float32-contraction") is None
+    assert report.product_flops() == {"bfloat16": 4 * 2 * 6 * 8 * 8}
+    assert report.assert_no("float32-product") is None
 
 
 @pytest.mark.usefixtures("known")

@@ -220,12 +220,12 @@ def test_looking_at_a_module_changes_nothing(*, wrapped: bool) -> None:
     before = state_of(model)
     for policy in ("float32", BF16):
         low = wrapped or policy == BF16
-        counts = jaxmp.explain(model, policy)(X).contractions()
+        counts = jaxmp.explain(model, policy)(X).products()
         assert counts == {"bfloat16" if low else "float32": 2}
         decides = not wrapped or policy == BF16
         warns = nullcontext() if decides else pytest.warns(UserWarning, match="decides no product")
         with warns:
-            share = jaxmp.audit(model, policy=policy)(X).contraction_share()
+            share = jaxmp.audit(model, policy=policy)(X).product_share()
         assert share == {"bfloat16" if low else "float32": 1.0}
     for a, b in zip(state_of(model), before, strict=True):
         np.testing.assert_array_equal(a, b)

@@ -164,6 +164,8 @@ def test_names_that_were_at_the_root_say_where_they_are():
             assert hasattr(sys.modules[module], name)
     with pytest.raises(AttributeError, match=r"it is jaxmp\.recipes\.blockwise_float8"):
         _ = jaxmp.deepseek
+    with pytest.raises(AttributeError, match="it is assert_products_in"):
+        _ = jaxmp.testing.assert_contractions_in
     with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
         _ = jaxmp.nothing
 

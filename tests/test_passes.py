@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmp._autocast.bind import Bind
-from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.bind import Bind, Dot
 from jaxmp._autocast.demand import FULL
 from jaxmp._autocast.execute import execute
 from jaxmp._autocast.passes.order import PASSES

@@ -739,7 +739,7 @@ def test_what_a_step_changes_in_nnx_modules_is_compiled():
             *args
         )
         for result, same in zip(report.policies, split.policies, strict=True):
-            explained = jaxmp.explain(fn, result.policy)(*args).contractions()
+            explained = jaxmp.explain(fn, result.policy)(*args).products()
             assert result.program.contractions == same.program.contractions == explained
             assert sum(explained.values()) == 5
             assert result.argument_bytes == same.argument_bytes
@@ -806,12 +806,12 @@ def test_audit_from_the_command_line(capsys, monkeypatch):
     monkeypatch.syspath_prepend("tests")
     assert cli.main(["audit", "test_preflight:make"]) == 0
     assert "matmul or convolution in float32" in capsys.readouterr().out
-    fail = ["--fail-on", "float32-contraction"]
+    fail = ["--fail-on", "float32-product"]
     assert cli.main(["audit", "test_preflight:make", *fail]) == 1
     assert cli.main(["audit", "test_preflight:make", "--policy", "mixed_bfloat16", *fail]) == 0
     capsys.readouterr()
     assert cli.main(["audit", "test_preflight:make", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["contraction_flops"]["forward"]["float32"] > 0
+    assert json.loads(capsys.readouterr().out)["product_flops"]["forward"]["float32"] > 0
 
 
 @pytest.mark.parametrize(

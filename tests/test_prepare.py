@@ -27,7 +27,7 @@ def products(model: Any) -> set[str]:
     else:
         args = model, jnp.ones((16, 32))
     fn, *params = args
-    return set(jaxmp.explain(fn)(*params, X).contractions())
+    return set(jaxmp.explain(fn)(*params, X).products())
 
 
 MODELS = {

@@ -279,7 +279,7 @@ def test_a_follow_op_can_be_full() -> None:
 @pytest.mark.parametrize("kind", ["full", "own"])
 def test_contractions_can_be_kept_float32(kind: str) -> None:
     policy = with_ops(dot_general=kind)
-    assert explain(gated, policy)(X, X).contractions() == {"float32": 2}
+    assert explain(gated, policy)(X, X).products() == {"float32": 2}
     fast = autocast(gated, policy)
     assert contraction_dtypes(fast, X, X) == {"float32": 2}
     gradient = jax.grad(lambda x: jnp.sum(fast(x, X)))

@@ -37,7 +37,7 @@ def test_a_function_of_arrays_sees_arrays(policy):
         np.testing.assert_allclose(call(params, x).reshape(want.shape), want, atol=0.1)
     assert set(seen) == {np.dtype(np.float32)}
     low = str(np.dtype(jaxmp.get_policy(policy).compute_dtype))
-    assert jaxmp.explain(fn, policy)(params, x).contractions() == {low: 2}
+    assert jaxmp.explain(fn, policy)(params, x).products() == {low: 2}
 
 
 @pytest.mark.slow
@@ -64,9 +64,7 @@ def test_what_is_stored_in_16_bits_leaves_the_scale_alone():
 def test_shapes_alone_are_explained():
     q = jax.eval_shape(lambda: jaxmp.quantize(jnp.ones((64, 64))))
     x = jax.ShapeDtypeStruct((2, 64), jnp.float32)
-    assert jaxmp.explain(lambda w, x: x @ w.T, "mixed_bfloat16")(q, x).contractions() == {
-        "bfloat16": 1
-    }
+    assert jaxmp.explain(lambda w, x: x @ w.T, "mixed_bfloat16")(q, x).products() == {"bfloat16": 1}
 
 
 @pytest.mark.slow

@@ -106,8 +106,8 @@ def test_linen_computes_what_it_does_with_the_dequantized_weights(scan, fmt, pol
     assert got.dtype == want.dtype
     close(got, want, bits=8 if "b" in policy else 22)
     if policy != "as it is":
-        counted = jaxmp.explain(run)(q, TOKENS).contractions()
-        assert counted == jaxmp.explain(run)(back, TOKENS).contractions()
+        counted = jaxmp.explain(run)(q, TOKENS).products()
+        assert counted == jaxmp.explain(run)(back, TOKENS).products()
         assert counted.keys() == {"bfloat16" if "b" in policy else "float32"}
 
 
@@ -118,8 +118,8 @@ def test_autocast_of_a_plain_apply(policy):
     q = small(variables)
     fast = jaxmp.autocast(model.apply, policy)
     close(fast(q, TOKENS), fast(jaxmp.dequantize(q), TOKENS), bits=7 if "b" in policy else 22)
-    rows = jaxmp.explain(model.apply, policy)(q, TOKENS).contractions()
-    assert rows == jaxmp.explain(model.apply, policy)(variables, TOKENS).contractions()
+    rows = jaxmp.explain(model.apply, policy)(q, TOKENS).products()
+    assert rows == jaxmp.explain(model.apply, policy)(variables, TOKENS).products()
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_weights_that_were_16_bits_are_float32_to_a_wrapped_module():
     model, variables = linen(scan=False)
     halved = jaxmp.get_policy("bfloat16").cast_to_param(variables)
     wrapped = jaxmp.wrap(model, "mixed_bfloat16")
-    assert jaxmp.explain(wrapped.apply)(small(halved), TOKENS).contractions().keys() == {"bfloat16"}
+    assert jaxmp.explain(wrapped.apply)(small(halved), TOKENS).products().keys() == {"bfloat16"}
     assert model.apply(small(halved), TOKENS).dtype == jnp.bfloat16
     out, kept = wrapped.apply(small(halved), TOKENS, mutable=["params"])
     assert out.dtype == np.float32
@@ -209,7 +209,7 @@ def test_nnx_computes_what_it_does_with_the_dequantized_weights(fmt, policy):
     assert call(a, TOKENS).dtype == call(b, TOKENS).dtype
     close(call(a, TOKENS), call(b, TOKENS), bits=bits)
     count = jaxmp.explain(lambda m, t: m(t))
-    assert count(a, TOKENS).contractions() == count(b, TOKENS).contractions()
+    assert count(a, TOKENS).products() == count(b, TOKENS).products()
 
 
 @pytest.mark.slow

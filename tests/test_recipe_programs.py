@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp.testing import PrecisionError, assert_contractions_in
+from jaxmp.testing import PrecisionError, assert_products_in
 
 from support import slow_when
 
@@ -64,7 +64,7 @@ def counts(fn: Callable[..., Any], policy: str = POLICY, tokens: Any = TOKENS) -
 
 def test_layers_multiply_in_8_bits_forward_and_backward() -> None:
     found = jaxmp.explain(loss, POLICY)(weights(), TOKENS)
-    assert found.contractions() == {"float8_e4m3fn": 3, "bfloat16": 1}
+    assert found.products() == {"float8_e4m3fn": 3, "bfloat16": 1}
     assert found.quantized().reasons() == {"no matmul or convolution reads the result": 1}
     report = jaxmp.audit(jax.grad(jaxmp.autocast(loss, POLICY)))(weights(), TOKENS)
     assert report.quantized().counts() == {"forward": (3, 4), "backward": (6, 8)}
@@ -140,15 +140,15 @@ def test_convolutions_stay_in_16_bits_and_say_so() -> None:
 
 def test_assertions_about_8_bits() -> None:
     step = jax.grad(jaxmp.autocast(loss, POLICY))
-    assert_contractions_in(step, dtype="float8_e4m3fn")(weights(), TOKENS)
+    assert_products_in(step, dtype="float8_e4m3fn")(weights(), TOKENS)
     with pytest.raises(PrecisionError, match="multiplies float8_e4m3fn"):
-        assert_contractions_in(step, dtype="int8")(weights(), TOKENS)
+        assert_products_in(step, dtype="int8")(weights(), TOKENS)
     wide = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16,matmul=e4m3:e5m2:e5m2"))
     with pytest.raises(PrecisionError, match=r"multiplies float8_e4m3fn\*float8_e5m2"):
-        assert_contractions_in(wide, dtype="e4m3")(weights(), TOKENS)
+        assert_products_in(wide, dtype="e4m3")(weights(), TOKENS)
     plain = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))
     with pytest.raises(PrecisionError, match="multiplies bfloat16"):
-        assert_contractions_in(plain, dtype="float8_e4m3fn")(weights(), TOKENS)
+        assert_products_in(plain, dtype="float8_e4m3fn")(weights(), TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_blocks_that_are_emulated_count_as_what_they_are(recipe: str) -> None:
     step = jax.grad(jaxmp.autocast(loss, f"mixed_bfloat16,matmul={recipe}"))
     found = jaxmp.audit(step)(weights(), TOKENS).quantized()
     assert found.counts() == {"forward": (3, 4), "backward": (6, 8)}
-    assert_contractions_in(step, dtype="float8_e4m3fn")(weights(), TOKENS)
+    assert_products_in(step, dtype="float8_e4m3fn")(weights(), TOKENS)
 
 
 def test_modules_may_have_another_policy() -> None:
@@ -469,14 +469,14 @@ def test_triple_precision_keeps_16_bits_for_the_backward_pass() -> None:
     fast = jaxmp.autocast(loss, "float32,matmul=f32:bf16:bf16")
     kept = [x for x in jax.tree.leaves(jax.vjp(fast, weights(), TOKENS)[1]) if x.ndim == 2]
     assert sum(x.dtype == jnp.bfloat16 for x in kept) == 8
-    share = jaxmp.audit(jax.grad(fast))(weights(), TOKENS).contraction_flops
+    share = jaxmp.audit(jax.grad(fast))(weights(), TOKENS).product_flops
     assert share(backward=False).keys() == {"float32"}
     assert share(backward=True).keys() == {"bfloat16"}
 
 
 def test_the_reverse_of_it() -> None:
     fast = jaxmp.autocast(loss, "mixed_bfloat16,matmul=bf16:f32:f32")
-    flops = jaxmp.audit(jax.grad(fast))(weights(), TOKENS).contraction_flops
+    flops = jaxmp.audit(jax.grad(fast))(weights(), TOKENS).product_flops
     assert flops(backward=False).keys() == {"bfloat16"}
     assert flops(backward=True).keys() == {"float32"}
 
@@ -486,7 +486,7 @@ def test_a_float32_region_stays_float32() -> None:
         h = jaxmp.full_precision(lambda x: x @ p["up"])(p["table"][t])
         return jnp.mean((h @ p["down"] @ p["table"].T) ** 2)
 
-    assert jaxmp.explain(with_region, POLICY)(weights(), TOKENS).contractions() == {
+    assert jaxmp.explain(with_region, POLICY)(weights(), TOKENS).products() == {
         "float32": 1, "float8_e4m3fn": 1, "bfloat16": 1
     }  # fmt: skip
 

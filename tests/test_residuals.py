@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
 from jaxmp._autocast.why import Residual
-from jaxmp.checkpoint_policies import contractions, long_contractions
+from jaxmp.checkpoint_policies import long_products, products
 
 from support import autocast, explain, iter_eqns
 
@@ -145,7 +145,7 @@ def kept(fn, *args) -> Counter[str]:
 
 def remats(fn, *args) -> list[Any]:
     found = iter_eqns(jax.make_jaxpr(fn)(*args).jaxpr)
-    return [e for e in found if e.params.get("policy") is long_contractions]
+    return [e for e in found if e.params.get("policy") is long_products]
 
 
 def assert_close(got, want, limit=1e-2):
@@ -205,7 +205,7 @@ def test_float32_values_are_computed_again_but_for_statistics():
 def test_scores_are_multiplied_again():
     again = autocast(attention, AGAIN_POLICY)
     scores = 2 * ROWS * ROWS
-    policies = (contractions, long_contractions)
+    policies = (products, long_products)
     public = [jax.checkpoint(autocast(attention, SAVE), policy=p) for p in policies]
     with_scores, without = (kept(fn, W, X)["bfloat16"] for fn in public)
     assert with_scores - without == 2 * scores
@@ -215,8 +215,8 @@ def test_scores_are_multiplied_again():
 def test_of_dropout_the_mask_is_kept_and_no_bits():
     for fn in (
         autocast(dropout, AGAIN_POLICY),
-        jax.checkpoint(dropout, policy=contractions),
-        jax.checkpoint(dropout, policy=long_contractions),
+        jax.checkpoint(dropout, policy=products),
+        jax.checkpoint(dropout, policy=long_products),
     ):
         sizes = kept(fn, W, X)
         assert sizes["bool"] == X.size
@@ -238,7 +238,7 @@ def test_layers_are_computed_again_one_at_a_time():
 
     again = autocast(fn, AGAIN_POLICY)
     assert len(remats(jax.grad(again), W, X)) == 6  # to the sum, and to the first product
-    low = [autocast(fn, SAVE), jax.checkpoint(autocast(fn, SAVE), policy=contractions)]
+    low = [autocast(fn, SAVE), jax.checkpoint(autocast(fn, SAVE), policy=products)]
     assert all(kept(again, W, X)["bfloat16"] < kept(f, W, X)["bfloat16"] for f in low)
 
 
@@ -414,7 +414,7 @@ def test_what_is_computed_again_is_measured_as_no_gradient():
 # The policies for `jax.checkpoint`.
 
 
-@pytest.mark.parametrize("policy", [contractions, long_contractions])
+@pytest.mark.parametrize("policy", [products, long_products])
 def test_under_jax_checkpoint(policy):
     fn = jax.checkpoint(layers, policy=policy)
     assert_close(jax.grad(fn)(W, X), jax.grad(layers)(W, X), 1e-5)
@@ -426,9 +426,9 @@ def test_collectives_and_what_no_list_has_are_kept():
     def fn(x):
         return jnp.sum(jnp.sin(jnp.cumsum(jnp.sort(jnp.exp(x)))) ** 2)
 
-    sizes = kept(jax.checkpoint(fn, policy=contractions), X[0])
+    sizes = kept(jax.checkpoint(fn, policy=products), X[0])
     assert sizes["float32"] == X[0].nbytes  # of the sum; what it is of is not read
-    whole = jax.checkpoint(lambda w, x: sharded(w, x), policy=contractions)
+    whole = jax.checkpoint(lambda w, x: sharded(w, x), policy=products)
     assert_close(jax.jit(jax.grad(whole))(W, X), jax.jit(jax.grad(sharded))(W, X), 1e-5)
 
 
@@ -452,7 +452,7 @@ def linen_loss(block, policy=None):
 @pytest.mark.slow
 def test_under_linen_remat():
     loss, params = linen_loss(Block)
-    again, _ = linen_loss(nn.remat(Block, policy=contractions))
+    again, _ = linen_loss(nn.remat(Block, policy=products))
     assert_close(jax.grad(again)(params), jax.grad(loss)(params), 1e-5)
     sizes = kept(again, params)
     assert sizes["bool"] == X.size
@@ -486,7 +486,7 @@ def test_nnx_under_remat_and_wrapped():
         return lambda params: jnp.mean(call(of(nnx.merge(graph, params)), X) ** 2)
 
     plain = loss_of(NnxBlock.__call__)
-    again = loss_of(nnx.remat(NnxBlock.__call__, policy=contractions))
+    again = loss_of(nnx.remat(NnxBlock.__call__, policy=products))
     assert_close(jax.grad(again)(params), jax.grad(plain)(params), 1e-5)
     assert kept(again, params).total() < kept(plain, params).total()
     save, wrapped = (
@@ -497,7 +497,7 @@ def test_nnx_under_remat_and_wrapped():
     assert kept(wrapped, params).total() < kept(save, params).total()
 
 
-@pytest.mark.parametrize("policy", [contractions, long_contractions])
+@pytest.mark.parametrize("policy", [products, long_products])
 def test_complex_values_are_computed_again(policy):
     # JAX cannot keep them: it would round them by reduce_precision, which takes none.
     def spectrum(w, x):

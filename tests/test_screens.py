@@ -296,7 +296,7 @@ def float32_by_closure(w: jax.Array, h: jax.Array, y: jax.Array) -> jax.Array:
         (rounded_result, "rounded-result"),
         (two_widths, "promotion"),
         (numpy_constant, "promotion"),
-        (float32_by_closure, "float32-contraction"),
+        (float32_by_closure, "float32-product"),
     ],
 )
 def test_planted_dtypes_are_found_and_shown(loss: Any, kind: str) -> None:

@@ -40,8 +40,8 @@ def test_they_are_met_by_module_path_and_line() -> None:
     model, x = Model(), jnp.ones((2, 8))
     met = contractions(model.apply, jax.eval_shape(model.init, jax.random.key(0), x), x)
     layers = ["block_0/up", "block_0/down", "block_1/up", "block_1/down", "head"]
-    assert [visit.path for visit in met] == [f"Model/{layer}" for layer in layers]
-    assert {visit.source.split(":")[0] for visit in met} == {"test_sites.py"}
+    assert [visit.place.path for visit in met] == [f"Model/{layer}" for layer in layers]
+    assert {visit.place.source.split(":")[0] for visit in met} == {"test_sites.py"}
 
 
 def test_those_inside_loops_and_branches_count_as_explain_counts() -> None:
@@ -53,9 +53,9 @@ def test_those_inside_loops_and_branches_count_as_explain_counts() -> None:
 
     args = jnp.ones((2, 8)), jnp.ones((3, 8, 8))
     met = contractions(fn, *args)
-    assert [visit.count for visit in met] == [3, 3, 3]
-    explained = explain(fn, POLICY)(*args).contractions()
-    assert sum(visit.count for visit in met) == sum(explained.values())
+    assert [visit.place.times for visit in met] == [3, 3, 3]
+    explained = explain(fn, POLICY)(*args).products()
+    assert sum(visit.place.times for visit in met) == sum(explained.values())
 
 
 def test_a_jitted_function_called_twice_is_met_twice() -> None:
@@ -70,4 +70,4 @@ def test_a_jitted_function_called_twice_is_met_twice() -> None:
             return layer(x, w)
 
     met = contractions(fn, jnp.ones((2, 8)), jnp.ones((8, 8)))
-    assert [visit.path for visit in met] == ["first", "second"]
+    assert [visit.place.path for visit in met] == ["first", "second"]

@@ -142,8 +142,8 @@ def test_a_number_may_steer_control_flow(value) -> None:
         return x @ x if n > 0 else x
 
     assert_bitwise(jaxmp.autocast(fn, "p=f32,c=bf16,o=f32")(ONE, value), ONE @ ONE)
-    assert jaxmp.explain(fn, BF16)(ONE, value).contractions() == {"bfloat16": 1}
-    assert jaxmp.audit(fn, policy=BF16)(ONE, value).contraction_share() == {"bfloat16": 1.0}
+    assert jaxmp.explain(fn, BF16)(ONE, value).products() == {"bfloat16": 1}
+    assert jaxmp.audit(fn, policy=BF16)(ONE, value).product_share() == {"bfloat16": 1.0}
 
 
 def test_numpy_scalars_promote_as_in_a_plain_call() -> None:
@@ -175,8 +175,8 @@ def test_what_jax_knows_nothing_of_is_passed_on(name: str) -> None:
         return x @ x, s
 
     assert jaxmp.autocast(fn, BF16)(ONE, STRANGE[name])[1] is STRANGE[name]
-    assert jaxmp.explain(fn, BF16)(ONE, STRANGE[name]).contractions() == {"bfloat16": 1}
-    assert jaxmp.audit(fn)(ONE, STRANGE[name]).contraction_share() == {"float32": 1.0}
+    assert jaxmp.explain(fn, BF16)(ONE, STRANGE[name]).products() == {"bfloat16": 1}
+    assert jaxmp.audit(fn)(ONE, STRANGE[name]).product_share() == {"float32": 1.0}
 
 
 def test_preflight_compiles_what_is_called() -> None:

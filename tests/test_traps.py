@@ -948,7 +948,7 @@ def test_trap_14_relu_after_batch_norm_is_low() -> None:
     assert images
     # The one before the pooled head has float32 customers only (the mean); the others feed Conv.
     assert [r.dtype for r in images].count("bfloat16") >= 3
-    assert found.contractions() == {"bfloat16": 5}
+    assert found.products() == {"bfloat16": 5}
 
 
 def test_trap_14_residuals_are_no_more_than_hand_written() -> None:

@@ -416,7 +416,7 @@ def test_two_threads_trace_one_wrapped_nnx_module_in_an_autocast(stored: bool) -
     found: list[Any] = []
 
     def trace() -> None:
-        found.append(jaxmp.explain(lambda x: wrapped(x), BF16)(X).contractions())
+        found.append(jaxmp.explain(lambda x: wrapped(x), BF16)(X).products())
         first_has_left.set()
 
     threads = [threading.Thread(target=trace) for _ in range(2)]

@@ -311,7 +311,7 @@ def test_a_method_that_calls_another_is_one_program():
     assert runs_low(wrapped)  # __call__ calls encode
     # encode's result goes on to the head in 16 bits: no seam of float32 between the two.
     table = jaxmp.explain(lambda x: wrapped(x), "float32")(ROWS)
-    assert table.contractions() == LOW
+    assert table.products() == LOW
 
 
 def test_inherited_and_overridden_methods():

@@ -191,7 +191,7 @@ def test_overrides_reach_every_method():
     wrapped = jaxmp.wrap(made("mlp"), mapped({"hidden": "float32"}))
     full = made("mlp").hidden(uniform(4, WIDTH))
     table = jaxmp.explain(lambda x: wrapped.encode(x), "float32")(uniform(4, WIDTH))
-    assert table.contractions() == {"float32": 1}
+    assert table.products() == {"float32": 1}
     np.testing.assert_array_equal(wrapped.hidden(uniform(4, WIDTH)), full)
 
 

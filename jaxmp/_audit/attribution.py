@@ -6,15 +6,14 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from jaxmp._audit.follow import ARRAY, FLOAT32, LOW, Observed, Promoted
-from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import classify
-from jaxmp._autocast.roots import LITERALS, OTHER
+from jaxmp._autocast.roots import LITERALS, OTHER, geometry
 from jaxmp._autocast.rules import author_keeps
 from jaxmp._autocast.why import Kind, is_unknown
 from jaxmp._jaxprs.compat import dtype_of
 
 INTENDED = "intended-float32"
-FAULT = "float32-contraction"
+FAULT = "float32-product"
 UPCAST = "remove the upcast, or cast back before the next layer"
 DEMOTE = "make the float32 side a Python number, or cast it to the other's dtype"
 NARROW = "cast it to the other's dtype; a parameter, by giving its layer dtype=jnp.{}"

@@ -62,7 +62,7 @@ def audit(
       `PrecisionReport`: `print` it, or read its `findings`. The kinds of faults are "overruled" (a
       policy that decides nothing, for what is wrapped stays under its own),
       "inconsistent-recompute" (a product whose result the forward pass has in another dtype),
-      "float32-contraction", "float64-contraction", "emulated" (by the chip), "promotion" (of 16-bit
+      "float32-product", "float64-product", "emulated" (by the chip), "promotion" (of 16-bit
       values), "rounded-result" (of a product, and widened for a cross-entropy: 16-bit results that
       anything else reads are usual, and what autocast rounds is not judged), "sensitive-low"
       (operations), "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
@@ -72,7 +72,7 @@ def audit(
       by it), "scaled-twice" (one of the two is done once too often), "no-scale" (a training
       step, told by the state of an optax transformation, with a backward pass in float16 and no
       scaler) and "unneeded-scale" (a scaler, and no float16 in the backward pass).
-      "intended-float32" is none: a contraction that the author, a policy or autocast keeps in
+      "intended-float32" is none: a product that the author, a policy or autocast keeps in
       float32, for the reason given. Very small products are geometry, and no fault either.
 
     Raises:
@@ -86,9 +86,9 @@ def audit(
       ...     return jnp.mean((x @ w) ** 2)
       >>> w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
       >>> report = jaxmp.audit(jax.grad(loss))(w, w)
-      >>> report.contraction_share()
+      >>> report.product_share()
       {'float32': 1.0}
-      >>> jaxmp.audit(jax.grad(loss), "mixed_bfloat16")(w, w).contraction_share()
+      >>> jaxmp.audit(jax.grad(loss), "mixed_bfloat16")(w, w).product_share()
       {'bfloat16': 1.0}
     """
     asked = None if policy is None else single_policy("audit", policy)
@@ -252,7 +252,7 @@ class _Auditor:
         """Notes what the chip does not do with its dtypes or its sizes, and a recipe with it."""
         if "float64" in operation.dtype.split("*"):
             what = "a policy about float32 leaves float64 as it is"
-            self._note("float64-contraction", what, operation)
+            self._note("float64-product", what, operation)
         if operation.skipped and not operation.skipped.intended:
             what = f"not in 8 bits: {operation.skipped.why}"
             pad = f"pad it, or {FIXES['not-quantized']}" if "no multiple" in what else ""

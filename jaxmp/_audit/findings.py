@@ -18,8 +18,8 @@ KINDS = {
     "scaled-twice": "gradients scaled or unscaled once too often",
     "no-scale": "backward pass in float16 without a loss scale",
     "inconsistent-recompute": "product recomputed in another dtype",
-    "float32-contraction": "matmul or convolution in float32",
-    "float64-contraction": "matmul or convolution in float64",
+    "float32-product": "matmul or convolution in float32",
+    "float64-product": "matmul or convolution in float64",
     "emulated": "matmul or convolution in a dtype that this device emulates",
     "promotion": "16-bit values promoted to float32",
     "rounded-result": "product rounded before a cross-entropy",
@@ -49,7 +49,7 @@ FIXES = {
     "jaxmp.value_and_grad(loss_fn, opt_state) does both",
     "no-scale": "jaxmp.loss_scale_for(policy, optimizer), and gradients of a scaled loss",
     "inconsistent-recompute": "preferred_element_type=jnp.float32 in both passes",
-    "float64-contraction": "give float32, or turn jax_enable_x64 off; or a policy about float64, "
+    "float64-product": "give float32, or turn jax_enable_x64 off; or a policy about float64, "
     "'p=f64,c=f32,o=f64'",
     "rounded-result": "return float32 by preferred_element_type=jnp.float32, in a jax.custom_vjp "
     "whose backward pass narrows the gradient",

@@ -34,16 +34,16 @@ class Operation:
       source: ``file.py:line`` in the user's code.
       in_dtypes: the dtypes of its operands.
       out_dtypes: the dtypes of its results.
-      flops: floating-point operations per call, a multiply-add counted as two; of contractions.
+      flops: floating-point operations per call, a multiply-add counted as two; of products.
       bytes: bytes of its operands and results per call, as if nothing were fused.
       count: how often it runs per call.
       backward: whether it belongs to a backward pass.
       inserted: whether autocast added it.
       again: whether it computes again, for the backward pass, what a `jax.checkpoint` or a policy
         with ``residuals=recompute`` did not keep.
-      kept: why autocast keeps a contraction in float32 of its own accord; empty for all else.
-      skipped: why a policy's recipe does not multiply a contraction; None for all else.
-      emulates: the format whose values a contraction multiplies in a wider one, where the device
+      kept: why autocast keeps a product in float32 of its own accord; empty for all else.
+      skipped: why a policy's recipe does not multiply a product; None for all else.
+      emulates: the format whose values a product multiplies in a wider one, where the device
         lacks it; empty for all else.
     """
 
@@ -64,7 +64,7 @@ class Operation:
 
     @property
     def dtype(self) -> str:
-        """What a contraction multiplies: one dtype, or two, as in ``bfloat16*float32``."""
+        """What a product multiplies: one dtype, or two, as in ``bfloat16*float32``."""
         return "*".join(sorted(set(self.in_dtypes[:2])))
 
 
@@ -85,8 +85,8 @@ class PrecisionReport:
     arguments: dict[str, dict[str, int]]
     residual_bytes: dict[str, int]
 
-    def contraction_flops(self, *, backward: bool | None = None) -> dict[str, float]:
-        """FLOPs of contractions by the dtype they multiply, most first.
+    def product_flops(self, *, backward: bool | None = None) -> dict[str, float]:
+        """FLOPs of matmuls and convolutions by the dtype they multiply, most first.
 
         Args:
           backward: only those of the backward pass (True) or of all else (False).
@@ -97,9 +97,9 @@ class PrecisionReport:
                 flops[op.dtype] += op.flops  # type: ignore[assignment]  # a float counts as well
         return dict(flops.most_common())
 
-    def contraction_share(self, *, backward: bool | None = None) -> dict[str, float]:
-        """The share of contractions' FLOPs by dtype, as `contraction_flops`; they add up to one."""
-        flops = self.contraction_flops(backward=backward)
+    def product_share(self, *, backward: bool | None = None) -> dict[str, float]:
+        """The share of products' FLOPs by dtype, as `product_flops`; they add up to one."""
+        flops = self.product_flops(backward=backward)
         total = sum(flops.values())
         return {dtype: count / total for dtype, count in flops.items()}
 
@@ -123,7 +123,7 @@ class PrecisionReport:
         return table
 
     def quantized(self) -> Quantized:
-        """Every contraction, forward and backward: in 8 bits, or not and why. Print it."""
+        """Every product, forward and backward: in 8 bits, or not and why. Print it."""
         return Quantized(
             tuple(
                 Product(
@@ -165,9 +165,9 @@ class PrecisionReport:
 
     def _computed(self) -> Iterator[str]:
         for name, backward in (("forward", False), ("backward", True)):
-            if share := self.contraction_share(backward=backward):
+            if share := self.product_share(backward=backward):
                 text = ", ".join(f"{part:.1%} {dtype}" for dtype, part in share.items())
-                total = _screen.si(sum(self.contraction_flops(backward=backward).values()))
+                total = _screen.si(sum(self.product_flops(backward=backward).values()))
                 yield from _screen.labeled(f"matmul, conv {name}", f"{text} of {total}FLOPs")
         if self.residual_bytes:
             saved = _screen.by_dtype(self.residual_bytes)
@@ -204,7 +204,7 @@ class PrecisionReport:
 
     def verdict(self) -> str:
         """The answer in a sentence."""
-        share = self.contraction_share()
+        share = self.product_share()
         parts = ", ".join(f"{part:.1%} {dtype}" for dtype, part in share.items())
         of = f"Matmuls and convolutions: {parts}" if parts else "No matmul or convolution"
         faults = [group for group in alike(self.findings) if group[0].kind in FAULTS]
@@ -218,9 +218,9 @@ class PrecisionReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
         return {
-            "contraction_flops": {
-                "forward": self.contraction_flops(backward=False),
-                "backward": self.contraction_flops(backward=True),
+            "product_flops": {
+                "forward": self.product_flops(backward=False),
+                "backward": self.product_flops(backward=True),
             },
             "residual_bytes": self.residual_bytes,
             "arguments": self.arguments,

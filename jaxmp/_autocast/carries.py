@@ -3,9 +3,8 @@
 A state adds up what each iteration contributes (an integral over time, a running average, an
 optimizer's parameters), or is found by iterating: in 16 bits its error grows with the iterations.
 A stack of layers (`x + mlp(x)`) multiplies by weights of its own in each iteration: it may be low,
-as by hand. A step of an integrator or of an optimizer may do so, too; but what it adds is scaled,
-by a small literal or by a number that is the same in every iteration. And what only goes round the
-devices, as keys and values do in ring attention, is rounded once.
+as by hand. And what only goes round the devices, as keys and values do in ring attention, is
+rounded once.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import HANDING_ON, LOW, MOVING
-from jaxmp._autocast.roots import OTHER, WEIGHTS
+from jaxmp._autocast.roots import OTHER, WEIGHTS, geometry
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.dataflow import forward, through
 from jaxmp._jaxprs.higher_order import Inner, steering
 
@@ -32,7 +28,6 @@ class Flow(NamedTuple):
 
     Attributes:
       itself: carries it depends on other than through a product.
-      scaled: of those, the carries that a step size has scaled.
       layered: carries it depends on through a product with weights of the iteration's own.
       own: whether it is made of such weights alone.
       stack: whether it is an argument that every iteration sees whole; a part of it, at an index
@@ -42,7 +37,6 @@ class Flow(NamedTuple):
     """
 
     itself: int = 0
-    scaled: int = 0
     layered: int = 0
     own: bool = False
     stack: bool = False
@@ -51,9 +45,6 @@ class Flow(NamedTuple):
 
 
 _NOTHING = Flow()
-
-# What is scaled by less is a step. Residual branches are scaled by 0.1 and more (EDSR, Inception).
-STEP = 0.1
 
 
 class Recurrence(NamedTuple):
@@ -115,28 +106,12 @@ def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
     if outs is not None:
         steers = [Flow(itself=ins[i].itself) for i in steering(eqn)]
         return [_merged([out, *steers])._replace(moved=out.moved, sent=out.sent) for out in outs]
-    merged = _merged(ins)
     if name in ("gather", "dynamic_slice") and ins[0].stack:
         indexed = any(not isinstance(v, Literal) for v in eqn.invars[1:])
         return [Flow(own=indexed, stack=not indexed)]
     if name in MOVING | HANDING_ON and len(ins) == 1:
         return [ins[0]._replace(sent=ins[0].sent or name in HANDING_ON)] * len(eqn.outvars)
-    if name in ("mul", "div") and _is_step(eqn, ins):
-        merged = merged._replace(scaled=merged.itself, layered=0)
-    return [merged] * len(eqn.outvars)
-
-
-def _is_step(eqn: JaxprEqn, ins: Sequence[Flow]) -> bool:
-    """Whether a product or quotient scales by a step size."""
-    inverse = eqn.primitive.name == "div"
-    for atom, flow in zip(eqn.invars, ins, strict=True):
-        if isinstance(atom, Literal):
-            size = np.abs(np.asarray(atom.val))
-            if np.any(size > 1 / STEP if inverse else (size > 0) & (size < STEP)):
-                return True
-        elif all(n == 1 for n in shape_of(atom)) and not flow.own and not flow.layered:
-            return True
-    return False
+    return [_merged(ins)] * len(eqn.outvars)
 
 
 def _product(ins: Sequence[Flow]) -> Flow:
@@ -144,21 +119,15 @@ def _product(ins: Sequence[Flow]) -> Flow:
     left, right = ins[:2]
     if left.own and right.own:
         return Flow(own=True)
-    weighed = (_unscaled(right) if left.own else 0) | (_unscaled(left) if right.own else 0)
+    weighed = (right.itself if left.own else 0) | (left.itself if right.own else 0)
     return Flow(layered=weighed | left.layered | right.layered)
-
-
-def _unscaled(flow: Flow) -> int:
-    return flow.itself & ~flow.scaled
 
 
 def _merged(flows: Sequence[Flow]) -> Flow:
     """What an op other than a product makes of its operands."""
     known = [f for f in flows if f != _NOTHING]
-    itself = _union(f.itself for f in flows)
     return Flow(
-        itself=itself,
-        scaled=itself & ~_union(map(_unscaled, flows)),
+        itself=_union(f.itself for f in flows),
         layered=_union(f.layered for f in flows),
         own=bool(known) and all(f.own for f in known),
         stack=bool(known) and all(f.stack for f in known),

@@ -25,10 +25,10 @@ from jaxmp._autocast.environment import cast
 from jaxmp._autocast.execute import CustomCall, execute
 from jaxmp._autocast.plan import Plan, Step
 from jaxmp._autocast.planning import Pass
-from jaxmp._autocast.rule_calls import Call, ClosedOverError, call_of, is_inexact, trace_rule
+from jaxmp._autocast.rule_calls import Call, ClosedOverError, call_of, trace_rule
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import function_name, is_tracer
+from jaxmp._jaxprs.attributes import function_name, is_inexact, is_tracer
 from jaxmp._jaxprs.higher_order import inside
 
 REASON = "its derivative rule closes over a traced value: the whole program is differentiated first"

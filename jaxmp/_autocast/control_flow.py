@@ -61,7 +61,7 @@ def _narrowed(
     demands: Sequence[int],
     narrows: Callable[[Value, int], bool],
 ) -> list[Value | None]:
-    """Values, of which those in float32 that `narrows` says, by their demand, are kept low."""
+    """Values; those in float32 that `narrows` says, by their demand, are kept low."""
     return [
         facts.planning.kept(facts.rules.low, [v])
         if v and v.dtype is None and narrows(v, demand)

@@ -45,22 +45,22 @@ def _say(text: str, known: set[str], key: str = "") -> None:
 
 
 def warn_unseen(plan: Plan, known: set[str]) -> None:
-    """Warns of each primitive in a program that hides float32 contractions."""
+    """Warns of each primitive in a program that hides float32 products."""
     counts: Counter[str] = Counter()
     first: dict[str, JaxprEqn] = {}
     for step, places, _ in plan.tally():
         if step.why.kind != Kind.NOT_LOOKED_INSIDE:
             continue
         eqn = step.eqn
-        contractions = sum(map(_would_narrow, equations([eqn])))
-        if contractions:
-            counts[compat.called(eqn)] += contractions * places
+        products = sum(map(_would_narrow, equations([eqn])))
+        if products:
+            counts[compat.called(eqn)] += products * places
             first.setdefault(compat.called(eqn), eqn)
     for name, count in counts.items():
         line = user_line(first[name])
         where = f"{name} ({line})" if line else name
         _say(
-            f"{where} is not looked inside, and runs {count} float32 contraction"
+            f"{where} is not looked inside, and runs {count} float32 product"
             f"{'s' if count > 1 else ''} as written. Mark the function that calls it with "
             "jaxmp.reduced_precision to hand it 16-bit operands; if float32 is meant, with "
             "jaxmp.full_precision, or say 'ops="
@@ -97,7 +97,7 @@ def warn_emulated(plan: Plan, known: set[str]) -> None:
 
 
 class Asked(NamedTuple):
-    """What a policy asks of the contractions of a program.
+    """What a policy asks of the products of a program.
 
     Attributes:
       done: whether a step does it.
@@ -165,7 +165,7 @@ def _to_narrow(plan: Plan) -> Asked | None:
     return kept and Asked(
         lambda step: step.eqn.primitive.name in LOW and step.why != kept,
         lambda step: str(kept) if step.why == kept else None,
-        "{share} of what contractions multiply stays float32: JAX's default precision is "
+        "{share} of what products multiply stays float32: JAX's default precision is "
         f"{default!r}, which asks for that like precision= in a call. Unset "
         "jax_default_matmul_precision, or put `with jax.default_matmul_precision(...)` around only "
         "what is to stay float32. jaxmp.explain lists it.",
@@ -186,7 +186,7 @@ def _to_govern(plan: Plan) -> Asked:
     return Asked(
         lambda step: step.eqn.primitive.name in LOW and not is_other(step),
         lambda step: f"operands are {other.name}" if is_other(step) else None,
-        f"{{share}} of what contractions multiply is {other.name}, and stays so: the policy is "
+        f"{{share}} of what products multiply is {other.name}, and stays so: the policy is "
         f"about {wide.name} values, as its param_dtype says. Give {wide.name} arrays, or a policy "
         f"about {other.name}, such as {policy!r}.",
     )
@@ -266,7 +266,7 @@ def overruled(plan: Plan) -> str:
 
 
 def _governed(plan: Plan) -> Iterator[Rules]:
-    """The rules that each contraction of a program is under."""
+    """The rules that each product of a program is under."""
     for step in plan.steps:
         if step.eqn.primitive.name in LOW:
             yield region_rules(step.eqn, plan.rules) or plan.rules
@@ -275,7 +275,7 @@ def _governed(plan: Plan) -> Iterator[Rules]:
 
 
 def _would_narrow(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a contraction that autocast would have narrowed."""
+    """Whether an equation is a product that autocast would have narrowed."""
     if eqn.primitive.name not in LOW:
         return False
     return any(compat.dtype_of(v) == FLOAT32 for v in eqn.invars) and author_keeps(eqn) is None

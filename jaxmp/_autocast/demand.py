@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.contractions import geometry
 from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, POOLING, ROUNDING
-from jaxmp._autocast.roots import Roots, roots_of
+from jaxmp._autocast.roots import Roots, geometry, roots_of
 from jaxmp._autocast.rules import Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of

@@ -27,7 +27,6 @@ from jax.extend.core import Literal
 
 from jaxmp._autocast.demand import CONTRACTION, FULL, NOTHING, PRODUCT
 from jaxmp._autocast.execute import CustomCall, execute
-from jaxmp._autocast.hidden_tangents import hidden_tangents
 from jaxmp._autocast.plan import DType, Plan, Step, Value
 from jaxmp._autocast.planner import Planner
 from jaxmp._autocast.planning import Pass, Planning
@@ -38,6 +37,7 @@ from jaxmp._autocast.rule_calls import (
     ClosedOverError,
     Pattern,
     call_of,
+    hidden_tangents,
     trace_rule,
 )
 from jaxmp._autocast.rules import Rules

@@ -24,7 +24,7 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import in_context, is_abstract, under, with_dtype
 from jaxmp._jaxprs.compat import bind, dtype_of, rematerialize
 from jaxmp._jaxprs.higher_order import inside, rebind
-from jaxmp.checkpoint_policies import long_contractions
+from jaxmp.checkpoint_policies import long_products
 
 
 def execute(plan: Plan, args: Sequence[Any], *, looped: bool = False) -> list[Any]:
@@ -93,7 +93,7 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
     body, names = bodies.one(compat.closed(whole).jaxpr)
     with under(names):
         # The backward pass of a loop is a loop of its own, and finds nothing computed before.
-        again = rematerialize(body, operands, long_contractions, prevent_cse=not env.looped)
+        again = rematerialize(body, operands, long_products, prevent_cse=not env.looped)
     env.arrays.update(zip(segment.results, again, strict=True))
 
 

@@ -30,9 +30,10 @@ from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._autocast.transform import is_identity, plan_program, run_program, trace_program
-from jaxmp._autocast.why import Kind, is_unknown, skipped, unfused
+from jaxmp._autocast.why import Kind, Residual, is_unknown, skipped, unfused
+from jaxmp._jaxprs.attributes import is_inexact
 from jaxmp._jaxprs.compat import dtype_of
-from jaxmp._jaxprs.source import is_backward, library_line
+from jaxmp._jaxprs.source import is_backward
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, PolicyLike, key_matches, single_policy
 
@@ -56,7 +57,7 @@ def explain(
       argnums: which arguments hold the parameters, as for `autocast`.
       only: the rows to show: "matmul" (and convolutions), a dtype such as "float32", or a module's
         path, with all that is inside it: ``"Model/Block_*/attention"``, where ``**`` stands for
-        any number of modules, and the outermost may be left out.
+        any number of modules, and the outermost may be omitted.
 
     Returns:
       A function with the arguments of `fn` (arrays or `jax.ShapeDtypeStruct`s) that returns an
@@ -71,7 +72,7 @@ def explain(
       >>> def layer(w, x):
       ...     return jnp.mean(jax.nn.relu(x @ w) @ w)
       >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-      >>> jaxmp.explain(layer, "mixed_bfloat16")(w, w).contractions()
+      >>> jaxmp.explain(layer, "mixed_bfloat16")(w, w).products()
       {'bfloat16': 2}
     """
     asked = single_policy("explain", policy)
@@ -124,14 +125,14 @@ def _residual_bytes(
     plan: Plan, policy: Policy, arrays: Sequence[Any], parameters: Sequence[bool]
 ) -> dict[str, int]:
     """By dtype, what a derivative by the parameters saves; nothing where there is no derivative."""
-    by = [i for i, p in enumerate(parameters) if p and _is_inexact(arrays[i])]
+    by = [i for i, p in enumerate(parameters) if p and is_inexact(arrays[i])]
 
     def pullback(*arrays: Any) -> Any:
         def outs(*chosen: Any) -> list[Any]:
             given = list(arrays)
             for i, array in zip(by, chosen, strict=True):
                 given[i] = array
-            return list(filter(_is_inexact, run_program(plan, given, policy)))
+            return list(filter(is_inexact, run_program(plan, given, policy)))
 
         return jax.vjp(outs, *(arrays[i] for i in by))[1]
 
@@ -179,39 +180,33 @@ def _rows(plan: Plan) -> Iterator[Row]:
     for visit in plan.walk():
         step = visit.step
         if not step.plans:
-            product = skipped(step.why)
-            by = step.why.note(Kind.FUSED)
-            yield _row(
-                visit,
-                _reason(step, plan.rules),
-                source=visit.source or library_line(step.eqn),
-                why_not=product.why if product else "",
-                intended=product.intended if product else False,
-                residual=str(residual(visit) or ""),
-                fused=" on ".join(by.details) if by else "",
-                not_fused=unfused(step.why),
-                unknown=is_unknown(step.why),
-            )
+            yield _row(visit, _reason(step, plan.rules), residual(visit))
         elif isinstance(step.op, CustomCall) and closures.closes_over(step):
             yield _row(visit, closures.REASON)
         elif visit.saves:
-            yield _row(visit, str(step.why), residual=str(visit.saves))
+            yield _row(visit, str(step.why), visit.saves)
 
 
-def _row(visit: Visit, reason: str, **fields: Any) -> Row:
-    eqn, times = visit.step.eqn, known_size(visit.count)
+def _row(visit: Visit, reason: str, kept: Residual | None = None) -> Row:
+    eqn, place, why = visit.step.eqn, visit.place, visit.step.why
+    times, product, by = known_size(place.times), skipped(why), why.note(Kind.FUSED)
     results = zip(eqn.outvars, visit.step.outs, strict=True)
-    row = Row(
+    return Row(
         op=eqn.primitive.name,
-        path=visit.path,
-        source=visit.source,
+        path=place.path,
+        source=place.source,
         dtype=_dtype(visit.step),
         reason=reason,
-        count=visit.count,
+        count=place.times,
         flops=contraction_flops(eqn) * times,
         bytes=sum(_nbytes(var, dtype) for var, dtype in results) * times,
+        why_not=product.why if product else "",
+        intended=product is not None and product.intended,
+        residual=str(kept or ""),
+        fused=" on ".join(by.details) if by else "",
+        not_fused=unfused(why),
+        unknown=is_unknown(why),
     )
-    return dataclasses.replace(row, **fields)
 
 
 def _reason(step: Step, rules: Rules) -> str:
@@ -238,7 +233,3 @@ def _dtype(step: Step) -> str:
 def _nbytes(var: Any, dtype: Any = None) -> int:
     dtype = getattr(var.aval, "dtype", None) if dtype is None else dtype
     return math.prod(sizes(var)) * int(getattr(dtype, "itemsize", 0))
-
-
-def _is_inexact(array: Any) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jnp.inexact))

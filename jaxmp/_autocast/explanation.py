@@ -112,11 +112,11 @@ class Explanation:
     def _products(self) -> list[Row]:
         return [row for row in self.rows if row.op in LOW]
 
-    def contractions(self) -> dict[str, int]:
+    def products(self) -> dict[str, int]:
         """How many matmuls and convolutions run per call in each dtype, most first."""
         return _total(self._products, lambda row: row.count)
 
-    def contraction_flops(self) -> dict[str, int]:
+    def product_flops(self) -> dict[str, int]:
         """The FLOPs of matmuls and convolutions by dtype, most first."""
         return _total(self._products, lambda row: row.flops)
 
@@ -142,14 +142,14 @@ class Explanation:
         return "\n".join([*lines, *self._notes(self._asked)])
 
     def _by_dtype(self) -> str:
-        flops = self.contraction_flops()
+        flops = self.product_flops()
         total = sum(flops.values()) or 1
-        counts = self.contractions().items()
+        counts = self.products().items()
         parts = [f"{n:,} {dtype} ({flops[dtype] / total:.1%})" for dtype, n in counts]
         return f"{', '.join(parts)} of {_screen.si(total)}FLOPs" if parts else "none"
 
     def _notes(self, policy: Policy) -> Iterator[str]:
-        """What became of what the policy asks for besides dtypes."""
+        """Says what became of the options of the policy."""
         recipe = policy.matmul
         quantizes = recipe is not None and (isinstance(recipe, str) or recipe.quantizes)
         if quantizes or any(p.quantized for p in self.quantized().products):
@@ -207,7 +207,7 @@ class Explanation:
         name = self.policy or "As written"
         if self.overruled:
             return f"{name} is of no effect: every matmul and convolution is under another policy."
-        counts = self.contractions()
+        counts = self.products()
         full = _screen.counted(sum(r.count for r in self.rows if r.op not in LOW), "operation")
         if not counts:
             return f"{name}: no matmul or convolution is among the {full}."

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.bind import Bind, Move
-from jaxmp._autocast.contract import Dot
-from jaxmp._autocast.contractions import geometry
+from jaxmp._autocast.bind import Bind, Dot, Move
 from jaxmp._autocast.demand import is_angle
 from jaxmp._autocast.follow import follow
 from jaxmp._autocast.frame import Decision, Facts
@@ -35,7 +33,7 @@ from jaxmp._autocast.provenance import (
     joined,
     of_converted,
 )
-from jaxmp._autocast.roots import LITERALS
+from jaxmp._autocast.roots import LITERALS, geometry
 from jaxmp._autocast.rules import FLOAT16, FLOAT32, author_keeps, is_mask
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat

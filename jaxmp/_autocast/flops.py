@@ -15,7 +15,6 @@ from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import name_stack
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.equation_parameters import layout, product_axes, window
-from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.scopes import OWN, REGION
 from jaxmp._jaxprs.source import plain_path
 
@@ -59,10 +58,9 @@ def kept_by_layers(plan: Plan) -> tuple[Counter[str], int]:
         flops = 0
         for step in plan.steps:
             path = "/".join(filter(None, (around, str(name_stack(step.eqn)))))
-            if step.plans:
-                for inner, its_plan in zip(inside(step.eqn), step.plans, strict=True):
-                    flops += total(its_plan, times * known_size(inner.times), path)
-            elif cost := contraction_flops(step.eqn) * times:
+            for inner, called in step.inner_plans:
+                flops += total(called, times * known_size(inner.times), path)
+            if not step.plans and (cost := contraction_flops(step.eqn) * times):
                 flops += cost
                 if step.why.kind == Kind.LAYERS_OWN:
                     layer = path.partition(f"{REGION}{OWN}")[0]

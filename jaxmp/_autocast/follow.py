@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxmp._autocast.bind import Bind
-from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.bind import Bind, Dot
 from jaxmp._autocast.demand import ANGLE, CONTRACTION, INDEX, STEEP
 from jaxmp._autocast.frame import Decision, Facts
 from jaxmp._autocast.plan import NO_ORIGINS, OriginId, Value

@@ -15,8 +15,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.primitives import LOW, MOVING
 from jaxmp._jaxprs.dataflow import forward, through
-from jaxmp._jaxprs.dots import contracted
-from jaxmp._jaxprs.equation_parameters import product_axes
+from jaxmp._jaxprs.equation_parameters import contracted, product_axes
 from jaxmp._jaxprs.trace import is_array
 
 Argnums = int | Sequence[int]
@@ -108,8 +107,8 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
     """The operand of a program that looks like most of its weights, and is no parameter.
 
     Returns:
-      The first such operand, and the share of what layers multiply of which it is the weights;
-      None if most of them are parameters.
+      The first such operand, and the share of the layers' FLOPs whose weights it is; None if most
+      weights are parameters.
     """
     flops: Counter[int] = Counter()
     seen: set[int] = set()

@@ -20,7 +20,7 @@ from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind, Residual, Why
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import Inner, inside
-from jaxmp._jaxprs.source import module_path, user_line
+from jaxmp._jaxprs.walk import Place
 
 DType = np.dtype[Any]
 Made = TypeVar("Made")
@@ -291,19 +291,15 @@ class Plan:
             later |= here
         return found[::-1]
 
-    def walk(
-        self, path: str = "", source: str = "", count: Any = 1, *, rematerialized: bool = False
-    ) -> Iterator[Visit]:
+    def walk(self, around: Place | None = None, *, rematerialized: bool = False) -> Iterator[Visit]:
         """Every step at any depth, in order: those with plans inside, then what is inside."""
         again = {i for segment in self.segments for i in range(segment.start, segment.stop)}
         for i, step in enumerate(self.steps):
-            here = "/".join(filter(None, (path, module_path(step.eqn))))
-            # Ops inside JAX's own functions have no line of the user's: the call's line is theirs.
-            line = user_line(step.eqn) or source
+            place = (around or Place()).at(step.eqn)
             covered = rematerialized or i in again
-            yield Visit(step, here, line, count, covered, self.saves[i] if self.saves else None)
+            yield Visit(step, place, covered, self.saves[i] if self.saves else None)
             for inner, plan in step.inner_plans:
-                yield from plan.walk(here, line, count * inner.times, rematerialized=covered)
+                yield from plan.walk(place.inside(inner), rematerialized=covered)
 
     def tally(self) -> Collection[Tally]:
         """Every step at any depth, in order and once: what is called again and again is counted.
@@ -342,16 +338,12 @@ class Visit(NamedTuple):
 
     Attributes:
       step: the step.
-      path: the module path and named scopes around it.
-      source: ``file.py:line`` in the user's code; empty if there is none.
-      count: how often it runs per call.
+      place: where it stands.
       rematerialized: whether it is in a segment that is rematerialized in the backward pass.
       saves: why it is not, under a policy that asks for that; else None.
     """
 
     step: Step
-    path: str
-    source: str
-    count: Any
+    place: Place
     rematerialized: bool
     saves: Residual | None

@@ -23,7 +23,7 @@ class Planning:
     Args:
       passes: from a plan, and what made it, to another; run in order on the plan of each jaxpr,
         those inside first.
-      tangents: values that are tangents although no operand says so; see `hidden_tangents`.
+      tangents: values that are tangents although no operand says so; see `rule_calls`.
     """
 
     def __init__(self, passes: Sequence[Pass] = (), tangents: frozenset[Any] = frozenset()) -> None:

@@ -1,4 +1,4 @@
-"""A report of every contraction: in 8 bits, or why not."""
+"""A report of every matmul and convolution: in 8 bits, or why not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxmp._screen import table
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Product:
-    """A contraction of a program.
+    """A matmul or convolution of a program.
 
     Attributes:
       path: the module path and named scopes around it.
@@ -38,7 +38,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quantized:
-    """Every contraction of a program: quantized, or not and why. Print it.
+    """Every matmul and convolution of a program: quantized, or not and why. Print it.
 
     Attributes:
       products: one per contraction, in the program's order.

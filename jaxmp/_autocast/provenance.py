@@ -1,4 +1,4 @@
-"""Where a float32 value comes from, which says whether it may be narrowed beside 16-bit values.
+"""Where a float32 value comes from, which says whether it may be narrowed with 16-bit values.
 
 The law: a float32 value is narrowed only where rounding it costs no more than rounding the operands
 of matmuls does already. Everything else follows JAX's promotion, where float32 wins. Operands of

@@ -121,7 +121,7 @@ def full_precision(fn: F) -> F:
       >>> import jax.numpy as jnp, jaxmp
       >>> router = jaxmp.full_precision(lambda x, w: x @ w)
       >>> fn = jaxmp.autocast(lambda x, w: router(x, w), "mixed_bfloat16")
-      >>> jaxmp.explain(fn, "float32")(jnp.ones((2, 4)), jnp.ones((4, 8))).contractions()
+      >>> jaxmp.explain(fn, "float32")(jnp.ones((2, 4)), jnp.ones((4, 8))).products()
       {'float32': 1}
     """
     check_callable("full_precision", fn)

@@ -1,8 +1,14 @@
-"""What arrays are computed from: literals of the program, parameters, or anything else."""
+"""What arrays are computed from: literals of the program, parameters, or anything else.
+
+And so which products are layers, and which are geometry or signal processing. There is no speed in
+multiplying these low, and their results (coordinates, angles, norms, filtered signals) are
+differenced, squared and turned into indices.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +17,15 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.primitives import LOOKING_UP, LOW, RANDOM
 from jaxmp._autocast.provenance import is_basis
+from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import has_effects
+from jaxmp._jaxprs.compat import is_at_most
 from jaxmp._jaxprs.dataflow import settled, through
-from jaxmp._jaxprs.equation_parameters import widens_8_bits
+from jaxmp._jaxprs.equation_parameters import contracted, free_sizes, widens_8_bits
 from jaxmp._jaxprs.higher_order import Inner
 from jaxmp._jaxprs.scopes import DEQUANTIZE, PARAMETER, ROWS
-from jaxmp._jaxprs.source import in_scope
+from jaxmp._jaxprs.source import in_scope, is_backward
 from jaxmp._jaxprs.walk import equations
 
 # Windows, stencils, bases, masks and grids; weights, and what is computed from them alone, other
@@ -95,3 +103,42 @@ def is_zeros(eqn: JaxprEqn) -> bool:
 def _draws(eqn: JaxprEqn) -> bool:
     """Whether an equation draws random numbers, somewhere inside."""
     return any(each.primitive.name.startswith(RANDOM) for each in equations([eqn]))
+
+
+# Geometry.
+
+# A product without weights that contracts so few elements rotates, projects or mixes coordinates.
+# Of two values that layers returned it may be attention, whose heads are as small as 8.
+COORDINATES, OF_LAYERS = 8, 4
+# So does one by a matrix of so few rows and columns, which may be trained: a pose, a camera. A
+# matrix of data must be square, or it is a batch of few examples.
+SMALL = 4
+
+
+def geometry(eqn: JaxprEqn, roots: Sequence[str], *, of_layers: bool = True) -> Why | None:
+    """Why a product is geometry, or signal processing, and no layer; or None.
+
+    Args:
+      eqn: the product, a matmul or convolution.
+      roots: what its operands are made of.
+      of_layers: whether both may be what layers returned.
+    """
+    backward = is_backward(eqn)
+    # What a derivative starts from is made of literals too, but its products are a layer's.
+    if LITERALS in roots[:2] and not backward:
+        return Kind.SIGNAL.of()
+    if not any(free := free_sizes(eqn)):
+        return Kind.SCALAR_PRODUCT.of()
+    count = contracted(eqn)
+    if WEIGHTS not in roots[:2]:
+        if is_at_most(count, OF_LAYERS if of_layers or backward else COORDINATES):
+            return Kind.COORDINATES.of(count)
+    elif is_at_most(count, SMALL) and any(map(functools.partial(_is_pose, count), roots, free)):
+        return Kind.POSE.of(count)
+    return None
+
+
+def _is_pose(rows: int, kind: str, columns: Sequence[int]) -> bool:
+    """Whether an operand of few rows is a small matrix, and no batch of few examples of data."""
+    count = math.prod(columns)
+    return is_at_most(count, SMALL) and (kind == WEIGHTS or count == rows)

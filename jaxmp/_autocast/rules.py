@@ -14,8 +14,7 @@ from jaxmp._autocast.primitives import CALLED, LOOKING_UP, classify
 from jaxmp._autocast.why import Kind, Why
 from jaxmp._jaxprs.attributes import is_reference, name_stack
 from jaxmp._jaxprs.compat import dtype_of, kind
-from jaxmp._jaxprs.dots import contracted
-from jaxmp._jaxprs.equation_parameters import jitted_name, precision
+from jaxmp._jaxprs.equation_parameters import contracted, jitted_name, precision
 from jaxmp._jaxprs.higher_order import HIGHER_ORDER
 from jaxmp._jaxprs.scopes import OWN, REGION
 from jaxmp.policy import Policy, get_policy

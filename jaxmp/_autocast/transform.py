@@ -56,7 +56,7 @@ def autocast(*, policy: PolicyLike, argnums: Argnums = 0) -> Callable[[F], F]: .
 def autocast(fn: Any = None, policy: Any = None, argnums: Argnums = 0) -> Any:
     """Runs a float32 function in mixed precision, decided with the whole function in view.
 
-    Contractions (matmuls, convolutions) multiply in ``policy.compute_dtype`` and accumulate in
+    Products (matmuls, convolutions) multiply in ``policy.compute_dtype`` and accumulate in
     float32; softmax, normalization statistics, losses and everything else that is sensitive stay
     float32; what lies between follows whichever side needs it. Differentiate the result, and the
     backward pass follows too.
@@ -99,9 +99,9 @@ def autocast(fn: Any = None, policy: Any = None, argnums: Argnums = 0) -> Any:
 
     Warns:
       UserWarning: at a call, where the policy does less than it says: JAX's default precision keeps
-        most contractions float32; most of what layers multiply is not in the 8 bits of a recipe, or
+        most products float32; most of what layers multiply is not in the 8 bits of a recipe, or
         most attention not fused; most products are float64, and the policy is about float32;
-        float32 contractions are in what is not looked inside; a name in ``ops`` is no primitive's;
+        float32 products are in what is not looked inside; a name in ``ops`` is no primitive's;
         most of what layers multiply is in no argument of `argnums`; a derivative rule closes over a
         traced value.
 

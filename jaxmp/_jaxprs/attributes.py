@@ -59,6 +59,12 @@ def is_weak(value: Any) -> bool:
     return bool(getattr(value, "weak_type", False))
 
 
+def is_inexact(value: Any) -> bool:
+    """Whether an array or an aval is of floats or complex numbers: others have tangents float0."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
 def with_weak_type(array: Any, *, weak: bool) -> Any:
     """An array that JAX's promotion makes another dtype of, or not."""
     if is_weak(array) == weak:

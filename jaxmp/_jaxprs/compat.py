@@ -111,8 +111,8 @@ def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Any, Any, list[Any]]:
     """A jaxpr cut in two: what does not depend on its last operands, and what does.
 
     Args:
-      jaxpr: with operands ``[*first, *last]`` and results ``[*early, *late]``, of which the early
-        ones do not depend on the last operands.
+      jaxpr: with operands ``[*first, *last]`` and results ``[*early, *late]``; the early ones do
+        not depend on the last operands.
       n_ins: how many operands are first.
       n_outs: how many results are early.
 

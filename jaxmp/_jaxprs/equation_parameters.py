@@ -6,12 +6,15 @@ JAX's documentation promises none of them; see `attributes`. A row of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
 import numpy as np
+
+from jaxmp._jaxprs.compat import shape_of
 
 Axes = tuple[int, ...]
 
@@ -44,20 +47,41 @@ def window(eqn: jex_core.JaxprEqn) -> tuple[Any, ...]:
 
 def layout(eqn: jex_core.JaxprEqn) -> jax.lax.ConvDimensionNumbers:
     """Which axes of a convolution are its batch, features and space."""
-    layout: jax.lax.ConvDimensionNumbers = eqn.params["dimension_numbers"]
-    return layout
+    return jax.lax.ConvDimensionNumbers(*eqn.params["dimension_numbers"])
+
+
+def contracted(eqn: jex_core.JaxprEqn) -> int:
+    """How many products are summed up for each element of the result."""
+    left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    if eqn.primitive.name == "conv_general_dilated":
+        out_features: int = layout(eqn).rhs_spec[0]
+        return math.prod(n for axis, n in enumerate(right) if axis != out_features)
+    (contracting, _), _ = product_axes(eqn)
+    return math.prod(left[i] for i in contracting)
+
+
+def free_sizes(eqn: jex_core.JaxprEqn) -> tuple[list[int], list[int]]:
+    """The sizes of the axes of the result that come from the left operand alone, and the right."""
+    left, right = shape_of(eqn.invars[0]), shape_of(eqn.invars[1])
+    if eqn.primitive.name == "conv_general_dilated":
+        batch, features, *space = layout(eqn).out_spec
+        out = shape_of(eqn.outvars[0])
+        return [out[i] for i in (batch, *space)], [out[features]]
+    (lc, rc), (lb, rb) = product_axes(eqn)
+    return (
+        [n for i, n in enumerate(left) if i not in (*lc, *lb)],
+        [n for i, n in enumerate(right) if i not in (*rc, *rb)],
+    )
 
 
 def broadcast_axes(eqn: jex_core.JaxprEqn) -> Axes:
     """Of a ``broadcast_in_dim``: for each axis of the operand, which of the result it is."""
-    axes: Axes = eqn.params["broadcast_dimensions"]
-    return axes
+    return tuple(eqn.params["broadcast_dimensions"])
 
 
 def reduced_axes(eqn: jex_core.JaxprEqn) -> Axes:
     """The axes that a reduction adds up, or takes the largest of."""
-    axes: Axes = tuple(map(int, eqn.params["axes"]))
-    return axes
+    return tuple(map(int, eqn.params["axes"]))
 
 
 def reduced_shape(aval: Any, params: Mapping[str, Any]) -> Axes:
@@ -67,8 +91,7 @@ def reduced_shape(aval: Any, params: Mapping[str, Any]) -> Axes:
 
 def permutation(eqn: jex_core.JaxprEqn) -> Axes:
     """Of a ``transpose``: for each axis of the result, which of the operand it is."""
-    axes: Axes = eqn.params["permutation"]
-    return axes
+    return tuple(eqn.params["permutation"])
 
 
 class Gather(NamedTuple):
@@ -115,8 +138,7 @@ def gather(eqn: jex_core.JaxprEqn) -> Gather:
 
 def iota_axis(eqn: jex_core.JaxprEqn) -> int:
     """The axis along which an ``iota`` counts."""
-    axis: int = eqn.params["dimension"]
-    return axis
+    return int(eqn.params["dimension"])
 
 
 def all_gather_of(eqn: jex_core.JaxprEqn) -> tuple[int, tuple[Any, ...], Any, int, bool]:
@@ -157,8 +179,7 @@ def takes_result_dtype(eqn: jex_core.JaxprEqn) -> bool:
 
 def exponent(params: Mapping[str, Any]) -> int:
     """The power of an ``integer_pow``."""
-    power: int = params["y"]
-    return power
+    return int(params["y"])
 
 
 def jitted_name(eqn: jex_core.JaxprEqn) -> str:

@@ -1,8 +1,8 @@
 """What an equation with jaxprs inside is, and how it is bound again with others in their place.
 
 This is the only place that knows the shapes of scan, while and cond and of everything that calls a
-jaxpr: one entry each in `HIGHER_ORDER`. Analyses go through them by `dataflow`, plans by the facts
-that `Inner` states, and need not know which primitive they are in.
+jaxpr: one entry each in `HIGHER_ORDER`. An analysis goes through them by `dataflow`, a plan by the
+facts that `Inner` states, and need not know which primitive it is in.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The classes say what autocast does with a primitive:
 * ``full``: numerically sensitive; runs in float32.
 * ``follow``: elementwise; runs low with a low operand when a contraction wants the result.
 * ``transparent``: moves or selects values without changing them; runs in the dtype they have, or
-  that of the contractions that read them.
+  in which the products that read them multiply.
 * ``own``: runs exactly as written. Also what happens to a primitive nobody listed.
 
 The flags say what else is true of it: who reads a flag asks which primitives are `flagged` so.
@@ -57,8 +57,8 @@ class Flag(enum.Flag):
     GROWING = enum.auto()
     # Its operands are terms, which may cancel.
     SUMMING = enum.auto()
-    # Its result has the loss scale as a factor as often as its operands have it. So has that of all
-    # `transparent` ones, which do not need this flag.
+    # Its result has the loss scale as a factor as often as its operands have it. So have the
+    # results of all `transparent` ones, which do not need this flag.
     LINEAR = enum.auto()
 
     # --- arrays ---
@@ -100,8 +100,8 @@ class Flag(enum.Flag):
     # `jax.checkpoint` keeps it rounds by `lax.reduce_precision`, which takes no complex values
     # (JAX 0.10 to 0.12).
     CHEAP = enum.auto()
-    # Computes in the dtype of its operands, whatever it is; its parameters say that of the result
-    # at most.
+    # Computes in the dtype of its operands, whatever it is; its parameters say the dtype of the
+    # result at most.
     POLYMORPHIC = enum.auto()
     # Its results are elements of its operands, each as it is: there is nothing to measure.
     UNMEASURED = enum.auto()

@@ -1,14 +1,14 @@
-"""Walks over a jaxpr and all that is inside it, and where each of its equations stands."""
+"""Walks over a jaxpr and all that is inside it; and one that runs it, equation by equation."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._jaxprs.compat import closed, inner_jaxprs
+from jaxmp._jaxprs.compat import closed, inner_jaxprs, source_of
 from jaxmp._jaxprs.higher_order import Inner, inside
 from jaxmp._jaxprs.source import in_scope, is_backward, library_line, module_path, user_line
 
@@ -62,3 +62,29 @@ def equations(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
         yield eqn
         for jaxpr in inner_jaxprs(eqn):
             yield from equations(closed(jaxpr).jaxpr.eqns)
+
+
+def evaluate(
+    jaxpr: Any, arrays: Sequence[Any], bind: Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """The results of a jaxpr.
+
+    Args:
+      jaxpr: it, open or closed.
+      arrays: its arguments.
+      bind: from an equation and its operands to its results; names and lines are those that the
+        equation was written in.
+    """
+    opened, consts = closed(jaxpr)
+    env: dict[Any, Any] = dict(zip(opened.constvars, consts, strict=True))
+    env.update(zip(opened.invars, arrays, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in opened.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        with source_of(eqn):
+            results = bind(eqn, operands)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in opened.outvars]

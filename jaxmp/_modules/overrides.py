@@ -23,7 +23,7 @@ from jaxmp._jaxprs.source import level_of_user
 from jaxmp._modules.explicit_dtypes import ModuleInfo
 from jaxmp.policy import Policy, PolicyMap, key_matches
 
-# The share of the contractions' FLOPs above which layers that stay float32 are warned about: the
+# The share of the products' FLOPs above which layers that stay float32 are warned about: the
 # least at which a model is noticeably slower for it.
 MUCH = 0.1
 
@@ -79,7 +79,7 @@ class Overrides:
         self._warn(
             [path for path, _ in kept.most_common()],
             f"wrap: {len(kept)} layer{'s' * (len(kept) > 1)} with {share:.0%} of the "
-            "contractions' FLOPs stay float32, because they were given dtype=float32 and others of "
+            "FLOPs of products stay float32, because they were given dtype=float32 and others of "
             "their like were not",
             f"To overrule that: {remedy}.",
         )

@@ -42,14 +42,14 @@ def wrap(
 
     1. a pattern or class of a `PolicyMap` that matches them;
     2. for a layer that its author singled out by ``dtype=float32``: float32. That is one whose like
-       (the layers of its class, or else those with weights, of which it must be the exception) were
+       (the layers of its class; or else those with weights, and it is the exception there) were
        given another dtype or none. A dtype handed to every layer, or by the module around it, says
        nothing: it is what the policy replaces. Nor does the default of a field of the layer, or of
        one around most layers that their dtype may have come from;
     3. the policy of the module they are in.
 
     `explain` and `audit` list what stays float32 by 2. If that is more than a tenth of the FLOPs of
-    the contractions, the first call warns and says how to overrule it.
+    matmuls and convolutions, the first call warns and says how to overrule it.
 
     A module wrapped inside a wrapped one, or inside an autocast, keeps its own policy. So does one
     that is itself wrapped once more, under another policy: a warning says so.
@@ -59,7 +59,7 @@ def wrap(
       policy: anything `get_policy` takes, a `PolicyMap` included. By default "mixed_half", the
         16-bit format that the default device multiplies natively; a line of log says which.
       params: the collections of a Linen module that hold parameters, such as
-        ``("params", "lora")``: beside 16-bit values they are narrowed, and all other variables
+        ``("params", "lora")``: with 16-bit values they are narrowed, and all other variables
         (averages, tables that are not trained) are not. Of an NNX module every `nnx.Param` is one.
 
     Returns:
@@ -76,7 +76,7 @@ def wrap(
       >>> model = jaxmp.wrap(nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)]), "mixed_bfloat16")
       >>> x = jnp.ones((6, 8))
       >>> params = model.init(jax.random.key(0), x)
-      >>> jaxmp.explain(model.apply, "float32")(params, x).contractions()
+      >>> jaxmp.explain(model.apply, "float32")(params, x).products()
       {'bfloat16': 2}
     """
     if isinstance(policy, (nn.Module, nnx.Module)):

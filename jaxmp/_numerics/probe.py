@@ -17,9 +17,9 @@ from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import explicit_sharding
 from jaxmp._jaxprs.aux_outputs import Extra, Extras, Join, Out, Threaded
 from jaxmp._jaxprs.compat import dtype_of
-from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import rebuild
 from jaxmp._jaxprs.primitive_table import Flag, flagged
+from jaxmp._jaxprs.walk import evaluate
 from jaxmp._numerics.statistics import FLOAT32, JOINS, Look, Measurements, look, measure
 from jaxmp._numerics.survey import is_measured, looked_into, site_names
 

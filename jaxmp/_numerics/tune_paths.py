@@ -24,11 +24,10 @@ from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.aux_outputs import Threaded
-from jaxmp._jaxprs.evaluate import evaluate
 from jaxmp._jaxprs.higher_order import inside, rebuild
 from jaxmp._jaxprs.scopes import REGION
 from jaxmp._jaxprs.trace import is_array, trace
-from jaxmp._jaxprs.walk import Place, walk
+from jaxmp._jaxprs.walk import Place, evaluate, walk
 from jaxmp.policy import Policy, PolicyMap, get_policy
 
 Path = tuple[str, ...]

@@ -241,7 +241,7 @@ def ways_of(
         for visit in plan_program(traced.jaxpr, policy, given).walk():
             if visit.step.eqn.primitive.name not in LOW:
                 continue
-            path = loss.places.of(visit.path)
+            path = loss.places.of(visit.place.path)
             how = _multiplied(visit.step, policy)
             if path in ways and (path not in found or _bits(how) < _bits(found[path])):
                 found[path] = how

@@ -169,7 +169,7 @@ def _report(
 
     results = compile_ahead(target, programs, call.args, call.donated, labels, progress)
     for i, ((label, policy), program) in enumerate(zip(named, programs, strict=True)):
-        requested = audit(program)(*call.args).contraction_flops()
+        requested = audit(program)(*call.args).product_flops()
         recipe = policy.matmul if policy is not None else None
         warned = warning(recipe, chip_named(target.name)) if isinstance(recipe, Recipe) else ""
         result = dataclasses.replace(results[i], policy=label, requested=requested, warned=warned)

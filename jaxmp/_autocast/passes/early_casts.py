@@ -19,8 +19,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxmp._autocast.bind import Bind, Move, Scale
-from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.bind import Bind, Dot, Move, Scale
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import IN_PARTS, SCALING
 from jaxmp._autocast.why import Kind

@@ -4,9 +4,9 @@ A pass takes the plan of a jaxpr, and the planner that made it, and returns a pl
 """
 
 from jaxmp._autocast.derivatives import derive
-from jaxmp._autocast.passes.attention import attend
 from jaxmp._autocast.passes.early_casts import narrow_early, widen_early
 from jaxmp._autocast.passes.fused_attention.find import fuse
+from jaxmp._autocast.passes.softmax_vjp import attend
 from jaxmp._autocast.passes.stored_weights import scale_after
 from jaxmp._autocast.passes.take_along_axis import take_by_comparison
 from jaxmp._autocast.planning import Pass

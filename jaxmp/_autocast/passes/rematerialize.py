@@ -1,7 +1,7 @@
 """What is rematerialized in the backward pass, under policies with ``residuals=recompute``.
 
 Runs of steps become segments, which `execute` puts under a `jax.checkpoint` that keeps what
-`jaxmp.checkpoint_policies.long_contractions` says. A segment ends where something is not to run
+`jaxmp.checkpoint_policies.long_products` says. A segment ends where something is not to run
 again, or has its own say in what is kept: a `jax.checkpoint` of the program, a function with a
 `custom_vjp`, a side effect, a region whose policy saves. What crosses such a place is kept, as it
 is without. It also ends between layers, where little crosses, so that one is computed again at a
@@ -17,27 +17,25 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.bind import Drop
 from jaxmp._autocast.execute import CustomCall
-from jaxmp._autocast.passes.attention import without_attention
 from jaxmp._autocast.passes.fused_attention.find import FusedAttention
-from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
+from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot, without_attention
 from jaxmp._autocast.plan import Plan, Segment, Step, Visit
 from jaxmp._autocast.rules import region_rules
 from jaxmp._autocast.why import Residual
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import runs_once, with_dtype
+from jaxmp._jaxprs.attributes import is_inexact, runs_once, with_dtype
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import TABLE
 from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope
-from jaxmp.checkpoint_policies import long_contractions
+from jaxmp.checkpoint_policies import long_products
 
 
 def recompute(plan: Plan) -> Plan:
@@ -70,13 +68,13 @@ def residual(visit: Visit) -> Residual | None:
 
 def _in_segment(step: Step) -> Residual | None:
     """What becomes of the results of a step of a segment; None if they have no derivative."""
-    if not any(_has_derivative(v) or dtype_of(v) == np.bool_ for v in step.eqn.outvars):
+    if not any(is_inexact(v.aval) or dtype_of(v) == np.bool_ for v in step.eqn.outvars):
         return None
     avals = [
         v.aval if dtype is None else with_dtype(v.aval, dtype)
         for v, dtype in zip(step.eqn.invars, step.ins, strict=True)
     ]
-    keeps = long_contractions(step.eqn.primitive, *avals, **step.eqn.params)
+    keeps = long_products(step.eqn.primitive, *avals, **step.eqn.params)
     return Residual.SAVED if keeps else Residual.REMATERIALIZED
 
 
@@ -151,14 +149,14 @@ def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[
       last: the step that reads a variable last; a result of the plan is not in it.
     """
     inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
-    differentiated = {v for v in inputs if _has_derivative(v)}
+    differentiated = {v for v in inputs if is_inexact(v.aval)}
     pieces, begin, multiplied = [], start, False
     crossing: set[Any] = set()
     for i in range(start, stop):
         eqn = plan.steps[i].eqn
         multiplied |= contracts(eqn)
         if not differentiated.isdisjoint(v for v in eqn.invars if not isinstance(v, Literal)):
-            made = {v for v in eqn.outvars if _has_derivative(v)}
+            made = {v for v in eqn.outvars if is_inexact(v.aval)}
             differentiated |= made
             crossing |= made
         crossing = {v for v in crossing if last.get(v, stop) > i}
@@ -178,8 +176,3 @@ def _little_but(var: Any, crossing: set[Any]) -> bool:
         return False  # of sizes that `jax.export` leaves open nothing is known
     others = sum(math.prod(shape_of(v)) for v in crossing - {var})
     return 16 * others <= math.prod(shape_of(var))
-
-
-def _has_derivative(var: Any) -> bool:
-    dtype = dtype_of(var)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

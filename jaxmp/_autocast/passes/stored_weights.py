@@ -16,7 +16,7 @@ import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.bind import Dot
 from jaxmp._autocast.environment import Environment
 from jaxmp._autocast.plan import DType, Op, Plan, Step
 from jaxmp._autocast.products.product import Sides, sums_in

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
-from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.bind import Dot
 from jaxmp._autocast.environment import Environment
 from jaxmp._autocast.plan import Step
 from jaxmp._autocast.products.quantize import QuantizedOperand, quantize

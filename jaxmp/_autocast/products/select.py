@@ -20,8 +20,7 @@ from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind, Skipped
 from jaxmp._jaxprs.attributes import explicit_sharding, out_sharding
 from jaxmp._jaxprs.compat import shape_of
-from jaxmp._jaxprs.dots import contracted, free_sizes
-from jaxmp._jaxprs.equation_parameters import product_axes, ragged_axes
+from jaxmp._jaxprs.equation_parameters import contracted, free_sizes, product_axes, ragged_axes
 from jaxmp._jaxprs.source import is_backward, module_path, user_line
 from jaxmp._speed import fastest_recipe, pays
 from jaxmp.recipes import Recipe
@@ -36,7 +35,7 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
     In 8 bits multiply layers: one operand is a weight, the other is not, and another contraction
     reads what comes of it (so the logits stay in 16 bits). Formats of 16 and 32 bits are for every
     product. ``matmul="auto"`` stands for the recipe that the chip multiplies fast, the one it names
-    or that of the default device, for the layers for which it pays.
+    or the default device, for the layers for which it pays.
 
     Args:
       facts: what is known of the contraction.

@@ -20,8 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jaxmp._autocast.bind import Bind, Drop
-from jaxmp._autocast.contract import Dot
+from jaxmp._autocast.bind import Bind, Dot, Drop
 from jaxmp._autocast.environment import Environment, cast
 from jaxmp._autocast.passes.fused_attention.kernels import (
     Kernel,
