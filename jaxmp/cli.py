@@ -123,7 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_audit)
 
     command = _add(
-        commands, "preflight", "memory and traffic on a TPU or GPU that is not there", _PREFLIGHT
+        commands,
+        "preflight",
+        "memory, traffic and estimated time on a TPU or GPU that is not there",
+        _PREFLIGHT,
     )
     _add_function(command, nargs="?")
     command.add_argument(
@@ -155,6 +158,12 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar="N",
         help="a positional argument that holds the batch; repeatable; default: the last",
+    )
+    command.add_argument(
+        "--price",
+        type=float,
+        metavar="P",
+        help="of one chip for an hour: print what 1,000 steps are estimated to cost",
     )
     command.add_argument(
         "--fail-on",
@@ -289,6 +298,7 @@ def _preflight(args: argparse.Namespace) -> int:
             max_batch=args.max_batch,
             max_length=args.max_length,
             batch_argnums=args.batch_argnum or -1,
+            price_per_hour=args.price,
             progress=progress,
         )(*arguments)
     print(json.dumps(report.to_dict()) if args.json else report)

@@ -37,7 +37,7 @@ RUN = {
 # Why the others are not run by this file: only that their options are there.
 NOT_RUN = {
     "benchmarks/autocast_aot.py": "compiles for hours, for TPUs and GPUs",
-    "benchmarks/capture_cost.py": "times minutes; test_benchmarks.py imports it",
+    "benchmarks/tool_times.py": "times minutes; test_benchmarks.py imports it",
     "benchmarks/collectives_aot.py": "compiles for minutes; test_benchmarks.py runs a part",
     "benchmarks/eight_bits_aot.py": "compiles for minutes, for TPUs and GPUs",
     "benchmarks/float64_cpu.py": "times on whole cores; test_benchmarks.py imports it",

@@ -6,7 +6,7 @@ import math
 
 from jax.extend.core import JaxprEqn
 
-from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.equation_parameters import layout, product_axes
 
 
@@ -18,6 +18,11 @@ def contracted(eqn: JaxprEqn) -> int:
         return math.prod(n for axis, n in enumerate(right) if axis != out_features)
     (contracting, _), _ = product_axes(eqn)
     return math.prod(left[i] for i in contracting)
+
+
+def multiplied(eqn: JaxprEqn) -> str:
+    """What a contraction multiplies: one dtype, or two, as in ``bfloat16*float32``."""
+    return "*".join(sorted({str(dtype_of(v)) for v in eqn.invars[:2]}))
 
 
 def free_sizes(eqn: JaxprEqn) -> tuple[list[int], list[int]]:
