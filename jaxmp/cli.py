@@ -25,8 +25,8 @@ from jaxmp._audit.findings import FAULTS, KINDS, OVERRULED
 from jaxmp._command_functions import TAKES, attribute_of, load
 from jaxmp._numerics.validate import validate
 from jaxmp._numerics.validate_numerics import with_cpu_sums
-from jaxmp._preflight.pays_table import when_it_pays
 from jaxmp._preflight.preflight import CompilerMissingError, preflight
+from jaxmp._speed.pays_table import when_it_pays
 from jaxmp.devices import chips, describe
 
 _AUDITS = "what is float32 in a program, what it costs, and the line to blame"

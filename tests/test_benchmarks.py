@@ -19,8 +19,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._audit.target import parse_target
 from jaxmp._preflight.report import Preflight
+from jaxmp._speed.target import parse_target
 
 import aot
 import fsdp

@@ -9,7 +9,6 @@ import math
 import pytest
 
 from jaxmp import cli
-from jaxmp._preflight.pays_table import RECIPES, TOKENS, when_it_pays
 from jaxmp._speed import (
     Chip,
     Work,
@@ -23,6 +22,7 @@ from jaxmp._speed import (
     why_emulated,
 )
 from jaxmp._speed.choice import WORTH
+from jaxmp._speed.pays_table import RECIPES, TOKENS, when_it_pays
 from jaxmp.devices import chips
 from jaxmp.recipes import blockwise_float8, float8, int8, mxfp8, parse_recipe, products
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp._audit.target import parse_target
 from jaxmp._autocast import transform
 from jaxmp._preflight.compile_ahead import _export, _job
+from jaxmp._speed.target import parse_target
 
 from constructs import BF16, V, W, X, assert_bitwise
 from support import contraction_dtypes

@@ -18,7 +18,6 @@ from jaxmp._audit.place import AuditPlace, is_ours, places_inside
 from jaxmp._audit.report import Operation, PrecisionReport
 from jaxmp._audit.rounding import Rounding
 from jaxmp._audit.scaling import NO_SCALE, Scaling, has_optimizer, is_scale
-from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import planned, warn_overruled
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.parameters import read_argnums
@@ -30,6 +29,7 @@ from jaxmp._autocast.transform import watched
 from jaxmp._jaxprs.attributes import short_type
 from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.trace import is_array, trace
+from jaxmp._speed.target import Target, parse_target
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import PolicyLike, single_policy

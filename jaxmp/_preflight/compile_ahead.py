@@ -20,7 +20,6 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jaxmp._audit.place import AuditPlace
-from jaxmp._audit.target import Target
 from jaxmp._autocast.flops import contraction_flops
 from jaxmp._flax import is_graph_node
 from jaxmp._jaxprs import dataflow
@@ -34,6 +33,7 @@ from jaxmp._preflight.hlo_collectives import Mesh
 from jaxmp._preflight.report import Preflight
 from jaxmp._preflight.size_search import sharding_of
 from jaxmp._speed import chip_of
+from jaxmp._speed.target import Target
 from jaxmp.devices import kind_of
 
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxmp._audit.costs import check_sizes
-from jaxmp._audit.target import Target, parse_target
 from jaxmp._autocast.explain import planned, warn_overruled
 from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.parameters import read_argnums
@@ -22,6 +21,7 @@ from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp._preflight.size_search import Attempt, Axis, axis_of, search
 from jaxmp._speed import chip_named, warning
+from jaxmp._speed.target import Target, parse_target
 from jaxmp.policy import Policy, PolicyLike, single_policy
 from jaxmp.policy_fields import FUSED
 from jaxmp.recipes import AUTO, Recipe

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxmp import _screen
-from jaxmp._audit.target import Target
 from jaxmp._preflight.hlo import HloProgram, Multiplied
 from jaxmp._preflight.hlo_collectives import Collective
 from jaxmp._preflight.size_search import Largest
 from jaxmp._speed import StepTime, Work, chip_named, step_time
+from jaxmp._speed.target import Target
 
 AS_WRITTEN = "as written"
 # More lines of 8-bit products than these are not printed, nor more rows.
@@ -171,9 +171,8 @@ class PreflightReport:
 
     def __str__(self) -> str:
         names = [result.policy for result in self.policies]
-        rows = [
-            [line] for line in aligned([["", *names], *([label, *c] for label, c in _rows(self))])
-        ]
+        table = [["", *names], *([label, *cells] for label, cells in _rows(self))]
+        rows = [[line] for line in _screen.aligned(table)]
         heading = (
             f"{self.target.name}: {_screen.counted(self.target.device_count, 'device')} of "
             f"{_gib(self.target.hbm_bytes)}; sizes are of one device"
@@ -312,12 +311,6 @@ def sent_bytes(moved: Sequence[Collective], devices: int) -> int:
     """
     parts = {"all-reduce": 2, "reduce-scatter": devices - 1}
     return sum(one.bytes * one.times * parts.get(one.kind, 1) for one in moved)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table as lines: the first column to the left, the others to the right."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
 
 
 def rows_of_collectives(moved: Sequence[Collective]) -> dict[str, str]:
