@@ -6,9 +6,11 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import flax.linen as nn
 import hypothesis
@@ -200,7 +202,7 @@ def test_the_price_of_steps_is_that_of_all_chips():
     assert report.step_time("two") is report.cost("two") is None
     lines = [re.sub("  +", " | ", line) for line in str(report).splitlines()]
     assert "estimated step time | 1 ms | -" in lines
-    assert "1,000 steps at 1.2 per chip-hour | 0.00 | -" in lines
+    assert "1,000 steps at 1.2 per chip-hour | 0.00133 | -" in lines
     assert f"Estimated, not measured: the time of a step, by {source}" in str(report)
     one, two = json.loads(json.dumps(report.to_dict()))["policies"]
     assert one["step_time"] == {"seconds": seconds, "source": source}
@@ -897,7 +899,29 @@ def test_devices_from_the_command_line():
 def test_preflight_from_the_command_line(capsys, monkeypatch):
     monkeypatch.syspath_prepend("tests")
     arguments = ["preflight", "test_preflight:make", "--target", "gpu-h100"]
-    assert cli.main([*arguments, "--policy", "float32", "--policy", "mixed_bfloat16"]) == 0
+    policies = ["--policy", "float32", "--policy", "mixed_bfloat16"]
+    assert cli.main([*arguments, *policies, "--price", "2.5"]) == 0
     out = capsys.readouterr().out
     assert "gpu-h100: 1 device of 79.11 GiB" in out
     assert "mixed_bfloat16" in out
+    assert "1,000 steps at 2.5 per chip-hour" in out
+    assert cli.main([*arguments, "--price", "-1"]) == 2
+    assert "price_per_hour must be the price of a chip" in capsys.readouterr().err
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_the_command_line_is_quiet_about_what_is_not_there():
+    """JAX prints a traceback for each plugin whose accelerator it does not find."""
+    command = [sys.executable, "-m", "jaxmp", "preflight", "test_preflight:make"]
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    run = subprocess.run(
+        [*command, "--target", "gpu-h100"],
+        cwd=Path(__file__).parent,
+        env=environment | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = run.stderr.splitlines()
+    assert [line.partition(" for ")[0] for line in said] == ["tracing", "compiling"]

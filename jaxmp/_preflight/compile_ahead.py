@@ -169,7 +169,7 @@ def _flops(jaxpr: Any) -> dict[str, float]:
     flops: Counter[str] = Counter()
     for eqn, place in walk(jaxpr, AuditPlace()):
         if count := contraction_flops(eqn):
-            flops[multiplied(eqn)] += count * place.times  # type: ignore[assignment]  # a share
+            flops[multiplied(eqn)] += count * place.times
     return dict(flops.most_common())
 
 

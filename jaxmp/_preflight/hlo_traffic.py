@@ -10,7 +10,9 @@ from jaxmp._preflight.hlo_loops import called, moved_from, runs
 from jaxmp._preflight.hlo_text import Computation, Computations, Instruction, sizes_by_dtype
 
 # What runs no kernel of its own: what it calls does, or nothing.
-_CALLS = frozenset({"while", "conditional", "call", "async-start"})
+_CALLS = frozenset({
+    "while", "conditional", "call", "async-start", "async-update", "async-done",
+})  # fmt: skip
 _NOTHING = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
     "add-dependency", "partition-id", "replica-id",
@@ -69,8 +71,8 @@ def traffic(program: Computations, multiplies: Callable[[Instruction], bool]) ->
 
 def _is_kernel(instruction: Instruction) -> bool:
     op = instruction.op
-    moves = op.removesuffix("-start") in KINDS or op.endswith(("-done", "-update"))
-    return not moves and op not in _CALLS and op not in _NOTHING
+    crosses = op.removesuffix("-start") in KINDS
+    return not (crosses or op.endswith("-done") or op in _CALLS or op in _NOTHING)
 
 
 def _sizes(kernel: Instruction, around: Computation, within: list[Computation]) -> Iterator[int]:

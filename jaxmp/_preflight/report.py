@@ -76,10 +76,11 @@ class Preflight:
         if self.program is None:
             return None
         products, others, kernels = self.program.traffic
-        flops = Counter(dict(self.program.attention_flops))
-        flops.update({d: count / self.device_count for d, count in self.requested.items()})  # type: ignore[arg-type]
+        flops = {dtype: count / self.device_count for dtype, count in self.requested.items()}
+        for dtype, count in self.program.attention_flops:
+            flops[dtype] = flops.get(dtype, 0) + count
         return Work(
-            dict(flops),
+            flops,
             products,
             others,
             kernels,
@@ -125,7 +126,7 @@ class PreflightReport:
         None where the program was not compiled, or multiplies what no rate is known of.
         """
         work = self[policy].work
-        return work and step_time(chip_named(self.target.name), work)
+        return None if work is None else step_time(chip_named(self.target.name), work)
 
     def cost(self, policy: str, steps: int = 1000) -> float | None:
         """The price of so many calls on all chips of the target; None without a price, or time."""
@@ -228,7 +229,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     costs = [report.cost(r.policy) for r in results]
     if any(cost is not None for cost in costs):
         label = f"1,000 steps at {report.price_per_hour:g} per chip-hour"
-        yield label, ["-" if cost is None else f"{cost:,.2f}" for cost in costs]
+        yield label, ["-" if cost is None else _price(cost) for cost in costs]
     for dtype in dict.fromkeys(d for p in programs for d in p.contractions):
         yield row(f"contractions {dtype}", lambda p, d=dtype: str(p.contractions.get(d, 0)))  # type: ignore[misc]
     if any(p.products_in_8_bits for p in programs):
@@ -297,6 +298,10 @@ def _gib(size: float) -> str:
 
 def _seconds(time: float) -> str:
     return f"{time:.2f} s" if time >= 1 else f"{1e3 * time:.3g} ms"
+
+
+def _price(cost: float) -> str:
+    return f"{cost:,.2f}" if cost >= 1 else f"{cost:.3g}"
 
 
 def sent_bytes(moved: Sequence[Collective], devices: int) -> int:
