@@ -80,7 +80,7 @@ class Stateful(nn.Module):
 
 def stateful() -> Program:
     model = Stateful()
-    x, key = shape(4, 8, 8, 3), jax.eval_shape(lambda: jax.random.key(0))
+    x, key = shape(16, 8, 8, 3), jax.eval_shape(lambda: jax.random.key(0))
     variables = jax.eval_shape(lambda k, x: model.init({"params": k, "dropout": k}, x), key, x)
 
     def loss(params: Any, rest: Any, x: Any, key: Any) -> Any:
@@ -101,7 +101,7 @@ def deep() -> Program:
             x = x + jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    return jax.value_and_grad(loss), ([shape(16, 16) for _ in range(100)], shape(4, 16))
+    return jax.value_and_grad(loss), ([shape(16, 16) for _ in range(100)], shape(32, 16))
 
 
 PROGRAMS = {each.__name__: each for each in (nnx_step, sharded, scanned, stateful, deep)}
