@@ -160,7 +160,7 @@ class _Follower:
         """What is known of the results of a jaxpr, given what is known of its operands."""
         opened = closed(jaxpr).jaxpr
         consts = dict(zip(opened.constvars, closed(jaxpr).consts, strict=False))
-        env = dict(zip(opened.invars, ins, strict=True))
+        env: dict[Any, Known] = dict(zip(opened.invars, ins, strict=True))
         env |= {var: _constant(var, consts.get(var)) for var in opened.constvars}
         env = {var: fact._replace(origin=fact.origin or var) for var, fact in env.items()}
         readers = readers_of(opened)
