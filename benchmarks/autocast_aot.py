@@ -82,7 +82,7 @@ import optax
 
 import jaxmp
 from jaxmp import _chips
-from jaxmp._audit.target import chip_names
+from jaxmp._speed.target import chip_names
 
 import aot
 import peers

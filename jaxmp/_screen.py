@@ -90,6 +90,12 @@ def table(
     )
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines: the first column to the left, the others to the right."""
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
+
+
 def tail(text: str, width: int) -> str:
     """The end of a path that is too long: the module itself says more than those around it."""
     return text if len(text) <= width else f"…{text[1 - width :]}"

@@ -26,8 +26,8 @@ from jaxmp._command_functions import TAKES, attribute_of, load
 from jaxmp._lock.check import check, write
 from jaxmp._numerics.validate import validate
 from jaxmp._numerics.validate_numerics import with_cpu_sums
-from jaxmp._preflight.pays_table import when_it_pays
 from jaxmp._preflight.preflight import CompilerMissingError, preflight
+from jaxmp._speed.pays_table import when_it_pays
 from jaxmp.devices import chips, describe
 
 _AUDITS = "what is float32 in a program, what it costs, and the line to blame"
@@ -151,7 +151,10 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_lock)
 
     command = _add(
-        commands, "preflight", "memory and traffic on a TPU or GPU that is not there", _PREFLIGHT
+        commands,
+        "preflight",
+        "memory, traffic and estimated time on a TPU or GPU that is not there",
+        _PREFLIGHT,
     )
     _add_function(command, nargs="?")
     command.add_argument(
@@ -183,6 +186,12 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar="N",
         help="a positional argument that holds the batch; repeatable; default: the last",
+    )
+    command.add_argument(
+        "--price",
+        type=float,
+        metavar="P",
+        help="of one chip for an hour: print what 1,000 steps are estimated to cost",
     )
     command.add_argument(
         "--fail-on",
@@ -329,6 +338,7 @@ def _preflight(args: argparse.Namespace) -> int:
             max_batch=args.max_batch,
             max_length=args.max_length,
             batch_argnums=args.batch_argnum or -1,
+            price_per_hour=args.price,
             progress=progress,
         )(*arguments)
     print(json.dumps(report.to_dict()) if args.json else report)

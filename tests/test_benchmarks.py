@@ -19,8 +19,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._audit.target import parse_target
 from jaxmp._preflight.report import Preflight
+from jaxmp._speed.target import parse_target
 
 import aot
 import fsdp
@@ -40,7 +40,8 @@ PROGRAMS = {
     "float64_cpu": "import float64_cpu",
     "monitor_aot": "import monitor_aot",
     "fsdp": "import fsdp",
-    "capture_cost": "import capture_cost",
+    "tool_times": "import tool_times as t; t.tools(['explain'], 1)",
+    "roofline": "import roofline; roofline.show(roofline.layers())",
     "cpu_sums": "import cpu_sums",
     "serving": "import serving",
     "optimizer_state": "import optimizer_state as o; o.stored(o.OPTIMIZERS['adam'], 'int8')",

@@ -41,7 +41,6 @@ RUN = {
 # Why the others are not run by this file: only that their options are there.
 NOT_RUN = {
     "benchmarks/autocast_aot.py": "compiles for hours, for TPUs and GPUs",
-    "benchmarks/capture_cost.py": "times minutes; test_benchmarks.py imports it",
     "benchmarks/collectives_aot.py": "compiles for minutes; test_benchmarks.py runs a part",
     "benchmarks/eight_bits_aot.py": "compiles for minutes, for TPUs and GPUs",
     "benchmarks/float64_cpu.py": "times on whole cores; test_benchmarks.py imports it",
@@ -53,7 +52,9 @@ NOT_RUN = {
     "benchmarks/optimizer_state.py": "trains for minutes; test_benchmarks.py imports it",
     "benchmarks/precision_lock.py": "traces for minutes; test_benchmarks.py runs a part",
     "benchmarks/results.py": "runs the others; test_benchmark_results.py tests it",
+    "benchmarks/roofline.py": "compiles for minutes; test_benchmarks.py runs a part",
     "benchmarks/serving.py": "compiles and trains for minutes",
+    "benchmarks/tool_times.py": "times minutes; test_benchmarks.py runs a part",
     "benchmarks/trace_time.py": "times minutes; test_benchmarks.py runs a part",
     "examples/diagnose_overflow.py": "test_examples_diagnose_overflow.py runs it as it is",
     "examples/qwix_handover.py": "needs Qwix; test_examples_qwix_handover.py runs it where it is",

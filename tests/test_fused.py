@@ -18,12 +18,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._audit.target import parse_target
 from jaxmp._autocast.passes.fused_attention import kernels
 from jaxmp._autocast.passes.fused_attention.kernels import Kernel, KernelCall
 from jaxmp._autocast.why import Residual
 from jaxmp._preflight.aot_worker import topology_devices
 from jaxmp._preflight.hlo import read_hlo
+from jaxmp._speed.target import parse_target
 
 from support import assert_same_program, needs_gpu_compiler, needs_tpu_compiler
 

@@ -242,3 +242,89 @@ def test_where_a_product_compiled_here_was_written():
     line = inspect.getsourcelines(program)[1] + 4
     assert places
     assert {(p.path, p.source) for p in places} == {("layer", f"test_hlo.py:{line}")}
+
+
+def traffic_of(fn, *shapes):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    compiled = jax.jit(fn).lower(*arrays).compile()
+    return read_hlo(compiled.as_text()).traffic, compiled.cost_analysis()["bytes accessed"]
+
+
+def test_the_traffic_of_a_program_is_that_of_its_kernels():
+    found, said = traffic_of(lambda x, w: jnp.tanh(x @ w) + 1, (128, 256), (256, 512))
+    assert found.products == 4 * (128 * 256 + 256 * 512 + 128 * 512)
+    assert found.others == 4 * 2 * 128 * 512
+    assert found.kernels == 1
+    assert said == pytest.approx(found.products + found.others, rel=0.01)
+
+
+LAYERS = """
+%body (s: (s32[], f32[8], f32[100,8], f32[100,8])) -> (s32[], f32[8], f32[100,8], f32[100,8]) {
+  %s = (s32[], f32[8]{0}, f32[100,8]{1,0}, f32[100,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8]{0} get-tuple-element(%s), index=1
+  %w = f32[100,8]{1,0} get-tuple-element(%s), index=2
+  %y = f32[100,8]{1,0} get-tuple-element(%s), index=3
+  %f = f32[8]{0} fusion(%x, %w, %i), kind=kLoop, calls=%layer
+  %u = f32[100,8]{1,0} fusion(%y, %f, %i), kind=kLoop, calls=%kept
+  ROOT %t = (s32[], f32[8]{0}, f32[100,8]{1,0}, f32[100,8]{1,0}) tuple(%i, %f, %w, %u)
+}
+
+%layer (a: f32[8], b: f32[100,8], n: s32[]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[100,8]{1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %row = f32[1,8]{1,0} dynamic-slice(%b, %n), dynamic_slice_sizes={1,8}
+  ROOT %m = f32[8]{0} multiply(%a, %row)
+}
+
+%kept (c: f32[100,8], d: f32[8], k: s32[]) -> f32[100,8] {
+  %c = f32[100,8]{1,0} parameter(0)
+  %d = f32[8]{0} parameter(1)
+  %k = s32[] parameter(2)
+  %e = f32[1,8]{1,0} bitcast(%d)
+  ROOT %v = f32[100,8]{1,0} dynamic-update-slice(%c, %e, %k)
+}
+
+%test (q: (s32[], f32[8], f32[100,8], f32[100,8])) -> pred[] {
+  %q = (s32[], f32[8]{0}, f32[100,8]{1,0}, f32[100,8]{1,0}) parameter(0)
+  ROOT %lt = pred[] constant(true)
+}
+
+ENTRY %main (z: f32[8]) -> f32[8] {
+  %z = f32[8]{0} parameter(0)
+  %init = (s32[], f32[8]{0}, f32[100,8]{1,0}, f32[100,8]{1,0}) tuple(%z)
+  ROOT %loop = (s32[], f32[8]{0}, f32[100,8]{1,0}, f32[100,8]{1,0}) while(%init), \
+condition=%test, body=%body, backend_config={"known_trip_count":{"n":"100"}}
+}
+"""
+
+
+def test_a_loop_reads_and_writes_slices_of_what_it_stacks_as_often_as_it_runs():
+    row, index = 4 * 8, 4
+    layer = row + row + row + index  # its result; of its operands, of the weights one row
+    kept = row + row + index  # one row written, of what is computed
+    found = read_hlo(LAYERS).traffic
+    assert found.kernels == 200
+    assert found.others == 100 * (layer + kept)
+    assert found.products == 0
+
+
+def test_cycles_count_as_often_as_a_loop_runs():
+    text = LAYERS.replace("calls=%layer", 'calls=%layer, backend_config={"estimated_cycles":"7"}')
+    assert (read_hlo(text).cycles, read_hlo(text).cycles_run) == (7, 700)
+
+
+def test_attention_of_a_library_counts_its_products():
+    q = "bf16[2,1024,8,64]{3,2,1,0}"
+    dims = '"dimensions": ["2", "8", "1024", "1024"]'
+    scores = f'"intermediate_tensor_shape": {{"element_type": "BF16", {dims}}}'
+    text = f"""
+  %q = {q} parameter(0)
+  %f = ({q}, f32[2,8,1024]{{2,1,0}}) custom-call(%q, %q, %q), \
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={{{scores}, "mask_type": "NO_MASK"}}
+  %b = ({q}, {q}, {q}) custom-call(%q, %q, %q), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={{{scores}, "mask_type": "CAUSAL"}}
+"""
+    product = 2 * 2 * 8 * 1024 * 1024 * 64
+    assert read_hlo(text).attention_flops == (("bfloat16", 2 * product + 5 * product // 2),)

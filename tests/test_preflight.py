@@ -6,9 +6,11 @@ import importlib.util
 import inspect
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import flax.linen as nn
 import hypothesis
@@ -24,13 +26,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import cli
-from jaxmp._audit.target import chip_names, parse_target
 from jaxmp._preflight import compile_ahead, size_search
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Collective
 from jaxmp._preflight.preflight import CompilerMissingError
-from jaxmp._preflight.report import Preflight, PreflightReport
+from jaxmp._preflight.report import Preflight, PreflightReport, sent_bytes
 from jaxmp._preflight.size_search import Attempt, axis_of, search
+from jaxmp._speed.target import chip_names, parse_target
 from jaxmp.devices import chips, describe
 
 import fsdp
@@ -183,6 +185,53 @@ def test_read_hlo_of_a_program_compiled_here():
         jnp.ones((64, 64)), jnp.ones((64, 64))
     )
     assert sum(read_hlo(compiled.compile().as_text()).contractions.values()) == 2
+
+
+# The time of a step, and its price.
+
+
+def test_the_price_of_steps_is_that_of_all_chips():
+    program = read_hlo(HLO)._replace(cycles_run=1503_000, moved=())
+    results = Preflight(policy="one", program=program), Preflight(policy="two", error="it failed")
+    target = parse_target("tpu-v5e:2x2")
+    report = PreflightReport(target, results, price_per_hour=1.2)
+    seconds, source = report.step_time("one")
+    assert seconds == pytest.approx(1e-3)
+    assert report.cost("one") == pytest.approx(1000 * 1e-3 / 3600 * 4 * 1.2)
+    assert report.cost("one", steps=10) == pytest.approx(report.cost("one") / 100)
+    assert report.step_time("two") is report.cost("two") is None
+    lines = [re.sub("  +", " | ", line) for line in str(report).splitlines()]
+    assert "estimated step time | 1 ms | -" in lines
+    assert "1,000 steps at 1.2 per chip-hour | 0.00133 | -" in lines
+    assert f"Estimated, not measured: the time of a step, by {source}" in str(report)
+    one, two = json.loads(json.dumps(report.to_dict()))["policies"]
+    assert one["step_time"] == {"seconds": seconds, "source": source}
+    assert two["step_time"] is two["cost_of_1000_steps"] is None
+    unpriced = PreflightReport(target, results)
+    assert unpriced.cost("one") is None
+    assert "chip-hour" not in str(unpriced)
+
+
+def test_devices_are_not_chips_where_two_are_on_one():
+    assert (parse_target("tpu-v4:2x2x1").chip_count, parse_target("gpu-h100:8").chip_count) == (
+        4,
+        8,
+    )
+
+
+@pytest.mark.parametrize("price", [-1, math.nan, "2.5"])
+def test_what_is_no_price(price):
+    with pytest.raises(ValueError, match="price_per_hour must be the price of a chip"):
+        jaxmp.preflight(jnp.dot, price_per_hour=price)
+
+
+def test_what_a_device_sends():
+    moved = [
+        Collective("all-gather", "bfloat16", "data", 100, 3),
+        Collective("all-reduce", "float32", "data", 100),
+        Collective("reduce-scatter", "float32", "data", 10),
+    ]
+    assert sent_bytes(moved, 8) == 300 + 200 + 70
 
 
 # The largest batch.
@@ -363,6 +412,10 @@ def test_gpu():
     assert report.fits("float32")
     assert not report.emulated("mixed_bfloat16")
     assert "__cublas$lt$matmul" in str(report)
+    assert full.requested == {"float32": 5 * 2 * 1024 * 512**2}
+    assert mixed.requested == {"bfloat16": 5 * 2 * 1024 * 512**2}
+    times = [report.step_time(policy).seconds for policy in POLICIES]
+    assert 1e-6 < times[1] < times[0] < 1e-2
 
 
 @needs_gpu_compiler
@@ -846,7 +899,29 @@ def test_devices_from_the_command_line():
 def test_preflight_from_the_command_line(capsys, monkeypatch):
     monkeypatch.syspath_prepend("tests")
     arguments = ["preflight", "test_preflight:make", "--target", "gpu-h100"]
-    assert cli.main([*arguments, "--policy", "float32", "--policy", "mixed_bfloat16"]) == 0
+    policies = ["--policy", "float32", "--policy", "mixed_bfloat16"]
+    assert cli.main([*arguments, *policies, "--price", "2.5"]) == 0
     out = capsys.readouterr().out
     assert "gpu-h100: 1 device of 79.11 GiB" in out
     assert "mixed_bfloat16" in out
+    assert "1,000 steps at 2.5 per chip-hour" in out
+    assert cli.main([*arguments, "--price", "-1"]) == 2
+    assert "price_per_hour must be the price of a chip" in capsys.readouterr().err
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_the_command_line_is_quiet_about_what_is_not_there():
+    """JAX prints a traceback for each plugin whose accelerator it does not find."""
+    command = [sys.executable, "-m", "jaxmp", "preflight", "test_preflight:make"]
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    run = subprocess.run(
+        [*command, "--target", "gpu-h100"],
+        cwd=Path(__file__).parent,
+        env=environment | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = run.stderr.splitlines()
+    assert [line.partition(" for ")[0] for line in said] == ["tracing", "compiling"]

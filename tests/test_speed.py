@@ -9,18 +9,20 @@ import math
 import pytest
 
 from jaxmp import cli
-from jaxmp._preflight.pays_table import RECIPES, TOKENS, when_it_pays
 from jaxmp._speed import (
     Chip,
+    Work,
     chip_named,
     chip_of,
     estimate,
     fastest_recipe,
     pays,
+    step_time,
     warning,
     why_emulated,
 )
 from jaxmp._speed.choice import WORTH
+from jaxmp._speed.pays_table import RECIPES, TOKENS, when_it_pays
 from jaxmp.devices import chips
 from jaxmp.recipes import blockwise_float8, float8, int8, mxfp8, parse_recipe, products
 
@@ -307,3 +309,62 @@ def test_the_table_from_the_command_line(capsys):
 def test_mistakes_with_the_table(arguments, message, capsys):
     assert cli.main(["preflight", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+# The time of a step.
+
+
+def test_a_step_takes_its_products_and_its_passes() -> None:
+    chip = dataclasses.replace(
+        CHIPS["gpu-h100"], products=1.0, memory=1.0, launch_seconds=0.0, bytes_per_second=1e12
+    )
+    rate = chip.tflops["bfloat16"] * 1e12
+
+    def seconds(flops: dict[str, float], **work: float) -> float:
+        time = step_time(chip, Work(flops, **work))
+        assert time is not None
+        assert time.source == "roofline of published figures"
+        return time.seconds
+
+    assert seconds({"bfloat16": rate}) == pytest.approx(1)
+    assert seconds({"bfloat16": rate, "float16": rate}) == pytest.approx(2)
+    assert seconds({"float32": rate}) == pytest.approx(989 / 495)  # TF32
+    assert seconds({"bfloat16*float32": rate}) == pytest.approx(989 / 495)  # widened
+    assert seconds({"float8_e4m3fn": rate}) == pytest.approx(chip.share("float8_e4m3fn"))
+    assert seconds({"bfloat16": rate}, product_bytes=3e12) == pytest.approx(3)
+    assert seconds({"bfloat16": rate}, other_bytes=3e12) == pytest.approx(4)
+    # NVLink's 450 GB/s; what takes less than the rest is hidden.
+    assert seconds({"bfloat16": rate}, crossing_bytes=0.9e12) == pytest.approx(2)
+    assert seconds({"bfloat16": rate}, crossing_bytes=0.1e12) == pytest.approx(1)
+    slow = dataclasses.replace(chip, launch_seconds=1e-3)
+    time = step_time(slow, Work({}, kernels=1000))
+    assert time is not None
+    assert time.seconds == pytest.approx(1)
+
+
+def test_a_step_of_a_tpu_takes_the_cycles_that_its_compiler_estimates() -> None:
+    chip = CHIPS["tpu-v5e"]
+    assert step_time(chip, Work({"bfloat16": 1e15}, cycles=chip.clock_hz)) == (
+        1.0,
+        "the compiler's estimated cycles",
+    )
+    time = step_time(chip, Work({"bfloat16": 197e12}))
+    assert time is not None
+    assert time.source.startswith("roofline")
+    assert time.seconds == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", [name for name in CHIPS if name.startswith("tpu")])
+def test_the_clock_of_a_tpu_is_that_of_whole_matrix_units(name: str) -> None:
+    chip, unit = CHIPS[name], chips()[name]["matrix_unit"]
+    units = chip.tflops["bfloat16"] * 1e12 / chip.clock_hz / (2 * unit**2)
+    assert units == pytest.approx(round(units), rel=1e-3)
+    assert round(units) in (4, 8)
+
+
+def test_of_what_no_rate_is_known_no_time_is_said() -> None:
+    assert step_time(CHIPS["gpu-h100"], Work({"float64": 1e12})) is None
+    assert step_time(CHIPS["gpu-t4"], Work({"float32": 1e12})) is None
+    assert step_time(CHIPS["gpu-t4"], Work({"bfloat16": 1e12})) is None  # through float32
+    assert step_time(CHIPS["gpu-a100"], Work({"float8_e4m3fn": 1e12})) is not None  # through bf16
+    assert step_time(Chip("cpu", "cpu"), Work({"float32": 1e12})) is None

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp._audit.target import parse_target
 from jaxmp._autocast import transform
 from jaxmp._preflight.compile_ahead import _export, _job
+from jaxmp._speed.target import parse_target
 
 from constructs import BF16, V, W, X, assert_bitwise
 from support import contraction_dtypes
@@ -189,7 +189,7 @@ def test_preflight_compiles_what_is_called() -> None:
 
     args = (ONE, np.int32(5), "deep", {"step": ONE, "name": "s"})
     assert _job(target, args, (0, 3))["donated"] == [0, 1]
-    exported = jax.export.deserialize(bytearray(_export(fn, args, "gpu")))
+    exported = jax.export.deserialize(bytearray(_export(fn, args, "gpu")[0]))
     assert len(exported.in_avals) == 2
     assert "dot_general" in exported.mlir_module()
 

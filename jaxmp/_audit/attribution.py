@@ -121,11 +121,11 @@ class Judge:
     def _operands(self, seen: Observed) -> Blame:
         """Why the operands are float32, where nothing says that they should be."""
         here = seen.place.source, seen.place.path
-        operands = list(zip(seen.eqn.invars[:2], seen.known, seen.names, strict=False))
-        plain = [name for v, k, name in operands if dtype_of(v) == FLOAT32 and k.why is None]
-        promoted = [k.why.dtype for _, k, _ in operands if isinstance(k.why, Promoted)]
-        low = [str(dtype_of(v)) for v, *_ in operands if dtype_of(v) in LOW]
-        causes = [k.cause for _, k, _ in operands if k.cause is not None]
+        operands = list(zip(seen.eqn.invars[:2], seen.known, strict=False))
+        plain = [k.name for v, k in operands if dtype_of(v) == FLOAT32 and k.why is None]
+        promoted = [k.why.dtype for _, k in operands if isinstance(k.why, Promoted)]
+        low = [str(dtype_of(v)) for v, _ in operands if dtype_of(v) in LOW]
+        causes = [k.cause for _, k in operands if k.cause is not None]
         causes.sort(key=lambda cause: cause.by_policy)
         if low and seen.place.backward:
             what = "its gradient arrives in float32: the product in the forward pass returns that"

@@ -18,17 +18,18 @@ from jaxmp._audit.place import AuditPlace, is_ours, places_inside
 from jaxmp._audit.report import Operation, PrecisionReport
 from jaxmp._audit.rounding import Rounding
 from jaxmp._audit.scaling import NO_SCALE, Scaling, has_optimizer, is_scale
-from jaxmp._audit.target import Target, parse_target
-from jaxmp._autocast.explain import warn_overruled
+from jaxmp._autocast.explain import planned, warn_overruled
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.parameters import read_argnums
+from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
 from jaxmp._autocast.primitives import classify
 from jaxmp._autocast.regions import check_callable
-from jaxmp._autocast.transform import autocast
+from jaxmp._autocast.transform import watched
 from jaxmp._jaxprs.attributes import short_type
 from jaxmp._jaxprs.compat import closed, dtype_of
 from jaxmp._jaxprs.trace import is_array, trace
+from jaxmp._speed.target import Target, parse_target
 from jaxmp.devices import describe
 from jaxmp.dtypes import multiplies_natively
 from jaxmp.policy import PolicyLike, single_policy
@@ -99,10 +100,14 @@ def audit(
     def audited(*args: Any, **kwargs: Any) -> PrecisionReport:
         check_sizes("audit", args, kwargs)
         program, overruled = on_a_clone(fn), ""
-        if asked is not None:
-            overruled = warn_overruled("audit", program, asked, args, kwargs)
-            program = autocast(program, asked, argnums)
-        return _report(trace(program, args, kwargs).jaxpr, chip, overruled, args, kwargs)
+        if asked is None:
+            return _report(trace(program, args, kwargs).jaxpr, chip, overruled, args, kwargs)
+        plans: list[Plan] = []
+        jaxpr = trace(watched(program, asked, argnums, plans.append), args, kwargs).jaxpr
+        if not plans:  # the policy changes nothing, but may be another one than is in force
+            plans.append(planned(program, asked, argnums, args, kwargs)[0])
+        overruled = warn_overruled("audit", plans[-1])
+        return _report(jaxpr, chip, overruled, args, kwargs)
 
     return audited
 

@@ -92,6 +92,7 @@ class Known(NamedTuple):
       scaled: whether it is made of the scale of a loss.
       degree: how often it has that scale as a factor: see `loss_scale_power.py`.
       origin: the variable that it is, or is moved or cast from.
+      name: what to call it.
     """
 
     why: Cause | Promoted | None = None
@@ -101,6 +102,7 @@ class Known(NamedTuple):
     scaled: bool = False
     degree: Degree = None
     origin: Any = None
+    name: str = "a value"
 
     @property
     def cause(self) -> Cause | None:
@@ -115,14 +117,12 @@ class Observed(NamedTuple):
       eqn: the equation.
       place: where it stands.
       known: what is known of its operands.
-      names: what to call each of them.
       out: what is known of its results.
     """
 
     eqn: jex_core.JaxprEqn
     place: AuditPlace
     known: list[Known]
-    names: list[str]
     out: Known
 
 
@@ -143,8 +143,11 @@ def follow(jaxpr: Any, labels: Sequence[str], scales: Sequence[bool], visit: Vis
       scales: whether each is the scale of a loss.
       visit: is called in order; for the body of a scan once.
     """
-    known = [Known(scaled=scale, degree=int(scale)) for scale in scales]
-    _Follower(visit).run(jaxpr, known, list(labels), AuditPlace())
+    known = [
+        Known(scaled=scale, degree=int(scale), name=name)
+        for name, scale in zip(labels, scales, strict=True)
+    ]
+    _Follower(visit).run(jaxpr, known, AuditPlace())
 
 
 class _Follower:
@@ -152,32 +155,20 @@ class _Follower:
         self.visit = visit
 
     def run(
-        self,
-        jaxpr: Any,
-        known: Sequence[Known],
-        labels: Sequence[str],
-        around: AuditPlace,
-        *,
-        silent: bool = False,
+        self, jaxpr: Any, ins: Sequence[Known], around: AuditPlace, *, silent: bool = False
     ) -> list[Known]:
-        """What is known of the results of a jaxpr, of whose operands `known` is."""
+        """What is known of the results of a jaxpr, given what is known of its operands."""
         opened = closed(jaxpr).jaxpr
-        env = {
-            var: fact._replace(origin=fact.origin or var)
-            for var, fact in zip(opened.invars, known, strict=True)
-        }
-        label: dict[Any, str] = dict(zip(opened.invars, labels, strict=True))
-        for var, const in zip(opened.constvars, closed(jaxpr).consts, strict=False):
-            fixed = hasattr(const, "size") and is_basis(const)
-            env[var] = Known(fixed=fixed, degree=0, origin=var)
-        for var in opened.constvars:
-            what = ARRAY if getattr(var.aval, "ndim", 0) else "the constant "
-            label[var] = f"{what}{short_type(var)}"
+        consts = dict(zip(opened.constvars, closed(jaxpr).consts, strict=False))
+        env: dict[Any, Known] = dict(zip(opened.invars, ins, strict=True))
+        env |= {var: _constant(var, consts.get(var)) for var in opened.constvars}
+        env = {var: fact._replace(origin=fact.origin or var) for var, fact in env.items()}
         readers = readers_of(opened)
 
         def read(atom: Any) -> Known:
             if isinstance(atom, jex_core.Literal):
-                return Known(fixed=True, degree=degree_of_literal(atom.val))
+                degree = degree_of_literal(atom.val)
+                return Known(fixed=True, degree=degree, name=f"the constant {atom.val}")
             found = env.get(atom, NOTHING)
             if found.cast is None or len(readers[atom]) + opened.outvars.count(atom) <= 1:
                 return found
@@ -185,65 +176,63 @@ class _Follower:
 
         for eqn in opened.eqns:
             place = around.at(eqn)
-            operands = [read(v) for v in eqn.invars]
-            names = [_label(v, label) for v in eqn.invars]
+            known = [read(v) for v in eqn.invars]
             # A scatter has a jaxpr, too: how it adds two numbers. It is an operation all the same.
             unknown = any(True for _ in compat.inner_jaxprs(eqn)) and contracts(eqn)
             if unknown or inside(eqn):
-                outs = self._inside(eqn, operands, names, place, silent=silent)
+                outs = self._inside(eqn, known, place, silent=silent)
             else:
                 out = Known(
-                    why=_why(eqn, operands, names, place, readers),
-                    cast=_cast(eqn, operands, place),
-                    narrowed=_narrowed(eqn, operands),
-                    fixed=_is_made(eqn, operands),
-                    scaled=any(known.scaled for known in operands),
-                    degree=degree_of(eqn, [known.degree for known in operands]),
-                    origin=operands[0].origin if eqn.primitive.name in _SAME else None,
+                    why=_why(eqn, known, place, readers),
+                    cast=_cast(eqn, known, place),
+                    narrowed=_narrowed(eqn, known),
+                    fixed=_is_made(eqn, known),
+                    scaled=any(k.scaled for k in known),
+                    degree=degree_of(eqn, [k.degree for k in known]),
+                    origin=known[0].origin if eqn.primitive.name in _SAME else None,
                 )
                 outs = [out] * len(eqn.outvars)
                 if not silent:
-                    self.visit(Observed(eqn, place, operands, names, out))
+                    self.visit(Observed(eqn, place, known, out))
+            name = _name(eqn, known, place)
             for var, out in zip(eqn.outvars, outs, strict=True):
                 why = out.why if dtype_of(var) == FLOAT32 else None
-                env[var] = out._replace(why=why, origin=out.origin or var)
-                label[var] = _result_label(eqn, names, place)
+                env[var] = out._replace(why=why, origin=out.origin or var, name=name)
         return [read(v) for v in opened.outvars]
 
     def _inside(
-        self,
-        eqn: jex_core.JaxprEqn,
-        known: list[Known],
-        names: list[str],
-        place: AuditPlace,
-        *,
-        silent: bool,
+        self, eqn: jex_core.JaxprEqn, known: list[Known], place: AuditPlace, *, silent: bool
     ) -> list[Known]:
         found: dict[int, Known] = {}
         for inner in inside(eqn):
-            labels, where = [names[i] for i in inner.operands], place.inside(inner)
-            quiet = functools.partial(self.run, labels=labels, around=where, silent=True)
+            where = place.inside(inner)
+            quiet = functools.partial(self.run, around=where, silent=True)
             carried = {inner.operands[i] for i in inner.carries}  # each iteration has its own
             ins = [k._replace(origin=None) if i in carried else k for i, k in enumerate(known)]
             facts = settled(inner, ins, quiet, lambda a, b: _either((a, b)))
-            outs = self.run(inner.jaxpr, facts, labels, where, silent=silent)
+            outs = self.run(inner.jaxpr, facts, where, silent=silent)
             for result, out in zip(inner.results, outs, strict=True):
                 if result is not None:
                     found[result] = _either((found[result], out)) if result in found else out
         if found or inside(eqn):
             return [found[i] for i in range(len(eqn.outvars))]
-        place = place.unknown(eqn)
         unknown = NOTHING._replace(scaled=any(k.scaled for k in known))
         for jaxpr in compat.jaxprs_run(eqn):
             count = len(closed(jaxpr).jaxpr.invars)
-            self.run(jaxpr, [unknown] * count, ["a value"] * count, place, silent=silent)
+            self.run(jaxpr, [unknown] * count, place.unknown(eqn), silent=silent)
         return [unknown] * len(eqn.outvars)
+
+
+def _constant(var: Any, value: Any) -> Known:
+    """What is known of a constant of a program."""
+    what = ARRAY if getattr(var.aval, "ndim", 0) else "the constant "
+    fixed = hasattr(value, "size") and is_basis(value)
+    return Known(fixed=fixed, degree=0, name=f"{what}{short_type(var)}")
 
 
 def _why(
     eqn: jex_core.JaxprEqn,
     known: list[Known],
-    names: list[str],
     place: AuditPlace,
     readers: Mapping[Any, Sequence[jex_core.JaxprEqn]],
 ) -> Cause | Promoted | None:
@@ -263,7 +252,7 @@ def _why(
     # Next to what JAX widened before, a Python number is float32 as well, and widens nothing.
     fresh = any(why.fresh for why in promoted)
     partners = [
-        names[i]
+        known[i].name
         for i in ours
         if known[i].why is None and (fresh or not isinstance(eqn.invars[i], jex_core.Literal))
     ]
@@ -311,16 +300,12 @@ def _either(known: Sequence[Known]) -> Known:
         scaled=any(k.scaled for k in known),
         degree=alike(k.degree for k in known),
         origin=origins.pop() if len(origins) == 1 else None,
+        name=known[0].name,
     )
 
 
-def _result_label(eqn: jex_core.JaxprEqn, names: list[str], place: AuditPlace) -> str:
-    if len(names) == 1 and classify(eqn.primitive.name, eqn.params) == "transparent":
-        return names[0]  # only moved
+def _name(eqn: jex_core.JaxprEqn, known: list[Known], place: AuditPlace) -> str:
+    """What to call the results of an equation."""
+    if len(known) == 1 and classify(eqn.primitive.name, eqn.params) == "transparent":
+        return known[0].name  # only moved
     return f"the {eqn.primitive.name} at {place.source}"
-
-
-def _label(atom: Any, labels: dict[Any, str]) -> str:
-    if isinstance(atom, jex_core.Literal):
-        return f"the constant {atom.val}"
-    return labels.get(atom, "a value")

@@ -37,7 +37,7 @@ from jaxmp._jaxprs.source import is_backward
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, PolicyLike, key_matches, single_policy
 
-__all__ = ["Explanation", "Row", "explain", "warn_overruled"]
+__all__ = ["Explanation", "Row", "explain", "planned", "warn_overruled"]
 
 
 def explain(
@@ -80,7 +80,7 @@ def explain(
     read_argnums("explain", argnums)
 
     def explain_fn(*args: Any, **kwargs: Any) -> Explanation:
-        plan, arrays, parameters = _planned(fn, asked, argnums, args, kwargs)
+        plan, arrays, parameters = planned(fn, asked, argnums, args, kwargs)
         rows = tuple(_rows(plan))
         if closures.likely(plan):  # differentiated before it is planned
             rows = tuple(dataclasses.replace(row, residual="") for row in rows)
@@ -98,17 +98,15 @@ def explain(
     return explain_fn
 
 
-def warn_overruled(
-    tool: str, fn: Callable[..., Any], policy: Policy, args: Any, kwargs: dict[str, Any]
-) -> str:
-    """Warns that the policy which a tool was given decides nothing in a function, and says why."""
-    said = overruled(_planned(fn, policy, 0, args, kwargs)[0])
+def warn_overruled(tool: str, plan: Plan) -> str:
+    """Warns that the policy which a tool was given decides nothing in a program, and says why."""
+    said = overruled(plan)
     if said:
         warnings.warn(f"{tool}: {said}.", UserWarning, stacklevel=3)
     return said
 
 
-def _planned(
+def planned(
     fn: Callable[..., Any], policy: Policy, argnums: Argnums, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Plan, list[Any], list[bool]]:
     """The plan of a call, its arrays, and which of them are parameters."""

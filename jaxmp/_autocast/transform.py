@@ -124,11 +124,21 @@ def autocast(fn: Any = None, policy: Any = None, argnums: Argnums = 0) -> Any:
     check_callable(
         "autocast", fn, "Use jaxmp.wrap(module, policy), or jaxmp.autocast(module.apply, policy)."
     )
-    planned = under_policy(fn, policy, by_position(fn, argnums))
+    return watched(fn, policy, argnums)
+
+
+def watched(
+    fn: F, policy: Policy, argnums: Argnums, watch: Callable[[Plan], None] | None = None
+) -> F:
+    """`autocast`, which shows each plan that it makes of the whole program to `watch`.
+
+    None is made under a policy that changes nothing.
+    """
+    planned = under_policy(fn, policy, by_position(fn, argnums), watch)
     method, modules = nnx_calls.with_module(fn)
-    planned_of_modules = _under_policy_of_modules(method, policy, argnums)
+    planned_of_modules = _under_policy_of_modules(method, policy, argnums, watch)
     marked = in_region(fn, policy)
-    on_sealed = functools.cache(lambda: autocast(opening(method), policy, argnums))
+    on_sealed = functools.cache(lambda: watched(opening(method), policy, argnums, watch))
 
     def autocast_fn(*args: Any, **kwargs: Any) -> Any:
         if holds_quantized((args, kwargs)):
@@ -142,7 +152,7 @@ def autocast(fn: Any = None, policy: Any = None, argnums: Argnums = 0) -> Any:
             return planned_of_modules((*modules, *args), kwargs)
         return planned(*args, **kwargs)
 
-    return Transformed(autocast_fn, autocast, fn, policy, argnums)
+    return Transformed(autocast_fn, autocast, fn, policy, argnums)  # type: ignore[return-value]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +253,10 @@ def under_policy(
 
 
 def _under_policy_of_modules(
-    fn: Callable[..., Any], policy: Policy, argnums: Argnums
+    fn: Callable[..., Any],
+    policy: Policy,
+    argnums: Argnums,
+    watch: Callable[[Plan], None] | None,
 ) -> Callable[..., Any]:
     """As `under_policy`, a function of `(args, kwargs)`, which may hold NNX modules.
 
@@ -271,7 +284,10 @@ def _under_policy_of_modules(
 
     planned = nnx_calls.lift(
         functools.partial(
-            under_policy, policy=inner, parameters=lambda call, _kwargs: parameters(*call)
+            under_policy,
+            policy=inner,
+            parameters=lambda call, _kwargs: parameters(*call),
+            watch=watch,
         ),
         called,
     )

@@ -14,7 +14,7 @@ import jax
 import jax.extend.core as jex_core
 import numpy as np
 
-from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of
 
 Axes = tuple[int, ...]
 
@@ -58,6 +58,11 @@ def contracted(eqn: jex_core.JaxprEqn) -> int:
         return math.prod(n for axis, n in enumerate(right) if axis != out_features)
     (contracting, _), _ = product_axes(eqn)
     return math.prod(left[i] for i in contracting)
+
+
+def multiplied(eqn: jex_core.JaxprEqn) -> str:
+    """What a product multiplies: one dtype, or two, as in ``bfloat16*float32``."""
+    return "*".join(sorted({str(dtype_of(v)) for v in eqn.invars[:2]}))
 
 
 def free_sizes(eqn: jex_core.JaxprEqn) -> tuple[list[int], list[int]]:

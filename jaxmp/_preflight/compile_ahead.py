@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from jaxmp._audit.target import Target
+from jaxmp._audit.place import AuditPlace
+from jaxmp._autocast.flops import contraction_flops
 from jaxmp._flax import is_graph_node
 from jaxmp._jaxprs import dataflow
 from jaxmp._jaxprs.compat import closed
+from jaxmp._jaxprs.equation_parameters import multiplied
 from jaxmp._jaxprs.trace import flatten_call, is_array
+from jaxmp._jaxprs.walk import walk
 from jaxmp._preflight import aot_worker
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Mesh
 from jaxmp._preflight.report import Preflight
 from jaxmp._preflight.size_search import sharding_of
 from jaxmp._speed import chip_of
+from jaxmp._speed.target import Target
 from jaxmp.devices import kind_of
 
 _CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")
@@ -61,17 +68,20 @@ def compile_ahead(
     job = _job(target, args, tuple(donate_argnums))
     job["programs"] = [str(i) for i in range(len(fns))]
     tell = progress or (lambda _: None)
+    requested: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="jaxmp-") as name:
         folder = Path(name)
         for i, fn in enumerate(fns):
             tell(f"tracing for {target.name}: {labels[i]} …")
             with _tracing_for(target, sharded=job["mesh"] is not None):
-                exported = _export(fn, args, target.platform)
+                exported, flops = _export(fn, args, target.platform)
             (folder / f"{i}.exported").write_bytes(exported)
+            requested.append(flops)
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         _run_worker(folder, lambda i: tell(f"compiling for {target.name}: {labels[i]} …"))
         mesh = tuple(job["mesh"]["axes"].items()) if job["mesh"] else ()
-        return [_result(folder, i, mesh) for i in range(len(fns))]
+        results = [_result(folder, i, mesh) for i in range(len(fns))]
+    return [replace(r, requested=flops) for r, flops in zip(results, requested, strict=True)]
 
 
 def _tracing_for(target: Target, *, sharded: bool) -> AbstractContextManager[Any]:
@@ -122,8 +132,10 @@ def _arrays(args: Any) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(args) if is_array(leaf)]
 
 
-def _export(fn: Callable[..., Any], args: tuple[Any, ...], platform: str) -> bytes:
-    """Serializes the program as a function of flat arrays, lowered.
+def _export(
+    fn: Callable[..., Any], args: tuple[Any, ...], platform: str
+) -> tuple[bytes, dict[str, float]]:
+    """Serializes the program as a function of flat arrays, lowered; and its FLOPs by dtype.
 
     The results are those of `fn`, and what it changes in the NNX modules in its arguments: as no
     result, an update would be removed as unused, and with it the gradients that it is made of.
@@ -149,7 +161,16 @@ def _export(fn: Callable[..., Any], args: tuple[Any, ...], platform: str) -> byt
     calls = set(_CUSTOM_CALL.findall(text))
     checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in calls]
     exported = jax.export.export(jitted, platforms=[lowered], disabled_checks=checks)(*structs)
-    return bytes(exported.serialize())
+    return bytes(exported.serialize()), _flops(traced.jaxpr)
+
+
+def _flops(jaxpr: Any) -> dict[str, float]:
+    """FLOPs of contractions by what they multiply, most first."""
+    flops: Counter[str] = Counter()
+    for eqn, place in walk(jaxpr, AuditPlace()):
+        if count := contraction_flops(eqn):
+            flops[multiplied(eqn)] += count * place.times
+    return dict(flops.most_common())
 
 
 def _distinct(jaxpr: Any, own: int) -> list[bool]:
@@ -210,7 +231,8 @@ def _result(folder: Path, i: int, mesh: Mesh) -> Preflight:
     result = json.loads(path.read_text(encoding="utf-8"))
     if "error" not in result:
         text = (folder / f"{i}.hlo").read_text(encoding="utf-8")
-        return Preflight(**result, program=read_hlo(text, mesh))
+        devices = math.prod(size for _, size in mesh)
+        return Preflight(**result, program=read_hlo(text, mesh), device_count=devices)
     refused = _OUT_OF_MEMORY.search(result["error"])
     if refused is None:
         return Preflight(error=result["error"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import NamedTuple
 
 from jaxmp._jaxprs.source import in_library, plain_path
 from jaxmp._preflight.hlo_collectives import Collective, Mesh, collectives
+from jaxmp._preflight.hlo_loops import runs
 from jaxmp._preflight.hlo_text import Instruction, computations, split, type_of
+from jaxmp._preflight.hlo_traffic import Traffic, traffic
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # An operation whose cycles the TPU compiler does not know has the largest 63- or 64-bit integer.
@@ -17,6 +20,9 @@ _UNKNOWN_CYCLES = 2**62
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 # Library calls that are matrix products or convolutions (attention, which is many, is not).
 _MULTIPLIES = re.compile(r"matmul|gemm|blockScaledDot|^__cudnn\$conv")
+# Of attention by cuDNN: the shape of its scores.
+_ATTENDS = "__cudnn$fmha"
+_SCORES = re.compile(r'"intermediate_tensor_shape": *\{.*?"dimensions": *\[([^\]]*)\]')
 _NARROW = ("float8_", "int8", "uint8", "float4_", "int4", "uint4")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 # What JAX and `jax.export` put into names, around what users write.
@@ -80,6 +86,9 @@ class HloProgram(NamedTuple):
       products: the contractions, one by one.
       unknown_cycles: how many operations there are whose cycles the compiler does not know.
       moved: the collectives, one by one; each says how often it runs.
+      cycles_run: the known cycles, a loop's body as often as the loop runs.
+      traffic: the bytes that kernels read and write, likewise.
+      attention_flops: the dtypes and the FLOPs of attention that a library computes, likewise.
     """
 
     contractions: dict[str, int]
@@ -88,6 +97,9 @@ class HloProgram(NamedTuple):
     products: tuple[Multiplied, ...] = ()
     unknown_cycles: int = 0
     moved: tuple[Collective, ...] = ()
+    cycles_run: int | None = None
+    traffic: Traffic = Traffic()
+    attention_flops: tuple[tuple[str, int], ...] = ()
 
     @property
     def collectives(self) -> dict[tuple[str, str], tuple[int, int]]:
@@ -125,26 +137,57 @@ def read_hlo(text: str, mesh: Mesh = ()) -> HloProgram:
     places = HloPlaces(text)
     products: list[Multiplied] = []
     calls: Counter[str] = Counter()
+    cycles: list[tuple[int, int]] = []  # and how often
+    attention: Counter[str] = Counter()
+    often = runs(program)
     for computation in program.values():
+        times = often[computation.name].times
         for instruction in computation.instructions:
-            target = ""
-            if instruction.op == "custom-call":
-                target = instruction.attribute("custom_call_target")
+            target = _target(instruction)
             if target:
                 calls[target] += 1
-            if instruction.op in ("dot", "convolution") or _MULTIPLIES.search(target):
+            if multiplies(instruction):
                 products.append(_product(instruction, target, computation.by_name, places))
+            if estimated := _CYCLES.search(instruction.rest):
+                cycles.append((int(estimated.group(1)), times))
+            if target.startswith(_ATTENDS):
+                queries = computation.by_name[instruction.operands()[0]].shape
+                attention += _attention(instruction, type_of(queries), times)
     head = text.lstrip().partition("\n")[0]
-    cycles = [int(count) for count in _CYCLES.findall(text)]
-    known = [count for count in cycles if count < _UNKNOWN_CYCLES]
+    known = [(count, times) for count, times in cycles if count < _UNKNOWN_CYCLES]
     return HloProgram(
         dict(Counter(product.dtype for product in products).most_common()),
         dict(calls),
-        sum(known) if known else None,
+        sum(count for count, _ in known) if known else None,
         tuple(products),
         len(cycles) - len(known),
         collectives(program, mesh, max(map(int, _DEVICES.findall(head)), default=0)),
+        sum(count * times for count, times in known) if known else None,
+        traffic(program, multiplies),
+        tuple(attention.items()),
     )
+
+
+def multiplies(instruction: Instruction) -> bool:
+    """Whether an instruction is a matrix product or a convolution, or a library's."""
+    return instruction.op in ("dot", "convolution") or bool(
+        _MULTIPLIES.search(_target(instruction))
+    )
+
+
+def _target(instruction: Instruction) -> str:
+    """What a custom call calls; empty for all else."""
+    return instruction.attribute("custom_call_target") if instruction.op == "custom-call" else ""
+
+
+def _attention(call: Instruction, queries: str, times: int) -> Counter[str]:
+    """The FLOPs of attention by cuDNN: of two products, backward five, of causal scores half."""
+    dtype, _, dims = queries.rstrip("]").partition("[")
+    scores = _SCORES.search(call.rest)
+    size = math.prod(map(int, re.findall(r"\d+", scores.group(1)))) if scores else 0
+    products = 5 if "Backward" in call.rest else 2
+    flops = 2 * products * size * int(dims.split(",")[-1]) * times
+    return Counter({dtype: flops // 2 if "CAUSAL" in call.rest else flops})
 
 
 def _product(

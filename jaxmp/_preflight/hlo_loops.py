@@ -41,14 +41,14 @@ def runs(program: Computations) -> dict[str, Runs]:
             # The second half of an asynchronous pair repeats what the first half calls.
             if instruction.op.endswith(("-done", "-update")):
                 continue
-            for name, inner in _called(program, instruction):
+            for name, inner in called(program, instruction):
                 times, known = found.get(name, Runs(0))
                 known = known and outer.known and inner.known
                 found[name] = Runs(times + outer.times * inner.times, known)
     return found
 
 
-def _called(program: Computations, instruction: Instruction) -> Iterator[tuple[str, Runs]]:
+def called(program: Computations, instruction: Instruction) -> Iterator[tuple[str, Runs]]:
     """What an instruction calls, and how often."""
     trips = trips_of(program, instruction) if instruction.op == "while" else 1
     known = trips is not None and instruction.op != "conditional"
@@ -94,7 +94,7 @@ def trips_of(program: Computations, loop: Instruction) -> int | None:
     stop = constant(stop)
     if not isinstance(counter, _Element) or stop is None:
         return None
-    first, added = before[counter.number], _moved(body, end.operands()[counter.number])
+    first, added = before[counter.number], moved_from(body, end.operands()[counter.number])
     if not isinstance(first, int) or added is None or added.op != "add":
         return None
     terms = [_value(body, name) for name in added.operands()]
@@ -106,19 +106,19 @@ def trips_of(program: Computations, loop: Instruction) -> int | None:
 
 def _value(where: Computation, name: str) -> int | _Element | None:
     """The integer that an operand is, or the element of the parameter; None if it is neither."""
-    found = _moved(where, name)
+    found = moved_from(where, name)
     if found is None:
         return None
     if found.op == "constant":
         value = _LITERAL.match(found.rest)
         return int(value.group(1)) if value else None
-    source = _moved(where, found.operands()[0]) if found.op == "get-tuple-element" else None
+    source = moved_from(where, found.operands()[0]) if found.op == "get-tuple-element" else None
     if source is None or source.op != "parameter":
         return None
     return _Element(int(found.attribute("index")))
 
 
-def _moved(where: Computation, name: str) -> Instruction | None:
+def moved_from(where: Computation, name: str) -> Instruction | None:
     """What an operand is, past what only copies it."""
     found = where.by_name.get(name)
     while found is not None and found.op in _MOVES:

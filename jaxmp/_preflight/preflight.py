@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmp._audit.audit import audit
 from jaxmp._audit.costs import check_sizes
-from jaxmp._audit.target import Target, parse_target
-from jaxmp._autocast.explain import warn_overruled
+from jaxmp._autocast.explain import planned, warn_overruled
 from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.parameters import read_argnums
 from jaxmp._autocast.regions import check_callable
@@ -23,6 +21,7 @@ from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp._preflight.size_search import Attempt, Axis, axis_of, search
 from jaxmp._speed import chip_named, warning
+from jaxmp._speed.target import Target, parse_target
 from jaxmp.policy import Policy, PolicyLike, single_policy
 from jaxmp.policy_fields import FUSED
 from jaxmp.recipes import AUTO, Recipe
@@ -45,13 +44,15 @@ def preflight(
     max_batch: bool = False,
     max_length: bool = False,
     batch_argnums: int | Sequence[int] = -1,
+    price_per_hour: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Callable[..., PreflightReport]:
     """Compiles a function for hardware that is not there, and reports what it will need.
 
     The function is traced and lowered here, and compiled in a process of its own, by the compiler
     of the target: what is reported of memory and structure is what the hardware will get. Nothing
-    runs, and no time is predicted.
+    runs: the time of a step is an estimate, and is said to be: of TPUs by the cycles that their
+    compiler estimates, of GPUs by a roofline of published figures, of one chip at its best.
 
     Args:
       fn: a function of any pytrees: a forward pass, or better a whole training step. What it
@@ -67,6 +68,8 @@ def preflight(
       max_length: whether to look for the longest sequence that fits, likewise.
       batch_argnums: the positional arguments that hold the batch, all of whose arrays have it as
         their leading axis, and the length as their second, if they have one; by default the last.
+      price_per_hour: the price of one chip for an hour, in any currency, to tell what 1,000 steps
+        cost on all chips of the target.
       progress: is called with a line of text before each program is traced and compiled, which
         takes from seconds to minutes: `print`, for example. By default nothing is said.
 
@@ -80,7 +83,7 @@ def preflight(
       ValueError: if the target or a policy is unknown; at a call, if there is no argument of a
         number in `donate_argnums` or `batch_argnums`, shardings do not fit the target, the arrays
         of `batch_argnums` differ in what is looked for, or a size is one that `jax.export` left
-        open.
+        open; if `price_per_hour` is negative or no number.
       TypeError: if `fn` is not callable, or is a Flax Linen module.
       CompilerMissingError: (an ImportError) if the compiler is not installed.
       RuntimeError: if the compiling process ends without a result.
@@ -101,6 +104,7 @@ def preflight(
     named = [_named(single, resolved) for single in several]
     check_callable("preflight", fn)
     read_argnums("preflight", argnums)
+    _check_price(price_per_hour)
     donated, batch = _indices(donate_argnums), _indices(batch_argnums)
 
     def preflighted(*args: Any) -> PreflightReport:
@@ -122,8 +126,9 @@ def preflight(
         _check_compiler(resolved)
         for _, single in named:
             if single is not None:
-                warn_overruled("preflight", method, single, call.args, {})
-        return _report(method, named, argnums, resolved, call, progress)
+                warn_overruled("preflight", planned(method, single, argnums, call.args, {})[0])
+        results = _results(method, named, argnums, resolved, call, progress)
+        return PreflightReport(resolved, results, price_per_hour)
 
     return preflighted
 
@@ -142,14 +147,14 @@ class _Call(NamedTuple):
     axes: Sequence[Axis]
 
 
-def _report(
+def _results(
     fn: Callable[..., Any],
     named: Sequence[tuple[str, Policy | None]],
     argnums: int | Sequence[int],
     target: Target,
     call: _Call,
     progress: Callable[[str], None] | None,
-) -> PreflightReport:
+) -> tuple[Preflight, ...]:
     """Compiles a function under each policy."""
     programs = [fn if policy is None else autocast(fn, policy, argnums) for _, policy in named]
     labels = [label for label, _ in named]
@@ -169,17 +174,25 @@ def _report(
 
     results = compile_ahead(target, programs, call.args, call.donated, labels, progress)
     for i, ((label, policy), program) in enumerate(zip(named, programs, strict=True)):
-        requested = audit(program)(*call.args).product_flops()
         recipe = policy.matmul if policy is not None else None
         warned = warning(recipe, chip_named(target.name)) if isinstance(recipe, Recipe) else ""
-        result = dataclasses.replace(results[i], policy=label, requested=requested, warned=warned)
+        result = dataclasses.replace(results[i], policy=label, warned=warned)
         found = {
             axis.name: search(functools.partial(probe, program, result, axis), axis.size, axis.unit)
             for axis in call.axes
         }
         result = dataclasses.replace(result, largest=found)
         results[i] = result
-    return PreflightReport(target, tuple(results))
+    return tuple(results)
+
+
+def _check_price(price: Any) -> None:
+    """Raises unless a price is a number that is not negative, or None."""
+    if price is not None and not (isinstance(price, (int, float)) and price >= 0):
+        raise ValueError(
+            f"preflight: price_per_hour must be the price of a chip for an hour, such as 2.5; got "
+            f"{price!r}."
+        )
 
 
 def _indices(argnums: int | Sequence[int]) -> tuple[int, ...]:

@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxmp._audit.target import Target
+from jaxmp import _screen
 from jaxmp._preflight.hlo import HloProgram, Multiplied
 from jaxmp._preflight.hlo_collectives import Collective
 from jaxmp._preflight.size_search import Largest
+from jaxmp._speed import StepTime, Work, chip_named, step_time
+from jaxmp._speed.target import Target
 
 AS_WRITTEN = "as written"
-# More lines of 8-bit products than these are not printed.
-MOST = 20
+# More lines of 8-bit products than these are not printed, nor more rows.
+MOST, _ROWS = 8, 24
 _NUMBER = re.compile(r"_\d+\b")
 _BITS = re.compile(r"(?:float|int|complex)(\d+)")
 
@@ -40,6 +42,7 @@ class Preflight:
       bytes_accessed: memory traffic, where the compiler says (TPU). A loop's body counts once.
       program: what the optimized program does.
       requested: contractions' FLOPs by dtype in the program before it was compiled.
+      device_count: over how many devices the program is split.
       largest: what `max_batch` found, by "batch", and `max_length`, by "length".
       warned: what to warn of the policy's recipe on the target: that its 8-bit products are
         emulated, or no faster.
@@ -57,6 +60,7 @@ class Preflight:
     bytes_accessed: float | None = None
     program: HloProgram | None = None
     requested: dict[str, float] = dataclasses.field(default_factory=dict)
+    device_count: int = 1
     largest: dict[str, Largest] = dataclasses.field(default_factory=dict)
     warned: str = ""
 
@@ -65,6 +69,24 @@ class Preflight:
         """The memory needed: arguments, results, temporaries and code, less what is aliased."""
         data = self.argument_bytes + self.output_bytes + self.temporary_bytes - self.aliased_bytes
         return self.required_bytes or data + self.code_bytes
+
+    @property
+    def work(self) -> Work | None:
+        """What one device does in a call; None of a program that was not compiled."""
+        if self.program is None:
+            return None
+        products, others, kernels = self.program.traffic
+        flops = {dtype: count / self.device_count for dtype, count in self.requested.items()}
+        for dtype, count in self.program.attention_flops:
+            flops[dtype] = flops.get(dtype, 0) + count
+        return Work(
+            flops,
+            products,
+            others,
+            kernels,
+            sent_bytes(self.program.moved, self.device_count),
+            self.program.cycles_run,
+        )
 
     def excess_bytes(self, target: Target) -> int:
         """By how much the program exceeds the memory of a target's device; at most 0 if it fits."""
@@ -78,10 +100,12 @@ class PreflightReport:
     Attributes:
       target: what was compiled for.
       policies: one result per policy.
+      price_per_hour: of one chip, in any currency; None if it was not given.
     """
 
     target: Target
     policies: tuple[Preflight, ...]
+    price_per_hour: float | None = None
 
     def __getitem__(self, policy: str) -> Preflight:
         """The result of a policy, by the name it was given."""
@@ -95,6 +119,21 @@ class PreflightReport:
         """Whether the program fits the memory of the target's devices under a policy."""
         result = self[policy]
         return not result.error and result.excess_bytes(self.target) <= 0
+
+    def step_time(self, policy: str) -> StepTime | None:
+        """The estimated time of a call, and its source.
+
+        None where the program was not compiled, or multiplies what no rate is known of.
+        """
+        work = self[policy].work
+        return None if work is None else step_time(chip_named(self.target.name), work)
+
+    def cost(self, policy: str, steps: int = 1000) -> float | None:
+        """The price of so many calls on all chips of the target; None without a price, or time."""
+        time = self.step_time(policy)
+        if time is None or self.price_per_hour is None:
+            return None
+        return time.seconds * steps / 3600 * self.target.chip_count * self.price_per_hour
 
     def emulated(self, policy: str) -> dict[str, float]:
         """FLOPs of contractions in dtypes that are widened before they are multiplied.
@@ -121,27 +160,44 @@ class PreflightReport:
             if (program := result.program) is not None:
                 products = [p._asdict() | {"place": p.place._asdict()} for p in program.products]
                 row["program"] = program._asdict() | {"products": products}
+                row["program"]["traffic"] = program.traffic._asdict()
                 row["program"]["collectives"] = collectives_as_data(row["program"].pop("moved"))
             row |= {"peak_bytes": result.peak_bytes, "fits": self.fits(result.policy)}
+            time = self.step_time(result.policy)
+            row["step_time"] = time and time._asdict()
+            row["cost_of_1000_steps"] = self.cost(result.policy)
             rows.append(row | {"emulated": self.emulated(result.policy)})
         target = {key: getattr(self.target, key) for key in ("name", "device_count", "hbm_bytes")}
         return {"target": target, "policies": rows}
 
     def __str__(self) -> str:
         names = [result.policy for result in self.policies]
-        table = aligned([["", *names], *([label, *cells] for label, cells in _rows(self))])
-        count = self.target.device_count
+        table = [["", *names], *([label, *cells] for label, cells in _rows(self))]
+        rows = [[line] for line in _screen.aligned(table)]
         heading = (
-            f"{self.target.name}: {count} device{'s' * (count > 1)} of "
+            f"{self.target.name}: {_screen.counted(self.target.device_count, 'device')} of "
             f"{_gib(self.target.hbm_bytes)}; sizes are of one device"
         )
-        return "\n".join([heading, "", *table, *_remarks(self), "", _TRUST])
+        trust = ["", *_trust(self)]
+        lines = [heading, "", *_screen.fitted(rows, _ROWS, "row")]
+        remarks = [["", *remark] for remark in _remarks(self)]
+        lines += _screen.fitted(remarks, _screen.LINES - len(lines) - len(trust), "remark")
+        return "\n".join(map(_screen.cut, [*lines, *trust]))
 
 
-_TRUST = (
-    "Exact: memory; collectives, a loop's body times its trips; traffic and contractions, a loop's "
-    "body once.\nEstimated by the compiler: cycles, a loop's body once."
-)
+def _trust(report: PreflightReport) -> Iterator[str]:
+    """What of a report is exact, and what is estimated from what."""
+    yield (
+        "Exact: memory; collectives, a loop's body times its trips; traffic and contractions, a "
+        "loop's body once."
+    )
+    yield "Estimated by the compiler: cycles, a loop's body once."
+    times = [report.step_time(result.policy) for result in report.policies]
+    if sources := {time.source for time in times if time}:
+        yield from _screen.wrapped(
+            f"Estimated, not measured: the time of a step, by {' and '.join(sorted(sources))}; "
+            "benchmarks/roofline.py prints its error against what is published."
+        )
 
 
 def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
@@ -167,6 +223,13 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         yield "traffic", [f"{size / 1e9:.2f} GB" if size else "-" for size in traffic]
     if any(p.cycles or p.unknown_cycles for p in programs):
         yield row("estimated cycles", _cycles)
+    times = [report.step_time(r.policy) for r in results]
+    if any(times):
+        yield "estimated step time", [_seconds(time.seconds) if time else "-" for time in times]
+    costs = [report.cost(r.policy) for r in results]
+    if any(cost is not None for cost in costs):
+        label = f"1,000 steps at {report.price_per_hour:g} per chip-hour"
+        yield label, ["-" if cost is None else _price(cost) for cost in costs]
     for dtype in dict.fromkeys(d for p in programs for d in p.contractions):
         yield row(f"contractions {dtype}", lambda p, d=dtype: str(p.contractions.get(d, 0)))  # type: ignore[misc]
     if any(p.products_in_8_bits for p in programs):
@@ -188,36 +251,40 @@ def _is_library(target: str) -> bool:
     return target.startswith("__cu") or target == "tpu_custom_call"
 
 
-def _remarks(report: PreflightReport) -> Iterator[str]:
+def _remarks(report: PreflightReport) -> Iterator[list[str]]:
     for result in report.policies:
-        if result.error:
-            said = " ".join(result.error.split("\n")[:3])
-            yield f"\n{result.policy}: the compiler failed: {said[:500]}"
-            continue
-        excess = result.excess_bytes(report.target)
-        if excess > 0:
-            left = result.available_bytes
-            of = f" of the {_gib(left)} that the compiler leaves to programs" if left else ""
-            yield f"\n{result.policy}: does not fit, by {_gib(excess)}{of}."
-        for dtype in report.emulated(result.policy):
-            if dtype in result.warned:
-                continue
+        for text in _said(report, result):
+            yield _screen.wrapped(f"{result.policy}: {text}")
+        if result.program and result.program.products_in_8_bits:
+            yield [f"{result.policy}, products in 8 bits:", *lines_of_8_bits(result.program)]
+
+
+def _said(report: PreflightReport, result: Preflight) -> Iterator[str]:
+    """What to remark of a policy, gravest first."""
+    if result.error:
+        yield f"the compiler failed: {' '.join(result.error.split())[:500]}"
+        return
+    excess = result.excess_bytes(report.target)
+    if excess > 0:
+        left = result.available_bytes
+        of = f" of the {_gib(left)} that the compiler leaves to programs" if left else ""
+        yield f"does not fit, by {_gib(excess)}{of}."
+    for dtype in report.emulated(result.policy):
+        if dtype not in result.warned:
             native = report.target.multiplies(dtype)
             why = "" if native else f"{report.target.name} does not multiply it, "
-            yield f"\n{result.policy}: {dtype} is emulated: {why}its operands are widened first."
-        if result.warned:
-            yield f"\n{result.policy}: {result.warned}."
-        program = result.program
-        if program and program.products_in_8_bits:
-            yield f"\n{result.policy}, products in 8 bits:"
-            yield from lines_of_8_bits(program)
-        if program and (said := remark_on_collectives(program.moved)):
-            yield f"\n{result.policy}: {said}"
-        if program and program.unknown_cycles:
-            yield (
-                f"\n{result.policy}: the compiler does not know the cycles of "
-                f"{program.unknown_cycles} operations, which are not in the sum."
-            )
+            yield f"{dtype} is emulated: {why}its operands are widened first."
+    if result.warned:
+        yield f"{result.warned}."
+    if result.program is None:
+        return
+    if said := remark_on_collectives(result.program.moved):
+        yield said
+    if result.program.unknown_cycles:
+        yield (
+            f"the compiler does not know the cycles of {result.program.unknown_cycles} "
+            "operations, which are not in the sum."
+        )
 
 
 def _bits(dtype: str) -> int:
@@ -229,10 +296,26 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**29 else f"{size / 2**20:.1f} MiB"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table as lines: the first column to the left, the others to the right."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
+def _seconds(time: float) -> str:
+    return f"{time:.2f} s" if time >= 1 else f"{1e3 * time:.3g} ms"
+
+
+def _price(cost: float) -> str:
+    return f"{cost:,.2f}" if cost >= 1 else f"{cost:.3g}"
+
+
+def sent_bytes(moved: Sequence[Collective], devices: int) -> int:
+    """The bytes that a device sends in the collectives of a program, in rings.
+
+    An all-reduce is a reduce-scatter and an all-gather; a reduce-scatter, of whose results a device
+    has one part, is taken to be over all devices.
+
+    Example:
+      >>> sent_bytes([Collective("reduce-scatter", "float32", "data", 100, 2)], 8)
+      1400
+    """
+    parts = {"all-reduce": 2, "reduce-scatter": devices - 1}
+    return sum(one.bytes * one.times * parts.get(one.kind, 1) for one in moved)
 
 
 def rows_of_collectives(moved: Sequence[Collective]) -> dict[str, str]:

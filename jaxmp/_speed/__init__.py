@@ -1,4 +1,4 @@
-"""When 8 bits pay: what the products of a layer are estimated to take, quantizing included.
+"""What steps take, and when 8 bits pay: estimates by one roofline, quantizing included.
 
 Figures of chips are data (`jaxmp/_chips/chips.toml`); what is here are functions of them.
 """
@@ -6,16 +6,20 @@ Figures of chips are data (`jaxmp/_chips/chips.toml`); what is here are function
 from jaxmp._speed.chip import Chip, chip_named, chip_of
 from jaxmp._speed.choice import Gain, fastest_recipe, pays, warning, why_emulated
 from jaxmp._speed.estimate import Estimate, estimate
+from jaxmp._speed.roofline import StepTime, Work, step_time
 
 __all__ = [
     "Chip",
     "Estimate",
     "Gain",
+    "StepTime",
+    "Work",
     "chip_named",
     "chip_of",
     "estimate",
     "fastest_recipe",
     "pays",
+    "step_time",
     "warning",
     "why_emulated",
 ]

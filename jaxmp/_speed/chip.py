@@ -32,6 +32,8 @@ class Chip:
       tflops: the peak rate by dtype, in 10^12 operations per second. What is missing is not
         multiplied natively.
       bytes_per_second: the bandwidth of its memory.
+      link_bytes_per_second: what it sends to other devices, in one direction.
+      clock_hz: the clock of a TPU's estimated cycles; 0 for all else.
       relative: the time of a product of quantized operands over the time of the same
         product in 16 bits, by dtype; ``mx`` is of block-scaled ones, where they are native. What is
         missing goes by the peak rates.
@@ -53,6 +55,8 @@ class Chip:
     platform: str
     tflops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     bytes_per_second: float = 0.0
+    link_bytes_per_second: float = 0.0
+    clock_hz: float = 0.0
     relative: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     relative_grad_weight: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
     products: float = 1.0
@@ -110,6 +114,8 @@ def chip_named(name: str) -> Chip:
         platform="gpu" if capability else "tpu",
         tflops={dtype: rate / per_chip for dtype, rate in chip["tflops"].items()},
         bytes_per_second=chip["hbm_bytes_per_second"] / per_chip,
+        link_bytes_per_second=chip["link_bytes_per_second"] / per_chip,
+        clock_hz=chip.get("clock_hz", 0.0),
         relative=chip.get("relative", {}),
         relative_grad_weight=chip.get("relative_grad_weight", {}),
         **chip.get("achieved", {}),

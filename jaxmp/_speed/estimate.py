@@ -1,8 +1,7 @@
-"""How long the three products of a layer take, in 16 bits and under a recipe: a roofline.
+"""How long the three products of a layer take by the roofline, in 16 bits and under a recipe.
 
-Of ``tokens`` rows, from ``n_in`` to ``n_out``, forward and backward. A product takes what its
-operations take at the chip's rate, or its bytes at the chip's bandwidth, or the start of a kernel,
-whichever is longest; each pass over an array that quantizes it takes its bytes.
+Of ``tokens`` rows, from ``n_in`` to ``n_out``, forward and backward. Each pass over an array that
+quantizes it takes its bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from jaxmp._speed.chip import Chip
+from jaxmp._speed.roofline import pass_seconds, product_seconds
 from jaxmp.recipes import FORMATS, Recipe
 
 # Bytes of an element: of activations and gradients, and of weights as they are stored.
@@ -92,7 +92,9 @@ def estimate(
     cast = weight_bytes != _VALUE
     full = _products(dict.fromkeys(recipe.formats, ()), chip, sizes, cast=cast)
     keys = {name: keys_of(recipe, name) for name in recipe.formats}
-    quantizing = sum(_seconds(chip, moved) for moved in _passes(recipe, chip, sizes, weight_bytes))
+    quantizing = sum(
+        pass_seconds(chip, moved) for moved in _passes(recipe, chip, sizes, weight_bytes)
+    )
     seconds = _products(keys, chip, sizes, cast=cast) + quantizing
     return Estimate(seconds, quantizing, full)
 
@@ -122,7 +124,7 @@ def _products(keys: dict[str, tuple[str, ...]], chip: Chip, sizes: Sizes, *, cas
     if chip.fuses:
         return total + chip.cast * sum(seconds[name] for name in reads)
     moved = sizes.elements["w"] * (_WEIGHT + _VALUE)
-    return total + (_seconds(chip, moved) if reads else 0.0)
+    return total + (pass_seconds(chip, moved) if reads else 0.0)
 
 
 def keys_of(recipe: Recipe, product: str) -> tuple[str, ...]:
@@ -145,9 +147,8 @@ def _product(chip: Chip, m: int, k: int, n: int, keys: tuple[str, ...]) -> float
         operand = 4 if "float32" in keys else 1
         if "int8" in keys and not chip.fuses:
             result = 4 + 2  # sums of 32 bits, which what comes next reads
-    rate = chip.tflops[chip.sixteen_bits] * 1e12 * chip.products
     moved = (m * k + k * n) * operand + m * n * result
-    return max(2 * m * k * n / rate * share, _seconds(chip, moved))
+    return product_seconds(chip, 2 * m * k * n, share, moved)
 
 
 def _passes(recipe: Recipe, chip: Chip, sizes: Sizes, weight_bytes: int) -> Iterator[float]:
@@ -204,8 +205,3 @@ def _block_passes(
     if scaled["grad_weight"]:
         yield g * (_VALUE + 1)
         yield x * (2 if scaled["forward"] else _VALUE + 1)
-
-
-def _seconds(chip: Chip, moved: float) -> float:
-    """The seconds of a pass that moves so many bytes."""
-    return max(moved / (chip.bytes_per_second * chip.memory), chip.launch_seconds)

@@ -6,10 +6,10 @@ import dataclasses
 import itertools
 from typing import Any, Final
 
-from jaxmp._audit.target import parse_target
-from jaxmp._preflight.report import aligned
-from jaxmp._speed import Chip, chip_named, fastest_recipe, pays, warning
-from jaxmp._speed.choice import WORTH
+from jaxmp._screen import aligned
+from jaxmp._speed.chip import Chip, chip_named
+from jaxmp._speed.choice import WORTH, fastest_recipe, pays, warning
+from jaxmp._speed.target import parse_target
 from jaxmp.recipes import Recipe, blockwise_float8, float8, int8, mxfp8
 
 RECIPES: Final = (float8(), float8(granularity="row"), int8(), mxfp8(), blockwise_float8())

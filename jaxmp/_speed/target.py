@@ -27,6 +27,7 @@ class Target:
         is not multiplied natively.
       matrix_unit: of a TPU, the rows and the columns of its matrix units.
       config: what the compiler needs to know of a GPU, an XLA ``GpuTargetConfigProto`` in text.
+      chip_count: how many chips the devices are.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Target:
     tflops: dict[str, float]
     matrix_unit: int | None = None
     config: str = ""
+    chip_count: int = 1
 
     def multiplies(self, dtype: str) -> bool:
         """Whether operands of a dtype, or of two as in ``bfloat16*float32``, need no widening.
@@ -97,6 +99,7 @@ def parse_target(spec: str, function: str = "preflight") -> Target:
             if per_chip > 1
             else chip["tflops"],
             matrix_unit=chip["matrix_unit"],
+            chip_count=math.prod(map(int, sizes)),
         )
     if shape and not (shape.isdecimal() and int(shape)):
         raise ValueError(
@@ -112,6 +115,7 @@ def parse_target(spec: str, function: str = "preflight") -> Target:
         hbm_bytes_per_second=chip["hbm_bytes_per_second"],
         tflops=chip["tflops"],
         config=_gpu_config(chip),
+        chip_count=count,
     )
 
 
