@@ -19,11 +19,12 @@ from jax.typing import DTypeLike
 from jaxmp._audit.audit import audit
 from jaxmp._audit.report import PrecisionError
 from jaxmp._jaxprs.attributes import is_tracer
+from jaxmp._parity.tolerance import tolerance
 from jaxmp._training.replicas_equal import copies_in
 from jaxmp.dtypes import parse_dtype
 from jaxmp.recipes import FORMATS
 
-__all__ = ["PrecisionError", "assert_contractions_in", "assert_in_step"]
+__all__ = ["PrecisionError", "assert_contractions_in", "assert_in_step", "tolerance"]
 
 
 def assert_contractions_in(fn: Callable[..., Any], dtype: DTypeLike) -> Callable[..., None]:
