@@ -72,7 +72,6 @@ def _values(jaxpr: Any, around: Place, prefix: str, calls: Counter[str]) -> Iter
             readers.setdefault(same.get(atom, atom), []).append(place)
     for atom in _variables(opened.outvars):
         readers.setdefault(same.get(atom, atom), []).append(around)
-    named: dict[Any, set[str]] = {}
     for i, (eqn, place) in enumerate(zip(opened.eqns, places, strict=True)):
         inner = looked_into(eqn)
         if inner and inner[0].open_ended:
@@ -84,11 +83,10 @@ def _values(jaxpr: Any, around: Place, prefix: str, calls: Counter[str]) -> Iter
             if dtype is None or dtype == jax.dtypes.float0:
                 continue
             crossed = _crossed(place, readers.get(var, ()))
-            before = _converted(eqn, named)
-            named[var] = before | set(crossed)
-            layers = [_numbered(layer, calls) for layer in crossed if layer not in before]
+            layers = [_numbered(layer, calls) for layer in crossed]
+            path = "".join(_scopes(place.path)[:1])
             yield Value(
-                f"{prefix}{i}:{k}", place.path, place.source, compat.called(eqn), str(dtype),
+                f"{prefix}{i}:{k}", path, place.source, compat.called(eqn), str(dtype),
                 shape_of(var), tuple(layers),
             )  # fmt: skip
 
@@ -123,16 +121,9 @@ def _crossed(place: Place, readers: Sequence[Place]) -> list[str]:
 
 
 def _scopes(path: str) -> list[str]:
-    """A path and those of all that is around it, the innermost first."""
-    parts = path.split("/") if path else []
+    """A path and those of all that is around it, the innermost first; none of a `jnp.einsum`."""
+    parts = [part for part in path.split("/") if part and "->" not in part]
     return ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
-
-
-def _converted(eqn: JaxprEqn, named: dict[Any, set[str]]) -> set[str]:
-    """What a value is called already that is only converted to another dtype."""
-    if eqn.primitive.name not in ("convert_element_type", "copy"):
-        return set()
-    return named.get(eqn.invars[0], set()) if _variables(eqn.invars) else set()
 
 
 def _numbered(layer: str, calls: Counter[str]) -> str:

@@ -106,7 +106,8 @@ class Program:
             for name, (least, most) in ends.items():
                 ends[name] = [np.fmin(least, run[name]), np.fmax(most, run[name])]
             before = run
-        reach = {name: np.abs(wide(most) - wide(least)) for name, (least, most) in ends.items()}
+        with np.errstate(invalid="ignore"):
+            reach = {name: np.abs(wide(most) - wide(least)) for name, (least, most) in ends.items()}
         return {
             name: Spread(value, *_moments(moved[name]), reach.get(name))
             for name, value in values.items()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxmp._autocast import autocast
+from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.regions import check_callable
 from jaxmp._parity.runs import Program, program_of
 from jaxmp.policy import PolicyLike, single_policy
@@ -36,8 +37,12 @@ def prepare_tolerance(
     fn: Callable[..., Any], policy: PolicyLike | None, args: Sequence[Any]
 ) -> PreparedTolerance:
     """Traces the programs; the arguments are explained at `tolerance`."""
-    low = fn if policy is None else autocast(fn, policy)
-    return PreparedTolerance(program_of("tolerance", low, args), program_of("tolerance", fn, args))
+    method, modules = with_module(fn)
+    args = (*modules, *args)
+    low = method if policy is None else autocast(method, policy)
+    return PreparedTolerance(
+        program_of("tolerance", low, args), program_of("tolerance", method, args)
+    )
 
 
 def _tolerance(low: Any, full: Any) -> dict[str, float]:
@@ -77,7 +82,7 @@ def tolerance(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Calla
     Example:
       >>> import jax.numpy as jnp, jaxmp, numpy as np
       >>> product = lambda w, x: x @ w
-      >>> w, x = jnp.cos(jnp.arange(256.0)).reshape(16, 16), jnp.sin(jnp.arange(64.0)).reshape(4, 16)
+      >>> w, x = jnp.cos(jnp.arange(256.0)).reshape(16, 16), jnp.sin(jnp.arange(16.0))
       >>> allowed = jaxmp.testing.tolerance(product, "mixed_bfloat16")(w, x)
       >>> low = jaxmp.autocast(product, "mixed_bfloat16")(w, x)
       >>> np.testing.assert_allclose(low, product(w, x), **allowed)
