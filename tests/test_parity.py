@@ -306,7 +306,7 @@ def test_what_is_not_finite_on_both_sides_is_not_compared():
     report = jaxmp.parity(fn, fn)(x)
     assert report.same
     assert report.rows[0].nonfinite == 2
-    assert "2 elements on both sides alike" in str(report)
+    assert "2 elements in both alike" in str(report)
     report = jaxmp.parity(fn, lambda x: jnp.log(jnp.abs(x)))(x)
     assert not report.same
     assert report.first.difference == np.inf

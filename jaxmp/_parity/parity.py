@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxmp._autocast.regions import check_callable
 from jaxmp._numerics.compare import aligned
-from jaxmp._parity.layers import Value
+from jaxmp._parity.layers import INPUT, Value
 from jaxmp._parity.match import Match, Pair, by_map, by_name, listed
 from jaxmp._parity.report import Parity, ParityRow, row_of
 from jaxmp._parity.runs import OUTPUT, Program, Spread, program_of
@@ -87,8 +87,8 @@ class Prepared:
             return row.where
         programs = self.this, self.other
         values = self.this.layers[pair.this], self.other.layers[pair.other]
-        several = [_operations(*both) for both in zip(programs, values, strict=True)]
-        pairs = aligned(*several)
+        several: Any = [_operations(*both) for both in zip(programs, values, strict=True)]
+        pairs: Any = aligned(*several)
         these = self.this.run({a.name: None for a, _ in pairs}, arrays, self.dtype)
         others = self.other.run({b.name: None for _, b in pairs}, arrays, self.dtype)
         for a, b in pairs:
@@ -113,6 +113,13 @@ def _operations(program: Program, value: Value) -> list[Value]:
 
 def _modules(other: Program | Saved) -> list[str]:
     return other.modules if isinstance(other, Program) else list(other)
+
+
+def _is_wanted(pair: Pair, this: Program, other: Program | Saved) -> bool:
+    """Whether it is no input, which modules may take in any order, or one of equal shapes."""
+    if INPUT not in pair.this or not isinstance(other, Program):
+        return True
+    return this.layers[pair.this].shape == other.layers[pair.other].shape
 
 
 def check_shapes(pair: Pair, x: Any, y: Any) -> None:
@@ -140,7 +147,7 @@ def prepare(
     these = list(this.layers)
     others = list(other.layers if isinstance(other, Program) else other)
     if match is None:
-        pairs = by_name(these, others)
+        pairs = [pair for pair in by_name(these, others) if _is_wanted(pair, this, other)]
         named = [pair for pair in pairs if not pair.this.startswith(OUTPUT)]
         if not pairs or (not named and this.modules and _modules(other)):
             raise ValueError(
@@ -222,9 +229,10 @@ def parity(
     else:
         check_callable("parity", g)
     if dtype is not None:
-        dtype = np.dtype(parse_dtype(dtype, "parity: dtype"))
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise ValueError(f"parity: dtype must be one of floating numbers; got {dtype.name}")
+        parsed = np.dtype(parse_dtype(dtype, "parity: dtype"))
+        if not jnp.issubdtype(parsed, jnp.floating):
+            raise ValueError(f"parity: dtype must be one of floating numbers; got {parsed.name}")
+        dtype = parsed
 
     def compared(*args: Any) -> Parity:
         return prepare(f, g, args, match, dtype).run()

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 import numpy as np
-from scipy import special
+from scipy import special  # type: ignore[import-untyped]
 
 from jaxmp._numerics.text import listed, table
 from jaxmp._parity.layers import Value

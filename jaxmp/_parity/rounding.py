@@ -83,7 +83,7 @@ class Rounded(AsWritten):
     """Runs a program in float32, and rounds each result to its own dtype: up or down by chance.
 
     Attributes:
-      run_number: int32[]: which of the runs.
+      run_number: uint32[]: which of the runs.
       dtype: the dtype that everything is rounded to; None: its own.
     """
 
@@ -114,27 +114,22 @@ class Rounded(AsWritten):
         return rounded
 
     def _random(self, x: Any, draw: int) -> Any:
-        """float32[...] in [0, 1): drawn from where a number stands and what it is, for each run.
+        """uint32[...]: drawn from where a number stands and what it is, and turned by each run.
 
         The same number in the same place is rounded the same way, as it is in truth.
         """
         bits = lax.bitcast_convert_type(jnp.real(x).astype(FLOAT32), jnp.uint32)
         index = lax.iota(jnp.uint32, bits.size).reshape(bits.shape)
-        mixed = bits * np.uint32(0x9E3779B1) ^ index * np.uint32(0x85EBCA6B) ^ np.uint32(draw)
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-            mixed = (mixed ^ mixed >> np.uint32(shift)) * np.uint32(factor)
-        turned = (mixed >> np.uint32(8)).astype(FLOAT32) * np.float32(2.0**-24)
-        turned = turned + self.run_number.astype(FLOAT32) / RUNS
-        return turned - jnp.floor(turned)
+        mixed = (bits ^ index * np.uint32(0x85EBCA6B) ^ np.uint32(draw)) * np.uint32(0x9E3779B1)
+        mixed = (mixed ^ mixed >> np.uint32(15)) * np.uint32(0x846CA68B)
+        return (mixed ^ mixed >> np.uint32(16)) + self.run_number * np.uint32(2**32 // RUNS)
 
 
 def _to(dtype: Any, x: Any, random: Any) -> Any:
     """float32 rounded to a dtype of fewer bits, up or down by chance; exact numbers stay."""
-    dropped = 23 - jnp.finfo(dtype).nmant
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    added = (random * 2.0**dropped).astype(jnp.uint32)
-    bits = (bits + added) >> np.uint32(dropped) << np.uint32(dropped)
-    rounded = lax.bitcast_convert_type(bits, FLOAT32)
+    dropped = np.uint32(23 - jnp.finfo(dtype).nmant)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + (random >> (np.uint32(32) - dropped))
+    rounded = lax.bitcast_convert_type(bits >> dropped << dropped, FLOAT32)
     # What is below the normal range, or beyond it, as the dtype has it.
     return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype).astype(FLOAT32)
 
@@ -145,9 +140,10 @@ def _noisy(op: str, x: Any, random: Any) -> Any:
     An operation that is rounded to nearest is off by up to half a unit in the last place; by how
     much, there is no wider number to tell.
     """
-    steps = jnp.floor(random * 4) - 1
-    units = jnp.where(steps > 1, 0, steps) * (2 if op in _APPROXIMATED else 1)
-    return x + (float(jnp.finfo(x.dtype).eps) * units * jnp.abs(x)).astype(x.dtype)
+    unit = float(jnp.finfo(x.dtype).eps) * (2 if op in _APPROXIMATED else 1)
+    quarter = random >> np.uint32(30)
+    factor = jnp.where(quarter == 0, -unit, jnp.where(quarter == 1, unit, 0))
+    return x + (factor * jnp.abs(x)).astype(x.dtype)
 
 
 def _summed(eqn: JaxprEqn, operands: Sequence[Any], x: Any, random: Any, dtype: Any) -> Any:
@@ -161,8 +157,9 @@ def _summed(eqn: JaxprEqn, operands: Sequence[Any], x: Any, random: Any, dtype: 
     types = {"preferred_element_type": squares[0].dtype} if eqn.primitive.name in _PRODUCTS else {}
     [terms] = compat.bind(eqn, squares, **types)
     scale = jnp.maximum(jnp.abs(x), jnp.sqrt(terms))
-    walk = (1 + _count(eqn, operands, x) / 2) ** 0.5 * (random - 0.5)
-    return x + (float(jnp.finfo(dtype).eps) * walk * scale).astype(x.dtype)
+    walk = (1 + _count(eqn, operands, x) / 2) ** 0.5 * float(jnp.finfo(dtype).eps)
+    by_chance = random.astype(FLOAT32) * np.float32(2.0**-32) - np.float32(0.5)
+    return x + (walk * by_chance * scale).astype(x.dtype)
 
 
 def _is_inexact(x: Any) -> bool:

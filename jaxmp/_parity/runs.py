@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from jaxmp._parity.rounding import RUNS, AsWritten, Rounded
 OUTPUT = "output"
 # How many bytes of layers are kept; a few times over, on the host.
 _LIMIT = 2**31
+# How many elements all values of a program may have to be returned together.
+_SMALL = 2**24
 Arrange = Callable[[Any], Any]
 
 
@@ -80,7 +83,7 @@ class Program:
           arrays: to be called with, in the place of those of the call.
           dtype: the dtype that the roundings are of; None: their own.
         """
-        names = frozenset(keep)
+        names = self._small or frozenset(keep)
         as_it_is, rounded = self._compiled(names, None if dtype is None else np.dtype(dtype))
         arrays = self.call.arrays if arrays is None else arrays
 
@@ -88,6 +91,7 @@ class Program:
             return {
                 name: np.asarray(array if keep[name] is None else keep[name](array))  # type: ignore[misc]
                 for name, array in found.items()
+                if name in keep
             }
 
         values = arranged(as_it_is(*arrays))
@@ -96,7 +100,7 @@ class Program:
                 name: Spread(value, 0.0, 1.0, np.zeros(value.shape))
                 for name, value in values.items()
             }
-        runs = (arranged(rounded(jnp.int32(k), *arrays)) for k in range(RUNS))
+        runs = (arranged(rounded(jnp.uint32(k), *arrays)) for k in range(RUNS))
         before = first = next(runs)
         moved: dict[str, list[float]] = {name: [] for name in values}
         ends = {r.name: [first[r.name]] * 2 for r in self.results if r.name in first}
@@ -114,10 +118,17 @@ class Program:
         }
 
     @functools.cached_property
+    def _small(self) -> frozenset[str]:
+        """All values, if they are small: then one compiled program gives whatever is asked for."""
+        several = [*self.values, *(result for result in self.results if result.dtype != "None")]
+        size = sum(math.prod(value.shape) for value in several)
+        return frozenset(value.name for value in several) if size < _SMALL else frozenset()
+
+    @functools.cached_property
     def _compiled(self) -> Callable[[frozenset[str], Any], tuple[Any, Any]]:
         """The two ways of running it, compiled once for each choice of values."""
 
-        @functools.lru_cache(maxsize=4)
+        @functools.lru_cache(maxsize=16)
         def compiled(names: frozenset[str], dtype: Any) -> tuple[Any, Any]:
             options = {"xla_backend_optimization_level": 0}
             on_cpu = jax.default_backend() == "cpu"
@@ -129,7 +140,7 @@ class Program:
                 how = Rounded(keep=names, run_number=number, dtype=dtype)
                 return self._collected(how, names, arrays)
 
-            number = jnp.int32(0)
+            number = jnp.uint32(0)
             lowered = (
                 jax.jit(as_it_is).lower(*self.call.arrays),
                 jax.jit(rounded).lower(number, *self.call.arrays),
@@ -152,7 +163,7 @@ class Program:
         results, extras = how.run(self.call.jaxpr, arrays)
         found = {name: extra.value for name, extra in extras.items()}
         found |= {r.name: x for r, x in zip(self.results, results, strict=True)}
-        return {name: found[name] for name in names}
+        return {name: found[name] for name in names if name in found}
 
 
 def _half_square(x: Any, y: Any) -> float:
