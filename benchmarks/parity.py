@@ -90,9 +90,9 @@ def rope(x, swap):
     cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
     if swap == "RoPE's pairs":
         a, b = x[..., 0::2], x[..., 1::2]  # RoPE's pairs
-        return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(
-            x.shape
-        )  # RoPE's pairs
+        pairs = [a * cos - b * sin, a * sin + b * cos]  # RoPE's pairs
+        pairs = jnp.stack(pairs, -1)  # RoPE's pairs
+        return pairs.reshape(x.shape)  # RoPE's pairs
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         q, k = rope(q, self.swap), rope(k, self.swap)
         scale = 1 / 4 if self.swap == "scale of attention" else 1 / np.sqrt(q.shape[-1])
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale  # scale of attention
-        mask = jnp.tril(jnp.ones((time, time), bool), 1 if self.swap == "mask" else 0)
+        mask = jnp.tril(jnp.ones((time, time), bool), 1 if self.swap == "mask" else 0)  # mask
         scores = jnp.where(mask, scores, -1e9)  # mask
         x = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), v).reshape(batch, time, width)
         return nn.Dense(width, name="out")(x)
@@ -115,8 +115,8 @@ class Attention(nn.Module):
 
 def in_tf32(x, w, dims, **options):
     """A product whose operands have 10 mantissa bits, as on an Ampere GPU."""
-    x, w = (jax.lax.reduce_precision(a, 8, 10) for a in (x, w))
-    return jax.lax.dot_general(x, w, dims, **options)
+    x, w = (jax.lax.reduce_precision(a, 8, 10) for a in (x, w))  # TF32
+    return jax.lax.dot_general(x, w, dims, **options)  # TF32
 
 
 class Transposed(nn.Module):
@@ -128,7 +128,7 @@ class Transposed(nn.Module):
     def __call__(self, x):
         shape = (x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        return x @ kernel.T + self.param("bias", nn.initializers.zeros, (self.features,))
+        return x @ kernel.T + self.param("bias", nn.initializers.zeros, (self.features,))  # kernel
 
 
 class Block(nn.Module):

@@ -41,6 +41,7 @@ PROGRAMS = {
     "monitor_aot": "import monitor_aot",
     "fsdp": "import fsdp",
     "capture_cost": "import capture_cost",
+    "parity": "import parity; [parity.lines_of(swap).pop() for swap in parity.SWAPS]",
     "cpu_sums": "import cpu_sums",
     "serving": "import serving",
     "optimizer_state": "import optimizer_state as o; o.stored(o.OPTIMIZERS['adam'], 'int8')",

@@ -45,6 +45,7 @@ NOT_RUN = {
     "benchmarks/fused_attention.py": "needs cuDNN; test_benchmarks.py traces its steps",
     "benchmarks/gpu.py": "needs a GPU; test_benchmarks.py runs its toy size",
     "benchmarks/loss_scale_aot.py": "compiles for hours, for TPUs and GPUs",
+    "benchmarks/parity.py": "compares for minutes; test_benchmarks.py imports it",
     "benchmarks/optimizer_state.py": "trains for minutes; test_benchmarks.py imports it",
     "benchmarks/serving.py": "compiles and trains for minutes",
     "benchmarks/trace_time.py": "times minutes; test_benchmarks.py runs a part",

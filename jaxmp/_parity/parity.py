@@ -42,10 +42,11 @@ class Prepared:
         values = {pair: self.this.layers[pair.this] for pair in self.pairs}
         these = self.this.run({value.name: None for value in values.values()}, arrays, self.dtype)
         others = self._others(values, arrays)
+        for pair in sorted(values, key=lambda pair: INPUT in pair.this):  # outputs say more
+            check_shapes(pair, these[values[pair].name].value, others[pair][1].value)
         rows: dict[tuple[str, str], tuple[ParityRow, Pair]] = {}
         for pair, value in values.items():
             a, (name, b) = these[value.name], others[pair]
-            check_shapes(pair, a.value, b.value)
             row = row_of(pair.this, pair.other, value, str(b.value.dtype), a, b)
             rows.setdefault((value.name, name), (row, pair))
         first = next(((row, pair) for row, pair in rows.values() if not row.explained), None)

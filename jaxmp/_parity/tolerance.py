@@ -63,9 +63,8 @@ def tolerance(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Calla
     drawn by chance, as in `jaxmp.parity`; 1.5 times the farthest that two runs are apart, over all
     elements, is allowed. A tolerance holds for these arguments, and for others of their kind.
 
-    Of 200 seeds of each of five models, none was outside (at most 1 % may be); of twelve planted
-    mistakes that are larger than rounding it finds those that a result shows:
-    ``benchmarks/parity.py`` counts both.
+    ``benchmarks/parity.py`` counts the seeds of five models of which a result is outside, and the
+    planted mistakes that are: a tolerance finds those which a result shows.
 
     Args:
       fn: a function, or a method of an NNX module; not a Linen module: its `apply`.
