@@ -130,7 +130,7 @@ class Program:
 
         @functools.lru_cache(maxsize=16)
         def compiled(names: frozenset[str], dtype: Any) -> tuple[Any, Any]:
-            options = {"xla_backend_optimization_level": 0}
+            options: Any = {"xla_backend_optimization_level": 0}
             on_cpu = jax.default_backend() == "cpu"
 
             def as_it_is(*arrays: Any) -> Any:
