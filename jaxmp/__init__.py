@@ -20,6 +20,7 @@ from jaxmp._modules import wrap
 from jaxmp._numerics.diagnose import diagnose
 from jaxmp._numerics.tune import tune
 from jaxmp._numerics.validate import validate
+from jaxmp._parity.parity import parity
 from jaxmp._preflight.preflight import preflight
 from jaxmp._prepare import prepare
 from jaxmp._quantize.trees import dequantize, quantize
@@ -53,6 +54,7 @@ __all__ = [
     "loss_scaling",
     "master_weights",
     "numerics",
+    "parity",
     "policies",
     "preflight",
     "prepare",

@@ -21,6 +21,7 @@ from jaxmp._audit.audit import audit
 from jaxmp._audit.report import PrecisionError
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._lock.check import check as check_lock
+from jaxmp._parity.tolerance import tolerance
 from jaxmp._training.replicas_equal import copies_in
 from jaxmp.dtypes import parse_dtype
 from jaxmp.policy import PolicyLike
@@ -31,6 +32,7 @@ __all__ = [
     "assert_in_step",
     "assert_precision_locked",
     "assert_products_in",
+    "tolerance",
 ]
 
 if not TYPE_CHECKING:  # a type checker knows what is there

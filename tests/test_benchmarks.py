@@ -42,6 +42,7 @@ PROGRAMS = {
     "fsdp": "import fsdp",
     "tool_times": "import tool_times as t; t.tools(['explain'], 1)",
     "roofline": "import roofline; roofline.show(roofline.layers())",
+    "parity": "import parity; [parity.lines_of(swap).pop() for swap in parity.SWAPS]",
     "cpu_sums": "import cpu_sums",
     "serving": "import serving",
     "optimizer_state": "import optimizer_state as o; o.stored(o.OPTIMIZERS['adam'], 'int8')",

@@ -49,6 +49,7 @@ NOT_RUN = {
     "benchmarks/gpu.py": "needs a GPU; test_benchmarks.py runs its toy size",
     "benchmarks/loss_scale_aot.py": "compiles for hours, for TPUs and GPUs",
     "benchmarks/convergence.py": "trains for half an hour; test_benchmarks.py runs a part",
+    "benchmarks/parity.py": "compares for minutes; test_benchmarks.py imports it",
     "benchmarks/optimizer_state.py": "trains for minutes; test_benchmarks.py imports it",
     "benchmarks/precision_lock.py": "traces for minutes; test_benchmarks.py runs a part",
     "benchmarks/results.py": "runs the others; test_benchmark_results.py tests it",

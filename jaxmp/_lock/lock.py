@@ -14,10 +14,11 @@ import numpy as np
 
 from jaxmp._audit.costs import check_sizes
 from jaxmp._audit.scaling import is_scale, of_optax
-from jaxmp._autocast.explain import warn_overruled
+from jaxmp._autocast.explain import planned, warn_overruled
 from jaxmp._autocast.nnx_calls import with_module
+from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.regions import check_callable
-from jaxmp._autocast.transform import autocast
+from jaxmp._autocast.transform import watched
 from jaxmp._flax import is_graph_node
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.scopes import TESTED, UNSCALE
@@ -66,10 +67,14 @@ def lock(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Callable[.
         check_sizes("lock", args, kwargs)
         program, modules = with_module(fn)
         args = (*modules, *args)
-        if asked is not None:
-            warn_overruled("lock", program, asked, args, kwargs)
-            program = autocast(program, asked)
-        return _locked(program, "" if asked is None else str(asked), args, kwargs)
+        if asked is None:
+            return _locked(program, "", args, kwargs)
+        plans: list[Plan] = []
+        found = _locked(watched(program, asked, 0, plans.append), str(asked), args, kwargs)
+        if not plans:  # the policy changes nothing, but may be another one than is in force
+            plans.append(planned(program, asked, 0, args, kwargs)[0])
+        warn_overruled("lock", plans[-1])
+        return found
 
     return locked
 

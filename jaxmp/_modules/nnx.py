@@ -52,7 +52,7 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
 
         return wrapped_method
 
-    members = {name: wrapped(name, method) for name, method in _methods(cls)}
+    members = {name: wrapped(name, method) for name, method in methods_of(cls)}
     return subclass((_wrapped_class, cls, policy), members, pytree=is_registered(cls))
 
 
@@ -61,7 +61,7 @@ class _Calls(dict[str, Method]):
 
     def __init__(self, cls: Any, policy: Policy | PolicyMap) -> None:
         overrides = Overrides(policy)
-        super().__init__({name: _lifted(method, overrides) for name, method in _methods(cls)})
+        super().__init__({name: _lifted(method, overrides) for name, method in methods_of(cls)})
         self._made_from = cls, policy
 
     def __reduce__(self) -> Any:
@@ -117,11 +117,11 @@ def _marked_class(cls: Any, policy: Policy, scope: str | None) -> Any:
 
         return marked_method
 
-    members = {name: marked(name, method) for name, method in _methods(cls)}
+    members = {name: marked(name, method) for name, method in methods_of(cls)}
     return subclass((_marked_class, cls, policy, scope), members, pytree=is_registered(cls))
 
 
-def _methods(cls: type) -> Iterator[tuple[str, Method]]:
+def methods_of(cls: type) -> Iterator[tuple[str, Method]]:
     """The public methods of the author: those that `nnx.Module` has are Flax's own."""
     flax = {name for base in nnx.Module.__mro__ for name in vars(base)}
     for name in public(cls):

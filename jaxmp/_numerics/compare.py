@@ -348,7 +348,7 @@ def matched(
         for like, sites in groups[0].items():
             others = groups[1].get(like, [])
             if not strictness:
-                twins = _aligned(sites, others)
+                twins = aligned(sites, others)
             else:
                 twins = list(zip(sites, others, strict=True)) if len(sites) == len(others) else []
             for site, twin in twins:
@@ -360,7 +360,7 @@ def _place(site: Site) -> Hashable:
     return site.path, site.line, site.backward
 
 
-def _aligned(sites: Sequence[Site], others: Sequence[Site]) -> list[tuple[Site, Site]]:
+def aligned(sites: Sequence[Site], others: Sequence[Site]) -> list[tuple[Site, Site]]:
     """Two sequences of sites side by side, where they are the same operations."""
     a, b = ([(site.op, site.shape) for site in some] for some in (sites, others))
     if a == b:

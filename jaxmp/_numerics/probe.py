@@ -107,14 +107,14 @@ class Probe:
             if inner[0].rule:  # it is not differentiated here
                 return (*parts[0]((), *operands), [])
             return (*rebuild(eqn, operands, parts), [])
-        results = _in_float32(eqn, operands) if self.wide else None
+        results = in_float32(eqn, operands) if self.wide else None
         if results is None:
-            results = compat.bind(eqn, _as_written(eqn, operands) if self.wide else operands)
+            results = compat.bind(eqn, as_written(eqn, operands) if self.wide else operands)
         if not self.looks:
             return results, {}, []
         names = site_names(eqn, name)
         low = self.twins and not self.wide and any(dtype_of(v) in LOW for v in eqn.outvars)
-        twins = (_in_float32(eqn, operands) if low and any(names) else None) or [None] * len(names)
+        twins = (in_float32(eqn, operands) if low and any(names) else None) or [None] * len(names)
         seen = [
             (site, result, twin if dtype_of(var) in LOW and self.whole(site) else None)
             for var, site, result, twin in zip(eqn.outvars, names, results, twins, strict=True)
@@ -140,7 +140,7 @@ def _widened(atoms: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
+def in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     """The results of an op computed in float32 instead of 16 bits; None where nobody knows how."""
     if eqn.primitive.name not in _POLYMORPHIC:
         return None
@@ -155,7 +155,7 @@ def _in_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
     return compat.bind(eqn, wide, **dtypes)
 
 
-def _as_written(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def as_written(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Operands in the dtypes in which an op was written to take them."""
     return [
         lax.convert_element_type(x, dtype) if (dtype := dtype_of(atom)) in LOW else x

@@ -1,0 +1,168 @@
+"""The layers of a program: the values that modules and named scopes hand to one another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp._flax import is_graph_node, is_registered
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.scopes import CAST
+from jaxmp._jaxprs.source import in_scope
+from jaxmp._jaxprs.walk import Place
+from jaxmp._modules.classes import one_per_key, subclass
+from jaxmp._modules.nnx import methods_of
+from jaxmp._numerics.survey import looked_into
+
+INPUT = " (input)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value of a program.
+
+    Attributes:
+      name: its place in the program: equation and result, after those of what it is inside.
+      path: the module that computes it.
+      line: ``file.py:line``.
+      op: the primitive.
+      dtype: its dtype.
+      shape: its shape; in a loop, of one iteration.
+      layers: what it is called: the output of a module, ``path``, or ``path#1``, … of one that has
+        several or is called several times, or its input, ``path (input)``.
+    """
+
+    name: str
+    path: str
+    line: str
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    layers: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """The operation, module and line, as far as they are known."""
+        module, line = self.path and f" in {self.path}", self.line and f" at {self.line}"
+        return f"{self.op}{module}{line}"
+
+
+def values_of(jaxpr: Any) -> Iterator[Value]:
+    """Yields the values of a closed jaxpr and of what is inside, in the order in which they run.
+
+    Not those of loops of unknown length, whose iterations cannot be told apart.
+    """
+    yield from _values(jaxpr, Place(), "", Counter())
+
+
+def _values(jaxpr: Any, around: Place, prefix: str, calls: Counter[str]) -> Iterator[Value]:
+    opened, _ = compat.closed(jaxpr)
+    places = [around.at(eqn) for eqn in opened.eqns]
+    readers: dict[Any, list[Place]] = {}
+    same = _cast(opened.eqns)
+    for eqn, place in zip(opened.eqns, places, strict=True):
+        for atom in _variables(() if same.keys() & set(eqn.outvars) else eqn.invars):
+            readers.setdefault(same.get(atom, atom), []).append(place)
+    for atom in _variables(opened.outvars):
+        readers.setdefault(same.get(atom, atom), []).append(around)
+    for i, (eqn, place) in enumerate(zip(opened.eqns, places, strict=True)):
+        inner = looked_into(eqn)
+        if inner and inner[0].open_ended:
+            inner = ()
+        for k, one in enumerate(inner):
+            yield from _values(one.jaxpr, place.inside(one), f"{prefix}{i}.{k}/", calls)
+        for k, var in enumerate(eqn.outvars):
+            dtype = dtype_of(var)
+            if dtype is None or dtype == jax.dtypes.float0:
+                continue
+            crossed = _crossed(place, readers.get(var, ()))
+            layers = [_numbered(layer, calls) for layer in crossed]
+            path = "".join(_scopes(place.path)[:1])
+            yield Value(
+                f"{prefix}{i}:{k}", path, place.source, compat.called(eqn), str(dtype),
+                shape_of(var), tuple(layers),
+            )  # fmt: skip
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
+
+
+def _cast(eqns: Sequence[JaxprEqn]) -> dict[Any, Any]:
+    """What autocast converted, which may be in another module, and what it is of."""
+    same: dict[Any, Any] = {}
+    for eqn in eqns:
+        if eqn.primitive.name == "convert_element_type" and in_scope(eqn, CAST):
+            for atom in _variables(eqn.invars):
+                same[eqn.outvars[0]] = same.get(atom, atom)
+    return same
+
+
+def _crossed(place: Place, readers: Sequence[Place]) -> list[str]:
+    """The modules that a value leaves, the innermost first, and those that it enters."""
+    side = ", backward" if place.backward else ""
+    own = _scopes(place.path)
+    left, entered = dict[str, None](), dict[str, None]()
+    for reader in readers:
+        theirs = _scopes(reader.path)
+        left |= dict.fromkeys(scope for scope in own if scope not in theirs)
+        entered |= dict.fromkeys(scope for scope in theirs if scope not in own)
+    return [
+        *(f"{scope}{side}" for scope in own if scope in left),
+        *(f"{scope}{side}{INPUT}" for scope in entered),
+    ]
+
+
+def _scopes(path: str) -> list[str]:
+    """A path and those of all that is around it, the innermost first; none of a `jnp.einsum`."""
+    parts = [part for part in path.split("/") if part and "->" not in part]
+    return ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
+
+
+def _numbered(layer: str, calls: Counter[str]) -> str:
+    calls[layer] += 1
+    return layer if calls[layer] == 1 else f"{layer}#{calls[layer] - 1}"
+
+
+# NNX gives no names to what its modules compute.
+
+
+def with_scopes(tree: Any) -> Any:
+    """A tree; modules of NNX in it are copies, in which each is called in a scope of its name."""
+    if not any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node))):
+        return tree
+    copy = nnx.clone(tree)
+    for node in jax.tree.leaves(copy, is_leaf=is_graph_node):
+        if isinstance(node, nnx.Module):
+            _enter_scopes(node)
+    return copy
+
+
+def _enter_scopes(root: nnx.Module) -> None:
+    paths = {id(module): tuple(map(str, path)) for path, module in nnx.iter_modules(root)}
+    known = {
+        path
+        for _, module in nnx.iter_modules(root)
+        if callable(module)
+        for path in [paths[id(module)]]
+    }
+    for _, module in list(nnx.iter_modules(root)):
+        path = paths[id(module)]
+        around = next((n for n in range(len(path) - 1, 0, -1) if path[:n] in known), 0)
+        if path:
+            scoped = _scoped_class(type(module), "/".join(path[around:]))
+            object.__setattr__(module, "__class__", scoped)
+
+
+@one_per_key
+def _scoped_class(cls: Any, scope: str) -> Any:
+    """The subclass of a class whose methods are called in a named scope."""
+    members = {name: jax.named_scope(scope)(method) for name, method in methods_of(cls)}
+    return subclass((_scoped_class, cls, scope), members, pytree=is_registered(cls))

@@ -1,0 +1,75 @@
+"""Which layer of one program is which of the other: by name, or as a map says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Match = Mapping[str, str | tuple[str, Callable[[Any], Any]]]
+
+
+class Pair(NamedTuple):
+    """A layer of both programs; `arrange` gives the other's array the form of this one's."""
+
+    this: str
+    other: str
+    arrange: Callable[[Any], Any] | None = None
+
+
+def by_map(match: Match, these: Sequence[str], others: Sequence[str]) -> Iterator[Pair]:
+    """Yields the pairs of a map.
+
+    Raises:
+      ValueError: if it names what is not there.
+      TypeError: if it is no map to names, or to names and functions.
+    """
+    if not isinstance(match, Mapping):
+        raise TypeError(
+            f"parity: match must map layers of f to layers of g; got {type(match).__name__}"
+        )
+    for this, said in match.items():
+        match said:
+            case str():
+                pair = Pair(this, said)
+            case (str() as other, arrange) if callable(arrange):
+                pair = Pair(this, other, arrange)
+            case _:
+                raise TypeError(
+                    f"parity: match[{this!r}] must be the name of a layer of g, or such a name and "
+                    f"a function of its array: ('name', function); got {said!r}"
+                )
+        for name, names, whose in ((this, these, "f"), (pair.other, others, "g")):
+            if name not in names:
+                raise ValueError(
+                    f"parity: match names {name!r}, which is no layer of {whose}; there are "
+                    f"{listed(names)}"
+                )
+        yield pair
+
+
+def by_name(these: Sequence[str], others: Sequence[str]) -> list[Pair]:
+    """The layers of one name; of what is left, those of alike names, if no other is as alike."""
+    exact = set(these) & set(others)
+    alike = [
+        Pair(this, other)
+        for this in these
+        for other in others
+        if this not in exact and other not in exact and _are_alike(this, other)
+    ]
+    left, right = Counter(p.this for p in alike), Counter(p.other for p in alike)
+    unique = [pair for pair in alike if left[pair.this] == right[pair.other] == 1]
+    return [Pair(name, name) for name in these if name in exact] + unique
+
+
+def _are_alike(this: str, other: str) -> bool:
+    """Whether names are the same below the roots of their modules, or one ends as the other."""
+    a, b = (name.replace(".", "/") for name in (this, other))
+    below = [name.partition("/")[2] for name in (a, b)]
+    return a.endswith(f"/{b}") or b.endswith(f"/{a}") or (below[0] == below[1] != "")
+
+
+def listed(names: Sequence[str], most: int = 24) -> str:
+    """Names in a message."""
+    more = f", … and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(map(repr, names[:most])) or "none") + more

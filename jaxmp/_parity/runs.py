@@ -1,0 +1,230 @@
+"""A program that is compared: its layers, and how far rounding moves them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxmp._autocast.nnx_calls import with_module
+from jaxmp._autocast.regions import check_callable
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.trace import Traced, trace
+from jaxmp._parity.layers import INPUT, Value, values_of, with_scopes
+from jaxmp._parity.rounding import RUNS, AsWritten, Rounded
+
+OUTPUT = "output"
+# How many bytes of layers are kept; a few times over, on the host.
+_LIMIT = 2**31
+# How many elements all values of a program may have to be returned together.
+_SMALL = 2**24
+Arrange = Callable[[Any], Any]
+
+
+class Spread(NamedTuple):
+    """A value, and how far rounding moves it.
+
+    Attributes:
+      value: the array.
+      variance: float64: over runs whose roundings were drawn at random, the mean of all elements.
+      freedom: how many elements err independently of one another.
+      reach: float64[...]: of a result, how far the farthest two runs are apart in each element.
+    """
+
+    value: Any
+    variance: float
+    freedom: float
+    reach: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program that can be run.
+
+    Attributes:
+      call: the program, traced, and the arrays that it is called with.
+      values: all of its values, in the order in which they run.
+      results: what its results are called, with dtypes and shapes.
+    """
+
+    call: Traced
+    values: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+    @functools.cached_property
+    def layers(self) -> dict[str, Value]:
+        """The values that modules hand to one another, and the results, by what they are called."""
+        named = {layer: value for value in self.values for layer in value.layers}
+        return named | {result.name: result for result in self.results if result.dtype != "None"}
+
+    @functools.cached_property
+    def modules(self) -> list[str]:
+        """The outputs of modules: what may be said of them in a `match`."""
+        return [name for value in self.values for name in value.layers if INPUT not in name]
+
+    def run(
+        self,
+        keep: Mapping[str, Arrange | None],
+        arrays: Sequence[Any] | None = None,
+        dtype: Any = None,
+    ) -> dict[str, Spread]:
+        """Runs it, as it is and with random roundings.
+
+        Args:
+          keep: the names of values and results; each with a function of its array, or None.
+          arrays: to be called with, in the place of those of the call.
+          dtype: the dtype that the roundings are of; None: their own.
+        """
+        names = self._small or frozenset(keep)
+        as_it_is, rounded = self._compiled(names, None if dtype is None else np.dtype(dtype))
+        arrays = self.call.arrays if arrays is None else arrays
+
+        def arranged(found: dict[str, Any]) -> dict[str, Any]:
+            return {
+                name: np.asarray(array if keep[name] is None else keep[name](array))  # type: ignore[misc]
+                for name, array in found.items()
+                if name in keep
+            }
+
+        values = arranged(as_it_is(*arrays))
+        if dtype == np.float64:
+            return {
+                name: Spread(value, 0.0, 1.0, np.zeros(value.shape))
+                for name, value in values.items()
+            }
+        runs = (arranged(rounded(jnp.uint32(k), *arrays)) for k in range(RUNS))
+        before = first = next(runs)
+        moved: dict[str, list[float]] = {name: [] for name in values}
+        ends = {r.name: [first[r.name]] * 2 for r in self.results if r.name in first}
+        for run in (*runs, first):
+            for name, array in run.items():
+                moved[name].append(_half_square(array, before[name]))
+            for name, (least, most) in ends.items():
+                ends[name] = [np.fmin(least, run[name]), np.fmax(most, run[name])]
+            before = run
+        with np.errstate(invalid="ignore"):
+            reach = {name: np.abs(wide(most) - wide(least)) for name, (least, most) in ends.items()}
+        return {
+            name: Spread(value, *_moments(moved[name]), reach.get(name))
+            for name, value in values.items()
+        }
+
+    @functools.cached_property
+    def _small(self) -> frozenset[str]:
+        """All values, if they are small: then one compiled program gives whatever is asked for."""
+        several = [*self.values, *(result for result in self.results if result.dtype != "None")]
+        size = sum(math.prod(value.shape) for value in several)
+        return frozenset(value.name for value in several) if size < _SMALL else frozenset()
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[[frozenset[str], Any], tuple[Any, Any]]:
+        """The two ways of running it, compiled once for each choice of values."""
+
+        @functools.lru_cache(maxsize=16)
+        def compiled(names: frozenset[str], dtype: Any) -> tuple[Any, Any]:
+            options: Any = {"xla_backend_optimization_level": 0}
+            on_cpu = jax.default_backend() == "cpu"
+
+            def as_it_is(*arrays: Any) -> Any:
+                return self._collected(AsWritten(keep=names), names, arrays)
+
+            def rounded(number: Any, *arrays: Any) -> Any:
+                how = Rounded(keep=names, run_number=number, dtype=dtype)
+                return self._collected(how, names, arrays)
+
+            number = jnp.uint32(0)
+            lowered = (
+                jax.jit(as_it_is).lower(*self.call.arrays),
+                jax.jit(rounded).lower(number, *self.call.arrays),
+            )
+            kept = jax.tree.leaves(lowered[0].out_info)
+            size = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
+            if size > _LIMIT:
+                raise ValueError(
+                    f"parity: the layers take up {size / 2**30:.1f} GiB, more than "
+                    f"{_LIMIT / 2**30:g}: give a smaller batch, or a match of fewer layers"
+                )
+            first, second = (
+                one.compile(compiler_options=options if on_cpu else None) for one in lowered
+            )
+            return first, second
+
+        return compiled
+
+    def _collected(self, how: AsWritten, names: Collection[str], arrays: Any) -> dict[str, Any]:
+        results, extras = how.run(self.call.jaxpr, arrays)
+        found = {name: extra.value for name, extra in extras.items()}
+        found |= {r.name: x for r, x in zip(self.results, results, strict=True)}
+        return {name: found[name] for name in names if name in found}
+
+
+def _half_square(x: Any, y: Any) -> float:
+    """What two runs say of the variance of a value's elements, where both are finite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(wide(x) - wide(y)) ** 2 / 2
+    return float(np.mean(np.nan_to_num(apart, nan=0, posinf=0))) if apart.size else 0.0
+
+
+def wide(array: Any) -> Any:
+    """An array in double precision."""
+    return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
+
+
+def _moments(several: Sequence[float]) -> tuple[float, float]:
+    """The mean of such squares, and of how many independent ones they are the means."""
+    mean, variance = float(np.mean(several)), float(np.var(several, ddof=1))
+    freedom = 2 * mean**2 / variance if variance else float(RUNS) ** 2
+    return mean, freedom
+
+
+def program_of(tool: str, fn: Callable[..., Any], args: Sequence[Any]) -> Program:
+    """Traces a program.
+
+    Raises:
+      TypeError: if `fn` is not callable, or an argument is a shape instead of an array.
+      ValueError: if it returns no array.
+    """
+    check_callable(tool, fn)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{tool}: runs the program, so its arguments are arrays; args"
+                f"{jax.tree_util.keystr(path)} is {leaf}"
+            )
+    method, modules = with_module(fn)
+
+    def program(*args: Any) -> Any:
+        scoped = with_scopes((*modules, *args))
+        return method(*scoped)
+
+    call = trace(program, args, {})
+    opened, _ = compat.closed(call.jaxpr)
+    values = {value.name: value for value in values_of(call.jaxpr)}
+    made_by = {
+        var: values.get(f"{i}:{k}")
+        for i, eqn in enumerate(opened.eqns)
+        for k, var in enumerate(eqn.outvars)
+    }
+    unknown = Value("", "", "", OUTPUT, "", ())
+    tree = jax.tree.unflatten(call.tree, opened.outvars)
+    results = tuple(
+        dataclasses.replace(
+            (None if isinstance(var, Literal) else made_by.get(var)) or unknown,
+            name=OUTPUT + jax.tree_util.keystr(path),
+            dtype=str(dtype_of(var)),
+            shape=shape_of(var),
+            layers=(),
+        )
+        for path, var in jax.tree_util.tree_leaves_with_path(tree)
+    )
+    if all(dtype_of(var) is None for var in opened.outvars):
+        raise ValueError(f"{tool}: fn returns no array, so there is nothing to compare")
+    return Program(call, tuple(values.values()), results)
