@@ -107,6 +107,8 @@ def linear_cross_entropy(
     _check_arrays(x, table, labels, bias, where)
     _check_options(chunks, z_loss, label_smoothing, soft_cap)
 
+    operands, sums = _dtypes(x, table)  # not in the region below, whose policy is float32
+
     def as_written(x: Any, table: Any, labels: Any, bias: Any, where: Any) -> jax.Array:
         labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
         if where is not None:  # NaN times 0 is NaN: what does not count is not read
@@ -115,7 +117,6 @@ def linear_cross_entropy(
         here = labels - (0 if axis_name is None else local * lax.axis_index(axis_name))
         here = jnp.where((here >= 0) & (here < local), here, -1)
         count = _chunk_count(labels.size, *table.shape) if chunks == "auto" else chunks
-        operands, sums = _dtypes(x, table)
         pad = -local % count
         pieces = math.gcd((local + pad) // count, device_count(table))
         vocab = local * shards
