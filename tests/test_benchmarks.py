@@ -54,6 +54,8 @@ PROGRAMS = {
     "fused_attention": "import fused_attention as f; [f.step(policy) for policy in f.POLICIES]",
     "convergence": "import convergence as c; [c.jaxmp.get_policy(p) for p in c.RECIPES.values()]",
     "scaling": "import scaling; scaling.main()",
+    "large_vocabulary": "import large_vocabulary as v, jax; "
+    "[jax.eval_shape(f, v.PARAMS, v.IDS, v.IDS) for f in v.LOSSES.values()]",
     "collectives_aot": "import collectives_aot as c; [c.known(p) for p in c.POLICIES]",
 }
 

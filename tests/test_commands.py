@@ -47,6 +47,7 @@ NOT_RUN = {
     "benchmarks/fsdp.py": "compiles for 64 to 256 chips, minutes each",
     "benchmarks/fused_attention.py": "needs cuDNN; test_benchmarks.py traces its steps",
     "benchmarks/gpu.py": "needs a GPU; test_benchmarks.py runs its toy size",
+    "benchmarks/large_vocabulary.py": "compiles for minutes; test_benchmarks.py traces its losses",
     "benchmarks/loss_scale_aot.py": "compiles for hours, for TPUs and GPUs",
     "benchmarks/convergence.py": "trains for half an hour; test_benchmarks.py runs a part",
     "benchmarks/parity.py": "compares for minutes; test_benchmarks.py imports it",

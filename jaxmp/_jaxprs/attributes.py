@@ -8,6 +8,7 @@ and `tests/test_package.py` finds what is read elsewhere.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -94,8 +95,14 @@ def varying_axes(aval: Any) -> tuple[Any, ...]:
 
 
 def filled(aval: Any, value: Any) -> Any:
-    """An array of one value, varying over the same manual mesh axes as `aval`."""
+    """An array of one value, of the type `aval`: a scan's carry must begin with that of its end.
+
+    Over an explicit mesh with its sharding, under `jax.shard_map` with the axes it varies over.
+    """
     array = jnp.full(aval.shape, value, aval.dtype)
+    sharding = explicit_sharding(aval)
+    if sharding is not None and not get_abstract_mesh().empty:
+        array = jax.sharding.reshard(array, sharding)
     axes = varying_axes(aval)
     return lax.pcast(array, axes, to="varying") if axes else array
 
@@ -115,6 +122,16 @@ def explicit_sharding(value: Any) -> NamedSharding | None:
         sharding.mesh.axis_types or ()
     )
     return sharding if explicit else None
+
+
+def device_count(array: Any) -> int:
+    """Over how many devices the compiler may shard an array: not those of `jax.shard_map`.
+
+    The type of an array that is traced has the mesh, whether or not its axes are explicit.
+    """
+    mesh = jax.typeof(array).sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return math.prod(mesh.shape[name] for name in kinds if kinds[name] != AxisType.Manual)
 
 
 def out_sharding(eqn: jex_core.JaxprEqn) -> Any:

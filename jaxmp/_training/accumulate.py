@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxmp._jaxprs.attributes import explicit_sharding, varying_axes
+from jaxmp._jaxprs.attributes import explicit_sharding, filled, with_dtype
 from jaxmp._training.checks import check_arrays, check_count, check_gradients
 from jaxmp._training.gradients import factor_for, is_inexact, is_overwrite
 
@@ -264,14 +264,7 @@ def _start(path: tuple[Any, ...], like: Any) -> jax.Array | None:
     if not is_inexact(like):
         return None
     dtype = jnp.promote_types(like.dtype, jnp.float32)
-    total = jnp.full(like.shape, -np.inf if is_overwrite(path) else 0, dtype)
-    # A scan's carry must begin with the type that it will have: over an explicit mesh with the
-    # sharding of the gradient, under shard_map with the axes that it varies over.
-    sharding = explicit_sharding(like)
-    if sharding is not None and not jax.sharding.get_abstract_mesh().empty:
-        total = jax.sharding.reshard(total, sharding)
-    varying = varying_axes(like)
-    return lax.pcast(total, varying, to="varying") if varying else total
+    return filled(with_dtype(like, dtype), -np.inf if is_overwrite(path) else 0)
 
 
 def _add(path: tuple[Any, ...], leaf: Any, total: jax.Array | None) -> jax.Array | None:

@@ -1,0 +1,457 @@
+"""The loss of a projection without its logits: `jaxmp.losses`."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp.losses import linear_cross_entropy
+
+from support import iter_eqns
+
+EPS = float(jnp.finfo(jnp.float32).eps)
+ALL = (0, 1, 2)
+
+
+def arrays(tokens=(2, 6), features=8, vocab=40, seed=0, size=1.0):
+    """Arrays whose logits are of about some size."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(*tokens, features)) * size / features**0.5
+    table, bias = rng.normal(size=(features, vocab)), rng.normal(size=vocab)
+    labels = rng.integers(0, vocab, tokens)
+    return (*(jnp.asarray(a, "float32") for a in (x, table, bias)), jnp.asarray(labels))
+
+
+def optax_loss(x, table, bias, labels):
+    logits = x @ table + bias
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def ours(x, table, bias, labels, **options):
+    return linear_cross_entropy(x, table, labels, bias=bias, **options)
+
+
+def weighted(loss_fn, labels):
+    """A scalar of all losses, no two of which weigh the same."""
+
+    def fn(x, table, bias):
+        losses = loss_fn(x, table, bias, labels)
+        return jnp.sum(losses * jnp.linspace(1, 2, losses.size).reshape(losses.shape))
+
+    return fn
+
+
+def oracle(x, table, bias, labels, *, z_loss=0.0, label_smoothing=0.0, soft_cap=None):
+    """Losses, and gradients of their `weighted` sum, in float64 NumPy."""
+    x, table, bias = (np.asarray(a, np.float64) for a in (x, table, bias))
+    labels = np.asarray(labels)
+    logits, slope = x @ table + bias, 1.0
+    if soft_cap is not None:
+        tanh = np.tanh(logits / soft_cap)
+        logits = np.where(np.isneginf(logits), logits, soft_cap * tanh)
+        slope = 1 - tanh**2
+    top = logits.max(-1, keepdims=True)
+    normalizer = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    target = np.eye(table.shape[1])[labels] * (1 - label_smoothing)
+    target = target + label_smoothing / table.shape[1]
+    losses = normalizer[..., 0] - (target * np.where(target > 0, logits, 0)).sum(-1)
+    losses = losses + z_loss * normalizer[..., 0] ** 2
+    weights = np.linspace(1, 2, losses.size).reshape(losses.shape)[..., None]
+    by_logits = np.exp(logits - normalizer) * (1 + 2 * z_loss * normalizer) - target
+    by_logits = by_logits * weights * slope
+    flat = by_logits.reshape(-1, table.shape[1])
+    grads = (by_logits @ table.T, x.reshape(-1, x.shape[-1]).T @ flat, flat.sum(0))
+    return losses, grads
+
+
+def assert_near(got, want, rtol):
+    """Near compared with the largest: gradients are sums of terms of either sign."""
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.dtype == jnp.float32
+        np.testing.assert_allclose(g, w, rtol=0, atol=rtol * max(1, np.abs(w).max()))
+
+
+# Values.
+
+
+@pytest.mark.parametrize("chunks", ["auto", 1, 5, 7, 100])
+def test_it_is_the_loss_of_optax(chunks):
+    *args, labels = arrays()
+    np.testing.assert_allclose(
+        ours(*args, labels, chunks=chunks), optax_loss(*args, labels), rtol=0, atol=1e-6
+    )
+    got = jax.grad(weighted(functools.partial(ours, chunks=chunks), labels), ALL)(*args)
+    assert_near(got, jax.grad(weighted(optax_loss, labels), ALL)(*args), 1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.lists(st.integers(1, 4), max_size=3),
+    features=st.integers(1, 9),
+    vocab=st.integers(1, 300),
+    chunks=st.integers(1, 12),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(tokens, features, vocab, chunks, seed):
+    *args, labels = arrays(tuple(tokens), features, vocab, seed)
+    losses = ours(*args, labels, chunks=chunks)
+    assert losses.shape == labels.shape
+    want, grads = oracle(*args, labels)
+    # A logit's rounding: `features` products and the bias; two logits and a logarithm in a loss.
+    rtol = 4 * (features + 8) * EPS
+    assert_near(losses, want, rtol)
+    fn = jax.jit(jax.grad(weighted(functools.partial(ours, chunks=chunks), labels), ALL))
+    assert_near(fn(*args), grads, rtol * max(labels.size, 1))
+
+
+OPTIONS = [
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.1},
+    {"soft_cap": 3.0},
+    {"z_loss": 1e-3, "label_smoothing": 0.2, "soft_cap": 30.0},
+]
+
+
+@pytest.mark.parametrize("chunks", [1, 7])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
+def test_options(options, chunks):
+    *args, labels = arrays()
+    fn = functools.partial(ours, chunks=chunks, **options)
+    losses, grads = oracle(*args, labels, **options)
+    assert_near(fn(*args, labels), losses, 40 * EPS)
+    assert_near(jax.grad(weighted(fn, labels), ALL)(*args), grads, 400 * EPS)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
+def test_logits_of_any_size(size):
+    x, table, _, labels = arrays(size=size)
+    bias = jnp.zeros(40)
+    losses, grads = oracle(x, table, bias, labels)
+    got = ours(x, table, bias, labels, chunks=4)
+    # The error of a logit of this size is also that of a probability.
+    rounding = 20 * size * EPS
+    np.testing.assert_allclose(got, losses, rtol=0, atol=rounding)
+    fn = weighted(functools.partial(ours, chunks=4), labels)
+    for g, w in zip(jax.grad(fn, ALL)(x, table, bias), grads, strict=True):
+        scale = np.abs(w).max()
+        np.testing.assert_allclose(g, w, rtol=0, atol=(rounding + 100 * EPS) * scale * 2)
+
+
+def test_ties_and_masks():
+    x, table, bias, labels = arrays(vocab=12)
+    bias = bias.at[jnp.array([0, 1, 2, 7])].set(-jnp.inf)  # a whole chunk of 3, and another
+    labels = jnp.full_like(labels, 9)
+    losses, grads = oracle(x, table, bias, labels)
+    for options in ({}, {"soft_cap": 5.0}):
+        losses, grads = oracle(x, table, bias, labels, **options)
+        fn = functools.partial(ours, chunks=4, **options)
+        assert_near(fn(x, table, bias, labels), losses, 40 * EPS)
+        assert_near(jax.grad(weighted(fn, labels), ALL)(x, table, bias), grads, 400 * EPS)
+    same = ours(x, jnp.zeros_like(table), jnp.zeros(12), labels, chunks=4)
+    np.testing.assert_allclose(same, np.log(12), rtol=2 * EPS)
+    assert np.all(ours(x, table, bias, labels * 0, chunks=4) == jnp.inf)
+
+
+def test_what_does_not_count_is_not_read():
+    x, table, bias, labels = arrays()
+    where = jnp.ones(labels.shape, bool).at[1, 2].set(False).at[0, 0].set(False)
+    bad = x.at[1, 2].set(jnp.nan).at[0, 0].set(jnp.inf)
+    fn = functools.partial(ours, where=where)
+    odd = jnp.where(where, labels, -100)
+    got, grads = jax.value_and_grad(weighted(fn, odd), ALL)(bad, table, bias)
+    want, expected = jax.value_and_grad(
+        weighted(lambda *a: jnp.where(where, optax_loss(*a), 0), labels), ALL
+    )(x, table, bias)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert_near(grads, expected, 1e-6)
+
+
+@pytest.mark.parametrize("label", [-1, 40, 1000])
+def test_labels_out_of_range_are_seen(label):
+    *args, labels = arrays()
+    fn = weighted(ours, labels.at[1, 1].set(label))
+    value, grads = jax.value_and_grad(fn, ALL)(*args)
+    assert np.isnan(value)
+    assert all(np.isnan(g).any() for g in grads)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint32"])
+def test_labels_of_any_integer_dtype(dtype):
+    *args, labels = arrays(vocab=300)
+    labels = labels % 100
+    np.testing.assert_array_equal(
+        ours(*args, labels.astype(dtype), chunks=4), ours(*args, labels, chunks=4)
+    )
+
+
+# Dtypes.
+
+
+def products(fn, *args):
+    """Of each product, the dtypes of operands and result."""
+    return {
+        tuple(str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars))
+        for eqn in iter_eqns(jax.make_jaxpr(fn)(*args))
+        if eqn.primitive.name == "dot_general"
+    }
+
+
+POLICIES = {
+    "mixed_bfloat16": "bfloat16",
+    "mixed_float16": "float16",
+    "mixed_bfloat16,residuals=recompute": "bfloat16",
+    "mixed_bfloat16,softmax=bf16": "bfloat16",
+    "mixed_float8": "bfloat16",
+    "float32": "float32",
+}
+
+
+@pytest.mark.parametrize("around", ["grad of autocast", "autocast of grad"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(policy, around):
+    """All products, in both passes, multiply 16 bits and return float32; so do gradients."""
+    low = POLICIES[policy]
+    *args, labels = arrays()
+    loss_fn = weighted(functools.partial(ours, chunks=4), labels)
+    if around == "grad of autocast":
+        fn = jax.grad(jaxmp.autocast(loss_fn, policy, argnums=(1, 2)), ALL)
+    else:
+        fn = jaxmp.autocast(jax.grad(loss_fn, ALL), policy, argnums=(1, 2))
+    assert products(fn, *args) == {(low, low, "float32")}
+    _, want = oracle(*args, labels)
+    # Two operands rounded, of which the gradient of a logit is up to 2.
+    assert_near(jax.jit(fn)(*args), want, 4 * float(jnp.finfo(low).eps) + 1e-5)
+
+
+def test_regions_and_policies_of_float64():
+    *args, labels = arrays()
+    fn = jaxmp.full_precision(weighted(ours, labels))
+    assert products(jaxmp.autocast(fn, "mixed_bfloat16"), *args) == {("float32",) * 3}
+    with jax.enable_x64(True):
+        wide = [a.astype("float64") for a in args]
+        fn = weighted(ours, labels)
+        assert products(fn, *wide) == {("float64",) * 3}
+        with pytest.warns(UserWarning, match="100% .* is float64"):
+            assert products(jaxmp.autocast(fn, "mixed_bfloat16"), *wide) == {("float64",) * 3}
+        # It says of casts that are written what it says of float32 arguments.
+        with pytest.warns(UserWarning, match="100% .* is float32"):
+            assert products(jaxmp.autocast(fn, "p=f64,c=f32,o=f64"), *wide) == {("float32",) * 3}
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "table_dtype", "low"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float16", "float16", "float16"),
+        ("bfloat16", "float32", "float32"),
+        ("float32", "bfloat16", "float32"),
+        ("bfloat16", "float16", "float32"),
+    ],
+)
+def test_without_a_policy_the_operands_say(x_dtype, table_dtype, low):
+    x, table, bias, labels = arrays()
+    x, table = x.astype(x_dtype), table.astype(table_dtype)
+    fn = weighted(functools.partial(ours, chunks=4), labels)
+    assert products(jax.grad(fn, ALL), x, table, bias) == {(low, low, "float32")}
+    grads = jax.grad(fn, ALL)(x, table, bias)
+    assert [g.dtype for g in grads] == [x_dtype, table_dtype, "float32"]
+    assert ours(x, table, bias, labels).dtype == jnp.float32
+    _, want = oracle(x, table, bias, labels)
+    eps = float(max(jnp.finfo(d).eps for d in (x_dtype, table_dtype, low)))
+    assert_near([g.astype("float32") for g in grads], want, 4 * eps)
+
+
+def test_the_large_logits_of_16_bits_have_the_gradient_of_float32_logits():
+    """Probabilities are those of the forward pass: logits are rounded in neither (marin#8217)."""
+    x, table, bias, labels = arrays(size=300.0)
+    x, table = x.astype(jnp.bfloat16), table.astype(jnp.bfloat16)
+    _, want = oracle(x, table, bias, labels)
+    fn = weighted(functools.partial(ours, chunks=4), labels)
+    [by_bias] = jax.grad(fn, (2,))(x, table, bias)  # sums of what no product rounds
+    np.testing.assert_allclose(by_bias, want[2], rtol=0, atol=1e-3)
+
+
+# Transformations.
+
+
+def test_transformations():
+    *args, labels = arrays(tokens=(3, 4))
+    fn = functools.partial(ours, chunks=4)
+    want = np.asarray(fn(*args, labels))
+    x, table, bias = args
+    np.testing.assert_allclose(
+        jax.vmap(fn, (0, None, None, 0))(x, table, bias, labels), want, atol=1e-6
+    )
+    _, scanned = jax.lax.scan(lambda c, row: (c, fn(row[0], table, bias, row[1])), 0, (x, labels))
+    np.testing.assert_allclose(scanned, want, atol=1e-6)
+    grads = jax.grad(weighted(fn, labels), ALL)(*args)
+    again = jax.grad(jax.checkpoint(weighted(fn, labels)), ALL)(*args)
+    assert_near(again, grads, 1e-6)
+    np.testing.assert_allclose(fn(*jax.tree.map(lambda a: a, args), labels), want)
+    per_table = jax.vmap(fn, (None, 0, None, None))(x, jnp.stack([table, -table]), bias, labels)
+    np.testing.assert_allclose(per_table[0], want, atol=1e-6)
+
+
+def test_second_derivatives_are_right_and_forward_mode_is_refused():
+    x, table, bias, labels = arrays(tokens=(3,), features=3, vocab=7)
+
+    def of(loss_fn):
+        fn = weighted(loss_fn, labels)
+        inner = jax.grad(fn)
+        return jax.grad(lambda x: jnp.sum(jnp.sin(inner(x, table, bias))))(x)
+
+    got = of(functools.partial(ours, chunks=3, soft_cap=2.0))
+    capped = lambda x, t, b, y: optax.softmax_cross_entropy_with_integer_labels(  # noqa: E731
+        2 * jnp.tanh((x @ t + b) / 2), y
+    )
+    np.testing.assert_allclose(got, of(capped), atol=1e-5)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: ours(x, table, bias, labels), (x,), (x,))
+
+
+def test_no_array_of_all_logits():
+    """In neither pass; and a chunk is about four times as large as `x`."""
+    shapes = [((64, 32), "float32"), ((32, 2**19), "float32"), ((64,), "int32")]
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    fn = jax.grad(lambda x, t, y: linear_cross_entropy(x, t, y).mean(), (0, 1))
+    sizes = [
+        v.aval.size
+        for eqn in iter_eqns(jax.make_jaxpr(fn)(*args))
+        for v in eqn.outvars
+        if v.aval.shape[:1] == (64,)
+    ]
+    assert max(sizes) == 4 * 64 * 32
+
+
+# Devices.
+
+SPECS = {
+    "tokens": (P("data"), P()),
+    "vocabulary": (P(), P(None, "model")),
+    "both": (P("data"), P(None, "model")),
+    "one axis": (P(), P(None, ("data", "model"))),
+}
+
+
+def mesh(kind=AxisType.Auto):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("specs", SPECS)
+def test_shard_map(specs, check_vma):
+    tokens, columns = SPECS[specs]
+    *args, labels = arrays(tokens=(8, 3))
+    args[2] = args[2].at[:5].set(-jnp.inf)  # with 8 shards, all that one device has
+    labels = labels.at[:].set(jnp.maximum(labels, 5))
+    name = columns[1] if columns else None
+    local = functools.partial(ours, axis_name=name, chunks=3, z_loss=1e-3, label_smoothing=0)
+    fn = jax.shard_map(
+        local,
+        mesh=mesh(),
+        in_specs=(tokens, columns, P(name), tokens),
+        out_specs=tokens,
+        check_vma=check_vma,
+    )
+    got, grads = jax.jit(jax.value_and_grad(weighted(fn, labels), ALL))(*args)
+    losses, want = oracle(*args, labels, z_loss=1e-3)
+    weights = np.linspace(1, 2, labels.size).reshape(labels.shape)
+    np.testing.assert_allclose(got, (losses * weights).sum(), rtol=1e-5)
+    assert_near(grads, want, 400 * EPS)
+    low = jax.jit(jax.grad(jaxmp.autocast(weighted(fn, labels), "mixed_bfloat16", (1, 2)), ALL))
+    assert_near(low(*args), want, 0.05)
+
+
+def test_gradients_inside_of_shard_map():
+    *args, labels = arrays(tokens=(8, 3))
+    tokens, columns = SPECS["both"]
+
+    def local(x, table, bias, labels):
+        def loss_fn(*args):
+            losses = ours(*args, labels, axis_name="model", chunks=3)
+            return jax.lax.psum(losses.sum(), "data")
+
+        return jax.grad(loss_fn, ALL)(x, table, bias)
+
+    specs = (tokens, columns, P("model"))
+    fn = jax.shard_map(local, mesh=mesh(), in_specs=(*specs, tokens), out_specs=specs)
+    want = jax.grad(lambda *args: optax_loss(*args, labels).sum(), ALL)(*args)
+    assert_near(jax.jit(fn)(*args, labels), want, 1e-5)
+
+
+COLLECTIVE = r"= (\w+)\[([\d,]*)\]\S* (all-gather|all-reduce|all-to-all|collective-permute)\("
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("specs", [*SPECS, "rows"])
+def test_jit_over_a_mesh(specs, kind):
+    """No table, no gradient of it and no logits are gathered whole."""
+    on = mesh(kind)
+    tokens, columns = (P("data"), P("data", None)) if specs == "rows" else SPECS[specs]
+    if specs == "rows" and kind == AxisType.Explicit:
+        pytest.skip("JAX wants the rows of a table gathered by hand there")
+    x, table, bias, labels = arrays(tokens=(8, 4), features=8, vocab=4096)
+    _, want = oracle(x, table, bias, labels)
+    bias_spec = P(*columns[1:2])
+    specs = (tokens, columns, bias_spec)
+    args = [
+        jax.device_put(a, NamedSharding(on, s))
+        for a, s in zip((x, table, bias), specs, strict=True)
+    ]
+    labels = jax.device_put(labels, NamedSharding(on, tokens))
+    with jax.set_mesh(on):
+        fn = jax.jit(jax.grad(weighted(functools.partial(ours, chunks=8), labels), ALL))
+        compiled = fn.lower(*args).compile()
+        assert_near(compiled(*args), want, 1e-5)
+    moved = re.findall(COLLECTIVE, compiled.as_text())
+    sizes = [np.prod([int(n) for n in shape.split(",") if n]) for _, shape, _ in moved]
+    assert max(sizes, default=0) <= 8 * 4096 // 8
+
+
+# Wrong uses.
+
+X, TABLE, BIAS, LABELS = arrays()
+WRONG = {
+    "a table of [vocab, features]": (
+        dict(table=TABLE.T),
+        r"table has shape \(40, 8\) and x \(2, 6, 8\); .*Give table\.T",
+    ),
+    "a table of other features": (dict(table=TABLE[:5]), r"table has shape \(5, 40\)"),
+    "a stack of tables": (dict(table=TABLE[None]), r"table has shape \(1, 8, 40\)"),
+    "labels of floats": (dict(labels=LABELS * 1.0), "labels is float32; it must be class numbers"),
+    "one-hot labels": (dict(labels=jax.nn.one_hot(LABELS, 40, dtype=int)), "labels has shape"),
+    "labels of other tokens": (
+        dict(labels=LABELS[:, 1:]),
+        r"labels has shape \(2, 5\); .*\(2, 6\)",
+    ),
+    "a bias of another length": (dict(bias=BIAS[1:]), r"bias has shape \(39,\); .* \(40,\)"),
+    "integer features": (dict(x=X.astype(int)), "x is int32; it must be bfloat16"),
+    "an 8-bit table": (dict(table=TABLE.astype("float8_e4m3fn")), "table is float8_e4m3fn"),
+    "weights as where": (dict(where=jnp.ones((2, 6))), "where is float32; .*where != 0"),
+    "where of features": (dict(where=jnp.ones((2, 6, 1), bool)), "where has shape"),
+    "no chunks": (dict(chunks=0), "chunks must be 'auto' or an int of at least 1; got 0"),
+    "words": (dict(chunks="many"), "got 'many'"),
+    "a switch": (dict(chunks=True), "got True"),
+    "a negative z_loss": (dict(z_loss=-1.0), "z_loss must be a number at least 0; got -1.0"),
+    "smoothing everything": (dict(label_smoothing=1.0), "label_smoothing must be a number"),
+    "a cap of 0": (dict(soft_cap=0.0), "soft_cap must be a number above 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_uses(name):
+    changed, message = WRONG[name]
+    options = {"x": X, "table": TABLE, "labels": LABELS} | changed
+    with pytest.raises((TypeError, ValueError), match=f"^linear_cross_entropy: .*{message}"):
+        linear_cross_entropy(**options)
