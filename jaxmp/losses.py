@@ -150,7 +150,7 @@ class _Options(NamedTuple):
     Attributes:
       label_smoothing: As it was given, and `soft_cap`.
       vocab: The size of the vocabulary, and `local`, of what this device has of it.
-      count: How many chunks it is split into, and `pieces`, how many there are of each.
+      chunks: How many it is split into, and `pieces`, how many there are of each.
       operands: The dtype that the products multiply.
       sums: That of logits, and of all else.
     """
@@ -159,7 +159,7 @@ class _Options(NamedTuple):
     soft_cap: float | None
     vocab: int
     local: int
-    count: int
+    chunks: int
     pieces: int
     operands: Any
     sums: Any
@@ -204,10 +204,12 @@ def _chunk_count(tokens: int, features: int, vocab: int) -> int:
 
 def _take(array: jax.Array, options: _Options, chunk: jax.Array) -> jax.Array:
     """A chunk along the last axis."""
-    columns = array.shape[-1] // options.count
+    columns = array.shape[-1] // options.chunks
     if options.pieces == 1:  # in one piece, for which no compiler copies the whole
         return lax.dynamic_slice_in_dim(array, chunk * columns, columns, axis=array.ndim - 1)
-    taken = lax.dynamic_index_in_dim(_split(array, options), chunk, array.ndim, keepdims=False)
+    taken: jax.Array = lax.dynamic_index_in_dim(
+        _split(array, options), chunk, array.ndim, keepdims=False
+    )
     return taken.reshape(*array.shape[:-1], columns)
 
 
@@ -217,13 +219,15 @@ def _put(array: jax.Array, options: _Options, chunk: jax.Array, new: jax.Array) 
     if options.pieces == 1:
         return lax.dynamic_update_slice_in_dim(array, new, chunk * new.shape[-1], axis=last)
     new = new.reshape(*new.shape[:-1], options.pieces, -1)
-    split = lax.dynamic_update_index_in_dim(_split(array, options), new, chunk, array.ndim)
+    split: jax.Array = lax.dynamic_update_index_in_dim(
+        _split(array, options), new, chunk, array.ndim
+    )
     return split.reshape(array.shape)
 
 
 def _split(array: jax.Array, options: _Options) -> jax.Array:
     """The last axis as three: pieces of a chunk, chunks, columns of a piece."""
-    return array.reshape(*array.shape[:-1], options.pieces, options.count, -1)
+    return array.reshape(*array.shape[:-1], options.pieces, options.chunks, -1)
 
 
 # What a loss needs of logits, without them.
@@ -255,7 +259,7 @@ def _statistics(
 
     zeros = filled(with_dtype(jax.typeof(labels), options.sums), 0)
     start = (_finite(zeros - jnp.inf), zeros, zeros)
-    (largest, total, target), _ = lax.scan(add, start, jnp.arange(options.count))
+    (largest, total, target), _ = lax.scan(add, start, jnp.arange(options.chunks))
     return largest + jnp.log(total), target
 
 
@@ -268,7 +272,7 @@ def _backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Any, ...]
     x, table, bias, labels, normalizer = saved
     by_normalizer, by_target = (g[..., None] for g in cotangents)
     normalizer, tokens = _finite(normalizer)[..., None], list(range(labels.ndim))
-    smoothing, count = options.label_smoothing, options.count
+    smoothing = options.label_smoothing
 
     def add(sums: Any, chunk: jax.Array) -> tuple[Any, None]:
         by_x, by_table, by_bias = sums
@@ -288,7 +292,7 @@ def _backward(options: _Options, saved: Any, cotangents: Any) -> tuple[Any, ...]
 
     start = (filled(with_dtype(jax.typeof(x), options.sums), 0), table, bias)
     start = (start[0], *jax.tree.map(lambda p: filled(jax.typeof(p), 0), start[1:]))
-    (by_x, by_table, by_bias), _ = lax.scan(add, start, jnp.arange(count))
+    (by_x, by_table, by_bias), _ = lax.scan(add, start, jnp.arange(options.chunks))
     return by_x.astype(x.dtype), by_table, by_bias, None
 
 
@@ -325,7 +329,7 @@ def _is_label(
     options: _Options, logits: jax.Array, labels: jax.Array, chunk: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Where a chunk has the logits of the labels, and the numbers of its columns."""
-    vocab = logits.shape[-1] * options.count
+    vocab = logits.shape[-1] * options.chunks
     ids = _take(jnp.arange(vocab, dtype=labels.dtype), options, chunk)
     return labels[..., None] == ids, ids
 
@@ -372,7 +376,7 @@ def _check_options(chunks: Any, z_loss: Any, label_smoothing: Any, soft_cap: Any
         raise ValueError(
             f"linear_cross_entropy: chunks must be 'auto' or an int of at least 1; got {chunks!r}."
         )
-    ranges = {
+    ranges: dict[str, tuple[Any, str, Callable[[Any], bool]]] = {
         "z_loss": (z_loss, "at least 0", lambda x: x >= 0),
         "label_smoothing": (label_smoothing, "at least 0 and below 1", lambda x: 0 <= x < 1),
         "soft_cap": (1 if soft_cap is None else soft_cap, "above 0", lambda x: x > 0),

@@ -562,6 +562,20 @@ def _() -> None:
     assert equation_parameters.reduced_axes(eqn) == (1,)
 
 
+@relied_on(
+    "cumsum: axis; reduce_window_sum: window_dimensions",
+    "params[axis]",
+    "params[window_dimensions]",
+)
+def _() -> None:
+    x = jnp.ones((4, 6))
+    assert equation_parameters.summed(equation("cumsum", lambda x: lax.cumsum(x, axis=1), x)) == 6
+    pooled = equation("reduce_window_sum", lambda x: nn.avg_pool(x, (2,), (2,)), x[..., None])
+    assert equation_parameters.summed(pooled) == 2
+    assert equation_parameters.summed(equation("reduce_sum", jnp.sum, x)) == 24
+    assert equation_parameters.summed(equation("dot_general", lambda x: x @ x.T, x)) == 6
+
+
 @relied_on("convert_element_type: new_dtype", "params[new_dtype]")
 def _() -> None:
     [eqn] = equations(lambda x: x.astype(jnp.bfloat16), X)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 
 Axes = tuple[int, ...]
+_FLOATING = ("float", "bfloat", "complex")
 
 
 def product_axes(eqn: jex_core.JaxprEqn) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
@@ -58,6 +59,19 @@ def contracted(eqn: jex_core.JaxprEqn) -> int:
         return math.prod(n for axis, n in enumerate(right) if axis != out_features)
     (contracting, _), _ = product_axes(eqn)
     return math.prod(left[i] for i in contracting)
+
+
+def summed(eqn: jex_core.JaxprEqn) -> float:
+    """How many terms each element of a product or a sum has; on average."""
+    match eqn.primitive.name:
+        case "dot_general" | "conv_general_dilated" | "ragged_dot_general":
+            return contracted(eqn)
+        case "cumsum":
+            return float(shape_of(eqn.outvars[0])[eqn.params["axis"]])
+        case "reduce_window_sum":
+            return float(math.prod(eqn.params["window_dimensions"]))
+    terms = [shape_of(v) for v in eqn.invars if str(dtype_of(v)).startswith(_FLOATING)]
+    return sum(map(math.prod, terms)) / max(math.prod(shape_of(eqn.outvars[0])), 1)
 
 
 def multiplied(eqn: jex_core.JaxprEqn) -> str:

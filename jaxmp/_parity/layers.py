@@ -25,7 +25,7 @@ INPUT = " (input)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class LayerValue:
     """A value of a program.
 
     Attributes:
@@ -54,7 +54,7 @@ class Value:
         return f"{self.op}{module}{line}"
 
 
-def values_of(jaxpr: Any) -> Iterator[Value]:
+def values_of(jaxpr: Any) -> Iterator[LayerValue]:
     """Yields the values of a closed jaxpr and of what is inside, in the order in which they run.
 
     Not those of loops of unknown length, whose iterations cannot be told apart.
@@ -62,7 +62,7 @@ def values_of(jaxpr: Any) -> Iterator[Value]:
     yield from _values(jaxpr, Place(), "", Counter())
 
 
-def _values(jaxpr: Any, around: Place, prefix: str, calls: Counter[str]) -> Iterator[Value]:
+def _values(jaxpr: Any, around: Place, prefix: str, calls: Counter[str]) -> Iterator[LayerValue]:
     opened, _ = compat.closed(jaxpr)
     places = [around.at(eqn) for eqn in opened.eqns]
     readers: dict[Any, list[Place]] = {}
@@ -85,7 +85,7 @@ def _values(jaxpr: Any, around: Place, prefix: str, calls: Counter[str]) -> Iter
             crossed = _crossed(place, readers.get(var, ()))
             layers = [_numbered(layer, calls) for layer in crossed]
             path = "".join(_scopes(place.path)[:1])
-            yield Value(
+            yield LayerValue(
                 f"{prefix}{i}:{k}", path, place.source, compat.called(eqn), str(dtype),
                 shape_of(var), tuple(layers),
             )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 Match = Mapping[str, str | tuple[str, Callable[[Any], Any]]]
 
 
-class Pair(NamedTuple):
+class LayerPair(NamedTuple):
     """A layer of both programs; `arrange` gives the other's array the form of this one's."""
 
     this: str
@@ -17,7 +17,7 @@ class Pair(NamedTuple):
     arrange: Callable[[Any], Any] | None = None
 
 
-def by_map(match: Match, these: Sequence[str], others: Sequence[str]) -> Iterator[Pair]:
+def by_map(match: Match, these: Sequence[str], others: Sequence[str]) -> Iterator[LayerPair]:
     """Yields the pairs of a map.
 
     Raises:
@@ -31,9 +31,9 @@ def by_map(match: Match, these: Sequence[str], others: Sequence[str]) -> Iterato
     for this, said in match.items():
         match said:
             case str():
-                pair = Pair(this, said)
+                pair = LayerPair(this, said)
             case (str() as other, arrange) if callable(arrange):
-                pair = Pair(this, other, arrange)
+                pair = LayerPair(this, other, arrange)
             case _:
                 raise TypeError(
                     f"parity: match[{this!r}] must be the name of a layer of g, or such a name and "
@@ -48,18 +48,18 @@ def by_map(match: Match, these: Sequence[str], others: Sequence[str]) -> Iterato
         yield pair
 
 
-def by_name(these: Sequence[str], others: Sequence[str]) -> list[Pair]:
+def by_name(these: Sequence[str], others: Sequence[str]) -> list[LayerPair]:
     """The layers of one name; of what is left, those of alike names, if no other is as alike."""
     exact = set(these) & set(others)
     alike = [
-        Pair(this, other)
+        LayerPair(this, other)
         for this in these
         for other in others
         if this not in exact and other not in exact and _are_alike(this, other)
     ]
     left, right = Counter(p.this for p in alike), Counter(p.other for p in alike)
     unique = [pair for pair in alike if left[pair.this] == right[pair.other] == 1]
-    return [Pair(name, name) for name in these if name in exact] + unique
+    return [LayerPair(name, name) for name in these if name in exact] + unique
 
 
 def _are_alike(this: str, other: str) -> bool:

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 
 from jaxmp._autocast.regions import check_callable
 from jaxmp._numerics.compare import aligned
-from jaxmp._parity.layers import INPUT, Value
-from jaxmp._parity.match import Match, Pair, by_map, by_name, listed
+from jaxmp._parity.layers import INPUT, LayerValue
+from jaxmp._parity.match import LayerPair, Match, by_map, by_name, listed
 from jaxmp._parity.report import Parity, ParityRow, row_of
 from jaxmp._parity.runs import OUTPUT, Program, Spread, program_of
 from jaxmp.dtypes import parse_dtype
@@ -22,7 +22,7 @@ Saved = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedParity:
     """Two programs whose layers are matched.
 
     Attributes:
@@ -34,7 +34,7 @@ class Prepared:
 
     this: Program
     other: Program | Saved
-    pairs: tuple[Pair, ...]
+    pairs: tuple[LayerPair, ...]
     dtype: Any = None
 
     def run(self, arrays: Sequence[Any] | None = None) -> Parity:
@@ -44,7 +44,7 @@ class Prepared:
         others = self._others(values, arrays)
         for pair in sorted(values, key=lambda pair: INPUT in pair.this):  # outputs say more
             check_shapes(pair, these[values[pair].name].value, others[pair][1].value)
-        rows: dict[tuple[str, str], tuple[ParityRow, Pair]] = {}
+        rows: dict[tuple[str, str], tuple[ParityRow, LayerPair]] = {}
         for pair, value in values.items():
             a, (name, b) = these[value.name], others[pair]
             row = row_of(pair.this, pair.other, value, str(b.value.dtype), a, b)
@@ -60,8 +60,8 @@ class Prepared:
         )  # fmt: skip
 
     def _others(
-        self, values: Mapping[Pair, Value], arrays: Sequence[Any] | None
-    ) -> dict[Pair, tuple[str, Spread]]:
+        self, values: Mapping[LayerPair, LayerValue], arrays: Sequence[Any] | None
+    ) -> dict[LayerPair, tuple[str, Spread]]:
         """What the other has of each pair, and its name for it."""
         if isinstance(self.other, Program):
             names = {pair: self.other.layers[pair.other].name for pair in self.pairs}
@@ -82,7 +82,7 @@ class Prepared:
             for pair, value in values.items()
         }
 
-    def _located(self, row: ParityRow, pair: Pair, arrays: Sequence[Any] | None) -> str:
+    def _located(self, row: ParityRow, pair: LayerPair, arrays: Sequence[Any] | None) -> str:
         """Where a layer begins to differ: the first of its operations that does, in both."""
         if not isinstance(self.other, Program):
             return row.where
@@ -101,7 +101,7 @@ class Prepared:
         return row.where
 
 
-def _operations(program: Program, value: Value) -> list[Value]:
+def _operations(program: Program, value: LayerValue) -> list[LayerValue]:
     """What a module computes itself up to a value of its own, but for conversions."""
     names = [one.name for one in program.values]
     end = names.index(value.name) + 1 if value.name in names else len(names)
@@ -116,14 +116,14 @@ def _modules(other: Program | Saved) -> list[str]:
     return other.modules if isinstance(other, Program) else list(other)
 
 
-def _is_wanted(pair: Pair, this: Program, other: Program | Saved) -> bool:
+def _is_wanted(pair: LayerPair, this: Program, other: Program | Saved) -> bool:
     """Whether it is no input, which modules may take in any order, or one of equal shapes."""
     if INPUT not in pair.this or not isinstance(other, Program):
         return True
     return this.layers[pair.this].shape == other.layers[pair.other].shape
 
 
-def check_shapes(pair: Pair, x: Any, y: Any) -> None:
+def check_shapes(pair: LayerPair, x: Any, y: Any) -> None:
     """Raises unless two arrays have one shape, but for axes of size 1."""
     a, b = (tuple(n for n in np.shape(array) if n != 1) for array in (x, y))
     if a != b:
@@ -141,7 +141,7 @@ def prepare(
     args: Sequence[Any],
     match: Match | None = None,
     dtype: Any = None,
-) -> Prepared:
+) -> PreparedParity:
     """Traces the programs and matches their layers; the arguments are explained at `parity`."""
     this = program_of("parity", f, args)
     other = g if isinstance(g, Mapping) else program_of("parity", g, args)
@@ -160,12 +160,12 @@ def prepare(
         pairs = list(by_map(match, these, others))
         taken = {pair.this for pair in pairs}
         pairs += [
-            Pair(result.name, result.name)
+            LayerPair(result.name, result.name)
             for result in this.results
             if isinstance(other, Program) and result.name not in taken
             and result.shape == getattr(other.layers.get(result.name), "shape", None)
         ]  # fmt: skip
-    return Prepared(
+    return PreparedParity(
         this, other, tuple(sorted(pairs, key=lambda pair: these.index(pair.this))), dtype
     )
 

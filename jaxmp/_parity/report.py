@@ -11,7 +11,7 @@ import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
 from jaxmp._numerics.text import listed
-from jaxmp._parity.layers import Value
+from jaxmp._parity.layers import LayerValue
 from jaxmp._parity.rounding import RUNS
 from jaxmp._parity.runs import OUTPUT, Spread, wide
 from jaxmp._screen import counted, table, tail
@@ -146,7 +146,9 @@ class Parity:
         return tail(row.layer, 52), dtypes, *numbers, mark or ("vacuous" if row.vacuous else "")
 
 
-def row_of(layer: str, other: str, value: Value, dtype: str, a: Spread, b: Spread) -> ParityRow:
+def row_of(
+    layer: str, other: str, value: LayerValue, dtype: str, a: Spread, b: Spread
+) -> ParityRow:
     """Compares a layer of two programs: arrays of one shape."""
     x, y = (wide(np.ravel(spread.value)) for spread in (a, b))
     alike = (x == y) | (np.isnan(x) & np.isnan(y))

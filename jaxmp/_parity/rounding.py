@@ -23,6 +23,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.aux_outputs import Extra, Extras
 from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.equation_parameters import summed
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import Flag, flagged, of_kind
 from jaxmp._numerics.probe import LOW, Probe, as_written, in_float32
@@ -52,7 +53,7 @@ class AsWritten(Probe):
     """Runs a program and returns some of its values.
 
     Attributes:
-      keep: the names of those values, as in `layers.Value`.
+      keep: the names of those values, as in `layers.LayerValue`.
     """
 
     whole: Any = frozenset().__contains__
@@ -157,28 +158,10 @@ def _summed(eqn: JaxprEqn, operands: Sequence[Any], x: Any, random: Any, dtype: 
     types = {"preferred_element_type": squares[0].dtype} if eqn.primitive.name in _PRODUCTS else {}
     [terms] = compat.bind(eqn, squares, **types)
     scale = jnp.maximum(jnp.abs(x), jnp.sqrt(terms))
-    walk = (1 + _count(eqn, operands, x) / 2) ** 0.5 * float(jnp.finfo(dtype).eps)
+    walk = (1 + summed(eqn) / 2) ** 0.5 * float(jnp.finfo(dtype).eps)
     by_chance = random.astype(FLOAT32) * np.float32(2.0**-32) - np.float32(0.5)
     return x + (walk * by_chance * scale).astype(x.dtype)
 
 
 def _is_inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _count(eqn: JaxprEqn, operands: Sequence[Any], out: Any) -> float:
-    """How many terms a sum has."""
-    match eqn.primitive.name:
-        case "dot_general":
-            axes = eqn.params["dimension_numbers"][0][0]
-            return float(np.prod([operands[0].shape[axis] for axis in axes]))
-        case "conv_general_dilated":
-            features = eqn.params["dimension_numbers"].rhs_spec[0]
-            return float(operands[1].size / max(operands[1].shape[features], 1))
-        case "ragged_dot_general":
-            return float(operands[0].shape[-1])
-        case "cumsum":
-            return float(out.shape[eqn.params["axis"]])
-        case "reduce_window_sum":
-            return float(np.prod(eqn.params["window_dimensions"]))
-    return float(sum(x.size for x in operands if _is_inexact(x)) / max(out.size, 1))

@@ -18,7 +18,7 @@ from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.trace import Traced, trace
-from jaxmp._parity.layers import INPUT, Value, values_of, with_scopes
+from jaxmp._parity.layers import INPUT, LayerValue, values_of, with_scopes
 from jaxmp._parity.rounding import RUNS, AsWritten, Rounded
 
 OUTPUT = "output"
@@ -56,11 +56,11 @@ class Program:
     """
 
     call: Traced
-    values: tuple[Value, ...]
-    results: tuple[Value, ...]
+    values: tuple[LayerValue, ...]
+    results: tuple[LayerValue, ...]
 
     @functools.cached_property
-    def layers(self) -> dict[str, Value]:
+    def layers(self) -> dict[str, LayerValue]:
         """The values that modules hand to one another, and the results, by what they are called."""
         named = {layer: value for value in self.values for layer in value.layers}
         return named | {result.name: result for result in self.results if result.dtype != "None"}
@@ -213,7 +213,7 @@ def program_of(tool: str, fn: Callable[..., Any], args: Sequence[Any]) -> Progra
         for i, eqn in enumerate(opened.eqns)
         for k, var in enumerate(eqn.outvars)
     }
-    unknown = Value("", "", "", OUTPUT, "", ())
+    unknown = LayerValue("", "", "", OUTPUT, "", ())
     tree = jax.tree.unflatten(call.tree, opened.outvars)
     results = tuple(
         dataclasses.replace(

@@ -264,7 +264,8 @@ def _start(path: tuple[Any, ...], like: Any) -> jax.Array | None:
     if not is_inexact(like):
         return None
     dtype = jnp.promote_types(like.dtype, jnp.float32)
-    return filled(with_dtype(like, dtype), -np.inf if is_overwrite(path) else 0)
+    total: jax.Array = filled(with_dtype(like, dtype), -np.inf if is_overwrite(path) else 0)
+    return total
 
 
 def _add(path: tuple[Any, ...], leaf: Any, total: jax.Array | None) -> jax.Array | None:
