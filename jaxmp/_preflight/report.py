@@ -188,7 +188,7 @@ class PreflightReport:
 def _trust(report: PreflightReport) -> Iterator[str]:
     """What of a report is exact, and what is estimated from what."""
     yield (
-        "Exact: memory; collectives, a loop's body times its trips; traffic and contractions, a "
+        "Exact: memory; collectives, a loop's body times its trips; traffic and products, a "
         "loop's body once."
     )
     yield "Estimated by the compiler: cycles, a loop's body once."
@@ -231,7 +231,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         label = f"1,000 steps at {report.price_per_hour:g} per chip-hour"
         yield label, ["-" if cost is None else _price(cost) for cost in costs]
     for dtype in dict.fromkeys(d for p in programs for d in p.contractions):
-        yield row(f"contractions {dtype}", lambda p, d=dtype: str(p.contractions.get(d, 0)))  # type: ignore[misc]
+        yield row(f"products {dtype}", lambda p, d=dtype: str(p.contractions.get(d, 0)))  # type: ignore[misc]
     if any(p.products_in_8_bits for p in programs):
         yield row("products in 8 bits", share_of_8_bits)
     for call in dict.fromkeys(c for p in programs for c in p.library_calls if _is_library(c)):
