@@ -59,6 +59,18 @@ def test_what_is_read_is_what_was_written(file):
     assert not re.search(r"\.py|0x|\d\d\d\d", file.read_text("utf-8"))
 
 
+@pytest.mark.parametrize("name", ["linen", "by_hand", "scaled"])
+def test_a_norm_more_changes_nothing(name):
+    step, args = MODELS[name]()
+
+    def with_norm(*args):
+        out = step(*args)
+        floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return *out, jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in floats))
+
+    assert not changes(locked((step, args)), locked((with_norm, args)))
+
+
 # --- contents -------------------------------------------------------------------------------------
 
 

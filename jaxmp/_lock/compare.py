@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from jaxmp import _screen
-from jaxmp._lock.file import UNSAID, collapsed, dtype_at, in_words
-from jaxmp._lock.lock import Lock
+from jaxmp._lock.file import collapsed, dtype_at, in_words
+from jaxmp._lock.lock import UNSAID, Lock
 from jaxmp._lock.patterns import compressed
 
 _NOTHING = "nothing"

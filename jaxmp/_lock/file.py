@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxmp._lock.lock import Lock
+from jaxmp._lock.lock import UNSAID, Lock
 from jaxmp._lock.patterns import compressed, expanded, natural
 
 T = TypeVar("T")
 
 SCHEMA = 1
-# The dtype of results that a lock does not tell: a metric more changes nothing.
-UNSAID = "float32"
 _KEY = "precision_lock"
 _HEAD = """\
 # In which dtypes this program computes: no sizes, no lines. `python -m jaxmp lock module:function`

@@ -25,11 +25,23 @@ from jaxmp._jaxprs.scopes import TESTED, UNSCALE
 from jaxmp._jaxprs.source import in_scope
 from jaxmp._jaxprs.trace import is_array, trace
 from jaxmp._lock.liveness import live_equations
-from jaxmp._lock.operations import COUNTED, SAVED, count, of_equation
-from jaxmp._lock.values import BACKWARD, FORWARD, PASSES, Follower, LockPlace, LockValue, Seen
+from jaxmp._lock.operations import COUNTED, SAVED, SUMS, count, of_equation
+from jaxmp._lock.values import (
+    BACKWARD,
+    FORWARD,
+    PASSES,
+    UPDATE,
+    Follower,
+    LockPlace,
+    LockValue,
+    Seen,
+)
 from jaxmp.policy import PolicyLike, single_policy
 
 OUTSIDE = "(no module)"
+# The dtype of results, and of sums beside the modules after the backward pass (as a norm), that a
+# lock does not tell: a metric more changes nothing.
+UNSAID = "float32"
 # Module → what, as "forward.matmul" → in words → how many.
 Operations = Mapping[str, Mapping[str, Mapping[str, int]]]
 
@@ -143,6 +155,8 @@ class _Reader:
             return
         kind, words = said
         module = seen.module if kind in COUNTED else place.path
+        if (kind, seen.stage, module, words) == (SUMS, UPDATE, "", UNSAID):
+            return
         self._add(module, f"{PASSES[seen.stage]}.{kind}", words, place.source, count(eqn))
 
     def _saved(self, seen: Seen) -> None:

@@ -25,7 +25,7 @@ PRODUCTS = {
     "conv_general_dilated": "conv",
     "ragged_dot_general": "ragged_matmul",
 }
-CASTS, COLLECTIVES, SAVED = "casts", "collectives", "saved"
+CASTS, COLLECTIVES, SAVED, SUMS = "casts", "collectives", "saved", "sums"
 COUNTED = frozenset({*PRODUCTS.values(), CASTS, COLLECTIVES})
 
 # By what JAX's functions are called, where a primitive is called otherwise.
@@ -69,7 +69,7 @@ def of_equation(eqn: JaxprEqn, place: AuditPlace) -> tuple[str, str] | None:
         return (COLLECTIVES, f"{_COLLECTIVES[name]} {ins[0]}") if ins else None
     if not outs:
         return None
-    for kind, names in (("sums", _SUMS), ("functions", _FUNCTIONS), ("arithmetic", _ARITHMETIC)):
+    for kind, names in ((SUMS, _SUMS), ("functions", _FUNCTIONS), ("arithmetic", _ARITHMETIC)):
         if name in names:
             return kind, outs[0]
     if name in TABLE or not ins:
