@@ -9,9 +9,12 @@ for each program).
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
 
 import jax
 import jax.numpy as jnp

@@ -162,29 +162,22 @@ def test_the_ratios_are_those_of_the_models():
         assert cells == [*tpu[:4], *gpu[1:3], *tpu[4:6]], model
 
 
-def test_the_readme_has_the_table_of_the_language_model():
-    """Rounded, and with the names of its rows."""
-    rows = table(sections((ROOT / "README.md").read_text("utf-8"))["memory-and-traffic"])
-    printed = tables("training_steps/lm")["lm on tpu-v5e"]
-    names = {
-        "float32": "float32",
-        "by hand, float32 softmax": "hand, float32 softmax",
-        "jaxmp": "jaxmp",
-        "by hand, bfloat16 softmax": "hand",
-        "jaxmp, `softmax=bf16`": "jaxmp, softmax=bf16",
-    }
-    assert names.keys() <= rows.keys()
-    for name, row in names.items():
-        cells = [printed[row][i] for i in (0, 1, 4, 5)]
-        for quoted, cell in zip(rows[name], cells, strict=True):
-            assert quoted == cell == "-" or not quoted or is_among(quoted, {float(cell)}), name
+def test_the_readme_s_ratios_are_those_of_the_language_model():
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    both = tables("training_steps/lm")
+    columns = {"lm on tpu-v5e": 1, "lm on gpu-h100": 1}
+    ratios = []
+    for title, column in columns.items():
+        rows = both[title]
+        ours, by_hand = (float(rows[row][column]) for row in ("jaxmp", "hand, float32 softmax"))
+        ratios.append(f"{ours / by_hand:.2f}")
+    assert "{} of the temporaries on a TPU v5e and {} on an H100".format(*ratios) in readme
 
 
 # Page -> run -> the figures that it quotes of it.
 QUOTED = {
     "README.md": {
-        "training_steps/lm": ["6045", "5021", "3096", "1677"],
-        "attention/fused": ["427", "1859"],
+        "training_steps/lm": ["8231", "3096"],
     },
     "docs/how_to/memory.md": {
         "training_steps/lm": ["0.44"],

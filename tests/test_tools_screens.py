@@ -121,14 +121,14 @@ def test_explain_and_audit_fit_a_screen(name: str) -> None:
     written, mixed = jaxmp.audit(fn)(*args), jaxmp.audit(fn, MIXED)(*args)
     check_screen(str(written))
     check_screen(str(mixed))
-    assert written.contraction_share() == {"float32": 1.0}
-    assert mixed.contraction_share() == {"bfloat16": 1.0}
+    assert written.product_share() == {"float32": 1.0}
+    assert mixed.product_share() == {"bfloat16": 1.0}
     count = sum(op.count for op in mixed.operations if op.flops)
-    assert count == sum(explained.contractions().values())
-    mixed.assert_no("float32-contraction", "overruled")
+    assert count == sum(explained.products().values())
+    mixed.assert_no("float32-product", "overruled")
 
 
-@pytest.mark.filterwarnings("ignore:autocast. 100% of what contractions multiply is float64")
+@pytest.mark.filterwarnings("ignore:autocast. 100% of what products multiply is float64")
 def test_a_float64_program_fits_a_screen_and_is_told_of() -> None:
     with jax.enable_x64(True):
         fn, args = jax.grad(lambda w, x: jnp.sum((x @ w) ** 2)), [shape(8, 8, dtype=np.float64)] * 2
@@ -136,8 +136,8 @@ def test_a_float64_program_fits_a_screen_and_is_told_of() -> None:
         report = jaxmp.audit(fn, MIXED)(*args)
         narrowed = jaxmp.audit(fn, "p=f64,c=f32,o=f64")(*args)
     check_screen(str(report))
-    assert {f.kind for f in report.findings} == {"float64-contraction"}
-    assert narrowed.contraction_share() == {"float32": 1.0}
+    assert {f.kind for f in report.findings} == {"float64-product"}
+    assert narrowed.product_share() == {"float32": 1.0}
 
 
 @needs_gpu_compiler
@@ -149,7 +149,7 @@ def test_preflight_fits_a_screen(name: str) -> None:
     check_screen(str(report))
     audited = jaxmp.audit(fn, MIXED)(*args)
     result = report[MIXED]
-    assert result.requested == audited.contraction_flops()
+    assert result.requested == audited.product_flops()
     assert report.step_time(MIXED).seconds > 0
     assert report.cost(MIXED) > 0
     assert result.device_count == (8 if name == "sharded" else 1)

@@ -106,6 +106,10 @@ class Flag(enum.Flag):
     # Its results are elements of its operands, each as it is: there is nothing to measure.
     UNMEASURED = enum.auto()
 
+    # Its results are elements of its operands, or of a given dtype next to them: no error is made
+    # in computing them. So are those of all `transparent` ones, which do not need this flag.
+    EXACT = enum.auto()
+
     # As arithmetic and moves are.
     SIMPLE = CHEAP | POLYMORPHIC
 
@@ -135,18 +139,21 @@ _ROWS = {
         cumsum: polymorphic cumulative summing linear
         cumprod cumlogsumexp: polymorphic cumulative
         reduce_window_sum: linear
-        select_and_scatter_add select_and_gather_add scatter scatter-sub: uncached linear
+        select_and_scatter_add select_and_gather_add scatter-sub: uncached linear
+        scatter: uncached linear exact
         scatter-add: uncached pooling linear
-        scatter-mul scatter-min scatter-max: uncached
+        scatter-mul: uncached
+        scatter-min scatter-max: uncached exact
         reduce reduce_window select_and_scatter: uncached
         # sums across devices
         psum psum_invariant unreduced_psum: uncached polymorphic summing linear
         reduce_scatter unreduced_reduce_scatter: uncached polymorphic summing linear
         # order and rounding: a rounded key permutes near-ties, and the author's rounding is his own
-        sort: polymorphic
-        top_k approx_top_k mulhi
+        sort: polymorphic exact
+        top_k: exact
+        approx_top_k mulhi
         rem: simple rounding
-        nextafter reduce_precision: simple
+        nextafter reduce_precision: simple exact
     """,
     # Elementwise, bounded error: as good in 16 bits as their operands are.
     "follow": """
@@ -198,10 +205,11 @@ _ROWS = {
     """,
     # On purpose: another kind of number, a solver, randomness, state, tokens, callbacks.
     "own": """
-        convert_element_type: simple linear folded
-        bitcast_convert_type iota empty empty2 and or xor not clz population_count: cheap
+        convert_element_type: simple linear folded exact
+        bitcast_convert_type iota: cheap exact
+        empty empty2 and or xor not clz population_count: cheap
         shift_left shift_right_arithmetic shift_right_logical complex conj fft: cheap
-        real imag: cheap linear
+        real imag: cheap linear exact
         reduce_and reduce_or: statistic
         reduce_xor
         eig: cheap solving

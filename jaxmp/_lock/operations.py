@@ -30,7 +30,7 @@ COUNTED = frozenset({*PRODUCTS.values(), CASTS, COLLECTIVES})
 
 # By what JAX's functions are called, where a primitive is called otherwise.
 _COLLECTIVES = {
-    **{name: name for name in ("psum", "pmax", "pmin", "ppermute", "all_to_all", "all_gather")},
+    **{name: name for name in (*flagged(Flag.HANDING_ON), "psum", "pmax", "pmin", "all_gather")},
     "ragged_all_to_all": "all_to_all",
     "reduce_scatter": "psum_scatter",
     **dict.fromkeys(CALLED["psum"], "psum"),

@@ -34,15 +34,11 @@ from jaxmp._numerics.survey import WHOLE, looked_into
 # of a number halfway between two others four runs round up and four down: of a constant that all
 # else depends on, as a scale, no draw of luck hides the error.
 RUNS = 8
-# What gives elements of its operands as they are.
-_EXACT = (
-    of_kind("transparent")
-    | flagged(Flag.UNMEASURED | Flag.CHOOSING | Flag.MOVING)
-    | {"convert_element_type", "bitcast_convert_type", "reduce_precision", "nextafter"}
-    | {"sort", "top_k", "scatter", "scatter-min", "scatter-max", "iota", "real", "imag"}
+_EXACT = of_kind("transparent") | flagged(
+    Flag.UNMEASURED | Flag.CHOOSING | Flag.MOVING | Flag.EXACT
 )
 # Products are summed in float32, also those of 16 bits; other sums in their own dtype.
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+_PRODUCTS = of_kind("low")
 _SUMS = frozenset({"reduce_sum", "cumsum", "scatter-add", "reduce_window_sum"})
 # Functions that libraries compute to a unit in the last place, or two, and not to half of one.
 _APPROXIMATED = of_kind("full") - _SUMS | {"tanh", "logistic", "erf", "erfc"}
