@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from train_lm import LM, Size, read_text, windows
@@ -66,7 +67,7 @@ def make_step(policy, seed):
     state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
     def evaluate(state):
-        return np.mean([loss_fn(state.params, tokens) for tokens in held_out])
+        return jnp.mean(jnp.stack([loss_fn(state.params, tokens) for tokens in held_out]))
 
     return state, step, evaluate
 

@@ -130,7 +130,10 @@ class Program:
 
         @functools.lru_cache(maxsize=16)
         def compiled(names: frozenset[str], dtype: Any) -> tuple[Any, Any]:
-            options: Any = {"xla_backend_optimization_level": 0}
+            options: Any = {
+                "xla_backend_optimization_level": 0,
+                "xla_llvm_disable_expensive_passes": True,
+            }
             on_cpu = jax.default_backend() == "cpu"
 
             def as_it_is(*arrays: Any) -> Any:
