@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp._autocast.regions import check_callable
-from jaxmp._numerics.compare import aligned
+from jaxmp._numerics.matching import aligned
 from jaxmp._parity.layers import INPUT, LayerValue
 from jaxmp._parity.match import LayerPair, Match, by_map, by_name, listed
 from jaxmp._parity.report import Parity, ParityRow, row_of
