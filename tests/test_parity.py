@@ -376,3 +376,19 @@ def test_wrong_uses(net):
         jaxmp.parity(Net().apply, Net().apply, dtype="int8")
     with pytest.raises(ValueError, match="returns no array"):
         jaxmp.parity(lambda x: None, lambda x: None)(net[1])
+
+    with pytest.raises(TypeError, match=r"go into a second call.*jaxmp\.parity\(f, g\)\(\*args\)"):
+        jaxmp.parity(Net().apply, Net().apply, *net)
+    with pytest.raises(TypeError, match=r"outside jit; args\[0\] is traced"):
+        jax.jit(lambda x: jaxmp.parity(jnp.sin, jnp.sin)(x).first)(net[1])
+
+
+def test_arguments_may_be_keywords():
+    def scaled(x, *, slope):
+        with jax.named_scope("layer"):
+            return jax.nn.leaky_relu(2 * x, slope)
+
+    x = jnp.linspace(-1, 1, 100)
+    assert jaxmp.parity(scaled, scaled)(x, slope=0.1)
+    assert not jaxmp.parity(scaled, lambda x, slope: scaled(x, slope=2 * slope))(x, slope=0.1)
+    assert set(jaxmp.testing.tolerance(scaled)(x, slope=0.1)) == {"rtol", "atol"}

@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp._autocast.regions import check_callable
+from jaxmp._numerics.arguments import check_positional
 from jaxmp._numerics.matching import aligned
 from jaxmp._parity.layers import INPUT, LayerValue
 from jaxmp._parity.match import LayerPair, Match, by_map, by_name, listed
@@ -141,10 +142,11 @@ def prepare(
     args: Sequence[Any],
     match: Match | None = None,
     dtype: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> PreparedParity:
     """Traces the programs and matches their layers; the arguments are explained at `parity`."""
-    this = program_of("parity", f, args)
-    other = g if isinstance(g, Mapping) else program_of("parity", g, args)
+    this = program_of("parity", f, args, kwargs or {})
+    other = g if isinstance(g, Mapping) else program_of("parity", g, args, kwargs or {})
     these = list(this.layers)
     others = list(other.layers if isinstance(other, Program) else other)
     if match is None:
@@ -173,7 +175,7 @@ def prepare(
 def parity(
     f: Callable[..., Any],
     g: Callable[..., Any] | Saved,
-    *,
+    *misplaced: Any,
     match: Match | None = None,
     dtype: DTypeLike | None = None,
 ) -> Callable[..., Parity]:
@@ -195,6 +197,7 @@ def parity(
       f: a function, a module's method or a Linen module's `apply`; NNX modules may be arguments.
       g: another, which takes the same arguments; or saved activations, {name: array}, which may be
         PyTorch's, taken to be computed as `f` is in the coarsest of their dtypes.
+      misplaced: takes nothing: it says where more arguments go.
       match: from layers of `f` to those of `g`, or to `(name, function)`, where the function gives
         g's array the shape of f's. Only these are compared, and results. By default, layers of one
         name, also below the root module or where one name ends as the other.
@@ -219,6 +222,7 @@ def parity(
       >>> jaxmp.parity(layer, lambda x: layer(x, 0.02))(x).first.layer
       'layer'
     """
+    check_positional(misplaced, "parity(f, g)(*args)")
     check_callable("parity", f)
     if isinstance(g, Mapping):
         for name, x in g.items():
@@ -235,7 +239,7 @@ def parity(
             raise ValueError(f"parity: dtype must be one of floating numbers; got {parsed.name}")
         dtype = parsed
 
-    def compared(*args: Any) -> Parity:
-        return prepare(f, g, args, match, dtype).run()
+    def compared(*args: Any, **kwargs: Any) -> Parity:
+        return prepare(f, g, args, match, dtype, kwargs).run()
 
     return compared

@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.trace import Traced, trace
 from jaxmp._parity.layers import INPUT, LayerValue, values_of, with_scopes
@@ -188,27 +189,30 @@ def _moments(several: Sequence[float]) -> tuple[float, float]:
     return mean, freedom
 
 
-def program_of(tool: str, fn: Callable[..., Any], args: Sequence[Any]) -> Program:
+def program_of(
+    tool: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Program:
     """Traces a program.
 
     Raises:
-      TypeError: if `fn` is not callable, or an argument is a shape instead of an array.
+      TypeError: if `fn` is not callable, or an argument is a shape or traced instead of an array.
       ValueError: if it returns no array.
     """
     check_callable(tool, fn)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
+    for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+        if isinstance(leaf, jax.ShapeDtypeStruct) or is_tracer(leaf):
+            name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
             raise TypeError(
-                f"{tool}: runs the program, so its arguments are arrays; args"
-                f"{jax.tree_util.keystr(path)} is {leaf}"
+                f"{tool}: runs the program, so its arguments are arrays, and it is called outside "
+                f"jit; {name} is {'traced' if is_tracer(leaf) else leaf}"
             )
     method, modules = with_module(fn)
 
-    def program(*args: Any) -> Any:
-        scoped = with_scopes((*modules, *args))
-        return method(*scoped)
+    def program(*args: Any, **kwargs: Any) -> Any:
+        scoped, keywords = with_scopes(((*modules, *args), kwargs))
+        return method(*scoped, **keywords)
 
-    call = trace(program, args, {})
+    call = trace(program, args, kwargs)
     opened, _ = compat.closed(call.jaxpr)
     values = {value.name: value for value in values_of(call.jaxpr)}
     made_by = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,15 +34,17 @@ class PreparedTolerance:
 
 
 def prepare_tolerance(
-    fn: Callable[..., Any], policy: PolicyLike | None, args: Sequence[Any]
+    fn: Callable[..., Any],
+    policy: PolicyLike | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
 ) -> PreparedTolerance:
     """Traces the programs; the arguments are explained at `tolerance`."""
     method, modules = with_module(fn)
     args = (*modules, *args)
     low = method if policy is None else autocast(method, policy)
-    return PreparedTolerance(
-        program_of("tolerance", low, args), program_of("tolerance", method, args)
-    )
+    programs = (program_of("tolerance", one, args, kwargs or {}) for one in (low, method))
+    return PreparedTolerance(*programs)
 
 
 def _tolerance(low: Any, full: Any) -> dict[str, float]:
@@ -92,7 +94,7 @@ def tolerance(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Calla
     if policy is not None:
         single_policy("tolerance", policy)
 
-    def found(*args: Any) -> Any:
-        return prepare_tolerance(fn, policy, args).run()
+    def found(*args: Any, **kwargs: Any) -> Any:
+        return prepare_tolerance(fn, policy, args, kwargs).run()
 
     return found
