@@ -47,7 +47,7 @@ def check(
     Args:
       fn: the function.
       path: the file.
-      policy: the policy it is traced under; by default that of the file.
+      policy: the policy it is traced under; by default the file's.
       update: rewrites the file, also one that another version of jaxmp has written.
     """
     lock(fn, policy)  # refuses what is neither a function nor a policy

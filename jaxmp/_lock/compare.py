@@ -67,7 +67,7 @@ class LockComparison:
 
 
 def compare(path: str, was: Lock, now: Lock) -> LockComparison:
-    """Compares a lock with that of a program."""
+    """Compares a lock with a program's."""
     found = []
     for what, a, b in (
         ("policy", was.policy or "as written", now.policy or "as written"),

@@ -62,7 +62,7 @@ def read(path: Path) -> Lock:
             f"--out {path}`, or in a test with update=True."
         ) from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        again = "restore it from the repository, or delete it and write it anew"
+        again = "restore it from the repository, or delete it and write a new one"
         raise ValueError(f"lock: cannot read {path}: {error}; {again}.") from error
     version = data.get(_KEY)
     if type(version) is not int:

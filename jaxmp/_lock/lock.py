@@ -39,7 +39,7 @@ from jaxmp._lock.values import (
 from jaxmp.policy import PolicyLike, single_policy
 
 OUTSIDE = "(no module)"
-# The dtype of results, and of sums beside the modules after the backward pass (as a norm), that a
+# The dtype of results, and of sums outside the modules after the backward pass (as a norm), that a
 # lock does not tell: a metric more changes nothing.
 UNSAID = "float32"
 # Module → what, as "forward.matmul" → in words → how many.
@@ -116,7 +116,7 @@ def _locked(fn: Callable[..., Any], policy: str, args: Any, kwargs: Any) -> Lock
         scaling=tuple(reader.scaling),
         arguments={_name(path[1:]): str(leaf.dtype) for path, leaf in given if _plain(leaf.dtype)},
         results={
-            # What changes in a module is named as what is returned beside the results.
+            # What changes in a module is named as what is returned next to the results.
             _name(path[1:] if path[0].idx == 0 else path) or "(all)": str(dtype)
             for path, dtype in results
             if _plain(dtype) and jnp.issubdtype(dtype, jnp.inexact)

@@ -1,4 +1,4 @@
-"""Follows values through a program: which module made one, in which pass, of which parameter.
+"""Follows values through a program: which module made one, in which pass, and its parameter.
 
 Equations in a Linen module carry its path, those of a plain function or of an NNX module none. Such
 a product is named by the parameter it reads, and the product of its gradient by what it shares with
@@ -135,7 +135,7 @@ class Follower:
         fixed = all(value.fixed for value in known) and not has_effects(eqn)
         if name in _SAME and known:
             out = known[0]._replace(module=known[0].module or module)
-            if out.stage not in (GIVEN, UPDATE):  # a parameter, or that of the step before
+            if out.stage not in (GIVEN, UPDATE):  # a parameter, or the previous step's
                 out = out._replace(stage=stage)
         else:
             out = LockValue(max(stage, FORWARD), module, fixed=fixed)
