@@ -59,11 +59,12 @@ def _tolerance(low: Any, full: Any) -> dict[str, float]:
 def tolerance(fn: Callable[..., Any], policy: PolicyLike | None = None) -> Callable[..., Any]:
     """Derives what a test may allow the results of a function under a policy to differ by.
 
-    Each result gets an `rtol` and an `atol` for `numpy.testing.assert_allclose`, to be compared with
-    the float32 result: `atol` for elements near zero, where errors are those of what cancelled,
-    `rtol` times the magnitude for large ones. Both programs run eight times with their roundings
-    drawn by chance, as in `jaxmp.parity`; 1.5 times the farthest that two runs are apart, over all
-    elements, is allowed. A tolerance holds for these arguments, and for others of their kind.
+    Each result gets an `rtol` and an `atol` for `numpy.testing.assert_allclose`, to be compared
+    with the float32 result: `atol` for elements near zero, where errors are those of what
+    cancelled, `rtol` times the magnitude for large ones. Both programs run eight times with their
+    roundings drawn by chance, as in `jaxmp.parity`; 1.5 times the farthest that two runs are apart,
+    over all elements, is allowed. A tolerance holds for these arguments, and for others of their
+    kind.
 
     ``benchmarks/parity.py`` counts the seeds of five models of which a result is outside, and the
     planted mistakes that are: a tolerance finds those which a result shows.
