@@ -14,6 +14,7 @@ from jaxmp._audit.attribution import Judge
 from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
 from jaxmp._audit.findings import FIXES, OF_BYTES, OVERRULED, Finding
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Observed, follow
+from jaxmp._audit.logits import LARGE, Logits
 from jaxmp._audit.place import AuditPlace, is_ours, places_inside
 from jaxmp._audit.report import Operation, PrecisionReport
 from jaxmp._audit.rounding import Rounding
@@ -66,7 +67,8 @@ def audit(
       "float32-product", "float64-product", "emulated" (by the chip), "promotion" (of 16-bit
       values), "rounded-result" (of a product, and widened for a cross-entropy: 16-bit results that
       anything else reads are usual, and what autocast rounds is not judged), "sensitive-low"
-      (operations), "round-trip" (casts undone), "misaligned" (sizes), "residual" (kept in float32),
+      (operations), "round-trip" (casts undone), "misaligned" (sizes), "large-logits" (of a loss,
+      more than a quarter of all that is saved), "residual" (kept in float32),
       "not-quantized" (a layer that the policy's recipe cannot multiply), "not-fused" (attention
       that no kernel computes, though the policy asks for it), "not-scaled" (the optimizer has a
       loss scale that the loss is not multiplied by), "not-unscaled" (its gradients are not divided
@@ -135,6 +137,8 @@ def _report(
             auditor.note_all(kind, what, operations)
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, AuditPlace(), residuals, auditor)
+    for what, operations in auditor.logits.of_program(residuals.total()):
+        auditor.note_all(LARGE, what, operations)
     return PrecisionReport(
         operations=tuple(auditor.operations),
         findings=tuple(auditor.findings()),
@@ -183,7 +187,7 @@ class _Auditor:
         has = "bfloat16" not in emulated and chip.multiplies("bfloat16")
         self.low = "bfloat16" if has else "float16"
         self.judge = Judge(self.low)
-        self.scaling, self.rounding = Scaling(), Rounding(program)
+        self.scaling, self.rounding, self.logits = Scaling(), Rounding(program), Logits()
         self.operations: list[Operation] = []
         # (kind, source, path, what, fix) → cost: FLOPs of contractions, bytes of all else.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
@@ -228,6 +232,8 @@ class _Auditor:
         if contracts and (rounding := self.rounding.visit(seen, operation)):
             kind, line, what = rounding
             self._note(kind, what, operation, line)
+        if contracts and self.rounding.only_in_a_loss(eqn.outvars[0]):
+            self.logits.product(eqn, operation)
         cause = seen.out.cause
         if cause is not None and cause.promoted and FLOAT32.name in operation.out_dtypes:
             size = sum(map(nbytes, eqn.outvars)) * place.times
@@ -357,6 +363,7 @@ def _residuals(
         if not size or dtype is None:
             continue
         bytes_by_dtype[str(dtype)] += int(size)
+        auditor.logits.residual(var, made[var].times)
         narrowed = all(
             e.primitive.name == "convert_element_type" and dtype_of(e.outvars[0]) in LOW
             for e in users

@@ -27,6 +27,7 @@ KINDS = {
     "round-trip": "cast there and back",
     "unneeded-scale": "loss scale without float16 gradients",
     "misaligned": "sizes that the chip pads",
+    "large-logits": "logits saved for the backward pass",
     "residual": "float32 saved for the backward pass",
     "not-quantized": "layer that the recipe does not multiply",
     "not-fused": "attention that no kernel computes",
@@ -34,7 +35,9 @@ KINDS = {
 }
 # Those whose cost is in bytes; all others have theirs in FLOPs.
 _OF_SCALING = ("not-scaled", "not-unscaled", "scaled-twice", "unneeded-scale")
-OF_BYTES = frozenset([*_OF_SCALING, "promotion", "sensitive-low", "round-trip", "residual"])
+OF_BYTES = frozenset(
+    [*_OF_SCALING, "promotion", "sensitive-low", "round-trip", "residual", "large-logits"]
+)
 FAULTS = tuple(kind for kind in KINDS if kind != "intended-float32")
 
 # What to do about findings of a kind, where that does not depend on the program.
@@ -57,6 +60,8 @@ FIXES = {
     "round-trip": "use the value from before the casts",
     "unneeded-scale": "jaxmp.loss_scale_for(policy, optimizer), which scales for float16 alone; "
     "nothing, if it is there to skip steps that are not finite",
+    "large-logits": "the loss without them, of the last layer's weights and of what it takes: "
+    "jaxmp.losses.linear_cross_entropy(x, table, labels)",
     "residual": "narrow it before it is saved",
     "not-quantized": "give the module a policy without `matmul`: jaxmp.PolicyMap",
     "not-fused": "write it as a kernel takes it, or leave `attention` out of the module's policy",

@@ -57,10 +57,14 @@ class Rounding:
             what = f"{before} in the forward pass, recomputed in {dtype} in the backward pass"
             return INCONSISTENT, line, f"{what}: the gradient is not that of the loss"
         low = dtype_of(var) in LOW and not operation.backward and not seen.out.narrowed
-        if not low or self._readers[var] != _LOSS:
+        if not low or not self.only_in_a_loss(var):
             return None
         what = f"its result is rounded to {dtype}, and widened for a cross-entropy"
         return ROUNDED, operation.source, what
+
+    def only_in_a_loss(self, var: Any) -> bool:
+        """Whether the one that reads a value is a cross-entropy."""
+        return self._readers[var] == _LOSS
 
 
 def _readers(program: Any) -> dict[Any, int]:

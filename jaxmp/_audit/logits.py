@@ -1,0 +1,56 @@
+"""Logits of a large vocabulary that a loss keeps for its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any, Final
+
+from jax.extend.core import JaxprEqn
+
+from jaxmp import _screen
+from jaxmp._audit.costs import matmul_dims, nbytes
+from jaxmp._audit.report import Operation
+from jaxmp._jaxprs.compat import shape_of
+
+LARGE: Final = "large-logits"
+# Less is no gain: smaller logits are one chunk to `linear_cross_entropy`, and with fewer words a
+# chunk is as large as what the last layer returns.
+_BYTES, _WORDS_PER_FEATURE = 2**26, 4
+
+
+class Logits:
+    """What a loss keeps of its logits, collected while a program is walked.
+
+    Its derivative keeps them, their probabilities or labels of the same shape. What is computed in
+    chunks that are rematerialized keeps none.
+    """
+
+    def __init__(self) -> None:
+        self._products: dict[tuple[int, int], list[Operation]] = defaultdict(list)
+        self._kept: Counter[tuple[int, ...]] = Counter()
+
+    def product(self, eqn: JaxprEqn, operation: Operation) -> None:
+        """Takes a product of which only the logarithm of a sum of exponentials is read."""
+        dims, shapes = matmul_dims(eqn), [shape_of(v) for v in eqn.invars]
+        # A table has two axes; of two matrices, the first is the tokens'.
+        if dims is None or operation.backward or min(map(len, shapes)) != 2:
+            return
+        words = dims["n"] if len(shapes[1]) == 2 else dims["m"]
+        size = math.prod(shape_of(eqn.outvars[0]))
+        if 4 * size >= _BYTES and words > _WORDS_PER_FEATURE * dims["k"]:
+            self._products[size, words].append(operation)
+
+    def residual(self, var: Any, times: float) -> None:
+        """Takes a value that the forward pass keeps for the backward pass."""
+        self._kept[shape_of(var)] += int(nbytes(var) * times)
+
+    def of_program(self, residual_bytes: int) -> Iterator[tuple[str, list[Operation]]]:
+        """Says what logits are more than a quarter of all that is kept: in words, and products."""
+        for (size, words), products in self._products.items():
+            alike = [s for s in self._kept if words in s and math.prod(s) == size]
+            kept = sum(self._kept[shape] for shape in alike)
+            if 4 * kept > residual_bytes:
+                share = f"{kept / residual_bytes:.0%} of what is saved for the backward pass"
+                yield f"logits of {words:,} words take {_screen.si(kept)}B, {share}", products
