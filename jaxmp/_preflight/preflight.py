@@ -17,6 +17,7 @@ from jaxmp._autocast.nnx_calls import with_module
 from jaxmp._autocast.parameters import read_argnums
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import autocast
+from jaxmp._preflight.arguments import bytes_by_purpose
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
 from jaxmp._preflight.size_search import Attempt, Axis, axis_of, search
@@ -103,7 +104,7 @@ def preflight(
     several = policy if isinstance(policy, (list, tuple)) else (policy,)
     named = [_named(single, resolved) for single in several]
     check_callable("preflight", fn)
-    read_argnums("preflight", argnums)
+    params = read_argnums("preflight", argnums)
     _check_price(price_per_hour)
     donated, batch = _indices(donate_argnums), _indices(batch_argnums)
 
@@ -128,7 +129,8 @@ def preflight(
             if single is not None:
                 warn_overruled("preflight", planned(method, single, argnums, call.args, {})[0])
         results = _results(method, named, argnums, resolved, call, progress)
-        return PreflightReport(resolved, results, price_per_hour)
+        held = bytes_by_purpose(call.args, params, from_end)
+        return PreflightReport(resolved, results, held, price_per_hour)
 
     return preflighted
 

@@ -100,11 +100,13 @@ class PreflightReport:
     Attributes:
       target: what was compiled for.
       policies: one result per policy.
+      arguments: bytes of the arguments on one device, by what they are for and dtype.
       price_per_hour: of one chip, in any currency; None if it was not given.
     """
 
     target: Target
     policies: tuple[Preflight, ...]
+    arguments: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     price_per_hour: float | None = None
 
     def __getitem__(self, policy: str) -> Preflight:
@@ -168,7 +170,7 @@ class PreflightReport:
             row["cost_of_1000_steps"] = self.cost(result.policy)
             rows.append(row | {"emulated": self.emulated(result.policy)})
         target = {key: getattr(self.target, key) for key in ("name", "device_count", "hbm_bytes")}
-        return {"target": target, "policies": rows}
+        return {"target": target, "arguments": self.arguments, "policies": rows}
 
     def __str__(self) -> str:
         names = [result.policy for result in self.policies]
@@ -213,6 +215,7 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
 
     yield "peak memory", [_gib(r.peak_bytes) if r.peak_bytes else "-" for r in results]
     yield size("  arguments", "argument_bytes")
+    yield from _of_arguments(report)
     yield size("  temporaries", "temporary_bytes")
     yield size("  code", "code_bytes")
     yield "fits", ["-" if r.error else "yes" if report.fits(r.policy) else "NO" for r in results]
@@ -238,6 +241,16 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
         yield row(call, lambda p, c=call: str(p.library_calls.get(c, 0)))  # type: ignore[misc]
     for words in dict.fromkeys(w for p in programs for w in rows_of_collectives(p.moved)):
         yield row(words, lambda p, w=words: rows_of_collectives(p.moved).get(w, "-"))  # type: ignore[misc]
+
+
+def _of_arguments(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
+    """A row for each purpose and dtype, but for what is below 1 % of all arguments."""
+    total = sum(sum(sizes.values()) for sizes in report.arguments.values())
+    for purpose, sizes in report.arguments.items():
+        for dtype, size in sizes.items():
+            if 100 * size >= total:
+                cells = [_gib(size) if result.program else "-" for result in report.policies]
+                yield f"    {purpose} {dtype}", cells
 
 
 def _cycles(program: HloProgram) -> str:

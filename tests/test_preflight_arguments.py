@@ -1,0 +1,145 @@
+"""What `preflight` says that a program's arguments are for, and the bytes of each."""
+
+from __future__ import annotations
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp._preflight.arguments import bytes_by_purpose
+from jaxmp._preflight.hlo import read_hlo
+from jaxmp._preflight.report import Preflight, PreflightReport
+from jaxmp._speed.target import parse_target
+
+N = 64 * 128
+BATCH = jax.ShapeDtypeStruct((16, 64), "float32")
+
+
+def weights(dtype="float32"):
+    return {"w": jax.ShapeDtypeStruct((64, 128), dtype)}
+
+
+def state_of(tx, dtype="float32"):
+    return jax.eval_shape(tx.init, weights(dtype))
+
+
+def sizes(*args, params=(0,), batch=(-1,)):
+    """The bytes of what is not a counter, a key or a scale."""
+    found = bytes_by_purpose(args, params, batch)
+    large = {p: {d: n for d, n in of.items() if n >= 512} for p, of in found.items()}
+    return {purpose: of for purpose, of in large.items() if of}
+
+
+ADAM = optax.adam(1e-3)
+REMAINDERS = jaxmp.master_weights(jaxmp.store_state(ADAM, "int8"), remainder=True)
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype", "expected"),
+    [
+        (ADAM, "float32", {"optimizer state": {"float32": 8 * N}}),
+        (jaxmp.store_state(ADAM, "bfloat16"), "float32", {"optimizer state": {"bfloat16": 4 * N}}),
+        (
+            jaxmp.master_weights(jaxmp.dynamic_loss_scale(ADAM)),
+            "float16",
+            {"master weights": {"float32": 4 * N}, "optimizer state": {"float32": 8 * N + 4}},
+        ),
+        (
+            REMAINDERS,
+            "bfloat16",
+            {
+                "master weights": {"uint16": 2 * N},
+                "optimizer state": {"int8": 2 * N, "float32": 2 * 64 * 4},
+            },
+        ),
+        (
+            optax.MultiSteps(jaxmp.store_state(ADAM, "bfloat16"), 4),
+            "float32",
+            {"optimizer state": {"bfloat16": 4 * N, "float32": 4 * N}},
+        ),
+    ],
+    ids=["adam", "bfloat16", "masters", "remainders", "sums"],
+)
+def test_states_of_optimizers(tx, dtype, expected):
+    params = {"parameters": {dtype: N * jnp.dtype(dtype).itemsize}}
+    found = sizes(weights(dtype), state_of(tx, dtype), BATCH)
+    assert found == {**params, **expected, "batch": {"float32": 16 * 64 * 4}}
+
+
+@pytest.mark.parametrize("kind", [train_state.TrainState, jaxmp.TrainState])
+def test_train_states(kind):
+    model = nn.Dense(128)
+    variables = model.init(jax.random.key(0), jnp.ones((1, 64)))
+    state = kind.create(apply_fn=model.apply, params=variables["params"], tx=ADAM)
+    found = sizes(state, BATCH)
+    assert found["parameters"] == {"float32": 4 * (N + 128)}
+    assert found["optimizer state"] == {"float32": 8 * (N + 128)}
+
+
+def test_nnx_models_and_optimizers():
+    model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+    found = sizes(model, nnx.Optimizer(model, ADAM, wrt=nnx.Param), BATCH)
+    assert found["parameters"] == {"float32": 4 * (N + 128)}
+    assert found["optimizer state"] == {"float32": 8 * (N + 128)}
+
+
+def test_averages_of_a_batch_norm_are_no_parameters():
+    model = nn.Sequential([nn.Dense(128), nn.BatchNorm(use_running_average=True)])
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 64)))
+    found = sizes(variables, BATCH)
+    assert found["parameters"] == {"float32": 4 * (N + 3 * 128)}
+    assert found["other arguments"] == {"float32": 4 * 2 * 128}
+
+
+def test_what_is_no_array_has_no_bytes():
+    assert bytes_by_purpose([None, 3, "a", {}], [0], [-1]) == {}
+    assert bytes_by_purpose([], [0], [-1]) == {}
+
+
+def test_keys_and_numpy():
+    found = bytes_by_purpose([np.ones(256, np.float16), jax.random.key(0)], [], [])
+    assert list(found) == ["other arguments"]
+    assert found["other arguments"]["float16"] == 512
+
+
+def test_sizes_are_of_one_device():
+    mesh = AbstractMesh((64,), ("data",), axis_types=(AxisType.Auto,))
+    over = NamedSharding(mesh, P("data"))
+    split = jax.ShapeDtypeStruct((64, 128), "float32", sharding=over)
+    assert sizes(split) == {"parameters": {"float32": 4 * N // 64}}
+
+
+def report_of(arguments):
+    program = read_hlo("")
+    results = (
+        Preflight(policy="one", argument_bytes=2**30, program=program),
+        Preflight(policy="two", error="it failed"),
+    )
+    return PreflightReport(parse_target("gpu-h100"), results, arguments)
+
+
+def test_rows_of_the_report():
+    report = report_of(
+        {
+            "parameters": {"float32": 2**28},
+            "optimizer state": {"int8": 3 * 2**28, "float32": 2**20},
+        }
+    )
+    rows = [re.sub("  +", " | ", line.strip()) for line in str(report).splitlines()]
+    first = rows.index("arguments | 1.00 GiB | -")
+    assert rows[first + 1 : first + 4] == [
+        "parameters float32 | 256.0 MiB | -",
+        "optimizer state int8 | 0.75 GiB | -",
+        "temporaries | 0.0 MiB | -",
+    ]
+    assert report.to_dict()["arguments"]["optimizer state"]["float32"] == 2**20
