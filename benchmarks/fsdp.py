@@ -132,6 +132,19 @@ def mixed_reduced_low() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return step("mixed_bfloat16,reduce=bf16")
 
 
+def constrained(by_batch: NamedSharding) -> Callable[..., Any]:
+    """For `nn.intercept_methods`: what leaves embedding and layers is sharded as the batch is."""
+
+    def intercept(layer, args, kwargs, context):
+        out = layer(*args, **kwargs)
+        kinds = Block | Layer | nn.Embed
+        if isinstance(context.module, kinds) and context.method_name == "__call__":
+            return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, by_batch), out)
+        return out
+
+    return intercept
+
+
 def step(
     variant: str = FLOAT32, size: Size = SIZES["1b"], layout: str = "fsdp", devices: int = CHIPS
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -152,17 +165,8 @@ def step(
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
     opt_state = jax.eval_shape(optimizer.init, params)
 
-    def constrained(layer, args, kwargs, context):
-        out = layer(*args, **kwargs)
-        if (
-            isinstance(context.module, Block | Layer | nn.Embed)
-            and context.method_name == "__call__"
-        ):
-            return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, by_batch), out)
-        return out
-
     def loss_fn(params, inputs, labels):
-        with nn.intercept_methods(constrained):
+        with nn.intercept_methods(constrained(by_batch)):
             logits = model.apply(params, inputs).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 

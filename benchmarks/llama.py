@@ -1,9 +1,9 @@
 """A language model in the shape of Llama 3: a float32 Linen module and, by its `dtype`, its twin.
 
 RMSNorm, rotary positions, grouped queries, SwiGLU, no biases, embeddings of their own for what goes
-in and comes out. Layers are scanned, and computed again in the backward pass (remat), so that one
-layer is compiled and one activation a layer is kept. Attention is `jax.nn.dot_product_attention`,
-whose softmax is float32 in any dtype.
+in and comes out. Layers are scanned, and computed again in the backward pass (`recompute`), so that
+one layer is compiled and one activation a layer is kept. Attention is
+`jax.nn.dot_product_attention`, whose softmax is float32 in any dtype.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """A causal language model: int32[batch, length] -> [batch, length, vocab]."""
+    """A causal language model: int32[batch, length] -> [batch, length, vocab].
+
+    With `head=False`, to [batch, length, width]: what the table of logits would be multiplied by.
+    """
 
     width: int
     heads: int
@@ -63,12 +66,14 @@ class Llama(nn.Module):
     layers: int
     vocab: int
     dtype: Any = None
+    recompute: bool = True
+    head: bool = True
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = nn.Embed(self.vocab, self.width, dtype=self.dtype)(tokens)
         layers = nn.scan(
-            nn.remat(Layer, prevent_cse=False),
+            nn.remat(Layer, prevent_cse=False) if self.recompute else Layer,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,
@@ -76,4 +81,6 @@ class Llama(nn.Module):
         )(self.heads, self.kv_heads, self.hidden, self.dtype)
         x, _ = layers(x, None)
         x = nn.RMSNorm(epsilon=1e-5, dtype=self.dtype)(x)
+        if not self.head:
+            return x
         return nn.Dense(self.vocab, use_bias=False, dtype=self.dtype, name="head")(x)

@@ -14,7 +14,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
-from jaxmp import TrainState, dynamic_loss_scale, loss_scale_for, master_weights, static_loss_scale
+from jaxmp import (
+    TrainState,
+    dynamic_loss_scale,
+    loss_scale_for,
+    master_weights,
+    static_loss_scale,
+    store_state,
+)
 
 from support import run_python, slow_when
 from training import (
@@ -197,18 +204,20 @@ def test_nnx_model_and_optimizer_resume(tmp_path):
     )
 
 
-# A process that is killed.
+# A process that is killed, with 8 bits and remainders in its state.
 
 SAVE_AND_DIE = """
 import os, signal, sys
 import jax.numpy as jnp, optax
 import orbax.checkpoint as ocp
-from jaxmp import TrainState, dynamic_loss_scale
+from jaxmp import TrainState, dynamic_loss_scale, master_weights, store_state
 
 folder, event, part = sys.argv[1:]
-tx = dynamic_loss_scale(optax.adam(1e-2))
-state = TrainState.create(apply_fn=None, params={"w": jnp.arange(1000.0)}, tx=tx)
-state = state.apply_gradients(grads={"w": jnp.full(1000, jnp.inf)})
+tx = dynamic_loss_scale(store_state(optax.adam(1e-2), "int8"))
+tx = master_weights(tx, remainder=True)
+params = {"w": jnp.arange(8192, dtype=jnp.bfloat16)}
+state = TrainState.create(apply_fn=None, params=params, tx=tx)
+state = state.apply_gradients(grads={"w": jnp.full(8192, jnp.inf)})
 manager = ocp.CheckpointManager(folder)
 manager.save(1, args=ocp.args.StandardSave(state))
 manager.wait_until_finished()
@@ -218,7 +227,7 @@ def die(name, args):
         os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(die)
-state = state.apply_gradients(grads={"w": jnp.ones(1000)})
+state = state.apply_gradients(grads={"w": jnp.ones(8192)})
 manager.save(2, args=ocp.args.StandardSave(state))
 manager.wait_until_finished()
 print("survived")
@@ -241,16 +250,19 @@ def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(event, par
     assert list(tmp_path.glob("2.*tmp*")), "it died too early, or too late"
     assert not (tmp_path / "2").exists()
 
-    tx = dynamic_loss_scale(optax.adam(1e-2))
-    state = TrainState.create(apply_fn=None, params={"w": jnp.arange(1000.0)}, tx=tx)
+    tx = dynamic_loss_scale(store_state(optax.adam(1e-2), "int8"))
+    tx = master_weights(tx, remainder=True)
+    params = {"w": jnp.arange(8192, dtype=jnp.bfloat16)}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    assert state.opt_state.inner_state.inner_state.inner_state[0].mu["w"].dtype == jnp.int8
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.latest_step() == 1
         like = jax.eval_shape(lambda: state)
         restored = manager.restore(1, args=ocp.args.StandardRestore(like))
-        assert_same(restored, state.apply_gradients(grads={"w": jnp.full(1000, jnp.inf)}))
+        assert_same(restored, state.apply_gradients(grads={"w": jnp.full(8192, jnp.inf)}))
         assert (restored.step, restored.skipped_count, restored.loss_scale) == (0, 1, 2.0**15)
         # The run goes on in the same folder.
-        after = restored.apply_gradients(grads={"w": jnp.ones(1000)})
+        after = restored.apply_gradients(grads={"w": jnp.ones(8192)})
         assert manager.save(2, args=ocp.args.StandardSave(after))
         manager.wait_until_finished()
         assert_same(manager.restore(2, args=ocp.args.StandardRestore(like)), after)
