@@ -56,6 +56,10 @@ PROGRAMS = {
     "scaling": "import scaling; scaling.main()",
     "large_vocabulary": "import large_vocabulary as v, jax; "
     "[jax.eval_shape(f, v.PARAMS, v.IDS, v.IDS) for f in v.LOSSES.values()]",
+    "update_aot": "import update_aot as u, jax; [jax.eval_shape(tx.init, jax.numpy.ones(9, dtype)) "
+    "for dtype, tx in u.STATES.values()]",
+    "where_the_bytes_are": "import where_the_bytes_are as w; "
+    "[w.bytes_per_parameter(w.step(v, 256)[1]) for v in w.variants().values()]",
     "collectives_aot": "import collectives_aot as c; [c.known(p) for p in c.POLICIES]",
 }
 

@@ -61,6 +61,8 @@ NOT_RUN = {
     "examples/diagnose_overflow.py": "test_examples_diagnose_overflow.py runs it as it is",
     "examples/qwix_handover.py": "needs Qwix; test_examples_qwix_handover.py runs it where it is",
     "examples/train_multihost.py": "test_examples_train_multihost.py runs it, killed and resumed",
+    "benchmarks/update_aot.py": "compiles for a minute; test_store_state.py runs what it runs",
+    "benchmarks/where_the_bytes_are.py": "compiles for half an hour; test_benchmarks.py tries it",
     "docs/primitives.py": "writes a page; test_docs.py runs what it runs",
     "jaxmp preflight": "needs a compiler for the target; test_docs.py runs those that show output",
     "mkdocs": ".ci/run builds the site",

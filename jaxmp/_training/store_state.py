@@ -22,10 +22,12 @@ from jaxmp._training.master_weights import MasterWeightsState, RemainderState
 from jaxmp._training.opt_state import the_scaler
 from jaxmp._training.stored_array import (
     StoredArray,
+    block_axis,
     block_count,
     decode,
     encode,
     encode_onto,
+    is_scale_of,
 )
 from jaxmp.tree import keys_of, select, widen_floating
 
@@ -43,8 +45,8 @@ class StoredState(NamedTuple):
 
     Attributes:
       key: The PRNG key of the next step.
-      scales: For 8 bits, float32[..., blocks] for each array that is stored, in their order: the
-        largest magnitudes of blocks of the last axis (see `stored_array.StoredArray`).
+      scales: For 8 bits, float32[..., blocks, n] for each array that is stored, in their order: the
+        largest magnitudes of blocks of the last axis but one (see `stored_array.StoredArray`).
       inner_state: The state of the transformation inside, its large float arrays in the dtype that
         they are stored in.
     """
@@ -117,16 +119,15 @@ def store_state(
 
     Arrays of 4096 floats or more are stored; smaller ones, counters and keys stay as they are.
     Every number is rounded up or down at random, so that what is stored is right on average and
-    small changes of an average add up. In 8 bits, blocks along the last axis share a float32 scale
-    (arrays whose last axis is shorter than 16 stay as they are), and
+    small changes of an average add up. In 8 bits, blocks along the last axis but one (of a vector,
+    the last) share a float32 scale; arrays where it is shorter than 16 stay as they are. With the
+    sign of a number,
 
-    * `"int8"` stores the square root of a magnitude over the block's largest, with 127 steps and a
-      sign or, in blocks without negative numbers, 255 steps. Second moments are such blocks, and
-      linear steps would round most of them to 0;
+    * `"int8"` stores the fourth root of its magnitude over the block's largest, in 127 steps.
+      Linear steps would round most second moments to 0, and training would diverge;
     * `"float8_e4m3fn"` stores the magnitude over the block's largest.
 
-    No positive number of a block without negative ones becomes 0, as Adam divides by it. A NaN or
-    an infinity makes its block NaN.
+    No number but 0 becomes 0, as Adam divides by it. A NaN or an infinity makes its block NaN.
 
     What keeps parameters or sums of gradients, instead of moments, belongs around it and not
     inside: `optax.MultiSteps(store_state(tx, dtype), n)`, `optax.contrib.schedule_free` and the
@@ -134,12 +135,12 @@ def store_state(
     the updates are float32.
 
     Arrays keep their shapes and the state of `inner` its structure, so that it is sharded as the
-    parameters are. Where the last axis is sharded, let `block_size` divide a shard.
+    parameters are. Where the axis of the blocks is sharded, let `block_size` divide a shard.
 
     Args:
       inner: The optimizer.
       dtype: bfloat16, int8 or float8_e4m3fn, or the name of one.
-      block_size: How many numbers of the last axis share a scale, in 8 bits.
+      block_size: How many numbers share a scale, in 8 bits.
       key: PRNG key, or the seed of one, for the rounding.
 
     Returns:
@@ -181,7 +182,7 @@ def store_state(
         made: list[Any] = []
         for x, leaf_key in zip(leaves, jax.tree.leaves(keys_of(leaves, now)), strict=True):
             if _is_stored(x, stored_dtype, (*_DTYPES[:1], "float16", "float32")):
-                blocks = block_count(x.shape[-1], block_size)
+                blocks = block_count(x.shape[block_axis(x.shape)], block_size)
                 made.append(encode(x.astype(jnp.float32), stored_dtype, blocks, leaf_key))
             else:
                 made.append(strong(x))
@@ -220,7 +221,9 @@ def _is_stored(x: Any, dtype: Any, dtypes: tuple[str, ...]) -> bool:
     """Whether an array of a state, of one of some dtypes, is one that is stored in `dtype`."""
     if not isinstance(x, (jax.Array, np.ndarray)) or x.dtype.name not in dtypes:
         return False
-    return x.size >= _SMALLEST and (dtype == jnp.bfloat16 or x.shape[-1] >= _SHORTEST)
+    if x.size < _SMALLEST:
+        return False
+    return dtype == jnp.bfloat16 or x.shape[block_axis(x.shape)] >= _SHORTEST
 
 
 def _with_scales(leaves: list[Any], scales: tuple[jax.Array, ...]) -> list[StoredArray | None]:
@@ -283,7 +286,7 @@ def _check_stored(state: StoredState, dtype: Any) -> None:
         if dtype == jnp.bfloat16:
             continue
         scale = scales.pop(0) if scales else None
-        if scale is None or (scale.dtype.name, scale.shape[:-1]) != ("float32", x.shape[:-1]):
+        if scale is None or not is_scale_of(scale, x.shape):
             has = "no scale" if scale is None else f"scale {scale.dtype}{list(scale.shape)}"
             raise ValueError(
                 f"{where} {x.dtype}{list(x.shape)} with {has}: corrupted, or of other parameters. "

@@ -12,12 +12,21 @@ from jax import lax
 from jaxmp.formats import ALL_FORMATS
 from jaxmp.tree import round_at_random
 
-__all__ = ["StoredArray", "block_count", "decode", "encode", "encode_onto"]
+__all__ = [
+    "StoredArray",
+    "block_axis",
+    "block_count",
+    "decode",
+    "encode",
+    "encode_onto",
+    "is_scale_of",
+]
 
-# 8 bits hold magnitudes as fractions of the largest in a block: 127 (signed) or 255 (unsigned)
-# steps of the fraction's square root, or float8, whose steps are relative already.
-_LEVELS: Final = {False: 127.0, True: 255.0}
+# 8 bits hold magnitudes as fractions of the largest in a block: the fourth power of so many steps,
+# or float8, whose steps are relative already.
+_LEVELS: Final = 127.0
 _FLOAT8: Final = ALL_FORMATS["e4m3"]
+_INFINITY: Final = np.uint32(0x7F800000)
 
 
 class StoredArray(NamedTuple):
@@ -25,13 +34,30 @@ class StoredArray(NamedTuple):
 
     Attributes:
       values: bfloat16, int8 or float8_e4m3fn, of the shape of the array.
-      scale: For 8 bits float32[..., blocks]: the largest magnitude of each block of the last axis.
-        Negative where no number of an int8 block is: then `values + 128` count 255 steps. NaN where
-        a number was not finite. None for bfloat16.
+      scale: For 8 bits float32, of the array's shape with blocks in the place of the axis that they
+        divide: the largest magnitude of each. NaN where a number was not finite. None for bfloat16.
     """
 
     values: Any
     scale: Any
+
+
+def block_axis(shape: tuple[int, ...]) -> int:
+    """The axis that blocks divide: the last but one, counted from the end.
+
+    TPUs hold an array in tiles of 8 x 128 numbers of the last two axes. The last one cannot be
+    divided without moving them, which took 12 times the cycles.
+    """
+    return -min(2, len(shape))
+
+
+def is_scale_of(scale: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an array may be the scales of what is stored of one of a shape."""
+    if scale.dtype != np.float32 or scale.ndim != len(shape):
+        return False
+    whole = list(shape)
+    whole[block_axis(shape)] = scale.shape[block_axis(shape)]
+    return list(scale.shape) == whole
 
 
 def block_count(size: int, block_size: int) -> int:
@@ -47,77 +73,75 @@ def block_count(size: int, block_size: int) -> int:
 def encode(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> StoredArray:
     """Rounds float32 at random to what is stored; the expectation of it is the number itself.
 
-    But for one case: of a block without negative numbers, none above 0 becomes 0. Adam divides by
-    the root of a second moment, and one that vanished would make a step of any size.
+    But for one case: what is not 0 does not become 0. Adam divides by the root of a second moment,
+    and one that vanished would make a step of any size.
+
+    XLA computes an update twice, for the scales and for the numbers, instead of storing it in
+    float32 between. That is so as long as one reduction reads it.
     """
     if dtype == jnp.bfloat16:
-        return StoredArray(
-            round_at_random(x, dtype, _random_bits(key, x.shape)).astype(dtype), None
-        )
-    parts = _split(x, blocks)
-    amax = jnp.max(jnp.abs(parts), axis=-1, keepdims=True)
-    amax = jnp.where(amax < np.finfo(np.float32).tiny, 0.0, amax)
-    unsigned = jnp.all(parts >= 0, axis=-1, keepdims=True) & (amax > 0)
-    # XLA multiplies by the inverse, which would be subnormal, and 0, from 8.5e37 on.
-    within = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(2.0**32))
-    fraction = jnp.abs(parts) * within / jnp.where(amax > 0, amax * within, 1.0)
-    if dtype == jnp.int8:
-        count = jnp.where(unsigned, _LEVELS[True], _LEVELS[False])
-        step = smallest = jnp.float32(1)
-        position = jnp.sqrt(fraction) * count
-    else:
-        count = jnp.float32(_FLOAT8.largest)
-        position, smallest = fraction * count, jnp.float32(_FLOAT8.step)
-        exponent = lax.bitcast_convert_type(position, jnp.uint32) & 0x7F800000
-        power = lax.bitcast_convert_type(exponent, jnp.float32)
-        step = jnp.maximum(power * 2.0**-_FLOAT8.fraction_bits, smallest)
-    below = jnp.floor(position / step) * step
-    above = jnp.minimum(below + step, count)
-    low, high = _fraction(below / count, dtype), _fraction(above / count, dtype)
-    random = (_random_bits(key, parts.shape) >> 8).astype(jnp.float32) * 2.0**-24
-    up = random * (high - low) < fraction - low
-    level = jnp.where(up, above, below)
-    level = jnp.where(unsigned & (parts > 0), jnp.maximum(level, smallest), level)
-    level = jnp.where(parts < 0, -level, level)
-    scale = amax
-    if dtype == jnp.int8:
-        level, scale = level - jnp.where(unsigned, 128, 0), jnp.where(unsigned, -amax, amax)
-    # The maximum alone does not tell: XLA's CPU backend leaves NaNs out of it.
-    finite = jnp.all(jnp.isfinite(parts), axis=-1, keepdims=True)
-    scale = jnp.where(finite, scale, np.float32(np.nan))
-    level = jnp.where(finite, level, 1.0)
-    return StoredArray(_joined(level, x.shape).astype(dtype), scale[..., 0])
+        bits = _random_bits(key, x.shape)
+        return StoredArray(round_at_random(x, dtype, bits).astype(dtype), None)
+    level, scale = _levels(x, dtype, blocks, key)
+    return StoredArray(level.astype(dtype), scale)
 
 
 def decode(stored: StoredArray) -> jax.Array:
     """The float32 array that was stored, to within its rounding."""
     values, scale = stored
+    level = jnp.asarray(values, jnp.float32)
     if scale is None:
-        return jnp.asarray(values, jnp.float32)
-    level = _split(values, scale.shape[-1]).astype(jnp.float32)
-    scale = scale[..., None]
-    if values.dtype == jnp.int8:
-        level = level + jnp.where(scale < 0, 128, 0)
-        part = _fraction(level / jnp.where(scale < 0, _LEVELS[True], _LEVELS[False]), jnp.int8)
-    else:
-        part = level / _FLOAT8.largest
-    return _joined(part * jnp.abs(scale), values.shape)
+        return level
+    count = _LEVELS if values.dtype == jnp.int8 else _FLOAT8.largest
+    part = _fraction(jnp.abs(level) / count, values.dtype)
+    return jnp.copysign(part * _each(scale, values.shape), level)
 
 
 def encode_onto(old: StoredArray, x: jax.Array, key: jax.Array) -> StoredArray:
-    """Encodes `x` as `old` is; blocks in which `x` is what `old` decodes to keep their bits.
+    """Encodes `x` as `old` is; where `x` is what `old` decodes to, the bits are kept.
 
     So a step that changes nothing, because it is skipped or only adds to a sum, leaves no trace.
     """
     x = jnp.asarray(x, jnp.float32)
     if old.scale is None:  # bfloat16 rounds to itself what it holds
         return encode(x, old.values.dtype, 1, key)
-    blocks = old.scale.shape[-1]
-    new = encode(x, old.values.dtype, blocks, key)
+    dtype = old.values.dtype
+    level, scale = _levels(x, dtype, old.scale.shape[block_axis(x.shape)], key)
     was, now = (lax.bitcast_convert_type(a, jnp.uint32) for a in (decode(old), x))
-    same = jnp.all(_split(was == now, blocks, fill=True), axis=-1, keepdims=True)
-    values = jnp.where(same, _split(old.values, blocks), _split(new.values, blocks))
-    return StoredArray(_joined(values, x.shape), jnp.where(same[..., 0], old.scale, new.scale))
+    same = (was == now) & _each(old.scale == scale, x.shape)
+    level = jnp.where(same, old.values.astype(jnp.float32), level)
+    return StoredArray(level.astype(dtype), scale)
+
+
+def _levels(x: jax.Array, dtype: Any, blocks: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What is stored in 8 bits, still in float32, and the scales."""
+    # As integers magnitudes have the same order, and what is not finite is the largest.
+    magnitude = lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
+    largest = jnp.max(_split(magnitude, blocks), axis=block_axis(x.shape))
+    amax = lax.bitcast_convert_type(largest, jnp.float32)
+    amax = jnp.where(amax < np.finfo(np.float32).tiny, 0.0, amax)
+    scale = jnp.where(largest < _INFINITY, amax, np.float32(np.nan))
+    amax = _each(scale, x.shape)
+    # XLA multiplies by the inverse, which would be subnormal, and 0, from 8.5e37 on.
+    within = jnp.where(amax > 1, np.float32(2.0**-32), np.float32(2.0**32))
+    fraction = jnp.abs(x) * within / jnp.where(amax > 0, amax * within, 1.0)
+    if dtype == jnp.int8:
+        count, step = jnp.float32(_LEVELS), jnp.float32(1)
+        position, smallest = jnp.sqrt(jnp.sqrt(fraction)) * count, step
+    else:
+        count = jnp.float32(_FLOAT8.largest)
+        position, smallest = fraction * count, jnp.float32(_FLOAT8.step)
+        exponent = lax.bitcast_convert_type(position, jnp.uint32) & _INFINITY
+        power = lax.bitcast_convert_type(exponent, jnp.float32)
+        step = jnp.maximum(power * 2.0**-_FLOAT8.fraction_bits, smallest)
+    below = jnp.floor(position / step) * step
+    above = jnp.minimum(below + step, count)
+    low, high = _fraction(below / count, dtype), _fraction(above / count, dtype)
+    random = (_random_bits(key, x.shape) >> 8).astype(jnp.float32) * 2.0**-24
+    level = jnp.where(random * (high - low) < fraction - low, above, below)
+    level = jnp.where(fraction > 0, jnp.maximum(level, smallest), level)
+    level = jnp.where(jnp.isnan(amax), 1.0, jnp.copysign(level, x))
+    return level, scale
 
 
 def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -140,17 +164,22 @@ def _random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _fraction(root: jax.Array, dtype: Any) -> jax.Array:
-    return root * jnp.abs(root) if dtype == jnp.int8 else root
+    return jnp.square(jnp.square(root)) if dtype == jnp.int8 else root
 
 
-def _split(x: jax.Array, blocks: int, *, fill: Any = 0) -> jax.Array:
-    """The last axis as blocks of it; the last block is filled up."""
-    size = -(-x.shape[-1] // blocks)
-    if missing := blocks * size - x.shape[-1]:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=fill)
-    return x.reshape(*x.shape[:-1], blocks, size)
+def _split(x: jax.Array, blocks: int) -> jax.Array:
+    """The axis of blocks as two: which block, and where in it; the last is filled up with 0."""
+    axis = x.ndim + block_axis(x.shape)
+    size = -(-x.shape[axis] // blocks)
+    if missing := blocks * size - x.shape[axis]:
+        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+    return x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
 
 
-def _joined(parts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    x = parts.reshape(*parts.shape[:-2], -1)
-    return x if x.shape == shape else x[..., : shape[-1]]
+def _each(facts: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """What is known of blocks, for each number of them."""
+    axis = len(shape) + block_axis(shape)
+    blocks, size = facts.shape[axis], -(-shape[axis] // facts.shape[axis])
+    around, inside = facts.shape[:axis], facts.shape[axis + 1 :]
+    x = jnp.broadcast_to(jnp.expand_dims(facts, axis + 1), (*around, blocks, size, *inside))
+    return x.reshape(*around, blocks * size, *inside)[(slice(None),) * axis + (slice(shape[axis]),)]
