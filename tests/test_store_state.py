@@ -28,7 +28,14 @@ from update_aot import measured
 import jaxmp
 from jaxmp import dynamic_loss_scale, master_weights, store_state
 from jaxmp._training import stored_array
-from jaxmp._training.stored_array import block_count, decode, encode, encode_onto, is_scale_of
+from jaxmp._training.stored_array import (
+    block_axis,
+    block_count,
+    decode,
+    encode,
+    encode_onto,
+    is_scale_of,
+)
 
 from support import needs_gpu_compiler, needs_tpu_compiler, slow_when
 from training import assert_same
@@ -162,6 +169,14 @@ def test_any_size_has_blocks_of_one_size(dtype, size):
         np.testing.assert_allclose(decode(stored), x, atol=0.1 * float(jnp.abs(x).max()))
         again = encode_onto(stored, decode(stored), jax.random.key(1))
         assert_same(again, stored)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((9,), -1), ((4, 9), -2), ((32, 4096, 8, 128), -3), ((3, 3, 64, 64), -2), ((9, 9, 2), -2)],
+)
+def test_blocks_are_along_the_longest_axis_but_the_last(shape, axis):
+    assert block_axis(shape) == axis
 
 
 @eight_bits

@@ -45,8 +45,8 @@ class StoredState(NamedTuple):
 
     Attributes:
       key: The PRNG key of the next step.
-      scales: For 8 bits, float32[..., blocks, n] for each array that is stored, in their order: the
-        largest magnitudes of blocks of the last axis but one (see `stored_array.StoredArray`).
+      scales: For 8 bits, float32[..., blocks, ...] for each array that is stored, in their order:
+        the largest magnitudes of blocks of one axis (see `stored_array.StoredArray`).
       inner_state: The state of the transformation inside, its large float arrays in the dtype that
         they are stored in.
     """
@@ -119,9 +119,9 @@ def store_state(
 
     Arrays of 4096 floats or more are stored; smaller ones, counters and keys stay as they are.
     Every number is rounded up or down at random, so that what is stored is right on average and
-    small changes of an average add up. In 8 bits, blocks along the last axis but one (of a vector,
-    the last) share a float32 scale; arrays where it is shorter than 16 stay as they are. With the
-    sign of a number,
+    small changes of an average add up. In 8 bits, blocks along the longest axis but the last (of a
+    vector, along it) share a float32 scale; arrays where it is shorter than 16 stay as they are.
+    With the sign of a number,
 
     * `"int8"` stores the fourth root of its magnitude over the block's largest, in 127 steps.
       Linear steps would round most second moments to 0, and training would diverge;

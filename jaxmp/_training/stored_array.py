@@ -43,12 +43,12 @@ class StoredArray(NamedTuple):
 
 
 def block_axis(shape: tuple[int, ...]) -> int:
-    """The axis that blocks divide: the last but one, counted from the end.
+    """The axis that blocks divide, counted from the end: the longest one, but for the last.
 
     TPUs hold an array in tiles of 8 x 128 numbers of the last two axes. The last one cannot be
     divided without moving them, which took 12 times the cycles.
     """
-    return -min(2, len(shape))
+    return max(range(-len(shape), -1), key=lambda i: (shape[i], i), default=-1)
 
 
 def is_scale_of(scale: Any, shape: tuple[int, ...]) -> bool:
