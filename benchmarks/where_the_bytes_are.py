@@ -125,7 +125,11 @@ def step(variant: Variant, devices: int) -> tuple[Any, tuple[Any, ...]]:
     shardings = jax.tree.map(lambda x: x.sharding, arguments)
 
     def train_step(params: Any, state: Any, inputs: jax.Array, labels: jax.Array) -> Any:
-        low = jaxmp.autocast(loss_fn, variant.policy)
+        # A float32 program to the policy, which rounds stored parameters to what they are.
+        def low(params: Any, *batch: jax.Array) -> jax.Array:
+            full = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+            return jaxmp.autocast(loss_fn, variant.policy)(full, *batch)
+
         loss, grads = jax.value_and_grad(low)(params, inputs, labels)
         grads = jax.lax.with_sharding_constraint(grads, shardings[0])
         updates, state = tx.update(grads, state, params)
