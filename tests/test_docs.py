@@ -42,7 +42,6 @@ QUICK = {
     "concepts/float32.md",
     "concepts/plan.md",
     "how_to/attention.md",
-    "how_to/setup.md",
     "index.md",
 }
 
