@@ -46,7 +46,7 @@ def test_the_overflow_is_found_compared_and_mended(tmp_path):
             "would leave ",
         )
         kept = [line for line in blocks().splitlines() if line.startswith(same_anywhere)]
-        assert len(kept) == 9
+        assert len(kept) == 8
         assert set(kept) <= set(result.stdout.splitlines())
 
 
