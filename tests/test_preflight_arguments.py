@@ -26,7 +26,8 @@ BATCH = jax.ShapeDtypeStruct((16, 64), "float32")
 
 
 def weights(dtype="float32"):
-    return {"w": jax.ShapeDtypeStruct((64, 128), dtype)}
+    """As Linen has them; an optimizer's moments have the same names."""
+    return {"params": {"w": jax.ShapeDtypeStruct((64, 128), dtype)}}
 
 
 def state_of(tx, dtype="float32"):
@@ -59,7 +60,7 @@ REMAINDERS = jaxmp.master_weights(jaxmp.store_state(ADAM, "int8"), remainder=Tru
             "bfloat16",
             {
                 "master weights": {"uint16": 2 * N},
-                "optimizer state": {"int8": 2 * N, "float32": 2 * 64 * 4},
+                "optimizer state": {"int8": 2 * N, "float32": 2 * 128 * 4},
             },
         ),
         (

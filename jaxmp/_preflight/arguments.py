@@ -19,12 +19,8 @@ BATCH: Final = "batch"
 OTHERS: Final = "other arguments"
 
 # Of what is inside, by the name of a field or key.
-_NAMED: Final = {
-    "params": PARAMETERS,
-    "opt_state": OPTIMIZER,
-    "masters": MASTERS,
-    "remainders": MASTERS,
-}
+_NAMED: Final = {"params": PARAMETERS, "opt_state": OPTIMIZER}
+_OF_STATES: Final = {"masters": MASTERS, "remainders": MASTERS}
 # Where the states of optimizers are defined.
 _STATES: Final = ("optax.", "jaxmp._training.")
 
@@ -66,12 +62,15 @@ def _leaves(node: Any, purpose: str) -> Iterator[tuple[str, Any]]:
     if is_array(node):
         yield purpose, node
         return
-    if isinstance(node, tuple) and type(node).__module__.startswith(_STATES):
-        purpose = OPTIMIZER
     below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
     below = [(path, child) for path, child in below if path]  # a leaf is inside itself
     names = [str(getattr(path[0], "name", getattr(path[0], "key", ""))) for path, _ in below]
-    if "params" in names:  # of a train state, or of a Linen module's variables
+    named = _NAMED
+    if isinstance(node, tuple) and type(node).__module__.startswith(_STATES):
+        purpose = OPTIMIZER
+    if purpose in (OPTIMIZER, MASTERS):  # moments have the names that parameters have
+        named = _OF_STATES
+    elif "params" in names:  # of a train state, or of a Linen module's variables
         purpose = OTHERS
     for name, (_, child) in zip(names, below, strict=True):
-        yield from _leaves(child, _NAMED.get(name, purpose))
+        yield from _leaves(child, named.get(name, purpose))
