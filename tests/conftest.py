@@ -9,6 +9,8 @@ import gc
 import inspect
 import os
 import re
+import shutil
+import tempfile
 import zlib
 from importlib.metadata import version
 
@@ -20,19 +22,46 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A worker comes to hold millions of traced objects, through which Python's collector goes again
-    # and again: 8 % of the time.
     gc.set_threshold(50_000, 10, 10)
+    if not re.search(r"(?<!not )\b(gpu|tpu)\b", config.getoption("markexpr")):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if on_cpu := os.environ.get("JAX_PLATFORMS") == "cpu":
+        # LLVM's optimizations are a quarter of the time, and change nothing that is asserted; XLA's
+        # own passes run all the same. JAX_DISABLE_MOST_OPTIMIZATIONS=0 keeps LLVM's as well.
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        _keep_what_is_compiled(config)
     flags = os.environ.get("XLA_FLAGS", "")
     if DEVICE_COUNT_FLAG not in flags:
         flags = f"{flags} {DEVICE_COUNT_FLAG}=8"
-    # As below: they are two thirds of what 0.10 takes to compile a small program. Later versions
-    # have no other emitters, and refuse the flag.
-    if version("jaxlib").startswith("0.10.") and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    # They are two thirds of what 0.10 takes to compile a small program. Later versions have no
+    # other emitters, and refuse the flag.
+    if (
+        version("jaxlib").startswith("0.10.")
+        and on_cpu
+        and os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    ):
         flags = f"{flags} --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = flags.strip()
-    if not re.search(r"(?<!not )\b(gpu|tpu)\b", config.getoption("markexpr")):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def _keep_what_is_compiled(config: pytest.Config) -> None:
+    """JAX's compilation cache, in pytest's: of the workers, the processes that tests start, and the
+    next run. With `-p no:cacheprovider`, in a folder that is deleted after the run.
+
+    Anybody else's JAX_COMPILATION_CACHE_DIR is left alone. JAX writes an entry in place, so that
+    one process may read half of what another is writing: it warns of it, and compiles. The warning
+    is ignored (pyproject.toml).
+    """
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # a worker has its controller's
+        return
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        folder = str(config.cache.mkdir("jax"))
+    else:
+        folder = tempfile.mkdtemp(prefix="jaxmp-compiled-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,20 +112,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker("slow")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _quick_compiles() -> None:
-    """On CPU, LLVM's optimizations are a quarter of the suite's time and change nothing it asserts.
+@pytest.fixture(scope="module", autouse=True)
+def _collect_what_is_new() -> None:
+    """Python's collector goes through what the tests of this file make, and nothing before it.
 
-    XLA's own passes run all the same. JAX_DISABLE_MOST_OPTIMIZATIONS=0 keeps LLVM's as well; so
-    does whatever a test starts as a process of its own.
+    A worker comes to hold millions of traced objects, and a collection to take seconds.
     """
-    if (
-        os.environ.get("JAX_PLATFORMS") == "cpu"
-        and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
-    ):
-        import jax
-
-        jax.config.update("jax_disable_most_optimizations", True)
+    gc.collect()
+    gc.freeze()
 
 
 # The same examples on every run, so that nobody's change meets somebody else's counterexample;

@@ -14,14 +14,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
-from support import contractions
+from support import contractions, gaussian
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 COMPUTE = {BF16: "bfloat16", F16: "float16"}
-
-
-def gaussian(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32)
 
 
 X = gaussian(0, 6, 8)

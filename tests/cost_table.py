@@ -46,7 +46,7 @@ def figures(model: str, policy: str) -> dict[str, dict[str, int]]:
     case = CASES[model]
     shapes = case.shapes(small=True)
     loss = jaxmp.autocast(case.loss(small=True), policy)
-    step = jax.value_and_grad(loss, has_aux=True)
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))  # so that it is traced once
     converts: Counter[str] = Counter()
     for eqn in iter_eqns(jaxpr_of(step, *shapes)):
         if eqn.primitive.name == "convert_element_type":

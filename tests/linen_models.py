@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxmp
 
-from support import contraction_dtypes
+from support import contraction_dtypes, gaussian
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 EPS = float(jnp.finfo(jnp.bfloat16).eps)
@@ -20,12 +20,8 @@ KEY = jax.random.key(0)
 RNGS = {"dropout": jax.random.key(7)}
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-X = normal(0, 6, 8)
-SEQUENCE = normal(1, 2, 6, 8)
+X = gaussian(0, 6, 8)
+SEQUENCE = gaussian(1, 2, 6, 8)
 TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 16, size=(2, 6)))
 
 # LLVM's optimizations change nothing these tests look at and take half of the compile time.
@@ -229,7 +225,7 @@ class Case(NamedTuple):
 
 CASES = {
     "mlp": Case(MLP(), X),
-    "cnn": Case(CNN(), normal(3, 6, 6, 6, 2)),
+    "cnn": Case(CNN(), gaussian(3, 6, 6, 6, 2)),
     "setup": Case(AutoEncoder(), X),
     "scan": Case(ScannedLayers(), X),
     "transformer": Case(Transformer(), TOKENS),

@@ -143,15 +143,13 @@ def policies_of(name: str) -> tuple[str, ...]:
     return POLICIES + MORE if name.startswith("construct/") else POLICIES
 
 
-def text_of(name: str, make: Callable[[], Program]) -> str:
-    """The plans of a program under its policies."""
-    text = []
-    for policy in policies_of(name):
-        text.append(f"# {name}  {policy}")
-        try:
-            text += lines(make(), policy)
-        except Exception as error:  # noqa: BLE001 (is a result, too)
-            text.append(f"  {type(error).__name__}: {str(error).splitlines()[0]}")
+def text_of(name: str, make: Callable[[], Program], policy: str) -> str:
+    """The plan of a program under a policy."""
+    text = [f"# {name}  {policy}"]
+    try:
+        text += lines(make(), policy)
+    except Exception as error:  # noqa: BLE001 (is a result, too)
+        text.append(f"  {type(error).__name__}: {str(error).splitlines()[0]}")
     return "".join(f"{line}\n" for line in text)
 
 
@@ -162,12 +160,17 @@ def digest(text: str) -> str:
 def main(words: list[str]) -> None:
     warnings.simplefilter("ignore")
     if words == ["--digests"]:
-        plans = {n: digest(text_of(n, make)) for n, make in corpus() if not n.startswith("public/")}
+        plans = {
+            name: {policy: digest(text_of(name, make, policy)) for policy in policies_of(name)}
+            for name, make in corpus()
+            if not name.startswith("public/")
+        }
         DIGESTS.write_text(json.dumps({"jax": jax.__version__, "plans": plans}, indent=1) + "\n")
         return
     for name, make in corpus():
         if not words or any(word in name for word in words):
-            sys.stdout.write(text_of(name, make))
+            for policy in policies_of(name):
+                sys.stdout.write(text_of(name, make, policy))
 
 
 if __name__ == "__main__":

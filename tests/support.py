@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core as jex_core
@@ -52,6 +53,20 @@ LOW_DTYPES = ("bfloat16", "float16")
 CONTRACTIONS = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
 )
+
+
+def gaussian(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32)
+
+
+def relative(got: Any, want: Any) -> float:
+    """The distance of two finite pytrees in the 2-norm, relative to the second."""
+    a, b = (
+        np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)])
+        for t in (got, want)
+    )
+    assert np.isfinite(a).all()
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 class Contraction(NamedTuple):

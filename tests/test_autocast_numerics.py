@@ -22,7 +22,16 @@ from jax import lax
 
 import jaxmp
 
-from support import autocast, contraction_dtypes, float16_is_slow, iter_eqns, jaxpr_of, slow_when
+from support import (
+    autocast,
+    contraction_dtypes,
+    float16_is_slow,
+    gaussian,
+    iter_eqns,
+    jaxpr_of,
+    relative,
+    slow_when,
+)
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 BF16_LOW_SOFTMAX, F16_LOW_SOFTMAX = "mixed_bfloat16,softmax=bf16", "mixed_float16,softmax=f16"
@@ -32,10 +41,6 @@ FLOAT32_MIN = float(np.finfo(np.float32).min)
 
 def eps(policy: str) -> float:
     return float(jnp.finfo(jaxmp.get_policy(policy).compute_dtype).eps)
-
-
-def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32)
 
 
 def integers(seed: int, *shape: int, high: int = 3) -> jax.Array:
@@ -55,16 +60,6 @@ def in_float64(fn: Callable[..., Any], *args: Any) -> Any:
             lambda x: jnp.asarray(np.asarray(x, np.float64)) if x.dtype == np.float32 else x, args
         )
         return jax.tree.map(np.asarray, jax.jit(fn)(*wide))
-
-
-def relative(got: Any, want: Any) -> float:
-    """The distance of two pytrees in the 2-norm, relative to the second."""
-    a, b = (
-        np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)])
-        for t in (got, want)
-    )
-    assert np.isfinite(a).all()
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def greedily(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,9 +148,9 @@ def recurrence(xs: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.scan(cell, jnp.zeros((2, 16)).astype(xs.dtype), xs)[1]
 
 
-X = normal(0, 8, 16)
-A, B, C = (normal(i, 16, 16, scale=0.25) for i in (1, 2, 3))
-STACK = normal(4, 6, 16, 16, scale=0.1)
+X = gaussian(0, 8, 16)
+A, B, C = (gaussian(i, 16, 16, scale=0.25) for i in (1, 2, 3))
+STACK = gaussian(4, 6, 16, 16, scale=0.1)
 
 CASES = {
     "matmul": Case(chain, (X, A), 1),
@@ -166,29 +161,33 @@ CASES = {
     "pre-norm stream": Case(pre_norm_stream, (X, STACK[:2]), 4, 10),
     "gated unit": Case(gated, (X, A, B, C), 2, 3),
     "glu": Case(glu, (X, A, C), 2, 3),
-    "attention": Case(attention, (X, normal(5, 8, 16), normal(6, 8, 16)), 2, 2),
+    "attention": Case(attention, (X, gaussian(5, 8, 16), gaussian(6, 8, 16)), 2, 2),
     "mlp and cross-entropy": Case(mlp_loss, (X, A, B), 2, 3),
-    "convolutions": Case(convolved, (normal(7, 2, 12, 4), normal(8, 3, 4, 4, scale=0.3)), 3, 3),
+    "convolutions": Case(convolved, (gaussian(7, 2, 12, 4), gaussian(8, 3, 4, 4, scale=0.3)), 3, 3),
     "highway": Case(highway, (X, A, B), 2, 4),
-    "recurrent cell": Case(recurrence, (normal(9, 6, 2, 16), A, B), 6, 6),
+    "recurrent cell": Case(recurrence, (gaussian(9, 6, 2, 16), A, B), 6, 6),
 }
 
 
-def projected(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient of `fn`'s result against weights that differ from element to element."""
+def with_gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`'s result, and its gradients against weights that differ from element to element."""
 
-    def loss(args: Any) -> jax.Array:
+    def loss(args: Any) -> Any:
         y = fn(*args)
-        return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)), y
 
-    return jax.grad(loss)
+    def both(*args: Any) -> Any:
+        gradients, y = jax.grad(loss, has_aux=True)(args)
+        return y, gradients
+
+    return both
 
 
 @functools.cache
 def oracle(name: str) -> Any:
     """A case's value and gradients in float64."""
     case = CASES[name]
-    return in_float64(case.fn, *case.args), in_float64(projected(case.fn), case.args)
+    return in_float64(with_gradients(case.fn), *case.args)
 
 
 @float16_is_slow
@@ -196,12 +195,10 @@ def oracle(name: str) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_against_float64(name: str, policy: str) -> None:
     case = CASES[name]
-    fast = autocast(case.fn, policy)
-    got = jax.jit(fast)(*case.args)
+    got, gradient = jax.jit(with_gradients(autocast(case.fn, policy)))(*case.args)
     want, exact_gradient = oracle(name)
     assert got.dtype == jnp.float32
     assert relative(got, want) < case.tolerance(policy)
-    gradient = jax.jit(projected(fast))(case.args)
     assert {str(g.dtype) for g in jax.tree.leaves(gradient)} == {"float32"}
     # The way back is as long as the way there, and starts from what was rounded on it.
     for mine, exact in zip(gradient, exact_gradient, strict=True):
@@ -268,7 +265,7 @@ NORMS = {
 def test_statistics_of_a_large_mean(name: str, policy: str) -> None:
     # Mean 1000, deviation 1: a float16 sees steps of 0.5 here, a bfloat16 steps of 4.
     norm = NORMS[name]
-    x, w = normal(10, 32, 64) + 1000.0, orthogonal(11, 64)
+    x, w = gaussian(10, 32, 64) + 1000.0, orthogonal(11, 64)
     want = in_float64(norm, x, w)
     # A single pass in float32 loses mean²/variance × eps32 of the variance: what it is written to.
     single = name in ("single_pass_norm", "standardize")
@@ -408,7 +405,7 @@ def gradient_of_the_rows_left(fn: Callable[..., jax.Array]) -> Callable[..., Any
     return jax.jit(jax.grad(lambda q, k, v: jnp.sum(fn(q, k, v)[1:] ** 2), argnums=(0, 1, 2)))
 
 
-MASKED = X, normal(18, 8, 16), normal(19, 8, 16)
+MASKED = X, gaussian(18, 8, 16), gaussian(19, 8, 16)
 
 
 @functools.cache

@@ -223,7 +223,7 @@ def test_peers_train_the_same_model_in_few_bits(peer: str) -> None:
     losses = {}
     for name, loss_fn in (("float32", case.loss()), (peer, peers.loss(case, peer, small=True))):
         grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, _), grads = grad_fn(params, *rest)
+        (loss, _), grads = jax.jit(grad_fn)(params, *rest)
         losses[name] = float(loss)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     assert losses[peer] == pytest.approx(losses["float32"], rel=0.02)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
@@ -15,16 +14,12 @@ from jaxmp._autocast.carries import recurrence
 from jaxmp._jaxprs.compat import scan_split
 from jaxmp._jaxprs.higher_order import inside
 
-from support import autocast, iter_eqns, jaxpr_of
+from support import autocast, gaussian, iter_eqns, jaxpr_of
 
 BF16 = "mixed_bfloat16"
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-X, W = normal(0, 6, 8), normal(1, 8, 8)
+X, W = gaussian(0, 6, 8), gaussian(1, 8, 8)
 
 
 def layered(body: Callable[..., Any], carry: Any, xs: Any = None) -> list[bool]:
@@ -42,7 +37,7 @@ def layered(body: Callable[..., Any], carry: Any, xs: Any = None) -> list[bool]:
     return list(found.layered)[-n:]
 
 
-STACK = normal(3, 3, 8, 8)
+STACK = gaussian(3, 3, 8, 8)
 
 
 @pytest.mark.parametrize(

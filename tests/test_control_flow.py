@@ -16,17 +16,13 @@ from jax import lax
 
 import jaxmp
 
-from support import autocast, explain
+from support import autocast, explain, gaussian
 
 BF16 = "mixed_bfloat16"
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
 # Data; a weight, a stack of them, a bias.
-X, W, WS, B = normal(0, 6, 8), normal(1, 8, 8), normal(2, 3, 8, 8), normal(3, 8)
+X, W, WS, B = gaussian(0, 6, 8), gaussian(1, 8, 8), gaussian(2, 3, 8, 8), gaussian(3, 8)
 
 Program = Callable[..., Any]
 

@@ -35,7 +35,7 @@ COMPARED = [
 ]
 
 
-@slow_when(lambda model: model == "lm_post")
+@slow_when(lambda model: model in ("lm", "lm_post"))  # lm_scan is lm with its layers in a scan
 @pytest.mark.parametrize(("model", "policy", "float32_softmax"), COMPARED)
 def test_the_backward_pass_keeps_no_more_than_hand_written(
     model: str, policy: str, float32_softmax: bool
@@ -47,7 +47,7 @@ def test_the_backward_pass_keeps_no_more_than_hand_written(
     assert residual_mib(ours, *shapes) <= residual_mib(hand, *shapes)
 
 
-@slow_when(lambda model: model not in ("lm_scan", "cnn", "mlp"))
+@pytest.mark.slow  # by default, the table says it of the small models
 @pytest.mark.parametrize("model", CASES)
 def test_every_contraction_is_low_forward_and_backward(model: str) -> None:
     case = CASES[model]
@@ -78,6 +78,12 @@ def test_a_wrapped_module_costs_what_autocast_of_its_apply_does(model: str) -> N
     steps = [jax.value_and_grad(loss, has_aux=True) for loss in (wrapped, applied)]
     counts = [Counter(e.primitive.name for e in iter_eqns(jaxpr_of(s, *shapes))) for s in steps]
     assert counts[0] == counts[1]
+
+
+def test_in_the_table_every_contraction_is_low() -> None:
+    for models in table().values():
+        for model, policies in models.items():
+            assert set(policies["mixed_bfloat16"]["contractions"]) == {"bfloat16"}, model
 
 
 @slow_when(lambda model: model not in ("lm_scan", "cnn", "mlp"))

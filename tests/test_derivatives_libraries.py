@@ -16,7 +16,7 @@ import pytest
 
 import jaxmp
 
-from support import contraction_dtypes, slow_when
+from support import contraction_dtypes, float16_is_slow, slow_when
 
 equinox = pytest.importorskip("equinox")
 
@@ -251,6 +251,7 @@ def test_diffrax_s_own_training_loop() -> None:
     assert contraction_dtypes(lambda ys: grad(mlp, ys), ys)["bfloat16"] >= 4
 
 
+@float16_is_slow
 @pytest.mark.parametrize(("policy", "steps"), [("mixed_bfloat16", 1219), ("mixed_float16", 440)])
 def test_an_adaptive_solver_takes_few_steps_by_the_cures_of_the_limits(policy, steps):
     """Rounding is noise to its step controller: that of docs/limits.md, with its figures."""

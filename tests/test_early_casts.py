@@ -14,16 +14,12 @@ from jax import lax
 
 import jaxmp
 
-from support import iter_eqns, jaxpr_of
+from support import gaussian, iter_eqns, jaxpr_of
 
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-X, W, Y = normal(0, 6, 8), normal(1, 4, 8), normal(2, 8, 4)
+X, W, Y = gaussian(0, 6, 8), gaussian(1, 4, 8), gaussian(2, 8, 4)
 
 
 def dtypes(op: str, fn: Callable[..., Any], *args: Any) -> list[str]:
@@ -57,7 +53,7 @@ def test_is_what_a_hand_written_program_does(
     for op in ops:
         assert set(dtypes(op, ours, X, W)) == {jnp.dtype(low).name}
     np.testing.assert_array_equal(jax.jit(ours)(X, W), jax.jit(hand)(X, W))
-    weights = normal(2, 6, 4)
+    weights = gaussian(2, 6, 4)
     for got, want in zip(
         *(
             jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * weights), (0, 1)))(X, W)

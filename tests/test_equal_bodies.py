@@ -18,8 +18,8 @@ import jaxmp
 from jaxmp._autocast import planner
 from jaxmp._autocast.transform import plan_program
 
-from constructs import BF16, assert_close, gaussian
-from support import contraction_dtypes, iter_eqns
+from constructs import BF16, assert_close
+from support import contraction_dtypes, gaussian, iter_eqns
 
 X, W = gaussian(0, 4, 8), gaussian(1, 8, 8)
 

@@ -75,25 +75,43 @@ def test_train_lm_with_one_policy(tmp_path):
     assert not (tmp_path / "loss.png").exists()
 
 
+def example(name: str, monkeypatch) -> ModuleType:
+    """An example as a module, in this process."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module(name)
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options", "message"),
     [
-        (("--policy", "mixed_bfloat17"), "mixed_bfloat17"),
-        (("--compare", "nonsense"), "nonsense"),
-        (("--compare", "mixed_bfloat16"), "--compare needs a policy other than --policy"),
-        (("--size", "huge"), "tiny"),
-        (("--steps", "0"), "must be at least 1"),
-        (("--batch", "-1"), "must be at least 1"),
-        (("--seed", "-1"), "at least 0"),
-        (("--plot", "missing/loss.png"), "there is no folder missing"),
-        (("--resume",), "--resume needs --checkpoint"),
+        ("train_lm", ("--policy", "mixed_bfloat17"), "mixed_bfloat17"),
+        ("train_lm", ("--compare", "nonsense"), "nonsense"),
+        (
+            "train_lm",
+            ("--compare", "mixed_bfloat16"),
+            "--compare needs a policy other than --policy",
+        ),
+        ("train_lm", ("--size", "huge"), "tiny"),
+        ("train_lm", ("--steps", "0"), "must be at least 1"),
+        ("train_lm", ("--batch", "-1"), "must be at least 1"),
+        ("train_lm", ("--seed", "-1"), "at least 0"),
+        ("train_lm", ("--plot", "missing/loss.png"), "there is no folder missing"),
+        ("train_lm", ("--resume",), "--resume needs --checkpoint"),
+        ("train_digits_nnx", ("--policy", "mixed_bfloat17"), "mixed_bfloat17"),
+        (
+            "train_digits_nnx",
+            ("--compare", "mixed_bfloat16"),
+            "--compare needs a policy other than",
+        ),
+        ("train_digits_nnx", ("--steps", "0"), "must be at least 1"),
+        ("train_digits_nnx", ("--runs", "0"), "must be at least 1"),
+        ("train_digits_nnx", ("--seed", "-1"), "at least 0"),
+        ("train_digits_nnx", ("--plot", "missing/digits.png"), "there is no folder missing"),
     ],
 )
-def test_train_lm_refuses_bad_options(options, message, monkeypatch, capsys):
-    # In this process, for speed: nothing is trained.
-    monkeypatch.syspath_prepend(EXAMPLES)
-    script = importlib.import_module("train_lm")
-    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options])
+def test_bad_options_are_refused(name, options, message, monkeypatch, capsys):
+    script = example(name, monkeypatch)  # in this process, for speed: nothing is trained
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     with pytest.raises(SystemExit) as error:
         script.main()
     assert error.value.code == 2
@@ -107,12 +125,6 @@ def test_train_lm_names_no_precision():
     source = (EXAMPLES / "train_lm.py").read_text()
     code = source.split('"""', 2)[2].replace('"mixed_bfloat16"', "").replace('"float32"', "")
     assert not re.findall(r"dtype|float\d+|bf16|f32|f16|astype", code)
-
-
-def example(name: str, monkeypatch) -> ModuleType:
-    """An example as a module, in this process."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    return importlib.import_module(name)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 
 import jax
 import numpy as np
@@ -42,30 +41,6 @@ def test_train_digits_compares_two_policies(tmp_path):
     assert losses, "the progress bar"
     assert len(set(losses)) > 4, "another precision and another seed go another way"
     assert (tmp_path / "digits.png").read_bytes().startswith(PNG_SIGNATURE)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--policy", "mixed_bfloat17"), "mixed_bfloat17"),
-        (("--compare", "mixed_bfloat16"), "--compare needs a policy other than --policy"),
-        (("--steps", "0"), "must be at least 1"),
-        (("--runs", "0"), "must be at least 1"),
-        (("--seed", "-1"), "at least 0"),
-        (("--plot", "missing/digits.png"), "there is no folder missing"),
-    ],
-)
-def test_train_digits_refuses_bad_options(options, message, monkeypatch, capsys):
-    # In this process, for speed: nothing is trained.
-    monkeypatch.syspath_prepend(EXAMPLES)
-    script = importlib.import_module("train_digits_nnx")
-    monkeypatch.setattr(sys, "argv", ["train_digits_nnx.py", *options])
-    with pytest.raises(SystemExit) as error:
-        script.main()
-    assert error.value.code == 2
-    out, err = capsys.readouterr()
-    assert message in err
-    assert not out
 
 
 @pytest.mark.slow

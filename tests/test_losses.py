@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp.losses import linear_cross_entropy
 
-from support import iter_eqns
+from support import iter_eqns, slow_when
 
 EPS = float(jnp.finfo(jnp.float32).eps)
 ALL = (0, 1, 2)
@@ -95,7 +95,6 @@ def test_it_is_the_loss_of_optax(chunks):
     assert_near(got, jax.grad(weighted(optax_loss, labels), ALL)(*args), 1e-6)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     tokens=st.lists(st.integers(1, 4), max_size=3),
     features=st.integers(1, 9),
@@ -348,6 +347,7 @@ def mesh(kind=AxisType.Auto):
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
 
 
+@slow_when(lambda specs, check_vma: not check_vma and specs != "both")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("specs", SPECS)
 def test_shard_map(specs, check_vma):
@@ -393,6 +393,7 @@ def test_gradients_inside_of_shard_map():
 COLLECTIVE = r"= (\w+)\[([\d,]*)\]\S* (all-gather|all-reduce|all-to-all|collective-permute)\("
 
 
+@slow_when(lambda specs, kind: kind == AxisType.Explicit and specs != "both")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("specs", [*SPECS, "rows"])
 def test_jit_over_a_mesh(specs, kind):

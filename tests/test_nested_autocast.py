@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +14,8 @@ from jax import lax
 
 import jaxmp
 
-from constructs import BF16, F16, V, W, X, assert_bitwise, assert_close, dense, gaussian, loss_of
-from support import autocast, contraction_dtypes, iter_eqns, jaxpr_of, slow_when
+from constructs import BF16, F16, V, W, X, assert_bitwise, assert_close, dense, loss_of
+from support import autocast, contraction_dtypes, gaussian, iter_eqns, jaxpr_of, slow_when
 
 # The nested part multiplies (8, 5) matrices, so that its contractions are told by their shape.
 NARROW = gaussian(7, 8, 5, scale=8**-0.5)
@@ -83,28 +82,25 @@ def _of_the_loss(fn: Callable[..., Any], derivative: bool) -> Callable[..., Any]
     return jax.grad(loss_of(fn), argnums=(0, 1, 2)) if derivative else fn
 
 
-@functools.cache
-def _expected(place: str, derivative: bool) -> Any:
-    return jax.jit(_of_the_loss(_placed(_part)[place], derivative))(X, W, NARROW)
+REGIONS = {"float32": jaxmp.full_precision, "float16": partial(autocast, policy=F16)}
 
 
 @slow_when(lambda derivative: not derivative)  # backward, they run forward as well
+@pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("derivative", [False, True], ids=["forward", "backward"])
-def test_full_precision_region_stays_float32(place: str, derivative: bool) -> None:
-    fn = autocast(_placed(jaxmp.full_precision(_part))[place], BF16)
+def test_the_inner_region_wins(place: str, region: str, derivative: bool) -> None:
+    fn = autocast(_placed(REGIONS[region](_part))[place], BF16)
     fn = _of_the_loss(fn, derivative)
     inside, outside = _dtypes_by_place(fn, X, W, NARROW)
-    assert inside == {"float32"}
+    assert inside == {region}
     assert outside == {"bfloat16"}
-    want = _expected(place, derivative)
-    assert_close(jax.jit(fn)(X, W, NARROW), want, dtype="bfloat16", depth=8)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_full_precision_alone_changes_nothing(place: str) -> None:
     fn = _placed(jaxmp.full_precision(_part))[place]
-    assert_bitwise(jax.jit(fn)(X, W, NARROW), _expected(place, False))
+    assert_bitwise(jax.jit(fn)(X, W, NARROW), jax.jit(_placed(_part)[place])(X, W, NARROW))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -116,17 +112,20 @@ def test_constructs_inside_a_full_precision_region(place: str) -> None:
     assert counts["float32"] == sum(counts.values()) - 1
 
 
-@slow_when(lambda derivative: not derivative)
+OF_EACH_KIND = {"float32": ("remat", "vmap", "cond", "custom_vjp"), "float16": ("scan_of_remat",)}
+
+
+@slow_when(lambda place, region: place not in OF_EACH_KIND[region])
+@pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("derivative", [False, True], ids=["forward", "backward"])
-def test_nested_autocast_inner_wins(place: str, derivative: bool) -> None:
-    fn = autocast(_placed(autocast(_part, F16))[place], BF16)
-    fn = _of_the_loss(fn, derivative)
-    inside, outside = _dtypes_by_place(fn, X, W, NARROW)
-    assert inside == {"float16"}
-    assert outside == {"bfloat16"}
-    want = _expected(place, derivative)
-    assert_close(jax.jit(fn)(X, W, NARROW), want, dtype="bfloat16", depth=8)
+def test_values_and_gradients_are_near_those_of_the_program(place: str, region: str) -> None:
+    def computed(part: Callable[..., Any], around: Callable[..., Any]) -> Any:
+        fn = around(_placed(part)[place])
+        gradients = jax.grad(loss_of(fn), argnums=(0, 1, 2))
+        return jax.jit(lambda *args: (fn(*args), gradients(*args)))(X, W, NARROW)
+
+    got = computed(REGIONS[region](_part), partial(autocast, policy=BF16))
+    assert_close(got, computed(_part, lambda fn: fn), dtype="bfloat16", depth=8)
 
 
 def test_nested_float32_policy_is_a_float32_region() -> None:

@@ -15,7 +15,8 @@ from flax import nnx
 import jaxmp
 from jaxmp._autocast.parameters import by_position, of_variables, overlooked, place_of
 
-from constructs import BF16, gaussian
+from constructs import BF16
+from support import gaussian
 
 W, B, X = gaussian(0, 16, 16), gaussian(1, 16), gaussian(2, 8, 16)
 

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import pickle
 import re
+import string
 
 import hypothesis
 import hypothesis.strategies as st
@@ -36,7 +37,9 @@ policies = st.tuples(
     st.booleans(),
     st.booleans(),
     st.dictionaries(
-        st.text(min_size=1) | st.sampled_from(["exp", "scatter-add", "a,b=c|d:e%3A"]),
+        # Not any character: the table of all of Unicode takes seconds to make.
+        st.text(string.printable + "ß→\0", min_size=1)
+        | st.sampled_from(["exp", "scatter-add", "a,b=c|d:e%3A"]),
         st.sampled_from(OP_CLASSES),
     ),
 ).map(

@@ -20,17 +20,13 @@ from jaxmp._autocast import provenance
 from jaxmp._autocast.provenance import COMPUTED, CONSTANT, DATA, LARGE, PARAMETER, SHARED
 from jaxmp.policy import get_policy
 
-from support import contraction_dtypes, iter_eqns, jaxpr_of, primitives
+from support import contraction_dtypes, gaussian, iter_eqns, jaxpr_of, primitives
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 LOW = np.dtype(jnp.bfloat16)
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-X, W, B = normal(0, 6, 8), normal(1, 8, 8), normal(2, 8)
+X, W, B = gaussian(0, 6, 8), gaussian(1, 8, 8), gaussian(2, 8)
 
 
 def dtype_of(op: str, fn: Callable[..., Any], *args: Any, policy: Any = BF16) -> str:

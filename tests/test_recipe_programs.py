@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp.testing import PrecisionError, assert_products_in
 
-from support import slow_when
+from support import relative, slow_when
 
 POLICY = "mixed_float8"
 RECIPES = ("float8", "e4m3:e5m2:e5m2", "e4m3@row", "int8", "e4m3:bf16:bf16")
@@ -45,14 +45,6 @@ def mlp(p: Any, x: Any) -> Any:
 def loss(p: Any, tokens: Any) -> Any:
     """Three layers between an embedding and logits: three products are to be in 8 bits."""
     return jnp.mean((mlp(p, p["table"][tokens]) @ p["table"].T) ** 2)
-
-
-def error(got: Any, want: Any) -> float:
-    got, want = (
-        np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)])
-        for t in (got, want)
-    )
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def counts(fn: Callable[..., Any], policy: str = POLICY, tokens: Any = TOKENS) -> Any:
@@ -191,7 +183,7 @@ def test_nnx_modules() -> None:
     fast = jaxmp.wrap(model, POLICY)
     found = jaxmp.explain(lambda m, t: m(t))(fast, TOKENS).quantized()
     assert found.counts() == {"forward": (2, 3)}
-    assert error(fast(TOKENS), model(TOKENS)) < 0.06
+    assert relative(fast(TOKENS), model(TOKENS)) < 0.06
 
 
 def test_results_in_16_bits_are_no_reason_for_the_logits_to_be_in_8() -> None:
@@ -324,8 +316,8 @@ def test_programs(name: str, recipe: str) -> None:
     assert {x.dtype for x in jax.tree.leaves(got)} == {np.dtype("float32")}
     # Each of a chain of products adds its own error.
     most = {"float8": 0.038, "int8": 0.011}[recipe] * np.sqrt(2 * quantized)
-    assert error(fast_value, value) < most
-    assert 1e-3 < error(got, want) < most
+    assert relative(fast_value, value) < most
+    assert 1e-3 < relative(got, want) < most
 
 
 @pytest.mark.slow
@@ -335,11 +327,11 @@ def test_transformations_outside(recipe: str) -> None:
     p = weights()
     want = jax.jit(jax.grad(loss))(p, TOKENS)
     most = 0.03 if recipe == "int8" else 0.13
-    assert error(jax.grad(fast)(p, TOKENS), want) < most
+    assert relative(jax.grad(fast)(p, TOKENS), want) < most
     both = jax.tree.map(lambda x: jnp.stack([x, 4 * x]), p)
     each = jax.jit(jax.vmap(jax.grad(fast), (0, None)))(both, TOKENS)
-    assert error(jax.tree.map(lambda x: x[0], each), want) < most
-    assert error(jax.linearize(lambda p: fast(p, TOKENS), p)[0], fast(p, TOKENS)) == 0
+    assert relative(jax.tree.map(lambda x: x[0], each), want) < most
+    assert relative(jax.linearize(lambda p: fast(p, TOKENS), p)[0], fast(p, TOKENS)) == 0
 
 
 POLICIES = (
@@ -379,7 +371,7 @@ def test_what_jax_checkpoint_saves_is_what_its_policy_says(name: str | None) -> 
     fast = jaxmp.autocast(remat(name), POLICY)
     want = jax.jit(jax.grad(jaxmp.autocast(remat("nothing_saveable"), POLICY)))(weights(), TOKENS)
     # What XLA fuses rounds otherwise, and then to the next of 8 bits.
-    assert error(jax.jit(jax.grad(fast))(weights(), TOKENS), want) < 0.05
+    assert relative(jax.jit(jax.grad(fast))(weights(), TOKENS), want) < 0.05
     plain = jaxmp.autocast(remat(name), "mixed_bfloat16")
     assert products_run(fast) == products_run(plain)
 
@@ -431,7 +423,7 @@ def test_gradients_in_16_bits_may_be_differentiated_again() -> None:
 
     fast = jaxmp.autocast(loss, "float32,matmul=f32:bf16:bf16")
     got, want = (jax.jit(jax.grad(norm(fn)))(weights()) for fn in (fast, loss))
-    assert error(got, want) < 0.02
+    assert relative(got, want) < 0.02
 
 
 def test_what_is_no_second_derivative_is_not_refused() -> None:
@@ -439,7 +431,7 @@ def test_what_is_no_second_derivative_is_not_refused() -> None:
     want = jax.grad(fast)(weights(), TOKENS)
     value = lambda p: jax.vjp(lambda q: fast(q, TOKENS), p)[0]  # noqa: E731
     # What is differentiated twice leaves its products in 16 bits.
-    assert error(jax.grad(value)(weights()), want) < 2**-8
+    assert relative(jax.grad(value)(weights()), want) < 2**-8
 
 
 def test_a_backward_pass_in_the_program_is_in_16_bits_and_says_so() -> None:
@@ -462,7 +454,8 @@ def test_triple_precision(rule: str) -> None:
     fast = jaxmp.autocast(fn, "float32,matmul=f32:bf16:bf16")
     p = weights()
     assert jax.jit(fast)(p, TOKENS) == jax.jit(fn)(p, TOKENS)
-    assert 1e-3 < error(jax.jit(jax.grad(fast))(p, TOKENS), jax.jit(jax.grad(fn))(p, TOKENS)) < 1e-2
+    got, want = (jax.jit(jax.grad(f))(p, TOKENS) for f in (fast, fn))
+    assert 1e-3 < relative(got, want) < 1e-2
 
 
 def test_triple_precision_keeps_16_bits_for_the_backward_pass() -> None:
@@ -526,7 +519,7 @@ def test_sharding_in_types(sharded: str, recipe: str) -> None:
         fast = jaxmp.autocast(fn, f"{policy},matmul={recipe}")
         with warnings.catch_warnings(action="ignore"):  # blocks are not cut, and say so
             got = jax.jit(jax.grad(fast))(p, x)
-    assert error(got, want) < 0.13
+    assert relative(got, want) < 0.13
     for k, gradient in got.items():
         assert gradient.sharding.is_equivalent_to(p[k].sharding, 2)
 
@@ -540,4 +533,4 @@ def test_sharded_weights_are_gathered_in_8_bits() -> None:
     text = step.lower(p, tokens).compile().as_text()
     gathered = Counter(re.findall(r"= (\w+)\[[\d,]+\]\S* all-gather\(", text))
     assert gathered["s8"] == 3  # each layer's weights, once for all three products
-    assert error(step(p, tokens), jax.grad(loss)(weights(), TOKENS)) < 0.03
+    assert relative(step(p, tokens), jax.grad(loss)(weights(), TOKENS)) < 0.03

@@ -21,14 +21,10 @@ import jaxmp
 from jaxmp._autocast.why import Residual
 from jaxmp.checkpoint_policies import long_products, products
 
-from support import autocast, explain, iter_eqns
+from support import autocast, explain, gaussian, iter_eqns
 
 SAVE, AGAIN_POLICY = "mixed_bfloat16", "mixed_bfloat16,residuals=recompute"
 ROWS, WIDTH = 32, 16
-
-
-def gaussian(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 W, X = gaussian(0, WIDTH, WIDTH) / 4, gaussian(1, ROWS, WIDTH)

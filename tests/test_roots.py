@@ -14,7 +14,7 @@ from jax import lax
 from jaxmp._autocast.roots import LITERALS, OTHER, WEIGHTS, Roots, roots_of
 from jaxmp._jaxprs import compat
 
-from constructs import gaussian
+from support import gaussian
 
 W, X = gaussian(0, 8, 8), gaussian(1, 4, 8)
 STENCIL = np.array([1.0, -2.0, 1.0], np.float32)

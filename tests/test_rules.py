@@ -14,8 +14,8 @@ from jax import lax
 
 import jaxmp
 
-from constructs import BF16, F16, gaussian
-from support import ROOT
+from constructs import BF16, F16
+from support import ROOT, gaussian
 
 LOW, WIDE = {BF16: "bfloat16", F16: "float16"}, "float32"
 W, B, NARROW, POSE = gaussian(0, 16, 16), gaussian(1, 16), gaussian(2, 4, 32), gaussian(3, 4, 4)

@@ -22,12 +22,11 @@ from constructs import (
     assert_bitwise,
     assert_close,
     assert_low,
-    gaussian,
     jit_shared,
     mlp,
     project,
 )
-from support import autocast, contraction_dtypes
+from support import autocast, contraction_dtypes, gaussian
 
 
 def test_every_eager_call_traces_and_jit_traces_once() -> None:

@@ -28,9 +28,11 @@ from support import (
     contractions,
     explain,
     float16_is_slow,
+    gaussian,
     iter_eqns,
     jaxpr_of,
     primitives,
+    relative,
     slow_when,
 )
 
@@ -40,22 +42,9 @@ COMPUTE = {BF16: "bfloat16", F16: "float16"}
 FLOAT32_MIN = float(np.finfo(np.float32).min)
 
 
-def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32)
-
-
-X = normal(0, 6, 8)
-W = normal(1, 8, 8, scale=8**-0.5)
-V = normal(2, 8, 8, scale=8**-0.5)
-
-
-def relative(got: Any, want: Any) -> float:
-    """The distance of two pytrees in the 2-norm, relative to the second."""
-    a, b = (
-        np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(t)])
-        for t in (got, want)
-    )
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+X = gaussian(0, 6, 8)
+W = gaussian(1, 8, 8, scale=8**-0.5)
+V = gaussian(2, 8, 8, scale=8**-0.5)
 
 
 def scan_eqns(fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -111,7 +100,7 @@ def test_trap_02_scan_keeps_its_parameters_on_either_jax() -> None:
         init = (jnp.tanh(x @ w), jnp.int32(0))
         return lax.scan(body, init, (stack, stack[:, 0, :6, None] * x[0]), reverse=True, unroll=2)
 
-    stack = normal(3, 4, 8, 8, scale=8**-0.5)
+    stack = gaussian(3, 4, 8, 8, scale=8**-0.5)
     fast = autocast(fn, BF16)
     [was], [now] = scan_eqns(fn, X, W, stack), scan_eqns(fast, X, W, stack)
     for name in set(was.params) - {"jaxpr"}:
@@ -632,7 +621,7 @@ def test_trap_09_a_weights_gradient_over_iterations_is_summed_in_float32() -> No
         _, ys = lax.scan(lambda c, x: (c, jnp.sum(jnp.tanh(x @ w) @ w)), 0.0, xs)
         return jnp.sum(ys)
 
-    xs = normal(5, 64, 2, 8)
+    xs = gaussian(5, 64, 2, 8)
     fast = autocast(fn, BF16)
     [scan] = scan_eqns(fast, W, xs)
     dtypes = {
@@ -752,7 +741,7 @@ def test_trap_11_primal_forward_and_backward_are_all_transformed(policy: str) ->
 
 def test_trap_11_the_memory_saving_is_kept() -> None:
     def saved(fn: Callable[..., Any]) -> int:
-        x = normal(6, 64, 8)
+        x = gaussian(6, 64, 8)
         _, pullback = jax.vjp(lambda x, w: recomputing(jnp.tanh(x @ w), w), x, W)
         _, fast = jax.vjp(fn, x, W)
         total = [sum(leaf.nbytes for leaf in jax.tree.leaves(p)) for p in (pullback, fast)]
@@ -928,7 +917,7 @@ class ConvNet(nn.Module):
         return nn.Dense(10, dtype=self.dtype)(x.mean((1, 2))).astype(jnp.float32)
 
 
-IMAGES = normal(7, 8, 8, 8, 3)
+IMAGES = gaussian(7, 8, 8, 8, 3)
 
 
 def conv_loss(model: ConvNet) -> Callable[..., jax.Array]:
@@ -998,7 +987,7 @@ def log_recurrence(scores: jax.Array, w: jax.Array) -> jax.Array:
 @slow_when(lambda policy: policy == BF16)  # float16 is the one out of range
 @pytest.mark.parametrize("policy", [F16, BF16, "mixed_float16,softmax=f16"])
 def test_trap_15_a_log_domain_recurrence_is_finite(policy: str) -> None:
-    scores = normal(8, 20, 8)
+    scores = gaussian(8, 20, 8)
     fast = jax.jit(autocast(log_recurrence, policy))
     assert np.isfinite(fast(scores, W))
     assert relative(fast(scores, W), log_recurrence(scores, W)) < 0.02
@@ -1227,7 +1216,7 @@ def scaled_gradient(model: Mlp, scale: float, policy: str | None = None) -> Call
 
 
 def test_trap_18_float16_overflows_where_a_hand_written_model_does() -> None:
-    x = normal(9, 32, 8) * jnp.asarray([100.0, 1, 1, 1, 0.01, 0.01, 0.01, 0.01])
+    x = gaussian(9, 32, 8) * jnp.asarray([100.0, 1, 1, 1, 0.01, 0.01, 0.01, 0.01])
     params = jax.jit(Mlp().init)(jax.random.key(0), x)
     hand = scaled_gradient(Mlp(jnp.float16), 4096.0)(params, x)
     ours = scaled_gradient(Mlp(), 4096.0, F16)(params, x)
@@ -1246,7 +1235,7 @@ def test_trap_18_float16_overflows_where_a_hand_written_model_does() -> None:
 
 
 def test_trap_18_a_smaller_scale_is_finite_and_right() -> None:
-    x = normal(9, 32, 8) * jnp.asarray([100.0, 1, 1, 1, 0.01, 0.01, 0.01, 0.01])
+    x = gaussian(9, 32, 8) * jnp.asarray([100.0, 1, 1, 1, 0.01, 0.01, 0.01, 0.01])
     params = jax.jit(Mlp().init)(jax.random.key(0), x)
     ours = scaled_gradient(Mlp(), 2.0**-4, F16)(params, x)
     want = scaled_gradient(Mlp(), 2.0**-4)(params, x)
@@ -1304,7 +1293,7 @@ def test_trap_19_gradient_error_is_near_the_floor(model: Callable[..., nn.Module
     )
     errors = []
     for seed in range(6):  # a rounding that flips a ReLU moves one gradient by percents
-        images = normal(100 + seed, *IMAGES.shape)
+        images = gaussian(100 + seed, *IMAGES.shape)
         exact = plain(params, images)
         floor = plain(rounded(params), rounded(images))
         rest = by_hand(params, images), fast(params, images)

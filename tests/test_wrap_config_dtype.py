@@ -16,8 +16,8 @@ from flax import nnx, struct
 import jaxmp
 from jaxmp import PolicyMap
 
-from linen_models import BF16, SEQUENCE, TOKENS, X, counts, normal, over_layers, variables_of
-from support import contraction_dtypes
+from linen_models import BF16, SEQUENCE, TOKENS, X, counts, over_layers, variables_of
+from support import contraction_dtypes, gaussian
 
 EVERYWHERE = PolicyMap({"**": BF16}, default=BF16)
 
@@ -159,7 +159,7 @@ class Convolutions(nn.Module):
 def test_a_class_of_its_own_is_compared_with_the_other_layers(
     convs: Any, head: Any, expected: dict[str, int]
 ) -> None:
-    model, x = Convolutions(convs, head), normal(3, 2, 6, 6, 8)
+    model, x = Convolutions(convs, head), gaussian(3, 2, 6, 6, 8)
     assert counts(jaxmp.wrap(model, BF16), variables_of(model, x), x) == expected
 
 

@@ -44,11 +44,10 @@ from linen_models import (
     compiled,
     counts,
     gradient_of,
-    normal,
     run,
     variables_of,
 )
-from support import contraction_dtypes, float16_is_slow, jaxpr_of, slow_when
+from support import contraction_dtypes, float16_is_slow, gaussian, jaxpr_of, slow_when
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -253,7 +252,7 @@ def test_batch_statistics_accumulate_over_steps() -> None:
     def run(model: nn.Module) -> Any:
         variables, update = initialized("cnn"), apply(model)
         for seed in range(4):
-            _, changed = update(variables, 3 + normal(seed, 6, 6, 6, 2))
+            _, changed = update(variables, 3 + gaussian(seed, 6, 6, 6, 2))
             variables = {**variables, **changed}
         return variables["batch_stats"]
 
@@ -631,7 +630,7 @@ def test_decode_cache() -> None:
             return nn.MultiHeadDotProductAttention(1, decode=True)(x)
 
     model, wrapped = Decoder(), jaxmp.wrap(Decoder(), BF16)
-    tokens = normal(5, 2, 12, 16)
+    tokens = gaussian(5, 2, 12, 16)
     variables = variables_of(model, tokens)
     cache = jax.tree.map(jnp.zeros_like, variables["cache"])
 

@@ -37,12 +37,11 @@ from linen_models import (
     counts,
     gradient_of,
     marked,
-    normal,
     over_layers,
     run,
     variables_of,
 )
-from support import contraction_dtypes, float16_is_slow
+from support import contraction_dtypes, float16_is_slow, gaussian
 
 # --- As a submodule ------------------------------------------------------------------------------
 
@@ -631,7 +630,7 @@ def test_a_call_of_the_same_kind_traces_no_jit_again(policy: Any, around: Any, c
 
 def test_float32_is_the_module_as_written_to_jax() -> None:
     """Not lifted, and in the caches that the module itself has filled."""
-    model, x = Configured(Widths()), normal(5, 7, 8)
+    model, x = Configured(Widths()), gaussian(5, 7, 8)
     variables = variables_of(model, x)
     want = model.apply(variables, x)
     wrapped = jaxmp.wrap(model, "float32")
