@@ -72,12 +72,12 @@ def program(name: str) -> tuple[Callable[..., Any], Callable[..., Any], tuple[An
         net = Decoder(6, nnx.Rngs(0))
         tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
         return decoder_loss, nnx.value_and_grad(decoder_loss), (net, tokens)
-    case = {"lm": lm(4), "lm of 10 layers": lm(10), "cnn": CASES["cnn"]}[name]
+    case = {"lm": lm(4), "lm of 24 layers": lm(24), "cnn": CASES["cnn"]}[name]
     loss = case.loss(small=True)
     return loss, jax.value_and_grad(loss, has_aux=True), case.shapes(small=True)
 
 
-NAMES = ["lm", "lm of 10 layers", "cnn", "nnx decoder"]
+NAMES = ["lm", "lm of 24 layers", "cnn", "nnx decoder"]
 
 
 @functools.cache
@@ -148,11 +148,11 @@ def test_many_faults_fit_a_screen_the_gravest_first() -> None:
 
 
 def test_layers_that_differ_in_their_number_are_one_row() -> None:
-    found = explained("lm of 10 layers")
-    assert "TransformerLM/Block_*/Dense_* ×20" in str(found)
-    assert "TransformerLM/Block_*/LayerNorm_* ×20" in str(found)
-    assert "Block_*/Dense_* ×20" in str(audited("lm of 10 layers", None))
-    assert "argument [0]['Block_*'] ×10" in str(audited("lm of 10 layers", None))
+    found = explained("lm of 24 layers")
+    assert "TransformerLM/Block_*/Dense_* ×48" in str(found)
+    assert "TransformerLM/Block_*/LayerNorm_* ×48" in str(found)
+    assert "Block_*/Dense_* ×48" in str(audited("lm of 24 layers", None))
+    assert "argument [0]['Block_*'] ×24" in str(audited("lm of 24 layers", None))
     assert "Block_7" not in str(found)
     assert "Block_7" in found.to_text(verbose=True)
 
