@@ -13,11 +13,11 @@ compiled ahead of time, for TPUs v5p if no targets are named; a minute or two ea
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import math
 import os
-import sys
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here runs on an accelerator
@@ -146,8 +146,12 @@ def bytes_per_parameter(arguments: tuple[Any, ...]) -> float:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / count
 
 
-def main(targets: list[str]) -> None:
-    for name in targets or TARGETS:
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", nargs="*", help=f"by default, {' and '.join(TARGETS)}")
+    for name in parser.parse_args().target or TARGETS:
         target = parse_target(name)
         print(f"{name}, {target.hbm_bytes / 2**30:.0f} GiB a chip", flush=True)
         heading = f"{'bytes/parameter':>17}{'arguments':>13}{'temporaries':>15}{'peak':>13}"
@@ -168,4 +172,4 @@ def main(targets: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
