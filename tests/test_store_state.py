@@ -195,6 +195,18 @@ def test_what_did_not_change_keeps_its_bits_whatever_the_random_ones(dtype, bits
     assert float(new.scale[0, 0]) == 100
 
 
+@eight_bits
+def test_neighbors_of_what_is_stored_keep_its_bits(dtype):
+    """One program decodes a number in two places, and XLA may round them differently."""
+    x = jax.random.normal(jax.random.key(0), (300, 64)) ** 3
+    stored = encode(x, jnp.dtype(dtype), 2, jax.random.key(0))
+    for end in (-np.inf, np.inf):
+        neighbors = np.nextafter(np.asarray(decode(stored)), np.float32(end))
+        assert_same(encode_onto(stored, neighbors, jax.random.key(1)), stored)
+    changed = decode(stored) * np.float32(1 + 2.0**-20)  # a step can be as small as that
+    assert np.any(encode_onto(stored, changed, jax.random.key(1)).scale != stored.scale)
+
+
 # Training.
 
 
