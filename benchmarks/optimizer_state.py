@@ -5,15 +5,18 @@
 
 `digits` is a perceptron 64-256-256-10 on scikit-learn's digits, 300 steps of 64 images, tested on
 the half that is held out; `text` a transformer of two layers of width 64 on the bytes of Python's
-standard library, 300 steps of 16 x 64, tested on every twentieth file. Three seeds, on CPU; a
-minute, and a quarter of an hour. It prints, of each optimizer and storage, the mean over the seeds
-of the loss and the accuracy on what is held out, with half the spread of the seeds.
+standard library, 300 steps of 16 x 64, tested on every twentieth file; `words` the same on its
+8,191 most frequent words, 800 steps of 8 x 32, with an embedding of its own. Three seeds, on CPU; a
+minute, a quarter of an hour, an hour. It prints, of each optimizer and storage, the mean over the
+seeds of the loss and the accuracy on what is held out, with half the spread of the seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
+import re
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +37,7 @@ from transformer import TransformerLM
 SEEDS, STEPS = 3, 300
 SIZES = (64, 256, 256, 10)
 LM = TransformerLM(width=64, heads=4, layers=2, seq=64, vocab=256)
+WORDS = dataclasses.replace(LM, seq=32, vocab=8192, tied=False)
 STORED = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 MUON = optax.contrib.muon(1e-3)
 # Muon16 is Muon whose products are in bfloat16.
@@ -64,6 +68,7 @@ class Task:
       train: the inputs and the labels to learn from.
       held_out: those to test on.
       batch: how many of them are a step's.
+      steps: how many steps.
     """
 
     initial: Callable[[jax.Array], Any]
@@ -71,6 +76,7 @@ class Task:
     train: tuple[np.ndarray, np.ndarray]
     held_out: tuple[np.ndarray, np.ndarray]
     batch: int
+    steps: int = STEPS
 
     def loss(self, params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         logits = self.outputs(params, x)
@@ -99,23 +105,46 @@ def digits() -> Task:
 
 
 def text() -> Task:
-    """A transformer, and the source of Python's standard library."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    """A transformer, and the bytes of Python's standard library."""
+    learned, held_out = _sources()
+    learned, held_out = (np.frombuffer(part.encode(), np.uint8) for part in (learned, held_out))
+    return _language(LM, learned, held_out, batch=16)
 
-    def windows(files: list[Path], most: int) -> tuple[np.ndarray, np.ndarray]:
-        read = np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
-        rows = read[: len(read) // (LM.seq + 1) * (LM.seq + 1)].reshape(-1, LM.seq + 1)
+
+def words() -> Task:
+    """A transformer, and the words of Python's standard library: most of them are rare."""
+    learned, held_out = (re.findall(r"\w+|\s+|[^\w\s]", part) for part in _sources())
+    frequent = collections.Counter(learned).most_common(WORDS.vocab - 1)
+    number = {word: i for i, (word, _) in enumerate(frequent, start=1)}  # 0 is any other
+    learned, held_out = (np.array([number.get(w, 0) for w in p]) for p in (learned, held_out))
+    return _language(WORDS, learned, held_out, batch=8, steps=800)
+
+
+def _sources() -> tuple[str, str]:
+    """Python's standard library, to learn from, and every twentieth file, to test on."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    read = [file.read_bytes().decode("utf-8", "replace") for file in files]
+    return "".join(text for i, text in enumerate(read) if i % 20), "".join(read[::20])
+
+
+def _language(
+    model: TransformerLM, learned: np.ndarray, held_out: np.ndarray, **options: int
+) -> Task:
+    """A model of the next token, of two sequences of tokens."""
+
+    def windows(tokens: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = tokens[: len(tokens) // (model.seq + 1) * (model.seq + 1)]
+        rows = rows.reshape(-1, model.seq + 1)
         rows = rows[np.random.default_rng(0).permutation(len(rows))[:most]].astype(np.int32)
         return rows[:, :-1], rows[:, 1:]
 
     def initial(key: jax.Array) -> Any:
-        return LM.init(key, jnp.zeros((1, LM.seq), jnp.int32))
+        return model.init(key, jnp.zeros((1, model.seq), jnp.int32))
 
-    learned = [f for i, f in enumerate(files) if i % 20]
-    return Task(initial, LM.apply, windows(learned, 20_000), windows(files[::20], 256), 16)
+    return Task(initial, model.apply, windows(learned, 20_000), windows(held_out, 256), **options)
 
 
-TASKS = {"digits": digits, "text": text}
+TASKS = {"digits": digits, "text": text, "words": words}
 
 
 def train(
@@ -128,7 +157,7 @@ def train(
     def one(seed: jax.Array) -> tuple[jax.Array, jax.Array]:
         init_key, data_key = jax.random.split(jax.random.key(seed))
         params = jax.tree.map(lambda p: p.astype(dtype), of.initial(init_key))
-        rows = jax.random.randint(data_key, (STEPS, of.batch), 0, len(x))
+        rows = jax.random.randint(data_key, (of.steps, of.batch), 0, len(x))
 
         def step(carry, rows):
             params, state = carry

@@ -43,7 +43,10 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """A causal language model with tied embeddings: int32[batch, seq] -> [batch, seq, vocab]."""
+    """A causal language model: int32[batch, seq] -> [batch, seq, vocab].
+
+    The head has the weights of the embedding if they are tied.
+    """
 
     width: int
     heads: int
@@ -52,6 +55,7 @@ class TransformerLM(nn.Module):
     vocab: int
     norm: str = "pre"
     scan: bool = False
+    tied: bool = True
     dtype: Any = None
     float32_softmax: bool = False
     dot_general_cls: Any = None
@@ -78,6 +82,8 @@ class TransformerLM(nn.Module):
                 x, _ = Block(*options)(x, mask)
         if self.norm == "pre":
             x = nn.LayerNorm(dtype=self.dtype)(x)
+        if not self.tied:
+            return nn.Dense(self.vocab, use_bias=False, dtype=self.dtype)(x)
         return embed.attend(x)
 
 
