@@ -456,10 +456,10 @@ REFUSED = {
     exponentials_masked: "its exponentials are masked",
     epsilon: "something is added to their sum",
     temperature: "multiplied by an array",
-    no_mask: "the number in masked places is -2",
+    no_mask: "masked scores are set to -2",
     other_values: "stand-in refuses it: value shape should be",
     values_of_all_heads: "keys and values have different axes",
-    of_no_product: "its scores are not made where they are read",
+    of_no_product: "its scores are not computed next to their softmax",
     precise: "a product of it is in float32 (precision=HIGHEST, as the author asked)",
     no_gradient_of_scores: "its scores come of stop_gradient",
 }
@@ -491,9 +491,9 @@ def test_pallas_takes_what_it_takes() -> None:
     mask = jax.ShapeDtypeStruct((1, 1, 256, 256), bool)
     float16 = policy.replace("bfloat16", "float16")
     for why, args, asked in (
-        ("of masks, it takes a causal one; and no bias", (masked, *long, mask), policy),
-        ("16 queries are no multiple of 128", (causal, Q, K, V), policy),
-        ("TPUs multiply no float16", (causal, *long), float16),
+        ("it supports no bias, and of masks the causal one only", (masked, *long, mask), policy),
+        ("16 queries are not a multiple of 128", (causal, Q, K, V), policy),
+        ("TPUs do not multiply float16", (causal, *long), float16),
     ):
         assert explained(*args, policy=asked) == [("", f"Pallas refuses it: {why}")]
 

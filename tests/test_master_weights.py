@@ -493,7 +493,7 @@ def test_both_kinds_at_once_and_float16_remainders_are_refused():
     with pytest.raises(ValueError, match="master_weights: stochastic_rounding keeps no masters"):
         master_weights(optax.sgd(0.1), stochastic_rounding=True, remainder=True)
     tx = master_weights(optax.sgd(0.1), remainder=True)
-    with pytest.raises(ValueError, match=r"the parameter at \['w'\] is float16, which is no half"):
+    with pytest.raises(ValueError, match=r"the parameter at \['w'\] is float16, which is not half"):
         tx.init({"w": jnp.ones(2, jnp.float16)})
     low = jnp.ones(2, jnp.bfloat16)
     other = master_weights(optax.sgd(0.1)).init(low)

@@ -543,7 +543,7 @@ def test_orbax_restores_it(tmp_path):
 )
 def test_a_scaler_around_or_beside_it_is_refused(optimizer):
     state = optimizer().init(PARAMS)
-    with pytest.raises(ValueError, match="the loss scaler is not inside of the monitor, which"):
+    with pytest.raises(ValueError, match="the loss scaler is not inside the monitor, which"):
         read_monitor(state)
 
 

@@ -178,7 +178,7 @@ def test_the_readers_work_under_jit():
 
 @pytest.mark.parametrize("loss", [jnp.arange(2), 1j, True], ids=repr)
 def test_a_loss_that_is_not_real_is_refused(loss):
-    with pytest.raises(TypeError, match="scale_loss: the loss must be a real floating number"):
+    with pytest.raises(TypeError, match="scale_loss: the loss must be a real floating-point"):
         jaxmp.loss_scaling.scale_loss(loss, state_of(2.0))
 
 

@@ -308,7 +308,7 @@ def test_the_step_of_the_readme_is_one(parts):
         (
             {"make_step": lambda p, s: simulated(p, s, metrics=lambda loss, i: {"loss": np.nan})},
             ValueError,
-            "float32, seed 0 does not come to a finite loss itself",
+            "float32, seed 0 does not reach a finite loss itself",
         ),
         (
             {

@@ -53,7 +53,7 @@ class Capture(Record, Readings):
     def results(self) -> Any:
         """What the program returns when nothing is measured: it is run again for that."""
         if self._unmeasured is None:
-            raise ValueError("results: of a run that was loaded there are none: capture it again")
+            raise ValueError("results: a loaded capture has no results; capture the program again")
         return self._unmeasured()
 
     def origins(self) -> list[Origin]:
@@ -196,8 +196,8 @@ def prepare(
         grad = has_aux is not None and floating
     if grad and has_aux is None:
         raise ValueError(
-            "capture: grad=True, but the function returns neither one floating number nor such a "
-            "number and something else: (loss, aux)"
+            "capture: grad=True, but the function returns neither a floating-point scalar nor a "
+            "pair (loss, aux) with one"
         )
     if grad:
         scaler = optax.identity()
@@ -217,7 +217,7 @@ def prepare(
     found = survey(traced.jaxpr, labels, weights)
     if not found.sites:
         raise ValueError(
-            "capture: there is nothing to measure: the function computes no floating numbers of "
+            "capture: there is nothing to measure: the function computes no floating-point "
             "arrays. A Python number among its arguments is a constant: give jnp.float32(x)"
         )
     chosen = frozenset(name for name, site in found.sites.items() if site.is_in(sites))

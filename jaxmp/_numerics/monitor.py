@@ -251,8 +251,8 @@ def _find(opt_state: Any) -> MonitorState:
         )
     if len(find_scalers(opt_state)) != len(find_scalers(found[0].inner_state)):
         raise ValueError(
-            "read_monitor: the loss scaler is not inside of the monitor, which so sees neither its "
-            "scale nor the steps that it skips. The right form is "
+            "read_monitor: the loss scaler is not inside the monitor, which therefore sees "
+            "neither its scale nor its skipped steps. Write "
             "jaxmp.numerics.monitor(jaxmp.dynamic_loss_scale(...))."
         )
     return found[0]

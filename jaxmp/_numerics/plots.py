@@ -40,7 +40,7 @@ Curve = np.ndarray[Any, Any]
 def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str]) -> None:
     """Draws how the magnitudes of each kind are spread. See `Readings.plot_exponents`."""
     if isinstance(kinds, str):
-        raise TypeError(f"plot_exponents: kinds takes several, as in kinds=[{kinds!r}]")
+        raise TypeError(f"plot_exponents: kinds must be a sequence, as in kinds=[{kinds!r}]")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ValueError(
             f"plot_exponents: kinds has {unknown[0]!r}; there are {', '.join(map(repr, KINDS))}"

@@ -141,7 +141,7 @@ def tune(
         if wrong := mismatch(loss_fn, params, batches[0]):
             raise TypeError(
                 "tune: loss_fn is called as loss_fn(params, batch), where a batch is one argument: "
-                f"an item of batches, such as a tuple (x, y); that of loss_fn{wrong}"
+                f"an item of batches, such as a tuple (x, y); this loss_fn{wrong}"
             )
         check_sizes("tune", (params, batches[0]))
         _check_params(params)
@@ -184,8 +184,8 @@ def _by_module(loss: PreparedLoss, found: Iterable[TunedProduct]) -> dict[Path, 
             of_module.setdefault(path, []).append(product)
     if not of_module:
         raise ValueError(
-            "tune: the loss multiplies no float32 matrices in the model. Give it as it is, not "
-            "wrapped. Modules are told by named scopes: those of Flax Linen, of jax.named_scope, "
+            "tune: the loss has no float32 matmul in the model. Give the model unwrapped. "
+            "Modules are told by named scopes: those of Flax Linen, of jax.named_scope, "
             "and of an NNX module that is given as params"
         )
     return dict(sorted(of_module.items()))
@@ -194,7 +194,7 @@ def _by_module(loss: PreparedLoss, found: Iterable[TunedProduct]) -> dict[Path, 
 def _batches(batches: Iterable[Any]) -> list[Any]:
     if not isinstance(batches, Iterable) or isinstance(batches, Mapping) or is_array(batches):
         got = "an array" if is_array(batches) else repr(type(batches).__name__)
-        raise TypeError(f"tune: batches must be several, as in [batch]; got {got}")
+        raise TypeError(f"tune: batches must be a sequence, as in [batch]; got {got}")
     several = list(batches)
     if not several:
         raise ValueError("tune: batches is empty; give at least one batch")
@@ -223,8 +223,8 @@ def _named(candidates: PolicyLike | Sequence[PolicyLike]) -> dict[Policy, str]:
         names.setdefault(policy, candidate if isinstance(candidate, str) else str(policy))
     if len(names) == 1:
         raise ValueError(
-            f"tune: candidates={candidates!r} has nothing beside float32, which always is one: "
-            "give what is cheaper, such as 'mixed_bfloat16'"
+            f"tune: candidates={candidates!r} has only float32, which is always a candidate: "
+            "give cheaper ones, such as 'mixed_bfloat16'"
         )
     return names
 
@@ -316,8 +316,8 @@ def check_exact(value: Any, gradients: Any, number: int) -> None:
         what = "all 0"
     if what:
         raise ValueError(
-            f"tune: in float32 the loss of batch {number}, or its gradients, are {what}: there is "
-            "nothing to hold a rounding against"
+            f"tune: in float32 the loss of batch {number}, or its gradients, are {what}, so "
+            "there is nothing to compare with"
         )
 
 

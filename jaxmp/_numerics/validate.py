@@ -97,7 +97,7 @@ def validate(
     Raises:
       ValueError: if a policy is unknown or named twice; an option is out of range; batches or
         losses show that `make_step` or `batches` do not follow from policy and seed alone; float32
-        itself does not come to a finite loss; a metric is missing or no number.
+        itself does not reach a finite loss; a metric is missing or not a number.
       TypeError: if something is not callable, or returns what it must not; if, with `out` and
         without `key`, JAX cannot trace `step`.
       RuntimeError: on a CPU that sums bfloat16 products in bfloat16; it says which flag mends it.
@@ -188,15 +188,15 @@ class _Runs:
             run = self.make(job)
             if not math.isfinite(run.final):
                 raise ValueError(
-                    f"validate: {job} does not come to a finite loss itself, so there is nothing "
-                    "to compare with: mend the training first (a lower learning rate, clipping)."
+                    f"validate: {job} does not reach a finite loss itself, so there is nothing "
+                    "to compare with: fix the training first (a lower learning rate, clipping)."
                 )
             twin = next((r for r in self._base.values() if r.same_as(run)), None)
             if twin is not None:
                 raise ValueError(
-                    f"validate: seeds {twin.seed} and {run.seed} made the same run to the bit: "
-                    "make_step(policy, seed) has to initialize, or batches(seed) to draw, by the "
-                    "seed. (With nothing random in it, take seeds=1.)"
+                    f"validate: seeds {twin.seed} and {run.seed} are bitwise the same run: "
+                    "make_step(policy, seed) or batches(seed) must depend on "
+                    "the seed. (With nothing random in it, take seeds=1.)"
                 )
             self._base[job.seed] = run
         return list(self._base.values())
@@ -210,14 +210,14 @@ class _Runs:
             if math.isfinite(first) and not abs(again - first) <= 1e-3 * abs(first):
                 raise ValueError(
                     f"validate: the first loss of {job.label}, seed {job.seed}, was {first:.6g}, "
-                    f"and {again:.6g} when it was made again with parameters that differ in their "
+                    f"and {again:.6g} when it was repeated with parameters that differ in their "
                     "last bits: make_step must make the same parameters, and step use the same "
                     "data, for the same policy and seed."
                 )
             if not math.isfinite(run.final):
                 raise ValueError(
                     f"validate: {job} (its parameters differ from those of the run before in their "
-                    "last bits alone) does not come to a finite loss: this training is unstable in "
+                    "last bits alone) does not reach a finite loss: this training is unstable in "
                     f"{job.label} already."
                 )
             runs.append(run)
@@ -309,8 +309,8 @@ def _seeds(seeds: Any) -> tuple[int, ...]:
         found = ()
     if not found or len(set(found)) < len(found) or min(found) < 0:
         raise ValueError(
-            "validate: seeds is how many, at least 1, or different numbers from 0 on; got "
-            f"{seeds!r}."
+            "validate: seeds must be a number of seeds, at least 1, or distinct seeds from 0 on; "
+            f"got {seeds!r}."
         )
     return found
 

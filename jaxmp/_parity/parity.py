@@ -236,7 +236,7 @@ def parity(
     if dtype is not None:
         parsed = np.dtype(parse_dtype(dtype, "parity: dtype"))
         if not jnp.issubdtype(parsed, jnp.floating):
-            raise ValueError(f"parity: dtype must be one of floating numbers; got {parsed.name}")
+            raise ValueError(f"parity: dtype must be a floating-point dtype; got {parsed.name}")
         dtype = parsed
 
     def compared(*args: Any, **kwargs: Any) -> Parity:

@@ -233,5 +233,5 @@ def program_of(
         for path, var in jax.tree_util.tree_leaves_with_path(tree)
     )
     if all(dtype_of(var) is None for var in opened.outvars):
-        raise ValueError(f"{tool}: fn returns no array, so there is nothing to compare")
+        raise ValueError(f"{tool}: fn returns no arrays, so there is nothing to compare")
     return Program(call, tuple(values.values()), results)

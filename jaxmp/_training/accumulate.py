@@ -177,7 +177,8 @@ def _check_types(like: Any, state: Any, after: Any) -> None:
     loss, grads = like
     if not jnp.issubdtype(loss.dtype, jnp.inexact):
         raise TypeError(
-            f"accumulate_gradients: the loss must be a real floating number; got {loss.dtype}."
+            "accumulate_gradients: the loss must be a real floating-point number; got "
+            f"{loss.dtype}."
         )
     check_gradients("accumulate_gradients", grads)
     got: Any = jax.tree.structure(after)

@@ -102,7 +102,7 @@ def check_gradients(function: str, grads: Any) -> None:
         if is_inexact(leaf) and getattr(leaf, "dtype", np.dtype(float)).itemsize == 1:
             raise TypeError(
                 f"{function}: the gradient at {show(path)} is {leaf.dtype}, whose numbers mean "
-                "something only together with a scale of their own; store the parameter in 16 bits "
+                "nothing without their scale; store the parameter in 16 bits "
                 "or more, and cast it where it is used."
             )
 

@@ -75,7 +75,7 @@ def scaled(name: str, value: Any, state: LossScaleState) -> jax.Array:
         got = repr(type(value).__name__) if dtype is None else dtype
         is_pair = isinstance(value, tuple) and len(value) == 2 and name != "scale_loss"
         hint = " If it is (loss, aux), say has_aux=True." if is_pair else ""
-        raise TypeError(f"{name}: the loss must be a real floating number; got {got}.{hint}")
+        raise TypeError(f"{name}: the loss must be a real floating-point number; got {got}.{hint}")
     loss: jax.Array = jnp.asarray(value)
     if loss.ndim and name != "scale_loss":
         raise TypeError(

@@ -220,8 +220,8 @@ def _transformation(
         if inside := find_scalers(inner_state):
             raise ValueError(
                 f"{rule.function}: there is a loss scaler inside (at inner_state"
-                f"{jax.tree_util.keystr(inside[0][0])}); a step has one test and one scale. Keep "
-                "one."
+                f"{jax.tree_util.keystr(inside[0][0])}); a step has one loss scale. Keep "
+                "one scaler."
             )
         return start_state(rule, jax.tree.map(strong, inner_state))
 

@@ -199,7 +199,7 @@ def _kind(stochastic_rounding: bool, remainder: bool) -> type:  # noqa: FBT001
     if stochastic_rounding and remainder:
         raise ValueError(
             "master_weights: stochastic_rounding keeps no masters, and remainder keeps them "
-            "exactly; ask for one of the two."
+            "exactly; choose one."
         )
     if remainder:
         return RemainderState
@@ -240,7 +240,7 @@ def _check_bfloat16(params: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if getattr(leaf, "dtype", None) == jnp.float16:
             raise ValueError(
-                f"master_weights: the parameter at {show(path)} is float16, which is no half of a "
+                f"master_weights: the parameter at {show(path)} is float16, which is not half of a "
                 "float32; with remainder=True store it in bfloat16, or leave remainder out."
             )
 

@@ -130,12 +130,12 @@ def flash(call: KernelCall, q: Any, k: Any, v: Any, bias: Any = None, mask: Any 
 
     if bias is not None or mask is not None:
         # Which the kernel takes as an array as large as the scores, with such a gradient.
-        raise NotImplementedError("of masks, it takes a causal one; and no bias")
+        raise NotImplementedError("it supports no bias, and of masks the causal one only")
     if q.dtype == FLOAT16:
-        raise NotImplementedError("TPUs multiply no float16")
+        raise NotImplementedError("TPUs do not multiply float16")
     for name, n in (("queries", q.shape[1]), ("keys", k.shape[1])):
         if n % _BLOCK:
-            raise NotImplementedError(f"{n} {name} are no multiple of {_BLOCK}")
+            raise NotImplementedError(f"{n} {name} are not a multiple of {_BLOCK}")
     shared = q.shape[2] // k.shape[2]
     q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
     k, v = (jnp.repeat(x, shared, axis=1) if shared > 1 else x for x in (k, v))

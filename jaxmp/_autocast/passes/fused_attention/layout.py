@@ -109,7 +109,7 @@ def layout_of(scores: Scores, product: JaxprEqn, side: int, softmax: Softmax) ->
     of_queries, of_keys = first[at], first[1 - at]
     batch = set(of_queries) & set(of_keys) - {FEATURES}
     if of_queries.count(FEATURES) != 1 or set(of_keys) - batch != {keys, FEATURES}:
-        raise NotFusedError("its scores are no product of queries and keys along one axis")
+        raise NotFusedError("its scores are not a product of queries and keys along one axis")
     weights: tuple[int, ...] = tuple(range(len(sizes)))
     for move in softmax.moves:
         weights = tuple(weights[i] for i in move.to)

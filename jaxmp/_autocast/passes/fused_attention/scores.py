@@ -92,10 +92,10 @@ def scores_of(value: ValueRef) -> Scores:
     for _ in range(FAR):
         match value.kind:
             case "":
-                raise NotFusedError("its scores are not made where they are read")
+                raise NotFusedError("its scores are not computed next to their softmax")
             case "dot_general":
                 if not value.is_outside_calls:
-                    raise NotFusedError("its scores are made in a function that is jitted")
+                    raise NotFusedError("its scores are computed in a jitted function")
                 return Scores(value.eqn, axes, scale, tuple(biases), tuple(masks))
             case "transpose":
                 axes = before_transpose(axes, permutation(value.eqn))
@@ -119,7 +119,7 @@ def scores_of(value: ValueRef) -> Scores:
                 capped = name == "tanh"
                 what = "are capped, by tanh" if capped else f"come of {name}"
                 raise NotFusedError(f"its scores {what}")
-    raise NotFusedError("its scores are made far from where they are read")
+    raise NotFusedError("its scores are computed far from their softmax")
 
 
 def _scaled(value: ValueRef) -> tuple[ValueRef, float]:
@@ -144,7 +144,7 @@ def _biased(value: ValueRef) -> tuple[ValueRef, ValueRef, float]:
             if i == 0:
                 return operand, value.of(1), -1.0
             raise NotFusedError("its scores are subtracted from something")
-    raise NotFusedError("its scores are a sum of no product")
+    raise NotFusedError("its scores are a sum without a product")
 
 
 def _comes_of_a_product(value: ValueRef, steps: int = FAR) -> bool:
@@ -168,10 +168,10 @@ def _masked(value: ValueRef, axes: Axes, scale: float) -> tuple[ValueRef, list[M
     """The scores before a mask is put on them, and the mask."""
     found = selected(value)
     if found is None:
-        raise NotFusedError("its scores are chosen of several")
+        raise NotFusedError("its scores are selected from several arrays")
     put = float(found.number) * scale
     if not put <= _MASKED:
-        raise NotFusedError(f"the number in masked places is {put:g}: its exponential is not zero")
+        raise NotFusedError(f"masked scores are set to {put:g}: its exponential is not zero")
     return found.array, _conjuncts(aligned(found.mask, axes), where=found.where)
 
 
