@@ -3,9 +3,9 @@
     python benchmarks/where_the_bytes_are.py [TARGET ...]
 
 Llama 3 8B (`llama.py`) and Adam; each chip has one sequence of 4,096 tokens. Parameters, their
-gradients and the optimizer's state are split over all devices (FSDP), by axes other than the last,
-along which 8 bits have their blocks. Each row adds one thing to the row before. The steps are
-compiled ahead of time, for TPUs v5p if no targets are named; a minute or two each. Columns:
+gradients and the optimizer's state are split over all devices (FSDP): over 64 by the longest axis
+but the last, over more by the last as well. Each row adds one thing to the row before. The steps
+are compiled ahead of time, for TPUs v5p if no targets are named; a minute or two each. Columns:
 
 * bytes per parameter: of parameters and the optimizer's state;
 * of one device: its share of those, temporaries, and the peak.
@@ -39,7 +39,7 @@ from llama import Llama
 TARGETS = ("tpu-v5p:4x4x4", "tpu-v5p:4x8x8")
 SIZES = dict(width=4096, heads=32, kv_heads=8, hidden=14336, layers=32, vocab=128256)
 LENGTH = 4096
-# The axes of the mesh: 8B's matrices have no axis but the last that 256 devices divide.
+# Devices on the first axis of the mesh. More than that divide no axis but the last of all matrices.
 FIRST = 64
 
 
@@ -80,18 +80,14 @@ def variants() -> dict[str, Variant]:
 
 
 def split(like: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
-    """A shape with its sharding: by the largest axes that divide, but for the last."""
+    """A shape with its sharding: of all but small arrays, where the axes of the mesh divide it."""
     spec: list[Any] = [None] * len(like.shape)
-    names = [name for name in mesh.axis_names if mesh.shape[name] > 1]
-    free = range(len(like.shape) - 1)
-    together = [i for i in free if like.shape[i] % mesh.size == 0]
-    if together:
-        spec[max(together, key=lambda i: like.shape[i])] = tuple(names)
-        names = []
-    for name in names:
-        axes = [i for i in free if spec[i] is None and like.shape[i] % mesh.shape[name] == 0]
-        if axes and math.prod(like.shape) > SIZES["layers"] * SIZES["width"]:
-            spec[max(axes, key=lambda i: like.shape[i])] = name
+    if math.prod(like.shape) > SIZES["layers"] * SIZES["width"]:
+        first = [i for i, size in enumerate(like.shape[:-1]) if size % mesh.shape["data"] == 0]
+        if first:
+            spec[max(first, key=lambda i: like.shape[i])] = "data"
+        if like.shape[-1] % mesh.shape["more"] == 0:
+            spec[-1] = "more"
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
@@ -104,7 +100,7 @@ def step(variant: Variant, devices: int) -> tuple[Any, tuple[Any, ...]]:
     model = functools.partial(Llama, **SIZES, recompute=variant.recompute)
     tx = optax.adam(3e-4)
     if variant.moments != "float32":
-        tx = jaxmp.store_state(tx, variant.moments)
+        tx = jaxmp.store_state(tx, variant.moments, shards=FIRST)
     if variant.remainder:
         tx = jaxmp.master_weights(tx, remainder=True)
     tokens = jax.ShapeDtypeStruct((devices, LENGTH), jnp.int32, sharding=by_batch)

@@ -172,6 +172,21 @@ def test_any_size_has_blocks_of_one_size(dtype, size):
 
 
 @pytest.mark.parametrize(
+    ("size", "shards", "blocks"),
+    [
+        (4096, 64, 64),  # shards of 64: a block each
+        (14336, 8, 56),  # of 1792: 7 blocks of 256
+        (128256, 64, 768),  # of 2004: 12 of 167, as 8, 9, 10 and 11 do not divide it
+        (4096, 512, 16),  # of 8, which is too short
+        (2 * 1009, 2, 8),  # of a prime
+        (100, 64, 1),  # not cut by 64
+    ],
+)
+def test_no_block_is_in_two_shards(size, shards, blocks):
+    assert block_count(size, 256, shards) == blocks
+
+
+@pytest.mark.parametrize(
     ("shape", "axis"),
     [((9,), -1), ((4, 9), -2), ((32, 4096, 8, 128), -3), ((3, 3, 64, 64), -2), ((9, 9, 2), -2)],
 )
@@ -381,8 +396,8 @@ def test_shards_are_stored_where_they_are(dtype, spec):
     """On eight devices: no collective; compiled, each has an eighth of 8 or 6 bytes a number."""
     mesh = Mesh(np.array(jax.devices()), ("d",))
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    params = jax.device_put(jnp.ones((2048, 64)), sharding)
-    tx = store_state(ADAM, dtype)
+    params = jax.device_put(jnp.ones((1792, 64)), sharding)
+    tx = store_state(ADAM, dtype, shards=8)
 
     def place(x):
         at = sharding if x.ndim == 2 else NamedSharding(mesh, PartitionSpec())
@@ -397,13 +412,13 @@ def test_shards_are_stored_where_they_are(dtype, spec):
 
     compiled = step.lower(params, state).compile()
     assert not re.search(COLLECTIVE, compiled.as_text())
-    each = {"bfloat16": 8}.get(dtype, 6 + 8 / 256) * params.size / 8
+    each = {"bfloat16": 8}.get(dtype, 6 + 8 / 224) * params.size / 8
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(each, abs=64)
     after, new = step(params, state)
     for x in jax.tree.leaves(new):
         assert x.ndim < 2 or x.sharding.is_equivalent_to(sharding, 2), x.sharding
     alone, _ = jax.jit(lambda p, s: tx.update(jnp.sin(p), s, p))(
-        jnp.ones((2048, 64)), numbers_on_one(state)
+        jnp.ones((1792, 64)), numbers_on_one(state)
     )
     np.testing.assert_allclose(after, 1 + np.asarray(alone), rtol=1e-6)
 
@@ -475,8 +490,9 @@ def test_another_dtype_is_refused(dtype):
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(TypeError, match="store_state: inner must be an optax transformation"):
         store_state("int8", ADAM)
-    with pytest.raises(ValueError, match="store_state: block_size must be at least 1; got 0"):
-        store_state(ADAM, "int8", block_size=0)
+    for name in ("block_size", "shards"):
+        with pytest.raises(ValueError, match=f"store_state: {name} must be at least 1; got 0"):
+            store_state(ADAM, "int8", **{name: 0})
 
 
 @pytest.mark.parametrize("options", [{}, {"remainder": True}])

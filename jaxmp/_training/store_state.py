@@ -21,6 +21,7 @@ from jaxmp._training.gradients import show, strong
 from jaxmp._training.master_weights import MasterWeightsState, RemainderState
 from jaxmp._training.opt_state import the_scaler
 from jaxmp._training.stored_array import (
+    SHORTEST,
     StoredArray,
     block_axis,
     block_count,
@@ -36,8 +37,6 @@ __all__ = ["StoredState", "store_state"]
 _DTYPES: Final = ("bfloat16", "int8", "float8_e4m3fn")
 # bitsandbytes' bound. Biases and scales of norms are below it, and are most sensitive.
 _SMALLEST: Final = 4096
-# From 16 numbers on, a float32 scale for 8 bits of each takes less than bfloat16.
-_SHORTEST: Final = 16
 
 
 class StoredState(NamedTuple):
@@ -109,6 +108,7 @@ def store_state(
     dtype: DTypeLike,
     *,
     block_size: int = 256,
+    shards: int = 1,
     key: ArrayLike = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Stores an optimizer's state in 16 or 8 bits a number; the optimizer itself sees float32.
@@ -135,12 +135,14 @@ def store_state(
     the updates are float32.
 
     Arrays keep their shapes and the state of `inner` its structure, so that it is sharded as the
-    parameters are. Where the axis of the blocks is sharded, let `block_size` divide a shard.
+    parameters are. Where the axis of the blocks is sharded over devices, give their number as
+    `shards`: then no block is on two of them, and nothing is communicated.
 
     Args:
       inner: The optimizer.
       dtype: bfloat16, int8 or float8_e4m3fn, or the name of one.
-      block_size: How many numbers share a scale, in 8 bits.
+      block_size: How many numbers share a scale, in 8 bits, at most.
+      shards: Into how many parts the axis of the blocks is cut.
       key: PRNG key, or the seed of one, for the rounding.
 
     Returns:
@@ -150,7 +152,7 @@ def store_state(
     Raises:
       TypeError: If `inner` is not an optax transformation, or from `update`, if the state is not a
         `StoredState`.
-      ValueError: If the dtype is another, or `block_size` below 1; from `init`, if
+      ValueError: If the dtype is another, or `block_size` or `shards` below 1; from `init`, if
         `master_weights` is inside; from `update`, if the state was stored in another dtype, is not
         stored at all, or is corrupted.
 
@@ -170,6 +172,7 @@ def store_state(
     wrapped = as_transformation("store_state", inner)
     stored_dtype = _parse(dtype)
     check_count("store_state", "block_size", block_size)
+    check_count("store_state", "shards", shards)
 
     def init(params: Any) -> StoredState:
         check_arrays("store_state", "the parameter", params)
@@ -182,7 +185,7 @@ def store_state(
         made: list[Any] = []
         for x, leaf_key in zip(leaves, jax.tree.leaves(keys_of(leaves, now)), strict=True):
             if _is_stored(x, stored_dtype, (*_DTYPES[:1], "float16", "float32")):
-                blocks = block_count(x.shape[block_axis(x.shape)], block_size)
+                blocks = block_count(x.shape[block_axis(x.shape)], block_size, shards)
                 made.append(encode(x.astype(jnp.float32), stored_dtype, blocks, leaf_key))
             else:
                 made.append(strong(x))
@@ -223,7 +226,7 @@ def _is_stored(x: Any, dtype: Any, dtypes: tuple[str, ...]) -> bool:
         return False
     if x.size < _SMALLEST:
         return False
-    return dtype == jnp.bfloat16 or x.shape[block_axis(x.shape)] >= _SHORTEST
+    return dtype == jnp.bfloat16 or x.shape[block_axis(x.shape)] >= SHORTEST
 
 
 def _with_scales(leaves: list[Any], scales: tuple[jax.Array, ...]) -> list[StoredArray | None]:

@@ -13,6 +13,7 @@ from jaxmp.formats import ALL_FORMATS
 from jaxmp.tree import round_at_random
 
 __all__ = [
+    "SHORTEST",
     "StoredArray",
     "block_axis",
     "block_count",
@@ -27,6 +28,8 @@ __all__ = [
 _LEVELS: Final = 127.0
 _FLOAT8: Final = ALL_FORMATS["e4m3"]
 _INFINITY: Final = np.uint32(0x7F800000)
+# From 16 numbers on, a float32 scale for 8 bits of each takes less than bfloat16.
+SHORTEST: Final = 16
 
 
 class StoredArray(NamedTuple):
@@ -60,13 +63,22 @@ def is_scale_of(scale: Any, shape: tuple[int, ...]) -> bool:
     return list(scale.shape) == whole
 
 
-def block_count(size: int, block_size: int) -> int:
+def block_count(size: int, block_size: int, shards: int = 1) -> int:
     """How many blocks an axis has; they are of one size, but for a shorter one at the end.
+
+    If the axis is cut into equal shards, no block is in two of them, unless blocks would be short.
 
     Example:
       >>> block_count(1024, 256), block_count(784, 256), block_count(257, 256)
       (4, 4, 2)
+      >>> block_count(4096, 256, shards=64), block_count(14336, 256, shards=64)
+      (64, 64)
     """
+    if shards > 1 and size % shards == 0:
+        shard = size // shards
+        for count in range(-(-shard // block_size), shard // SHORTEST + 1):
+            if shard % count == 0:
+                return shards * count
     return -(-size // block_size)
 
 
