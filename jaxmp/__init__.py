@@ -79,7 +79,7 @@ __version__ = "0.1.0"
 # Where names that were at the root are now.
 _MOVED = {
     "jaxmp.loss_scaling": (
-        "LossScaleState check_not_stuck loss_scale scale_loss skipped_count step_was_finite"
+        "LossScaleState check_not_stuck loss_scale scale_loss skipped_count step_was_finite unscale"
     ),
     "jaxmp.numerics": "capture monitor read_monitor",
     "jaxmp.quantized": "QuantizedArray",
@@ -87,6 +87,7 @@ _MOVED = {
     "jaxmp.tree": "all_finite cast_floating stochastic_round",
 }
 _RENAMED = {
+    "GradScaler": "jaxmp.dynamic_loss_scale(tx)",
     "assert_contractions_in": "jaxmp.testing.assert_products_in",
     "deepseek": "jaxmp.recipes.blockwise_float8",
     "grad": "jaxmp.value_and_grad, which returns the loss as well",
