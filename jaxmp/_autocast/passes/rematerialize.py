@@ -26,7 +26,6 @@ from jaxmp._autocast.execute import CustomCall
 from jaxmp._autocast.passes.fused_attention.find import FusedAttention
 from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot, without_attention
 from jaxmp._autocast.plan import Plan, Segment, Step, Visit
-from jaxmp._autocast.rules import region_rules
 from jaxmp._autocast.why import Residual
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_inexact, runs_once, with_dtype
@@ -40,7 +39,7 @@ from jaxmp.checkpoint_policies import long_products
 
 def recompute(plan: Plan) -> Plan:
     """A plan with segments, at any depth, where its policies ask for them."""
-    whys = [_why_not(step, plan) for step in plan.steps]
+    whys = list(map(_why_not, plan.steps))
     plan = dataclasses.replace(plan, steps=tuple(map(_in_parts, plan.steps, whys)), built={})
     last = {var: i for i, dead in enumerate(plan.last_reads) for var in dead}
     segments = []
@@ -104,11 +103,11 @@ def _plain_plan(plan: Plan) -> Plan:
 
 def _is_whole(plan: Plan) -> bool:
     """Whether everything in a plan may be computed again."""
-    return not any(_why_not(step, plan) for step in plan.steps)
+    return not any(map(_why_not, plan.steps))
 
 
-def _why_not(step: Step, plan: Plan) -> Residual | None:
-    """Why a step is in no segment of the plan around it; None if it may be."""
+def _why_not(step: Step) -> Residual | None:
+    """Why a step is in no segment; None if it may be."""
     eqn, kind = step.eqn, compat.kind(step.eqn)
     if kind == "remat2":
         return Residual.OWN_CHECKPOINT
@@ -124,8 +123,7 @@ def _why_not(step: Step, plan: Plan) -> Residual | None:
     whole = all(inner.once(_is_whole) for inner in step.plans)
     if not whole:
         return Residual.OWN_RULE if kind == "custom_jvp_call" else Residual.IN_PARTS
-    rules = region_rules(eqn, plan.rules) or plan.rules
-    asks = rules.policy.residuals == "recompute" or in_scope(eqn, DEQUANTIZE)
+    asks = step.rules.policy.residuals == "recompute" or in_scope(eqn, DEQUANTIZE)
     if not asks and not step.plans:
         return Residual.SAVE_POLICY
     if runs_once(eqn):

@@ -51,15 +51,12 @@ class TakeAlongAxis(Op):
     rows: tuple[int, ...]
     whole: tuple[int, ...]
     clamps: bool
+    as_is = False
 
     def run(self, step: Step, env: Environment) -> list[Any]:
         """See `Op.run`."""
         picker = _picker(step.eqn.primitive, tuple(step.eqn.params.items()), self)
         return [picker(*env.operands(step))]
-
-    def unchanged(self, _step: Step) -> bool:
-        """See `Op.unchanged`."""
-        return False
 
 
 def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:

@@ -233,6 +233,7 @@ class QuantizedDot(Dot):
     """
 
     product: Contraction = dataclasses.field(kw_only=True)
+    as_is = False
 
     def run(self, step: Step, env: Environment) -> list[Any]:
         """See `Op.run`."""
@@ -251,7 +252,3 @@ class QuantizedDot(Dot):
         if key not in copies:
             copies[key] = self.product.quantize(operand, of)
         return copies[key]
-
-    def unchanged(self, _step: Step) -> bool:
-        """See `Op.unchanged`."""
-        return False

@@ -37,7 +37,7 @@ from jaxmp._autocast.passes.value_refs import Axes, Inlined, ValueRef, evaluate,
 from jaxmp._autocast.plan import Op, Plan, Step
 from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.products.native import chip_for
-from jaxmp._autocast.rules import FLOAT32, region_rules
+from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
 from jaxmp._jaxprs.compat import dtype_of, shape_of
@@ -149,7 +149,7 @@ def _joined(op: Callable[[Any, Any], Any], arrays: list[Any]) -> Any:
 
 def fuse(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which kernels compute attention, where its policy asks for it."""
-    asking = {i: asked for i, step in enumerate(plan.steps) if (asked := _asked(step, plan))}
+    asking = {i: asked for i, step in enumerate(plan.steps) if (asked := _asked(step))}
     if not asking:
         return plan
     program = Inlined(plan.jaxpr, plan.consts)
@@ -179,13 +179,12 @@ def fuse(plan: Plan, _planner: object = None) -> Plan:
     return dataclasses.replace(plan, steps=tuple(steps))
 
 
-def _asked(step: Step, plan: Plan) -> str | None:
+def _asked(step: Step) -> str | None:
     """What its policy asks of a step, if it may be the second product of attention."""
     multiplies = isinstance(step.op, (Bind, Dot, StoredDot))
     if step.eqn.primitive.name != "dot_general" or not multiplies or step.linear:
         return None
-    asked: str | None = (region_rules(step.eqn, plan.rules) or plan.rules).policy.attention
-    return asked
+    return step.rules.policy.attention
 
 
 def _fused(
