@@ -27,7 +27,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import in_context, on_mesh_of, tangent_type
+from jaxmp._jaxprs.attributes import Operation, in_context, on_mesh_of, tangent_type
 from jaxmp._jaxprs.equation_parameters import all_gather_of
 from jaxmp._jaxprs.float32_dot import (
     FLOAT32,
@@ -40,9 +40,6 @@ from jaxmp._jaxprs.float32_dot import (
     type_of_result,
 )
 
-# A primitive and its parameters.
-Op = tuple[Primitive, tuple[tuple[str, Any], ...]]
-
 
 class Parameter(NamedTuple):
     """A float32 parameter; a contraction reads a low copy of it.
@@ -53,16 +50,11 @@ class Parameter(NamedTuple):
     """
 
     array: Any
-    moves: tuple[Op, ...] = ()
+    moves: tuple[Operation, ...] = ()
 
     def moved(self) -> Any:
         """The parameter as the contraction reads it, in float32."""
         return _moved(self.array, self.moves)
-
-
-def op_of(eqn: JaxprEqn) -> Op:
-    """What an equation does."""
-    return eqn.primitive, tuple(eqn.params.items())
 
 
 def contract(
@@ -83,13 +75,13 @@ def contract(
     """
     types = tuple(in_float32(jax.typeof(x)) for x in operands)
     sources = tuple((i, p.moves, in_float32(jax.typeof(p.array))) for i, p in parameters.items())
-    run = _contraction(op_of(eqn), types, sources, low, without)
+    run = _contraction(Operation.of(eqn), types, sources, low, without)
     return run(*operands, *(p.array for p in parameters.values()))
 
 
 @functools.lru_cache(maxsize=4096)
 def _contraction(
-    op: Op, types: tuple[Any, ...], sources: Any, low: DType, without: int | None
+    op: Operation, types: tuple[Any, ...], sources: Any, low: DType, without: int | None
 ) -> Callable[..., Any]:
     """A function of the operands and the parameters: the result, with their gradients.
 
@@ -103,6 +95,9 @@ def _contraction(
       without: an operand that has no part in the gradients.
     """
     count, sides = len(types), [side for side, _, _ in sources]
+
+    def multiply(operands: Sequence[Any]) -> Any:
+        return op(*operands, preferred_element_type=low)
 
     def by(which: int) -> _ParameterProduct:
         side, moves, aval = sources[which]
@@ -120,7 +115,7 @@ def _contraction(
                 continue  # a copy is no function of its own
             side = i if i < count else sides[i - count]
             given = (*operands[:side], tangent, *operands[side + 1 :])
-            terms.append(_bound(op, given, low) if i < count else by(i - count).bind(given))
+            terms.append(multiply(given) if i < count else by(i - count).bind(given))
         out = with_gradients(*primals)
         return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
 
@@ -129,7 +124,7 @@ def _contraction(
     def run(*arrays: Any) -> Any:
         # In the open, where the policies of `jax.checkpoint` see a product that they may save.
         operands = without_tangents(*arrays[:count])
-        return with_gradients(_bound(op, operands, low), *arrays)
+        return with_gradients(multiply(operands), *arrays)
 
     return jax.jit(run, inline=compat.INLINE)
 
@@ -174,7 +169,7 @@ def crossed(eqn: JaxprEqn, copy: Any, parameter: Parameter, wire: DType | None =
         with in_context(eqn):
             if wire is not None and eqn.primitive.name == "all_gather":
                 return arrived(*primals), _gathered(sent, eqn, wire)
-            return arrived(*primals), _moved(sent, [op_of(eqn)])
+            return arrived(*primals), _moved(sent, [Operation.of(eqn)])
 
     arrived.defjvp(jvp)
     with on_mesh_of(copy):
@@ -205,40 +200,36 @@ def look_up(eqn: JaxprEqn, operands: Sequence[Any], table: Parameter) -> Any:
       operands: the copy, and where to look.
       table: the float32 table.
     """
-    primitive, params = op_of(eqn)
+    gather = Operation.of(eqn)
 
     @jax.custom_jvp
     def rows(copy: Any, _table: Any, *where: Any) -> Any:
-        return primitive.bind(copy, *where, **dict(params))
+        return gather(copy, *where)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         copy, _, *where = primals
         # A barrier for the gradient: or XLA for GPUs, where a table is used twice, gathers this one
         # after it has added it up over the devices, to add the other.
         read = _moved(lax.optimization_barrier(tangents[1]), table.moves)
-        wide = primitive.bind(read, *where, **dict(params))
+        wide = gather(read, *where)
         return rows(*primals), lax.convert_element_type(wide, copy.dtype)
 
     rows.defjvp(jvp)
     return rows(operands[0], table.array, *operands[1:])
 
 
-def _bound(op: Op, operands: Sequence[Any], sums: DType) -> Any:
-    primitive, params = op
-    return primitive.bind(*operands, **dict(params) | {"preferred_element_type": sums})
-
-
-def _moved(array: Any, moves: Sequence[Op]) -> Any:
-    for primitive, params in moves:
-        array = primitive.bind(array, **dict(params))
+def _moved(array: Any, moves: Sequence[Operation]) -> Any:
+    for move in moves:
+        array = move(array)
     return array
 
 
 @compat.cached_trace
-def _of_moved(op: Op, side: int, moves: Sequence[Op]) -> Any:
+def _of_moved(op: Operation, side: int, moves: Sequence[Operation]) -> Any:
     def contraction(*operands: Any) -> Any:
         array = _moved(operands[side], moves)
-        return _bound(op, (*operands[:side], array, *operands[side + 1 :]), FLOAT32)
+        given = (*operands[:side], array, *operands[side + 1 :])
+        return op(*given, preferred_element_type=FLOAT32)
 
     return contraction
 

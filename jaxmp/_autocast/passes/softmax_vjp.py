@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxmp._autocast.bind import Dot, contract, low_of, parameter
 from jaxmp._autocast.environment import Environment, cast
@@ -40,9 +40,10 @@ from jaxmp._autocast.plan import DType, Op, Plan, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat, parameter_products
-from jaxmp._jaxprs.attributes import explicit_sharding
+from jaxmp._jaxprs.attributes import Operation, explicit_sharding
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.compiler_hints import LANES, laid_out, no_excess_precision
+from jaxmp._jaxprs.equation_parameters import dot_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +93,7 @@ class SoftmaxDot(Op):
     def _group(self, eqn: JaxprEqn, low: DType, *, looped: bool) -> _Group:
         softmax = self.softmax
         return _Group(
-            eqn.primitive,
-            tuple(eqn.params.items()),
+            Operation.of(eqn, preferred_element_type=low),
             self.side,
             low,
             softmax.axis,
@@ -208,8 +208,7 @@ class _Group:
     """A softmax, its product with another operand, and what stands around.
 
     Attributes:
-      primitive: what multiplies.
-      params: its parameters.
+      multiply: the product.
       side: which operand of the product is made of the softmax.
       low: the dtype of the product.
       axis: the axis of the softmax.
@@ -221,8 +220,7 @@ class _Group:
       looped: whether a loop runs it.
     """
 
-    primitive: Primitive
-    params: tuple[tuple[str, Any], ...]
+    multiply: Operation
     side: int
     low: DType
     axis: int
@@ -236,14 +234,17 @@ class _Group:
     def product(self, weights: Any, other: Any) -> Any:
         """The product, of weights in any dtype."""
         weights = cast(weights, self.low)
-        operands = (other, weights) if self.side else (weights, other)
-        params = dict(self.params) | {"preferred_element_type": self.low}
-        return self.primitive.bind(*operands, **params)
+        return self.multiply(*((other, weights) if self.side else (weights, other)))
+
+    @property
+    def axes(self) -> Any:
+        """The contracted axes of both operands of the product, then those of the batch."""
+        return dot_axes(dict(self.multiply.params))
 
     def with_rows_last(self, weights: Any) -> Any:
         """The weights, low, with the softmax's rows innermost in memory, as XLA has them."""
         weights = cast(weights, self.low)
-        _, batch = dict(self.params)["dimension_numbers"]
+        _, batch = self.axes
         rows = [
             i for i in range(weights.ndim) if i != self.moved_axis and i not in batch[self.side]
         ]
@@ -268,7 +269,7 @@ class _Group:
         """
         for move in self.moves:
             rows = lax.transpose(rows, move.to) if move.permutes else lax.reshape(rows, move.to)
-        contracted, batch = dict(self.params)["dimension_numbers"]
+        contracted, batch = self.axes
         mine, theirs = batch[self.side], (*contracted[1 - self.side], *batch[1 - self.side])
         free = [i for i in range(rows.ndim) if i != self.moved_axis and i not in mine]
         rows = lax.transpose(rows, (*mine, *free, self.moved_axis))
