@@ -71,12 +71,7 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
 
 
 def warn_closing(calls: Sequence[JaxprEqn], known: set[str]) -> None:
-    """Warns that a program runs as written, because derivative rules close over traced values.
-
-    Args:
-      calls: what calls the functions that have these rules.
-      known: what was said already.
-    """
+    """Warns that a program runs as written: rules of `calls` close over traced values."""
     names = [f"{compat.custom_rule(e).name} ({user_line(e) or library_line(e)})" for e in calls]
     where = ", ".join(dict.fromkeys(names)) or "a function"
     _say(
@@ -209,7 +204,7 @@ def warn_overlooked(
       parameters: which of its operands are parameters.
       place: where in the call an operand is, in words.
       name: what the function is called.
-      known: what was said already; what is said now is added.
+      known: see above.
     """
     if plan.rules.low is None or "overlooked" in plan.built:
         return

@@ -83,16 +83,9 @@ def contract(
 def _contraction(
     op: Operation, types: tuple[Any, ...], sources: Any, low: DType, without: int | None
 ) -> Callable[..., Any]:
-    """A function of the operands and the parameters: the result, with their gradients.
+    """`contract`, as a function of the operands and the parameters, at their types in float32.
 
     It is inlined into the program that calls it: JAX traces and differentiates it once.
-
-    Args:
-      op: the contraction.
-      types: of its operands, in float32.
-      sources: for each parameter: which operand it is, its moves and its type.
-      low: the dtype of the result.
-      without: an operand that has no part in the gradients.
     """
     count, sides = len(types), [side for side, _, _ in sources]
 

@@ -205,17 +205,12 @@ def _is_made_of_mask(atom: Any, program: Inlined) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """A softmax, its product with another operand, and what stands around.
+    """A softmax and its product, wherever they stand; see `SoftmaxDot` and `Softmax`.
 
     Attributes:
       multiply: the product.
-      side: which operand of the product is made of the softmax.
-      low: the dtype of the product.
-      axis: the axis of the softmax.
-      moved_axis: where that is in the operand.
-      moves: what moves the softmax to where the operand is.
+      low: its dtype.
       masks: of the scores, the last one first: the equations that make it, and where scores are.
-      between: what stands between; None if nothing.
       of_parameter: whether the derivative by the other operand is found elsewhere.
       looped: whether a loop runs it.
     """

@@ -190,11 +190,7 @@ def _asked(step: Step) -> str | None:
 def _fused(
     steps: Sequence[Step], step: Step, side: int, softmax: Softmax, kernel: Kernel, chip: Chip
 ) -> FusedAttention:
-    """How a kernel computes the attention whose second product a step is.
-
-    Raises:
-      NotFusedError: if none does.
-    """
+    """How a kernel computes the attention whose second product a step is."""
     if not softmax.plain:
         raise NotFusedError("its exponentials are masked, or something is added to their sum")
     for eqn in softmax.eqns:
@@ -220,11 +216,7 @@ def _fused(
 
 
 def _check_low(step: Step) -> None:
-    """Checks that a product multiplies in 16 bits, as it is written.
-
-    Raises:
-      NotFusedError: if it does not.
-    """
+    """Checks that a product multiplies in 16 bits, as it is written."""
     if isinstance(step.op, (QuantizedDot, StoredDot)):
         raise NotFusedError("a product of it is in 8 bits")
     if not isinstance(step.op, Dot) or {*step.ins, *step.outs} & {None, FLOAT32}:
@@ -239,11 +231,7 @@ def _check_low(step: Step) -> None:
 def _dropped(
     steps: Sequence[Step], at: int, fused: FusedAttention, outvars: Sequence[Any]
 ) -> list[int]:
-    """Which steps are not needed once a step is fused.
-
-    Raises:
-      NotFusedError: if the first product is.
-    """
+    """Which steps are not needed once a step is fused: the first product must be among them."""
     ops = [fused if i == at else step.op for i, step in enumerate(steps)]
     reads_of = [op.reads(step) for op, step in zip(ops, steps, strict=True)]
     reads = Counter(itertools.chain(*reads_of))

@@ -96,9 +96,6 @@ def layout_of(scores: Scores, product: JaxprEqn, side: int, softmax: Softmax) ->
       product: the product of the softmax.
       side: which operand of it that is.
       softmax: the softmax.
-
-    Raises:
-      NotFusedError: if an axis is neither of those that a kernel has.
     """
     keys = softmax.axis
     sizes = shape_of(softmax.result)
