@@ -53,7 +53,6 @@ class Bind(Op):
     """Binds the equation."""
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         return apply(step.eqn, env.operands(step))
 
 
@@ -63,7 +62,6 @@ class Move(Op):
     moves = True
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         eqn = step.eqn
         low = step.outs[0] not in (None, dtype_of(eqn.outvars[0]))
         if low and eqn.primitive.name == "convert_element_type":
@@ -87,7 +85,6 @@ class Scale(Op):
     """
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         scale = rescaled(Operation.of(step.eqn), shape_of(step.eqn.outvars[0]))
         return [scale(*env.operands(step))]
 
@@ -96,7 +93,6 @@ class Drop(Op):
     """Does not run: what the equation makes is not needed."""
 
     def reads(self, _step: Step) -> list[Any]:
-        """See `Op.reads`."""
         return []
 
 
@@ -178,7 +174,6 @@ class Dot(Op):
     parameters: tuple[int, ...] = ()
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         operands = env.operands(step)
         if not self.parameters:
             return contract(step, operands)

@@ -125,7 +125,6 @@ class Inside(Op):
     """Binds an equation with plans in the place of its jaxprs."""
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         operands = env.operands(step)
         if all(inner.unchanged for inner in step.plans):
             return bind(step.eqn, operands)
@@ -151,7 +150,6 @@ class CustomCall(Op):
         return self.derived is None
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         operands = env.operands(step)
         if self.derived is None:
             return bind(step.eqn, operands)

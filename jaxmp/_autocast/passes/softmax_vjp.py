@@ -65,7 +65,6 @@ class SoftmaxDot(Op):
     parameters: tuple[int, ...] = ()
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         operands, eqn, softmax = env.operands(step), step.eqn, self.softmax
         if self.parameters:
             given = {i: parameter(eqn.invars[i], env) for i in self.parameters}
@@ -81,7 +80,6 @@ class SoftmaxDot(Op):
         return [_with_derivative(group)(out, scores, probabilities, other, *beside)]
 
     def reads(self, step: Step) -> list[Any]:
-        """See `Op.reads`."""
         given = self.softmax.scores, self.softmax.result
         return [*super().reads(step), *given, *self._beside]
 

@@ -56,7 +56,6 @@ class StoredDot(Op):
     weight: Stored
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         weight, eqn, other = self.weight, step.eqn, 1 - self.weight.side
         x = env.read(eqn.invars[other], step.casts[other])
         sides = Sides.of(product_axes(eqn), *(len(shape_of(v)) for v in eqn.invars))
@@ -64,7 +63,6 @@ class StoredDot(Op):
         return [product(x, env.arrays[weight.values], env.arrays[weight.scale])]
 
     def reads(self, step: Step) -> list[Any]:
-        """See `Op.reads`."""
         return [*super().reads(step), self.weight.values, self.weight.scale]
 
 

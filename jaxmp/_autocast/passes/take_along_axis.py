@@ -54,7 +54,6 @@ class TakeAlongAxis(Op):
     as_is = False
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         return [_picker(Operation.of(step.eqn), self)(*env.operands(step))]
 
 

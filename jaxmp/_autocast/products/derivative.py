@@ -236,7 +236,6 @@ class QuantizedDot(Dot):
     as_is = False
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         left, right, *sizes = env.operands(step)
         copies = (self._copy(step, left, 0, env), self._copy(step, right, 1, env))
         by = {i: given.moved() for i, given in self.given(step, env).items()}

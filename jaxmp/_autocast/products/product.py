@@ -94,17 +94,14 @@ class ScaledProduct(Contraction):
         return self.recipe.granularity == "tensor"
 
     def shared(self, of: int) -> Any:
-        """See `Contraction`."""
         return tuple(sorted(self.sides.order(of))) if self.folds else self.sides.contracted[of]
 
     def multiply(self, operands: Pair, copies: Pair, _sizes: Sequence[Any]) -> Any:
-        """See `Contraction`."""
         if self.forward.scaled:
             return self.multiply_scaled(*copies, self.sides, self.sharding)
         return _plain(*operands, self.forward, self.sides, self.dtype, self.sharding)
 
     def gradient(self, of: int, g: Any, other: Any, _sizes: Sequence[Any]) -> Any:
-        """See `Contraction`."""
         sides, order = self.sides.gradient(of)
         sharding = self.sharding and _before(self.sharding, order)
         fmt = self.backward(of)

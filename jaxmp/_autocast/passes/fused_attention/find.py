@@ -73,7 +73,6 @@ class FusedAttention(Op):
     masks: tuple[Mask, ...]
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
 
         def wide(atom: Any) -> Any:
             array = env.array(atom)
@@ -87,7 +86,6 @@ class FusedAttention(Op):
         return [self.layout.from_result(attention(self.kernel, self.call)(*arrays))]
 
     def reads(self, step: Step) -> list[Any]:
-        """See `Op.reads`."""
         beside = [leaf for value in self._beside for leaf in leaves(value)]
         return [*self.scores.eqn.invars, step.eqn.invars[1 - self.side], *beside]
 
