@@ -22,7 +22,7 @@ from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVIN
 from jaxmp._autocast.roots import Roots, geometry, roots_of
 from jaxmp._autocast.rules import Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.dataflow import demanded, settled_demand
 from jaxmp._jaxprs.equation_parameters import converted_dtype
 from jaxmp._jaxprs.higher_order import Inner, inside
@@ -140,7 +140,7 @@ def whole_numbers(jaxpr: Any) -> set[Any]:
     """The variables of a jaxpr that are integers converted, or counted up, and moved."""
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
-        name, read = eqn.primitive.name, [v for v in eqn.invars if not isinstance(v, Literal)]
+        name, read = eqn.primitive.name, variables(eqn.invars)
         converts = name == "convert_element_type" and np.issubdtype(
             dtype_of(eqn.invars[0]) or bool, np.integer
         )
@@ -156,5 +156,5 @@ def is_position(eqn: JaxprEqn, whole: set[Any]) -> bool:
     if name == "convert_element_type":
         return np.issubdtype(converted_dtype(eqn), np.integer)
     if name in COMPARING:
-        return any(not isinstance(v, Literal) and v in whole for v in eqn.invars)
+        return not whole.isdisjoint(variables(eqn.invars))
     return name in ROUNDING

@@ -18,7 +18,7 @@ from jaxmp._autocast.provenance import COMPUTED, DATA, LARGE, SHARED
 from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind, Residual, Why
-from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.higher_order import Inner, inside
 from jaxmp._jaxprs.walk import Place
 
@@ -140,7 +140,7 @@ class Op:
 
     def reads(self, step: Step) -> list[Any]:
         """The variables that running a step reads."""
-        return [v for v in step.eqn.invars if not isinstance(v, Literal)]
+        return variables(step.eqn.invars)
 
 
 class Segment(NamedTuple):
@@ -281,7 +281,7 @@ class Plan:
     @functools.cached_property
     def last_reads(self) -> list[tuple[Any, ...]]:
         """For each step the variables that nothing reads after it."""
-        later = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+        later = set(variables(self.jaxpr.outvars))
         found = []
         for step in reversed(self.steps):
             here = {*self.reads(step), *step.eqn.outvars} - later

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.bind import Drop
@@ -29,7 +28,7 @@ from jaxmp._autocast.plan import Plan, Segment, Step, Visit
 from jaxmp._autocast.why import Residual
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_inexact, runs_once, with_dtype
-from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of, variables
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import TABLE
 from jaxmp._jaxprs.scopes import DEQUANTIZE
@@ -153,7 +152,7 @@ def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[
     for i in range(start, stop):
         eqn = plan.steps[i].eqn
         multiplied |= contracts(eqn)
-        if not differentiated.isdisjoint(v for v in eqn.invars if not isinstance(v, Literal)):
+        if not differentiated.isdisjoint(variables(eqn.invars)):
             made = {v for v in eqn.outvars if is_inexact(v.aval)}
             differentiated |= made
             crossing |= made

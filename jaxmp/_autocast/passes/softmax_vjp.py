@@ -41,7 +41,7 @@ from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat, parameter_products
 from jaxmp._jaxprs.attributes import Operation, explicit_sharding
-from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.compiler_hints import LANES, laid_out, no_excess_precision
 from jaxmp._jaxprs.equation_parameters import dot_axes
 
@@ -112,7 +112,7 @@ def attend(plan: Plan, _planner: object = None) -> Plan:
     if not any(_is_low_product(step, plan) for step in plan.steps):
         return plan
     program = Inlined(plan.jaxpr, plan.consts)
-    readers = Counter(v for s in plan.steps for v in s.eqn.invars if not isinstance(v, Literal))
+    readers = Counter(v for step in plan.steps for v in variables(step.eqn.invars))
     steps = tuple(_attending(step, program, readers, plan) for step in plan.steps)
     return dataclasses.replace(plan, steps=steps, built={})
 
@@ -189,7 +189,7 @@ def _is_made_of_mask(atom: Any, program: Inlined) -> bool:
     if dtype_of(atom) != FLOAT32:
         return False
     while (eqn := program.maker(atom)) is not None and eqn.primitive.name in _ELEMENTWISE:
-        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
+        operands = variables(eqn.invars)
         if len(operands) != 1:
             return not operands
         [atom] = operands

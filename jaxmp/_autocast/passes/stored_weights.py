@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.bind import Dot
 from jaxmp._autocast.environment import Environment
@@ -23,7 +23,7 @@ from jaxmp._autocast.products.product import Sides, sums_in
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding
-from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of, variables
 from jaxmp._jaxprs.equation_parameters import permutation, product_axes, widens_8_bits
 from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope
@@ -78,7 +78,7 @@ def scale_after(plan: Plan, _planner: object = None) -> Plan:
     steps = []
     for step in plan.steps:
         eqn = step.eqn
-        atoms = [v for v in eqn.invars if not isinstance(v, Literal)]
+        atoms = variables(eqn.invars)
         if in_scope(eqn, DEQUANTIZE):
             origins = tuple(dict.fromkeys(o for v in atoms for o in made_of.get(v, (v,))))
             made_of.update(dict.fromkeys(eqn.outvars, origins))

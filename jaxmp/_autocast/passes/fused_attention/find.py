@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from jaxmp._autocast.bind import Bind, Dot, Drop
 from jaxmp._autocast.environment import Environment, cast
@@ -40,7 +39,7 @@ from jaxmp._autocast.products.native import chip_for
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
-from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of, variables
 from jaxmp._jaxprs.source import is_backward
 from jaxmp._speed import Chip
 
@@ -233,7 +232,7 @@ def _dropped(
     ops = [fused if i == at else step.op for i, step in enumerate(steps)]
     reads_of = [op.reads(step) for op, step in zip(ops, steps, strict=True)]
     reads = Counter(itertools.chain(*reads_of))
-    reads.update(v for v in outvars if not isinstance(v, Literal))
+    reads.update(variables(outvars))
     unread = set(steps[at].op.reads(steps[at]))  # what fewer steps read than before
     dropped: list[int] = []
     for i, step in reversed(tuple(enumerate(steps[:at]))):
