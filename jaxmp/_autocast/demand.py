@@ -4,7 +4,8 @@ A value may be wanted by a contraction (through `follow` and `transparent` ops),
 runs in float32 (a `full` op, an op run as written, the function's result), or both, or neither; and
 what is computed from it in float32 may be wanted by a contraction later. What becomes an index (it
 is rounded to whole numbers) is a position, and what becomes an angle or the matrix of a linear
-system amplifies its errors, and so does a logarithm or a root near where it ends. Only float32 values are considered; everything else is not ours.
+system amplifies its errors, and so does a logarithm or a root near where it ends. Only float32
+values are considered; everything else is not ours.
 """
 
 from __future__ import annotations
