@@ -289,9 +289,7 @@ def kept(fn: Callable[..., Any], *args: Any) -> list[Any]:
     return list({id(v): v.aval for v in jaxpr.outvars if id(v) not in given}.values())
 
 
-@cases(
-    ["by_hand", "biased", "values_dropped", "Linen", "Linen with dropout", "NNX"]
-)
+@cases(["by_hand", "biased", "values_dropped", "Linen", "Linen with dropout", "NNX"])
 def test_of_the_size_of_the_scores_only_low_probabilities_and_one_mask_are_kept(name: str) -> None:
     loss, args = program(name)
     large = [
