@@ -34,7 +34,7 @@ from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxmp._autocast.bind import Dot, contract, low_of, parameter
 from jaxmp._autocast.environment import Environment, cast
-from jaxmp._autocast.passes.softmaxes import AxisMove, Softmax, softmaxes
+from jaxmp._autocast.passes.softmaxes import Softmax, softmaxes
 from jaxmp._autocast.passes.value_refs import Inlined
 from jaxmp._autocast.plan import DType, Op, Plan, Step
 from jaxmp._autocast.rules import FLOAT32
@@ -218,7 +218,7 @@ class _Group:
     low: DType
     axis: int
     moved_axis: int
-    moves: tuple[AxisMove, ...]
+    moves: tuple[Operation, ...]
     masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
     between: Any
     of_parameter: bool
@@ -261,7 +261,7 @@ class _Group:
           other: the other operand.
         """
         for move in self.moves:
-            rows = lax.transpose(rows, move.to) if move.permutes else lax.reshape(rows, move.to)
+            rows = move(rows)
         contracted, batch = self.axes
         mine, theirs = batch[self.side], (*contracted[1 - self.side], *batch[1 - self.side])
         free = [i for i in range(rows.ndim) if i != self.moved_axis and i not in mine]

@@ -23,6 +23,7 @@ from jaxmp._autocast.passes.value_refs import (
 )
 from jaxmp._autocast.primitives import COMPARING
 from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs.attributes import Operation
 from jaxmp._jaxprs.compat import dtype_of, kind, shape_of
 from jaxmp._jaxprs.equation_parameters import permutation, product_axes, reduced_axes
 
@@ -41,16 +42,6 @@ class SavedMask(NamedTuple):
     where: bool
 
 
-class AxisMove(NamedTuple):
-    """What moves the elements of a softmax on the way to a product: a permutation, or a new shape.
-
-    The shape is of an array that has one element along the axis of the softmax.
-    """
-
-    permutes: bool
-    to: tuple[int, ...]
-
-
 class Softmax(NamedTuple):
     """A softmax, and the way from it to a product.
 
@@ -64,7 +55,7 @@ class Softmax(NamedTuple):
       plain: whether it is that and nothing else: no mask on the exponentials, nothing added to
         their sum.
       eqns: what stands between, in order; the last one's result is the operand of the product.
-      moves: those of them that move elements.
+      moves: those of them that move elements, of an array with one element along that axis.
     """
 
     masked: ValueRef
@@ -75,7 +66,7 @@ class Softmax(NamedTuple):
     masks: tuple[SavedMask, ...] = ()
     plain: bool = True
     eqns: tuple[JaxprEqn, ...] = ()
-    moves: tuple[AxisMove, ...] = ()
+    moves: tuple[Operation, ...] = ()
 
 
 def softmaxes(product: JaxprEqn, program: Inlined) -> Iterator[tuple[int, Softmax]]:
@@ -206,14 +197,14 @@ def _longer(softmax: Softmax, eqn: JaxprEqn) -> Softmax | None:
     match eqn.primitive.name:
         case "transpose":
             order = permutation(eqn)
-            moves = (*moves, AxisMove(permutes=True, to=order))
+            moves = (*moves, Operation.of(eqn))
             return softmax._replace(moved_axis=order.index(moved), moves=moves)
         case "reshape":
             ahead = math.prod(before[:moved])
             for axis, size in enumerate(after):
                 if size == before[moved] and math.prod(after[:axis]) == ahead:
                     thin = tuple(1 if i == axis else n for i, n in enumerate(after))
-                    moves = (*moves, AxisMove(permutes=False, to=thin))
+                    moves = (*moves, Operation.of(eqn, new_sizes=thin))
                     return softmax._replace(moved_axis=axis, moves=moves)
             return None
         case "slice":  # of all rows
