@@ -165,11 +165,7 @@ def rescaled(operation: Operation, shape: tuple[int, ...]) -> Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Dot(Op):
-    """Multiplies in the dtypes of the step; gradients of float32 parameters are float32.
-
-    Attributes:
-      parameters: see `Op`.
-    """
+    """Multiplies in the dtypes of the step; gradients of float32 parameters are float32."""
 
     parameters: tuple[int, ...] = ()
 

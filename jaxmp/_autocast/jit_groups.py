@@ -104,11 +104,9 @@ def run_group(steps: tuple[Step, ...], env: Environment) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _runner(operations: tuple[GroupedOp, ...], outside: tuple[int, ...]) -> Callable[..., Any]:
-    """A function of what comes from outside: all results, and copies of them and of what came.
+    """A function of the arrays from outside, by their numbers.
 
-    Args:
-      operations: what it does, in order.
-      outside: the number of each array from outside.
+    It returns all results, and copies of them and of what came.
     """
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:

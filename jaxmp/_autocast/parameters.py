@@ -24,12 +24,7 @@ Parameters = Callable[[Any, Any], list[bool]]
 
 
 def by_position(fn: Callable[..., Any], argnums: Argnums) -> Parameters:
-    """The parameters of a function, by the positions of its arguments.
-
-    Args:
-      fn: the function, whose signature says which position an argument has that is given by name.
-      argnums: the positions.
-    """
+    """The parameters of a function, by the positions that its signature gives its arguments."""
     positions = read_argnums("autocast", argnums)
     names = _names(fn)
 

@@ -130,12 +130,7 @@ class Op:
     as_is: bool = True
 
     def run(self, step: Step, env: Any) -> list[Any]:
-        """The results of a step.
-
-        Args:
-          step: the step.
-          env: the arrays computed so far, an `environment.Environment`.
-        """
+        """The results of a step, given an `Environment` of the arrays computed so far."""
         raise NotImplementedError
 
     def reads(self, step: Step) -> list[Any]:

@@ -312,13 +312,9 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
 def plan_program(
     jaxpr: Any, policy: Policy, parameters: Sequence[bool], passes: Sequence[Pass] = PASSES
 ) -> Plan:
-    """The plan of a whole program under a policy.
+    """The plan of a whole program under a policy, given which of its operands are parameters.
 
-    Args:
-      jaxpr: the program.
-      policy: the policy.
-      parameters: which of its operands are parameters.
-      passes: what happens to the plan of each jaxpr, in order.
+    The passes, in order, are what happens to the plan of each jaxpr.
     """
     rules = rules_for(policy)
     planner = Planner(passes)

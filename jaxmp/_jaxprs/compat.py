@@ -255,10 +255,7 @@ def rematerialize(
 def widened(eqn: jex_core.JaxprEqn, n_ins: int, n_outs: int) -> dict[str, Any]:
     """The parameters of a jit or remat that say something of each operand or result.
 
-    Args:
-      eqn: the equation.
-      n_ins: how many operands it gets before its own.
-      n_outs: how many results it gets after its own.
+    It gets `n_ins` operands before its own, and `n_outs` results after its own.
     """
     if eqn.primitive.name == "jit":
         [plain] = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns

@@ -62,11 +62,8 @@ def evaluated(
 ) -> Any:
     """The one result of a closed jaxpr of a contraction and moves, of operands of other dtypes.
 
-    Args:
-      jaxpr: the closed jaxpr.
-      operands: its operands.
-      sums: the dtype of what the contraction makes.
-      convolved: the dtype of a convolution's result, which is converted; None for the same.
+    The contraction makes it in the dtype `sums`; a convolution in `convolved`, if that is given,
+    which is then converted.
     """
     opened, consts = compat.closed(jaxpr)
     env = dict(zip((*opened.constvars, *opened.invars), (*consts, *operands), strict=True))
@@ -344,10 +341,7 @@ def _gathered(array: Any, eqn: JaxprEqn, wire: DType) -> Any:
 def look_up(eqn: JaxprEqn, operands: Sequence[Any], table: Parameter) -> Any:
     """Rows of the low copy of a table, whose gradients are added up in float32.
 
-    Args:
-      eqn: the lookup.
-      operands: the copy, and where to look.
-      table: the float32 table.
+    The operands are that copy, and where to look.
     """
     gather = Operation.of(eqn)
 

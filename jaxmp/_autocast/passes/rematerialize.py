@@ -137,13 +137,8 @@ def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[
 
     What is under one checkpoint may all be computed again before any of it is read: of a deep model
     the scores of every layer. So it is cut after contractions, where nothing else goes on but what
-    a contraction returned, or a sum, which is then kept in the place of what it is a sum of.
-
-    Args:
-      plan: the plan.
-      start: the first step.
-      stop: the step after the last one.
-      last: the step that reads a variable last; a result of the plan is not in it.
+    a contraction returned, or a sum, which is then kept in the place of what it is a sum of. `last`
+    has for each variable the step that reads it last; a result of the plan is not in it.
     """
     inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
     differentiated = {v for v in inputs if is_inexact(v.aval)}

@@ -256,9 +256,7 @@ class _Group:
     def beside_result(self, rows: Any, other: Any) -> Any:
         """A value for each row of the softmax, laid out to be multiplied with the result.
 
-        Args:
-          rows: of the softmax's shape, with one element along its axis.
-          other: the other operand.
+        `rows` are of the softmax's shape, with one element along its axis.
         """
         for move in self.moves:
             rows = move(rows)

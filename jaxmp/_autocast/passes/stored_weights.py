@@ -47,11 +47,7 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StoredDot(Op):
-    """Multiplies by a weight as it is stored, and scales after the sums, in float32.
-
-    Attributes:
-      weight: the weight.
-    """
+    """Multiplies by a weight as it is stored, and scales after the sums, in float32."""
 
     weight: Stored
 

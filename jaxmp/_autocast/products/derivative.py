@@ -226,11 +226,7 @@ def _once(product: Contraction, of: int) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedDot(Dot):
-    """Multiplies as a recipe says.
-
-    Attributes:
-      product: how.
-    """
+    """Multiplies as a recipe says."""
 
     product: Contraction = dataclasses.field(kw_only=True)
     as_is = False

@@ -80,11 +80,7 @@ class Sides(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledProduct(Contraction):
-    """A `lax.dot_general` under a recipe.
-
-    Attributes:
-      sides: the axes of its operands.
-    """
+    """A `lax.dot_general` under a recipe."""
 
     sides: Sides
 

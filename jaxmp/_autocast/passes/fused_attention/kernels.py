@@ -142,11 +142,8 @@ def kernel_of(chip: Chip) -> Kernel | None:
 def refusal(kernel: Kernel, call: KernelCall, arrays: Sequence[Any], *, varying: bool) -> str:
     """Why a kernel does not take attention, forward and backward, in its words; empty if it does.
 
-    Args:
-      kernel: the kernel.
-      call: what attention.
-      arrays: the types of queries, keys, values, a bias, a mask.
-      varying: whether they are known to differ over axes of devices, as under `jax.shard_map`.
+    Of `arrays` it has the types; they are `varying` if they are known to differ over axes of
+    devices, as under `jax.shard_map`.
     """
     if varying and kernel is FLASH:
         why = "it does not say over which devices its result differs: say check_vma=False"

@@ -89,14 +89,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(scores: Scores, product: JaxprEqn, side: int, softmax: Softmax) -> Layout:
-    """The axes of attention.
-
-    Args:
-      scores: what the scores are.
-      product: the product of the softmax.
-      side: which operand of it that is.
-      softmax: the softmax.
-    """
+    """The axes of attention; the softmax of the scores is the operand `side` of a product."""
     keys = softmax.axis
     sizes = shape_of(softmax.result)
     *operands, result = _named_axes(scores.product)

@@ -49,12 +49,7 @@ class Mask(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What is added to scores.
-
-    Attributes:
-      array: the array.
-      factor: what it is multiplied with.
-    """
+    """An array, multiplied with a factor, that is added to scores."""
 
     array: Aligned
     factor: float
