@@ -57,10 +57,11 @@ def library(
     mask: Any = None,
     *,
     implementation: Any = "cudnn",
+    mapped: bool = False,
 ) -> Any:
-    """Attention as JAX hands it to a library."""
-    lengths, cudnn = (q.shape[1], k.shape[1]), implementation == "cudnn"
-    if cudnn and q.shape[2] > 1 and any(x is not None and x.shape[1] == 1 for x in (bias, mask)):
+    """Attention as JAX hands it to a library; not to be mapped with a mask that all heads share."""
+    lengths, shared = (q.shape[1], k.shape[1]), [x for x in (bias, mask) if x is not None]
+    if not mapped and q.shape[2] > 1 and any(x.shape[1] == 1 for x in shared):
         q = _unmapped(q)
     bias, mask = (
         None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in (bias, mask)
@@ -71,7 +72,7 @@ def library(
 
 
 # Without a kernel: the softmax between the products is in float32.
-plain = functools.partial(library, implementation="xla")
+plain = functools.partial(library, implementation="xla", mapped=True)
 
 
 @jax.custom_batching.custom_vmap
