@@ -27,8 +27,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxmp import _flax
 from jaxmp._jaxprs import attributes, compat, equation_parameters
+from jaxmp._jaxprs.dot_primitives import Parameter, contract
 from jaxmp._jaxprs.higher_order import inside
-from jaxmp._jaxprs.parameter_products import Parameter, contract
 from jaxmp._jaxprs.source import is_promotion
 
 from support import iter_eqns
@@ -324,8 +324,8 @@ def _() -> None:
 def _() -> None:
     split = equation("split", lambda x: jnp.split(x, 2), X)
     [sin] = equations(jnp.sin, X)
-    assert attributes.returns_several(split.primitive)
-    assert not attributes.returns_several(sin.primitive)
+    assert attributes.Operation.of(split).returns_several
+    assert not attributes.Operation.of(sin).returns_several
 
 
 @relied_on("Primitive.get_bind_params", "get_bind_params")

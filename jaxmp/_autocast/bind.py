@@ -17,19 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._autocast.environment import Environment, cast
 from jaxmp._autocast.plan import DType, Op, OperandCast, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP, TRACED_ONCE
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs import parameter_products
-from jaxmp._jaxprs.attributes import on_mesh_of, returns_several
+from jaxmp._jaxprs import dot_primitives
+from jaxmp._jaxprs.attributes import Operation, on_mesh_of
 from jaxmp._jaxprs.compat import INLINE, bind, dtype_of, shape_of
+from jaxmp._jaxprs.dot_primitives import Parameter, crossed
 from jaxmp._jaxprs.equation_parameters import takes_result_dtype
-from jaxmp._jaxprs.parameter_products import Parameter, crossed, op_of
-
-Params = tuple[tuple[str, Any], ...]
 
 
 class Constant(NamedTuple):
@@ -55,7 +53,6 @@ class Bind(Op):
     """Binds the equation."""
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         return apply(step.eqn, env.operands(step))
 
 
@@ -65,7 +62,6 @@ class Move(Op):
     moves = True
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         eqn = step.eqn
         low = step.outs[0] not in (None, dtype_of(eqn.outvars[0]))
         if low and eqn.primitive.name == "convert_element_type":
@@ -89,9 +85,7 @@ class Scale(Op):
     """
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
-        eqn = step.eqn
-        scale = rescaled(eqn.primitive, tuple(eqn.params.items()), shape_of(eqn.outvars[0]))
+        scale = rescaled(Operation.of(step.eqn), shape_of(step.eqn.outvars[0]))
         return [scale(*env.operands(step))]
 
 
@@ -99,7 +93,6 @@ class Drop(Op):
     """Does not run: what the equation makes is not needed."""
 
     def reads(self, _step: Step) -> list[Any]:
-        """See `Op.reads`."""
         return []
 
 
@@ -119,37 +112,37 @@ def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
         if isinstance(v, Literal)
     )
     arrays = [x for x, v in zip(operands, eqn.invars, strict=True) if not isinstance(v, Literal)]
-    params = tuple((eqn.params | replaced).items())
-    out = _applier(eqn.primitive, params, constants)(*arrays)
-    return list(out) if returns_several(eqn.primitive) else [out]
+    operation = Operation.of(eqn, **replaced)
+    out = _applier(operation, constants)(*arrays)
+    return list(out) if operation.returns_several else [out]
 
 
 @functools.lru_cache(maxsize=4096)
 def _applier(
-    primitive: Primitive, params: Params, constants: tuple[tuple[int, Constant], ...]
+    operation: Operation, constants: tuple[tuple[int, Constant], ...]
 ) -> Callable[..., Any]:
     def apply(*arrays: Any) -> Any:
         operands = list(arrays)
         for i, constant in constants:  # in order, so each index is final when inserted
             operands.insert(i, constant.array)
-        return primitive.bind(*operands, **dict(params))
+        return operation(*operands)
 
     return jax.jit(apply, inline=INLINE)
 
 
 @functools.lru_cache(maxsize=1024)
-def rescaled(primitive: Primitive, params: Params, shape: tuple[int, ...]) -> Callable[..., Any]:
+def rescaled(operation: Operation, shape: tuple[int, ...]) -> Callable[..., Any]:
     """The function of `Scale`, for results of a shape."""
 
     @jax.custom_jvp
     def product(*operands: Any) -> Any:
-        return primitive.bind(*operands, **dict(params))
+        return operation(*operands)
 
     def tangent(i: int, primals: Sequence[Any], dx: Any) -> Any:
         a, b = primals
         if dx.shape != shape:
             dx = cast(dx, dx.dtype, shape=shape)
-        if primitive.name == "mul":
+        if operation.primitive.name == "mul":
             return lax.mul(dx, b) if i == 0 else lax.mul(a, dx)
         # -a dx / b², so that nothing is saved but a and b.
         return lax.div(dx, b) if i == 0 else lax.neg(lax.div(lax.div(lax.mul(a, dx), b), b))
@@ -172,23 +165,18 @@ def rescaled(primitive: Primitive, params: Params, shape: tuple[int, ...]) -> Ca
 
 @dataclasses.dataclass(frozen=True)
 class Dot(Op):
-    """Multiplies in the dtypes of the step; gradients of float32 parameters are float32.
-
-    Attributes:
-      parameters: see `Op`.
-    """
+    """Multiplies in the dtypes of the step; gradients of float32 parameters are float32."""
 
     parameters: tuple[int, ...] = ()
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         operands = env.operands(step)
         if not self.parameters:
             return contract(step, operands)
         parameters = self.given(step, env)
         if step.eqn.primitive.name in LOOKING_UP:
-            return [parameter_products.look_up(step.eqn, operands, parameters[0])]
-        return [parameter_products.contract(step.eqn, operands, parameters, low_of(step))]
+            return [dot_primitives.look_up(step.eqn, operands, parameters[0])]
+        return [dot_primitives.contract(step.eqn, operands, parameters, low_of(step))]
 
     def given(self, step: Step, env: Environment) -> dict[int, Parameter]:
         """The parameters among the operands, in float32."""
@@ -208,7 +196,7 @@ def parameter(atom: Any, env: Environment) -> Parameter:
         return env.crossed[atom]
     pieces = [parameter(v, env) for v in eqn.invars]
     if len(pieces) == 1:
-        return Parameter(pieces[0].array, (*pieces[0].moves, op_of(eqn)))
+        return Parameter(pieces[0].array, (*pieces[0].moves, Operation.of(eqn)))
     [joined] = bind(eqn, [piece.moved() for piece in pieces])
     return Parameter(joined)
 

@@ -60,12 +60,7 @@ class Recurrence(NamedTuple):
 
 
 def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
-    """How the carries of a loop depend on themselves.
-
-    Args:
-      body: what it runs.
-      weights: which of its operands are parameters of the program.
-    """
+    """How the carries of a loop's body depend on themselves, given which operands are weights."""
     carry, n_carry = body.carries, body.carried
     ins = [
         Flow(stack=weight)

@@ -100,7 +100,7 @@ def run(
       plan: its plan.
       passes: those of its planner.
       program: the whole program, given what is to run its plan.
-      known: what was warned of already; what is said now is added.
+      known: see `coverage_warnings`.
     """
     if not likely(plan):
         try:

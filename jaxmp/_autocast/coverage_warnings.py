@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import CALLED, LOW
 from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.products.native import traced_for
-from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps, region_rules
+from jaxmp._autocast.rules import FLOAT32, FLOAT64, Rules, author_keeps
 from jaxmp._autocast.why import Kind, skipped, unfused
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import known_primitives, setting
@@ -71,12 +71,7 @@ def warn_unseen(plan: Plan, known: set[str]) -> None:
 
 
 def warn_closing(calls: Sequence[JaxprEqn], known: set[str]) -> None:
-    """Warns that a program runs as written, because derivative rules close over traced values.
-
-    Args:
-      calls: what calls the functions that have these rules.
-      known: what was said already.
-    """
+    """Warns that a program runs as written: rules of `calls` close over traced values."""
     names = [f"{compat.custom_rule(e).name} ({user_line(e) or library_line(e)})" for e in calls]
     where = ", ".join(dict.fromkeys(names)) or "a function"
     _say(
@@ -209,7 +204,7 @@ def warn_overlooked(
       parameters: which of its operands are parameters.
       place: where in the call an operand is, in words.
       name: what the function is called.
-      known: what was said already; what is said now is added.
+      known: see above.
     """
     if plan.rules.low is None or "overlooked" in plan.built:
         return
@@ -230,8 +225,11 @@ def warn_overlooked(
 def warn_unknown(plan: Plan, known: set[str]) -> None:
     """Warns of names in a policy's `ops` that no primitive has, of the program or of JAX."""
     steps = [each.step for each in plan.tally()]
-    rules = {plan.rules, *(region_rules(step.eqn, plan.rules) or plan.rules for step in steps)}
-    asked = {name for each in rules for name, _ in each.policy.ops}
+    asked = {
+        name
+        for each in {plan.rules, *(step.rules for step in steps)}
+        for name, _ in each.policy.ops
+    }
     if not asked:
         return
     names = {*TABLE, *HIGHER_ORDER, *CALLED, *(compat.kind(step.eqn) for step in steps)}
@@ -254,24 +252,18 @@ def overruled(plan: Plan) -> str:
     What was wrapped under a policy, or marked by `full_precision`, stays under it.
     """
     asked = plan.rules
-    found = list(_governed(plan))
+    found = Counter[Rules]()
+    for step, places, _ in plan.tally():
+        if step.eqn.primitive.name in LOW:
+            found[step.rules] += places
     if not found or any(rules.low == asked.low for rules in found):
         return ""
     others = sorted({str(rules.policy) for rules in found})
     return (
-        f"{str(asked.policy)!r} decides no product here: the {len(found)} of them are in modules "
-        f"or functions under a policy of their own ({', '.join(map(repr, others))}), which stays "
-        "in force. For another one, start from what was not wrapped yet"
+        f"{str(asked.policy)!r} decides no product here: the {found.total()} of them are in "
+        f"modules or functions under a policy of their own ({', '.join(map(repr, others))}), which "
+        "stays in force. For another one, start from what was not wrapped yet"
     )
-
-
-def _governed(plan: Plan) -> Iterator[Rules]:
-    """The rules that each product of a program is under."""
-    for step in plan.steps:
-        if step.eqn.primitive.name in LOW:
-            yield region_rules(step.eqn, plan.rules) or plan.rules
-        for inner in step.plans:
-            yield from _governed(inner)
 
 
 def _would_narrow(eqn: JaxprEqn) -> bool:

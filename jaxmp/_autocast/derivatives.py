@@ -52,19 +52,16 @@ def derive(plan: Plan, planner: Planning) -> Plan:
 
     The rules are planned with the same passes, when the function is first called.
     """
-    steps = [
-        dataclasses.replace(step, op=_derived(step, step.op, planner.passes))
-        if isinstance(step.op, CustomCall) and not step.plans[0].rules.as_written
-        else step
-        for step in plan.steps
-    ]
-    return dataclasses.replace(plan, steps=tuple(steps))
 
+    def derived(step: Step) -> Step:
+        op = step.op
+        if not isinstance(op, CustomCall) or step.plans[0].rules.as_written:
+            return step
+        make = reverse_mode if op.reverse else forward_mode
+        planned = functools.cache(lambda: make(call_of(step.eqn), step.plans[0], planner.passes))
+        return dataclasses.replace(step, op=dataclasses.replace(op, derived=planned))
 
-def _derived(step: Step, op: CustomCall, passes: Sequence[Pass]) -> CustomCall:
-    make = reverse_mode if op.reverse else forward_mode
-    planned = functools.cache(lambda: make(call_of(step.eqn), step.plans[0], passes))
-    return dataclasses.replace(op, derived=planned)
+    return dataclasses.replace(plan, steps=tuple(map(derived, plan.steps)))
 
 
 # Forward mode.

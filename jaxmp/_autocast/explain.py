@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxmp._autocast import closures
 from jaxmp._autocast.coverage_warnings import overruled
@@ -32,7 +31,7 @@ from jaxmp._autocast.rules import FLOAT32, Rules
 from jaxmp._autocast.transform import is_identity, plan_program, run_program, trace_program
 from jaxmp._autocast.why import Kind, Residual, is_unknown, skipped, unfused
 from jaxmp._jaxprs.attributes import is_inexact
-from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.source import is_backward
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp.policy import Policy, PolicyLike, key_matches, single_policy
@@ -141,9 +140,7 @@ def _residual_bytes(
     except Exception:  # noqa: BLE001 (what has no derivative is refused by errors of any type)
         return {}
     saved = Counter[str]()
-    for var in {v for v in jaxpr.outvars if not isinstance(v, Literal)}.difference(
-        jaxpr.invars, jaxpr.constvars
-    ):
+    for var in {*variables(jaxpr.outvars)}.difference(jaxpr.invars, jaxpr.constvars):
         saved[str(dtype_of(var))] += _nbytes(var)
     return dict(saved.most_common())
 

@@ -23,12 +23,7 @@ from jaxmp._jaxprs import compat
 
 
 def follow(facts: Facts, *, exponential: bool = False) -> Decision:
-    """Decides an elementwise op.
-
-    Args:
-      facts: what is known of it.
-      exponential: whether it is the exponential of a softmax that may run low.
-    """
+    """Decides an elementwise op, which may be the exponential of a softmax that may run low."""
     eqn, rules = facts.eqn, facts.rules
     mine = [v for v in facts.used if v is not None]
     low = [v for v in mine if v.dtype is not None]

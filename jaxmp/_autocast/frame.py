@@ -161,6 +161,7 @@ class Frame:
             ),
             outs=tuple(value and (value.dtype or self.rules.wide) for value in kept),
             why=decision.why.noted(Kind.CLIPPED) if clips else decision.why,
+            rules=rules,
             plans=decision.plans,
             clips=clips,
             linear=any(v is not None and v.tangent for v in facts.values),

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Literal
 
 from jaxmp._autocast.annotations import is_marked
-from jaxmp._autocast.bind import Bind, Constant, Move, Params, Scale, rescaled, traced_once
+from jaxmp._autocast.bind import Bind, Constant, Move, Scale, rescaled, traced_once
 from jaxmp._autocast.environment import Environment, cast, constant, read_as
 from jaxmp._autocast.plan import DType, OperandCast, Step
 from jaxmp._autocast.primitives import CROSSING
-from jaxmp._jaxprs.attributes import context, name_stack, returns_several
+from jaxmp._jaxprs.attributes import Operation, context, name_stack
 from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
 from jaxmp._jaxprs.source import library_line, user_line
 
@@ -36,8 +36,7 @@ class Operand(NamedTuple):
 class GroupedOp(NamedTuple):
     """What a step does, wherever it stands."""
 
-    primitive: Primitive
-    params: Params
+    operation: Operation
     operands: tuple[Operand | Constant, ...]
     outs: tuple[tuple[int, DType | None], ...]  # the numbers and dtypes of its results
     repeats_to: tuple[int, ...] | None  # the shape of a product that repeats an operand
@@ -94,8 +93,7 @@ def run_group(steps: tuple[Step, ...], env: Environment) -> None:
         operands = tuple(map(operand, eqn.invars, step.casts))
         outs = tuple((next(numbers), dtype) for dtype in step.outs)
         shape = shape_of(eqn.outvars[0]) if isinstance(step.op, Scale) else None
-        params = tuple(eqn.params.items())
-        operations.append(GroupedOp(eqn.primitive, params, operands, outs, shape))
+        operations.append(GroupedOp(Operation.of(eqn), operands, outs, shape))
         for var, (number, dtype) in zip(eqn.outvars, outs, strict=True):
             made[var] = number, dtype_of(var) if dtype is None else dtype
     results, copied = _runner(tuple(operations), tuple(arrays))(*arrays.values())
@@ -106,11 +104,9 @@ def run_group(steps: tuple[Step, ...], env: Environment) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _runner(operations: tuple[GroupedOp, ...], outside: tuple[int, ...]) -> Callable[..., Any]:
-    """A function of what comes from outside: all results, and copies of them and of what came.
+    """A function of the arrays from outside, by their numbers.
 
-    Args:
-      operations: what it does, in order.
-      outside: the number of each array from outside.
+    It returns all results, and copies of them and of what came.
     """
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:
@@ -130,10 +126,10 @@ def _runner(operations: tuple[GroupedOp, ...], outside: tuple[int, ...]) -> Call
         for op in operations:
             operands = [value(operand) for operand in op.operands]
             if op.repeats_to is not None:
-                outs = [rescaled(op.primitive, op.params, op.repeats_to)(*operands)]
+                outs = [rescaled(op.operation, op.repeats_to)(*operands)]
             else:
-                bound = op.primitive.bind(*operands, **dict(op.params))
-                outs = list(bound) if returns_several(op.primitive) else [bound]
+                bound = op.operation(*operands)
+                outs = list(bound) if op.operation.returns_several else [bound]
             for out, (number, dtype) in zip(outs, op.outs, strict=True):
                 values[number] = out if dtype is None else cast(out, dtype)
         return [values[i] for op in operations for i, _ in op.outs], list(copies.values())

@@ -24,12 +24,7 @@ Function = Callable[..., Any]
 
 
 def lift(transform: Callable[[Function], Function], fn: Function) -> Function:
-    """`transform(fn)`, which changes the modules in its arguments as `fn` does.
-
-    Args:
-      transform: from a function of pytrees to another.
-      fn: a function of positional arguments.
-    """
+    """`transform(fn)`, of positional arguments, which changes the modules in them as `fn` does."""
     return _updatable(split_inputs(transform(merge_inputs(fn))))
 
 

@@ -16,7 +16,7 @@ from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.primitives import LOW, MOVING
 from jaxmp._jaxprs.dataflow import forward, through
 from jaxmp._jaxprs.equation_parameters import contracted, product_axes
-from jaxmp._jaxprs.trace import is_array
+from jaxmp._jaxprs.trace import is_array, name_of
 
 Argnums = int | Sequence[int]
 # Of a call, whether each array of `(args, kwargs)` is a parameter.
@@ -24,12 +24,7 @@ Parameters = Callable[[Any, Any], list[bool]]
 
 
 def by_position(fn: Callable[..., Any], argnums: Argnums) -> Parameters:
-    """The parameters of a function, by the positions of its arguments.
-
-    Args:
-      fn: the function, whose signature says which position an argument has that is given by name.
-      argnums: the positions.
-    """
+    """The parameters of a function, by the positions that its signature gives its arguments."""
     positions = read_argnums("autocast", argnums)
     names = _names(fn)
 
@@ -37,7 +32,7 @@ def by_position(fn: Callable[..., Any], argnums: Argnums) -> Parameters:
         count = max(len(args), len(names), 1)
         if not all(-count <= i < count for i in positions):
             raise ValueError(
-                f"autocast: argnums={argnums}, but {_name(fn)} has {count} arguments here."
+                f"autocast: argnums={argnums}, but {name_of(fn)} has {count} arguments here."
             )
         named = {i % len(args) if i < 0 and args else i for i in positions}
         found = [x for i, arg in enumerate(args) for x in _of_argument(arg, named=i in named)]
@@ -61,10 +56,6 @@ def read_argnums(name: str, argnums: Argnums) -> tuple[int, ...]:
             f"positions of the arguments that are parameters; got {argnums!r}."
         )
     return tuple(positions)
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def _names(fn: Callable[..., Any]) -> dict[str, int]:

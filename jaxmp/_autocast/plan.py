@@ -18,7 +18,7 @@ from jaxmp._autocast.provenance import COMPUTED, DATA, LARGE, SHARED
 from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind, Residual, Why
-from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.higher_order import Inner, inside
 from jaxmp._jaxprs.walk import Place
 
@@ -122,27 +122,20 @@ class Op:
     Attributes:
       parameters: the operands that are float32 parameters, whose gradients are float32.
       moves: whether it only moves values.
+      as_is: whether it binds the equation as it is, where all dtypes are those as written.
     """
 
     parameters: tuple[int, ...] = ()
     moves: bool = False
+    as_is: bool = True
 
     def run(self, step: Step, env: Any) -> list[Any]:
-        """The results of a step.
-
-        Args:
-          step: the step.
-          env: the arrays computed so far, an `environment.Environment`.
-        """
+        """The results of a step, given an `Environment` of the arrays computed so far."""
         raise NotImplementedError
 
     def reads(self, step: Step) -> list[Any]:
         """The variables that running a step reads."""
-        return [v for v in step.eqn.invars if not isinstance(v, Literal)]
-
-    def unchanged(self, _step: Step) -> bool:
-        """Whether that binds the equation as it is, where all dtypes are those as written."""
-        return True
+        return variables(step.eqn.invars)
 
 
 class Segment(NamedTuple):
@@ -169,6 +162,7 @@ class Step:
       casts: how each operand is read.
       outs: the dtype each result is kept in; None for what is not ours.
       why: why so.
+      rules: the policy in force.
       plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
       linear: whether an operand is a tangent: what is done with it may be transposed.
       clips: whether results beyond the range of the low dtype are clipped to it, as policies ask
@@ -180,6 +174,7 @@ class Step:
     casts: tuple[OperandCast, ...]
     outs: tuple[DType | None, ...]
     why: Why
+    rules: Rules
     plans: tuple[Plan, ...] = ()
     linear: bool = False
     clips: bool = False
@@ -206,11 +201,9 @@ class Step:
     @property
     def unchanged(self) -> bool:
         """Whether the step binds its equation as it is."""
-        if not self.op.unchanged(self):
-            return False
         atoms, dtypes = (*self.eqn.invars, *self.eqn.outvars), (*self.ins, *self.outs)
         as_is = all(d in (None, dtype_of(v)) for v, d in zip(atoms, dtypes, strict=True))
-        return as_is and all(plan.unchanged for plan in self.plans)
+        return self.op.as_is and as_is and all(plan.unchanged for plan in self.plans)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -283,7 +276,7 @@ class Plan:
     @functools.cached_property
     def last_reads(self) -> list[tuple[Any, ...]]:
         """For each step the variables that nothing reads after it."""
-        later = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+        later = set(variables(self.jaxpr.outvars))
         found = []
         for step in reversed(self.steps):
             here = {*self.reads(step), *step.eqn.outvars} - later

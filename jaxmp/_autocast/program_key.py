@@ -46,11 +46,8 @@ class ComparableProgram:
 def comparable(jaxpr: Any, *, lines: bool = False) -> ComparableProgram | None:
     """A jaxpr as a `ComparableProgram`; None for one that is not compared.
 
-    A program with constants is not: what it closed over may be tracers, or large.
-
-    Args:
-      jaxpr: the jaxpr, open or closed.
-      lines: whether it equals only what was written in the same lines.
+    A program with constants is not: what it closed over may be tracers, or large. With `lines` it
+    equals only what was written in the same lines.
     """
     if closed(jaxpr).jaxpr.constvars:
         return None

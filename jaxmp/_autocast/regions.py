@@ -85,10 +85,7 @@ def _keeping_as_around(policy: Policy) -> Policy:
 def in_region(fn: F, policy: Policy, *, keeps_as_around: bool = False) -> F:
     """`fn`, whose body is marked where it is traced to be planned. Elsewhere it is `fn`.
 
-    Args:
-      fn: a function.
-      policy: the policy of the region.
-      keeps_as_around: whether what is kept for the backward pass is for the policy around to say.
+    Where it `keeps_as_around`, the policy around says what is kept for the backward pass.
     """
 
     @functools.wraps(fn)

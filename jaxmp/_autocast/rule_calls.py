@@ -138,12 +138,7 @@ def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> froze
 
     A plan knows of every float32 value whether it is a tangent: narrowing one must stay linear. Of
     values in other dtypes (complex64, an author's bfloat16) a plan knows nothing, so what becomes
-    float32 again is found here, before planning.
-
-    Args:
-      jaxpr: the jaxpr of a derivative rule.
-      tangents: which of its operands are tangents.
-      rules: those it runs under.
+    float32 again is found here, before a derivative rule is planned.
     """
     found: set[Any] = set()
 

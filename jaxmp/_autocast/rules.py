@@ -147,11 +147,8 @@ def with_whole_tables(rules: Rules) -> Rules:
 def region_rules(eqn: JaxprEqn, around: Rules | None = None) -> Rules | None:
     """The rules of the innermost region that `eqn` marks or lies in, or None if there is none.
 
-    A region around the whole jaxpr is not seen from inside: name stacks are relative to it.
-
-    Args:
-      eqn: the equation.
-      around: the rules of the program, which say the dtype of the values that rules are about.
+    A region around the whole jaxpr is not seen from inside: name stacks are relative to it. The
+    rules of the program `around` say the dtype of the values that rules are about.
     """
     name = jitted_name(eqn)
     marks = name.startswith(REGION)

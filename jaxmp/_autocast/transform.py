@@ -39,7 +39,7 @@ from jaxmp._autocast.roots import OTHER, WEIGHTS
 from jaxmp._autocast.rules import governed, rules_for
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_weak, with_weak_type
-from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, trace
+from jaxmp._jaxprs.trace import Traced, holds_modules, is_array, name_of, trace
 from jaxmp._quantize.calls import holds_quantized, opening, seal
 from jaxmp._quantize.sink_dequantize import rows_first
 from jaxmp.policy import Policy, PolicyLike, single_policy
@@ -210,7 +210,7 @@ def under_policy(
     """
     rules_for(policy)  # a policy that cannot be computed in is refused here, not at the first call
     holding = with_held_tracers(fn)
-    name = str(getattr(fn, "__name__", type(fn).__name__))
+    name = name_of(fn)
 
     def make(jaxpr: Any, given: tuple[bool, ...]) -> Plan:
         plan = plan_program(jaxpr, policy, given, passes)
@@ -312,13 +312,9 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
 def plan_program(
     jaxpr: Any, policy: Policy, parameters: Sequence[bool], passes: Sequence[Pass] = PASSES
 ) -> Plan:
-    """The plan of a whole program under a policy.
+    """The plan of a whole program under a policy, given which of its operands are parameters.
 
-    Args:
-      jaxpr: the program.
-      policy: the policy.
-      parameters: which of its operands are parameters.
-      passes: what happens to the plan of each jaxpr, in order.
+    The passes, in order, are what happens to the plan of each jaxpr.
     """
     rules = rules_for(policy)
     planner = Planner(passes)

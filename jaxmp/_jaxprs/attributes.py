@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.extend.core as jex_core
@@ -239,9 +239,24 @@ def runs_once(eqn: jex_core.JaxprEqn) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
-def returns_several(primitive: jex_core.Primitive) -> bool:
-    """Whether binding a primitive returns a list, and not an array."""
-    return bool(primitive.multiple_results)
+class Operation(NamedTuple):
+    """What an equation does, wherever it stands: a primitive and its parameters. It hashes."""
+
+    primitive: jex_core.Primitive
+    params: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, eqn: jex_core.JaxprEqn, **replaced: Any) -> Self:
+        """That of an equation, with some parameters replaced."""
+        return cls(eqn.primitive, tuple((eqn.params | replaced).items()))
+
+    @property
+    def returns_several(self) -> bool:
+        """Whether it returns a list, and not an array."""
+        return bool(self.primitive.multiple_results)
+
+    def __call__(self, *operands: Any, **replaced: Any) -> Any:
+        return self.primitive.bind(*operands, **dict(self.params) | replaced)
 
 
 def holds_jaxprs(parameter: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +35,8 @@ CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "shard_map": "jaxpr",
-    "product_by_parameter": "jaxpr",  # our own: `parameter_products`
-    "product_in_float32": "jaxpr",  # `float32_dot`
+    "product_by_parameter": "jaxpr",  # our own: `dot_primitives`
+    "product_in_float32": "jaxpr",  # likewise
 }
 
 # The objects of `call_hi_primitive`, by class → the primitive they are the next generation of.
@@ -97,6 +97,11 @@ def dtype_of(atom: Any) -> np.dtype[Any] | None:
     return dtype if isinstance(dtype, np.dtype) else None
 
 
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Atoms without literals."""
+    return [atom for atom in atoms if not isinstance(atom, jex_core.Literal)]
+
+
 def shape_of(atom: Any) -> tuple[int, ...]:
     """The shape of a variable or literal."""
     return tuple(atom.aval.shape)
@@ -124,13 +129,12 @@ def split(jaxpr: Any, n_ins: int, n_outs: int) -> tuple[Any, Any, list[Any]]:
     late = set(opened.invars[n_ins:])
     parts: tuple[list[Any], list[Any]] = ([], [])
     for eqn in opened.eqns:
-        depends = not late.isdisjoint(v for v in eqn.invars if not isinstance(v, jex_core.Literal))
+        depends = not late.isdisjoint(variables(eqn.invars))
         parts[depends].append(eqn)
         late.update(eqn.outvars if depends else ())
     read = [v for eqn in parts[1] for v in eqn.invars] + list(opened.outvars[n_outs:])
     known = {*late, *opened.constvars}
-    read = [v for v in read if not isinstance(v, jex_core.Literal) and v not in known]
-    saved = list(dict.fromkeys(read))
+    saved = list(dict.fromkeys(v for v in variables(read) if v not in known))
 
     first = part(opened, parts[0], opened.invars[:n_ins], [*opened.outvars[:n_outs], *saved])
     last = part(opened, parts[1], [*saved, *opened.invars[n_ins:]], opened.outvars[n_outs:])
@@ -251,10 +255,7 @@ def rematerialize(
 def widened(eqn: jex_core.JaxprEqn, n_ins: int, n_outs: int) -> dict[str, Any]:
     """The parameters of a jit or remat that say something of each operand or result.
 
-    Args:
-      eqn: the equation.
-      n_ins: how many operands it gets before its own.
-      n_outs: how many results it gets after its own.
+    It gets `n_ins` operands before its own, and `n_outs` results after its own.
     """
     if eqn.primitive.name == "jit":
         [plain] = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns

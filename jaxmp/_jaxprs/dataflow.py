@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._jaxprs.compat import closed
+from jaxmp._jaxprs.compat import closed, variables
 from jaxmp._jaxprs.higher_order import Inner, inside
 
 F = TypeVar("F")
@@ -53,9 +53,8 @@ def readers_of(jaxpr: Any) -> dict[Any, list[JaxprEqn]]:
     """Of each variable of an open jaxpr, the equations that read it."""
     found: dict[Any, list[JaxprEqn]] = defaultdict(list)
     for eqn in jaxpr.eqns:
-        for atom in eqn.invars:
-            if not isinstance(atom, Literal):
-                found[atom].append(eqn)
+        for var in variables(eqn.invars):
+            found[var].append(eqn)
     return found
 
 

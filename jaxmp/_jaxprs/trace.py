@@ -32,6 +32,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
+def name_of(fn: Callable[..., Any]) -> str:
+    """The name of a function, or of the class of what is called."""
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
 def holds_modules(tree: Any) -> bool:
     """Whether a tree holds NNX modules, Variables or random streams."""
     return any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node)))
@@ -108,5 +113,5 @@ def flatten_call(
         args, kwargs = jax.tree.unflatten(tree, full)
         return jax.tree.map(lambda x: x if is_array(x) else Static(x), fn(*args, **kwargs))
 
-    flat.__name__ = flat.__qualname__ = str(getattr(fn, "__name__", type(fn).__name__))
+    flat.__name__ = flat.__qualname__ = name_of(fn)
     return flat, [leaf for leaf, t in zip(leaves, traced, strict=True) if t]

@@ -23,14 +23,14 @@ from jaxmp._autocast.bind import Bind, Dot, Move, Scale
 from jaxmp._autocast.plan import DType, Plan, Step
 from jaxmp._autocast.primitives import IN_PARTS, SCALING
 from jaxmp._autocast.why import Kind
-from jaxmp._jaxprs.compat import shape_of
+from jaxmp._jaxprs.compat import shape_of, variables
 
 
 def narrow_early(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which a move that only contractions read runs in the dtype they read."""
     steps, results = plan.steps, plan.jaxpr.outvars
     # The dtypes in which each variable is read by contractions and moves; None: by anything else.
-    read: dict[Any, set[DType | None]] = {var: {None} for var in results if _is_variable(var)}
+    read: dict[Any, set[DType | None]] = {var: {None} for var in variables(results)}
     planned = []
     for step in reversed(steps):
         moves = isinstance(step.op, Move)
@@ -46,7 +46,7 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
         if moves and read.keys().isdisjoint(step.eqn.outvars):
             continue  # nobody reads it: the last turn of a ring that is written out
         for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
-            if _is_variable(atom):
+            if not isinstance(atom, Literal):
                 known = moves or isinstance(step.op, Dot)
                 read.setdefault(atom, set()).add(dtype if known else None)
     return dataclasses.replace(plan, steps=tuple(reversed(planned)))
@@ -55,14 +55,14 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
 def widen_early(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which what several float32 ops read in parts is widened as a whole."""
     steps, results, wide = plan.steps, plan.jaxpr.outvars, plan.rules.wide
-    low = set(filter(_is_variable, results))  # variables that something reads as they are kept
+    low = set(variables(results))  # variables that something reads as they are kept
     widened: set[int] = set()  # the moves all of whose readers, through moves, read float32
     readers: Counter[Any] = Counter()  # how often each variable is read in float32, through moves
     for i, step in reversed(tuple(enumerate(steps))):
         if _is_low_move(step, wide) and low.isdisjoint(step.eqn.outvars):
             widened.add(i)
         for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
-            if not _is_variable(atom):
+            if isinstance(atom, Literal):
                 continue
             if i in widened or dtype == wide:
                 readers[atom] += 1
@@ -71,8 +71,7 @@ def widen_early(plan: Plan, _planner: object = None) -> Plan:
     planned, whole = list(steps), set()
     for i in sorted(widened):
         step = steps[i]
-        sources = [v for v in step.eqn.invars if _is_variable(v)]
-        if any(v in whole or readers[v] > 1 for v in sources):
+        if any(v in whole or readers[v] > 1 for v in variables(step.eqn.invars)):
             whole.update(step.eqn.outvars)
             planned[i] = step.run_in(wide, Kind.MOVES_WIDENED)
     return dataclasses.replace(plan, steps=tuple(planned))
@@ -82,7 +81,3 @@ def _is_low_move(step: Step, wide: DType) -> bool:
     """Whether a step moves low values, or widens them only to repeat them."""
     moves = step.eqn.primitive.name in IN_PARTS and isinstance(step.op, (Bind, Move))
     return moves and all(d not in (None, wide) for d in step.outs)
-
-
-def _is_variable(atom: Any) -> bool:
-    return not isinstance(atom, Literal)

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxmp._autocast.annotations import contracts
 from jaxmp._autocast.bind import Drop
@@ -26,11 +25,10 @@ from jaxmp._autocast.execute import CustomCall
 from jaxmp._autocast.passes.fused_attention.find import FusedAttention
 from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot, without_attention
 from jaxmp._autocast.plan import Plan, Segment, Step, Visit
-from jaxmp._autocast.rules import region_rules
 from jaxmp._autocast.why import Residual
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_inexact, runs_once, with_dtype
-from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of, variables
 from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import TABLE
 from jaxmp._jaxprs.scopes import DEQUANTIZE
@@ -40,7 +38,7 @@ from jaxmp.checkpoint_policies import long_products
 
 def recompute(plan: Plan) -> Plan:
     """A plan with segments, at any depth, where its policies ask for them."""
-    whys = [_why_not(step, plan) for step in plan.steps]
+    whys = list(map(_why_not, plan.steps))
     plan = dataclasses.replace(plan, steps=tuple(map(_in_parts, plan.steps, whys)), built={})
     last = {var: i for i, dead in enumerate(plan.last_reads) for var in dead}
     segments = []
@@ -104,11 +102,11 @@ def _plain_plan(plan: Plan) -> Plan:
 
 def _is_whole(plan: Plan) -> bool:
     """Whether everything in a plan may be computed again."""
-    return not any(_why_not(step, plan) for step in plan.steps)
+    return not any(map(_why_not, plan.steps))
 
 
-def _why_not(step: Step, plan: Plan) -> Residual | None:
-    """Why a step is in no segment of the plan around it; None if it may be."""
+def _why_not(step: Step) -> Residual | None:
+    """Why a step is in no segment; None if it may be."""
     eqn, kind = step.eqn, compat.kind(step.eqn)
     if kind == "remat2":
         return Residual.OWN_CHECKPOINT
@@ -124,8 +122,7 @@ def _why_not(step: Step, plan: Plan) -> Residual | None:
     whole = all(inner.once(_is_whole) for inner in step.plans)
     if not whole:
         return Residual.OWN_RULE if kind == "custom_jvp_call" else Residual.IN_PARTS
-    rules = region_rules(eqn, plan.rules) or plan.rules
-    asks = rules.policy.residuals == "recompute" or in_scope(eqn, DEQUANTIZE)
+    asks = step.rules.policy.residuals == "recompute" or in_scope(eqn, DEQUANTIZE)
     if not asks and not step.plans:
         return Residual.SAVE_POLICY
     if runs_once(eqn):
@@ -140,13 +137,8 @@ def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[
 
     What is under one checkpoint may all be computed again before any of it is read: of a deep model
     the scores of every layer. So it is cut after contractions, where nothing else goes on but what
-    a contraction returned, or a sum, which is then kept in the place of what it is a sum of.
-
-    Args:
-      plan: the plan.
-      start: the first step.
-      stop: the step after the last one.
-      last: the step that reads a variable last; a result of the plan is not in it.
+    a contraction returned, or a sum, which is then kept in the place of what it is a sum of. `last`
+    has for each variable the step that reads it last; a result of the plan is not in it.
     """
     inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
     differentiated = {v for v in inputs if is_inexact(v.aval)}
@@ -155,7 +147,7 @@ def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[
     for i in range(start, stop):
         eqn = plan.steps[i].eqn
         multiplied |= contracts(eqn)
-        if not differentiated.isdisjoint(v for v in eqn.invars if not isinstance(v, Literal)):
+        if not differentiated.isdisjoint(variables(eqn.invars)):
             made = {v for v in eqn.outvars if is_inexact(v.aval)}
             differentiated |= made
             crossing |= made

@@ -30,19 +30,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxmp._autocast.bind import Dot, contract, low_of, parameter
 from jaxmp._autocast.environment import Environment, cast
-from jaxmp._autocast.passes.softmaxes import AxisMove, Softmax, softmaxes
+from jaxmp._autocast.passes.softmaxes import Softmax, softmaxes
 from jaxmp._autocast.passes.value_refs import Inlined
 from jaxmp._autocast.plan import DType, Op, Plan, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
-from jaxmp._jaxprs import compat, parameter_products
-from jaxmp._jaxprs.attributes import explicit_sharding
-from jaxmp._jaxprs.compat import dtype_of
+from jaxmp._jaxprs import compat, dot_primitives
+from jaxmp._jaxprs.attributes import Operation, explicit_sharding
+from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.compiler_hints import LANES, laid_out, no_excess_precision
+from jaxmp._jaxprs.equation_parameters import dot_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +65,12 @@ class SoftmaxDot(Op):
     parameters: tuple[int, ...] = ()
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         operands, eqn, softmax = env.operands(step), step.eqn, self.softmax
         if self.parameters:
             given = {i: parameter(eqn.invars[i], env) for i in self.parameters}
-            out = parameter_products.contract(eqn, operands, given, low_of(step), without=self.side)
+            out = dot_primitives.contract(eqn, operands, given, low_of(step), without=self.side)
         else:
-            [out] = contract(step, parameter_products.without_tangents(*operands))
+            [out] = contract(step, dot_primitives.without_tangents(*operands))
         probabilities = operands[self.side]
         if softmax.eqns:
             probabilities = env.read(softmax.result, step.casts[self.side])
@@ -80,7 +80,6 @@ class SoftmaxDot(Op):
         return [_with_derivative(group)(out, scores, probabilities, other, *beside)]
 
     def reads(self, step: Step) -> list[Any]:
-        """See `Op.reads`."""
         given = self.softmax.scores, self.softmax.result
         return [*super().reads(step), *given, *self._beside]
 
@@ -92,8 +91,7 @@ class SoftmaxDot(Op):
     def _group(self, eqn: JaxprEqn, low: DType, *, looped: bool) -> _Group:
         softmax = self.softmax
         return _Group(
-            eqn.primitive,
-            tuple(eqn.params.items()),
+            Operation.of(eqn, preferred_element_type=low),
             self.side,
             low,
             softmax.axis,
@@ -114,7 +112,7 @@ def attend(plan: Plan, _planner: object = None) -> Plan:
     if not any(_is_low_product(step, plan) for step in plan.steps):
         return plan
     program = Inlined(plan.jaxpr, plan.consts)
-    readers = Counter(v for s in plan.steps for v in s.eqn.invars if not isinstance(v, Literal))
+    readers = Counter(v for step in plan.steps for v in variables(step.eqn.invars))
     steps = tuple(_attending(step, program, readers, plan) for step in plan.steps)
     return dataclasses.replace(plan, steps=steps, built={})
 
@@ -191,7 +189,7 @@ def _is_made_of_mask(atom: Any, program: Inlined) -> bool:
     if dtype_of(atom) != FLOAT32:
         return False
     while (eqn := program.maker(atom)) is not None and eqn.primitive.name in _ELEMENTWISE:
-        operands = [v for v in eqn.invars if not isinstance(v, Literal)]
+        operands = variables(eqn.invars)
         if len(operands) != 1:
             return not operands
         [atom] = operands
@@ -205,29 +203,22 @@ def _is_made_of_mask(atom: Any, program: Inlined) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """A softmax, its product with another operand, and what stands around.
+    """A softmax and its product, wherever they stand; see `SoftmaxDot` and `Softmax`.
 
     Attributes:
-      primitive: what multiplies.
-      params: its parameters.
-      side: which operand of the product is made of the softmax.
-      low: the dtype of the product.
-      axis: the axis of the softmax.
-      moved_axis: where that is in the operand.
-      moves: what moves the softmax to where the operand is.
+      multiply: the product.
+      low: its dtype.
       masks: of the scores, the last one first: the equations that make it, and where scores are.
-      between: what stands between; None if nothing.
       of_parameter: whether the derivative by the other operand is found elsewhere.
       looped: whether a loop runs it.
     """
 
-    primitive: Primitive
-    params: tuple[tuple[str, Any], ...]
+    multiply: Operation
     side: int
     low: DType
     axis: int
     moved_axis: int
-    moves: tuple[AxisMove, ...]
+    moves: tuple[Operation, ...]
     masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
     between: Any
     of_parameter: bool
@@ -236,14 +227,17 @@ class _Group:
     def product(self, weights: Any, other: Any) -> Any:
         """The product, of weights in any dtype."""
         weights = cast(weights, self.low)
-        operands = (other, weights) if self.side else (weights, other)
-        params = dict(self.params) | {"preferred_element_type": self.low}
-        return self.primitive.bind(*operands, **params)
+        return self.multiply(*((other, weights) if self.side else (weights, other)))
+
+    @property
+    def axes(self) -> Any:
+        """The contracted axes of both operands of the product, then those of the batch."""
+        return dot_axes(dict(self.multiply.params))
 
     def with_rows_last(self, weights: Any) -> Any:
         """The weights, low, with the softmax's rows innermost in memory, as XLA has them."""
         weights = cast(weights, self.low)
-        _, batch = dict(self.params)["dimension_numbers"]
+        _, batch = self.axes
         rows = [
             i for i in range(weights.ndim) if i != self.moved_axis and i not in batch[self.side]
         ]
@@ -262,13 +256,11 @@ class _Group:
     def beside_result(self, rows: Any, other: Any) -> Any:
         """A value for each row of the softmax, laid out to be multiplied with the result.
 
-        Args:
-          rows: of the softmax's shape, with one element along its axis.
-          other: the other operand.
+        `rows` are of the softmax's shape, with one element along its axis.
         """
         for move in self.moves:
-            rows = lax.transpose(rows, move.to) if move.permutes else lax.reshape(rows, move.to)
-        contracted, batch = dict(self.params)["dimension_numbers"]
+            rows = move(rows)
+        contracted, batch = self.axes
         mine, theirs = batch[self.side], (*contracted[1 - self.side], *batch[1 - self.side])
         free = [i for i in range(rows.ndim) if i != self.moved_axis and i not in mine]
         rows = lax.transpose(rows, (*mine, *free, self.moved_axis))

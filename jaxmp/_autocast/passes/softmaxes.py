@@ -23,6 +23,7 @@ from jaxmp._autocast.passes.value_refs import (
 )
 from jaxmp._autocast.primitives import COMPARING
 from jaxmp._autocast.rules import FLOAT32
+from jaxmp._jaxprs.attributes import Operation
 from jaxmp._jaxprs.compat import dtype_of, kind, shape_of
 from jaxmp._jaxprs.equation_parameters import permutation, product_axes, reduced_axes
 
@@ -41,16 +42,6 @@ class SavedMask(NamedTuple):
     where: bool
 
 
-class AxisMove(NamedTuple):
-    """What moves the elements of a softmax on the way to a product: a permutation, or a new shape.
-
-    The shape is of an array that has one element along the axis of the softmax.
-    """
-
-    permutes: bool
-    to: tuple[int, ...]
-
-
 class Softmax(NamedTuple):
     """A softmax, and the way from it to a product.
 
@@ -64,7 +55,7 @@ class Softmax(NamedTuple):
       plain: whether it is that and nothing else: no mask on the exponentials, nothing added to
         their sum.
       eqns: what stands between, in order; the last one's result is the operand of the product.
-      moves: those of them that move elements.
+      moves: those of them that move elements, of an array with one element along that axis.
     """
 
     masked: ValueRef
@@ -75,7 +66,7 @@ class Softmax(NamedTuple):
     masks: tuple[SavedMask, ...] = ()
     plain: bool = True
     eqns: tuple[JaxprEqn, ...] = ()
-    moves: tuple[AxisMove, ...] = ()
+    moves: tuple[Operation, ...] = ()
 
 
 def softmaxes(product: JaxprEqn, program: Inlined) -> Iterator[tuple[int, Softmax]]:
@@ -104,16 +95,7 @@ def _softmax_of(atom: Any, program: Inlined, steps: int = 16) -> Softmax | None:
 
 
 def _softmax(value: ValueRef, result: Any) -> Softmax | None:
-    """The softmax that a division makes, with a mask on its result or not."""
-    on_result = selected(value)
-    if on_result is None or on_result.number != 0:
-        return _quotient(value, result)
-    found = _quotient(on_result.array, result, on_result)
-    return found and found._replace(plain=False)
-
-
-def _quotient(value: ValueRef, result: Any, on_result: Selected | None = None) -> Softmax | None:
-    """The softmax that a division makes; with a mask, one whose sum is of what is in that."""
+    """The softmax that a division makes."""
     if value.kind != "div":
         return None
     above, below = value.operands
@@ -121,7 +103,7 @@ def _quotient(value: ValueRef, result: Any, on_result: Selected | None = None) -
     exp = on_exp.array if on_exp is not None and not on_exp.number else above
     if exp.kind != "exp" or above.shape != value.shape:
         return None
-    summed = _sum_of(below, above, on_result)
+    summed = _sum_of(below, above)
     if summed is None:
         return None
     axis, nothing_added = summed
@@ -164,10 +146,10 @@ def _saved(masked: Selected, inlined: Inlined) -> SavedMask | None:
     return None if mask.var is None else SavedMask(tuple(eqns[::-1]), mask.var, masked.where)
 
 
-def _sum_of(value: ValueRef, of: ValueRef, mask: Selected | None) -> tuple[int, bool] | None:
+def _sum_of(value: ValueRef, of: ValueRef) -> tuple[int, bool] | None:
     """The axis along which a value is the sum of another, laid out as that is, and if that is all.
 
-    It is not all where an epsilon is added. With a mask, it is the sum of what is in that.
+    It is not all where an epsilon is added.
     """
     nothing_added = True
     total = aligned(value, tuple(range(len(value.shape))))
@@ -178,27 +160,7 @@ def _sum_of(value: ValueRef, of: ValueRef, mask: Selected | None) -> tuple[int, 
     [axis] = reduced_axes(total.value.eqn)
     rows = [i for i in range(len(of.shape)) if i != axis]
     laid_out = all(at == i or of.shape[i] == 1 for at, i in zip(total.axes, rows, strict=True))
-    return (axis, nothing_added) if laid_out and _is_in(mask, total.value.of(0), of) else None
-
-
-def _is_in(mask: Selected | None, value: ValueRef, of: ValueRef) -> bool:
-    """Whether a value is another one, but for zeros out of a mask."""
-    if mask is None:
-        return value == of
-    found = selected(value)
-    if found is None or found.number != 0 or found.array != of:
-        return False
-    return found.where == mask.where and _is_same(found.mask, mask.mask)
-
-
-def _is_same(one: ValueRef, other: ValueRef) -> bool:
-    """Whether a mask is made as another is, as far as the equations tell."""
-    if isinstance(one.atom, Literal) and isinstance(other.atom, Literal):
-        return bool(one.atom.val == other.atom.val)
-    if one == other or one.kind not in _OF_MASKS or one.kind != other.kind:
-        return one == other
-    same = one.eqn.params == other.eqn.params
-    return same and all(map(_is_same, one.operands, other.operands))
+    return (axis, nothing_added) if laid_out and total.value.of(0) == of else None
 
 
 def _is_same_along(axis: int, value: ValueRef) -> bool:
@@ -235,14 +197,14 @@ def _longer(softmax: Softmax, eqn: JaxprEqn) -> Softmax | None:
     match eqn.primitive.name:
         case "transpose":
             order = permutation(eqn)
-            moves = (*moves, AxisMove(permutes=True, to=order))
+            moves = (*moves, Operation.of(eqn))
             return softmax._replace(moved_axis=order.index(moved), moves=moves)
         case "reshape":
             ahead = math.prod(before[:moved])
             for axis, size in enumerate(after):
                 if size == before[moved] and math.prod(after[:axis]) == ahead:
                     thin = tuple(1 if i == axis else n for i, n in enumerate(after))
-                    moves = (*moves, AxisMove(permutes=False, to=thin))
+                    moves = (*moves, Operation.of(eqn, new_sizes=thin))
                     return softmax._replace(moved_axis=axis, moves=moves)
             return None
         case "slice":  # of all rows

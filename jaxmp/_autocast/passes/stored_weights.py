@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.bind import Dot
 from jaxmp._autocast.environment import Environment
@@ -23,7 +23,7 @@ from jaxmp._autocast.products.product import Sides, sums_in
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding
-from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of, variables
 from jaxmp._jaxprs.equation_parameters import permutation, product_axes, widens_8_bits
 from jaxmp._jaxprs.scopes import DEQUANTIZE
 from jaxmp._jaxprs.source import in_scope
@@ -47,16 +47,11 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StoredDot(Op):
-    """Multiplies by a weight as it is stored, and scales after the sums, in float32.
-
-    Attributes:
-      weight: the weight.
-    """
+    """Multiplies by a weight as it is stored, and scales after the sums, in float32."""
 
     weight: Stored
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         weight, eqn, other = self.weight, step.eqn, 1 - self.weight.side
         x = env.read(eqn.invars[other], step.casts[other])
         sides = Sides.of(product_axes(eqn), *(len(shape_of(v)) for v in eqn.invars))
@@ -64,7 +59,6 @@ class StoredDot(Op):
         return [product(x, env.arrays[weight.values], env.arrays[weight.scale])]
 
     def reads(self, step: Step) -> list[Any]:
-        """See `Op.reads`."""
         return [*super().reads(step), self.weight.values, self.weight.scale]
 
 
@@ -80,7 +74,7 @@ def scale_after(plan: Plan, _planner: object = None) -> Plan:
     steps = []
     for step in plan.steps:
         eqn = step.eqn
-        atoms = [v for v in eqn.invars if not isinstance(v, Literal)]
+        atoms = variables(eqn.invars)
         if in_scope(eqn, DEQUANTIZE):
             origins = tuple(dict.fromkeys(o for v in atoms for o in made_of.get(v, (v,))))
             made_of.update(dict.fromkeys(eqn.outvars, origins))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.bind import Bind
 from jaxmp._autocast.environment import Environment
@@ -29,7 +29,7 @@ from jaxmp._autocast.passes.value_refs import Inlined, ValueRef, aligned, positi
 from jaxmp._autocast.plan import Op, Plan, Step
 from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind
-from jaxmp._jaxprs.attributes import explicit_sharding
+from jaxmp._jaxprs.attributes import Operation, explicit_sharding
 from jaxmp._jaxprs.compat import INLINE, shape_of
 from jaxmp._jaxprs.equation_parameters import Gather, gather
 
@@ -51,15 +51,10 @@ class TakeAlongAxis(Op):
     rows: tuple[int, ...]
     whole: tuple[int, ...]
     clamps: bool
+    as_is = False
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
-        picker = _picker(step.eqn.primitive, tuple(step.eqn.params.items()), self)
-        return [picker(*env.operands(step))]
-
-    def unchanged(self, _step: Step) -> bool:
-        """See `Op.unchanged`."""
-        return False
+        return [_picker(Operation.of(step.eqn), self)(*env.operands(step))]
 
 
 def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
@@ -134,12 +129,10 @@ def _counts_along(indices: ValueRef, column: int) -> int | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _picker(
-    primitive: Primitive, params: tuple[tuple[str, Any], ...], found: TakeAlongAxis
-) -> Callable[..., Any]:
+def _picker(gather: Operation, found: TakeAlongAxis) -> Callable[..., Any]:
     @jax.custom_jvp
     def picked(operand: Any, indices: Any) -> Any:
-        return primitive.bind(operand, indices, **dict(params))
+        return gather(operand, indices)
 
     # Nothing is kept but the indices: what is compared is compared again.
     tangent_of = jax.checkpoint(functools.partial(_tangent, found), prevent_cse=False)

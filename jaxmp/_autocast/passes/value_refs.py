@@ -180,12 +180,7 @@ def leaves(value: ValueRef) -> list[Any]:
 
 
 def evaluate(value: ValueRef, read: Callable[[Any], Any]) -> Any:
-    """The array that a value is.
-
-    Args:
-      value: the value.
-      read: gives the array of a variable of the program itself.
-    """
+    """The array that a value is; `read` gives those of variables of the program itself."""
     if isinstance(value.atom, Literal):
         return value.atom.val
     if value.is_outside_calls:

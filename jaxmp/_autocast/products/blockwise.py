@@ -174,17 +174,14 @@ class BlockProduct(ScaledProduct):
         return copy._replace(values=_array(copy.values, shape, self.sides.order(of)))
 
     def as_bits(self, copy: QuantizedOperand, of: int) -> QuantizedOperand:
-        """See `Contraction`."""
         kept = super().as_bits(copy, of)
         return kept._replace(scale=_to_bits(kept.scale)) if self.blocks(of).e8m0 else kept
 
     def of_bits(self, kept: QuantizedOperand, of: int) -> QuantizedOperand:
-        """See `Contraction`."""
         copy = super().of_bits(kept, of)
         return copy._replace(scale=_from_bits(copy.scale)) if self.blocks(of).e8m0 else copy
 
     def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:
-        """See `Contraction`."""
         if not self.forward.scaled:
             return super().multiply(operands, copies, sizes)
         left, right = (_matrices(copy, self.sides, k) for k, copy in enumerate(copies))
@@ -194,7 +191,6 @@ class BlockProduct(ScaledProduct):
         return out.reshape(batch + [shapes[k][i] for k in range(2) for i in free[k]])
 
     def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
-        """See `Contraction`."""
         fmt = self.backward(of)
         if not fmt.scaled:
             return super().gradient(of, g, other, sizes)

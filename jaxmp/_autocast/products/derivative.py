@@ -226,16 +226,12 @@ def _once(product: Contraction, of: int) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedDot(Dot):
-    """Multiplies as a recipe says.
-
-    Attributes:
-      product: how.
-    """
+    """Multiplies as a recipe says."""
 
     product: Contraction = dataclasses.field(kw_only=True)
+    as_is = False
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
         left, right, *sizes = env.operands(step)
         copies = (self._copy(step, left, 0, env), self._copy(step, right, 1, env))
         by = {i: given.moved() for i, given in self.given(step, env).items()}
@@ -251,7 +247,3 @@ class QuantizedDot(Dot):
         if key not in copies:
             copies[key] = self.product.quantize(operand, of)
         return copies[key]
-
-    def unchanged(self, _step: Step) -> bool:
-        """See `Op.unchanged`."""
-        return False

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._autocast.products.derivative import Contraction, Pair
 from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
-from jaxmp._jaxprs.float32_dot import dot_in_float32
+from jaxmp._jaxprs.dot_primitives import dot_in_float32
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS, Format
 
@@ -80,11 +80,7 @@ class Sides(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScaledProduct(Contraction):
-    """A `lax.dot_general` under a recipe.
-
-    Attributes:
-      sides: the axes of its operands.
-    """
+    """A `lax.dot_general` under a recipe."""
 
     sides: Sides
 
@@ -94,17 +90,14 @@ class ScaledProduct(Contraction):
         return self.recipe.granularity == "tensor"
 
     def shared(self, of: int) -> Any:
-        """See `Contraction`."""
         return tuple(sorted(self.sides.order(of))) if self.folds else self.sides.contracted[of]
 
     def multiply(self, operands: Pair, copies: Pair, _sizes: Sequence[Any]) -> Any:
-        """See `Contraction`."""
         if self.forward.scaled:
             return self.multiply_scaled(*copies, self.sides, self.sharding)
         return _plain(*operands, self.forward, self.sides, self.dtype, self.sharding)
 
     def gradient(self, of: int, g: Any, other: Any, _sizes: Sequence[Any]) -> Any:
-        """See `Contraction`."""
         sides, order = self.sides.gradient(of)
         sharding = self.sharding and _before(self.sharding, order)
         fmt = self.backward(of)

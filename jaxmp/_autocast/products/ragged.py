@@ -32,13 +32,11 @@ class RaggedProduct(Contraction):
     """
 
     def shared(self, of: int) -> Axes:
-        """See `Contraction`."""
         if self.recipe.granularity == "tensor":
             return (0, 1, 2) if of else (0, 1)
         return (1,)
 
     def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:
-        """See `Contraction`."""
         if not self.forward.scaled:
             return self._plain(*operands, sizes, ROWS, self.forward)
         rows, matrices = copies
@@ -47,7 +45,6 @@ class RaggedProduct(Contraction):
         return scaled(out, scales, self.dtype)
 
     def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
-        """See `Contraction`."""
         numbers, fmt = (_BY_MATRICES if of else _BY_ROWS), self.backward(of)
         if not fmt.scaled:
             return self._plain(*((other, g) if of else (g, other)), sizes, numbers, fmt)

@@ -36,10 +36,6 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
     reads what comes of it (so the logits stay in 16 bits). Formats of 16 and 32 bits are for every
     product. ``matmul="auto"`` stands for the recipe that the chip multiplies fast, the one it names
     or the default device, for the layers for which it pays.
-
-    Args:
-      facts: what is known of the contraction.
-      decision: what is decided of it without a recipe.
     """
     eqn, values, matmul = facts.eqn, facts.values, facts.rules.policy.matmul
 

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from jaxmp._autocast.bind import Bind, Dot, Drop
 from jaxmp._autocast.environment import Environment, cast
@@ -37,10 +36,10 @@ from jaxmp._autocast.passes.value_refs import Axes, Inlined, ValueRef, evaluate,
 from jaxmp._autocast.plan import Op, Plan, Step
 from jaxmp._autocast.products.derivative import QuantizedDot
 from jaxmp._autocast.products.native import chip_for
-from jaxmp._autocast.rules import FLOAT32, region_rules
+from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs.attributes import explicit_sharding, has_effects, varying_axes
-from jaxmp._jaxprs.compat import dtype_of, shape_of
+from jaxmp._jaxprs.compat import dtype_of, shape_of, variables
 from jaxmp._jaxprs.source import is_backward
 from jaxmp._speed import Chip
 
@@ -73,7 +72,6 @@ class FusedAttention(Op):
     masks: tuple[Mask, ...]
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        """See `Op.run`."""
 
         def wide(atom: Any) -> Any:
             array = env.array(atom)
@@ -87,7 +85,6 @@ class FusedAttention(Op):
         return [self.layout.from_result(attention(self.kernel, self.call)(*arrays))]
 
     def reads(self, step: Step) -> list[Any]:
-        """See `Op.reads`."""
         beside = [leaf for value in self._beside for leaf in leaves(value)]
         return [*self.scores.eqn.invars, step.eqn.invars[1 - self.side], *beside]
 
@@ -149,7 +146,7 @@ def _joined(op: Callable[[Any, Any], Any], arrays: list[Any]) -> Any:
 
 def fuse(plan: Plan, _planner: object = None) -> Plan:
     """A plan in which kernels compute attention, where its policy asks for it."""
-    asking = {i: asked for i, step in enumerate(plan.steps) if (asked := _asked(step, plan))}
+    asking = {i: asked for i, step in enumerate(plan.steps) if (asked := _asked(step))}
     if not asking:
         return plan
     program = Inlined(plan.jaxpr, plan.consts)
@@ -179,23 +176,18 @@ def fuse(plan: Plan, _planner: object = None) -> Plan:
     return dataclasses.replace(plan, steps=tuple(steps))
 
 
-def _asked(step: Step, plan: Plan) -> str | None:
+def _asked(step: Step) -> str | None:
     """What its policy asks of a step, if it may be the second product of attention."""
     multiplies = isinstance(step.op, (Bind, Dot, StoredDot))
     if step.eqn.primitive.name != "dot_general" or not multiplies or step.linear:
         return None
-    asked: str | None = (region_rules(step.eqn, plan.rules) or plan.rules).policy.attention
-    return asked
+    return step.rules.policy.attention
 
 
 def _fused(
     steps: Sequence[Step], step: Step, side: int, softmax: Softmax, kernel: Kernel, chip: Chip
 ) -> FusedAttention:
-    """How a kernel computes the attention whose second product a step is.
-
-    Raises:
-      NotFusedError: if none does.
-    """
+    """How a kernel computes the attention whose second product a step is."""
     if not softmax.plain:
         raise NotFusedError("its exponentials are masked, or something is added to their sum")
     for eqn in softmax.eqns:
@@ -221,11 +213,7 @@ def _fused(
 
 
 def _check_low(step: Step) -> None:
-    """Checks that a product multiplies in 16 bits, as it is written.
-
-    Raises:
-      NotFusedError: if it does not.
-    """
+    """Checks that a product multiplies in 16 bits, as it is written."""
     if isinstance(step.op, (QuantizedDot, StoredDot)):
         raise NotFusedError("a product of it is in 8 bits")
     if not isinstance(step.op, Dot) or {*step.ins, *step.outs} & {None, FLOAT32}:
@@ -240,15 +228,11 @@ def _check_low(step: Step) -> None:
 def _dropped(
     steps: Sequence[Step], at: int, fused: FusedAttention, outvars: Sequence[Any]
 ) -> list[int]:
-    """Which steps are not needed once a step is fused.
-
-    Raises:
-      NotFusedError: if the first product is.
-    """
+    """Which steps are not needed once a step is fused: the first product must be among them."""
     ops = [fused if i == at else step.op for i, step in enumerate(steps)]
     reads_of = [op.reads(step) for op, step in zip(ops, steps, strict=True)]
     reads = Counter(itertools.chain(*reads_of))
-    reads.update(v for v in outvars if not isinstance(v, Literal))
+    reads.update(variables(outvars))
     unread = set(steps[at].op.reads(steps[at]))  # what fewer steps read than before
     dropped: list[int] = []
     for i, step in reversed(tuple(enumerate(steps[:at]))):

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxmp._autocast.rules import FLOAT16, FLOAT32
+from jaxmp._autocast.rules import FLOAT16
 from jaxmp._jaxprs.compat import cached_trace
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp._speed import Chip
@@ -49,32 +48,6 @@ class Kernel(NamedTuple):
     run: Callable[..., Any]
 
 
-def plain(call: KernelCall, q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None) -> Any:
-    """Attention without a kernel: products in 16 bits, the softmax between them in float32."""
-    batch, queries, heads, features = q.shape
-    shared = heads // k.shape[2]
-    q = jnp.reshape(q, (batch, queries, k.shape[2], shared, features))
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=q.dtype)
-    scores = lax.convert_element_type(scores, FLOAT32) * np.float32(call.scale)
-    if bias is not None:
-        scores += lax.convert_element_type(_grouped(bias, k.shape[2], shared), FLOAT32)
-    lowest = jnp.finfo(FLOAT32).min
-    if mask is not None:
-        scores = jnp.where(_grouped(mask, k.shape[2], shared), scores, lowest)
-    if call.causal:
-        place = [lax.broadcasted_iota(np.int32, scores.shape, axis) for axis in (3, 4)]
-        scores = jnp.where(place[0] >= place[1], scores, lowest)
-    weights = lax.convert_element_type(jax.nn.softmax(scores), v.dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights, v, preferred_element_type=v.dtype)
-    return jnp.reshape(out, (batch, queries, heads, v.shape[3]))
-
-
-def _grouped(beside: Any, heads: int, shared: int) -> Any:
-    """A bias or a mask, with an axis of heads and one of those that share keys."""
-    batch, n, *lengths = beside.shape
-    return jnp.reshape(beside, (batch, *((1, 1) if n == 1 else (heads, shared)), *lengths))
-
-
 def library(
     call: KernelCall,
     q: Any,
@@ -84,10 +57,11 @@ def library(
     mask: Any = None,
     *,
     implementation: Any = "cudnn",
+    mapped: bool = False,
 ) -> Any:
-    """Attention as JAX hands it to a library."""
-    lengths = q.shape[1], k.shape[1]
-    if q.shape[2] > 1 and any(x is not None and x.shape[1] == 1 for x in (bias, mask)):
+    """Attention as JAX hands it to a library; not to be mapped with a mask that all heads share."""
+    lengths, shared = (q.shape[1], k.shape[1]), [x for x in (bias, mask) if x is not None]
+    if not mapped and q.shape[2] > 1 and any(x.shape[1] == 1 for x in shared):
         q = _unmapped(q)
     bias, mask = (
         None if x is None else jnp.broadcast_to(x, (*x.shape[:2], *lengths)) for x in (bias, mask)
@@ -95,6 +69,10 @@ def library(
     return jax.nn.dot_product_attention(
         q, k, v, bias, mask, scale=call.scale, is_causal=call.causal, implementation=implementation
     )
+
+
+# Without a kernel: the softmax between the products is in float32.
+plain = functools.partial(library, implementation="xla", mapped=True)
 
 
 @jax.custom_batching.custom_vmap
@@ -165,11 +143,8 @@ def kernel_of(chip: Chip) -> Kernel | None:
 def refusal(kernel: Kernel, call: KernelCall, arrays: Sequence[Any], *, varying: bool) -> str:
     """Why a kernel does not take attention, forward and backward, in its words; empty if it does.
 
-    Args:
-      kernel: the kernel.
-      call: what attention.
-      arrays: the types of queries, keys, values, a bias, a mask.
-      varying: whether they are known to differ over axes of devices, as under `jax.shard_map`.
+    Of `arrays` it has the types; they are `varying` if they are known to differ over axes of
+    devices, as under `jax.shard_map`.
     """
     if varying and kernel is FLASH:
         why = "it does not say over which devices its result differs: say check_vma=False"

@@ -20,7 +20,7 @@ from jaxmp._autocast.passes.fused_attention.scores import Mask, NotFusedError, S
 from jaxmp._autocast.passes.softmaxes import Softmax
 from jaxmp._autocast.passes.value_refs import Axes
 from jaxmp._jaxprs.compat import shape_of
-from jaxmp._jaxprs.equation_parameters import product_axes
+from jaxmp._jaxprs.equation_parameters import permutation, product_axes
 
 # The axis that a product sums over, or that the values alone have.
 FEATURES = -1
@@ -89,17 +89,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(scores: Scores, product: JaxprEqn, side: int, softmax: Softmax) -> Layout:
-    """The axes of attention.
-
-    Args:
-      scores: what the scores are.
-      product: the product of the softmax.
-      side: which operand of it that is.
-      softmax: the softmax.
-
-    Raises:
-      NotFusedError: if an axis is neither of those that a kernel has.
-    """
+    """The axes of attention; the softmax of the scores is the operand `side` of a product."""
     keys = softmax.axis
     sizes = shape_of(softmax.result)
     *operands, result = _named_axes(scores.product)
@@ -111,8 +101,9 @@ def layout_of(scores: Scores, product: JaxprEqn, side: int, softmax: Softmax) ->
     if of_queries.count(FEATURES) != 1 or set(of_keys) - batch != {keys, FEATURES}:
         raise NotFusedError("its scores are not a product of queries and keys along one axis")
     weights: tuple[int, ...] = tuple(range(len(sizes)))
-    for move in softmax.moves:
-        weights = tuple(weights[i] for i in move.to)
+    for eqn in softmax.eqns:
+        if eqn.primitive.name == "transpose":
+            weights = tuple(weights[i] for i in permutation(eqn))
     *operands, result = _named_axes(product)
     names = dict(zip(operands[side], weights, strict=True))
     of_values = tuple(names.get(name, FEATURES) for name in operands[1 - side])

@@ -1,6 +1,6 @@
 """From a softmax back to the product that its scores come from: q k', scaled, biased and masked.
 
-What a kernel cannot be told of is a `NotFusedError`, which says so in words.
+Here and in the rest of the pass, what a kernel cannot be told of is a `NotFusedError`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MASKED = -1e4
 
 
 class NotFusedError(Exception):
-    """Why attention is not fused."""
+    """Why attention is not fused, in words."""
 
 
 class Mask(NamedTuple):
@@ -49,12 +49,7 @@ class Mask(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """What is added to scores.
-
-    Attributes:
-      array: the array.
-      factor: what it is multiplied with.
-    """
+    """An array, multiplied with a factor, that is added to scores."""
 
     array: Aligned
     factor: float
@@ -80,11 +75,7 @@ class Scores:
 
 
 def scores_of(value: ValueRef) -> Scores:
-    """What the scores of a softmax are made of.
-
-    Raises:
-      NotFusedError: if they are made in another way.
-    """
+    """What the scores of a softmax are made of."""
     axes: tuple[int, ...] = tuple(range(len(value.shape)))
     scale = 1.0
     biases: list[Bias] = []
