@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Shows what a JAX program does in which precision, what it will cost, and "
         "whether it trains to the same. The program need not use jaxmp.",
         epilog="`python -m jaxmp COMMAND --help` has a command's options and an example. explain, "
-        "diagnose, tune and monitor are functions: python -c 'import jaxmp; help(jaxmp.explain)'.",
+        "diagnose, parity, tune and monitor are functions: python -c 'import jaxmp; help(jaxmp.explain)'.",
     )
     parser.set_defaults(run=functools.partial(_list_commands, parser))
     parser.add_argument(

@@ -91,9 +91,10 @@ def test_a_decorated_function_is_pickled():
     assert jax.jit(decorated)(W, X).dtype == jnp.float32
 
 
-def test_autocast_is_not_a_context_manager():
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16"])
+def test_autocast_is_not_a_context_manager(policy):
     message = r"not a context manager as in PyTorch: .*jaxmp.wrap\(model, 'mixed_bfloat16'\)"
-    with pytest.raises(TypeError, match=message), jaxmp.autocast("mixed_bfloat16"):
+    with pytest.raises(TypeError, match=message), jaxmp.autocast(policy):
         pass
 
 

@@ -178,10 +178,12 @@ class Decorator:
         return autocast(fn, self.policy, self.argnums)
 
     def __enter__(self) -> NoReturn:
+        name = str(self.policy)
+        policy = f"mixed_{name}" if name in ("bfloat16", "float16") else name  # as torch's does
         raise TypeError(
             "autocast: is a transformation of functions, not a context manager as in PyTorch: "
-            f"write jaxmp.autocast(fn, {str(self.policy)!r}), or jaxmp.wrap(model, "
-            f"{str(self.policy)!r}) once, where the model is made."
+            f"write jaxmp.autocast(fn, {policy!r}), or jaxmp.wrap(model, {policy!r}) once, where "
+            "the model is made."
         )
 
     def __exit__(self, *_: object) -> None: ...
