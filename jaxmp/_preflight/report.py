@@ -174,8 +174,9 @@ class PreflightReport:
 
     def __str__(self) -> str:
         names = [result.policy for result in self.policies]
-        table = [["", *names], *([label, *cells] for label, cells in _rows(self))]
-        rows = [[line] for line in _screen.aligned(table)]
+        cells = [["", *names], *([label, *cells] for label, cells in _rows(self))]
+        table = _screen.table(cells, right=range(1, 1 + len(names)))
+        rows = [[line] for line in table.splitlines()]
         heading = (
             f"{self.target.name}: {_screen.counted(self.target.device_count, 'device')} of "
             f"{_gib(self.target.hbm_bytes)}; sizes are of one device"
