@@ -54,8 +54,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._preflight.aot_worker import topology_devices
+from jaxmp._preflight.collectives_report import rows_of_collectives
 from jaxmp._preflight.hlo import HloProgram, read_hlo
-from jaxmp._preflight.report import rows_of_collectives
 from jaxmp._speed.target import parse_target
 
 import gathers

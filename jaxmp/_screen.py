@@ -1,13 +1,20 @@
-"""Text that fits a screen: rows that differ in the number of a layer are one, and cells are cut."""
+"""How reports are written: as text that fits a screen, tables in Markdown, and data for JSON.
+
+On a screen, rows that differ in the number of a layer are one, and cells are cut.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
 
 T = TypeVar("T")
 
@@ -15,7 +22,8 @@ LINES, COLUMNS = 40, 120
 NUMBER = re.compile(r"(\d+)")
 # In prose digits are sizes and dtypes, too: ``Block_3``, ``layers/3``, ``['layers'][3]``.
 OF_LAYER = re.compile(r"((?<=[_/])\d+|(?<=\]\[)\d+)")
-_LABEL = 25
+# How wide the first column is: of labels, and of headings.
+_LABEL, _HEADING = 25, 14
 
 
 def merged(
@@ -43,6 +51,20 @@ def merged(
     for row in rows:
         groups[key(row), numbers.sub("*", path(row))].append(row)
     return [(_in_one(list(map(path, group)), numbers), group) for group in groups.values()]
+
+
+def one_a_place(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines about places, as one where only the numbers of modules differ: as the first of them.
+
+    Args:
+      lines: each place, and the line, which has it somewhere in it.
+
+    Example:
+      >>> one_a_place([("in h_1", "0.5 lost: in h_1"), ("in h_0", "0.4 lost: in h_0")])
+      ['0.5 lost: in h_* ×2']
+    """
+    groups = merged(lines, lambda _: None, lambda line: line[0], OF_LAYER)
+    return [several[0][1].replace(several[0][0], place) for place, several in groups]
 
 
 def of_any_layer(text: str) -> str:
@@ -90,10 +112,16 @@ def table(
     )
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of a table as lines: the first column to the left, the others to the right."""
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
+def markdown(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
+    """The lines of a table in Markdown, whose first row is its head.
+
+    Example:
+      >>> markdown([("a", "size"), ("bcd", "7")], right=[1])
+      ['| a | size |', '| :-- | --: |', '| bcd | 7 |']
+    """
+    head, *rest = ([cell.replace("|", r"\|") for cell in row] for row in rows)
+    rule = ["--:" if i in right else ":--" for i in range(len(head))]
+    return [f"| {' | '.join(row)} |" for row in (head, rule, *rest)]
 
 
 def tail(text: str, width: int) -> str:
@@ -122,6 +150,24 @@ def wrapped(
 def labeled(label: str, text: str) -> list[str]:
     """What a label in the first column is of."""
     return wrapped(f"{label:{_LABEL - 1}s} {text}", hanging=_LABEL)
+
+
+def listed(heading: str, lines: Iterable[str], limit: int = 6) -> list[str]:
+    """Lines with a heading before the first, wrapped; how many more there are in place of the rest.
+
+    Example:
+      >>> listed("lost", ["a", "b", "c"], limit=2)
+      ['lost          a', '              and 2 more']
+    """
+    lines = list(lines)
+    shown: list[str] = []
+    for i, line in enumerate(lines):
+        block = wrapped(line, hanging=2, width=COLUMNS - _HEADING)
+        if shown and len(shown) + len(block) + (i + 1 < len(lines)) > limit:
+            shown.append(f"and {len(lines) - i} more")
+            break
+        shown += block
+    return [f"{heading if not i else '':{_HEADING - 1}} {line}" for i, line in enumerate(shown)]
 
 
 def fitted(blocks: Sequence[Sequence[str]], room: int, what: str) -> list[str]:
@@ -167,3 +213,14 @@ def counted(number: float, noun: str) -> str:
       ('1 place', '2 places')
     """
     return f"{number:,g} {noun}{'' if number == 1 else 's'}"
+
+
+def plain(value: Any) -> Any:
+    """Data as JSON has it: arrays as lists, and None for a number that is not finite."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        value = np.asarray(value).tolist()
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,8 +17,8 @@ from jax import lax
 
 import jaxmp
 from jaxmp._audit.audit import audit
-from jaxmp._audit.costs import contraction_flops
 from jaxmp._audit.report import PrecisionError
+from jaxmp._autocast.flops import contraction_flops
 
 from aot import residual_mib
 from models import CASES

@@ -11,13 +11,13 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._preflight.hlo import read_hlo
-from jaxmp._preflight.hlo_collectives import Collective, axes_of
-from jaxmp._preflight.report import (
+from jaxmp._preflight.collectives_report import (
     collectives_as_data,
     remark_on_collectives,
     rows_of_collectives,
 )
+from jaxmp._preflight.hlo import read_hlo
+from jaxmp._preflight.hlo_collectives import Collective, axes_of
 
 MESH = (("data", 4), ("model", 2))
 

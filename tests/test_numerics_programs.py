@@ -21,7 +21,7 @@ from validate_kit import validate
 
 import jaxmp
 from jaxmp import numerics
-from jaxmp._numerics.arguments import bytes_of
+from jaxmp._numerics.run_cache import bytes_of
 from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_report import Group, Scored, Tuned, Verified
 from jaxmp._numerics.tune_solve import front

@@ -27,10 +27,11 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import cli
 from jaxmp._preflight import compile_ahead, size_search
+from jaxmp._preflight.collectives_report import sent_bytes
 from jaxmp._preflight.hlo import read_hlo
 from jaxmp._preflight.hlo_collectives import Collective
 from jaxmp._preflight.preflight import CompilerMissingError
-from jaxmp._preflight.report import Preflight, PreflightReport, sent_bytes
+from jaxmp._preflight.report import Preflight, PreflightReport
 from jaxmp._preflight.size_search import Attempt, axis_of, search
 from jaxmp._speed.target import chip_names, parse_target
 from jaxmp.devices import chips, describe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -80,43 +81,35 @@ class Judge:
         here = place.source, place.path
         region = place.region if place.region is not None and place.region.low is None else None
         kept = place.kept.kind if place.kept else None
+        upcasts = [c for k in seen.known if (c := k.cause) is not None and not c.by_policy]
+        intended = functools.partial(Blame, INTENDED, *here)
         if Kind.LAYERS_OWN in (kept, region and region.why_float32):
-            return Blame(INTENDED, *here, str(Kind.LAYERS_OWN.of()))
+            return intended(str(Kind.LAYERS_OWN.of()))
         if kept == Kind.REGION or region:
-            what = "in a region that a policy or the author keeps float32"
-            return Blame(INTENDED, *here, what)
+            return intended("in a region that a policy or the author keeps float32")
         if (asked := author_keeps(eqn)) is not None:
-            return Blame(INTENDED, *here, str(asked))
+            return intended(str(asked))
         if place.within and classify(place.within, {}) == "own":
-            what = f"inside {place.within}, which autocast leaves as written"
-            return Blame(INTENDED, *here, what)
-        written = any(k.cause is not None and not k.cause.by_policy for k in seen.known)
-        if place.within and not written:
+            return intended(f"inside {place.within}, which autocast leaves as written")
+        if place.within and not upcasts:
             what = f"inside {place.within}, which autocast does not know and leaves as written"
             return Blame(FAULT, *here, what, OPAQUE)
         if kept == Kind.AS_WRITTEN:  # a derivative of it, outside
             what = "it belongs to what autocast leaves as written, a linear solver for example"
-            return Blame(INTENDED, *here, what)
-        if place.kept and is_unknown(place.kept) and not written:
+            return intended(what)
+        if place.kept and is_unknown(place.kept) and not upcasts:
             what = "it belongs to an operation that autocast does not know and leaves as written"
             return Blame(FAULT, *here, what, OPAQUE)
-        if kept == Kind.UPCAST_OPERAND or (place.within and written):
-            return self._upcast(seen)
+        if kept == Kind.UPCAST_OPERAND or (place.within and upcasts):  # which autocast honored
+            if not upcasts:
+                return Blame(FAULT, *here, str(Kind.UPCAST_OPERAND.of()), UPCAST)
+            return Blame(FAULT, upcasts[0].source, upcasts[0].path, upcasts[0].what, UPCAST)
         if place.kept:
             what = f"autocast keeps it float32: {place.kept}"
-            return Blame(INTENDED, *here, what, kept=str(place.kept))
+            return intended(what, kept=str(place.kept))
         if geometry(eqn, [LITERALS if k.fixed else OTHER for k in seen.known[:2]]):
             return None  # no speed is in it, and autocast would not narrow it either
         return self._operands(seen)
-
-    def _upcast(self, seen: Observed) -> Blame:
-        """The author's upcast of an operand, where autocast honoured it."""
-        found = [c for k in seen.known if (c := k.cause) is not None and not c.by_policy]
-        if not found:
-            return Blame(
-                FAULT, seen.place.source, seen.place.path, str(Kind.UPCAST_OPERAND.of()), UPCAST
-            )
-        return Blame(FAULT, found[0].source, found[0].path, found[0].what, UPCAST)
 
     def _operands(self, seen: Observed) -> Blame:
         """Why the operands are float32, where nothing says that they should be."""

@@ -11,15 +11,16 @@ import jax.extend.core as jex_core
 import numpy as np
 
 from jaxmp._audit.attribution import Judge
-from jaxmp._audit.costs import check_sizes, contraction_flops, matmul_dims, nbytes
+from jaxmp._audit.costs import check_sizes, matmul_dims, nbytes
 from jaxmp._audit.findings import FIXES, OF_BYTES, OVERRULED, Finding
 from jaxmp._audit.follow import FLOAT32, LOW, Known, Observed, follow
-from jaxmp._audit.logits import LARGE, Logits
+from jaxmp._audit.logits import Logits
 from jaxmp._audit.place import AuditPlace, is_ours, places_inside
 from jaxmp._audit.report import Operation, PrecisionReport
 from jaxmp._audit.rounding import Rounding
 from jaxmp._audit.scaling import NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._autocast.explain import planned, warn_overruled
+from jaxmp._autocast.flops import contraction_flops
 from jaxmp._autocast.nnx_calls import on_a_clone
 from jaxmp._autocast.parameters import read_argnums
 from jaxmp._autocast.plan import Plan
@@ -129,16 +130,19 @@ def _report(
     paths = [path for path, leaf in with_paths if is_array(leaf)]
     labels = [f"the argument {jax.tree_util.keystr(path[1:])}" for path in paths]
     follow(jaxpr, labels, list(map(is_scale, paths)), auditor.visit)
-    if overruled:
-        products = [operation for operation in auditor.operations if operation.flops]
-        auditor.note_all(OVERRULED, overruled, products)
-    for kind, what, operations in auditor.scaling.of_program():
-        if kind != NO_SCALE or has_optimizer((args, kwargs)):  # else scaled elsewhere, it may be
-            auditor.note_all(kind, what, operations)
     residuals = Counter[str]()
     _residuals(closed(jaxpr).jaxpr, AuditPlace(), residuals, auditor)
-    for what, operations in auditor.logits.of_program(residuals.total()):
-        auditor.note_all(LARGE, what, operations)
+    products = [operation for operation in auditor.operations if operation.flops and overruled]
+    for kind, what, operations in (
+        (OVERRULED, overruled, products),
+        *auditor.scaling.of_program(),
+        *auditor.logits.of_program(residuals.total()),
+    ):
+        # A step without an optimizer may be scaled elsewhere.
+        if kind != NO_SCALE or has_optimizer((args, kwargs)):
+            for operation in operations:
+                where = operations[0].source, operations[0].path if kind == NO_SCALE else ""
+                auditor.note(kind, what, operation, where)
     return PrecisionReport(
         operations=tuple(auditor.operations),
         findings=tuple(auditor.findings()),
@@ -191,7 +195,7 @@ class _Auditor:
         self.operations: list[Operation] = []
         # (kind, source, path, what, fix) → cost: FLOPs of contractions, bytes of all else.
         self._costs: Counter[tuple[str, str, str, str, str]] = Counter()
-        self._sites: dict[Any, Counter[str]] = defaultdict(Counter)
+        self._sites: dict[Any, dict[str, None]] = defaultdict(dict)  # of the operations, in order
 
     def visit(self, seen: Observed) -> None:
         """Records an equation."""
@@ -218,9 +222,10 @@ class _Auditor:
         )
         self.operations.append(operation)
         if contracts and place.unfused:
-            self._note("not-fused", f"not fused: {place.unfused}", operation)
+            self.note("not-fused", f"not fused: {place.unfused}", operation)
         if blame is not None:
-            self._note(blame.kind, blame.what, operation, blame.source, blame.path, blame.fix)
+            where = blame.source, blame.path
+            self.note(blame.kind, blame.what, operation, where, fix=blame.fix)
         elif contracts and not full:
             self._narrow_contraction(eqn, operation)
         elif eqn.primitive.name == "convert_element_type":
@@ -228,51 +233,48 @@ class _Auditor:
         else:
             self._sensitive(seen, operation)
         if found := self.scaling.visit(seen, operation):
-            self._note(*found, operation, path="")
+            self.note(*found, operation, (operation.source, ""))
         if contracts and (rounding := self.rounding.visit(seen, operation)):
             kind, line, what = rounding
-            self._note(kind, what, operation, line)
+            self.note(kind, what, operation, (line, operation.path))
         if contracts and self.rounding.only_in_a_loss(eqn.outvars[0]):
             self.logits.product(eqn, operation)
         cause = seen.out.cause
         if cause is not None and cause.promoted and FLOAT32.name in operation.out_dtypes:
             size = sum(map(nbytes, eqn.outvars)) * place.times
-            fix = self.judge.promotion(cause.promoted)
-            key = "promotion", cause.source, cause.path, cause.what, fix
-            self._add(key, size, operation.source)
+            where, fix = (cause.source, cause.path), self.judge.promotion(cause.promoted)
+            self.note("promotion", cause.what, operation, where, fix=fix, cost=size)
 
-    def _note(
+    def note(
         self,
         kind: str,
         what: str,
         at: Operation,
-        source: str | None = None,
-        path: str | None = None,
+        where: tuple[str, str] | None = None,
+        *,
         fix: str = "",
+        cost: float | None = None,
     ) -> None:
         """Notes a finding on an operation, whose line and path are to blame if no others are."""
-        source = at.source if source is None else source
-        key = kind, source, at.path if path is None else path, what, fix or FIXES[kind]
-        self._add(key, at.bytes if kind in OF_BYTES else at.flops, at.source)
-
-    def _add(self, key: tuple[str, str, str, str, str], cost: float, *sites: str) -> None:
-        self._costs[key] += int(cost)
-        self._sites[key].update(sites)
+        key = kind, *(where or (at.source, at.path)), what, fix or FIXES[kind]
+        of_operation = at.bytes if kind in OF_BYTES else at.flops
+        self._costs[key] += int(of_operation if cost is None else cost)
+        self._sites[key][at.source] = None
 
     def _narrow_contraction(self, eqn: jex_core.JaxprEqn, operation: Operation) -> None:
         """Notes what the chip does not do with its dtypes or its sizes, and a recipe with it."""
         if "float64" in operation.dtype.split("*"):
             what = "a policy about float32 leaves float64 as it is"
-            self._note("float64-product", what, operation)
+            self.note("float64-product", what, operation)
         if operation.skipped and not operation.skipped.intended:
             what = f"not in 8 bits: {operation.skipped.why}"
             pad = f"pad it, or {FIXES['not-quantized']}" if "no multiple" in what else ""
-            self._note("not-quantized", what, operation, fix=pad)
+            self.note("not-quantized", what, operation, fix=pad)
         for dtype in operation.dtype.split("*"):
             if dtype in self.emulated or not self.chip.multiplies(dtype):
                 what = f"{dtype} is not multiplied natively by {self.chip.name}: it is emulated"
                 fix = f"multiply in {self.low}: the policy 'mixed_{self.low}'"
-                self._note("emulated", what, operation, fix=fix)
+                self.note("emulated", what, operation, fix=fix)
         if not self.padded:
             return
         multiple = self._multiple({dtype_of(v) for v in eqn.invars[:2]})
@@ -281,7 +283,7 @@ class _Auditor:
             shown = ", ".join(f"{name} = {d}" for name, d in odd.items())
             what = f"{shown}: {self.chip.name} takes sizes in multiples of {multiple}"
             fix = f"pad the dimension to a multiple of {multiple}"
-            self._note("misaligned", what, operation, fix=fix)
+            self.note("misaligned", what, operation, fix=fix)
 
     def _multiple(self, dtypes: set[Any]) -> int:
         """What the sizes of a narrow matrix product should be multiples of.
@@ -302,7 +304,7 @@ class _Auditor:
             return
         if classify(operation.op, eqn.params) == "full":
             what = f"{operation.op} runs in {min(str(d) for d in low)}"
-            self._note("sensitive-low", what, operation)
+            self.note("sensitive-low", what, operation)
 
     def _round_trip(self, eqn: jex_core.JaxprEqn, operation: Operation, known: Known) -> None:
         """Notes a cast that only undoes an earlier one, unless autocast inserted one of them."""
@@ -316,18 +318,12 @@ class _Auditor:
         middle = f"{operation.in_dtypes[0]} at {cast.source}"
         lost = "rounded" if narrow else "unchanged"
         what = f"{cast.before} was cast to {middle} and comes back {lost}"
-        self._note("round-trip", what, operation)
+        self.note("round-trip", what, operation)
 
     def residual(self, var: Any, source: str, path: str, size: float) -> None:
         """Notes a float32 residual that its uses narrow anyway."""
         what = f"{short_type(var)} is kept in float32 for the backward pass, which narrows it"
-        self._add(("residual", source, path, what, FIXES["residual"]), size)
-
-    def note_all(self, kind: str, what: str, operations: Sequence[Operation]) -> None:
-        """Notes one finding on several operations; the line of the first is to blame."""
-        for operation in operations:
-            path = operations[0].path if kind == NO_SCALE else ""
-            self._note(kind, what, operation, operations[0].source, path)
+        self._costs["residual", source, path, what, FIXES["residual"]] += int(size)
 
     def findings(self) -> Iterable[Finding]:
         """The findings, the costliest kind and place first."""

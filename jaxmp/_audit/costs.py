@@ -9,12 +9,9 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jaxmp._autocast.flops import contraction_flops
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.equation_parameters import product_axes
 from jaxmp._jaxprs.trace import is_array
-
-__all__ = ["check_sizes", "contraction_flops", "matmul_dims", "nbytes"]
 
 
 def check_sizes(name: str, *args: Any) -> None:

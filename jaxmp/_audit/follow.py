@@ -147,80 +147,75 @@ def follow(jaxpr: Any, labels: Sequence[str], scales: Sequence[bool], visit: Vis
         Known(scaled=scale, degree=int(scale), name=name)
         for name, scale in zip(labels, scales, strict=True)
     ]
-    _Follower(visit).run(jaxpr, known, AuditPlace())
+    _run(jaxpr, known, AuditPlace(), visit)
 
 
-class _Follower:
-    def __init__(self, visit: Visit) -> None:
-        self.visit = visit
+def _run(jaxpr: Any, ins: Sequence[Known], around: AuditPlace, visit: Visit | None) -> list[Known]:
+    """What is known of the results of a jaxpr, given what is known of its operands."""
+    opened = closed(jaxpr).jaxpr
+    consts = dict(zip(opened.constvars, closed(jaxpr).consts, strict=False))
+    env: dict[Any, Known] = dict(zip(opened.invars, ins, strict=True))
+    env |= {var: _constant(var, consts.get(var)) for var in opened.constvars}
+    env = {var: fact._replace(origin=fact.origin or var) for var, fact in env.items()}
+    readers = readers_of(opened)
 
-    def run(
-        self, jaxpr: Any, ins: Sequence[Known], around: AuditPlace, *, silent: bool = False
-    ) -> list[Known]:
-        """What is known of the results of a jaxpr, given what is known of its operands."""
-        opened = closed(jaxpr).jaxpr
-        consts = dict(zip(opened.constvars, closed(jaxpr).consts, strict=False))
-        env: dict[Any, Known] = dict(zip(opened.invars, ins, strict=True))
-        env |= {var: _constant(var, consts.get(var)) for var in opened.constvars}
-        env = {var: fact._replace(origin=fact.origin or var) for var, fact in env.items()}
-        readers = readers_of(opened)
+    def read(atom: Any) -> Known:
+        if isinstance(atom, jex_core.Literal):
+            degree = degree_of_literal(atom.val)
+            return Known(fixed=True, degree=degree, name=f"the constant {atom.val}")
+        found = env.get(atom, NOTHING)
+        if found.cast is None or len(readers[atom]) + opened.outvars.count(atom) <= 1:
+            return found
+        return found._replace(cast=found.cast._replace(only=False))
 
-        def read(atom: Any) -> Known:
-            if isinstance(atom, jex_core.Literal):
-                degree = degree_of_literal(atom.val)
-                return Known(fixed=True, degree=degree, name=f"the constant {atom.val}")
-            found = env.get(atom, NOTHING)
-            if found.cast is None or len(readers[atom]) + opened.outvars.count(atom) <= 1:
-                return found
-            return found._replace(cast=found.cast._replace(only=False))
+    for eqn in opened.eqns:
+        place = around.at(eqn)
+        known = [read(v) for v in eqn.invars]
+        # A scatter has a jaxpr, too: how it adds two numbers. It is an operation all the same.
+        unknown = any(True for _ in compat.inner_jaxprs(eqn)) and contracts(eqn)
+        if unknown or inside(eqn):
+            outs = _inside(eqn, known, place, visit)
+        else:
+            out = Known(
+                why=_why(eqn, known, place, readers),
+                cast=_cast(eqn, known, place),
+                narrowed=_narrowed(eqn, known),
+                fixed=_is_made(eqn, known),
+                scaled=any(k.scaled for k in known),
+                degree=degree_of(eqn, [k.degree for k in known]),
+                origin=known[0].origin if eqn.primitive.name in _SAME else None,
+            )
+            outs = [out] * len(eqn.outvars)
+            if visit is not None:
+                visit(Observed(eqn, place, known, out))
+        name = _name(eqn, known, place)
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            why = out.why if dtype_of(var) == FLOAT32 else None
+            env[var] = out._replace(why=why, origin=out.origin or var, name=name)
+    return [read(v) for v in opened.outvars]
 
-        for eqn in opened.eqns:
-            place = around.at(eqn)
-            known = [read(v) for v in eqn.invars]
-            # A scatter has a jaxpr, too: how it adds two numbers. It is an operation all the same.
-            unknown = any(True for _ in compat.inner_jaxprs(eqn)) and contracts(eqn)
-            if unknown or inside(eqn):
-                outs = self._inside(eqn, known, place, silent=silent)
-            else:
-                out = Known(
-                    why=_why(eqn, known, place, readers),
-                    cast=_cast(eqn, known, place),
-                    narrowed=_narrowed(eqn, known),
-                    fixed=_is_made(eqn, known),
-                    scaled=any(k.scaled for k in known),
-                    degree=degree_of(eqn, [k.degree for k in known]),
-                    origin=known[0].origin if eqn.primitive.name in _SAME else None,
-                )
-                outs = [out] * len(eqn.outvars)
-                if not silent:
-                    self.visit(Observed(eqn, place, known, out))
-            name = _name(eqn, known, place)
-            for var, out in zip(eqn.outvars, outs, strict=True):
-                why = out.why if dtype_of(var) == FLOAT32 else None
-                env[var] = out._replace(why=why, origin=out.origin or var, name=name)
-        return [read(v) for v in opened.outvars]
 
-    def _inside(
-        self, eqn: jex_core.JaxprEqn, known: list[Known], place: AuditPlace, *, silent: bool
-    ) -> list[Known]:
-        found: dict[int, Known] = {}
-        for inner in inside(eqn):
-            where = place.inside(inner)
-            quiet = functools.partial(self.run, around=where, silent=True)
-            carried = {inner.operands[i] for i in inner.carries}  # each iteration has its own
-            ins = [k._replace(origin=None) if i in carried else k for i, k in enumerate(known)]
-            facts = settled(inner, ins, quiet, lambda a, b: _either((a, b)))
-            outs = self.run(inner.jaxpr, facts, where, silent=silent)
-            for result, out in zip(inner.results, outs, strict=True):
-                if result is not None:
-                    found[result] = _either((found[result], out)) if result in found else out
-        if found or inside(eqn):
-            return [found[i] for i in range(len(eqn.outvars))]
-        unknown = NOTHING._replace(scaled=any(k.scaled for k in known))
-        for jaxpr in compat.jaxprs_run(eqn):
-            count = len(closed(jaxpr).jaxpr.invars)
-            self.run(jaxpr, [unknown] * count, place.unknown(eqn), silent=silent)
-        return [unknown] * len(eqn.outvars)
+def _inside(
+    eqn: jex_core.JaxprEqn, known: list[Known], place: AuditPlace, visit: Visit | None
+) -> list[Known]:
+    found: dict[int, Known] = {}
+    for inner in inside(eqn):
+        where = place.inside(inner)
+        quiet = functools.partial(_run, around=where, visit=None)
+        carried = {inner.operands[i] for i in inner.carries}  # each iteration has its own
+        ins = [k._replace(origin=None) if i in carried else k for i, k in enumerate(known)]
+        facts = settled(inner, ins, quiet, lambda a, b: _either((a, b)))
+        outs = _run(inner.jaxpr, facts, where, visit)
+        for result, out in zip(inner.results, outs, strict=True):
+            if result is not None:
+                found[result] = _either((found[result], out)) if result in found else out
+    if found or inside(eqn):
+        return [found[i] for i in range(len(eqn.outvars))]
+    unknown = NOTHING._replace(scaled=any(k.scaled for k in known))
+    for jaxpr in compat.jaxprs_run(eqn):
+        count = len(closed(jaxpr).jaxpr.invars)
+        _run(jaxpr, [unknown] * count, place.unknown(eqn), visit)
+    return [unknown] * len(eqn.outvars)
 
 
 def _constant(var: Any, value: Any) -> Known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
@@ -14,7 +14,6 @@ from jaxmp._audit.costs import matmul_dims, nbytes
 from jaxmp._audit.report import Operation
 from jaxmp._jaxprs.compat import shape_of
 
-LARGE: Final = "large-logits"
 # Less is no gain: smaller logits are one chunk to `linear_cross_entropy`, and with fewer words a
 # chunk is as large as what the last layer returns.
 _BYTES, _WORDS_PER_FEATURE = 2**26, 4
@@ -46,11 +45,12 @@ class Logits:
         """Takes a value that the forward pass keeps for the backward pass."""
         self._kept[shape_of(var)] += int(nbytes(var) * times)
 
-    def of_program(self, residual_bytes: int) -> Iterator[tuple[str, list[Operation]]]:
-        """Says what logits are more than a quarter of all that is kept: in words, and products."""
+    def of_program(self, residual_bytes: int) -> Iterator[tuple[str, str, list[Operation]]]:
+        """Says what logits are more than a quarter of all that is kept: as `Scaling` does."""
         for (size, words), products in self._products.items():
             alike = [s for s in self._kept if words in s and math.prod(s) == size]
             kept = sum(self._kept[shape] for shape in alike)
             if 4 * kept > residual_bytes:
                 share = f"{kept / residual_bytes:.0%} of what is saved for the backward pass"
-                yield f"logits of {words:,} words take {_screen.si(kept)}B, {share}", products
+                what = f"logits of {words:,} words take {_screen.si(kept)}B, {share}"
+                yield "large-logits", what, products

@@ -26,9 +26,8 @@ from jaxmp._numerics.arguments import (
     returns_aux,
 )
 from jaxmp._numerics.origins import Origin, Walk
-from jaxmp._numerics.probe import LOW, Probe
+from jaxmp._numerics.probe import LOW, Probe, read_out
 from jaxmp._numerics.readings import Readings
-from jaxmp._numerics.readout import read_out
 from jaxmp._numerics.record import Record, all_measured
 from jaxmp._numerics.survey import Site, SurveyedProgram, survey
 from jaxmp._training.differentiate import scaled_value_and_grad

@@ -16,7 +16,7 @@ from jaxmp._numerics.matching import matched
 from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import Statistics
 from jaxmp._numerics.survey import Refs, Site, SurveyedProgram, running_order
-from jaxmp._numerics.text import listed, markdown, one_a_place, plain
+from jaxmp._screen import listed, markdown, one_a_place, plain
 
 # A root mean square may differ by this many units in the last place of the coarsest dtype up to
 # there, for each time that the number of operations that lead there doubles. Roundings average out:

@@ -19,7 +19,7 @@ from jaxmp._numerics.readings import Readings
 from jaxmp._numerics.record import Measured, Record
 from jaxmp._numerics.statistics import BIAS, OCTAVES, Statistics
 from jaxmp._numerics.survey import Site
-from jaxmp._numerics.text import listed, one_a_place
+from jaxmp._screen import listed, one_a_place
 from jaxmp.policy import PolicyLike, single_policy
 
 # Of values: beyond this share, a loss is worth a line.

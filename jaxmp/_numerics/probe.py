@@ -1,9 +1,14 @@
-"""Runs a program and measures its sites, as it is or with float32 in the place of 16 bits."""
+"""Runs a program and measures its sites, as it is or with float32 in the place of 16 bits.
+
+`Probe` gives further results of the program, arrays by name; `read_out` reads them.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,13 +25,25 @@ from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.higher_order import rebuild
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.walk import evaluate
-from jaxmp._numerics.statistics import FLOAT32, JOINS, Look, Measurements, look, measure
-from jaxmp._numerics.survey import is_measured, looked_into, site_names
+from jaxmp._numerics.statistics import (
+    FLOAT32,
+    JOINS,
+    Look,
+    Measurements,
+    Statistics,
+    join,
+    look,
+    measure,
+    unpack,
+)
+from jaxmp._numerics.survey import SurveyedProgram, is_measured, looked_into, site_names
 
 # Dtypes that are replaced by float32.
 LOW = frozenset(map(np.dtype, (jnp.bfloat16, jnp.float16)))
 _POLYMORPHIC = flagged(Flag.POLYMORPHIC)
 _DTYPES = ("new_dtype", "preferred_element_type")
+# Values are measured so many at once: calling NumPy for one takes longer than what it computes.
+_BATCH = 64
 
 
 # A site, its value, and what that would be in float32, if that is known.
@@ -45,7 +62,7 @@ class Probe:
     looks: bool = True  # whether anything is measured
 
     def run(self, jaxpr: Any, arrays: Sequence[Any], prefix: str = "") -> Out:
-        """The results of a program, and what was measured, or is to be: see `readout`."""
+        """The results of a program, and what was measured, or is to be: see `read_out`."""
         opened, consts = compat.closed(jaxpr)
         extras: Extras = {}
         seen: list[_Seen] = []
@@ -161,3 +178,82 @@ def as_written(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         lax.convert_element_type(x, dtype) if (dtype := dtype_of(atom)) in LOW else x
         for atom, x in zip(eqn.invars, operands, strict=True)
     ]
+
+
+def read_out(
+    program: SurveyedProgram, extras: Mapping[str, Extra], whole: Callable[[str], bool]
+) -> dict[str, Statistics]:
+    """Returns the statistics of each site, in the order in which they ran.
+
+    Args:
+      program: the program that ran.
+      extras: its extra results: values, ``{site} value``, what they would be in float32,
+        ``{site} twin``, and how often their jaxpr ran, ``{jaxpr}runs``; of all other sites of a
+        jaxpr one array for each of the names of `Measurements`, ``{jaxpr}top`` and so on.
+      whole: whether all was measured at a site.
+    """
+    found = dict(_of_values(extras)) | dict(_of_others(program, extras, whole))
+    return {name: unpack(site.size, found[name]) for name, site in program.sites.items()}
+
+
+def _of_values(extras: Mapping[str, Extra]) -> Iterator[tuple[str, Measurements]]:
+    """Measures the values that were returned."""
+    names = [name.removesuffix(" value") for name in extras if name.endswith(" value")]
+    for start in range(0, len(names), _BATCH):
+        batch = names[start : start + _BATCH]
+        looks = [_look(extras[f"{name} value"], extras.get(f"{name} twin")) for name in batch]
+        ends = np.cumsum([len(one.top) for one in looks])[:-1]
+        by_site = zip(*(np.split(array, ends) for array in measure(looks)), strict=True)
+        for name, arrays in zip(batch, by_site, strict=True):
+            runs = extras[f"{_jaxpr_of(name)}runs"]
+            yield name, _by_iteration(_where_it_ran(arrays, np.asarray(runs.value)), runs.axes)
+
+
+def _look(value: Extra, twin: Extra | None) -> Look:
+    """Looks at the values of all iterations."""
+    several = [np.asarray(extra.value) for extra in (value, twin) if extra is not None]
+    leading = len(value.axes)
+    n = math.prod(several[0].shape[:leading])
+    return look(*(array.reshape(n, *array.shape[leading:]) for array in several))
+
+
+def _where_it_ran(arrays: Sequence[Any], runs: Any) -> list[Any]:
+    """What was measured, by iteration; where a branch was not taken, as of no value at all."""
+    several = []
+    for array, how in zip(arrays, JOINS, strict=True):
+        array = array.reshape((*runs.shape, *array.shape[1:]))
+        ran = runs.reshape(runs.shape + (1,) * (array.ndim - runs.ndim)) > 0
+        several.append(np.where(ran, array, np.array(how.neutral).astype(array.dtype)))
+    return several
+
+
+def _of_others(
+    program: SurveyedProgram, extras: Mapping[str, Extra], whole: Callable[[str], bool]
+) -> Iterator[tuple[str, Measurements]]:
+    """What the program measured itself: of a jaxpr's sites together, in their order."""
+    looked, measured = Counter[str](), Counter[str]()
+    for name in program.sites:
+        if f"{name} value" in extras:
+            continue
+        jaxpr = _jaxpr_of(name)
+        top = extras[f"{jaxpr}top"]
+        arrays = [np.asarray(top.value)[..., looked[jaxpr]]]
+        looked[jaxpr] += 1
+        if whole(name):
+            rest = [extras[f"{jaxpr}{field}"].value for field in Measurements._fields[1:]]
+            arrays += [np.asarray(value)[..., measured[jaxpr], :] for value in rest]
+            measured[jaxpr] += 1
+        yield name, _by_iteration(arrays, top.axes)
+
+
+def _by_iteration(arrays: Sequence[Any], axes: Sequence[str]) -> Measurements:
+    """What was measured on all devices, by iteration in the order in which they ran."""
+    order = tuple(slice(None, None, -1 if axis == "reversed scan" else 1) for axis in axes)
+    ran = Measurements(*(array[order] for array in arrays))
+    devices = tuple(i for i, axis in enumerate(axes) if axis == "devices")
+    return join(ran, devices) if devices else ran
+
+
+def _jaxpr_of(site: str) -> str:
+    """The name of the jaxpr that a site is in."""
+    return site[: site.rfind("/") + 1]

@@ -16,8 +16,8 @@ from jaxmp._audit.costs import check_sizes
 from jaxmp._autocast.explain import explain
 from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs.trace import is_array, trace
-from jaxmp._numerics.arguments import bytes_of, check_positional, check_progress, mismatch, text_of
-from jaxmp._numerics.kept import RunCache, digest
+from jaxmp._numerics.arguments import check_positional, check_progress, mismatch
+from jaxmp._numerics.run_cache import RunCache, bytes_of, digest, text_of
 from jaxmp._numerics.tune_costs import Costs, ProductFormat
 from jaxmp._numerics.tune_paths import (
     FLOAT32,

@@ -6,10 +6,12 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from jaxmp._autocast.flops import contraction_flops
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._numerics.tune_paths import TunedProduct
 from jaxmp._speed import Chip, chip_named
 from jaxmp._speed.estimate import keys_of
+from jaxmp._speed.roofline import product_seconds
 from jaxmp.recipes import FORMATS, Format, Recipe
 
 # What a multiply-add takes, of its time in float32, where no chip is named: half the bits, half
@@ -64,18 +66,13 @@ class Costs:
         chip = chip_named(self.target)
         operands = sum(math.prod(shape_of(atom)) for atom in product.eqn.invars[:2])
         result = math.prod(shape_of(product.eqn.outvars[0]))
-        bandwidth = chip.bytes_per_second * chip.memory
         kept = 4 if how.dtype == "float32" else 2
         moved = operands * min(kept, fmt.bits // 8) + result * kept
-        rate = chip.tflops[chip.sixteen_bits] * 1e12 * chip.products
-        seconds = max(
-            product.flops / rate * _share(chip, how, fmt, product),
-            product.times * moved / bandwidth,
-            product.times * chip.launch_seconds,
-        )
+        flops = contraction_flops(product.eqn)
+        seconds = product_seconds(chip, flops, _share(chip, how, fmt, product), moved)
         if fmt.scaled:  # read, and written in 8 bits
-            seconds += product.times * operands * (kept + 1) / bandwidth
-        return seconds
+            seconds += operands * (kept + 1) / (chip.bytes_per_second * chip.memory)
+        return product.times * seconds
 
 
 def _share(chip: Chip, how: ProductFormat, fmt: Format, product: TunedProduct) -> float:

@@ -11,11 +11,10 @@ from pathlib import Path as File
 from typing import Any, NamedTuple
 
 from jaxmp._numerics.plots import plot_tuned
-from jaxmp._numerics.text import listed, one_a_place
 from jaxmp._numerics.tune_costs import ProductFormat
 from jaxmp._numerics.tune_paths import Loss, Path, Places, policy_for, under_map
 from jaxmp._numerics.tune_solve import Front
-from jaxmp._screen import OF_LAYER, merged, table, tail
+from jaxmp._screen import OF_LAYER, listed, merged, one_a_place, table, tail
 from jaxmp.policy import Policy, PolicyMap
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import jmp
 import numpy as np
 
-from jaxmp._numerics.arguments import check_positional, described, mismatch
-from jaxmp._numerics.kept import RunCache
+from jaxmp._numerics.arguments import check_positional, mismatch
+from jaxmp._numerics.run_cache import RunCache, described
 from jaxmp._numerics.validate_numerics import check_cpu_sums, describe_numerics, remarks_on
 from jaxmp._numerics.validate_report import ValidationReport
 from jaxmp._numerics.validate_run import Job, Run, Task, make, program_of, train

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxmp._numerics.plots import plot_runs
-from jaxmp._numerics.text import markdown, plain
 from jaxmp._numerics.validate_run import Run
 from jaxmp._numerics.validate_verdict import FAILS, PASSES, Check, PolicyResult, percent
-from jaxmp._screen import table, wrapped
+from jaxmp._screen import markdown, plain, table, wrapped
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

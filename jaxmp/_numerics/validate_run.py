@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from jaxmp._jaxprs.trace import trace
-from jaxmp._numerics.arguments import bytes_of, mismatch, text_of
-from jaxmp._numerics.kept import digest
+from jaxmp._numerics.arguments import mismatch
+from jaxmp._numerics.run_cache import bytes_of, digest, text_of
 
 _CHUNK: Final = 32  # steps whose metrics are fetched at once: the device need not wait for each
 # A scale of 2^60, the largest that makes sense, is down at 1 after 60 overflows.

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
-from jaxmp._numerics.text import listed
 from jaxmp._parity.layers import LayerValue
 from jaxmp._parity.rounding import RUNS
 from jaxmp._parity.runs import OUTPUT, Spread, wide
-from jaxmp._screen import counted, table, tail
+from jaxmp._screen import counted, listed, table, tail
 
 # The chance that rounding alone drives a layer beyond its bound, as far as the model goes.
 _CHANCE = 1e-4

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -20,7 +20,7 @@ from jaxmp._autocast.transform import autocast
 from jaxmp._preflight.arguments import bytes_by_purpose
 from jaxmp._preflight.compile_ahead import compile_ahead
 from jaxmp._preflight.report import AS_WRITTEN, Preflight, PreflightReport
-from jaxmp._preflight.size_search import Attempt, Axis, axis_of, search
+from jaxmp._preflight.size_search import Attempt, Axis, Largest, axis_of, search
 from jaxmp._speed import chip_named, warning
 from jaxmp._speed.target import Target, parse_target
 from jaxmp.policy import Policy, PolicyLike, single_policy
@@ -119,54 +119,49 @@ def preflight(
         from_end = tuple(i - len(args) * (i >= 0) for i in batch)
         axes = [axis_of(args, from_end, number) for number in asked]
         method, modules = with_module(fn)
-        call = _Call(
-            (*modules, *args),
-            tuple(i % len(args) - len(args) for i in donated),
-            axes,
-        )
+        given = (*modules, *args)
+        # Counted from the end: an NNX module is the first argument.
+        given_away = tuple(i % len(args) - len(args) for i in donated)
         _check_compiler(resolved)
+        programs = []
         for _, single in named:
             if single is not None:
-                warn_overruled("preflight", planned(method, single, argnums, call.args, {})[0])
-        results = _results(method, named, argnums, resolved, call, progress)
-        held = bytes_by_purpose(call.args, params, from_end)
-        return PreflightReport(resolved, results, held, price_per_hour)
+                warn_overruled("preflight", planned(method, single, argnums, given, {})[0])
+            programs.append(method if single is None else autocast(method, single, argnums))
+
+        def compiled(fns: Any, args: tuple[Any, ...], labels: Sequence[str]) -> list[Preflight]:
+            return compile_ahead(resolved, fns, args, given_away, labels, progress)
+
+        results = compiled(programs, given, [label for label, _ in named])
+        for i, (program, (label, single)) in enumerate(zip(programs, named, strict=True)):
+            recipe = None if single is None else single.matmul
+            warned = (
+                warning(recipe, chip_named(resolved.name)) if isinstance(recipe, Recipe) else ""
+            )
+            result = dataclasses.replace(results[i], policy=label, warned=warned)
+            again = functools.partial(compiled, [program])
+            found = {axis.name: _largest(axis, resolved, result, given, again) for axis in axes}
+            results[i] = dataclasses.replace(result, largest=found)
+        held = bytes_by_purpose(given, params, from_end)
+        return PreflightReport(resolved, tuple(results), held, price_per_hour)
 
     return preflighted
 
 
-class _Call(NamedTuple):
-    """What a function is compiled for.
-
-    Attributes:
-      args: its arguments.
-      donated: those that it gives away, counted from the end: an NNX module is the first.
-      axes: the batch, or the length, of which other sizes are tried.
-    """
-
-    args: tuple[Any, ...]
-    donated: tuple[int, ...]
-    axes: Sequence[Axis]
-
-
-def _results(
-    fn: Callable[..., Any],
-    named: Sequence[tuple[str, Policy | None]],
-    argnums: int | Sequence[int],
+def _largest(
+    axis: Axis,
     target: Target,
-    call: _Call,
-    progress: Callable[[str], None] | None,
-) -> tuple[Preflight, ...]:
-    """Compiles a function under each policy."""
-    programs = [fn if policy is None else autocast(fn, policy, argnums) for _, policy in named]
-    labels = [label for label, _ in named]
+    first: Preflight,
+    args: tuple[Any, ...],
+    compiled: Callable[[tuple[Any, ...], Sequence[str]], list[Preflight]],
+) -> Largest:
+    """The largest size of an axis with which a program fits, of which `first` is its own."""
 
-    def probe(program: Callable[..., Any], first: Preflight, axis: Axis, size: int) -> Attempt:
-        if size == axis.size:
-            return Attempt(first.excess_bytes(target), first.error)
-        resized, label = axis.resized(call.args, size), f"{first.policy}, {axis.name} {size}"
+    def probe(size: int) -> Attempt:
+        result, label = first, f"{first.policy}, {axis.name} {size}"
         try:
-            [result] = compile_ahead(target, [program], resized, call.donated, [label], progress)
+            if size != axis.size:
+                [result] = compiled(axis.resized(args, size), [label])
         except Exception as error:
             error.add_note(
                 f"preflight ({axis.option}) called the function with a {axis.name} of {size}."
@@ -174,18 +169,7 @@ def _results(
             raise
         return Attempt(result.excess_bytes(target), result.error)
 
-    results = compile_ahead(target, programs, call.args, call.donated, labels, progress)
-    for i, ((label, policy), program) in enumerate(zip(named, programs, strict=True)):
-        recipe = policy.matmul if policy is not None else None
-        warned = warning(recipe, chip_named(target.name)) if isinstance(recipe, Recipe) else ""
-        result = dataclasses.replace(results[i], policy=label, warned=warned)
-        found = {
-            axis.name: search(functools.partial(probe, program, result, axis), axis.size, axis.unit)
-            for axis in call.axes
-        }
-        result = dataclasses.replace(result, largest=found)
-        results[i] = result
-    return tuple(results)
+    return search(probe, axis.size, axis.unit)
 
 
 def _check_price(price: Any) -> None:

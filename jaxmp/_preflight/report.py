@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxmp import _screen
+from jaxmp._preflight.collectives_report import (
+    collectives_as_data,
+    remark_on_collectives,
+    rows_of_collectives,
+    sent_bytes,
+)
 from jaxmp._preflight.hlo import HloProgram, Multiplied
-from jaxmp._preflight.hlo_collectives import Collective
 from jaxmp._preflight.size_search import Largest
 from jaxmp._speed import StepTime, Work, chip_named, step_time
 from jaxmp._speed.target import Target
@@ -174,8 +179,9 @@ class PreflightReport:
 
     def __str__(self) -> str:
         names = [result.policy for result in self.policies]
-        table = [["", *names], *([label, *cells] for label, cells in _rows(self))]
-        rows = [[line] for line in _screen.aligned(table)]
+        cells = [["", *names], *([label, *cells] for label, cells in _rows(self))]
+        table = _screen.table(cells, right=range(1, 1 + len(names)))
+        rows = [[line] for line in table.splitlines()]
         heading = (
             f"{self.target.name}: {_screen.counted(self.target.device_count, 'device')} of "
             f"{_gib(self.target.hbm_bytes)}; sizes are of one device"
@@ -213,6 +219,14 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     def row(label: str, cell: Callable[[HloProgram], str]) -> tuple[str, list[str]]:
         return label, [cell(program) if program else "-" for program in compiled]
 
+    def each(
+        of: Callable[[HloProgram], dict[str, Any]], absent: str = "0"
+    ) -> Iterator[tuple[str, list[str]]]:
+        """A row for whatever any of the programs has."""
+        found = [of(program) if program else None for program in compiled]
+        for label in dict.fromkeys(label for one in found for label in one or ()):
+            yield label, ["-" if one is None else str(one.get(label, absent)) for one in found]
+
     yield "peak memory", [_gib(r.peak_bytes) if r.peak_bytes else "-" for r in results]
     yield size("  arguments", "argument_bytes")
     yield from _of_arguments(report)
@@ -233,14 +247,11 @@ def _rows(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
     if any(cost is not None for cost in costs):
         label = f"1,000 steps at {report.price_per_hour:g} per chip-hour"
         yield label, ["-" if cost is None else _price(cost) for cost in costs]
-    for dtype in dict.fromkeys(d for p in programs for d in p.contractions):
-        yield row(f"products {dtype}", lambda p, d=dtype: str(p.contractions.get(d, 0)))  # type: ignore[misc]
+    yield from each(lambda p: {f"products {dtype}": n for dtype, n in p.contractions.items()})
     if any(p.products_in_8_bits for p in programs):
         yield row("products in 8 bits", share_of_8_bits)
-    for call in dict.fromkeys(c for p in programs for c in p.library_calls if _is_library(c)):
-        yield row(call, lambda p, c=call: str(p.library_calls.get(c, 0)))  # type: ignore[misc]
-    for words in dict.fromkeys(w for p in programs for w in rows_of_collectives(p.moved)):
-        yield row(words, lambda p, w=words: rows_of_collectives(p.moved).get(w, "-"))  # type: ignore[misc]
+    yield from each(lambda p: {c: n for c, n in p.library_calls.items() if _is_library(c)})
+    yield from each(lambda p: rows_of_collectives(p.moved), "-")
 
 
 def _of_arguments(report: PreflightReport) -> Iterator[tuple[str, list[str]]]:
@@ -317,59 +328,6 @@ def _price(cost: float) -> str:
     return f"{cost:,.2f}" if cost >= 1 else f"{cost:.3g}"
 
 
-def sent_bytes(moved: Sequence[Collective], devices: int) -> int:
-    """The bytes that a device sends in the collectives of a program, in rings.
-
-    An all-reduce is a reduce-scatter and an all-gather; a reduce-scatter, of whose results a device
-    has one part, is taken to be over all devices.
-
-    Example:
-      >>> sent_bytes([Collective("reduce-scatter", "float32", "data", 100, 2)], 8)
-      1400
-    """
-    parts = {"all-reduce": 2, "reduce-scatter": devices - 1}
-    return sum(one.bytes * one.times * parts.get(one.kind, 1) for one in moved)
-
-
-def rows_of_collectives(moved: Sequence[Collective]) -> dict[str, str]:
-    """A label and a cell for each kind, dtype and axes of collectives.
-
-    Example:
-      >>> rows_of_collectives([Collective("all-gather", "bfloat16", "data", 4_000_000, 20)])
-      {'all-gather bfloat16 data': '20 x, 80.0 MB'}
-    """
-    unknown = Counter(one[:3] for one in moved if not one.known)
-    cells = {}
-    for row in collectives_as_data(moved):
-        of = row["kind"], row["dtype"], row["axes"]
-        cell = f"{row['count']} x, {_size(row['bytes'])}"
-        cells[" ".join(filter(None, of))] = cell + (f" ({unknown[of]} ?)" if unknown[of] else "")
-    return cells
-
-
-def collectives_as_data(moved: Sequence[Collective]) -> list[dict[str, Any]]:
-    """The same as plain data; ``known`` is false where a count is of one trip of a loop."""
-    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for one in moved:
-        new = {"kind": one.kind, "dtype": one.dtype, "axes": one.axes}
-        row = rows.setdefault(one[:3], new | {"count": 0, "bytes": 0, "known": True})
-        row["count"] += one.times
-        row["bytes"] += one.times * one.bytes
-        row["known"] &= one.known
-    return list(rows.values())
-
-
-def remark_on_collectives(moved: Sequence[Collective]) -> str:
-    """What to say of collectives that run an unknown number of times; empty if there are none."""
-    unknown = sum(not one.known for one in moved)
-    if not unknown:
-        return ""
-    return (
-        f"{unknown} of the collectives (?) count once, and run as often as it turns out: in a loop "
-        "whose trips the compiled program does not tell, or in a branch."
-    )
-
-
 def share_of_8_bits(program: HloProgram) -> str:
     """How many products are in 8 bits, of how many: ``48 of 66``."""
     return f"{len(program.products_in_8_bits)} of {len(program.products)}"
@@ -388,13 +346,6 @@ def lines_of_8_bits(program: HloProgram) -> Iterator[str]:
     left = Counter(p.dtype or "of an unknown dtype" for p in program.products if not p.in_8_bits)
     if left:
         yield f"  not in 8 bits: {', '.join(f'{count} {dtype}' for dtype, count in left.items())}"
-
-
-def _size(size: int) -> str:
-    """Megabytes, so that cells compare; of what is too small for them, less."""
-    if size >= 50_000:
-        return f"{size / 1e6:.1f} MB"
-    return f"{size / 1e3:.1f} kB" if size >= 1000 else f"{size} B"
 
 
 def _kind(product: Multiplied) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from typing import Any, Final
 
-from jaxmp._screen import aligned
+from jaxmp._screen import table
 from jaxmp._speed.chip import Chip, chip_named
 from jaxmp._speed.choice import WORTH, fastest_recipe, pays, warning
 from jaxmp._speed.target import parse_target
@@ -84,7 +84,8 @@ class PaysTable:
         )
         auto = f'matmul="auto": {recipe or "none"}: {reason}.'
         warnings = [said for recipe in RECIPES if (said := warning(recipe, self.chip))]
-        lines = [heading, "", *aligned([heads, *rows]), "", auto, *warnings, "", _TRUST]
+        cells = table([heads, *rows], right=range(1, len(heads)))
+        lines = [heading, "", cells, "", auto, *warnings, "", _TRUST]
         return "\n".join(lines)
 
 

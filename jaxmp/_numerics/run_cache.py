@@ -7,9 +7,16 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.higher_order import inside
 
 T = TypeVar("T")
 
@@ -60,3 +67,37 @@ class RunCache:
 def digest(parts: Iterable[bytes]) -> str:
     """A hash, of 16 digits."""
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def bytes_of(tree: Any) -> Iterator[bytes]:
+    """Yields the dtype and shape of each leaf, and what it holds."""
+    for leaf in jax.tree.leaves(tree):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf)
+        yield f"{array.dtype}{array.shape}".encode()
+        yield array.tobytes() if array.dtype != object else repr(leaf).encode()
+
+
+def described(thing: Any) -> str:
+    """The `repr` of something, without addresses in memory.
+
+    Example:
+      >>> described(lambda: 1)
+      '<function <lambda>>'
+    """
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(thing))
+
+
+def text_of(jaxpr: Any) -> Iterator[bytes]:
+    """Yields what a closed jaxpr says, the scopes in it included, and the constants in it."""
+    text = jaxpr.pretty_print(name_stack=True, use_color=False)
+    yield re.sub(r" at 0x[0-9a-f]+", "", text).encode()
+    yield from bytes_of(list(_constants(jaxpr)))
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    opened, consts = compat.closed(jaxpr)
+    yield from consts
+    for inner in (inner for eqn in opened.eqns for inner in inside(eqn)):
+        yield from _constants(inner.jaxpr)
