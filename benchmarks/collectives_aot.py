@@ -23,7 +23,7 @@ Goals, for what jaxmp compiles for GPUs (XLA for TPUs narrows every gather by it
 
 * FSDP gathers matrices in 0.5 x float32's bytes, exactly, and all weights in 0.50 x: by hand too,
   the vectors of LayerNorm cross in float32. Missed but for `ops=gather:low`: without it the rows of
-  a table are read as they are stored, and so it crosses. What is no weight is told apart: XLA
+  a table are read as they are stored, and so it crosses. What is not a weight is told apart: XLA
   gathers one of the two gradients of a table that is used twice, after it has reduced it, to add
   the other to it;
 * gradients are reduced wholly in the dtype asked for (scalars, such as the loss, aside);
@@ -203,7 +203,7 @@ class Compiled:
       gathered: how often each weight is gathered, by its path.
       matrices: bytes gathered of the weights that are matrices or more, whatever the dtype.
       weights: of all weights.
-      others: of what is no weight.
+      others: of what is not a weight.
     """
 
     program: HloProgram

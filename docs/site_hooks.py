@@ -10,7 +10,7 @@ from typing import Any
 
 from mkdocs.utils import get_relative_url
 
-# `jaxmp.wrap` and `jaxmp.wrap(model, policy)`, alone in a code span that is no link yet.
+# `jaxmp.wrap` and `jaxmp.wrap(model, policy)`, alone in a code span that is not a link yet.
 _NAME = re.compile(r"(<a [^>]*>)?<code>(jaxmp\.[A-Za-z_0-9.]+?)(\([^<]*\))?</code>")
 
 _ROOT = Path(__file__).parents[1]

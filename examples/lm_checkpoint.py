@@ -36,7 +36,8 @@ class Checkpoints:
                 self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
             except OSError as error:
                 raise SystemExit(
-                    f"train_lm.py: {folder} is no folder to keep checkpoints in ({error.strerror})"
+                    f"train_lm.py: {folder} is not a folder to keep checkpoints in "
+                    f"({error.strerror})"
                 ) from error
             if self.manager.latest_step() is not None and not resume:
                 raise SystemExit(f"train_lm.py: {folder} holds a run; --resume continues it")

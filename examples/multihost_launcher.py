@@ -80,7 +80,7 @@ def check_checkpoint(parser: argparse.ArgumentParser, args: argparse.Namespace) 
         try:
             steps = saved_steps(args.checkpoint)
         except OSError as error:
-            parser.error(f"--checkpoint: {args.checkpoint} is no folder ({error.strerror})")
+            parser.error(f"--checkpoint: {args.checkpoint} is not a folder ({error.strerror})")
         if args.resume and not steps:
             parser.error(f"--resume: there is no checkpoint in {args.checkpoint}")
         if steps and not args.resume:

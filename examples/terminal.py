@@ -94,7 +94,7 @@ def stop(message: str) -> NoReturn:
 
 
 def start(main: Callable[[], None]) -> None:
-    """Runs a program: its lines come at once through a pipe, too, and Ctrl-C is no error."""
+    """Runs a program: its lines come at once through a pipe, too, and Ctrl-C is not an error."""
     sys.stdout.reconfigure(line_buffering=True)
     try:
         main()

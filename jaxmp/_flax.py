@@ -78,5 +78,5 @@ def is_registered(cls: type) -> bool:
 
 
 def is_pytree_node(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field of a `flax.struct` class holds leaves, and is no part of the structure."""
+    """Whether a field of a `flax.struct` class holds leaves, and is not part of the structure."""
     return bool(field.metadata.get("pytree_node", True))

@@ -95,7 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Shows what a JAX program does in which precision, what it will cost, and "
         "whether it trains to the same. The program need not use jaxmp.",
         epilog="`python -m jaxmp COMMAND --help` has a command's options and an example. explain, "
-        "diagnose, parity, tune and monitor are functions: python -c 'import jaxmp; help(jaxmp.explain)'.",
+        "diagnose, parity, tune and monitor are functions: "
+        "python -c 'import jaxmp; help(jaxmp.explain)'.",
     )
     parser.set_defaults(run=functools.partial(_list_commands, parser))
     parser.add_argument(
@@ -118,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=KINDS,
         metavar="KIND",
         help=f"exit with 1 if there is such a finding; one of {', '.join(FAULTS)}; also "
-        f"{', '.join(KINDS.keys() - set(FAULTS))}, which is no fault; repeatable",
+        f"{', '.join(KINDS.keys() - set(FAULTS))}, which is not a fault; repeatable",
     )
     command.add_argument(
         "--all", action="store_true", help="print every finding, however many lines that takes"

@@ -54,9 +54,9 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         float16 ends at 65504. False leaves them infinite: the gradients are then not finite, and a
         loss scaler leaves the step out. True clips them to the largest finite value, where they are
         narrowed and where a float16 operation returns them, so that the step is made with a result
-        that may be wrong; `jaxmp.explain` says where. To the gradient clipping is no operation, and
-        gradients themselves are not clipped. Infinities that are no overflow pass: a mask's, log(0)
-        and 1/0, but not through a product. (Literals and masks, such as an attention mask's -1e9,
+        that may be wrong; `jaxmp.explain` says where. The gradient ignores the clipping, and gradients
+        themselves are not clipped. Infinities that are not an overflow pass: a mask's, log(0) and
+        1/0, but not through a product. (Literals and masks, such as an attention mask's -1e9,
         are clipped either way.)
       matmul: In which format each of a layer's three products multiplies: a recipe, such as
         `jaxmp.recipes.float8()`, or its string, such as "float8"; None for the compute dtype.
@@ -87,7 +87,7 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         `reduce_dtype` or `reduce_scatter_dtype` is neither float32 nor the compute dtype, `matmul`
         has formats that do not go with the compute dtype, `residuals` is neither "save" nor
         "recompute", `attention` is not "fused" or names no chip, or `ops` names an unknown class.
-      TypeError: If a dtype is neither a name nor a dtype, `saturate` is no bool, `matmul` is no
+      TypeError: If a dtype is neither a name nor a dtype, `saturate` is not a bool, `matmul` is no
         recipe, or `ops` is not such a mapping.
 
     Example:
@@ -178,7 +178,7 @@ class PolicyMap:
 
     Raises:
       ValueError: If a pattern is empty or has an empty component, or a policy cannot be read.
-      TypeError: If `overrides` is no mapping, or a key is neither a string nor a class.
+      TypeError: If `overrides` is not a mapping, or a key is neither a string nor a class.
 
     Example:
       >>> policies = PolicyMap({"head": "float32"}, default="mixed_bfloat16")

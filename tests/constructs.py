@@ -755,7 +755,7 @@ CONSTRUCTS = [
     Construct(grad_inside, 5, depth=4),
     Construct(grad_of_scan_inside, 3, args=(X, STACK), diff=(0, 1), depth=6),
     Construct(grad_of_remat_scan_inside, 4, args=(X, STACK), diff=(0, 1), depth=6),
-    # In JAX 0.10 a weight that only one branch keeps for the backward pass is no parameter there.
+    # In JAX 0.10 a weight that only one branch keeps for the backward pass is none there.
     Construct(grad_of_cond_inside, 8 - OLD, full=OLD, args=(X, W, V, jnp.bool_(True)), depth=6),
     Construct(grad_of_custom_rules_inside, 10, depth=6),
     Construct(hvp_inside, 8, depth=6),

@@ -39,7 +39,7 @@ def kinds(report):
     return {f.kind for f in report.findings}
 
 
-# What is intended is no fault.
+# What is intended is not a fault.
 
 X = shape(32, 32)
 
@@ -194,7 +194,7 @@ def test_assert_products_in_counts_no_geometry():
         jaxmp.testing.assert_products_in(program, dtype="bfloat16")(X, X)
 
 
-# What autocast chose is no fault.
+# What autocast chose is not a fault.
 
 
 def max_pooling(w, x):

@@ -181,7 +181,7 @@ ROWS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "weights of weights": (lambda h, w, i, ws: h + h @ (w @ ws[i]), LAYERS),
     "weights and others": (lambda h, w, i, ws, lr, v: h + h @ (w @ (v[:, None] * v)), STATE),
-    "a rotation is no product": (lambda h, w, i, ws: h[:, :3] @ w[:3, :3] @ jnp.eye(3, 8), STATE),
+    "a rotation is none": (lambda h, w, i, ws: h[:, :3] @ w[:3, :3] @ jnp.eye(3, 8), STATE),
     "a product is": (lambda h, w, i, ws: (h @ jnp.ones((8, 8))) @ jnp.ones((8, 8)), STATE),
     "which branch": (
         lambda h, w, i, ws: lax.cond(h[0, 0] > 0, lambda: h * 0 + w[:6], lambda: w[:6]),

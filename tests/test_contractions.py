@@ -1,6 +1,6 @@
 """Which contractions are layers, and which are geometry or signal processing: one table.
 
-A program, and why its last contraction is no layer. Nothing is planned or run.
+A program, and why its last contraction is not a layer. Nothing is planned or run.
 """
 
 from __future__ import annotations

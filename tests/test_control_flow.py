@@ -119,7 +119,7 @@ def test_calls(fn: Program, op: str, dtype: str, reason: str) -> None:
             lambda x, w, ws, b: jax.nn.relu(normalized(x)) @ w,
             "max", FULL, NOT_LOW,
         ),
-        "silu, which is no function of its own": (
+        "silu, which is not a function of its own": (
             lambda x, w, ws, b: (jnp.tanh(y := normalized(x @ w)) * y) @ w,
             "tanh", LOW, LEAVES,
         ),

@@ -89,7 +89,7 @@ FORWARD: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
         lambda a, b: lax.switch(0, [lambda a, b: a, lambda a, b: b, lambda a, b: jnp.sin(b)], a, b),
         ["a b sin"],
     ),
-    "what selects is no operand of the branches": (
+    "what selects is not an operand of the branches": (
         lambda a, b: lax.cond(a > 0, lambda b: b, lambda b: b * 2, b),
         ["b"],
     ),

@@ -154,7 +154,7 @@ def test_masking_what_a_contraction_reads_is_a_move(fn: Callable[..., Any], dtyp
         return [row.dtype for row in rows if row.op == "mul"][-1]
 
     assert last("mixed_bfloat16") == dtype
-    assert last("mixed_float16") == "float32"  # infinity times 0 is no 0
+    assert last("mixed_float16") == "float32"  # infinity times 0 is not 0
 
 
 def test_a_mask_is_saved_once_in_16_bits_and_the_gradient_of_a_gate_is_summed_in_float32() -> None:

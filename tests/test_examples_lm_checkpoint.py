@@ -106,7 +106,7 @@ def test_other_settings_are_named(module, folder):
 
 def test_a_place_for_no_checkpoints_is_named(module, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="file/run is no folder to keep checkpoints in"):
+    with pytest.raises(SystemExit, match="file/run is not a folder to keep checkpoints in"):
         module.Checkpoints(tmp_path / "file" / "run", SETTINGS, resume=False)
 
 

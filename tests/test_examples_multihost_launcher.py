@@ -39,7 +39,7 @@ def launcher(monkeypatch):
         ("--resume --checkpoint none", "--resume: there is no checkpoint in none"),
         ("--resume --checkpoint empty", "--resume: there is no checkpoint in empty"),
         ("--checkpoint full", "full holds a run; --resume continues it"),
-        ("--checkpoint file", "--checkpoint: file is no folder"),
+        ("--checkpoint file", "--checkpoint: file is not a folder"),
         ("--process 2", "--coordinator and --process need each other"),
         ("--proc 2", "unrecognized arguments: --proc 2"),
     ],

@@ -189,7 +189,7 @@ def test_what_tpus_fuse_is_counted_once():
 
 
 def test_what_is_made_asynchronous_is_a_kernel_of_its_own():
-    """What an asynchronous pair, or a triple, wraps runs once; a collective is no kernel."""
+    """What an asynchronous pair, or a triple, wraps runs once; a collective is not a kernel."""
     copied = FUSIONS.replace("all-to-all(%p), channel_id=3,", "copy(%p),")
     before, after = (read_hlo(text, MESH).traffic for text in (FUSIONS, copied))
     assert after.kernels == before.kernels + 1

@@ -1,4 +1,4 @@
-"""Results that are no pytrees: refused if they hold traced arrays, else passed on."""
+"""Results that are not pytrees: refused if they hold traced arrays, else passed on."""
 
 from __future__ import annotations
 

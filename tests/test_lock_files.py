@@ -1,4 +1,4 @@
-"""The commands, the fixture, and files that are no locks."""
+"""The commands, the fixture, and files that are not locks."""
 
 from __future__ import annotations
 

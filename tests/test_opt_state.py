@@ -189,7 +189,7 @@ def test_arguments_in_each_others_place_are_refused():
         jaxmp.value_and_grad(state, loss_fn)
     with pytest.raises(TypeError, match=r"value_and_grad: loss_fn, which .*; got 'LossScaleState'"):
         jaxmp.value_and_grad(state, state)
-    # Within a traced step, where the loss is no array yet.
+    # Within a traced step, where the loss is not an array yet.
     with pytest.raises(TypeError, match="scale_loss: opt_state must be"):
         jax.grad(lambda x: jaxmp.loss_scaling.scale_loss(state, x))(1.0)
 

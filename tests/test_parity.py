@@ -351,8 +351,8 @@ def test_nothing_matches(net):
 @pytest.mark.parametrize(
     ("match", "error", "message"),
     [
-        ({"Net/frist": "first"}, ValueError, r"match names 'Net/frist', which is no layer of f"),
-        ({"Net/first": "frist"}, ValueError, r"match names 'frist', which is no layer of g"),
+        ({"Net/frist": "first"}, ValueError, r"match names 'Net/frist', which is not a layer of f"),
+        ({"Net/first": "frist"}, ValueError, r"match names 'frist', which is not a layer of g"),
         ({"Net/first": 3}, TypeError, r"must be the name of a layer of g, or such a name and"),
         ({"Net/first": ("first", 3)}, TypeError, r"got \('first', 3\)"),
         (["first"], TypeError, r"match must map layers of f to layers of g; got list"),

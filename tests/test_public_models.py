@@ -193,7 +193,7 @@ def _not_low(found: list[Contraction], compute: str) -> list[Contraction]:
 @float16_is_slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_wrap_runs_the_same_contractions_low_as_autocast(name: str, policy: str) -> None:
-    """A `dtype=float32` that a configuration hands to every layer is no layer's own word."""
+    """A `dtype=float32` that a configuration hands to every layer is not a layer's own word."""
     model = _build(name)
     if model.wrapped is None:
         pytest.skip("tried under autocast alone")
@@ -277,8 +277,8 @@ def test_the_contraction_floor_rounds_operands_forward_and_backward() -> None:
 def test_float16_gradients_are_finite_under_a_static_loss_scale(name: str) -> None:
     """float16 has three bits more than bfloat16 and far less range: bfloat16's bound holds.
 
-    A scale at which the float16 model overflows is no fault of the transformation, so the largest
-    scale without an overflow is used, as a dynamic loss scale would find it.
+    A scale at which the float16 model overflows is not a fault of the transformation, so the
+    largest scale without an overflow is used, as a dynamic loss scale would find it.
     """
     model = _build(name)
     cast = jaxmp.autocast(model.loss, "mixed_float16")

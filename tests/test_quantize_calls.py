@@ -53,7 +53,7 @@ def test_a_wrapped_function_and_an_autocast_in_an_autocast():
 
 
 def test_what_is_stored_in_16_bits_leaves_the_scale_alone():
-    """`param_dtype` narrows float32 arguments: a scale is one, and is no parameter."""
+    """`param_dtype` narrows float32 arguments: a scale is one, and is not a parameter."""
     w = QuantizedArray(
         jnp.full((16, 16), 127, jnp.int8), jnp.full((1, 16), 1.003), np.dtype("float32")
     )

@@ -36,7 +36,7 @@ import jaxmp
 from support import assert_same_program, float16_is_slow, iter_eqns
 
 DRAWS = 8
-# What else a random program multiplies by may be more: they are no models.
+# What else a random program multiplies by may be more: they are not models.
 pytestmark = pytest.mark.filterwarnings("ignore:.*argnums does not name as parameters")
 PARAMETERS = (2, 3, 4)  # of `random_programs.INPUTS`: the vector and the two matrices
 SPREADS = 4.0

@@ -54,7 +54,7 @@ TABLE = {
     ("normal", products("e4m3", "e4m3", "bf16")): (0.038, 0.038, 0.004),
     ("normal", products("e4m3", "bf16", "bf16")): (0.038, 0.004, 0.004),
     ("normal", products("bf16", "e4m3")): (0.004, 0.038, 0.038),
-    # Scales that fit, which are no powers of two, have .035 here; they train to a higher loss.
+    # Scales that fit, which are not powers of two, have .035 here; they train to a higher loss.
     ("heavy tails", float8()): (0.040, 0.040, 0.042),
     ("heavy tails", float8("e5m2")): (0.040, 0.057, 0.057),
     ("outlier columns", float8()): (0.038, 0.038, 0.038),
@@ -62,7 +62,7 @@ TABLE = {
 }
 
 
-# Draws differ: with heavy tails by .003, .009 and .014, so one is no measure. Sixteen elements are
+# Draws differ: with heavy tails by .003, .009 and .014, so one proves nothing. Sixteen elements are
 # most of the gradient of a weight where columns are outliers: of so many draws, ± .002.
 DRAWS = 24
 SAMPLED = {"outlier columns": (0, 0, 0.002)}

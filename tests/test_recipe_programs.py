@@ -126,7 +126,7 @@ def test_convolutions_stay_in_16_bits_and_say_so() -> None:
 
     model, x = jaxmp.wrap(Convolutions(), POLICY), jnp.ones((2, 8, 8, 16))
     variables = model.init(jax.random.key(0), x)
-    with pytest.warns(UserWarning, match="2 because conv_general_dilated is no matrix product"):
+    with pytest.warns(UserWarning, match="2 because conv_general_dilated is not a matrix product"):
         model.apply(variables, x)
 
 

@@ -250,7 +250,7 @@ def test_never_a_dtype_that_the_device_does_not_multiply(monkeypatch):
 
 
 def test_explain_calls_float32_what_is():
-    """Inside of `reduced_precision`, what is not float32 is no float32 region."""
+    """Inside of `reduced_precision`, what is not float32 is not a float32 region."""
     square = jaxmp.reduced_precision(lambda x: jnp.sum(x * x, dtype=jnp.float32))
     rows = jaxmp.explain(square, "mixed_bfloat16")(X).rows
     reasons = {row.op: row.reason for row in rows}

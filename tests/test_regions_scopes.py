@@ -218,7 +218,7 @@ def test_a_kernel_in_a_construct(place: str) -> None:
 
 
 def test_a_region_has_no_name_in_the_program() -> None:
-    """It is no jit: the compiler sees through it, and profiles show the author's scopes."""
+    """It is not a jit: the compiler sees through it, and profiles show the author's scopes."""
     fn = autocast(jaxmp.full_precision(jax.named_scope("mine")(product)), BF16)
     eqns = list(iter_eqns(jaxpr_of(fn, X, W)))
     assert not [e for e in eqns if str(e.params.get("name", "")).startswith("jaxmp")]

@@ -213,7 +213,7 @@ CROSSING += ("all_gather", "reduce_scatter")
 
 
 def activations_cross(jaxpr):
-    """The dtypes in which arrays that are no weights cross devices, by primitive."""
+    """The dtypes in which arrays that are not weights cross devices, by primitive."""
     return {
         f"{eqn.primitive.name.removesuffix('_invariant')}:{eqn.invars[0].aval.dtype}"
         for eqn in iter_eqns(jaxpr)

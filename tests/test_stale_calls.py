@@ -180,7 +180,7 @@ def test_what_jax_knows_nothing_of_is_passed_on(name: str) -> None:
 
 
 def test_preflight_compiles_what_is_called() -> None:
-    """Numbers and strings are no operands of the program that is compiled ahead."""
+    """Numbers and strings are not operands of the program that is compiled ahead."""
     pytest.importorskip("flatbuffers")
     target = parse_target("gpu-h100")
 

@@ -1091,7 +1091,7 @@ DETOURS = {
     "scan": lambda x: jnp.real(
         lax.scan(lambda c, _: (c * (1 + 1j), None), lax.complex(x, x), None, length=3)[0]
     ),
-    # The first iteration's carry is no tangent yet.
+    # The first iteration's carry is not a tangent yet.
     "carry": lambda x: jnp.real(
         lax.scan(
             lambda c, _: ((c[1], lax.complex(x, x)), None),

@@ -234,7 +234,7 @@ def test_modules_that_share_a_scope(inner: Any, adapter: Any, expected: Any) -> 
 
 
 class SetsDtype(nn.Module):
-    """Its dtype is no field, and there after `setup` only; `kernel` is for others to read."""
+    """Its dtype is not a field, and there after `setup` only; `kernel` is for others to read."""
 
     given: Any = None
 

@@ -718,7 +718,7 @@ def test_a_module_wrapped_twice_pickles():
 
 
 class OddDtype(nn.Module):
-    """Its `dtype` is no dtype."""
+    """Its `dtype` is not a dtype."""
 
     dtype: str = "mixed"
 

@@ -421,7 +421,7 @@ def test_an_inner_float16_in_an_outer_bfloat16(outside: str) -> None:
 
 
 def test_an_inner_policy_does_not_pin_what_follows_to_float32() -> None:
-    """Its float32 output is no upcast of the author's: the next layer stays low between the two."""
+    """Its float32 output is not an upcast of the author's: the next layer stays low."""
 
     class Model(nn.Module):
         @nn.compact

@@ -118,7 +118,7 @@ def alike(findings: Iterable[Finding]) -> list[list[Finding]]:
 
 
 def on_a_screen(groups: Sequence[Sequence[Finding]], room: int) -> list[str]:
-    """Groups of `alike` findings, as many as there are lines for; what is no fault comes last."""
+    """Groups of `alike` findings, as many as there are lines for; intended ones come last."""
     faults = [group for group in groups if group[0].kind in FAULTS]
     blocks = [_block(f"{i}. ", group) for i, group in enumerate(faults, 1)]
     intended = [_block("- ", group) for group in groups[len(faults) :]]

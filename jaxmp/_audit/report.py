@@ -144,7 +144,8 @@ class PrecisionReport:
         """Raises if there are findings of some kinds; of any kind of fault if none is named.
 
         Args:
-          *kinds: as in `Finding.kind`. "intended-float32" is no fault: name it to refuse that, too.
+          *kinds: as in `Finding.kind`. "intended-float32" is not a fault: name it to
+            refuse that, too.
 
         Raises:
           PrecisionError: (an AssertionError) that lists them.

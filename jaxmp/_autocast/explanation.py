@@ -41,7 +41,7 @@ class Row:
       bytes: bytes of its results per call.
       why_not: of a matmul or convolution, why the policy's recipe does not multiply it; empty if it
         does.
-      intended: whether that is as it should be: it is no layer, or the last one.
+      intended: whether that is as it should be: it is not a layer, or the last one.
       residual: under ``residuals=recompute``, what becomes of the result until the backward pass:
         saved (if that reads it), rematerialized, or why that policy has no say; empty under others,
         and for what has no derivative.
@@ -262,7 +262,7 @@ class Explanation:
 def _by_reason(groups: Iterable[tuple[str, list[Row]]], full: str, room: int) -> list[str]:
     """Operations by their dtype and the reason for it, above the costliest places of each.
 
-    Of what is no matmul or convolution, what stays in the `full` dtype comes first.
+    Of what is not a matmul or convolution, what stays in the `full` dtype comes first.
     """
     reasons: dict[tuple[str, str], list[tuple[str, list[Row]]]] = defaultdict(list)
     for path, rows in groups:

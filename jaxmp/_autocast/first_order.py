@@ -75,7 +75,7 @@ def decide(facts: Facts) -> Decision:
 
 
 def _masks(facts: Facts) -> bool:
-    """Whether a product masks a float32 value, and 16 bits hold both: infinity by 0 is no 0."""
+    """Whether a product masks a float32 value, and 16 bits hold both: infinity by 0 is not 0."""
     of = [v for v in facts.values if v and not v.mask]
     return len(of) == 1 and not (of[0].dtype or of[0].is_weight) and facts.rules.low != FLOAT16
 

@@ -23,7 +23,7 @@ def contraction_flops(eqn: JaxprEqn) -> int:
     """The operations of one run of a contraction, a multiply-add counted as two.
 
     Counted as XLA does: positions of a convolution's window that lie in the padding are not
-    multiplied. Zero for primitives that are no contraction.
+    multiplied. Zero for primitives that are not contractions.
     """
     count = _FLOPS.get(eqn.primitive.name)
     return 0 if count is None else count(eqn)

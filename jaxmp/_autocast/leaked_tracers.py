@@ -1,4 +1,4 @@
-"""Refuses results that are no pytrees and hold traced arrays.
+"""Refuses results that are not pytrees and hold traced arrays.
 
 JAX notices only when such an array is used, far from the cause and with no word of autocast.
 """
@@ -28,7 +28,7 @@ _OPAQUE = (*_PLAIN, types.CodeType, types.FrameType, types.TracebackType)
 
 
 def with_held_tracers(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, which also returns the tracers found in leaves of its result that are no arrays."""
+    """`fn`, which also returns the tracers found in leaves of its result that are not arrays."""
 
     @functools.wraps(fn)
     def holding(*args: Any, **kwargs: Any) -> Any:
@@ -57,8 +57,8 @@ def refuse_leaked_tracers(traced: Traced, name: str) -> None:
         for atom in atoms:
             if atom not in jaxpr.constvars:
                 raise TypeError(
-                    f"autocast: {name} returns a value that is no pytree and holds a traced array: "
-                    f"{place} holds a {short_type(atom)}, which means nothing once {name} has "
+                    f"autocast: {name} returns a value that is not a pytree and holds a traced "
+                    f"array: {place} holds a {short_type(atom)}, which means nothing once {name} has "
                     "returned. Return arrays, or pytrees of them: register the class, as with "
                     "jax.tree_util.register_dataclass; of a function or generator, return what "
                     "it computes."

@@ -47,7 +47,7 @@ def read_argnums(name: str, argnums: Argnums) -> tuple[int, ...]:
     """`argnums` as a tuple.
 
     Raises:
-      TypeError: if they are no integers.
+      TypeError: if they are not integers.
     """
     positions = (argnums,) if isinstance(argnums, int) else argnums
     if not isinstance(positions, (tuple, list)) or not all(type(i) is int for i in positions):
@@ -95,7 +95,7 @@ def place_of(args: Any, kwargs: Any, operand: int) -> str:
 
 
 def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | None:
-    """The operand of a program that looks like most of its weights, and is no parameter.
+    """The operand of a program that looks like most of its weights, and is not a parameter.
 
     Returns:
       The first such operand, and the share of the layers' FLOPs whose weights it is; None if most

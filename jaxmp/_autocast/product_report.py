@@ -19,7 +19,7 @@ class Product:
       count: how often it runs per call.
       backward: whether it belongs to a backward pass.
       why_not: why the recipe does not multiply it; empty if it does, or none was asked to.
-      intended: whether that is as it should be: it is no layer, or the last one.
+      intended: whether that is as it should be: it is not a layer, or the last one.
     """
 
     path: str

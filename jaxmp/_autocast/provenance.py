@@ -89,7 +89,7 @@ def is_basis(array: Any) -> bool:
     """Whether a constant is a stencil, a window or a basis, and not the weights of a layer.
 
     In a window or a Fourier basis of any size the same numbers occur again and again. So they may
-    in a mask, or in weights that were stored in 16 bits: if large, those are no basis.
+    in a mask, or in weights that were stored in 16 bits: if large, those are not a basis.
     """
     if is_tracer(array):
         return False

@@ -67,7 +67,7 @@ def region(policy: Policy, *, own: bool = False) -> Iterator[None]:
     """While part of a function is traced to be planned: it runs under a policy of its own.
 
     `own` says that it is the author's own word, the `dtype` of a layer. What that keeps for the
-    backward pass is no part of it.
+    backward pass is not part of it.
     """
     if own:
         policy = _keeping_as_around(policy)

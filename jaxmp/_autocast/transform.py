@@ -94,14 +94,14 @@ def autocast(fn: Any = None, policy: Any = None, argnums: Argnums = 0) -> Any:
     Raises:
       TypeError: if `fn` is not callable, or is a Flax Linen module; at a call, if its result holds
         arrays where JAX does not see them: in an object that is not a pytree, in what a function
-        closes over; if `argnums` are no integers.
+        closes over; if `argnums` are not integers.
       ValueError: if the policy is malformed, or computes in what autocast does not.
 
     Warns:
       UserWarning: at a call, where the policy does less than it says: JAX's default precision keeps
         most products float32; most of what layers multiply is not in the 8 bits of a recipe, or
         most attention not fused; most products are float64, and the policy is about float32;
-        float32 products are in what is not looked inside; a name in ``ops`` is no primitive's;
+        float32 products are in what is not looked inside; a name in ``ops`` is not a primitive's;
         most of what layers multiply is in no argument of `argnums`; a derivative rule closes over a
         traced value.
 

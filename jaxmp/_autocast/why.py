@@ -78,7 +78,7 @@ class Kind(enum.StrEnum):
     RECIPE = ", {}"
     CHOSEN = ": {}"
     NOT_QUANTIZED = "; not {1}: {0}"
-    INTENDED = ""  # that is as it should be: it is no layer, or the last one
+    INTENDED = ""  # that is as it should be: it is not a layer, or the last one
     STORED = " (stored values, scaled after)"
     SOFTMAX = " (of a softmax: its probabilities are kept in 16 bits, and nothing else of it)"
     PICKS = "; picks one element of each row: its gradient is a comparison, not a scatter"
@@ -153,7 +153,7 @@ class Skipped(NamedTuple):
 
     Attributes:
       why: in words.
-      intended: whether that is as it should be: it is no layer, or the last one.
+      intended: whether that is as it should be: it is not a layer, or the last one.
     """
 
     why: str

@@ -40,7 +40,7 @@ def is_tracer(value: Any) -> bool:
 
 
 def is_abstract(value: Any) -> bool:
-    """Whether a value is traced into a program, and is no array that has been computed."""
+    """Whether a value is traced into a program, and is not an array that has been computed."""
     if not is_tracer(value):
         return False
     try:

@@ -331,7 +331,7 @@ def scan_options(eqn: jex_core.JaxprEqn) -> dict[str, Any]:
 
 
 def in_associative_scan(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether an equation is part of `jax.lax.associative_scan`, which is no primitive."""
+    """Whether an equation is part of `jax.lax.associative_scan`, which is not a primitive."""
     traceback: Any = eqn.source_info.traceback
     return traceback is not None and _in_associative_scan(traceback)
 

@@ -258,7 +258,7 @@ def _contraction(
         operands, terms = primals[1 : 1 + count], []
         for i, tangent in enumerate(tangents[1:]):
             if isinstance(tangent, SymbolicZero) or i in sides or i == without:
-                continue  # a copy is no function of its own
+                continue  # a copy is not a function of its own
             side = i if i < count else sides[i - count]
             given = (*operands[:side], tangent, *operands[side + 1 :])
             terms.append(multiply(given) if i < count else by(i - count).bind(given))

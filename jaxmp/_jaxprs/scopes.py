@@ -7,7 +7,7 @@ CAST = "jaxmp_cast"
 KEPT = "jaxmp_keeps="
 
 # Before the reason for which a policy's recipe does not multiply a contraction: as it should be,
-# because it is no layer or the last one; or because it cannot.
+# because it is not a layer or the last one; or because it cannot.
 SKIPPED = "jaxmp_skips="
 MISSED = "jaxmp_misses="
 
@@ -39,6 +39,6 @@ PARAMETER = "jaxmp_parameter"
 
 # Around what turns a quantized weight into an array: it runs in float32, and gives a parameter.
 DEQUANTIZE = "jaxmp_dequantize"
-# Around that, where it is rows of a table that are looked up, which are no weights.
+# Around that, where it is rows of a table that are looked up, which are not weights.
 ROWS = "jaxmp_rows"
 EXACTLY = f"{REGION}float32"

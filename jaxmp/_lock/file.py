@@ -51,7 +51,7 @@ def read(path: Path) -> Lock:
     """Reads a file.
 
     Raises:
-      ValueError: if there is none, or it is no lock; it says what is wrong.
+      ValueError: if there is none, or it is not a lock; it says what is wrong.
       OtherVersionError: (a ValueError) if another version of jaxmp has written it.
     """
     try:

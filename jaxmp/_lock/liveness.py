@@ -15,7 +15,7 @@ from jaxmp._jaxprs.dataflow import demanded
 from jaxmp._jaxprs.higher_order import Inner, inside, steering
 from jaxmp._jaxprs.walk import equations
 
-# What only shows values: a metric that is printed is no part of what is computed.
+# What only shows values: a metric that is printed is not part of what is computed.
 _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 

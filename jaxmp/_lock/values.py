@@ -30,7 +30,7 @@ from jaxmp._jaxprs.source import in_scope
 # What gives its first operand, or parts of it, in some dtype and layout.
 _SAME = flagged(Flag.MOVING | Flag.CROSSING | Flag.IN_PARTS) - flagged(Flag.JOINING)
 _SAME = (_SAME | {"convert_element_type", "name", "stop_gradient"}) - {"gather", "stack"}
-# What JAX calls a function of its own, `jnp.einsum`'s by its subscripts, is no module.
+# What JAX calls a function of its own, `jnp.einsum`'s by its subscripts, is not a module.
 _FUNCTION = re.compile(r"->|\(")
 
 GIVEN, FORWARD, BACKWARD, UPDATE = range(4)

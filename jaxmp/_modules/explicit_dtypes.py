@@ -131,8 +131,8 @@ def _defaults(holder: Any) -> dict[str, Any]:
 def _standing_at_float32(module: Any) -> Standing:
     """The fields of a module that stand at float32 by default, its configurations' included.
 
-    Those of a module that is no dataclass are the arguments it is made with. One that it does not
-    keep may have been given another value, which its layers then have.
+    Those of a module that is not a dataclass are the arguments it is made with. One that it does
+    not keep may have been given another value, which its layers then have.
     """
     found = set()
     holders = [module]
@@ -168,7 +168,7 @@ def _by_default(module: Any, standing: Standing) -> bool:
     """Whether a layer's float32 comes from a field around it which stands at its default.
 
     Where a value came from cannot be seen. It is said as the field says it, or was converted; and
-    it is no field that the layer has as well, which is handed to that: `param_dtype`.
+    it is not a field that the layer has as well, which is handed to that: `param_dtype`.
     """
     kind = _spelling(module.dtype)
     own = {*_defaults(module), *(() if dataclasses.is_dataclass(module) else vars(module))}
@@ -182,7 +182,7 @@ def distinguished(modules: Iterable[ModuleInfo]) -> frozenset[ModuleInfo]:
     A layer's like are, first, those of its class: if one of them has another dtype, none or that of
     a default, its float32 is meant. (That its own is a default is no word, unless others of the
     class were given 16 bits. A field's default that reaches the exception among all layers with
-    weights, a router, is no default in this sense: it was written for that one.) If all of its
+    weights, a router, is not a default in this sense: it was written for that one.) If all of its
     class are float32, its like are the layers with weights, and its float32 is meant where it is
     the exception among them, not the rule: a float32 head on convolutions without a dtype. Norms do
     not count there: they are float32 inside whatever they are told. Nor do lookups: many models

@@ -100,7 +100,7 @@ def _by_name(cls: type[nn.Module], name: str) -> Method:
     """`apply` or `init` that takes `method=Model.encode` or `model.encode`, as written."""
     original = getattr(cls, name)
 
-    @nn.nowrap  # it is no method of the author's: `tabulate` must not list it
+    @nn.nowrap  # it is not a method of the author's: `tabulate` must not list it
     @functools.wraps(original)
     def entry(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         function = getattr(method, "__func__", method)

@@ -67,7 +67,7 @@ def wrap(
       Its methods return float32 results in ``output_dtype``.
 
     Raises:
-      TypeError: if `module` is a class or no callable, or `params` are no names, or not Linen's.
+      TypeError: if `module` is a class or no callable, or `params` are not names, or not Linen's.
       ValueError: if the policy cannot be read, a Linen module is bound already, or a pattern of a
         `PolicyMap` matches no module (NNX: here; Linen: at the first call).
 

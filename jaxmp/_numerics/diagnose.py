@@ -1,4 +1,4 @@
-"""Where a policy's numbers leave their format, and which operation made what is no number."""
+"""Where a policy's numbers leave their format, and which operation made what is not a number."""
 
 from __future__ import annotations
 

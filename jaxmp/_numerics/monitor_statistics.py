@@ -47,7 +47,7 @@ class Paths:
 
     Attributes:
       paths: one for each parameter, in the order of the tree: ``("Dense_0", "kernel")``. The box or
-        the NNX variable around an array is no part of it.
+        the NNX variable around an array is not part of it.
 
     Example:
       >>> Paths.of({"params": {"Dense_0": {"bias": 1.0, "kernel": 1.0}, "heads": [2.0]}}).names

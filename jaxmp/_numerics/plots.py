@@ -414,7 +414,7 @@ def _style(i: int) -> dict[str, Any]:
 
 
 def _draw_line(ax: Any, curve: Curve, first: int, **style: Any) -> None:
-    # One step is no line.
+    # One step is not a line.
     ax.plot(np.arange(len(curve)) + first, curve, marker="o" if len(curve) == 1 else None, **style)
 
 

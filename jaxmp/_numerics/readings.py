@@ -49,7 +49,7 @@ class Readings(abc.ABC):
           What differs: print it, `to_dict()`, `to_markdown()`.
 
         Raises:
-          TypeError: if `other` is no run.
+          TypeError: if `other` is not a run.
         """
         if not isinstance(other, Readings):
             raise TypeError(

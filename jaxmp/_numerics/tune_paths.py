@@ -210,7 +210,7 @@ def _modules(tree: Any) -> Iterator[Path]:
 
 
 def _names(scopes: str) -> Path:
-    """Scopes as names of modules: without methods, up to what is no name, such as einsum's."""
+    """Scopes as names of modules: without methods, up to what is not a name, such as einsum's."""
     names: list[str] = []
     for part in filter(None, scopes.split("/")):
         if "->" in part or "," in part:

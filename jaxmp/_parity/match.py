@@ -22,7 +22,7 @@ def by_map(match: Match, these: Sequence[str], others: Sequence[str]) -> Iterato
 
     Raises:
       ValueError: if it names what is not there.
-      TypeError: if it is no map to names, or to names and functions.
+      TypeError: if it is not a map to names, or to names and functions.
     """
     if not isinstance(match, Mapping):
         raise TypeError(
@@ -42,7 +42,7 @@ def by_map(match: Match, these: Sequence[str], others: Sequence[str]) -> Iterato
         for name, names, whose in ((this, these, "f"), (pair.other, others, "g")):
             if name not in names:
                 raise ValueError(
-                    f"parity: match names {name!r}, which is no layer of {whose}; there are "
+                    f"parity: match names {name!r}, which is not a layer of {whose}; there are "
                     f"{listed(names)}"
                 )
         yield pair

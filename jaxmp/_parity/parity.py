@@ -118,7 +118,7 @@ def _modules(other: Program | Saved) -> list[str]:
 
 
 def _is_wanted(pair: LayerPair, this: Program, other: Program | Saved) -> bool:
-    """Whether it is no input, which modules may take in any order, or one of equal shapes."""
+    """Whether it is not an input, which modules may take in any order, or one of equal shapes."""
     if INPUT not in pair.this or not isinstance(other, Program):
         return True
     return this.layers[pair.this].shape == other.layers[pair.other].shape
@@ -185,7 +185,7 @@ def parity(
     Flax modules and `jax.named_scope`s hand to one another, forward and backward: outputs, and
     inputs that a module computes itself. Each is compared as a root mean square over its elements.
 
-    The bound is no constant. Each program is run eight times more with each rounding drawn up or
+    The bound is not a constant. Each program is run eight times more with each rounding drawn up or
     down by chance, in the dtype of each operation: how far the runs are apart is what rounding does
     to this program on these numbers. A difference is beyond the bound, in theory, in one layer of
     10,000 that rounding alone explains (Fisher's F for the ratio of variances). The model is Higham

@@ -54,7 +54,7 @@ class Collective(NamedTuple):
       kind: ``all-gather``, ``all-reduce``, ….
       dtype: of what crosses, ``bfloat16``.
       axes: the axes of the arguments' mesh that it crosses, ``data`` or ``data+model``; where its
-        groups are no axes, how many devices take part: ``groups of 4``.
+        groups are not axes, how many devices take part: ``groups of 4``.
       bytes: of its results on one device, when it runs once.
       times: how often it runs: a loop's body as often as the loop has trips.
       known: False if it is in a loop whose trips the compiled program does not tell, which counts
@@ -143,7 +143,7 @@ def axes_of(rest: str, mesh: Mesh = (), devices: int = 0) -> str:
       devices: how many devices the program is for, where that is known.
 
     Returns:
-      ``data``, or of several ``data+model``. Where its groups are no axes of the mesh, how many
+      ``data``, or of several ``data+model``. Where its groups are not axes of the mesh, how many
       devices take part: ``groups of 4``. Empty if it does not say.
 
     Example:

@@ -102,7 +102,7 @@ def split(text: str, separator: str) -> Iterator[str]:
 
 
 def members(shape: str) -> list[str]:
-    """The shapes in a tuple's shape; the shape itself if it is no tuple."""
+    """The shapes in a tuple's shape; the shape itself if it is not a tuple."""
     if not shape.startswith("("):
         return [shape]
     return [member.strip() for member in split(shape[1:-1], ",")]

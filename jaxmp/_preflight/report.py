@@ -196,10 +196,10 @@ class PreflightReport:
 def _trust(report: PreflightReport) -> Iterator[str]:
     """What of a report is exact, and what is estimated from what."""
     yield (
-        "Exact: memory; collectives, a loop's body times its trips; traffic and products, a "
-        "loop's body once."
+        "Exact: memory; collectives (in a loop, once per iteration); traffic and products (in a "
+        "loop, once)."
     )
-    yield "Estimated by the compiler: cycles, a loop's body once."
+    yield "Estimated by the compiler: cycles (in a loop, once)."
     times = [report.step_time(result.policy) for result in report.policies]
     if sources := {time.source for time in times if time}:
         yield from _screen.wrapped(

@@ -18,7 +18,7 @@ from jaxmp.quantized import QuantizedArray, array_of, is_quantized
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Sealed:
-    """A `QuantizedArray` on its way into a function: the bits of its scale, which are no float.
+    """A `QuantizedArray` on its way into a function: the bits of its scale, which are not a float.
 
     What stores float32 arguments in ``param_dtype`` leaves it alone.
     """

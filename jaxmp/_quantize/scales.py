@@ -88,7 +88,7 @@ def check_granularity(granularity: object, block_size: object) -> None:
 
     Raises:
       ValueError: if the granularity is unknown, or the size of blocks is below 2.
-      TypeError: if the size of blocks is no integer.
+      TypeError: if the size of blocks is not an integer.
     """
     if granularity not in (None, *GRANULARITIES):
         raise ValueError(

@@ -24,7 +24,7 @@ _stored_in = functools.partial(
     hint=" For 16 bits, cast: policy.cast_to_param(params).",
 )
 
-# What layers call their parameters that are no matrices; stacked by a scan, they have two axes.
+# What layers call their parameters that are not matrices; stacked by a scan, they have two axes.
 _NO_MATRICES = ("bias", "b", "scale", "offset", "mean", "var")
 
 Path = tuple[str, ...]
@@ -126,7 +126,7 @@ def why_not(path: Path, leaf: Any, min_size: int) -> str:
     if len(leaf.shape) < 2:
         return f"has {len(leaf.shape)} axes, and a matrix has two or more"
     if path and path[-1] in _NO_MATRICES:
-        return f"is called {path[-1]!r}, as parameters are that are no matrices"
+        return f"is called {path[-1]!r}, as parameters are that are not matrices"
     size = int(np.prod(leaf.shape))
     if not size or size < min_size:
         return f"has {size} elements, fewer than min_size={min_size}"

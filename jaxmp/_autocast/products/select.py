@@ -89,7 +89,7 @@ def _is_ragged(eqn: JaxprEqn) -> bool:
 def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) -> Skipped | None:
     """Why no recipe multiplies a contraction, if so."""
     if eqn.primitive.name != "dot_general" and not _is_ragged(eqn):
-        return Skipped(f"{eqn.primitive.name} is no matrix product")
+        return Skipped(f"{eqn.primitive.name} is not a matrix product")
     if _is_ragged(eqn) and granularity not in ("tensor", "row"):
         return Skipped("a ragged product is not multiplied in blocks")
     if (_is_ragged(eqn) or granularity in BLOCKS) and any(map(explicit_sharding, eqn.invars[:2])):
