@@ -58,8 +58,8 @@ def refuse_leaked_tracers(traced: Traced, name: str) -> None:
             if atom not in jaxpr.constvars:
                 raise TypeError(
                     f"autocast: {name} returns a value that is not a pytree and holds a traced "
-                    f"array: {place} holds a {short_type(atom)}, which means nothing once {name} has "
-                    "returned. Return arrays, or pytrees of them: register the class, as with "
+                    f"array: {place} holds a {short_type(atom)}, which means nothing once {name} "
+                    "has returned. Return arrays, or pytrees of them: register the class, as with "
                     "jax.tree_util.register_dataclass; of a function or generator, return what "
                     "it computes."
                 )

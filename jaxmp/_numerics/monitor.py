@@ -86,8 +86,8 @@ def monitor(
     Raises:
       ValueError: If `every` is less than 1; from `update`, if there is a gradient without a
         parameter.
-      TypeError: If `inner` is not an optax transformation, or `every` not an integer; from `update`,
-        if the state is not of a `monitor`.
+      TypeError: If `inner` is not an optax transformation, or `every` not an integer; from
+        `update`, if the state is not of a `monitor`.
 
     Example:
       >>> import jaxmp
