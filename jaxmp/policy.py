@@ -56,8 +56,8 @@ class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
         narrowed and where a float16 operation returns them, so that the step is made with a result
         that may be wrong; `jaxmp.explain` says where. The gradient ignores the clipping, and
         gradients themselves are not clipped. Infinities that are not an overflow pass: a mask's,
-        log(0) and 1/0, but not through a product. (Literals and masks, such as an attention mask's -1e9,
-        are clipped either way.)
+        log(0) and 1/0, but not through a product. (Literals and masks, such as an attention mask's
+        -1e9, are clipped either way.)
       matmul: In which format each of a layer's three products multiplies: a recipe, such as
         `jaxmp.recipes.float8()`, or its string, such as "float8"; None for the compute dtype.
         "auto" is the recipe that the default device multiplies fast, for the layers for which it is

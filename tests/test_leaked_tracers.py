@@ -113,7 +113,7 @@ def test_a_wrapped_function_of_a_module_is_named() -> None:
 
     model = jaxmp.wrap(Model(), BF16)
     params = model.init(jax.random.key(0), X)
-    with pytest.raises(TypeError, match=r"no pytree and holds a traced array.*a Out"):
+    with pytest.raises(TypeError, match=r"not a pytree and holds a traced array.*a Out"):
         model.apply(params, X)
 
 

@@ -327,7 +327,7 @@ def test_the_step_of_the_readme_is_one(parts):
         (
             {"make_step": lambda p, s: simulated(p, 0)},
             ValueError,
-            "seeds 0 and 1 made the same run",
+            "seeds 0 and 1 are bitwise the same run",
         ),
         (
             {"make_step": lambda p, s: (3, lambda state, i: (state, {"loss": 1.0 + s}))},
@@ -355,8 +355,8 @@ def test_the_step_of_the_readme_is_one(parts):
         ({"policies": "p=f32,c=f32,o=f32"}, ValueError, "is what the others are compared with"),
         ({"policies": {"float32": 1}}, ValueError, "is what the others are compared with"),
         ({"steps": 0}, ValueError, "steps must be a number from 1 on; got 0"),
-        ({"seeds": 0}, ValueError, "seeds is how many, at least 1"),
-        ({"seeds": [1, 1]}, ValueError, "different numbers"),
+        ({"seeds": 0}, ValueError, "seeds must be a number of seeds"),
+        ({"seeds": [1, 1]}, ValueError, "distinct seeds from 0 on"),
         ({"seeds": [-1]}, ValueError, "from 0 on"),
         ({"seeds": "3"}, ValueError, "got '3'"),
         ({"seeds": 2.5}, ValueError, "got 2.5"),
