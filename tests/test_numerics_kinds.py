@@ -217,7 +217,7 @@ def test_arguments_that_cannot_be_measured() -> None:
         numerics.capture(lambda n, x: x + int(n), None)(3.0, jnp.arange(3))
     with pytest.raises(TypeError, match=r"arguments are arrays; args\[0\]\['w'\] is Shape"):
         numerics.capture(lambda p, x: loss(p["w"], x), None)({"w": jax.eval_shape(lambda: W)}, X)
-    with pytest.raises(ValueError, match="grad=True, but the function returns neither one"):
+    with pytest.raises(ValueError, match="grad=True, but the function returns neither a floating"):
         numerics.capture(lambda w, x: x @ w, None, grad=True)(W, X)
     with pytest.raises(ValueError, match="argnums=5, but there are 2 arguments"):
         numerics.capture(loss, None, argnums=5)(W, X)

@@ -104,7 +104,7 @@ def test_what_is_not_finite_is_said(monkeypatch):
 
 
 def test_kinds_are_several(run):
-    with pytest.raises(TypeError, match=r"kinds takes several, as in kinds=\['weight'\]"):
+    with pytest.raises(TypeError, match=r"kinds must be a sequence, as in kinds=\['weight'\]"):
         run.plot_exponents("x.png", kinds="weight")
 
 
