@@ -81,6 +81,7 @@ _MOVED = {
     "jaxmp.loss_scaling": (
         "LossScaleState check_not_stuck loss_scale scale_loss skipped_count step_was_finite unscale"
     ),
+    "jaxmp.losses": "linear_cross_entropy",
     "jaxmp.numerics": "capture monitor read_monitor",
     "jaxmp.quantized": "QuantizedArray",
     "jaxmp.recipes": "Recipe float8 int8 mxfp8 products",

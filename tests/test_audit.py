@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import re
+import warnings
 
 import flax.linen as nn
 import jax
@@ -511,3 +512,16 @@ def test_a_map_is_refused_by_the_name_of_the_tool():
     x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     with pytest.raises(TypeError, match="audit: takes one policy"):
         jaxmp.audit(jnp.matmul, policy=jaxmp.PolicyMap({}, default="float32"))(x, x)
+
+
+def test_numpys_float64_is_what_jax_makes_of_it():
+    """A data loader gives float64 arrays, which are float32 to JAX, without a word."""
+    w, x = np.ones((16, 16)), np.ones((32, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = jaxmp.audit(jnp.matmul, policy="mixed_bfloat16")(x, w)
+        assert report.arguments["[0]"] == {"float32": 4 * x.size}
+        jaxmp.explain(lambda w, x: jnp.sin(x @ w).sum(), "mixed_bfloat16")(w, x).summary()
+        with jax.enable_x64(True):
+            report = jaxmp.audit(jnp.matmul)(x, w)
+            assert report.arguments["[0]"] == {"float64": 8 * x.size}

@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -596,3 +597,16 @@ def test_what_the_policy_says_of_ops_that_do_not_occur() -> None:
     said = explain(lambda x, w: jnp.exp(jnp.tanh(x @ w)), policy)(X, W).summary()
     assert said.splitlines()[-1] == "in the policy's ops, but met nowhere here: pjit"
     assert "met nowhere" not in explain(layer, BF16)(X, W).summary()
+
+
+def test_the_scopes_of_jaxmp_are_not_modules() -> None:
+    tx = jaxmp.dynamic_loss_scale(optax.sgd(0.1))
+
+    def step(w: jax.Array, state: Any, x: jax.Array) -> Any:
+        loss, grads = jaxmp.value_and_grad(lambda w, x: layer(x, w), state)(w, x)
+        return tx.update(grads, state, w), loss
+
+    found = explain(step, F16)(W, tx.init(W), X)
+    assert any(r.op == "is_finite" for r in found.rows)
+    assert "jaxmp" not in str(found)
+    assert not any("jaxmp" in r.path for r in found.rows)

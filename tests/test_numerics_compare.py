@@ -251,7 +251,7 @@ def test_saved_and_loaded(runs, tmp_path):
         for field in dataclasses.fields(Statistics):
             a, b = (getattr(m.statistics, field.name) for m in (one.sites[name], saved))
             np.testing.assert_equal(b, a, field.name)
-    with pytest.raises(ValueError, match="of a run that was loaded there are none"):
+    with pytest.raises(ValueError, match="a loaded capture has no results"):
         loaded.results  # noqa: B018
 
 

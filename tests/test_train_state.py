@@ -433,3 +433,11 @@ def test_16_bit_parameters_without_masters_are_warned_of():
     ):
         TrainState.create(apply_fn=None, params=low, tx=tx)
     TrainState.create(apply_fn=None, params={**low, "lora": jnp.ones(2)}, tx=optax.sgd(0.1))
+
+
+def test_a_train_state_is_not_its_parameters():
+    params = {"w": jnp.ones(2)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    message = r"TrainState.value_and_grad: argument 0 of the loss is a train state; .*state.params"
+    with pytest.raises(TypeError, match=message):
+        state.value_and_grad(lambda params, x: jnp.sum(x))(state, jnp.ones(2))

@@ -160,7 +160,7 @@ def test_an_equinox_module_in_the_forms_that_the_message_gives():
     ("loss", "got"),
     [
         (lambda p: p["w"], r"one number; got an array of shape \(2,\)\. Take its mean"),
-        (lambda p: None, "real floating number; got 'NoneType'"),
+        (lambda p: None, "real floating-point number; got 'NoneType'"),
         (lambda p: (p["w"].sum(), 1), r"got 'tuple'. If it is \(loss, aux\), say has_aux=True"),
         (lambda p: {"loss": p["w"].sum()}, "got 'dict'"),
         (lambda p: jnp.argmax(p["w"]), "got int32"),

@@ -26,6 +26,7 @@ from jaxmp._autocast.parameters import read_argnums
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
 from jaxmp._autocast.primitives import classify
+from jaxmp._autocast.products.select import MULTIPLE
 from jaxmp._autocast.regions import check_callable
 from jaxmp._autocast.transform import watched
 from jaxmp._jaxprs.attributes import short_type
@@ -178,8 +179,9 @@ def _arguments(args: Any, kwargs: Any) -> dict[str, dict[str, int]]:
     table: dict[str, Counter[str]] = defaultdict(Counter)
     for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
         if is_array(leaf) and isinstance(leaf.dtype, np.dtype):
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)  # NumPy's float64 is JAX's float32
             name = jax.tree_util.keystr(path[1:3])
-            table[name][str(leaf.dtype)] += int(np.prod(leaf.shape)) * leaf.dtype.itemsize
+            table[name][str(dtype)] += int(np.prod(leaf.shape)) * dtype.itemsize
     return {name: dict(counts) for name, counts in table.items()}
 
 
@@ -268,7 +270,8 @@ class _Auditor:
             self.note("float64-product", what, operation)
         if operation.skipped and not operation.skipped.intended:
             what = f"not in 8 bits: {operation.skipped.why}"
-            pad = f"pad it, or {FIXES['not-quantized']}" if "no multiple" in what else ""
+            odd = any(size % MULTIPLE for size in (matmul_dims(eqn) or {}).values())
+            pad = f"pad it, or {FIXES['not-quantized']}" if odd else ""
             self.note("not-quantized", what, operation, fix=pad)
         for dtype in operation.dtype.split("*"):
             if dtype in self.emulated or not self.chip.multiplies(dtype):

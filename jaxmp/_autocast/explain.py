@@ -87,7 +87,8 @@ def explain(
         spelt = "" if is_identity(asked) else str(asked)
         if only is not None:
             rows = _only(rows, only)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        avals = map(jax.typeof, arrays)  # in which NumPy's float64 is JAX's float32
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
         saved = functools.partial(_residual_bytes, plan, asked, shapes, parameters)
         overruled_by = spelt and overruled(plan)
         return Explanation(

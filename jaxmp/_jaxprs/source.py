@@ -19,7 +19,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs.attributes import frames, line_number, name_stack, source_summary, traceback
-from jaxmp._jaxprs.scopes import CAST, EMULATED, KEPT, MISSED, REGION, SKIPPED, UNFUSED
+from jaxmp._jaxprs.scopes import CAST, REGION
 
 # Where Python keeps what is installed, and what belongs to it.
 _INSTALLED = {
@@ -37,8 +37,8 @@ _PACKAGES = (
 # Those of them that promote types for whoever calls them.
 _PROMOTING = tuple(str(Path(module.__path__[0])) + os.sep for module in (jax, flax))
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
-_SCOPES_OF_OTHERS = frozenset({"rematted_computation", CAST})
-_MARKS = (REGION, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED)
+# Scopes that are not the user's: of `jax.checkpoint`, and what those of `scopes.py` begin with.
+_NOT_MODULES = ("rematted_computation", "jaxmp_", REGION)
 
 
 def level_of_user() -> int:
@@ -135,7 +135,7 @@ def plain_path(stack: str) -> str:
         stack = plain
     kept: list[str] = []
     for part in stack.split("/"):
-        named = part and part not in _SCOPES_OF_OTHERS and not part.startswith(_MARKS)
+        named = part and not part.startswith(_NOT_MODULES)
         if named and (not kept or kept[-1] != part):
             kept.append(part)
     # JAX names what it transposes under `jax.checkpoint` twice: ``jvp(A)/B/jvp(A)/B/checkpoint/C``.

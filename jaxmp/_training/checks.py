@@ -87,6 +87,10 @@ def check_floating(function: str, what: str, tree: Any, *, keys: bool = False) -
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         kind = getattr(leaf, "dtype", type(leaf).__name__)
         if isinstance(leaf, int) or (hasattr(leaf, "dtype") and not _is_passed(leaf, keys)):
+            if hasattr(tree, "opt_state") and hasattr(tree, "params"):
+                raise TypeError(
+                    f"{function}: {what} is a train state; give its parameters, state.params."
+                )
             raise TypeError(
                 f"{function}: {what} at {show(path)} is {kind}, which has no gradient; keep it out "
                 "of the parameters: initialize, differentiate and update a tree of the others, and "
