@@ -270,8 +270,9 @@ class _Auditor:
             self.note("float64-product", what, operation)
         if operation.skipped and not operation.skipped.intended:
             what = f"not in 8 bits: {operation.skipped.why}"
-            odd = any(size % MULTIPLE for size in (matmul_dims(eqn) or {}).values())
-            pad = f"pad it, or {FIXES['not-quantized']}" if odd else ""
+            sizes = (matmul_dims(eqn) or {}).values()
+            padded = any(size % MULTIPLE for size in sizes)
+            pad = f"pad it, or {FIXES['not-quantized']}" if padded else ""
             self.note("not-quantized", what, operation, fix=pad)
         for dtype in operation.dtype.split("*"):
             if dtype in self.emulated or not self.chip.multiplies(dtype):
