@@ -347,9 +347,7 @@ def test_what_is_converted_is_named_with_its_line_and_what_no_loss_scale_mends()
     fault = str(report.first)
     assert fault.startswith(f"convert_element_type of mul (float32 at {made}) (float16, forward)")
     assert f" in {cast}: overflow" in fault
-    assert "none mends the convert_element_type above, which is forward; for the rest begin" in str(
-        report
-    )
+    assert "none helps the convert_element_type above, in the forward pass; for" in str(report)
 
 
 def test_it_says_with_which_loss_scale_to_begin() -> None:

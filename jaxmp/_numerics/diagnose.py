@@ -210,7 +210,7 @@ class NumericsReport(Readings):
         forward = next((f for f in self.faults if not f.site.backward), None)
         said = ""
         if forward is not None:
-            said = f"none mends the {forward.site.op} above, which is forward; for the rest "
+            said = f"none helps the {forward.site.op} above, in the forward pass; for the rest "
         gradients = self._gradients()
         if all(m.site.dtype == "bfloat16" for m in gradients) and self.smallest_loss_scale <= 1:
             return f"{said}none is needed"
@@ -295,7 +295,7 @@ class NumericsReport(Readings):
             how_often = _share_of_overflows(self.run.sites[site.name].statistics, at)
             return "overflow", f"overflow: {largest:.4g} in float32, beyond {limit:g}{how_often}"
         what = "NaN" if origin.nan else "an infinity"
-        also = "in float32 as well: no loss scale mends it" if everywhere else "not in float32"
+        also = "in float32 as well: no loss scale helps" if everywhere else "not in float32"
         return "nan" if origin.nan else "infinity", f"made {what}, {also}"
 
 
