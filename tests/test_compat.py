@@ -324,8 +324,8 @@ def _() -> None:
 def _() -> None:
     split = equation("split", lambda x: jnp.split(x, 2), X)
     [sin] = equations(jnp.sin, X)
-    assert attributes.Operation.of(split).returns_several
-    assert not attributes.Operation.of(sin).returns_several
+    assert attributes.PrimitiveCall.of(split).returns_several
+    assert not attributes.PrimitiveCall.of(sin).returns_several
 
 
 @relied_on("Primitive.get_bind_params", "get_bind_params")

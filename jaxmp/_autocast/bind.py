@@ -24,7 +24,7 @@ from jaxmp._autocast.plan import DType, Op, OperandCast, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP, TRACED_ONCE
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs import dot_primitives
-from jaxmp._jaxprs.attributes import Operation, on_mesh_of
+from jaxmp._jaxprs.attributes import PrimitiveCall, on_mesh_of
 from jaxmp._jaxprs.compat import INLINE, bind, dtype_of, shape_of
 from jaxmp._jaxprs.dot_primitives import Parameter, crossed
 from jaxmp._jaxprs.equation_parameters import takes_result_dtype
@@ -85,7 +85,7 @@ class Scale(Op):
     """
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        scale = rescaled(Operation.of(step.eqn), shape_of(step.eqn.outvars[0]))
+        scale = rescaled(PrimitiveCall.of(step.eqn), shape_of(step.eqn.outvars[0]))
         return [scale(*env.operands(step))]
 
 
@@ -112,14 +112,14 @@ def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
         if isinstance(v, Literal)
     )
     arrays = [x for x, v in zip(operands, eqn.invars, strict=True) if not isinstance(v, Literal)]
-    operation = Operation.of(eqn, **replaced)
+    operation = PrimitiveCall.of(eqn, **replaced)
     out = _applier(operation, constants)(*arrays)
     return list(out) if operation.returns_several else [out]
 
 
 @functools.lru_cache(maxsize=4096)
 def _applier(
-    operation: Operation, constants: tuple[tuple[int, Constant], ...]
+    operation: PrimitiveCall, constants: tuple[tuple[int, Constant], ...]
 ) -> Callable[..., Any]:
     def apply(*arrays: Any) -> Any:
         operands = list(arrays)
@@ -131,7 +131,7 @@ def _applier(
 
 
 @functools.lru_cache(maxsize=1024)
-def rescaled(operation: Operation, shape: tuple[int, ...]) -> Callable[..., Any]:
+def rescaled(operation: PrimitiveCall, shape: tuple[int, ...]) -> Callable[..., Any]:
     """The function of `Scale`, for results of a shape."""
 
     @jax.custom_jvp
@@ -196,7 +196,7 @@ def parameter(atom: Any, env: Environment) -> Parameter:
         return env.crossed[atom]
     pieces = [parameter(v, env) for v in eqn.invars]
     if len(pieces) == 1:
-        return Parameter(pieces[0].array, (*pieces[0].moves, Operation.of(eqn)))
+        return Parameter(pieces[0].array, (*pieces[0].moves, PrimitiveCall.of(eqn)))
     [joined] = bind(eqn, [piece.moved() for piece in pieces])
     return Parameter(joined)
 

@@ -21,7 +21,7 @@ from jaxmp._autocast.bind import Bind, Constant, Move, Scale, rescaled, traced_o
 from jaxmp._autocast.environment import Environment, cast, constant, read_as
 from jaxmp._autocast.plan import DType, OperandCast, Step
 from jaxmp._autocast.primitives import CROSSING
-from jaxmp._jaxprs.attributes import Operation, context, name_stack
+from jaxmp._jaxprs.attributes import PrimitiveCall, context, name_stack
 from jaxmp._jaxprs.compat import INLINE, dtype_of, shape_of
 from jaxmp._jaxprs.source import library_line, user_line
 
@@ -36,7 +36,7 @@ class Operand(NamedTuple):
 class GroupedOp(NamedTuple):
     """What a step does, wherever it stands."""
 
-    operation: Operation
+    operation: PrimitiveCall
     operands: tuple[Operand | Constant, ...]
     outs: tuple[tuple[int, DType | None], ...]  # the numbers and dtypes of its results
     repeats_to: tuple[int, ...] | None  # the shape of a product that repeats an operand
@@ -93,7 +93,7 @@ def run_group(steps: tuple[Step, ...], env: Environment) -> None:
         operands = tuple(map(operand, eqn.invars, step.casts))
         outs = tuple((next(numbers), dtype) for dtype in step.outs)
         shape = shape_of(eqn.outvars[0]) if isinstance(step.op, Scale) else None
-        operations.append(GroupedOp(Operation.of(eqn), operands, outs, shape))
+        operations.append(GroupedOp(PrimitiveCall.of(eqn), operands, outs, shape))
         for var, (number, dtype) in zip(eqn.outvars, outs, strict=True):
             made[var] = number, dtype_of(var) if dtype is None else dtype
     results, copied = _runner(tuple(operations), tuple(arrays))(*arrays.values())

@@ -239,7 +239,7 @@ def runs_once(eqn: jex_core.JaxprEqn) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
-class Operation(NamedTuple):
+class PrimitiveCall(NamedTuple):
     """What an equation does, wherever it stands: a primitive and its parameters. It hashes."""
 
     primitive: jex_core.Primitive

@@ -34,7 +34,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import (
-    Operation,
+    PrimitiveCall,
     in_context,
     is_tracer,
     on_mesh_of,
@@ -204,7 +204,7 @@ class Parameter(NamedTuple):
     """
 
     array: Any
-    moves: tuple[Operation, ...] = ()
+    moves: tuple[PrimitiveCall, ...] = ()
 
     def moved(self) -> Any:
         """The parameter as the contraction reads it, in float32."""
@@ -228,13 +228,13 @@ def contract(
       without: an operand whose gradient is found elsewhere.
     """
     sources = tuple((i, p.moves, *in_float32(p.array)) for i, p in parameters.items())
-    run = _contraction(Operation.of(eqn), in_float32(*operands), sources, low, without)
+    run = _contraction(PrimitiveCall.of(eqn), in_float32(*operands), sources, low, without)
     return run(*operands, *(p.array for p in parameters.values()))
 
 
 @functools.lru_cache(maxsize=4096)
 def _contraction(
-    op: Operation, types: tuple[Any, ...], sources: Any, low: DType, without: int | None
+    op: PrimitiveCall, types: tuple[Any, ...], sources: Any, low: DType, without: int | None
 ) -> Callable[..., Any]:
     """`contract`, as a function of the operands and the parameters, at their types in float32.
 
@@ -315,7 +315,7 @@ def crossed(eqn: JaxprEqn, copy: Any, parameter: Parameter, wire: DType | None =
         with in_context(eqn):
             if wire is not None and eqn.primitive.name == "all_gather":
                 return arrived(*primals), _gathered(sent, eqn, wire)
-            return arrived(*primals), _moved(sent, [Operation.of(eqn)])
+            return arrived(*primals), _moved(sent, [PrimitiveCall.of(eqn)])
 
     arrived.defjvp(jvp)
     with on_mesh_of(copy):
@@ -343,7 +343,7 @@ def look_up(eqn: JaxprEqn, operands: Sequence[Any], table: Parameter) -> Any:
 
     The operands are that copy, and where to look.
     """
-    gather = Operation.of(eqn)
+    gather = PrimitiveCall.of(eqn)
 
     @jax.custom_jvp
     def rows(copy: Any, _table: Any, *where: Any) -> Any:
@@ -361,14 +361,14 @@ def look_up(eqn: JaxprEqn, operands: Sequence[Any], table: Parameter) -> Any:
     return rows(operands[0], table.array, *operands[1:])
 
 
-def _moved(array: Any, moves: Sequence[Operation]) -> Any:
+def _moved(array: Any, moves: Sequence[PrimitiveCall]) -> Any:
     for move in moves:
         array = move(array)
     return array
 
 
 @compat.cached_trace
-def _of_moved(op: Operation, side: int, moves: Sequence[Operation]) -> Any:
+def _of_moved(op: PrimitiveCall, side: int, moves: Sequence[PrimitiveCall]) -> Any:
     def contraction(*operands: Any) -> Any:
         array = _moved(operands[side], moves)
         given = (*operands[:side], array, *operands[side + 1 :])

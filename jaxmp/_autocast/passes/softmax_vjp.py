@@ -40,7 +40,7 @@ from jaxmp._autocast.plan import DType, Op, Plan, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
 from jaxmp._jaxprs import compat, dot_primitives
-from jaxmp._jaxprs.attributes import Operation, explicit_sharding
+from jaxmp._jaxprs.attributes import PrimitiveCall, explicit_sharding
 from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.compiler_hints import LANES, laid_out, no_excess_precision
 from jaxmp._jaxprs.equation_parameters import dot_axes
@@ -91,7 +91,7 @@ class SoftmaxDot(Op):
     def _group(self, eqn: JaxprEqn, low: DType, *, looped: bool) -> _Group:
         softmax = self.softmax
         return _Group(
-            Operation.of(eqn, preferred_element_type=low),
+            PrimitiveCall.of(eqn, preferred_element_type=low),
             self.side,
             low,
             softmax.axis,
@@ -213,12 +213,12 @@ class _Group:
       looped: whether a loop runs it.
     """
 
-    multiply: Operation
+    multiply: PrimitiveCall
     side: int
     low: DType
     axis: int
     moved_axis: int
-    moves: tuple[Operation, ...]
+    moves: tuple[PrimitiveCall, ...]
     masks: tuple[tuple[tuple[JaxprEqn, ...], bool], ...]
     between: Any
     of_parameter: bool

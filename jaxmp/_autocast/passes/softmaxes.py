@@ -23,7 +23,7 @@ from jaxmp._autocast.passes.value_refs import (
 )
 from jaxmp._autocast.primitives import COMPARING
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs.attributes import Operation
+from jaxmp._jaxprs.attributes import PrimitiveCall
 from jaxmp._jaxprs.compat import dtype_of, kind, shape_of
 from jaxmp._jaxprs.equation_parameters import permutation, product_axes, reduced_axes
 
@@ -66,7 +66,7 @@ class Softmax(NamedTuple):
     masks: tuple[SavedMask, ...] = ()
     plain: bool = True
     eqns: tuple[JaxprEqn, ...] = ()
-    moves: tuple[Operation, ...] = ()
+    moves: tuple[PrimitiveCall, ...] = ()
 
 
 def softmaxes(product: JaxprEqn, program: Inlined) -> Iterator[tuple[int, Softmax]]:
@@ -197,14 +197,14 @@ def _longer(softmax: Softmax, eqn: JaxprEqn) -> Softmax | None:
     match eqn.primitive.name:
         case "transpose":
             order = permutation(eqn)
-            moves = (*moves, Operation.of(eqn))
+            moves = (*moves, PrimitiveCall.of(eqn))
             return softmax._replace(moved_axis=order.index(moved), moves=moves)
         case "reshape":
             ahead = math.prod(before[:moved])
             for axis, size in enumerate(after):
                 if size == before[moved] and math.prod(after[:axis]) == ahead:
                     thin = tuple(1 if i == axis else n for i, n in enumerate(after))
-                    moves = (*moves, Operation.of(eqn, new_sizes=thin))
+                    moves = (*moves, PrimitiveCall.of(eqn, new_sizes=thin))
                     return softmax._replace(moved_axis=axis, moves=moves)
             return None
         case "slice":  # of all rows

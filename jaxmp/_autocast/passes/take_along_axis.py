@@ -29,7 +29,7 @@ from jaxmp._autocast.passes.value_refs import Inlined, ValueRef, aligned, positi
 from jaxmp._autocast.plan import Op, Plan, Step
 from jaxmp._autocast.rules import Rules
 from jaxmp._autocast.why import Kind
-from jaxmp._jaxprs.attributes import Operation, explicit_sharding
+from jaxmp._jaxprs.attributes import PrimitiveCall, explicit_sharding
 from jaxmp._jaxprs.compat import INLINE, shape_of
 from jaxmp._jaxprs.equation_parameters import Gather, gather
 
@@ -54,7 +54,7 @@ class TakeAlongAxis(Op):
     as_is = False
 
     def run(self, step: Step, env: Environment) -> list[Any]:
-        return [_picker(Operation.of(step.eqn), self)(*env.operands(step))]
+        return [_picker(PrimitiveCall.of(step.eqn), self)(*env.operands(step))]
 
 
 def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
@@ -129,7 +129,7 @@ def _counts_along(indices: ValueRef, column: int) -> int | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _picker(gather: Operation, found: TakeAlongAxis) -> Callable[..., Any]:
+def _picker(gather: PrimitiveCall, found: TakeAlongAxis) -> Callable[..., Any]:
     @jax.custom_jvp
     def picked(operand: Any, indices: Any) -> Any:
         return gather(operand, indices)
