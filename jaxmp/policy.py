@@ -26,6 +26,9 @@ __all__ = ["Policy", "PolicyLike", "PolicyMap", "get_policy"]
 
 T = TypeVar("T")
 
+# Who takes a policy, and no function with arguments.
+_OF_MODULES = ("get_policy", "wrap", "prepare", "PolicyMap", "TrainState.create")
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy(jmp.Policy):  # type: ignore[misc]  # jmp ships no types
@@ -351,7 +354,9 @@ def read_policy(where: str, spec: PolicyLike) -> Policy | PolicyMap:
             f"{where}: {str(spec)!r} is a recipe, the matmul of a policy: say "
             f"'mixed_bfloat16,matmul={spec}', or Policy(..., matmul=recipe)."
         )
-    hint = " The arguments of a function go into a second call: jaxmp.explain(fn, policy)(*args)."
+    hint = ""
+    if not where.startswith(_OF_MODULES):
+        hint = f" The arguments of a function go into a second call: {where}(fn, policy)(*args)."
     if isinstance(spec, dict):
         hint = f" For policies by path: jaxmp.PolicyMap(paths, default=policy).{hint}"
     elif callable(spec) and not isinstance(spec, type):
