@@ -19,7 +19,17 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxprs.attributes import frames, line_number, name_stack, source_summary, traceback
-from jaxmp._jaxprs.scopes import CAST, REGION
+from jaxmp._jaxprs.scopes import (
+    CAST,
+    EMULATED,
+    KEPT,
+    MISSED,
+    REGION,
+    SKIPPED,
+    TESTED,
+    UNFUSED,
+    UNSCALE,
+)
 
 # Where Python keeps what is installed, and what belongs to it.
 _INSTALLED = {
@@ -37,8 +47,9 @@ _PACKAGES = (
 # Those of them that promote types for whoever calls them.
 _PROMOTING = tuple(str(Path(module.__path__[0])) + os.sep for module in (jax, flax))
 _WRAPPER = re.compile(r"\b(?:jvp|transpose|vmap|remat|checkpoint|rematted_computation)\(([^()]*)\)")
-# Scopes that are not the user's: of `jax.checkpoint`, and what those of `scopes.py` begin with.
-_NOT_MODULES = ("rematted_computation", "jaxmp_", REGION)
+# Scopes that are not the user's begin with one of these.
+_MARKS = (REGION, KEPT, SKIPPED, MISSED, EMULATED, UNFUSED, CAST, UNSCALE, TESTED)
+_NOT_MODULES = ("rematted_computation", *_MARKS)
 
 
 def level_of_user() -> int:
