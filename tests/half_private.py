@@ -16,7 +16,8 @@ HOMES = (
     "jaxmp/_jaxprs/compat.py",
     "jaxmp/_jaxprs/higher_order.py",
     "jaxmp/_jaxprs/compiler_hints.py",
-    "jaxmp/_jaxprs/dot_primitives.py",
+    "jaxmp/_jaxprs/float32_dot.py",
+    "jaxmp/_jaxprs/parameter_products.py",
     "jaxmp/_jaxprs/aux_outputs.py",
 )
 

@@ -27,8 +27,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxmp import _flax
 from jaxmp._jaxprs import attributes, compat, equation_parameters
-from jaxmp._jaxprs.dot_primitives import Parameter, contract
 from jaxmp._jaxprs.higher_order import inside
+from jaxmp._jaxprs.parameter_products import Parameter, contract
 from jaxmp._jaxprs.source import is_promotion
 
 from support import iter_eqns

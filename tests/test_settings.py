@@ -18,7 +18,7 @@ from flax import nnx
 
 import jaxmp
 from jaxmp._jaxprs.compat import cached_trace, trace
-from jaxmp._jaxprs.dot_primitives import dot_in_float32
+from jaxmp._jaxprs.float32_dot import dot_in_float32
 
 from support import contractions, slow_when
 

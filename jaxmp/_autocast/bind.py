@@ -23,11 +23,11 @@ from jaxmp._autocast.environment import Environment, cast
 from jaxmp._autocast.plan import DType, Op, OperandCast, Step
 from jaxmp._autocast.primitives import CROSSING, LOOKING_UP, TRACED_ONCE
 from jaxmp._autocast.rules import FLOAT32
-from jaxmp._jaxprs import dot_primitives
+from jaxmp._jaxprs import parameter_products
 from jaxmp._jaxprs.attributes import PrimitiveCall, on_mesh_of
 from jaxmp._jaxprs.compat import INLINE, bind, dtype_of, shape_of
-from jaxmp._jaxprs.dot_primitives import Parameter, crossed
 from jaxmp._jaxprs.equation_parameters import takes_result_dtype
+from jaxmp._jaxprs.parameter_products import Parameter, crossed
 
 
 class Constant(NamedTuple):
@@ -175,8 +175,8 @@ class Dot(Op):
             return contract(step, operands)
         parameters = self.given(step, env)
         if step.eqn.primitive.name in LOOKING_UP:
-            return [dot_primitives.look_up(step.eqn, operands, parameters[0])]
-        return [dot_primitives.contract(step.eqn, operands, parameters, low_of(step))]
+            return [parameter_products.look_up(step.eqn, operands, parameters[0])]
+        return [parameter_products.contract(step.eqn, operands, parameters, low_of(step))]
 
     def given(self, step: Step, env: Environment) -> dict[int, Parameter]:
         """The parameters among the operands, in float32."""

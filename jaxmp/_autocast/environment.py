@@ -23,7 +23,7 @@ from jaxmp._autocast.plan import DType, OperandCast, Plan, Step
 from jaxmp._autocast.primitives import LOW
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._jaxprs.compat import INLINE, dtype_of
-from jaxmp._jaxprs.dot_primitives import Parameter
+from jaxmp._jaxprs.parameter_products import Parameter
 from jaxmp._jaxprs.scopes import CAST
 
 

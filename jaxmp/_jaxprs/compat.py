@@ -35,8 +35,8 @@ CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "shard_map": "jaxpr",
-    "product_by_parameter": "jaxpr",  # our own: `dot_primitives`
-    "product_in_float32": "jaxpr",  # likewise
+    "product_by_parameter": "jaxpr",  # our own: `parameter_products`
+    "product_in_float32": "jaxpr",  # `float32_dot`
 }
 
 # The objects of `call_hi_primitive`, by class → the primitive they are the next generation of.

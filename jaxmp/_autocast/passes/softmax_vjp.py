@@ -39,7 +39,7 @@ from jaxmp._autocast.passes.value_refs import Inlined
 from jaxmp._autocast.plan import DType, Op, Plan, Step
 from jaxmp._autocast.rules import FLOAT32
 from jaxmp._autocast.why import Kind
-from jaxmp._jaxprs import compat, dot_primitives
+from jaxmp._jaxprs import compat, parameter_products
 from jaxmp._jaxprs.attributes import PrimitiveCall, explicit_sharding
 from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.compiler_hints import LANES, laid_out, no_excess_precision
@@ -68,9 +68,9 @@ class SoftmaxDot(Op):
         operands, eqn, softmax = env.operands(step), step.eqn, self.softmax
         if self.parameters:
             given = {i: parameter(eqn.invars[i], env) for i in self.parameters}
-            out = dot_primitives.contract(eqn, operands, given, low_of(step), without=self.side)
+            out = parameter_products.contract(eqn, operands, given, low_of(step), without=self.side)
         else:
-            [out] = contract(step, dot_primitives.without_tangents(*operands))
+            [out] = contract(step, parameter_products.without_tangents(*operands))
         probabilities = operands[self.side]
         if softmax.eqns:
             probabilities = env.read(softmax.result, step.casts[self.side])

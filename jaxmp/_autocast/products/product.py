@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._autocast.products.derivative import Contraction, Pair
 from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
-from jaxmp._jaxprs.dot_primitives import dot_in_float32
+from jaxmp._jaxprs.float32_dot import dot_in_float32
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS, Format
 

@@ -1,10 +1,4 @@
-"""Products of 16-bit operands whose results, or whose gradients by parameters, are float32.
-
-No operation of JAX is either, in a way that can be differentiated: `lax.dot_general` has float32
-results of 16-bit operands, but no derivative of them in which all products are of 16 bits; and a
-product that was transposed is one with what moves its operands and its result. So a product in
-float32 (`summed_wide`) is a jaxpr in float32 that is evaluated of 16-bit operands, as a primitive.
-Its own derivative is of 16 bits.
+"""Products of 16-bit operands whose gradients by parameters are float32.
 
 A 16-bit copy of a parameter has a gradient of 16 bits: where that is a sum over devices, partial
 sums are rounded before they cross, and added in 16 bits on the way. So the result of a contraction
@@ -13,8 +7,8 @@ operands as it is, by the copy zero, and by the parameter itself
 
     dw32 -> x16 @ narrow(dw32)
 
-That is another primitive, whose transpose is a product in float32. `x16` is all that is kept for
-it. In a program that was differentiated in reverse it is gone.
+That is a primitive, whose transpose is a product in float32. `x16` is all that is kept for it. In a
+program that was differentiated in reverse it is gone.
 """
 
 from __future__ import annotations
@@ -26,173 +20,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._jaxprs import compat
-from jaxmp._jaxprs.attributes import (
-    PrimitiveCall,
-    in_context,
-    is_tracer,
-    on_mesh_of,
-    tangent_type,
-    with_dtype,
+from jaxmp._jaxprs.attributes import PrimitiveCall, in_context, on_mesh_of, tangent_type
+from jaxmp._jaxprs.equation_parameters import all_gather_of
+from jaxmp._jaxprs.float32_dot import (
+    FLOAT32,
+    DType,
+    as_function,
+    by_each,
+    evaluated,
+    in_float32,
+    mapped,
+    summed_wide,
+    type_of_result,
 )
-from jaxmp._jaxprs.equation_parameters import all_gather_of, takes_result_dtype
-
-FLOAT32 = np.dtype(np.float32)
-
-DType = np.dtype[Any]
-
-
-# Jaxprs of a contraction, and of what moves its operands and its result.
-
-
-def in_float32(*arrays: Any) -> tuple[Any, ...]:
-    """The types of arrays in float32; of integers as they are."""
-    avals = map(jax.typeof, arrays)
-    return tuple(x if x.dtype.kind in "iu" else with_dtype(x, FLOAT32) for x in avals)
-
-
-def evaluated(
-    jaxpr: Any, operands: Sequence[Any], sums: DType, convolved: DType | None = None
-) -> Any:
-    """The one result of a closed jaxpr of a contraction and moves, of operands of other dtypes.
-
-    The contraction makes it in the dtype `sums`; a convolution in `convolved`, if that is given,
-    which is then converted.
-    """
-    opened, consts = compat.closed(jaxpr)
-    env = dict(zip((*opened.constvars, *opened.invars), (*consts, *operands), strict=True))
-    for eqn in opened.eqns:
-        given = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        convolves = convolved is not None and eqn.primitive.name == "conv_general_dilated"
-        made = convolved if convolves else sums
-        dtypes = {"preferred_element_type": made} if takes_result_dtype(eqn) else {}
-        results = compat.bind(eqn, given, **dtypes)
-        if convolves:
-            results = [lax.convert_element_type(x, sums) for x in results]
-        env.update(zip(eqn.outvars, results, strict=True))
-    [out] = opened.outvars
-    return env[out]
-
-
-def as_function(jaxpr: Any) -> Callable[..., Any]:
-    """A closed jaxpr of one result as a function."""
-    return lambda *operands: jaxpr_as_fun(jaxpr)(*operands)[0]
-
-
-@compat.cached_trace
-def mapped(jaxpr: Any, axes: tuple[int | None, ...]) -> Any:
-    """A closed jaxpr of one result, under `jax.vmap`, at the types of its operands."""
-    return jax.vmap(as_function(jaxpr), in_axes=axes)
-
-
-def type_of_result(*_avals: Any, jaxpr: Any, **_params: Any) -> Any:
-    """The type of the result of a primitive that keeps what it runs as the parameter `jaxpr`."""
-    [out] = compat.closed(jaxpr).jaxpr.outvars
-    return out.aval
-
-
-# Products in float32.
-
-
-def summed_wide(jaxpr: Any, operands: Sequence[Any]) -> Any:
-    """What a closed jaxpr in float32 contracts, of low operands, in float32."""
-    return wide_p.bind(*operands, jaxpr=_wide(tuple(map(jax.typeof, operands)), jaxpr))
-
-
-def dot_in_float32(a: Any, b: Any, dims: Any, out_sharding: Any = None) -> Any:
-    """The float32 `lax.dot_general` of 16-bit arrays; its derivative is a product of 16 bits."""
-    return summed_wide(_dot(in_float32(a, b), dims, out_sharding), (a, b))
-
-
-@compat.cached_trace
-def _dot(dims: Any, out_sharding: Any) -> Any:
-    return lambda a, b: lax.dot_general(a, b, dims, out_sharding=out_sharding)
-
-
-@compat.cached_trace
-def _wide(jaxpr: Any) -> Any:
-    return lambda *operands: evaluated(jaxpr, operands, FLOAT32)
-
-
-wide_p = Primitive("product_in_float32")
-
-
-def _run_wide(*operands: Any, jaxpr: Any) -> Any:
-    return evaluated(jaxpr, operands, FLOAT32)
-
-
-def _run_wide_on_cpu(*operands: Any, jaxpr: Any) -> Any:
-    # The same numbers: XLA on CPU has no such product in every layout, and fails when it runs.
-    wide = [x if x.dtype.kind in "iu" else lax.convert_element_type(x, FLOAT32) for x in operands]
-    return evaluated(jaxpr, wide, FLOAT32)
-
-
-def _run_wide_on_gpu(*operands: Any, jaxpr: Any) -> Any:
-    # A convolution gives what it takes: XLA for GPUs has none of 16-bit operands in float32, and
-    # would multiply float32 copies of them.
-    low = next(x.dtype for x in operands if x.dtype.kind not in "iu")
-    return evaluated(jaxpr, operands, FLOAT32, convolved=low)
-
-
-@functools.lru_cache(maxsize=4096)
-def _jitted(jaxpr: Any) -> Callable[..., Any]:
-    def run(*operands: Any) -> Any:
-        # Called without a trace by `jax_debug_nans` alone: once more, without jit, where the result
-        # was not a number. The primitive would come back here.
-        run_here = wide_p.bind if any(map(is_tracer, operands)) else _run_wide_on_cpu
-        return run_here(*operands, jaxpr=jaxpr)
-
-    return jax.jit(run)
-
-
-def _run_at_once(*operands: Any, jaxpr: Any) -> Any:
-    # Under `jax.disable_jit` the jit would bind the primitive, which would come back here.
-    with jax.disable_jit(disable=False):
-        return _jitted(jaxpr)(*operands)
-
-
-def _jvp_wide(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any) -> tuple[Any, Any]:
-    tangent = _by_each(primals, tangents, lambda given, t: evaluated(jaxpr, given, t.dtype))
-    return summed_wide(jaxpr, primals), lax.convert_element_type(tangent, FLOAT32)
-
-
-def _by_each(
-    primals: Sequence[Any], tangents: Sequence[Any], run: Callable[[Sequence[Any], Any], Any]
-) -> Any:
-    """The tangent of what is linear in each of its operands."""
-    terms = [
-        run((*primals[:i], tangent, *primals[i + 1 :]), tangent)
-        for i, tangent in enumerate(tangents)
-        if not isinstance(tangent, ad.Zero)
-    ]
-    return functools.reduce(lax.add, terms)
-
-
-def _batch_wide(
-    operands: Sequence[Any], axes: Sequence[int | None], *, jaxpr: Any
-) -> tuple[Any, int]:
-    return summed_wide(mapped(in_float32(*operands), jaxpr, tuple(axes)), operands), 0
-
-
-wide_p.def_impl(_run_at_once)
-wide_p.def_abstract_eval(type_of_result)
-ad.primitive_jvps[wide_p] = _jvp_wide
-batching.primitive_batchers[wide_p] = _batch_wide
-for _platform, _how in (
-    (None, _run_wide),
-    ("cpu", _run_wide_on_cpu),
-    ("gpu", _run_wide_on_gpu),
-):
-    mlir.register_lowering(wide_p, mlir.lower_fun(_how, multiple_results=False), _platform)
-
-
-# Contractions with parameters.
 
 
 class Parameter(NamedTuple):
@@ -437,7 +283,7 @@ def _run(*operands: Any, product: _ParameterProduct, **_: Any) -> Any:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, product: _ParameterProduct, **_: Any
 ) -> tuple[Any, Any]:
-    return product.bind(primals), _by_each(primals, tangents, lambda given, _: product.bind(given))
+    return product.bind(primals), by_each(primals, tangents, lambda given, _: product.bind(given))
 
 
 def _transpose(g: Any, *operands: Any, product: _ParameterProduct, **_: Any) -> list[Any]:
