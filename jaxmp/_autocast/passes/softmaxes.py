@@ -95,7 +95,16 @@ def _softmax_of(atom: Any, program: Inlined, steps: int = 16) -> Softmax | None:
 
 
 def _softmax(value: ValueRef, result: Any) -> Softmax | None:
-    """The softmax that a division makes."""
+    """The softmax that a division makes, with a mask on its result or not."""
+    on_result = selected(value)
+    if on_result is None or on_result.number != 0:
+        return _quotient(value, result)
+    found = _quotient(on_result.array, result, on_result)
+    return found and found._replace(plain=False)
+
+
+def _quotient(value: ValueRef, result: Any, on_result: Selected | None = None) -> Softmax | None:
+    """The softmax that a division makes; with a mask, one whose sum is of what is in that."""
     if value.kind != "div":
         return None
     above, below = value.operands
@@ -103,7 +112,7 @@ def _softmax(value: ValueRef, result: Any) -> Softmax | None:
     exp = on_exp.array if on_exp is not None and not on_exp.number else above
     if exp.kind != "exp" or above.shape != value.shape:
         return None
-    summed = _sum_of(below, above)
+    summed = _sum_of(below, above, on_result)
     if summed is None:
         return None
     axis, nothing_added = summed
@@ -146,10 +155,10 @@ def _saved(masked: Selected, inlined: Inlined) -> SavedMask | None:
     return None if mask.var is None else SavedMask(tuple(eqns[::-1]), mask.var, masked.where)
 
 
-def _sum_of(value: ValueRef, of: ValueRef) -> tuple[int, bool] | None:
+def _sum_of(value: ValueRef, of: ValueRef, mask: Selected | None) -> tuple[int, bool] | None:
     """The axis along which a value is the sum of another, laid out as that is, and if that is all.
 
-    It is not all where an epsilon is added.
+    It is not all where an epsilon is added. With a mask, it is the sum of what is in that.
     """
     nothing_added = True
     total = aligned(value, tuple(range(len(value.shape))))
@@ -160,7 +169,27 @@ def _sum_of(value: ValueRef, of: ValueRef) -> tuple[int, bool] | None:
     [axis] = reduced_axes(total.value.eqn)
     rows = [i for i in range(len(of.shape)) if i != axis]
     laid_out = all(at == i or of.shape[i] == 1 for at, i in zip(total.axes, rows, strict=True))
-    return (axis, nothing_added) if laid_out and total.value.of(0) == of else None
+    return (axis, nothing_added) if laid_out and _is_in(mask, total.value.of(0), of) else None
+
+
+def _is_in(mask: Selected | None, value: ValueRef, of: ValueRef) -> bool:
+    """Whether a value is another one, but for zeros out of a mask."""
+    if mask is None:
+        return value == of
+    found = selected(value)
+    if found is None or found.number != 0 or found.array != of:
+        return False
+    return found.where == mask.where and _is_same(found.mask, mask.mask)
+
+
+def _is_same(one: ValueRef, other: ValueRef) -> bool:
+    """Whether a mask is made as another is, as far as the equations tell."""
+    if isinstance(one.atom, Literal) and isinstance(other.atom, Literal):
+        return bool(one.atom.val == other.atom.val)
+    if one == other or one.kind not in _OF_MASKS or one.kind != other.kind:
+        return one == other
+    same = one.eqn.params == other.eqn.params
+    return same and all(map(_is_same, one.operands, other.operands))
 
 
 def _is_same_along(axis: int, value: ValueRef) -> bool:
