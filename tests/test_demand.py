@@ -180,7 +180,11 @@ def test_what_a_contraction_reads_later(fn: Callable[..., Any], expected: str) -
             "contraction full index operand",
         ),
         "looked up by": (lambda x, w, b: w[x[0].astype(int)], "full index"),
-        "compared with a count": (lambda x, w, b: x < jnp.arange(8.0), "nothing"),
+        "compared with a count": (lambda x, w, b: x < jnp.arange(8.0), "index"),
+        "compared with moved integers": (
+            lambda x, w, b: x < jnp.broadcast_to(jnp.arange(8).astype(jnp.float32), (6, 8)),
+            "index",
+        ),
         "compared with data": (lambda x, w, b: x < b, "nothing"),
         "compared with a threshold": (lambda x, w, b: jnp.where(x < 0.5, b, 0.0), "nothing"),
         "an exponential of it": (lambda x, w, b: jnp.exp(x).astype(int), "full"),

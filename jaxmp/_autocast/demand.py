@@ -3,9 +3,9 @@
 A value may be wanted by a contraction (through `follow` and `transparent` ops), by something that
 runs in float32 (a `full` op, an op run as written, the function's result), or both, or neither; and
 what is computed from it in float32 may be wanted by a contraction later. What becomes an index (it
-is rounded to whole numbers) is a position, and what becomes an angle or the matrix of a linear
-system amplifies its errors, and so does a logarithm or a root near where it ends. Only float32
-values are considered; everything else is not ours.
+is rounded to whole numbers, or compared with one) is a position, and what becomes an angle or the
+matrix of a linear system amplifies its errors, and so does a logarithm or a root near where it
+ends. Only float32 values are considered; everything else is not ours.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._autocast.primitives import AMPLIFYING, ENDING, LOW, POOLING, ROUNDING
+from jaxmp._autocast.primitives import AMPLIFYING, COMPARING, ENDING, LOW, MOVING, POOLING, ROUNDING
 from jaxmp._autocast.roots import Roots, geometry, roots_of
 from jaxmp._autocast.rules import Rules, author_keeps, region_rules
 from jaxmp._jaxprs import compat
+from jaxmp._jaxprs.compat import dtype_of, variables
 from jaxmp._jaxprs.dataflow import demanded, settled_demand
 from jaxmp._jaxprs.equation_parameters import converted_dtype
 from jaxmp._jaxprs.higher_order import Inner, inside
@@ -64,6 +65,7 @@ class Demands:
         of: dict[Any, int] = {}
         rooted = self._roots(jaxpr, roots)
         jaxpr = compat.closed(jaxpr).jaxpr
+        whole = whole_numbers(jaxpr)
 
         def want(atom: Any, demand: int) -> None:
             if demand and not isinstance(atom, Literal) and rules.governs(atom):
@@ -76,7 +78,7 @@ class Demands:
             operands = self._of_operands(eqn, wanted, rules, roots_of(eqn.invars, rooted))
             for atom, demand in zip(eqn.invars, operands, strict=True):
                 want(atom, demand)
-            if _makes_index(eqn):
+            if is_position(eqn, whole):
                 for atom in eqn.invars:
                     want(atom, INDEX)
         return Demand(tuple(of.get(v, NOTHING) for v in jaxpr.invars), of)
@@ -134,9 +136,25 @@ def is_angle(demand: int) -> bool:
     return demand & ~(LATER | PRODUCT) == ANGLE
 
 
-def _makes_index(eqn: JaxprEqn) -> bool:
-    """Whether an equation makes whole numbers of its operand."""
+def whole_numbers(jaxpr: Any) -> set[Any]:
+    """The variables of a jaxpr that are integers converted, or counted up, and moved."""
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        name, read = eqn.primitive.name, variables(eqn.invars)
+        converts = name == "convert_element_type" and np.issubdtype(
+            dtype_of(eqn.invars[0]) or bool, np.integer
+        )
+        moves = name in MOVING and bool(read) and all(v in found for v in read)
+        if name == "iota" or converts or moves:
+            found.update(eqn.outvars)
+    return found
+
+
+def is_position(eqn: JaxprEqn, whole: set[Any]) -> bool:
+    """Whether an equation makes an index of its operand, or compares it with one."""
     name = eqn.primitive.name
     if name == "convert_element_type":
         return np.issubdtype(converted_dtype(eqn), np.integer)
+    if name in COMPARING:
+        return not whole.isdisjoint(variables(eqn.invars))
     return name in ROUNDING

@@ -37,7 +37,7 @@ class Flag(enum.Flag):
     CHOOSING = enum.auto()
     # Rounds to whole numbers, or by them: what reaches it is a position, as what becomes integers.
     ROUNDING = enum.auto()
-    # Compares its operands.
+    # Compares its operands: what is compared with whole numbers is a position as well.
     COMPARING = enum.auto()
     # A linear system or decomposition: makes small errors of its operand large, and what it returns
     # may be large numbers that cancel.
