@@ -280,6 +280,8 @@ def test_apply_gradients_names_the_fields():
     for grads in (None, 1.0, jnp.ones(2)):
         with pytest.raises(TypeError, match="grads must be a dict or the like of arrays; got '"):
             state.apply_gradients(grads=grads)
+    with pytest.raises(TypeError, match=r"grads is a tuple, .* loss, grads = "):
+        state.apply_gradients(grads=(jnp.float32(1), GRADS))
     for field in ("batch_stats", "step", "params", "opt_state"):
         with pytest.raises(TypeError, match=f"fields apply_fn, tx; got '{field}'"):
             state.apply_gradients(grads=GRADS, **{field: {}})

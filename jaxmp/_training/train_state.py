@@ -39,7 +39,7 @@ class TrainState(train_state.TrainState):
     Use it where you would use Flax's, and subclass it likewise to add fields. With a
     `dynamic_loss_scale` somewhere in `tx` it scales the loss, and where gradients overflow it keeps
     everything as it was: `params`, `step`, and each extra field that the step gives to
-    `apply_gradients` (BatchNorm statistics, an average of the parameters, a PRNG key). Only the
+    `apply_gradients` (BatchNorm statistics, a PRNG key, an EMA of the parameters). Only the
     scaler's counters move, so `step` counts the updates that were made, as the optimizer's own
     counts do, and `step + skipped_count` the attempts. Without a scaler it does what Flax's does.
 
@@ -162,6 +162,11 @@ class TrainState(train_state.TrainState):
                 f"{', '.join(names)}; got {', '.join(unknown)}."
             )
         _check_container("TrainState.apply_gradients: grads", grads)
+        if isinstance(grads, tuple) and isinstance(self.params, Mapping):
+            raise TypeError(
+                "TrainState.apply_gradients: grads is a tuple, and params are a mapping. "
+                "value_and_grad returns a pair: loss, grads = ..."
+            )
         new: Self = super().apply_gradients(  # type: ignore[no-untyped-call]  # nor is this
             grads=grads, **fields
         )
