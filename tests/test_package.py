@@ -28,6 +28,7 @@ LAYERS = [
     "_chip_words",
     "_screen",
     "_flax",
+    "_flax_classes",
     "_jaxprs",
     "quantized",
     "tree",

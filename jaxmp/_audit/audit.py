@@ -21,7 +21,7 @@ from jaxmp._audit.rounding import Rounding
 from jaxmp._audit.scaling import NO_SCALE, Scaling, has_optimizer, is_scale
 from jaxmp._autocast.explain import planned, warn_overruled
 from jaxmp._autocast.flops import contraction_flops
-from jaxmp._autocast.nnx_calls import on_a_clone
+from jaxmp._autocast.nnx_calls import on_scoped_copies
 from jaxmp._autocast.parameters import read_argnums
 from jaxmp._autocast.plan import Plan
 from jaxmp._autocast.primitives import LOW as CONTRACTIONS
@@ -103,7 +103,7 @@ def audit(
 
     def audited(*args: Any, **kwargs: Any) -> PrecisionReport:
         check_sizes("audit", args, kwargs)
-        program, overruled = on_a_clone(fn), ""
+        program, overruled = on_scoped_copies(fn), ""
         if asked is None:
             return _report(trace(program, args, kwargs).jaxpr, chip, overruled, args, kwargs)
         plans: list[Plan] = []

@@ -20,7 +20,7 @@ from jaxmp._autocast.coverage_warnings import overruled
 from jaxmp._autocast.execute import CustomCall
 from jaxmp._autocast.explanation import Explanation, Row
 from jaxmp._autocast.flops import contraction_flops, known_size, sizes
-from jaxmp._autocast.nnx_calls import on_a_clone
+from jaxmp._autocast.nnx_calls import on_scoped_copies
 from jaxmp._autocast.parameters import Argnums, by_position, read_argnums
 from jaxmp._autocast.passes.rematerialize import residual
 from jaxmp._autocast.plan import Plan, Step, Visit
@@ -111,7 +111,7 @@ def planned(
 ) -> tuple[Plan, list[Any], list[bool]]:
     """The plan of a call, its arrays, and which of them are parameters."""
     parameters = by_position(fn, argnums)
-    looked_at = on_a_clone(fn)
+    looked_at = on_scoped_copies(fn)
     if holds_quantized((args, kwargs)):
         (args, kwargs), looked_at = seal((args, kwargs)), opening(looked_at)
     traced = trace_program(looked_at, args, kwargs, policy)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from flax import errors, nnx
 
+from jaxmp._autocast.nnx_scopes import with_scopes
 from jaxmp._autocast.regions import widen
 from jaxmp._flax import is_graph_node, merge_inputs, split_inputs
 from jaxmp.quantized import is_quantized
@@ -50,17 +51,19 @@ def with_module(fn: Function) -> tuple[Function, tuple[Any, ...]]:
     return method, (module,)
 
 
-def on_a_clone(fn: Function) -> Function:
-    """`fn` for a trace that is only looked at: what it changes in its NNX module goes nowhere."""
+def on_scoped_copies(fn: Function) -> Function:
+    """`fn` for a trace that is only looked at, on copies of NNX modules, its own and arguments.
+
+    What it changes in them goes nowhere, and what they compute has their names.
+    """
     method, modules = with_module(fn)
-    if not modules:
-        return fn
 
     @functools.wraps(method)
-    def cloned(*args: Any, **kwargs: Any) -> Any:
-        return method(*map(nnx.clone, modules), *args, **kwargs)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_scopes(((*modules, *args), kwargs))
+        return method(*args, **kwargs)
 
-    return cloned
+    return scoped
 
 
 def map_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:

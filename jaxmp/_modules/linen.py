@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jaxmp._autocast.regions import policy_in_force, region, widen
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_managed, key_counters, lifted_class, lifted_scopes
+from jaxmp._flax_classes import one_per_key, public, subclass
 from jaxmp._jaxprs.scopes import PARAMETER
 from jaxmp._jaxprs.trace import is_array
-from jaxmp._modules.classes import one_per_key, public, subclass
 from jaxmp._modules.interceptor import Entered, Interceptor, kind_of_call
 from jaxmp._modules.overrides import Overrides
 from jaxmp._quantize.calls import for_float32
@@ -80,6 +80,7 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap, params: tuple[str, ...]
     members["__init__"] = cls.__init__
     # `init` and `lazy_init` call the second.
     members |= {name: _by_name(cls, name) for name in ("apply", "init_with_output")}
+    members["_jaxmp_policy"] = policy
     made_class = subclass((_wrapped_class, cls, policy, params), members)
     for name in vars(made_class).keys() - members.keys() - _OF_FLAX:
         # What the author's metaclass or `__init_subclass__` says of a class, it has said of `cls`.

@@ -8,7 +8,6 @@ trace; the modules of that copy that have a policy of their own are marked there
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,18 +16,17 @@ import jax
 from flax import nnx
 
 from jaxmp._autocast.nnx_calls import lift, map_arrays, on_copies, shown_as_float32
+from jaxmp._autocast.nnx_scopes import methods_of
 from jaxmp._autocast.parameters import of_variables
 from jaxmp._autocast.regions import policy_in_force, region
 from jaxmp._autocast.transform import under_policy
 from jaxmp._flax import is_registered
-from jaxmp._modules.classes import one_per_key, public, subclass
+from jaxmp._flax_classes import one_per_key, subclass
 from jaxmp._modules.explicit_dtypes import ModuleInfo, distinguished
 from jaxmp._modules.overrides import Overrides
 from jaxmp.policy import Policy, PolicyMap
 
 Method = Callable[..., Any]
-
-_UNBOUND = (staticmethod, classmethod, type)
 
 
 def wrap_nnx(module: nnx.Module, policy: Policy | PolicyMap) -> nnx.Module:
@@ -53,6 +51,7 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
         return wrapped_method
 
     members = {name: wrapped(name, method) for name, method in methods_of(cls)}
+    members["_jaxmp_policy"] = policy
     return subclass((_wrapped_class, cls, policy), members, pytree=is_registered(cls))
 
 
@@ -118,18 +117,8 @@ def _marked_class(cls: Any, policy: Policy, scope: str | None) -> Any:
         return marked_method
 
     members = {name: marked(name, method) for name, method in methods_of(cls)}
+    members["_jaxmp_policy"] = policy
     return subclass((_marked_class, cls, policy, scope), members, pytree=is_registered(cls))
-
-
-def methods_of(cls: type) -> Iterator[tuple[str, Method]]:
-    """The public methods of the author: those that `nnx.Module` has are Flax's own."""
-    flax = {name for base in nnx.Module.__mro__ for name in vars(base)}
-    for name in public(cls):
-        method = inspect.getattr_static(cls, name)
-        # Not only functions: `nnx.jit` makes a method an object that binds as one.
-        binds = callable(method) and hasattr(type(method), "__get__")
-        if name not in flax and binds and not isinstance(method, _UNBOUND):
-            yield name, method
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxmp._autocast import autocast
-from jaxmp._autocast.nnx_calls import on_a_clone
+from jaxmp._autocast.nnx_calls import on_scoped_copies
 from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs.scopes import SEED
 from jaxmp._jaxprs.trace import Traced, is_array, trace
@@ -185,7 +185,7 @@ def prepare(
     """Traces what `capture` runs; its arguments are explained there."""
     check_callable("capture", fn)
     chosen_args = check_arguments(args, argnums)
-    program = on_a_clone(fn)
+    program = on_scoped_copies(fn)
     if policy is not None:
         program = autocast(program, policy, chosen_args)
     has_aux = returns_aux(program, args)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,9 +18,9 @@ from flax import nnx
 from jax.extend.core import JaxprEqn
 
 from jaxmp._autocast.flops import contraction_flops
+from jaxmp._autocast.nnx_scopes import scoped_class
 from jaxmp._autocast.parameters import by_position
 from jaxmp._autocast.transform import under_policy
-from jaxmp._flax import is_registered
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.aux_outputs import Threaded
 from jaxmp._jaxprs.higher_order import inside, rebuild
@@ -36,7 +35,6 @@ Bind = Callable[[JaxprEqn, list[Any], Place, Sequence[Any]], Sequence[Any]]
 
 FLOAT32 = get_policy("float32")
 _MODULE = "jaxmp_module="  # before the path of an NNX module, in scopes of ours
-_UNBOUND = (type, staticmethod, classmethod, property)  # no methods
 _DEEPEST_ROOT = 4  # how many scopes may be around a model
 _TOP = Place()
 
@@ -97,7 +95,7 @@ def prepared(loss_fn: Loss, params: Any, batch: Any) -> PreparedLoss:
             own = jax.tree.map(lambda x: x, others)
             model = nnx.merge(graph, state, *own)
             for path, module in nnx.iter_modules(model):
-                object.__setattr__(module, "__class__", _scoped(type(module), _label(path)))
+                object.__setattr__(module, "__class__", scoped_class(type(module), _label(path)))
             return _loss_of(loss_fn(model, batch))
 
         return PreparedLoss(of_module, state, Places(labels=labels))
@@ -221,25 +219,3 @@ def _names(scopes: str) -> Path:
 
 def _label(path: Sequence[Any]) -> str:
     return _MODULE + ".".join(map(str, path))
-
-
-def _scoped(cls: Any, label: str) -> Any:
-    """A subclass of an NNX module's class, whose methods run in a named scope."""
-
-    def scoped(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def scoped_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with jax.named_scope(label):
-                return method(self, *args, **kwargs)
-
-        return scoped_method
-
-    flax = {name for base in nnx.Module.__mro__ for name in vars(base)}
-    methods = {
-        name: scoped(method)
-        for name in dir(cls)
-        if (name == "__call__" or not name.startswith("_")) and name not in flax
-        if callable(method := getattr(cls, name))
-        if not isinstance(inspect.getattr_static(cls, name), _UNBOUND)
-    }
-    return type(cls)(cls.__name__, (cls,), methods, pytree=is_registered(cls))

@@ -8,17 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.extend.core import JaxprEqn, Literal
 
-from jaxmp._flax import is_graph_node, is_registered
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp._jaxprs.source import in_scope
 from jaxmp._jaxprs.walk import Place
-from jaxmp._modules.classes import one_per_key, subclass
-from jaxmp._modules.nnx import methods_of
 from jaxmp._numerics.survey import looked_into
 
 INPUT = " (input)"
@@ -129,40 +125,3 @@ def _scopes(path: str) -> list[str]:
 def _numbered(layer: str, calls: Counter[str]) -> str:
     calls[layer] += 1
     return layer if calls[layer] == 1 else f"{layer}#{calls[layer] - 1}"
-
-
-# NNX gives no names to what its modules compute.
-
-
-def with_scopes(tree: Any) -> Any:
-    """A tree; modules of NNX in it are copies, in which each is called in a scope of its name."""
-    if not any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node))):
-        return tree
-    copy = nnx.clone(tree)
-    for node in jax.tree.leaves(copy, is_leaf=is_graph_node):
-        if isinstance(node, nnx.Module):
-            _enter_scopes(node)
-    return copy
-
-
-def _enter_scopes(root: nnx.Module) -> None:
-    paths = {id(module): tuple(map(str, path)) for path, module in nnx.iter_modules(root)}
-    known = {
-        path
-        for _, module in nnx.iter_modules(root)
-        if callable(module)
-        for path in [paths[id(module)]]
-    }
-    for _, module in list(nnx.iter_modules(root)):
-        path = paths[id(module)]
-        around = next((n for n in range(len(path) - 1, 0, -1) if path[:n] in known), 0)
-        if path:
-            scoped = _scoped_class(type(module), "/".join(path[around:]))
-            object.__setattr__(module, "__class__", scoped)
-
-
-@one_per_key
-def _scoped_class(cls: Any, scope: str) -> Any:
-    """The subclass of a class whose methods are called in a named scope."""
-    members = {name: jax.named_scope(scope)(method) for name, method in methods_of(cls)}
-    return subclass((_scoped_class, cls, scope), members, pytree=is_registered(cls))

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxmp._autocast.nnx_calls import with_module
+from jaxmp._autocast.nnx_calls import on_scoped_copies
 from jaxmp._autocast.regions import check_callable
 from jaxmp._jaxprs import compat
 from jaxmp._jaxprs.attributes import is_tracer
 from jaxmp._jaxprs.compat import dtype_of, shape_of
 from jaxmp._jaxprs.trace import Traced, trace
-from jaxmp._parity.layers import INPUT, LayerValue, values_of, with_scopes
+from jaxmp._parity.layers import INPUT, LayerValue, values_of
 from jaxmp._parity.rounding import RUNS, AsWritten, Rounded
 
 OUTPUT = "output"
@@ -206,13 +206,7 @@ def program_of(
                 f"{tool}: runs the program, so its arguments are arrays, and it is called outside "
                 f"jit; {name} is {'traced' if is_tracer(leaf) else leaf}"
             )
-    method, modules = with_module(fn)
-
-    def program(*args: Any, **kwargs: Any) -> Any:
-        scoped, keywords = with_scopes(((*modules, *args), kwargs))
-        return method(*scoped, **keywords)
-
-    call = trace(program, args, kwargs)
+    call = trace(on_scoped_copies(fn), args, kwargs)
     opened, _ = compat.closed(call.jaxpr)
     values = {value.name: value for value in values_of(call.jaxpr)}
     made_by = {

@@ -42,9 +42,9 @@ def subclass(made: tuple[Any, ...], members: dict[str, Any], **options: Any) -> 
     """A subclass that to Flax, and to who prints it, is the class itself.
 
     Args:
-      made: what it, and an instance of it, is pickled as: a function, and the class, the policy and
-        all else that this function makes the subclass from.
-      members: its methods.
+      made: what it, and an instance of it, is pickled as: a function, and the class and all else
+        that this function makes the subclass from.
+      members: its methods, and the `_jaxmp_policy` that it is wrapped under, if it is.
       options: of the class statement.
     """
     cls: Any = made[1]
@@ -63,7 +63,6 @@ def subclass(made: tuple[Any, ...], members: dict[str, Any], **options: Any) -> 
         "__doc__": cls.__doc__,
         "__reduce_ex__": reduce_ex,
         "_jaxmp_made": made,
-        "_jaxmp_policy": made[2],
         **members,
     }
     return _metaclass(meta)(cls.__name__, (cls,), members, **options)
