@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -226,3 +227,13 @@ def _with_parameters(
 def one_line(report: Any) -> str:
     """What a report prints, without the breaks in its lines."""
     return " ".join(str(report).split())
+
+
+@contextlib.contextmanager
+def case(name: object) -> Iterator[None]:
+    """Says of an error in which case of a table it was."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case {name!r}")
+        raise
