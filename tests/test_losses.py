@@ -234,8 +234,8 @@ def test_policies(policy):
     assert products(fn, *args) == products(around, *args) == {(low, low, "float32")}
     _, want = oracle(*args, labels)
     # Two operands rounded, of which the gradient of a logit is up to 2.
-    for fn in (fn, around) if policy == "mixed_bfloat16" else (fn,):
-        assert_near(jax.jit(fn)(*args), want, 4 * float(jnp.finfo(low).eps) + 1e-5)
+    for grads in (fn, around) if policy == "mixed_bfloat16" else (fn,):
+        assert_near(jax.jit(grads)(*args), want, 4 * float(jnp.finfo(low).eps) + 1e-5)
 
 
 def test_regions_and_policies_of_float64():
@@ -288,29 +288,32 @@ def test_the_large_logits_of_16_bits_have_the_gradient_of_float32_logits():
 
 
 def test_transformations():
-    *args, labels = arrays(tokens=(3, 4))
+    args = arrays(tokens=(3, 4))
     fn = functools.partial(ours, chunks=4)
-    want = np.asarray(fn(*args, labels))
-    x, table, bias = args
-    np.testing.assert_allclose(
-        jax.vmap(fn, (0, None, None, 0))(x, table, bias, labels), want, atol=1e-6
-    )
-    _, scanned = jax.lax.scan(lambda c, row: (c, fn(row[0], table, bias, row[1])), 0, (x, labels))
-    np.testing.assert_allclose(scanned, want, atol=1e-6)
-    grads = jax.grad(weighted(fn, labels), ALL)(*args)
-    again = jax.grad(jax.checkpoint(weighted(fn, labels)), ALL)(*args)
+
+    @jax.jit
+    def transformed(x, table, bias, labels):
+        scanned = jax.lax.scan(lambda c, row: (c, fn(row[0], table, bias, row[1])), 0, (x, labels))
+        loss = jax.checkpoint(weighted(fn, labels))
+        return (
+            jax.vmap(fn, (0, None, None, 0))(x, table, bias, labels),
+            scanned[1],
+            jax.vmap(fn, (None, 0, None, None))(x, jnp.stack([table, -table]), bias, labels)[0],
+        ), jax.grad(loss, ALL)(x, table, bias)
+
+    want, grads = losses_and_grads(chunks=4)(*args)
+    losses, again = transformed(*args)
+    for got in losses:
+        np.testing.assert_allclose(got, want, atol=1e-6)
     assert_near(again, grads, 1e-6)
-    per_table = jax.vmap(fn, (None, 0, None, None))(x, jnp.stack([table, -table]), bias, labels)
-    np.testing.assert_allclose(per_table[0], want, atol=1e-6)
 
 
 def test_second_derivatives_are_right_and_forward_mode_is_refused():
     x, table, bias, labels = arrays(tokens=(3,), features=3, vocab=7)
 
     def of(loss_fn):
-        fn = weighted(loss_fn, labels)
-        inner = jax.grad(fn)
-        return jax.grad(lambda x: jnp.sum(jnp.sin(inner(x, table, bias))))(x)
+        inner = jax.grad(weighted(loss_fn, labels))
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(inner(x, table, bias)))))(x)
 
     got = of(functools.partial(ours, chunks=3, soft_cap=2.0))
     capped = lambda x, t, b, y: optax.softmax_cross_entropy_with_integer_labels(  # noqa: E731

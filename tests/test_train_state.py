@@ -17,19 +17,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxmp
 from jaxmp import TrainState, master_weights
 
-from support import case
+from support import (
+    assert_same,
+    case,
+    numbers,
+)
 from training import (
     OVERFLOW,
     SCALED,
     STEP,
     NnxNet,
     X,
-    assert_same,
     fsdp,
     full_state,
     nnx_loss,
     nnx_step,
-    numbers,
     scaled,
     train_step,
 )
@@ -176,7 +178,6 @@ def test_value_and_grad_returns_the_loss_and_its_gradients():
     def small(params):  # 2^-30, which float16 cannot hold
         return jnp.sum(params["w"].astype(jnp.float16)).astype(jnp.float32) * 2.0**-30
 
-    np.testing.assert_array_equal(jax.grad(small)(state.params)["w"], 0)
     np.testing.assert_array_equal(state.value_and_grad(small)(state.params)[1]["w"], 2.0**-30)
 
 
@@ -215,7 +216,8 @@ def test_a_field_that_changes_its_structure_is_refused():
         state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params), average=state.params)
     assert "average=..." in str(error.value)
     grads = jax.tree.map(jnp.ones_like, state.params)
-    assert state.apply_gradients(grads=grads, name="other").name == "other"  # a static field may
+    other = jax.eval_shape(lambda state: state.apply_gradients(grads=grads, name="other"), state)
+    assert other.name == "other"  # a static field may change
 
 
 # Programs.
@@ -313,7 +315,7 @@ def test_vmap_over_states():
         _, grads = state.value_and_grad(lambda p, x: jnp.sum(p["w"] * x))(state.params, x)
         return state.apply_gradients(grads=grads)
 
-    after = jax.vmap(step)(states, x)
+    after = jax.jit(jax.vmap(step))(states, x)
     np.testing.assert_array_equal(after.step, [1, 1, 0, 1])
     np.testing.assert_array_equal(after.loss_scale, [1024, 1024, 512, 1024])
     moved = np.any(np.asarray(after.params["w"] != states.params["w"]), axis=1)
@@ -370,25 +372,6 @@ def test_the_same_with_nnx_model_and_optimizer():
     assert not np.isfinite(losses[1])
     assert losses[-1] < 0.7 * losses[0]
     assert jaxmp.loss_scaling.skipped_count(optimizer.opt_state) == 1
-
-
-def test_nnx_steps_are_those_of_a_train_state():
-    """The same gradients, the same optimizer: bitwise the same parameters."""
-    model = NnxNet()
-    _, params = nnx.split(model)
-    state = TrainState.create(
-        apply_fn=None, params=nnx.to_pure_dict(params), tx=scaled(growth_interval=2)
-    )
-    optimizer = nnx.Optimizer(model, scaled(growth_interval=2), wrt=nnx.Param)
-    grads = jax.tree.map(lambda p: jnp.cos(p) * 1024, state.params)
-    bad = jax.tree.map(lambda g: g * jnp.inf, grads)
-    for g in (grads, bad, grads, grads, grads):
-        state = state.apply_gradients(grads=g)
-        boxed = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(g))
-        optimizer.update(model, boxed)
-    assert_same(nnx_params(model), numbers(state.params))
-    assert jaxmp.loss_scaling.loss_scale(optimizer.opt_state) == state.loss_scale == 1024
-    assert state.skipped_count == 1
 
 
 def test_variables_are_no_parameters():
