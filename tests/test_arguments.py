@@ -84,23 +84,6 @@ def test_results_that_are_not_arrays() -> None:
     assert type(got[5]) is bool
 
 
-def test_has_aux() -> None:
-    def fn(w, x):
-        h = x @ w
-        return jnp.mean(h**2), {"hidden": h, "steps": jnp.int32(3)}
-
-    cast = autocast(fn, BF16)
-    (loss, aux), gradient = jax.value_and_grad(cast, has_aux=True)(W, X)
-    assert loss.dtype == jnp.float32
-    assert aux["steps"].dtype == jnp.int32
-    assert_close(
-        (loss, aux, gradient),
-        (*fn(W, X), jax.grad(lambda w: fn(w, X)[0])(W)),
-        dtype="bfloat16",
-        depth=2,
-    )
-
-
 def test_argument_returned_unchanged() -> None:
     """A float32 argument that only passes through is returned bit for bit."""
     got = autocast(lambda x, w: (x, w, x @ w), BF16)(X, W)
@@ -185,17 +168,6 @@ def test_16_bit_param_dtype_narrows_float32_arguments() -> None:
     # Values beyond the range of the narrow type must not become infinite.
     huge = autocast(lambda x: x, "float16")(jnp.full((2,), jnp.finfo(jnp.float32).min))
     assert np.isfinite(np.asarray(huge, np.float32)).all()
-
-
-def test_weak_types_do_not_appear() -> None:
-    def fn(x, w):
-        return x @ w * 2.0, jnp.where(x > 0, 1.0, 0.0) * x, x.sum() / 3
-
-    got = jax.eval_shape(autocast(fn, BF16), X, W)
-    want = jax.eval_shape(fn, X, W)
-    assert [(a.shape, a.dtype, a.weak_type) for a in got] == [
-        (a.shape, a.dtype, a.weak_type) for a in want
-    ]
 
 
 @pytest.mark.parametrize("steers", [lambda x: x > 0, float])

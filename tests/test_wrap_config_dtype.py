@@ -316,6 +316,15 @@ class Adapter(nn.Module):
         return self.inner(x) + x @ down @ up
 
 
+class Adapted(nn.Module):
+    inner: Any
+    adapter: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return Adapter(nn.Dense(8, dtype=self.inner), self.adapter)(nn.Dense(8)(x))
+
+
 class Defaults(nn.Module):
     """The trunk has the default of a field, the head was told."""
 
@@ -357,9 +366,9 @@ ROWS: dict[str, tuple[nn.Module, int, int]] = {
     ),
     "a root that hands none on": (Root(None), 1, 3),
     "a root that hands another on": (Root(jnp.bfloat16), 1, 3),
-    "a scope that is shared": (of(nn.Dense(8), Adapter(nn.Dense(8))), 0, 4),
-    "its layer is float32": (of(nn.Dense(8), Adapter(nn.Dense(8, dtype=F32))), 1, 4),
-    "and its adapter": (of(nn.Dense(8), Adapter(nn.Dense(8, dtype=F32), F32)), 3, 4),
+    "a scope that is shared": (Adapted(None, None), 0, 4),
+    "its layer is float32": (Adapted(F32, None), 1, 4),
+    "and its adapter": (Adapted(F32, F32), 3, 4),
     "float32 of norms": (of(*[nn.LayerNorm(dtype=F32), nn.tanh, nn.Dense(8)] * 3), 0, 3),
     # The default of a field is no word, whatever the field is called and the default is written.
     **{f"a default of {d!r}": (with_default(d)(), 0, 5) for d in FLOAT32S},
