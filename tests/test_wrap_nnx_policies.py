@@ -100,39 +100,24 @@ def test_output_dtype():
 # PolicyMap.
 
 
+F16, F32 = "mixed_float16", "float32"
 ROWS = [
-    ({"layers/0/*": "float32"}, POLICY, {"float32": 2, "bfloat16": 5}),
-    ({"layers/0": "float32"}, POLICY, {"float32": 2, "bfloat16": 5}),
-    ({"layers/*/up": "float32"}, POLICY, {"float32": 3, "bfloat16": 4}),
-    ({"layers/[12]/**": "float32"}, POLICY, {"float32": 4, "bfloat16": 3}),
-    ({"**/down": "float32"}, POLICY, {"float32": 3, "bfloat16": 4}),
-    ({"head": "float32"}, POLICY, {"float32": 1, "bfloat16": 6}),
-    ({"**": "float32"}, POLICY, {"float32": 7}),
-    ({nnx.Linear: "float32"}, POLICY, {"float32": 7}),
-    ({nnx.LayerNorm: "float32"}, POLICY, {"bfloat16": 7}),
+    ({"layers/0/*": F32}, POLICY, {"float32": 2, "bfloat16": 5}),
+    ({"layers/0": F32}, POLICY, {"float32": 2, "bfloat16": 5}),
+    ({"layers/*/up": F32}, POLICY, {"float32": 3, "bfloat16": 4}),
+    ({"layers/[12]/**": F32}, POLICY, {"float32": 4, "bfloat16": 3}),
+    ({"**/down": F32}, POLICY, {"float32": 3, "bfloat16": 4}),
+    ({"head": F32}, POLICY, {"float32": 1, "bfloat16": 6}),
+    ({"**": F32}, POLICY, {"float32": 7}),
+    ({nnx.Linear: F32}, POLICY, {"float32": 7}),
+    ({nnx.LayerNorm: F32}, POLICY, {"bfloat16": 7}),
     # The first match wins.
-    (
-        {"layers/0/up": "mixed_float16", "layers/0/**": "float32"},
-        POLICY,
-        {"float16": 1, "float32": 1, "bfloat16": 5},
-    ),
-    (
-        {"layers/0/**": "float32", "layers/0/up": "mixed_float16"},
-        POLICY,
-        {"float32": 2, "bfloat16": 5},
-    ),
+    ({"layers/0/up": F16, "layers/0/**": F32}, POLICY, {"float16": 1, "float32": 1, "bfloat16": 5}),
+    ({"layers/0/**": F32, "layers/0/up": F16}, POLICY, {"float32": 2, "bfloat16": 5}),
     # So does the innermost.
-    (
-        {"layers/1": "float32", "layers/1/down": POLICY},
-        "mixed_float16",
-        {"float16": 5, "float32": 1, "bfloat16": 1},
-    ),
-    (
-        {"layers/0": "mixed_float16", "layers/2": "float32"},
-        POLICY,
-        {"float16": 2, "float32": 2, "bfloat16": 3},
-    ),
-    ({"layers/1": POLICY}, "float32", {"bfloat16": 2, "float32": 5}),
+    ({"layers/1": F32, "layers/1/down": POLICY}, F16, {"float16": 5, "float32": 1, "bfloat16": 1}),
+    ({"layers/0": F16, "layers/2": F32}, POLICY, {"float16": 2, "float32": 2, "bfloat16": 3}),
+    ({"layers/1": POLICY}, F32, {"bfloat16": 2, "float32": 5}),
 ]
 
 
