@@ -40,8 +40,7 @@ def test_pytrees_in_and_out() -> None:
     assert got["name"].name == "dense"
     assert_close(got, want, dtype="bfloat16", depth=1)
     gradient = jax.grad(
-        lambda p: autocast(fn, BF16)({"x": X}, p, scale=2.0)["out"].first.sum(),
-        allow_int=True,
+        lambda p: autocast(fn, BF16)({"x": X}, p, scale=2.0)["out"].first.sum(), allow_int=True
     )(params)
     assert gradient.first.w.dtype == jnp.float32
 

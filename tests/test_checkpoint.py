@@ -12,30 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxmp
-from jaxmp import (
-    TrainState,
-    dynamic_loss_scale,
-    master_weights,
-    static_loss_scale,
-    store_state,
-)
+from jaxmp import TrainState, dynamic_loss_scale, master_weights, static_loss_scale, store_state
 
-from support import (
-    assert_same,
-    numbers,
-    slow_when,
-)
-from training import (
-    OVERFLOW,
-    SCALED,
-    STEP,
-    NnxNet,
-    X,
-    fsdp,
-    full_state,
-    nnx_step,
-    scaled,
-)
+from support import assert_same, numbers, slow_when
+from training import OVERFLOW, SCALED, STEP, NnxNet, X, fsdp, full_state, nnx_step, scaled
 
 BATCHES = [X, OVERFLOW, X + 0.5, X - 1, 2 * X, OVERFLOW, X, X + 1]
 ADAM = optax.adam(1e-2)

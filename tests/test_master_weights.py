@@ -23,18 +23,11 @@ from jaxmp._training.master_weights import (
 )
 from jaxmp.tree import join_float32, split_float32, stochastic_round
 
-from support import (
-    assert_same,
-    slow_when,
-)
+from support import assert_same, slow_when
 
 HALVES = (jnp.bfloat16, jnp.float16)
 halves = pytest.mark.parametrize("dtype", HALVES, ids=("bfloat16", "float16"))
-KINDS = {
-    "masters": {},
-    "random": {"stochastic_rounding": True},
-    "remainder": {"remainder": True},
-}
+KINDS = {"masters": {}, "random": {"stochastic_rounding": True}, "remainder": {"remainder": True}}
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 
 

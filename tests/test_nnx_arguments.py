@@ -245,10 +245,7 @@ def test_a_module_that_is_closed_over_and_changed_is_to_be_an_argument():
             return self.drop(x @ x)
 
     net, x = Dropping(nnx.Rngs(0)), jnp.ones((4, 4))
-    for tool in (
-        jaxmp.explain(lambda x: net(x), "mixed_bfloat16"),
-        jaxmp.audit(lambda x: net(x)),
-    ):
+    for tool in (jaxmp.explain(lambda x: net(x), "mixed_bfloat16"), jaxmp.audit(lambda x: net(x))):
         with pytest.raises(TraceContextError) as error:
             tool(x)
         assert any("fn(model, x) in place of fn(x)" in note for note in error.value.__notes__)

@@ -159,10 +159,7 @@ NO_STATES = {
     "lookahead parameters": (lambda: optax.LookaheadParams(PARAMS, PARAMS), "parameters"),
     "the parameters of an NNX module": (lambda: nnx.state(NnxNet()), "a 'State' of arrays"),
     "an NNX module": (NnxNet, "'NnxNet', which is a function or a model"),
-    "a Linen module": (
-        lambda: linen.Dense(2),
-        "'Dense'",
-    ),
+    "a Linen module": (lambda: linen.Dense(2), "'Dense'"),
     "an Equinox module": (lambda: Callable(jnp.ones(2)), "'Callable', which is a function or"),
 }
 

@@ -31,14 +31,7 @@ from linen_models import (
     over_layers,
     variables_of,
 )
-from support import (
-    CONTRACTIONS,
-    case,
-    iter_eqns,
-    jaxpr_of,
-    primitives,
-    slow_when,
-)
+from support import CONTRACTIONS, case, iter_eqns, jaxpr_of, primitives, slow_when
 
 
 class Block(nn.Module):

@@ -37,13 +37,7 @@ from jaxmp._training.stored_array import (
     is_scale_of,
 )
 
-from support import (
-    assert_same,
-    case,
-    needs_gpu_compiler,
-    needs_tpu_compiler,
-    slow_when,
-)
+from support import assert_same, case, needs_gpu_compiler, needs_tpu_compiler, slow_when
 
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -166,11 +160,7 @@ def test_extreme_blocks(dtype):
 
 @eight_bits
 def test_any_size_has_blocks_of_one_size(dtype):
-    for size, around, inside in [
-        (16, (), ()),
-        (257, (), (2,)),
-        (784, (3,), (2,)),
-    ]:
+    for size, around, inside in [(16, (), ()), (257, (), (2,)), (784, (3,), (2,))]:
         blocks = block_count(size, 256)
         x = jax.random.normal(jax.random.key(size), (*around, size, *inside))
         with case((size, around, inside)):

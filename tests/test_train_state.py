@@ -17,11 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxmp
 from jaxmp import TrainState, master_weights
 
-from support import (
-    assert_same,
-    case,
-    numbers,
-)
+from support import assert_same, case, numbers
 from training import (
     OVERFLOW,
     SCALED,
@@ -113,10 +109,7 @@ def test_zeros_keep_their_sign_where_a_step_is_left_out():
 
 
 def test_what_flax_overwrites_with_gradients_is_kept_too():
-    params = {
-        "params": {"w": jnp.ones(2)},
-        "_overwrite_with_gradient": {"amax": jnp.ones(3)},
-    }
+    params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"amax": jnp.ones(3)}}
     state = TrainState.create(apply_fn=None, params=params, tx=scaled(), policy="bfloat16")
     assert state.params["params"]["w"].dtype == jnp.bfloat16
     assert state.params["_overwrite_with_gradient"]["amax"].dtype == jnp.float32

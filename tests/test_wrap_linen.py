@@ -45,14 +45,7 @@ from linen_models import (
     run_all,
     variables_of,
 )
-from support import (
-    assert_same,
-    case,
-    contraction_dtypes,
-    float16_is_slow,
-    gaussian,
-    slow_when,
-)
+from support import assert_same, case, contraction_dtypes, float16_is_slow, gaussian, slow_when
 
 
 def wrapped_case(name: str, policy: str | None) -> nn.Module:

@@ -40,12 +40,7 @@ from linen_models import (
     run_all,
     variables_of,
 )
-from support import (
-    assert_same,
-    case,
-    contraction_dtypes,
-    gaussian,
-)
+from support import assert_same, case, contraction_dtypes, gaussian
 
 # --- As a submodule ------------------------------------------------------------------------------
 

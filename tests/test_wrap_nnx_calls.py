@@ -192,10 +192,7 @@ def test_variables_of_the_authors_types():
 
 def test_metadata_of_variables_survives():
     model = nnx.Linear(
-        WIDTH,
-        4,
-        kernel_init=nnx.with_metadata(nnx.initializers.ones, tag="mine"),
-        rngs=nnx.Rngs(0),
+        WIDTH, 4, kernel_init=nnx.with_metadata(nnx.initializers.ones, tag="mine"), rngs=nnx.Rngs(0)
     )
     wrapped = jaxmp.wrap(model, POLICY)
     wrapped(ROWS)
