@@ -58,7 +58,7 @@ def initialized(name: str) -> Any:
     """Variables whose parameters bfloat16 holds."""
     model, x = CASES[name]
     rounded = lambda p: p.astype(jnp.bfloat16).astype(p.dtype)  # noqa: E731
-    variables = variables_of(model, x)
+    variables = compiled(lambda: model.init({"params": KEY, **RNGS}, x))()
     return {**variables, "params": jax.tree.map(rounded, variables["params"])}
 
 
@@ -117,7 +117,7 @@ def test_init_is_the_program_of_the_module_itself() -> None:
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("name", CASES)
 def test_all_contractions_are_low_forward_and_backward(name: str, policy: str) -> None:
-    arguments = split(initialized(name))
+    arguments = split(variables_of(*CASES[name]))
     total = contraction_dtypes(step(name), *arguments).total()
     low = policy.removeprefix("mixed_")
     outer = {"experts": 1}.get(name, 0)  # a dispatch by one-hot rows contracts nothing
