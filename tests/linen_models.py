@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ import numpy as np
 
 import jaxmp
 
-from support import contraction_dtypes, gaussian
+from support import contraction_dtypes, gaussian, jaxpr_of
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 EPS = float(jnp.finfo(jnp.bfloat16).eps)
@@ -50,15 +51,6 @@ def marked(module: nn.Module, policy: str | None) -> Any:
     return module if policy is None else jaxmp.wrap(module, policy)
 
 
-def assert_same(got: Any, want: Any) -> None:
-    """Equal trees, bit for bit, in the same dtypes."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
-    for (path, leaf), other in pairs:
-        assert leaf.dtype == other.dtype, path
-        np.testing.assert_array_equal(leaf, other, err_msg=str(path))
-
-
 def assert_close(got: Any, want: Any, roundings: float = 8) -> None:
     """Equal structure and dtypes; distance within so many roundings to bfloat16, but not zero."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -83,6 +75,17 @@ def gradient_of(model: nn.Module, x: Any, **options: Any) -> Any:
 def run(model: nn.Module, variables: Any, *args: Any, **options: Any) -> Any:
     """`apply`, compiled."""
     return compiled(functools.partial(model.apply, **options))(variables, *args)
+
+
+def run_all(models: Sequence[nn.Module], variables: Any, *args: Any, **options: Any) -> Any:
+    """`apply` of several models, compiled as one program."""
+    applies = [functools.partial(model.apply, **options) for model in models]
+    return compiled(lambda *a: [apply(*a) for apply in applies])(variables, *args)
+
+
+def program(fn: Callable[..., Any], *args: Any) -> str:
+    """The text of a jaxpr: an equal one gives the same bits."""
+    return str(jaxpr_of(fn, *args))
 
 
 def counts(model: nn.Module, variables: Any, *args: Any, **options: Any) -> dict[str, int]:
@@ -195,6 +198,23 @@ class Transformer(nn.Module):
         return embed.attend(nn.LayerNorm()(x))
 
 
+class Promotes(nn.Module):
+    """What promotes to float32: a NumPy table, `np.sqrt`, a mask, an `arange`, raw parameters."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        table = np.sin(np.arange(48, dtype=np.float32)).reshape(6, 8)
+        x = nn.tanh(nn.Dense(8)(x) + table)
+        q, k, v = (nn.Dense(8)(x) for _ in range(3))
+        scores = q @ k.swapaxes(-1, -2) / np.sqrt(64)
+        scores = jnp.where(np.tri(6, dtype=bool), scores, np.float32(-1e9))
+        x = nn.softmax(scores) @ v
+        x = nn.Dense(8)(x) * (0.5 ** jnp.arange(6, dtype=jnp.float32))[:, None]
+        w = self.param("w", nn.initializers.lecun_normal(), (8, 8))
+        scale = self.param("scale", nn.initializers.ones, (8,))
+        return nn.Dense(2)(nn.RMSNorm()(nn.Dense(8)(jnp.einsum("bti,ij->btj", x, w) * scale)))
+
+
 class Recurrent(nn.Module):
     cell: type[nn.Module] = nn.LSTMCell
 
@@ -231,5 +251,7 @@ CASES = {
     "transformer": Case(Transformer(), TOKENS),
     "lstm": Case(Recurrent(nn.LSTMCell), SEQUENCE),
     "gru": Case(Recurrent(nn.GRUCell), SEQUENCE),
+    "simple recurrence": Case(Recurrent(nn.SimpleCell), SEQUENCE),
+    "promotes": Case(Promotes(), SEQUENCE),
     "experts": Case(Experts(), X),
 }

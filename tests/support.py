@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -226,3 +227,33 @@ def _with_parameters(
 def one_line(report: Any) -> str:
     """What a report prints, without the breaks in its lines."""
     return " ".join(str(report).split())
+
+
+@contextlib.contextmanager
+def case(name: object) -> Iterator[None]:
+    """Says of an error in which case of a table it was."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case {name!r}")
+        raise
+
+
+def numbers(tree: Any) -> Any:
+    """Leaves as NumPy arrays, keys included."""
+
+    def number(x: Any) -> np.ndarray:
+        return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+    return jax.tree.map(number, tree)
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Equal to the bit, in structure and dtypes."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    pairs = zip(
+        jax.tree.leaves_with_path(numbers(got)), jax.tree.leaves(numbers(want)), strict=True
+    )
+    for (path, a), b in pairs:
+        assert a.dtype == b.dtype, path
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))

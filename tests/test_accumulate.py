@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxmp
 from jaxmp import accumulate_gradients, dynamic_loss_scale
 
+from support import case
+
 RNG = np.random.default_rng(0)
 PARAMS = {
     "w": jnp.asarray(RNG.normal(size=(5, 3)), "float32"),
@@ -39,12 +41,12 @@ def assert_close(got, want, ulps=16):
     jax.tree.map(check, got, want)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 24])
-@pytest.mark.parametrize("jit", [False, True])
-def test_it_equals_the_large_batch(microbatches, jit):
-    grad_fn = accumulate_gradients(jax.value_and_grad(loss_fn), microbatches)
-    got = (jax.jit(grad_fn) if jit else grad_fn)(PARAMS, BATCH)
-    assert_close(got, jax.value_and_grad(loss_fn)(PARAMS, BATCH))
+def test_it_equals_the_large_batch():
+    want = jax.value_and_grad(loss_fn)(PARAMS, BATCH)
+    for microbatches, jit in [(1, False), (2, True), (3, False), (24, True)]:
+        grad_fn = accumulate_gradients(jax.value_and_grad(loss_fn), microbatches)
+        with case((microbatches, jit)):
+            assert_close((jax.jit(grad_fn) if jit else grad_fn)(PARAMS, BATCH), want)
 
 
 def test_one_scale_for_the_whole_batch_and_one_bad_piece_skips_it():
@@ -69,7 +71,7 @@ def test_one_scale_for_the_whole_batch_and_one_bad_piece_skips_it():
         np.testing.assert_array_equal(update, np.zeros_like(update))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=("float16", "bfloat16"))
 def test_16_bit_gradients_are_added_in_float32(dtype):
     # 1 + 1/1024 is 1 in bfloat16, and the sum of 2048 ones stops at 256 (2048 in float16).
     params = jnp.ones((), dtype)
@@ -191,19 +193,16 @@ def test_a_sharded_batch_stays_where_it_is():
     assert_close(step(params, sharded), grad_fn(params, batch))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
+def test_bad_arguments_are_refused():
+    for arguments, error, message in [
         (dict(microbatches=0), ValueError, "microbatches must be at least 1; got 0"),
         (dict(microbatches=2.0), TypeError, "microbatches must be an integer; got 2.0"),
         (dict(microbatches=True), TypeError, "microbatches must be an integer"),
         (dict(microbatches=2, reduce="max"), ValueError, "reduce must be 'mean' or 'sum'"),
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_refused(arguments, error, message):
-    with pytest.raises(error, match=f"accumulate_gradients: {message}"):
-        accumulate_gradients(jax.value_and_grad(loss_fn), **arguments)
+    ]:
+        expected = f"accumulate_gradients: {message}"
+        with case(arguments), pytest.raises(error, match=expected):
+            accumulate_gradients(jax.value_and_grad(loss_fn), **arguments)
 
 
 def test_bad_calls_are_refused():

@@ -40,8 +40,7 @@ def test_pytrees_in_and_out() -> None:
     assert got["name"].name == "dense"
     assert_close(got, want, dtype="bfloat16", depth=1)
     gradient = jax.grad(
-        lambda p: autocast(fn, BF16)({"x": X}, p, scale=2.0)["out"].first.sum(),
-        allow_int=True,
+        lambda p: autocast(fn, BF16)({"x": X}, p, scale=2.0)["out"].first.sum(), allow_int=True
     )(params)
     assert gradient.first.w.dtype == jnp.float32
 
@@ -66,15 +65,11 @@ def test_static_keyword_string_and_callable_arguments() -> None:
 
 
 def test_static_python_scalars_do_not_collide_in_the_cache() -> None:
-    """`1`, `1.0` and `True` are equal and hash alike, yet they are different arguments."""
+    """`1`, `1.0` and `True` are equal and hash alike, and 0.0 is -0.0; they are other arguments."""
     cast = autocast(lambda x, s: (x * s, type(s).__name__), BF16)
     assert [cast(X, s)[1] for s in (1, 1.0, True, 1)] == ["int", "float", "bool", "int"]
-
-
-def test_negative_zero_is_its_own_static_argument() -> None:
-    cast = autocast(lambda x, s: x * s, BF16)
     one = jnp.ones(())
-    assert [bool(jnp.signbit(cast(one, s))) for s in (0.0, -0.0)] == [False, True]
+    assert [bool(jnp.signbit(cast(one, s)[0])) for s in (0.0, -0.0)] == [False, True]
 
 
 def test_results_that_are_not_arrays() -> None:
@@ -86,23 +81,6 @@ def test_results_that_are_not_arrays() -> None:
     assert type(got[3]) is int
     assert type(got[4]) is float
     assert type(got[5]) is bool
-
-
-def test_has_aux() -> None:
-    def fn(w, x):
-        h = x @ w
-        return jnp.mean(h**2), {"hidden": h, "steps": jnp.int32(3)}
-
-    cast = autocast(fn, BF16)
-    (loss, aux), gradient = jax.value_and_grad(cast, has_aux=True)(W, X)
-    assert loss.dtype == jnp.float32
-    assert aux["steps"].dtype == jnp.int32
-    assert_close(
-        (loss, aux, gradient),
-        (*fn(W, X), jax.grad(lambda w: fn(w, X)[0])(W)),
-        dtype="bfloat16",
-        depth=2,
-    )
 
 
 def test_argument_returned_unchanged() -> None:
@@ -159,27 +137,24 @@ def test_shape_dtype_structs() -> None:
             ], case.fn.__name__
 
 
-@pytest.mark.parametrize(
-    ("policy", "output"),
-    [
+def test_output_dtype() -> None:
+    def fn(x, w):
+        return x @ w, x.astype(jnp.float16), jnp.argmax(x), {"loss": jnp.mean(x)}
+
+    for policy, output in [
         (BF16, "float32"),
         ("p=f32,c=bf16,o=bf16", "bfloat16"),
         ("p=f32,c=bf16,o=f16", "float16"),
         ("bfloat16", "bfloat16"),
         ("float16", "float16"),
-    ],
-)
-def test_output_dtype(policy: str, output: str) -> None:
-    def fn(x, w):
-        return x @ w, x.astype(jnp.float16), jnp.argmax(x), {"loss": jnp.mean(x)}
-
-    for run in (lambda f: f, jax.jit):
-        out, half, index, metrics = run(autocast(fn, policy))(X, W)
-        assert out.dtype == metrics["loss"].dtype == output
+    ]:
+        out, half, index, metrics = jax.eval_shape(autocast(fn, policy), X, W)
+        assert out.dtype == metrics["loss"].dtype == output, policy
         assert half.dtype == jnp.float16
         assert index.dtype == jnp.int32
-    gradient = jax.grad(lambda w: autocast(fn, policy)(X, w)[0].astype(jnp.float32).sum())(W)
-    assert gradient.dtype == jnp.float32
+        loss = lambda w: autocast(fn, policy)(X, w)[0].astype(jnp.float32).sum()  # noqa: B023, E731
+        assert jax.eval_shape(jax.grad(loss), W).dtype == jnp.float32
+    assert [y.dtype for y in autocast(fn, "bfloat16")(X, W)[:2]] == [jnp.bfloat16, jnp.float16]
 
 
 def test_16_bit_param_dtype_narrows_float32_arguments() -> None:
@@ -192,17 +167,6 @@ def test_16_bit_param_dtype_narrows_float32_arguments() -> None:
     # Values beyond the range of the narrow type must not become infinite.
     huge = autocast(lambda x: x, "float16")(jnp.full((2,), jnp.finfo(jnp.float32).min))
     assert np.isfinite(np.asarray(huge, np.float32)).all()
-
-
-def test_weak_types_do_not_appear() -> None:
-    def fn(x, w):
-        return x @ w * 2.0, jnp.where(x > 0, 1.0, 0.0) * x, x.sum() / 3
-
-    got = jax.eval_shape(autocast(fn, BF16), X, W)
-    want = jax.eval_shape(fn, X, W)
-    assert [(a.shape, a.dtype, a.weak_type) for a in got] == [
-        (a.shape, a.dtype, a.weak_type) for a in want
-    ]
 
 
 @pytest.mark.parametrize("steers", [lambda x: x > 0, float])

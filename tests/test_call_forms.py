@@ -11,6 +11,8 @@ import pytest
 
 import jaxmp
 
+from support import case
+
 W, X = jnp.ones((16, 16)), jnp.ones((4, 16))
 SECOND_CALL = r"The arguments of a function go into a second call: "
 
@@ -33,23 +35,22 @@ def test_arguments_beside_the_function_are_told_where_they_go(tool):
         jaxmp.get_policy(W)
 
 
-@pytest.mark.parametrize(
-    ("call", "right_form"),
-    [
+def test_training_tools_say_where_arguments_go():
+    for tool, args, right_form in [
         (
-            lambda: jaxmp.validate(lambda policy, seed: None, "mixed_bfloat16", 100),
+            jaxmp.validate,
+            (lambda policy, seed: None, "mixed_bfloat16", 100),
             r"validate: got 1 .*jaxmp\.validate\(make_step, policy, seeds=3\)\(steps, batches\)",
         ),
         (
-            lambda: jaxmp.tune(loss, "mixed_bfloat16", W, [X]),
+            jaxmp.tune,
+            (loss, "mixed_bfloat16", W, [X]),
             r"tune: got 2 .*jaxmp\.tune\(loss_fn, candidates, budget=1e-3\)\(params, batches\)",
         ),
-        (lambda: jaxmp.tune(loss, {"w": W}), f"tune: a policy is .*{SECOND_CALL}"),
-    ],
-)
-def test_training_tools_say_where_arguments_go(call, right_form):
-    with pytest.raises(TypeError, match=f"^{right_form}"):
-        call()
+        (jaxmp.tune, (loss, {"w": W}), f"tune: a policy is .*{SECOND_CALL}"),
+    ]:
+        with case(right_form), pytest.raises(TypeError, match=f"^{right_form}"):
+            tool(*args)
 
 
 def test_keyword_arguments_go_to_the_function():
@@ -57,19 +58,16 @@ def test_keyword_arguments_go_to_the_function():
     assert jaxmp.audit(loss, "mixed_bfloat16")(W, x=X).product_share() == {"bfloat16": 1.0}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_a_policy_alone_makes_a_decorator():
+    for make in (
         jaxmp.autocast("mixed_bfloat16"),
         jaxmp.autocast(policy="mixed_bfloat16"),
         jaxmp.autocast("mixed_bfloat16", argnums=0),
         jaxmp.autocast(jaxmp.get_policy("mixed_bfloat16")),
-    ],
-)
-def test_a_policy_alone_makes_a_decorator(make):
-    decorated = make(loss)
-    np.testing.assert_array_equal(decorated(W, X), jaxmp.autocast(loss, "mixed_bfloat16")(W, X))
-    assert decorated.__name__ == "loss"
+    ):
+        made = make(loss)
+        np.testing.assert_array_equal(made(W, X), jaxmp.autocast(loss, "mixed_bfloat16")(W, X))
+        assert made.__name__ == "loss"
 
 
 def test_a_decorator_hands_its_argnums_on():

@@ -16,7 +16,7 @@ import jaxmp
 from jaxmp._autocast.passes.softmax_vjp import SoftmaxDot
 from jaxmp._jaxprs.compiler_hints import LANES, laid_out
 
-from support import needs_tpu_compiler
+from support import needs_tpu_compiler, slow_when
 
 BF16 = "mixed_bfloat16"
 
@@ -80,12 +80,10 @@ def orders(loss: Callable[..., Any], platform: str, *args: Any) -> list[list[int
     return [[int(axis) for axis in each.split(",")] for each in found]
 
 
-@pytest.mark.parametrize(
-    "loss", [in_a_loop, in_a_function_in_a_loop], ids=lambda loss: loss.__name__
-)
-def test_in_a_loop_queries_are_innermost(loss: Any) -> None:
+def test_in_a_loop_queries_are_innermost() -> None:
     """XLA writes layouts from the innermost axis on."""
-    assert orders(loss, "tpu", *inputs()) == [[2, 3, 1, 0]]
+    for loss in (in_a_loop, in_a_function_in_a_loop):
+        assert orders(loss, "tpu", *inputs()) == [[2, 3, 1, 0]], loss
 
 
 def test_of_groups_of_heads_too() -> None:
@@ -94,18 +92,12 @@ def test_of_groups_of_heads_too() -> None:
     assert sorted(order) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm"])
-def test_elsewhere_nothing_is_asked_for(platform: str) -> None:
-    assert orders(in_a_loop, platform, *inputs()) == []
-
-
-def test_out_of_loops_nothing_is_asked_for() -> None:
-    """There the compiler finds layouts that suit all readers."""
+def test_elsewhere_nothing_is_asked_for() -> None:
+    for platform in ("cpu", "cuda", "rocm"):
+        assert orders(in_a_loop, platform, *inputs()) == [], platform
+    # Out of loops the compiler finds layouts that suit all readers.
     assert orders(in_no_loop, "tpu", *inputs()) == []
-
-
-def test_nor_of_few_queries() -> None:
-    """Which would be filled up to the number of lanes."""
+    # Few queries would be filled up to the number of lanes.
     assert orders(in_a_loop, "tpu", *inputs(queries=LANES - 1)) == []
     assert orders(in_a_loop, "tpu", *inputs(queries=1)) == []
 
@@ -120,6 +112,7 @@ def test_nor_of_queries_whose_number_is_left_open() -> None:
     assert "LayoutConstraint" not in exported.mlir_module()
 
 
+@slow_when(lambda loss, mapped: (loss is grouped_in_a_loop) == mapped)
 @pytest.mark.parametrize("loss", [in_a_loop, grouped_in_a_loop], ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_it_changes_no_number(loss: Any, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import jaxmp
 
-from support import slow_when
+from support import assert_same, slow_when
 
 RATE = {"learning_rate": 0.1}
 
@@ -127,16 +127,6 @@ def extra_args(name, grads, value=1.0):
     if name == "sophia":  # whose estimate of the Hessian differentiates the loss
         return {"obj_fn": loss_fn}
     return {"value": jnp.float32(value), "grad": grads, "value_fn": loss_fn}
-
-
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
-    ):
-        if jnp.issubdtype(jnp.asarray(a).dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
 def types(tree):

@@ -52,7 +52,7 @@ def assert_same_state(got: nnx.Module, want: nnx.Module, atol: float = 0.05) -> 
         np.testing.assert_allclose(a, b, atol=atol)
 
 
-@slow_when(lambda cls, policy: cls is NoTree or policy == "mixed_float16")
+@slow_when(lambda cls, policy: cls is NoTree or policy not in (BF16, "bfloat16"))
 @pytest.mark.parametrize("policy", [BF16, "mixed_float16", "bfloat16", "p=f32,c=bf16,o=bf16"])
 @pytest.mark.parametrize("cls", [Net, NoTree])
 def test_what_a_call_changes_is_kept(cls: type[Net], policy: str) -> None:
@@ -84,21 +84,15 @@ def test_a_training_loop_of_nnx() -> None:
             optimizer.update(model, grads)
             return loss, grads
 
-        for _ in range(20):
+        for _ in range(10):
             loss, grads = step(model, optimizer)
         assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype("float32")}
         return model, loss
 
     (plain, want), (model, got) = train(loss_fn), train(jaxmp.autocast(loss_fn, BF16))
     np.testing.assert_allclose(got, want, atol=0.03)
-    assert model.calls[...] == 20
+    assert model.calls[...] == 10
     np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=0.3)
-
-
-def test_dropout_draws_a_new_mask_at_every_call() -> None:
-    model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    fast = jaxmp.autocast(lambda model, x: model(x), BF16)
-    assert not np.array_equal(fast(model, X), fast(model, X))
 
 
 def test_streams_and_variables_are_arguments_too() -> None:
@@ -196,7 +190,8 @@ def test_an_optimizer_and_a_whole_step() -> None:
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     before = np.asarray(model.hidden.kernel[...])
-    losses = [jaxmp.autocast(step, BF16)(model, optimizer, X) for _ in range(3)]
+    step = nnx.jit(jaxmp.autocast(step, BF16))
+    losses = [step(model, optimizer, X) for _ in range(3)]
     assert losses[-1] < losses[0]
     assert optimizer.step[...] == 3
     assert model.calls[...] == 3
@@ -250,10 +245,7 @@ def test_a_module_that_is_closed_over_and_changed_is_to_be_an_argument():
             return self.drop(x @ x)
 
     net, x = Dropping(nnx.Rngs(0)), jnp.ones((4, 4))
-    for tool in (
-        jaxmp.explain(lambda x: net(x), "mixed_bfloat16"),
-        jaxmp.audit(lambda x: net(x)),
-    ):
+    for tool in (jaxmp.explain(lambda x: net(x), "mixed_bfloat16"), jaxmp.audit(lambda x: net(x))):
         with pytest.raises(TraceContextError) as error:
             tool(x)
         assert any("fn(model, x) in place of fn(x)" in note for note in error.value.__notes__)

@@ -25,15 +25,13 @@ from linen_models import (
     abstract_variables,
     all_counts,
     assert_close,
-    assert_same,
     compiled,
     counts,
     gradient_of,
     over_layers,
-    run,
     variables_of,
 )
-from support import CONTRACTIONS, iter_eqns, jaxpr_of, primitives, slow_when
+from support import CONTRACTIONS, case, iter_eqns, jaxpr_of, primitives, slow_when
 
 
 class Block(nn.Module):
@@ -100,32 +98,27 @@ def all_but(**different: str) -> dict[str, str]:
 # --- Which modules a key matches -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pattern", "blocks"),
-    [
+def test_a_key_matches_whole_components_and_covers_what_is_inside() -> None:
+    """In exactly those blocks, forward and backward."""
+    inside = "encoder/block_0 encoder/block_1"
+    for pattern, blocks in [
         ("head", "head"),
         ("block_0", "block_0"),  # not the encoder's
-        ("encoder", "encoder/block_0 encoder/block_1"),
+        ("encoder", inside),
         ("encoder/block_1", "encoder/block_1"),
-        ("encoder/*", "encoder/block_0 encoder/block_1"),
+        ("encoder/*", inside),
         ("encoder/block_[!0]", "encoder/block_1"),
-        ("*", "encoder/block_0 encoder/block_1 block_0 head"),
+        ("*", f"{inside} block_0 head"),
         ("*/block_0", "encoder/block_0"),
         ("**/block_0", "encoder/block_0 block_0"),
-        ("**", "encoder/block_0 encoder/block_1 block_0 head"),
-        ("encoder/**", "encoder/block_0 encoder/block_1"),
-        (Encoder, "encoder/block_0 encoder/block_1"),
-        (Block, "encoder/block_0 encoder/block_1 block_0"),
-        (nn.Module, "encoder/block_0 encoder/block_1 block_0 head"),
-    ],
-    ids=str,
-)
-def test_a_key_matches_whole_components_and_covers_what_is_inside(
-    pattern: Any, blocks: str
-) -> None:
-    """In exactly those blocks, forward and backward."""
-    want = all_but() | dict.fromkeys(blocks.split(), "float32")
-    assert dtypes_by_block(mapped({pattern: "float32"})) == want
+        ("**", f"{inside} block_0 head"),
+        ("encoder/**", inside),
+        (Encoder, inside),
+        (Block, f"{inside} block_0"),
+        (nn.Module, f"{inside} block_0 head"),
+    ]:
+        want = all_but() | dict.fromkeys(blocks.split(), "float32")
+        assert dtypes_by_block(mapped({pattern: "float32"})) == want, pattern
 
 
 def test_a_layer_inside_a_block() -> None:
@@ -136,7 +129,7 @@ def test_a_layer_inside_a_block() -> None:
     assert all_counts(mapped({"**/up": "float32"}), VARIABLES, X) == {"float32": 9, "bfloat16": 12}
 
 
-def test_the_first_key_that_matches_wins() -> None:
+def test_the_first_key_that_matches_wins_and_a_match_further_inside() -> None:
     general, special = ("encoder/*", "float32"), ("encoder/block_1", F16)
     assert dtypes_by_block(mapped(dict([general, special]))) == all_but(
         encoder__block_0="float32", encoder__block_1="float32"
@@ -144,30 +137,19 @@ def test_the_first_key_that_matches_wins() -> None:
     assert dtypes_by_block(mapped(dict([special, general]))) == all_but(
         encoder__block_0="float32", encoder__block_1="float16"
     )
-
-
-def test_a_match_further_inside_wins_over_one_around_it() -> None:
     found = dtypes_by_block(mapped({"encoder": "float32", "encoder/block_1": BF16}))
     assert found == all_but(encoder__block_0="float32")
 
 
-@pytest.mark.slow
 def test_float16_in_one_block_and_bfloat16_in_another() -> None:
     wrapped = mapped({"encoder/block_0": F16, "head": "float32"})
     assert dtypes_by_block(wrapped) == all_but(encoder__block_0="float16", head="float32")
-    assert_close(run(wrapped, VARIABLES, X), run(MODEL, VARIABLES, X))
-    got = compiled(gradient_of(wrapped, X))(VARIABLES)
-    assert_close(got, compiled(gradient_of(MODEL, X))(VARIABLES))
-
-
-def test_low_overrides_in_a_float32_default() -> None:
-    wrapped = mapped({"encoder": BF16}, default="float32")
-    assert dtypes_by_block(wrapped) == {
-        "encoder/block_0": "bfloat16",
-        "encoder/block_1": "bfloat16",
-        "block_0": "float32",
-        "head": "float32",
-    }
+    got, want = compiled(lambda v: [gradient_of(m, X)(v) for m in (wrapped, MODEL)])(VARIABLES)
+    assert_close(got, want)
+    # Low ones in a default of float32.
+    want = dict.fromkeys(WIDTHS.values(), "float32")
+    want |= {"encoder/block_0": "bfloat16", "encoder/block_1": "bfloat16"}
+    assert dtypes_by_block(mapped({"encoder": BF16}, default="float32")) == want
 
 
 def test_refinements_of_an_override_hold_inside_it() -> None:
@@ -195,21 +177,17 @@ def test_paths_are_relative_to_the_wrapped_module() -> None:
 
 
 def test_other_methods_by_name() -> None:
-    wrapped = mapped({"encoder/block_0": "float32"})
+    """A method that does not enter a module of a key is no mistake."""
+    wrapped = mapped({"encoder/block_0": "float32", "head": F16, "block_0/up": "float32"})
     assert counts(wrapped, VARIABLES, X, method="encode") == {"float32": 2, "bfloat16": 2}
 
 
-def test_a_map_without_overrides_is_its_default() -> None:
-    single = jaxmp.wrap(MODEL, BF16)
-    assert str(jaxpr_of(mapped({}).apply, VARIABLES, X)) == str(
-        jaxpr_of(single.apply, VARIABLES, X)
-    )
+def test_a_map_without_overrides_is_its_default_and_float32_the_module_as_written() -> None:
+    def program(model: nn.Module) -> str:
+        return str(jaxpr_of(gradient_of(model, X), VARIABLES))
 
-
-def test_a_map_of_float32_alone_is_bitwise_the_identity() -> None:
-    wrapped = mapped({"head": "float32"}, default="float32")
-    got = compiled(gradient_of(wrapped, X))(VARIABLES)
-    assert_same(got, compiled(gradient_of(MODEL, X))(VARIABLES))
+    assert program(mapped({})) == program(jaxmp.wrap(MODEL, BF16))
+    assert program(mapped({"head": "float32"}, default="float32")) == program(MODEL)
 
 
 # --- Inside transforms, autocasts and wrapped modules --------------------------------------------
@@ -239,25 +217,23 @@ def test_inside_scan_and_remat_and_in_the_backward_pass(layer: Any) -> None:
         "encoder/block_1": "float32",
         "head": "bfloat16",
     }
-    got = compiled(gradient_of(wrapped, X))(variables)
-    assert_close(got, compiled(gradient_of(Scanned(), X))(variables))
 
 
-@pytest.mark.parametrize("lift", [nn.remat, nn.jit], ids=["remat", "jit"])
-def test_inside_lifted_modules(lift: Any) -> None:
+def test_inside_lifted_modules() -> None:
     class Lifted(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            x = x + lift(Block)(10, name="a")(x)
-            return x + lift(Block)(11, name="b")(x)
+            x = x + nn.remat(Block)(10, name="a")(x)
+            x = x + nn.remat(Block)(11, name="b")(x)
+            x = x + nn.jit(Block)(12, name="c")(x)
+            return x + nn.jit(Block)(13, name="d")(x)
 
     variables = variables_of(Lifted(), X)
-    for key in ("b", "b/*"):
-        wrapped = mapped({key: "float32"}, model=Lifted())
-        assert dtypes_by_block(wrapped, variables) == {
-            "encoder/block_0": "bfloat16",
-            "encoder/block_1": "float32",
-        }
+    for inside in ("", "/*"):
+        wrapped = mapped(dict.fromkeys([f"b{inside}", f"d{inside}"], "float32"), model=Lifted())
+        assert dtypes_by_block(wrapped, variables) == all_but(
+            encoder__block_1="float32", head="float32"
+        )
 
 
 Jitted = nn.jit(Block)
@@ -339,55 +315,28 @@ def test_a_map_inside_an_autocast_and_inside_a_wrapped_module() -> None:
     assert dtypes_by_block(outer, {"params": {"inner": VARIABLES["params"]}}) == want
 
 
-@pytest.mark.parametrize("key", ["head", nn.Dense, "**"], ids=str)
-def test_a_wrapped_module_keeps_its_policy_under_a_map_around_it(key: Any) -> None:
-    class Outer(nn.Module):
-        inner: nn.Module
+class WithHead(nn.Module):
+    inner: nn.Module
 
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return nn.Dense(13, name="head")(self.inner(x))
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(13, name="head")(self.inner(x))
 
-    model = Outer(jaxmp.wrap(Block(10), F16))
+
+def test_a_wrapped_module_keeps_its_policy_under_a_map_around_it() -> None:
+    model = WithHead(jaxmp.wrap(Block(10), F16))
     variables = variables_of(model, X)
-    found = dtypes_by_block(mapped({key: "float32"}, model=model), variables)
-    assert found == {"encoder/block_0": "float16", "head": "float32"}
+    for key in ("head", nn.Dense, "**"):
+        found = dtypes_by_block(mapped({key: "float32"}, model=model), variables)
+        assert found == {"encoder/block_0": "float16", "head": "float32"}, key
 
 
-@pytest.mark.parametrize("policy", [BF16, PolicyMap({"up": "c=f16,o=f32"}, default=BF16)])
-def test_a_wrapped_module_stores_its_parameters_by_its_own_policy(policy: Any) -> None:
-    class Outer(nn.Module):
-        inner: nn.Module
-
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return nn.Dense(13, name="head")(self.inner(x))
-
-    model = jaxmp.wrap(Outer(jaxmp.wrap(Block(10), policy)), "bfloat16")
-    params = abstract_variables(model, X)["params"]
-    assert {str(p.dtype) for p in jax.tree.leaves(params["inner"])} == {"float32"}
-    assert {str(p.dtype) for p in jax.tree.leaves(params["head"])} == {"bfloat16"}
-
-
-@pytest.mark.slow
-def test_one_block_of_a_language_model() -> None:
-    class LM(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            for i, width in enumerate((10, 11, 12)):
-                y = nn.LayerNorm()(x)
-                x = x + nn.MultiHeadDotProductAttention(1, name=f"attention_{i}")(y)
-                x = x + Block(width, name=f"block_{i}")(x)
-            return nn.Dense(13, name="head")(x)
-
-    variables = variables_of(LM(), X[None])
-    everything = all_counts(jaxmp.wrap(LM(), BF16), variables, X[None])
-    wrapped = mapped({"block_1/**": "float32"}, model=LM())
-    [(_, total)] = everything.items()
-    assert all_counts(wrapped, variables, X[None]) == {"float32": 6, "bfloat16": total - 6}
-    wrapped = mapped({nn.MultiHeadDotProductAttention: "float32"}, model=LM())
-    attention = all_counts(wrapped, variables, X[None])
-    assert attention == {"float32": total - 3 * 6 - 3, "bfloat16": 3 * 6 + 3}
+def test_a_wrapped_module_stores_its_parameters_by_its_own_policy() -> None:
+    for policy in (BF16, PolicyMap({"up": "c=f16,o=f32"}, default=BF16)):
+        model = jaxmp.wrap(WithHead(jaxmp.wrap(Block(10), policy)), "bfloat16")
+        params = abstract_variables(model, X)["params"]
+        assert {str(p.dtype) for p in jax.tree.leaves(params["inner"])} == {"float32"}
+        assert {str(p.dtype) for p in jax.tree.leaves(params["head"])} == {"bfloat16"}
 
 
 # --- Parameters ----------------------------------------------------------------------------------
@@ -396,17 +345,16 @@ def test_one_block_of_a_language_model() -> None:
 def test_each_module_stores_its_parameters_as_its_policy_says() -> None:
     low = "p=bf16,c=bf16,o=f32"
     wrapped = mapped({"head": BF16, "encoder/block_1/norm": "p=f16,c=f16,o=f32"}, default=low)
-    rngs = jax.random.key(0)
-    created, plain = compiled(wrapped.init)(rngs, X), compiled(MODEL.init)(rngs, X)
+    created = variables_of(wrapped, X)
 
-    def want(path: Any, leaf: Any) -> Any:
+    def want(path: Any, _: Any) -> str:
         names = "/".join(str(k.key) for k in path)
         if names.startswith("params/head"):
-            return leaf
-        norm = names.startswith("params/encoder/block_1/norm")
-        return leaf.astype(jnp.float16 if norm else jnp.bfloat16)
+            return "float32"
+        return "float16" if names.startswith("params/encoder/block_1/norm") else "bfloat16"
 
-    assert_same(created, jax.tree_util.tree_map_with_path(want, plain))
+    found = jax.tree.map(lambda leaf: str(leaf.dtype), created)
+    assert found == jax.tree_util.tree_map_with_path(want, VARIABLES)
     assert dtypes_by_block(wrapped, created) == all_but()
     grads, _ = jax.eval_shape(gradient_of(wrapped, X), created)
     same = jax.tree.map(lambda g, p: g.dtype == p.dtype, grads, created)
@@ -428,28 +376,21 @@ def test_parameters_created_in_scanned_layers() -> None:
 # --- Keys that match nothing ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", ["init", "apply"])
-def test_a_pattern_that_matches_nothing(entry: str) -> None:
-    wrapped = mapped({"head": "float32", "encoder/blok_1": "float32"})
-    argument = jax.random.key(0) if entry == "init" else VARIABLES
-    with pytest.raises(ValueError, match="'encoder/blok_1' matches no module") as caught:
-        jax.eval_shape(getattr(wrapped, entry), argument, X)
-    nearest = str(caught.value).split("nearest paths: ")[1]
-    assert nearest.startswith(("'encoder/block_1'", "'encoder/block_0'"))
-
-
-def test_a_pattern_that_begins_above_the_wrapped_module():
-    """As reports of whole programs print a path."""
+def test_a_key_that_matches_nothing() -> None:
+    for entry, argument in (("init", jax.random.key(0)), ("apply", VARIABLES)):
+        wrapped = mapped({"head": "float32", "encoder/blok_1": "float32"})
+        with pytest.raises(ValueError, match="'encoder/blok_1' matches no module") as caught:
+            jax.eval_shape(getattr(wrapped, entry), argument, X)
+        nearest = str(caught.value).split("nearest paths: ")[1]
+        assert nearest.startswith(("'encoder/block_1'", "'encoder/block_0'"))
+        message = r"class Conv .*Block, Dense, Encoder, LayerNorm, Model"
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(getattr(mapped({nn.Conv: "float32"}), entry), argument, X)
+    # As reports of whole programs print a path.
     with pytest.raises(ValueError, match="Paths begin below the wrapped module"):
         mapped({"Model/head": "float32"}).init(jax.random.key(0), X)
-
-
-@pytest.mark.parametrize("entry", ["init", "apply"])
-def test_a_class_that_is_not_there(entry: str) -> None:
-    wrapped = mapped({nn.Conv: "float32"})
-    argument = jax.random.key(0) if entry == "init" else VARIABLES
-    with pytest.raises(ValueError, match=r"class Conv .*Block, Dense, Encoder, LayerNorm, Model"):
-        jax.eval_shape(getattr(wrapped, entry), argument, X)
+    with pytest.raises(ValueError, match=r"Paths there are: 'block_0', .*'encoder'"):
+        jax.eval_shape(mapped({"qqq": "float32"}).apply, VARIABLES, X)
 
 
 def test_what_one_model_of_a_class_has_another_may_lack() -> None:
@@ -467,21 +408,6 @@ def test_what_one_model_of_a_class_has_another_may_lack() -> None:
     shallow = mapped({"layer_2": "float32"}, model=Stack(1))
     with pytest.raises(ValueError, match="'layer_2' matches no module"):
         jax.eval_shape(shallow.apply, variables_of(Stack(1), X), X)
-
-
-def test_a_pattern_like_nothing_lists_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"Paths there are: 'block_0', .*'encoder'"):
-        jax.eval_shape(mapped({"qqq": "float32"}).apply, VARIABLES, X)
-
-
-def test_a_key_that_is_shadowed_by_another_is_no_mistake() -> None:
-    wrapped = mapped({"encoder/*": "float32", "encoder/block_1": BF16})
-    jax.eval_shape(wrapped.apply, VARIABLES, X)
-
-
-def test_a_method_that_does_not_enter_a_module_is_no_mistake() -> None:
-    wrapped = mapped({"head": "float32", "block_0/up": "float32"})
-    assert counts(wrapped, VARIABLES, X, method="encode") == {"bfloat16": 4}
 
 
 # --- A layer's own word --------------------------------------------------------------------------
@@ -511,93 +437,68 @@ class Holder(nn.Module):
         return Routed(dtype=self.inner, router=jnp.float32)(x)
 
 
-def of_routed(model: nn.Module, policy: Any = BF16) -> dict[str, int]:
-    return all_counts(jaxmp.wrap(model, policy), variables_of(model, X), X)
+class Beside(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return Holder(dtype=None, inner=jnp.float32)(nn.Dense(8)(x))
 
 
-@MUCH_STAYS_FLOAT32
-@pytest.mark.parametrize("dtype", [jnp.float32, "float32", np.float32, jnp.dtype("float32")])
-def test_a_layers_own_float32_is_honoured_forward_and_backward(dtype: Any) -> None:
-    assert of_routed(Routed(router=dtype)) == {"float32": 3, "bfloat16": 5}
+class RoutedLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any) -> Any:
+        return nn.tanh(Routed()(x)), None
 
 
-@MUCH_STAYS_FLOAT32
-def test_a_layers_own_float32_in_scanned_and_rematerialized_layers() -> None:
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array, _: Any) -> Any:
-            return nn.tanh(Routed()(x)), None
+class ScannedRouters(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return over_layers(nn.remat(RoutedLayer))()(x, None)[0]
 
-    class Scanned(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return over_layers(nn.remat(Layer))()(x, None)[0]
 
+class Always(nn.Module):
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(8, dtype=self.dtype)(x)
+
+
+F32, LOW, MIXED = jnp.float32, {"bfloat16": 8}, {"float32": 3, "bfloat16": 5}
+# Forward and backward; `test_wrap_config_dtype.py` has more of what is a word, and what is not.
+OWN_WORDS: list[tuple[nn.Module, Any, dict[str, int]]] = [
+    *((Routed(router=d), BF16, MIXED) for d in (F32, "float32", np.float32, jnp.dtype("float32"))),
+    (Routed(router=jnp.float16), BF16, {"float16": 3, "bfloat16": 5}),
     # A third of all: one forward, the same once more in the backward pass, and two of that.
-    assert of_routed(Scanned()) == {"float32": 4, "bfloat16": 8}
-
-
-def test_a_path_pattern_overrules_a_layers_own_word() -> None:
-    assert of_routed(Routed(), PolicyMap({"router": BF16}, default=BF16)) == {"bfloat16": 8}
-    assert of_routed(Routed(), PolicyMap({nn.Dense: F16}, default=BF16)) == {"float16": 8}
-
-
-def test_a_dtype_that_is_handed_down_is_not_the_layers_own() -> None:
-    """The wrapped module's dtype is what the policy replaces, and so is what it hands on."""
-    assert of_routed(Routed(dtype=jnp.float32)) == {"bfloat16": 8}
-    assert of_routed(Holder(dtype=jnp.float32, inner=jnp.float32)) == {"bfloat16": 8}
-
-
-@MUCH_STAYS_FLOAT32
-def test_a_module_with_a_word_of_its_own_hands_it_on() -> None:
-    """The author set float32 for the inner module: for all that is in it."""
-
-    class Beside(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return Holder(dtype=None, inner=jnp.float32)(nn.Dense(8)(x))
-
-    assert of_routed(Beside()) == {"float32": 9, "bfloat16": 2}
-    assert of_routed(Holder(dtype=jnp.bfloat16, inner=jnp.float32)) == {"float32": 8}
+    (ScannedRouters(), BF16, {"float32": 4, "bfloat16": 8}),
+    # A key overrules it.
+    (Routed(), PolicyMap({"router": BF16}, default=BF16), LOW),
+    (Routed(), PolicyMap({nn.Dense: F16}, default=BF16), {"float16": 8}),
+    # The wrapped module's dtype is what the policy replaces, and so is what it hands on.
+    (Routed(dtype=F32), BF16, LOW),
+    (Holder(dtype=F32, inner=F32), BF16, LOW),
+    # The author set float32 for the inner module: for all that is in it.
+    (Beside(), BF16, {"float32": 9, "bfloat16": 2}),
+    (Holder(dtype=jnp.bfloat16, inner=F32), BF16, {"float32": 8}),
     # Nothing is beside it: its float32 is all that there is, and what the policy replaces.
-    assert of_routed(Holder(dtype=None, inner=jnp.float32)) == {"bfloat16": 8}
+    (Holder(dtype=None, inner=F32), BF16, LOW),
+    # Its dtype is another than that of the module around it.
+    (Holder(dtype=None), BF16, MIXED),
+    (Holder(dtype=jnp.bfloat16), BF16, MIXED),
+    # The default of a class is no word of the author.
+    (nn.Sequential([Always()]), BF16, {"bfloat16": 2}),
+]
 
 
 @MUCH_STAYS_FLOAT32
-def test_float32_in_a_module_whose_dtype_is_another_is_its_own() -> None:
-    assert of_routed(Holder(dtype=None)) == {"float32": 3, "bfloat16": 5}
-    assert of_routed(Holder(dtype=jnp.bfloat16)) == {"float32": 3, "bfloat16": 5}
-
-
-def test_a_default_of_the_class_is_no_word_of_the_author() -> None:
-    class Always(nn.Module):
-        dtype: Any = jnp.float32
-
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return nn.Dense(8, dtype=self.dtype)(x)
-
-    class Outer(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return Always()(x)
-
-    assert of_routed(Outer()) == {"bfloat16": 2}
-
-
-def test_a_layers_own_16_bits_are_its_own() -> None:
-    assert of_routed(Routed(router=jnp.float16)) == {"float16": 3, "bfloat16": 5}
-
-
-@MUCH_STAYS_FLOAT32
-def test_a_layers_own_float32_is_honoured_under_autocast_of_a_wrapped_module() -> None:
-    model = jaxmp.wrap(Routed(), BF16)
-    variables = variables_of(model, X)
+def test_a_layers_own_word() -> None:
+    for model, policy, expected in OWN_WORDS:
+        wrapped, variables = jaxmp.wrap(model, policy), variables_of(model, X)
+        assert all_counts(wrapped, variables, X) == expected, (model, policy)
 
     class Autocast:
-        apply = staticmethod(jaxmp.autocast(model.apply, BF16))
+        apply = staticmethod(jaxmp.autocast(jaxmp.wrap(Routed(), BF16).apply, BF16))
 
-    assert all_counts(Autocast, variables, X) == {"float32": 3, "bfloat16": 5}
+    assert all_counts(Autocast, variables_of(Routed(), X), X) == MIXED
 
 
 # --- Maps as values ------------------------------------------------------------------------------
@@ -627,28 +528,23 @@ def test_keep_float32() -> None:
     wrapped = jaxmp.wrap(MODEL, keep_float32(Encoder, policy=F16))
     assert dtypes_by_block(wrapped)["block_0"] == "float16"
     assert dtypes_by_block(wrapped)["encoder/block_1"] == "float32"
-
-
-def test_keep_float32_goes_before_the_keys_of_a_map() -> None:
+    # It goes before the keys of a map.
     policies = PolicyMap({"block_0": F16, "head": F16}, default=BF16)
     wrapped = jaxmp.wrap(MODEL, keep_float32("block_0", policy=policies))
     assert dtypes_by_block(wrapped) == all_but(block_0="float32", head="float16")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "error", "message"),
-    [
+def test_overrides_that_cannot_be_read() -> None:
+    for overrides, error, message in [
         ({"": "float32"}, ValueError, "empty component"),
         ({"/head": "float32"}, ValueError, "'/head' has an empty component"),
         ({3: "float32"}, TypeError, "got 3 of type 'int'"),
         ({"head": "float23"}, ValueError, "float23"),
         ({"head": PolicyMap({}, default=BF16)}, TypeError, "takes one policy"),
         ("head", TypeError, "overrides takes a mapping"),
-    ],
-)
-def test_overrides_that_cannot_be_read(overrides: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message):
-        PolicyMap(overrides, default=BF16)
+    ]:
+        with case(overrides), pytest.raises(error, match=message):
+            PolicyMap(overrides, default=BF16)
 
 
 def test_a_map_is_for_modules() -> None:

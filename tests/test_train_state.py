@@ -17,18 +17,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxmp
 from jaxmp import TrainState, master_weights
 
+from support import assert_same, case, numbers
 from training import (
     OVERFLOW,
     SCALED,
     STEP,
     NnxNet,
     X,
-    assert_same,
     fsdp,
     full_state,
     nnx_loss,
     nnx_step,
-    numbers,
     scaled,
     train_step,
 )
@@ -110,10 +109,7 @@ def test_zeros_keep_their_sign_where_a_step_is_left_out():
 
 
 def test_what_flax_overwrites_with_gradients_is_kept_too():
-    params = {
-        "params": {"w": jnp.ones(2)},
-        "_overwrite_with_gradient": {"amax": jnp.ones(3)},
-    }
+    params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"amax": jnp.ones(3)}}
     state = TrainState.create(apply_fn=None, params=params, tx=scaled(), policy="bfloat16")
     assert state.params["params"]["w"].dtype == jnp.bfloat16
     assert state.params["_overwrite_with_gradient"]["amax"].dtype == jnp.float32
@@ -158,12 +154,6 @@ def test_without_a_scaler_it_is_flaxs_train_state():
     assert ours.skipped_count == 0
 
 
-def test_static_fields_can_be_replaced():
-    state = full_state(SCALED)
-    grads = jax.tree.map(jnp.ones_like, state.params)
-    assert state.apply_gradients(grads=grads, name="other").name == "other"
-
-
 def test_value_and_grad_returns_the_loss_and_its_gradients():
     state = TrainState.create(apply_fn=None, params={"w": jnp.full(2, 3.0)}, tx=scaled())
 
@@ -181,41 +171,36 @@ def test_value_and_grad_returns_the_loss_and_its_gradients():
     def small(params):  # 2^-30, which float16 cannot hold
         return jnp.sum(params["w"].astype(jnp.float16)).astype(jnp.float32) * 2.0**-30
 
-    np.testing.assert_array_equal(jax.grad(small)(state.params)["w"], 0)
     np.testing.assert_array_equal(state.value_and_grad(small)(state.params)[1]["w"], 2.0**-30)
 
 
 @pytest.mark.filterwarnings("ignore:TrainState.create. all parameters are")
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_float16", "p=f16", None])
 def test_create_casts_params_to_param_dtype(policy):
-    state = full_state(SCALED, policy)
     dtype = jnp.float32 if policy is None else jaxmp.get_policy(policy).param_dtype
-    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
-    assert {x.dtype for x in jax.tree.leaves(state.batch_stats)} == {jnp.dtype("float32")}
-    assert {x.dtype for x in jax.tree.leaves(state.opt_state.inner_state[0].mu)} == {
-        jnp.dtype("float32")
-    }
-    state, _ = jax.eval_shape(train_step, state, X)
-    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
+    state = jax.eval_shape(lambda: full_state(SCALED, policy))
+    for tree, want in (
+        (state.params, dtype),
+        (state.batch_stats, jnp.float32),
+        (state.opt_state.inner_state[0].mu, jnp.float32),
+        (jax.eval_shape(train_step, state, X)[0].params, dtype),
+    ):
+        assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype(want)}
 
 
-@pytest.mark.parametrize(
-    ("leaf", "name"),
-    [
+def test_create_refuses_what_no_param_dtype_holds():
+    for leaf, name in [
         (jnp.arange(3), "int32"),
         (np.zeros(2, bool), "bool"),
         (3, "int"),
         (jax.random.key(0), "key<fry>"),
         ("text", "'text'"),
-    ],
-    ids=("int", "bool", "number", "key", "str"),
-)
-@pytest.mark.parametrize("policy", [None, "bfloat16"])
-def test_create_refuses_what_no_param_dtype_holds(leaf, name, policy):
-    params = {"w": jnp.ones(2), "head": {"table": leaf}}
-    expected = rf"TrainState.create: the parameter at \['head'\]\['table'\] is {name}, "
-    with pytest.raises(TypeError, match=expected):
-        TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), policy=policy)
+    ]:
+        params = {"w": jnp.ones(2), "head": {"table": leaf}}
+        expected = rf"TrainState.create: the parameter at \['head'\]\['table'\] is {name}, "
+        for policy in (None, "bfloat16"):
+            with case((name, policy)), pytest.raises(TypeError, match=expected):
+                TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), policy=policy)
 
 
 def test_a_field_that_changes_its_structure_is_refused():
@@ -223,11 +208,9 @@ def test_a_field_that_changes_its_structure_is_refused():
     with pytest.raises(ValueError, match="apply_gradients: average has another structure") as error:
         state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params), average=state.params)
     assert "average=..." in str(error.value)
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="mixed_float61"):
-        full_state(optax.sgd(0.1), "mixed_float61")
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    other = jax.eval_shape(lambda state: state.apply_gradients(grads=grads, name="other"), state)
+    assert other.name == "other"  # a static field may change
 
 
 # Programs.
@@ -266,7 +249,7 @@ def test_a_state_can_be_donated():
     assert (state.step, state.skipped_count) == (2, 1)
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=("float32", "masters"))
+@pytest.mark.parametrize("masters", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fsdp_keeps_shardings(masters):
     """Field notes, behavior 15; specs are trees of the state's structure."""
     tx = master_weights(scaled()) if masters else scaled()
@@ -325,7 +308,7 @@ def test_vmap_over_states():
         _, grads = state.value_and_grad(lambda p, x: jnp.sum(p["w"] * x))(state.params, x)
         return state.apply_gradients(grads=grads)
 
-    after = jax.vmap(step)(states, x)
+    after = jax.jit(jax.vmap(step))(states, x)
     np.testing.assert_array_equal(after.step, [1, 1, 0, 1])
     np.testing.assert_array_equal(after.loss_scale, [1024, 1024, 512, 1024])
     moved = np.any(np.asarray(after.params["w"] != states.params["w"]), axis=1)
@@ -339,34 +322,29 @@ def nnx_params(model):
     return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
-@pytest.mark.parametrize("masters", [False, True], ids=("float32", "masters"))
-def test_the_same_with_nnx_optimizer(masters):
-    tx = master_weights(scaled()) if masters else scaled()
-    model = NnxNet(jnp.bfloat16 if masters else jnp.float32)
+def test_the_same_with_nnx_optimizer():
+    tx = master_weights(scaled())
+    model = NnxNet(jnp.bfloat16)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     first = nnx_step(model, optimizer, X)
     before = nnx_params(model)
     assert not np.isfinite(nnx_step(model, optimizer, OVERFLOW * 1e5))
     assert_same(nnx_params(model), before)
-    opt_state = optimizer.opt_state
-    assert (
-        jaxmp.loss_scaling.loss_scale(opt_state),
-        jaxmp.loss_scaling.skipped_count(opt_state),
-    ) == (512, 1)
-    assert not jaxmp.loss_scaling.step_was_finite(opt_state)
+    assert jaxmp.loss_scaling.loss_scale(optimizer.opt_state) == 512
+    assert jaxmp.loss_scaling.skipped_count(optimizer.opt_state) == 1
+    assert not jaxmp.loss_scaling.step_was_finite(optimizer.opt_state)
     for _ in range(20):
         last = nnx_step(model, optimizer, X)
     assert last < 0.7 * first
-    assert jaxmp.loss_scaling.step_was_finite(opt_state)
-    if masters:
-        stored = nnx_params(model)
-        kept = nnx.to_pure_dict(nnx.state(optimizer.opt_state.masters))
-        assert {k for k in kept if jax.tree.leaves(kept[k])} == {"first", "second"}
-        for layer in ("first", "second"):
-            for name, master in kept[layer].items():
-                assert master.dtype == jnp.float32
-                expected = np.asarray(master).astype(jnp.bfloat16)
-                np.testing.assert_array_equal(stored[layer][name], expected)
+    assert jaxmp.loss_scaling.step_was_finite(optimizer.opt_state)
+    stored = nnx_params(model)
+    kept = nnx.to_pure_dict(nnx.state(optimizer.opt_state.masters))
+    assert {k for k in kept if jax.tree.leaves(kept[k])} == {"first", "second"}
+    for layer in ("first", "second"):
+        for name, master in kept[layer].items():
+            assert master.dtype == jnp.float32
+            expected = np.asarray(master).astype(jnp.bfloat16)
+            np.testing.assert_array_equal(stored[layer][name], expected)
 
 
 def test_the_same_with_nnx_model_and_optimizer():
@@ -389,25 +367,6 @@ def test_the_same_with_nnx_model_and_optimizer():
     assert jaxmp.loss_scaling.skipped_count(optimizer.opt_state) == 1
 
 
-def test_nnx_steps_are_those_of_a_train_state():
-    """The same gradients, the same optimizer: bitwise the same parameters."""
-    model = NnxNet()
-    _, params = nnx.split(model)
-    state = TrainState.create(
-        apply_fn=None, params=nnx.to_pure_dict(params), tx=scaled(growth_interval=2)
-    )
-    optimizer = nnx.Optimizer(model, scaled(growth_interval=2), wrt=nnx.Param)
-    grads = jax.tree.map(lambda p: jnp.cos(p) * 1024, state.params)
-    bad = jax.tree.map(lambda g: g * jnp.inf, grads)
-    for g in (grads, bad, grads, grads, grads):
-        state = state.apply_gradients(grads=g)
-        boxed = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(g))
-        optimizer.update(model, boxed)
-    assert_same(nnx_params(model), numbers(state.params))
-    assert jaxmp.loss_scaling.loss_scale(optimizer.opt_state) == state.loss_scale == 1024
-    assert state.skipped_count == 1
-
-
 def test_variables_are_no_parameters():
     """Flax's averages would decay, and move with Adam, without a word."""
     variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.zeros(2)}}
@@ -427,9 +386,8 @@ def test_16_bit_parameters_without_masters_are_warned_of():
         )
     # Masters, wherever they are, by either way; a frozen model in 16 bits beside what is trained.
     for tx in (
-        jaxmp.master_weights(optax.sgd(0.1)),
-        optax.chain(jaxmp.master_weights(jaxmp.dynamic_loss_scale(optax.sgd(0.1)))),
-        jaxmp.master_weights(optax.sgd(0.1), stochastic_rounding=True),
+        optax.chain(master_weights(jaxmp.dynamic_loss_scale(optax.sgd(0.1)))),
+        master_weights(optax.sgd(0.1), stochastic_rounding=True),
     ):
         TrainState.create(apply_fn=None, params=low, tx=tx)
     TrainState.create(apply_fn=None, params={**low, "lora": jnp.ones(2)}, tx=optax.sgd(0.1))

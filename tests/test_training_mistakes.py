@@ -13,6 +13,8 @@ import pytest
 import jaxmp
 from jaxmp import accumulate_gradients, dynamic_loss_scale, master_weights
 
+from support import case
+
 PARAMS = {"w": jnp.array([1.0, 2.0]), "b": jnp.array([3.0])}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 TX = dynamic_loss_scale(optax.adam(0.1))
@@ -36,31 +38,28 @@ def test_the_state_of_an_optimizer_without_a_scaler():
     TX.update(GRADS, TX.init(PARAMS)._replace(inner_state=bare), PARAMS)
 
 
-@pytest.mark.parametrize("state", [None, {}, 3.0, jnp.ones(2)], ids=repr)
-def test_what_is_no_state_at_all(state):
-    with pytest.raises(TypeError, match=rf"update takes .*; got '{type(state).__name__}'\.$"):
-        TX.update(GRADS, state, PARAMS)
-
-
-def test_gradients_and_state_in_each_others_place():
+def test_what_is_no_state_at_all():
+    for state in (None, {}, 3.0, jnp.ones(2)):
+        expected = rf"update takes .*; got '{type(state).__name__}'\.$"
+        with case(state), pytest.raises(TypeError, match=expected):
+            TX.update(GRADS, state, PARAMS)
     with pytest.raises(TypeError, match=r"update takes \(gradients, state, params\).*; got 'dict'"):
         TX.update(STATE, GRADS, PARAMS)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_the_state_of_a_scaler_around_another_optimizer(jit):
+def test_the_state_of_a_scaler_around_another_optimizer():
     other = dynamic_loss_scale(optax.sgd(0.1)).init(PARAMS)
-    update = jax.jit(TX.update) if jit else TX.update
     message = r"dynamic_loss_scale: the state is another optimizer's: .*EmptyState.*ScaleByAdam"
-    with pytest.raises(ValueError, match=message):
-        update(GRADS, other, PARAMS)
+    for update in (TX.update, jax.jit(TX.update)):
+        with pytest.raises(ValueError, match=message):
+            update(GRADS, other, PARAMS)
 
 
-@pytest.mark.parametrize("grads", [{**GRADS, "b": None}, None], ids=["leaf", "all"])
-def test_a_gradient_that_is_none(grads):
+def test_a_gradient_that_is_none():
     message = r"the gradient at (\['b'\]|the root) is None, which the optimizer inside does not"
-    with pytest.raises(ValueError, match=message):
-        TX.update(grads, STATE, PARAMS)
+    for grads in ({**GRADS, "b": None}, None):
+        with case(grads), pytest.raises(ValueError, match=message):
+            TX.update(grads, STATE, PARAMS)
 
 
 def test_an_error_of_the_optimizers_own_is_passed_on():
@@ -79,14 +78,15 @@ def test_float8_gradients():
         grad_fn(low, BATCH)
 
 
-@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True}])
-def test_master_weights_with_the_state_of_another(options):
-    tx = master_weights(optax.adam(0.1), **options)
-    message = r"master_weights: update takes .* a (Mast|Stoch)\w+State .*; got 'LossScaleState'"
-    with pytest.raises(TypeError, match=message):
-        tx.update(GRADS, STATE, PARAMS)
-    with pytest.raises(TypeError, match=r"got 'tuple'.*tx\.init\(params\)\._replace\(inner_state="):
-        tx.update(GRADS, optax.adam(0.1).init(PARAMS), PARAMS)
+def test_master_weights_with_the_state_of_another():
+    for options in ({}, {"stochastic_rounding": True}):
+        tx = master_weights(optax.adam(0.1), **options)
+        message = r"master_weights: update takes .* a (Mast|Stoch)\w+State .*; got 'LossScaleState'"
+        with pytest.raises(TypeError, match=message):
+            tx.update(GRADS, STATE, PARAMS)
+        message = r"got 'tuple'.*tx\.init\(params\)\._replace\(inner_state="
+        with pytest.raises(TypeError, match=message):
+            tx.update(GRADS, optax.adam(0.1).init(PARAMS), PARAMS)
 
 
 def test_a_weakly_typed_float64_gradient_is_no_overflow():
@@ -156,20 +156,18 @@ def test_an_equinox_module_in_the_forms_that_the_message_gives():
 # `value_and_grad`.
 
 
-@pytest.mark.parametrize(
-    ("loss", "got"),
-    [
+def test_what_is_no_loss():
+    for loss, got in [
         (lambda p: p["w"], r"one number; got an array of shape \(2,\)\. Take its mean"),
         (lambda p: None, "real floating-point number; got 'NoneType'"),
         (lambda p: (p["w"].sum(), 1), r"got 'tuple'. If it is \(loss, aux\), say has_aux=True"),
         (lambda p: {"loss": p["w"].sum()}, "got 'dict'"),
         (lambda p: jnp.argmax(p["w"]), "got int32"),
         (lambda p: "loss", "got 'str'"),
-    ],
-)
-def test_what_is_no_loss(loss, got):
-    with pytest.raises(TypeError, match=f"^value_and_grad: the loss must be .*{got}"):
-        jaxmp.value_and_grad(loss, STATE)(PARAMS)
+    ]:
+        expected = f"^value_and_grad: the loss must be .*{got}"
+        with case(got), pytest.raises(TypeError, match=expected):
+            jaxmp.value_and_grad(loss, STATE)(PARAMS)
 
 
 def test_a_loss_that_is_no_function():
@@ -180,15 +178,13 @@ def test_a_loss_that_is_no_function():
         state.value_and_grad(PARAMS)
 
 
-def test_jax_says_what_is_wrong_with_argnums():
+def test_argnums_are_positions():
     with pytest.raises(TypeError, match="argnums=3 requires at least 4 positional arguments"):
         jaxmp.value_and_grad(loss_fn, STATE, argnums=3)(PARAMS, BATCH)
-
-
-@pytest.mark.parametrize("argnums", [None, "params", 0.0, [0, "x"]])
-def test_argnums_are_positions(argnums):
-    with pytest.raises(TypeError, match="value_and_grad: argnums must be the position"):
-        jaxmp.value_and_grad(loss_fn, STATE, argnums)
+    for argnums in (None, "params", 0.0, [0, "x"]):
+        expected = "value_and_grad: argnums must be the position"
+        with case(argnums), pytest.raises(TypeError, match=expected):
+            jaxmp.value_and_grad(loss_fn, STATE, argnums)
 
 
 def test_an_integer_to_differentiate_is_named():
@@ -210,16 +206,15 @@ def test_gradients_of_another_shape():
             masters.update({**GRADS, "b": None}, masters.init(low), low)
 
 
-@pytest.mark.parametrize("limit", [None, "50", 50.0, True])
-def test_a_limit_that_is_no_count(limit):
-    with pytest.raises(TypeError, match="check_not_stuck: limit must be an integer"):
-        jaxmp.loss_scaling.check_not_stuck(STATE, limit)
-
-
-@pytest.mark.parametrize("key", [0, None, 0.5, PARAMS, jnp.ones(2)])
-def test_a_key_that_is_none(key):
-    with pytest.raises(TypeError, match="stochastic_round: key must be a PRNG key"):
-        jaxmp.tree.stochastic_round(PARAMS, key, "bf16")
+def test_a_limit_and_a_key_of_another_kind():
+    for limit in (None, "50", 50.0, True):
+        expected = "check_not_stuck: limit must be an integer"
+        with case(limit), pytest.raises(TypeError, match=expected):
+            jaxmp.loss_scaling.check_not_stuck(STATE, limit)
+    for key in (0, None, 0.5, PARAMS, jnp.ones(2)):
+        expected = "stochastic_round: key must be a PRNG key"
+        with case(key), pytest.raises(TypeError, match=expected):
+            jaxmp.tree.stochastic_round(PARAMS, key, "bf16")
 
 
 def test_a_link_instead_of_an_optimizer_whatever_the_policy():
@@ -254,25 +249,25 @@ def test_python_numbers_are_losses_and_gradients():
         assert (float(value), value.dtype, float(grads["w"])) == (1.5, jnp.float32, 3)
 
 
-@pytest.mark.parametrize("loss", [1, jnp.int32(1), True])
-def test_an_integer_is_no_loss_to_accumulate(loss):
-    with pytest.raises(TypeError, match=r"accumulate_gradients: the loss .*; got (int|bool)"):
-        accumulate_gradients(lambda p, x: (loss, p), 2)(PARAMS, BATCH)
+def test_an_integer_is_no_loss_to_accumulate():
+    for loss in (1, jnp.int32(1), True):
+        expected = r"accumulate_gradients: the loss .*; got (int|bool)"
+        with case(loss), pytest.raises(TypeError, match=expected):
+            accumulate_gradients(lambda p, x: (loss, p), 2)(PARAMS, BATCH)  # noqa: B023
 
 
 # `TrainState`.
 
 
-@pytest.mark.parametrize("tx", [None, STATE, optax.adam, "adam"], ids=["None", "state", "f", "str"])
-def test_a_train_state_needs_an_optimizer(tx):
-    with pytest.raises(TypeError, match=r"TrainState\.create: tx must be an optax transformation"):
-        jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
-
-
-@pytest.mark.parametrize("params", [None, jnp.ones(2), eqx.filter(MODEL, eqx.is_inexact_array)])
-def test_a_train_states_parameters_are_a_container(params):
-    with pytest.raises(TypeError, match=r"TrainState\.create: params must be a dict or the like"):
-        jaxmp.TrainState.create(apply_fn=None, params=params, tx=TX)
+def test_a_train_state_needs_an_optimizer_and_a_container_of_parameters():
+    for tx in (None, STATE, optax.adam, "adam"):
+        expected = r"TrainState\.create: tx must be an optax transformation"
+        with case(tx), pytest.raises(TypeError, match=expected):
+            jaxmp.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    for params in (None, jnp.ones(2), eqx.filter(MODEL, eqx.is_inexact_array)):
+        expected = r"TrainState\.create: params must be a dict or the like"
+        with case(params), pytest.raises(TypeError, match=expected):
+            jaxmp.TrainState.create(apply_fn=None, params=params, tx=TX)
 
 
 def test_apply_gradients_names_the_fields():
@@ -303,22 +298,13 @@ def test_autocast_sends_a_linen_module_to_wrap():
     assert jaxmp.autocast(bound, "mixed_bfloat16")(BATCH).shape == (4, 2)
 
 
-OTHERS = {
-    "audit": jaxmp.audit,
-    "explain": jaxmp.explain,
-    "full_precision": jaxmp.full_precision,
-    "preflight": jaxmp.preflight,
-    "reduced_precision": jaxmp.reduced_precision,
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_linen_module_is_called_through_its_apply(name):
-    message = f"^{name}: fn is the Flax module 'Dense', .* Give module.apply, and its variables"
-    with pytest.raises(TypeError, match=message):
-        OTHERS[name](nn.Dense(2))
-    with pytest.raises(TypeError, match=f"^{name}: fn must be callable, got dict"):
-        OTHERS[name](PARAMS)
+def test_a_linen_module_is_called_through_its_apply():
+    for name in ("audit", "explain", "full_precision", "preflight", "reduced_precision"):
+        message = f"^{name}: fn is the Flax module 'Dense', .* Give module.apply, and its variables"
+        with pytest.raises(TypeError, match=message):
+            getattr(jaxmp, name)(nn.Dense(2))
+        with pytest.raises(TypeError, match=f"^{name}: fn must be callable, got dict"):
+            getattr(jaxmp, name)(PARAMS)
 
 
 def test_a_linen_module_inside_another_is_a_function():

@@ -250,7 +250,8 @@ def test_an_odd_class(name: str) -> None:
     )
     number = counts(model, variables, X)["float32"]
     assert counts(wrapped, variables, X) == {"bfloat16": number}
-    assert wrapped.apply(variables, X).shape == model.apply(variables, X).shape
+    shapes = [jax.eval_shape(m.apply, variables, X) for m in (wrapped, model)]
+    assert shapes[0] == shapes[1]
     assert wrapped.clone() == wrapped.copy() == wrapped
 
     class Around(nn.Module):
@@ -354,12 +355,10 @@ COPIES = {
 @pytest.mark.filterwarnings("ignore:wrap. 1 layer")
 @pytest.mark.filterwarnings("ignore:wrap. the .* is wrapped already")
 @pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("twice", [False, True])
-def test_copies_of_a_wrapped_nnx_module(how: str, twice: bool) -> None:
-    models = [Pair(nnx.Rngs(0))] if how == "pickle" else [Pair(nnx.Rngs(0)), local_nnx()]
-    for model in models:
-        wrapped = jaxmp.wrap(model, BF16)
-        wrapped = jaxmp.wrap(wrapped, "mixed_float16") if twice else wrapped
+def test_copies_of_a_wrapped_nnx_module(how: str) -> None:
+    model = Pair(nnx.Rngs(0)) if how == "pickle" else local_nnx()
+    once = jaxmp.wrap(model, BF16)
+    for wrapped in (once, jaxmp.wrap(once, "mixed_float16")):
         copied = COPIES[how](wrapped)
         assert type(copied).__name__ == type(model).__name__
         assert contraction_dtypes(copied, X) == contraction_dtypes(wrapped, X)

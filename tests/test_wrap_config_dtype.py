@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -17,7 +19,7 @@ import jaxmp
 from jaxmp import PolicyMap
 
 from linen_models import BF16, SEQUENCE, TOKENS, X, counts, over_layers, variables_of
-from support import contraction_dtypes, gaussian
+from support import assert_same, case, contraction_dtypes, gaussian
 
 EVERYWHERE = PolicyMap({"**": BF16}, default=BF16)
 
@@ -68,34 +70,50 @@ class LM(nn.Module):
         return nn.Dense(16, dtype=config.head or config.dtype, name="head")(x)
 
 
+@functools.cache
+def lm_variables(layers: int = 2, scanned: bool = False) -> Any:
+    """Which are the same whatever the dtypes."""
+    return variables_of(LM(Config(layers=layers, scanned=scanned)), TOKENS)
+
+
 def lm_counts(config: Config, policy: Any = BF16) -> dict[str, int]:
-    return counts(jaxmp.wrap(LM(config), policy), variables_of(LM(config), TOKENS), TOKENS)
+    return counts(jaxmp.wrap(LM(config), policy), lm_variables(config.layers), TOKENS)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, "float32", np.dtype("float32"), None])
-@pytest.mark.parametrize("scanned", [False, True])
-def test_a_dtype_for_every_layer_says_nothing(dtype: Any, scanned: bool) -> None:
-    config = Config(dtype, scanned=scanned)
-    variables = variables_of(LM(config), TOKENS)
-    plain = contraction_dtypes(jaxmp.autocast(LM(config).apply, BF16), variables, TOKENS)
-    wrapped = contraction_dtypes(jaxmp.wrap(LM(config), BF16).apply, variables, TOKENS)
-    assert wrapped == plain
-    assert set(plain) == {"bfloat16"}
+def test_a_dtype_for_every_layer_says_nothing() -> None:
+    for dtype, scanned in [
+        (jnp.float32, False),
+        ("float32", False),
+        (np.dtype("float32"), False),
+        (None, False),
+        (jnp.float32, True),
+        (None, True),
+    ]:
+        model, variables = LM(Config(dtype, scanned=scanned)), lm_variables(scanned=scanned)
+        plain = contraction_dtypes(jaxmp.autocast(model.apply, BF16), variables, TOKENS)
+        wrapped = contraction_dtypes(jaxmp.wrap(model, BF16).apply, variables, TOKENS)
+        assert wrapped == plain, (dtype, scanned)
+        assert set(plain) == {"bfloat16"}
 
 
-def test_float32_everywhere_does_not_single_a_router_out() -> None:
-    assert lm_counts(Config(jnp.float32, router=jnp.float32)) == {"bfloat16": 19}
-
-
-@pytest.mark.filterwarnings("error")  # a router is little
-def test_float32_of_a_router_among_layers_without_a_dtype_is_meant() -> None:
-    assert lm_counts(Config(None, router=jnp.float32)) == {"float32": 2, "bfloat16": 17}
-    assert lm_counts(Config(None, router="float32", layers=1)) == {"float32": 1, "bfloat16": 9}
-    assert lm_counts(Config(None, router=jnp.float32), EVERYWHERE) == {"bfloat16": 19}
-
-
-def test_float32_of_a_head_among_layers_of_16_bits_is_meant() -> None:
-    assert lm_counts(Config(jnp.bfloat16, head=jnp.float32)) == {"bfloat16": 18, "float32": 1}
+def test_float32_of_one_layer_is_meant_where_the_others_say_otherwise() -> None:
+    """And is little: a warning would be an error."""
+    router = Config(None, router=jnp.float32)
+    over_one = PolicyMap({"block_0/router": BF16}, default=BF16)
+    for config, policy, expected in [
+        (Config(jnp.float32, router=jnp.float32), BF16, {"bfloat16": 19}),
+        (router, BF16, {"float32": 2, "bfloat16": 17}),
+        (Config(None, router="float32", layers=1), BF16, {"float32": 1, "bfloat16": 9}),
+        # They have the wrapped class and the parameter tree of the one before.
+        (Config(None, layers=1), BF16, {"bfloat16": 10}),
+        (Config(jnp.float32, layers=1), BF16, {"bfloat16": 10}),
+        (Config(None, router="float32", layers=1), BF16, {"float32": 1, "bfloat16": 9}),
+        (Config(jnp.bfloat16, head=jnp.float32), BF16, {"bfloat16": 18, "float32": 1}),
+        # A map goes before the layer's word, which goes before the default.
+        (router, EVERYWHERE, {"bfloat16": 19}),
+        (router, over_one, {"float32": 1, "bfloat16": 18}),
+    ]:
+        assert lm_counts(config, policy) == expected, (config, policy)
 
 
 class Classed(nn.Module):
@@ -108,129 +126,6 @@ class Classed(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param("kernel", nn.initializers.ones, (x.shape[-1], self.features))
         return jnp.asarray(x, self.dtype) @ jnp.asarray(kernel, self.dtype)
-
-
-class OfClassed(nn.Module):
-    dtypes: tuple[Any, ...]
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for dtype in self.dtypes:
-            x = Classed(8, dtype)(x)
-        return x
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "expected"),
-    [
-        (("float32", jnp.float32), {"bfloat16": 2}),
-        # The class says float32 anyway; that others were given 16 bits says that this is meant.
-        ((jnp.bfloat16, jnp.float32), {"bfloat16": 1, "float32": 1}),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 50%")
-def test_a_class_that_says_float32(dtypes: Any, expected: dict[str, int]) -> None:
-    model = OfClassed(dtypes)
-    assert counts(jaxmp.wrap(model, BF16), variables_of(model, X), X) == expected
-
-
-class Convolutions(nn.Module):
-    convs: Any
-    head: Any
-    count: int = 6
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(self.count):
-            x = nn.relu(
-                nn.BatchNorm(use_running_average=True)(nn.Conv(8, (3, 3), dtype=self.convs)(x))
-            )
-        return nn.Dense(2, dtype=self.head)(x.mean((1, 2)))
-
-
-@pytest.mark.parametrize(
-    ("convs", "head", "expected"),
-    [
-        (None, jnp.float32, {"bfloat16": 6, "float32": 1}),  # the exception
-        (jnp.float32, None, {"bfloat16": 7}),  # the rule, which the head was not told
-        (jnp.float32, jnp.float32, {"bfloat16": 7}),
-    ],
-)
-def test_a_class_of_its_own_is_compared_with_the_other_layers(
-    convs: Any, head: Any, expected: dict[str, int]
-) -> None:
-    model, x = Convolutions(convs, head), gaussian(3, 2, 6, 6, 8)
-    assert counts(jaxmp.wrap(model, BF16), variables_of(model, x), x) == expected
-
-
-class Told(nn.Module):
-    """It converts its input by itself; the layers in it were given no dtype."""
-
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(8)(nn.Dense(8)(jnp.asarray(x, self.dtype)))
-
-
-def test_no_dtype_inside_of_a_float32_module_is_no_other_dtype() -> None:
-    class Blocks(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return nn.Dense(8, dtype=jnp.float32)(Told(jnp.float32)(Told(jnp.float32)(x)))
-
-    assert counts(jaxmp.wrap(Blocks(), BF16), variables_of(Blocks(), X), X) == {"bfloat16": 5}
-
-
-@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 33%")
-@pytest.mark.parametrize("root", [None, jnp.bfloat16])
-def test_a_root_that_hands_no_dtype_or_another_on(root: Any) -> None:
-    class Root(nn.Module):
-        dtype: Any
-
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            x = nn.DenseGeneral(8, dtype=self.dtype)(nn.DenseGeneral(8, dtype=self.dtype)(x))
-            return nn.Dense(8, dtype=jnp.float32)(x)
-
-    expected = {"bfloat16": 2, "float32": 1}
-    assert counts(jaxmp.wrap(Root(root), BF16), variables_of(Root(root), X), X) == expected
-
-
-class Adapter(nn.Module):
-    """Low-rank weights in the scope of the layer that they are added to."""
-
-    inner: nn.Module
-    dtype: Any = None
-
-    def setup(self) -> None:
-        nn.share_scope(self, self.inner)
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        down, up = (self.param(n, nn.initializers.ones, s) for n, s in LOW_RANK.items())
-        return self.inner(x) + x @ down @ up
-
-
-LOW_RANK = {"down": (8, 6), "up": (6, 8)}
-
-
-@pytest.mark.filterwarnings("ignore:wrap. 1 layer with")
-@pytest.mark.parametrize(
-    ("inner", "adapter", "expected"),
-    [
-        (None, None, {"bfloat16": 4}),
-        (jnp.float32, None, {"bfloat16": 3, "float32": 1}),
-        (jnp.float32, jnp.float32, {"bfloat16": 1, "float32": 3}),
-    ],
-)
-def test_modules_that_share_a_scope(inner: Any, adapter: Any, expected: Any) -> None:
-    class Adapted(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return Adapter(nn.Dense(8, dtype=inner), adapter)(nn.Dense(8)(x))
-
-    assert counts(jaxmp.wrap(Adapted(), BF16), variables_of(Adapted(), X), X) == expected
 
 
 class SetsDtype(nn.Module):
@@ -267,23 +162,6 @@ def test_a_dtype_that_setup_sets_and_a_module_that_is_only_read() -> None:
     assert dtypes == {"head": "float32", "trunk": "float32", "read": "bfloat16"}
 
 
-def test_norms_that_are_float32_do_not_make_the_rest_so() -> None:
-    class Normed(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            for _ in range(3):
-                x = x + nn.Dense(8)(nn.tanh(nn.LayerNorm(dtype=jnp.float32)(x)))
-            return x
-
-    assert counts(jaxmp.wrap(Normed(), BF16), variables_of(Normed(), X), X) == {"bfloat16": 3}
-
-
-def test_the_policy_map_goes_before_the_word_and_the_word_before_the_default() -> None:
-    policies = PolicyMap({"block_0/router": BF16}, default=BF16)
-    config = Config(None, router=jnp.float32)
-    assert lm_counts(config, policies) == {"float32": 1, "bfloat16": 18}
-
-
 def test_parameters_are_stored_as_the_layer_runs() -> None:
     config = Config(None, router=jnp.float32)
     params = jax.eval_shape(jaxmp.wrap(LM(config), "bfloat16").init, jax.random.key(0), TOKENS)[
@@ -297,84 +175,31 @@ def test_parameters_are_stored_as_the_layer_runs() -> None:
     assert {str(p.dtype) for p in jax.tree.leaves(same)} == {"bfloat16"}
 
 
-def test_two_instances_of_a_class_do_not_share_what_is_meant() -> None:
-    """They have one wrapped class and one parameter tree, and other fields."""
-    for _ in range(2):
-        assert lm_counts(Config(None, router=jnp.float32, layers=1))["float32"] == 1
-        assert lm_counts(Config(None, layers=1)) == {"bfloat16": 10}
-        assert lm_counts(Config(jnp.float32, layers=1)) == {"bfloat16": 10}
-
-
-class Jitted(nn.Module):
-    """The router is in a part that JAX traces once: the second trace does not enter it again."""
-
-    router: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.jit(Routed)(self.router)(x)
-        return nn.Dense(8)(x)
-
-
-class Routed(nn.Module):
-    router: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nn.Dense(64)(nn.Dense(6, dtype=self.router, name="router")(x))
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_part_that_is_traced_once(nested: bool) -> None:
-    model = Jitted(jnp.float32)
-    wrapped, variables = jaxmp.wrap(model, BF16), variables_of(model, X)
-    apply = jaxmp.autocast(wrapped.apply, BF16) if nested else wrapped.apply
-    for _ in range(3):
-        assert contraction_dtypes(apply, variables, X) == {"bfloat16": 2, "float32": 1}
-        assert contraction_dtypes(model.apply, variables, X) == {"float32": 3}
-
-
 @pytest.mark.filterwarnings("ignore:wrap. 1 layer with 11%")
-def test_random_keys_are_drawn_as_in_the_module_itself() -> None:
+def test_random_keys_and_variables_are_those_of_one_trace() -> None:
     """The first trace of a model with a layer singled out is done twice."""
 
     class Noisy(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            noise = jax.random.normal(self.make_rng("noise"), x.shape)
-            x = nn.Dense(64)(nn.Dense(1, dtype=jnp.float32)(x))
-            return (
-                noise,
-                nn.Dropout(0.5, deterministic=False)(jnp.ones_like(x)),
-                self.make_rng("noise"),
-            )
-
-    rngs = {"noise": jax.random.key(1), "dropout": jax.random.key(2)}
-    variables = Noisy().init({"params": jax.random.key(0), **rngs}, X)
-    wrapped = jaxmp.wrap(Noisy(), BF16)
-    for apply in (wrapped.apply, jaxmp.autocast(wrapped.apply, BF16)):
-        got, want = apply(variables, X, rngs=rngs), Noisy().apply(variables, X, rngs=rngs)
-        for a, b in zip(got[:2], want[:2], strict=True):
-            np.testing.assert_array_equal(a, b)
-        assert jax.random.key_data(got[2]).tolist() == jax.random.key_data(want[2]).tolist()
-
-
-@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 11%")
-def test_variables_that_a_call_changes_change_once() -> None:
-    class Counting(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
             count = self.variable("state", "count", lambda: jnp.zeros(()))
             count.value += 1
             self.sow("intermediates", "seen", x)
-            return nn.Dense(64)(nn.Dense(1, dtype=jnp.float32)(x))
+            noise = jax.random.normal(self.make_rng("noise"), x.shape)
+            x = nn.Dense(64)(nn.Dense(1, dtype=jnp.float32)(x))
+            dropped = nn.Dropout(0.5, deterministic=False)(jnp.ones_like(x))
+            return noise, dropped, self.make_rng("noise")
 
-    variables = Counting().init(jax.random.key(0), X)
-    wrapped = jaxmp.wrap(Counting(), BF16)
+    rngs = {"noise": jax.random.key(1), "dropout": jax.random.key(2)}
+    variables = Noisy().init({"params": jax.random.key(0), **rngs}, X)
+    options = {"rngs": rngs, "mutable": ["state", "intermediates"]}
+    wrapped = jaxmp.wrap(Noisy(), BF16)
+    want = Noisy().apply(variables, X, **options)
     for apply in (wrapped.apply, jaxmp.autocast(wrapped.apply, BF16)):
-        _, changed = apply(variables, X, mutable=["state", "intermediates"])
-        assert changed["state"]["count"] == variables["state"]["count"] + 1
-        assert len(changed["intermediates"]["seen"]) == 1
+        got = apply(variables, X, **options)
+        assert_same(got, want)
+        assert got[1]["state"]["count"] == variables["state"]["count"] + 1
+        assert len(got[1]["intermediates"]["seen"]) == 1
 
 
 # --- A default is no word ------------------------------------------------------------------------
@@ -411,63 +236,7 @@ def with_default(default: Any) -> Any:
     return Model
 
 
-def low_of(model: nn.Module) -> dict[str, int]:
-    return counts(jaxmp.wrap(model, BF16), variables_of(model, X), X)
-
-
 FLOAT32S = ["float32", jnp.float32, np.float32, np.dtype("float32")]
-
-
-@pytest.mark.parametrize("default", FLOAT32S)
-def test_the_default_of_a_field_is_no_word_whatever_it_is_called(default: Any) -> None:
-    model = with_default(default)
-    assert low_of(model()) == {"bfloat16": 5}
-    assert low_of(model(convert=jnp.dtype)) == {"bfloat16": 5}
-    for (
-        given
-    ) in FLOAT32S:  # a field that was given its default cannot be told from one that was not
-        assert low_of(model(given)) == {"bfloat16": 5}
-
-
-@pytest.mark.filterwarnings("ignore:wrap. 3 layers with 60%")
-@pytest.mark.parametrize("default", [None, "bfloat16"])
-def test_float32_in_a_field_of_another_default_is_meant(default: Any) -> None:
-    assert low_of(with_default(default)("float32")) == {"bfloat16": 2, "float32": 3}
-    assert low_of(with_default(default)(jnp.float32)) == {"bfloat16": 2, "float32": 3}
-
-
-@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 20%")
-def test_float32_of_a_head_is_meant_where_others_have_a_default() -> None:
-    """The default is said in another way; the one of `param_dtype` goes to `param_dtype`."""
-    for default in ("float32", None):
-        model = with_default(default)(head=jnp.float32)
-        assert low_of(model) == {"bfloat16": 4, "float32": 1}
-
-
-@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 33%")
-def test_float32_of_a_head_is_meant_where_all_others_have_a_default() -> None:
-    class Model(nn.Module):
-        dtype_mm: str = "float32"
-
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            x = nn.Dense(8, dtype=self.dtype_mm)(nn.Dense(8, dtype=self.dtype_mm)(x))
-            return nn.Dense(8, dtype=jnp.float32)(x)
-
-    assert low_of(Model()) == {"bfloat16": 2, "float32": 1}
-
-
-@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 50%")
-def test_a_default_of_float32_is_meant_among_layers_of_16_bits() -> None:
-    class Model(nn.Module):
-        dtype: Any = jnp.bfloat16
-        logits_dtype: Any = jnp.float32
-
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return nn.Dense(8, dtype=self.logits_dtype)(nn.Dense(8, dtype=self.dtype)(x))
-
-    assert low_of(Model()) == {"bfloat16": 1, "float32": 1}
 
 
 @dataclasses.dataclass
@@ -502,16 +271,134 @@ class Configured(nn.Module):
         return nn.Dense(8)(Part(self.config.compute)(x))
 
 
-@pytest.mark.filterwarnings("ignore:wrap. 3 layers with 60%")
-@pytest.mark.parametrize("config", [Plain, Slots, Struct, Nested])
-def test_the_default_of_a_configuration_is_no_word(config: Any) -> None:
-    assert low_of(Configured(config())) == {"bfloat16": 5}
+def of(*layers: Any) -> nn.Module:
+    return nn.Sequential(layers)
 
 
-@pytest.mark.filterwarnings("ignore:wrap. 3 layers with 60%")
-def test_float32_of_a_configuration_that_has_no_default_is_meant() -> None:
-    config = dataclasses.make_dataclass("config", ["compute"])("float32")
-    assert low_of(Configured(config)) == {"bfloat16": 2, "float32": 3}
+def convolutions(dtype: Any, head: Any) -> nn.Module:
+    layers = [nn.BatchNorm(use_running_average=True), nn.relu]
+    layers = [layer for _ in range(6) for layer in (nn.Conv(8, (3, 3), dtype=dtype), *layers)]
+    return of(*layers, lambda x: x.mean((1, 2)), nn.Dense(2, dtype=head))
+
+
+class Told(nn.Module):
+    """It converts its input by itself; the layers in it were given no dtype."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(8)(nn.Dense(8)(jnp.asarray(x, self.dtype)))
+
+
+class Root(nn.Module):
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.DenseGeneral(8, dtype=self.dtype)(nn.DenseGeneral(8, dtype=self.dtype)(x))
+        return nn.Dense(8, dtype=jnp.float32)(x)
+
+
+class Adapter(nn.Module):
+    """Low-rank weights in the scope of the layer that they are added to."""
+
+    inner: nn.Module
+    dtype: Any = None
+
+    def setup(self) -> None:
+        nn.share_scope(self, self.inner)
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        down = self.param("down", nn.initializers.ones, (8, 6))
+        up = self.param("up", nn.initializers.ones, (6, 8))
+        return self.inner(x) + x @ down @ up
+
+
+class Adapted(nn.Module):
+    inner: Any
+    adapter: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return Adapter(nn.Dense(8, dtype=self.inner), self.adapter)(nn.Dense(8)(x))
+
+
+class Defaults(nn.Module):
+    """The trunk has the default of a field, the head was told."""
+
+    trunk: Any = "float32"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(8, dtype=self.trunk)(nn.Dense(8, dtype=self.trunk)(x))
+        return nn.Dense(8, dtype=jnp.float32)(x)
+
+
+class LowTrunk(nn.Module):
+    trunk: Any = jnp.bfloat16
+    head: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(8, dtype=self.head)(nn.Dense(8, dtype=self.trunk)(x))
+
+
+F32 = jnp.float32
+FLOAT32S = ["float32", F32, np.float32, np.dtype("float32")]
+NoDefault = dataclasses.make_dataclass("config", ["compute"])
+# How many of the products stay float32, and of how many.
+ROWS: dict[str, tuple[nn.Module, int, int]] = {
+    "float32 in a class that says it anyway": (of(Classed(8, "float32"), Classed(8, F32)), 0, 2),
+    "the same, where another was given 16 bits": (
+        of(Classed(8, jnp.bfloat16), Classed(8, F32)),
+        1,
+        2,
+    ),
+    "of a class of its own, the exception": (convolutions(None, F32), 1, 7),
+    "the rule, which the head was not told": (convolutions(F32, None), 0, 7),
+    "the rule, which the head was told": (convolutions(F32, F32), 0, 7),
+    "no dtype inside of a float32 module is no other": (
+        of(Told(F32), Told(F32), nn.Dense(8, dtype=F32)),
+        0,
+        5,
+    ),
+    "a root that hands none on": (Root(None), 1, 3),
+    "a root that hands another on": (Root(jnp.bfloat16), 1, 3),
+    "a scope that is shared": (Adapted(None, None), 0, 4),
+    "its layer is float32": (Adapted(F32, None), 1, 4),
+    "and its adapter": (Adapted(F32, F32), 3, 4),
+    "float32 of norms": (of(*[nn.LayerNorm(dtype=F32), nn.tanh, nn.Dense(8)] * 3), 0, 3),
+    # The default of a field is no word, whatever the field is called and the default is written.
+    **{f"a default of {d!r}": (with_default(d)(), 0, 5) for d in FLOAT32S},
+    **{
+        f"a default of {d!r}, converted": (with_default(d)(convert=jnp.dtype), 0, 5)
+        for d in FLOAT32S
+    },
+    # A field that was given its default cannot be told from one that was not.
+    **{f"the default, given as {d!r}": (with_default("float32")(d), 0, 5) for d in FLOAT32S},
+    "given, where the default is None": (with_default(None)("float32"), 3, 5),
+    "given, where the default is 16 bits": (with_default("bfloat16")(F32), 3, 5),
+    # It says another thing than the default; the one of `param_dtype` goes to `param_dtype`.
+    "a head where others have a default": (with_default("float32")(head=F32), 1, 5),
+    "a head where others have None": (with_default(None)(head=F32), 1, 5),
+    "a head where all others have a default": (Defaults(), 1, 3),
+    "a default of float32 among layers of 16 bits": (LowTrunk(), 1, 2),
+    # The default of a configuration is no word either.
+    **{c.__name__: (Configured(c()), 0, 5) for c in (Plain, Slots, Struct, Nested)},
+    "a configuration without defaults": (Configured(NoDefault("float32")), 3, 5),
+}
+
+
+@pytest.mark.filterwarnings("always:wrap. . layers? with")
+def test_which_float32_is_meant() -> None:
+    for name, (model, kept, total) in ROWS.items():
+        x = gaussian(3, 2, 6, 6, 8) if total == 7 else X
+        with case(name), warnings.catch_warnings(record=True) as caught:
+            found = counts(jaxmp.wrap(model, BF16), variables_of(model, x), x)
+            assert found == {"bfloat16": total - kept} | ({"float32": kept} if kept else {})
+            assert kept or not caught
 
 
 # --- NNX -----------------------------------------------------------------------------------------
@@ -563,23 +450,15 @@ def nnx_counts(config: Config, policy: Any = BF16) -> dict[str, int]:
     return dict(contraction_dtypes(jaxmp.wrap(NNXModel(config), policy), TOKENS))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, "float32"])
-def test_nnx_a_dtype_for_every_layer_says_nothing(dtype: Any) -> None:
-    model = NNXModel(Config(dtype))
-    plain = contraction_dtypes(jaxmp.autocast(lambda t: model(t), BF16), TOKENS)
-    assert contraction_dtypes(jaxmp.wrap(model, BF16), TOKENS) == plain == {"bfloat16": 13}
+def test_nnx_a_dtype_for_every_layer_says_nothing() -> None:
+    for dtype in (jnp.float32, "float32"):
+        model = NNXModel(Config(dtype))
+        plain = contraction_dtypes(jaxmp.autocast(lambda t: model(t), BF16), TOKENS)  # noqa: B023
+        assert contraction_dtypes(jaxmp.wrap(model, BF16), TOKENS) == plain == {"bfloat16": 13}
     assert nnx_counts(Config(jnp.float32, router=jnp.float32)) == {"bfloat16": 13}
-
-
-@pytest.mark.filterwarnings("error")
-def test_nnx_float32_of_a_router_is_meant() -> None:
+    # A router is little: a warning would be an error.
     assert nnx_counts(Config(None, router=jnp.float32)) == {"float32": 2, "bfloat16": 11}
     assert nnx_counts(Config(None, router=jnp.float32), EVERYWHERE) == {"bfloat16": 13}
-
-
-@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 10%")
-def test_nnx_float32_of_a_head_is_meant() -> None:
-    assert nnx_counts(Config(jnp.bfloat16, head=jnp.float32)) == {"float32": 1, "bfloat16": 12}
 
 
 class NNXPart(nnx.Module):
@@ -616,28 +495,20 @@ class NNXInner(nnx.Module):
         return self.head(self.b(self.a(x)))
 
 
-def nnx_low_of(model: nnx.Module) -> dict[str, int]:
-    return dict(contraction_dtypes(jaxmp.wrap(model, BF16), X))
-
-
-@pytest.mark.filterwarnings("ignore:wrap. . layer")
-def test_nnx_a_default_is_no_word() -> None:
-    rngs = nnx.Rngs(0)
-    assert nnx_low_of(NNXPart(rngs)) == {"bfloat16": 3}
-    assert nnx_low_of(NNXPart(rngs, "float32")) == {"bfloat16": 3}
-    assert nnx_low_of(NNXPart(rngs, head=jnp.float32)) == {"bfloat16": 2, "float32": 1}
-
-
-@pytest.mark.filterwarnings("ignore:wrap. . layer")
-@pytest.mark.parametrize("config", [Plain, Slots, Struct, Nested])
-def test_nnx_the_default_of_a_configuration_is_no_word(config: Any) -> None:
-    assert nnx_low_of(NNXAround(config())) == {"bfloat16": 3}
-
-
-@pytest.mark.filterwarnings("ignore:wrap. 1 layer with 33%")
-def test_nnx_float32_of_a_head_is_meant_where_others_have_a_default() -> None:
-    assert nnx_low_of(NNXAround(Plain(), head=jnp.float32)) == {"bfloat16": 2, "float32": 1}
-    assert nnx_low_of(NNXAround(Plain(None), head=jnp.float32)) == {"bfloat16": 2, "float32": 1}
+@pytest.mark.filterwarnings("ignore:wrap. 1 layer")
+def test_nnx_which_float32_is_meant() -> None:
+    rngs, kept, low = nnx.Rngs(0), {"bfloat16": 2, "float32": 1}, {"bfloat16": 3}
+    for model, expected in [
+        (NNXPart(rngs), low),
+        (NNXPart(rngs, "float32"), low),
+        (NNXPart(rngs, head=F32), kept),
+        *((NNXAround(config()), low) for config in (Plain, Slots, Struct, Nested)),
+        (NNXAround(Plain(), head=F32), kept),
+        (NNXAround(Plain(None), head=F32), kept),
+    ]:
+        assert contraction_dtypes(jaxmp.wrap(model, BF16), X) == expected, model
+    model = Config(jnp.bfloat16, head=F32)
+    assert nnx_counts(model) == {"float32": 1, "bfloat16": 12}
 
 
 # --- What is said of it --------------------------------------------------------------------------
@@ -727,32 +598,28 @@ def test_a_trace_is_done_once_where_no_layer_is_singled_out() -> None:
     assert len(traces) == 1, "the second trace knows the layers"
 
 
-@pytest.mark.parametrize("given", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("policy", [BF16, "mixed_float16"])
-def test_layers_of_16_bits_keep_them_and_their_result(given: Any, policy: str) -> None:
+def test_layers_of_16_bits_keep_them_and_their_result() -> None:
     """What docs/coming_from/flax_dynamic_scale.md says of them."""
-    low = jnp.dtype(given).name
-    linen = nn.Sequential([nn.Dense(8, dtype=given), nn.Dense(8, dtype=given)])
-    variables = variables_of(linen, X)
-    wrapped = jaxmp.wrap(linen, policy)
-    nnx_model = jaxmp.wrap(nnx.Linear(8, 8, dtype=given, rngs=nnx.Rngs(0)), policy)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            assert wrapped.apply(variables, X).dtype == low
-            assert nnx_model(X).dtype == low
-        assert counts(wrapped, variables, X) == {low: 2}
-    said = [str(warning.message) for warning in caught]
-    if policy == f"mixed_{low}":
-        assert said == []
-    else:
-        assert {warning.filename for warning in caught} == {__file__}
-        assert [text.partition(": modules")[0] for text in said] == ["wrap", "wrap"]
-        assert "layers_0, layers_1. Leave" in said[0]
-        assert "Linear. Leave" in said[1]
-
-
-def test_layers_of_16_bits_that_some_policy_computes_in_are_not_remarked() -> None:
+    for low, policy in itertools.product(("float16", "bfloat16"), ("mixed_float16", BF16)):
+        linen = nn.Sequential([nn.Dense(8, dtype=low), nn.Dense(8, dtype=low)])
+        variables = variables_of(linen, X)
+        wrapped = jaxmp.wrap(linen, policy)
+        nnx_model = jaxmp.wrap(nnx.Linear(8, 8, dtype=low, rngs=nnx.Rngs(0)), policy)
+        with case((low, policy)), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                assert jax.eval_shape(wrapped.apply, variables, X).dtype == low
+                assert jax.eval_shape(nnx_model, X).dtype == low
+            assert counts(wrapped, variables, X) == {low: 2}
+        said = [str(warning.message) for warning in caught]
+        if policy == f"mixed_{low}":
+            assert said == []
+        else:
+            assert {warning.filename for warning in caught} == {__file__}
+            assert [text.partition(": modules")[0] for text in said] == ["wrap", "wrap"]
+            assert "layers_0, layers_1. Leave" in said[0]
+            assert "Linear. Leave" in said[1]
     model = nn.Sequential([nn.Dense(8, dtype=jnp.float16), nn.Dense(8)])
+    # Those that some policy computes in are not remarked.
     wrapped = jaxmp.wrap(model, PolicyMap({"layers_0": "mixed_float16"}, default=BF16))
     assert counts(wrapped, variables_of(model, X), X) == {"float16": 1, "bfloat16": 1}

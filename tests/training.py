@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec
 import jaxmp
 from jaxmp import TrainState, dynamic_loss_scale
 
+from support import assert_same  # noqa: F401  # for who imports it from here
+
 
 class Net(nn.Module):
     """A perceptron with BatchNorm."""
@@ -88,26 +90,6 @@ def scaled(inner=None, **options):
 # One of each, so that most tests share a compiled step.
 STEP = jax.jit(train_step)
 SCALED = scaled()
-
-
-def numbers(tree):
-    """Leaves as NumPy arrays, keys included."""
-
-    def number(x):
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
-
-    return jax.tree.map(number, tree)
-
-
-def assert_same(x, y):
-    """Equal to the bit, in structure and dtypes."""
-    assert jax.tree.structure(x) == jax.tree.structure(y)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(numbers(x)), jax.tree.leaves(numbers(y)), strict=True
-    ):
-        assert a.dtype == b.dtype, path
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
 def fsdp(x: Any) -> PartitionSpec:
