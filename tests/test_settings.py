@@ -44,9 +44,9 @@ TRACING = {
     "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "checks": lambda: jax.enable_checks(True),
     "leaks": jax.checking_leaks,
-    "keys": lambda: jax.debug_key_reuse(True),
 }
 RUNNING = {
+    "keys": lambda: jax.debug_key_reuse(True),
     "NaNs": lambda: jax.debug_nans(True),
     "infinities": lambda: jax.debug_infs(True),
     "transfers": lambda: jax.transfer_guard("disallow"),
