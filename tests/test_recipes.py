@@ -23,7 +23,7 @@ from jaxmp.recipes import (
 )
 
 
-def every_recipe() -> list[Recipe]:
+def every_recipe():
     found = []
     for formats in itertools.product(FORMATS, repeat=3):
         for granularity in GRANULARITIES:
@@ -34,14 +34,14 @@ def every_recipe() -> list[Recipe]:
     return found
 
 
-def compute_dtype(recipe: Recipe) -> str:
+def compute_dtype(recipe):
     """One that goes with a recipe, if the recipe goes with any."""
     if not FORMATS[recipe.forward].scaled:
         return recipe.forward
     return "f16" if "f16" in recipe.formats.values() else "bf16"
 
 
-def goes_with(recipe: Recipe, compute: str) -> bool:
+def goes_with(recipe, compute):
     try:
         Policy("f32", compute, "f32", matmul=recipe)
     except ValueError:
@@ -49,7 +49,7 @@ def goes_with(recipe: Recipe, compute: str) -> bool:
     return True
 
 
-def test_formats_go_with_the_compute_dtype() -> None:
+def test_formats_go_with_the_compute_dtype():
     """8 bits with 16, forward as computed otherwise, and no two kinds of 16 bits."""
     for recipe in every_recipe():
         kinds = {FORMATS[f].bits for f in recipe.formats.values()}
@@ -62,7 +62,7 @@ def test_formats_go_with_the_compute_dtype() -> None:
             )
 
 
-def test_strings_read_back_and_policies_keep_recipes() -> None:
+def test_strings_read_back_and_policies_keep_recipes():
     recipes = [r for r in every_recipe() if goes_with(r, compute_dtype(r))]
     assert len(recipes) > 100
     for recipe in recipes:
@@ -74,7 +74,7 @@ def test_strings_read_back_and_policies_keep_recipes() -> None:
         assert len({policy, get_policy(str(policy))}) == 1
 
 
-def test_names() -> None:
+def test_names():
     for recipe, text in (
         (float8(), "float8"),
         (float8("e5m2"), "e4m3:e5m2:e5m2"),
@@ -92,7 +92,7 @@ def test_names() -> None:
     assert parse_recipe("float8@row") == parse_recipe("fp8@row") == float8(granularity="row")
 
 
-def test_mixed_float8_and_mixed_int8_are_values_of_it() -> None:
+def test_mixed_float8_and_mixed_int8_are_values_of_it():
     for name, recipe in (("mixed_float8", float8()), ("mixed_int8", int8())):
         policy = get_policy(name)
         assert policy.matmul == recipe
@@ -102,7 +102,7 @@ def test_mixed_float8_and_mixed_int8_are_values_of_it() -> None:
     assert get_policy("float32,matmul=f32/bf16/bf16") != get_policy("float32")
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     for text, says in (
         ("int8@tensor", "granularity='row'"),
         ("int8@mx", "granularity='row'"),
@@ -121,7 +121,7 @@ def test_what_is_refused() -> None:
         assert says in str(error.value)
 
 
-def test_what_is_no_recipe_no_format_and_no_policy() -> None:
+def test_what_is_no_recipe_no_format_and_no_policy():
     for value in (("e4m3",), float8):
         with pytest.raises(TypeError, match="Policy: matmul takes a recipe"):
             Policy("f32", "bf16", "f32", matmul=value)
