@@ -22,7 +22,7 @@ float64_is_told_of = pytest.mark.filterwarnings(
 )
 
 
-def test_explicit_round_trip_cast_stays_float32_and_says_why() -> None:
+def test_explicit_round_trip_cast_stays_float32_and_says_why():
     def fn(x, w, v):
         kept = x.astype(jnp.bfloat16).astype(jnp.float32) @ w
         return jnp.tanh(x @ v), kept
@@ -35,7 +35,7 @@ def test_explicit_round_trip_cast_stays_float32_and_says_why() -> None:
     np.testing.assert_allclose(autocast(fn, BF16)(X, W, V)[1], want, rtol=1e-5, atol=1e-6)
 
 
-def test_downcast_is_honoured() -> None:
+def test_downcast_is_honoured():
     def fn(x, w):
         return x.astype(jnp.float16) @ w.astype(jnp.float16)
 
@@ -43,7 +43,7 @@ def test_downcast_is_honoured() -> None:
     assert_bitwise(jax.jit(autocast(fn, BF16))(X, W), jax.jit(fn)(X, W))
 
 
-def test_highest_precision_of_a_pair_or_by_context_stays_float32() -> None:
+def test_highest_precision_of_a_pair_or_by_context_stays_float32():
     def fn(x, w, v):
         with jax.default_matmul_precision("highest"):
             h = x @ w
@@ -55,13 +55,13 @@ def test_highest_precision_of_a_pair_or_by_context_stays_float32() -> None:
     assert backward == Counter(bfloat16=3, float32=6)
 
 
-def test_contractions_accumulate_in_float32() -> None:
+def test_contractions_accumulate_in_float32():
     """A sum of 4096 equal terms stalls at 256 when it is accumulated in bfloat16."""
     ones = jnp.ones((1, 4096))
     assert float(autocast(lambda a, b: a @ b.T, BF16)(ones, ones)[0, 0]) == 4096.0
 
 
-def test_autocast_in_autocast() -> None:
+def test_autocast_in_autocast():
     """The inner policy wins; of the same one its float32 result is not the author's upcast."""
     for inner, found in (
         (BF16, Counter(bfloat16=3)),
@@ -73,7 +73,7 @@ def test_autocast_in_autocast() -> None:
         assert contraction_dtypes(outer, X, W, V) == found
 
 
-def test_what_is_given_in_16_bits_is_seen_so() -> None:
+def test_what_is_given_in_16_bits_is_seen_so():
     seen = []
 
     def fn(x, w):
@@ -91,7 +91,7 @@ def test_what_is_given_in_16_bits_is_seen_so() -> None:
 
 
 @float64_is_told_of
-def test_float64_is_left_alone_and_float32_beside_it_is_cast() -> None:
+def test_float64_is_left_alone_and_float32_beside_it_is_cast():
     with jax.enable_x64(True):
         x, w = (np.asarray(a, np.float64) for a in (X, W))
         cast = autocast(lambda a, b: jnp.tanh(a @ b), BF16)
@@ -104,7 +104,7 @@ def test_float64_is_left_alone_and_float32_beside_it_is_cast() -> None:
         assert wide(X, W).dtype == jnp.float64
 
 
-def test_complex_numbers_integers_and_bools_are_left_alone() -> None:
+def test_complex_numbers_integers_and_bools_are_left_alone():
     def fn(x, w, a, b, mask):
         z = lax.complex(x, -x) @ lax.complex(w, w)
         integers = a @ b.astype(jnp.int32), mask & (a.sum() > 3), a // 2, a.astype(jnp.uint8)
@@ -120,7 +120,7 @@ def test_complex_numbers_integers_and_bools_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
-def test_keys_come_back_and_draw_the_same(key: jax.Array) -> None:
+def test_keys_come_back_and_draw_the_same(key):
     def fn(key, w):
         key, a, b = jax.random.split(key, 3)
         noise = jax.random.normal(a, (4, 8))
