@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +12,14 @@ import numpy as np
 from jaxmp._autocast.products.blockwise import BLOCKS, BlockProduct
 from jaxmp._autocast.products.derivative import contract
 from jaxmp._autocast.products.product import ScaledProduct, Sides
-from jaxmp.recipes import FORMATS, Recipe
+from jaxmp.recipes import FORMATS
 
 DENSE = (((1,), (0,)), ((), ()))
 NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
 TINY = np.finfo(np.float32).tiny
 
 
-def quantized(x: np.ndarray, short: str, axes: Any) -> tuple[np.ndarray, np.ndarray]:
+def quantized(x, short, axes):
     """Values and scales: powers of two of floats. Inverses are multiplied by, in float32."""
     amax = np.abs(x).max(axis=axes, keepdims=True).astype(np.float32)
     scale = np.maximum(amax * np.float32(1 / FORMATS[short].largest), TINY)
@@ -30,7 +28,7 @@ def quantized(x: np.ndarray, short: str, axes: Any) -> tuple[np.ndarray, np.ndar
     return rounded(x, short, scale), scale.astype(np.float64)
 
 
-def rounded(x: np.ndarray, short: str, scale: np.ndarray) -> np.ndarray:
+def rounded(x, short, scale):
     """The values of a format that are nearest, and no further from zero than its largest."""
     most = FORMATS[short].largest
     values = np.clip(x.astype(np.float32) * (1 / scale.astype(np.float32)), -most, most)
@@ -39,7 +37,7 @@ def rounded(x: np.ndarray, short: str, scale: np.ndarray) -> np.ndarray:
     return values.astype(NUMPY[short]).astype(np.float64)
 
 
-def family(name: str, seed: int, *shape: int) -> np.ndarray:
+def family(name, seed, *shape):
     r = np.random.default_rng(seed)
     x = r.normal(size=shape)
     if name == "heavy tails":
@@ -54,18 +52,17 @@ def family(name: str, seed: int, *shape: int) -> np.ndarray:
 FAMILIES = ("normal", "heavy tails", "outlier columns", "rows over seven decades")
 
 
-def planned(recipe: Recipe, dims: Any, ranks: Any, dtype: Any, weight: int = 1) -> ScaledProduct:
+def planned(recipe, dims, ranks, dtype, weight=1):
     kind = BlockProduct if recipe.granularity in BLOCKS else ScaledProduct
     sides = Sides.of(dims, *ranks)
     return kind(recipe=recipe, sides=sides, dtype=np.dtype(dtype), weight=weight)
 
 
-def product(
-    recipe: Recipe, dims: Any = DENSE, dtype: Any = jnp.bfloat16, weight: int = 1
-) -> Callable[..., Any]:
+@functools.cache
+def product(recipe, dims=DENSE, dtype=jnp.bfloat16, weight=1):
     """The product of float32 `x` and `w`, read in `dtype`."""
 
-    def fn(x: Any, w: Any) -> Any:
+    def fn(x, w):
         made = planned(recipe, dims, (x.ndim, w.ndim), dtype, weight)
         x, w = x.astype(dtype), w.astype(dtype)
         return contract(made, (x, w), (made.quantize(x, 0), made.quantize(w, 1)))
@@ -73,30 +70,26 @@ def product(
     return fn
 
 
-def all_three(fn: Callable[..., Any], x: Any, w: Any, g: Any) -> list[np.ndarray]:
+def all_three(fn, x, w, g):
     """The product and its gradients, where `g` is that of the product."""
     out = _jitted(fn)(*(np.asarray(v, np.float32) for v in (x, w, g)))
     return [np.asarray(v).astype(np.float64) for v in out]
 
 
-@functools.lru_cache(maxsize=4)
-def _jitted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def run(x: Any, w: Any, g: Any) -> Any:
+@functools.cache
+def _jitted(fn):
+    def run(x, w, g):
         y, vjp = jax.vjp(fn, x, w)
         return y, *vjp(g.astype(y.dtype))
 
     return jax.jit(run)
 
 
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
-def worst_row(got: np.ndarray, want: np.ndarray) -> float:
+def worst_row(got, want):
     return float((np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)).max())
 
 
-def operands(name: str, draw: int = 0) -> tuple[np.ndarray, ...]:
+def operands(name, draw=0):
     """An input, a weight, and the gradient of their product."""
     return (
         family(name, 3 * draw + 1, 256, 512),
@@ -105,11 +98,11 @@ def operands(name: str, draw: int = 0) -> tuple[np.ndarray, ...]:
     )
 
 
-def wanted(x: np.ndarray, w: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, ...]:
+def wanted(x, w, g):
     return x @ w, g @ w.T, x.T @ g
 
 
-def errors(fn: Callable[..., Any], name: str, draws: int) -> np.ndarray:
+def errors(fn, name, draws):
     """Relative errors of the product and of its gradients, over many draws.
 
     With heavy tails one element may be most of all draws taken together: the mean of theirs then.

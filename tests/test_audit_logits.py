@@ -17,9 +17,11 @@ TOKENS, FEATURES, WORDS = (8, 256), 64, 16384
 
 
 def structs(words=WORDS, tokens=TOKENS):
-    float32 = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((FEATURES, words),)]
-    x = jax.ShapeDtypeStruct((*tokens, FEATURES), "float32")
-    return {"table": float32[0]}, x, jax.ShapeDtypeStruct(tokens, "int32")
+    def float32(*sizes):
+        return jax.ShapeDtypeStruct(sizes, "float32")
+
+    table = {"table": float32(FEATURES, words)}
+    return table, float32(*tokens, FEATURES), jax.ShapeDtypeStruct(tokens, "int32")
 
 
 def large_logits(fn, *args, policy=None):
@@ -62,15 +64,18 @@ def other_losses(params, x, labels):
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16", "mixed_float16,residuals=recompute"])
-@pytest.mark.parametrize("loss", [with_logits, of_an_embedding, flattened])
-def test_saved_logits_are_found_at_their_line(loss, policy):
-    gradient = jax.grad(loss if policy is None else jaxmp.autocast(loss, policy))
-    [found] = large_logits(gradient, *structs())
-    line = loss.__code__.co_firstlineno + 1
-    assert found.source == f"{__file__.rpartition('/')[2]}:{line}"
-    assert f"logits of {WORDS:,} words" in found.what
-    assert "linear_cross_entropy" in found.fix
-    assert found.unit == "bytes"
+def test_saved_logits_are_found_at_their_line(policy):
+    for loss in (with_logits, of_an_embedding, flattened):
+        gradient = jax.grad(loss if policy is None else jaxmp.autocast(loss, policy))
+        report = jaxmp.audit(gradient)(*structs())
+        [found] = [f for f in report.findings if f.kind == "large-logits"]
+        assert found.source == f"test_audit_logits.py:{loss.__code__.co_firstlineno + 1}"
+        assert f"logits of {WORDS:,} words" in found.what
+        assert "linear_cross_entropy" in found.fix
+        assert found.unit == "bytes"
+    assert ("first: logits saved for the backward pass" in str(report)) == (policy is not None)
+    with pytest.raises(PrecisionError, match="linear_cross_entropy"):
+        report.assert_no("large-logits")
 
 
 def test_a_sum_over_parts_of_a_batch_saves_them_as_well():
@@ -86,22 +91,17 @@ def test_a_sum_over_parts_of_a_batch_saves_them_as_well():
 
 
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
-@pytest.mark.parametrize("loss", [without, in_rematerialized_chunks, other_losses])
-def test_what_saves_no_logits_has_no_finding(loss, policy):
-    gradient = jax.grad(loss if policy is None else jaxmp.autocast(loss, policy))
-    assert not large_logits(gradient, *structs())
+def test_what_saves_no_logits_has_no_finding(policy):
+    for loss in (without, in_rematerialized_chunks, other_losses):
+        gradient = jax.grad(loss if policy is None else jaxmp.autocast(loss, policy))
+        assert not large_logits(gradient, *structs()), loss.__name__
 
 
-def test_a_forward_pass_saves_nothing():
-    assert not large_logits(with_logits, *structs())
-
-
-def test_small_vocabularies_are_no_finding():
-    assert not large_logits(jax.grad(with_logits), *structs(4 * FEATURES, (64, 4096)))
-
-
-def test_few_tokens_are_no_finding():
-    assert not large_logits(jax.grad(with_logits), *structs(tokens=(1, 256)))
+def test_where_little_or_nothing_is_saved_there_is_no_finding():
+    assert not large_logits(with_logits, *structs())  # a forward pass
+    small_vocabulary = structs(4 * FEATURES, (64, 4096))
+    for args in (small_vocabulary, structs(tokens=(1, 256))):
+        assert not large_logits(jax.grad(with_logits), *args)
 
 
 def test_what_is_less_than_a_quarter_of_all_is_no_finding():
@@ -117,10 +117,3 @@ def test_what_is_less_than_a_quarter_of_all_is_no_finding():
     down = jax.ShapeDtypeStruct((WORDS // 2, FEATURES), "float32")
     params |= {"up": up, "down": down}
     assert not large_logits(jax.grad(deep), params, x, labels)
-
-
-def test_it_is_printed_and_can_be_asserted():
-    report = jaxmp.audit(jax.grad(with_logits), "mixed_bfloat16")(*structs())
-    assert "first: logits saved for the backward pass" in str(report)
-    with pytest.raises(PrecisionError, match="linear_cross_entropy"):
-        report.assert_no("large-logits")

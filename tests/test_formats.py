@@ -26,7 +26,7 @@ HOLDS = {
 
 
 @pytest.mark.parametrize("short", ALL_FORMATS)
-def test_what_a_format_can_hold(short: str) -> None:
+def test_what_a_format_can_hold(short):
     fmt = ALL_FORMATS[short]
     assert (fmt.bits, fmt.fraction_bits, fmt.step, fmt.largest) == HOLDS[short]
     assert fmt.dtype == jnp.dtype(fmt.name)
@@ -34,19 +34,19 @@ def test_what_a_format_can_hold(short: str) -> None:
     assert fmt.integer == short.startswith("int")
 
 
-def test_every_name_means_one_format() -> None:
+def test_every_name_means_one_format():
     for fmt in ALL_FORMATS.values():
         for name in (*fmt.names, fmt.name.upper(), fmt.dtype):
             assert parse_format(name, ALL_FORMATS.values(), "format") is fmt
 
 
-def test_one_table_for_policies_recipes_and_scores() -> None:
+def test_one_table_for_policies_recipes_and_scores():
     assert [*map(dtype_name, DTYPE_NAMES)] == ["bfloat16", "float16", "float32", "float64"]
     every = [*recipes.FORMATS.values(), *(form.format for form in numerics.formats)]
     assert all(fmt is ALL_FORMATS[fmt.short] for fmt in every)
 
 
-def test_what_is_no_format_is_refused() -> None:
+def test_what_is_no_format_is_refused():
     known = [ALL_FORMATS["int8"], ALL_FORMATS["e4m3"]]
     with pytest.raises(ValueError, match=r"here is 'e4m4', which .* 'e4m3'\?\); .* int8, e4m3. So"):
         parse_format("e4m4", known, "here", " So.")

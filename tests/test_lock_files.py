@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ import pytest
 from jaxmp import cli
 from jaxmp.testing import assert_precision_locked
 
-from support import ROOT
+from support import ROOT, run_python
 
 PROGRAM = """
 import jax, jax.numpy as jnp
@@ -73,10 +71,9 @@ def test_a_file_is_not_written_over(run):
     assert "a.lock: compare with it by --check, rewrite it by --update" in printed.err
 
 
-@pytest.mark.parametrize("option", ["--check", "--update"])
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_what_is_no_lock_is_refused_and_left_as_it_is(run, tmp_path):
+    file = tmp_path / "precision.lock"
+    for text, said in (
         ("[project]\nname = 'x'\n", "is not a precision lock of jaxmp"),
         ("<<<<<<< HEAD\nprecision_lock = 1\n", "cannot read .*precision.lock: Invalid"),
         ("precision_lock = 1\nmodule = 3\n", "is damaged: module = 3 must be a dict"),
@@ -84,17 +81,15 @@ def test_a_file_is_not_written_over(run):
         ("precision_lock = 1\n[arguments]\n0 = 3\n", "arguments.0 = 3 must be a str"),
         ("precision_lock = 1\nother = 3\n", "'other' is not a part of a lock"),
         ('precision_lock = 1\n[module."a_{0-1}"]\n[module.a_1]\n', "'a_1' is in it twice"),
-    ],
-)
-def test_what_is_no_lock_is_refused_and_left_as_it_is(run, tmp_path, text, said, option):
-    file = tmp_path / "precision.lock"
-    file.write_text(text)
-    code, printed = run(option)
-    assert code == 2
-    assert "precision.lock" in printed.err
-    with pytest.raises(ValueError, match=said):
-        assert_precision_locked(jnp.sin, file)(1.0)
-    assert file.read_text() == text
+    ):
+        file.write_text(text)
+        for option in ("--check", "--update"):
+            code, printed = run(option)
+            assert code == 2
+            assert "precision.lock" in printed.err
+        with pytest.raises(ValueError, match=said):
+            assert_precision_locked(jnp.sin, file)(1.0)
+        assert file.read_text() == text
 
 
 def test_another_version_is_refused_and_rewritten(run, tmp_path):
@@ -107,19 +102,15 @@ def test_another_version_is_refused_and_rewritten(run, tmp_path):
     assert run("--check")[0] == 0
 
 
-def test_no_file(run):
-    code, printed = run("--check")
-    assert code == 2
-    assert "there is no file precision.lock. Write it with" in printed.err
-
-
-def test_what_cannot_be_written_and_wrong_uses(run, tmp_path):
-    code, printed = run("--out", "nowhere/x.lock")
-    assert code == 2
-    assert "cannot write nowhere/x.lock: No such file" in printed.err
-    code, printed = run("--policy", "mixed_bflaot16")
-    assert code == 2
-    assert "did you mean 'mixed_bfloat16'?" in printed.err
+def test_wrong_uses(run):
+    for options, said in (
+        (("--check",), "there is no file precision.lock. Write it with"),
+        (("--out", "nowhere/x.lock"), "cannot write nowhere/x.lock: No such file"),
+        (("--policy", "mixed_bflaot16"), "did you mean 'mixed_bfloat16'?"),
+    ):
+        code, printed = run(*options)
+        assert code == 2
+        assert said in printed.err
     with pytest.raises(TypeError, match="lock"):
         assert_precision_locked("x.lock", jnp.sin)
     with pytest.raises(SystemExit):
@@ -133,27 +124,30 @@ def test_the_lock_of_the_example_is_that_of_its_step(monkeypatch, capsys):
 
 
 def test_the_fixture(tmp_path):
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["jaxmp.pytest_plugin"]\n')
-    (tmp_path / "test_step.py").write_text(
-        "import os, jax.numpy as jnp\n"
-        "def test_step(precision_lock):\n"
-        "    precision_lock(lambda x: x @ x, 'x.lock')(jnp.ones((4, 4), os.environ['DTYPE']))\n"
-    )
+    """Two runs of pytest, the first of which writes a file."""
+    step = "    precision_lock(lambda x: x @ x, {file!r})(jnp.ones((4, 4), {dtype!r}))\n"
+    checks = {"none": ("y.lock", "float32"), "same": ("x.lock", "bfloat16")}
+    checks["other"] = ("x.lock", "float32")
 
-    def tests(dtype, *options):
-        env = {**os.environ, "DTYPE": dtype, "PYTHONPATH": str(ROOT)}
-        words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-        done = subprocess.run(
-            words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    def write(name, tests):
+        body = (
+            f"def test_{test}(precision_lock):\n{step.format(file=file, dtype=dtype)}"
+            for test, (file, dtype) in tests.items()
         )
-        return done.returncode, done.stdout
+        (tmp_path / name).write_text("import jax.numpy as jnp\n" + "".join(body))
 
-    code, out = tests("bfloat16")
-    assert code == 1
-    assert "there is no file" in out
-    assert tests("bfloat16", "--update-precision-locks")[0] == 0
+    write("test_write.py", {"write": ("x.lock", "bfloat16")})
+    write("test_check.py", checks)
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["jaxmp.pytest_plugin"]\n')
+    (tmp_path / "run.py").write_text(
+        "import pytest\n"
+        "plain = ['-q', '-p', 'no:cacheprovider']\n"
+        "assert pytest.main([*plain, '--update-precision-locks', 'test_write.py']) == 0\n"
+        "assert pytest.main([*plain, 'test_check.py']) == 1\n"
+    )
+    done = run_python("run.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "x.lock").exists()
-    assert tests("bfloat16")[0] == 0
-    code, out = tests("float32")
-    assert code == 1
-    assert "float32*float32" in out
+    assert "2 failed, 1 passed" in done.stdout
+    assert "there is no file" in done.stdout
+    assert "float32*float32" in done.stdout

@@ -24,11 +24,14 @@ import jaxmp
 from jaxmp import Policy, dtypes, get_policy
 from jaxmp.policy_fields import FIELDS, OP_CLASSES
 
-HALF_DTYPES = (np.float16, jnp.float16, jnp.bfloat16)
-FULL_DTYPES = (np.float32, jnp.float32)
-DTYPES = HALF_DTYPES + FULL_DTYPES
+DTYPES = {
+    np.float16: "float16",
+    jnp.float16: "float16",
+    jnp.bfloat16: "bfloat16",
+    np.float32: "float32",
+    jnp.float32: "float32",
+}
 POLICY_DTYPES = tuple(dtypes.DTYPE_NAMES)
-NAMES = {np.float16: "float16", jnp.bfloat16: "bfloat16", np.float32: "float32"}
 
 policies = st.tuples(
     st.sampled_from(POLICY_DTYPES),
@@ -50,96 +53,71 @@ policies = st.tuples(
 # The cases of jmp's own policy_test.py, with our Policy and get_policy.
 
 
-@pytest.mark.parametrize(("dtype", "np_"), list(itertools.product(DTYPES, (np, jnp))))
-@pytest.mark.parametrize("kind", ["param", "compute", "output"])
-def test_jmp_cast(kind, dtype, np_):
-    policy = Policy(dtype, dtype, dtype)
-    assert getattr(policy, f"{kind}_dtype") == dtype
-    cast = getattr(policy, f"cast_to_{kind}")({"a": np_.ones([])})
-    assert cast["a"].dtype == np_.ones([], dtype).dtype
+def test_jmps_casts():
+    for dtype in DTYPES:
+        policy = Policy(dtype, dtype, dtype)
+        wider = Policy(np.float32, np.float32, np.float32).with_output_dtype(dtype)
+        assert isinstance(wider, Policy)
+        assert wider.output_dtype == dtype
+        assert wider.param_dtype == wider.compute_dtype == np.float32
+        for kind, np_ in itertools.product(("param", "compute", "output"), (np, jnp)):
+            assert getattr(policy, f"{kind}_dtype") == dtype
+            cast = getattr(policy, f"cast_to_{kind}")({"a": np_.ones([])})
+            assert cast["a"].dtype == np_.ones([], dtype).dtype
 
 
-@pytest.mark.parametrize(("dtype", "np_"), list(itertools.product(DTYPES, (np, jnp))))
-def test_jmp_with_output_dtype(dtype, np_):
-    policy = Policy(np_.float32, np_.float32, np_.float32)
-    policy = policy.with_output_dtype(dtype)
-    assert isinstance(policy, Policy)
-    assert policy.output_dtype == dtype
-    assert policy.param_dtype == policy.compute_dtype == np_.float32
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, jnp.bfloat16])
-def test_jmp_get_policy(dtype):
-    policy = get_policy(NAMES[dtype])
-    assert policy.param_dtype == policy.compute_dtype == policy.output_dtype == dtype
-
-
-def test_jmp_get_policy_almost_dtype():
+def test_jmps_strings():
+    for dtype, name in DTYPES.items():
+        same, computed, mixed = map(get_policy, (name, f"c={name}", f"c={name},o=full"))
+        assert same.param_dtype == same.compute_dtype == same.output_dtype == dtype
+        assert computed.param_dtype == mixed.param_dtype == mixed.output_dtype == np.float32
+        assert computed.compute_dtype == computed.output_dtype == mixed.compute_dtype == dtype
     with pytest.raises(ValueError, match="Unknown dtype"):
         get_policy("compute_float16")
 
 
-@pytest.mark.parametrize(("dtype", "np_"), list(itertools.product(DTYPES, (np, jnp))))
-def test_jmp_get_policy_mixed(dtype, np_):
-    policy = get_policy(f"c={NAMES[dtype]}")
-    assert policy.param_dtype == np_.float32
-    assert policy.compute_dtype == policy.output_dtype == dtype
-
-
-@pytest.mark.parametrize(("dtype", "np_"), list(itertools.product(DTYPES, (np, jnp))))
-def test_jmp_get_policy_compute(dtype, np_):
-    policy = get_policy(f"c={NAMES[dtype]},o=full")
-    assert policy.param_dtype == policy.output_dtype == np_.float32
-    assert policy.compute_dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, dtypes.half_dtype()])
-def test_jmp_cast_leaves_objects_and_integers(dtype):
+def test_jmps_cast_leaves_objects_and_integers():
     # cast_to_full and cast_to_half there; a policy's cast here.
+    half = dtypes.half_dtype()
     tree = {
         "o": object(),
-        "h": jnp.ones([], dtypes.half_dtype()),
+        "h": jnp.ones([], half),
         "f": jnp.ones([]),
         "i": jnp.ones([], jnp.int16),
     }
-    cast = Policy(dtype, dtype, dtype).cast_to_compute(tree)
-    assert cast["o"] is tree["o"]
-    assert cast["h"].dtype == cast["f"].dtype == dtype
-    assert cast["i"].dtype == jnp.int16
+    for dtype in (jnp.float32, half):
+        cast = Policy(dtype, dtype, dtype).cast_to_compute(tree)
+        assert cast["o"] is tree["o"]
+        assert cast["h"].dtype == cast["f"].dtype == dtype
+        assert cast["i"].dtype == jnp.int16
 
 
 # A jmp.Policy, wherever one is taken.
 
 
-@pytest.mark.parametrize("triple", list(itertools.product(POLICY_DTYPES, repeat=3)))
-def test_what_jmp_prints_is_read(triple):
-    theirs, ours = jmp.Policy(*triple), Policy(*triple)
-    assert isinstance(ours, jmp.Policy)
-    assert get_policy(str(theirs)) == ours
+def test_what_jmp_prints_is_read():
+    for triple in itertools.product(POLICY_DTYPES, repeat=3):
+        theirs, ours = jmp.Policy(*triple), Policy(*triple)
+        assert isinstance(ours, jmp.Policy)
+        assert get_policy(str(theirs)) == ours
 
 
-@pytest.mark.parametrize(
-    "spec",
-    ["f32", "full", "bf16", "f64", "c=f16", "p=f16,c=bf16", "p=bf16", "o=bf16", "params=f16,o=f32"],
-)
-def test_a_jmp_string_means_what_it_means_to_jmp(spec):
-    theirs = jmp.get_policy(spec)
-    assert get_policy(spec) == get_policy(theirs)
-    assert (theirs.param_dtype, theirs.compute_dtype, theirs.output_dtype) == dataclasses.astuple(
-        get_policy(spec)
-    )[:3]
+def test_a_jmp_string_means_what_it_means_to_jmp():
+    strings = "f32 full bf16 f64 c=f16 p=f16,c=bf16 p=bf16 o=bf16 params=f16,o=f32"
+    for spec in strings.split():
+        theirs, ours = jmp.get_policy(spec), get_policy(spec)
+        assert ours == get_policy(theirs)
+        dtypes_of_theirs = (theirs.param_dtype, theirs.compute_dtype, theirs.output_dtype)
+        assert dtypes_of_theirs == dataclasses.astuple(ours)[:3]
 
 
-def test_a_jmp_policy_is_converted():
-    theirs = jmp.Policy(np.dtype("float32"), jnp.bfloat16, np.float32)
-    ours = get_policy(theirs)
+def test_a_jmp_policy_is_converted_and_one_of_ours_returned_as_it_is():
+    ours = get_policy(jmp.Policy(np.dtype("float32"), jnp.bfloat16, np.float32))
     assert type(ours) is Policy
     assert ours == get_policy("mixed_bfloat16")
-
-
-def test_a_policy_is_returned_as_it_is():
-    policy = get_policy("mixed_float16,ops=exp:low")
-    assert get_policy(policy) is policy
+    assert get_policy(ours) is ours
+    # It says more than one of jmp with the same dtypes does.
+    assert get_policy("bf16") != jmp.get_policy("bf16")
 
 
 def test_haiku_takes_it():
@@ -152,15 +130,9 @@ def test_haiku_takes_it():
             assert y.dtype == jnp.bfloat16
             return y
 
-    previous = hk.mixed_precision.get_policy(Net)
-    assert previous is None
     hk.mixed_precision.set_policy(Net, get_policy("mixed_bfloat16"))
     try:
-
-        def apply(x):
-            return Net()(x)
-
-        net = hk.without_apply_rng(hk.transform(apply))
+        net = hk.without_apply_rng(hk.transform(lambda x: Net()(x)))
         params = net.init(jax.random.key(0), jnp.ones((2, 4)))
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         assert net.apply(params, jnp.ones((2, 4))).dtype == jnp.float32
@@ -186,26 +158,24 @@ def test_dtypes_mean_the_same_however_they_are_written():
 
 def test_each_field_tells_policies_apart():
     base = Policy("f32", "bf16", "f32")
-    others = [
-        dataclasses.replace(base, param_dtype="bf16"),
-        dataclasses.replace(base, compute_dtype="f16"),
-        dataclasses.replace(base, output_dtype="bf16"),
-        dataclasses.replace(base, softmax_dtype="bf16"),
-        dataclasses.replace(base, saturate=True),
-        dataclasses.replace(base, ops={"exp": "low"}),
-    ]
+    changed = {
+        "param_dtype": "bf16",
+        "compute_dtype": "f16",
+        "output_dtype": "bf16",
+        "softmax_dtype": "bf16",
+        "saturate": True,
+        "ops": {"exp": "low"},
+    }
+    others = [dataclasses.replace(base, **{name: value}) for name, value in changed.items()]
     assert len({base, *others}) == 7
 
 
-def test_a_policy_is_not_a_jmp_policy_with_the_same_dtypes():
-    # It says more than that one does.
-    assert get_policy("bf16") != jmp.get_policy("bf16")
-
-
-def test_a_policy_is_frozen():
+def test_a_policy_is_frozen_and_its_refinements_keyword_only():
     policy = get_policy("bf16")
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.compute_dtype = jnp.float32
+    with pytest.raises(TypeError, match="positional"):
+        Policy("f32", "bf16", "f32", "bf16")
 
 
 def test_a_policy_is_a_static_argument_of_jit():
@@ -221,11 +191,6 @@ def test_a_policy_is_a_static_argument_of_jit():
     assert len(traces) == 1
 
 
-def test_refinements_are_keyword_only():
-    with pytest.raises(TypeError, match="positional"):
-        Policy("f32", "bf16", "f32", "bf16")
-
-
 def test_the_dtypes_are_jax_scalar_types():
     policy = Policy(np.float32, np.dtype("float16"), "float32", softmax_dtype="f16")
     assert policy.param_dtype is policy.output_dtype is jnp.float32
@@ -235,136 +200,110 @@ def test_the_dtypes_are_jax_scalar_types():
 # Refinements.
 
 
-@pytest.mark.parametrize("compute", POLICY_DTYPES)
-@pytest.mark.parametrize("softmax", POLICY_DTYPES)
-def test_softmax_is_float32_or_the_compute_dtype(compute, softmax):
-    if softmax in (jnp.float32, compute):
-        policy = Policy(jnp.float32, compute, jnp.float32, softmax_dtype=softmax)
-        assert policy.softmax_dtype is softmax
-    else:
-        message = rf"softmax_dtype must be .*\({dtypes.dtype_name(compute)}\); got"
-        with pytest.raises(ValueError, match=message):
-            Policy(jnp.float32, compute, jnp.float32, softmax_dtype=softmax)
+def test_softmax_is_float32_or_the_compute_dtype():
+    for compute, softmax in itertools.product(POLICY_DTYPES, repeat=2):
+        if softmax in (jnp.float32, compute):
+            policy = Policy(jnp.float32, compute, jnp.float32, softmax_dtype=softmax)
+            assert policy.softmax_dtype is softmax
+        else:
+            message = rf"softmax_dtype must be .*\({dtypes.dtype_name(compute)}\); got"
+            with pytest.raises(ValueError, match=message):
+                Policy(jnp.float32, compute, jnp.float32, softmax_dtype=softmax)
 
 
 def test_ops_take_primitives_and_names_in_any_order():
     mine = Primitive("my_primitive")
-    policy = Policy("f32", "bf16", "f32", ops={"tanh": "full", lax.exp_p: "follow", mine: "own"})
+    ops = {"tanh": "full", lax.exp_p: "follow", mine: "own"}
+    policy = Policy("f32", "bf16", "f32", ops=ops)
+    ops["tanh"] = "low"  # it does not follow the caller's dictionary
     assert policy.ops == (("exp", "follow"), ("my_primitive", "own"), ("tanh", "full"))
     again = Policy("f32", "bf16", "f32", ops=dict(reversed(policy.ops)))
     assert policy == again
     assert hash(policy) == hash(again)
-
-
-def test_no_ops_is_an_empty_tuple():
     assert Policy("f32", "bf16", "f32").ops == Policy("f32", "bf16", "f32", ops={}).ops == ()
 
 
-def test_ops_do_not_follow_the_callers_dict():
-    ops = {"exp": "low"}
-    policy = Policy("f32", "bf16", "f32", ops=ops)
-    ops["exp"] = "full"
-    assert policy.ops == (("exp", "low"),)
-
-
-def test_an_unknown_class_is_named_with_the_classes():
-    message = r"ops gives 'exp' the unknown class 'half'; the classes are low, full, follow, .*own"
-    with pytest.raises(ValueError, match=message):
-        Policy("f32", "bf16", "f32", ops={lax.exp_p: "half"})
-
-
-def test_a_primitive_and_its_name_must_agree():
-    with pytest.raises(ValueError, match="ops gives 'exp' two classes, 'low' and 'full'"):
-        Policy("f32", "bf16", "f32", ops={lax.exp_p: "low", "exp": "full"})
-
-
-@pytest.mark.parametrize("key", [jnp.exp, "", 3, None])
-def test_an_ops_key_is_a_primitive_or_a_name(key):
-    with pytest.raises(TypeError, match="a key of ops must be a primitive or its name"):
-        Policy("f32", "bf16", "f32", ops={key: "low"})
-
-
-@pytest.mark.parametrize("ops", ["exp:low", ["exp"], 3, {"exp"}, ("exp",), (("exp",),)])
-def test_ops_are_a_mapping(ops):
-    with pytest.raises(TypeError, match="Policy: ops takes a mapping from primitives"):
-        Policy("f32", "bf16", "f32", ops=ops)
+def test_ops_that_say_nothing_are_refused():
+    unknown = r"ops gives 'exp' the unknown class 'half'; the classes are low, full, follow, .*own"
+    key = "a key of ops must be a primitive or its name"
+    no_mapping = "Policy: ops takes a mapping from primitives"
+    for ops, error, message in (
+        ({lax.exp_p: "half"}, ValueError, unknown),
+        ({lax.exp_p: "low", "exp": "full"}, ValueError, "ops gives 'exp' two classes, 'low' and"),
+        *(({k: "low"}, TypeError, key) for k in (jnp.exp, "", 3, None)),
+        *((o, TypeError, no_mapping) for o in ("exp:low", ["exp"], 3, {"exp"}, ("exp",))),
+        ((("exp",),), TypeError, no_mapping),
+    ):
+        with pytest.raises(error, match=message):
+            Policy("f32", "bf16", "f32", ops=ops)
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype", "softmax_dtype"])
-@pytest.mark.parametrize("dtype", [jnp.complex64, "int8", jnp.float8_e4m3fn])
-def test_a_dtype_that_no_policy_can_hold_names_the_field(field, dtype):
-    with pytest.raises(ValueError, match=f"Policy: {field}: takes a real floating dtype"):
-        dataclasses.replace(get_policy("f32"), **{field: dtype})
+def test_a_dtype_that_no_policy_can_hold_names_the_field(field):
+    for dtype in (jnp.complex64, "int8", jnp.float8_e4m3fn):
+        with pytest.raises(ValueError, match=f"Policy: {field}: takes a real floating dtype"):
+            dataclasses.replace(get_policy("f32"), **{field: dtype})
 
 
 # Strings.
 
 
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ("mixed_bfloat16", ("f32", "bf16", "f32")),
-        ("mixed_float16", ("f32", "f16", "f32")),
-        ("float64", ("f64", "f64", "f64")),
-        ("half", ("bf16", "bf16", "bf16")),
-        ("c=half", ("f32", "bf16", "bf16")),
-        ("p=f32,c=bf16,o=f32", ("f32", "bf16", "f32")),
-        ("params=float32,compute=bfloat16,output=float32", ("f32", "bf16", "f32")),
-        ("o=f32,c=bf16", ("f32", "bf16", "f32")),
-        ("p=bf16", ("bf16", "bf16", "bf16")),
-        ("mixed_bfloat16,o=bf16", ("f32", "bf16", "bf16")),
-        ("bf16,params=f32", ("f32", "bf16", "bf16")),
-        (" p = f32 , c = bf16 ", ("f32", "bf16", "bf16")),
-        ("mixed_half", ("f32", "bf16", "f32")),
-        (jnp.bfloat16, ("bf16", "bf16", "bf16")),
-        (np.dtype("float32"), ("f32", "f32", "f32")),
-    ],
-)
-def test_what_a_spec_means(spec, expected):
-    assert get_policy(spec) == Policy(*expected)
+def test_what_a_spec_means():
+    def low(softmax=None, **options):
+        return Policy("f32", "f16", "f32", softmax_dtype=softmax or "f32", **options)
 
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ("mixed_bfloat16,softmax=bf16", Policy("f32", "bf16", "f32", softmax_dtype="bf16")),
+    for spec, expected in (
+        ("mixed_bfloat16", Policy("f32", "bf16", "f32")),
+        ("mixed_float16", low()),
+        ("float64", Policy("f64", "f64", "f64")),
+        ("half", Policy("bf16", "bf16", "bf16")),
+        ("c=half", Policy("f32", "bf16", "bf16")),
+        ("p=f32,c=bf16,o=f32", Policy("f32", "bf16", "f32")),
+        ("params=float32,compute=bfloat16,output=float32", Policy("f32", "bf16", "f32")),
+        ("o=f32,c=bf16", Policy("f32", "bf16", "f32")),
+        ("p=bf16", Policy("bf16", "bf16", "bf16")),
+        ("mixed_bfloat16,o=bf16", Policy("f32", "bf16", "bf16")),
+        ("bf16,params=f32", Policy("f32", "bf16", "bf16")),
+        (" p = f32 , c = bf16 ", Policy("f32", "bf16", "bf16")),
+        ("mixed_half", Policy("f32", "bf16", "f32")),
+        (jnp.bfloat16, Policy("bf16", "bf16", "bf16")),
+        (np.dtype("float32"), Policy("f32", "f32", "f32")),
+        ("mixed_float16,softmax=f16", low("f16")),
         ("mixed_bfloat16,softmax=f32", Policy("f32", "bf16", "f32")),
-        ("softmax=f16,c=f16", Policy("f32", "f16", "f16", softmax_dtype="f16")),
+        ("softmax=f16,c=f16,o=f32", low("f16")),
         (
             "mixed_float16,ops=exp:follow|my_prim:full",
-            Policy("f32", "f16", "f32", ops={"exp": "follow", "my_prim": "full"}),
+            low(ops={"exp": "follow", "my_prim": "full"}),
         ),
         ("bf16, ops = a%3Ab : low", Policy("bf16", "bf16", "bf16", ops={"a:b": "low"})),
-    ],
-)
-def test_refinements_in_a_string(spec, expected):
-    assert get_policy(spec) == expected
+    ):
+        assert get_policy(spec) == expected, spec
 
 
-@pytest.mark.parametrize(
-    ("spec", "printed"),
-    [
-        ("mixed_half", "mixed_bfloat16"),
-        ("bf16-mixed", "mixed_bfloat16"),
-        ("p=f32,c=f16,o=f32", "mixed_float16"),
-        ("mixed_bfloat16,softmax=bfloat16", "mixed_bfloat16,softmax=bf16"),
-        ("mixed_bfloat16,reduce_scatter=f32", "mixed_bfloat16"),
-        ("mixed_bfloat16,o=bf16", "p=f32,c=bf16,o=bf16"),
-        ("c=f16,reduce=f16,reduce_scatter=f16", "p=f32,c=f16,o=f16,reduce=f16,reduce_scatter=f16"),
-        ("full", "float32"),
-        ("p=bf16", "bfloat16"),
-        ("p=f64,c=f32,o=f64", "p=f64,c=f32,o=f64"),
-        ("mixed_float8", "mixed_float8"),
-        ("mixed_float8,saturate=true", "mixed_float8,saturate=true"),
-        ("mixed_bfloat16,matmul=int8", "mixed_int8"),
-        ("mixed_float16,matmul=float8", "mixed_float16,matmul=float8"),
-        ("mixed_float8,matmul=e4m3:e5m2:e5m2", "mixed_bfloat16,matmul=e4m3:e5m2:e5m2"),
-        ("float32,residuals=recompute", "float32,residuals=recompute"),
-    ],
-)
-def test_a_policy_prints_as_it_was_named(spec, printed):
-    assert str(get_policy(spec)) == printed
-    assert get_policy(printed) == get_policy(spec)
+PRINTED = [
+    ("mixed_half", "mixed_bfloat16"),
+    ("bf16-mixed", "mixed_bfloat16"),
+    ("p=f32,c=f16,o=f32", "mixed_float16"),
+    ("mixed_bfloat16,softmax=bfloat16", "mixed_bfloat16,softmax=bf16"),
+    ("mixed_bfloat16,reduce_scatter=f32", "mixed_bfloat16"),
+    ("mixed_bfloat16,o=bf16", "p=f32,c=bf16,o=bf16"),
+    ("c=f16,reduce=f16,reduce_scatter=f16", "p=f32,c=f16,o=f16,reduce=f16,reduce_scatter=f16"),
+    ("full", "float32"),
+    ("p=bf16", "bfloat16"),
+    ("p=f64,c=f32,o=f64", "p=f64,c=f32,o=f64"),
+    ("mixed_float8", "mixed_float8"),
+    ("mixed_float8,saturate=true", "mixed_float8,saturate=true"),
+    ("mixed_bfloat16,matmul=int8", "mixed_int8"),
+    ("mixed_float16,matmul=float8", "mixed_float16,matmul=float8"),
+    ("mixed_float8,matmul=e4m3:e5m2:e5m2", "mixed_bfloat16,matmul=e4m3:e5m2:e5m2"),
+    ("float32,residuals=recompute", "float32,residuals=recompute"),
+]
+
+
+def test_a_policy_prints_as_it_was_named():
+    for spec, printed in PRINTED:
+        assert str(get_policy(spec)) == printed
+        assert get_policy(printed) == get_policy(spec)
 
 
 def test_the_table_has_every_field():
@@ -372,20 +311,12 @@ def test_the_table_has_every_field():
 
 
 @hypothesis.given(policies)
-def test_str_is_the_name_of_a_region(policy):
-    """Name stacks tell one scope from the next by these characters."""
-    assert not {*"/()"} & {*str(policy)}
-
-
-@hypothesis.given(policies)
-def test_str_reads_back(policy):
+def test_what_is_printed_reads_back(policy):
     assert get_policy(str(policy)) == policy
     assert str(get_policy(str(policy))) == str(policy)
-
-
-@hypothesis.given(policies)
-def test_repr_evaluates(policy):
     assert eval(repr(policy), {"get_policy": get_policy}) == policy
+    # It names a region: name stacks tell one scope from the next by these characters.
+    assert not {*"/()"} & {*str(policy)}
 
 
 @hypothesis.given(policies)
@@ -401,54 +332,56 @@ def test_pickles_and_copies(policy):
         assert twin.compute_dtype is policy.compute_dtype
 
 
-@pytest.mark.parametrize(
-    ("spec", "nearest"),
-    [("mixed_bf17", "mixed_bfloat16"), ("Mixed_Float1", "mixed_float16"), ("bfloat", "bfloat16")],
-)
-def test_an_unknown_name_lists_the_names_and_the_nearest(spec, nearest):
-    message = (
-        rf"get_policy: Unknown dtype or policy name '{spec}' \(did you mean '{nearest}'\?\); "
-        r"the names are bf16, .*half, mixed_bfloat16, mixed_float16, mixed_float8, mixed_half"
-    )
-    with pytest.raises(ValueError, match=message):
-        get_policy(spec)
+def test_an_unknown_name_lists_the_names_and_the_nearest():
+    for spec, nearest in (
+        ("mixed_bf17", "mixed_bfloat16"),
+        ("Mixed_Float1", "mixed_float16"),
+        ("bfloat", "bfloat16"),
+    ):
+        message = (
+            rf"get_policy: Unknown dtype or policy name '{spec}' \(did you mean '{nearest}'\?\); "
+            r"the names are bf16, .*half, mixed_bfloat16, mixed_float16, mixed_float8, mixed_half"
+        )
+        with pytest.raises(ValueError, match=message):
+            get_policy(spec)
+    for spec in ("complex64", "int8", "float8_e4m3fn"):
+        with pytest.raises(ValueError, match=f"takes a real floating dtype .*; got '{spec}'"):
+            get_policy(spec)
 
 
-@pytest.mark.parametrize("spec", ["complex64", "int8", "float8_e4m3fn"])
-def test_a_name_of_another_kind_of_dtype_says_so(spec):
-    with pytest.raises(ValueError, match=f"takes a real floating dtype .*; got '{spec}'"):
-        get_policy(spec)
+MALFORMED = [
+    ("", 0, "expected the name of a policy"),
+    (",c=f16", 0, "expected the name of a policy"),
+    ("p=f32,c", 6, "expected key=value, got 'c'"),
+    ("p=f32,", 6, "expected key=value, got ''"),
+    ("p=f32,,c=f16", 6, "expected key=value, got ''"),
+    ("p=f32, c=", 7, "expected key=value, got 'c='"),
+    ("=f32", 0, "expected key=value"),
+    ("c=f16=f32", 0, "expected key=value"),
+    ("c=f16,bf16", 6, "expected key=value, got 'bf16'"),
+    ("p=f32,x=bf16", 6, "unknown key 'x'; the keys are p, params, c, compute, o, output, "),
+    ("p=f32,c=b16", 8, r"c: Unknown dtype 'b16' \(did you mean 'bf16'\?\)"),
+    ("p=f32,c=int8", 8, "c: takes a real floating dtype"),
+    ("p=f32,params=f16", 6, "param_dtype is set twice"),
+    ("mixed_bfloat16,ops=exp", 19, "expected primitive:class, got 'exp'"),
+    ("mixed_bfloat16,ops=exp:low|", 27, "expected primitive:class, got ''"),
+    ("mixed_bfloat16,ops=a:b:low", 19, "expected primitive:class"),
+    ("mixed_bfloat16,ops=exp:half", 23, "unknown class 'half'; the classes are low, "),
+    ("mixed_bfloat16,ops=exp:low|exp:full", 27, "the primitive 'exp' is set twice"),
+    ("mixed_float16,saturate=1", 23, "expected true or false, got"),
+    ("mixed_float16,saturate=yes", 23, "expected true or false, got"),
+    ("mixed_float16,saturate=true,saturate=true", 28, "saturate is set twice"),
+    ("mixed_bfloat16,matmul=int8@tensor", 22, "products: forward is 'int8'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("spec", "position", "reason"),
-    [
-        ("", 0, "expected the name of a policy"),
-        (",c=f16", 0, "expected the name of a policy"),
-        ("p=f32,c", 6, "expected key=value, got 'c'"),
-        ("p=f32,", 6, "expected key=value, got ''"),
-        ("p=f32,,c=f16", 6, "expected key=value, got ''"),
-        ("p=f32, c=", 7, "expected key=value, got 'c='"),
-        ("=f32", 0, "expected key=value"),
-        ("c=f16=f32", 0, "expected key=value"),
-        ("c=f16,bf16", 6, "expected key=value, got 'bf16'"),
-        ("p=f32,x=bf16", 6, "unknown key 'x'; the keys are p, params, c, compute, o, output, "),
-        ("p=f32,c=b16", 8, r"c: Unknown dtype 'b16' \(did you mean 'bf16'\?\)"),
-        ("p=f32,c=int8", 8, "c: takes a real floating dtype"),
-        ("p=f32,params=f16", 6, "param_dtype is set twice"),
-        ("mixed_bfloat16,ops=exp", 19, "expected primitive:class, got 'exp'"),
-        ("mixed_bfloat16,ops=exp:low|", 27, "expected primitive:class, got ''"),
-        ("mixed_bfloat16,ops=a:b:low", 19, "expected primitive:class"),
-        ("mixed_bfloat16,ops=exp:half", 23, "unknown class 'half'; the classes are low, "),
-        ("mixed_bfloat16,ops=exp:low|exp:full", 27, "the primitive 'exp' is set twice"),
-    ],
-)
-def test_a_malformed_string_says_where(spec, position, reason):
-    with pytest.raises(ValueError, match=f"at position {position}: {reason}") as caught:
-        get_policy(spec)
-    quoted, caret = str(caught.value).splitlines()[-2:]
-    assert quoted == f"    {spec}"
-    assert caret.index("^") == 4 + position
+def test_a_malformed_string_says_where():
+    for spec, position, reason in MALFORMED:
+        with pytest.raises(ValueError, match=f"at position {position}: {reason}") as caught:
+            get_policy(spec)
+        quoted, caret = str(caught.value).splitlines()[-2:]
+        assert quoted == f"    {spec}"
+        assert caret.index("^") == 4 + position
 
 
 def test_each_dtype_is_float32_unless_it_is_given():
@@ -459,24 +392,28 @@ def test_each_dtype_is_float32_unless_it_is_given():
     assert Policy() == get_policy("float32")
 
 
-@pytest.mark.parametrize("name", ["mixed_bfloat16", "p=f32,c=bf16,o=f32", "bf16-mixed"])
-def test_a_policys_name_is_no_dtype(name):
-    with pytest.raises(ValueError, match=re.escape(f"jaxmp.get_policy({name!r})")):
-        Policy(name)
+def test_a_policys_name_is_no_dtype():
+    for name in ("mixed_bfloat16", "p=f32,c=bf16,o=f32", "bf16-mixed"):
+        with pytest.raises(ValueError, match=re.escape(f"jaxmp.get_policy({name!r})")):
+            Policy(name)
 
 
 def test_a_contradictory_string_is_refused():
-    with pytest.raises(ValueError, match=r"softmax_dtype must be .* \(bfloat16\); got float16"):
-        get_policy("mixed_bfloat16,softmax=f16")
+    for key, field in (
+        ("softmax", "softmax_dtype"),
+        ("reduce", "reduce_dtype"),
+        ("reduce_scatter", "reduce_scatter_dtype"),
+    ):
+        message = rf"{field} must be float32 or the compute dtype \(bfloat16\); got float16"
+        with pytest.raises(ValueError, match=message):
+            get_policy(f"mixed_bfloat16,{key}=f16")
 
 
-@pytest.mark.parametrize("spec", [None, 16, 1.0, float, [], {}, np.ones(2)], ids=repr)
-def test_the_wrong_type_says_what_it_takes(spec):
-    message = (
-        r"get_policy: a policy is a string such as .*, a Policy, a jmp.Policy or a dtype; got .* of"
-    )
-    with pytest.raises(TypeError, match=message):
-        get_policy(spec)
+def test_the_wrong_type_says_what_it_takes():
+    message = "a policy is a string such as .*, a Policy, a jmp.Policy or a dtype; got .* of"
+    for spec in (None, 16, 1.0, float, [], {}, np.ones(2)):
+        with pytest.raises(TypeError, match=f"get_policy: {message}"):
+            get_policy(spec)
 
 
 @pytest.mark.parametrize(
@@ -485,3 +422,75 @@ def test_the_wrong_type_says_what_it_takes(spec):
 def test_swapped_arguments_are_told(fn):
     with pytest.raises(TypeError, match="the policy second: are the two swapped"):
         fn("mixed_bfloat16", np.sin)
+
+
+# Names that other libraries use.
+
+UNDERSTOOD = {
+    # Keras', and how people write them; then PyTorch Lightning's; then those of dtypes
+    "mixed_bfloat16": "Mixed_BFloat16 mixed-bfloat16 mixed_bf16 bfloat16-mixed bf16-mixed",
+    "mixed_float16": "MIXED_FP16 float16_mixed 16-mixed fp16-mixed p=FP32,c=fp16,o=float32",
+    "mixed_float16,softmax=f16": "mixed_f16,softmax=f16",
+    "mixed_float8": "fp8-mixed",
+    "bfloat16": "bf16-true BF16",
+    "float16": "16-true",
+    "float32": "32-true 32 Float32 fp32",
+    "float64": "64",
+    "half": "HALF",
+}
+
+
+def test_other_libraries_names_are_understood():
+    for expected, specs in UNDERSTOOD.items():
+        for spec in specs.split():
+            assert get_policy(spec) == get_policy(expected), spec
+
+
+MIXED = "'mixed_bfloat16', 'mixed_float16', or 'mixed_half'"
+NOT_SAID = {
+    # "fp16" trains in mixed precision in DeepSpeed and Transformers, and is a dtype in PyTorch.
+    "fp16": "'mixed_float16' for float32 parameters and float16 computation, 'float16' for",
+    "FP16": "'mixed_float16'",
+    "16": "'mixed_float16'",
+    "O0": "'float32'",
+    "O1": "'mixed_float16', or 'mixed_bfloat16'",
+    "o2": "'mixed_float16', or 'mixed_bfloat16'",
+    "O3": "'float16'",
+    **dict.fromkeys(("amp", "mixed", "mixed-precision", "Mixed_Float"), MIXED),
+    "TF32": r"'float32' under jax.default_matmul_precision\('tensorfloat32'\)",
+    "fp8": "'mixed_float8': values stay in 16 bits, layers multiply in 8",
+    "float8": "'mixed_float8'",
+}
+
+
+def test_names_that_mean_another_thing_elsewhere_say_what_to_write():
+    for spec, suggestion in NOT_SAID.items():
+        with pytest.raises(ValueError, match=f"get_policy: '{spec}' does not name .*{suggestion}"):
+            get_policy(spec)
+        get_policy(suggestion.split("'")[1])  # the suggestion is one
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_mixed_half_is_mixed_in_what_the_device_multiplies(half, monkeypatch):
+    monkeypatch.setattr("jaxmp.policy_string.half_dtype", lambda: dtypes.parse_dtype(half))
+    policy = get_policy("mixed_half")
+    assert policy == get_policy("half-mixed") == get_policy(f"mixed_{half}")
+    # The policy has the format in it: its string means the same on another device.
+    monkeypatch.undo()
+    assert get_policy(str(policy)) == policy
+
+
+def test_saturate_is_a_bool_and_reads_back():
+    plain, policy = get_policy("mixed_float16"), Policy("f32", "f16", "f32", saturate=True)
+    assert plain.saturate is False
+    assert "saturate" not in str(plain) + repr(plain)
+    assert repr(policy) == "get_policy('mixed_float16,saturate=true')"
+    assert policy == get_policy("mixed_float16, saturate = True") == get_policy(str(policy))
+    assert policy != get_policy("mixed_float16,saturate=false") == plain
+    assert dataclasses.replace(plain, saturate=np.True_) == policy
+    assert dataclasses.replace(policy, saturate=np.True_).saturate is True
+    assert policy.with_output_dtype("f16").saturate
+    assert hash(policy) != hash(plain)
+    for value in (1, None, "true", 0.5):
+        with pytest.raises(TypeError, match="Policy: saturate must be True or False; got"):
+            Policy("f32", "f16", "f32", saturate=value)

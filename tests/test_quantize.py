@@ -29,7 +29,7 @@ def weights(shape, seed=0, dtype=np.float32):
     return (rng.standard_t(4, shape) * 10.0 ** rng.uniform(-3, 1, shape[-1])).astype(dtype)
 
 
-def groups_of(x: np.ndarray, shape) -> np.ndarray:
+def groups_of(x, shape):
     """Which scale each element has: the index of it, broadcast to the array."""
     index = np.arange(np.prod(shape)).reshape(shape)
     for axis, (size, groups) in enumerate(zip(x.shape, shape, strict=True)):
@@ -37,49 +37,41 @@ def groups_of(x: np.ndarray, shape) -> np.ndarray:
     return index
 
 
-def oracle(x: np.ndarray, fmt: str, shape) -> tuple[np.ndarray, np.ndarray]:
+def oracle(x, fmt, shape):
     """Values and scales in float64, group by group."""
     x, index = x.astype(np.float64), groups_of(x, shape)
     values, scale = np.zeros_like(x), np.zeros(np.prod(shape))
+    floating = fmt == "float8_e4m3fn"
     for i in range(scale.size):
         mine = index == i
         exact = np.abs(x[mine]).max() / LARGEST[fmt]
-        scale[i] = (
-            max(exact, TINY)
-            if fmt != "float8_e4m3fn"
-            else 2.0 ** max(np.ceil(np.log2(max(exact, 1e-300))), -126)
-        )
+        power = 2.0 ** max(np.ceil(np.log2(max(exact, 1e-300))), -126)
+        scale[i] = power if floating else max(exact, TINY)
         quotient = x[mine] / scale[i]
-        values[mine] = (
-            quotient.astype(ml_dtypes.float8_e4m3fn) if "float" in fmt else np.rint(quotient)
-        )
+        values[mine] = quotient.astype(ml_dtypes.float8_e4m3fn) if floating else np.rint(quotient)
     return values, scale.reshape(shape)
 
 
-@slow_when(
-    lambda fmt, granularity, shape: (
-        (fmt, granularity, shape) != ("int4", "block", (2, 64, 8))
-        and (fmt, granularity, shape) != ("float8_e4m3fn", "row", (96, 48))
-    )
-)
+GRANULARITIES = [
+    ("tensor", 32, (96, 48), (1, 1)),
+    ("row", 32, (96, 48), (1, 48)),
+    ("block", 32, (96, 48), (3, 48)),
+    ("block", 16, (96, 48), (6, 48)),
+    ("row", 32, (3, 3, 16, 8), (3, 3, 1, 8)),
+    ("block", 8, (2, 64, 8), (2, 8, 8)),
+    ("tensor", 8, (2, 64, 8), (2, 1, 1)),
+]
+DEFAULT = {("int4", 5), ("float8_e4m3fn", 1), ("int8", 1)}
+
+
+@slow_when(lambda fmt, of: (fmt, of) not in DEFAULT)
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(
-    ("granularity", "block_size", "shape", "scales"),
-    [
-        ("tensor", 32, (96, 48), (1, 1)),
-        ("row", 32, (96, 48), (1, 48)),
-        ("block", 32, (96, 48), (3, 48)),
-        ("block", 16, (96, 48), (6, 48)),
-        ("row", 32, (3, 3, 16, 8), (3, 3, 1, 8)),
-        ("block", 8, (2, 64, 8), (2, 8, 8)),
-        ("tensor", 8, (2, 64, 8), (2, 1, 1)),
-    ],
-)
-def test_values_and_scales_are_those_of_the_oracle(fmt, granularity, block_size, shape, scales):
+@pytest.mark.parametrize("of", range(len(GRANULARITIES)))
+def test_values_and_scales_are_those_of_the_oracle(fmt, of):
+    granularity, block_size, shape, scales = GRANULARITIES[of]
     x = weights(shape)
-    q = jaxmp.quantize(
-        {"kernel": x}, fmt, granularity=granularity, block_size=block_size, min_size=1
-    )["kernel"]
+    options = {"granularity": granularity, "block_size": block_size, "min_size": 1}
+    q = jaxmp.quantize({"kernel": x}, fmt, **options)["kernel"]
     want_values, want_scale = oracle(x, fmt, scales)
     assert q.scale.shape == scales
     assert q.scale.dtype == np.float32
@@ -91,25 +83,16 @@ def test_values_and_scales_are_those_of_the_oracle(fmt, granularity, block_size,
     # A quotient next to the middle of two values may fall to either side, by its own rounding.
     off = got != want_values
     assert off.mean() < 1e-2
-    ratio = np.abs(x / np.repeat(want_scale, 1, 0).reshape(-1)[groups_of(x, scales)])
+    groups = groups_of(x, scales)
+    ratio = np.abs(x / want_scale.reshape(-1)[groups])
     assert np.all(np.abs(ratio[off] - np.abs(got + want_values)[off] / 2) <= 8 * EPS * ratio[off])
     back = np.asarray(q.dequantize(), np.float64)
-    np.testing.assert_allclose(
-        back, got * np.asarray(q.scale, np.float64).reshape(-1)[groups_of(x, scales)], rtol=EPS
-    )
-
-
-@slow_when(lambda fmt, granularity: (fmt, granularity) != ("int8", "row"))
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
-def test_no_weight_is_further_off_than_half_a_step(fmt, granularity):
-    x = weights((256, 64), seed=1)
-    q = jaxmp.quantize(x, fmt, granularity=granularity)
-    step = np.asarray(q.scale, np.float64).reshape(-1)[groups_of(x, q.scale.shape)]
-    if fmt == "float8_e4m3fn":  # 3 bits of fraction; steps of 2^-9 below the smallest normal
+    step = np.asarray(q.scale, np.float64).reshape(-1)[groups]
+    np.testing.assert_allclose(back, got * step, rtol=EPS)
+    # No weight is further off than half a step.
+    if "float" in fmt:  # 3 bits of fraction; steps of 2^-9 below the smallest normal
         step = np.maximum(np.abs(x) * 2.0**-3, step * 2.0**-9)
-    error = np.abs(np.asarray(q.dequantize(), np.float64) - x)
-    assert np.all(error <= step / 2 * (1 + 1e-5))
+    assert np.all(np.abs(back - x) <= step / 2 * (1 + 1e-5))
 
 
 @pytest.mark.slow
@@ -147,16 +130,13 @@ def test_zeros_and_the_smallest_and_largest_numbers_come_back(fmt):
     np.testing.assert_allclose(back[0, 3:], x[0, 3:], rtol=2.0**-4)
 
 
-@slow_when(lambda dtype: dtype != jnp.bfloat16)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32])
-def test_the_dtype_is_kept_and_rounded_to_once(dtype):
-    x = weights((64, 64)).astype(dtype)
-    q = jaxmp.quantize(x, "int8")
-    assert q.dtype == dtype
-    assert q.dequantize().dtype == dtype
-    exact = np.asarray(q.values, np.float32) * np.asarray(q.scale)
-    np.testing.assert_array_equal(np.asarray(q.dequantize()), exact.astype(dtype))
-    np.testing.assert_array_equal(np.asarray(q.dequantize("bfloat16")), exact.astype(jnp.bfloat16))
+def test_the_dtype_is_kept_and_rounded_to_once():
+    for dtype in (jnp.bfloat16, np.float16, np.float32):
+        q = jaxmp.quantize(weights((64, 64)).astype(dtype), "int8")
+        assert q.dtype == q.dequantize().dtype == dtype
+        exact = np.asarray(q.values, np.float32) * np.asarray(q.scale)
+        for got, want in ((q.dequantize(), dtype), (q.dequantize("bfloat16"), jnp.bfloat16)):
+            np.testing.assert_array_equal(np.asarray(got), exact.astype(want))
 
 
 def test_what_would_round_to_infinity_is_refused():
@@ -178,19 +158,11 @@ def test_float64_beyond_the_range_of_float32():
             jaxmp.quantize(jnp.full((64, 64), 1e300, jnp.float64), "int8")
 
 
-@pytest.mark.slow
-def test_int4_takes_half_a_byte():
-    x = np.ones((1024, 64), np.float32)
-    size = {f: jaxmp.quantize(x, f, granularity="row").nbytes - 64 * 4 for f in FORMATS}
-    assert size == {"int8": x.size, "float8_e4m3fn": x.size, "int4": x.size // 2}
-
-
 # What shares a scale.
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "axis"),
-    [
+def test_scales_are_shared_along_the_axis_that_is_summed():
+    for name, shape, axis in (
         ("kernel", (64, 256), -2),
         ("kernel", (3, 3, 16, 32), -2),  # convolution
         ("kernel", (7, 16, 32), -2),
@@ -203,29 +175,15 @@ def test_int4_takes_half_a_byte():
         ("weight", (256, 64), -1),  # Equinox
         ("weight", (32, 16, 3, 3), -3),
         ("w", (64, 256), -2),  # Haiku
-    ],
-)
-def test_scales_are_shared_along_the_axis_that_is_summed(name, shape, axis):
-    assert input_axis(name, shape) == axis
-    shared = [1 if i - len(shape) == axis else n for i, n in enumerate(shape)]
-    assert scale_shape(name, shape, "row", 32) == shared
+    ):
+        assert input_axis(name, shape) == axis, (name, shape)
+        shared = [1 if i - len(shape) == axis else n for i, n in enumerate(shape)]
+        assert scale_shape(name, shape, "row", 32) == shared, (name, shape)
 
 
-@pytest.mark.slow
-def test_the_axis_that_is_summed_is_the_more_accurate():
-    """Columns of different sizes: with one scale for a row of `in` the small ones vanish."""
-    x = weights((256, 64), seed=3)
-    right = jaxmp.quantize({"kernel": x}, "int8")["kernel"].dequantize()
-    wrong = jaxmp.quantize({"embedding": x}, "int8")["embedding"].dequantize()
-    worst = [
-        np.max(np.linalg.norm(q - x, axis=0) / np.linalg.norm(x, axis=0)) for q in (right, wrong)
-    ]
-    assert worst[0] < 0.03 < 0.9 < worst[1]
-
-
-@pytest.mark.parametrize(("size", "block", "groups"), [(784, 128, 7), (257, 32, 1), (130, 128, 1)])
-def test_a_block_that_does_not_divide_is_the_nearest_that_does(size, block, groups):
-    assert scale_shape("kernel", (size, 8), "block", block) == [groups, 8]
+def test_a_block_that_does_not_divide_is_the_nearest_that_does():
+    for size, block, groups in ((784, 128, 7), (257, 32, 1), (130, 128, 1)):
+        assert scale_shape("kernel", (size, 8), "block", block) == [groups, 8]
 
 
 # Which leaves.
@@ -245,7 +203,7 @@ def tree():
     }
 
 
-def quantized(tree) -> dict[str, str]:
+def quantized(tree):
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.values.dtype.name
@@ -254,31 +212,22 @@ def quantized(tree) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    ("formats", "options", "want"),
-    [
-        ("int8", {}, {"encoder/Dense_0/kernel": "int8", "head/kernel": "int8"}),
-        (jnp.int8, {"min_size": 5000}, {"head/kernel": "int8"}),
-        (
-            {"head": None, "encoder/**": "int4", "**": "int8"},
-            {"min_size": 1},
-            {"encoder/Dense_0/kernel": "int4", "router/kernel": "int8"},
-        ),
-        (
-            {"**/kernel": "e4m3"},
-            {},
-            dict.fromkeys(["encoder/Dense_0/kernel", "head/kernel"], "float8_e4m3fn"),
-        ),
-        ({"encoder": "int8"}, {}, {"encoder/Dense_0/kernel": "int8"}),
-    ],
-)
-def test_patterns_choose(formats, options, want):
-    before = tree()
-    after = jaxmp.quantize(before, formats, **options)
-    assert quantized(after) == want
-    kept = jax.tree.leaves(after, is_leaf=is_quantized)
-    for old, new in zip(jax.tree.leaves(before), kept, strict=True):
-        assert is_quantized(new) or new is old
+def test_patterns_choose():
+    dense, head = "encoder/Dense_0/kernel", "head/kernel"
+    mixed = {"head": None, "encoder/**": "int4", "**": "int8"}
+    for formats, options, want in (
+        ("int8", {}, {dense: "int8", head: "int8"}),
+        (jnp.int8, {"min_size": 5000}, {head: "int8"}),
+        (mixed, {"min_size": 1}, {dense: "int4", "router/kernel": "int8"}),
+        ({"**/kernel": "e4m3"}, {}, dict.fromkeys([dense, head], "float8_e4m3fn")),
+        ({"encoder": "int8"}, {}, {dense: "int8"}),
+    ):
+        before = tree()
+        after = jaxmp.quantize(before, formats, **options)
+        assert quantized(after) == want
+        kept = jax.tree.leaves(after, is_leaf=is_quantized)
+        for old, new in zip(jax.tree.leaves(before), kept, strict=True):
+            assert is_quantized(new) or new is old
 
 
 def test_of_linens_variables_only_the_parameters():
@@ -300,66 +249,55 @@ def test_a_tree_comes_back_with_its_structure():
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda t: jaxmp.quantize(t, "int7"),
-            ValueError,
-            r"'int7', which names no format \(did you mean 'int",
-        ),
-        (lambda t: jaxmp.quantize(t, "bfloat16"), ValueError, "cast_to_param"),
-        (lambda t: jaxmp.quantize(t, 8), TypeError, "got 8 of type 'int'"),
-        (lambda t: jaxmp.quantize(t, {}), ValueError, "is empty"),
-        (lambda t: jaxmp.quantize(t, {"/head": "int8"}), TypeError, "patterns of paths"),
-        (lambda t: jaxmp.quantize(t, granularity="column"), ValueError, "'column'; it is one of"),
-        (lambda t: jaxmp.quantize(t, granularity="block", block_size=1), ValueError, "at least 2"),
-        (lambda t: jaxmp.quantize(t, granularity="block", block_size=3.0), TypeError, "integer"),
-        (lambda t: jaxmp.quantize(t, min_size="big"), TypeError, "min_size"),
-        (
-            lambda t: jaxmp.quantize(t, {"heads/kernel": "int8"}),
-            ValueError,
-            "matches no leaf.*'head/kernel'",
-        ),
-        (lambda t: jaxmp.quantize(t, {"head": "int8", "body": None}), ValueError, "'body'"),
-        (
-            lambda t: jaxmp.quantize(t, {"**/bias": "int8"}),
-            ValueError,
-            r"no effect.*encoder/Dense_0/bias \[64\] has 1 axes",
-        ),
-        (lambda t: jaxmp.quantize(t, {"steps": "int8"}), ValueError, "is int32, no float"),
-        (lambda t: jaxmp.quantize(t, {"**/scale": "int8"}), ValueError, "is called 'scale'"),
-        (
-            lambda t: jaxmp.quantize(t, {"router": "int8"}),
-            ValueError,
-            "256 elements, fewer than min_size=4096",
-        ),
-        (lambda t: jaxmp.quantize({}, "int8"), ValueError, "matches no leaf"),
-        (lambda t: jaxmp.quantize(np.ones((0, 8), np.float32), min_size=0), ValueError, "0 elem"),
-        (
-            lambda t: jaxmp.quantize(jaxmp.quantize(t, {"head": "int8"}), "int4"),
-            ValueError,
-            "head/kernel is quantized already.*dequantize",
-        ),
-    ],
-)
-def test_a_wrong_use_is_named(call, error, message):
-    with pytest.raises(error, match=f"(?s)quantize: .*{message}"):
-        call(tree())
+def twice(tree, fmt):
+    return jaxmp.quantize(jaxmp.quantize(tree, {"head": "int8"}), fmt)
 
 
-@slow_when(lambda fmt, bad: fmt != "int8" or bad == np.inf)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+EMPTY = np.ones((0, 8), np.float32)
+WRONG = [
+    (("int7",), {}, ValueError, r"'int7', which names no format \(did you mean 'int"),
+    (("bfloat16",), {}, ValueError, "cast_to_param"),
+    ((8,), {}, TypeError, "got 8 of type 'int'"),
+    (({},), {}, ValueError, "is empty"),
+    (({"/head": "int8"},), {}, TypeError, "patterns of paths"),
+    ((), {"granularity": "column"}, ValueError, "'column'; it is one of"),
+    ((), {"granularity": "block", "block_size": 1}, ValueError, "at least 2"),
+    ((), {"granularity": "block", "block_size": 3.0}, TypeError, "integer"),
+    ((), {"min_size": "big"}, TypeError, "min_size"),
+    (({"heads/kernel": "int8"},), {}, ValueError, "matches no leaf.*'head/kernel'"),
+    (({"head": "int8", "body": None},), {}, ValueError, "'body'"),
+    (({"**/bias": "int8"},), {}, ValueError, r"no effect.*encoder/Dense_0/bias \[64\] has 1 axes"),
+    (({"steps": "int8"},), {}, ValueError, "is int32, no float"),
+    (({"**/scale": "int8"},), {}, ValueError, "is called 'scale'"),
+    (({"router": "int8"},), {}, ValueError, "256 elements, fewer than min_size=4096"),
+]
+
+
+def test_a_wrong_use_is_named():
+    calls = [(jaxmp.quantize, tree(), *row) for row in WRONG]
+    calls += [
+        (jaxmp.quantize, {}, ("int8",), {}, ValueError, "matches no leaf"),
+        (jaxmp.quantize, EMPTY, (), {"min_size": 0}, ValueError, "0 elem"),
+        (twice, tree(), ("int4",), {}, ValueError, "head/kernel is quantized already.*dequantize"),
+    ]
+    for call, params, args, options, error, message in calls:
+        with pytest.raises(error, match=f"(?s)quantize: .*{message}"):
+            call(params, *args, **options)
+
+
+@slow_when(lambda fmt: fmt != "int8")
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_what_is_not_finite_is_refused_by_path(bad, fmt):
-    x = weights((64, 64))
-    x[3, 5] = bad
-    with pytest.raises(ValueError, match="quantize: head/kernel holds an infinity"):
-        jaxmp.quantize({"head": {"kernel": x}}, fmt)
-    # Where it cannot be seen, it is in the result: of its own column alone.
-    traced = jax.jit(lambda x: jaxmp.quantize(x, fmt, granularity="row").dequantize())(x)
-    assert not np.isfinite(traced[3, 5])
-    assert np.isfinite(np.delete(traced, 5, 1)).all()
+def test_what_is_not_finite_is_refused_by_path(fmt):
+    quantize = jax.jit(lambda x: jaxmp.quantize(x, fmt, granularity="row").dequantize())
+    for bad in (np.nan, np.inf, -np.inf):
+        x = weights((64, 64))
+        x[3, 5] = bad
+        with pytest.raises(ValueError, match="quantize: head/kernel holds an infinity"):
+            jaxmp.quantize({"head": {"kernel": x}}, fmt)
+        # Where it cannot be seen, it is in the result: of its own column alone.
+        traced = quantize(x)
+        assert not np.isfinite(traced[3, 5])
+        assert np.isfinite(np.delete(traced, 5, 1)).all()
 
 
 def test_an_optimizers_state_is_refused():

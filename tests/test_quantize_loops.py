@@ -1,4 +1,4 @@
-"""Weights in few bits that loops, branches and calls read: dequantized inside, what is read."""
+"""Weights in few bits that loops, branches and lookups read: dequantized inside, what is read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxmp
+from jaxmp._quantize.sink_dequantize import is_dequantizing, rows_first
 
 from support import autocast, explain, iter_eqns, slow_when
 
@@ -114,13 +115,8 @@ def test_a_checkpoint_keeps_what_is_stored_for_the_backward_pass():
     small = jaxmp.quantize(PARAMS, "int8")
     fast = autocast(rematted, "mixed_bfloat16")
     jaxpr = jax.make_jaxpr(jax.grad(lambda x: fast(small, x).sum()))(X)
-    stacks = [
-        v.aval.dtype
-        for eqn in iter_eqns(jaxpr)
-        for v in eqn.outvars
-        if v.aval.shape == PARAMS["kernel"].shape
-    ]
-    assert stacks == []
+    made = [v.aval for eqn in iter_eqns(jaxpr) for v in eqn.outvars]
+    assert not [a.dtype for a in made if a.shape == PARAMS["kernel"].shape]
 
 
 TAKEN = {
@@ -137,6 +133,91 @@ TAKEN = {
 @pytest.mark.parametrize("how", FORMATS)
 def test_a_slice_is_that_of_the_whole_weight(how):
     small = jaxmp.quantize(PARAMS, **FORMATS[how])["kernel"]
-    for name, take in TAKEN.items():
-        got = autocast(lambda w, take=take: take(w), "mixed_bfloat16")(small)
-        np.testing.assert_array_equal(got, take(small.dequantize()), err_msg=name)
+    fast = {name: autocast(take, "mixed_bfloat16") for name, take in TAKEN.items()}
+
+    @jax.jit
+    def run(small):
+        whole = small.dequantize()
+        return {name: (fast[name](small), take(whole)) for name, take in TAKEN.items()}
+
+    for name, (got, want) in run(small).items():
+        np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+# Tables: what is looked up is dequantized, and no more, and is the same bit by bit.
+
+TABLE = jax.random.normal(jax.random.key(0), (64, 32))
+INDICES = jnp.array([[0, 5, 63], [64, -1, -70]])  # two of them are beyond the table
+
+LOOKUPS = {
+    "take": lambda e, t: jnp.take(e, t, axis=0),
+    "take, filled": lambda e, t: jnp.take(e, t, axis=0, mode="fill", fill_value=3.0),
+    "take, clipped": lambda e, t: jnp.take(e, t, axis=0, mode="clip"),
+    "take, wrapped": lambda e, t: jnp.take(e, t, axis=0, mode="wrap"),
+    "index": lambda e, t: e[t],
+    "tied": lambda e, t: jnp.take(e, t, axis=0) @ e.T,
+    "columns": lambda e, t: e[:, t],
+    "one number": lambda e, t: e[t[0], t[0]],
+    "after a product": lambda e, t: (2 * e)[t],
+    "of rows": lambda e, t: e[t[0]][t[0]],
+    "vmap": lambda e, t: jax.vmap(lambda i: e[i])(t),
+    "twice": lambda e, t: e[t].sum() + jnp.take(e, t[0], axis=0).sum(),
+    "jit": lambda e, t: jax.jit(lambda e, t: e[t])(e, t),
+}
+
+
+def check_same(name, got, want):
+    """Bit by bit, but for sums and products with the table, which are scaled after."""
+    if name == "twice":
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        return
+    close = 2.0**-6 * float(jnp.max(jnp.abs(want), initial=0.0, where=jnp.isfinite(want)))
+    np.testing.assert_allclose(got, want, 0, close * (name == "tied"), err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["int8", "int4", "float8"])
+@pytest.mark.parametrize("granularity", ["tensor", "row", "block"])
+def test_a_lookup_is_what_it_was(fmt, granularity):
+    q = jaxmp.quantize(
+        {"embedding": TABLE}, fmt, granularity=granularity, block_size=8, min_size=1
+    )["embedding"]
+    for name, fn in LOOKUPS.items():
+        fast = jaxmp.autocast(fn, "mixed_bfloat16")
+        got, want = fast(q, INDICES), fast(q.dequantize(), INDICES)
+        check_same(name, got, want)
+
+
+@slow_when(lambda name: name not in ("take", "tied"))
+@pytest.mark.parametrize("name", ["take", "take, filled", "index", "tied", "vmap", "twice"])
+def test_no_more_than_the_rows_are_dequantized_for_it(name):
+    q = jaxmp.quantize({"embedding": TABLE}, "int8", min_size=1)["embedding"]
+    jaxpr = jax.make_jaxpr(jaxmp.autocast(LOOKUPS[name], "mixed_bfloat16"))(q, INDICES)
+    read = {e.invars[0].aval for e in iter_eqns(jaxpr) if e.primitive.name == "gather"}
+    assert {(a.shape, a.dtype.name) for a in read} == {((64, 32), "int8"), ((64, 1), "float32")}
+    got = jax.jit(jaxmp.autocast(LOOKUPS[name], "mixed_bfloat16"))(q, INDICES)
+    want = jax.jit(jaxmp.autocast(LOOKUPS[name], "mixed_bfloat16"))(q.dequantize(), INDICES)
+    check_same(name, got, want)
+
+
+def test_a_program_without_quantized_weights_is_left_alone():
+    jaxpr = jax.make_jaxpr(lambda e, t: e[t])(TABLE, INDICES)
+    assert rows_first(jaxpr) is jaxpr
+
+
+def test_what_is_dequantized_says_so_under_transformations():
+    q = jaxmp.quantize(TABLE, "int8", min_size=1)
+    stacked = jax.tree.map(lambda x: x[None], q)
+
+    def read(q):
+        return q.dequantize()
+
+    for fn in (
+        read,
+        jax.vmap(read),
+        lambda q: jax.lax.scan(lambda c, w: (c + read(w).sum(), None), 0.0, q)[0],
+        jax.checkpoint(read),
+    ):
+        eqns = [e for e in iter_eqns(jax.make_jaxpr(fn)(stacked)) if e.primitive.name == "mul"]
+        assert eqns
+        assert all(map(is_dequantizing, eqns))

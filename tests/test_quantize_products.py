@@ -41,10 +41,26 @@ BEFORE = {
 }
 
 
-def weight_and_input(name, shape, x_shape, fmt="int8", **options):
-    w = jax.random.normal(KEYS[0], shape) * jax.random.normal(KEYS[1], shape[-1:])
-    q = jaxmp.quantize({name: w}, fmt, min_size=1, **options)[name]
-    return q, jax.random.normal(KEYS[2], x_shape)
+def given(products, fmt="int8", **options):
+    """Weights, quantized all in one program, and inputs, by name."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    weights = {
+        name: {leaf: normal(*shape) * normal(shape[-1])}
+        for name, (leaf, shape, *_) in products.items()
+    }
+    small = jax.jit(lambda w: jaxmp.quantize(w, fmt, min_size=1, **options))(weights)
+    return {
+        name: (small[name][leaf], jnp.asarray(normal(*x_shape)))
+        for name, (leaf, _, x_shape, *_) in products.items()
+    }
+
+
+def weight_and_input(**options):
+    return given({"layer": PRODUCTS["a layer"]}, **options)["layer"]
 
 
 def dots(fn, *args):
@@ -58,63 +74,73 @@ def reasons(fn, *args):
     return [r.reason for r in rows if r.op == "dot_general"]
 
 
-@slow_when(lambda name, fmt: fmt != "int8" and name != "a layer")
+@slow_when(lambda fmt: fmt != "int8")
 @pytest.mark.parametrize("fmt", ["int8", "int4", "float8"])
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_rounds_no_weight(name, fmt):
-    leaf, shape, x_shape, fn = PRODUCTS[name]
-    q, x = weight_and_input(leaf, shape, x_shape, fmt, granularity="row")
-    fast = autocast(fn, "mixed_bfloat16")
-    assert reasons(fn, q, x) == [SCALED_AFTER]
-    assert dots(fast, q, x) == [("bfloat16",) * 3]
-    exact = np.asarray(q.values, np.float64) * np.asarray(q.scale, np.float64)
-    narrow = np.asarray(x.astype(jnp.bfloat16), np.float64)
-    want, size = fn(exact, narrow), fn(np.abs(exact), np.abs(narrow))
-    # The sum is rounded to 8 bits, and so is its multiple; 32 sums and a scale to 24.
-    limit = np.abs(want) * 2.01 * 2.0**-8 + size * 34 * 2.0**-24
-    if name == "one batch axis of two":  # XLA on CPU adds up some such products in bfloat16
-        limit = size * 8 * 2.0**-8
-    for got in (fast(q, x), jax.jit(fast)(q, x)):
-        assert (np.abs(np.asarray(got, np.float64) - want) <= limit).all()
+def test_a_product_rounds_no_weight(fmt):
+    args = given(PRODUCTS, fmt, granularity="row")
+    fast = {name: autocast(fn, "mixed_bfloat16") for name, (*_, fn) in PRODUCTS.items()}
+    found = jax.jit(lambda args: {name: fast[name](*args[name]) for name in fast})(args)
+    for name, (q, x) in args.items():
+        fn = PRODUCTS[name][-1]
+        assert reasons(fn, q, x) == [SCALED_AFTER], name
+        assert dots(fast[name], q, x) == [("bfloat16",) * 3], name
+        exact = np.asarray(q.values, np.float64) * np.asarray(q.scale, np.float64)
+        narrow = np.asarray(x.astype(jnp.bfloat16), np.float64)
+        want, size = fn(exact, narrow), fn(np.abs(exact), np.abs(narrow))
+        # The sum is rounded to 8 bits, and so is its multiple; 32 sums and a scale to 24.
+        limit = np.abs(want) * 2.01 * 2.0**-8 + size * 34 * 2.0**-24
+        if name == "one batch axis of two":  # XLA on CPU adds up some such products in bfloat16
+            limit = size * 8 * 2.0**-8
+        for got in (found[name], *([fast[name](q, x)] if name == "a layer" else [])):
+            assert (np.abs(np.asarray(got, np.float64) - want) <= limit).all(), name
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "block"])
-def test_one_scale_for_all_and_several_for_a_sum(granularity):
-    q, x = weight_and_input("kernel", (32, 48), (5, 32), granularity=granularity, block_size=8)
-    after = granularity == "tensor"
-    assert reasons(lambda w, x: x @ w, q, x) == [SCALED_AFTER if after else "matmul or convolution"]
+def test_one_scale_for_all_and_several_for_a_sum():
+    for granularity, why in (("tensor", SCALED_AFTER), ("block", "matmul or convolution")):
+        q, x = weight_and_input(granularity=granularity, block_size=8)
+        assert reasons(lambda w, x: x @ w, q, x) == [why]
 
 
-@pytest.mark.parametrize("name", BEFORE)
-def test_what_cannot_be_scaled_after_is_dequantized_first(name):
-    leaf, shape, x_shape, fn = BEFORE[name]
-    q, x = weight_and_input(leaf, shape, x_shape)
-    assert reasons(fn, q, x) == ["matmul or convolution"]
-    want = fn(q.dequantize(), x)
-    got = autocast(fn, "mixed_bfloat16")(q, x)
-    np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
+def test_what_cannot_be_scaled_after_is_dequantized_first():
+    args = given(BEFORE)
+
+    @jax.jit
+    def run(args):
+        fns = {name: fn for name, (*_, fn) in BEFORE.items()}
+        fast = {n: autocast(fn, "mixed_bfloat16")(*args[n]) for n, fn in fns.items()}
+        return fast, {n: fn(args[n][0].dequantize(), args[n][1]) for n, fn in fns.items()}
+
+    got, want = run(args)
+    for name, (q, x) in args.items():
+        assert reasons(BEFORE[name][-1], q, x) == ["matmul or convolution"], name
+        close = 0.02 * np.abs(want[name]).max()
+        np.testing.assert_allclose(got[name], want[name], atol=close, err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["a layer", "a tied head", "from the left", "experts"])
 def test_gradients_multiply_in_16_bits(name):
-    leaf, shape, x_shape, fn = PRODUCTS[name]
-    q, x = weight_and_input(leaf, shape, x_shape)
-    weights = jax.random.normal(KEYS[1], jax.eval_shape(fn, q.dequantize(), x).shape)
+    fn = PRODUCTS[name][-1]
+    q, x = given({name: PRODUCTS[name]})[name]
+    shape = jax.eval_shape(lambda q: fn(q.dequantize(), x), q).shape
+    weights = np.random.default_rng(1).normal(size=shape).astype(np.float32)
     fast = autocast(fn, "mixed_bfloat16")
 
     def gradient(f, w):
         return jax.grad(lambda x: jnp.sum(weights * f(w, x)))(x)
 
-    want = gradient(fn, q.dequantize())
-    for call in (fast, jax.checkpoint(fast), jax.jit(fast)):
-        got = gradient(call, q)
+    @jax.jit
+    def run(q):
+        whole = q.dequantize()
+        tangent = jax.jvp(lambda x: fast(q, x), (x,), (x,))[1]
+        got = gradient(fast, q), gradient(jax.checkpoint(fast), q)
+        return got, gradient(fn, whole), tangent, fn(whole, x)
+
+    several, want, tangent, value = run(q)
+    for got in several:
         assert got.dtype == jnp.float32
         assert np.linalg.norm(got - want) < 0.005 * np.linalg.norm(want)
     assert set(dots(lambda q: gradient(fast, q), q)) == {("bfloat16",) * 3}
-    _, tangent = jax.jvp(lambda x: fast(q, x), (x,), (x,))
-    np.testing.assert_allclose(
-        tangent, fn(q.dequantize(), x), atol=0.02 * float(abs(tangent).max())
-    )
+    np.testing.assert_allclose(tangent, value, atol=0.02 * float(abs(tangent).max()))
 
 
 def test_float16_does_not_overflow_before_it_is_scaled():
@@ -123,14 +149,14 @@ def test_float16_does_not_overflow_before_it_is_scaled():
     )
     x = jnp.full((2, 1024), 4.0)  # 520,192 before it is scaled
     fast = autocast(lambda w, x: x @ w, "mixed_float16")
-    np.testing.assert_allclose(fast(q, x), 52.02, rtol=1e-3)
-    gradient = jax.grad(lambda x: 1e4 * fast(q, x).sum())(x)
-    np.testing.assert_allclose(gradient, 8 * 127.0, rtol=1e-3)
+    run = jax.jit(lambda x: (fast(q, x), jax.grad(lambda x: 1e4 * fast(q, x).sum())(x)))
+    for got, want in zip(run(x), (52.02, 8 * 127.0), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3)
 
 
 @pytest.mark.parametrize("policy", ["float32", "a region"])
 def test_float32_products_are_those_of_the_whole_weight(policy):
-    q, x = weight_and_input("kernel", (32, 48), (5, 32))
+    q, x = weight_and_input()
 
     def product(w, x):
         return x @ w
@@ -165,18 +191,20 @@ def test_layers_of_a_loop():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            blocks = nn.scan(
-                Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-            )
-            return blocks()(x, None)[0]
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            return nn.scan(Block, **axes, length=3)()(x, None)[0]
 
     x = jax.random.normal(KEYS[0], (4, 32))
-    params = Model().init(KEYS[1], x)
-    model = jaxmp.wrap(Model(), "mixed_bfloat16")
-    small = jaxmp.quantize(params, "int8", min_size=1)
-    found = [r for r in jaxmp.explain(model.apply)(small, x).rows if r.op == "dot_general"]
+    small = jaxmp.quantize(jax.jit(Model().init)(KEYS[1], x), "int8", min_size=1)
+    apply = jaxmp.wrap(Model(), "mixed_bfloat16").apply
+    found = [r for r in jaxmp.explain(apply)(small, x).rows if r.op == "dot_general"]
     assert [(r.count, r.dtype) for r in found] == [(3, "bfloat16")]
-    want = Model().apply(jaxmp.dequantize(small), x)
-    np.testing.assert_allclose(model.apply(small, x), want, atol=0.02 * float(abs(want).max()))
-    alike = jax.vmap(model.apply, (None, 0))(small, x[None])
-    np.testing.assert_allclose(alike[0], want, atol=0.02 * float(abs(want).max()))
+
+    @jax.jit
+    def run(small, x):
+        alike = jax.vmap(apply, (None, 0))(small, x[None])[0]
+        return Model().apply(jaxmp.dequantize(small), x), apply(small, x), alike
+
+    want, *several = run(small, x)
+    for got in several:
+        np.testing.assert_allclose(got, want, atol=0.02 * float(abs(want).max()))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +18,30 @@ from recipe_kit import (
     operands,
     product,
     quantized,
-    relative,
     rounded,
     worst_row,
 )
 
 from jaxmp._autocast.products.quantize import dequantize, quantize
-from jaxmp.recipes import FORMATS, Recipe, float8, int8, parse_recipe, products
+from jaxmp.recipes import FORMATS, blockwise_float8, float8, int8, mxfp8, parse_recipe, products
 
-from support import slow_when
+from support import relative, slow_when
 
 
-@pytest.mark.parametrize("axes", [(0, 1), (0,), (1,)])
 @pytest.mark.parametrize("short", ["e4m3", "e5m2", "int8"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_values_and_scales(name: str, short: str, axes: tuple[int, ...]) -> None:
-    x = family(name, 0, 64, 48)
-    got = jax.jit(quantize, static_argnums=(1, 2))(x.astype(np.float32), FORMATS[short], axes)
-    np.testing.assert_array_equal(got.scale, quantized(x, short, axes)[1])
-    fits = np.abs(x).max(axis=axes, keepdims=True) / FORMATS[short].largest
-    if short == "int8":
-        np.testing.assert_allclose(got.scale, fits, rtol=2**-22)
-    else:
-        assert (np.frexp(got.scale)[0] == 0.5).all()
-        assert ((got.scale >= fits * (1 - 2**-22)) & (got.scale < 2 * fits)).all()
-    values = np.asarray(got.values).astype(np.float64)
-    np.testing.assert_array_equal(values, rounded(x, short, np.asarray(got.scale)))
+def test_values_and_scales(short):
+    for name, axes in itertools.product(FAMILIES, [(0, 1), (0,), (1,)]):
+        x = family(name, 0, 64, 48)
+        got = jax.jit(quantize, static_argnums=(1, 2))(x.astype(np.float32), FORMATS[short], axes)
+        np.testing.assert_array_equal(got.scale, quantized(x, short, axes)[1])
+        fits = np.abs(x).max(axis=axes, keepdims=True) / FORMATS[short].largest
+        if short == "int8":
+            np.testing.assert_allclose(got.scale, fits, rtol=2**-22)
+        else:
+            assert (np.frexp(got.scale)[0] == 0.5).all()
+            assert ((got.scale >= fits * (1 - 2**-22)) & (got.scale < 2 * fits)).all()
+        values = np.asarray(got.values).astype(np.float64)
+        np.testing.assert_array_equal(values, rounded(x, short, np.asarray(got.scale)))
 
 
 # (y, dx, dw): what is published, or was measured for these families before; see the module.
@@ -60,24 +59,31 @@ TABLE = {
     ("outlier columns", float8()): (0.038, 0.038, 0.038),
     ("outlier columns", float8("e5m2")): (0.038, 0.060, 0.062),
 }
+# With heavy tails the largest element of a block may be most of the sum.
+for blocks in (blockwise_float8(), mxfp8()):
+    TABLE["normal", blocks] = (0.038, 0.038, 0.038)
+    TABLE["heavy tails", blocks] = (0.040, 0.044, 0.048)
+    TABLE["outlier columns", blocks] = (0.038, 0.038, 0.040)
+    TABLE["rows over seven decades", blocks] = (0.0385, 0.0385, 0.039)
 
 
 # Draws differ: with heavy tails by .003, .009 and .014, so one proves nothing. Sixteen elements are
 # most of the gradient of a weight where columns are outliers: of so many draws, ± .002.
 DRAWS = 24
-SAMPLED = {"outlier columns": (0, 0, 0.002)}
+SAMPLED = {("outlier columns", float8()): (0, 0, 0.002)}
+SAMPLED["outlier columns", float8("e5m2")] = (0, 0, 0.002)
 
 
-@slow_when(lambda name: name != "normal")
+@slow_when(lambda name, recipe: name != "normal" or recipe == mxfp8())
 @pytest.mark.parametrize(("name", "recipe"), TABLE, ids=str)
-def test_errors_are_at_or_under_the_table(name: str, recipe: Recipe) -> None:
+def test_errors_are_at_or_under_the_table(name, recipe):
     draws = 1 if name == "normal" else DRAWS
-    most = np.add(TABLE[name, recipe], SAMPLED.get(name, 0))
+    most = np.add(TABLE[name, recipe], SAMPLED.get((name, recipe), 0))
     assert (errors(product(recipe), name, draws) <= most).all()
 
 
 @pytest.mark.slow
-def test_rows_over_seven_decades_want_a_scale_each() -> None:
+def test_rows_over_seven_decades_want_a_scale_each():
     x, w, g = operands("rows over seven decades")
     exact = g @ w.T
     _, by_tensor, _ = all_three(product(float8()), x, w, g)
@@ -89,7 +95,7 @@ def test_rows_over_seven_decades_want_a_scale_each() -> None:
 
 
 @pytest.mark.parametrize("recipe", [float8(), float8(granularity="row"), int8()], ids=str)
-def test_the_values_are_those_of_quantized_operands(recipe: Recipe) -> None:
+def test_the_values_are_those_of_quantized_operands(recipe):
     """Products of the oracle's quantized operands, in float64: but for the result's rounding."""
     x, w, g = operands("normal")
     row = recipe.granularity == "row"
@@ -113,29 +119,40 @@ def test_the_values_are_those_of_quantized_operands(recipe: Recipe) -> None:
         assert relative(mine, exact) < 2**-8.5
 
 
-@slow_when(lambda recipe: recipe != int8())
-@pytest.mark.parametrize("recipe", [float8(), float8("e5m2", granularity="row"), int8()], ids=str)
-@pytest.mark.parametrize(
-    ("left", "right", "dims"),
-    [
-        ((4, 6, 16, 3), (3, 8, 4, 16), (((2, 3), (3, 0)), ((0,), (2,)))),
-        ((16, 8), (4, 16, 5), (((0,), (1,)), ((), ()))),
-        ((2, 3, 8, 16), (2, 3, 16), (((3,), (2,)), ((0, 1), (0, 1)))),
-        ((8, 16), (8, 16, 4), (((1,), (1,)), ((0,), (0,)))),
-    ],
-)
-def test_any_axes(left: Any, right: Any, dims: Any, recipe: Recipe) -> None:
-    r = np.random.default_rng(5)
-    x, w = (jnp.asarray(r.normal(size=shape), jnp.float32) for shape in (left, right))
+def whole(seed, *shape):
+    """Whole numbers that 8 bits hold, whatever their scale."""
+    return np.random.default_rng(seed).integers(-3, 4, size=shape).astype(np.float64)
 
-    def plain(x: Any, w: Any) -> Any:
-        return lax.dot_general(x, w, dims)
 
-    g = r.normal(size=jax.eval_shape(plain, x, w).shape)
-    got, want = (all_three(fn, x, w, g) for fn in (product(recipe, dims), plain))
-    for mine, exact in zip(got, want, strict=True):
+AXES = [
+    ((16, 16), (16, 16), (((1,), (0,)), ((), ()))),
+    ((48, 144), (144, 272), (((1,), (0,)), ((), ()))),
+    ((144, 48), (272, 144), (((0,), (1,)), ((), ()))),
+    ((4, 6, 16, 3), (3, 8, 4, 16), (((2, 3), (3, 0)), ((0,), (2,)))),
+    ((4, 16, 3, 5), (3, 7, 16), (((2, 1), (0, 2)), ((), ()))),
+    ((2, 3, 8, 16), (2, 3, 16), (((3,), (2,)), ((0, 1), (0, 1)))),
+    ((3, 2, 8, 16), (5, 2, 16, 3), (((3,), (2,)), ((1, 0), (1, 3)))),
+    ((8, 130), (8, 130, 4), (((1,), (1,)), ((0,), (0,)))),
+    ((16,), (16,), (((0,), (0,)), ((), ()))),
+]
+KINDS = [int8(), float8("e5m2", granularity="row"), blockwise_float8(), mxfp8()]
+
+
+@slow_when(lambda of, weight, kind: weight != of % 2 or (of + kind) % 4)
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=map(str, KINDS))
+@pytest.mark.parametrize("weight", [0, 1])
+@pytest.mark.parametrize("of", range(len(AXES)))
+def test_any_axes_and_sizes(of, weight, kind):
+    left, right, dims = AXES[of]
+    x, w = whole(1, *left), whole(2, *right)
+    plain = functools.partial(lax.dot_general, dimension_numbers=dims)
+    g = whole(3, *jax.eval_shape(plain, x, w).shape)
+    got = all_three(product(KINDS[kind], dims, jnp.float32, weight), x, w, g)
+    for mine, exact in zip(got, all_three(plain, x, w, g), strict=True):
         assert mine.shape == exact.shape
-        assert relative(mine, exact) < 0.09
+        # The scales of integers are not powers of two.
+        most = 0.09 * np.linalg.norm(exact) if KINDS[kind] == int8() else 0
+        assert np.linalg.norm(mine - exact) <= most
 
 
 MIXED = {
@@ -149,7 +166,7 @@ MIXED = {
 
 @slow_when(lambda text: not text.startswith("bf16:int8"))
 @pytest.mark.parametrize("text", MIXED)
-def test_each_product_multiplies_in_its_own_format(text: str) -> None:
+def test_each_product_multiplies_in_its_own_format(text):
     """Where the forward pass keeps 16 bits, the backward pass quantizes both operands itself."""
     low = [jnp.asarray(family("normal", seed, 64, 64), jnp.bfloat16) for seed in range(3)]
     x, w, g = (np.asarray(v, np.float64) for v in low)
@@ -160,36 +177,39 @@ def test_each_product_multiplies_in_its_own_format(text: str) -> None:
 
 @slow_when(lambda recipe: recipe == float8("e5m2"))
 @pytest.mark.parametrize("recipe", [float8(), int8(), float8("e5m2")], ids=str)
-@pytest.mark.parametrize("value", [0.0, 1e-40, 1e-30])
-def test_nothing_at_all_has_finite_gradients(value: float, recipe: Recipe) -> None:
-    x, w = np.full((16, 16), value), np.ones((16, 16))
-    for mine in all_three(product(recipe, dtype=jnp.float32), x, w, x):
-        assert np.isfinite(mine).all()
+def test_nothing_at_all_has_finite_gradients(recipe):
+    for value in (0.0, 1e-40, 1e-30):
+        x, w = np.full((16, 16), value), np.ones((16, 16))
+        for mine in all_three(product(recipe, dtype=jnp.float32), x, w, x):
+            assert np.isfinite(mine).all(), value
 
 
-@slow_when(lambda value, recipe: not np.isnan(value) or recipe != int8())
-@pytest.mark.parametrize("recipe", [float8(), int8(), float8(granularity="row")], ids=str)
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_is_seen(value: float, recipe: Recipe) -> None:
-    ones = np.ones((16, 16))
-    bad = ones.copy()
-    bad[3, 5] = value
-    for place in range(3):
-        operands = [bad if k == place else ones for k in range(3)]
-        found = [np.isfinite(v).all() for v in all_three(product(recipe), *operands)]
+@slow_when(lambda recipe: recipe.forward == "e4m3" and recipe.granularity in ("tensor", "row"))
+@pytest.mark.parametrize(
+    "recipe",
+    [float8(), int8(), float8(granularity="row"), blockwise_float8(), mxfp8()],
+    ids=str,
+)
+def test_what_is_not_finite_is_seen(recipe):
+    ones = np.ones((160, 160))
+    for value, place in itertools.product((np.inf, -np.inf, np.nan), range(3)):
+        bad = ones.copy()
+        bad[3, 5] = value
+        given = [bad if k == place else ones for k in range(3)]
+        found = [np.isfinite(v).all() for v in all_three(product(recipe), *given)]
         reads = [place != 2, place != 0, place != 1]  # y reads x and w; dx g and w; dw x and g
-        assert found == [not read for read in reads]
+        assert found == [not read for read in reads], (value, place)
 
 
 @pytest.mark.parametrize("recipe", [float8(granularity="row"), int8()], ids=str)
-def test_small_operands_have_a_product(recipe: Recipe) -> None:
+def test_small_operands_have_a_product(recipe):
     """Their scales' product is zero in float32."""
     x, w = np.full((16, 512), 1e-25), np.full((512, 16), 1e-12)
     y, _, _ = all_three(product(recipe, dtype=jnp.float32), x, w, np.ones((16, 16)))
     np.testing.assert_allclose(y, 512e-37, rtol=0.02)
 
 
-def test_float16_does_not_overflow_before_it_is_scaled() -> None:
+def test_float16_does_not_overflow_before_it_is_scaled():
     x, w = np.full((16, 512), 1.0), np.full((512, 16), 1.0)
     y, dx, dw = all_three(product(float8(), dtype=jnp.float16), x, w, np.ones((16, 16)))
     np.testing.assert_array_equal(y, 512.0)
@@ -197,39 +217,40 @@ def test_float16_does_not_overflow_before_it_is_scaled() -> None:
     np.testing.assert_array_equal(dw, 16.0)
 
 
-def test_the_backward_pass_keeps_8_bits_only() -> None:
+def test_the_backward_pass_keeps_8_bits_only():
     x, w = jnp.ones((32, 64)), jnp.ones((64, 16))
-    _, vjp = jax.vjp(product(float8()), x, w)
+    vjp = jax.eval_shape(lambda x, w: jax.vjp(product(float8()), x, w)[1], x, w)
     kept = [(str(a.dtype), a.shape) for a in jax.tree.leaves(vjp) if a.ndim == 2 and a.size > 1]
     assert sorted(kept) == [("uint8", (32, 64)), ("uint8", (64, 16))]
 
 
-def test_a_second_derivative_is_refused_by_name() -> None:
+def test_a_second_derivative_is_refused_by_name():
     fn = product(float8())
 
-    def loss(x: Any, w: Any) -> Any:
+    def loss(x, w):
         return jnp.sum(fn(x, w).astype(jnp.float32) ** 2)
 
-    def twice(x: Any, w: Any) -> Any:
+    def twice(x, w):
         return jnp.sum(jax.grad(loss)(x, w) ** 2)
 
     with pytest.raises(TypeError, match=r"second derivative of a product.*multiplies as float8"):
-        jax.grad(twice)(jnp.ones((16, 16)), jnp.ones((16, 16)))
+        jax.eval_shape(jax.grad(twice), jnp.ones((16, 16)), jnp.ones((16, 16)))
 
     # What is not differentiated twice may be inside what is.
-    def beside(t: Any, x: Any, w: Any) -> Any:
+    def beside(t, x, w):
         return t**3 * jnp.sum(jax.grad(loss)(x, w))
 
-    assert jax.grad(jax.grad(beside))(2.0, jnp.ones((16, 16)), jnp.ones((16, 16))) != 0
+    second = jax.jit(jax.grad(jax.grad(beside)))
+    assert second(2.0, jnp.ones((16, 16)), jnp.ones((16, 16))) != 0
 
 
-def test_dequantize_gives_it_back() -> None:
+def test_dequantize_gives_it_back():
     x = family("normal", 9, 32, 32).astype(np.float32)
     assert relative(np.asarray(dequantize(quantize(x, FORMATS["int8"], (1,)))), x) < 0.01
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (1,)])
-def test_a_nan_is_seen_in_arrays_of_any_size(axes: tuple[int, ...]) -> None:
+def test_a_nan_is_seen_in_arrays_of_any_size(axes):
     """XLA's maximum on CPU passes over NaN in some, and 8-bit integers have none."""
     for size in (16, 64, 256):
         x = np.ones((size, size), np.float32)

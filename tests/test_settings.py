@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
+import re
 
 import flax
 import flax.linen as nn
@@ -15,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import FrozenDict
 
 import jaxmp
 from jaxmp._jaxprs.compat import cached_trace, trace
@@ -27,7 +27,7 @@ POLICIES = ("mixed_bfloat16", "mixed_float16,residuals=recompute", "mixed_float8
 
 
 @contextlib.contextmanager
-def setting(name: str, value: Any) -> Iterator[None]:
+def setting(name, value):
     """A switch that has no context manager of its own."""
     config = flax.config if hasattr(flax.config, name) else jax.config
     before = getattr(config, name)
@@ -38,99 +38,124 @@ def setting(name: str, value: Any) -> Iterator[None]:
         config.update(name, before)
 
 
-JAXS = {
+# They are about tracing, and leave the program as it is.
+TRACING = {
     "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
     "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "checks": lambda: jax.enable_checks(True),
     "leaks": jax.checking_leaks,
+}
+RUNNING = {
+    "keys": lambda: jax.debug_key_reuse(True),
     "NaNs": lambda: jax.debug_nans(True),
     "infinities": lambda: jax.debug_infs(True),
     "transfers": lambda: jax.transfer_guard("disallow"),
-    "keys": lambda: jax.debug_key_reuse(True),
     "bfloat16 by default": lambda: jax.default_matmul_precision("bfloat16"),
-}
-FLAXS = {
-    "no graph": lambda: setting("nnx_graph_mode", False),
-    "no graph updates": lambda: setting("nnx_graph_updates", False),
-    "frozen dictionaries": lambda: setting("flax_return_frozendict", True),
 }
 
 
 class Model(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         h = nn.LayerNorm()(nn.Dense(16)(x))
         p = jax.nn.softmax(h @ jnp.swapaxes(h, 1, 2))
         return nn.Dense(16)(nn.gelu(p @ h))
 
 
-def trained(policy: str, switched: contextlib.AbstractContextManager[Any]) -> list[np.ndarray]:
-    """The loss of each of two steps, and what was learned."""
+@functools.cache
+def training(policy):
+    """A step, which returns a state and the loss before it, and its first state."""
     model = jaxmp.wrap(Model(), policy)
-    params = model.init(jax.random.key(1), X)["params"]
+    params = jax.jit(model.init)(jax.random.key(1), X)["params"]
     tx = jaxmp.loss_scale_for(policy, optax.sgd(1e-2))
-    state = jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    @jax.jit
-    def step(state: Any, x: jax.Array) -> Any:
+    def step(state, x):
         loss, grads = state.value_and_grad(
             lambda params: jnp.mean((model.apply({"params": params}, x) - x) ** 2)
         )(state.params)
         return state.apply_gradients(grads=grads), loss
 
+    return step, jaxmp.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def program(policy, switched):
+    step, state = training(policy)
     with switched:
-        state, first = step(state, X)
-        state, second = step(state, X)
-    return [*map(np.asarray, (first, second, *jax.tree.leaves(state.params)))]
+        # A new function at each call: JAX keeps the jaxpr of one that it knows.
+        return re.sub(" at 0x[0-9a-f]+", "", str(jax.make_jaxpr(lambda *a: step(*a))(state, X)))
 
 
-@functools.cache
-def trained_as_usual(policy: str) -> list[np.ndarray]:
-    return trained(policy, contextlib.nullcontext())
-
-
-@slow_when(lambda name, policy: policy != POLICIES[0] and "promotion" not in name)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", JAXS)
-def test_a_training_step_under_a_switch_of_jax(name: str, policy: str) -> None:
-    under = trained(policy, JAXS[name]())
-    for got, expected in zip(under, trained_as_usual(policy), strict=True):
-        np.testing.assert_array_equal(got, expected)
+def test_a_training_step_is_traced_the_same_under_a_switch_of_jax(policy):
+    usual = program(policy, contextlib.nullcontext())
+    for name, switch in TRACING.items():
+        assert program(policy, switch()) == usual, name
+
+
+@slow_when(lambda policy: policy != POLICIES[0])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_training_step_runs_the_same_under_a_switch_of_jax(policy):
+    step, start = training(policy)
+
+    def trained(switched):
+        """The loss of each of two steps, and what was learned."""
+        jitted = jax.jit(lambda state, x: step(state, x))
+        with switched:
+            state, first = jitted(start, X)
+            state, second = jitted(state, X)
+        return [*map(np.asarray, (first, second, *jax.tree.leaves(state.params)))]
+
+    usual = trained(contextlib.nullcontext())
+    for name, switch in RUNNING.items():
+        for got, expected in zip(trained(switch()), usual, strict=True):
+            np.testing.assert_array_equal(got, expected, err_msg=name)
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs):
         self.hidden = nnx.Linear(16, 32, rngs=rngs)
         self.head = nnx.Linear(32, 4, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return self.head(nnx.relu(self.hidden(x)))
 
 
-@pytest.mark.parametrize("name", FLAXS)
-def test_modules_under_a_switch_of_flax(name: str) -> None:
-    def losses() -> list[float]:
+def test_an_nnx_model_trains_the_same_under_a_switch_of_flax():
+    def losses():
         net = jaxmp.wrap(Net(nnx.Rngs(0)), "mixed_float16")
         optimizer = nnx.Optimizer(
             net, jaxmp.loss_scale_for("mixed_float16", optax.adam(1e-2)), wrt=nnx.Param
         )
 
         @nnx.jit
-        def step(net: Net, optimizer: Any, x: jax.Array) -> jax.Array:
+        def step(net, optimizer, x):
             loss, grads = jaxmp.value_and_grad(
                 lambda net, x: jnp.mean(net(x) ** 2), optimizer.opt_state
             )(net, x)
             optimizer.update(net, grads)
             return loss
 
-        found = [float(step(net, optimizer, X)) for _ in range(3)]
-        variables = jaxmp.wrap(Model(), "mixed_bfloat16").init(jax.random.key(1), X)
-        return [*found, float(jaxmp.wrap(Model(), "mixed_bfloat16").apply(variables, X).sum())]
+        return [float(step(net, optimizer, X)) for _ in range(3)]
 
     want = losses()
     assert want[2] < want[0]
-    with FLAXS[name]():
-        assert losses() == want
+    for name in ("nnx_graph_mode", "nnx_graph_updates"):
+        with setting(name, False):
+            assert losses() == want, name
+
+
+def test_linen_returns_frozen_dictionaries_where_flax_is_told_to():
+    model = jaxmp.wrap(Model(), "mixed_bfloat16")
+
+    def program():
+        variables = jax.eval_shape(model.init, jax.random.key(1), X)
+        return variables, str(jax.make_jaxpr(model.apply)(variables, X))
+
+    _, want = program()
+    with setting("flax_return_frozendict", True):
+        variables, got = program()
+    assert isinstance(variables, FrozenDict)
+    assert got == want
 
 
 # Settings under which the same function is traced to another program.
@@ -138,10 +163,10 @@ def test_modules_under_a_switch_of_flax(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:autocast. float8 products")
 @pytest.mark.parametrize("policy", [*POLICIES, "mixed_bfloat16,reduce=bf16"])
-def test_gradients_without_jit(policy: str) -> None:
+def test_gradients_without_jit(policy):
     """At once and operation by operation, also where a primitive of ours runs as a jit."""
 
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w) @ w.T)
 
     w, x = jax.random.normal(jax.random.key(2), (16, 24)), X[0]
@@ -150,10 +175,10 @@ def test_gradients_without_jit(policy: str) -> None:
     np.testing.assert_array_equal(got, jax.grad(jaxmp.autocast(loss, policy))(w, x))
 
 
-def test_what_is_traced_once_is_traced_again_under_another_precision() -> None:
+def test_what_is_traced_once_is_traced_again_under_another_precision():
     low = X[0].astype(jnp.bfloat16)
 
-    def highest() -> list[bool]:
+    def highest():
         # A new function at each call: JAX keeps the jaxpr of one that it knows.
         found = contractions(lambda x: dot_in_float32(x, x, (((1,), (1,)), ((), ()))), low)
         return [product[-1] for product in found]
@@ -164,7 +189,7 @@ def test_what_is_traced_once_is_traced_again_under_another_precision() -> None:
     assert highest() == [False]
 
 
-def _of_settings(x: jax.Array) -> jax.Array:
+def _of_settings(x):
     """A function whose program each of these settings changes, or refuses.
 
     Not `jax_default_prng_impl`, which `jax.jit` itself does not know its traces by.
@@ -173,7 +198,7 @@ def _of_settings(x: jax.Array) -> jax.Array:
     return x * jnp.arange(2)  # promotes dtypes
 
 
-TRACED = {
+SETTINGS = {
     "precision": lambda: jax.default_matmul_precision("highest"),
     "64 bits": lambda: jax.enable_x64(True),
     "bits": lambda: setting("jax_threefry_partitionable", False),
@@ -183,12 +208,12 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("name", TRACED)
-def test_no_trace_is_kept_from_one_setting_to_another(name: str) -> None:
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_trace_is_kept_from_one_setting_to_another(name):
     traced = cached_trace(lambda: _of_settings)
     avals = [jax.typeof(jnp.ones((2, 2)))]
 
-    def program() -> Any:
+    def program():
         try:
             return traced(avals)
         except (TypeError, ValueError) as error:
@@ -196,7 +221,7 @@ def test_no_trace_is_kept_from_one_setting_to_another(name: str) -> None:
 
     before = program()
     assert program() is before, "JAX knows it again"
-    with TRACED[name]():
+    with SETTINGS[name]():
         under = program()
         assert under is not before
         if not isinstance(under, type):
@@ -205,7 +230,7 @@ def test_no_trace_is_kept_from_one_setting_to_another(name: str) -> None:
 
 
 @jax.custom_vjp
-def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+def layer(x, w):
     return jnp.tanh(x @ w)
 
 
@@ -214,7 +239,7 @@ layer.defvjp(lambda x, w: (layer(x, w), (x, w)), lambda kept, g: (g @ kept[1].T,
 
 @pytest.mark.filterwarnings("ignore:autocast. 100% of what products multiply stays float32")
 @pytest.mark.parametrize("fn", [layer, jax.jit(layer), jax.checkpoint(layer)])
-def test_derivative_rules_are_planned_anew_under_another_precision(fn: Any) -> None:
+def test_derivative_rules_are_planned_anew_under_another_precision(fn):
     grad = jax.grad(jaxmp.autocast(lambda w, x: jnp.sum(fn(x, w) @ w), "mixed_bfloat16"))
     args = jnp.ones((16, 16)), X[0]
     default = contractions(grad, *args)

@@ -79,10 +79,6 @@ def scan(step, carry):
     return lax.scan(lambda carry, i: (step(i, carry), None), carry, jnp.arange(N))[0]
 
 
-def fori(step, carry):
-    return lax.fori_loop(0, N, step, carry)
-
-
 def unrolled(step, carry):
     for i in range(N):
         carry = step(i, carry)
@@ -106,11 +102,11 @@ RINGS = {
         {},
         P(None, "d"),
     )
-    for loop in (scan, fori, unrolled)
+    for loop in (scan, unrolled)
 }
 
 
-@slow_when(lambda loop, inside, check_vma: (loop, inside, check_vma) != ("fori", True, True))
+@slow_when(lambda loop, inside, check_vma: (loop, inside, check_vma) != ("scan", True, True))
 @pytest.mark.parametrize("check_vma", [True, False], ids=("checked", "unchecked"))
 @pytest.mark.parametrize("inside", [True, False], ids=("inside", "around"))
 @pytest.mark.parametrize("loop", RINGS)
@@ -136,7 +132,7 @@ def test_ring_attention_sends_16_bits_and_adds_up_in_float32(loop, inside, check
 @pytest.mark.parametrize("loop", RINGS)
 def test_ring_attention_is_near(loop, check_vma):
     # Around or inside: another half of these.
-    inside = check_vma == (loop == "fori")
+    inside = check_vma == (loop == "scan")
     assert_near(RINGS[loop], on_many(RINGS[loop], BF16, inside=inside, check_vma=check_vma))
 
 
@@ -184,14 +180,7 @@ def experts(p, x):
     )
 
 
-def by_product(p, h, routes, there, back):
-    expert, place, weight = routes
-    send = jax.nn.one_hot(expert, EXPERTS)[:, :, None] * jax.nn.one_hot(place, CAPACITY)[:, None]
-    results = back(experts(p, there(jnp.einsum("tec,tw->ecw", send, h))))
-    return jnp.einsum("tec,ecw->tw", send * weight[:, None, None], results)
-
-
-def by_index(p, h, routes, there, back):
+def dispatched(p, h, routes, there, back):
     expert, place, weight = routes
     slot = jnp.where(place < CAPACITY, expert * CAPACITY + place, EXPERTS * CAPACITY)
     sent = jnp.zeros((EXPERTS * CAPACITY, SIZE)).at[slot].set(h, mode="drop")
@@ -199,17 +188,17 @@ def by_index(p, h, routes, there, back):
     return results.at[slot].get(mode="fill", fill_value=0) * weight[:, None]
 
 
-def moe(dispatch, there, back):
+def moe(there, back):
     def layer(p, x):
         h = jnp.tanh(x @ p["inward"])
-        return (h + dispatch(p, h, routed(p, x), there, back)) @ p["outward"]
+        return (h + dispatched(p, h, routed(p, x), there, back)) @ p["outward"]
 
     return layer
 
 
 def moe_on_one(p, x):
     """What an expert takes is counted for each device's tokens by themselves."""
-    layer = moe(by_index, lambda x: x, lambda x: x)
+    layer = moe(lambda x: x, lambda x: x)
     return jnp.concatenate([layer(p, part) for part in jnp.split(x, N)])
 
 
@@ -227,48 +216,34 @@ def draw_moe(rng):
     return params, rng.normal(size=(TOKENS, SIZE))
 
 
-MIXTURES = {
-    dispatch.__name__: Program(
-        draw_moe,
-        moe_on_one,
-        moe(
-            dispatch,
-            lambda x: lax.all_to_all(x, "d", 0, 1, tiled=True),
-            lambda x: lax.all_to_all(x, "d", 1, 0, tiled=True),
-        ),
-        {"up": P("d"), "down": P("d")},
-        P("d"),
-    )
-    for dispatch in (by_product, by_index)
-}
+MIXTURE = Program(
+    draw_moe,
+    moe_on_one,
+    moe(
+        lambda x: lax.all_to_all(x, "d", 0, 1, tiled=True),
+        lambda x: lax.all_to_all(x, "d", 1, 0, tiled=True),
+    ),
+    {"up": P("d"), "down": P("d")},
+    P("d"),
+)
 
 
-CHOSEN = ("by_index", False, True)
-
-
-@slow_when(lambda dispatch, inside, check_vma: (dispatch, inside, check_vma) != CHOSEN)
-@pytest.mark.parametrize("check_vma", [True, False], ids=("checked", "unchecked"))
-@pytest.mark.parametrize("inside", [True, False], ids=("inside", "around"))
-@pytest.mark.parametrize("dispatch", MIXTURES)
-def test_expert_parallelism_sends_16_bits(dispatch, inside, check_vma):
-    program = MIXTURES[dispatch]
-    fn = on_many(program, BF16, inside=inside, check_vma=check_vma)
-    # There and back, forward and backward.
-    assert crossing(fn, program, ("all_to_all",)) == {("all_to_all", "bfloat16")}
+def test_expert_parallelism_sends_16_bits():
+    for inside in (False, True):
+        fn = on_many(MIXTURE, BF16, inside=inside, check_vma=not inside)
+        # There and back, forward and backward.
+        assert crossing(fn, MIXTURE, ("all_to_all",)) == {("all_to_all", "bfloat16")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False], ids=("checked", "unchecked"))
-@pytest.mark.parametrize("dispatch", MIXTURES)
-def test_expert_parallelism_is_near(dispatch, check_vma):
-    inside = check_vma == (dispatch == "by_index")
-    program = MIXTURES[dispatch]
-    assert_near(program, on_many(program, BF16, inside=inside, check_vma=check_vma))
+def test_expert_parallelism_is_near(check_vma):
+    assert_near(MIXTURE, on_many(MIXTURE, BF16, inside=check_vma, check_vma=check_vma))
 
 
 @pytest.mark.slow
 def test_some_tokens_go_past_their_expert():
-    for params, x in draws(MIXTURES["by_index"]):
+    for params, x in draws(MIXTURE):
         places = [routed(params, part)[1] for part in jnp.split(x, N)]
         assert 0 < np.sum(np.concatenate(places) >= CAPACITY) < TOKENS / 4
 
@@ -277,7 +252,7 @@ def test_some_tokens_go_past_their_expert():
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     ("program", "kind"),
-    [(RINGS["scan"], "collective-permute"), (MIXTURES["by_index"], "all-to-all")],
+    [(RINGS["scan"], "collective-permute"), (MIXTURE, "all-to-all")],
     ids=("ring", "experts"),
 )
 def test_gpus_send_half_the_bytes(program, kind):

@@ -220,28 +220,18 @@ def test_sums_that_shard_map_makes_itself(mapped, policy):
     """Without `check_vma` the transpose of what all devices have is in the dtype it came in."""
     rng = np.random.default_rng(0)
     table, w = (np.asarray(rng.normal(size=size) / 4, "float32") for size in ((12, 16), (16, 8)))
-    tokens = rng.integers(12, size=32)
+    args = table, w, rng.integers(12, size=32)
 
-    def fn(table, w, tokens):
-        return loss(mapped(lambda table, w, i: jnp.tanh(table[i] @ w))(table, w, tokens))
+    def fn(*args):
+        return loss(mapped(lambda table, w, i: jnp.tanh(table[i] @ w))(*args))
 
     step = jax.grad(jaxmp.autocast(fn, policy, argnums=(0, 1)), (0, 1))
-    eqns = [e for e in iter_eqns(jax.make_jaxpr(step)(table, w, tokens)) if e.invars]
-    sums = {
-        v.aval.shape: str(v.aval.dtype)
-        for e in eqns
-        if "psum" in e.primitive.name
-        for v in e.invars
-        if v.aval.ndim > 1
+    eqns = [e for e in iter_eqns(jax.make_jaxpr(step)(*args)) if "psum" in e.primitive.name]
+    summed = [v.aval for e in eqns for v in e.invars if v.aval.ndim > 1]
+    assert {a.shape: str(a.dtype) for a in summed} == {
+        w.shape: "bfloat16" if "reduce" in policy else "float32",
+        table.shape: "bfloat16" if "gather" in policy else "float32",
     }
-    low = "bfloat16"
-    assert sums == {
-        w.shape: low if "reduce" in policy else "float32",
-        table.shape: low if "gather" in policy else "float32",
-    }
-    for got, want in zip(
-        jax.jit(step)(table, w, tokens),
-        jax.jit(jax.grad(fn, (0, 1)))(table, w, tokens),
-        strict=True,
-    ):
+    pairs = zip(jax.jit(step)(*args), jax.jit(jax.grad(fn, (0, 1)))(*args), strict=True)
+    for got, want in pairs:
         assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
