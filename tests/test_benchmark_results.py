@@ -176,13 +176,8 @@ def test_the_readme_s_ratios_are_those_of_the_language_model():
 
 # Page -> run -> the figures that it quotes of it.
 QUOTED = {
-    "README.md": {
-        "training_steps/lm": ["8231", "3096"],
-    },
-    "docs/how_to/memory.md": {
-        "training_steps/lm": ["0.44"],
-        "attention/fused": ["427", "1,859"],
-    },
+    "README.md": {"training_steps/lm": ["8231", "3096"]},
+    "docs/how_to/memory.md": {"training_steps/lm": ["0.44"], "attention/fused": ["427", "1,859"]},
 }
 
 

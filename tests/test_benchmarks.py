@@ -192,11 +192,7 @@ def test_flops_are_low_where_both_operands_are() -> None:
 
     x, w = np.ones((4, 8), np.float32), np.ones((8, 8), np.float32)
     assert aot.low_share(fn, x, w) == 1 / 4
-    assert aot.contraction_counts(fn, x, w) == {
-        "bfloat16": 1,
-        "bfloat16*float32": 1,
-        "float32": 2,
-    }
+    assert aot.contraction_counts(fn, x, w) == {"bfloat16": 1, "bfloat16*float32": 1, "float32": 2}
 
 
 def test_peers_that_are_not_installed_are_named(

@@ -113,10 +113,7 @@ def fully_sharded(policy, gather):
     return crossing(step, WEIGHTS, shape(1024, 512, spec=P("d")))
 
 
-BY_PROGRAM = pytest.param(
-    gathered,
-    id="program",
-)
+BY_PROGRAM = pytest.param(gathered, id="program")
 
 
 @pytest.mark.parametrize("gather", [pytest.param(lambda w: w, id="XLA"), BY_PROGRAM])

@@ -43,11 +43,7 @@ def test_a_collective_of_many_arrays_is_counted():
         ),
         ("(f32[2]{0}, f32[16]{0})", "all-gather-start", {("all-gather", "float32"): (1, 64)}),
         # Results alone.
-        (
-            "(f32[2]{0}, f32[16]{0})",
-            "all-reduce-start",
-            {("all-reduce", "float32"): (1, 8 + 64)},
-        ),
+        ("(f32[2]{0}, f32[16]{0})", "all-reduce-start", {("all-reduce", "float32"): (1, 8 + 64)}),
         ("f32[16]{0}", "all-reduce-start", {("all-reduce", "float32"): (1, 64)}),
         # Operand, result and two handles.
         (

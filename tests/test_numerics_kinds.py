@@ -232,10 +232,7 @@ def test_which_argument_is_a_weight(argnums: Any) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "said"),
-    [
-        ("mixed_bfloat16", "mixed_bfloat16"),
-        (None, "as written, in bfloat16, float32"),
-    ],
+    [("mixed_bfloat16", "mixed_bfloat16"), (None, "as written, in bfloat16, float32")],
 )
 def test_a_run_knows_its_policy(policy: Any, said: str) -> None:
     def fn(x: jax.Array) -> jax.Array:

@@ -523,11 +523,7 @@ def test_a_b200_multiplies_blocks():
 
     def product(x, w):
         return jax.nn.scaled_dot_general(
-            x,
-            w,
-            (((2,), (1,)), ((0,), (0,))),
-            preferred_element_type=BF16,
-            configs=[config] * 3,
+            x, w, (((2,), (1,)), ((0,), (0,))), preferred_element_type=BF16, configs=[config] * 3
         )
 
     def step(x, w, g):

@@ -131,10 +131,7 @@ def report_of(arguments):
 
 def test_rows_of_the_report():
     report = report_of(
-        {
-            "parameters": {"float32": 2**28},
-            "optimizer state": {"int8": 3 * 2**28, "float32": 2**20},
-        }
+        {"parameters": {"float32": 2**28}, "optimizer state": {"int8": 3 * 2**28, "float32": 2**20}}
     )
     rows = [re.sub("  +", " | ", line.strip()) for line in str(report).splitlines()]
     first = rows.index("arguments | 1.00 GiB | -")

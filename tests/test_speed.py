@@ -238,11 +238,7 @@ def test_estimates_are_near_what_is_published(what, estimated, said):
 # `benchmarks/product_cycles.py --parts ffn` (libtpu 0.0.52, 8192 tokens).
 @pytest.mark.parametrize(
     ("name", "recipe", "cycles"),
-    [
-        ("tpu-v5e", int8(), 0.616),
-        ("tpu-v6e", int8(), 0.748),
-        ("tpu7x", float8(), 0.534),
-    ],
+    [("tpu-v5e", int8(), 0.616), ("tpu-v6e", int8(), 0.748), ("tpu7x", float8(), 0.534)],
     ids=str,
 )
 def test_estimates_are_near_xlas_of_a_whole_ffn(name, recipe, cycles):

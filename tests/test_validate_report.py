@@ -202,11 +202,7 @@ def test_the_command_line_is_strict_if_asked(command, monkeypatch):
     ("function", "options", "message"),
     [
         ("nothing", ("--policy", "float16"), "has no 'nothing'"),
-        (
-            "PROGRAM.x",
-            ("--policy", "float16"),
-            r"write module:function, make_step\(policy, seed\)",
-        ),
+        ("PROGRAM.x", ("--policy", "float16"), r"write module:function, make_step\(policy, seed\)"),
         ("by_name", ("--policy", "flaot16"), "float16"),
         ("by_name", ("--policy", "float32"), "is what the others are compared with"),
     ],
