@@ -1,25 +1,29 @@
-"""`numerics.capture` on kinds of programs and arguments that are easily forgotten."""
+"""The tools of `numerics` on kinds of programs and arguments that are easily forgotten."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.experimental.ode import odeint
+from jax.sharding import NamedSharding, PartitionSpec
 from public_models import build
 from test_numerics_capture import measured
+from validate_kit import validate
 
 import jaxmp
 from jaxmp import numerics
 from jaxmp._numerics.capture import prepare
 from jaxmp._numerics.origins import Walk
+from jaxmp._numerics.run_cache import bytes_of
 from jaxmp._numerics.statistics import Measurements, Statistics, look, unpack
 from jaxmp._numerics.survey import Loop, Site, SurveyedProgram
 
@@ -47,20 +51,6 @@ def test_a_loop_that_ends_elsewhere_for_each_element() -> None:
     np.testing.assert_allclose(run.measured_results, run.results, atol=1e-6)
     [product] = [m for m in run.sites.values() if m.site.op == "dot_general"]
     assert product.statistics.runs >= 2
-
-
-def test_a_loop_that_counts_elsewhere_for_each_element() -> None:
-    def fn(x: jax.Array, counts: jax.Array) -> jax.Array:
-        def repeated(row: jax.Array, count: jax.Array) -> jax.Array:
-            start = (row, jnp.int32(0))
-            return lax.while_loop(
-                lambda state: state[1] < count, lambda state: (state[0] * 2, state[1] + 1), start
-            )[0]
-
-        return jax.vmap(repeated)(x, counts)
-
-    got = prepare(fn, None, (X, jnp.arange(4)), grad=False).results()
-    np.testing.assert_array_equal(got, X * 2.0 ** np.arange(4)[:, None])
 
 
 def test_complex_numbers_are_measured() -> None:
@@ -121,14 +111,12 @@ def layers(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(lax.scan(jax.checkpoint(layer), x, length=3)[0] ** 2)
 
 
-@pytest.mark.parametrize(
-    ("loss", "grad"), [(layers, True), pytest.param(solved, False, marks=pytest.mark.slow)]
-)
-def test_a_loss_of_loops_is_the_same(loss: Callable[..., Any], grad: bool) -> None:
-    fn = jaxmp.autocast(loss, "mixed_bfloat16")
-    plain = jax.jit(jax.value_and_grad(fn) if grad else fn)
-    prepared = prepare(loss, "mixed_bfloat16", (W, X), grad=grad)
-    same(prepared.results(), plain(W, X))
+def test_a_loss_of_loops_is_the_same() -> None:
+    plain = jax.jit(jax.value_and_grad(jaxmp.autocast(layers, "mixed_bfloat16")))
+    results = prepare(layers, "mixed_bfloat16", (W, X)).results()
+    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(plain(W, X)), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.slow
@@ -148,28 +136,6 @@ def test_the_gradients_of_a_solver_are_the_same_but_for_the_order_of_sums() -> N
     assert value == want_value
     np.testing.assert_allclose(got, want, rtol=0, atol=allowed)
     assert jnp.abs(got - run("float32")[1]).max() > 2 * allowed
-
-
-@pytest.mark.slow
-def test_layers_in_a_loop_are_the_same_measured() -> None:
-    run = numerics.capture(layers, "mixed_bfloat16")(W, X)
-    same(run.measured_results, run.results)
-    assert any(m.site.backward and m.site.loops for m in run.sites.values())
-
-
-@pytest.mark.slow
-def test_a_scanned_language_model_is_the_same() -> None:
-    model = build("scanned_lm")
-    plain = jax.jit(jax.value_and_grad(jaxmp.autocast(model.loss, "mixed_bfloat16")))
-    args = (model.params, model.batch(0))
-    same(prepare(model.loss, "mixed_bfloat16", args).results(), plain(*args))
-
-
-def same(got: Any, want: Any) -> None:
-    """The same bits."""
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
 
 
 # The order of what went wrong.
@@ -223,22 +189,19 @@ def test_arguments_that_cannot_be_measured() -> None:
         numerics.capture(loss, None, argnums=5)(W, X)
 
 
-@pytest.mark.parametrize("argnums", [-1, [1]])
-def test_which_argument_is_a_weight(argnums: Any) -> None:
-    prepared = prepare(lambda x, w: jnp.sum(x @ w), None, (X, W), argnums=argnums)
-    given = [site for site in prepared.program.sites.values() if site.op == "argument"]
-    assert [site.kind for site in given] == ["activation", "weight"]
+def test_which_argument_is_a_weight() -> None:
+    for argnums in (-1, [1]):
+        prepared = prepare(lambda x, w: jnp.sum(x @ w), None, (X, W), argnums=argnums)
+        given = [site for site in prepared.program.sites.values() if site.op == "argument"]
+        assert [site.kind for site in given] == ["activation", "weight"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [("mixed_bfloat16", "mixed_bfloat16"), (None, "as written, in bfloat16, float32")],
-)
-def test_a_run_knows_its_policy(policy: Any, said: str) -> None:
+def test_a_run_knows_its_policy() -> None:
     def fn(x: jax.Array) -> jax.Array:
         return x * x.astype(jnp.bfloat16)
 
-    assert prepare(fn, policy, (X,)).policy == said
+    assert prepare(fn, "mixed_bfloat16", (X,)).policy == "mixed_bfloat16"
+    assert prepare(fn, None, (X,)).policy == "as written, in bfloat16, float32"
 
 
 # What is kept of it.
@@ -259,3 +222,206 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert comparison.first is None
     none = dataclasses.replace(run, sites={})
     assert "no site in common" in str(run.compare(none))
+
+
+# What people train: NNX steps with their optimizer, steps in a scan, eight devices, float64.
+
+BATCH = jax.random.normal(jax.random.key(0), (8, 16))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+def loss_of_net(net: Net, x: jax.Array) -> jax.Array:
+    return jnp.mean((net(x) - 1) ** 2)
+
+
+@nnx.jit
+def train_step(net: Net, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+    loss, grads = nnx.value_and_grad(loss_of_net)(net, x)
+    optimizer.update(net, grads)
+    return loss
+
+
+def trainer(policy: str = "float32", seed: int = 0) -> tuple[Net, nnx.Optimizer]:
+    net = jaxmp.wrap(Net(nnx.Rngs(seed)), policy)
+    return net, nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param)
+
+
+def screen(report: Any) -> str:
+    lines = str(report).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 120
+    return str(report)
+
+
+# NNX: a step with its optimizer, BatchNorm and Dropout.
+
+
+@pytest.mark.slow
+def test_a_step_of_nnx_is_captured_and_changes_nothing() -> None:
+    net, optimizer = trainer("mixed_bfloat16")
+    before = list(bytes_of(nnx.state((net, optimizer))))
+    run = numerics.capture(train_step, None, grad=False)(net, optimizer, BATCH)
+    assert list(bytes_of(nnx.state((net, optimizer)))) == before
+    assert not run.origins()
+    assert {m.site.dtype for m in run.sites.values() if m.site.op == "dot_general"} == {"bfloat16"}
+    assert any(m.site.backward for m in run.sites.values())
+    screen(run.compare(run))
+
+
+@pytest.mark.slow
+def test_what_batchnorm_and_dropout_make_is_diagnosed() -> None:
+    net = Net(nnx.Rngs(0))
+    mean = jnp.copy(net.norm.mean[...])
+    report = jaxmp.diagnose(loss_of_net, "mixed_float16")(net, BATCH)
+    assert report.first is None
+    np.testing.assert_array_equal(net.norm.mean[...], mean)
+    assert int(net.dropout.rngs.count[...]) == 0
+    first = jaxmp.diagnose(loss_of_net, "mixed_float16")(net, 1e6 * BATCH).first
+    assert first is not None
+    assert (first.site.op, first.kind, first.site.backward) == (
+        "convert_element_type",
+        "overflow",
+        False,
+    )
+    screen(report)
+
+
+@pytest.mark.slow
+def test_a_step_of_nnx_is_validated() -> None:
+    @nnx.jit
+    def step(state: Any, x: jax.Array) -> jax.Array:
+        net, optimizer = state
+        loss, grads = nnx.value_and_grad(loss_of_net)(net, x)
+        optimizer.update(net, grads)
+        return loss
+
+    def make_step(policy: Any, seed: int) -> Any:
+        return trainer(policy, seed), lambda state, x: (state, step(state, x))
+
+    def batches(seed: int) -> Any:
+        return jax.random.normal(jax.random.key(seed), (4, 8, 16))
+
+    report = validate(make_step, "mixed_bfloat16", 4, 2, batches=batches)
+    result = report["mixed_bfloat16"]
+    assert all(np.isfinite(result.runs[0].losses))
+    assert result.runs[0].losses != report.reference_runs[0].losses
+    screen(report)
+
+
+# Steps in a scan.
+
+
+def trained(w: jax.Array, batches: jax.Array) -> jax.Array:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(x @ w))
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return w - 0.1 * jax.grad(loss)(w, x), jnp.sum(w)
+
+    return lax.scan(step, w, batches)[0]
+
+
+def test_a_step_of_a_scan_that_overflows_is_found() -> None:
+    batches = jnp.stack([BATCH, BATCH, 1e6 * BATCH, BATCH])
+    report = jaxmp.diagnose(trained, "mixed_float16", grad=False)(jnp.eye(16), batches)
+    assert report.first is not None
+    # All batches are narrowed at once, before the scan, or each in its step.
+    assert report.first.kind == "overflow"
+    assert report.first.iteration in ((), (2,))
+    assert all(fault.iteration in ((), (2,)) for fault in report.faults)
+    screen(report)
+
+
+# Eight devices.
+
+
+def sharded(x: Any) -> Any:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+
+
+def square_loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def test_a_batch_on_eight_devices_is_diagnosed_as_on_one() -> None:
+    x = BATCH.at[7].set(1e5)
+    one, eight = (
+        jaxmp.diagnose(square_loss, "mixed_float16")(jnp.eye(16), x) for x in (x, sharded(x))
+    )
+    assert [str(fault) for fault in eight.faults] == [str(fault) for fault in one.faults]
+    assert one.first is not None
+    assert eight.compare(one).first is None
+
+
+# float64.
+
+
+def test_float64_is_captured_diagnosed_and_compared() -> None:
+    with jax.enable_x64(True):
+        w, x = jnp.eye(16, dtype=jnp.float64), jnp.asarray(BATCH, jnp.float64)
+        report = jaxmp.diagnose(square_loss, "p=f64,c=f32,o=f64")(w, x)
+        exact = numerics.capture(square_loss, None)(w, x)
+        far = numerics.capture(square_loss, None)(w, 1e60 * x)
+        with pytest.raises(ValueError, match="has no float32 matmul"):
+            jaxmp.tune(lambda p, x: square_loss(p["w"], x))({"w": w}, [x])
+    assert report.first is None
+    assert {m.site.dtype for m in exact.sites.values()} == {"float64"}
+    assert "float32" in {m.site.dtype for m in report.run.sites.values()}
+    assert report.compare(exact).first is None
+    assert not far.origins()  # beyond float32's range, and no overflow
+    screen(report)
+
+
+# Public models: what float32 predicts is what float16 does.
+
+# Batch statistics, a recurrence, experts, a graph, a kernel with a derivative rule of its own.
+MODELS = ("resnet_batchnorm", "lstm_seq2seq", "mixture_of_experts", "gnn", "flash_attention")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_public_models_are_measured_and_nothing_is_found(name: str) -> None:
+    model = build(name)
+    report = jaxmp.diagnose(model.loss, "mixed_bfloat16")(model.params, model.batch(0))
+    assert report.faults == ()
+    assert report.predicted == ()
+    ran = [m for m in report.run.sites.values() if (m.statistics.joined().runs or 0) > 0]
+    assert {m.site.backward for m in ran} == {True, False}
+    assert any(m.site.dtype == "bfloat16" for m in ran)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scanned_lm", "resnet_batchnorm"])
+def test_float32_predicts_what_overflows_in_float16(name: str) -> None:
+    model = build(name)
+    # Some kernels so large that what they multiply leaves float16.
+    leaves, tree = jax.tree.flatten(model.params)
+    grown = [x * 3e4 if x.ndim > 1 and i % 3 == 0 else x for i, x in enumerate(leaves)]
+    grown = [jnp.clip(x, -6e4, 6e4) for x in grown]
+    report = jaxmp.diagnose(model.loss, "mixed_float16")(
+        jax.tree.unflatten(tree, grown), model.batch(0)
+    )
+    found = (*report.faults, *report.contained)
+    overflowed = {f.site.name for f in found if f.kind == "overflow" and not f.site.backward}
+    predicted = {site.name for site in report.predicted if not site.backward}
+    assert predicted & overflowed
+    # What reads something that is not finite already is not asked: it has no number to overflow.
+    asked = {name for name in predicted | overflowed if not spoilt(report.run.sites, name)}
+    assert predicted & asked == overflowed & asked
+
+
+def spoilt(sites: dict[str, numerics.Measured], name: str) -> bool:
+    """Whether what a site reads is not finite."""
+    reads = [sites[ref].statistics.joined() for ref in sites[name].site.reads if ref in sites]
+    return any(s.is_nan or s.is_infinite for s in reads)
