@@ -58,8 +58,8 @@ NOT_RUN = {
     "benchmarks/serving.py": "compiles and trains for minutes",
     "benchmarks/tool_times.py": "times minutes; test_benchmarks.py runs a part",
     "benchmarks/trace_time.py": "times minutes; test_benchmarks.py runs a part",
-    "examples/diagnose_overflow.py": "test_examples_diagnose_overflow.py runs it as it is",
-    "examples/qwix_handover.py": "needs Qwix; test_examples_qwix_handover.py runs it where it is",
+    "examples/diagnose_overflow.py": "test_examples.py runs it as it is",
+    "examples/qwix_handover.py": "needs Qwix; test_examples.py runs it where it is",
     "examples/train_multihost.py": "test_examples_train_multihost.py runs it, killed and resumed",
     "benchmarks/update_aot.py": "compiles for a minute; test_store_state.py runs what it runs",
     "benchmarks/where_the_bytes_are.py": "compiles for half an hour; test_benchmarks.py tries it",
@@ -152,41 +152,48 @@ class Parsed(BaseException):
     """Raised in place of the work."""
 
 
-def parse_only(self, args=None, namespace=None, parse=argparse.ArgumentParser.parse_args):
-    raise Parsed(parse(self, args, namespace))
+PARSE_ARGS = argparse.ArgumentParser.parse_args
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_its_options_are_there(command, monkeypatch, tmp_path):
-    words = list(command.words)
-    if command.program == "pip":
-        asked = re.findall(r"\[([\w,-]+)\]", shlex.join(words))
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-        extras = project["optional-dependencies"]
-        assert all(extra in extras for group in asked for extra in group.split(","))
-    elif command.program.startswith("jaxmp "):
-        args = cli._parser().parse_args(words[3:])
-        named = [getattr(args, name, None) for name in ("function", "batches")]
-        for spec in filter(None, named):
-            module, _, function = spec.partition(":")
-            if module != "module":  # a placeholder
-                source = (ROOT / command.folder / f"{module}.py").read_text(encoding="utf-8")
-                assert re.search(rf"^(def {function}\b|{function} = )", source, re.MULTILINE)
-    elif command.program.endswith(".py"):
-        file = ROOT / command.program
-        parser = file.parent / OPTIONS_IN.get(file.name, file.name)
-        if "argparse" not in parser.read_text(encoding="utf-8"):
-            assert not words[2:] or file.stem == "doc_blocks"
-            return
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.syspath_prepend(file.parent)
-        monkeypatch.setattr(os, "environ", {**os.environ})
-        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-        monkeypatch.setattr(sys, "argv", [str(file), *words[2:]])
-        with pytest.raises(Parsed):
-            runpy.run_path(str(file), run_name="__main__")
-    else:
-        assert command.program in {"mkdocs", "pytest"}
+def parse_only(self, args=None, namespace=None):
+    raise Parsed(PARSE_ARGS(self, args, namespace))
+
+
+@pytest.mark.parametrize("program", sorted({command.program for command in COMMANDS}))
+def test_its_options_are_there(program, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    # The same words are on several pages.
+    asked = {c.words: c for c in COMMANDS if c.program == program}
+    for words, command in asked.items():
+        if program == "pip":
+            groups = re.findall(r"\[([\w,-]+)\]", shlex.join(words))
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+            extras = {extra for group in groups for extra in group.split(",")}
+            assert extras <= project["optional-dependencies"].keys(), command
+        elif program.startswith("jaxmp "):
+            args = PARSE_ARGS(cli._parser(), words[3:])
+            named = [getattr(args, name, None) for name in ("function", "batches")]
+            for spec in filter(None, named):
+                module, _, function = spec.partition(":")
+                if module != "module":  # a placeholder
+                    source = (ROOT / command.folder / f"{module}.py").read_text(encoding="utf-8")
+                    defined = rf"^(def {function}\b|{function} = )"
+                    assert re.search(defined, source, re.MULTILINE), command
+        elif program.endswith(".py"):
+            file = ROOT / program
+            parser = file.parent / OPTIONS_IN.get(file.name, file.name)
+            if "argparse" not in parser.read_text(encoding="utf-8"):
+                assert not words[2:] or file.stem == "doc_blocks", command
+                continue
+            with monkeypatch.context() as patch:
+                patch.syspath_prepend(file.parent)
+                patch.setattr(sys, "argv", [str(file), *words[2:]])
+                with pytest.raises(Parsed):
+                    runpy.run_path(str(file), run_name="__main__")
+        else:
+            assert program in {"mkdocs", "pytest"}
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ PAGES = {str(p.relative_to(DOCS)): p.read_text(encoding="utf-8") for p in DOCS.r
 # Pages whose blocks are parts of files, or are printed by long runs, and what tries those.
 TESTED_ELSEWHERE = {
     "design.md": "test_design_doc.py",
-    "diagnose.md": "test_examples_diagnose_overflow.py",
+    "diagnose.md": "test_examples.py",
     "many_devices.md": "test_benchmarks.py",
     "validation.md": "test_validate_report.py",
 }

@@ -527,18 +527,6 @@ def test_weights_are_gathered_in_8_bits():
 
 
 @needs_gpu_compiler
-def test_what_does_not_fit_says_by_how_much():
-    def fn(x):
-        return jnp.sin(x) @ x
-
-    big = shape(50_000, 50_000)  # 9.3 GiB
-    report = jaxmp.preflight(fn, target="gpu-t4")(big)
-    assert not report.fits("as written")
-    excess = report["as written"].peak_bytes - report.target.hbm_bytes
-    assert f"does not fit, by {excess / 2**30:.2f} GiB" in str(report)
-
-
-@needs_gpu_compiler
 @pytest.mark.slow
 def test_the_largest_batch():
     """Memory is affine in the batch here, so the limit can be worked out by hand."""
@@ -720,6 +708,19 @@ class Trainer(nnx.Module):
 def test_what_a_step_changes_in_nnx_modules_is_compiled():
     """As no results, the updates were removed, and with them the backward pass."""
     trainer, x = Trainer(256), shape(1024, 256)
+    step = jaxmp.preflight(nnx.jit(of_modules), target="gpu-h100", donate_argnums=(0, 1))
+    [result] = step(trainer.net, trainer.optimizer, x).policies
+    assert result.program.contractions == {"float32": 5}
+    parameters = 4 * 2 * 257 * 256
+    assert result.output_bytes == pytest.approx(3 * parameters, rel=1e-3)
+    assert result.aliased_bytes == pytest.approx(3 * parameters, rel=1e-3)
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trainer))
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_steps_of_nnx_modules_are_compiled_as_their_states():
+    trainer, x = Trainer(256), shape(1024, 256)
     modules = trainer.net, trainer.optimizer
     graph, state = nnx.split(modules)
 
@@ -746,16 +747,10 @@ def test_what_a_step_changes_in_nnx_modules_is_compiled():
             assert result.argument_bytes == same.argument_bytes
             assert result.output_bytes == pytest.approx(same.output_bytes, rel=1e-3)
             assert result.aliased_bytes == (same.aliased_bytes if donated else 0)
-    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trainer))
-
-
-@needs_gpu_compiler
-def test_modules_that_stay_as_they_are_are_no_results():
-    net, x = Trainer(256).net, shape(1024, 256)
-    for fn, args in [(net, (x,)), (nnx.jit(lambda net, x: net(x)), (net, x))]:
+    for fn, args in [(trainer.net, (x,)), (nnx.jit(lambda net, x: net(x)), (trainer.net, x))]:
         [result] = jaxmp.preflight(fn, target="gpu-h100")(*args).policies
         assert result.argument_bytes == pytest.approx(4 * (1024 + 2 * 257) * 256, rel=1e-2)
-        assert result.output_bytes == 4 * 1024 * 256
+        assert result.output_bytes == 4 * 1024 * 256, "modules that stay as they are are no results"
 
 
 @needs_gpu_compiler
@@ -785,36 +780,45 @@ def test_steps_of_nnx_modules_sharded_and_in_the_largest_batch():
         assert {"all-gather", "reduce-scatter"} <= moved  # weights, and their gradients
 
 
-@needs_gpu_compiler
-def test_random_keys_integers_and_wrapped_modules_are_compiled_too():
+def make_large():
+    """9.3 GiB, and a random key and an integer, which are arguments as well."""
+
     def fn(key, n, x):
-        return x * jax.random.bernoulli(key, 0.5, x.shape) + n
+        return jnp.sin(x) @ x * jax.random.bernoulli(key, 0.5, (1, 1)) + n
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    report = jaxmp.preflight(fn, target="gpu-h100")(key, shape(dtype=jnp.int32), shape(8, 8))
-    assert not report["as written"].error
-    assert json.loads(json.dumps(report.to_dict()))["policies"][0]["fits"]
+    return fn, (key, shape(dtype=jnp.int32), shape(50_000, 50_000))
+
+
+@needs_gpu_compiler
+def test_the_command_line_says_by_how_much_something_does_not_fit(capsys, monkeypatch):
+    monkeypatch.syspath_prepend("tests")
+    reports, preflight = [], jaxmp.preflight
+
+    def kept(*args, **options):
+        made = preflight(*args, **options)
+        return lambda *arguments: reports.append(made(*arguments)) or reports[-1]
+
+    monkeypatch.setattr(cli, "preflight", kept)
+    command = ["preflight", "test_preflight:make_large", "--target", "gpu-t4"]
+    assert cli.main([*command, "--policy", "float32", "--price", "2.5"]) == 0
+    out, [report] = capsys.readouterr().out, reports
+    assert not report["float32"].error
+    assert not report.fits("float32")
+    excess = report["float32"].peak_bytes - report.target.hbm_bytes
+    assert f"does not fit, by {excess / 2**30:.2f} GiB" in out
+    assert f"gpu-t4: 1 device of {report.target.hbm_bytes / 2**30:.2f} GiB" in out
+    assert "1,000 steps at 2.5 per chip-hour" in out
+    assert not json.loads(json.dumps(report.to_dict()))["policies"][0]["fits"]
+    assert cli.main([*command, "--price", "-1"]) == 2
+    assert "price_per_hour must be the price of a chip" in capsys.readouterr().err
 
 
 # The command line.
 
 
-def make():
+def make():  # for the command line
     return step, arguments(64)
-
-
-@needs_gpu_compiler
-def test_preflight_from_the_command_line(capsys, monkeypatch):
-    monkeypatch.syspath_prepend("tests")
-    arguments = ["preflight", "test_preflight:make", "--target", "gpu-h100"]
-    policies = ["--policy", "float32", "--policy", "mixed_bfloat16"]
-    assert cli.main([*arguments, *policies, "--price", "2.5"]) == 0
-    out = capsys.readouterr().out
-    assert "gpu-h100: 1 device of 79.11 GiB" in out
-    assert "mixed_bfloat16" in out
-    assert "1,000 steps at 2.5 per chip-hour" in out
-    assert cli.main([*arguments, "--price", "-1"]) == 2
-    assert "price_per_hour must be the price of a chip" in capsys.readouterr().err
 
 
 @needs_gpu_compiler
