@@ -5,8 +5,6 @@ On a TPU XLA narrows what it gathers by itself, and on a CPU it widens all, whic
 
 from __future__ import annotations
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,16 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (
-            importlib.util.find_spec("jax_cuda13_plugin")
-            and importlib.util.find_spec("flatbuffers")
-        ),
-        reason="needs jaxmp[gpu-aot]",
-    ),
-]
+from support import needs_gpu_compiler
+
+pytestmark = [pytest.mark.slow, needs_gpu_compiler]
 
 MESH = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
 WHOLE = NamedSharding(MESH, P())
@@ -113,11 +104,9 @@ def fully_sharded(policy, gather):
     return crossing(step, WEIGHTS, shape(1024, 512, spec=P("d")))
 
 
-BY_PROGRAM = pytest.param(gathered, id="program")
-
-
-@pytest.mark.parametrize("gather", [pytest.param(lambda w: w, id="XLA"), BY_PROGRAM])
-def test_jax_23543_weights_cross_in_16_bits(gather):
+@pytest.mark.parametrize("by", ["XLA", "program"])
+def test_jax_23543_weights_cross_in_16_bits(by):
+    gather = {"XLA": lambda w: w, "program": gathered}[by]
     full = fully_sharded("float32", gather)
     assert fully_sharded("mixed_bfloat16", gather) == {
         ("all-gather", "bfloat16"): full[("all-gather", "float32")] / 2,
