@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import os
@@ -51,6 +52,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+@functools.cache
 def own_imports(name: str) -> set[str]:
     """The modules of jaxmp that one of them imports; a submodule counts instead of its package."""
     found = imports(MODULES[name]) & MODULES.keys()

@@ -247,52 +247,40 @@ def test_the_search_finds_the_largest_batch_that_fits(slope, fixed, bend, first,
 
 
 def test_a_compiler_that_fails_ends_the_search_with_what_is_known():
-    def probe(batch):
-        return Attempt(-1, "crashed" if batch > 100 else "")
-
-    found = search(probe, start=8)
+    found = search(lambda batch: Attempt(-1, "crashed" if batch > 100 else ""), start=8)
     assert 8 <= found.largest <= 100
     assert found.error == "crashed"
 
 
-def test_the_batch_of_arguments():
+def test_the_batch_and_the_length_of_arguments():
     mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     split = NamedSharding(mesh, P(("data", "model"), None))
-    batch = {"x": shape(16, 3, sharding=split), "y": np.zeros(16, np.int32)}
-    args = shape(3, 3), batch
+    args = shape(3, 3), {"x": shape(16, 3, sharding=split), "y": np.zeros(16, np.int32)}
     batch = axis_of(args, (-1,), 0)
     assert (batch.name, batch.size, batch.unit) == ("batch", 16, 8)
-    resized = batch.resized(args, 32)
-    assert resized[0] is args[0]
-    assert jax.tree.map(lambda x: (x.shape, x.dtype.name), resized[1]) == {
+    weights, resized = batch.resized(args, 32)
+    assert weights is args[0]
+    assert jax.tree.map(lambda x: (x.shape, x.dtype.name), resized) == {
         "x": ((32, 3), "float32"),
         "y": ((32,), "int32"),
     }
-    assert resized[1]["x"].sharding.spec == split.spec
-    with pytest.raises(ValueError, match=r"the shapes are \(16, 3\), \(16,\), \(3, 3\). Name the"):
-        axis_of(args, (0, 1), 0)
-    with pytest.raises(ValueError, match=r"batch_argnums=\(2,\), but there are 2 arguments"):
-        axis_of(args, (2,), 0)
-    with pytest.raises(ValueError, match="the shapes are none"):
-        axis_of((None,), (-1,), 0)
-
-
-def test_the_length_of_arguments():
-    mesh = AbstractMesh((4, 2), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
-    split = NamedSharding(mesh, P("data", "sequence"))
-    batch = {"tokens": shape(16, 64, sharding=split), "bias": shape(16, 64, 3), "n": shape(16)}
-    length = axis_of((shape(3, 3), batch), (-1,), 1)
+    assert resized["x"].sharding.spec == split.spec
+    split = NamedSharding(mesh, P("data", "model"))
+    texts = {"tokens": shape(16, 64, sharding=split), "bias": shape(16, 64, 3), "n": shape(16)}
+    length = axis_of((shape(3, 3), texts), (-1,), 1)
     assert (length.name, length.size, length.unit) == ("length", 64, 2)
-    _, resized = length.resized((shape(3, 3), batch), 128)
-    assert {k: v.shape for k, v in resized.items()} == {
-        "tokens": (16, 128),
-        "bias": (16, 128, 3),
-        "n": (16,),
-    }
-    with pytest.raises(ValueError, match="max_length takes the second axis of every array of"):
-        axis_of((shape(3, 3), batch), (0, 1), 1)
-    with pytest.raises(ValueError, match="max_length takes the second axis"):
-        axis_of((shape(3),), (0,), 1)
+    _, resized = length.resized((shape(3, 3), texts), 128)
+    sizes = {"tokens": (16, 128), "bias": (16, 128, 3), "n": (16,)}
+    assert {name: x.shape for name, x in resized.items()} == sizes
+    for given, argnums, axis, message in (
+        (args, (0, 1), 0, r"the shapes are \(16, 3\), \(16,\), \(3, 3\). Name the"),
+        (args, (2,), 0, r"batch_argnums=\(2,\), but there are 2 arguments"),
+        ((None,), (-1,), 0, "the shapes are none"),
+        ((shape(3, 3), texts), (0, 1), 1, "max_length takes the second axis of every array of"),
+        ((shape(3),), (0,), 1, "max_length takes the second axis"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            axis_of(given, argnums, axis)
 
 
 # Mistakes.
@@ -596,15 +584,23 @@ def test_collectives_of_a_sharded_step():
 
 @needs_tpu_compiler
 @pytest.mark.slow
-def test_what_it_does_is_said_on_request(capfd):
+def test_tpu_and_what_it_does_is_said_on_request(capfd):
     said = []
-    jaxmp.preflight(step, policy=POLICIES, progress=said.append)(*arguments(64))
+    report = jaxmp.preflight(step, policy=POLICIES, donate_argnums=0, progress=said.append)(
+        *arguments()
+    )
     assert said == [
         f"{doing} for tpu-v5e: {policy} …"
         for doing in ("tracing", "compiling")
         for policy in POLICIES
     ]
     assert not any(capfd.readouterr())
+    for policy in POLICIES:
+        assert report[policy].bytes_accessed > 0
+        assert report[policy].program.cycles > 0
+        assert report.fits(policy)
+    assert report["mixed_bfloat16"].bytes_accessed < report["float32"].bytes_accessed
+    assert set(report["mixed_bfloat16"].program.contractions) == {"bfloat16"}
     said.clear()
     jaxmp.preflight(step, max_batch=True, progress=said.append)(*arguments(8192))
     assert said[:2] == ["tracing for tpu-v5e: as written …", "compiling for tpu-v5e: as written …"]
@@ -619,18 +615,6 @@ def test_a_worker_that_dies_is_told_with_what_it_said(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"ended with code 1:\nno such topology"):
         compile_ahead._run_worker(tmp_path, started.append)
     assert started == [1]
-
-
-@needs_tpu_compiler
-@pytest.mark.slow
-def test_tpu():
-    report = jaxmp.preflight(step, policy=POLICIES, donate_argnums=0)(*arguments())
-    for policy in POLICIES:
-        assert report[policy].bytes_accessed > 0
-        assert report[policy].program.cycles > 0
-        assert report.fits(policy)
-    assert report["mixed_bfloat16"].bytes_accessed < report["float32"].bytes_accessed
-    assert set(report["mixed_bfloat16"].program.contractions) == {"bfloat16"}
 
 
 @needs_tpu_compiler
@@ -801,11 +785,11 @@ def test_the_command_line_says_by_how_much_something_does_not_fit(capsys, monkey
 
     monkeypatch.setattr(cli, "preflight", kept)
     command = ["preflight", "test_preflight:make_large", "--target", "gpu-t4"]
-    assert cli.main([*command, "--policy", "float32", "--price", "2.5"]) == 0
+    assert cli.main([*command, "--policy", "mixed_float16", "--price", "2.5"]) == 0
     out, [report] = capsys.readouterr().out, reports
-    assert not report["float32"].error
-    assert not report.fits("float32")
-    excess = report["float32"].peak_bytes - report.target.hbm_bytes
+    assert not report["mixed_float16"].error
+    assert not report.fits("mixed_float16")
+    excess = report["mixed_float16"].peak_bytes - report.target.hbm_bytes
     assert f"does not fit, by {excess / 2**30:.2f} GiB" in out
     assert f"gpu-t4: 1 device of {report.target.hbm_bytes / 2**30:.2f} GiB" in out
     assert "1,000 steps at 2.5 per chip-hour" in out

@@ -141,7 +141,7 @@ def decoder_loss(net: Decoder, tokens: jax.Array) -> jax.Array:
 
 
 def decoder() -> Program:
-    return decoder_loss, (Decoder(6, nnx.Rngs(0)), shape(2, 8, dtype=jnp.int32))
+    return decoder_loss, (Decoder(3, nnx.Rngs(0)), shape(2, 8, dtype=jnp.int32))
 
 
 def lm() -> Program:
@@ -152,7 +152,7 @@ def lm() -> Program:
     return case.loss(small=True), case.shapes(small=True)
 
 
-LM = {"width": 128, "heads": 4, "layers": 4, "seq": 128, "vocab": 512}
+LM = {"width": 128, "heads": 4, "layers": 3, "seq": 128, "vocab": 512}
 LOSSES = {"lm": lm, "decoder": decoder}
 STEPS = {each.__name__: each for each in (nnx_step, sharded, scanned, stateful, deep)}
 
@@ -296,12 +296,12 @@ def test_of_a_float64_program_no_time_is_said() -> None:
 
 def test_layers_that_differ_in_their_number_are_one_row() -> None:
     found, written = explained("lm"), str(audited("lm", None))
-    assert "TransformerLM/Block_*/Dense_* ×8" in str(found)
-    assert "TransformerLM/Block_*/LayerNorm_* ×8" in str(found)
-    assert "Block_*/Dense_* ×8" in written
-    assert "argument [0]['Block_*'] ×4" in written
-    assert "Block_3" not in str(found)
-    assert "Block_3" in found.to_text(verbose=True)
+    assert "TransformerLM/Block_*/Dense_* ×6" in str(found)
+    assert "TransformerLM/Block_*/LayerNorm_* ×6" in str(found)
+    assert "Block_*/Dense_* ×6" in written
+    assert "argument [0]['Block_*'] ×3" in written
+    assert "Block_2" not in str(found)
+    assert "Block_2" in found.to_text(verbose=True)
     assert len(found.groups()) < len(found.rows) / 2
     for text, general in (
         ("k = 96: multiples of 8", "k = 96: multiples of 8"),
@@ -330,7 +330,7 @@ def test_only_matmuls_a_dtype_or_a_module() -> None:
         "**/Block_1/MultiHead*",
     ):
         assert explained("lm", only=pattern).rows == inside
-    assert len(explained("lm", only="Block_*/Dense_0").rows) == 4 * len(
+    assert len(explained("lm", only="Block_*/Dense_0").rows) == 3 * len(
         explained("lm", only="Block_2/Dense_0").rows
     )
     with pytest.raises(ValueError, match=r"only='Blok_1' is neither .*TransformerLM/Block_1"):

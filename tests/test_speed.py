@@ -214,8 +214,6 @@ def test_estimates_are_near_what_is_published():
 
 # XLA's estimated cycles of an FFN 4096/16384, forward and backward, over bfloat16's, by
 # `benchmarks/product_cycles.py --parts ffn` (libtpu 0.0.52, 8192 tokens).
-# XLA's estimated cycles of an FFN 4096/16384, forward and backward, over bfloat16's, by
-# `benchmarks/product_cycles.py --parts ffn` (libtpu 0.0.52, 8192 tokens).
 def test_estimates_are_near_xlas_of_a_whole_ffn():
     for name, recipe, cycles in (
         ("tpu-v5e", int8(), 0.616),
