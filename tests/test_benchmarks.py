@@ -18,9 +18,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._preflight.report import Preflight
-from jaxmp._speed.target import parse_target
-
 import aot
 import fsdp
 import gathers
@@ -396,27 +393,6 @@ def test_eight_billion_parameters_are_split(layout: str) -> None:
             for name in ("q", "k", "v", "o", "gate", "up", "down")
         }
         assert by_model == {"q": -2, "k": -2, "v": -2, "o": -3, "gate": -1, "up": -1, "down": -2}
-
-
-def test_what_does_not_fit_is_told_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of a table may lack rows, and what the host took comes last."""
-    refused = Preflight(required_bytes=20 * 2**30, available_bytes=15 * 2**30)
-    fits = Preflight(argument_bytes=2**30)
-    columns = {
-        variant: fsdp.cells_of(
-            refused if variant == fsdp.FLOAT32 else fits, parse_target("tpu-v5e")
-        )
-        | {"host: memory": "1.00 GiB"}
-        | ({"all-gather": "2 x"} if variant == fsdp.BY_HAND else {})
-        for variant in fsdp.VARIANTS
-    }
-    monkeypatch.setattr(fsdp, "column", lambda *run: columns[run[-1]])
-    lines = fsdp.report("gpu-h100:64", "1b", "fsdp").splitlines()
-    assert lines[0].startswith("1.07 billion parameters, 2149.6 MB in bfloat16; 256 x 1024 tokens")
-    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[1:] if line}
-    assert rows["fits 16.00 GiB"] == ["NO, by 5.00 GiB", "yes", "yes", "yes"]
-    assert rows["all-gather"] == ["-", "2 x", "-", "-"]
-    assert list(rows)[-1] == "host: memory"
 
 
 def test_what_compiles_ahead_of_time_starts_no_accelerator():
