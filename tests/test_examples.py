@@ -68,18 +68,6 @@ def test_train_lm_compares_two_policies(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
-@pytest.mark.slow
-def test_train_lm_with_one_policy(tmp_path):
-    options = ("--size", "tiny", "--steps", "1", "--batch", "3", "--seed", "5")
-    result = run_example(
-        "train_lm.py", *options, "--policy", "float32", "--plot", "other.png", folder=tmp_path
-    )
-    assert result.returncode == 0, result.stderr
-    assert list(table(result.stdout)) == ["float32"]
-    assert (tmp_path / "other.png").read_bytes().startswith(PNG_SIGNATURE)
-    assert not (tmp_path / "loss.png").exists()
-
-
 def example(name: str, monkeypatch) -> ModuleType:
     """An example as a module, in this process."""
     monkeypatch.syspath_prepend(EXAMPLES)

@@ -76,9 +76,7 @@ def test_float64_is_not_infinite_beyond_float32() -> None:
     assert infinite.is_infinite
 
 
-@pytest.mark.parametrize(
-    "shape", [(100_000,), (3, 70_001), (40, 1000), (300, 2, 5), (0, 8), (8, 0)]
-)
+@pytest.mark.parametrize("shape", [(100_000,), (3, 70_001), (300, 2, 5), (0, 8)])
 def test_a_look_makes_nothing_larger_than_what_it_looks_at(shape: tuple[int, ...]) -> None:
     x = jnp.arange(float(np.prod(shape))).reshape(shape)
     jaxpr = jax.make_jaxpr(lambda x: look(x[None])._replace(lengths=None))(x)
@@ -223,7 +221,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert "no site in common" in str(run.compare(none))
 
 
-# What people train: NNX steps with their optimizer, steps in a scan, eight devices, float64.
+# What people train: NNX steps with their optimizer, on eight devices, in float64.
 
 BATCH = jax.random.normal(jax.random.key(0), (8, 16))
 
@@ -239,22 +237,14 @@ class Net(nnx.Module):
         return self.head(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
 
 
-def loss_of_net(net: Net, x: jax.Array) -> jax.Array:
-    return jnp.mean((net(x) - 1) ** 2)
-
-
-@nnx.jit
-def train_step(net: Net, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
-    loss, grads = nnx.value_and_grad(loss_of_net)(net, x)
-    optimizer.update(net, grads)
-    return loss
-
-
-# NNX: a step with its optimizer, BatchNorm and Dropout.
-
-
 @pytest.mark.slow
 def test_a_step_of_nnx_is_captured_and_changes_nothing() -> None:
+    @nnx.jit
+    def train_step(net: Net, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda net: jnp.mean((net(x) - 1) ** 2))(net)
+        optimizer.update(net, grads)
+        return loss
+
     net = jaxmp.wrap(Net(nnx.Rngs(0)), "mixed_bfloat16")
     optimizer = nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param)
     before = list(bytes_of(nnx.state((net, optimizer))))
@@ -265,32 +255,18 @@ def test_a_step_of_nnx_is_captured_and_changes_nothing() -> None:
     assert any(m.site.backward for m in run.sites.values())
 
 
-# Steps in a scan.
-
-
-# Eight devices.
-
-
-def sharded(x: Any) -> Any:
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
-
-
 def square_loss(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
 def test_a_batch_on_eight_devices_is_diagnosed_as_on_one() -> None:
     x = BATCH.at[7].set(1e5)
-    one, eight = (
-        jaxmp.diagnose(square_loss, "mixed_float16")(jnp.eye(16), x) for x in (x, sharded(x))
-    )
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    one, eight = (jaxmp.diagnose(square_loss, "mixed_float16")(jnp.eye(16), x) for x in (x, split))
     assert [str(fault) for fault in eight.faults] == [str(fault) for fault in one.faults]
     assert one.first is not None
     assert eight.compare(one).first is None
-
-
-# float64.
 
 
 def test_float64_is_captured_diagnosed_and_compared() -> None:
@@ -307,8 +283,6 @@ def test_float64_is_captured_diagnosed_and_compared() -> None:
     assert report.compare(exact).first is None
     assert not far.origins()  # beyond float32's range, and no overflow
 
-
-# Public models: what float32 predicts is what float16 does.
 
 # Batch statistics, a recurrence, experts, a graph, a kernel with a derivative rule of its own.
 MODELS = ("resnet_batchnorm", "lstm_seq2seq", "mixture_of_experts", "gnn", "flash_attention")

@@ -38,7 +38,6 @@ from jaxmp._preflight.size_search import Attempt, axis_of, search
 from jaxmp._speed.target import chip_names, parse_target
 from jaxmp.devices import chips, describe
 
-import fsdp
 from models import CASES
 from support import needs_gpu_compiler, needs_tpu_compiler
 
@@ -619,46 +618,23 @@ def test_a_worker_that_dies_is_told_with_what_it_said(tmp_path, monkeypatch):
 
 @needs_tpu_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "gigabytes", "temporaries"), [(None, 49.66, 4304), (BF16, 32.88, 3360)]
-)
-def test_a_language_models_step_costs_what_was_measured_before(dtype, gigabytes, temporaries):
+def test_a_language_models_step_costs_what_was_measured_before():
     """LM-A beside figures taken independently; their temporaries include the program."""
     case, optimizer = CASES["lm"], optax.adamw(3e-4)
     params, *rest = case.shapes()
-    grad_fn = jax.value_and_grad(case.loss(dtype=dtype), has_aux=True)
+    for dtype, gigabytes, temporaries in ((None, 49.66, 4304), (BF16, 32.88, 3360)):
+        grad_fn = jax.value_and_grad(case.loss(dtype=dtype), has_aux=True)
 
-    def train_step(params, opt_state, *batch):
-        (loss, _), grads = grad_fn(params, *batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        def train_step(params, opt_state, *batch, grad_fn=grad_fn):
+            (loss, _), grads = grad_fn(params, *batch)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
 
-    arguments = params, jax.eval_shape(optimizer.init, params), *rest
-    [result] = jaxmp.preflight(train_step, donate_argnums=(0, 1))(*arguments).policies
-    assert result.bytes_accessed / 1e9 == pytest.approx(gigabytes, rel=0.02)
-    held = result.temporary_bytes + result.code_bytes
-    assert held / 2**20 == pytest.approx(temporaries, rel=0.02)
-
-
-@needs_tpu_compiler
-@pytest.mark.slow
-def test_a_billion_parameters_over_256_chips():
-    train_step, arguments = fsdp.mixed()
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(arguments[0]))
-    assert count > 1e9
-    report = jaxmp.preflight(train_step, target="tpu-v5e:16x16", donate_argnums=(0, 1))(*arguments)
-    [result] = report.policies
-    # Three float32 numbers a parameter, split evenly but for vectors that 256 does not divide.
-    assert result.argument_bytes == pytest.approx(3 * 4 * count / 256, rel=0.05)
-    # Of each of the twenty layers, two weights of 2048 x 8192 forward, and two backward.
-    assert {one.axes for one in result.program.moved} == {"data"}
-    assert all(one.known for one in result.program.moved)
-    moved = {kind: size for kind, (_, size) in result.program.collectives.items()}
-    assert moved["all-gather", "bfloat16"] > 20 * 4 * 2 * 2048 * 8192
-    assert {kind for kind, _ in moved} == {"all-gather", "all-reduce"}
-    # Gradients in float32: two of 2048 x 8192 in each layer, and more.
-    assert moved["all-reduce", "float32"] > 20 * 4 * 2 * 2048 * 8192
-    assert report.fits("as written")
+        arguments = params, jax.eval_shape(optimizer.init, params), *rest
+        [result] = jaxmp.preflight(train_step, donate_argnums=(0, 1))(*arguments).policies
+        assert result.bytes_accessed / 1e9 == pytest.approx(gigabytes, rel=0.02)
+        held = result.temporary_bytes + result.code_bytes
+        assert held / 2**20 == pytest.approx(temporaries, rel=0.02)
 
 
 @needs_tpu_compiler
@@ -735,33 +711,6 @@ def test_steps_of_nnx_modules_are_compiled_as_their_states():
         [result] = jaxmp.preflight(fn, target="gpu-h100")(*args).policies
         assert result.argument_bytes == pytest.approx(4 * (1024 + 2 * 257) * 256, rel=1e-2)
         assert result.output_bytes == 4 * 1024 * 256, "modules that stay as they are are no results"
-
-
-@needs_gpu_compiler
-@pytest.mark.slow
-def test_steps_of_nnx_modules_sharded_and_in_the_largest_batch():
-    trainer = Trainer(256)
-    modules = trainer.net, trainer.optimizer
-    [result] = jaxmp.preflight(trainer.step, target="gpu-t4", max_batch=True, batch_argnums=0)(
-        shape(4096, 256)
-    ).policies
-    [same] = jaxmp.preflight(nnx.jit(of_modules), target="gpu-t4", max_batch=True)(
-        *modules, shape(4096, 256)
-    ).policies
-    assert result.largest == same.largest
-    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    report = jaxmp.preflight(nnx.jit(of_modules), target="gpu-h100:8", policy=POLICIES)(
-        *jax.tree.map(
-            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=split if v.ndim else whole),
-            modules,
-        ),
-        shape(1024, 256, sharding=split),
-    )
-    for result in report.policies:
-        assert sum(result.program.contractions.values()) == 5
-        moved = {kind for kind, _ in result.program.collectives}
-        assert {"all-gather", "reduce-scatter"} <= moved  # weights, and their gradients
 
 
 def make_large():
