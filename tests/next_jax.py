@@ -56,7 +56,7 @@ def products(fn: Callable[..., Any], *args: Any) -> Counter[str]:
 
 # Of the constructs, those that the next generation traces otherwise.
 NAMES = (
-    "remat remat_policy remat_names custom_jvp custom_jvp_nondiff gradient_reversal custom_vjp "
+    "remat remat_names custom_jvp custom_jvp_nondiff gradient_reversal custom_vjp "
     "custom_vjp_nondiff custom_vjp_closure custom_gradient custom_rules_with_numpy_constants"
 )
 
@@ -74,6 +74,11 @@ def construct(name):
 
 def remat_with_cse(w, x):
     return jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w, prevent_cse=False)(x))
+
+
+def remat_that_saves_products(w, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    return jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w, policy=policy)(x))
 
 
 def remat_in_remat(w, x):
@@ -169,7 +174,14 @@ def everything(w, x):
 
 PROGRAMS = [
     *map(construct, NAMES.split()),
-    *(remat_with_cse, remat_in_remat, remat_under_vmap, linen_remat, custom_vjp_under_vmap),
+    *(
+        remat_with_cse,
+        remat_that_saves_products,
+        remat_in_remat,
+        remat_under_vmap,
+        linen_remat,
+        custom_vjp_under_vmap,
+    ),
     *(custom_vjp_symbolic_zeros, custom_jvp_symbolic_zeros, activations, everything),
 ]
 

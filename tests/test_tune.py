@@ -90,21 +90,19 @@ def test_the_solver_finds_what_trying_everything_finds(seed):
     if seed == 3:
         errors = [np.where(np.arange(len(e)) == 2, np.inf, e) for e in errors]
     found = front(costs, errors)
-    everything = [
-        (
-            sum(c[i] for c, i in zip(costs, choice, strict=True)),
-            sum(e[i] for e, i in zip(errors, choice, strict=True)),
-        )
-        for choice in itertools.product(*(range(n) for n in sizes))
-    ]
+
+    def total(of: Any, choice: Any) -> float:
+        return sum(each[i] for each, i in zip(of, choice, strict=True))
+
+    choices = itertools.product(*(range(n) for n in sizes))
+    everything = [(total(costs, choice), total(errors, choice)) for choice in choices]
     least = min(error for _, error in everything)
     for budget in np.linspace(least, max(found.errors[0], 1) * 1.1, 23):
         at = found.within(budget + 1e-12)
         best = min(cost for cost, error in everything if error <= budget + 1e-12)
         assert found.costs[at] == pytest.approx(best)
-        choice = found.choices(at)
-        assert sum(c[i] for c, i in zip(costs, choice, strict=True)) == pytest.approx(best)
-        assert sum(e[i] for e, i in zip(errors, choice, strict=True)) <= budget + 1e-9
+        assert total(costs, found.choices(at)) == pytest.approx(best)
+        assert total(errors, found.choices(at)) <= budget + 1e-9
     assert found.exact
 
 
@@ -268,29 +266,6 @@ def test_another_budget_is_not_scored_anew(small, monkeypatch):
     assert costs[-1] == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"batches": []}, "batches is empty"),
-        ({"budget": -1.0}, "budget"),
-        ({"budget": float("nan")}, "budget"),
-        ({"probes": 0}, "probes"),
-        ({"loss_fn": lambda p, b: jnp.mean(b[0]) * p["a"][0, 0]}, "no float32 matmul"),
-        ({"candidates": ["bfloat17"]}, "bfloat17"),
-        ({"target": "tpu-v99"}, "tpu-v99"),
-        ({"candidates": ["float32"]}, "has only float32"),
-        ({"batches": 3}, "batches must be a sequence"),
-        ({"batches": SCOPED_X}, r"as in \[batch\]; got an array"),
-        ({"batches": {"x": SCOPED_X}}, r"as in \[batch\]; got 'dict'"),
-        ({"progress": True}, "progress is called with a line of text: give print"),
-        ({"loss_fn": lambda p, x, y: p["a"]}, r"a batch is one argument.*\(p, x, y\): missing"),
-        ({"params": {"a": jnp.arange(3)}}, r"params\['a'\] has int32"),
-        ({"batches": [SCOPED_X * jnp.nan]}, "loss of batch 0, or its gradients, are not finite"),
-        ({"loss_fn": lambda p, x: x[0] @ p["a"]}, r"one number.*float32\[16\]"),
-        ({"candidates": [jaxmp.PolicyMap({}, default="float32")]}, "PolicyMap"),
-        ({"loss_fn": WRAPPED, "candidates": [BF16]}, "tune: .* decides no product here"),
-    ],
-)
 def test_wrong_arguments_are_refused(changed, message):
     given = {"loss_fn": scoped_loss, "params": SCOPED_PARAMS, "batches": [SCOPED_X], **changed}
     call = given.pop("params"), given.pop("batches")
@@ -298,10 +273,11 @@ def test_wrong_arguments_are_refused(changed, message):
         jaxmp.tune(given.pop("loss_fn"), **{"probes": 1, **given})(*call)
 
 
-@pytest.mark.parametrize(("factor", "what"), [(jnp.nan, "not finite"), (0.0, "all 0")])
-def test_float32_has_to_have_gradients(factor, what):
-    with pytest.raises(ValueError, match=f"tune: in float32 the loss of batch 1, .* are {what}"):
-        check_exact(jnp.float32(1), {"a": factor * jnp.ones(3)}, 1)
+def test_float32_has_to_have_gradients():
+    for factor, what in ((jnp.nan, "not finite"), (0.0, "all 0")):
+        said = f"tune: in float32 the loss of batch 1, .* are {what}"
+        with pytest.raises(ValueError, match=said):
+            check_exact(jnp.float32(1), {"a": factor * jnp.ones(3)}, 1)
 
 
 @pytest.mark.slow
@@ -321,18 +297,49 @@ def test_across_devices_it_is_what_it_is_on_one(small):
     np.testing.assert_allclose(found.predicted, small.predicted, rtol=0.5)
 
 
-def test_a_damaged_file_of_scores_is_named_and_made_again(tmp_path, small):
-    whole = jaxmp.tune(scoped_loss, probes=2, out=tmp_path)(SCOPED_PARAMS, [SCOPED_X])
+# What is kept.
+
+
+@pytest.fixture
+def scored(monkeypatch) -> list[int]:
+    """The batches that are scored, which costs nothing here."""
+    batches: list[int] = []
+
+    def score(self: Any, batch: Any, number: int) -> Any:
+        batches.append(number)
+        if len(batches) == 2 and number == 1:
+            raise KeyboardInterrupt
+        return np.array([[0.0, 1 / 3], [0.0, 0.1 + number]])
+
+    monkeypatch.setattr(tune_scores.Scorer, "__call__", score)
+    monkeypatch.setattr(tune, "_verifier", lambda *_: lambda policies: Verified(1.0, 0.0))
+    return batches
+
+
+def test_scoring_goes_on_where_it_was_interrupted(tmp_path, scored):
+    def tuned(*batches: int) -> Any:
+        found = jaxmp.tune(scoped_loss, out=tmp_path)
+        return found(SCOPED_PARAMS, [SCOPED_X + i for i in batches]).pareto
+
+    with pytest.raises(KeyboardInterrupt):
+        tuned(0, 1, 2)
     [path] = tmp_path.iterdir()
+    assert json.loads(path.read_text())["result"]
+    whole = tuned(0, 1, 2)
+    assert scored == [0, 1, 1, 2]
     text = path.read_text()
     path.write_text("{")
     with pytest.warns(UserWarning, match=rf"tune: .*{path.name} is damaged .*batch 0 is made"):
-        again = jaxmp.tune(scoped_loss, probes=2, out=tmp_path)(SCOPED_PARAMS, [SCOPED_X])
+        assert tuned(0, 1, 2) == whole
     assert path.read_text() == text
-    assert again.pareto == whole.pareto == small.pareto
+    count = len(scored)
+    assert tuned(0, 1, 2) == whole
+    assert len(scored) == count
+    tuned(1, 2)  # which are the first and the second now
+    assert scored[count:] == [0, 1]
 
 
-def test_scores_of_another_loss_are_not_taken(tmp_path, monkeypatch):
+def test_scores_of_another_loss_are_not_taken(tmp_path, monkeypatch, scored):
     """Not even where all that differs is what it closes over, or where it says so."""
     params, x = {"w": jnp.eye(8)}, jnp.ones((4, 8))
 
@@ -346,15 +353,6 @@ def test_scores_of_another_loss_are_not_taken(tmp_path, monkeypatch):
             return jnp.mean(jax.jit(lambda x: x + ones)(x) if inner else x + ones)
 
         return loss
-
-    scored: list[int] = []
-
-    def counted(self: Any, batch: Any, number: int) -> Any:
-        scored.append(number)
-        return np.array([[0.0, 0.25], [0.0, 0.5]])
-
-    monkeypatch.setattr(tune_scores.Scorer, "__call__", counted)
-    monkeypatch.setattr(tune, "_verifier", lambda *_: lambda policies: Verified(1.0, 0.0))
 
     def is_scored(loss: Any) -> bool:
         scored.clear()
@@ -525,30 +523,6 @@ def test_float16_is_not_given_to_what_overflows():
     assert found.verified.error <= 1e-3
     assert "inf" in str(found)
     assert "not finite    the gradients under mixed_float16 in loud\n" in str(found)
-
-
-@pytest.mark.slow
-def test_scoring_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
-    loss, params, batches = problem(Planted(1, 0), 16, count=3)
-    whole = jaxmp.tune(loss)(params, batches)
-    score, scored = tune_scores.Scorer.__call__, []
-
-    def until_the_second(self: Any, batch: Any, number: int) -> Any:
-        scored.append(number)
-        if len(scored) == 2:
-            raise KeyboardInterrupt
-        return score(self, batch, number)
-
-    monkeypatch.setattr(tune_scores.Scorer, "__call__", until_the_second)
-    with pytest.raises(KeyboardInterrupt):
-        jaxmp.tune(loss, out=tmp_path)(params, batches)
-    [first] = tmp_path.iterdir()
-    resumed = jaxmp.tune(loss, out=tmp_path)(params, batches)
-    assert scored == [0, 1, 1, 2]
-    assert resumed.pareto == whole.pareto
-    assert json.loads(first.read_text())["result"]
-    jaxmp.tune(loss, out=tmp_path)(params, batches[1:])
-    assert scored == [0, 1, 1, 2, 0, 1]
 
 
 @pytest.mark.slow

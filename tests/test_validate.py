@@ -244,120 +244,85 @@ def test_the_step_of_the_readme_is_one():
     assert 0 < report["mixed_bfloat16"].runs[0].final < report.reference_runs[0].losses[0]
 
 
+def reporting(metrics):
+    return lambda policy, seed: simulated(policy, seed, metrics=metrics)
+
+
+TAKES_X_AND_Y = returning(np.ones(2, "f"), lambda state, x, y: (state, 1.0))
+REFERENCE = "is what the others are compared with"
+# An option, its value and what is said of it.
+TYPE_ERRORS = [
+    ("make_step", 3, "make_step must be a function, make_step.policy, seed.; got"),
+    ("make_step", lambda policy: 1, r"called as make_step\(policy, seed\), and ta"),
+    ("make_step", returning(1), "returned an int; it must return .state, step"),
+    ("make_step", returning(1, 2), "its step is an int"),
+    ("make_step", returning(len, 2), "are the two swapped?"),
+    ("make_step", returning(1.0, len, 3), "its evaluate is an int"),
+    ("make_step", returning((), len), "has no leaves"),
+    ("make_step", stepping(3), "step must return .state, loss., or .*, metrics.*returned an int"),
+    ("make_step", stepping((1, "a")), "has metrics of a str"),
+    ("make_step", stepping((1.0, (2.0, 3.0))), "has metrics of a tuple of 2"),
+    ("make_step", TAKES_X_AND_Y,
+     r"as step\(state, i\); that of float32, seed 0 takes \(state, x, y\): .*\. batches="),
+    ("make_step", lambda p, s: (*simulated(p, s), lambda state: np.ones(3)),
+     r"evaluate.state. must return the loss, one number.*\(3,\)"),
+    ("batches", 3, "batches must be a function, batches.seed.; got a 'int'"),
+    ("batches", lambda other=1, /, *, needed: other, r"called as batches\(seed\)"),
+    ("batches", lambda seed: 3, r"batches\(0\) returned an int"),
+    ("policies", {1: "float16"}, "names of policies must be strings; got 1"),
+]  # fmt: skip
+VALUE_ERRORS = [
+    ("make_step", stepping((1, {"los": 2.0})), "reports 'los', and no \"loss\""),
+    ("make_step", stepping((1, {"loss": np.ones(2)})), r"'loss' must be one numb"),
+    ("make_step", stepping((1, {"loss": "a"})), "is a str"),
+    ("make_step", reporting(lambda loss, i: {"loss": np.nan}),
+     "float32, seed 0 does not reach a finite loss itself"),
+    ("make_step", reporting(lambda x, i: {"loss": x, **({"finite": True} if i else {})}),
+     "step 1 .* reports 'finite', 'loss', and the one before 'loss'"),
+    ("make_step", lambda p, s: simulated(p, s + 10 * next(COUNTER)),
+     "first loss of float32, seed 0, was .*: make_step must make the same parameters"),
+    ("make_step", lambda p, s: simulated(p, 0), "seeds 0 and 1 are bitwise the same run"),
+    ("make_step", lambda p, s: (3, lambda state, i: (state, {"loss": 1.0 + s})),
+     "no floating parameter to nudge"),
+    ("batches", lambda seed: [1] * 7, r"batches\(0\) ended after 7 of 40 batches"),
+    ("batches", lambda seed: (next(COUNTER) for _ in range(99)),
+     "batch 0 of float32, seed 0, nudge 1 differs from that of the first run of this seed"),
+    ("policies", [], "there are no policies"),
+    ("policies", "mixed_bflaot16", "mixed_bfloat16"),
+    ("policies", ["bf16", "bfloat16"], "'bfloat16' is named twice"),
+    ("policies", ["float32"], f"'float32' {REFERENCE}"),
+    ("policies", "p=f32,c=f32,o=f32", REFERENCE),
+    ("policies", {"float32": 1}, REFERENCE),
+    ("steps", 0, "steps must be a number from 1 on; got 0"),
+    ("seeds", 0, "seeds must be a number of seeds"),
+    ("seeds", [1, 1], "distinct seeds from 0 on"),
+    ("seeds", [-1], "from 0 on"),
+    ("seeds", "3", "got '3'"),
+    ("seeds", 2.5, "got 2.5"),
+    ("nudges", 0, "nudges must be"),
+    ("threshold", "0.5%", "threshold must be positive, .*; got '0.5%'"),
+    ("threshold", None, "threshold must be positive"),
+    ("threshold", 0, "threshold must be positive"),
+    ("curve_threshold", -1, "curve_threshold must be positive"),
+    ("out", __file__, "is a file; name a folder"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"make_step": 3}, TypeError, "make_step must be a function, make_step.policy, seed.; got"),
-        (
-            {"make_step": lambda policy: 1},
-            TypeError,
-            r"called as make_step\(policy, seed\), and ta",
-        ),
-        ({"make_step": returning(1)}, TypeError, "returned an int; it must return .state, step"),
-        ({"make_step": returning(1, 2)}, TypeError, "its step is an int"),
-        ({"make_step": returning(len, 2)}, TypeError, "are the two swapped?"),
-        ({"make_step": returning(1.0, len, 3)}, TypeError, "its evaluate is an int"),
-        ({"make_step": returning((), len)}, TypeError, "has no leaves"),
-        (
-            {"make_step": stepping(3)},
-            TypeError,
-            "step must return .state, loss., or .state, metrics.*returned an int",
-        ),
-        ({"make_step": stepping((1, "a"))}, TypeError, "has metrics of a str"),
-        ({"make_step": stepping((1.0, (2.0, 3.0)))}, TypeError, "has metrics of a tuple of 2"),
-        (
-            {"make_step": returning(np.ones(2, "f"), lambda state, x, y: (state, 1.0))},
-            TypeError,
-            r"as step\(state, i\); that of float32, seed 0 takes \(state, x, y\): .*\. batches=",
-        ),
-        (
-            {
-                "make_step": returning(np.ones(2, "f"), lambda state, x, y: (state, 1.0)),
-                "batches": lambda seed: [{"x": 1, "y": 2}] * 40,
-            },
-            TypeError,
-            r"step\(state, batch\), a batch a dict; that of float32, seed 0 takes \(state, x, y\)",
-        ),
-        ({"make_step": stepping((1, {"los": 2.0}))}, ValueError, "reports 'los', and no \"loss\""),
-        (
-            {"make_step": stepping((1, {"loss": np.ones(2)}))},
-            ValueError,
-            r"'loss' must be one numb",
-        ),
-        ({"make_step": stepping((1, {"loss": "a"}))}, ValueError, "is a str"),
-        (
-            {"make_step": lambda p, s: (*simulated(p, s), lambda state: np.ones(3))},
-            TypeError,
-            r"evaluate.state. must return the loss, one number.*\(3,\)",
-        ),
-        (
-            {"make_step": lambda p, s: simulated(p, s, metrics=lambda loss, i: {"loss": np.nan})},
-            ValueError,
-            "float32, seed 0 does not reach a finite loss itself",
-        ),
-        (
-            {
-                "make_step": lambda p, s: simulated(
-                    p, s, metrics=lambda x, i: {"loss": x, **({"finite": True} if i else {})}
-                )
-            },
-            ValueError,
-            "step 1 .* reports 'finite', 'loss', and the one before 'loss'",
-        ),
-        (
-            {"make_step": lambda p, s: simulated(p, s + 10 * next(COUNTER))},
-            ValueError,
-            "first loss of float32, seed 0, was .*: make_step must make the same parameters",
-        ),
-        (
-            {"make_step": lambda p, s: simulated(p, 0)},
-            ValueError,
-            "seeds 0 and 1 are bitwise the same run",
-        ),
-        (
-            {"make_step": lambda p, s: (3, lambda state, i: (state, {"loss": 1.0 + s}))},
-            ValueError,
-            "no floating parameter to nudge",
-        ),
-        ({"batches": 3}, TypeError, "batches must be a function, batches.seed.; got a 'int'"),
-        ({"batches": lambda other=1, /, *, needed: other}, TypeError, r"called as batches\(seed\)"),
-        ({"batches": lambda seed: 3}, TypeError, r"batches\(0\) returned an int"),
-        (
-            {"batches": lambda seed: [1] * 7},
-            ValueError,
-            r"batches\(0\) ended after 7 of 40 batches",
-        ),
-        (
-            {"batches": lambda seed: (next(COUNTER) for _ in range(99))},
-            ValueError,
-            "batch 0 of float32, seed 0, nudge 1 differs from that of the first run of this seed",
-        ),
-        ({"policies": []}, ValueError, "there are no policies"),
-        ({"policies": "mixed_bflaot16"}, ValueError, "mixed_bfloat16"),
-        ({"policies": ["bf16", "bfloat16"]}, ValueError, "'bfloat16' is named twice"),
-        ({"policies": {1: "float16"}}, TypeError, "names of policies must be strings; got 1"),
-        ({"policies": ["float32"]}, ValueError, "'float32' is what the others are compared with"),
-        ({"policies": "p=f32,c=f32,o=f32"}, ValueError, "is what the others are compared with"),
-        ({"policies": {"float32": 1}}, ValueError, "is what the others are compared with"),
-        ({"steps": 0}, ValueError, "steps must be a number from 1 on; got 0"),
-        ({"seeds": 0}, ValueError, "seeds must be a number of seeds"),
-        ({"seeds": [1, 1]}, ValueError, "distinct seeds from 0 on"),
-        ({"seeds": [-1]}, ValueError, "from 0 on"),
-        ({"seeds": "3"}, ValueError, "got '3'"),
-        ({"seeds": 2.5}, ValueError, "got 2.5"),
-        ({"nudges": 0}, ValueError, "nudges must be"),
-        ({"threshold": "0.5%"}, ValueError, "threshold must be positive, .*; got '0.5%'"),
-        ({"threshold": None}, ValueError, "threshold must be positive"),
-        ({"threshold": 0}, ValueError, "threshold must be positive"),
-        ({"curve_threshold": -1}, ValueError, "curve_threshold must be positive"),
-        ({"out": __file__}, ValueError, "is a file; name a folder"),
-    ],
+    ("error", "option", "value", "message"),
+    [(TypeError, *row) for row in TYPE_ERRORS] + [(ValueError, *row) for row in VALUE_ERRORS],
 )
-def test_wrong_uses(options, error, message, monkeypatch, tmp_path):
+def test_wrong_uses(error, option, value, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message) as raised:
-        validate(**options)
+        validate(**{option: value})
     assert str(raised.value).startswith(("validate: ", "get_policy: "))
+
+
+def test_a_step_that_does_not_take_its_batches_is_named():
+    said = r"step\(state, batch\), a batch a dict; that of float32, seed 0 takes \(state, x, y\)"
+    with pytest.raises(TypeError, match=said):
+        validate(TAKES_X_AND_Y, batches=lambda seed: [{"x": 1, "y": 2}] * 40)
 
 
 def test_batches_of_a_policy_that_differ_are_found():
