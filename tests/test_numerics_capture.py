@@ -241,6 +241,7 @@ def test_devices_are_measured_together() -> None:
     assert float(sine.statistics.largest) == pytest.approx(float(np.abs(np.sin(x)).max()))
 
 
+@pytest.mark.slow
 def test_what_is_returned_is_measured_as_what_is_too_large_to_return() -> None:
     def fn(x: jax.Array) -> jax.Array:
         def body(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:

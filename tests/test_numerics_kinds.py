@@ -38,6 +38,7 @@ def ops(run: numerics.Capture) -> list[str]:
 # Programs.
 
 
+@pytest.mark.slow
 def test_a_loop_that_ends_elsewhere_for_each_element() -> None:
     def fn(w: jax.Array, x: jax.Array) -> jax.Array:
         def until_small(row: jax.Array) -> jax.Array:
@@ -83,11 +84,11 @@ def test_a_look_makes_nothing_larger_than_what_it_looks_at(shape: tuple[int, ...
     made = [var.aval.size for eqn in jaxpr.eqns for var in eqn.outvars]
     assert max(made) <= max(x.size + 128 * 16, 16 * 128)
     seen = look(x[None])
-    [sample], [rows_of_sample] = seen.sample, seen.rows
+    [sample], [rows_of_sample] = np.asarray(seen.sample), np.asarray(seen.rows)
     kept = np.concatenate([row[:n] for row, n in zip(sample, seen.lengths, strict=True)])
     assert len(set(kept.tolist())) == len(kept)  # none twice
     assert len(kept) >= min(x.size, 1000)
-    rows = x.reshape(-1, shape[-1] if shape[-1] >= 16 else max(x.size, 1))
+    rows = np.asarray(x).reshape(-1, shape[-1] if shape[-1] >= 16 else max(x.size, 1))
     pairs = zip(sample, rows_of_sample, seen.lengths, strict=True)
     for piece, largest in [(piece, largest) for piece, largest, n in pairs if n]:
         [row] = [row for row in rows if row[0] <= piece[0] <= row[-1]]

@@ -716,11 +716,11 @@ def test_steps_of_nnx_modules_are_compiled_as_their_states():
 def make_large():
     """9.3 GiB, and a random key and an integer, which are arguments as well."""
 
-    def fn(key, n, x):
+    def fn(x, key, n):
         return jnp.sin(x) @ x * jax.random.bernoulli(key, 0.5, (1, 1)) + n
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    return fn, (key, shape(dtype=jnp.int32), shape(50_000, 50_000))
+    return fn, (shape(50_000, 50_000), key, shape(dtype=jnp.int32))
 
 
 @needs_gpu_compiler

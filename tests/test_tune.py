@@ -266,6 +266,29 @@ def test_another_budget_is_not_scored_anew(small, monkeypatch):
     assert costs[-1] == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batches": []}, "batches is empty"),
+        ({"budget": -1.0}, "budget"),
+        ({"budget": float("nan")}, "budget"),
+        ({"probes": 0}, "probes"),
+        ({"loss_fn": lambda p, b: jnp.mean(b[0]) * p["a"][0, 0]}, "no float32 matmul"),
+        ({"candidates": ["bfloat17"]}, "bfloat17"),
+        ({"target": "tpu-v99"}, "tpu-v99"),
+        ({"candidates": ["float32"]}, "has only float32"),
+        ({"batches": 3}, "batches must be a sequence"),
+        ({"batches": SCOPED_X}, r"as in \[batch\]; got an array"),
+        ({"batches": {"x": SCOPED_X}}, r"as in \[batch\]; got 'dict'"),
+        ({"progress": True}, "progress is called with a line of text: give print"),
+        ({"loss_fn": lambda p, x, y: p["a"]}, r"a batch is one argument.*\(p, x, y\): missing"),
+        ({"params": {"a": jnp.arange(3)}}, r"params\['a'\] has int32"),
+        ({"batches": [SCOPED_X * jnp.nan]}, "loss of batch 0, or its gradients, are not finite"),
+        ({"loss_fn": lambda p, x: x[0] @ p["a"]}, r"one number.*float32\[16\]"),
+        ({"candidates": [jaxmp.PolicyMap({}, default="float32")]}, "PolicyMap"),
+        ({"loss_fn": WRAPPED, "candidates": [BF16]}, "tune: .* decides no product here"),
+    ],
+)
 def test_wrong_arguments_are_refused(changed, message):
     given = {"loss_fn": scoped_loss, "params": SCOPED_PARAMS, "batches": [SCOPED_X], **changed}
     call = given.pop("params"), given.pop("batches")

@@ -188,7 +188,7 @@ def test_gradient_norms_are_judged():
     for norm, said in (
         (
             lambda policy, i: float(policy == "float32" or i % 4),
-            "every gradient is exactly zero in 25% of the steps .*jaxmp.loss_scale_for",
+            "every gradient is exactly zero in 25% of the steps.*jaxmp.loss_scale_for",
         ),
         (
             lambda policy, i: 1.0 if policy == "float32" or i else 0.2,
