@@ -217,13 +217,11 @@ def is_of_the_root(name: str) -> bool:
 def test_every_public_name_has_an_entry():
     missing = {name for name in public_names() - entries() if not is_of_the_root(name)}
     assert not missing, "give each a page in docs/reference, and a line in mkdocs.yml"
-
-
-def test_every_name_of_the_root_has_a_page_of_its_own():
-    for name in set(jaxmp.__all__) - {"__version__"}:
-        page = PAGES[f"reference/{name}.md"]
-        assert f"::: jaxmp.{name}\n" in page
+    for name in set(jaxmp.__all__) - {"__version__"}:  # each has a page of its own
+        assert f"::: jaxmp.{name}\n" in PAGES[f"reference/{name}.md"]
         assert f"({name}.md)" in PAGES["reference/index.md"]
+    for kind, printed in KINDS.items():
+        assert f"| `{kind}` | {printed} |" in PAGES["tools.md"]
 
 
 def test_entries_exist():
@@ -260,8 +258,3 @@ def test_every_page_is_in_the_navigation():
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = re.findall(r"[\w/]+\.md$", config, re.MULTILINE)
     assert sorted(named) == sorted(PAGES)
-
-
-def test_every_kind_of_finding_is_on_the_page_of_tools():
-    for kind, printed in KINDS.items():
-        assert f"| `{kind}` | {printed} |" in PAGES["tools.md"]
