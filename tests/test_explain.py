@@ -180,16 +180,20 @@ def test_the_path_under_a_lifted_scan_and_its_count() -> None:
 def test_lengths_of_scans_are_multiplied_and_other_bodies_count_once() -> None:
     def nested(x: jax.Array, w: jax.Array) -> jax.Array:
         def inner(c: jax.Array, _: None) -> Any:
-            return jnp.tanh(c @ w), None
+            with jax.named_scope("inside"):
+                return jnp.tanh(c @ w), None
 
         def outer(c: jax.Array, _: None) -> Any:
             return lax.scan(inner, c @ w, None, length=5)[0], None
 
-        return jax.jit(lambda a: lax.scan(outer, a, None, length=7)[0])(x) @ w
+        with jax.named_scope("outside"):
+            return jax.jit(lambda a: lax.scan(outer, a, None, length=7)[0])(x) @ w
 
     assert sorted(r.count for r in rows_of(nested, "dot_general", X, W)) == [1, 7, 35]
     assert sum(explain(nested, BF16)(X, W).products().values()) == 43
-    assert [r.count for r in rows_of(nested, "tanh", X, W)] == [35]
+    [row] = rows_of(nested, "tanh", X, W)
+    assert row.count == 35
+    assert [part for part in row.path.split("/") if "side" in part] == ["outside", "inside"]
 
     def others(x: jax.Array, w: jax.Array) -> jax.Array:
         x = lax.cond(x[0, 0] > 0, lambda a: a @ w, lambda a: jnp.tanh(a @ w) @ w, x)

@@ -206,21 +206,11 @@ def test_a_step_that_is_left_out_moves_what_says_so_and_nothing_else():
     step = jitted(MONITORED)
     params, before = run(MONITORED, [gradients(0), gradients(1)])
     params, after = step(params, before, overflowing("Dense_0", "kernel"))  # it would be due
-    same = after._replace(
-        step_count=before.step_count,
-        nonfinite_count=before.nonfinite_count,
-        nonfinite_step=before.nonfinite_step,
-        nonfinite_index=before.nonfinite_index,
-        inner_state=before.inner_state,
-    )
-    assert_same(same, before)
+    moved = ["step_count", "nonfinite_count", "nonfinite_step", "nonfinite_index", "inner_state"]
+    assert_same(after._replace(**{name: getattr(before, name) for name in moved}), before)
     numbers = read_monitor(after)
-    assert numbers["statistics_step"] == 1
-    assert (numbers["step_count"], numbers["nonfinite_count"], numbers["skipped_count"]) == (
-        3,
-        1,
-        1,
-    )
+    said = {"statistics_step": 1, "step_count": 3, "nonfinite_count": 1, "skipped_count": 1}
+    assert said.items() < numbers.items()
     assert numbers["loss_scale"] == SCALE / 2
     # The next step makes up for it.
     _, after = step(params, after, gradients(2))
@@ -294,17 +284,16 @@ def test_a_train_state_compiles_once_with_donated_state():
 
 
 def test_scan_over_steps():
-    optimizer = MONITORED
     stacked = jax.tree.map(lambda *g: jnp.stack(g), *STEPS)
 
     def body(carry, grads):
         params, state = carry
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = MONITORED.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), state.step_count
 
-    start = PARAMS, optimizer.init(PARAMS)
+    start = PARAMS, MONITORED.init(PARAMS)
     (_, state), _ = jax.jit(lambda: jax.lax.scan(body, start, stacked))()
-    _, want = run(optimizer, STEPS)
+    _, want = run(MONITORED, STEPS)
     assert_reads_as(read_monitor(state), read_monitor(want))
     assert all(not leaf.weak_type for leaf in jax.tree.leaves(state))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
@@ -314,14 +303,13 @@ def test_scan_over_steps():
 
 def test_sharded_gradients_are_measured_whole_and_the_state_is_replicated():
     mesh = Mesh(np.array(jax.devices()[:8]), ("d",))
-    optimizer = MONITORED
     sharding = jax.tree.map(lambda x: NamedSharding(mesh, fsdp(x)), PARAMS)
     grads = jax.device_put(gradients(), sharding)
     params = jax.device_put(PARAMS, sharding)
     assert not grads["Dense_1"]["kernel"].is_fully_replicated
-    _, state = run(optimizer, [grads], params)
+    _, state = run(MONITORED, [grads], params)
     assert all(x.is_fully_replicated for x in jax.tree.leaves(state._replace(inner_state=())))
-    want = read_monitor(run(optimizer, [gradients()])[1])
+    want = read_monitor(run(MONITORED, [gradients()])[1])
     assert_reads_as(read_monitor(state), want)
 
 
@@ -343,7 +331,6 @@ def test_shard_map_of_gradients_that_all_devices_have():
 @slow_when(lambda bad: bad)
 @pytest.mark.parametrize("bad", [False, True])
 def test_shard_map_of_parts_of_gradients(bad):
-    optimizer = MONITORED
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
     grads = gradients()
     if bad:  # on one device alone
@@ -352,18 +339,18 @@ def test_shard_map_of_parts_of_gradients(bad):
     specs["Dense_1"]["kernel"] = specs["Dense_0"]["kernel"] = PartitionSpec("d")
 
     def step(grads, state, params):
-        return optimizer.update(grads, state, params)[1]._replace(inner_state=())
+        return MONITORED.update(grads, state, params)[1]._replace(inner_state=())
 
-    state = optimizer.init(PARAMS)
+    state = MONITORED.init(PARAMS)
     plain = PartitionSpec()
     inside = tree_utils.tree_map_params(
-        optimizer, lambda _, s: s, state, specs, transform_non_params=lambda _: plain
+        MONITORED, lambda _, s: s, state, specs, transform_non_params=lambda _: plain
     )
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, inside, specs), out_specs=PartitionSpec()
     )
     got = jax.jit(mapped)(grads, state, PARAMS)
-    want = read_monitor(run(optimizer, [grads])[1])
+    want = read_monitor(run(MONITORED, [grads])[1])
     got = read_monitor(got)
     names = [name for name in want if name not in ("loss_scale", "skipped_count")]
     assert_reads_as({k: got[k] for k in names}, {k: want[k] for k in names})
@@ -403,25 +390,20 @@ def test_an_nnx_optimizer():
     for x in (X, OVERFLOW, X):
         nnx_step(model, optimizer, x)
     numbers = read_monitor(optimizer.opt_state)
-    assert (numbers["step_count"], numbers["skipped_count"], numbers["statistics_step"]) == (
-        3,
-        1,
-        3,
-    )
+    assert {"step_count": 3, "skipped_count": 1, "statistics_step": 3}.items() < numbers.items()
     assert numbers["nonfinite_parameter"] == "first/bias"
     assert 0 < numbers["grad_norm/first"] < math.inf
 
 
 def test_specs_shapes_and_bytes_of_the_state():
-    optimizer = MONITORED
-    shapes = jax.eval_shape(optimizer.init, PARAMS)
+    shapes = jax.eval_shape(MONITORED.init, PARAMS)
     specs = tree_utils.tree_map_params(
-        optimizer, lambda _: "sharded", shapes, transform_non_params=lambda _: "replicated"
+        MONITORED, lambda _: "sharded", shapes, transform_non_params=lambda _: "replicated"
     )
     assert specs.statistics.grad_norm == specs.step_count == "replicated"
     assert specs.inner_state.inner_state[0].mu == jax.tree.map(lambda _: "sharded", PARAMS)
-    _, state = run(optimizer, STEPS)
-    restored = serialization.from_bytes(optimizer.init(PARAMS), serialization.to_bytes(state))
+    _, state = run(MONITORED, STEPS)
+    restored = serialization.from_bytes(MONITORED.init(PARAMS), serialization.to_bytes(state))
     assert read_monitor(restored) == read_monitor(state)
 
 

@@ -732,9 +732,10 @@ def test_the_command_line_says_by_how_much_something_does_not_fit(capsys, monkey
         made = preflight(*args, **options)
         return lambda *arguments: reports.append(made(*arguments)) or reports[-1]
 
-    monkeypatch.setattr(cli, "preflight", kept)
     command = ["preflight", "test_preflight:make_large", "--target", "gpu-t4"]
-    assert cli.main([*command, "--policy", "mixed_float16", "--price", "2.5"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "preflight", kept)
+        assert cli.main([*command, "--policy", "mixed_float16", "--price", "2.5"]) == 0
     out, [report] = capsys.readouterr().out, reports
     assert not report["mixed_float16"].error
     assert not report.fits("mixed_float16")
