@@ -177,10 +177,15 @@ def audited(name: str, policy: str | None) -> Any:
     return jaxmp.audit(grad(fn, **options) if name in LOSSES else fn, policy)(*args)
 
 
-def check_screen(text: str) -> None:
+def check_size(text: str) -> None:
     lines = text.splitlines()
     assert len(lines) <= _screen.LINES == 40
     assert max(map(len, lines)) <= _screen.COLUMNS == 120
+
+
+def check_screen(text: str) -> None:
+    check_size(text)
+    lines = text.splitlines()
     assert re.match(r"[^.]+\S\.", lines[0]), "the answer first, in a sentence"
     assert "to_text(verbose=True)" in lines[-1]
 
@@ -273,7 +278,7 @@ def test_preflight_fits_a_screen(name: str) -> None:
     fn, args = program(name)
     target = "gpu-h100:8" if name == "sharded" else "gpu-h100"
     report = jaxmp.preflight(fn, ["float32", MIXED], target=target, price_per_hour=2.5)(*args)
-    check_screen(str(report))
+    check_size(str(report))
     result = report[MIXED]
     assert result.requested == audited(name, MIXED).product_flops()
     assert report.step_time(MIXED).seconds > 0
@@ -287,7 +292,7 @@ def test_of_a_float64_program_no_time_is_said() -> None:
     with jax.enable_x64(True):
         args = [shape(8, 8, dtype=np.float64)] * 2
         report = jaxmp.preflight(jnp.matmul, target="gpu-h100", price_per_hour=1)(*args)
-    check_screen(str(report))
+    check_size(str(report))
     assert report.step_time("as written") is report.cost("as written") is None
 
 
