@@ -8,7 +8,6 @@ new flag can run it by hand::
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -64,11 +63,10 @@ NAMES = (
 def construct(name):
     [fn] = [case.fn for case in CONSTRUCTS if case.fn.__name__ == name]
 
-    @functools.wraps(fn)
     def program(w, x):
         return loss_of(fn)(x, w, w / 2)
 
-    del program.__wrapped__
+    program.__name__ = name
     return program
 
 
