@@ -201,6 +201,16 @@ def test_lengths_of_scans_are_multiplied_and_other_bodies_count_once() -> None:
 
     assert [r.count for r in rows_of(others, "dot_general", X, W)] == [1, 1, 1, 1]
 
+    shared = jax.jit(lambda x, w: jnp.tanh(x @ w))
+
+    def twice(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope("first"):
+            x = shared(x, w)
+        with jax.named_scope("second"):
+            return shared(x, w)
+
+    assert [r.path for r in rows_of(twice, "dot_general", X, W)] == ["first", "second"]
+
 
 def test_contractions_are_counted_by_dtype_most_first() -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
