@@ -210,6 +210,7 @@ def test_lengths_of_scans_are_multiplied_and_other_bodies_count_once() -> None:
             return shared(x, w)
 
     assert [r.path for r in rows_of(twice, "dot_general", X, W)] == ["first", "second"]
+    assert sum(explain(twice, BF16)(X, W).products().values()) == 2
 
 
 def test_contractions_are_counted_by_dtype_most_first() -> None:
