@@ -22,49 +22,23 @@ HOMES = (
 )
 
 # Attributes whose names alone give them away. The parameters of equations are found by themselves.
+_OF_EQUATIONS = """
+    ctx debug_info effects frames func_name get_bind_params jaxprs_in_params multiple_results
+    name_stack source_info
+"""
+_OF_TYPES_AND_ARRAYS = "inner_aval manual_axis_type str_short to_tangent_aval weak_type"
+_OF_THE_NEXT_GENERATION = "fun_name traced traced_fwd"  # which equations keep
+_OF_FLAX = "_pytree__is_pytree method_handler_wrapped rng_counters"
 ATTRIBUTES = frozenset(
-    [
-        # of JAX's equations, primitives and jaxprs
-        "ctx",
-        "debug_info",
-        "effects",
-        "frames",
-        "func_name",
-        "get_bind_params",
-        "jaxprs_in_params",
-        "multiple_results",
-        "name_stack",
-        "source_info",
-        # of its types and arrays
-        "inner_aval",
-        "manual_axis_type",
-        "str_short",
-        "to_tangent_aval",
-        "weak_type",
-        # of what its next generation keeps in equations
-        "fun_name",
-        "traced",
-        "traced_fwd",
-        # of Flax
-        "_pytree__is_pytree",
-        "method_handler_wrapped",
-        "rng_counters",
-    ]
+    f"{_OF_EQUATIONS} {_OF_TYPES_AND_ARRAYS} {_OF_THE_NEXT_GENERATION} {_OF_FLAX}".split()
 )
 
 # Modules that are no public interface, or not one that lasts.
-MODULES = (
-    "flax.core",
-    "flax.linen.module",
-    "flax.linen.transforms",
-    "flax.nnx.graphlib",
-    "flax.nnx.transforms",
-    "jax.core",
-    "jax.extend.core.primitives",
-    "jax.extend.source_info_util",
-    "jax.interpreters",
-    "nn.module",
-)
+_MODULES = """
+    flax.core flax.linen.module flax.linen.transforms flax.nnx.graphlib flax.nnx.transforms
+    jax.core jax.extend.core.primitives jax.extend.source_info_util jax.interpreters nn.module
+"""
+MODULES = tuple(_MODULES.split())
 
 
 def read_in(path: Path) -> set[str]:

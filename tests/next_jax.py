@@ -8,7 +8,6 @@ new flag can run it by hand::
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from observed import observe
 
 import jaxmp
 from jaxmp._jaxprs import compat
+
+from constructs import CONSTRUCTS, loss_of
 
 BF16 = "mixed_bfloat16"
 X = jnp.sin(0.7 * jnp.arange(48.0) + 0.3).reshape(6, 8)
@@ -53,22 +53,25 @@ def products(fn: Callable[..., Any], *args: Any) -> Counter[str]:
 
 # --- programs: (w, x) -> scalar ------------------------------------------------------------------
 
+# Of the constructs, those that the next generation traces otherwise.
+NAMES = (
+    "remat remat_names custom_jvp custom_jvp_nondiff gradient_reversal custom_vjp "
+    "custom_vjp_nondiff custom_vjp_closure custom_gradient custom_rules_with_numpy_constants"
+)
 
-def remat(w, x):
-    return jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w)(x) ** 2)
+
+def construct(name):
+    [fn] = [case.fn for case in CONSTRUCTS if case.fn.__name__ == name]
+
+    def program(w, x):
+        return loss_of(fn)(x, w, w / 2)
+
+    program.__name__ = name
+    return program
 
 
 def remat_with_cse(w, x):
     return jnp.sum(jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w, prevent_cse=False)(x))
-
-
-def remat_that_saves_a_name(w, x):
-    policy = jax.checkpoint_policies.save_only_these_names("kept")
-
-    def block(x):
-        return jnp.tanh(checkpoint_name(x @ w, "kept")) @ w
-
-    return jnp.sum(jax.checkpoint(block, policy=policy)(x))
 
 
 def remat_that_saves_products(w, x):
@@ -109,31 +112,8 @@ reversed_layer.defvjp(
 )
 
 
-def custom_vjp(w, x):
-    return jnp.sum(reversed_layer(x, w) @ w)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def applied(fn, x, w, scale):
-    return fn(x @ w) * scale
-
-
-applied.defvjp(
-    lambda fn, x, w, scale: (applied(fn, x, w, scale), (x, w)),
-    lambda fn, scale, r, g: (scale * (g @ r[1].T), -scale * (r[0].T @ g)),
-)
-
-
-def custom_vjp_nondiff(w, x):
-    return jnp.sum(applied(jnp.tanh, x, w, 2.0) @ w)
-
-
 def custom_vjp_under_vmap(w, x):
     return jnp.sum(jax.vmap(lambda v: reversed_layer(v, w))(jnp.stack([x, 0.5 * x])) ** 2)
-
-
-def custom_vjp_in_remat(w, x):
-    return jnp.sum(jax.checkpoint(lambda x: reversed_layer(jnp.arctan(x @ w), w))(x))
 
 
 @jax.custom_vjp
@@ -154,17 +134,6 @@ def custom_vjp_symbolic_zeros(w, x):
     return jnp.sum(picky(x, w) @ w)
 
 
-def custom_vjp_that_closes_over_a_value(w, x):
-    scale = jnp.sum(x) + 2.0
-
-    @jax.custom_vjp
-    def f(w):
-        return jnp.tanh(x @ w)
-
-    f.defvjp(lambda w: (f(w), scale), lambda s, g: (s * (x.T @ g),))
-    return jnp.sum(f(w))
-
-
 @jax.custom_jvp
 def tripled(x, w):
     return jnp.tanh(x @ w)
@@ -174,10 +143,6 @@ def tripled(x, w):
 def tripled_jvp(primals, tangents):
     (x, w), (dx, dw) = primals, tangents
     return tripled(x, w), 3 * (dx @ w + x @ dw)
-
-
-def custom_jvp(w, x):
-    return jnp.sum(tripled(x, w) @ w)
 
 
 @jax.custom_jvp
@@ -206,23 +171,10 @@ def everything(w, x):
 
 
 PROGRAMS = [
-    remat,
-    remat_with_cse,
-    remat_that_saves_a_name,
-    remat_that_saves_products,
-    remat_in_remat,
-    remat_under_vmap,
-    linen_remat,
-    custom_vjp,
-    custom_vjp_nondiff,
-    custom_vjp_under_vmap,
-    custom_vjp_in_remat,
-    custom_vjp_symbolic_zeros,
-    custom_vjp_that_closes_over_a_value,
-    custom_jvp,
-    custom_jvp_symbolic_zeros,
-    activations,
-    everything,
+    *map(construct, NAMES.split()),
+    *(remat_with_cse, remat_that_saves_products, remat_in_remat, remat_under_vmap, linen_remat),
+    *(custom_vjp_under_vmap, custom_vjp_symbolic_zeros, custom_jvp_symbolic_zeros),
+    *(activations, everything),
 ]
 
 
@@ -245,7 +197,7 @@ def test_every_product_is_low_and_the_gradient_is_the_author_s(program: Any) -> 
 
 
 # A rule that closes over a value finds it gone when what was traced before is differentiated.
-SELF_CONTAINED = [p for p in PROGRAMS if p is not custom_vjp_that_closes_over_a_value]
+SELF_CONTAINED = [p for p in PROGRAMS if p.__name__ != "custom_vjp_closure"]
 
 
 @pytest.mark.parametrize("program", SELF_CONTAINED, ids=lambda program: program.__name__)

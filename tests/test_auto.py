@@ -31,31 +31,33 @@ def rows(policy):
     return {product.path: product for product in report.quantized().products}
 
 
-@pytest.mark.parametrize(
-    ("chip", "recipe", "dtype"),
-    [
+def test_what_pays_is_in_8_bits_and_the_rest_says_why_not():
+    for chip, recipe, dtype in (
         ("gpu-h100", "float8", "float8_e4m3fn"),
         ("tpu7x", "float8", "float8_e4m3fn"),
         ("tpu-v5e", "int8", "int8"),
-    ],
-)
-def test_what_pays_is_in_8_bits_and_the_rest_says_why_not(chip, recipe, dtype):
-    large, small, last = rows(f"mixed_bfloat16,matmul=auto@{chip}").values()
-    assert large.dtype == dtype
-    assert small.dtype == last.dtype == "bfloat16"
-    assert small.why_not.startswith(f"{recipe} is estimated at ")
-    assert small.why_not.endswith(f"of the time of 16 bits on {chip}")
-    assert small.intended
-    assert last.why_not == "no matmul or convolution reads the result"
+    ):
+        large, small, last = rows(f"mixed_bfloat16,matmul=auto@{chip}").values()
+        assert large.dtype == dtype, chip
+        assert small.dtype == last.dtype == "bfloat16", chip
+        assert small.why_not.startswith(f"{recipe} is estimated at ")
+        assert small.why_not.endswith(f"of the time of 16 bits on {chip}")
+        assert small.intended
+        assert last.why_not == "no matmul or convolution reads the result"
 
 
-@pytest.mark.parametrize("chip", ["@gpu-a100", "@tpu-v4", ""])
-def test_where_no_format_is_fast_none_is_taken(chip):
+def test_where_no_format_is_fast_none_is_taken():
     """Also on the CPU that these tests run on, of which there are no figures."""
-    name = chip.lstrip("@") or "cpu"
-    for product in rows(f"mixed_bfloat16,matmul=auto{chip}").values():
-        assert product.dtype == "bfloat16"
-        assert name in product.why_not
+    for chip in ("@gpu-a100", "@tpu-v4", ""):
+        for product in rows(f"mixed_bfloat16,matmul=auto{chip}").values():
+            assert product.dtype == "bfloat16"
+            assert (chip.lstrip("@") or "cpu") in product.why_not
+    model = nn.Sequential([nn.Dense(64, use_bias=False), nn.Dense(32, use_bias=False)])
+    x = jax.random.normal(jax.random.key(0), (32, 64))
+    variables = model.init(jax.random.key(1), x)
+    plain = jaxmp.wrap(model, "mixed_bfloat16").apply(variables, x)
+    auto = jaxmp.wrap(model, "mixed_bfloat16,matmul=auto").apply(variables, x)
+    assert jnp.array_equal(plain, auto)
 
 
 def test_explain_says_what_was_taken_and_why():
@@ -90,16 +92,6 @@ def test_mistakes():
         Policy("float32", "float32", "float32", matmul="auto")
     with pytest.raises(ValueError, match="'autto' names no recipe"):
         get_policy("mixed_bfloat16,matmul=autto")
-
-
-def test_it_runs():
-    """Numbers are those of the recipe, where it is taken."""
-    model = nn.Sequential([nn.Dense(64, use_bias=False), nn.Dense(32, use_bias=False)])
-    x = jax.random.normal(jax.random.key(0), (32, 64))
-    variables = model.init(jax.random.key(1), x)
-    plain = jaxmp.wrap(model, "mixed_bfloat16").apply(variables, x)
-    auto = jaxmp.wrap(model, "mixed_bfloat16,matmul=auto").apply(variables, x)
-    assert jnp.array_equal(plain, auto)
 
 
 def test_what_a_gpu_emulates_is_warned_of_once():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 import sys
@@ -19,9 +18,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._preflight.report import Preflight
-from jaxmp._speed.target import parse_target
-
 import aot
 import fsdp
 import gathers
@@ -31,7 +27,7 @@ import gpu_steps
 import gpu_worker
 import models
 import peers
-from support import HERE, ROOT, run_python, slow_when
+from support import HERE, ROOT, needs_gpu_compiler, run_python, slow_when
 
 PROGRAMS = {
     "autocast_aot": "import autocast_aot; autocast_aot.Cache(None, 1).get('mlp', 'hand', 'cpu')",
@@ -64,7 +60,7 @@ PROGRAMS = {
 }
 
 
-@slow_when(lambda name: name != "autocast_aot")
+@pytest.mark.slow  # `test_commands` runs each up to its options
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_benchmark_starts(name: str) -> None:
     run = run_python("-c", PROGRAMS[name], folder=ROOT / "benchmarks")
@@ -72,14 +68,16 @@ def test_a_benchmark_starts(name: str) -> None:
 
 
 def test_every_benchmark_is_tried() -> None:
-    helpers = {"aot", "aot_table", "convnets", "gathers", "graphs", "llama", "mixtures", "models"}
-    helpers |= {"gpu_products", "gpu_steps", "gpu_torch", "gpu_worker", "peers", "transformer"}
-    helpers |= {"results", "trace_programs"}
-    assert {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - helpers == set(PROGRAMS)
+    helpers = (
+        "aot aot_table convnets gathers graphs llama mixtures models gpu_products gpu_steps "
+        "gpu_torch gpu_worker peers transformer results trace_programs"
+    )
+    there = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert there == {*helpers.split(), *PROGRAMS}
 
 
 @pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")  # by Qwix
-@slow_when(lambda variant: variant not in ("jaxmp float8", "jaxmp float8, multiplied"))
+@slow_when(lambda variant: variant != "jaxmp float8, multiplied")
 @pytest.mark.parametrize("variant", [v for v in gpu.PRODUCTS if gpu.available(v)])
 def test_what_is_timed_are_the_products(variant: str) -> None:
     m, k, n = 48, 32, 64
@@ -157,6 +155,7 @@ def test_a_row_that_is_not_what_it_is_called_has_no_figure() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")  # by Qwix
+@slow_when(lambda variant: not variant.startswith("jaxmp"))
 @pytest.mark.parametrize("variant", ["float32", "jaxmp mixed_float16, loss scaling", "Qwix int8"])
 def test_a_step_is_audited_before_it_is_timed(
     variant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -178,10 +177,10 @@ def test_a_step_is_audited_before_it_is_timed(
     assert "seconds" not in row
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("gpt2", 124_439_808), ("resnet50", 25_557_032)])
-def test_models_have_the_sizes_that_were_published(name: str, parameters: int) -> None:
-    params, *_ = models.CASES[name].shapes()
-    assert sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params)) == parameters
+def test_models_have_the_sizes_that_were_published() -> None:
+    for name, parameters in (("gpt2", 124_439_808), ("resnet50", 25_557_032)):
+        params, *_ = models.CASES[name].shapes()
+        assert sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params)) == parameters, name
 
 
 def test_flops_are_low_where_both_operands_are() -> None:
@@ -192,11 +191,7 @@ def test_flops_are_low_where_both_operands_are() -> None:
 
     x, w = np.ones((4, 8), np.float32), np.ones((8, 8), np.float32)
     assert aot.low_share(fn, x, w) == 1 / 4
-    assert aot.contraction_counts(fn, x, w) == {
-        "bfloat16": 1,
-        "bfloat16*float32": 1,
-        "float32": 2,
-    }
+    assert aot.contraction_counts(fn, x, w) == {"bfloat16": 1, "bfloat16*float32": 1, "float32": 2}
 
 
 def test_peers_that_are_not_installed_are_named(
@@ -215,6 +210,7 @@ def test_peers_that_are_not_installed_are_named(
 
 
 @pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")  # by Qwix
+@slow_when(lambda peer: peer != "jmp")
 @pytest.mark.parametrize("peer", [p for p in peers.PEERS if peers.available(p)])
 def test_peers_train_the_same_model_in_few_bits(peer: str) -> None:
     """With float32 gradients of float32 parameters, and near float32's own loss."""
@@ -291,10 +287,11 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
         "10",
         "--seeds",
         "2",
+        "--recipes",
+        "mixed_float8",
         "--out",
-        str(tmp_path / "kept"),
     ]
-    options += ["--recipes", "mixed_float8"]
+    options.append(str(tmp_path / "kept"))
     nothing = run_python("convergence.py", *options, "--print", folder=ROOT / "benchmarks")
     assert "nothing to compare with: float32: not in the file" in nothing.stdout
     first = run_python("convergence.py", *options, folder=ROOT / "benchmarks")
@@ -308,10 +305,7 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("jax_cuda13_plugin") and importlib.util.find_spec("flatbuffers")),
-    reason="needs jaxmp[gpu-aot]",
-)
+@needs_gpu_compiler
 def test_what_crosses_is_printed_and_checked() -> None:
     """The figures of float32 and of the hand-written model, which do not depend on jaxmp."""
     options = ("--target", "gpu-h100:8", "--model", "embedding", "--check")
@@ -379,7 +373,10 @@ all-gather-start(%f.0, %f.1, %s), replica_groups=[1,8]<=[8], dimensions={0}
 @slow_when(lambda layout: layout != "fsdp+tp")
 @pytest.mark.parametrize("layout", fsdp.LAYOUTS)
 def test_eight_billion_parameters_are_split(layout: str) -> None:
-    """Of what training keeps, each of 256 devices holds its part, and again after a step."""
+    """Of what training keeps, each of 256 devices holds its part, and again after a step.
+
+    Queries by their heads, the hidden layer by its units: what joins them crosses, once each.
+    """
     step, arguments = fsdp.step("mixed_bfloat16", fsdp.SIZES["8b"], layout, 256)
     assert fsdp.parameters(arguments) == 8_030_261_248  # Llama 3 8B's
     state = jax.tree.leaves(arguments[:2])
@@ -389,50 +386,24 @@ def test_eight_billion_parameters_are_split(layout: str) -> None:
     assert loss.shape == ()
     after = jax.tree.leaves((params, opt_state))
     assert [(x.shape, x.dtype) for x in after] == [(x.shape, x.dtype) for x in state]
+    if layout == "fsdp+tp":
+        layers = arguments[0]["params"]["ScanCheckpointLayer_0"]
+        by_model = {
+            name: layers[name]["kernel"].sharding.spec.index("model") - layers[name]["kernel"].ndim
+            for name in ("q", "k", "v", "o", "gate", "up", "down")
+        }
+        assert by_model == {"q": -2, "k": -2, "v": -2, "o": -3, "gate": -1, "up": -1, "down": -2}
 
 
-def test_tensor_parallel_layers_are_split_by_what_they_make() -> None:
-    """Queries by their heads, the hidden layer by its units: what joins them crosses, once each."""
-    _, (params, *_) = fsdp.step(fsdp.FLOAT32, fsdp.SIZES["8b"], "fsdp+tp", 256)
-    layers = params["params"]["ScanCheckpointLayer_0"]
-    by_model = {
-        name: layers[name]["kernel"].sharding.spec.index("model") - layers[name]["kernel"].ndim
-        for name in ("q", "k", "v", "o", "gate", "up", "down")
-    }
-    assert by_model == {"q": -2, "k": -2, "v": -2, "o": -3, "gate": -1, "up": -1, "down": -2}
-
-
-def test_what_does_not_fit_is_told_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of a table may lack rows, and what the host took comes last."""
-    refused = Preflight(required_bytes=20 * 2**30, available_bytes=15 * 2**30)
-    fits = Preflight(argument_bytes=2**30)
-    columns = {
-        variant: fsdp.cells_of(
-            refused if variant == fsdp.FLOAT32 else fits, parse_target("tpu-v5e")
-        )
-        | {"host: memory": "1.00 GiB"}
-        | ({"all-gather": "2 x"} if variant == fsdp.BY_HAND else {})
-        for variant in fsdp.VARIANTS
-    }
-    monkeypatch.setattr(fsdp, "column", lambda *run: columns[run[-1]])
-    lines = fsdp.report("gpu-h100:64", "1b", "fsdp").splitlines()
-    assert lines[0].startswith("1.07 billion parameters, 2149.6 MB in bfloat16; 256 x 1024 tokens")
-    rows = {re.split("  +", line)[0]: re.split("  +", line)[1:] for line in lines[1:] if line}
-    assert rows["fits 16.00 GiB"] == ["NO, by 5.00 GiB", "yes", "yes", "yes"]
-    assert rows["all-gather"] == ["-", "2 x", "-", "-"]
-    assert list(rows)[-1] == "host: memory"
-
-
-def _compile_ahead() -> list[Path]:
-    uses = re.compile(r"(?<!def )\b(compile_for|compile_on|hlo_for|target_device)\(")
-    files = sorted((ROOT / "benchmarks").glob("*.py"))
-    return [p for p in files if p.stem != "aot" and uses.search(p.read_text("utf-8"))]
-
-
-@pytest.mark.parametrize("path", _compile_ahead(), ids=lambda path: path.stem)
-def test_what_compiles_ahead_of_time_starts_no_accelerator(path):
+def test_what_compiles_ahead_of_time_starts_no_accelerator():
     """Without CUDA's libraries JAX's plugin does not start, unless it is told to run on the CPU."""
-    told = 'os.environ.setdefault("JAX_PLATFORMS", "cpu")'
-    before, _, after = path.read_text("utf-8").partition(told)
-    assert after, f"no {told}"
-    assert "\nimport jax" not in before
+    uses = re.compile(r"(?<!def )\b(compile_for|compile_on|hlo_for|target_device)\(")
+    told, found = 'os.environ.setdefault("JAX_PLATFORMS", "cpu")', 0
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        text = path.read_text("utf-8")
+        if path.stem != "aot" and uses.search(text):
+            before, _, after = text.partition(told)
+            assert after, f"{path.name}: no {told}"
+            assert "\nimport jax" not in before, path.name
+            found += 1
+    assert found > 3

@@ -37,7 +37,7 @@ def names(suffix: str) -> list[str]:
     return [name for name in found if name.endswith(suffix)]
 
 
-def test_it_has_an_example_of_each_thing_to_add() -> None:
+def test_it_has_an_example_of_each_thing_to_add_as_it_is_in_the_file() -> None:
     sections = re.findall(r"^## To add (.+)$", DESIGN, re.MULTILINE)
     assert len(sections) == len(BLOCKS) == 5
     assert [file_of(block) for block in BLOCKS] == [
@@ -47,27 +47,18 @@ def test_it_has_an_example_of_each_thing_to_add() -> None:
         "jaxmp/_chips/chips.toml",
         None,
     ]
-
-
-def test_what_it_quotes_is_in_the_file() -> None:
     for block in BLOCKS:
         if file := file_of(block):
             source = (ROOT / file).read_text(encoding="utf-8")
             assert f"\n{block.text}" in source, f"docs/design.md quotes {file} as it was"
-
-
-def test_the_entry_that_it_quotes_is_in_the_file() -> None:
     [entry] = [span for span in _SPAN.findall(DESIGN) if span.startswith('"')]
     source = (PACKAGE / "_jaxprs" / "higher_order.py").read_text(encoding="utf-8")
     assert f"    {entry},\n" in source
     assert entry.split('"')[1] in HIGHER_ORDER
-
-
-def test_the_chip_that_it_quotes_is_one() -> None:
-    [text] = [block.text for block in BLOCKS if block.language == "toml"]
-    [(name, chip)] = tomllib.loads(text).items()
+    [(name, chip)] = tomllib.loads(BLOCKS[3].text).items()
     assert chips()[name].items() >= chip.items()
-    assert DESIGN.count(name) == 2  # and as a target
+    assert DESIGN.count(name) == 2, "and as a target"
+    assert len(DESIGN.splitlines()) <= 130, "it fits on a page"
 
 
 def test_its_pass_and_its_recipe_run() -> None:
@@ -99,32 +90,16 @@ def test_every_file_that_it_names_is_there() -> None:
     assert not missing
     elsewhere = [s for s in _SPAN.findall(DESIGN) if re.fullmatch(r"_\w+/[\w/]+\.\w+", s)]
     assert all((PACKAGE / name).exists() for name in elsewhere)
-
-
-def test_every_test_that_it_names_is_there() -> None:
-    named = [span for span in _SPAN.findall(DESIGN) if span.startswith("tests/")]
-    assert named
-    assert all((ROOT / name).exists() for name in named)
+    tests = [span for span in _SPAN.findall(DESIGN) if span.startswith("tests/")]
+    assert tests
+    assert all((ROOT / name).exists() for name in tests)
 
 
 def test_every_class_of_its_picture_is_there() -> None:
     [picture, *_] = [block.text for block in blocks(DESIGN) if block.language == "text"]
     source = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
     drawn = set(re.findall(r"\b([A-Z]\w+)", picture)) - {"Decisions"}
-    assert {
-        "Traced",
-        "Facts",
-        "Decision",
-        "Plan",
-        "Step",
-        "OperandCast",
-        "Op",
-        "Why",
-        "Kind",
-    } <= drawn
+    assert len(drawn) > 8
+    assert {"Traced", "Facts", "Decision", "Plan", "Step", "OperandCast", "Op", "Why"} <= drawn
     missing = [name for name in drawn if not re.search(rf"^class {name}\b", source, re.MULTILINE)]
     assert not missing
-
-
-def test_it_fits_on_a_page() -> None:
-    assert len(DESIGN.splitlines()) <= 130

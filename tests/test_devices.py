@@ -52,29 +52,16 @@ class Layout(NamedTuple):
     batch: P
     up: P
     down: P
-    collectives: frozenset[str]
+    collectives: set[str]
 
 
+SUMS, BOTH = {"all-reduce"}, {"all-reduce", "all-gather"}
 LAYOUTS = {
-    "dp": Layout((8,), ("data",), P("data"), P(), P(), frozenset({"all-reduce"})),
-    "fsdp": Layout(
-        (8,),
-        ("data",),
-        P("data"),
-        P(None, "data"),
-        P("data", None),
-        frozenset({"all-reduce", "all-gather"}),
-    ),
-    "tp": Layout(
-        (8,), ("model",), P(), P(None, "model"), P("model", None), frozenset({"all-reduce"})
-    ),
+    "dp": Layout((8,), ("data",), P("data"), P(), P(), SUMS),
+    "fsdp": Layout((8,), ("data",), P("data"), P(None, "data"), P("data", None), BOTH),
+    "tp": Layout((8,), ("model",), P(), P(None, "model"), P("model", None), SUMS),
     "fsdp_tp": Layout(
-        (4, 2),
-        ("data", "model"),
-        P("data"),
-        P("data", "model"),
-        P("model", "data"),
-        frozenset({"all-reduce", "all-gather"}),
+        (4, 2), ("data", "model"), P("data"), P("data", "model"), P("model", "data"), BOTH
     ),
 }
 
@@ -220,13 +207,8 @@ def placement(layout, mesh):
     return place
 
 
-# Each layout, each policy, Linen and NNX.
-DEFAULT = {
-    ("dp", "float32", "nnx"),
-    ("fsdp", "mixed_bfloat16", "linen"),
-    ("tp", "mixed_float16", "linen"),
-    ("fsdp_tp", "mixed_bfloat16", "linen"),
-}
+# All that crosses devices, both dtypes of 16 bits, Linen and NNX.
+DEFAULT = {("fsdp_tp", "mixed_bfloat16", "linen"), ("dp", "mixed_float16", "nnx")}
 
 
 @slow_when(lambda layout, policy, kind: (layout, policy, kind) not in DEFAULT)

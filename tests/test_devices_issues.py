@@ -5,8 +5,6 @@ On a TPU XLA narrows what it gathers by itself, and on a CPU it widens all, whic
 
 from __future__ import annotations
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,16 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (
-            importlib.util.find_spec("jax_cuda13_plugin")
-            and importlib.util.find_spec("flatbuffers")
-        ),
-        reason="needs jaxmp[gpu-aot]",
-    ),
-]
+from support import needs_gpu_compiler
+
+pytestmark = [pytest.mark.slow, needs_gpu_compiler]
 
 MESH = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
 WHOLE = NamedSharding(MESH, P())
@@ -82,52 +73,6 @@ def test_jax_23543_keys_and_values_cross_in_16_bits(fn):
     assert found == {("all-gather", "bfloat16"): 2 * keys_and_values}
 
 
-# The same of weights, as it is met in fully sharded training: gathered by XLA where they are used,
-# or by the program.
-
-
-def gathered(w):
-    return jax.lax.with_sharding_constraint(w, WHOLE)
-
-
-def by_batch(x):
-    return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P("d")))
-
-
-def loss_fn(params, x, gather):
-    up, down = (gather(w) for w in params)
-    return jnp.mean(jnp.square(by_batch(by_batch(jax.nn.gelu(x @ up)) @ down)))
-
-
-WEIGHTS = (shape(512, 2048, spec=P(None, "d")), shape(2048, 512, spec=P("d")))
-
-
-def fully_sharded(policy, gather):
-    """What crosses in a gradient of the loss, which lies where its weight does."""
-
-    def step(params, x):
-        fn = jaxmp.autocast(lambda params, x: loss_fn(params, x, gather), policy)
-        grads = jax.grad(fn)(params, x)
-        return jax.lax.with_sharding_constraint(grads, tuple(w.sharding for w in WEIGHTS))
-
-    return crossing(step, WEIGHTS, shape(1024, 512, spec=P("d")))
-
-
-BY_PROGRAM = pytest.param(
-    gathered,
-    id="program",
-)
-
-
-@pytest.mark.parametrize("gather", [pytest.param(lambda w: w, id="XLA"), BY_PROGRAM])
-def test_jax_23543_weights_cross_in_16_bits(gather):
-    full = fully_sharded("float32", gather)
-    assert fully_sharded("mixed_bfloat16", gather) == {
-        ("all-gather", "bfloat16"): full[("all-gather", "float32")] / 2,
-        ("reduce-scatter", "float32"): full[("reduce-scatter", "float32")],
-    }
-
-
 # https://github.com/jax-ml/jax/issues/27496, "Lower Precision Grad Reduction": data parallelism in
 # NNX; gradients are sums over devices in bfloat16, cast to float32 afterwards.
 
@@ -165,12 +110,10 @@ def data_parallel(policy):
     return crossing(step, whole, moments, batch, batch)
 
 
-def test_jax_27496_gradients_are_reduced_in_float32():
-    assert data_parallel("mixed_bfloat16") == data_parallel("float32")
-
-
-def test_jax_27496_gradients_are_reduced_in_16_bits_on_request():
-    (everything,) = data_parallel("float32").values()
+def test_jax_27496_gradients_are_reduced_in_float32_and_in_16_bits_on_request():
+    full = data_parallel("float32")
+    assert data_parallel("mixed_bfloat16") == full
+    (everything,) = full.values()
     found = data_parallel("mixed_bfloat16,reduce=bf16")
     narrow, wide = found[("all-reduce", "bfloat16")], found[("all-reduce", "float32")]
     # All but the biases' gradients, which are sums of no product.

@@ -70,7 +70,7 @@ def nnx_loss(model: Deep, x: jax.Array) -> jax.Array:
     return jnp.mean(model(x) ** 2)
 
 
-# Twelve faults.
+# Planted faults.
 
 
 def test_overflow_in_the_forward_pass_of_a_layer() -> None:
@@ -85,17 +85,6 @@ def test_overflow_in_the_forward_pass_of_a_layer() -> None:
     assert fault.site.line == line(MLP.__call__, "hidden_{i}")
     assert not fault.site.backward
     assert "MLP/hidden_1" in str(report)
-
-
-@pytest.mark.slow
-def test_overflow_in_a_layer_of_nnx() -> None:
-    model = Deep(nnx.Rngs(0))
-    model.body.kernel[...] = jnp.full((16, 16), 3e4)
-    fault = jaxmp.diagnose(nnx_loss, "mixed_float16")(model, 10 * X).first
-    assert fault is not None
-    assert (fault.site.op, fault.kind, fault.everywhere) == ("dot_general", "overflow", False)
-    assert fault.site.line == line(Deep.__call__, "self.body(h)")
-    assert jnp.all(model.body.kernel[...] == 3e4)
 
 
 @pytest.mark.slow
@@ -130,74 +119,99 @@ def test_overflow_in_iteration_7_of_a_scan() -> None:
     assert "iteration 7" in str(fault)
 
 
-@pytest.mark.slow
-def test_overflow_in_the_backward_pass_of_a_scan() -> None:
-    # The eighth layer from the end: of ten, the backward pass is at layer 2.
-    weights = jnp.stack([jnp.eye(16)] * 10).at[2].mul(1e-3)
-    loss = lambda w, x: 3e4 * scanned(w, x)  # noqa: E731
-    report = jaxmp.diagnose(loss, "mixed_float16", loss_scale=2.0**12)(weights, jnp.abs(X) + 1)
-    fault = report.first
-    assert fault is not None
-    assert fault.site.backward
-    assert fault.kind == "overflow"
-
-
 def logarithm(w: jax.Array, x: jax.Array) -> jax.Array:
     p = jax.nn.relu(x @ w)
-    return -jnp.mean(jnp.log(p))
-
-
-@pytest.mark.slow
-def test_the_logarithm_of_0() -> None:
-    fault = jaxmp.diagnose(logarithm, "mixed_bfloat16")(jnp.eye(16), X).first
-    assert fault is not None
-    assert (fault.site.op, fault.kind, fault.everywhere) == ("log", "infinity", True)
-    assert fault.site.line == line(logarithm, "jnp.log(p)")
-    assert "no loss scale" in str(fault)
+    return -jnp.mean(jnp.log(p))  # here
 
 
 def normalized(w: jax.Array, x: jax.Array) -> jax.Array:
     h = jax.nn.relu(x @ w)
-    h = h / jnp.sum(h, axis=-1, keepdims=True)
+    h = h / jnp.sum(h, axis=-1, keepdims=True)  # here
     return jnp.mean(h**2)
-
-
-@pytest.mark.slow
-def test_0_by_0_in_a_normalizer() -> None:
-    fault = jaxmp.diagnose(normalized, "mixed_float16")(jnp.eye(16), X.at[3].set(-1.0)).first
-    assert fault is not None
-    assert (fault.site.op, fault.kind, fault.everywhere) == ("div", "nan", True)
-    assert fault.site.line == line(normalized, "h / jnp.sum")
 
 
 def summed(w: jax.Array, x: jax.Array) -> jax.Array:
     h = (x @ w).astype(jnp.float16)
-    return jnp.sum(h).astype(jnp.float32) * 1e-6
-
-
-@pytest.mark.slow
-def test_a_float16_sum_overflows() -> None:
-    x = jnp.full((64, 16), 100.0)
-    fault = only(jaxmp.diagnose(summed, None)(jnp.eye(16), x))
-    assert (fault.kind, fault.everywhere) == ("overflow", False)
-    assert fault.site.line == line(summed, "jnp.sum(h)")
+    return jnp.sum(h).astype(jnp.float32) * 1e-6  # here
 
 
 def attention(w: jax.Array, x: jax.Array, mask: jax.Array) -> jax.Array:
     scores = jnp.where(mask, (x @ w) @ x.T, -jnp.inf)
-    return jnp.mean((jax.nn.softmax(scores) @ x) ** 2)
+    return jnp.mean((jax.nn.softmax(scores) @ x) ** 2)  # here
+
+
+@jax.custom_vjp
+def steep(x: jax.Array) -> jax.Array:
+    return x
+
+
+steep.defvjp(lambda x: (x, x), lambda x, g: (g * 1e6 * x,))
+
+
+def with_a_rule(w: jax.Array, x: jax.Array) -> jax.Array:
+    # JAX gives the operations of a backward rule the line where the function was called.
+    h = steep((x @ w) * 2.0)  # here
+    return jnp.sum(h @ w)
+
+
+def rematerialized(w: jax.Array, x: jax.Array) -> jax.Array:
+    @jax.checkpoint
+    def block(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ w) @ w  # here
+
+    return jnp.mean(block(w, x))
+
+
+EYE, MASK = jnp.eye(16), jnp.tril(jnp.ones((8, 8), bool))
+# A loss, its policy and arguments; the fault's operation, where only one could be it, and kind;
+# whether it is in float32 as well, and whether in the backward pass.
+FAULTS = [
+    (logarithm, "mixed_bfloat16", (EYE, X), "log", ("infinity", True, False)),
+    (normalized, "mixed_float16", (EYE, X.at[3].set(-1.0)), "div", ("nan", True, False)),
+    (summed, None, (EYE, jnp.full((64, 16), 100.0)), "", ("overflow", False, False)),
+    (attention, "mixed_bfloat16", (EYE, X, MASK.at[2].set(False)), "", ("nan", True, False)),
+    (with_a_rule, "mixed_float16", (EYE, X), "", ("overflow", False, True)),
+    (rematerialized, "mixed_float16", (300 * EYE, jnp.abs(X) + 1), "dot_general",
+     ("overflow", False, False)),
+]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_a_row_of_a_softmax_that_is_masked_whole() -> None:
-    mask = jnp.tril(jnp.ones((8, 8), bool))
-    assert jaxmp.diagnose(attention, "mixed_bfloat16")(jnp.eye(16), X, mask).faults == ()
-    report = jaxmp.diagnose(attention, "mixed_bfloat16")(jnp.eye(16), X, mask.at[2].set(False))
-    fault = report.first
+@pytest.mark.parametrize(
+    ("loss", "policy", "args", "op", "kind"),
+    FAULTS,
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_fault_is_found_in_its_line(loss, policy, args, op, kind) -> None:
+    fault = jaxmp.diagnose(loss, policy)(*args).first
     assert fault is not None
-    assert (fault.kind, fault.everywhere) == ("nan", True)
-    assert "masked" in fault.why
-    assert fault.site.line == line(attention, "softmax")
+    assert (fault.kind, fault.everywhere, fault.site.backward) == kind
+    assert fault.site.op == op or not op
+    assert fault.site.line == line(loss, "# here")
+    if loss is logarithm:
+        assert "no loss scale" in str(fault)
+    if loss is attention:
+        assert "masked" in fault.why
+        assert jaxmp.diagnose(attention, policy)(EYE, X, MASK).faults == ()
+    if loss is with_a_rule:  # it multiplies in float32: its constant is beyond float16
+        assert (fault.of.op, fault.of.dtype) == ("mul", "float32")
+
+
+@pytest.mark.slow
+def test_overflow_in_a_layer_of_nnx_and_in_the_backward_pass_of_a_scan() -> None:
+    model = Deep(nnx.Rngs(0))
+    model.body.kernel[...] = jnp.full((16, 16), 3e4)
+    fault = jaxmp.diagnose(nnx_loss, "mixed_float16")(model, 10 * X).first
+    assert fault is not None
+    assert (fault.site.op, fault.kind, fault.everywhere) == ("dot_general", "overflow", False)
+    assert fault.site.line == line(Deep.__call__, "self.body(h)")
+    assert jnp.all(model.body.kernel[...] == 3e4)
+    # The eighth layer from the end: of ten, the backward pass is at layer 2.
+    weights = jnp.stack([EYE] * 10).at[2].mul(1e-3)
+    loss = lambda w, x: 3e4 * scanned(w, x)  # noqa: E731
+    report = jaxmp.diagnose(loss, "mixed_float16", loss_scale=2.0**12)(weights, jnp.abs(X) + 1)
+    assert report.first is not None
+    assert (report.first.kind, report.first.site.backward) == ("overflow", True)
 
 
 def training(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -262,55 +276,6 @@ def test_underflow_of_the_gradients_of_one_layer() -> None:
     assert scaled(params, X).underflows == ()
 
 
-@jax.custom_vjp
-def steep(x: jax.Array) -> jax.Array:
-    return x
-
-
-def _steep_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x, x
-
-
-def _steep_backward(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (g * 1e6 * x,)
-
-
-steep.defvjp(_steep_forward, _steep_backward)
-
-
-def with_a_rule(w: jax.Array, x: jax.Array) -> jax.Array:
-    h = steep((x @ w) * 2.0)
-    return jnp.sum(h @ w)
-
-
-@pytest.mark.slow
-def test_overflow_in_the_backward_rule_of_a_custom_vjp() -> None:
-    fault = jaxmp.diagnose(with_a_rule, "mixed_float16")(jnp.eye(16), X).first
-    assert fault is not None
-    assert (fault.kind, fault.everywhere, fault.site.backward) == ("overflow", False, True)
-    # The rule multiplies in float32, for its constant is beyond float16; its product is narrowed.
-    assert fault.of is not None
-    assert (fault.of.op, fault.of.dtype) == ("mul", "float32")
-    # JAX gives the operations of a backward rule the line where the function was called.
-    assert fault.site.line == line(with_a_rule, "steep(")
-
-
-@pytest.mark.slow
-def test_overflow_in_a_block_that_is_rematerialized() -> None:
-    @jax.checkpoint
-    def block(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.nn.relu(x @ w) @ w  # the second product
-
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.mean(block(w, x))
-
-    fault = jaxmp.diagnose(loss, "mixed_float16")(300 * jnp.eye(16), jnp.abs(X) + 1).first
-    assert fault is not None
-    assert (fault.kind, fault.site.op) == ("overflow", "dot_general")
-    assert fault.site.line == line(block.__wrapped__, "the second product")
-    assert not fault.site.backward
-
-
 @pytest.mark.slow
 def test_where_a_policy_that_saturates_acted_and_how_often() -> None:
     x = jnp.abs(X).at[2:].set(1e-3)
@@ -326,11 +291,11 @@ def test_where_a_policy_that_saturates_acted_and_how_often() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "float32", None])
-def test_nothing_is_found_where_nothing_is(policy: str | None) -> None:
-    report = jaxmp.diagnose(linen_loss, policy, loss_scale=8.0)(linen_params(), X)
-    assert (report.faults, report.contained, report.predicted) == ((), (), ())
-    assert "every result is finite" in str(report)
+def test_nothing_is_found_where_nothing_is() -> None:
+    for policy in ("mixed_bfloat16", "mixed_float16", "float32", None):
+        report = jaxmp.diagnose(linen_loss, policy, loss_scale=8.0)(linen_params(), X)
+        assert (report.faults, report.contained, report.predicted) == ((), (), ()), policy
+        assert "every result is finite" in str(report), policy
 
 
 def halved_outside(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -341,6 +306,12 @@ def halved_outside(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def test_what_is_converted_is_named_with_its_line_and_what_no_loss_scale_mends() -> None:
     said: list[str] = []
+    for call, tool in (
+        (lambda: jaxmp.diagnose(jnp.sin, "mixed_float16", progress=True), "diagnose"),
+        (lambda: numerics.capture(jnp.sin, None, progress=True)(X), "capture"),
+    ):
+        with pytest.raises(TypeError, match=f"{tool}: progress is called with a line of text"):
+            call()
     report = jaxmp.diagnose(halved_outside, None, progress=said.append)(jnp.eye(16), X)
     assert [text.partition(":")[0] for text in said] == ["diagnose", "capture", "diagnose"]
     made, cast = line(halved_outside, "1e5"), line(halved_outside, "h.astype")
@@ -396,6 +367,7 @@ def test_what_no_loss_scale_keeps_is_named() -> None:
     assert "loss scale    1; none: gradients overflow at 1 already: " in str(report)
 
 
+@pytest.mark.slow
 def test_what_a_backward_pass_computes_again_is_no_gradient() -> None:
     """It is as large at any loss scale: probabilities of 1 bounded the scale by 32768."""
 
@@ -426,10 +398,9 @@ def test_what_a_backward_pass_computes_again_is_no_gradient() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shrunk", [1.0, 1e-4])
-def test_a_decoder_trains_from_the_advised_scale_on_without_a_skip(shrunk: float) -> None:
+def test_a_decoder_trains_from_the_advised_scale_on_without_a_skip() -> None:
     """The advice was "none suits all", while 2**16 trained without a skip."""
-    vocabulary, length = 64, 32
+    vocabulary, length, shrunk = 64, 32, 1e-4
 
     class Decoder(nn.Module):
         @nn.compact
@@ -470,10 +441,3 @@ def test_a_decoder_trains_from_the_advised_scale_on_without_a_skip(shrunk: float
     assert loss < shrunk * 2
     assert jaxmp.loss_scaling.skipped_count(state.opt_state) == 0
     assert state.loss_scale == report.init_scale
-
-
-def test_what_cannot_show_progress_is_refused() -> None:
-    with pytest.raises(TypeError, match="diagnose: progress is called with a line of text"):
-        jaxmp.diagnose(jnp.sin, "mixed_float16", progress=True)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="capture: progress is called with a line of text"):
-        numerics.capture(jnp.sin, None, progress=True)(X)  # type: ignore[arg-type]

@@ -6,13 +6,12 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -30,7 +29,7 @@ PAGES = {str(p.relative_to(DOCS)): p.read_text(encoding="utf-8") for p in DOCS.r
 # Pages whose blocks are parts of files, or are printed by long runs, and what tries those.
 TESTED_ELSEWHERE = {
     "design.md": "test_design_doc.py",
-    "diagnose.md": "test_examples_diagnose_overflow.py",
+    "diagnose.md": "test_examples.py",
     "many_devices.md": "test_benchmarks.py",
     "validation.md": "test_validate_report.py",
 }
@@ -102,63 +101,31 @@ def test_what_one_comes_from_runs_where_it_is_installed(block):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_blocks_are_programs_commands_or_output(name):
-    before = None
-    for block in blocks(PAGES[name]):
-        assert block.language in {"python", "sh", "text", "toml", "yaml"}, block
-        if block.language == "text":
-            assert before is not None, "output of nothing"
-            assert "JAX 0." in block.printed_by, f"which JAX printed this?\n{block.text}"
-        before = block if block.language != "text" else None
-    # None is overlooked: indented, or with a fence of another kind.
-    assert PAGES[name].count("```") == 2 * len(blocks(PAGES[name]))
-
-
-def commands() -> list[tuple[str, str]]:
-    """Each block of commands, and the page it is on."""
-    return [(n, b.text) for n in OWN for b in blocks(PAGES[n]) if b.language == "sh"]
+def test_blocks_are_programs_commands_or_output():
+    for name in OWN:
+        before, found = None, blocks(PAGES[name])
+        for block in found:
+            assert block.language in {"python", "sh", "text", "toml", "yaml"}, (name, block)
+            if block.language == "text":
+                assert before is not None, f"{name}: output of nothing"
+                assert "JAX 0." in block.printed_by, f"{name}: printed by which JAX?\n{block.text}"
+            before = block if block.language != "text" else None
+        # None is overlooked: indented, or with a fence of another kind.
+        assert PAGES[name].count("```") == 2 * len(found), name
 
 
 def lines(block: str) -> list[str]:
     return [line for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
-@pytest.mark.parametrize(("name", "block"), commands())
-def test_commands_name_what_there_is(name, block):
-    folder = ROOT
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
-        "optional-dependencies"
-    ]
-    for line in lines(block):
-        words = shlex.split(line, comments=True)
-        if words[0] == "cd":
-            folder = folder / words[1]
-            assert folder.is_dir()
-        elif words[:4] == ["python", "-m", "pip", "install"]:
-            asked = re.findall(r"\[([\w,-]+)\]", line)
-            assert all(extra in extras for group in asked for extra in group.split(","))
-        elif words[:3] == ["python", "-m", "jaxmp"]:
-            assert words[3] in {"audit", "lock", "preflight", "validate", "devices"}
-        elif words[0] == "python":
-            file = folder / words[1]
-            assert file.exists()
-            tests = (ROOT / "tests").glob("test_*.py")
-            assert any(file.name in test.read_text("utf-8") for test in tests), "nobody runs it"
-        else:
-            pytest.fail(f"docs/{name}: of what kind is this command? {line}")
-
-
 def looks() -> list[tuple[str, str, Block | None]]:
     """Blocks of commands of `python -m jaxmp`, with the output that is shown of the last."""
-    found = []
-    for name in OWN:
-        of_page = blocks(PAGES[name])
-        for block, after in zip(of_page, [*of_page, None][1:], strict=True):
-            if block.language == "sh" and "python -m jaxmp" in block.text:
-                shown = after if after is not None and after.language == "text" else None
-                found.append((name, block.text, shown))
-    return found
+    return [
+        (name, block.text, after if after is not None and after.language == "text" else None)
+        for name in OWN
+        for block, after in itertools.pairwise([*blocks(PAGES[name]), None])
+        if block.language == "sh" and "python -m jaxmp" in block.text
+    ]
 
 
 @pytest.mark.slow
@@ -250,13 +217,11 @@ def is_of_the_root(name: str) -> bool:
 def test_every_public_name_has_an_entry():
     missing = {name for name in public_names() - entries() if not is_of_the_root(name)}
     assert not missing, "give each a page in docs/reference, and a line in mkdocs.yml"
-
-
-def test_every_name_of_the_root_has_a_page_of_its_own():
-    for name in set(jaxmp.__all__) - {"__version__"}:
-        page = PAGES[f"reference/{name}.md"]
-        assert f"::: jaxmp.{name}\n" in page
+    for name in set(jaxmp.__all__) - {"__version__"}:  # each has a page of its own
+        assert f"::: jaxmp.{name}\n" in PAGES[f"reference/{name}.md"]
         assert f"({name}.md)" in PAGES["reference/index.md"]
+    for kind, printed in KINDS.items():
+        assert f"| `{kind}` | {printed} |" in PAGES["tools.md"]
 
 
 def test_entries_exist():
@@ -288,17 +253,8 @@ def test_the_index_says_what_docstrings_say():
 
 def test_every_page_is_in_the_navigation():
     """`mkdocs build --strict` says so too; this needs no MkDocs."""
+    assert TESTED_ELSEWHERE.keys() < PAGES.keys()
+    assert all((ROOT / "tests" / test).exists() for test in TESTED_ELSEWHERE.values())
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = re.findall(r"[\w/]+\.md$", config, re.MULTILINE)
     assert sorted(named) == sorted(PAGES)
-
-
-def test_pages_tested_elsewhere_are():
-    for name, test in TESTED_ELSEWHERE.items():
-        assert name in PAGES
-        assert (Path(__file__).parent / test).exists()
-
-
-def test_every_kind_of_finding_is_on_the_page_of_tools():
-    for kind, printed in KINDS.items():
-        assert f"| `{kind}` | {printed} |" in PAGES["tools.md"]

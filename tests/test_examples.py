@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -10,12 +11,16 @@ import signal
 import sys
 from types import ModuleType
 
+import jax
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 from tqdm import tqdm
 
 import jaxmp
 
-from support import EXAMPLES, run_example
+from support import EXAMPLES, ROOT, run_example, run_python
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -63,18 +68,6 @@ def test_train_lm_compares_two_policies(tmp_path):
     assert (tmp_path / "loss.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
-@pytest.mark.slow
-def test_train_lm_with_one_policy(tmp_path):
-    options = ("--size", "tiny", "--steps", "1", "--batch", "3", "--seed", "5")
-    result = run_example(
-        "train_lm.py", *options, "--policy", "float32", "--plot", "other.png", folder=tmp_path
-    )
-    assert result.returncode == 0, result.stderr
-    assert list(table(result.stdout)) == ["float32"]
-    assert (tmp_path / "other.png").read_bytes().startswith(PNG_SIGNATURE)
-    assert not (tmp_path / "loss.png").exists()
-
-
 def example(name: str, monkeypatch) -> ModuleType:
     """An example as a module, in this process."""
     monkeypatch.syspath_prepend(EXAMPLES)
@@ -84,34 +77,29 @@ def example(name: str, monkeypatch) -> ModuleType:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("train_lm", ("--policy", "mixed_bfloat17"), "mixed_bfloat17"),
-        ("train_lm", ("--compare", "nonsense"), "nonsense"),
-        (
-            "train_lm",
-            ("--compare", "mixed_bfloat16"),
-            "--compare needs a policy other than --policy",
-        ),
-        ("train_lm", ("--size", "huge"), "tiny"),
-        ("train_lm", ("--steps", "0"), "must be at least 1"),
-        ("train_lm", ("--batch", "-1"), "must be at least 1"),
-        ("train_lm", ("--seed", "-1"), "at least 0"),
-        ("train_lm", ("--plot", "missing/loss.png"), "there is no folder missing"),
-        ("train_lm", ("--resume",), "--resume needs --checkpoint"),
-        ("train_digits_nnx", ("--policy", "mixed_bfloat17"), "mixed_bfloat17"),
-        (
-            "train_digits_nnx",
-            ("--compare", "mixed_bfloat16"),
-            "--compare needs a policy other than",
-        ),
-        ("train_digits_nnx", ("--steps", "0"), "must be at least 1"),
-        ("train_digits_nnx", ("--runs", "0"), "must be at least 1"),
-        ("train_digits_nnx", ("--seed", "-1"), "at least 0"),
-        ("train_digits_nnx", ("--plot", "missing/digits.png"), "there is no folder missing"),
+        ("train_lm", "--policy mixed_bfloat17", "mixed_bfloat17"),
+        ("train_lm", "--compare nonsense", "nonsense"),
+        ("train_lm", "--compare mixed_bfloat16", "--compare needs a policy other than --policy"),
+        ("train_lm", "--size huge", "tiny"),
+        ("train_lm", "--steps 0", "must be at least 1"),
+        ("train_lm", "--batch -1", "must be at least 1"),
+        ("train_lm", "--seed -1", "at least 0"),
+        ("train_lm", "--plot missing/loss.png", "there is no folder missing"),
+        ("train_lm", "--resume", "--resume needs --checkpoint"),
+        ("train_digits_nnx", "--policy mixed_bfloat17", "mixed_bfloat17"),
+        ("train_digits_nnx", "--compare mixed_bfloat16", "--compare needs a policy other than"),
+        ("train_digits_nnx", "--steps 0", "must be at least 1"),
+        ("train_digits_nnx", "--runs 0", "must be at least 1"),
+        ("train_digits_nnx", "--seed -1", "at least 0"),
+        ("train_digits_nnx", "--plot missing/digits.png", "there is no folder missing"),
+        ("train_fsdp", "--steps 0", "must be at least 1"),
+        ("train_fsdp", "--batch 0", "must be at least 1"),
+        ("train_fsdp", "--microbatches 0", "must be at least 1"),
     ],
 )
 def test_bad_options_are_refused(name, options, message, monkeypatch, capsys):
     script = example(name, monkeypatch)  # in this process, for speed: nothing is trained
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options.split()])
     with pytest.raises(SystemExit) as error:
         script.main()
     assert error.value.code == 2
@@ -120,11 +108,18 @@ def test_bad_options_are_refused(name, options, message, monkeypatch, capsys):
     assert not out
 
 
-def test_train_lm_names_no_precision():
-    """The claim of the example: except for the policies' names, no floating dtype is in it."""
-    source = (EXAMPLES / "train_lm.py").read_text()
-    code = source.split('"""', 2)[2].replace('"mixed_bfloat16"', "").replace('"float32"', "")
-    assert not re.findall(r"dtype|float\d+|bf16|f32|f16|astype", code)
+def test_examples_name_no_precision_but_in_policies_and_the_loss():
+    for name, policies, words, named in (
+        ("train_lm", ["mixed_bfloat16", "float32"], r"dtype|float\d+|bf16|f32|f16|astype", []),
+        ("train_digits_nnx", ["mixed_bfloat16"], r"dtype=|float\d+|bf16|f32|f16", []),
+        ("train_fsdp", ["mixed_bfloat16"], r"\w*float\d+|bf16|f32|f16", ["float32"]),
+    ):
+        code = (EXAMPLES / f"{name}.py").read_text().split('"""', 2)[2]
+        for policy in policies:
+            code = code.replace(f'"{policy}"', "")
+        if name == "train_fsdp":
+            code = re.sub(r"#.*", "", code)
+        assert re.findall(words, code) == named, name
 
 
 @pytest.mark.slow
@@ -229,15 +224,6 @@ def test_float16_loss_scaling_reproduces_its_table(tmp_path, monkeypatch, capsys
     assert (tmp_path / "x.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
-def test_every_gradient_is_zero_in_float16_without_scaling(monkeypatch):
-    script = example("float16_loss_scaling", monkeypatch)
-    with pytest.warns(UserWarning, match="the optimizer has no loss scale"):
-        run = script.train("float16", scaled=False, updates=3)
-    assert len(set(run.losses)) == 1
-    run = script.train("bfloat16", scaled=False, updates=3)
-    assert len(set(run.losses)) == 3
-
-
 def test_validate_digits_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which it adds to
     script = example("validate_digits", monkeypatch)
@@ -251,3 +237,173 @@ def test_validate_digits_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, monkeypat
         script.main()
     assert stopped.value.code == 130
     assert f"the same command goes on with what is in {tmp_path}" in capsys.readouterr().err
+
+
+# Digits, in NNX.
+
+
+@pytest.mark.slow
+def test_train_digits_compares_two_policies(tmp_path):
+    # One run, many checks: starting a process costs more than any of them.
+    options = ("--steps", "80", "--batch", "64", "--seed", "3", "--runs", "2")
+    result = run_example("train_digits_nnx.py", *options, "--compare", "float32", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+    row = r"^(\S+) +(\d+\.\d\d) +(\d+\.\d\d) +(\d+\.\d\d) +([+-]\d+\.\d\d)?  +(.*)$"
+    low, full = re.findall(row, result.stdout, re.MULTILINE)
+    assert (low[0], low[5]) == ("mixed_bfloat16", "3 bfloat16")
+    assert (full[0], full[4], full[5]) == ("float32", "", "3 float32")
+    low_accuracy, full_accuracy = ([float(x) for x in run[1:4]] for run in (low, full))
+    for *each, mean in (low_accuracy, full_accuracy):
+        assert mean == pytest.approx(sum(each) / 2, abs=0.011)
+        assert min(each) > 80, "far more than chance is learned in 80 steps"
+    assert float(low[4]) == pytest.approx(low_accuracy[2] - full_accuracy[2], abs=0.011)
+    assert abs(float(low[4])) < 3, "the same init and the same data end close"
+    assert re.search(r"^accuracy \(%\) +seed 3 +seed 4 +mean", result.stdout, re.MULTILINE)
+
+    losses = re.findall(r"steps/s, loss=(\d+\.\d+)", result.stderr)
+    assert losses, "the progress bar"
+    assert len(set(losses)) > 4, "another precision and another seed go another way"
+    assert (tmp_path / "digits.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.slow
+def test_train_digits_scales_the_loss_of_float16(monkeypatch, capsys):
+    script = example("train_digits_nnx", monkeypatch)
+    run = script.train("mixed_float16", steps=40, batch=64, seed=0)
+    assert "mixed_float16: the loss scale is 65536, 0 steps were skipped" in capsys.readouterr().out
+    assert run.matmuls == {"float16": 3}
+    assert list(run.accuracy) == [0, 1, 2, 4, 5, 10, 15, 20, 25, 30, 35, 40]
+    assert run.final > 80, "far more than chance is learned in 40 steps"
+    assert run.losses[-1] < run.losses[0] / 2
+
+
+@pytest.mark.slow
+def test_a_step_that_overflows_leaves_no_trace(monkeypatch):
+    """Neither in the parameters nor in BatchNorm's averages, which would be NaN for good."""
+    script = example("train_digits_nnx", monkeypatch)
+    model = jaxmp.wrap(script.CNN(nnx.Rngs(0)), "mixed_float16")
+    tx = jaxmp.loss_scale_for("mixed_float16", optax.adamw(2e-3))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    (images, digits), _ = script.read_digits()
+    images, digits = images[:64], digits[:64]
+    script.train_step(model, optimizer, images, digits)
+    kept = jax.tree.map(np.asarray, nnx.state(model, (nnx.Param, nnx.BatchStat)))
+    script.train_step(model, optimizer, images + np.float32("inf"), digits)
+    assert int(jaxmp.loss_scaling.skipped_count(optimizer.opt_state)) == 1
+    now = nnx.state(model, (nnx.Param, nnx.BatchStat))
+    jax.tree.map(np.testing.assert_array_equal, now, kept)
+
+
+# A fully sharded run.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_train_fsdp_as_a_user_runs_it(policy, tmp_path):
+    """It makes its own eight devices of a CPU, each of which has an eighth of everything."""
+    options = ("--size", "tiny", "--steps", "40", "--policy", policy)
+    result = run_example("train_fsdp.py", *options, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    said = rf"importing .*{policy}: initializing .*{policy}: compiling .*40/40"
+    assert re.search(said, result.stderr, re.DOTALL)
+    out = result.stdout
+    count, bytes_here = re.search(
+        rf"{policy}: ([\d,]+) parameters over 8 devices \(\w+\), 16 sequences a step\n"
+        r"compiled in \d+ s; bytes per device: train state ([\d,]+), temporary [\d,]+",
+        out,
+    ).groups()
+    # A parameter and two moments, of which none but scalars is whole on any device.
+    everything = 12 * int(count.replace(",", ""))
+    assert 0 <= int(bytes_here.replace(",", "")) - everything / 8 < 64
+    losses = [
+        float(x) for x in re.findall(r"^step +\d+  loss (\S+)  [\d,]+ tokens/s$", out, re.MULTILINE)
+    ]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.slow
+def test_train_fsdp_keeps_its_state_in_pieces(monkeypatch, capsys):
+    script = example("train_fsdp", monkeypatch)
+    size = script.SIZES["tiny"]._replace(width=16, length=16)
+
+    def train(policy):
+        return script.train(policy, size, steps=3, batch=1, microbatches=2, seed=0)
+
+    state, losses = train("mixed_bfloat16")
+    mesh = state.params["Embed_0"]["embedding"].sharding.mesh
+    assert mesh.size == 8
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        assert x.sharding.is_equivalent_to(script.split(mesh, x), x.ndim), path
+        assert x.sharding.is_fully_replicated == (x.ndim == 0), path
+    assert len(losses) == state.step == 3
+
+    # 2^-8 is what rounding to bfloat16 is worth, and a mean of losses is no worse.
+    _, full = train("float32")
+    assert losses != full
+    np.testing.assert_allclose(losses, full, rtol=2**-8)
+
+
+# An overflow, and the page that shows how it is found.
+
+PAGE = ROOT / "docs" / "diagnose.md"
+
+
+@pytest.mark.slow
+def test_the_overflow_is_found_compared_and_mended(tmp_path):
+    result = run_example("diagnose_overflow.py", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    unwrapped = re.sub(r"\n {16}", " ", result.stdout)
+    half, beside, mended = re.split(r"^float16.*\n-+\n", unwrapped, flags=re.MULTILINE)[1:]
+    where = r"integer_pow \(float16, forward\) in Sounds/power at diagnose_overflow\.py:\d+"
+    overflow = r"overflow: \S+ in float32, beyond 65504, in \S+ of its values"
+    assert re.search(rf"^not finite +{where}: {overflow}$", half, re.MULTILINE)
+    assert re.search(rf"^would leave +{where}$", half, re.MULTILINE)
+    first = re.search(r"^first +(.*)$", beside, re.MULTILINE)[1]
+    assert first.startswith("integer_pow (float16, bfloat16, forward) in Sounds/power at ")
+    assert first.endswith("not finite here")
+    assert re.search(r"^not finite +nothing: every result is finite$", mended, re.MULTILINE)
+    assert re.search(r"became 0: convert_element_type \(float16, backward\) in Sounds/", mended)
+    for name in ("exponents.png", "underflow.png"):
+        assert (tmp_path / name).read_bytes().startswith(PNG_SIGNATURE)
+    assert "Sounds/power" in (tmp_path / "comparison.md").read_text()
+    if jax.__version__.startswith("0.12."):  # other versions have other operations
+        words = ("first", "loss scale", "measured", "not finite", "sites", "would leave")
+        same_anywhere = tuple(f"{word} " for word in words)
+        shown = re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        kept = [line for line in "\n".join(shown).splitlines() if line.startswith(same_anywhere)]
+        assert len(kept) == 8
+        assert set(kept) <= set(result.stdout.splitlines())
+
+
+def test_the_pages_pictures_are_there():
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", PAGE.read_text())
+    assert len(pictures) == 2
+    for picture in pictures:
+        data = (PAGE.parent / picture).read_bytes()
+        assert data.startswith(PNG_SIGNATURE)
+        assert len(data) < 120_000
+
+
+# With Qwix.
+
+
+@pytest.mark.slow
+def test_qwix_takes_over_what_was_learnt():
+    if importlib.util.find_spec("qwix") is not None:
+        done = run_example("qwix_handover.py", folder=EXAMPLES)
+        assert done.returncode == 0, done.stderr
+        shares = [float(s) for s in re.findall(r"accuracy +([\d.]+)%", done.stdout)]
+        float32, weights, calibrated, before, after = shares
+        assert float32 > 98
+        assert min(weights, calibrated) > float32 - 2
+        assert before < 10
+        assert after > 90
+    code = (
+        f"import runpy, sys; sys.modules['qwix'] = None; sys.path.insert(0, {str(EXAMPLES)!r}); "
+        f"runpy.run_path({str(EXAMPLES / 'qwix_handover.py')!r})"
+    )
+    done = run_python("-c", code, folder=EXAMPLES)
+    assert done.returncode == 1
+    assert "needs Qwix: pip install" in done.stderr

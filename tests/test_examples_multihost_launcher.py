@@ -106,7 +106,7 @@ CHILDREN = {
 }
 
 
-@slow_when(lambda name: name not in {"one fails", "killed", "all hang"})
+@slow_when(lambda name: name not in {"one fails", "killed"})
 @pytest.mark.parametrize("name", CHILDREN)
 def test_the_launcher_ends_all_and_tells_how(name, launcher, capfd):
     code, expected, said = CHILDREN[name]

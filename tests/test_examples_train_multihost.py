@@ -42,6 +42,27 @@ def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -
         assert x.tobytes() == other[name].tobytes(), name
 
 
+@slow
+def test_the_checksum_tells_every_bit_and_every_place(monkeypatch):
+    """And FSDP splits what divides."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    script = importlib.import_module("train_multihost")
+    tree = {"w": jnp.arange(24.0).reshape(3, 8), "n": jnp.int32(5), "ok": jnp.asarray(True)}
+    whole = script.fingerprint(tree)
+    shardings = script.fsdp(jax.sharding.Mesh(jax.devices(), ("data",)), tree)
+    assert shardings["w"].spec == jax.sharding.PartitionSpec(None, "data")
+    assert shardings["n"].spec == jax.sharding.PartitionSpec()
+    assert script.fingerprint(jax.device_put(tree, shardings)) == whole
+    others = [
+        tree | {"w": tree["w"].at[2, 7].set(np.nextafter(np.float32(23), np.float32(24)))},
+        tree | {"w": tree["w"].at[0, 0].set(-0.0)},
+        tree | {"w": tree["w"][:, ::-1]},
+        tree | {"n": jnp.int32(6)},
+        tree | {"ok": jnp.asarray(False)},
+    ]
+    assert len({whole, *map(script.fingerprint, others)}) == 6
+
+
 def untouched(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What a step that is skipped keeps: all but the scaler's own numbers."""
     own = r"\['opt_state'\]\['(loss_scale|\w+_count|finite)'\]"
@@ -114,28 +135,23 @@ def go_on(count: int, run: Path, folder: Path) -> str:
     return train(*options, "--victim", 0, "--checkpoint", "run", folder=folder)
 
 
-@pytest.fixture(scope="module")
-def alone(poisoned, tmp_path_factory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("alone")
-    return folder, go_on(1, poisoned[0], folder)
-
-
 @slow
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_checkpoint_of_two_processes_goes_on_in_another_number(count, poisoned, alone, tmp_path):
+def test_a_checkpoint_of_two_processes_goes_on_in_another_number(poisoned, tmp_path):
     """A step that is skipped changes nothing: split anew and saved again, all is as it was."""
-    folder, stdout = alone if count == 1 else (tmp_path, go_on(count, poisoned[0], tmp_path))
-    assert f"[0] {count} processes, {count} devices, 64 examples a step" in stdout
-    assert checksums(stdout, "starts from") == {6: checksums(poisoned[1], "saves")[6]}
-    for process in range(count):
-        assert steps_of(stdout, process)[7].startswith("loss nan, scale 16384, skipped 2")
-    assert_same_bits(untouched(arrays(poisoned[0], 6)), untouched(arrays(folder / "run", 7)))
-    # Then training goes on, on the same batch, which more processes sum in another order.
-    loss, loss_alone = (
-        float(re.match(r"loss (\S+), scale 16384, skipped 2$", steps_of(out)[8])[1])
-        for out in (stdout, alone[1])
-    )
-    assert loss == pytest.approx(loss_alone, rel=1e-3)
+    losses = []
+    for count in (1, 4):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        stdout = go_on(count, poisoned[0], folder)
+        assert f"[0] {count} processes, {count} devices, 64 examples a step" in stdout
+        assert checksums(stdout, "starts from") == {6: checksums(poisoned[1], "saves")[6]}
+        for process in range(count):
+            assert steps_of(stdout, process)[7].startswith("loss nan, scale 16384, skipped 2")
+        assert_same_bits(untouched(arrays(poisoned[0], 6)), untouched(arrays(folder / "run", 7)))
+        # Then training goes on, on the same batch, which more processes sum in another order.
+        made = re.match(r"loss (\S+), scale 16384, skipped 2$", steps_of(stdout)[8])
+        losses.append(float(made[1]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @slow
@@ -298,47 +314,22 @@ def test_an_exception_in_one_process_ends_the_other(tmp_path):
 
 @slow
 def test_what_only_the_processes_can_refuse(whole, monkeypatch):
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "3")
+    def refused(*options):
+        result = run_example("train_multihost.py", *options, folder=whole.folder)
+        assert result.returncode == 2
+        return result
+
     options = ("--processes", "2", "--steps", "20")
-    result = run_example("train_multihost.py", *options, folder=whole.folder)
-    assert result.returncode == 2
+    with monkeypatch.context() as patch:
+        patch.setenv("JAX_NUM_CPU_DEVICES", "3")
+        out = refused(*options).stdout
     said = "[0] train_multihost.py: error: --batch 64 does not divide by the 6 devices there are\n"
-    assert said in result.stdout
-    assert "launcher: process" not in result.stdout
-    assert result.stdout.count("error") == 1
-
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
-    options = (*options, "--checkpoint", "run", "--resume", "--seed", "3")
-    result = run_example("train_multihost.py", *options, folder=whole.folder)
-    assert result.returncode == 2
-    assert (
-        "run has {'batch': 64, 'seed': 0}, and this one {'batch': 64, 'seed': 3}" in result.stdout
-    )
+    assert said in out
+    assert "launcher: process" not in out
+    assert out.count("error") == 1
+    out = refused(*options, "--checkpoint", "run", "--resume", "--seed", "3").stdout
+    assert "run has {'batch': 64, 'seed': 0}, and this one {'batch': 64, 'seed': 3}" in out
     assert sorted(path.name for path in (whole.folder / "run").iterdir()) == ["12", "8"]
-
-    result = run_example("train_multihost.py", folder=whole.folder)
-    assert result.returncode == 2
-    assert "JAX finds no cluster here (" in result.stderr
-    assert "--processes 2 starts two processes" in result.stderr
-
-
-@slow
-def test_the_examples_own_numbers(monkeypatch):
-    """The checksum tells every bit and every place; FSDP splits what divides."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    script = importlib.import_module("train_multihost")
-    tree = {"w": jnp.arange(24.0).reshape(3, 8), "n": jnp.int32(5), "ok": jnp.asarray(True)}
-    whole = script.fingerprint(tree)
-    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    shardings = script.fsdp(mesh, tree)
-    assert shardings["w"].spec == jax.sharding.PartitionSpec(None, "data")
-    assert shardings["n"].spec == jax.sharding.PartitionSpec()
-    assert script.fingerprint(jax.device_put(tree, shardings)) == whole
-    others = [
-        tree | {"w": tree["w"].at[2, 7].set(np.nextafter(np.float32(23), np.float32(24)))},
-        tree | {"w": tree["w"].at[0, 0].set(-0.0)},
-        tree | {"w": tree["w"][:, ::-1]},
-        tree | {"n": jnp.int32(6)},
-        tree | {"ok": jnp.asarray(False)},
-    ]
-    assert len({whole, *map(script.fingerprint, others)}) == 6
+    said = refused().stderr
+    assert "JAX finds no cluster here (" in said
+    assert "--processes 2 starts two processes" in said

@@ -32,75 +32,62 @@ def test_a_collective_of_many_arrays_is_counted():
     assert read_hlo(text).collectives == {("all-reduce", "float32"): (1, size)}
 
 
-@pytest.mark.parametrize(
-    ("shape", "op", "collectives"),
-    [
-        # Operands and results, each a tuple.
-        (
-            "((bf16[2,4]{1,0}, f32[3]{0}), (bf16[16,4]{1,0:T(8,128)(2,1)S(1)}, f32[24]{0}))",
-            "all-gather-start",
-            {("all-gather", "bfloat16"): (1, 128), ("all-gather", "float32"): (1, 96)},
-        ),
-        ("(f32[2]{0}, f32[16]{0})", "all-gather-start", {("all-gather", "float32"): (1, 64)}),
-        # Results alone.
-        (
-            "(f32[2]{0}, f32[16]{0})",
-            "all-reduce-start",
-            {("all-reduce", "float32"): (1, 8 + 64)},
-        ),
-        ("f32[16]{0}", "all-reduce-start", {("all-reduce", "float32"): (1, 64)}),
-        # Operand, result and two handles.
-        (
-            "(bf16[8]{0}, bf16[8]{0}, u32[]{:S(2)}, u32[]{:S(2)})",
-            "collective-permute-start",
-            {("collective-permute", "bfloat16"): (1, 16)},
-        ),
-        # An operation made asynchronous.
-        (
-            "((f32[32,16]{1,0}), f32[4,16]{1,0})",
-            "reduce-scatter-start",
-            {("reduce-scatter", "float32"): (1, 256)},
-        ),
-        (
-            "((f32[8]{0}, f32[8]{0}), (f32[8]{0}, f32[8]{0}), u32[])",
-            "all-to-all-start",
-            {("all-to-all", "float32"): (1, 64)},
-        ),
-        # As the tuple form of a whole program's collective, longer than a comment's distance.
-        (
-            "(f32[1]{0}, f32[1]{0}, f32[1]{0}, f32[1]{0}, f32[1]{0}, /*index=5*/s4[8]{0})",
-            "all-to-all",
-            {("all-to-all", "float32"): (1, 20), ("all-to-all", "int4"): (1, 4)},
-        ),
-        # As started on GPUs, of many arrays: the sixth of each tuple behind a comment.
-        (
-            (
-                "((bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, "
-                "/*index=5*/f32[4]{0}, bf16[2]{0}), "
-                "(bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, "
-                "/*index=5*/f32[32]{0}, bf16[16]{0}))"
-            ),
-            "all-gather-start",
-            {("all-gather", "bfloat16"): (1, 6 * 32), ("all-gather", "float32"): (1, 128)},
-        ),
-        # On GPUs since JAX 0.12: the operands in a tuple, and the results.
-        (
-            "((f32[256,512]{1,0}), f32[256,512]{1,0})",
-            "all-reduce-start",
-            {("all-reduce", "float32"): (1, 4 * 256 * 512)},
-        ),
-        (
-            "((f32[2]{0}, bf16[4]{0}), (f32[2]{0}, bf16[4]{0}))",
-            "all-reduce-start",
-            {("all-reduce", "float32"): (1, 8), ("all-reduce", "bfloat16"): (1, 8)},
-        ),
-        ("f32[16]{0}", "all-gather-done", {}),
-        ("s8[16]{0}", "ragged-all-to-all", {("ragged-all-to-all", "int8"): (1, 16)}),
-        ("s8[16]{0}", "collective-broadcast", {("collective-broadcast", "int8"): (1, 16)}),
-    ],
-)
-def test_what_a_collective_returns(shape, op, collectives):
-    assert read_hlo(f"  %x.1 = {shape} {op}(%a, %b), channel_id=1").collectives == collectives
+# What is returned, of what, and its collectives with their bytes.
+RETURNED = [
+    # Operands and results, each a tuple.
+    ("((bf16[2,4]{1,0}, f32[3]{0}), (bf16[16,4]{1,0:T(8,128)(2,1)S(1)}, f32[24]{0}))",
+     "all-gather-start", "all-gather bfloat16 128, all-gather float32 96"),
+    ("(f32[2]{0}, f32[16]{0})", "all-gather-start", "all-gather float32 64"),
+    # Results alone.
+    ("(f32[2]{0}, f32[16]{0})", "all-reduce-start", "all-reduce float32 72"),
+    ("f32[16]{0}", "all-reduce-start", "all-reduce float32 64"),
+    # Operand, result and two handles.
+    ("(bf16[8]{0}, bf16[8]{0}, u32[]{:S(2)}, u32[]{:S(2)})", "collective-permute-start",
+     "collective-permute bfloat16 16"),
+    # An operation made asynchronous.
+    ("((f32[32,16]{1,0}), f32[4,16]{1,0})", "reduce-scatter-start", "reduce-scatter float32 256"),
+    ("((f32[8]{0}, f32[8]{0}), (f32[8]{0}, f32[8]{0}), u32[])", "all-to-all-start",
+     "all-to-all float32 64"),
+    # As the tuple form of a whole program's collective, longer than a comment's distance.
+    ("(f32[1]{0}, f32[1]{0}, f32[1]{0}, f32[1]{0}, f32[1]{0}, /*index=5*/s4[8]{0})", "all-to-all",
+     "all-to-all float32 20, all-to-all int4 4"),
+    # As started on GPUs, of many arrays: the sixth of each tuple behind a comment.
+    (("((bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, bf16[2]{0}, /*index=5*/f32[4]{0}, "
+     "bf16[2]{0}), (bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, bf16[16]{0}, "
+     "/*index=5*/f32[32]{0}, bf16[16]{0}))"),
+     "all-gather-start", "all-gather bfloat16 192, all-gather float32 128"),
+    # On GPUs since JAX 0.12: the operands in a tuple, and the results.
+    ("((f32[256,512]{1,0}), f32[256,512]{1,0})", "all-reduce-start", "all-reduce float32 524288"),
+    ("((f32[2]{0}, bf16[4]{0}), (f32[2]{0}, bf16[4]{0}))", "all-reduce-start",
+     "all-reduce float32 8, all-reduce bfloat16 8"),
+    ("f32[16]{0}", "all-gather-done", ""),
+    ("s8[16]{0}", "ragged-all-to-all", "ragged-all-to-all int8 16"),
+    ("s8[16]{0}", "collective-broadcast", "collective-broadcast int8 16"),
+]  # fmt: skip
+# Formats of 8 bits and less, and the bytes of 64 numbers.
+FORMATS = {
+    "f8e4m3fn": ("float8_e4m3fn", 64),
+    "f8e5m2": ("float8_e5m2", 64),
+    "f8e8m0fnu": ("float8_e8m0fnu", 64),
+    "s8": ("int8", 64),
+    "u8": ("uint8", 64),
+    "f4e2m1fn": ("float4_e2m1fn", 32),
+    "bf16": ("bfloat16", 128),
+}
+
+
+def test_what_a_collective_returns():
+    for shape, op, said in RETURNED:
+        found = read_hlo(f"  %x.1 = {shape} {op}(%a, %b), channel_id=1").collectives
+        assert ", ".join(f"{k} {d} {size}" for (k, d), (_, size) in found.items()) == said, shape
+        assert all(count == 1 for count, _ in found.values()), shape
+    for dtype, (name, size) in FORMATS.items():
+        for shape, op in (
+            (f"{dtype}[8,8]{{1,0}}", "all-gather"),
+            (f"({dtype}[2,8]{{1,0}}, {dtype}[8,8]{{1,0:T(8,128)(4,1)}})", "all-gather-start"),
+        ):
+            text = f"  %x.1 = {shape} {op}(%a), channel_id=1"
+            assert read_hlo(text).collectives == {("all-gather", name): (1, size)}
 
 
 def test_comments_among_the_operands_of_a_product_are_skipped():
@@ -196,36 +183,15 @@ def test_more_kinds_than_are_printed_are_counted():
     assert lines[-1] == "  and 3 kinds more"
 
 
-@pytest.mark.parametrize("unknown", [2**63 - 1, 2**64 - 1])
-def test_cycles_that_the_compiler_does_not_know_are_not_summed(unknown):
+def test_cycles_that_the_compiler_does_not_know_are_not_summed():
     line = '  %x.{} = f32[8]{{0}} copy(%a), backend_config={{"estimated_cycles":"{}"}}\n'
-    text = "".join(line.format(i, n) for i, n in enumerate((1200, unknown, 34)))
-    program = read_hlo(text)
-    assert (program.cycles, program.unknown_cycles) == (1234, 1)
-    program = read_hlo(line.format(0, unknown))
-    assert (program.cycles, program.unknown_cycles) == (None, 1)
+    for unknown in (2**63 - 1, 2**64 - 1):
+        text = "".join(line.format(i, n) for i, n in enumerate((1200, unknown, 34)))
+        program = read_hlo(text)
+        assert (program.cycles, program.unknown_cycles) == (1234, 1)
+        program = read_hlo(line.format(0, unknown))
+        assert (program.cycles, program.unknown_cycles) == (None, 1)
     assert read_hlo("").unknown_cycles == 0
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name", "size"),
-    [
-        ("f8e4m3fn", "float8_e4m3fn", 64),
-        ("f8e5m2", "float8_e5m2", 64),
-        ("f8e8m0fnu", "float8_e8m0fnu", 64),
-        ("s8", "int8", 64),
-        ("u8", "uint8", 64),
-        ("f4e2m1fn", "float4_e2m1fn", 32),
-        ("bf16", "bfloat16", 128),
-    ],
-)
-def test_collectives_in_8_bits_and_less(dtype, name, size):
-    for shape, op in (
-        (f"{dtype}[8,8]{{1,0}}", "all-gather"),
-        (f"({dtype}[2,8]{{1,0}}, {dtype}[8,8]{{1,0:T(8,128)(4,1)}})", "all-gather-start"),
-    ):
-        text = f"  %x.1 = {shape} {op}(%a), channel_id=1"
-        assert read_hlo(text).collectives == {("all-gather", name): (1, size)}
 
 
 def test_where_a_product_compiled_here_was_written():

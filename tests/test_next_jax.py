@@ -14,25 +14,15 @@ from support import ROOT
 FLAGS = ("JAX_REMAT3", "JAX_CUSTOM_VJP3", "JAX_CUSTOM_JVP3", "JAX_SCAN3")
 
 
-def run_under(*flags: str, keyword: str = "") -> None:
+def run_under(*flags: str) -> None:
     if jax.__version_info__ < (0, 12):
         pytest.skip("looked inside from JAX 0.12 on")
     missing = [flag for flag in flags if not hasattr(jax.config, flag.lower())]
     if missing:
         pytest.skip(f"this JAX has no {', '.join(missing)}")
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-n0",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            keyword,
-            "tests/next_jax.py",
-        ],
+        [*command, "tests/next_jax.py"],
         cwd=ROOT,
         env={**os.environ, **dict.fromkeys(flags, "1")},
         capture_output=True,
@@ -44,21 +34,6 @@ def run_under(*flags: str, keyword: str = "") -> None:
 
 
 @pytest.mark.slow
-def test_one_of_each_kind_under_all_flags() -> None:
-    run_under(*FLAGS, keyword="everything or activations or linen or zeros or scan or forward")
-
-
-@pytest.mark.slow
-def test_all_flags_together() -> None:
-    run_under(*FLAGS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", FLAGS)
-def test_one_flag_at_a_time(flag: str) -> None:
-    run_under(flag)
-
-
-@pytest.mark.slow
-def test_today_s_jax() -> None:
-    run_under()
+@pytest.mark.parametrize("flags", [(), *((flag,) for flag in FLAGS), FLAGS], ids="+".join)
+def test_programs_under_flags(flags: tuple[str, ...]) -> None:
+    run_under(*flags)

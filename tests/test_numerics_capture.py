@@ -21,7 +21,6 @@ from jaxmp._numerics.capture import prepare
 from jaxmp._numerics.statistics import BIAS, Measurements, Statistics, look, measure, unpack
 
 from constructs import CONSTRUCTS, data_mesh, loss_of
-from support import slow_when
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (8, 16))
@@ -55,9 +54,13 @@ VALUES = np.array(
 )
 
 
-@slow_when(lambda dtype, shape: dtype != jnp.bfloat16 and shape != (3, 4))
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("shape", [(12,), (3, 4), (2, 3, 2), (12, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *((jnp.bfloat16, shape) for shape in [(12,), (2, 3, 2), (12, 1)]),
+        *((dtype, (3, 4)) for dtype in [jnp.float16, jnp.bfloat16, jnp.float32]),
+    ],
+)
 def test_statistics_of_small_arrays(dtype: Any, shape: tuple[int, ...]) -> None:
     x = jnp.asarray(VALUES.reshape(shape), dtype)
     wide = np.abs(np.float64(x)).ravel()
@@ -85,13 +88,13 @@ def test_statistics_of_large_arrays_know_all_of_the_extremes() -> None:
     assert measured(x.at[99, 699].set(-jnp.inf)).is_infinite
 
 
-@pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
-def test_what_is_not_finite_is_left_out_of_the_rest(value: float) -> None:
-    found = measured(jnp.array([1.0, value, 3.0], jnp.float16))
-    assert found.largest == 3
-    assert found.mean_square == pytest.approx((1 + 9) / (2 if np.isnan(value) else 3))
-    assert bool(found.is_nan) == bool(np.isnan(value))
-    assert bool(found.is_infinite) == bool(np.isinf(value))
+def test_what_is_not_finite_is_left_out_of_the_rest() -> None:
+    for value in (jnp.inf, -jnp.inf, jnp.nan):
+        found = measured(jnp.array([1.0, value, 3.0], jnp.float16))
+        assert found.largest == 3
+        assert found.mean_square == pytest.approx((1 + 9) / (2 if np.isnan(value) else 3))
+        assert bool(found.is_nan) == bool(np.isnan(value))
+        assert bool(found.is_infinite) == bool(np.isinf(value))
 
 
 def test_what_rounding_cost() -> None:
@@ -104,17 +107,17 @@ def test_what_rounding_cost() -> None:
     assert measured(clipped, wide).saturated == 1
 
 
-@pytest.mark.parametrize("form", numerics.formats, ids=lambda form: form.name)
-def test_what_a_format_would_make_of_them(form: numerics.ScaledFormat) -> None:
+def test_what_a_format_would_make_of_them() -> None:
     """Against rounding: normal numbers over four octaves, so that scales matter."""
     scale = 2.0 ** jax.random.randint(KEYS[3], (16, 1), -2, 3)
     x = np.float64(jax.random.normal(KEYS[2], (16, 128)) * scale)
-    got = numerics.score(measured(jnp.float32(x)), form)
-    want = rounded(x, form)
-    error = np.sqrt(np.mean((want - x) ** 2) / np.mean(x**2))
-    assert got.error == pytest.approx(error, rel=0.35)
-    assert got.lost == pytest.approx(np.mean((want == 0) & (x != 0)), abs=0.05)
-    assert got.beyond == 0
+    found = measured(jnp.float32(x))
+    for form in numerics.formats:
+        got, want = numerics.score(found, form), rounded(x, form)
+        error = np.sqrt(np.mean((want - x) ** 2) / np.mean(x**2))
+        assert got.error == pytest.approx(error, rel=0.35), form.name
+        assert got.lost == pytest.approx(np.mean((want == 0) & (x != 0)), abs=0.05), form.name
+        assert got.beyond == 0, form.name
 
 
 def rounded(x: Any, form: numerics.ScaledFormat) -> Any:
@@ -133,25 +136,16 @@ def rounded(x: Any, form: numerics.ScaledFormat) -> Any:
 
 def test_beyond_a_range() -> None:
     [float16] = [form for form in numerics.formats if form.name == "float16"]
-    assert numerics.score(measured(jnp.array([1e5, 1.0, 1.0, 1.0])), float16).beyond == 0.25
-    assert numerics.score(measured(jnp.array([65520.0, 1.0])), float16).beyond == 0.5
-    assert numerics.score(measured(jnp.array([65519.0, 1.0])), float16).beyond == 0
+    for values, beyond in (([1e5, 1, 1, 1], 0.25), ([65520.0, 1], 0.5), ([65519.0, 1], 0)):
+        assert numerics.score(measured(jnp.array(values, jnp.float32)), float16).beyond == beyond
     assert numerics.score(measured(jnp.array([1e-9, 1.0])), float16).lost == 0.5
 
 
 # Programs.
 
 # Every kind of equation with others inside, and whatever comes third.
-KINDS = {
-    "scan_reverse",
-    "cond",
-    "switch",
-    "while_loop",
-    "remat_in_scan",
-    "custom_jvp",
-    "custom_vjp",
-    "ragged_dot",
-}
+KINDS = {"scan_reverse", "cond", "switch", "while_loop", "remat_in_scan", "ragged_dot"}
+KINDS |= {"custom_jvp", "custom_vjp"}
 CASES = [
     case
     for i, case in enumerate(CONSTRUCTS)
@@ -248,33 +242,16 @@ def test_devices_are_measured_together() -> None:
 
 
 @pytest.mark.slow
-def test_an_overflow_on_one_device_is_found() -> None:
-    mesh = data_mesh()
-
-    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
-        spec = PartitionSpec(mesh.axis_names[0])
-        each = jax.shard_map(
-            lambda x, w: x @ w, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
-        )
-        return jnp.mean(each(x, w))
-
-    x = jnp.ones((mesh.size, 16)).at[mesh.size - 1].set(1e5 / 16)
-    fault = jaxmp.diagnose(fn, "mixed_float16")(jnp.ones((16, 16)), x).first
-    assert fault is not None
-    assert (fault.site.op, fault.kind) == ("dot_general", "overflow")
-
-
 def test_what_is_returned_is_measured_as_what_is_too_large_to_return() -> None:
-    def fn(flag: jax.Array, x: jax.Array) -> jax.Array:
+    def fn(x: jax.Array) -> jax.Array:
         def body(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-            return jax.lax.cond(jnp.sum(w) > 0, jnp.tanh, jnp.sin, h @ w), None
+            return jax.lax.cond(jnp.sum(w) > 0, jnp.tanh, lambda h: h, h @ w), None
 
-        return lax.cond(flag, jnp.cos, lambda x: x, lax.scan(body, x, jnp.stack([W, -W]))[0])
+        return lax.scan(body, x, jnp.stack([W, -W]))[0]
 
     x = jax.random.normal(KEYS[2], (400, 16))
-    flag = jnp.array(False)
     small, large = (
-        prepare(fn, "mixed_float16", (flag, x), grad=False, limit=limit) for limit in (2**30, 2**15)
+        prepare(fn, "mixed_float16", (x,), grad=False, limit=limit) for limit in (2**30, 2**15)
     )
     assert not any(name.endswith("spread") for name in small.step().out_info[1])
     assert any(name.endswith("spread") for name in large.step().out_info[1])
@@ -337,17 +314,6 @@ def test_arguments_have_names_and_kinds() -> None:
     (_, aux), grads = run.results
     assert aux["out"].shape == (8, 16)
     assert grads["w"].dtype == jnp.float32
-
-
-@pytest.mark.slow
-def test_a_training_step_as_it_is() -> None:
-    def step(w: jax.Array, x: jax.Array) -> jax.Array:
-        return w - 0.1 * jax.grad(loss)(w, x)
-
-    run = numerics.capture(step, "mixed_bfloat16")(W, X)
-    assert run.results.shape == W.shape
-    assert sites(run, "dot_general")
-    assert [m for m in run.sites.values() if m.site.backward]
 
 
 def test_it_changes_nothing_when_it_is_not_differentiated() -> None:

@@ -22,15 +22,15 @@ def run() -> numerics.Capture:
     return numerics.capture(lambda x: x * x, None, grad=False)(X)
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that are drawn from here on, instead of files."""
-    figures: list[Any] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
-    return figures
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are drawn, instead of files."""
+    found: list[Any] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: found.append(figure))
+    return found
 
 
-def test_the_exponents(run, monkeypatch):
-    figures = drawn(monkeypatch)
+def test_the_exponents(run, figures):
     run.plot_exponents("x.png")
     activations, formats = figures[0].axes
     heights = {round(bar.get_x()): bar.get_height() for bar in activations.patches}
@@ -43,20 +43,23 @@ def test_the_exponents(run, monkeypatch):
     ]  # fmt: skip
     spans = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in formats.patches]
     np.testing.assert_allclose(spans[:2], [(-14, np.log2(65504)), (-24, -14)])
-
-
-def test_only_chosen_sites(run, monkeypatch):
-    figures = drawn(monkeypatch)
     run.plot_exponents("x.png", sites="x", kinds=["activation"])
-    assert "1 array; 25.0% of the values are 0" in figures[0].axes[0].get_title("left")
+    assert "1 array; 25.0% of the values are 0" in figures[1].axes[0].get_title("left")
+    numerics.capture(lambda x: x / 0, None, grad=False)(X).plot_exponents("x.png")
+    assert "1 of 2 arrays have values that are not finite (not shown)" in figures[2].get_suptitle()
 
 
-def test_the_underflow(run, monkeypatch):
-    figures = drawn(monkeypatch)
+def test_the_underflow(run, figures):
     run.plot_underflow("x.png")
-    [ax] = figures[0].axes
+    [figure] = figures
+    figure.draw_without_rendering()
+    [ax] = figure.axes
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([200 / 3, 0])
     assert [label.get_text() for label in ax.get_yticklabels()] == ["(no module)"]
+    [legend] = figure.legends  # apart from all else
+    for title in (ax.title, ax._left_title):
+        assert not legend.get_window_extent().overlaps(title.get_window_extent())
+    assert not legend.get_window_extent().overlaps(ax.get_tightbbox())
 
 
 @pytest.mark.slow
@@ -68,44 +71,20 @@ def test_files(run, tmp_path):
         run.plot_exponents(tmp_path / "none" / "x.png")
 
 
-def test_what_is_refused(run):
+def test_what_is_refused(run, monkeypatch):
     with pytest.raises(ValueError, match=r"kinds has 'bias'; there are 'activation'"):
         run.plot_exponents("x.png", kinds=["bias"])
+    with pytest.raises(TypeError, match=r"kinds must be a sequence, as in kinds=\['weight'\]"):
+        run.plot_exponents("x.png", kinds="weight")
     with pytest.raises(ValueError, match=r"sites='y'.*The modules are: x"):
         run.plot_exponents("x.png", sites="y")
     without = numerics.capture(lambda x: x * x, None, grad=False, twins=False)(X)
     with pytest.raises(ValueError, match="no operation in 16 bits"):
         without.plot_underflow("x.png")
-
-
-def test_without_matplotlib(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for draw in (run.plot_exponents, run.plot_underflow):
         with pytest.raises(ImportError, match="needs Matplotlib: python -m pip install matplotlib"):
             draw("x.png")
-
-
-def test_a_long_title_and_the_legend_do_not_lie_on_each_other(run, monkeypatch):
-    figures = drawn(monkeypatch)
-    run.plot_underflow("x.png")
-    [figure] = figures
-    figure.draw_without_rendering()
-    [ax] = figure.axes
-    [legend] = figure.legends
-    for title in (ax.title, ax._left_title):
-        assert not legend.get_window_extent().overlaps(title.get_window_extent())
-    assert not legend.get_window_extent().overlaps(ax.get_tightbbox())
-
-
-def test_what_is_not_finite_is_said(monkeypatch):
-    figures = drawn(monkeypatch)
-    numerics.capture(lambda x: x / 0, None, grad=False)(X).plot_exponents("x.png")
-    assert "1 of 2 arrays have values that are not finite (not shown)" in figures[0].get_suptitle()
-
-
-def test_kinds_are_several(run):
-    with pytest.raises(TypeError, match=r"kinds must be a sequence, as in kinds=\['weight'\]"):
-        run.plot_exponents("x.png", kinds="weight")
 
 
 def readings(*of: tuple[int, float, int]) -> list[dict[str, Any]]:
@@ -115,8 +94,7 @@ def readings(*of: tuple[int, float, int]) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_scale_over_time(monkeypatch):
-    figures = drawn(monkeypatch)
+def test_the_scale_over_time(figures):
     numerics.plot_scale(readings((10, 8.0, 0), (20, 4.0, 1), (30, 4.0, 1), (40, 8.0, 1)), "x.png")
     numerics.plot_scale([8.0, 8.0, 4.0], "x.png")
     [first], [second] = (figure.axes for figure in figures)

@@ -77,21 +77,19 @@ def test_states_of_optimizers(tx, dtype, expected):
     assert found == {**params, **expected, "batch": {"float32": 16 * 64 * 4}}
 
 
-@pytest.mark.parametrize("kind", [train_state.TrainState, jaxmp.TrainState])
-def test_train_states(kind):
-    model = nn.Dense(128)
-    variables = model.init(jax.random.key(0), jnp.ones((1, 64)))
-    state = kind.create(apply_fn=model.apply, params=variables["params"], tx=ADAM)
-    found = sizes(state, BATCH)
-    assert found["parameters"] == {"float32": 4 * (N + 128)}
-    assert found["optimizer state"] == {"float32": 8 * (N + 128)}
-
-
-def test_nnx_models_and_optimizers():
-    model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
-    found = sizes(model, nnx.Optimizer(model, ADAM, wrt=nnx.Param), BATCH)
-    assert found["parameters"] == {"float32": 4 * (N + 128)}
-    assert found["optimizer state"] == {"float32": 8 * (N + 128)}
+def test_train_states_and_nnx_models_and_optimizers():
+    linen, model = nn.Dense(128), nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+    params = linen.init(jax.random.key(0), jnp.ones((1, 64)))["params"]
+    for state in (
+        *(
+            (kind.create(apply_fn=linen.apply, params=params, tx=ADAM),)
+            for kind in (train_state.TrainState, jaxmp.TrainState)
+        ),
+        (model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)),
+    ):
+        found = sizes(*state, BATCH)
+        assert found["parameters"] == {"float32": 4 * (N + 128)}
+        assert found["optimizer state"] == {"float32": 8 * (N + 128)}
 
 
 def test_averages_of_a_batch_norm_are_no_parameters():
@@ -102,15 +100,12 @@ def test_averages_of_a_batch_norm_are_no_parameters():
     assert found["other arguments"] == {"float32": 4 * 2 * 128}
 
 
-def test_what_is_no_array_has_no_bytes():
-    assert bytes_by_purpose([None, 3, "a", {}], [0], [-1]) == {}
-    assert bytes_by_purpose([], [0], [-1]) == {}
-
-
-def test_keys_and_numpy():
+def test_keys_and_numpy_and_what_has_no_bytes():
     found = bytes_by_purpose([np.ones(256, np.float16), jax.random.key(0)], [], [])
     assert list(found) == ["other arguments"]
     assert found["other arguments"]["float16"] == 512
+    assert bytes_by_purpose([None, 3, "a", {}], [0], [-1]) == {}
+    assert bytes_by_purpose([], [0], [-1]) == {}
 
 
 def test_sizes_are_of_one_device():
@@ -120,22 +115,14 @@ def test_sizes_are_of_one_device():
     assert sizes(split) == {"parameters": {"float32": 4 * N // 64}}
 
 
-def report_of(arguments):
-    program = read_hlo("")
+def test_rows_of_the_report():
+    moments = {"int8": 3 * 2**28, "float32": 2**20}
+    arguments = {"parameters": {"float32": 2**28}, "optimizer state": moments}
     results = (
-        Preflight(policy="one", argument_bytes=2**30, program=program),
+        Preflight(policy="one", argument_bytes=2**30, program=read_hlo("")),
         Preflight(policy="two", error="it failed"),
     )
-    return PreflightReport(parse_target("gpu-h100"), results, arguments)
-
-
-def test_rows_of_the_report():
-    report = report_of(
-        {
-            "parameters": {"float32": 2**28},
-            "optimizer state": {"int8": 3 * 2**28, "float32": 2**20},
-        }
-    )
+    report = PreflightReport(parse_target("gpu-h100"), results, arguments)
     rows = [re.sub("  +", " | ", line.strip()) for line in str(report).splitlines()]
     first = rows.index("arguments | 1.00 GiB | -")
     assert rows[first + 1 : first + 4] == [

@@ -9,11 +9,17 @@ import sys
 import types
 from pathlib import Path
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
+import jaxmp
 from jaxmp._jaxprs import source
 
-from support import ROOT, run_python, slow_when
+from constructs import BF16, W, X
+from support import ROOT, contraction_dtypes, run_python, slow_when
 
 # What JAX needs to be imported, and what jaxmp does.
 LINKED = ("jax", "jaxlib", "flax", "optax", "jmp", "numpy", "numpy.libs", "ml_dtypes")
@@ -58,12 +64,6 @@ def line_of(text):
     return f"train.py:{line}"
 
 
-def check(found):
-    assert set(found["product"]) == {line_of("product")}
-    assert set(found["model"]) == {line_of("model")}
-    assert all(source.startswith("train.py:") for source in found["all"])
-
-
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory):
     """A folder with the libraries in it, as links."""
@@ -86,29 +86,30 @@ def run(project, libraries, monkeypatch):
     return json.loads(ran.stdout)
 
 
-def test_jax_on_the_python_path(libraries, tmp_path, monkeypatch):
-    found = run(tmp_path / "project", libraries, monkeypatch)
-    assert found["jax"].startswith(f"{libraries}{os.sep}")  # otherwise this tests nothing
-    check(found)
+# A project's folder, in one of its own, and how its libraries are found: where they are installed,
+# in a folder of links, or behind a link to that. None: beside them.
+CASES = [
+    ("numpy/jax", "libs"),
+    ("project", "linked"),
+    ("jax_experiments", ""),
+    ("flax", ""),
+    ("numpy/jax", ""),
+    ("site-packages-of-mine", ""),
+    (None, "libs"),
+]
 
 
-@pytest.mark.slow
-def test_jax_behind_a_linked_folder(libraries, tmp_path, monkeypatch):
+@slow_when(lambda name, path: (name, path) != CASES[0])
+@pytest.mark.parametrize(("name", "path"), CASES)
+def test_lines_are_those_of_the_project(name, path, libraries, tmp_path, monkeypatch):
     (tmp_path / "linked").symlink_to(libraries)
-    found = run(tmp_path / "project", tmp_path / "linked", monkeypatch)
-    assert found["jax"].startswith(f"{tmp_path / 'linked'}{os.sep}")
-    check(found)
-
-
-@slow_when(lambda name: name != "numpy/jax")
-@pytest.mark.parametrize("name", ["jax_experiments", "flax", "numpy/jax", "site-packages-of-mine"])
-def test_a_project_whose_name_is_that_of_a_library(name, tmp_path, monkeypatch):
-    check(run(tmp_path / name, None, monkeypatch))
-
-
-@pytest.mark.slow
-def test_a_project_beside_the_libraries(libraries, monkeypatch):
-    check(run(libraries, libraries, monkeypatch))
+    path = {"libs": libraries, "linked": tmp_path / "linked", "": None}[path]
+    found = run(tmp_path / name if name else libraries, path, monkeypatch)
+    # Otherwise this tests nothing.
+    assert path is None or found["jax"].startswith(f"{path}{os.sep}")
+    assert set(found["product"]) == {line_of("product")}
+    assert set(found["model"]) == {line_of("model")}
+    assert all(source.startswith("train.py:") for source in found["all"])
 
 
 def test_a_library_that_is_loaded_later_is_known_then(tmp_path, monkeypatch):
@@ -124,3 +125,42 @@ def test_a_library_that_is_loaded_later_is_known_then(tmp_path, monkeypatch):
     assert not source.in_library(f"{package}_of_mine/model.py")
     assert source.in_library(str(ROOT / "jaxmp" / "cli.py"))
     assert not source.in_library(str(ROOT / "examples" / "train_lm.py"))
+
+
+# Whose conversion it is: by where a function is, not by its name alone.
+
+LOW = X.astype(jnp.bfloat16)
+
+
+def promote_dtype(x):
+    """A user's own helper: it upcasts because its author wants float32."""
+    return x.astype(jnp.float32)
+
+
+def widen(x):
+    return jnp.asarray(x, jnp.float32)
+
+
+def test_a_users_helper_keeps_its_upcast_whatever_its_name() -> None:
+    for helper in (promote_dtype, widen):
+        fn = jaxmp.autocast(lambda x, w, helper=helper: helper(x) @ w, BF16)
+        assert contraction_dtypes(fn, LOW, W) == {"float32": 1}
+
+
+def test_a_users_file_named_as_ours_is_the_users(tmp_path) -> None:
+    """`marks.widen` is jaxmp's only in jaxmp's own file."""
+    path = tmp_path / "flax" / "marks.py"
+    path.parent.mkdir()
+    source = "def widen(x):\n    return x.astype('float32')\npromote_dtype = widen\n"
+    scope: dict = {}
+    exec(compile(source, str(path), "exec"), scope)
+    fn = jaxmp.autocast(lambda x, w: scope["widen"](x) @ w, BF16)
+    assert contraction_dtypes(fn, LOW, W) == {"float32": 1}
+
+
+def test_flax_promotes_and_does_not_upcast() -> None:
+    """Its layers widen a 16-bit input to their parameters' dtype: nobody asked for float32."""
+    linen, params = nn.Dense(4), nn.Dense(4).init(jax.random.key(0), X)
+    assert contraction_dtypes(jaxmp.autocast(linen.apply, BF16), params, LOW) == {"bfloat16": 1}
+    dense = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    assert contraction_dtypes(jaxmp.autocast(lambda x: dense(x), BF16), LOW) == {"bfloat16": 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,53 +32,41 @@ import when_it_pays as published
 CHIPS = {name: chip_named(name) for name in chips()}
 
 
-class Described:
-    def __init__(self, platform, kind, capability=None):
-        self.platform, self.device_kind = platform, kind
-        if capability:
-            self.compute_capability = capability
-
-
 # What `matmul="auto"` takes.
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [
-        ("gpu-t4", None),
-        ("gpu-l4", float8()),
-        ("gpu-a100", None),
-        ("gpu-h100", float8()),
-        ("gpu-h200", float8()),
-        ("gpu-b200", mxfp8()),
-        ("tpu-v4", None),
-        ("tpu-v5e", int8()),
-        ("tpu-v5p", int8()),
-        ("tpu-v6e", int8()),
-        ("tpu7x", float8()),
-    ],
-)
-def test_the_recipe_of_a_chip(name, recipe):
-    found, reason = fastest_recipe(CHIPS[name])
-    assert found == recipe
-    assert name in reason
-    if recipe is None:
-        assert not any(pays(float8(), CHIPS[name], 2**16, n, n).pays for n in (1024, 8192))
-    else:
-        assert not warning(recipe, CHIPS[name])
-        assert pays(recipe, CHIPS[name], 16384, 8192, 8192).pays
+# What `matmul="auto"` takes on each chip.
+AUTO = {
+    "gpu-t4": None,
+    "gpu-l4": float8(),
+    "gpu-a100": None,
+    "gpu-h100": float8(),
+    "gpu-h200": float8(),
+    "gpu-b200": mxfp8(),
+    "tpu-v4": None,
+    "tpu-v5e": int8(),
+    "tpu-v5p": int8(),
+    "tpu-v6e": int8(),
+    "tpu7x": float8(),
+}
 
 
-def test_every_chip_is_in_the_table_above():
-    assert set(CHIPS) == {
-        *("gpu-t4", "gpu-l4", "gpu-a100", "gpu-h100", "gpu-h200", "gpu-b200"),
-        *("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu7x"),
-    }
+def test_the_recipe_of_a_chip():
+    assert AUTO.keys() == CHIPS.keys()
+    for name, recipe in AUTO.items():
+        found, reason = fastest_recipe(CHIPS[name])
+        assert found == recipe, name
+        assert name in reason
+        if recipe is None:
+            sizes = (1024, 8192)
+            assert not any(pays(float8(), CHIPS[name], 2**16, n, n).pays for n in sizes), name
+        else:
+            assert not warning(recipe, CHIPS[name]), name
+            assert pays(recipe, CHIPS[name], 16384, 8192, 8192).pays, name
 
 
-@pytest.mark.parametrize(
-    ("platform", "kind", "capability", "recipe", "name"),
-    [
+def test_the_recipe_of_a_device():
+    for platform, kind, capability, recipe, name in (
         ("gpu", "NVIDIA H100 80GB HBM3", "9.0", float8(), "gpu-h100"),
         ("gpu", "NVIDIA GH200 480GB", "9.0", float8(), "NVIDIA GH200 480GB (taken for gpu-h100)"),
         ("gpu", "NVIDIA L40S", "8.9", float8(), "NVIDIA L40S (taken for gpu-l4)"),
@@ -89,15 +78,14 @@ def test_every_chip_is_in_the_table_above():
         ("cpu", "cpu", None, None, "cpu"),
         ("tpu", "TPU v6 lite", None, int8(), "tpu-v6e"),
         ("tpu", "TPU v3", None, None, "TPU v3"),
-    ],
-)
-def test_the_recipe_of_a_device(platform, kind, capability, recipe, name):
-    chip = chip_of(Described(platform, kind, capability))
-    assert chip.name.endswith(name)
-    assert chip.platform == platform
-    found, reason = fastest_recipe(chip)
-    assert found == recipe
-    assert chip.name in reason
+    ):
+        own = {"compute_capability": capability} if capability else {}
+        chip = chip_of(SimpleNamespace(platform=platform, device_kind=kind, **own))
+        assert chip.name.endswith(name)
+        assert chip.platform == platform
+        found, reason = fastest_recipe(chip)
+        assert found == recipe, kind
+        assert chip.name in reason
 
 
 def test_without_figures_nothing_is_promised_and_nothing_warned_of():
@@ -107,9 +95,9 @@ def test_without_figures_nothing_is_promised_and_nothing_warned_of():
     assert not warning(float8(), here)
     with pytest.raises(ValueError, match="estimate: there are no figures of 'cpu'"):
         estimate(float8(), here, 8, 8, 8)
-
-
-def test_what_is_no_chip():
+    for sizes in ((0, 8, 8), (8, -1, 8)):
+        with pytest.raises(ValueError, match="estimate: sizes must be positive; got"):
+            estimate(float8(), CHIPS["gpu-h100"], *sizes)
     with pytest.raises(ValueError, match=r"unknown chip 'gpu-h10' \(did you mean 'gpu-h100'\?\)"):
         chip_named("gpu-h10")
 
@@ -123,9 +111,8 @@ def test_a_device_is_a_part_of_a_chip():
 # What is emulated.
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name", "said"),
-    [
+def test_what_is_emulated():
+    for recipe, name, said in (
         (float8(), "gpu-h100", ""),
         (float8("e5m2"), "gpu-h100", ""),
         (int8(), "gpu-a100", ""),
@@ -140,18 +127,12 @@ def test_a_device_is_a_part_of_a_chip():
         (mxfp8(), "tpu7x", "tpu7x multiplies no blocks of 32"),
         (int8(), "tpu7x", "tpu7x is not documented to multiply int8; by XLA's estimate a product"),
         (float8(), "tpu-v6e", "takes 0.84 of the time of one in bfloat16"),
-    ],
-    ids=str,
-)
-def test_what_is_emulated(recipe, name, said):
-    why = why_emulated(recipe, CHIPS[name])
-    assert (said in why) if said else not why
-    if why:
-        assert warning(recipe, CHIPS[name]) == f"{recipe} is emulated: {why}"
-        assert not pays(recipe, CHIPS[name], 65536, 16384, 16384).pays
-
-
-def test_what_is_no_faster_is_warned_of():
+    ):
+        why = why_emulated(recipe, CHIPS[name])
+        assert (said in why) if said else not why, (recipe, name)
+        if why:
+            assert warning(recipe, CHIPS[name]) == f"{recipe} is emulated: {why}"
+            assert not pays(recipe, CHIPS[name], 65536, 16384, 16384).pays, (recipe, name)
     said = "int8 is no faster than bfloat16 on tpu-v4: a product in int8 takes 1.00 of the time"
     assert warning(int8(), CHIPS["tpu-v4"]) == said
 
@@ -159,16 +140,19 @@ def test_what_is_no_faster_is_warned_of():
 # The estimate.
 
 
-@pytest.mark.parametrize("name", [name for name in CHIPS if CHIPS[name].recipe])
-@pytest.mark.parametrize(
-    "recipe", ["float8", "e4m3@row", "int8", "mxfp8", "blockwise_float8", "e4m3/bf16"]
-)
-def test_more_work_for_the_same_arrays_pays_more(name, recipe):
+def test_more_work_for_the_same_arrays_pays_more():
     """A layer twice as large in every direction quantizes 4 times as much for 8 times the work."""
-    ratios = [
-        estimate(parse_recipe(recipe), CHIPS[name], n, n, n).ratio for n in (2048, 4096, 8192)
-    ]
-    assert ratios == sorted(ratios, reverse=True)
+    for chip in (chip for chip in CHIPS.values() if chip.recipe):
+        for recipe in ("float8", "e4m3@row", "int8", "mxfp8", "blockwise_float8", "e4m3/bf16"):
+            each = (estimate(parse_recipe(recipe), chip, n, n, n) for n in (2048, 4096, 8192))
+            ratios = [one.ratio for one in each]
+            assert ratios == sorted(ratios, reverse=True), (chip.name, recipe)
+    # The two operands of a gradient go by the slower format.
+    mixed, one = (
+        estimate(recipe, CHIPS["tpu-v5e"], 8192, 8192, 8192).ratio
+        for recipe in (float8("e5m2"), float8())
+    )
+    assert mixed == pytest.approx(one, rel=0.01)
 
 
 def test_an_estimate_is_the_sum_of_its_parts():
@@ -218,71 +202,53 @@ def test_a_product_that_moves_more_than_it_multiplies():
     assert found.seconds - found.quantizing == pytest.approx(3 * (2 + 6) * 256 / 1e6)
 
 
-def test_the_two_operands_of_a_gradient_go_by_the_slower_format():
-    chip = CHIPS["tpu-v5e"]
-    mixed = estimate(float8("e5m2"), chip, 8192, 8192, 8192).ratio
-    assert mixed == pytest.approx(estimate(float8(), chip, 8192, 8192, 8192).ratio, rel=0.01)
-
-
-@pytest.mark.parametrize(("what", "estimated", "said"), published.rows(), ids=lambda v: str(v)[:40])
-def test_estimates_are_near_what_is_published(what, estimated, said):
-    if said is None:  # what torchao leaves alone
-        assert estimated < 1 / WORTH["gpu"]
-    elif said < 1:
-        assert estimated < 1
-    else:
-        assert estimated == pytest.approx(said, rel=0.07)
+def test_estimates_are_near_what_is_published():
+    for what, estimated, said in published.rows():
+        if said is None:  # what torchao leaves alone
+            assert estimated < 1 / WORTH["gpu"], what
+        elif said < 1:
+            assert estimated < 1, what
+        else:
+            assert estimated == pytest.approx(said, rel=0.07), what
 
 
 # XLA's estimated cycles of an FFN 4096/16384, forward and backward, over bfloat16's, by
 # `benchmarks/product_cycles.py --parts ffn` (libtpu 0.0.52, 8192 tokens).
-@pytest.mark.parametrize(
-    ("name", "recipe", "cycles"),
-    [
+def test_estimates_are_near_xlas_of_a_whole_ffn():
+    for name, recipe, cycles in (
         ("tpu-v5e", int8(), 0.616),
         ("tpu-v6e", int8(), 0.748),
         ("tpu7x", float8(), 0.534),
-    ],
-    ids=str,
-)
-def test_estimates_are_near_xlas_of_a_whole_ffn(name, recipe, cycles):
-    found = [estimate(recipe, CHIPS[name], 8192, *s) for s in ((4096, 16384), (16384, 4096))]
-    ratio = sum(e.seconds for e in found) / sum(e.seconds_16_bits for e in found)
-    assert ratio == pytest.approx(cycles, rel=0.2)
-
-
-@pytest.mark.parametrize("name", ["tpu-v5e", "tpu-v5p"])
-def test_what_xla_estimates_to_be_slower_is_not_said_to_pay(name):
-    """Two layers 1024/4096 of 8192 tokens, in int8: 1.08 and 1.04 of bfloat16's cycles."""
-    assert not any(pays(int8(), CHIPS[name], 8192, *s).pays for s in ((1024, 4096), (4096, 1024)))
-    slower = dataclasses.replace(CHIPS[name], relative_grad_weight={})
-    sizes = (8192, 4096, 4096)
-    assert estimate(int8(), slower, *sizes).ratio < estimate(int8(), CHIPS[name], *sizes).ratio
-
-
-@pytest.mark.parametrize("sizes", [(0, 8, 8), (8, -1, 8)])
-def test_sizes_are_positive(sizes):
-    with pytest.raises(ValueError, match="estimate: sizes must be positive; got"):
-        estimate(float8(), CHIPS["gpu-h100"], *sizes)
+    ):
+        found = [estimate(recipe, CHIPS[name], 8192, *s) for s in ((4096, 16384), (16384, 4096))]
+        ratio = sum(e.seconds for e in found) / sum(e.seconds_16_bits for e in found)
+        assert ratio == pytest.approx(cycles, rel=0.2), name
+    # Two layers 1024/4096 of 8192 tokens, in int8, take 1.08 and 1.04 of bfloat16's cycles.
+    for name in ("tpu-v5e", "tpu-v5p"):
+        sizes = ((1024, 4096), (4096, 1024))
+        assert not any(pays(int8(), CHIPS[name], 8192, *size).pays for size in sizes), name
+        slower = dataclasses.replace(CHIPS[name], relative_grad_weight={})
+        one, other = (estimate(int8(), c, 8192, 4096, 4096).ratio for c in (slower, CHIPS[name]))
+        assert one < other, name
 
 
 # The table.
 
 
-@pytest.mark.parametrize("name", CHIPS)
-def test_the_table_says_what_pays_says(name):
-    table = when_it_pays(name)
-    for (n_in, n_out), cells in table.cells.items():
-        assert tuple(cells) == RECIPES
-        for recipe, cell in cells.items():
-            gains = [pays(recipe, table.chip, tokens, n_in, n_out) for tokens in TOKENS]
-            assert list(cell.ratios.values()) == [gain.ratio for gain in gains]
-            pay = [gain.pays for gain in gains]
-            first = TOKENS.index(cell.least) if cell.least else len(TOKENS)
-            assert all(pay[first:])
-            assert not (first and pay[first - 1])
-    recipe, reason = fastest_recipe(table.chip)
-    assert f'matmul="auto": {recipe or "none"}: {reason}.' in str(table)
+def test_the_table_says_what_pays_says():
+    for name in CHIPS:
+        table = when_it_pays(name)
+        for (n_in, n_out), cells in table.cells.items():
+            assert tuple(cells) == RECIPES
+            for recipe, cell in cells.items():
+                gains = [pays(recipe, table.chip, tokens, n_in, n_out) for tokens in TOKENS]
+                assert list(cell.ratios.values()) == [gain.ratio for gain in gains]
+                pay = [gain.pays for gain in gains]
+                first = TOKENS.index(cell.least) if cell.least else len(TOKENS)
+                assert all(pay[first:])
+                assert not (first and pay[first - 1])
+        recipe, reason = fastest_recipe(table.chip)
+        assert f'matmul="auto": {recipe or "none"}: {reason}.' in str(table)
 
 
 def test_the_table_from_the_command_line(capsys):
@@ -298,17 +264,14 @@ def test_the_table_from_the_command_line(capsys):
     assert {row["recipe"] for row in table["layers"]} == set(map(str, RECIPES))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mistakes_with_the_table(capsys):
+    for arguments, message in (
         (["--table", "--target", "gpu-h10"], "unknown target 'gpu-h10'"),
         (["--table", "module:function"], "takes either --table or module:function"),
         ([], "takes either --table or module:function"),
-    ],
-)
-def test_mistakes_with_the_table(arguments, message, capsys):
-    assert cli.main(["preflight", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    ):
+        assert cli.main(["preflight", *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
 # The time of a step.
@@ -354,12 +317,13 @@ def test_a_step_of_a_tpu_takes_the_cycles_that_its_compiler_estimates() -> None:
     assert time.seconds == pytest.approx(1)
 
 
-@pytest.mark.parametrize("name", [name for name in CHIPS if name.startswith("tpu")])
-def test_the_clock_of_a_tpu_is_that_of_whole_matrix_units(name: str) -> None:
-    chip, unit = CHIPS[name], chips()[name]["matrix_unit"]
-    units = chip.tflops["bfloat16"] * 1e12 / chip.clock_hz / (2 * unit**2)
-    assert units == pytest.approx(round(units), rel=1e-3)
-    assert round(units) in (4, 8)
+def test_the_clock_of_a_tpu_is_that_of_whole_matrix_units() -> None:
+    for name, chip in CHIPS.items():
+        if name.startswith("tpu"):
+            unit = chips()[name]["matrix_unit"]
+            units = chip.tflops["bfloat16"] * 1e12 / chip.clock_hz / (2 * unit**2)
+            assert units == pytest.approx(round(units), rel=1e-3), name
+            assert round(units) in (4, 8), name
 
 
 def test_of_what_no_rate_is_known_no_time_is_said() -> None:

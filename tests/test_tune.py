@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._numerics import tune_scores
+from jaxmp._numerics import tune, tune_scores
 from jaxmp._numerics.tune import Tuned, check_exact, tied
 from jaxmp._numerics.tune_costs import Costs, ProductFormat
 from jaxmp._numerics.tune_paths import products
-from jaxmp._numerics.tune_report import Group, Scored, grouped
+from jaxmp._numerics.tune_report import Group, Scored, Verified, grouped
 from jaxmp._numerics.tune_solve import front
 
 BF16 = "mixed_bfloat16"
@@ -89,21 +90,19 @@ def test_the_solver_finds_what_trying_everything_finds(seed):
     if seed == 3:
         errors = [np.where(np.arange(len(e)) == 2, np.inf, e) for e in errors]
     found = front(costs, errors)
-    everything = [
-        (
-            sum(c[i] for c, i in zip(costs, choice, strict=True)),
-            sum(e[i] for e, i in zip(errors, choice, strict=True)),
-        )
-        for choice in itertools.product(*(range(n) for n in sizes))
-    ]
+
+    def total(of: Any, choice: Any) -> float:
+        return sum(each[i] for each, i in zip(of, choice, strict=True))
+
+    choices = itertools.product(*(range(n) for n in sizes))
+    everything = [(total(costs, choice), total(errors, choice)) for choice in choices]
     least = min(error for _, error in everything)
     for budget in np.linspace(least, max(found.errors[0], 1) * 1.1, 23):
         at = found.within(budget + 1e-12)
         best = min(cost for cost, error in everything if error <= budget + 1e-12)
         assert found.costs[at] == pytest.approx(best)
-        choice = found.choices(at)
-        assert sum(c[i] for c, i in zip(costs, choice, strict=True)) == pytest.approx(best)
-        assert sum(e[i] for e, i in zip(errors, choice, strict=True)) <= budget + 1e-9
+        assert total(costs, found.choices(at)) == pytest.approx(best)
+        assert total(errors, found.choices(at)) <= budget + 1e-9
     assert found.exact
 
 
@@ -159,26 +158,41 @@ def test_ties():
     assert tied("m/experts/0/up") == tied("m/experts/3/up")
     assert tied("m/q_proj") == tied("m/v_proj") != tied("m/out_proj")
     assert tied("head") != tied("block")
+    with pytest.raises(TypeError, match=r"tune: tie gives \['a'\] for 'a', which has no hash"):
+        grouped([("a",)], lambda path: [path])
 
 
 # What it answers.
 
 
-def test_layers_of_one_kind_are_one_pattern_where_all_are_the_same():
+def answered(names: list[str], errors: Callable[[int, str], float], budget: float) -> Tuned:
+    """What is answered where modules in bfloat16 err by so much."""
     ways = ((ProductFormat(),), (ProductFormat("bfloat16"),))
+    groups = tuple(
+        Group((tuple(name.split("/")),), 1, ways, (0, 1), (1.0, 0.5), (0.0, errors(i, name)))
+        for i, name in enumerate(names)
+    )
+    solutions = front([group.costs for group in groups], [group.errors for group in groups])
+    policies = ("float32", BF16)
+    scored = Scored(
+        None,
+        tuple(map(jaxmp.get_policy, policies)),
+        policies,
+        groups,
+        solutions,
+        len(groups),
+        "",
+        lambda _: None,
+        {i: Verified(0.9, 0.1) for i in range(len(solutions.costs))},
+    )
+    return Tuned(budget, scored, solutions.within(budget))
+
+
+def test_layers_of_one_kind_are_one_pattern_where_all_are_the_same():
+    names = [f"h_{i}/{name}" for i in range(100) for name in ("up", "gate", "down")] + ["head"]
 
     def answer(kept: set[str]) -> jaxmp.PolicyMap:
-        names = [f"h_{i}/{name}" for i in range(100) for name in ("up", "gate", "down")] + ["head"]
-        groups = tuple(
-            Group(
-                (tuple(name.split("/")),), 1, ways, (0, 1), (1.0, 0.5), (0.0, 1.0 * (name in kept))
-            )
-            for name in names
-        )
-        solutions = front([group.costs for group in groups], [group.errors for group in groups])
-        policies = tuple(map(jaxmp.get_policy, ("float32", BF16)))
-        scored = Scored(None, policies, (), groups, solutions, len(groups), "", lambda _: None)
-        found = Tuned(0.0, scored, solutions.within(0.0)).policy
+        found = answered(names, lambda i, name: 1.0 * (name in kept), 0.0).policy
         assert eval(repr(found), {"PolicyMap": jaxmp.PolicyMap}) == found, "it can be pasted"
         return found
 
@@ -188,6 +202,13 @@ def test_layers_of_one_kind_are_one_pattern_where_all_are_the_same():
         {"h_*/up": "float32", "head": "float32"}, default=BF16
     )
     assert len(answer(ups - {"h_7/up"}).overrides) == 99
+    text = str(answered(names, lambda i, name: 1e-3 * (i % 3), 0.05))
+    assert len(text.splitlines()) <= 40
+    assert max(map(len, text.splitlines())) <= 120
+    assert "h_*/gate" in text
+
+
+# What it answers.
 
 
 # A small function, by default.
@@ -201,6 +222,10 @@ def scoped_loss(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((h - jnp.mean(h, 0)) ** 3)
 
 
+# Its own policy stays in force, so that no candidate changes anything.
+WRAPPED = jaxmp.wrap(scoped_loss, "float32")
+
+
 SCOPED_X = jax.random.normal(jax.random.key(0), (16, 16))
 SCOPED_PARAMS = {"a": SCOPED_X / 4, "b": SCOPED_X[:, :4] / 4}
 SCOPED_PARAMS["a"] = SCOPED_PARAMS["a"][::-1]
@@ -211,16 +236,19 @@ def small() -> Tuned:
     return jaxmp.tune(scoped_loss, probes=2)(SCOPED_PARAMS, [SCOPED_X])
 
 
-def test_a_planted_layer_is_found(small):
-    assert small.policy == jaxmp.PolicyMap({"planted": "float32"}, default="mixed_bfloat16")
+def test_a_planted_layer_is_found_and_named(small):
+    assert small.policy == jaxmp.PolicyMap({"planted": "float32"}, default=BF16)
     assert small.verified.error <= 1e-3
     # Each runs forward and backward by its weights; `x` has no gradient.
     assert small.low_share == pytest.approx(2 * 16 / (2 * 16 + 3 * 4))
-
-
-def test_a_function_runs_as_it_was_verified(small):
-    run = small.apply(scoped_loss)
-    got = jaxmp.explain(run, "float32")(SCOPED_PARAMS, SCOPED_X)
+    text = str(small)
+    assert "planted" in text
+    assert "budget 0.001" in text
+    assert f"{small.verified.error:.2g} measured" in text
+    assert re.search(r"^refused       the cheapest: 1 - cosine \S+ measured$", text, re.MULTILINE)
+    assert "refused" not in str(small.solve(1.0))
+    # A function runs as it was verified.
+    got = jaxmp.explain(small.apply(scoped_loss), "float32")(SCOPED_PARAMS, SCOPED_X)
     assert [(row.path, row.dtype) for row in got.rows if row.op == "dot_general"] == [
         ("calm", "bfloat16"),
         ("planted", "float32"),
@@ -236,15 +264,6 @@ def test_another_budget_is_not_scored_anew(small, monkeypatch):
     costs = [p.cost for p in small.pareto]
     assert costs == sorted(costs)
     assert costs[-1] == pytest.approx(1)
-
-
-def test_the_table_names_modules_shares_and_what_was_measured(small):
-    text = str(small)
-    assert "planted" in text
-    assert "budget 0.001" in text
-    assert f"{small.verified.error:.2g} measured" in text
-    assert re.search(r"^refused       the cheapest: 1 - cosine \S+ measured$", text, re.MULTILINE)
-    assert "refused" not in str(small.solve(1.0))
 
 
 @pytest.mark.parametrize(
@@ -264,29 +283,24 @@ def test_the_table_names_modules_shares_and_what_was_measured(small):
         ({"progress": True}, "progress is called with a line of text: give print"),
         ({"loss_fn": lambda p, x, y: p["a"]}, r"a batch is one argument.*\(p, x, y\): missing"),
         ({"params": {"a": jnp.arange(3)}}, r"params\['a'\] has int32"),
+        ({"batches": [SCOPED_X * jnp.nan]}, "loss of batch 0, or its gradients, are not finite"),
+        ({"loss_fn": lambda p, x: x[0] @ p["a"]}, r"one number.*float32\[16\]"),
+        ({"candidates": [jaxmp.PolicyMap({}, default="float32")]}, "PolicyMap"),
+        ({"loss_fn": WRAPPED, "candidates": [BF16]}, "tune: .* decides no product here"),
     ],
 )
 def test_wrong_arguments_are_refused(changed, message):
     given = {"loss_fn": scoped_loss, "params": SCOPED_PARAMS, "batches": [SCOPED_X], **changed}
     call = given.pop("params"), given.pop("batches")
     with pytest.raises((TypeError, ValueError), match=f"{message}"):
-        jaxmp.tune(given.pop("loss_fn"), **given)(*call)
+        jaxmp.tune(given.pop("loss_fn"), **{"probes": 1, **given})(*call)
 
 
-@pytest.mark.parametrize(("factor", "what"), [(jnp.nan, "not finite"), (0.0, "all 0")])
-def test_float32_has_to_have_gradients(factor, what):
-    with pytest.raises(ValueError, match=f"tune: in float32 the loss of batch 1, .* are {what}"):
-        check_exact(jnp.float32(1), {"a": factor * jnp.ones(3)}, 1)
-
-
-def test_a_batch_that_is_not_finite_is_named():
-    with pytest.raises(ValueError, match="the loss of batch 0, or its gradients, are not finite"):
-        jaxmp.tune(scoped_loss, probes=1)(SCOPED_PARAMS, [SCOPED_X * jnp.nan])
-
-
-def test_a_tie_has_to_have_a_hash():
-    with pytest.raises(TypeError, match=r"tune: tie gives \['a'\] for 'a', which has no hash"):
-        grouped([("a",)], lambda path: [path])
+def test_float32_has_to_have_gradients():
+    for factor, what in ((jnp.nan, "not finite"), (0.0, "all 0")):
+        said = f"tune: in float32 the loss of batch 1, .* are {what}"
+        with pytest.raises(ValueError, match=said):
+            check_exact(jnp.float32(1), {"a": factor * jnp.ones(3)}, 1)
 
 
 @pytest.mark.slow
@@ -306,20 +320,51 @@ def test_across_devices_it_is_what_it_is_on_one(small):
     np.testing.assert_allclose(found.predicted, small.predicted, rtol=0.5)
 
 
-def test_a_damaged_file_of_scores_is_named_and_made_again(tmp_path, small):
-    whole = jaxmp.tune(scoped_loss, probes=2, out=tmp_path)(SCOPED_PARAMS, [SCOPED_X])
+# What is kept.
+
+
+@pytest.fixture
+def scored(monkeypatch) -> list[int]:
+    """The batches that are scored, which costs nothing here."""
+    batches: list[int] = []
+
+    def score(self: Any, batch: Any, number: int) -> Any:
+        batches.append(number)
+        if len(batches) == 2 and number == 1:
+            raise KeyboardInterrupt
+        return np.array([[0.0, 1 / 3], [0.0, 0.1 + number]])
+
+    monkeypatch.setattr(tune_scores.Scorer, "__call__", score)
+    monkeypatch.setattr(tune, "_verifier", lambda *_: lambda policies: Verified(1.0, 0.0))
+    return batches
+
+
+def test_scoring_goes_on_where_it_was_interrupted(tmp_path, scored):
+    def tuned(*batches: int) -> Any:
+        found = jaxmp.tune(scoped_loss, out=tmp_path)
+        return found(SCOPED_PARAMS, [SCOPED_X + i for i in batches]).pareto
+
+    with pytest.raises(KeyboardInterrupt):
+        tuned(0, 1, 2)
     [path] = tmp_path.iterdir()
+    assert json.loads(path.read_text())["result"]
+    whole = tuned(0, 1, 2)
+    assert scored == [0, 1, 1, 2]
     text = path.read_text()
     path.write_text("{")
     with pytest.warns(UserWarning, match=rf"tune: .*{path.name} is damaged .*batch 0 is made"):
-        again = jaxmp.tune(scoped_loss, probes=2, out=tmp_path)(SCOPED_PARAMS, [SCOPED_X])
+        assert tuned(0, 1, 2) == whole
     assert path.read_text() == text
-    assert again.pareto == whole.pareto == small.pareto
+    count = len(scored)
+    assert tuned(0, 1, 2) == whole
+    assert len(scored) == count
+    tuned(1, 2)  # which are the first and the second now
+    assert scored[count:] == [0, 1]
 
 
-def test_scores_of_another_loss_are_not_taken(tmp_path, monkeypatch):
+def test_scores_of_another_loss_are_not_taken(tmp_path, monkeypatch, scored):
     """Not even where all that differs is what it closes over, or where it says so."""
-    w, x = {"w": jnp.eye(8)}, jnp.ones((4, 8))
+    params, x = {"w": jnp.eye(8)}, jnp.ones((4, 8))
 
     def make(added: float, first: str = "a", *, inner: bool = False) -> Any:
         ones = jnp.full(8, added)
@@ -332,30 +377,21 @@ def test_scores_of_another_loss_are_not_taken(tmp_path, monkeypatch):
 
         return loss
 
-    scored: list[int] = []
-    score = tune_scores.Scorer.__call__
-
-    def counted(self: Any, batch: Any, number: int) -> Any:
-        scored.append(number)
-        return score(self, batch, number)
-
-    monkeypatch.setattr(tune_scores.Scorer, "__call__", counted)
-    for inner in (False, True):
-        out = tmp_path / str(inner)
-        kept = jaxmp.tune(make(1.0, inner=inner), out=out)(w, [x])
-        assert jaxmp.tune(make(1.0, inner=inner), out=out)(w, [x]).pareto == kept.pareto
-        assert len(scored) == 1
-        for count, other in enumerate((make(2.0, inner=inner), make(1.0, "b", inner=inner)), 2):
-            jaxmp.tune(other, out=out)(w, [x])
-            assert len(scored) == count
+    def is_scored(loss: Any) -> bool:
         scored.clear()
+        jaxmp.tune(loss, out=tmp_path)(params, [x])
+        return bool(scored)
+
+    for inner in (False, True):
+        assert is_scored(make(1.0, inner=inner))
+        assert not is_scored(make(1.0, inner=inner))
+        assert is_scored(make(2.0, inner=inner))
+        assert is_scored(make(1.0, "b", inner=inner))
     with jax.default_prng_impl("rbg"):  # of the probes
-        jaxmp.tune(make(1.0, inner=True), out=out)(w, [x])
-        assert len(scored) == 1
-    scored.clear()
+        assert is_scored(make(1.0))
+    assert not is_scored(make(1.0))
     monkeypatch.setattr(jaxmp, "__version__", "another")
-    jaxmp.tune(make(1.0, inner=True), out=out)(w, [x])
-    assert len(scored) == 1
+    assert is_scored(make(1.0))
 
 
 def test_a_loss_that_is_not_twice_differentiable_says_so():
@@ -372,14 +408,6 @@ def test_a_loss_that_is_not_twice_differentiable_says_so():
             {"w": jnp.ones((8, 8))}, [jnp.ones((4, 8))]
         )
     assert "twice differentiable" in raised.value.__notes__[-1]
-
-
-def test_what_gives_no_loss_is_refused():
-    with pytest.raises(TypeError, match=r"one number.*float32\[16\]"):
-        jaxmp.tune(lambda p, x: x[0] @ p["a"])(SCOPED_PARAMS, [SCOPED_X])
-    one_map = jaxmp.PolicyMap({}, default="float32")
-    with pytest.raises(TypeError, match="PolicyMap"):
-        jaxmp.tune(scoped_loss, candidates=[one_map])(SCOPED_PARAMS, [SCOPED_X])
 
 
 # As the issue has it.
@@ -401,21 +429,17 @@ def test_a_planted_layer_is_found_in_two_minutes_and_nine_tenths_stay_low():
 
 
 @pytest.mark.slow
-def test_a_small_planted_layer_is_found_and_wrap_takes_the_map():
-    loss, params, batches = problem(Planted(3, 1), 16)
-    found = jaxmp.tune(loss, probes=2)(params, batches)
-    assert found.policy == jaxmp.PolicyMap({"block_1": "float32"}, default=BF16)
-    off = 1 - found.verified.cosine
-    assert wrapped_cosine(Planted(3, 1), found, 16) == pytest.approx(1 - off, abs=off)
-
-
-@pytest.mark.slow
-def test_a_benign_model_costs_no_more_than_all_low():
+def test_a_benign_model_costs_no_more_than_all_low_and_no_error_is_float32():
     loss, params, batches = problem(Planted(6, None), 32)
     found = jaxmp.tune(loss)(params, batches)
-    assert found.policy == jaxmp.PolicyMap({}, default="mixed_bfloat16")
+    assert found.policy == jaxmp.PolicyMap({}, default=BF16)
     assert found.low_share == 1
     assert found.cost == min(p.cost for p in found.pareto) == pytest.approx(0.5)
+    exact = found.solve(0.0)
+    assert exact.policy == jaxmp.PolicyMap({}, default="float32")
+    assert exact.cost == pytest.approx(1)
+    assert exact.low_share == 0
+    assert exact.verified == (pytest.approx(1), 0)
 
 
 @pytest.mark.slow
@@ -525,30 +549,6 @@ def test_float16_is_not_given_to_what_overflows():
 
 
 @pytest.mark.slow
-def test_scoring_goes_on_where_it_was_interrupted(tmp_path, monkeypatch):
-    loss, params, batches = problem(Planted(1, 0), 16, count=3)
-    whole = jaxmp.tune(loss)(params, batches)
-    score, scored = tune_scores.Scorer.__call__, []
-
-    def until_the_second(self: Any, batch: Any, number: int) -> Any:
-        scored.append(number)
-        if len(scored) == 2:
-            raise KeyboardInterrupt
-        return score(self, batch, number)
-
-    monkeypatch.setattr(tune_scores.Scorer, "__call__", until_the_second)
-    with pytest.raises(KeyboardInterrupt):
-        jaxmp.tune(loss, out=tmp_path)(params, batches)
-    [first] = tmp_path.iterdir()
-    resumed = jaxmp.tune(loss, out=tmp_path)(params, batches)
-    assert scored == [0, 1, 1, 2]
-    assert resumed.pareto == whole.pareto
-    assert json.loads(first.read_text())["result"]
-    jaxmp.tune(loss, out=tmp_path)(params, batches[1:])
-    assert scored == [0, 1, 1, 2, 0, 1]
-
-
-@pytest.mark.slow
 def test_costs_of_a_chip_and_the_picture(tmp_path: Path):
     pytest.importorskip("matplotlib")
     loss, params, batches = problem(Planted(4, 1), 64, count=1)
@@ -563,21 +563,3 @@ def test_costs_of_a_chip_and_the_picture(tmp_path: Path):
     assert not any(p.matmul for p in found.assignment.values())
     found.plot(tmp_path / "tune.png")
     assert (tmp_path / "tune.png").stat().st_size > 20_000
-
-
-@pytest.mark.slow
-def test_no_error_is_float32():
-    loss, params, batches = problem(Planted(1, None), 8, batch=4, count=1)
-    found = jaxmp.tune(loss, budget=0.0)(params, batches)
-    assert found.policy == jaxmp.PolicyMap({}, default="float32")
-    assert found.cost == pytest.approx(1)
-    assert found.low_share == 0
-    assert found.verified == (pytest.approx(1), 0)
-
-
-def test_a_wrapped_model_is_refused():
-    """Its own policy stays in force, so that no candidate changes anything."""
-    x, params = jnp.ones((16, 16)), {"w": jnp.ones((16, 16))}
-    loss = jaxmp.wrap(lambda params, x: jnp.sum(jnp.tanh(x @ params["w"])), "float32")
-    with pytest.raises(ValueError, match=r"tune: .* decides no product here"):
-        jaxmp.tune(loss, candidates=["mixed_bfloat16"])(params, [x])

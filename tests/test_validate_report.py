@@ -38,14 +38,13 @@ def report(tmp_path_factory):
         return validate(make_step, POLICIES, 50, 2, batches=batches, out=folder)
 
 
-def test_float16_needs_its_loss_scaled(report):
+def test_float16_needs_its_loss_scaled_and_the_table_says_so(report):
     assert report["scaled"].verdict == PASSES
     assert report["not scaled"].verdict == FAILS
     assert "every gradient is exactly zero in 100% of the steps" in one_line(report)
     assert report["scaled"].runs[0].loss_scales[0] == 2.0**16
-
-
-def test_the_table(report):
+    with pytest.raises(KeyError, match=r"no policy 'float16'.*'scaled', 'not scaled'"):
+        report["float16"]
     lines = str(report).splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 120
@@ -59,9 +58,8 @@ def test_the_table(report):
     assert not_scaled.endswith("  0  fails")
     assert f"JAX {jax.__version__}" in one_line(report)
     assert "backend: cpu" in one_line(report)
-
-
-def test_markdown(report):
+    numbers = {0.0: "+0.00%", 0.5: "+50.00%", -0.00004: "-0.004%", float("nan"): "not finite"}
+    assert list(map(percent, numbers)) == list(numbers.values())
     text = report.to_markdown()
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len({row.count("|") for row in rows}) == 1
@@ -83,16 +81,14 @@ def test_json(report):
     assert data["policies"][0]["final_loss"] is None
 
 
-def test_an_unknown_policy_of_a_report(report):
-    with pytest.raises(KeyError, match=r"no policy 'float16'.*'scaled', 'not scaled'"):
-        report["float16"]
-
-
-def test_the_picture(report, tmp_path):
+def test_the_picture(report, tmp_path, monkeypatch):
     report.plot(tmp_path / "a.png")
     content = (tmp_path / "a.png").read_bytes()
     assert content.startswith(PNG_SIGNATURE)
     assert len(content) < 150_000
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="python -m pip install matplotlib"):
+        report.plot("a.png")
 
 
 @pytest.mark.slow
@@ -111,12 +107,6 @@ def test_pictures_of_odd_runs(tmp_path):
     ):
         validate(making, steps=steps, seeds=1).plot(tmp_path / f"{k}.png")
         assert (tmp_path / f"{k}.png").read_bytes().startswith(PNG_SIGNATURE)
-
-
-def test_without_matplotlib_the_picture_says_what_to_install(report, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="python -m pip install matplotlib"):
-        report.plot("a.png")
 
 
 def test_it_says_whose_numerics_they_are(monkeypatch):
@@ -198,24 +188,18 @@ def test_the_command_line_is_strict_if_asked(command, monkeypatch):
     assert "proves nothing" in printed.out
 
 
-@pytest.mark.parametrize(
-    ("function", "options", "message"),
-    [
-        ("nothing", ("--policy", "float16"), "has no 'nothing'"),
-        (
-            "PROGRAM.x",
-            ("--policy", "float16"),
-            r"write module:function, make_step\(policy, seed\)",
-        ),
-        ("by_name", ("--policy", "flaot16"), "float16"),
-        ("by_name", ("--policy", "float32"), "is what the others are compared with"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_told_in_one_line(command, function, options, message):
-    code, printed = command(function, *options)
-    assert code == 2
-    assert re.search(message, printed.err)
-    assert len(printed.err.strip().splitlines()) == 1
+def test_mistakes_on_the_command_line_are_told_in_one_line(command):
+    written = r"write module:function, make_step\(policy, seed\)"
+    for function, policy, message in (
+        ("nothing", "float16", "has no 'nothing'"),
+        ("PROGRAM.x", "float16", written),
+        ("by_name", "flaot16", "float16"),
+        ("by_name", "float32", "is what the others are compared with"),
+    ):
+        code, printed = command(function, "--policy", policy)
+        assert code == 2
+        assert re.search(message, printed.err)
+        assert len(printed.err.strip().splitlines()) == 1
 
 
 def test_progress_is_a_bar_on_stderr_unless_it_is_not_wanted(capsys):
@@ -223,15 +207,6 @@ def test_progress_is_a_bar_on_stderr_unless_it_is_not_wanted(capsys):
     assert re.search(r"it, seed 0: 100%.* 120/120 .*steps/s", capsys.readouterr().err)
     validate(seeds=1, progress=False)
     assert not capsys.readouterr().err
-
-
-def test_percentages():
-    assert [percent(x) for x in (0.0, 0.5, -0.00004, float("nan"))] == [
-        "+0.00%",
-        "+50.00%",
-        "-0.004%",
-        "not finite",
-    ]
 
 
 # The examples.
