@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxmp
 from jaxmp import TrainState, dynamic_loss_scale, master_weights, static_loss_scale, store_state
 
-from support import assert_same, numbers, slow_when
+from support import assert_same, numbers, run_python, slow_when
 from training import OVERFLOW, SCALED, STEP, NnxNet, X, fsdp, full_state, nnx_step, scaled
 
 BATCHES = [X, OVERFLOW, X + 0.5, X - 1, 2 * X, OVERFLOW, X, X + 1]
@@ -158,3 +160,67 @@ def test_8_bits_and_remainders_are_restored(tmp_path):
     assert_same(restored, saved)
     assert (restored.step, restored.skipped_count, restored.loss_scale) == (1, 1, 2.0**15)
     assert_same(step(restored, 1.0), step(saved, 1.0))
+
+
+# A process that is killed, with 8 bits and remainders in its state.
+
+SAVE_AND_DIE = """
+import os, signal, sys
+import jax.numpy as jnp, optax
+import orbax.checkpoint as ocp
+from jaxmp import TrainState, dynamic_loss_scale, master_weights, store_state
+
+folder, event, part = sys.argv[1:]
+tx = dynamic_loss_scale(store_state(optax.adam(1e-2), "int8"))
+tx = master_weights(tx, remainder=True)
+params = {"w": jnp.arange(8192, dtype=jnp.bfloat16)}
+state = TrainState.create(apply_fn=None, params=params, tx=tx)
+state = state.apply_gradients(grads={"w": jnp.full(8192, jnp.inf)})
+manager = ocp.CheckpointManager(folder)
+manager.save(1, args=ocp.args.StandardSave(state))
+manager.wait_until_finished()
+
+def die(name, args):
+    if name == event and part in str(args[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(die)
+state = state.apply_gradients(grads={"w": jnp.ones(8192)})
+manager.save(2, args=ocp.args.StandardSave(state))
+manager.wait_until_finished()
+print("survived")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("event", "part"),
+    [
+        ("open", "array_metadatas"),  # while the arrays are being written
+        ("os.rename", "2.orbax-checkpoint-tmp"),  # all is written, but not in its place yet
+    ],
+    ids=("writing", "committing"),
+)
+def test_a_process_killed_while_saving_leaves_the_previous_checkpoint(event, part, tmp_path):
+    result = run_python("-c", SAVE_AND_DIE, str(tmp_path), event, part, folder=tmp_path)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert "survived" not in result.stdout
+    assert list(tmp_path.glob("2.*tmp*")), "it died too early, or too late"
+    assert not (tmp_path / "2").exists()
+
+    tx = dynamic_loss_scale(store_state(optax.adam(1e-2), "int8"))
+    tx = master_weights(tx, remainder=True)
+    params = {"w": jnp.arange(8192, dtype=jnp.bfloat16)}
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    assert state.opt_state.inner_state.inner_state.inner_state[0].mu["w"].dtype == jnp.int8
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 1
+        like = jax.eval_shape(lambda: state)
+        restored = manager.restore(1, args=ocp.args.StandardRestore(like))
+        assert_same(restored, state.apply_gradients(grads={"w": jnp.full(8192, jnp.inf)}))
+        assert (restored.step, restored.skipped_count, restored.loss_scale) == (0, 1, 2.0**15)
+        # The run goes on in the same folder.
+        after = restored.apply_gradients(grads={"w": jnp.ones(8192)})
+        assert manager.save(2, args=ocp.args.StandardSave(after))
+        manager.wait_until_finished()
+        assert_same(manager.restore(2, args=ocp.args.StandardRestore(like)), after)

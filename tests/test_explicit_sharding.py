@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -245,6 +246,50 @@ def test_a_linen_step_keeps_every_leaf_where_it_is(policy, masters):
         assert (int(state.step), int(state.skipped_count)) == (3, 0)
     # JAX 0.10 spells the sharding of a key that it is given otherwise than of one that it returns.
     assert step._cache_size() == 1 or masters
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(16, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.second = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(nnx.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.slow
+def test_an_nnx_step_keeps_every_leaf_where_it_is():
+    on = mesh()
+    with jax.set_mesh(on):
+        batch = put((normal(32, 16), normal(32, 8)), on, P(("data", "model")))
+        model = jaxmp.wrap(Net(), "mixed_float16")
+        nnx.update(model, put(nnx.state(model, nnx.Param), on, split))
+        trained = nnx.Optimizer(model, optimizer("mixed_float16"), wrt=nnx.Param)
+
+        def loss_fn(model, batch):
+            x, y = batch
+            graph, params, rest = nnx.split(model, nnx.Param, ...)
+            whole = nnx.merge(graph, gathered(params), rest)
+            loss = jnp.mean(jnp.square(whole(x) - y))
+            nnx.update(model, nnx.state(whole, nnx.BatchStat))
+            return loss
+
+        @nnx.jit(donate_argnums=(0, 1))
+        def step(model, trained, batch):
+            grad_fn = jaxmp.value_and_grad(loss_fn, trained.opt_state)
+            loss, grads = accumulate_gradients(grad_fn, 2)(model, batch)
+            trained.update(model, grads)
+            return loss
+
+        before = placed(nnx.state((model, trained))), nnx.state(model, nnx.BatchStat)
+        means = np.asarray(model.norm.mean[...])
+        losses = [float(step(model, trained, batch)) for _ in range(3)]
+        assert placed(nnx.state((model, trained))) == before[0]
+        assert model.second.kernel[...].sharding.spec == P(None, ("data", "model"))
+        assert losses[2] < losses[0]
+        assert not np.array_equal(means, model.norm.mean[...])
 
 
 def test_an_overflow_on_one_device_skips_everywhere():

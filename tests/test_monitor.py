@@ -407,6 +407,20 @@ def test_specs_shapes_and_bytes_of_the_state():
     assert read_monitor(restored) == read_monitor(state)
 
 
+@pytest.mark.slow
+def test_orbax_restores_it(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    optimizer = MONITORED
+    _, state = run(optimizer, STEPS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        abstract = jax.eval_shape(optimizer.init, PARAMS)
+        restored = checkpointer.restore(tmp_path / "state", abstract)
+    assert_same(restored, state)
+    assert read_monitor(restored)["nonfinite_parameter"] == "Dense_1/kernel"
+
+
 # --- Mistakes -----------------------------------------------------------------------------------
 
 

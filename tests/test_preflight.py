@@ -713,6 +713,33 @@ def test_steps_of_nnx_modules_are_compiled_as_their_states():
         assert result.output_bytes == 4 * 1024 * 256, "modules that stay as they are are no results"
 
 
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_steps_of_nnx_modules_sharded_and_in_the_largest_batch():
+    trainer = Trainer(256)
+    modules = trainer.net, trainer.optimizer
+    [result] = jaxmp.preflight(trainer.step, target="gpu-t4", max_batch=True, batch_argnums=0)(
+        shape(4096, 256)
+    ).policies
+    [same] = jaxmp.preflight(nnx.jit(of_modules), target="gpu-t4", max_batch=True)(
+        *modules, shape(4096, 256)
+    ).policies
+    assert result.largest == same.largest
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    report = jaxmp.preflight(nnx.jit(of_modules), target="gpu-h100:8", policy=POLICIES)(
+        *jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=split if v.ndim else whole),
+            modules,
+        ),
+        shape(1024, 256, sharding=split),
+    )
+    for result in report.policies:
+        assert sum(result.program.contractions.values()) == 5
+        moved = {kind for kind, _ in result.program.collectives}
+        assert {"all-gather", "reduce-scatter"} <= moved  # weights, and their gradients
+
+
 def make_large():
     """9.3 GiB, and a random key and an integer, which are arguments as well."""
 
