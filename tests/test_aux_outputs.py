@@ -313,8 +313,7 @@ def products(fn: Callable[..., Any], *args: Any) -> int:
     return sum(e.primitive.name == "dot_general" for e in iter_eqns(jax.make_jaxpr(fn)(*args)))
 
 
-@pytest.mark.parametrize("policy", [None, "dots_saveable"])
-@pytest.mark.parametrize("prevent_cse", [True, False])
+@pytest.mark.parametrize(("policy", "prevent_cse"), [(None, True), ("dots_saveable", False)])
 def test_a_remat_keeps_its_policy_and_saves_as_much(policy: str, prevent_cse: bool) -> None:
     policy = policy and getattr(jax.checkpoint_policies, policy)
     remat = partial(jax.checkpoint, policy=policy, prevent_cse=prevent_cse)
@@ -374,8 +373,7 @@ def on_devices(check_vma: bool, axes: tuple[str, ...] = ("a", "b")) -> Callable[
     return local
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axes", [("a", "b"), ("a",)])
+@pytest.mark.parametrize(("check_vma", "axes"), [(True, ("a", "b")), (False, ("a",))])
 def test_each_device_gives_its_own(check_vma: bool, axes: tuple[str, ...]) -> None:
     blocks = np.split(x, 6 if len(axes) == 2 else 2)
     blocks = blocks if len(axes) == 2 else np.repeat(blocks, 3, axis=0)
