@@ -516,14 +516,12 @@ def test_float32_is_left_alone() -> None:
     assert found(loss, *args, policy="float32") == 0
 
 
-@cases(["values_dropped", "of_weights"])
-def test_second_derivatives_in_a_loop(name: str) -> None:
+def test_second_derivatives_in_a_loop() -> None:
     """JAX 0.10 forgets derivative rules in loops that are differentiated twice."""
-    fn = WRITTEN[name]
 
     def loss(q, k, v):
         def layer(x, _):
-            return x + jnp.tanh(fn(x, k, v).mean()), None
+            return x + jnp.tanh(values_dropped(x, k, v).mean()), None
 
         return 1e3 * jnp.mean(jax.lax.scan(layer, q, None, length=2)[0] ** 2)
 

@@ -482,9 +482,14 @@ def test_jet_of_an_autocast_function(name: str) -> None:
     w, x, *terms = (
         jax.random.normal(jax.random.key(i), a.shape) / 2 for i, a in enumerate((W, *[X] * 4))
     )
-    want = jet(lambda x: fn(w, x), (x,), (terms[:3],))
-    for run in (cast, jax.jit(cast)):
-        got = jet(lambda x: run(w, x), (x,), (terms[:3],))  # noqa: B023
+
+    @jax.jit
+    def series(x):
+        runs = (fn, cast, jax.jit(cast))
+        return [jet(lambda x, run=run: run(w, x), (x,), (terms[:3],)) for run in runs]
+
+    want, *found = series(x)
+    for got in found:
         assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
         assert relative_error(got, want) < 0.03
 

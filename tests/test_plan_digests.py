@@ -38,7 +38,8 @@ def _rarely_alone(name: str, policy: str) -> bool:
     """Whether a plan is another's but for a dtype, so that it rarely changes alone."""
     kind, _, program = name.partition("/")
     if kind == "construct":
-        return policy in ("mixed_float16", "bfloat16")
+        low_softmax = "softmax" in policy and program != "attention"
+        return low_softmax or policy in ("mixed_float16", "bfloat16")
     return policy == "mixed_float16" and PROGRAMS[program].family not in RANGES
 
 
