@@ -131,6 +131,8 @@ def test_a_region_in_a_construct(place, derivative):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_construct_in_a_region(place):
     """Rules are traced later, when the scope is gone: they are planned under the policy it had."""
+    if place == "cond" and jax.__version_info__ < (0, 11):
+        pytest.skip("a weight that one branch keeps for the backward pass is no parameter there")
     loss = DERIVATIVES["value" if place == "while" else "grad"]
 
     def outer(mark):
