@@ -447,6 +447,7 @@ def test_so_it_does_for_each_example_of_a_batch_under_grad() -> None:
     batch = (jnp.stack([X, X, -3 * X]), STACK, jnp.array([True, False, True]))
     axes = (0, None, 0)
     want = [layers(x, stack)[1], [0.0] * 3, layers(-3 * x, stack)[1]]
+    assert_found(jax.jit(jax.vmap(observe(nested), axes))(*batch)[1], {SITE: want})
     run = jax.vmap(jax.grad(with_extras(nested), (0, 1), has_aux=True), axes)
     gradients, extras = jax.jit(run)(*batch)
     assert_found(extras, {SITE: want})

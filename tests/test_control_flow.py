@@ -64,6 +64,7 @@ CHOOSES = "chooses among 16-bit values"
 def test_calls() -> None:
     check({
         "jit": (lambda x, w, ws, b: jax.jit(lambda x: x @ w + b)(x) @ w, "add", LOW, BIAS),
+        "remat": (lambda x, w, ws, b: jax.checkpoint(lambda x: x @ w + b)(x) @ w, "add", LOW, BIAS),
         "a low value goes in": (
             lambda x, w, ws, b: jax.jit(lambda h: h + b)(x @ w) @ w,
             "add", LOW, BIAS,
@@ -181,6 +182,18 @@ def test_branches_agree() -> None:
             ] + jnp.maximum(y, 0.0)[0] @ w,
             "max", LOW, LEAVES,  # its operand is float32
         ),
+        "one of three": (
+            lambda x, w, ws, b: (
+                lax.switch(1, [lambda h: h, lambda h: h * 2, jnp.zeros_like], x @ w) + b
+            ) @ w,
+            "add", LOW, BIAS,
+        ),
+        "one of three is data": (
+            lambda x, w, ws, b: (
+                lax.switch(1, [lambda h: h, lambda h: x, jnp.zeros_like], x @ w) + b
+            ) @ w,
+            "add", FULL, NOT_LOW,
+        ),
         "a branch made low inside": (
             lambda x, w, ws, b: (lax.cond(b[0] > 0, lambda h: h @ w, lambda h: h, x @ w) + b) @ w,
             "add", LOW, BIAS,
@@ -241,6 +254,16 @@ def test_which_carries_are_low() -> None:
         ),
         "a recurrent layer": (
             lambda x, w, ws, b: scanned(lambda h, _: jnp.tanh(h @ w + b), x @ w, ws) @ w,
+            "tanh", FULL, SUMMED,
+        ),
+        "a recurrent layer that starts at zero": (
+            lambda x, w, ws, b: scanned(
+                lambda h, _: jnp.tanh(h @ w + b), jnp.zeros((6, 8)), ws
+            ) @ w,
+            "tanh", FULL, SUMMED,
+        ),
+        "a recurrent layer that starts at data": (
+            lambda x, w, ws, b: scanned(lambda h, _: jnp.tanh(h @ w + b), x, ws) @ w,
             "tanh", FULL, SUMMED,
         ),
         "layers that start at a constant": (
