@@ -55,6 +55,18 @@ def optical_flow_lookup(k: Plain, first, second, kernel):
     return jnp.mean((_bilinear(second, place[..., 0], place[..., 1]) - first) ** 2)
 
 
+@program(
+    "coordinates and warps",
+    lambda r: (_smooth(r, 300, 8, 4), r.uniform(20, 280, size=(16, 2)), r.normal(size=(4, 8)) / 8),
+)
+def deformable_sampling_around_anchors(k: Plain, img, anchors, w):
+    anchors = anchors * jnp.array([1.0, 0.02])
+    query = _bilinear(img, anchors[:, 0], anchors[:, 1])
+    offsets = k.mm(query, w).reshape(16, 4, 2)
+    place = anchors[:, None] + offsets
+    return jnp.mean(k.mm(_bilinear(img, place[..., 0], place[..., 1]), w) ** 2)
+
+
 @program("coordinates and warps", lambda r: (r.normal(size=(64, 4)), r.normal(size=(4, 1)) * 0.05))
 def boxes_regressed_from_a_grid(k: Plain, x, w):
     cells = (jnp.arange(64.0) + 0.5) * 16.0
@@ -160,6 +172,16 @@ def fourier_features_of_positions(k: Plain, x, w):
 
 @program(
     "rotary and Fourier",
+    lambda r: (r.normal(size=(32, 16)), r.normal(size=(16, 64)), r.normal(size=(64, 4)) / 4),
+    geometry=True,
+)
+def random_kitchen_sinks(k: Plain, x, frequencies, w):
+    y = x @ (8.0 * frequencies)
+    return jnp.mean(k.mm(jnp.cos(y) * np.sqrt(2 / 64), w) ** 2)
+
+
+@program(
+    "rotary and Fourier",
     lambda r: (r.uniform(0, 1, size=(32, 3)), r.normal(size=(60, 4)) / 6),
     geometry=True,
 )
@@ -182,6 +204,22 @@ def _rotation(angles):
     ]
     a, b, c = (jnp.stack([jnp.stack(row) for row in m]) for m in rows)
     return a @ b @ c
+
+
+@program(
+    "cameras and frames",
+    lambda r: (
+        r.normal(size=3),
+        r.normal(size=(32, 3)),
+        r.normal(size=(3, 16)),
+        r.normal(size=(16, 3)) / 4,
+    ),
+    geometry=True,
+)
+def rays_through_a_camera(k: Plain, angles, d, a, b):
+    d = d / jnp.linalg.norm(d, axis=-1, keepdims=True)
+    points = jnp.array([0.3, 0.2, 0.1]) + 4.0 * (d @ _rotation(angles).T)
+    return jnp.mean(k.mm(jnp.sin(points @ a), b) ** 2)
 
 
 @program(

@@ -46,6 +46,27 @@ def adam_by_hand(k: Plain, w, x, y):
     return _mse(k, w, x, y)
 
 
+@program("inner optimizers", _regression)
+def least_squares_with_the_gradient_written_out(k: Plain, w, x, y):
+    def step(w, _):
+        r = k.mm(x, w) - y
+        return w - 1e-3 * k.mm(x.T, r), None
+
+    return jnp.mean(k.scan(step, w.reshape(2, 4).T, length=200)[0] ** 2)
+
+
+@program("inner optimizers", _regression)
+def a_latent_inferred_by_descent(k: Plain, w, x, y):
+    codes = k.mm(x, w)  # an amortised start
+    z = k.fori(300, lambda i, z: z - 2e-3 * k.mm(k.mm(z, w.T) - x, w), k.up(codes))
+    return jnp.mean((z - y) ** 2)
+
+
+def _network(seed: int) -> dict:
+    rng = np.random.default_rng(seed)
+    return {"a": rng.normal(size=(4, 8)) / 2, "b": rng.normal(size=(8, 2)) / 3}
+
+
 def _predict(k: Plain, p, x):
     return k.mm(jnp.tanh(k.mm(x, p["a"])), p["b"])
 
@@ -66,6 +87,18 @@ def training_with_init_inside_and_adam(k: Plain, x, y):
         return (optax.apply_updates(p, u), s), None
 
     (params, _), _ = k.scan(step, (params, tx.init(params)), length=1000)
+    return jnp.mean((_predict(k, params, x) - y) ** 2)
+
+
+@program("training inside", lambda r: _regression(r)[1:])
+def training_by_sgd_from_constants(k: Plain, x, y):
+    params = jax.tree.map(jnp.asarray, _network(0))
+
+    def step(p, _):
+        g = jax.grad(lambda p: jnp.mean((_predict(k, p, x) - y) ** 2))(p)
+        return jax.tree.map(lambda p, g: p - 2e-3 * g, p, g), None
+
+    params = k.scan(step, params, length=300)[0]
     return jnp.mean((_predict(k, params, x) - y) ** 2)
 
 
@@ -95,6 +128,21 @@ def leaky_rnn(k: Plain, w, us):
         return 0.999 * h + 0.001 * jnp.tanh(k.mm(h, w) + u), None
 
     return jnp.mean(k.scan(cell, jnp.zeros((2, 8)), us)[0] ** 2)
+
+
+@program(
+    "recurrences",
+    lambda r: (
+        r.uniform(4, 7, size=8),
+        r.normal(size=(4, 8)) / 2,
+        r.normal(size=(300, 2, 4)) + 0.5,
+    ),
+)
+def diagonal_linear_recurrence(k: Plain, rate, b, us):
+    a = jax.nn.sigmoid(rate)
+    drives = k.mm(us, b)
+    hs = k.scan(lambda h, u: (a * h + (1 - a) * u,) * 2, jnp.zeros((2, 8)), drives)[1]
+    return jnp.mean(hs**2)
 
 
 def _attention(r: np.random.Generator) -> tuple:
@@ -160,3 +208,12 @@ def forward_algorithm_in_the_log_domain(k: Plain, w, xs):
         return jnp.logaddexp(alpha, jnp.roll(alpha, 1)) + e, None
 
     return -jax.nn.logsumexp(k.scan(step, start, emissions)[0]) / 100
+
+
+@program("recurrences", lambda r: (r.normal(size=(8, 8)) / 9, r.normal(size=(100, 2, 8)) * 0.1))
+def echo_state_with_small_input(k: Plain, w, us):
+    def cell(h, u):
+        h = jax.lax.stop_gradient(h) * 0.5 + 0.5 * h
+        return h + 0.01 * (jnp.tanh(k.mm(h, w)) + u), None
+
+    return jnp.mean(k.scan(cell, us[0] * 5.0, us)[0] ** 2)

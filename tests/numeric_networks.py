@@ -141,6 +141,25 @@ def _sequence(taps: int):
     return draw
 
 
+@program("short convolutions", _sequence(4))
+def selective_state_space_of_four_taps(k: Plain, p, x):
+    """Mamba: a depthwise convolution of four taps, steps that depend on the input, a scan."""
+    h, gate = jnp.split(k.mm(x, p["in"]), 2, -1)
+    h = jax.nn.silu(_depthwise(k, h, p["taps"]))
+    dt = 0.1 * jax.nn.softplus(k.up(k.mm(h, p["dt"])) - 3)
+    decay = jnp.exp(-dt[..., None] * jnp.exp(p["rate"]))
+    drive = (dt * h)[..., None] * k.mm(h, p["b"])[..., None, :]
+
+    def step(state, inputs):
+        decay, drive, c = inputs
+        state = decay * state + drive
+        return state, jnp.einsum("bdn,bn->bd", state, c)
+
+    times = (jnp.moveaxis(v, 1, 0) for v in (decay, k.up(drive), k.up(k.mm(h, p["c"]))))
+    y = jnp.moveaxis(k.scan(step, jnp.zeros((2, 16, 4)), tuple(times))[1], 0, 1)
+    return jnp.mean(k.mm(y * jax.nn.silu(gate), p["out"]) ** 2) * 10
+
+
 @program("short convolutions", _sequence(2))
 def token_shift_of_two_taps(k: Plain, p, x):
     """RWKV's shift by a convolution of two taps, and sums with decay over 200 tokens."""
@@ -174,6 +193,29 @@ def gated_filters_of_seven_taps(k: Plain, p, x):
 @program(
     "modulation",
     lambda r: (
+        {
+            "film": r.normal(size=(12, 32)) / 20,
+            "w": r.normal(size=(8, 16)) / 3,
+            "out": r.normal(size=(16, 4)) / 4,
+        },
+        r.normal(size=(64, 8)),
+        np.stack([r.uniform(-90, 90, 64), r.uniform(0, 360, 64)], -1),
+    ),
+)
+def modulated_by_latitude_and_longitude(k: Plain, p, x, degrees):
+    """FiLM by an encoding of coordinates given in degrees, at frequencies up to 2^5."""
+    # The second half of the waves is of longitude alone, where a thirtieth of a degree is seen.
+    radians = degrees * (jnp.pi / 180)
+    waves = jnp.concatenate([radians[:, :1], radians[:, 1:] * 2.0 ** jnp.arange(5)], -1)
+    encoded = jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], -1)
+    scale, shift = jnp.split(k.mm(encoded, p["film"]), 2, -1)
+    h = k.mm(x, p["w"]) * (1 + scale) + shift
+    return jnp.mean(k.mm(jnp.tanh(h), p["out"]) ** 2)
+
+
+@program(
+    "modulation",
+    lambda r: (
         {"a": r.normal(size=(16, 4)) / 4, "b": r.normal(size=(4, 16)) * 0.004},
         r.normal(size=(16, 8)) / 3,
         r.normal(size=(64, 16)),
@@ -185,6 +227,27 @@ def low_rank_update_beside_what_is_cached(k: Plain, p, w, x, cached):
     total = cached + 2.0 * k.mm(k.mm(x, p["a"]), p["b"])
     y = k.mm(jax.nn.silu(total), w)
     return jnp.mean(y**2) + 2e3 * jnp.mean((total - cached) ** 2)
+
+
+@program(
+    "modulation",
+    lambda r: (
+        {
+            "a": r.normal(size=(6, 16)) / 3 + 0.02 * r.normal(size=(5, 6, 16)),
+            "b": r.normal(size=(16, 1)) / 4 + 0.02 * r.normal(size=(5, 16, 1)),
+        },
+        r.normal(size=(64, 6)),
+        r.normal(size=(64, 1)) + 3,
+    ),
+)
+def disagreement_of_an_ensemble(k: Plain, p, x, offset):
+    """Five members under vmap, all near one prediction: their spread is what is asked for."""
+
+    def member(a, b):
+        return offset + k.mm(jnp.tanh(k.mm(x, a)), b)
+
+    y = jax.vmap(member)(p["a"], p["b"])
+    return 10 * jnp.mean(jnp.var(y, axis=0)) + jnp.mean((jnp.mean(y, 0) - 3) ** 2)
 
 
 # --- rates and running statistics ----------------------------------------------------------------
@@ -204,6 +267,26 @@ def step_sizes_from_a_layer(k: Plain, p, x, context):
     step = lambda x, _: (x - rate * 0.01 * k.mm(x, p["w"]), jnp.mean(rate))  # noqa: E731
     x, rates = k.scan(step, k.up(x), length=200)
     return jnp.mean(x**2) + jnp.mean((rates - 0.25) ** 2)
+
+
+@program(
+    "rates",
+    lambda r: (
+        {"w": r.normal(size=(4, 2)) / 2, "rates": np.full(50, -5.0) + 0.3 * r.normal(size=50)},
+        r.normal(size=(32, 4)),
+        r.normal(size=(32, 2)),
+    ),
+)
+def descent_with_a_learned_rate_for_each_step(k: Plain, p, x, y):
+    """Meta-SGD: the rates are parameters, and so is where it starts."""
+
+    def error(w):
+        return jnp.mean((k.mm(x, w) - y) ** 2)
+
+    def step(w, rate):
+        return w - jnp.exp(rate) * jax.grad(error)(w), None
+
+    return error(k.scan(step, p["w"], p["rates"])[0])
 
 
 @program(

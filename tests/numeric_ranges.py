@@ -130,6 +130,23 @@ def deformed_points_encoded(k: Plain, points, code, a, b, out):
 
 @program(
     "coordinates",
+    lambda r: (
+        r.normal(size=(4, 10)),
+        r.normal(size=(10, 120)) * 0.01,
+        r.uniform(-1, 1, size=(40, 3)),
+        r.normal(size=(4, 40, 2)) * 5 + 256,
+    ),
+)
+def blend_shapes_seen_by_a_camera(k: Plain, shape, basis, template, seen):
+    points = template[None] + k.mm(shape, basis).reshape(4, 40, 3)
+    turn = jnp.array([[0.6, -0.8, 0.0], [0.8, 0.6, 0.0], [0.0, 0.0, 1.0]])
+    points = points @ turn.T + jnp.array([0.0, 0.0, 5.0])
+    pixels = 500 * points[..., :2] / points[..., 2:] + 256
+    return jnp.mean(jnp.abs(pixels - seen))
+
+
+@program(
+    "coordinates",
     lambda r: (r.normal(size=(200, 8)), r.normal(size=(8, 3)) * 0.01),
 )
 def small_rotations_composed(k: Plain, f, w):

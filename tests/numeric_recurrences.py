@@ -80,6 +80,17 @@ def oscillators_of_two_by_two_rotations(k: Plain, angles, us, w, out):
     "recurrences",
     lambda r: (r.normal(size=(500, 8, 8)), r.normal(size=(2, 6)), r.normal(size=(6, 8))),
 )
+def linear_system_that_is_given(k: Plain, matrices, x, w):
+    def step(z, matrix):
+        return z + 2e-3 * k.mm(z, matrix - 2 * jnp.eye(8)), None
+
+    return jnp.mean(k.scan(step, k.up(k.mm(x, w)), matrices)[0] ** 2)
+
+
+@program(
+    "recurrences",
+    lambda r: (r.normal(size=(500, 8, 8)), r.normal(size=(2, 6)), r.normal(size=(6, 8))),
+)
 def linear_system_scaled_before_its_product(k: Plain, matrices, x, w):
     def step(z, matrix):
         return z - k.mm(2e-3 * z, 2 * jnp.eye(8) - matrix), None
@@ -105,6 +116,26 @@ def advantages_of_values_scanned_in_pairs(k: Plain, x, w):
         return total, total
 
     return jnp.mean(k.scan(step, jnp.zeros(()), (x[1:, 0] * 0.01, v[:-1], v[1:]))[1] ** 2)
+
+
+@program(
+    "inner optimizers",
+    lambda r: (
+        r.normal(size=(3, 6)),
+        r.normal(size=(6, 64)) / 3,
+        r.normal(size=(200, 8, 8)),
+        r.normal(size=(200, 8, 8)),
+    ),
+)
+def sgd_from_a_hypernetwork(k: Plain, task, hyper, xs, ys):
+    def error(w, x, y):
+        return jnp.mean((k.einsum("bi,tij->tbj", x, w) - y) ** 2)
+
+    def step(w, xy):
+        return w - 2e-2 * jax.grad(error)(w, *xy), None
+
+    w = k.up(k.mm(task, hyper)).reshape(3, 8, 8)
+    return jnp.mean(k.scan(step, w, (xs, ys))[0] ** 2)
 
 
 @program(

@@ -77,9 +77,19 @@ def _and_a_layer(r: np.random.Generator) -> tuple:
     return *_with_mean_ten(r), r.normal(size=(8, 4)) / 3
 
 
+_, _, _MEAN, _STD = _with_mean_ten(np.random.default_rng(0))
+
+
 @program("statistics", _and_a_layer)
 def standardized_by_given_statistics(k: Plain, x, w, mean, std, v):
     y = k.mm((k.mm(x, w) - mean) / std, v)
+    return jnp.mean(y**2) + jnp.mean((y.mean(0) - 1.0) ** 2)
+
+
+@program("statistics", _and_a_layer)
+def standardized_by_constants(k: Plain, x, w, _mean, _std, v):
+    y = (k.mm(x, w) - jnp.asarray(_MEAN)) / jnp.asarray(_STD)
+    y = k.mm(jnp.tanh(y), v)
     return jnp.mean(y**2) + jnp.mean((y.mean(0) - 1.0) ** 2)
 
 
@@ -89,10 +99,22 @@ def standardized_and_clipped(k: Plain, x, w, mean, std, v):
     return jnp.mean(k.mm(jnp.where(jnp.abs(y) < 0.01, 0.0, y), v) ** 2)
 
 
+@program("statistics", _and_a_layer)
+def standardized_by_computed_statistics(k: Plain, x, w, _mean, _std, v):
+    y = k.up(k.mm(x, w))
+    y = (y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-6)
+    return jnp.mean(k.mm(y, v) ** 2)
+
+
 @program("statistics", lambda r: (*_with_mean_ten(r), r.normal(size=(2, 8)), r.normal(size=(8, 4))))
 def batch_norm_in_inference(k: Plain, x, w, mean, std, affine, v):
     y = (k.mm(x, w) - mean) * jax.lax.rsqrt(std**2 + 1e-5) * affine[0] + affine[1]
     return jnp.mean(k.mm(jax.nn.relu(y), v) ** 2)
+
+
+@program("statistics", lambda r: (r.normal(size=(64, 8)) + 100, r.normal(size=(8, 4))))
+def inputs_standardized_before_a_layer(k: Plain, x, w):
+    return jnp.mean(k.mm((x - 100.0) / 2.0, w) ** 2)
 
 
 @program(
@@ -101,6 +123,23 @@ def batch_norm_in_inference(k: Plain, x, w, mean, std, affine, v):
 def running_statistics_updated_and_used(k: Plain, x, w, running):
     running = 0.9 * running + 0.1 * x.mean(0)
     return jnp.mean(jnp.tanh(k.mm(x - running, w)) ** 2)
+
+
+@program(
+    "statistics", lambda r: (r.normal(size=(64, 6)) @ r.normal(size=(6, 6)) + 5,), geometry=True
+)
+def whitening(k: Plain, x):
+    centered = x - x.mean(0)
+    covariance = centered.T @ centered / 64 + 1e-2 * jnp.eye(6)
+    white = jax.scipy.linalg.solve_triangular(
+        jnp.linalg.cholesky(covariance), centered.T, lower=True
+    )
+    return jnp.mean(jnp.abs(white) ** 3)
+
+
+@program("statistics", lambda r: (*_with_mean_ten(r)[:2], r.normal(size=(256, 8)) * 0.1 + 10))
+def targets_near_what_a_layer_predicts(k: Plain, x, w, y):
+    return jnp.mean((k.mm(x, w) - y) ** 2)
 
 
 @program(
@@ -138,12 +177,38 @@ def cotangents_that_cancel(k: Plain, x, w, rewards):
     return jnp.mean(d**2)
 
 
+@program("returns", _episode)
+def smoothness_of_what_a_layer_returns(k: Plain, x, w, rewards):
+    v = k.up(jnp.tanh(k.mm(x, w) / 10))[:, 0]
+    return 1e2 * jnp.mean((v[2:] - 2 * v[1:-1] + v[:-2]) ** 2) + jnp.mean(rewards * v[1:])
+
+
 @program("returns", _episode, geometry=True, scale=1.0)
 def discounted_sums_by_a_matrix(k: Plain, x, w, rewards):
     i = jnp.arange(512)
     lag = i[None] - i[:, None]
     discount = jnp.where(lag >= 0, 0.99 ** jnp.maximum(lag, 0).astype(float), 0.0)
     return jnp.mean((discount @ (rewards + 1.0) - 10 * k.mm(x[:-1], w)[:, 0]) ** 2)
+
+
+@program("returns", _episode)
+def returns_bootstrapped_from_a_network(k: Plain, x, w, rewards):
+    last = k.mm(x[-1:], w)[0, 0]
+    total = k.scan(lambda g, r: (r + 0.99 * g,) * 2, last * 1.0, (rewards + 0.1)[::-1])[1]
+    return jnp.mean((total - 5.0) ** 2)
+
+
+@program("returns", _episode)
+def advantages_by_an_associative_scan(k: Plain, x, w, rewards):
+    v = k.up(k.mm(x, w))[:, 0]
+    deltas = rewards + 0.99 * v[1:] - v[:-1]
+
+    def combine(a, b):
+        return a[0] * b[0], b[0] * a[1] + b[1]
+
+    decay = jnp.full_like(deltas, 0.95)
+    _, sums = jax.lax.associative_scan(combine, (decay, deltas), reverse=True)
+    return jnp.mean(sums**2)
 
 
 # --- pooling by product, scalar contractions -----------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,13 @@ def _layers(r: np.random.Generator) -> tuple:
 
 def _block(k: Plain, h, a, b):
     return h + 0.3 * k.mm(jnp.tanh(k.mm(h, a)), b)
+
+
+@program("residual streams", _layers)
+def stream_of_fifty_layers_from_data(k: Plain, a, b, x):
+    for i in range(50):
+        x = _block(k, x, a[i], b[i])
+    return jnp.mean(x**2)
 
 
 @program("residual streams", _layers)
@@ -71,6 +80,11 @@ def _timed(lo: float, hi: float):
     )
 
 
+@program("time and schedules", _timed(1000, 3000))
+def time_added_to_a_layer(k: Plain, t, x, w, v):
+    return jnp.mean((1e-3 * k.mm(t[:, None] + k.mm(x, w), v)) ** 2)
+
+
 @program("time and schedules", _timed(1000, 1010), geometry=True)
 def phase_of_time_plus_a_layer(k: Plain, t, x, w, v):
     return jnp.mean(k.mm(jnp.sin(t[:, None] + k.mm(x, w)), v) ** 2)
@@ -100,12 +114,37 @@ def noise_schedule_of_a_diffusion_loss(k: Plain, t, x, w, v):
     return jnp.mean(((1 - kept) * (x0 - x[:, :4])) ** 2)
 
 
+@program("time and schedules", lambda r: (r.normal(size=(8, 2)), *_timed(0, 1)(r)[1:2]))
+def inner_steps_under_a_cosine_schedule(k: Plain, w, x):
+    y = x[:, :2] * 3.0
+
+    def step(w, t):
+        rate = 2e-3 * (1 + jnp.cos(jnp.pi * t / 200))
+        return w - rate * jax.grad(lambda w: jnp.mean((k.mm(x, w) - y) ** 2))(w), None
+
+    w = k.scan(step, -w, jnp.arange(200.0))[0]
+    return jnp.mean((k.mm(x, w) - y) ** 2)
+
+
+@program("time and schedules", lambda r: (r.normal(size=(300, 6)), r.normal(size=(6, 6)) / 2))
+def distances_as_an_attention_bias(k: Plain, x, w):
+    i = jnp.arange(300.0)
+    logits = k.mm(k.mm(x, w), x.T) - 0.25 * jnp.abs(i[:, None] - i[None])
+    return jnp.mean(k.mm(jax.nn.softmax(logits), x) ** 2)
+
+
 # --- scatter and hash grids ----------------------------------------------------------------------
 
 
 def _graph(r: np.random.Generator) -> tuple:
     sender, receiver = r.integers(0, 20, size=(2, 400))
     return r.normal(size=(20, 8)), r.normal(size=(8, 8)) / 3, sender, receiver
+
+
+@program("scatter and hash grids", _graph)
+def messages_summed_by_segment(k: Plain, x, w, sender, receiver):
+    out = jax.ops.segment_sum(k.up(k.mm(x, w))[sender], receiver, 20)
+    return jnp.mean(jnp.tanh(x + 0.1 * out) ** 2)
 
 
 @program("scatter and hash grids", _graph)
@@ -199,6 +238,17 @@ def _dft(n):
 
 
 @program(
+    "signals", lambda r: (np.sin(np.arange(256) * 0.7) + 0.01 * r.normal(size=256),), geometry=True
+)
+def spectrogram_by_a_matrix_from_literals(k: Plain, x):
+    window = 0.5 - 0.5 * jnp.cos(2 * jnp.pi * jnp.arange(32) / 32)
+    frames = x[jnp.arange(0, 225, 16)[:, None] + jnp.arange(32)] * window
+    cos, sin = _dft(32)
+    power = (frames @ cos) ** 2 + (frames @ sin) ** 2
+    return -jnp.mean(jnp.log(power + 1e-6)) / 10
+
+
+@program(
     "signals", lambda r: (np.sin(np.arange(64) * 0.9) + 0.1 * r.normal(size=64),), geometry=True
 )
 def a_filter_in_the_frequency_domain(k: Plain, x):
@@ -217,3 +267,30 @@ def contrast_against_a_gaussian_blur(k: Plain, u, kernel):
     bell = jnp.exp(-0.5 * jnp.linspace(-2.0, 2.0, 9) ** 2)
     blurred = _convolved(u, (bell / bell.sum()).reshape(9, 1, 1))
     return jnp.mean(k.conv((u[:, 4:-4] - blurred) * 1e2, kernel) ** 2)
+
+
+@program(
+    "signals",
+    lambda r: (r.normal(size=(4, 32)) * 0.1 + 2, r.normal(size=(32, 4)) / 6),
+    geometry=True,
+)
+def a_cosine_transform_before_a_layer(k: Plain, x, w):
+    n = jnp.arange(32.0)
+    basis = jnp.cos(jnp.pi / 32 * (n[:, None] + 0.5) * n[None])
+    high = jnp.where(n >= 2, x @ basis, 0.0)
+    return jnp.mean(jnp.tanh(k.mm(high, w)) ** 2)
+
+
+@program(
+    "signals",
+    lambda r: (r.normal(size=(1, 64)) * 0.01 + 3, r.normal(size=(4, 4)) / 2),
+    geometry=True,
+)
+def haar_wavelets_by_reshaped_products(k: Plain, x, w):
+    haar = jnp.array([[1.0, 1.0], [1.0, -1.0]]) / np.sqrt(2)
+
+    def level(x, _):
+        return jnp.einsum("nk,jk->nj", x.reshape(-1, 2), haar), None
+
+    pairs = functools.reduce(lambda y, _: level(y.T, None)[0], range(3), x)
+    return jnp.mean(pairs[:, 1] ** 2) * 1e3 + jnp.mean(k.mm(pairs.reshape(-1, 4), w) ** 2)

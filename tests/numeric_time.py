@@ -45,6 +45,23 @@ def ode_from_an_encoder(k: Plain, a, b, w, x):
 
 
 @program("integrators", _field)
+def rk4_of_a_small_network(k: Plain, w, x):
+    h = 5e-3
+
+    def f(x):
+        return -jnp.tanh(k.mm(x, w))
+
+    def step(x, _):
+        a = f(x)
+        b = f(x + 0.5 * h * a)
+        c = f(x + 0.5 * h * b)
+        d = f(x + h * c)
+        return x + h / 6 * (a + 2 * b + 2 * c + d), None
+
+    return jnp.mean(k.scan(step, x * 1.0, length=200)[0] ** 2)
+
+
+@program("integrators", _field)
 def leapfrog_in_a_dict(k: Plain, w, x):
     h = 1e-2
 

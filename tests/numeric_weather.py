@@ -69,6 +69,18 @@ def channels_of_a_convolution_in_their_units(k: Plain, p, x, mean, spread):
     return jnp.mean(k.conv(again, p["in"], dims) ** 2)
 
 
+@program("statistics added and removed", lambda r: (_network(r), r.normal(size=(64, 8))))
+def statistics_in_a_closure(k: Plain, p, x):
+    """Mean and spread are arrays of the program's own module."""
+    mean, spread = jnp.asarray(_LEVELS), 15.0
+    kelvin = mean + spread * _forecast(k, p, x)
+    kelvin = jnp.where(kelvin < 273.15, kelvin + 0.1 * (273.15 - kelvin), kelvin)
+    return jnp.mean(k.mm((kelvin - mean) / spread, p["c"]) ** 2)
+
+
+_LEVELS = 300 - 6.5 * np.linspace(0.3, 11.7, 8) ** 1.1
+
+
 class _Forecast(nn.Module):
     """A layer of which the statistics are variables, but no parameters."""
 
@@ -126,6 +138,29 @@ def statistics_of_every_level(k: Plain, p, x, mean, spread):
 # --- physical units ------------------------------------------------------------------------------
 
 
+def _ring(r: np.random.Generator) -> tuple:
+    """A closure's weights; pressure and wind on a ring of cells, nearly at rest."""
+    weights = {"a": r.normal(size=(32, 16)) / 6, "b": r.normal(size=(16, 32)) / 4}
+    waves = np.sin(2 * np.pi * np.arange(32) / 32 + r.uniform(0, 6, size=(4, 1)))
+    return weights, 101325 + 300 * waves, r.normal(size=(4, 32))
+
+
+@program("physical units", _ring)
+def wind_driven_by_pressure(k: Plain, p, pressure, wind):
+    """Differences of pressures of 1e5 Pa push a wind, which a network damps."""
+
+    def step(state, _):
+        pressure, wind = state
+        slope = jnp.roll(pressure, -1, -1) - jnp.roll(pressure, 1, -1)
+        drag = k.mm(jnp.tanh(k.mm(wind / 5, p["a"])), p["b"])
+        wind = wind - 5e-3 * slope - 0.05 * drag
+        pressure = pressure - 4.0 * (jnp.roll(wind, -1, -1) - jnp.roll(wind, 1, -1))
+        return (pressure, wind), None
+
+    pressure, wind = k.scan(step, (pressure, wind), length=40)[0]
+    return jnp.mean(wind**2) + jnp.mean(((pressure - 101325.0) / 100) ** 2)
+
+
 @program(
     "physical units",
     lambda r: (
@@ -145,6 +180,27 @@ def radiating_column_of_air(k: Plain, p, kelvin, sun):
 
     end = k.scan(step, kelvin, sun)[0]
     return jnp.mean((end - kelvin) ** 2)
+
+
+@program(
+    "physical units",
+    lambda r: (
+        {"a": r.normal(size=(3, 16)) / 2, "b": r.normal(size=(16, 3)) / 8},
+        np.stack(
+            [290 + 5 * r.normal(size=64), 1e3 * r.uniform(size=64), 0.01 * r.uniform(size=64)], -1
+        ),
+    ),
+)
+def change_of_moist_static_energy(k: Plain, p, air):
+    """Energies of 3e5 J/kg before and after a small exchange: their difference is the loss."""
+    units = jnp.array([5.0, 500.0, 5e-3])
+    normal = (air - jnp.array([290.0, 500.0, 5e-3])) / units
+
+    def energy(air):
+        return 1004.0 * air[:, 0] + 9.81 * air[:, 1] + 2.5e6 * air[:, 2]
+
+    after = air + 0.05 * units * k.mm(jnp.tanh(k.mm(normal, p["a"])), p["b"])
+    return jnp.mean(((energy(after) - energy(air)) / 1e2) ** 2)
 
 
 @program(

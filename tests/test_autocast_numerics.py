@@ -393,6 +393,16 @@ def test_masks(how: str, mask: float, policy: str) -> None:
         np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs))
 
 
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_logsumexp_over_many_entries(policy: str) -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.logsumexp(x @ w)
+
+    x, w = jnp.ones((100_000, 1)), jnp.ones((1, 1))
+    got = jax.jit(autocast(fn, policy))(x, w)
+    np.testing.assert_allclose(got, 1 + np.log(1e5), rtol=1e5**0.5 * EPS32)
+
+
 # --- sums and accumulators -----------------------------------------------------------------------
 
 N = 100_000
@@ -450,6 +460,15 @@ def test_gradients_of_broadcast_parameters_over_a_large_batch(policy: str) -> No
     np.testing.assert_allclose(scale, 20_000.0, rtol=0.5 * eps(policy))
 
 
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_embedding_gradients_are_summed_in_float32(policy: str) -> None:
+    def fn(table: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(table[jnp.zeros(20_000, jnp.int32)] @ w)
+
+    got = jax.jit(jax.grad(autocast(fn, policy)))(jnp.ones((4, 2)), jnp.eye(2))
+    np.testing.assert_array_equal(got, [[20_000.0] * 2] + [[0.0] * 2] * 3)
+
+
 STEPS = 10_000
 
 
@@ -478,6 +497,34 @@ def test_accumulators_over_ten_thousand_steps(loop: str, policy: str) -> None:
     # 10,000 = 78.125 × 2^7 and rounds to 9984 in bfloat16; float16 has it exactly.
     want = float(jnp.float32(STEPS).astype(jaxmp.get_policy(policy).compute_dtype))
     np.testing.assert_array_equal(multiplied, want)
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_running_means_and_moments_of_a_scan(policy: str) -> None:
+    def fn(xs: jax.Array, w: jax.Array) -> Any:
+        def step(carry: Any, x: jax.Array) -> Any:
+            mean, moment = carry
+            y = (x @ w)[0]
+            return (mean * 0.999 + 0.001 * y, moment + y**2), None
+
+        return lax.scan(step, (jnp.zeros(2), jnp.zeros(2)), xs)[0]
+
+    xs, w = jnp.ones((STEPS, 1, 2)), jnp.eye(2)
+    mean, moment = jax.jit(autocast(fn, policy))(xs, w)
+    np.testing.assert_allclose(mean, 1 - 0.999**STEPS, rtol=1e-4)  # float32's own drift
+    np.testing.assert_array_equal(moment, STEPS)
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_cumulative_sums_before_a_contraction(policy: str) -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        positions = jnp.cumsum(x @ w, 0)
+        return (positions - positions[-1:]) @ w  # differences of neighbors survive in float32 only
+
+    x, w = jnp.ones((4096, 1)), jnp.ones((1, 1))
+    got = jax.jit(autocast(fn, policy))(x, w)[:, 0]
+    want = np.arange(1, 4097) - 4096.0
+    np.testing.assert_allclose(got, want, rtol=0.5 * eps(policy))
 
 
 # --- activations ---------------------------------------------------------------------------------
