@@ -131,14 +131,6 @@ def scan_reverse(x, w, v):
     return lax.scan(body, x, jnp.stack([x, 2 * x, -x]), reverse=True)
 
 
-def scan_unrolled(x, w, v):
-    def body(h, u):
-        h = jnp.tanh(h @ w + u)
-        return h, h @ v
-
-    return lax.scan(body, x, jnp.stack([x, 2 * x, -x]), unroll=2)
-
-
 def scan_no_carry(x, w, v):
     return lax.scan(lambda _, u: (None, jnp.tanh(u @ w) @ v), None, jnp.stack([x, -x]))[1]
 
@@ -508,10 +500,6 @@ def lax_map(x, w, v):
     return lax.map(lambda row: jnp.tanh(row @ w) @ v, x)
 
 
-def lax_map_batched(x, w, v):
-    return lax.map(lambda row: jnp.tanh(row @ w) @ v, x, batch_size=2)
-
-
 def named_call(x, w, v):
     return jax.named_call(lambda a: jnp.tanh(a @ w), name="encoder")(x) @ v
 
@@ -696,7 +684,6 @@ CONSTRUCTS = [
     Construct(jit_donated, 2),
     Construct(scan, 2, depth=4),
     Construct(scan_reverse, 2, depth=4),
-    Construct(scan_unrolled, 2, depth=4),
     Construct(scan_no_carry, 2),
     Construct(scan_no_xs, 2, depth=6),
     Construct(scan_layers, 1, **_XS),
@@ -736,7 +723,6 @@ CONSTRUCTS = [
     Construct(associative_scan, 2, depth=4),
     Construct(associative_scan_of_matrices, 3, **_XS),
     Construct(lax_map, 2),
-    Construct(lax_map_batched, 2),
     Construct(named_call, 2),
     Construct(custom_vmap, 2, forward_only=True),
     Construct(composite, 2, diff=(), vmappable=False),

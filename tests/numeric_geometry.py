@@ -143,12 +143,6 @@ def rotary_by_a_product_of_arguments(k: Plain, wq, wk, x, t, frequencies):
     return _attended(k, wq, wk, x, t[:, None] * jax.lax.stop_gradient(frequencies))
 
 
-@program("rotary and Fourier", lambda r: (*_queries(r), 3000 + np.arange(32)), geometry=True)
-def rotary_by_a_matmul_of_columns(k: Plain, wq, wk, x, t):
-    frequencies = 10000.0 ** -(jnp.arange(0, 4) / 4.0)
-    return _attended(k, wq, wk, x, t.astype(float).reshape(32, 1) @ frequencies[None])
-
-
 @program("rotary and Fourier", _queries, geometry=True)
 def rotary_as_complex_numbers(k: Plain, wq, wk, x):
     angles = jnp.outer(jnp.arange(700.0, 732.0), jnp.asarray(_FREQUENCIES))
@@ -184,15 +178,6 @@ def fourier_features_of_positions(k: Plain, x, w):
 def random_kitchen_sinks(k: Plain, x, frequencies, w):
     y = x @ (8.0 * frequencies)
     return jnp.mean(k.mm(jnp.cos(y) * np.sqrt(2 / 64), w) ** 2)
-
-
-@program(
-    "rotary and Fourier",
-    lambda r: (r.uniform(-1, 1, size=(32, 2)), r.normal(size=(2, 32)), r.normal(size=(32, 3)) / 3),
-    geometry=True,
-)
-def siren_first_layer(k: Plain, x, a, b):
-    return jnp.mean(k.mm(jnp.sin(30.0 * jnp.einsum("nd,dh->nh", x, a)), b) ** 2)
 
 
 @program(

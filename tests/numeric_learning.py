@@ -33,17 +33,6 @@ def maml_unrolled_from_an_argument(k: Plain, w, x, y):
 
 
 @program("inner optimizers", _regression)
-def momentum_in_a_tuple(k: Plain, w, x, y):
-    def step(i, c):
-        w, v = c
-        v = 0.9 * v + jax.grad(lambda w: _mse(k, w, x, y))(w)
-        return w - 1e-3 * v, v
-
-    w, _ = k.fori(200, step, (w * 0.5, jnp.zeros_like(w)))
-    return _mse(k, w, x, y)
-
-
-@program("inner optimizers", _regression)
 def adam_by_hand(k: Plain, w, x, y):
     def step(c, t):
         w, m, v = c
@@ -173,16 +162,6 @@ def linear_attention_state(k: Plain, wk, wv, xs):
     return jnp.mean(out**2) + jnp.mean((s / 200) ** 2)
 
 
-@program("recurrences", _attention)
-def gated_linear_attention_by_einsum(k: Plain, wk, wv, xs):
-    def cell(s, x):
-        key, value = k.mm(x[None], wk), k.mm(x[None], wv)
-        return 0.99 * s + k.einsum("bi,bj->ij", key, value), None
-
-    s = k.scan(cell, jnp.zeros((6, 6)), xs)[0]
-    return jnp.mean(jnp.tanh(s / 50) ** 2)
-
-
 @program(
     "recurrences",
     lambda r: (r.normal(size=(4, 18)) / 2, r.normal(size=(6, 18)) / 3, r.normal(size=(100, 3, 4))),
@@ -218,12 +197,6 @@ def kalman_filter(k: Plain, f, h, zs):
 
     (_, p), losses = k.scan(step, (jnp.zeros(4), jnp.eye(4)), zs)
     return jnp.mean(losses) + jnp.trace(p)
-
-
-@program("recurrences", lambda r: (r.normal(size=(6, 4)) / 2, r.normal(size=(400, 3, 6)) + 1))
-def moving_average_of_a_layer(k: Plain, w, xs):
-    mean = k.scan(lambda m, x: (0.99 * m + 0.01 * k.mm(x, w), None), jnp.ones((3, 4)), xs)[0]
-    return jnp.mean(mean**2)
 
 
 @program("recurrences", lambda r: (r.normal(size=(6, 5)), r.normal(size=(100, 6))))

@@ -32,21 +32,6 @@ def linear_recurrent_unit(k: Plain, x, w, decay, out):
 
 
 @program(
-    "associative scans",
-    lambda r: (
-        r.normal(size=(300, 4, 6)),
-        r.normal(size=(6, 8)) / 2,
-        r.normal(size=(6, 8)) / 2,
-        r.normal(size=(8, 8)) / 3,
-    ),
-)
-def minimal_gru(k: Plain, xs, gate, w, out):
-    z = jax.nn.sigmoid(k.up(k.mm(xs, gate)) - 5)
-    h = lax.associative_scan(_linear, (1 - z, z * k.up(k.mm(xs, w))))[1]
-    return jnp.mean(k.mm(h, out) ** 2)
-
-
-@program(
     "recurrences",
     lambda r: (
         r.normal(size=(300, 2, 6)) + 0.3,
@@ -131,25 +116,6 @@ def advantages_of_values_scanned_in_pairs(k: Plain, x, w):
         return total, total
 
     return jnp.mean(k.scan(step, jnp.zeros(()), (x[1:, 0] * 0.01, v[:-1], v[1:]))[1] ** 2)
-
-
-@program(
-    "inner optimizers",
-    lambda r: (
-        r.normal(size=(8, 8)) / 3,
-        r.normal(size=(3, 200, 8, 8)),
-        r.normal(size=(3, 200, 8, 8)),
-    ),
-)
-def tasks_of_scanned_sgd_under_vmap(k: Plain, start, xs, ys):
-    def error(w, x, y):
-        return jnp.mean((k.mm(x, w) - y) ** 2)
-
-    def adapted(xs, ys):
-        w, _ = k.scan(lambda w, xy: (w - 2e-2 * jax.grad(error)(w, *xy), None), start, (xs, ys))
-        return error(w, xs[0], ys[0])
-
-    return jnp.mean(jax.vmap(adapted)(xs, ys))
 
 
 @program(

@@ -53,14 +53,6 @@ def normal_equations(k: Plain, x, y, z):
     return jnp.mean((z @ w) ** 2)
 
 
-@program("kernels and solvers", _points, geometry=True)
-def normal_equations_batched_by_einsum(k: Plain, x, y, z):
-    x = jnp.stack([x, 10 * x + 20.0])
-    gram = jnp.einsum("bni,bnj->bij", x, x) + jnp.eye(12)
-    w = jnp.linalg.solve(gram, jnp.einsum("bni,no->bio", x, y))
-    return jnp.mean(w**2)
-
-
 @program("kernels and solvers", lambda r: (r.normal(size=(4, 6)), r.normal(size=(32, 4))))
 def ridge_on_a_layer_of_features(k: Plain, w, x):
     features = k.up(jax.nn.relu(k.mm(x, w)))
@@ -186,14 +178,6 @@ def cotangents_that_cancel(k: Plain, x, w, rewards):
 
 
 @program("returns", _episode)
-def cotangents_that_cancel_through_a_roll(k: Plain, x, w, rewards):
-    rewards = jax.lax.stop_gradient(rewards)
-    v = k.up(k.mm(x, w))
-    d = v - 0.999 * jnp.roll(v, 1, 0)
-    return jnp.mean((d[1:, 0] - rewards) ** 2)
-
-
-@program("returns", _episode)
 def smoothness_of_what_a_layer_returns(k: Plain, x, w, rewards):
     v = k.up(jnp.tanh(k.mm(x, w) / 10))[:, 0]
     return 1e2 * jnp.mean((v[2:] - 2 * v[1:-1] + v[:-2]) ** 2) + jnp.mean(rewards * v[1:])
@@ -273,15 +257,6 @@ def average_pooling_by_a_convolution(k: Plain, x):
 @program("scalar contractions", lambda r: (np.ones(100_000), r.normal(size=(4, 4))), geometry=True)
 def weight_decay_by_vdot(k: Plain, w, x):
     return 1e-5 * (0.5 * jnp.vdot(w, w)) + jnp.mean(k.mm(x, x) ** 2)
-
-
-@program(
-    "scalar contractions",
-    lambda r: (r.normal(size=(300, 300)) * 3, r.normal(size=300)),
-    geometry=True,
-)
-def decay_of_a_matrix_by_einsum(k: Plain, w, x):
-    return 1e-6 * jnp.einsum("ij,ij->", w, w) + 1e-4 * x @ x
 
 
 @program(

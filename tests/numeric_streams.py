@@ -35,16 +35,6 @@ def scanned_stream_from_data(k: Plain, a, b, x):
 @program(
     "residual streams", lambda r: (*_layers(r)[:2], r.normal(size=(30, 16)), r.integers(0, 30, 8))
 )
-def stream_from_looked_up_embeddings(k: Plain, a, b, table, tokens):
-    x = k.param(table)[tokens]
-    for i in range(50):
-        x = _block(k, x, a[i], b[i])
-    return jnp.mean(k.up(x) ** 2)
-
-
-@program(
-    "residual streams", lambda r: (*_layers(r)[:2], r.normal(size=(30, 16)), r.integers(0, 30, 8))
-)
 def scanned_stream_from_embeddings(k: Plain, a, b, table, tokens):
     x = k.param(table)[tokens]
     x = k.scan(lambda h, w: (_block(k, h, *w), None), x, (a, b))[0]

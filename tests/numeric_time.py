@@ -44,18 +44,6 @@ def ode_from_an_encoder(k: Plain, a, b, w, x):
     return jnp.mean(z**2)
 
 
-@program("integrators", lambda r: (np.eye(4), r.normal(size=8) + 1.0))
-def euler_from_a_reshaped_argument(k: Plain, w, x):
-    x = x.reshape(2, 4)
-    x = k.scan(lambda x, _: (x + 1e-3 * jnp.tanh(k.mm(x, w)), None), x, length=400)[0]
-    return jnp.mean(x**2)
-
-
-@program("integrators", _field)
-def euler_from_an_argument(k: Plain, w, x):
-    return jnp.mean(k.fori(300, lambda i, x: x - 1e-3 * k.mm(x, w), x) ** 2)
-
-
 @program("integrators", _field)
 def rk4_of_a_small_network(k: Plain, w, x):
     h = 5e-3
@@ -93,16 +81,6 @@ def vmapped_solves(k: Plain, w, x):
         return k.fori(300, lambda i, x: step(x), x.reshape(4, 1)).sum()
 
     return jnp.mean(jax.vmap(solve)(x) ** 2)
-
-
-@program("integrators", _field)
-def time_and_state_in_a_tuple(k: Plain, w, x):
-    def step(i, c):
-        t, x = c
-        return t + 1e-3, x + 1e-3 * (jnp.cos(3 * t) - k.mm(x, w))
-
-    t, x = k.fori(500, step, (jnp.zeros(()), jnp.concatenate([x, -x])))
-    return jnp.mean(x**2) + t
 
 
 @program("integrators", _field)

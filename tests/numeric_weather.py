@@ -48,15 +48,6 @@ def mean_added_without_a_spread(k: Plain, p, x, mean, _spread):
     return jnp.mean(k.mm((mean + _forecast(k, p, x)) - mean, p["c"]) ** 2)
 
 
-@program("statistics added and removed", _weather((1, 8)))
-def forecast_of_four_days_in_kelvin(k: Plain, p, x, mean, spread):
-    """Statistics of shape [1, features]; each day's tendency is added in kelvin."""
-    kelvin = x * spread + mean
-    for _ in range(4):
-        kelvin = kelvin + 0.1 * spread * _forecast(k, p, (kelvin - mean) / spread)
-    return jnp.mean(k.mm((kelvin - mean) / spread, p["c"]) ** 2)
-
-
 _CHANNELS = np.array([280.0, 5e4, 101325.0, 8e-3]), np.array([15.0, 3e3, 1e3, 5e-3])
 
 

@@ -71,14 +71,6 @@ class Op(NamedTuple):
 OPS: dict[str, Op] = {}
 
 
-def _op(inputs: str, output: str) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
-    def register(run: Callable[..., Value]) -> Callable[..., Value]:
-        OPS[run.__name__.strip("_")] = Op(inputs, output, run)
-        return run
-
-    return register
-
-
 def _unary(
     name: str, fn: Callable[[Value], Value], domain: Callable[..., Value] | None = None
 ) -> None:
@@ -183,140 +175,17 @@ for _name, _fn, _domain in [
     _unary(_name, _fn, _domain)
 
 
-@_op("e", "e")
-def _cast_to_bfloat16(x: Value) -> Value:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-@_op("ee", "e")
-def _add(x: Value, y: Value) -> Value:
-    return 0.5 * (x + y)
-
-
-@_op("ee", "e")
-def _residual(x: Value, y: Value) -> Value:
-    return x + _squash(y)
-
-
-@_op("ee", "e")
-def _sub(x: Value, y: Value) -> Value:
-    return x - (0.5 * y)
-
-
-@_op("ee", "e")
-def _mul(x: Value, y: Value) -> Value:
-    return x * _squash(y)
-
-
-@_op("ee", "e")
-def _div(x: Value, y: Value) -> Value:
-    return x / (2.0 + _squash(y))
-
-
-@_op("ee", "e")
-def _max(x: Value, y: Value) -> Value:
-    return jnp.maximum(_squash(x), _squash(y) + 2.25 * _like(_SIGNS, y))
-
-
-@_op("ee", "e")
-def _min(x: Value, y: Value) -> Value:
-    return jnp.minimum(_squash(x), _squash(y) + 2.25 * _like(_SIGNS, y))
-
-
-@_op("ee", "e")
-def _select(x: Value, y: Value) -> Value:
-    return jnp.where(_apart(y) > 0, x, y)
-
-
-@_op("ee", "e")
-def _atan2(x: Value, y: Value) -> Value:
-    return jnp.arctan2(_squash(x), 2.0 + _squash(y))
-
-
-@_op("ee", "e")
-def _logaddexp(x: Value, y: Value) -> Value:
-    return jnp.logaddexp(x, y)
-
-
-@_op("ee", "e")
-def _power(x: Value, y: Value) -> Value:
-    return (1.5 + _squash(x)) ** _squash(y)
-
-
-@_op("mv", "m")
-def _bias(x: Value, b: Value) -> Value:
-    return x + b
-
-
-@_op("mv", "m")
-def _scale(x: Value, b: Value) -> Value:
-    return x * (1.0 + 0.3 * _squash(b))
-
-
-@_op("mv", "m")
 def _layer_norm(x: Value, b: Value) -> Value:
     mean = x.mean(-1, keepdims=True)
     centered = x - mean
     return centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 0.1) * b + 0.1
 
 
-@_op("mv", "m")
-def _matrix_vector(x: Value, b: Value) -> Value:
-    return _squash(x @ b)[:, None] * x
-
-
-@_op("m", "v")
-def _column_mean(x: Value) -> Value:
-    return x.mean(0)
-
-
-@_op("m", "v")
-def _row(x: Value) -> Value:
-    return x[1] + 0.1 * x[3]
-
-
-@_op("m", "v")
-def _column_norm(x: Value) -> Value:
-    return jnp.sqrt(0.1 + jnp.sum(x * x, axis=0)) * 0.5
-
-
-@_op("m", "m")
-def _segment_sum(x: Value) -> Value:
-    return jax.ops.segment_sum(x, _SEGMENTS, 3)[_SEGMENTS] * 0.5
-
-
-@_op("m", "m")
-def _window(x: Value) -> Value:
-    return lax.reduce_window(x, 0.0, lax.add, (1, 3), (1, 1), "SAME") / 3.0
-
-
-@_op("m", "m")
 def _batch_norm(x: Value) -> Value:
     mean = x.mean(0)
     return (x - mean) * lax.rsqrt(jnp.square(x - mean).mean(0) + 0.1)
 
 
-@_op("mw", "m")
-def _matmul(x: Value, w: Value) -> Value:
-    return x @ w
-
-
-@_op("mw", "m")
-def _dense(x: Value, w: Value) -> Value:
-    return jnp.tanh(x @ w + 0.1)
-
-
-@_op("mw", "m")
-def _matmul_transposed(x: Value, w: Value) -> Value:
-    return jnp.einsum("ij,kj->ik", x, w)
-
-
-@_op("mw", "m")
-def _matmul_highest(x: Value, w: Value) -> Value:
-    return jnp.matmul(x, w, precision="highest")
-
-
-@_op("mw", "m")
 def _convolution(x: Value, w: Value) -> Value:
     kernel = jnp.stack([0.7 * w, -0.7 * w.T])
     return lax.conv_general_dilated(
@@ -324,31 +193,22 @@ def _convolution(x: Value, w: Value) -> Value:
     )[0]
 
 
-@_op("mw", "m")
 def _gated(x: Value, w: Value) -> Value:
     u = x @ w
     return jax.nn.silu(u) * _squash(x)
 
 
-@_op("vw", "v")
-def _vector_matrix(b: Value, w: Value) -> Value:
-    return b @ w
-
-
-@_op("mm", "m")
 def _attention(x: Value, y: Value) -> Value:
     logits = (x @ y.T) * WIDTH**-0.5
     return jax.nn.softmax(logits, axis=-1) @ x
 
 
-@_op("mm", "m")
 def _masked_attention(x: Value, y: Value) -> Value:
     causal = np.tril(np.ones((ROWS, ROWS), bool))
     logits = jnp.where(causal, (x @ y.T) * 0.3, jnp.finfo(jnp.float32).min)
     return jax.nn.softmax(logits, axis=-1) @ y
 
 
-@_op("mmv", "m")
 def _biased_attention(x: Value, y: Value, b: Value) -> Value:
     keep = np.arange(ROWS)[:, None] > 0  # the first row has nothing to attend to
     logits = 3.0 * _squash(x @ y.T * 0.3) + b[:ROWS]
@@ -356,50 +216,76 @@ def _biased_attention(x: Value, y: Value, b: Value) -> Value:
     return jax.nn.softmax(logits, axis=-1) @ _squash(y)
 
 
-@_op("mmw", "m")
 def _attention_with_dropout(x: Value, y: Value, w: Value) -> Value:
     weights = jax.nn.softmax((x @ w) @ y.T * 0.3, axis=-1)
     keep = jax.random.bernoulli(jax.random.key(2), 0.7, weights.shape)
     return jnp.where(keep, weights / 0.7, 0.0) @ (y @ w)
 
 
-@_op("mm", "m")
 def _heads(x: Value, y: Value) -> Value:
     q, k = (z.reshape(ROWS, 2, WIDTH // 2) for z in (x, y))
     weights = jax.nn.softmax(jnp.einsum("thd,shd->hts", q, k) * 0.5, axis=-1)
     return jnp.einsum("hts,shd->thd", weights, q).reshape(ROWS, WIDTH)
 
 
-@_op("mw", "m")
 def _pick(x: Value, w: Value) -> Value:
     logits = jax.nn.log_softmax(x @ w)
     return 0.3 * jnp.take_along_axis(logits, np.array([[1], [7], [0], [1]]), axis=-1) * x
 
 
-@_op("mm", "m")
 def _batched_matmul(x: Value, y: Value) -> Value:
     a, b = x.reshape(2, ROWS, WIDTH // 2), y.reshape(2, WIDTH // 2, ROWS)
     return 0.3 * jnp.einsum("bij,bjk->ibk", _squash(a), b).reshape(ROWS, WIDTH)
 
 
-@_op("w", "w")
-def _transpose(w: Value) -> Value:
-    return w.T
-
-
-@_op("w", "w")
-def _weight_norm(w: Value) -> Value:
-    return w * lax.rsqrt(0.5 + jnp.sum(w * w, axis=0))
-
-
-@_op("wv", "w")
-def _outer(w: Value, b: Value) -> Value:
-    return 0.5 * w + 0.2 * jnp.outer(_squash(b), _squash(b))
-
-
-@_op("ww", "w")
-def _weight_product(w: Value, u: Value) -> Value:
-    return 0.7 * (w @ u)
+for _name, _inputs, _output, _run in [
+    ("cast_to_bfloat16", "e", "e", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)),
+    ("add", "ee", "e", lambda x, y: 0.5 * (x + y)),
+    ("residual", "ee", "e", lambda x, y: x + _squash(y)),
+    ("sub", "ee", "e", lambda x, y: x - (0.5 * y)),
+    ("mul", "ee", "e", lambda x, y: x * _squash(y)),
+    ("div", "ee", "e", lambda x, y: x / (2.0 + _squash(y))),
+    ("max", "ee", "e", lambda x, y: jnp.maximum(_squash(x), _squash(y) + 2.25 * _like(_SIGNS, y))),
+    ("min", "ee", "e", lambda x, y: jnp.minimum(_squash(x), _squash(y) + 2.25 * _like(_SIGNS, y))),
+    ("select", "ee", "e", lambda x, y: jnp.where(_apart(y) > 0, x, y)),
+    ("atan2", "ee", "e", lambda x, y: jnp.arctan2(_squash(x), 2.0 + _squash(y))),
+    ("logaddexp", "ee", "e", lambda x, y: jnp.logaddexp(x, y)),
+    ("power", "ee", "e", lambda x, y: (1.5 + _squash(x)) ** _squash(y)),
+    ("bias", "mv", "m", lambda x, b: x + b),
+    ("scale", "mv", "m", lambda x, b: x * (1.0 + 0.3 * _squash(b))),
+    ("layer_norm", "mv", "m", _layer_norm),
+    ("matrix_vector", "mv", "m", lambda x, b: _squash(x @ b)[:, None] * x),
+    ("column_mean", "m", "v", lambda x: x.mean(0)),
+    ("row", "m", "v", lambda x: x[1] + 0.1 * x[3]),
+    ("column_norm", "m", "v", lambda x: jnp.sqrt(0.1 + jnp.sum(x * x, axis=0)) * 0.5),
+    ("segment_sum", "m", "m", lambda x: jax.ops.segment_sum(x, _SEGMENTS, 3)[_SEGMENTS] * 0.5),
+    (
+        "window",
+        "m",
+        "m",
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 3), (1, 1), "SAME") / 3.0,
+    ),
+    ("batch_norm", "m", "m", _batch_norm),
+    ("matmul", "mw", "m", lambda x, w: x @ w),
+    ("dense", "mw", "m", lambda x, w: jnp.tanh(x @ w + 0.1)),
+    ("matmul_transposed", "mw", "m", lambda x, w: jnp.einsum("ij,kj->ik", x, w)),
+    ("matmul_highest", "mw", "m", lambda x, w: jnp.matmul(x, w, precision="highest")),
+    ("convolution", "mw", "m", _convolution),
+    ("gated", "mw", "m", _gated),
+    ("vector_matrix", "vw", "v", lambda b, w: b @ w),
+    ("attention", "mm", "m", _attention),
+    ("masked_attention", "mm", "m", _masked_attention),
+    ("biased_attention", "mmv", "m", _biased_attention),
+    ("attention_with_dropout", "mmw", "m", _attention_with_dropout),
+    ("heads", "mm", "m", _heads),
+    ("pick", "mw", "m", _pick),
+    ("batched_matmul", "mm", "m", _batched_matmul),
+    ("transpose", "w", "w", lambda w: w.T),
+    ("weight_norm", "w", "w", lambda w: w * lax.rsqrt(0.5 + jnp.sum(w * w, axis=0))),
+    ("outer", "wv", "w", lambda w, b: 0.5 * w + 0.2 * jnp.outer(_squash(b), _squash(b))),
+    ("weight_product", "ww", "w", lambda w, u: 0.7 * (w @ u)),
+]:
+    OPS[_name] = Op(_inputs, _output, _run)
 
 
 # --- programs --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,6 @@ def jitted(q, k, v):
     return product(jax.jit(jax.nn.softmax)(scores_of(q, k)), v)
 
 
-def one_head(q, k, v):
-    return jax.nn.softmax(q[0, :, 0] @ k[0, :, 0].T / 4) @ v[0, :, 0]
-
-
 def of_weights(q, k, v):
     """The other operand is a parameter, read as it is."""
     return jax.nn.softmax(q[0, :, 0] @ k[0, :, 0].T / 4) @ v.reshape(TIME, -1)
@@ -163,27 +160,9 @@ def scanned(q, k, v):
 WRITTEN: dict[str, Callable[..., Any]] = {
     fn.__name__: fn
     for fn in (
-        by_hand,
-        masked_by_hand,
-        capped,
-        biased,
-        twice_masked,
-        masked_after,
-        masked_within,
-        masked_sum,
-        with_a_sink,
-        dropped,
-        factor_dropped,
-        values_dropped,
-        gated,
-        heads_in_the_batch,
-        reshaped,
-        first_axis,
-        jitted,
-        one_head,
-        of_weights,
-        mapped,
-        scanned,
+        *(by_hand, masked_by_hand, capped, biased, twice_masked, masked_after, masked_within),
+        *(masked_sum, with_a_sink, dropped, factor_dropped, values_dropped, gated),
+        *(heads_in_the_batch, reshaped, first_axis, jitted, of_weights, mapped, scanned),
     )
 }
 
@@ -260,18 +239,16 @@ def without():
     return autocast_without(attend, data=0)
 
 
-@cases([*WRITTEN, *LIBRARIES])
-def test_it_is_found(name: str) -> None:
-    loss, args = program(name)
-    assert found(loss, *args) == 1
+def test_it_is_found() -> None:
+    for name in (*WRITTEN, *LIBRARIES):
+        loss, args = program(name)
+        assert found(loss, *args) == 1, name
 
 
 # What each has of its own: a mask, a mask of no place, a factor behind the softmax, another layout,
 # a parameter for an operand, a loop, a library.
 OF_EACH_KIND = (
-    "by_hand",
     "masked_within",
-    "factor_dropped",
     "gated",
     "first_axis",
     "of_weights",
@@ -365,29 +342,21 @@ def other_sum(q, k, v):
     return product(e / jnp.exp(0.5 * scores_of(q, k)).sum(-1, keepdims=True), v)
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        squared,
-        summed_over_heads,
-        read_twice,
-        of_parameters,
-        straight_through,
-        not_normalized,
-        other_sum,
-        other_mask,
-        half_of_the_rows,
-    ],
-    ids=lambda fn: fn.__name__,
+OTHERS = (
+    *(squared, summed_over_heads, read_twice, of_parameters, straight_through, not_normalized),
+    *(other_sum, other_mask, half_of_the_rows),
 )
-def test_what_is_something_else_has_the_derivative_it_had(fn: Any, without: Any) -> None:
-    def loss(*args):
-        return jnp.sum(fn(*args) ** 2)
 
-    assert found(loss, Q, K, V) == 0
-    assert_same_program(
-        jax.grad(without(loss, BF16)), jax.grad(autocast(loss, BF16, data=0)), Q, K, V
-    )
+
+def test_what_is_something_else_has_the_derivative_it_had(without: Any) -> None:
+    for fn in OTHERS:
+
+        def loss(*args, fn=fn):
+            return jnp.sum(fn(*args) ** 2)
+
+        assert found(loss, Q, K, V) == 0, fn.__name__
+        plain, fast = without(loss, BF16), autocast(loss, BF16, data=0)
+        assert_same_program(jax.grad(plain), jax.grad(fast), Q, K, V)
 
 
 def test_what_is_taken_away_by_element_is_part_of_the_scores() -> None:
@@ -402,7 +371,7 @@ def test_what_is_taken_away_by_element_is_part_of_the_scores() -> None:
     assert error(got, want) < 0.02
 
 
-@cases(["biased", "factor_dropped", "of_weights", "Linen"])
+@cases(["biased", "of_weights"])
 def test_second_derivatives(name: str, without: Any) -> None:
     loss, args = program(name)
     tangents = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), args)
@@ -416,7 +385,7 @@ def test_second_derivatives(name: str, without: Any) -> None:
     assert now <= 2 * before < 0.03
 
 
-@cases(["by_hand", "dropped", "gated", "reshaped", "of_weights"])
+@cases(["dropped", "of_weights"])
 def test_forward_mode_is_the_transpose(name: str) -> None:
     loss, args = program(name)
     fast = autocast(loss, F16, data=0)
@@ -433,17 +402,14 @@ def test_forward_mode_is_the_transpose(name: str) -> None:
     assert abs(float(forward) - backward) < 2e-3 * size
 
 
-@pytest.mark.parametrize("policy", ["dots_saveable", "nothing_saveable", "everything_saveable"])
-def test_under_remat(policy: str) -> None:
+def test_under_remat() -> None:
     loss, args = program("biased")
     fast = autocast(loss, BF16, data=0)
-    remat = jax.checkpoint(fast, policy=getattr(jax.checkpoint_policies, policy))
-    want, got = (exact(jax.grad(f, (0, 1, 2)))(*args) for f in (fast, remat))
-    assert error(got, want) < 1e-2
-    inside = jaxmp.autocast(
-        jax.checkpoint(loss, policy=getattr(jax.checkpoint_policies, policy)), BF16
-    )
-    assert error(exact(jax.grad(inside, (0, 1, 2)))(*args), want) < 1e-2
+    want = exact(jax.grad(fast, (0, 1, 2)))(*args)
+    for policy in ("dots_saveable", "nothing_saveable"):
+        remat = functools.partial(jax.checkpoint, policy=getattr(jax.checkpoint_policies, policy))
+        for fn in (remat(fast), jaxmp.autocast(remat(loss), BF16)):
+            assert error(exact(jax.grad(fn, (0, 1, 2)))(*args), want) < 1e-2
 
 
 MASKS = {
@@ -454,6 +420,8 @@ MASKS = {
 }
 
 
+@slow_when(lambda name, policy: policy == BF16 and name == "scores beyond float16")
+@slow_when(lambda name, policy: policy == F16 and name == "a row of -inf")
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("name", MASKS)
 def test_what_is_not_finite_is_so_without_it_too(name: str, policy: str, without: Any) -> None:
@@ -539,7 +507,7 @@ def test_in_a_derivative_rule_tangents_stay_linear() -> None:
 
 def test_no_examples() -> None:
     loss, _ = program("by_hand")
-    grads = jax.jit(jax.grad(autocast(loss, BF16, data=0), (0, 1, 2)))(Q[:0], K[:0], V[:0])
+    grads = jax.eval_shape(jax.grad(autocast(loss, BF16, data=0), (0, 1, 2)), Q[:0], K[:0], V[:0])
     assert [g.shape for g in grads] == [(0, TIME, HEADS, WIDTH)] * 3
 
 
@@ -548,14 +516,12 @@ def test_float32_is_left_alone() -> None:
     assert found(loss, *args, policy="float32") == 0
 
 
-@cases(["values_dropped", "of_weights"])
-def test_second_derivatives_in_a_loop(name: str) -> None:
+def test_second_derivatives_in_a_loop() -> None:
     """JAX 0.10 forgets derivative rules in loops that are differentiated twice."""
-    fn = WRITTEN[name]
 
     def loss(q, k, v):
         def layer(x, _):
-            return x + jnp.tanh(fn(x, k, v).mean()), None
+            return x + jnp.tanh(values_dropped(x, k, v).mean()), None
 
         return 1e3 * jnp.mean(jax.lax.scan(layer, q, None, length=2)[0] ** 2)
 

@@ -34,7 +34,7 @@ from support import (
 )
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
-BF16_LOW_SOFTMAX, F16_LOW_SOFTMAX = "mixed_bfloat16,softmax=bf16", "mixed_float16,softmax=f16"
+LOW_SOFTMAX = "mixed_bfloat16,softmax=bf16", "mixed_float16,softmax=f16"
 EPS32 = 2.0**-23
 FLOAT32_MIN = float(np.finfo(np.float32).min)
 
@@ -93,16 +93,6 @@ def chain(x: jax.Array, *ws: jax.Array) -> jax.Array:
     return x
 
 
-def residual_stream(x: jax.Array, ws: jax.Array) -> jax.Array:
-    for w in ws:
-        x = x + jnp.tanh(x @ w)
-    return x
-
-
-def residual_scan(x: jax.Array, ws: jax.Array) -> jax.Array:
-    return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ ws[0], ws)[0]
-
-
 def pre_norm_stream(x: jax.Array, ws: jax.Array) -> jax.Array:
     for w in ws:
         y = x - x.mean(-1, keepdims=True)
@@ -115,17 +105,8 @@ def gated(x: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
     return (jax.nn.silu(x @ a) * (x @ b)) @ c
 
 
-def glu(x: jax.Array, a: jax.Array, c: jax.Array) -> jax.Array:
-    return jax.nn.glu(x @ jnp.concatenate([a, c], -1)) @ c
-
-
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.softmax(q @ k.T / 16**0.5) @ v
-
-
-def mlp_loss(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    logits = jax.nn.gelu(x @ a) @ b
-    return -jnp.mean(jax.nn.log_softmax(logits)[:, 3])
 
 
 def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -133,11 +114,6 @@ def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
     for _ in range(3):
         x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=dims))
     return x
-
-
-def highway(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    gate = jax.nn.sigmoid(x @ a)
-    return (gate * jnp.tanh(x @ b) + (1 - gate) * x) @ a
 
 
 def recurrence(xs: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -153,18 +129,11 @@ A, B, C = (gaussian(i, 16, 16, scale=0.25) for i in (1, 2, 3))
 STACK = gaussian(4, 6, 16, 16, scale=0.1)
 
 CASES = {
-    "matmul": Case(chain, (X, A), 1),
-    "chain of 4": Case(chain, (X, *(orthogonal(i, 16) for i in range(4))), 4),
     "chain of 12": Case(chain, (X, *(orthogonal(i, 16) for i in range(12))), 12),
-    "residual stream": Case(residual_stream, (X, STACK), 6, 12),
-    "scanned residual stream": Case(residual_scan, (X, STACK), 7, 12),
     "pre-norm stream": Case(pre_norm_stream, (X, STACK[:2]), 4, 10),
     "gated unit": Case(gated, (X, A, B, C), 2, 3),
-    "glu": Case(glu, (X, A, C), 2, 3),
     "attention": Case(attention, (X, gaussian(5, 8, 16), gaussian(6, 8, 16)), 2, 2),
-    "mlp and cross-entropy": Case(mlp_loss, (X, A, B), 2, 3),
     "convolutions": Case(convolved, (gaussian(7, 2, 12, 4), gaussian(8, 3, 4, 4, scale=0.3)), 3, 3),
-    "highway": Case(highway, (X, A, B), 2, 4),
     "recurrent cell": Case(recurrence, (gaussian(9, 6, 2, 16), A, B), 6, 6),
 }
 
@@ -206,14 +175,14 @@ def test_values_and_gradients_against_float64(name: str, policy: str) -> None:
 
 
 @float16_is_slow
-@pytest.mark.parametrize("policy", [BF16_LOW_SOFTMAX, F16_LOW_SOFTMAX])
+@pytest.mark.parametrize("policy", LOW_SOFTMAX)
 def test_low_softmax_against_float64(policy: str) -> None:
     test_values_and_gradients_against_float64("attention", policy)
 
 
 def test_these_tolerances_would_see_a_lower_precision() -> None:
     # bfloat16 fails float16's tolerance: the bounds above are not empty.
-    for name in ("chain of 4", "gated unit", "recurrent cell"):
+    for name in ("chain of 12", "gated unit", "recurrent cell"):
         case = CASES[name]
         got = jax.jit(autocast(case.fn, BF16))(*case.args)
         assert relative(got, oracle(name)[0]) > case.tolerance(F16)
@@ -226,21 +195,10 @@ def layer_norm(x: jax.Array, w: jax.Array) -> jax.Array:
     return nn.LayerNorm(use_bias=False, use_scale=False, use_fast_variance=False).apply({}, x) @ w
 
 
-def group_norm(x: jax.Array, w: jax.Array) -> jax.Array:
-    norm = nn.GroupNorm(2, use_bias=False, use_scale=False, use_fast_variance=False)
-    return norm.apply({}, x[:, None]).reshape(x.shape) @ w
-
-
 def batch_norm(x: jax.Array, w: jax.Array) -> jax.Array:
     norm = nn.BatchNorm(False, use_bias=False, use_scale=False, use_fast_variance=False)
     stats = {"mean": jnp.zeros(x.shape[-1]), "var": jnp.ones(x.shape[-1])}
     return norm.apply({"batch_stats": stats}, x, mutable=["batch_stats"])[0] @ w
-
-
-def hand_norm(x: jax.Array, w: jax.Array) -> jax.Array:
-    mean = jnp.mean(x, -1, keepdims=True)
-    variance = jnp.mean((x - mean) ** 2, -1, keepdims=True)
-    return (x - mean) / jnp.sqrt(variance + 1e-6) @ w
 
 
 def single_pass_norm(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -249,14 +207,7 @@ def single_pass_norm(x: jax.Array, w: jax.Array) -> jax.Array:
     return (x - mean) / jnp.sqrt(variance + 1e-6) @ w
 
 
-def standardize(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jax.nn.standardize(x, epsilon=1e-6) @ w
-
-
-NORMS = {
-    f.__name__: f
-    for f in (layer_norm, group_norm, batch_norm, hand_norm, single_pass_norm, standardize)
-}
+NORMS = {f.__name__: f for f in (layer_norm, batch_norm, single_pass_norm)}
 
 
 @float16_is_slow
@@ -268,7 +219,7 @@ def test_statistics_of_a_large_mean(name: str, policy: str) -> None:
     x, w = gaussian(10, 32, 64) + 1000.0, orthogonal(11, 64)
     want = in_float64(norm, x, w)
     # A single pass in float32 loses mean²/variance × eps32 of the variance: what it is written to.
-    single = name in ("single_pass_norm", "standardize")
+    single = name == "single_pass_norm"
     own = 1e6 * EPS32 * 4 if single else 0.0
     fast = jax.jit(autocast(norm, policy))
     assert relative(fast(x, w), want) < 1.5 * eps(policy) + own
@@ -320,12 +271,11 @@ def test_rms_norm_of_large_values(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [BF16, F16])
-@pytest.mark.parametrize("epsilon", [1e-6, 1e-8])
-def test_an_epsilon_does_not_vanish(epsilon: float, policy: str) -> None:
+def test_an_epsilon_does_not_vanish(policy: str) -> None:
     def fn(x: jax.Array, w: jax.Array) -> jax.Array:
         y = x @ w
-        y = y / (jnp.sqrt(jnp.sum(y * y, -1, keepdims=True)) + epsilon)
-        return (y / (jnp.abs(y) + epsilon)) @ w
+        y = y / (jnp.sqrt(jnp.sum(y * y, -1, keepdims=True)) + 1e-8)
+        return (y / (jnp.abs(y) + 1e-8)) @ w
 
     x = X.at[0].set(0.0)  # 0 / 0 if the epsilon is lost
     got = autocast(fn, policy)(x, orthogonal(15, 16))
@@ -336,7 +286,7 @@ def test_an_epsilon_does_not_vanish(epsilon: float, policy: str) -> None:
 # --- softmax, cross-entropy, masks ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [BF16, BF16_LOW_SOFTMAX, F16, F16_LOW_SOFTMAX])
+@pytest.mark.parametrize("policy", [BF16, F16, *LOW_SOFTMAX])
 def test_a_softmax_sums_to_one_over_many_entries(policy: str) -> None:
     # 4096 equal weights: a 16-bit sum would stop at 256 (bfloat16) or 2048 (float16).
     n = 4096
@@ -349,7 +299,7 @@ def test_a_softmax_sums_to_one_over_many_entries(policy: str) -> None:
     np.testing.assert_array_equal(got, 1.0)  # 1/4096 is a power of two
 
 
-@pytest.mark.parametrize("policy", [BF16, BF16_LOW_SOFTMAX, F16, F16_LOW_SOFTMAX])
+@pytest.mark.parametrize("policy", [BF16, F16, *LOW_SOFTMAX])
 def test_a_softmax_of_large_scores(policy: str) -> None:
     scores = jnp.asarray([[5000.0, 4999, 4998, 0, 0, 0], [-5000, -4999, 0, -2000, -9, -9]])
 
@@ -362,9 +312,8 @@ def test_a_softmax_of_large_scores(policy: str) -> None:
     np.testing.assert_allclose(got, want / want.sum(-1, keepdims=True), atol=2 * eps(policy))
 
 
-@slow_when(lambda scale: scale == 64)
 @pytest.mark.parametrize("policy", [BF16, F16])
-@pytest.mark.parametrize("scale", [1.0, 64.0, 1024.0])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_cross_entropy_of_large_logits_is_float32s(scale: float, policy: str) -> None:
     # The logits are kept in 16 bits, and exact in them: what the loss makes of them is float32's.
     x = integers(16, 64, 16)
@@ -416,19 +365,20 @@ def masked_in_float32_and_64(how: str, mask: float) -> tuple[Any, Any, Any]:
     return np.asarray(jax.jit(fn)(*MASKED)), gradient, in_float64(fn, *MASKED)
 
 
-@slow_when(lambda how, mask, policy: mask == -1e9 or (how != "where" and "softmax" in policy))
-@pytest.mark.parametrize("policy", [BF16, BF16_LOW_SOFTMAX, F16, F16_LOW_SOFTMAX])
 @pytest.mark.parametrize(
-    ("how", "mask"),
+    ("how", "mask", "policy"),
     [
-        *((how, mask) for how in ("where", "add") for mask in (FLOAT32_MIN, -1e9, -np.inf)),
-        ("where=", -np.inf),
+        *(("where", m, p) for m in (FLOAT32_MIN, -np.inf) for p in (BF16, F16)),
+        *(("where", FLOAT32_MIN, p) for p in LOW_SOFTMAX),
+        ("add", FLOAT32_MIN, F16),
+        ("add", -np.inf, BF16),
+        ("where=", -np.inf, BF16),
     ],
 )
 def test_masks(how: str, mask: float, policy: str) -> None:
     want, plain, exact = masked_in_float32_and_64(how, mask)
-    fast = jax.jit(autocast(masked_attention(how, mask), policy))
-    got = np.asarray(fast(*MASKED))
+    fast = autocast(masked_attention(how, mask), policy)
+    got, gradient = jax.jit(lambda *a: (fast(*a), gradient_of_the_rows_left(fast)(*a)))(*MASKED)
     # Non-finite exactly where float32 is: nowhere for finite masks, the empty row for −inf.
     np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
     assert np.isfinite(want[1:]).all()
@@ -438,9 +388,8 @@ def test_masks(how: str, mask: float, policy: str) -> None:
         # The row that a mask empties: uniform over values, or nothing at all.
         values = np.asarray(MASKED[2], np.float64)
         level = values.mean(0) if how != "where=" else np.zeros(16)
-        if how != "add" or mask < -1e20:
-            np.testing.assert_allclose(got[0], level, atol=3 * eps(policy))
-    for mine, theirs in zip(gradient_of_the_rows_left(fast)(*MASKED), plain, strict=True):
+        np.testing.assert_allclose(got[0], level, atol=3 * eps(policy))
+    for mine, theirs in zip(gradient, plain, strict=True):
         np.testing.assert_array_equal(np.isfinite(mine), np.isfinite(theirs))
 
 
@@ -459,30 +408,32 @@ def test_logsumexp_over_many_entries(policy: str) -> None:
 N = 100_000
 
 
+SUMS: dict[str, tuple[Callable[..., Any], float]] = {
+    "sum": (jnp.sum, 3.0 * N),
+    "mean": (jnp.mean, 3.0),
+    "mean of squares": (lambda y: jnp.mean(y**2), 9.0),
+    "norm": (jnp.linalg.norm, (9.0 * N) ** 0.5),
+    "variance": (jnp.var, 0.0),
+    "last of cumsum": (lambda y: jnp.cumsum(y)[-1], 3.0 * N),
+    "segment sum": (lambda y: jax.ops.segment_sum(y, jnp.zeros(N, jnp.int32), 1)[0], 3.0 * N),
+    "average pool": (lambda y: nn.avg_pool(y[None, :, None], (N,))[0, 0, 0], 3.0),
+}
+
+
 @pytest.mark.parametrize("policy", [BF16, F16])
-@pytest.mark.parametrize(
-    ("name", "reduce", "want"),
-    [
-        ("sum", jnp.sum, 3.0 * N),
-        ("mean", jnp.mean, 3.0),
-        ("mean of squares", lambda y: jnp.mean(y**2), 9.0),
-        ("norm", lambda y: jnp.linalg.norm(y), (9.0 * N) ** 0.5),
-        ("variance", lambda y: jnp.var(y), 0.0),
-        ("last of cumsum", lambda y: jnp.cumsum(y)[-1], 3.0 * N),
-        ("segment sum", lambda y: jax.ops.segment_sum(y, jnp.zeros(N, jnp.int32), 1)[0], 3.0 * N),
-        ("average pool", lambda y: nn.avg_pool(y[None, :, None], (N,))[0, 0, 0], 3.0),
-    ],
-)
-def test_sums_of_1e5_entries(name: str, reduce: Any, want: float, policy: str) -> None:
-    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
-        return reduce((x @ w)[:, 0]) * jnp.full((1, 1), 2.0**-10) @ w  # within float16's range
+def test_sums_of_1e5_entries(policy: str) -> None:
+    def fn(x: jax.Array, w: jax.Array) -> Any:
+        scale = jnp.full((1, 1), 2.0**-10)  # within float16's range
+        y = (x @ w)[:, 0]
+        return {name: reduce(y) * scale @ w for name, (reduce, _) in SUMS.items()}
 
     x, w = jnp.full((N, 1), 3.0), jnp.ones((1, 1))
     fast = autocast(fn, policy)
     # The sum itself is an integer below 2^24, exact in float32 in any order; it is then rounded
     # once for the product.
-    got = jax.jit(fast)(x, w)
-    np.testing.assert_allclose(got * 1024, want, rtol=0.5 * eps(policy) + 1e-6)
+    for name, got in jax.jit(fast)(x, w).items():
+        rtol = 0.5 * eps(policy) + 1e-6
+        np.testing.assert_allclose(got * 1024, SUMS[name][1], rtol=rtol, err_msg=name)
     low = [
         e.primitive.name
         for e in iter_eqns(jaxpr_of(fast, x, w))
@@ -493,20 +444,20 @@ def test_sums_of_1e5_entries(name: str, reduce: Any, want: float, policy: str) -
 
 
 @pytest.mark.parametrize("policy", [BF16, F16])
-@pytest.mark.parametrize("bias", ["vector", "row", "scalar", "scale"])
-def test_gradients_of_broadcast_parameters_over_a_large_batch(bias: str, policy: str) -> None:
-    shape = {"vector": (8,), "row": (1, 8), "scalar": (), "scale": (8,)}[bias]
-
-    def fn(b: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+def test_gradients_of_broadcast_parameters_over_a_large_batch(policy: str) -> None:
+    def fn(biases: Any, x: jax.Array, w: jax.Array) -> jax.Array:
         y = x @ w
-        y = y * (1 + b) if bias == "scale" else y + b
-        return jnp.sum(y @ w)
+        return sum(jnp.sum((y + b) @ w) for b in biases[:3]) + jnp.sum((y * (1 + biases[3])) @ w)
 
     x, w = jnp.ones((20_000, 8)), jnp.eye(8)
-    got = jax.jit(jax.grad(autocast(fn, policy)))(jnp.zeros(shape), x, w)
+    vector, row, scalar, scale = jax.jit(jax.grad(autocast(fn, policy)))(
+        [jnp.zeros(shape) for shape in ((8,), (1, 8), (), (8,))], x, w
+    )
+    np.testing.assert_array_equal(vector, 20_000.0)
+    np.testing.assert_array_equal(row, 20_000.0)
+    np.testing.assert_array_equal(scalar, 160_000.0)
     # A product reads its scale in 16 bits, so the sum, exact until then, is rounded once.
-    rounding = 0.5 * eps(policy) if bias == "scale" else 0.0
-    np.testing.assert_allclose(got, 160_000.0 if bias == "scalar" else 20_000.0, rtol=rounding)
+    np.testing.assert_allclose(scale, 20_000.0, rtol=0.5 * eps(policy))
 
 
 @pytest.mark.parametrize("policy", [BF16, F16])
@@ -521,30 +472,31 @@ def test_embedding_gradients_are_summed_in_float32(policy: str) -> None:
 STEPS = 10_000
 
 
+@slow_when(lambda loop, policy: policy == F16 and loop != "scan")
 @pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("loop", ["scan", "fori_loop", "while_loop"])
-@pytest.mark.parametrize("wanted", ["result", "contraction"])
-def test_accumulators_over_ten_thousand_steps(wanted: str, loop: str, policy: str) -> None:
-    def step(total: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
-        return total + x @ w
-
-    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+def test_accumulators_over_ten_thousand_steps(loop: str, policy: str) -> None:
+    def total(x: jax.Array, w: jax.Array) -> jax.Array:
         init = jnp.zeros_like(x)
         if loop == "scan":
-            total = lax.scan(lambda c, _: (step(c, x, w), None), init, None, length=STEPS)[0]
-        elif loop == "fori_loop":
-            total = lax.fori_loop(0, STEPS, lambda _, c: step(c, x, w), init)
-        else:
-            total = lax.while_loop(
-                lambda s: s[0] < STEPS, lambda s: (s[0] + 1, step(s[1], x, w)), (0, init)
-            )[1]
-        return total @ w if wanted == "contraction" else total
+            return lax.scan(lambda c, _: (c + x @ w, None), init, None, length=STEPS)[0]
+        if loop == "fori_loop":
+            return lax.fori_loop(0, STEPS, lambda _, c: c + x @ w, init)
+        return lax.while_loop(
+            lambda s: s[0] < STEPS, lambda s: (s[0] + 1, s[1] + x @ w), (0, init)
+        )[1]
 
     x, w = jnp.ones((1, 8)), jnp.eye(8)
-    got = jax.jit(autocast(fn, policy))(x, w)
+
+    def read_by_a_product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return total(x, w) @ w
+
+    both = jax.jit(lambda *a: [autocast(f, policy)(*a) for f in (total, read_by_a_product)])
+    returned, multiplied = both(x, w)
+    np.testing.assert_array_equal(returned, STEPS)
     # 10,000 = 78.125 × 2^7 and rounds to 9984 in bfloat16; float16 has it exactly.
     want = float(jnp.float32(STEPS).astype(jaxmp.get_policy(policy).compute_dtype))
-    np.testing.assert_array_equal(got, want if wanted == "contraction" else STEPS)
+    np.testing.assert_array_equal(multiplied, want)
 
 
 @pytest.mark.parametrize("policy", [BF16, F16])
@@ -577,71 +529,50 @@ def test_cumulative_sums_before_a_contraction(policy: str) -> None:
 
 # --- activations ---------------------------------------------------------------------------------
 
+# Others are made of the same: an exponential, a division, a branch.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "silu": jax.nn.silu,
     "softplus": jax.nn.softplus,
-    "mish": jax.nn.mish,
-    "elu": jax.nn.elu,
-    "selu": jax.nn.selu,
-    "celu": jax.nn.celu,
-    "log_sigmoid": jax.nn.log_sigmoid,
     "sigmoid": jax.nn.sigmoid,
     "tanh": jnp.tanh,
     "relu": jax.nn.relu,
-    "leaky_relu": jax.nn.leaky_relu,
-    "hard_swish": jax.nn.hard_swish,
-    "squareplus": jax.nn.squareplus,
-    "soft_sign": jax.nn.soft_sign,
     "relu squared": lambda x: jnp.square(jax.nn.relu(x)),
-    "sine": jnp.sin,
 }
 
 
-# Others are made of the same: an exponential, a division, a branch.
-COMMON = {"gelu", "gelu_tanh", "silu", "softplus", "sigmoid", "tanh", "relu", "relu squared"}
-
-
-@slow_when(lambda name, policy: policy == F16 or name not in COMMON)
-@pytest.mark.parametrize("policy", [BF16, F16])
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_and_their_derivatives(name: str, policy: str) -> None:
+def test_activations_and_their_derivatives(name: str) -> None:
     # Pre-activations from −8 to 8 in steps of 1/8: exact in both types. The identity after it makes
     # the activation towards a contraction.
-    activation = ACTIVATIONS[name]
     x, identity = jnp.arange(-64.0, 64.0).reshape(8, 16) / 8, jnp.eye(16)
 
-    def fn(x: jax.Array, identity: jax.Array) -> jax.Array:
-        return activation(x @ identity) @ identity
+    def loss(x: jax.Array, identity: jax.Array) -> Any:
+        y = ACTIVATIONS[name](x @ identity) @ identity
+        return jnp.sum(y), y
 
-    got = np.asarray(jax.jit(autocast(fn, policy))(x, identity), np.float64)
-    want = in_float64(fn, x, identity)
+    fast = autocast(loss, BF16)
+    gradient, got = jax.jit(jax.grad(fast, has_aux=True))(x, identity)
+    exact, want = in_float64(jax.grad(loss, has_aux=True), x, identity)
     # Up to six low ops; where they cancel (x Φ(x) for x ≪ 0) the error is relative to |x|.
-    bound = 3 * eps(policy) * (np.abs(want) + np.minimum(1.0, np.abs(np.asarray(x, np.float64))))
+    got, x = np.asarray(got, np.float64), np.asarray(x, np.float64)
+    bound = 3 * eps(BF16) * (np.abs(want) + np.minimum(1.0, np.abs(x)))
     assert (np.abs(got - want) <= bound).all(), np.max(np.abs(got - want) / bound)
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(autocast(fn, policy)(x, identity))))(x)
-    exact = in_float64(jax.grad(lambda x, i: jnp.sum(fn(x, i))), x, identity)
     # Derivatives are sums of up to three terms of order |x| φ(x).
-    assert relative(gradient, exact) < 4 * eps(policy)
-    assert np.isfinite(gradient).all()
+    assert relative(gradient, exact) < 4 * eps(BF16)
 
 
-@slow_when(lambda name, policy: policy == BF16 or name not in COMMON)  # float16 overflows
-@pytest.mark.parametrize("policy", [BF16, F16])
-@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - {"relu squared", "squareplus"}))
-def test_activations_of_large_values_make_no_infinities(name: str, policy: str) -> None:
+@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - {"relu squared"}))
+def test_activations_of_large_values_make_no_infinities_in_float16(name: str) -> None:
     def fn(x: jax.Array, identity: jax.Array) -> jax.Array:
-        return ACTIVATIONS[name](x @ identity) @ identity
+        return jnp.sum(ACTIVATIONS[name](x @ identity) @ identity)
 
-    # In float16 the cube in gelu overflows beyond 40, whoever writes the dtype, and its derivative
-    # beyond 147.
-    scale = 1.0 if (name, policy) != ("gelu_tanh", F16) else 2.0**-8
+    # The cube in gelu overflows beyond 40, whoever writes the dtype, and its derivative beyond 147.
+    scale = 2.0**-8 if name == "gelu_tanh" else 1.0
     x = scale * jnp.asarray([[1e4, -1e4, 3e4, -3e4]])
-    fast = autocast(fn, policy)
-    assert np.isfinite(jax.jit(fast)(x, jnp.eye(4))).all()
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(fast(x, jnp.eye(4)))))(x)
-    assert np.isfinite(gradient).all()
+    for found in jax.jit(jax.value_and_grad(autocast(fn, F16)))(x, jnp.eye(4)):
+        assert np.isfinite(found).all()
 
 
 # --- randomness ----------------------------------------------------------------------------------
@@ -656,12 +587,13 @@ def test_dropout_drops_the_same(policy: str) -> None:
     def fn(params: Any, x: jax.Array) -> jax.Array:
         return model.apply(params, x, rngs={"dropout": jax.random.key(3)})
 
-    want = jax.jit(fn)(params, x)
+    def both(params: Any, x: jax.Array) -> Any:
+        fns = autocast(fn, policy), fn
+        return [(f(params, x), jax.grad(lambda x, f=f: jnp.sum(f(params, x)))(x)) for f in fns]
+
+    (got, mine), (want, theirs) = jax.jit(both)(params, x)
     assert 0.3 < float((want == 0).mean()) < 0.7
-    got = jax.jit(autocast(fn, policy))(params, x)
     np.testing.assert_array_equal(got == 0, want == 0)
-    mine = jax.jit(jax.grad(lambda x: jnp.sum(autocast(fn, policy)(params, x) * 1.0)))(x)
-    theirs = jax.jit(jax.grad(lambda x: jnp.sum(fn(params, x))))(x)
     assert relative(mine, theirs) < 4 * eps(policy)
 
 
@@ -715,25 +647,34 @@ def boundary_oracle() -> Any:
     return in_float64(model.apply, params, X), in_float64(gradient, params, X)
 
 
-@pytest.mark.parametrize("boundary", BOUNDARIES, ids=lambda b: b.spec)
-def test_dtypes_at_the_boundary(boundary: Boundary) -> None:
+def test_dtypes_at_the_boundary() -> None:
     model, params = boundary_model()
-    fast = jax.jit(autocast(model.apply, boundary.spec))
-    got = fast(params, X)
-    assert str(got.dtype) == boundary.output
-    assert set(contraction_dtypes(fast, params, X)) == {boundary.compute}
-    policy = jaxmp.get_policy(boundary.spec)
+    for boundary in BOUNDARIES:
+        fast = autocast(model.apply, boundary.spec)
+        assert str(jax.eval_shape(fast, params, X).dtype) == boundary.output, boundary
+        assert set(contraction_dtypes(fast, params, X)) == {boundary.compute}, boundary
+        gradient = jax.eval_shape(jax.grad(boundary_loss(fast)), params)
+        # Masters are float32, whatever they are stored as inside: so are their gradients.
+        assert {str(g.dtype) for g in jax.tree.leaves(gradient)} == {"float32"}, boundary
+
+
+def boundary_loss(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params: jnp.sum(fn(params, X).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize(
+    "spec", ["bfloat16", "float16", "p=f32,c=bf16,o=f16", "p=bf16,c=f32,o=f32"]
+)
+def test_values_at_the_boundary(spec: str) -> None:
+    model, params = boundary_model()
+    fast = autocast(model.apply, spec)
+    both = jax.jit(lambda params: (fast(params, X), jax.grad(boundary_loss(fast))(params)))
+    got, gradient = both(params)
+    policy = jaxmp.get_policy(spec)
     dtypes = policy.param_dtype, policy.compute_dtype, policy.output_dtype
     coarsest = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
     want, exact = boundary_oracle()
     assert relative(got, want) < 5 * coarsest  # two contractions, arguments and result rounded
-
-    def loss(params: Any) -> jax.Array:
-        return jnp.sum(fast(params, X).astype(jnp.float32) ** 2)
-
-    gradient = jax.jit(jax.grad(loss))(params)
-    # Masters are float32, whatever they are stored as inside: so are their gradients.
-    assert {str(g.dtype) for g in jax.tree.leaves(gradient)} == {"float32"}
     assert relative(gradient, exact) < 12 * coarsest
 
 
@@ -743,7 +684,7 @@ def test_masters_in_16_bits_have_gradients_in_16_bits() -> None:
     def fn(params: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))
 
-    gradient = jax.grad(autocast(fn, BF16))(params, X)
+    gradient = jax.eval_shape(jax.grad(autocast(fn, BF16)), params, X)
     assert {str(g.dtype) for g in gradient.values()} == {"bfloat16"}
 
 
@@ -765,12 +706,3 @@ def test_the_result_of_a_contraction_has_the_range_of_the_compute_dtype() -> Non
     x, w = jnp.full((2, 8), 1000.0), jnp.full((8, 2), 1000.0)
     assert np.isinf(autocast(jnp.matmul, F16)(x, w)).all()
     np.testing.assert_array_equal(autocast(jnp.matmul, BF16)(x, w), 7995392.0)
-
-
-def test_the_float32_policy_is_bitwise_the_function() -> None:
-    for name in ("pre-norm stream", "attention", "recurrent cell", "convolutions"):
-        case = CASES[name]
-        plain = jax.jit(case.fn)(*case.args)
-        np.testing.assert_array_equal(
-            jax.jit(autocast(case.fn, "float32"))(*case.args), plain, err_msg=name
-        )

@@ -136,18 +136,19 @@ def assert_same(got: Any, want: Any) -> None:
 @each
 def test_it_comes_out_and_nothing_else_changes(name: str) -> None:
     fn, want = EACH[name]
-    for run in (observe(fn), jax.jit(observe(fn))):
-        out, extras = run(W, X)
-        assert_found(extras, want)
-        assert_same(jax.jit(lambda out: out)(out), jax.jit(fn)(W, X))
+    (out, extras), plain = jax.jit(lambda *args: (observe(fn)(*args), fn(*args)))(W, X)
+    assert_found(extras, want)
+    assert_same(out, plain)
 
 
 @each
 def test_it_comes_out_under_grad_and_the_gradient_is_the_same(name: str) -> None:
     fn, want = EACH[name]
-    gradients, extras = jax.jit(jax.grad(with_extras(fn), argnums=(0, 1), has_aux=True))(W, X)
+    observed = jax.grad(with_extras(fn), argnums=(0, 1), has_aux=True)
+    plainly = jax.grad(loss_of(fn), argnums=(0, 1))
+    (gradients, extras), plain = jax.jit(lambda *args: (observed(*args), plainly(*args)))(W, X)
     assert_found(extras, want)
-    assert_same(gradients, jax.jit(jax.grad(loss_of(fn), argnums=(0, 1)))(W, X))
+    assert_same(gradients, plain)
 
 
 @each
@@ -155,8 +156,9 @@ def test_it_comes_out_under_vmap_for_each_example(name: str) -> None:
     fn, _ = EACH[name]
     batch = jnp.stack([X, -2 * X, 0.1 * X])
     _, extras = jax.jit(jax.vmap(observe(fn), (None, 0)))(W, batch)
+    each_alone = jax.jit(observe(fn))
     for i, example in enumerate(batch):
-        alone = observe(fn)(W, example)[1]
+        alone = each_alone(W, example)[1]
         assert alone.keys() == extras.keys()
         for key, extra in alone.items():
             np.testing.assert_allclose(extras[key].value[i], extra.value, rtol=1e-6)
@@ -312,8 +314,7 @@ def products(fn: Callable[..., Any], *args: Any) -> int:
     return sum(e.primitive.name == "dot_general" for e in iter_eqns(jax.make_jaxpr(fn)(*args)))
 
 
-@pytest.mark.parametrize("policy", [None, "dots_saveable"])
-@pytest.mark.parametrize("prevent_cse", [True, False])
+@pytest.mark.parametrize(("policy", "prevent_cse"), [(None, True), ("dots_saveable", False)])
 def test_a_remat_keeps_its_policy_and_saves_as_much(policy: str, prevent_cse: bool) -> None:
     policy = policy and getattr(jax.checkpoint_policies, policy)
     remat = partial(jax.checkpoint, policy=policy, prevent_cse=prevent_cse)
@@ -373,8 +374,7 @@ def on_devices(check_vma: bool, axes: tuple[str, ...] = ("a", "b")) -> Callable[
     return local
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axes", [("a", "b"), ("a",)])
+@pytest.mark.parametrize(("check_vma", "axes"), [(True, ("a", "b")), (False, ("a",))])
 def test_each_device_gives_its_own(check_vma: bool, axes: tuple[str, ...]) -> None:
     blocks = np.split(x, 6 if len(axes) == 2 else 2)
     blocks = blocks if len(axes) == 2 else np.repeat(blocks, 3, axis=0)
@@ -525,12 +525,10 @@ def text(fn: Callable[..., Any], *args: Any) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x", str(jax.make_jaxpr(fn)(*args)))
 
 
-@each
-def test_where_nothing_is_threaded_it_is_the_same_program(name: str) -> None:
-    fn, _ = EACH[name]
-    assert text(observe(fn, {}), W, X) == text(fn, W, X)
-    gradient = jax.grad(loss_of(fn))
-    assert text(observe(gradient, {}), W, X) == text(gradient, W, X)
+def test_where_nothing_is_threaded_it_is_the_same_program() -> None:
+    for fn, _ in EACH.values():
+        for run in (fn, jax.grad(loss_of(fn))):
+            assert text(observe(run, {}), W, X) == text(run, W, X)
 
 
 def test_lines_and_module_paths_stay() -> None:

@@ -61,50 +61,47 @@ def few(count: int) -> Why:
     return Kind.COORDINATES.of(count)
 
 
-@pytest.mark.parametrize(
-    ("made", "reason", "count"),
-    [
-        pytest.param(*row, id=name)
-        for name, row in {
-            "a layer": (product("ij,jk->ik", (6, 8), (8, 3)), LAYER, 8),
-            "a layer of one output": (product("ij,j->i", (6, 8), (8,)), LAYER, 8),
-            "of one example": (product("j,jk->k", (8,), (8, 3)), LAYER, 8),
-            "heads": (product("bqhd,bkhd->bhqk", (2, 5, 3, 8), (2, 5, 3, 8)), LAYER, 8),
-            "outer": (product("i,j->ij", (6,), (8,)), few(1), 1),
-            "outer, of a batch": (product("bi,bj->bij", (4, 6), (4, 8)), few(1), 1),
-            "one element": (product("ij,jk->ik", (6, 1), (1, 8)), few(1), 1),
-            "a rotation": (product("ij,nj->ni", (3, 3), (9, 3)), few(3), 3),
-            "homogeneous coordinates": (product("ij,nj->ni", (4, 4), (9, 4)), few(4), 4),
-            "five": (product("ij,nj->ni", (5, 5), (9, 5)), LAYER, 5),
-            "two axes of two": (product("ijk,jkl->il", (6, 2, 2), (2, 2, 8)), few(4), 4),
-            "two axes of three": (product("ijk,jkl->il", (6, 3, 3), (3, 3, 8)), LAYER, 9),
-            "a dot": (product("i,i->", (8,), (8,)), SCALAR, 8),
-            "a dot per example": (product("bi,bi->b", (6, 8), (6, 8)), SCALAR, 8),
-            "a trace": (product("ij,ij->", (6, 8), (6, 8)), SCALAR, 48),
-            "a short dot": (product("i,i->", (3,), (3,)), SCALAR, 3),
-            "a convolution": (convolution(3, 3, 8, 5), LAYER, 72),
-            "a convolution of points": (convolution(1, 1, 8, 5), LAYER, 8),
-            "of few points": (convolution(1, 1, 3, 5), few(3), 3),
-            "of one channel": (convolution(2, 2, 1, 5), few(4), 4),
-            "depthwise": (convolution(3, 3, 1, 8, groups=8), LAYER, 9),
-            "depthwise of points": (convolution(1, 1, 1, 8, groups=8), few(1), 1),
-            "ragged": (
-                lambda: contraction(lax.ragged_dot, X, jnp.ones((2, 8, 3)), GROUPS),
-                LAYER,
-                8,
-            ),
-            "ragged, of few": (
-                lambda: contraction(lax.ragged_dot, X[:, :4], jnp.ones((2, 4, 3)), GROUPS),
-                few(4),
-                4,
-            ),
-        }.items()
-    ],
-)
-def test_what_is_contracted(made: Made, reason: Why | None, count: int) -> None:
-    eqn = made()
-    assert geometry(eqn, [OTHER, OTHER]) == reason
-    assert contracted(eqn) == count
+CONTRACTED: dict[str, tuple[Made, Why | None, int]] = {
+    "a layer": (product("ij,jk->ik", (6, 8), (8, 3)), LAYER, 8),
+    "a layer of one output": (product("ij,j->i", (6, 8), (8,)), LAYER, 8),
+    "of one example": (product("j,jk->k", (8,), (8, 3)), LAYER, 8),
+    "heads": (product("bqhd,bkhd->bhqk", (2, 5, 3, 8), (2, 5, 3, 8)), LAYER, 8),
+    "outer": (product("i,j->ij", (6,), (8,)), few(1), 1),
+    "outer, of a batch": (product("bi,bj->bij", (4, 6), (4, 8)), few(1), 1),
+    "one element": (product("ij,jk->ik", (6, 1), (1, 8)), few(1), 1),
+    "a rotation": (product("ij,nj->ni", (3, 3), (9, 3)), few(3), 3),
+    "homogeneous coordinates": (product("ij,nj->ni", (4, 4), (9, 4)), few(4), 4),
+    "five": (product("ij,nj->ni", (5, 5), (9, 5)), LAYER, 5),
+    "two axes of two": (product("ijk,jkl->il", (6, 2, 2), (2, 2, 8)), few(4), 4),
+    "two axes of three": (product("ijk,jkl->il", (6, 3, 3), (3, 3, 8)), LAYER, 9),
+    "a dot": (product("i,i->", (8,), (8,)), SCALAR, 8),
+    "a dot per example": (product("bi,bi->b", (6, 8), (6, 8)), SCALAR, 8),
+    "a trace": (product("ij,ij->", (6, 8), (6, 8)), SCALAR, 48),
+    "a short dot": (product("i,i->", (3,), (3,)), SCALAR, 3),
+    "a convolution": (convolution(3, 3, 8, 5), LAYER, 72),
+    "a convolution of points": (convolution(1, 1, 8, 5), LAYER, 8),
+    "of few points": (convolution(1, 1, 3, 5), few(3), 3),
+    "of one channel": (convolution(2, 2, 1, 5), few(4), 4),
+    "depthwise": (convolution(3, 3, 1, 8, groups=8), LAYER, 9),
+    "depthwise of points": (convolution(1, 1, 1, 8, groups=8), few(1), 1),
+    "ragged": (
+        lambda: contraction(lax.ragged_dot, X, jnp.ones((2, 8, 3)), GROUPS),
+        LAYER,
+        8,
+    ),
+    "ragged, of few": (
+        lambda: contraction(lax.ragged_dot, X[:, :4], jnp.ones((2, 4, 3)), GROUPS),
+        few(4),
+        4,
+    ),
+}
+
+
+def test_what_is_contracted() -> None:
+    for name, (made, reason, count) in CONTRACTED.items():
+        eqn = made()
+        assert geometry(eqn, [OTHER, OTHER]) == reason, name
+        assert contracted(eqn) == count, name
 
 
 @pytest.mark.parametrize(
@@ -193,9 +190,9 @@ FIXED = {
 FROZEN = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("fn", "expected"), FIXED.values(), ids=FIXED)
-def test_what_counts_as_made_of_constants(fn: Callable[..., Any], expected: str) -> None:
-    assert reason(fn) == expected
+def test_what_counts_as_made_of_constants() -> None:
+    for name, (fn, expected) in FIXED.items():
+        assert reason(fn) == expected, name
 
 
 @pytest.mark.parametrize("inputs", [3, 4])

@@ -27,17 +27,15 @@ X, W, WS, B = gaussian(0, 6, 8), gaussian(1, 8, 8), gaussian(2, 3, 8, 8), gaussi
 Program = Callable[..., Any]
 
 
-def table(rows: dict[str, tuple[Program, str, str, str]]) -> Any:
+Table = dict[str, tuple[Program, str, str, str]]
+
+
+def check(table: Table) -> None:
     """Telling name → program of (x, w, ws, b), an operation, its dtype, its reason."""
-    return pytest.mark.parametrize(
-        ("fn", "op", "dtype", "reason"), [pytest.param(*row, id=name) for name, row in rows.items()]
-    )
-
-
-def check(fn: Program, op: str, dtype: str, reason: str, policy: str = BF16) -> None:
-    rows = [row for row in explain(fn, policy)(X, W, WS, B).rows if row.op == op]
-    assert rows, f"no {op}"
-    assert (rows[-1].dtype, rows[-1].reason) == (dtype, reason)
+    for name, (fn, op, dtype, reason) in table.items():
+        rows = [row for row in explain(fn, BF16)(X, W, WS, B).rows if row.op == op]
+        assert rows, f"{name}: no {op}"
+        assert (rows[-1].dtype, rows[-1].reason) == (dtype, reason), name
 
 
 def normalized(x: jax.Array) -> jax.Array:
@@ -63,8 +61,8 @@ PRODUCT = "matmul or convolution"
 CHOOSES = "chooses among 16-bit values"
 
 
-@table(
-    {
+def test_calls() -> None:
+    check({
         "jit": (lambda x, w, ws, b: jax.jit(lambda x: x @ w + b)(x) @ w, "add", LOW, BIAS),
         "remat": (lambda x, w, ws, b: jax.checkpoint(lambda x: x @ w + b)(x) @ w, "add", LOW, BIAS),
         "a low value goes in": (
@@ -95,14 +93,11 @@ CHOOSES = "chooses among 16-bit values"
             lambda x, w, ws, b: jax.jit(jax.nn.softmax)(x @ w) @ w,
             "div", FULL, NOT_LOW,
         ),
-    }
-)  # fmt: skip
-def test_calls(fn: Program, op: str, dtype: str, reason: str) -> None:
-    check(fn, op, dtype, reason)
+    })  # fmt: skip
 
 
-@table(
-    {
+def test_a_function_with_its_own_derivative_is_narrowed_at_its_door() -> None:
+    check({
         "relu towards a product": (
             lambda x, w, ws, b: jax.nn.relu(normalized(x @ w)) @ w,
             "max", LOW, CHOOSES,
@@ -123,16 +118,11 @@ def test_calls(fn: Program, op: str, dtype: str, reason: str) -> None:
             lambda x, w, ws, b: (jnp.tanh(y := normalized(x @ w)) * y) @ w,
             "tanh", LOW, LEAVES,
         ),
-    }
-)  # fmt: skip
-def test_a_function_with_its_own_derivative_is_narrowed_at_its_door(
-    fn: Program, op: str, dtype: str, reason: str
-) -> None:
-    check(fn, op, dtype, reason)
+    })  # fmt: skip
 
 
-@table(
-    {
+def test_the_bias_that_ends_a_normalization() -> None:
+    check({
         "its bias": (
             lambda x, w, ws, b: (normalized(x @ w) * b + b) @ w,
             "add", FULL, ENDS,
@@ -149,14 +139,11 @@ def test_a_function_with_its_own_derivative_is_narrowed_at_its_door(
             lambda x, w, ws, b: (normalized(x @ w) + 1.0) @ w,
             "add", FULL, NOT_LOW,
         ),
-    }
-)  # fmt: skip
-def test_the_bias_that_ends_a_normalization(fn: Program, op: str, dtype: str, reason: str) -> None:
-    check(fn, op, dtype, reason)
+    })  # fmt: skip
 
 
-@table(
-    {
+def test_branches_agree() -> None:
+    check({
         "all low": (
             lambda x, w, ws, b: (lax.cond(b[0] > 0, lambda h: h, lambda h: h * 2, x @ w) + b) @ w,
             "add", LOW, BIAS,
@@ -215,14 +202,11 @@ def test_the_bias_that_ends_a_normalization(fn: Program, op: str, dtype: str, re
             lambda x, w, ws, b: lax.cond(b[0] > 0, lambda h: h @ w, lambda h: h, x),
             "dot_general", LOW, PRODUCT,
         ),
-    }
-)  # fmt: skip
-def test_branches_agree(fn: Program, op: str, dtype: str, reason: str) -> None:
-    check(fn, op, dtype, reason)
+    })  # fmt: skip
 
 
-@table(
-    {
+def test_a_while_loop_carries_float32() -> None:
+    check({
         "products in the body": (
             lambda x, w, ws, b: lax.while_loop(lambda c: c.sum() < 3, lambda c: c @ w, x),
             "dot_general", LOW, PRODUCT,
@@ -251,14 +235,11 @@ def test_branches_agree(fn: Program, op: str, dtype: str, reason: str) -> None:
             ),
             "add", LOW, BIAS,
         ),
-    }
-)  # fmt: skip
-def test_a_while_loop_carries_float32(fn: Program, op: str, dtype: str, reason: str) -> None:
-    check(fn, op, dtype, reason)
+    })  # fmt: skip
 
 
-@table(
-    {
+def test_which_carries_are_low() -> None:
+    check({
         "layers on low values": (
             lambda x, w, ws, b: scanned(lambda h, w: h + h @ w, x @ w, ws) @ w,
             "add", LOW, MADE,
@@ -321,10 +302,7 @@ def test_a_while_loop_carries_float32(fn: Program, op: str, dtype: str, reason: 
             ),
             "tanh", FULL, SUMMED,
         ),
-    }
-)  # fmt: skip
-def test_which_carries_are_low(fn: Program, op: str, dtype: str, reason: str) -> None:
-    check(fn, op, dtype, reason)
+    })  # fmt: skip
 
 
 def both(h: jax.Array, k: jax.Array, w: jax.Array) -> Any:
@@ -332,8 +310,8 @@ def both(h: jax.Array, k: jax.Array, w: jax.Array) -> Any:
     return jnp.sin(h @ w), jnp.tanh(k @ w)
 
 
-@table(
-    {
+def test_what_loops_sum_share_and_return() -> None:
+    check({
         "a running sum of low values": (
             lambda x, w, ws, b: scanned(lambda s, w: s + x @ w, jnp.zeros((6, 8)), ws) @ w,
             "add", FULL, SUMMED,
@@ -396,10 +374,7 @@ def both(h: jax.Array, k: jax.Array, w: jax.Array) -> Any:
             )[1],
             "slice", LOW, "moves values: as they are",
         ),
-    }
-)  # fmt: skip
-def test_what_loops_sum_share_and_return(fn: Program, op: str, dtype: str, reason: str) -> None:
-    check(fn, op, dtype, reason)
+    })  # fmt: skip
 
 
 def runs_a_jit_in_a_loop(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -72,11 +72,6 @@ def round_and_round(n: int) -> Callable[..., Any]:
 
 
 FORWARD: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
-    "an operand": (lambda a, b: a, ["a"]),
-    "a literal": (lambda a, b: 1.0, [""]),
-    "an operation": (lambda a, b: jnp.sin(a) + 1, ["a sin"]),
-    "two operands": (lambda a, b: (a + b, b), ["a b", "b"]),
-    "a call": (lambda a, b: jax.jit(lambda b, a: (jnp.sin(b), a))(b, a), ["b sin", "a"]),
     "a call in a call": (
         lambda a, b: jax.jit(lambda a: jax.checkpoint(lambda a: jnp.sin(a) + b)(a))(a),
         ["a b sin"],
@@ -85,18 +80,9 @@ FORWARD: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
         lambda a, b: lax.cond(True, lambda a, b: (a, b), lambda a, b: (jnp.sin(b), b), a, b),
         ["a b sin", "b"],
     ),
-    "one of three branches": (
-        lambda a, b: lax.switch(0, [lambda a, b: a, lambda a, b: b, lambda a, b: jnp.sin(b)], a, b),
-        ["a b sin"],
-    ),
     "what selects is not an operand of the branches": (
         lambda a, b: lax.cond(a > 0, lambda b: b, lambda b: b * 2, b),
         ["b"],
-    ),
-    "a loop that adds": (lambda a, b: repeat(lambda c: c + b, a), ["a b"]),
-    "a loop that changes": (
-        lambda a, b: repeat(jnp.sin, a),
-        ["a sin"],
     ),
     "a loop that forgets": (
         lambda a, b: repeat(lambda c: jnp.sin(b), a),
@@ -118,10 +104,6 @@ FORWARD: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
         lambda a, b: lax.while_loop(lambda c: c < jnp.exp(b), lambda c: jnp.sin(c), a),
         ["a sin"],
     ),
-    "a loop in a loop": (
-        lambda a, b: repeat(lambda c: repeat(lambda d: jnp.sin(d) + b, c), a),
-        ["a b sin"],
-    ),
     "what the inner loop learns of the outer": (
         lambda a, b: loop(lambda c, d: repeat(lambda e: e[::-1], (d, jnp.sin(c))), a, b),
         ["a b sin", "a b sin"],
@@ -139,9 +121,9 @@ FORWARD: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("fn", "expected"), FORWARD.values(), ids=FORWARD)
-def test_what_results_are_made_of(fn: Callable[..., Any], expected: Sequence[str]) -> None:
-    assert sources(fn, A, B) == list(expected)
+def test_what_results_are_made_of() -> None:
+    for name, (fn, expected) in FORWARD.items():
+        assert sources(fn, A, B) == list(expected), name
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -207,19 +189,12 @@ def wanted(fn: Callable[..., Any], *args: Any) -> list[str]:
 
 
 BACKWARD: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
-    "returned": (lambda a, b: (b, a), ["1", "0"]),
-    "not wanted": (lambda a, b: a, ["0", ""]),
-    "by an operation": (lambda a, b: jnp.sin(a) * b, ["0 sin", "0"]),
     "in a call": (lambda a, b: jax.jit(lambda b, a: (jnp.sin(b), a))(b, a), ["1", "0 sin"]),
     "by either branch": (
         lambda a, b: lax.cond(True, lambda a, b: jnp.sin(a), lambda a, b: jnp.cos(a) * b, a, b),
         ["0 cos sin", "0"],
     ),
     "by no branch": (lambda a, b: lax.cond(True, lambda a: 1.0, lambda a: 2.0, a), ["", ""]),
-    "shared by iterations": (
-        lambda a, b: repeat(lambda c: c * jnp.sin(b), a),
-        ["0", "0 sin"],
-    ),
     "a carry that is forgotten": (
         lambda a, b: repeat(lambda c: jnp.sin(b), a),
         ["", "0 sin"],
@@ -240,10 +215,6 @@ BACKWARD: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
         lambda a, b: lax.scan(lambda c, x: (c + x, jnp.sin(x)), a, jnp.ones(3) * b),
         ["0", "0 1 sin"],
     ),
-    "a while loop's carry": (
-        lambda a, b: lax.while_loop(lambda c: c < 3, lambda c: jnp.sin(c) + b, a),
-        ["0 sin", "0 sin"],
-    ),
     "a while loop's condition wants nothing": (
         lambda a, b: lax.while_loop(lambda c: c < jnp.exp(b), lambda c: c + 1, a),
         ["0", ""],
@@ -263,9 +234,9 @@ BACKWARD: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("fn", "expected"), BACKWARD.values(), ids=BACKWARD)
-def test_what_operands_are_wanted_for(fn: Callable[..., Any], expected: Sequence[str]) -> None:
-    assert wanted(fn, A, B) == list(expected)
+def test_what_operands_are_wanted_for() -> None:
+    for name, (fn, expected) in BACKWARD.items():
+        assert wanted(fn, A, B) == list(expected), name
 
 
 def test_the_demands_on_a_bodys_operands() -> None:

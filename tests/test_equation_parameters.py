@@ -24,12 +24,8 @@ from constructs import (
     remat_in_scan,
     remat_names,
     remat_policy,
-    scan_in_scan,
-    scan_no_xs,
-    scan_reverse,
-    scan_unrolled,
 )
-from support import autocast, explain, iter_eqns, jaxpr_of
+from support import autocast, iter_eqns, jaxpr_of
 
 
 def _jits(fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -113,20 +109,6 @@ def test_remat_parameters_are_kept() -> None:
         assert found(autocast(fn, BF16)) == found(fn)
 
 
-def test_scan_parameters_are_kept() -> None:
-    for fn, key, value in (
-        (scan_reverse, "reverse", True),
-        (scan_unrolled, "unroll", 2),
-        (scan_no_xs, "length", 3),
-    ):
-        (eqn,) = [
-            e
-            for e in iter_eqns(jaxpr_of(autocast(fn, BF16), X, W, V))
-            if e.primitive.name == "scan"
-        ]
-        assert eqn.params[key] == value
-
-
 def _scoped(x, w, v):
     with jax.named_scope("encoder"):
         h = x @ w
@@ -154,21 +136,3 @@ def test_named_scopes_and_source_lines_are_kept() -> None:
         for eqn in (*dots, *inner, tanh):
             frames = eqn.source_info.traceback.frames
             assert any(f.function_name.endswith("_scoped") for f in frames)
-
-
-def test_explain_names_scope_and_line() -> None:
-    rows = explain(_scoped, BF16)(X, W, V).rows
-    first, second = (r for r in rows if r.op == "dot_general")
-    assert "encoder" in first.path
-    assert "encoder" not in second.path
-    start = _scoped.__code__.co_firstlineno
-    assert first.source == f"test_equation_parameters.py:{start + 2}"
-    assert second.source == f"test_equation_parameters.py:{start + 5}"
-
-
-def test_explain_counts_loop_lengths() -> None:
-    plan = explain(scan_in_scan, BF16)(X, W, V)
-    # The inner contraction runs 2 x 2 times, the outer one twice.
-    assert plan.products() == {"bfloat16": 6}
-    assert str(plan)
-    assert plan.summary()

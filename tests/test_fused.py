@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -59,10 +58,6 @@ def causal_constant(q, k, v):
     return weighted(jnp.where(CAUSAL, scores_of(q, k) / 4, -1e9), v)
 
 
-def causal_linen(q, k, v):
-    return nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(q[..., 0, 0]))
-
-
 def causal_and_padded(q, k, v):
     mask = nn.combine_masks(nn.make_causal_mask(q[..., 0, 0]), PADDED[:, None, None])
     return nn.dot_product_attention(q, k, v, mask=mask)
@@ -71,11 +66,6 @@ def causal_and_padded(q, k, v):
 def from_the_other_side(q, k, v):
     later = jnp.arange(TIME)[:, None] < jnp.arange(TIME)
     return weighted(jnp.where(later, jnp.finfo(jnp.float32).min, scores_of(q, k) / 4), v)
-
-
-def one_ahead(q, k, v):
-    """A triangle, and none that is causal."""
-    return weighted(jnp.where(jnp.tril(CAUSAL | True, 1), scores_of(q, k) / 4, -1e9), v)
 
 
 def biased(q, k, v, bias):
@@ -90,11 +80,6 @@ def biased_before_the_scale(q, k, v, bias):
 def mask_added(q, k, v):
     s = scores_of(q, k) / 4 + jnp.where(PADDED[:, None, None], 0.0, -1e10)
     return weighted(s, v)
-
-
-def bias_added_before_the_scale(q, k, v):
-    """What is added is scaled as well: an exponential of -5000 is zero, and -1e4 is the limit."""
-    return weighted((scores_of(q, k) + jnp.where(PADDED[:, None, None], 0.0, -2e4)) / 4, v)
 
 
 def first_key(q, k, v):
@@ -146,14 +131,6 @@ def keys_first(q, k, v):
     return jnp.einsum("sbth,bshd->hbdt", jax.nn.softmax(s, axis=0), v)
 
 
-def no_batch(q, k, v):
-    return jax.nn.softmax(q[0, :, 0] @ k[0, :, 0].T / 4) @ v[0, :, 0]
-
-
-def last_query(q, k, v):
-    return causal_free(q[:, -1:], k, v)
-
-
 def causal_free(q, k, v):
     return jax.nn.dot_product_attention(q, k, v)
 
@@ -172,37 +149,57 @@ def mapped(q, k, v):
 
 
 # What there is: a causal mask, a bias, another mask.
-FOUND: dict[Callable[..., Any], tuple[tuple[Any, ...], str]] = {
-    plain: ((Q, K, V), ""),
-    causal: ((Q, K, V), "causal"),
-    causal_constant: ((Q, K, V), "causal"),
-    causal_linen: ((Q, K, V), "causal"),
-    causal_and_padded: ((Q, K, V), "causal masked"),
-    from_the_other_side: ((Q, K, V), "causal"),
-    one_ahead: ((Q, K, V), "masked"),
-    biased: ((Q, K, V, BIAS), "biased masked"),
-    biased_before_the_scale: ((Q, K, V, BIAS), "biased"),
-    mask_added: ((Q, K, V), "masked"),
-    bias_added_before_the_scale: ((Q, K, V), "biased"),
-    first_key: ((Q, K, V), "masked"),
-    wrapped: ((Q, K, V), "masked"),
-    wrapped_below_zero: ((Q, K, V), "masked"),
-    distances: ((Q, K, V), "biased"),
-    few_keys: (FEW, "causal masked"),
-    few_keys_by_hand: (FEW, "causal"),
-    one_key_head: ((Q, K, V), "masked"),
-    heads_in_the_batch: ((Q, K, V), ""),
-    keys_first: ((Q, K, V), "causal"),
-    no_batch: ((Q, K, V), ""),
-    last_query: ((Q, K, V), ""),
-    fewer_queries: ((Q, K, V), "masked"),
-    mapped: ((Q, K, V), "causal"),
+FOUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
+    "plain": (plain, (Q, K, V), ""),
+    "causal": (causal, (Q, K, V), "causal"),
+    "causal constant": (causal_constant, (Q, K, V), "causal"),
+    "causal linen": (
+        lambda q, k, v: nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(q[..., 0, 0])),
+        (Q, K, V),
+        "causal",
+    ),
+    "causal and padded": (causal_and_padded, (Q, K, V), "causal masked"),
+    "from the other side": (from_the_other_side, (Q, K, V), "causal"),
+    # A triangle, and none that is causal.
+    "one ahead": (
+        lambda q, k, v: weighted(
+            jnp.where(jnp.tril(CAUSAL | True, 1), scores_of(q, k) / 4, -1e9), v
+        ),
+        (Q, K, V),
+        "masked",
+    ),
+    "biased": (biased, (Q, K, V, BIAS), "biased masked"),
+    "biased before the scale": (biased_before_the_scale, (Q, K, V, BIAS), "biased"),
+    "mask added": (mask_added, (Q, K, V), "masked"),
+    # What is added is scaled as well: an exponential of -5000 is zero, and -1e4 is the limit.
+    "bias added before the scale": (
+        lambda q, k, v: weighted(
+            (scores_of(q, k) + jnp.where(PADDED[:, None, None], 0.0, -2e4)) / 4, v
+        ),
+        (Q, K, V),
+        "biased",
+    ),
+    "first key": (first_key, (Q, K, V), "masked"),
+    "wrapped": (wrapped, (Q, K, V), "masked"),
+    "wrapped below zero": (wrapped_below_zero, (Q, K, V), "masked"),
+    "distances": (distances, (Q, K, V), "biased"),
+    "few keys": (few_keys, FEW, "causal masked"),
+    "few keys by hand": (few_keys_by_hand, FEW, "causal"),
+    "one key head": (one_key_head, (Q, K, V), "masked"),
+    "heads in the batch": (heads_in_the_batch, (Q, K, V), ""),
+    "keys first": (keys_first, (Q, K, V), "causal"),
+    "no batch": (
+        lambda q, k, v: jax.nn.softmax(q[0, :, 0] @ k[0, :, 0].T / 4) @ v[0, :, 0],
+        (Q, K, V),
+        "",
+    ),
+    "last query": (lambda q, k, v: causal_free(q[:, -1:], k, v), (Q, K, V), ""),
+    "fewer queries": (fewer_queries, (Q, K, V), "masked"),
+    "mapped": (mapped, (Q, K, V), "causal"),
 }
-named = pytest.mark.parametrize("fn", FOUND, ids=lambda fn: fn.__name__)
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
+def new_stand_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A kernel that runs here, and takes what cuDNN's takes; what it is asked for is listed."""
     asked: list[str] = []
 
@@ -213,6 +210,9 @@ def stand_in(monkeypatch):
 
     monkeypatch.setattr(kernels, "CUDNN", Kernel("stand-in", "cpu", run))
     return asked
+
+
+stand_in = pytest.fixture(new_stand_in, name="stand_in")
 
 
 def checkpointed(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,35 +262,30 @@ def check(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     assert relative(grads[0], want) <= 1.5 * relative(grads[1], want) < 0.05
 
 
-@named
-def test_it_is_found_and_laid_out_as_a_library_takes_it(fn: Any, stand_in: list[str]) -> None:
-    args, what = FOUND[fn]
-    assert explained(fn, *args) == [("stand-in on gpu-h100", "")]
-    stand_in.clear()
-    fused = jax.jit(jaxmp.autocast(fn, FUSED))
-    assert jax.eval_shape(fused, *args) == jax.eval_shape(fn, *args)
-    assert set(stand_in) == {what}
-    if fn in (
-        causal_and_padded,
-        biased_before_the_scale,
-        few_keys,
-        keys_first,
-    ):  # of all: slow, below
-        assert relative(fused(*args), jax.jit(fn)(*args)) < 0.02
+def test_it_is_found_and_laid_out_as_a_library_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (fn, args, what) in FOUND.items():
+        asked = new_stand_in(monkeypatch)
+        assert explained(fn, *args) == [("stand-in on gpu-h100", "")], name
+        asked.clear()
+        fused = jax.jit(jaxmp.autocast(fn, FUSED))
+        assert jax.eval_shape(fused, *args) == jax.eval_shape(fn, *args), name
+        assert set(asked) == {what}, name
+        if fn in (causal_and_padded, biased_before_the_scale, keys_first):  # of all: slow, below
+            assert relative(fused(*args), jax.jit(fn)(*args)) < 0.02, name
 
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.slow
-@named
-def test_its_gradients_are_as_exact(fn: Any) -> None:
-    check(fn, FOUND[fn][0])
+@pytest.mark.parametrize("name", FOUND)
+def test_its_gradients_are_as_exact(name: str) -> None:
+    check(*FOUND[name][:2])
 
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.slow
-@pytest.mark.parametrize("fn", [biased, few_keys, fewer_queries], ids=lambda fn: fn.__name__)
-def test_another_platform_computes_the_same_without_a_kernel(fn: Any) -> None:
-    check(fn, FOUND[fn][0])
+@pytest.mark.parametrize("name", ["biased", "few keys", "fewer queries"])
+def test_another_platform_computes_the_same_without_a_kernel(name: str) -> None:
+    check(*FOUND[name][:2])
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -313,23 +308,6 @@ def linen_layer(**kwargs: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     mask = nn.make_causal_mask(x[..., 0])
     rngs = {"dropout": jax.random.key(2)}
     return lambda p, x: layer.apply(p, x, mask=mask, rngs=rngs), (params, x)
-
-
-def nnx_layer() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    layer = nnx.MultiHeadAttention(HEADS, HEADS * WIDTH, decode=False, rngs=nnx.Rngs(0))
-    graph, params = nnx.split(layer)
-    return lambda p, x: nnx.merge(graph, p)(x), (params, gaussian(4, BATCH, TIME, HEADS * WIDTH))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", [linen_layer, nnx_layer], ids=lambda fn: fn.__name__)
-def test_it_is_found_in_layers(layer: Any, stand_in: list[str]) -> None:
-    fn, args = layer()
-    assert explained(fn, *args) == [("stand-in on gpu-h100", "")]
-    want = jax.jit(jax.grad(loss_of(fn)))(*args)
-    got, unfused = (jax.jit(jax.grad(loss_of(jaxmp.autocast(fn, p))))(*args) for p in (FUSED, BF16))
-    assert relative(got, want) <= 1.5 * relative(unfused, want) < 0.05
-    assert stand_in
 
 
 def scanned(q, k, v):
@@ -392,10 +370,6 @@ def scores_returned(q, k, v):
     return weighted(s, v), s
 
 
-def capped(q, k, v):
-    return weighted(jnp.tanh(scores_of(q, k) / 20) * 5, v)
-
-
 def dropped(q, k, v):
     p = jax.nn.softmax(scores_of(q, k) / 4)
     keep = jax.random.bernoulli(jax.random.key(0), 0.8, p.shape)
@@ -418,61 +392,57 @@ def epsilon(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", e / (e.sum(-1, keepdims=True) + 1e-6), v)
 
 
-def temperature(q, k, v):
-    return weighted(scores_of(q, k) * jnp.exp(q[:, :1, :1, :1]), v)
-
-
-def no_mask(q, k, v):
-    return weighted(jnp.where(CAUSAL, scores_of(q, k) / 4, -2.0), v)
-
-
-def other_values(q, k, v):
-    return weighted(scores_of(q, k) / 4, v[..., :4])
-
-
-def values_of_all_heads(q, k, v):
-    return jnp.einsum("bhts,bsd->bthd", jax.nn.softmax(scores_of(q, k) / 4), v[:, :, 0])
-
-
-def of_no_product(q, k, v):
-    return jax.nn.softmax(q) @ jnp.swapaxes(k, -1, -2) + v.sum()
-
-
 def precise(q, k, v):
     s = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") / 4
     return weighted(s, v)
 
 
-def no_gradient_of_scores(q, k, v):
-    return weighted(jax.lax.stop_gradient(scores_of(q, k) / 4), v)
-
-
-REFUSED = {
-    second_read: "something else reads its scores or its probabilities",
-    scores_returned: "something else reads its scores or its probabilities",
-    capped: "capped, by tanh",
-    dropped: "its probabilities are dropped, masked or scaled",
-    reshaped: "its probabilities are reshaped",
-    exponentials_masked: "its exponentials are masked",
-    epsilon: "something is added to their sum",
-    temperature: "multiplied by an array",
-    no_mask: "masked scores are set to -2",
-    other_values: "stand-in refuses it: value shape should be",
-    values_of_all_heads: "keys and values have different axes",
-    of_no_product: "its scores are not computed next to their softmax",
-    precise: "a product of it is in float32 (precision=HIGHEST, as the author asked)",
-    no_gradient_of_scores: "its scores come of stop_gradient",
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "second read": (second_read, "something else reads its scores or its probabilities"),
+    "scores returned": (scores_returned, "something else reads its scores or its probabilities"),
+    "capped": (lambda q, k, v: weighted(jnp.tanh(scores_of(q, k) / 20) * 5, v), "capped, by tanh"),
+    "dropped": (dropped, "its probabilities are dropped, masked or scaled"),
+    "reshaped": (reshaped, "its probabilities are reshaped"),
+    "exponentials masked": (exponentials_masked, "its exponentials are masked"),
+    "epsilon": (epsilon, "something is added to their sum"),
+    "temperature": (
+        lambda q, k, v: weighted(scores_of(q, k) * jnp.exp(q[:, :1, :1, :1]), v),
+        "multiplied by an array",
+    ),
+    "no mask": (
+        lambda q, k, v: weighted(jnp.where(CAUSAL, scores_of(q, k) / 4, -2.0), v),
+        "masked scores are set to -2",
+    ),
+    "other values": (
+        lambda q, k, v: weighted(scores_of(q, k) / 4, v[..., :4]),
+        "stand-in refuses it: value shape should be",
+    ),
+    "values of all heads": (
+        lambda q, k, v: jnp.einsum(
+            "bhts,bsd->bthd", jax.nn.softmax(scores_of(q, k) / 4), v[:, :, 0]
+        ),
+        "keys and values have different axes",
+    ),
+    "of no product": (
+        lambda q, k, v: jax.nn.softmax(q) @ jnp.swapaxes(k, -1, -2) + v.sum(),
+        "its scores are not computed next to their softmax",
+    ),
+    "precise": (precise, "a product of it is in float32 (precision=HIGHEST, as the author asked)"),
+    "no gradient of scores": (
+        lambda q, k, v: weighted(jax.lax.stop_gradient(scores_of(q, k) / 4), v),
+        "its scores come of stop_gradient",
+    ),
 }
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_no_kernel_computes_stays_and_says_why(fn: Any) -> None:
-    [(fused, why)] = explained(fn, Q, K, V)
-    assert not fused
-    assert REFUSED[fn] in why
-    with pytest.warns(UserWarning, match="attention=fused: 100% of what attention multiplies"):
-        assert_same_program(jaxmp.autocast(fn, BF16), jaxmp.autocast(fn, FUSED), Q, K, V)
+def test_what_no_kernel_computes_stays_and_says_why() -> None:
+    for name, (fn, said) in REFUSED.items():
+        [(fused, why)] = explained(fn, Q, K, V)
+        assert not fused, name
+        assert said in why, name
+        with pytest.warns(UserWarning, match="attention=fused: 100% of what attention multiplies"):
+            assert_same_program(jaxmp.autocast(fn, BF16), jaxmp.autocast(fn, FUSED), Q, K, V)
 
 
 # Which kernel, and what it takes.

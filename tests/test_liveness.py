@@ -57,7 +57,7 @@ def _unrolled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return loop
 
 
-@slow_when(lambda around, policy: around is not _at_once and policy != "mixed_bfloat16")
+@slow_when(lambda around, policy: policy != "mixed_bfloat16")
 @pytest.mark.parametrize(
     "around",
     [_at_once, _vmapped, _in_a_rule, _unrolled, pytest.param(_sharded, marks=pytest.mark.slow)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,26 +110,6 @@ def test_open_positions_are_data() -> None:
     [size] = export.symbolic_shape("rows")
     plan = jaxmp.explain(fn, BF16)(jax.ShapeDtypeStruct((size, 16), jnp.float32))
     assert "a large constant, or a position, wins over 16 bits as a summand" in str(plan)
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.BatchNorm(use_running_average=True)(nn.Conv(8, (3, 3))(x)))
-        x = nn.max_pool(x, (2, 2), (2, 2)).reshape(x.shape[0], -1)
-        return nn.softmax(nn.Dense(4)(nn.LayerNorm()(nn.Dense(16)(x))))
-
-
-@pytest.mark.slow
-def test_a_wrapped_linen_model() -> None:
-    model = jaxmp.wrap(Linen(), BF16)
-    x = draw(3, 6, 8, 8, 3)
-    variables = model.init(jax.random.key(0), x)
-    [size] = export.symbolic_shape("b")
-    program = export.export(jax.jit(lambda x: model.apply(variables, x)))(
-        jax.ShapeDtypeStruct((size, 8, 8, 3), jnp.float32)
-    )
-    np.testing.assert_allclose(program.call(x), model.apply(variables, x), atol=1e-2)
 
 
 def test_a_wrapped_nnx_model() -> None:

@@ -23,7 +23,7 @@ from jaxmp.policy import get_policy
 from support import contraction_dtypes, gaussian, iter_eqns, jaxpr_of, primitives
 
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
-LOW = np.dtype(jnp.bfloat16)
+HALF, FULL = "bfloat16", "float32"
 
 
 X, W, B = gaussian(0, 6, 8), gaussian(1, 8, 8), gaussian(2, 8)
@@ -125,51 +125,40 @@ def test_a_constant_is_a_stencil_a_window_or_a_basis(array: np.ndarray, expected
     assert provenance.is_basis(array.astype(np.float32)) is expected
 
 
-@pytest.mark.parametrize(
-    ("fn", "b", "dtype"),
-    [
-        (lambda w, x, b: (x @ w + w[0]) @ w, B, "bfloat16"),
-        (lambda w, x, b: (x @ w + jnp.exp(w[0])) @ w, B, "bfloat16"),
-        (lambda w, x, b: (x @ w + w[b]) @ w, jnp.arange(6), "bfloat16"),
-        (lambda w, x, b: (x @ w + b) @ w, B, "float32"),
-        (lambda w, x, b: (x @ w + b) @ w, X, "float32"),
-        (lambda w, x, b: (x @ w + b) @ w, jnp.float32(3), "float32"),
-        (lambda w, x, b: (x @ w + 0.5) @ w, B, "bfloat16"),
-        (lambda w, x, b: (x @ w + 280.0) @ w, B, "float32"),
-        (lambda w, x, b: (x @ w + jnp.exp(x @ w)) @ w, B, "bfloat16"),
-        (lambda w, x, b: (x @ w + jnp.exp(x @ w)[:, :1]) @ w, B, "float32"),
-        (lambda w, x, b: (x @ w + jnp.sum((x @ w) ** 2, -1, keepdims=True)) @ w, B, "float32"),
-        (lambda w, x, b: (x @ w + b.astype(jnp.float32)) @ w, X > 0, "bfloat16"),
-        (lambda w, x, b: (x @ w + b.astype(jnp.float32)) @ w, jnp.arange(8), "float32"),
-        (
-            lambda w, x, b: (x @ w + jax.random.normal(b, (6, 8))) @ w,
-            jax.random.key(0),
-            "float32",
-        ),
-        (lambda w, x, b: (x @ w + jnp.linalg.inv(b)[:6]) @ w, W, "float32"),
-    ],
-    ids=[
-        "bias", "weight arithmetic", "looked up", "data by feature", "data",
-        "one number", "a small constant", "a large constant", "computed", "shared", "a total",
-        "bool", "integers", "random", "solved",
-    ],
-)  # fmt: skip
-def test_what_is_added_to_a_product(fn: Callable[..., Any], b: Any, dtype: str) -> None:
-    assert dtype_of("add", fn, W, X, b) == dtype
+Rows = dict[str, tuple[Callable[..., Any], Any, str]]
+ADDED: Rows = {
+    "a bias": (lambda w, x, b: (x @ w + w[0]) @ w, B, HALF),
+    "weight arithmetic": (lambda w, x, b: (x @ w + jnp.exp(w[0])) @ w, B, HALF),
+    "looked up": (lambda w, x, b: (x @ w + w[b]) @ w, jnp.arange(6), HALF),
+    "data by feature": (lambda w, x, b: (x @ w + b) @ w, B, FULL),
+    "data": (lambda w, x, b: (x @ w + b) @ w, X, FULL),
+    "one number": (lambda w, x, b: (x @ w + b) @ w, jnp.float32(3), FULL),
+    "a small constant": (lambda w, x, b: (x @ w + 0.5) @ w, B, HALF),
+    "a large constant": (lambda w, x, b: (x @ w + 280.0) @ w, B, FULL),
+    "computed": (lambda w, x, b: (x @ w + jnp.exp(x @ w)) @ w, B, HALF),
+    "shared": (lambda w, x, b: (x @ w + jnp.exp(x @ w)[:, :1]) @ w, B, FULL),
+    "a total": (lambda w, x, b: (x @ w + jnp.sum((x @ w) ** 2, -1, keepdims=True)) @ w, B, FULL),
+    "bool": (lambda w, x, b: (x @ w + b.astype(jnp.float32)) @ w, X > 0, HALF),
+    "integers": (lambda w, x, b: (x @ w + b.astype(jnp.float32)) @ w, jnp.arange(8), FULL),
+    "random": (
+        lambda w, x, b: (x @ w + jax.random.normal(b, (6, 8))) @ w,
+        jax.random.key(0),
+        FULL,
+    ),
+    "solved": (lambda w, x, b: (x @ w + jnp.linalg.inv(b)[:6]) @ w, W, FULL),
+}
+MULTIPLIED: Rows = {
+    "a large constant": (lambda w, x, b: (x @ w * 280.0) @ w, B, HALF),
+    "integers": (lambda w, x, b: (x @ w * b.astype(jnp.float32)) @ w, jnp.arange(8), HALF),
+    "shared": (lambda w, x, b: (x @ w * jnp.exp(x @ w)[:, :1]) @ w, B, HALF),
+    "data": (lambda w, x, b: (x @ w * b) @ w, B, FULL),
+}
 
 
-@pytest.mark.parametrize(
-    ("fn", "b", "dtype"),
-    [
-        (lambda w, x, b: (x @ w * 280.0) @ w, B, "bfloat16"),
-        (lambda w, x, b: (x @ w * b.astype(jnp.float32)) @ w, jnp.arange(8), "bfloat16"),
-        (lambda w, x, b: (x @ w * jnp.exp(x @ w)[:, :1]) @ w, B, "bfloat16"),
-        (lambda w, x, b: (x @ w * b) @ w, B, "float32"),
-    ],
-    ids=["a large constant", "integers", "shared", "data"],
-)
-def test_what_a_product_is_multiplied_by(fn: Callable[..., Any], b: Any, dtype: str) -> None:
-    assert dtype_of("mul", fn, W, X, b) == dtype
+def test_what_is_added_to_a_product_or_multiplied_with_it() -> None:
+    for op, rows in (("add", ADDED), ("mul", MULTIPLIED)):
+        for name, (fn, b, dtype) in rows.items():
+            assert dtype_of(op, fn, W, X, b) == dtype, (op, name)
 
 
 SENDERS, RECEIVERS = jnp.array([0, 0, 1, 5]), jnp.array([1, 2, 2, 3])
@@ -179,19 +168,21 @@ def received(messages: jax.Array) -> jax.Array:
     return jax.ops.segment_sum(messages, RECEIVERS, 6)
 
 
-@pytest.mark.parametrize(
-    ("fn", "dtype"),
-    [
-        (lambda w, x, b: received((x @ w)[SENDERS] * w[0]) @ w, "bfloat16"),
-        (lambda w, x, b: received((x @ w)[SENDERS] * jnp.exp(x @ w)[RECEIVERS]) @ w, "bfloat16"),
-        (lambda w, x, b: received((x @ w)[SENDERS] * b) @ w, "float32"),
-        (lambda w, x, b: received((x @ w)[SENDERS] * w[0]), "float32"),
-    ],
-    ids=["graph convolution", "graph attention", "data", "no product"],
-)
-def test_what_is_summed_by_index_for_a_product(fn: Callable[..., Any], dtype: str) -> None:
-    assert dtype_of("mul", fn, W, X, B) == dtype
-    assert dtype_of("scatter-add", fn, W, X, B) == "float32"
+GRAPHS: dict[str, tuple[Callable[..., Any], str]] = {
+    "convolution": (lambda w, x, b: received((x @ w)[SENDERS] * w[0]) @ w, HALF),
+    "attention": (
+        lambda w, x, b: received((x @ w)[SENDERS] * jnp.exp(x @ w)[RECEIVERS]) @ w,
+        HALF,
+    ),
+    "data": (lambda w, x, b: received((x @ w)[SENDERS] * b) @ w, FULL),
+    "no product": (lambda w, x, b: received((x @ w)[SENDERS] * w[0]), FULL),
+}
+
+
+def test_what_is_summed_by_index_for_a_product() -> None:
+    for name, (fn, dtype) in GRAPHS.items():
+        assert dtype_of("mul", fn, W, X, B) == dtype, name
+        assert dtype_of("scatter-add", fn, W, X, B) == FULL, name
 
 
 @pytest.mark.parametrize(("policy", "dtype"), [(BF16, "bfloat16"), (F16, "float32")])
@@ -293,36 +284,21 @@ def test_what_wrap_knows_to_be_a_parameter_is_one_in_any_shape() -> None:
 # --- products in float32 --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fn", "args", "dtype"),
-    [
-        (lambda a, b: jnp.einsum("i,j->ij", a, b), (B, B), "float32"),
-        (lambda a, b: jnp.einsum("bi,bj->bij", a, b), (X, X), "float32"),
-        (lambda a, b: a[:, :4] @ b[:4, :4], (X, W), "float32"),
-        (lambda a, b: a[:, :4] @ b[:4], (X, W), "bfloat16"),
-        (lambda a, b: a[:, :5] @ b[:5], (X, W), "bfloat16"),
-        (jnp.vdot, (B, B), "float32"),
-        (jax.vmap(jnp.vdot), (X, X), "float32"),
-        (lambda a, b: jnp.sin(2.0 * (a @ b) + 1.0), (X, W), "float32"),
-        (lambda a, b: jnp.linalg.cholesky(a.T @ a + b), (X, W), "float32"),
-        (lambda a, b: jnp.linalg.cholesky(jnp.exp(-(a.T @ a)) + b), (X, W), "float32"),
-        (lambda a, b: a @ jnp.linalg.inv(b), (X, W), "float32"),
-        (lambda a, _: a @ jnp.ones((8, 8)), (X, W), "float32"),
-        (lambda a, _: a @ jnp.cos(jnp.outer(jnp.arange(8.0), jnp.arange(8.0))), (X, W), "float32"),
-        (lambda a, _: a @ jax.random.normal(jax.random.key(0), (8, 8)), (X, W), "bfloat16"),
-        (lambda a, _: a @ jax.random.normal(jax.random.PRNGKey(0), (8, 8)), (X, W), "bfloat16"),
-        (lambda a, _: a @ W, (X, W), "bfloat16"),  # frozen weights
-        (lambda a, _: jnp.convolve(a[0], np.array([1.0, -2.0, 1.0])), (X, W), "float32"),
-    ],
-    ids=[
-        "outer", "batched outer", "four", "four features", "five", "dot", "batched dot", "angle",
-        "system", "system of exponentials", "solution", "ones", "Fourier", "random key", "raw key",
-        "frozen", "stencil",
-    ],
-)  # fmt: skip
-def test_the_dtype_of_a_product(fn: Callable[..., Any], args: Any, dtype: str) -> None:
-    found = contraction_dtypes(jaxmp.autocast(fn, BF16), *args)
-    assert set(found) == {dtype}, found
+# Outer products, few elements and constants: `test_contractions`.
+PRODUCTS: dict[str, tuple[Callable[..., Any], Any, str]] = {
+    "an angle": (lambda a, b: jnp.sin(2.0 * (a @ b) + 1.0), (X, W), FULL),
+    "a system": (lambda a, b: jnp.linalg.cholesky(a.T @ a + b), (X, W), FULL),
+    "of exponentials": (lambda a, b: jnp.linalg.cholesky(jnp.exp(-(a.T @ a)) + b), (X, W), FULL),
+    "by a solution": (lambda a, b: a @ jnp.linalg.inv(b), (X, W), FULL),
+    "random": (lambda a, _: a @ jax.random.normal(jax.random.key(0), (8, 8)), (X, W), HALF),
+    "raw key": (lambda a, _: a @ jax.random.normal(jax.random.PRNGKey(0), (8, 8)), (X, W), HALF),
+}
+
+
+def test_the_dtype_of_a_product() -> None:
+    for name, (fn, args, dtype) in PRODUCTS.items():
+        found = contraction_dtypes(jaxmp.autocast(fn, BF16), *args)
+        assert set(found) == {dtype}, name
 
 
 # --- what is clipped ------------------------------------------------------------------------------

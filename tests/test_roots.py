@@ -29,69 +29,45 @@ def made(fn: Callable[..., Any], *kinds: str, args: Any = (W, X)) -> list[str]:
     return roots_of(compat.closed(jaxpr).jaxpr.outvars, of)
 
 
-def alone(fn: Callable[[Any, Any], Any], expected: str) -> None:
-    assert made(fn, WEIGHTS, OTHER) == [expected]
+OF_WEIGHTS = [
+    lambda w, x: w.T,
+    lambda w, x: jnp.tanh(w) * 2 + 1,
+    lambda w, x: w / jnp.linalg.norm(w),
+    lambda w, x: jax.jit(jnp.exp)(w),
+    lambda w, x: lax.cond(True, jnp.sin, jnp.cos, w),
+    lambda w, x: lax.fori_loop(0, 3, lambda i, h: h * w, w),
+    lambda w, x: lax.scan(lambda c, row: (c, row + c), w[0], w)[1],
+    lambda w, x: jax.checkpoint(jnp.tanh)(w),
+    lambda w, x: w + TRAINED[:8, :8],  # closed over: frozen weights
+    lambda w, x: jnp.asarray(TRAINED),  # an array like no basis
+]
+OF_OTHERS = [
+    lambda w, x: x,
+    lambda w, x: w[:4] + x,
+    lambda w, x: w @ w,  # a product of weights is computed
+    lambda w, x: jnp.take(w, jnp.array([0, 1]), axis=0),  # rows of a table
+    lambda w, x: lax.cond(x[0, 0] > 0, lambda: w[:4], lambda: x),
+    lambda w, x: lax.cond(x[0, 0] > 0, lambda: x, lambda: w[:4]),
+    lambda w, x: lax.fori_loop(0, 3, lambda i, h: h + x, w[:4]),
+    lambda w, x: jnp.zeros((4, 8)),  # the start of a state, or no tangent
+    lambda w, x: jax.random.normal(jax.random.key(0), (8,)),  # drawn
+]
+OF_LITERALS = [
+    lambda w, x: jnp.arange(8.0),
+    lambda w, x: jnp.cos(jnp.arange(8.0)[:, None] * jnp.arange(8.0) * 0.7),
+    lambda w, x: jnp.asarray(STENCIL) * 2,
+    lambda w, x: jnp.asarray(HANN),
+    lambda w, x: jnp.eye(4),
+    lambda w, x: jnp.where(jnp.arange(8) < 3, 1.0, 0.5),
+]
 
 
 @pytest.mark.parametrize(
-    "fn",
-    [
-        lambda w, x: w.T,
-        lambda w, x: jnp.tanh(w) * 2 + 1,
-        lambda w, x: w / jnp.linalg.norm(w),
-        lambda w, x: jax.jit(jnp.exp)(w),
-        lambda w, x: lax.cond(True, jnp.sin, jnp.cos, w),
-        lambda w, x: lax.fori_loop(0, 3, lambda i, h: h * w, w),
-        lambda w, x: lax.scan(lambda c, row: (c, row + c), w[0], w)[1],
-        lambda w, x: jax.checkpoint(jnp.tanh)(w),
-        lambda w, x: w + TRAINED[:8, :8],  # closed over: frozen weights
-    ],
+    ("fns", "expected"), [(OF_WEIGHTS, WEIGHTS), (OF_OTHERS, OTHER), (OF_LITERALS, LITERALS)]
 )
-def test_what_is_computed_from_weights_alone_is_one(fn: Callable[..., Any]) -> None:
-    alone(fn, WEIGHTS)
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda w, x: x,
-        lambda w, x: w[:4] + x,
-        lambda w, x: w @ w,  # a product of weights is computed
-        lambda w, x: jnp.take(w, jnp.array([0, 1]), axis=0),  # rows of a table
-        lambda w, x: lax.cond(x[0, 0] > 0, lambda: w[:4], lambda: x),
-        lambda w, x: lax.cond(x[0, 0] > 0, lambda: x, lambda: w[:4]),
-        lambda w, x: lax.fori_loop(0, 3, lambda i, h: h + x, w[:4]),
-    ],
-)
-def test_what_is_not_is_something_else(fn: Callable[..., Any]) -> None:
-    alone(fn, OTHER)
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda w, x: jnp.arange(8.0),
-        lambda w, x: jnp.cos(jnp.arange(8.0)[:, None] * jnp.arange(8.0) * 0.7),
-        lambda w, x: jnp.asarray(STENCIL) * 2,
-        lambda w, x: jnp.asarray(HANN),
-        lambda w, x: jnp.eye(4),
-        lambda w, x: jnp.where(jnp.arange(8) < 3, 1.0, 0.5),
-    ],
-)
-def test_grids_windows_and_bases_are_literals(fn: Callable[..., Any]) -> None:
-    alone(fn, LITERALS)
-
-
-@pytest.mark.parametrize(
-    ("fn", "expected"),
-    [
-        (lambda w, x: jnp.zeros((4, 8)), OTHER),  # the start of a state, or no tangent
-        (lambda w, x: jax.random.normal(jax.random.key(0), (8,)), OTHER),  # drawn
-        (lambda w, x: jnp.asarray(TRAINED), WEIGHTS),  # an array like no basis
-    ],
-)
-def test_literals_that_are_none(fn: Callable[..., Any], expected: str) -> None:
-    alone(fn, expected)
+def test_what_results_are_made_of(fns: list[Callable[..., Any]], expected: str) -> None:
+    found = [made(fn, WEIGHTS, OTHER) for fn in fns]
+    assert found == [[expected]] * len(fns)
 
 
 def test_a_loop_may_change_what_a_carry_is() -> None:

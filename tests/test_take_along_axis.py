@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxmp
 from jaxmp._autocast.passes.take_along_axis import take_by_comparison
 
-from support import autocast_without, iter_eqns
+from support import autocast_without, iter_eqns, slow_when
 
 ROWS, SEQUENCE, WIDTH, CLASSES = 4, 8, 16, 32
 _rng = np.random.default_rng(0)
@@ -93,18 +93,32 @@ def without():
     return autocast_without(take_by_comparison)
 
 
+def test_nothing_is_scattered(without: Any) -> None:
+    for name, pick in PICKS.items():
+        loss = loss_of(pick)
+        plain, fast = without(loss, "mixed_bfloat16"), jaxmp.autocast(loss, "mixed_bfloat16")
+        assert max(scatters(jax.grad(plain), W, X, LABELS), default=0) >= X.size, name
+        assert scatters(jax.grad(fast), W, X, LABELS) == [], name
+
+
+# Others differ in how they are written; indices out of bounds, in what they select.
+COMPUTED = {
+    *("flat rows", "a transposed grid", "vmap", "from the end", "unsigned labels"),
+    *("beyond the row, clipped", "beyond the row, dropped", "a place of every sequence"),
+}
+
+
+@slow_when(lambda name: name not in COMPUTED)
 @pytest.mark.parametrize("name", PICKS)
 def test_gradients_are_those_of_the_scatter_bitwise(name: str, without: Any) -> None:
     loss = loss_of(PICKS[name])
     plain, fast = without(loss, "mixed_bfloat16"), jaxmp.autocast(loss, "mixed_bfloat16")
-    assert max(scatters(jax.grad(plain), W, X, LABELS), default=0) >= X.size
-    assert scatters(jax.grad(fast), W, X, LABELS) == []
     want, got = (operation_by_operation(jax.value_and_grad(f), W, X, LABELS) for f in (plain, fast))
     for a, b in zip(want, got, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("name", ["optax", "flat rows", "vmap"])
+@pytest.mark.parametrize("name", ["flat rows", "vmap"])
 def test_other_derivatives(name: str, without: Any) -> None:
     loss = loss_of(PICKS[name])
     tangent = jnp.cos(jnp.arange(W.size)).reshape(W.shape)
@@ -127,24 +141,22 @@ def test_nothing_is_kept_but_the_labels() -> None:
     assert ROWS * SEQUENCE * CLASSES not in sizes
 
 
-@pytest.mark.parametrize(
-    "pick",
-    [
-        lambda logits, labels: jnp.take_along_axis(logits, labels[..., None] + jnp.arange(2), -1),
-        lambda logits, labels: logits.reshape(-1, CLASSES)[:, labels[0]],
-        lambda logits, labels: logits.reshape(-1, CLASSES)[jnp.arange(8) // 2, labels[0]],
-        lambda logits, labels: logits.reshape(-1, CLASSES)[labels],
-        lambda logits, labels: logits[0][jnp.arange(8)[::-1], labels[0]],
-    ],
-    ids=["two of a row", "columns", "rows twice", "rows", "rows backward"],
-)
-def test_other_lookups_are_scattered(pick: Any) -> None:
-    fast = jaxmp.autocast(loss_of(pick), "mixed_bfloat16")
-    assert scatters(jax.grad(fast), W, X, LABELS)
-    reasons = [
-        row.reason for row in jaxmp.explain(loss_of(pick), "mixed_bfloat16")(W, X, LABELS).rows
-    ]
-    assert not any("picks one" in reason for reason in reasons)
+OTHERS = {
+    "two of a row": lambda x, labels: jnp.take_along_axis(x, labels[..., None] + jnp.arange(2), -1),
+    "columns": lambda x, labels: x.reshape(-1, CLASSES)[:, labels[0]],
+    "rows twice": lambda x, labels: x.reshape(-1, CLASSES)[jnp.arange(8) // 2, labels[0]],
+    "rows": lambda x, labels: x.reshape(-1, CLASSES)[labels],
+    "rows backward": lambda x, labels: x[0][jnp.arange(8)[::-1], labels[0]],
+}
+
+
+def test_other_lookups_are_scattered() -> None:
+    for name, pick in OTHERS.items():
+        loss = loss_of(pick)
+        gradient = jax.grad(jaxmp.autocast(loss, "mixed_bfloat16"))
+        assert scatters(gradient, W, X, LABELS), name
+        rows = jaxmp.explain(loss, "mixed_bfloat16")(W, X, LABELS).rows
+        assert not any("picks one" in row.reason for row in rows), name
 
 
 def test_in_a_derivative_rule_tangents_stay_linear() -> None:

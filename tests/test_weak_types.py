@@ -45,16 +45,16 @@ def test_the_argument_is_weakly_typed() -> None:
 @pytest.mark.parametrize(
     ("policy", "x64"), [(BF16, False), (F16, True), ("p=f32,c=bf16,o=bf16", False)]
 )
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_results_are_weakly_typed_as_written(name: str, policy: str, x64: bool) -> None:
-    fn = FUNCTIONS[name]
-    cast = jaxmp.autocast(fn, policy)
-    with jax.enable_x64(x64):
-        got, want = weak_types(cast(WEAK)), weak_types(jax.eval_shape(fn, WEAK))
-        assert [weak for _, weak in got] == [weak for _, weak in want]
-        if "o=bf16" not in policy:
-            assert got == want
-        assert weak_types(jax.eval_shape(cast, WEAK)) == got
+def test_results_are_weakly_typed_as_written(policy: str, x64: bool) -> None:
+    for name, fn in FUNCTIONS.items():
+        cast = jaxmp.autocast(fn, policy)
+        with jax.enable_x64(x64):
+            got, want = (weak_types(jax.eval_shape(f, WEAK)) for f in (cast, fn))
+            assert [weak for _, weak in got] == [weak for _, weak in want], name
+            if "o=bf16" not in policy:
+                assert got == want, name
+            if name in ("scaled", "scan", "beside a product"):  # as it runs, too
+                assert weak_types(cast(WEAK)) == got, name
 
 
 @pytest.mark.parametrize("x64", [False, True])

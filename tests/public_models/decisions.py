@@ -8,7 +8,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from public_models.registry import Data, PublicModel, init, zoo
@@ -67,45 +66,3 @@ def ppo() -> PublicModel:
 
     params = init(model, _rollout(0)["observation"])
     return PublicModel(params, _rollout, loss, has_aux=True)
-
-
-@zoo
-def impala() -> PublicModel:
-    """An LSTM agent whose targets are V-trace's (Espeholt et al. 2018)."""
-
-    class Agent(nn.Module):
-        @nn.compact
-        def __call__(self, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
-            h = nn.relu(nn.Dense(24)(observation))
-            h = nn.RNN(nn.OptimizedLSTMCell(24), time_major=True)(h)
-            return nn.Dense(4)(h), nn.Dense(1)(h)[..., 0]
-
-    model = Agent()
-
-    def v_trace(values: jax.Array, ratio: jax.Array, batch: dict[str, jax.Array]) -> Any:
-        rho, c = jnp.minimum(1.0, ratio), jnp.minimum(1.0, ratio)
-        delta = rho * (batch["reward"] + batch["discount"] * values[1:] - values[:-1])
-
-        def backwards(above: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
-            delta, discount, c = step
-            above = delta + discount * c * above
-            return above, above
-
-        steps = (delta, batch["discount"], c)
-        _, above = lax.scan(backwards, jnp.zeros_like(values[-1]), steps, reverse=True)
-        target = above + values[:-1]
-        following = jnp.concatenate([target[1:], values[-1:]])
-        advantage = rho * (batch["reward"] + batch["discount"] * following - values[:-1])
-        return lax.stop_gradient((target, advantage))
-
-    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        logits, values = model.apply(params, batch["observation"])
-        logits = logits[:-1]
-        chosen = _log_probability(logits, batch["action"])
-        ratio = jnp.exp(lax.stop_gradient(chosen) - batch["behavior"])
-        target, advantage = v_trace(values, ratio, batch)
-        entropy = optax.softmax_cross_entropy(logits, jax.nn.softmax(logits))
-        policy_loss = -(chosen * advantage).mean()
-        return policy_loss + 0.5 * jnp.square(target - values[:-1]).mean() - 0.01 * entropy.mean()
-
-    return PublicModel(init(model, _rollout(0)["observation"]), _rollout, loss)

@@ -44,7 +44,6 @@ FLOAT32: dict[str, dict[str, int]] = {
     "physics_informed": {
         "a product with the slope of one coordinate sums nothing": 2,
     },
-    "siglip": {"the image has 4 patches": 2},
     "t5_decoder": {"looks up relative positions by a constant one-hot tensor": 1},
 }
 
@@ -65,12 +64,10 @@ BACKWARD = {
 TARGET = 1.5
 ABOVE_INPUT_FLOOR = {
     "lstm_seq2seq": 3.25,
-    "gru_tagger": 2.27,
     "ctc_speech": 1.69,
     "vit": 1.76,  # 1.59 while its class token was data, and the residual stream float32
     "mobilenet_depthwise": 1.52,
     "diffusion_unet": 1.83,
-    "mlp_mixer": 1.61,
     "clip_towers": 2.23,
     "flash_attention": 1.52,
     "scanned_lm": 1.76,
@@ -81,7 +78,6 @@ ABOVE_INPUT_FLOOR = {
     "rk4_adjoint": 1.95,
     "deep_equilibrium": 1.86,
     "bfloat16_inputs": 1.65,
-    "haiku_transformer": 1.94,
     "gemma": 1.59,
     "t5_decoder": 1.54,
     "egnn": 2.59,
@@ -93,7 +89,6 @@ ABOVE_INPUT_FLOOR_IN_FLOAT16 = {
 }
 ABOVE_CONTRACTION_FLOOR = {
     "lstm_seq2seq": 2.53,
-    "gru_tagger": 1.76,
     "ctc_speech": 1.67,
     "clip_towers": 1.62,
     "mixture_of_experts": 6.53,

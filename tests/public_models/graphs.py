@@ -1,4 +1,4 @@
-"""Graphs and tables."""
+"""Graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from public_models.registry import Data, PublicModel, init, square, zoo
@@ -60,36 +59,3 @@ def gnn() -> PublicModel:
         return square(model.apply(params, batch), batch["y"])
 
     return PublicModel(init(model, batch(0)), batch, loss)
-
-
-@zoo
-def dlrm() -> PublicModel:
-    """Recommender: embedding tables, pairwise dot interactions, log loss (Naumov et al. 2019)."""
-
-    class Recommender(nn.Module):
-        @nn.compact
-        def __call__(self, dense: jax.Array, sparse: jax.Array) -> jax.Array:
-            rows = [nn.relu(nn.Dense(8)(nn.relu(nn.Dense(16)(jnp.log1p(dense)))))]
-            rows += [nn.Embed(30, 8)(sparse[:, i]) for i in range(sparse.shape[1])]
-            features = jnp.stack(rows, axis=1)
-            pairs = jnp.einsum("bid,bjd->bij", features, features)
-            upper, right = np.triu_indices(features.shape[1], 1)
-            x = jnp.concatenate([rows[0], pairs[:, upper, right]], axis=-1)
-            return nn.Dense(1)(nn.relu(nn.Dense(16)(x)))[:, 0]
-
-    model = Recommender()
-
-    def batch(seed: int) -> dict[str, jax.Array]:
-        data = Data(seed)
-        return {
-            "dense": jnp.exp(data.normal(32, 5)),
-            "sparse": data.integers(0, 30, 32, 3),
-            "y": data.uniform(32) < 0.3,
-        }
-
-    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        logits = model.apply(params, batch["dense"], batch["sparse"])
-        return optax.sigmoid_binary_cross_entropy(logits, batch["y"]).mean()
-
-    first = batch(0)
-    return PublicModel(init(model, first["dense"], first["sparse"]), batch, loss)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from public_models.registry import Data, PublicModel, cross_entropy, init, zoo
@@ -41,73 +40,6 @@ def nnx_cnn() -> PublicModel:
         return cross_entropy(logits, batch["y"]), nnx.state(model, nnx.BatchStat)
 
     return PublicModel(params, batch, loss, has_aux=True)
-
-
-@zoo
-def nnx_transformer() -> PublicModel:
-    """NNX encoder-decoder: self and cross attention, RMSNorm, a NumPy table of positions."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.embed = nnx.Embed(20, 16, rngs=rngs)
-            self.self_attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
-            self.cross_attention = nnx.MultiHeadAttention(2, 16, decode=False, rngs=rngs)
-            self.norms = nnx.List([nnx.RMSNorm(16, rngs=rngs) for _ in range(3)])
-            self.up = nnx.Linear(16, 32, rngs=rngs)
-            self.down = nnx.Linear(32, 16, rngs=rngs)
-            self.out = nnx.Linear(16, 20, rngs=rngs)
-
-        def __call__(self, source: jax.Array, target: jax.Array) -> jax.Array:
-            angles = np.arange(32)[:, None] / 1e4 ** (np.arange(8) / 8)
-            table = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
-            memory = self.embed(source) + table[: source.shape[1]]
-            x = self.embed(target) + table[: target.shape[1]]
-            x = x + self.self_attention(self.norms[0](x), mask=nnx.make_causal_mask(target))
-            x = x + self.cross_attention(self.norms[1](x), memory)
-            x = x + self.down(nnx.gelu(self.up(self.norms[2](x))))
-            return self.out(x)
-
-    graph, params, rest = nnx.split(nnx.jit(lambda: Model(nnx.Rngs(0)))(), nnx.Param, ...)
-
-    def batch(seed: int) -> jax.Array:
-        return Data(seed).integers(0, 20, 5, 9)
-
-    def loss(params: Any, batch: jax.Array) -> jax.Array:
-        logits = nnx.merge(graph, params, rest, copy=True)(batch, batch[:, ::-1][:, :-1])
-        return cross_entropy(logits, batch[:, ::-1][:, 1:])
-
-    return PublicModel(params, batch, loss)
-
-
-@zoo(requires="haiku")
-def haiku_transformer() -> PublicModel:
-    """Haiku language model: `hk.transform(f).apply`, dropout from a key, `finfo.min`-like masks."""
-    import haiku as hk
-
-    def forward(tokens: jax.Array) -> jax.Array:
-        length = tokens.shape[1]
-        x = hk.Embed(20, 24)(tokens)
-        x = x + hk.get_parameter("positions", (length, 24), init=hk.initializers.TruncatedNormal())
-        mask = np.tril(np.ones((1, 1, length, length)))
-        for _ in range(2):
-            init = hk.initializers.VarianceScaling(1.0)
-            h = hk.LayerNorm(-1, True, True)(x)
-            h = hk.MultiHeadAttention(2, 12, w_init=init)(h, h, h, mask=mask)
-            x = x + hk.dropout(hk.next_rng_key(), 0.1, h)
-            h = hk.LayerNorm(-1, True, True)(x)
-            x = x + hk.Linear(24, w_init=init)(jax.nn.gelu(hk.Linear(48, w_init=init)(h)))
-        return hk.Linear(20)(hk.LayerNorm(-1, True, True)(x))
-
-    model = hk.transform(forward)
-
-    def batch(seed: int) -> dict[str, jax.Array]:
-        return {"tokens": Data(seed).integers(0, 20, 5, 11), "key": jax.random.key(seed)}
-
-    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        logits = model.apply(params, batch["key"], batch["tokens"][:, :-1])
-        return cross_entropy(logits, batch["tokens"][:, 1:])
-
-    return PublicModel(init(model, batch(0)["tokens"][:, :-1]), batch, loss)
 
 
 @zoo(requires="equinox")
@@ -180,42 +112,3 @@ def haiku_resnet() -> PublicModel:
         return cross_entropy(logits, batch["y"]), new
 
     return PublicModel(params, batch, loss, has_aux=True)
-
-
-@zoo(requires="equinox")
-def equinox_gru() -> PublicModel:
-    """Equinox: a GRU cell in `lax.scan`, then convolutions, a batch by vmap."""
-    import equinox as eqx
-
-    class Model(eqx.Module):
-        cell: eqx.nn.GRUCell
-        conv: eqx.nn.Conv1d
-        norm: eqx.nn.GroupNorm
-        out: eqx.nn.Linear
-
-        def __init__(self, key: jax.Array) -> None:
-            a, b, c = jax.random.split(key, 3)
-            self.cell = eqx.nn.GRUCell(6, 16, key=a)
-            self.conv = eqx.nn.Conv1d(16, 16, 3, key=b)
-            self.norm = eqx.nn.GroupNorm(4, 16)
-            self.out = eqx.nn.Linear(16, 5, key=c)
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            def step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-                state = self.cell(x, state)
-                return state, state
-
-            _, states = jax.lax.scan(step, jnp.zeros(16), x)
-            h = jax.nn.silu(self.norm(self.conv(states.T)))
-            return self.out(h.mean(axis=1))
-
-    params, static = eqx.partition(Model(jax.random.key(0)), eqx.is_inexact_array)
-
-    def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labeled(8, 10, 6)
-
-    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        model = eqx.combine(params, static)
-        return cross_entropy(eqx.filter_vmap(model)(batch["x"]), batch["y"])
-
-    return PublicModel(params, batch, loss)

@@ -41,37 +41,6 @@ def lstm_seq2seq() -> PublicModel:
 
 
 @zoo
-def gru_tagger() -> PublicModel:
-    """Bidirectional GRU with a padding mask from the sequence lengths."""
-
-    class Tagger(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array, lengths: jax.Array) -> jax.Array:
-            forward = nn.RNN(nn.GRUCell(16))
-            backward = nn.RNN(nn.GRUCell(16))
-            return nn.Dense(6)(nn.Bidirectional(forward, backward)(x, seq_lengths=lengths))
-
-    model = Tagger()
-
-    def batch(seed: int) -> dict[str, jax.Array]:
-        data = Data(seed)
-        return {
-            "x": data.normal(5, 9, 8),
-            "y": data.integers(0, 6, 5, 9),
-            "lengths": data.integers(3, 10, 5),
-        }
-
-    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        logits = model.apply(params, batch["x"], batch["lengths"])
-        token_loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        mask = jnp.arange(9) < batch["lengths"][:, None]
-        return jnp.where(mask, token_loss, 0.0).sum() / mask.sum()
-
-    first = batch(0)
-    return PublicModel(init(model, first["x"], first["lengths"]), batch, loss)
-
-
-@zoo
 def ctc_speech() -> PublicModel:
     """Convolution and dense front end into the CTC loss, a recurrence in the log domain."""
 

@@ -174,73 +174,6 @@ def diffusion_unet() -> PublicModel:
 
 
 @zoo
-def mlp_mixer() -> PublicModel:
-    """MLP-Mixer: token mixing through transposes (Tolstikhin et al. 2021)."""
-
-    class Mixer(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            x = nn.Conv(16, (4, 4), (4, 4))(x)
-            x = x.reshape(x.shape[0], -1, 16)
-            for _ in range(2):
-                h = jnp.swapaxes(nn.LayerNorm()(x), 1, 2)
-                h = nn.Dense(x.shape[1])(nn.gelu(nn.Dense(24)(h)))
-                x = x + jnp.swapaxes(h, 1, 2)
-                x = x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x))))
-            return nn.Dense(5)(nn.LayerNorm()(x).mean(axis=1))
-
-    model = Mixer()
-
-    def batch(seed: int) -> dict[str, jax.Array]:
-        return Data(seed).labeled(8, 12, 12, 3)
-
-    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        return cross_entropy(model.apply(params, batch["x"]), batch["y"])
-
-    return PublicModel(init(model, batch(0)["x"]), batch, loss)
-
-
-@zoo
-def nerf() -> PublicModel:
-    """Radiance field: positional encoding up to 2^5, a skip, volume rendering (Mildenhall 2020)."""
-
-    class Field(nn.Module):
-        @nn.compact
-        def __call__(self, points: jax.Array) -> tuple[jax.Array, jax.Array]:
-            angles = (points[..., None, :] * 2.0 ** jnp.arange(6)[:, None]).reshape(
-                *points.shape[:-1], -1
-            )
-            encoded = jnp.concatenate([points, jnp.sin(angles), jnp.cos(angles)], axis=-1)
-            x = nn.relu(nn.Dense(48)(encoded))
-            x = nn.relu(nn.Dense(48)(jnp.concatenate([x, encoded], axis=-1)))
-            out = nn.Dense(4)(x)
-            return nn.sigmoid(out[..., :3]), nn.softplus(out[..., 3])
-
-    model = Field()
-    depths = jnp.linspace(0.1, 1.0, 8)
-
-    def batch(seed: int) -> dict[str, jax.Array]:
-        data = Data(seed)
-        return {
-            "origin": 0.3 * data.normal(16, 3),
-            "direction": data.normal(16, 3),
-            "color": data.uniform(16, 3),
-        }
-
-    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        direction = batch["direction"]
-        direction = direction / jnp.linalg.norm(direction, axis=-1, keepdims=True)
-        points = batch["origin"][:, None] + depths[:, None] * direction[:, None]
-        color, density = model.apply(params, points)
-        alpha = 1 - jnp.exp(-density * (depths[1] - depths[0]))
-        passed = jnp.cumprod(1 - alpha + 1e-10, axis=-1)
-        passed = jnp.concatenate([jnp.ones_like(passed[:, :1]), passed[:, :-1]], axis=-1)
-        return square(((alpha * passed)[..., None] * color).sum(axis=1), batch["color"])
-
-    return PublicModel(init(model, jnp.zeros((1, 1, 3))), batch, loss)
-
-
-@zoo
 def clip_towers() -> PublicModel:
     """Two towers, unit-norm embeddings, a learned temperature, symmetric contrastive loss."""
 
@@ -264,42 +197,6 @@ def clip_towers() -> PublicModel:
         logits = model.apply(params, batch["image"], batch["text"])
         labels = jnp.arange(logits.shape[0])
         return 0.5 * (cross_entropy(logits, labels) + cross_entropy(logits.T, labels))
-
-    first = batch(0)
-    return PublicModel(init(model, first["image"], first["text"]), batch, loss)
-
-
-@zoo
-def siglip() -> PublicModel:
-    """Two towers under the pairwise sigmoid loss, with learned temperature and bias (Zhai 2023)."""
-
-    class Towers(nn.Module):
-        @nn.compact
-        def __call__(self, image: jax.Array, text: jax.Array) -> jax.Array:
-            x = nn.Conv(24, (4, 4), (4, 4))(image)
-            a = TransformerBlock(24, 2)(x.reshape(x.shape[0], -1, 24))
-            b = TransformerBlock(24, 2)(nn.Embed(20, 24)(text))
-            # Pooled by attention to a learned query, as in the image tower of the paper.
-            probe = self.param("probe", nn.initializers.xavier_uniform(), (1, 1, 24))
-            probe = jnp.tile(probe, (a.shape[0], 1, 1))
-            a = nn.MultiHeadDotProductAttention(num_heads=2)(probe, a)[:, 0]
-            b = nn.Dense(24)(b[:, -1])
-            a, b = (v / jnp.linalg.norm(v, axis=-1, keepdims=True) for v in (a, b))
-            temperature = self.param("temperature", nn.initializers.constant(np.log(10)), ())
-            return a @ b.T * jnp.exp(temperature) + self.param(
-                "bias", nn.initializers.constant(-10.0), ()
-            )
-
-    model = Towers()
-
-    def batch(seed: int) -> dict[str, jax.Array]:
-        data = Data(seed)
-        return {"image": data.normal(10, 8, 8, 3), "text": data.integers(0, 20, 10, 6)}
-
-    def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        logits = model.apply(params, batch["image"], batch["text"])
-        match = 2 * jnp.eye(logits.shape[0]) - 1
-        return -nn.log_sigmoid(match * logits).sum(axis=-1).mean()
 
     first = batch(0)
     return PublicModel(init(model, first["image"], first["text"]), batch, loss)
