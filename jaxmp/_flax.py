@@ -1,7 +1,7 @@
 """What Flax's documentation does not promise: read here alone.
 
-Each is named by a row of ``tests/test_compat.py``, and ``tests/test_package.py`` finds what is read
-elsewhere.
+Each is named by a row of ``tests/_jaxprs/test_compat.py``; ``tests/project/test_package.py`` finds
+what is read elsewhere.
 """
 
 from __future__ import annotations

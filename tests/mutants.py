@@ -1,7 +1,7 @@
 """Planted faults of the core, one at a time: which the tests notice.
 
     python tests/mutants.py --list
-    python tests/mutants.py --count 60 --seed 0 --out mutants.json -- -n2 tests/test_fused.py ...
+    python tests/mutants.py --count 60 --seed 0 --out mutants.json -- -n2 tests/_autocast
 
 What follows `--` goes to pytest, after `-x -q`; nothing runs the default suite. The faults are
 drawn from the source of the rooms below, so the same seed draws others when it has changed:

@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 
 from support import ROOT
+
+sys.path.append(str(ROOT / "tests" / "project"))
 from test_commands import COMMANDS, Command
 
 # Installing, what serves until it is stopped, what rewrites the tree, and what would run this.

@@ -1,8 +1,8 @@
 """What JAX's documentation does not promise: attributes and parameters that are read here alone.
 
 `compat` has what differs between versions, and `higher_order` the parameters of what has jaxprs
-inside. Whatever of all that a JAX to come may change is named by a row of ``tests/test_compat.py``,
-and `tests/test_package.py` finds what is read elsewhere.
+inside. Whatever of all that a JAX to come may change is named by a row of
+`tests/_jaxprs/test_compat.py`, and `tests/project/test_package.py` finds what is read elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The parameters of first-order equations, which are read here alone.
 
 JAX's documentation promises none of them; see `attributes`. A row of
-`tests/test_compat.py` names each.
+`tests/_jaxprs/test_compat.py` names each.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import jaxmp
 from doc_blocks import blocks, run
 from support import contraction_dtypes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LIMITS = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
 (PROGRAM,) = (block.text for block in blocks(README) if block.runs)

@@ -467,8 +467,8 @@ def test_what_attends_to_one_place_alone_has_no_gradient_there(tmp_path: Path) -
 
     In a process of its own: it takes products that are summed in float32.
     """
-    tests = Path(__file__).parent
-    script = f"import sys; sys.path[:0] = [{str(tests)!r}, {str(tests.parent)!r}]\n{ALONE}"
+    folders = [str(folder) for folder in Path(__file__).parents[:3]]
+    script = f"import sys; sys.path[:0] = {folders}\n{ALONE}"
     done = run_python("-c", script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [

@@ -28,10 +28,10 @@ PAGES = {str(p.relative_to(DOCS)): p.read_text(encoding="utf-8") for p in DOCS.r
 
 # Pages whose blocks are parts of files, or are printed by long runs, and what tries those.
 TESTED_ELSEWHERE = {
-    "design.md": "test_design_doc.py",
-    "diagnose.md": "test_examples.py",
-    "many_devices.md": "test_benchmarks.py",
-    "validation.md": "test_validate_report.py",
+    "design.md": "project/test_design_doc.py",
+    "diagnose.md": "project/test_examples.py",
+    "many_devices.md": "project/test_benchmarks.py",
+    "validation.md": "_numerics/test_validate_report.py",
 }
 # The programs of the other pages compile for seconds.
 QUICK = {

@@ -752,7 +752,7 @@ def make_large():
 
 @needs_gpu_compiler
 def test_the_command_line_says_by_how_much_something_does_not_fit(capsys, monkeypatch):
-    monkeypatch.syspath_prepend("tests")
+    monkeypatch.syspath_prepend(Path(__file__).parent)
     reports, preflight = [], jaxmp.preflight
 
     def kept(*args, **options):

@@ -76,3 +76,10 @@ def test_links_are_of_the_address_and_there_are_none_without(repository: str) ->
     assert all(repository in link for link in links)
     assert "old" not in links[-1]
     assert links[-1].endswith("\n<!-- end -->\n\nText.\n")
+
+
+def test_each_folder_of_the_package_has_a_folder_of_tests() -> None:
+    def folders(root: str, files: str) -> set[str]:
+        return {path.parent.name for path in (ROOT / root).glob(f"_*/{files}")}
+
+    assert folders("tests", "test_*.py") == folders("jaxmp", "*.py") - {"_chips"}

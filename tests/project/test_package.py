@@ -18,7 +18,7 @@ from half_private import HOMES, read_in
 
 import jaxmp
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "jaxmp").rglob("*.py"))
 
 # From the bottom up: a module imports only from those before it.
