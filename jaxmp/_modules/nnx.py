@@ -50,7 +50,7 @@ def _wrapped_class(cls: Any, policy: Policy | PolicyMap) -> Any:
 
         return wrapped_method
 
-    members = {name: wrapped(name, method) for name, method in methods_of(cls)}
+    members: dict[str, Any] = {name: wrapped(name, method) for name, method in methods_of(cls)}
     members["_jaxmp_policy"] = policy
     return subclass((_wrapped_class, cls, policy), members, pytree=is_registered(cls))
 
@@ -116,7 +116,7 @@ def _marked_class(cls: Any, policy: Policy, scope: str | None) -> Any:
 
         return marked_method
 
-    members = {name: marked(name, method) for name, method in methods_of(cls)}
+    members: dict[str, Any] = {name: marked(name, method) for name, method in methods_of(cls)}
     members["_jaxmp_policy"] = policy
     return subclass((_marked_class, cls, policy, scope), members, pytree=is_registered(cls))
 
