@@ -64,14 +64,17 @@ def _in_file(path: Path) -> Iterator[Mutant]:
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
 
-    def mutant(kind: str, node: ast.expr | ast.stmt, new: str) -> Mutant:
+    def span(node: ast.expr | ast.stmt) -> tuple[int, int]:
         # Columns are of bytes, and the source is ASCII.
         start = starts[node.lineno - 1] + node.col_offset
-        end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        return Mutant(kind, str(path.relative_to(ROOT)), node.lineno, start, end, new)
+        return start, starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
 
-    def text(node: ast.AST) -> str:
-        return ast.get_source_segment(source, node) or ""
+    def mutant(kind: str, node: ast.expr | ast.stmt, new: str) -> Mutant:
+        return Mutant(kind, str(path.relative_to(ROOT)), node.lineno, *span(node), new)
+
+    def text(node: ast.expr | ast.stmt) -> str:
+        start, end = span(node)
+        return source[start:end]
 
     tree = ast.parse(source)
     for node in ast.walk(tree):
