@@ -143,13 +143,15 @@ def test_beyond_a_range() -> None:
 
 # Programs.
 
-# Every kind of equation with others inside, and whatever comes third.
+# Every kind of equation with others inside, and whatever comes third, but for one whose loss is
+# nearly zero by chance.
 KINDS = {"scan_reverse", "cond", "switch", "while_loop", "remat_in_scan", "ragged_dot"}
 KINDS |= {"custom_jvp", "custom_vjp"}
 CASES = [
     case
     for i, case in enumerate(CONSTRUCTS)
-    if i % 3 == 0 or case.fn.__name__ in KINDS or "shard_map" in case.fn.__name__
+    if (i % 3 == 0 or case.fn.__name__ in KINDS or "shard_map" in case.fn.__name__)
+    and case.fn.__name__ != "deep_nest"
 ]
 
 
