@@ -1,10 +1,11 @@
 """Planted faults of the core, one at a time: which the tests notice.
 
     python tests/mutants.py --list
-    python tests/mutants.py --count 60 --seed 0 --out mutants.json -- -n2 tests/_autocast
+    python tests/mutants.py --count 60 --seed 0 --out mutants.json -- -n0
 
-What follows `--` goes to pytest, after `-x -q`; nothing runs the default suite. The faults are
-drawn from the source of the rooms below, so the same seed draws others when it has changed:
+What follows `--` goes to pytest, after `-x -q`. It runs the tests of the rooms below, those that
+are named after the fault's module first. The faults are drawn from the source of these rooms, so
+the same seed draws others when it has changed:
 
 * dtype: float32 for bfloat16 and the other way round;
 * cast: `x.astype(d)` or `convert_element_type(x, d)` becomes `x`;
@@ -107,6 +108,21 @@ def drawn(count: int, seed: int) -> list[Mutant]:
     return order[:count]
 
 
+def tests_for(mutant: Mutant) -> list[str]:
+    """The files of tests, those first that should notice the fault."""
+    module = Path(mutant.path)
+
+    def rank(file: Path) -> int:
+        if file.stem.removeprefix("test_").startswith(module.stem):
+            return 0
+        if module.parts[1] != "_autocast" and file.parent.name == module.parts[1]:
+            return 1
+        return 2 if file.name == "test_plan_digests.py" else 3
+
+    files = [x for room in ROOMS for x in sorted((ROOT / "tests" / room).glob("test_*.py"))]
+    return [str(x.relative_to(ROOT)) for x in sorted(files, key=rank)]
+
+
 def is_noticed(mutant: Mutant, pytest_args: list[str], limit: float) -> tuple[bool, str]:
     """Runs the tests on a copy of the tree with the fault in it; and the first that failed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +138,7 @@ def is_noticed(mutant: Mutant, pytest_args: list[str], limit: float) -> tuple[bo
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         try:
             done = subprocess.run(
-                [*command, *pytest_args],
+                [*command, *pytest_args, *tests_for(mutant)],
                 check=False,
                 cwd=copy,
                 capture_output=True,
