@@ -17,7 +17,7 @@ How to read the differences:
   difference inside it proves nothing: another seed makes as much of one. Each seed is compared with
   float32's run of it; after the mean stands the standard error of those differences.
 * "float32, nudged" is float32 again with every initial parameter changed by one part in 10^6. What
-  it differs by is chance alone: a recipe has to differ by more before anything is learnt about it.
+  it differs by is chance alone: a recipe has to differ by more before anything is learned about it.
 
 Runs that are finished are kept in `--out`, until jaxmp or this program changes: an interrupted
 comparison goes on where it was. Recipes that jaxmp refuses are listed as not run, with the reason.

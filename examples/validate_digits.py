@@ -108,7 +108,7 @@ def main() -> None:
             out=args.out,
         )(args.steps, batches=batches)
     except KeyboardInterrupt:
-        stop(f"\nstopped; the same command goes on with what is in {args.out}")
+        stop(f"\nstopped; the same command resumes from {args.out}")
     (args.out / "report.json").write_text(json.dumps(report.to_dict()))
     (args.out / "report.md").write_text(report.to_markdown())
     report.plot(args.out / "report.png")

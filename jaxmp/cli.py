@@ -30,7 +30,7 @@ from jaxmp._preflight.preflight import CompilerMissingError, preflight
 from jaxmp._speed.pays_table import when_it_pays
 from jaxmp.devices import chips, describe
 
-_AUDITS = "what is float32 in a program, what it costs, and the line to blame"
+_AUDITS = "what is float32 in a program, what it costs, and which line causes it"
 _AUDIT = "python -m jaxmp audit lm_step:small --policy mixed_bfloat16"
 _PREFLIGHT = (
     "python -m jaxmp preflight lm_step:base --target gpu-h100 --policy float32 \\\n"
@@ -44,8 +44,8 @@ _DEVICES = "python -m jaxmp devices"
 _LOCKS = "what a program computes in which dtype, into a file; or what has changed since"
 _LOCK = "python -m jaxmp lock lm_step:small --policy mixed_bfloat16 --out precision.lock"
 _UNKNOWN = (
-    "no figures of it, only of TPUs and NVIDIA GPUs: for one of those audit and preflight judge "
-    "with --target"
+    "no figures for it, only for TPUs and NVIDIA GPUs: name one of those with --target, of audit "
+    "and preflight"
 )
 _MAKE_STEP = "make_step(policy, seed), which returns (state, step) or (state, step, evaluate)"
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
-        kept = "; the same command goes on with what is finished" if "out" in args else ""
+        kept = "; the same command resumes" if "out" in args else ""
         print(f"\njaxmp: stopped{kept}", file=sys.stderr)
         return 130
     except (CompilerMissingError, RuntimeError, ValueError, TypeError) as error:
@@ -92,8 +92,8 @@ def _list_commands(parser: argparse.ArgumentParser, _: argparse.Namespace) -> in
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxmp",
-        description="Shows what a JAX program does in which precision, what it will cost, and "
-        "whether it trains to the same. The program need not use jaxmp.",
+        description="Shows in which precision a JAX program runs, what it costs on a chip, and "
+        "whether it trains as float32 does. The program need not use jaxmp.",
         epilog="`python -m jaxmp COMMAND --help` has a command's options and an example. explain, "
         "diagnose, parity, tune and monitor are functions: "
         "python -c 'import jaxmp; help(jaxmp.explain)'.",
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", help="audit jaxmp.autocast(fn, policy); exit with 1 if it decides nothing"
     )
     command.add_argument(
-        "--target", help=f"the chip to judge for; default: the device here; {_chips()}"
+        "--target", help=f"the chip to audit for; default: the device here; {_chips()}"
     )
     command.add_argument(
         "--fail-on",
@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     command = _add(
         commands,
         "preflight",
-        "memory, traffic and estimated time on a TPU or GPU that is not there",
+        "memory, traffic and estimated time on a TPU or GPU that you do not have",
         _PREFLIGHT,
     )
     _add_function(command, nargs="?")
@@ -192,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         "--price",
         type=float,
         metavar="P",
-        help="of one chip for an hour: print what 1,000 steps are estimated to cost",
+        help="of one chip for an hour: print the estimated cost of 1,000 steps",
     )
     command.add_argument(
         "--fail-on",
@@ -203,9 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_preflight)
 
-    command = _add(
-        commands, "validate", "whether training under a policy comes to the same", _VALIDATE
-    )
+    command = _add(commands, "validate", "whether a policy trains as float32 does", _VALIDATE)
     command.add_argument("function", metavar="module:function", help=_MAKE_STEP)
     command.add_argument("--json", action="store_true", help="print JSON, without the runs")
     command.add_argument(
@@ -225,8 +223,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="DIR",
-        help="where finished runs are kept, to go on with after an interruption, and report.json, "
-        "report.md and, with matplotlib, report.png are written",
+        help="a folder for finished runs, from which an interrupted validation resumes, and for "
+        "report.json, report.md and, with matplotlib, report.png",
     )
     command.add_argument(
         "--batches",
@@ -255,8 +253,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--key",
-        help="what tells runs of this program and its data from others, such as a version of both: "
-        "finished runs with it are not made again; default: the first step as JAX traces it",
+        help="identifies the program and its data, such as a version of both: finished runs of the "
+        "same key are reused; default: the first step as JAX traces it",
     )
     command.add_argument(
         "--strict", action="store_true", help="exit with 1 also if a comparison proves nothing"

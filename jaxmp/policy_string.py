@@ -73,7 +73,7 @@ _FOREIGN: Final = {
     **dict.fromkeys(("fp8", "f8", "float8"), _EIGHT_BITS),
     **dict.fromkeys(
         ("tf32", "tensorfloat32"),
-        "that is how float32 is multiplied, which is JAX's to say: use 'float32' under "
+        "TF32 is how JAX multiplies float32, not a dtype: use 'float32' under "
         "jax.default_matmul_precision('tensorfloat32')",
     ),
 }

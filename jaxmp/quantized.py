@@ -194,7 +194,7 @@ def _refused(primals: Any, _tangents: Any) -> NoReturn:
     [x] = primals
     raise TypeError(
         f"QuantizedArray: differentiated by its {_short(x)}, values or scales of a weight in few "
-        "bits: its gradient would be zero, without a word. Differentiate by the other parameters, "
+        "bits: its gradient would silently be zero. Differentiate by the other parameters, "
         "and pass this one as an argument that is not differentiated (jax.grad's argnums, "
         "nnx.DiffState); to train it, jaxmp.dequantize it first."
     )

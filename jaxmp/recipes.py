@@ -80,8 +80,8 @@ class Recipe:
             object.__setattr__(self, field, fmt.short)
         if self.granularity not in GRANULARITIES:
             raise ValueError(
-                f"products: granularity is {self.granularity!r}, which is none of "
-                f"{', '.join(map(repr, GRANULARITIES))}"
+                f"products: granularity must be one of {', '.join(map(repr, GRANULARITIES))}; got "
+                f"{self.granularity!r}"
             )
         for field, short in self.formats.items():
             why = _refused(short, field, self.granularity)

@@ -220,7 +220,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr(cli, "validate", stopped)
     options = ["--policy", "bfloat16", "--steps", "1", "--out", "x"]
     assert cli.main(["validate", "os.path:join", *options]) == 130
-    assert "the same command goes on with what is finished" in capsys.readouterr().err
+    assert "the same command resumes" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_is_no_traceback(monkeypatch, capsys):
@@ -245,7 +245,7 @@ def test_intended_products_do_not_fail_a_check(audit, monkeypatch):
 
 def test_devices_and_of_which_there_are_figures(capsys):
     assert cli.main(["devices"]) == 0
-    assert "no figures of it, only of TPUs and NVIDIA GPUs" in capsys.readouterr().out
+    assert "no figures for it, only for TPUs and NVIDIA GPUs" in capsys.readouterr().out
     assert cli.main(["devices", "--json"]) == 0
     platform = json.loads(capsys.readouterr().out)[0]["platform"]
     assert platform == jax.local_devices()[0].platform

@@ -108,7 +108,7 @@ def test_what_is_refused():
         ("int8@mx", "granularity='row'"),
         ("e5m2", "'e5m2' for gradients alone"),
         ("e4m3/e5m2@block", "blocks are e4m3 throughout"),
-        ("e4m3@rows", "granularity is 'rows', which is none of 'tensor', 'row', 'block', 'mx'"),
+        ("e4m3@rows", "granularity must be one of 'tensor', 'row', 'block', 'mx'; got 'rows'"),
         ("e4m3:int8@row", "grad_input is 'int8' and forward 'e4m3', and nothing multiplies"),
         ("int8:bf16:e5m2@row", "say grad_weight='int8' or 'bf16'"),
         ("e4m4", "did you mean 'e4m3'"),

@@ -227,7 +227,7 @@ def test_audit_fits_a_screen_and_groups_have_all_findings(name: str) -> None:
     assert all(str(finding) in verbose for finding in written.findings)
     assert sum(f.share for f in written.findings) == pytest.approx(1)
     assert mixed.product_share() == {"bfloat16": 1.0}
-    assert "Nothing to remark." in str(mixed)
+    assert "No findings." in str(mixed)
     mixed.assert_no("float32-product", "overruled")
     if name in STEPS:
         count = sum(op.count for op in mixed.operations if op.flops)
@@ -259,7 +259,7 @@ def test_many_faults_fit_a_screen_the_gravest_first() -> None:
     assert re.search(r"… and \d+ more (findings|places)", str(report))
 
 
-@pytest.mark.filterwarnings("ignore:autocast. 100% of what products multiply is float64")
+@pytest.mark.filterwarnings("ignore:autocast. 100% of the FLOPs of products are float64")
 def test_a_float64_program_fits_a_screen_and_is_told_of() -> None:
     with jax.enable_x64(True):
         fn, args = jax.grad(lambda w, x: jnp.sum((x @ w) ** 2)), [shape(8, 8, dtype=np.float64)] * 2

@@ -266,7 +266,7 @@ class _Auditor:
     def _narrow_contraction(self, eqn: jex_core.JaxprEqn, operation: Operation) -> None:
         """Notes what the chip does not do with its dtypes or its sizes, and a recipe with it."""
         if "float64" in operation.dtype.split("*"):
-            what = "a policy about float32 leaves float64 as it is"
+            what = "a policy for float32 leaves float64 as it is"
             self.note("float64-product", what, operation)
         if operation.skipped and not operation.skipped.intended:
             what = f"not in 8 bits: {operation.skipped.why}"

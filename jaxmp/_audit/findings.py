@@ -52,7 +52,7 @@ FIXES = {
     "jaxmp.value_and_grad(loss_fn, opt_state) does both",
     "no-scale": "jaxmp.loss_scale_for(policy, optimizer), and gradients of a scaled loss",
     "inconsistent-recompute": "preferred_element_type=jnp.float32 in both passes",
-    "float64-product": "give float32, or turn jax_enable_x64 off; or a policy about float64, "
+    "float64-product": "give float32, or turn jax_enable_x64 off; or a policy for float64, "
     "'p=f64,c=f32,o=f64'",
     "rounded-result": "return float32 by preferred_element_type=jnp.float32, in a jax.custom_vjp "
     "whose backward pass narrows the gradient",

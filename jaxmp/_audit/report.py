@@ -210,7 +210,7 @@ class PrecisionReport:
         of = f"Matmuls and convolutions: {parts}" if parts else "No matmul or convolution"
         faults = [group for group in alike(self.findings) if group[0].kind in FAULTS]
         if not faults:
-            return f"{of}. Nothing to remark."
+            return f"{of}. No findings."
         found = _screen.counted(len(faults), "finding")
         count = sum(map(len, faults))
         places = f" in {_screen.counted(count, 'place')}" if count > len(faults) else ""

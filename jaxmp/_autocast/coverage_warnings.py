@@ -134,7 +134,7 @@ def _to_quantize(plan: Plan) -> Asked | None:
     return Asked(
         lambda step: isinstance(step.op, QuantizedDot),
         why_not,
-        f"{policy.matmul} products: {{share}} of what layers multiply stays in "
+        f"{policy.matmul} products: {{share}} of the FLOPs of layers stay in "
         f"{np.dtype(policy.compute_dtype).name}: {{why}}. jaxmp.explain lists them.",
     )
 
@@ -144,7 +144,7 @@ def _to_fuse(_plan: Plan) -> Asked:
     return Asked(
         lambda step: isinstance(step.op, FusedAttention),
         lambda step: None if step.why.note(Kind.NO_KERNEL) else unfused(step.why),
-        "attention=fused: {share} of what attention multiplies is not fused: {why}. jaxmp.explain "
+        "attention=fused: {share} of the FLOPs of attention are not fused: {why}. jaxmp.explain "
         "lists them.",
     )
 
@@ -160,10 +160,10 @@ def _to_narrow(plan: Plan) -> Asked | None:
     return kept and Asked(
         lambda step: step.eqn.primitive.name in LOW and step.why != kept,
         lambda step: str(kept) if step.why == kept else None,
-        "{share} of what products multiply stays float32: JAX's default precision is "
-        f"{default!r}, which asks for that like precision= in a call. Unset "
+        "{share} of the FLOPs of products stay float32: JAX's default precision is "
+        f"{default!r}, which jaxmp honors like precision= in a call. Unset "
         "jax_default_matmul_precision, or put `with jax.default_matmul_precision(...)` around only "
-        "what is to stay float32. jaxmp.explain lists it.",
+        "the part that must stay float32. jaxmp.explain lists them.",
     )
 
 
@@ -181,9 +181,9 @@ def _to_govern(plan: Plan) -> Asked:
     return Asked(
         lambda step: step.eqn.primitive.name in LOW and not is_other(step),
         lambda step: f"operands are {other.name}" if is_other(step) else None,
-        f"{{share}} of what products multiply is {other.name}, and stays so: the policy is "
-        f"about {wide.name} values, as its param_dtype says. Give {wide.name} arrays, or a policy "
-        f"about {other.name}, such as {policy!r}.",
+        f"{{share}} of the FLOPs of products are {other.name} and stay so: the policy casts "
+        f"{wide.name} values only, its param_dtype. Give {wide.name} arrays, or a policy for "
+        f"{other.name}, such as {policy!r}.",
     )
 
 
@@ -213,10 +213,10 @@ def warn_overlooked(
         return
     operand, share = found
     _say(
-        f"{share:.0%} of what layers of {name} multiply is in "
-        f"{place(operand)}, which argnums does not name as parameters: it is data, beside "
-        "which nothing is narrowed. Give its position, as in jaxmp.autocast(fn, policy, "
-        "argnums=1); if there are no parameters, argnums=().",
+        f"{share:.0%} of the FLOPs of the layers of {name} read {place(operand)}, which argnums "
+        "does not name as parameters: as float32 data it keeps what it meets in float32. Give its "
+        "position, as in jaxmp.autocast(fn, policy, argnums=1); if there are no parameters, "
+        "argnums=().",
         known,
         name,
     )

@@ -89,7 +89,7 @@ def trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         error.add_note(
             "jaxmp: autocast traces its function as jax.jit does, even outside of jax.jit: `if`, "
             "`while` and `float` cannot take an array's value. Use jax.lax.cond or jnp.where; or "
-            "give what steers the program as a Python number or bool, which is not traced."
+            "pass the value that decides as a Python number or bool, which is not traced."
         )
         raise
     return Traced(

@@ -79,9 +79,9 @@ class Overrides:
         self._warn(
             [path for path, _ in kept.most_common()],
             f"wrap: {len(kept)} layer{'s' * (len(kept) > 1)} with {share:.0%} of the "
-            "FLOPs of products stay float32, because they were given dtype=float32 and others of "
-            "their like were not",
-            f"To overrule that: {remedy}.",
+            "FLOPs of products stay float32, because they were given dtype=float32 and other "
+            "layers of their class were not",
+            f"To override that: {remedy}.",
         )
 
     def warn_of_other_dtypes(self, modules: Iterable[ModuleInfo]) -> None:

@@ -94,8 +94,8 @@ def wrap(
         )
     if params != "params" and not isinstance(module, nn.Module):
         raise TypeError(
-            "wrap: params= is for Linen modules, which have collections. Of an NNX module every "
-            "nnx.Param, and what is a subclass of it, is a parameter; of a function those in "
+            "wrap: params= is for Linen modules, which have collections. In an NNX module every "
+            "nnx.Param is a parameter, subclasses included; in a function the arguments in "
             "argnums: jaxmp.autocast(fn, policy, argnums)."
         )
     _warn_if_wrapped(module, resolved)

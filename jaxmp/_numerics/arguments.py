@@ -44,7 +44,7 @@ def check_positional(misplaced: Sequence[Any], right_form: str) -> None:
     if misplaced:
         name = right_form.partition("(")[0]
         raise TypeError(
-            f"{name}: got {len(misplaced)} positional arguments too many. The arguments of a "
+            f"{name}: got {len(misplaced)} too many positional arguments. The arguments of a "
             f"function go into a second call, and options are keywords: jaxmp.{right_form}."
         )
 

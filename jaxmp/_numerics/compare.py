@@ -59,7 +59,7 @@ class Divergence:
         if self.what == "not finite":
             return f"{self.pair}{when}: not finite {'here' if self.this else 'there'}"
         if self.what == "runs":
-            return f"{self.pair}: its branch was taken {'here' if self.this else 'there'} alone"
+            return f"{self.pair}: its branch was taken only {'here' if self.this else 'there'}"
         what = "share of zeros" if self.what == "zeros" else self.what
         return (
             f"{self.pair}{when}: {what} {self.this:.4g} here, {self.other:.4g} there; rounding "
@@ -215,7 +215,7 @@ class Comparison:
         lines += listed("here", [self.this.title])
         lines += listed("there", [self.other.title])
         counts = f"{len(self.pairs)} in both, {mixed} of them in other dtypes; "
-        counts += f"{len(self.only_this)} here alone, {len(self.only_other)} there alone"
+        counts += f"{len(self.only_this)} only here, {len(self.only_other)} only there"
         lines.append(f"sites         {counts}")
         finite = [pair for pair in self.pairs if not pair.is_bad and pair.mean_square > 0]
         largest = sorted(finite, key=lambda pair: -pair.mean_square)
@@ -223,7 +223,7 @@ class Comparison:
         lines += listed("mean square", apart)
         lines += listed("faults here", self.faults[0], 4)
         lines += listed("faults there", self.faults[1], 4)
-        for heading, sites in (("here alone", self.only_this), ("there alone", self.only_other)):
+        for heading, sites in (("only here", self.only_this), ("only there", self.only_other)):
             lines += listed(heading, one_a_place((str(site), str(site)) for site in sites))
         return "\n".join([*lines, f"{'all of it':13} .to_markdown(), .to_dict()"])
 

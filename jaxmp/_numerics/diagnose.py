@@ -284,13 +284,13 @@ class NumericsReport(Readings):
         """The kind of a fault, and what it is in words."""
         site = origin.site
         if site.op == "argument":
-            return "argument", "it came in not finite"
+            return "argument", "the input is not finite"
         if origin.of_infinities:
-            return "nan", "NaN of infinities that are written in the program: a row masked whole?"
+            return "nan", "NaN from infinities written in the program: a fully masked row?"
         if not everywhere and not origin.nan:
             largest = float(wide.largest[at])
             if not _is_beyond(site, largest):
-                return "overflow", "infinite, though finite in float32: of what was rounded before"
+                return "overflow", "infinite, but finite in float32: operands were rounded before"
             limit = float(jnp.finfo(site.dtype).max)
             how_often = _share_of_overflows(self.run.sites[site.name].statistics, at)
             return "overflow", f"overflow: {largest:.4g} in float32, beyond {limit:g}{how_often}"

@@ -86,7 +86,7 @@ def plot_exponents(of: Record, path: Path | str, sites: str, kinds: Sequence[str
         bad > 0
     )
     run = "computed in float32" if of.wide else "as computed"
-    figure.suptitle(f"How large the values of a step are, {run}\n{'; '.join(said)}", fontsize=11)
+    figure.suptitle(f"Magnitudes of the values of a step, {run}\n{'; '.join(said)}", fontsize=11)
     figure.align_ylabels(rows[:-1])
     _save(figure, path)
 

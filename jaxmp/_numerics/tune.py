@@ -185,7 +185,7 @@ def _by_module(loss: PreparedLoss, found: Iterable[TunedProduct]) -> dict[Path, 
     if not of_module:
         raise ValueError(
             "tune: the loss has no float32 matmul in the model. Give the model unwrapped. "
-            "Modules are told by named scopes: those of Flax Linen, of jax.named_scope, "
+            "Modules are found by named scopes: those of Flax Linen, of jax.named_scope, "
             "and of an NNX module that is given as params"
         )
     return dict(sorted(of_module.items()))

@@ -272,7 +272,7 @@ class Tuned:
         if self._index:
             lines.append(f"refused       the cheapest: {_said(scored.measured[0])}")
         if not scored.front.exact:
-            lines.append("thinned       too many assignments: a cheaper one may have been left out")
+            lines.append("thinned       too many assignments: a cheaper one may have been missed")
         head = "what each policy would add to 1 - cosine, module by module:"
         shown = [("module", "FLOPs", "policy", *scored.names[1:]), *rows[:_ROWS]]
         lines += ["", head, table(shown)]

@@ -71,7 +71,7 @@ class Scorer:
         except Exception as error:
             error.add_note(
                 "tune: the gradients of the loss are differentiated: it must be twice "
-                "differentiable. Of a fused kernel, give what it computes in jax.numpy."
+                "differentiable. Replace a fused kernel by the same computation in jax.numpy."
             )
             raise
         together, apart = np.moveaxis(np.stack(found), -1, 0)

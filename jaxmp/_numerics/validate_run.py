@@ -140,9 +140,9 @@ def program_of(task: Task, job: Job, made: Made) -> str:
             parts += text_of(trace(evaluate, (state,), {}).jaxpr)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise TypeError(
-            f"validate: out= keeps runs by what JAX traces of step and evaluate, and "
-            f"those of {job} cannot be traced ({type(error).__name__}): say with key= what tells "
-            "your program, its data and their versions from others."
+            "validate: out= identifies runs by the jaxprs of step and evaluate, and those of "
+            f"{job} cannot be traced ({type(error).__name__}): identify your program and its data "
+            "by key=, such as key=('my_model 1.2', 'data of May')."
         ) from error
     return digest(parts)
 

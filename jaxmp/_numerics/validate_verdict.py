@@ -107,7 +107,7 @@ def conclude(
         ]
     if skipped:
         of = sum(len(run.finite) for run in runs)
-        reasons.append(f"{skipped} of {of} steps were skipped, their gradients not being finite")
+        reasons.append(f"{skipped} of {of} steps were skipped: their gradients were not finite")
     distances = [_between_curves(run, other) for run, other in _with_base(runs, base)]
     apart = float(np.mean(distances))
     floor = max(_between_curves(run, other) for run, other in _with_base(nudged, base))
@@ -180,7 +180,7 @@ def _underflow(runs: Sequence[Run], base: Sequence[Run], limits: Limits) -> list
     if zeros and zeros >= 0.01 * of:
         said = (
             f"every gradient is exactly zero in {zeros / of:.0%} of the steps, where "
-            f"{base[0].label}'s are not: they underflow, and nothing is learnt; scale the loss "
+            f"{base[0].label}'s are not: they underflow, and nothing is learned; scale the loss "
             "(jaxmp.loss_scale_for)"
         )
         return [said]

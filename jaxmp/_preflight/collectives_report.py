@@ -57,8 +57,8 @@ def remark_on_collectives(moved: Sequence[Collective]) -> str:
     if not unknown:
         return ""
     return (
-        f"{unknown} of the collectives (?) count once, and run as often as it turns out: in a loop "
-        "whose trips the compiled program does not tell, or in a branch."
+        f"{unknown} of the collectives (?) are counted once, but are in a branch, or in a loop "
+        "whose number of iterations the compiled program does not contain."
     )
 
 

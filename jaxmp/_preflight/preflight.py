@@ -206,7 +206,7 @@ def _check_compiler(target: Target) -> None:
         raise CompilerMissingError(
             f"preflight: compiling for {target.name} needs Python 3.12 and JAX 0.12 or newer, and "
             f"this is Python {'.'.join(map(str, _PYTHON))} with JAX {jax.__version__}: no package "
-            f"mends that. In a new environment with both, and in a clone of jaxmp, run: {install}"
+            f"changes that. In a new environment with both, and in a clone of jaxmp, run: {install}"
         )
     compilers = ("libtpu",) if target.platform == "tpu" else _GPU_PLUGINS
     if not _is_installed("flatbuffers") or not any(map(_is_installed, compilers)):

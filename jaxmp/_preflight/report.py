@@ -342,7 +342,7 @@ def lines_of_8_bits(program: HloProgram) -> Iterator[str]:
     for kind, count in kinds.most_common(MOST):
         yield f"  {count} x {kind}"
     if len(kinds) > MOST:
-        yield f"  and {len(kinds) - MOST} kinds more"
+        yield f"  and {len(kinds) - MOST} more kinds"
     left = Counter(p.dtype or "of an unknown dtype" for p in program.products if not p.in_8_bits)
     if left:
         yield f"  not in 8 bits: {', '.join(f'{count} {dtype}' for dtype, count in left.items())}"

@@ -120,13 +120,13 @@ def why_not(path: Path, leaf: Any, min_size: int) -> str:
     """Why a leaf stays as it is, or ''."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        return f"is {type(leaf).__name__!r}, no array"
+        return f"is {type(leaf).__name__!r}, not an array"
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        return f"is {dtype}, no float of 16 bits or more"
+        return f"is {dtype}, not a float of 16 bits or more"
     if len(leaf.shape) < 2:
         return f"has {len(leaf.shape)} axes, and a matrix has two or more"
     if path and path[-1] in _NO_MATRICES:
-        return f"is called {path[-1]!r}, as parameters are that are not matrices"
+        return f"is called {path[-1]!r}, a name of parameters that are not matrices"
     size = int(np.prod(leaf.shape))
     if not size or size < min_size:
         return f"has {size} elements, fewer than min_size={min_size}"

@@ -64,10 +64,10 @@ def fastest_recipe(chip: Chip) -> tuple[Recipe | None, str]:
       >>> str(recipe), reason
       ('int8', 'a product in int8 takes 0.45 of the time of one in bfloat16 on tpu-v5e')
       >>> fastest_recipe(chip_named("gpu-a100"))
-      (None, 'gpu-a100 multiplies no float8, which would be widened to 16 bits first')
+      (None, 'gpu-a100 does not multiply float8: it would be widened to 16 bits first')
     """
     if not chip.tflops:
-        return None, f"there are no figures of {chip.name}"
+        return None, f"there are no figures for {chip.name}"
     if chip.recipe:
         recipe = parse_recipe(chip.recipe)
         key, *_ = keys_of(recipe, "forward")
@@ -77,8 +77,8 @@ def fastest_recipe(chip: Chip) -> tuple[Recipe | None, str]:
             f"{chip.sixteen_bits} on {chip.name}"
         )
     if chip.platform == "gpu":
-        return None, f"{chip.name} multiplies no float8, which would be widened to 16 bits first"
-    return None, f"{chip.name} multiplies no 8-bit format faster than {chip.sixteen_bits}"
+        return None, f"{chip.name} does not multiply float8: it would be widened to 16 bits first"
+    return None, f"no 8-bit format is faster than {chip.sixteen_bits} on {chip.name}"
 
 
 def why_emulated(recipe: Recipe, chip: Chip) -> str:
@@ -92,7 +92,7 @@ def why_emulated(recipe: Recipe, chip: Chip) -> str:
       >>> why_emulated(float8(), chip_named("gpu-a100"))
       'gpu-a100 does not multiply float8_e4m3fn: it is widened to 16 bits first'
       >>> why_emulated(mxfp8(), chip_named("gpu-h100"))
-      'gpu-h100 multiplies no blocks of 32: they are scaled, in 16 bits, first'
+      'gpu-h100 does not multiply blocks of 32: they are scaled in 16 bits first'
     """
     if not chip.tflops:
         return ""
@@ -102,7 +102,7 @@ def why_emulated(recipe: Recipe, chip: Chip) -> str:
         return ""
     if missing in _BLOCKS:
         blocks = _BLOCKS[missing]
-        return f"{chip.name} multiplies no blocks of {blocks}: they are scaled, in 16 bits, first"
+        return f"{chip.name} does not multiply blocks of {blocks}: they are scaled in 16 bits first"
     if missing in chip.relative:
         return (
             f"{chip.name} is not documented to multiply {missing}; by XLA's estimate a product "

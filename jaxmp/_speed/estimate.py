@@ -86,7 +86,7 @@ def estimate(
     """
     sizes = Sizes(tokens, n_in, n_out)
     if not chip.tflops:
-        raise ValueError(f"estimate: there are no figures of {chip.name!r}")
+        raise ValueError(f"estimate: there are no figures for {chip.name!r}")
     if min(sizes) < 1:
         raise ValueError(f"estimate: sizes must be positive; got {tuple(sizes)}")
     cast = weight_bytes != _VALUE

@@ -147,8 +147,8 @@ def _check_others_are_whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         by_position = f" ({', '.join(named)} given by position)" if named else ""
         raise ValueError(
             f"accumulate_gradients: {which} is as long as the batch (argument 1), {length}. If it "
-            f"belongs to the batch, say batch_argnums={every}{by_position}; if each piece is to "
-            "have the whole of it, batch_argnums=1."
+            f"belongs to the batch, say batch_argnums={every}{by_position}; if every "
+            "microbatch needs all of it, batch_argnums=1."
         )
 
 
@@ -164,7 +164,7 @@ def _loss_and_grads(out: Any) -> tuple[Any, tuple[Any, ...]]:
             "what jaxmp.value_and_grad(loss_fn, opt_state) makes does; got a "
             f"{type(out).__name__!r}."
         )
-    check_arrays("accumulate_gradients", "the aux of a piece", aux[0] if aux else None)
+    check_arrays("accumulate_gradients", "the aux of a microbatch", aux[0] if aux else None)
 
     def array(leaf: Any) -> Any:  # a Python number, such as a loss that depends on nothing
         return jnp.asarray(leaf) if isinstance(leaf, (int, float, complex)) else leaf
@@ -184,9 +184,9 @@ def _check_types(like: Any, state: Any, after: Any) -> None:
     got: Any = jax.tree.structure(after)
     if got != jax.tree.structure(state):
         raise ValueError(
-            "accumulate_gradients: a piece of the batch gives the NNX module variables that it did "
-            "not have, which the next piece would start with; call it once before training, and "
-            "take what is sown out with nnx.pop."
+            "accumulate_gradients: a microbatch adds variables to the NNX module, with which the "
+            "next one would start; call the module once before training, and remove what is sown "
+            "with nnx.pop."
         )
 
 

@@ -18,7 +18,7 @@ __all__ = ["find_scaler", "find_scalers", "the_scaler"]
 # Wrappers of optax that hide or keep an overflow from a scaler inside: by their states, what they
 # are called, and what goes wrong.
 _WRAPPERS: Final[dict[Any, tuple[str, str]]] = {
-    optax.MultiStepsState: ("MultiSteps", "one overflow would stay in its sum for ever"),
+    optax.MultiStepsState: ("MultiSteps", "one overflow would stay in its sum forever"),
     optax.ApplyIfFiniteState: (
         "apply_if_finite",
         "it would undo what an overflow teaches the scaler, which skips such steps by itself",
@@ -38,7 +38,7 @@ _WRAPPERS: Final[dict[Any, tuple[str, str]]] = {
     ),
     contrib.MechanicState: (
         "contrib.mechanize",
-        "an overflow would stay in what it tunes its step by",
+        "an overflow would stay in the state that adapts its step size",
     ),
     contrib.SAMState: (
         "contrib.sam",

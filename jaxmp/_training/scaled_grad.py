@@ -149,7 +149,7 @@ def check_not_stuck(opt_state: Any, limit: int = _STUCK_AFTER) -> None:
             f"check_not_stuck: devices that are to hold one state of the scaler do not: {found}. "
             "Each has skipped steps by gradients of its own, so parameters differ as well. Leave "
             "axis_name out of dynamic_loss_scale, or name every mapped axis, and give `update` "
-            "gradients that are averaged over devices; go on from a checkpoint in which they agree."
+            "gradients that are averaged over devices; resume from a checkpoint where they agree."
         )
     if (count := int(jnp.max(counts))) >= limit:
         scale = float(jnp.min(jnp.asarray(state.loss_scale)))

@@ -404,7 +404,7 @@ def test_nothing_runs():
     assert not ran
 
 
-@pytest.mark.filterwarnings("ignore:autocast. 100% of what products multiply is float64")
+@pytest.mark.filterwarnings("ignore:autocast. 100% of the FLOPs of products are float64")
 def test_float64_is_told_of():
     """jaxmp has nothing to do with it, and who asked for 16 bits thinks it has."""
     with jax.enable_x64(True):

@@ -134,7 +134,7 @@ def test_what_autocast_or_the_author_keeps_is_no_fault(fn):
         assert all(f.source.startswith("test_audit_truth.py") for f in report.findings)
         # The reason is the plan's.
         assert what is None or what in {f.what for f in report.findings}
-        assert "Nothing to remark." in str(report)
+        assert "No findings." in str(report)
         assert "fix:" not in str(report)
         assert ("\nOn purpose:\n" in str(report)) == bool(report.findings)
         if "float32" in report.product_share():

@@ -18,7 +18,7 @@ from support import autocast, contraction_dtypes, explain
 
 LOW_X, LOW_W = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
 float64_is_told_of = pytest.mark.filterwarnings(
-    "ignore:autocast. 100% of what products multiply is float64"
+    "ignore:autocast. 100% of the FLOPs of products are float64"
 )
 
 

@@ -170,7 +170,7 @@ def test_a_policy_about_the_other_dtype_says_so() -> None:
     with jax.enable_x64(True):
         args = weights()
         single = jax.tree.map(jnp.float32, args)
-        said = "is {}, and stays so: the policy is about {}"
+        said = "are {} and stay so: the policy casts {} values only"
         with pytest.warns(UserWarning, match=said.format("float64", "float32")):
             jax.eval_shape(jaxmp.autocast(model, BF16), *args)
         with pytest.warns(UserWarning, match=said.format("float32", "float64")):

@@ -441,7 +441,7 @@ def test_what_no_kernel_computes_stays_and_says_why() -> None:
         [(fused, why)] = explained(fn, Q, K, V)
         assert not fused, name
         assert said in why, name
-        with pytest.warns(UserWarning, match="attention=fused: 100% of what attention multiplies"):
+        with pytest.warns(UserWarning, match="attention=fused: 100% of the FLOPs of attention"):
             assert_same_program(jaxmp.autocast(fn, BF16), jaxmp.autocast(fn, FUSED), Q, K, V)
 
 

@@ -142,7 +142,7 @@ def test_they_are_named_in_a_warning_once() -> None:
         return jnp.tanh(jnp.sin(x) @ net["w"]) @ net["w"] * scale
 
     cast = jaxmp.autocast(fn, BF16)
-    said = r"100% of what layers of fn multiply is in argument 2\['w'\]"
+    said = r"100% of the FLOPs of the layers of fn read argument 2\['w'\]"
     with pytest.warns(UserWarning, match=said):
         cast(B, X, {"w": W})
     with warnings.catch_warnings():

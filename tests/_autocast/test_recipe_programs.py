@@ -109,9 +109,9 @@ def test_sizes_that_matrix_units_do_not_take_are_told():
         return jnp.mean((jnp.tanh(p["table"][tokens] @ p["up"][:, :20]) @ p["up"][:, :20].T) ** 2)
 
     found = jaxmp.explain(odd, POLICY)(weights(), TOKENS).quantized()
-    assert found.products[0].why_not == "a size is 20, no multiple of 16"
+    assert found.products[0].why_not == "a size is 20, not a multiple of 16"
     assert not found.products[0].intended
-    with pytest.warns(UserWarning, match="float8 products: 100% of what layers multiply stays in"):
+    with pytest.warns(UserWarning, match="float8 products: 100% of the FLOPs of layers stay in"):
         report = jaxmp.audit(jaxmp.autocast(odd, POLICY))(weights(), TOKENS)
     assert [(f.kind, f.fix[:6]) for f in report.findings] == [("not-quantized", "pad it")]
     with pytest.raises(PrecisionError, match="not in 8 bits: a size is 20"):

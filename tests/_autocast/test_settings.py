@@ -237,7 +237,7 @@ def layer(x, w):
 layer.defvjp(lambda x, w: (layer(x, w), (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
 
 
-@pytest.mark.filterwarnings("ignore:autocast. 100% of what products multiply stays float32")
+@pytest.mark.filterwarnings("ignore:autocast. 100% of the FLOPs of products stay float32")
 @pytest.mark.parametrize("fn", [layer, jax.jit(layer), jax.checkpoint(layer)])
 def test_derivative_rules_are_planned_anew_under_another_precision(fn):
     grad = jax.grad(jaxmp.autocast(lambda w, x: jnp.sum(fn(x, w) @ w), "mixed_bfloat16"))

@@ -531,7 +531,7 @@ def test_much_that_stays_float32_is_warned_about_once() -> None:
     assert "2 layers with 67%" in said
     assert "TwoHeads/policy" in said
     assert "TwoHeads/value" in said
-    remedy = said.split("To overrule that: ")[1].rstrip(".")
+    remedy = said.split("To override that: ")[1].rstrip(".")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrapped.apply(variables, X)  # once

@@ -170,7 +170,9 @@ def test_what_a_step_is_made_of_is_part_of_a_run(tmp_path):
 
 
 def test_what_cannot_be_traced_needs_a_key(tmp_path):
-    with pytest.raises(TypeError, match=r"float32, seed 0 cannot be traced .*: say with key= what"):
+    with pytest.raises(
+        TypeError, match=r"float32, seed 0 cannot be traced .*: identify your program and its data"
+    ):
         validate(Counting(), out=tmp_path)
     assert not list(tmp_path.iterdir())
 

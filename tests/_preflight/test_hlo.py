@@ -180,7 +180,7 @@ def test_more_kinds_than_are_printed_are_counted():
     program = read_hlo("")._replace(products=tuple(kinds))
     lines = list(lines_of_8_bits(program))
     assert len(lines) == MOST + 1
-    assert lines[-1] == "  and 3 kinds more"
+    assert lines[-1] == "  and 3 more kinds"
 
 
 def test_cycles_that_the_compiler_does_not_know_are_not_summed():

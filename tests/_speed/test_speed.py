@@ -93,7 +93,7 @@ def test_without_figures_nothing_is_promised_and_nothing_warned_of():
     assert here.name == "cpu"
     assert pays(float8(), here, 8192, 8192, 8192) == (False, math.inf)
     assert not warning(float8(), here)
-    with pytest.raises(ValueError, match="estimate: there are no figures of 'cpu'"):
+    with pytest.raises(ValueError, match="estimate: there are no figures for 'cpu'"):
         estimate(float8(), here, 8, 8, 8)
     for sizes in ((0, 8, 8), (8, -1, 8)):
         with pytest.raises(ValueError, match="estimate: sizes must be positive; got"):
@@ -122,9 +122,9 @@ def test_what_is_emulated():
         (products("f32", "bf16"), "tpu-v4", ""),
         (float8(), "gpu-a100", "gpu-a100 does not multiply float8_e4m3fn: it is widened"),
         (products("bf16", "e4m3"), "gpu-a100", "gpu-a100 does not multiply float8_e4m3fn"),
-        (mxfp8(), "gpu-h100", "gpu-h100 multiplies no blocks of 32"),
-        (blockwise_float8(), "gpu-b200", "gpu-b200 multiplies no blocks of 1 x 128"),
-        (mxfp8(), "tpu7x", "tpu7x multiplies no blocks of 32"),
+        (mxfp8(), "gpu-h100", "gpu-h100 does not multiply blocks of 32"),
+        (blockwise_float8(), "gpu-b200", "gpu-b200 does not multiply blocks of 1 x 128"),
+        (mxfp8(), "tpu7x", "tpu7x does not multiply blocks of 32"),
         (int8(), "tpu7x", "tpu7x is not documented to multiply int8; by XLA's estimate a product"),
         (float8(), "tpu-v6e", "takes 0.84 of the time of one in bfloat16"),
     ):
@@ -257,7 +257,7 @@ def test_the_table_from_the_command_line(capsys):
     row = next(line for line in out.splitlines() if line.startswith("4096 x 16384"))
     assert row.split()[3:5] == ["1024+", "(0.67)"]
     assert row.endswith("-")
-    assert "mxfp8 is emulated: gpu-h100 multiplies no blocks of 32" in out
+    assert "mxfp8 is emulated: gpu-h100 does not multiply blocks of 32" in out
     assert cli.main(["preflight", "--table", "--target", "tpu-v5e", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["auto"]["recipe"] == "int8"

@@ -235,7 +235,7 @@ def test_accumulating_names_its_arguments():
             accumulate_gradients(value_and_grad, 2, batch_argnums=batch_argnums)
     with pytest.raises(TypeError, match=r"grad_fn must be a function .*; got 'dict'"):
         accumulate_gradients(PARAMS, 2)
-    with pytest.raises(TypeError, match="the aux of a piece at the root is 'aux'"):
+    with pytest.raises(TypeError, match="the aux of a microbatch at the root is 'aux'"):
         accumulate_gradients(value_and_grad, 2)(PARAMS, BATCH)
     two = jax.grad(lambda a, b: jnp.sum(a["w"]) * jnp.sum(b), argnums=(0, 1))
     with pytest.raises(TypeError, match=r"grad_fn must return \(loss, grads\)"):

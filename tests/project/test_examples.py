@@ -236,7 +236,7 @@ def test_validate_digits_stopped_by_ctrl_c_says_how_to_go_on(tmp_path, monkeypat
     with pytest.raises(SystemExit) as stopped:
         script.main()
     assert stopped.value.code == 130
-    assert f"the same command goes on with what is in {tmp_path}" in capsys.readouterr().err
+    assert f"the same command resumes from {tmp_path}" in capsys.readouterr().err
 
 
 # Digits, in NNX.

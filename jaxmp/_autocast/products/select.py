@@ -116,7 +116,7 @@ def _no_layer(facts: Facts) -> Skipped | None:
         return Skipped("no matmul or convolution reads the result", intended=True)
     for size in _sizes(facts.eqn):
         if not isinstance(size, int) or size % MULTIPLE:
-            return Skipped(f"a size is {size}, no multiple of {MULTIPLE}")
+            return Skipped(f"a size is {size}, not a multiple of {MULTIPLE}")
     return None
 
 
