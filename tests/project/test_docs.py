@@ -40,7 +40,6 @@ QUICK = {
     "coming_from/qwix.md",
     "coming_from/torch.md",
     "concepts/autocast_in_300_lines.md",
-    "concepts/float32.md",
     "concepts/plan.md",
     "how_to/attention.md",
     "index.md",

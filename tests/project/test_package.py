@@ -142,6 +142,19 @@ def test_what_jax_and_flax_do_not_promise_is_read_in_few_files():
             )
 
 
+def test_the_docstring_of_a_function_starts_with_a_verb():
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef) or "property" in map(
+                ast.unparse, node.decorator_list
+            ):
+                continue
+            first = (ast.get_docstring(node) or "").split(maxsplit=1)[:1]
+            assert first not in (["What"], ["How"], ["Whether"], ["Which"], ["Where"], ["Why"]), (
+                f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+            )
+
+
 IMPORTS = """
 import json, os, sys
 unwanted = ("matplotlib", "rich", "tqdm", "libtpu", "jax_cuda13_plugin", "haiku", "equinox")
