@@ -4,7 +4,7 @@ Six words of this package that JAX does not have:
 
 * *low*: the policy's 16-bit compute dtype, and a value that is kept in it.
 * *demand*: what a value is wanted for: by a matmul, by float32 operations, as an index, an angle, …
-* *provenance*: where a value comes from, which says whether it may be narrowed with low ones: it
+* *provenance*: where a value comes from, which decides if it may be narrowed next to low ones: it
   is a parameter, a constant, computed from low values, or data.
 * *root*: what it is computed from: parameters alone, literals alone, or anything else.
 * *origin*: the identity of a low value. A float32 value remembers those it is computed from since

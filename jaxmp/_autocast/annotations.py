@@ -1,6 +1,6 @@
 """Marks on contractions for `jaxmp.audit` to read: why in float32, not in 8 bits, or not fused.
 
-They are named scopes, so they hold for their derivatives as well, and profiles show them.
+They are named scopes, so derivatives inherit them, and profiles show them.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from jaxmp._jaxprs.scopes import EMULATED, KEPT, MISSED, SKIPPED, UNFUSED
 from jaxmp._jaxprs.walk import equations
 
 _MARK = re.compile(rf"({KEPT}|{SKIPPED}|{MISSED}|{EMULATED}|{UNFUSED})([^/()]+)")
-_STRUCTURE = re.compile(r"[/()]+")  # what name stacks are made of
+_STRUCTURE = re.compile(r"[/()]+")  # the structure of name stacks
 
 
 def marked(step: Step) -> AbstractContextManager[Any]:
-    """The scope to bind a step in: it says why contractions in it are wider than they may be.
+    """Returns the named scope to bind a step in, with why its contractions are not narrower.
 
-    Or why a kernel does not compute it, with the attention that it is part of.
+    Or with why no kernel computes the attention that it is part of.
     """
     marks = _marks(step)
     return jax.named_scope("/".join(marks)) if marks else contextlib.nullcontext()
 
 
 def is_marked(step: Step) -> bool:
-    """Whether a step is bound in such a scope."""
+    """Returns whether a step is bound in such a scope."""
     return bool(_marks(step))
 
 
 def keeps(why: Why) -> str:
-    """The scope of what stays float32."""
+    """Returns the name of the scope of a step that stays float32."""
     return _mark(KEPT, ";".join([why.kind.name, *why.details]))
 
 
@@ -61,35 +61,35 @@ def _mark(mark: str, text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _innermost(name_stack: Any, *marks: str) -> tuple[str, str]:
-    """The innermost of some marks that a name stack has, and its text; empty if it has none."""
+    """Returns the innermost of some marks in a name stack, and its text; empty if it has none."""
     found = [each for each in _MARK.findall(str(name_stack)) if each[0] in marks]
     return found[-1] if found else ("", "")
 
 
 def kept_at(name_stack: Any) -> Why | None:
-    """Why autocast kept what stands under a name stack in float32; None if it did not."""
+    """Returns why autocast kept an equation in float32, by its name stack; None if it did not."""
     kind, *details = _innermost(name_stack, KEPT)[1].split(";")
     return Kind[kind].of(*details) if kind else None
 
 
 def emulated_at(name_stack: Any) -> str:
-    """The format whose values a product under a name stack multiplies in a wider one; or empty."""
+    """Returns the format that a product emulates in a wider one, by its name stack; or empty."""
     return _innermost(name_stack, EMULATED)[1]
 
 
 def unfused_at(name_stack: Any) -> str:
-    """Why no kernel computes the attention that stands under a name stack; empty if not so."""
+    """Returns why no kernel computes an equation's attention, by its name stack; or empty."""
     return _innermost(name_stack, UNFUSED)[1]
 
 
 def skipped_at(name_stack: Any) -> Skipped | None:
-    """Why the recipe of a policy did not multiply what stands under a name stack, if so."""
+    """Returns why a policy's recipe did not multiply a contraction, by its name stack; or None."""
     mark, reason = _innermost(name_stack, SKIPPED, MISSED)
     return Skipped(reason, intended=mark == SKIPPED) if mark else None
 
 
 def _kept(step: Step) -> Why | None:
-    """Why a step's contraction, or one in what it binds as it is, stays float32."""
+    """Returns why a step's contraction, or one in jaxprs that it binds as written, is float32."""
     if step.plans:
         if not all(plan.unchanged for plan in step.plans):
             return None  # each of its steps is marked by itself
@@ -100,5 +100,5 @@ def _kept(step: Step) -> Why | None:
 
 
 def contracts(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether an equation is a contraction or has one inside."""
+    """Returns whether an equation is a contraction or has one inside."""
     return any(each.primitive.name in LOW for each in equations([eqn]))

@@ -1,8 +1,8 @@
-"""Binding first-order equations again, in other dtypes: the ops of most steps.
+"""Ops that bind first-order equations in other dtypes: those of most steps.
 
-Primitives are bound through small jitted functions, inlined into the program that calls them. They
-leave no trace in it; but JAX remembers their jaxprs and derivatives, so that what occurs in every
-layer of a model is traced and differentiated once.
+Primitives are bound through small jitted functions, inlined into the program that calls them. The
+program does not show them; but JAX caches their jaxprs and derivatives, so that operations that
+occur in every layer of a model are traced and differentiated once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxmp._jaxprs.parameter_products import Parameter, crossed
 
 
 class Constant(NamedTuple):
-    """A literal, as a step reads it, to be compared with others."""
+    """A literal as a step reads it, hashable and compared by its bytes."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -39,25 +39,25 @@ class Constant(NamedTuple):
 
     @classmethod
     def of(cls, value: Any) -> Constant:
-        """That of a literal's value."""
+        """Returns the constant for a literal's value."""
         array = np.asarray(value)
         return cls(array.dtype, array.shape, array.tobytes())
 
     @property
     def array(self) -> Any:
-        """Its value."""
+        """The value, as a NumPy array."""
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 class Bind(Op):
-    """Binds the equation."""
+    """The op that binds the equation."""
 
     def run(self, step: Step, env: Environment) -> list[Any]:
         return apply(step.eqn, env.operands(step))
 
 
 class Move(Op):
-    """Binds an equation that only moves values, which casts may go ahead of."""
+    """The op of an equation that only moves values: casts may be moved in front of it."""
 
     moves = True
 
@@ -72,16 +72,16 @@ class Move(Op):
         with on_mesh_of(env.array(eqn.invars[0])):
             operands = env.operands(step)
             if low:
-                # Or XLA sends float32, and narrows what has arrived.
+                # Without it XLA sends float32 across devices, and narrows on arrival.
                 operands = [lax.optimization_barrier(x) for x in operands]
         return apply(eqn, operands)
 
 
 class Scale(Op):
-    """Binds a product or quotient that broadcasts an operand.
+    """The op of a product or quotient that broadcasts an operand.
 
-    The small operand is saved small for the backward pass; only its tangent is broadcast, in
-    float32, so that its gradient is summed in float32.
+    The small operand is saved for the backward pass in its own shape; only its tangent is
+    broadcast, in float32, so that its gradient is summed in float32.
     """
 
     def run(self, step: Step, env: Environment) -> list[Any]:
@@ -90,20 +90,20 @@ class Scale(Op):
 
 
 class Drop(Op):
-    """Does not run: what the equation makes is not needed."""
+    """The op of an equation whose results are not needed: it does not run."""
 
     def reads(self, _step: Step) -> list[Any]:
         return []
 
 
 def traced_once(eqn: JaxprEqn) -> bool:
-    """Whether an equation may be traced once for all that are alike."""
+    """Returns whether an equation may be traced once for all equations that are equal to it."""
     literals = (v.val for v in eqn.invars if isinstance(v, Literal))
     return eqn.primitive.name in TRACED_ONCE and all(np.asarray(x).itemsize for x in literals)
 
 
 def apply(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
-    """`bind`, traced once per primitive, parameters and avals where it may be."""
+    """Binds an equation, traced once per primitive, parameters and avals if `traced_once`."""
     if not traced_once(eqn):
         return bind(eqn, operands, **replaced)
     constants = tuple(
@@ -132,7 +132,7 @@ def _applier(
 
 @functools.lru_cache(maxsize=1024)
 def rescaled(operation: PrimitiveCall, shape: tuple[int, ...]) -> Callable[..., Any]:
-    """The function of `Scale`, for results of a shape."""
+    """Returns the function of `Scale`, for results of a shape."""
 
     @jax.custom_jvp
     def product(*operands: Any) -> Any:
@@ -160,12 +160,12 @@ def rescaled(operation: PrimitiveCall, shape: tuple[int, ...]) -> Callable[..., 
     return jax.jit(product, inline=INLINE)
 
 
-# Contractions multiply in the dtypes of their step.
+# Contractions, in the dtypes of their step.
 
 
 @dataclasses.dataclass(frozen=True)
 class Dot(Op):
-    """Multiplies in the dtypes of the step; gradients of float32 parameters are float32."""
+    """The op of a contraction, in the step's dtypes; float32 parameters get float32 gradients."""
 
     parameters: tuple[int, ...] = ()
 
@@ -179,12 +179,12 @@ class Dot(Op):
         return [parameter_products.contract(step.eqn, operands, parameters, low_of(step))]
 
     def given(self, step: Step, env: Environment) -> dict[int, Parameter]:
-        """The parameters among the operands, in float32."""
+        """Returns the float32 parameters among the operands, by their index."""
         return {i: parameter(step.eqn.invars[i], env) for i in self.parameters}
 
 
 def parameter(atom: Any, env: Environment) -> Parameter:
-    """A float32 parameter; a contraction reads a copy of it, moved in 16 bits on its way."""
+    """Returns the float32 parameter that an operand is, or is a 16-bit copy of, after moves."""
     array = env.array(atom)
     if isinstance(atom, Literal) or array.dtype == FLOAT32 or atom not in env.moved_by:
         return Parameter(array)
@@ -202,15 +202,15 @@ def parameter(atom: Any, env: Environment) -> Parameter:
 
 
 def low_of(step: Step) -> DType:
-    """The dtype a contraction multiplies in."""
+    """Returns the dtype a contraction multiplies in."""
     return next(dtype for dtype in step.ins if dtype is not None)
 
 
 def contract(step: Step, operands: Sequence[Any]) -> list[Any]:
-    """The product of operands in the dtypes of its step.
+    """Returns the product of operands in the dtypes of its step.
 
-    Low operands are multiplied as they are and summed in float32, as matrix units do; the result is
-    low. XLA is told so by `preferred_element_type`: the backward products are then low as well.
+    Low operands are multiplied without a cast and summed in float32, as matrix units do. The result
+    is low, by `preferred_element_type`, so that the backward products are low as well.
     """
     if not takes_result_dtype(step.eqn) or step.outs[0] is None:
         return apply(step.eqn, operands)

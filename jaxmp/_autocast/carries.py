@@ -1,10 +1,10 @@
-"""Which carries of a scan go through layers, and which are states.
+"""Carries of a scan: those that go through layers, and those that are states.
 
-A state adds up what each iteration contributes (an integral over time, a running average, an
-optimizer's parameters), or is found by iterating: in 16 bits its error grows with the iterations.
-A stack of layers (`x + mlp(x)`) multiplies by weights of its own in each iteration: it may be low,
-as by hand. And what only goes round the devices, as keys and values do in ring attention, is
-rounded once.
+A state accumulates the contribution of each iteration (an integral over time, a running average, an
+optimizer's parameters), or converges to a solution: in 16 bits its error grows with the iterations.
+A stack of layers (`x + mlp(x)`) multiplies by different weights in each iteration: its carry may be
+low, as in hand-written code. A carry that is only passed around the devices, as keys and values are
+in ring attention, is rounded once.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from jaxmp._jaxprs.higher_order import Inner, steering
 
 
 class Flow(NamedTuple):
-    """What a value is made of. Carries are bits of an integer.
+    """The carries and weights that a value depends on. Carries are bits of an integer.
 
     Attributes:
       itself: carries it depends on other than through a product.
       layered: carries it depends on through a product with weights of the iteration's own.
-      own: whether it is made of such weights alone.
+      own: whether it is computed from such weights alone.
       stack: whether it is an argument that every iteration sees whole; a part of it, at an index
         that changes, is the iteration's own.
-      moved: whether it is a carry, moved at most.
-      sent: whether it is one that another device handed on.
+      moved: whether it is a carry, at most moved.
+      sent: whether it is one that another device sent.
     """
 
     itself: int = 0
@@ -48,11 +48,11 @@ _NOTHING = Flow()
 
 
 class Recurrence(NamedTuple):
-    """How the carries of a scan depend on themselves.
+    """The dependence of the carries of a scan on themselves.
 
     Attributes:
       layered: for each carry, whether it comes back through a product with the iteration's weights.
-      sent: for each carry, whether all that becomes of it is that it goes round the devices.
+      sent: for each carry, whether it is only passed around the devices.
     """
 
     layered: tuple[bool, ...]
@@ -60,7 +60,7 @@ class Recurrence(NamedTuple):
 
 
 def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
-    """How the carries of a loop's body depend on themselves, given which operands are weights."""
+    """Returns how a loop's carries depend on themselves, given which operands are weights."""
     carry, n_carry = body.carries, body.carried
     ins = [
         Flow(stack=weight)
@@ -71,7 +71,7 @@ def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
         for i, weight in enumerate(weights)
     ]
     outs = _flow(body.jaxpr, ins)[:n_carry]
-    # A state may go round through others: (x, v) -> (v, x + v).
+    # A state may depend on itself through others: (x, v) -> (v, x + v).
     reached = [out.itself for out in outs]
     for _ in range(n_carry):
         reached = [
@@ -88,7 +88,7 @@ def recurrence(body: Inner, weights: Sequence[bool]) -> Recurrence:
 
 
 def _flow(jaxpr: Any, ins: Sequence[Flow]) -> list[Flow]:
-    """The flows of a jaxpr's results, given those of its operands."""
+    """Returns the flows of a jaxpr's results, given those of its operands."""
     return forward(jaxpr, ins, _equation, _NOTHING)
 
 
@@ -110,7 +110,7 @@ def _equation(eqn: JaxprEqn, ins: list[Flow]) -> list[Flow]:
 
 
 def _product(ins: Sequence[Flow]) -> Flow:
-    """A product forgets what it was made of, but for the iteration's own weights."""
+    """Returns the flow of a product: a dependence through the iteration's own weights, or none."""
     left, right = ins[:2]
     if left.own and right.own:
         return Flow(own=True)
@@ -119,7 +119,7 @@ def _product(ins: Sequence[Flow]) -> Flow:
 
 
 def _merged(flows: Sequence[Flow]) -> Flow:
-    """What an op other than a product makes of its operands."""
+    """Returns the flow of the result of an op other than a product."""
     known = [f for f in flows if f != _NOTHING]
     return Flow(
         itself=_union(f.itself for f in flows),
@@ -130,7 +130,7 @@ def _merged(flows: Sequence[Flow]) -> Flow:
 
 
 def _either(a: Flow, b: Flow) -> Flow:
-    """What is known of a value that is one of two."""
+    """Returns the flow of a value that is one of two."""
     return _merged([a, b])._replace(moved=a.moved and b.moved, sent=a.sent and b.sent)
 
 

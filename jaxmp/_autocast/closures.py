@@ -1,11 +1,11 @@
-"""Programs with a derivative rule that closes over a value of the function around it.
+"""Programs with a derivative rule that closes over a value of an enclosing function.
 
 `autocast` plans a program from its trace. JAX keeps rules in it as Python functions and runs them
 when it differentiates, after the trace is over; a rule that reads a traced value of the program by
 closure (implicit differentiation of an objective that closes over an argument of the loss) then
-finds a value that is gone. Without autocast it would find it, because `jax.grad` runs rules while
-the program runs. So such a program is differentiated as JAX does it, while it is traced, and what
-comes of that is planned: a forward and a backward pass for the whole program.
+reads a leaked tracer. Without autocast it does not, because `jax.grad` runs rules while the program
+is traced. So such a program is differentiated while it is traced, as by JAX, and the result is
+planned: a forward and a backward pass for the whole program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REASON = "its derivative rule closes over a traced value: the whole program is d
 
 
 def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, CustomCall, bool]]:
-    """Every step that calls a function with a rule of its own, and whether a scan is around it."""
+    """Yields each step that calls a function with a custom rule, its op, and if a scan runs it."""
     for step in plan.steps:
         if isinstance(step.op, CustomCall):
             yield step, step.op, looped
@@ -45,7 +45,7 @@ def custom_calls(plan: Plan, *, looped: bool = False) -> Iterator[tuple[Step, Cu
 
 
 def closes_over(step: Step) -> bool:
-    """Whether the rule of a step uses a traced value that is not an operand of it."""
+    """Returns whether the derivative rule of a step uses a traced value that is not an operand."""
     call, rules = call_of(step.eqn), step.plans[0].rules
     [inner] = inside(step.eqn)
 
@@ -68,15 +68,15 @@ def closes_over(step: Step) -> bool:
     except ClosedOverError:
         return True
     except Exception:  # noqa: BLE001
-        return False  # a rule for other patterns than this, or a wrong one: JAX says so, later
+        return False  # a rule for other patterns than this, or a wrong one: JAX raises later
     return False
 
 
 def likely(plan: Plan) -> bool:
-    """Whether a program has such a rule, as far as that shows before it is differentiated.
+    """Returns whether a program has such a rule, as far as is known before differentiation.
 
-    Only calls that themselves close over something are looked at; a rule that alone does so is
-    found when it is differentiated, by `ClosedOverError`.
+    Only calls that themselves close over something are checked; a rule that alone does so is found
+    when it is differentiated, by `ClosedOverError`.
     """
     if "closing" not in plan.built:
         plan.built["closing"] = any(
@@ -93,13 +93,13 @@ def run(
     program: Callable[[Execute], list[Any]],
     known: set[str],
 ) -> list[Any]:
-    """The results of a program, whatever its rules close over.
+    """Runs a program, whatever its derivative rules close over.
 
     Args:
       flat: the program as a function of its flat arrays, as written.
       plan: its plan.
       passes: those of its planner.
-      program: the whole program, given what is to run its plan.
+      program: runs the whole program, given the function that executes its plan.
       known: see `coverage_warnings`.
     """
     if not likely(plan):
@@ -112,13 +112,13 @@ def run(
         try:
             return program(_whole(flat, plan, passes))
         except ClosedOverError:
-            pass  # a second derivative, or a rule inside a loop: JAX alone may know how
+            pass  # a second derivative, or a rule inside a loop: only JAX itself may handle it
     warn_closing([step.eqn for step, *_ in custom_calls(plan) if closes_over(step)], known)
     return program(_as_written(flat))
 
 
 def _as_written(flat: Callable[..., list[Any]]) -> Execute:
-    """Runs the program as JAX would, on operands in float32."""
+    """Returns a function that runs the program as written, on operands in float32."""
 
     @jax.named_scope(keeps(Kind.CLOSES_OVER.of()))
     def run_flat(plan: Plan, args: Sequence[Any]) -> list[Any]:
@@ -129,11 +129,11 @@ def _as_written(flat: Callable[..., list[Any]]) -> Execute:
 
 
 def _whole(flat: Callable[..., list[Any]], plan: Plan, passes: Sequence[Pass]) -> Execute:
-    """Runs a program that is differentiated before it is planned, as one call.
+    """Returns a function that runs a program, differentiated before it is planned, as one call.
 
-    Its rules see the perturbation that they would see without it.
+    Its rules see the same perturbations as without autocast.
     """
-    # JAX cannot partially evaluate the jvp of a scan over such a rule; a vjp it can make.
+    # JAX cannot partially evaluate the jvp of a scan over such a rule; it can compute a vjp.
     reverse = any(looped or op.reverse for _, op, looped in custom_calls(plan))
     make = derivatives.reverse_mode if reverse else derivatives.forward_mode
     ins = tuple(v.aval for v in plan.jaxpr.invars)

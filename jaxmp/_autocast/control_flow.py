@@ -21,7 +21,7 @@ from jaxmp._jaxprs.higher_order import Inner, sums_as_given
 
 
 def plan_inside(facts: Facts) -> Decision:
-    """Decides an equation with jaxprs inside, by what they are."""
+    """Decides a higher-order equation: a call, a cond, a while loop or a scan."""
     *tests, body = facts.inners
     if not body.loops:
         return _branches(facts) if tests else _call(facts, body)
@@ -29,7 +29,7 @@ def plan_inside(facts: Facts) -> Decision:
 
 
 def _call(facts: Facts, inner: Inner) -> Decision:
-    """One inner jaxpr, called once."""
+    """Decides a call of one inner jaxpr."""
     rules = facts.rules
     entering = [facts.values[i] for i in inner.operands]
     wanted = _wanted(facts, inner)
@@ -50,7 +50,7 @@ def _call(facts: Facts, inner: Inner) -> Decision:
 
 
 def _wanted(facts: Facts, inner: Inner) -> list[int]:
-    """The demand on each result of an inner jaxpr."""
+    """Returns the demand on each result of an inner jaxpr."""
     wanted = facts.demanded
     return [NOTHING if result is None else wanted[result] for result in inner.results]
 
@@ -61,7 +61,7 @@ def _narrowed(
     demands: Sequence[int],
     narrows: Callable[[Value, int], bool],
 ) -> list[Value | None]:
-    """Values; those in float32 that `narrows` says, by their demand, are kept low."""
+    """Returns the values, with float32 ones kept low where `narrows` of value and demand holds."""
     return [
         facts.planning.kept(facts.rules.low, [v])
         if v and v.dtype is None and narrows(v, demand)
@@ -73,10 +73,10 @@ def _narrowed(
 def _at_the_door(
     facts: Facts, inner: Inner, values: list[Value | None], wanted: list[int]
 ) -> tuple[list[Value | None], list[int]]:
-    """Narrows what would leave a normalization inside a function with its own derivative (relu).
+    """Narrows values that would leave a normalization inside a function with its own rule (relu).
 
     The derivative rule then works in 16 bits, and saves 16 bits, as in a hand-written model. That
-    is worth it as well where a contraction comes only after float32 ops (relu, then a mean).
+    pays off even where a contraction comes only after float32 ops (relu, then a mean).
     """
     if not any(demand & (CONTRACTION | LATER) for demand in wanted):
         return values, wanted
@@ -95,9 +95,9 @@ def _at_the_door(
 def _weights_narrowed(
     facts: Facts, inner: Inner, values: Sequence[Value | None], wanted: list[int]
 ) -> list[Value | None]:
-    """Narrows the parameters that only contractions read inside, so that their gradients leave low.
+    """Narrows parameters that only contractions read inside, so that their gradients are low.
 
-    For a `shard_map` that adds up gradients itself: in the dtype in which the parameters come in.
+    For a `shard_map`, which sums gradients over devices itself: in the dtype of its operands.
     """
 
     def narrows(value: Value, demand: int) -> bool:
@@ -108,10 +108,10 @@ def _weights_narrowed(
 
 
 def _branches(facts: Facts) -> Decision:
-    """Branches agree: a result is low if any branch makes it low and no other is rounded in vain.
+    """Decides a cond: a result is low if it is in any branch and no other is rounded in vain.
 
-    That is, where all branches make it low, or a constant, or a contraction wants it. What only
-    float32 ops want leaves in float32: a branch may return its operand, exactly.
+    That is, if every branch makes it low, or a constant, or a contraction wants it. A result that
+    only float32 ops want is returned in float32: a branch may return its operand, exactly.
     """
 
     def planned(outs: Sequence[DType | None] | None = None) -> tuple[Plan, ...]:
@@ -133,7 +133,7 @@ def _branches(facts: Facts) -> Decision:
 
 
 def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
-    """The dtype in which a result leaves every branch, given how each would keep it."""
+    """Returns the dtype in which every branch returns a result, given how each would keep it."""
     low = next((v.dtype for v in results if v and v.dtype), None)
     if all(v and (v.dtype or v.constant) for v in results):
         return low
@@ -142,7 +142,7 @@ def _agreed(results: Sequence[Value | None], demand: int) -> DType | None:
 
 
 def _while(facts: Facts, body: Inner) -> Decision:
-    """The carry stays float32: a solver's tolerance may be finer than 16 bits can meet."""
+    """Decides a while loop. Its carry stays float32: 16 bits may not meet a solver's tolerance."""
     carry = {body.operands[i] for i in body.carries}
     entering = [
         Value(argument=True, provenance=DATA) if v and i in carry else v
@@ -167,7 +167,7 @@ def _while(facts: Facts, body: Inner) -> Decision:
 
 
 def _scan(facts: Facts, body: Inner) -> Decision:
-    """Constants enter in float32, the carry as `_low_carry` decides, the rest as it is kept."""
+    """Decides a scan: constants in float32, carries by `_low_carry`, the rest as it is kept."""
     wanted = facts.demanded
     demand = facts.planning.demands.of_loop(body, wanted, facts.rules, facts.roots)
     low = _low_carry(facts, body, demand) if facts.rules.low is not None else frozenset()
@@ -177,7 +177,7 @@ def _scan(facts: Facts, body: Inner) -> Decision:
             _entering(facts, v, shared=i < carry.start, carried=i < carry.stop, low=i in low)
             for i, v in enumerate(facts.values)
         ]
-        # A float32 carry wants its summands in float32, whoever wants the sum.
+        # A float32 carry wants its summands in float32, whatever wants the sum.
         carried = [
             demand[i] | CONTRACTION if i in low else FULL | demand[i] & PRODUCT for i in carry
         ]
@@ -189,7 +189,7 @@ def _scan(facts: Facts, body: Inner) -> Decision:
             summed=[facts.values[i] is not None and i not in low for i in carry],
         )
         natural = planned()
-        # What float32 arithmetic makes of a low carry stays float32.
+        # A low carry that float32 arithmetic updates stays float32.
         updated = {i for i, out in zip(carry, natural.outs, strict=False) if out is not None}
         if low <= updated:
             break
@@ -209,7 +209,7 @@ def _scan(facts: Facts, body: Inner) -> Decision:
 def _entering(
     facts: Facts, value: Value | None, *, shared: bool, carried: bool, low: bool
 ) -> Value | None:
-    """How an operand of a scan is seen by its body."""
+    """Returns how an operand of a scan is kept inside its body."""
     if value is None or not carried:
         return value
     if shared:  # float32: every iteration adds a gradient to it
@@ -222,11 +222,11 @@ def _entering(
 
 
 def _low_carry(facts: Facts, body: Inner, wanted: Sequence[int]) -> frozenset[int]:
-    """Which operands of a scan are carries that may be low: the body feeds them to a contraction.
+    """Returns which operands of a scan are carries that may be low: contractions read them.
 
-    They start low, or from what may be narrowed, and run through layers: every iteration multiplies
-    them by weights of its own. And what goes round the devices for contractions alone is an operand
-    of theirs, and may start from anything.
+    They start low, or from a value that may be narrowed, and go through layers: every iteration
+    multiplies them by weights of its own. A carry that is passed around the devices only for
+    contractions is an operand of theirs, and may start from anything.
     """
     own = facts.demands(body, [NOTHING] * len(body.results))
     loop = recurrence(body, [root == WEIGHTS for root in facts.roots_inside(body)])

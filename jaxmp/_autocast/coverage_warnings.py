@@ -1,7 +1,7 @@
-"""What autocast, a recipe or a policy's `ops` cannot reach, said out loud.
+"""Warnings of the parts of a program that autocast, a recipe or a policy's `ops` do not reach.
 
-Each `warn_` function takes the plan of a program and `known`, what was said already: what is said
-now is added.
+Each `warn_` function takes the plan of a program and `known`, the keys of earlier warnings, and
+adds its own to these.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxmp.recipes import Recipe
 
 
 def _say(text: str, known: set[str], key: str = "") -> None:
-    """Warns once of what is known by its text, or by a key."""
+    """Warns, unless a warning with the same key, by default its text, was given before."""
     key = key or text
     if key not in known:
         known.add(key)
@@ -83,7 +83,7 @@ def warn_closing(calls: Sequence[JaxprEqn], known: set[str]) -> None:
 
 
 def warn_emulated(plan: Plan, known: set[str]) -> None:
-    """Warns of a recipe in 8 bits that is emulated here."""
+    """Warns of an 8-bit recipe that the chip emulates."""
     recipe = plan.rules.policy.matmul
     if isinstance(recipe, Recipe) and recipe.quantizes:
         slow = warning(recipe, chip_of(traced_for()))
@@ -92,12 +92,12 @@ def warn_emulated(plan: Plan, known: set[str]) -> None:
 
 
 class Asked(NamedTuple):
-    """What a policy asks of the products of a program.
+    """A request of a policy for the products of a program.
 
     Attributes:
-      done: whether a step does it.
-      why_not: why one that should does not; None for one that need not.
-      text: what to say where most do not: ``{share}`` of the FLOPs, and ``{why}``.
+      done: returns whether a step fulfills it.
+      why_not: returns why a step that should does not; None for one that need not.
+      text: the warning if most do not: ``{share}`` of the FLOPs, and ``{why}``.
     """
 
     done: Callable[[Step], bool]
@@ -106,7 +106,7 @@ class Asked(NamedTuple):
 
 
 def warn_missed(plan: Plan, known: set[str]) -> None:
-    """Warns where the policy asks for something that less than half of the FLOPs does."""
+    """Warns of each request of the policy that less than half of the FLOPs fulfill."""
     for asked in filter(None, (ask(plan) for ask in ASKED)):
         did, missed, reasons = 0, 0, Counter[str]()
         for step, places, runs in plan.tally():
@@ -140,7 +140,7 @@ def _to_quantize(plan: Plan) -> Asked | None:
 
 
 def _to_fuse(_plan: Plan) -> Asked:
-    # Not where the chip has no kernel: a program is tried out there that runs elsewhere.
+    # Not on a chip without a kernel: programs that will run on others are tried out there.
     return Asked(
         lambda step: isinstance(step.op, FusedAttention),
         lambda step: None if step.why.note(Kind.NO_KERNEL) else unfused(step.why),
@@ -150,7 +150,7 @@ def _to_fuse(_plan: Plan) -> Asked:
 
 
 def _to_narrow(plan: Plan) -> Asked | None:
-    """JAX's default precision, the author's word, may keep most of a program float32."""
+    """Asks for low products where JAX's default precision, the author's choice, is float32."""
     default = setting("jax_default_matmul_precision")
     if plan.rules.low is None or default is None:
         return None
@@ -168,7 +168,7 @@ def _to_narrow(plan: Plan) -> Asked | None:
 
 
 def _to_govern(plan: Plan) -> Asked:
-    """A program may multiply float64 where the policy is about float32, or vice versa."""
+    """Asks for products of the governed dtype: not float64 for a float32 policy, or vice versa."""
     wide, policy = plan.rules.wide, "p=f64,c=f32,o=f64"
     other: DType = FLOAT64
     if wide == FLOAT64:
@@ -197,14 +197,14 @@ def warn_overlooked(
     name: str,
     known: set[str],
 ) -> None:
-    """Warns where most of what layers multiply is in no argument that holds parameters.
+    """Warns if most of what layers multiply by is in no argument that holds parameters.
 
     Args:
       plan: the plan of the program.
       parameters: which of its operands are parameters.
-      place: where in the call an operand is, in words.
-      name: what the function is called.
-      known: see above.
+      place: describes where in the call an operand is.
+      name: the name of the function.
+      known: the keys of earlier warnings.
     """
     if plan.rules.low is None or "overlooked" in plan.built:
         return
@@ -223,7 +223,7 @@ def warn_overlooked(
 
 
 def warn_unknown(plan: Plan, known: set[str]) -> None:
-    """Warns of names in a policy's `ops` that no primitive has, of the program or of JAX."""
+    """Warns of names in a policy's `ops` of no primitive of the program or of JAX."""
     steps = [each.step for each in plan.tally()]
     asked = {
         name
@@ -247,9 +247,9 @@ COVERAGE = (warn_unseen, warn_emulated, warn_missed, warn_unknown)
 
 
 def overruled(plan: Plan) -> str:
-    """What to say if a policy decides no product, each being another policy's; else empty.
+    """Returns a sentence if other policies decide every product of a program; else empty.
 
-    What was wrapped under a policy, or marked by `full_precision`, stays under it.
+    Modules that were wrapped under a policy, and functions marked by `full_precision`, keep it.
     """
     asked = plan.rules
     found = Counter[Rules]()
@@ -267,7 +267,7 @@ def overruled(plan: Plan) -> str:
 
 
 def _would_narrow(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product that autocast would have narrowed."""
+    """Returns whether an equation is a product that autocast would have narrowed."""
     if eqn.primitive.name not in LOW:
         return False
     return any(compat.dtype_of(v) == FLOAT32 for v in eqn.invars) and author_keeps(eqn) is None

@@ -1,11 +1,11 @@
-"""Backward pass of the plan: what is each value wanted for?
+"""Backward pass of the planner: the demand on each value, that is, what it is wanted for.
 
 A value may be wanted by a contraction (through `follow` and `transparent` ops), by something that
-runs in float32 (a `full` op, an op run as written, the function's result), or both, or neither; and
-what is computed from it in float32 may be wanted by a contraction later. What becomes an index (it
-is rounded to whole numbers, or compared with one) is a position, and what becomes an angle or the
-matrix of a linear system amplifies its errors, and so does a logarithm or a root near where it
-ends. Only float32 values are considered; everything else is not ours.
+runs in float32 (a `full` op, an op run as written, the function's result), by both, or neither; and
+a float32 value computed from it may be wanted by a contraction later. A value that becomes an index
+(it is rounded to whole numbers, or compared with one) is a position. Errors of a value are
+amplified if it becomes an angle, the matrix of a linear system, or the operand of a logarithm or a
+root near the end of its domain. Only values that the rules govern have a demand: float32 ones.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from jaxmp._jaxprs.dataflow import demanded, settled_demand
 from jaxmp._jaxprs.equation_parameters import converted_dtype
 from jaxmp._jaxprs.higher_order import Inner, inside
 
-# Bits of a demand. OPERAND: a contraction reads the value itself, through moves alone. STEEP: a
-# function that ends somewhere, such as a logarithm. PRODUCT: a contraction of the program reads
-# what comes of it, sooner or later (asked under policies with a recipe only).
+# Bits of a demand. OPERAND: a contraction reads the value itself, at most moved. STEEP: a function
+# whose domain ends somewhere reads it, such as a logarithm. PRODUCT: some contraction reads a value
+# computed from it (tracked under policies with a recipe only).
 NOTHING, CONTRACTION, FULL, LATER, INDEX, ANGLE, OPERAND, STEEP = 0, 1, 2, 4, 8, 16, 32, 64
 PRODUCT = 128
 
 
 class Demand(NamedTuple):
-    """What the operands of a jaxpr and each of its variables are wanted for."""
+    """The demand on each operand of a jaxpr, `ins`, and on each of its variables, `of`."""
 
     ins: tuple[int, ...]
     of: dict[Any, int]
 
 
 class Demands:
-    """Computes demands, remembering them per inner jaxpr and wanted results."""
+    """The demands on variables of jaxprs, computed once per jaxpr and demand on its results."""
 
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
@@ -51,13 +51,13 @@ class Demands:
     def __call__(
         self, jaxpr: Any, outs: Sequence[int], rules: Rules, roots: Sequence[str]
     ) -> Demand:
-        """The demand on every variable of a jaxpr.
+        """Returns the demand on every variable of a jaxpr.
 
         Args:
           jaxpr: the jaxpr, open or closed.
-          outs: what its results are wanted for.
+          outs: the demand on each result.
           rules: the policy in force.
-          roots: what its operands are made of.
+          roots: the roots of its operands.
         """
         return self._cached(jaxpr, tuple(outs), rules, tuple(roots))
 
@@ -91,7 +91,7 @@ class Demands:
         if rules.looks_inside(eqn):
             inner = demanded(eqn, wanted, self._inner(rules, roots), operator.or_, NOTHING)
             if inner and any(each.open_ended for each in inside(eqn)):
-                return [FULL | demand & PRODUCT for demand in inner]  # what it carries is float32
+                return [FULL | demand & PRODUCT for demand in inner]  # its carry is float32
             if inner is not None:
                 return inner
         kind = rules.op_class(eqn)
@@ -116,13 +116,13 @@ class Demands:
     def of_loop(
         self, body: Inner, wanted: Sequence[int], rules: Rules, roots: Sequence[str]
     ) -> Sequence[int]:
-        """The demand on the operands of a loop's body, given what the loop's are made of."""
+        """Returns the demand on the operands of a loop's body, given the roots of the loop's."""
         return settled_demand(body, wanted, self._inner(rules, roots), operator.or_)
 
     def _inner(
         self, rules: Rules, roots: Sequence[str]
     ) -> Callable[[Inner, Sequence[int]], Sequence[int]]:
-        """From demands on the results of an inner jaxpr to those on its operands."""
+        """Returns the map from demands on an inner jaxpr's results to those on its operands."""
 
         def run(inner: Inner, wanted: Sequence[int]) -> Sequence[int]:
             entering = self._roots.of_operands(inner, roots)
@@ -132,12 +132,12 @@ class Demands:
 
 
 def is_angle(demand: int) -> bool:
-    """Whether only angles, or a linear solver, want a value here."""
+    """Returns whether only angles, or a linear solver, want a value directly."""
     return demand & ~(LATER | PRODUCT) == ANGLE
 
 
 def whole_numbers(jaxpr: Any) -> set[Any]:
-    """The variables of a jaxpr that are integers converted, or counted up, and moved."""
+    """Returns the variables of a jaxpr that are converted integers or an iota, moved or not."""
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
         name, read = eqn.primitive.name, variables(eqn.invars)
@@ -151,7 +151,7 @@ def whole_numbers(jaxpr: Any) -> set[Any]:
 
 
 def is_position(eqn: JaxprEqn, whole: set[Any]) -> bool:
-    """Whether an equation makes an index of its operand, or compares it with one."""
+    """Returns whether an equation makes an index of its operand, or compares it with one."""
     name = eqn.primitive.name
     if name == "convert_element_type":
         return np.issubdtype(converted_dtype(eqn), np.integer)

@@ -1,13 +1,14 @@
-"""custom_jvp and custom_vjp functions with their rules kept, and transformed.
+"""custom_jvp and custom_vjp functions, whose rules are preserved, and autocast as well.
 
 The rule of the new function is the derivative of the *original call*, itself autocast: JAX applies
-the author's rule when it differentiates the call, whatever it computes. Never inlined: a
-gradient-reversal layer would return the wrong sign, a recomputing attention lose its memory saving.
+the author's rule when it differentiates the call, whatever it computes. Calls are never inlined: a
+gradient-reversal layer would return the wrong sign, and a rematerializing attention would lose its
+memory saving.
 
-A rule with ``symbolic_zeros=True`` is told which operands are differentiated and which cotangents
-are zero, and may compute something else for each: it is derived once for each such pattern. Every
-other rule is derived by all operands that it could be differentiated by. Cotangents that are known
-to be zero are so for every call: under `jax.vmap` JAX takes no others of some results.
+A rule with ``symbolic_zeros=True`` sees which operands are differentiated and which cotangents are
+zero, and may compute something else for each such pattern: it is traced once per pattern. Any other
+rule is traced for all operands that may be differentiated at once. Cotangents known to be zero stay
+symbolic for every rule: under `jax.vmap` JAX accepts no others for some results.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Execute = Callable[[Plan, Sequence[Any]], list[Any]]
 
 
 def derive(plan: Plan, planner: Planning) -> Plan:
-    """A pass: gives each step that calls a function with derivative rules what makes its function.
+    """Gives each step that calls a function with derivative rules a factory of it; a pass.
 
     The rules are planned with the same passes, when the function is first called.
     """
@@ -68,7 +69,7 @@ def derive(plan: Plan, planner: Planning) -> Plan:
 
 
 def forward_mode(call: Call, plan: Plan, passes: Sequence[Pass]) -> Callable[..., Any]:
-    """`call` planned, with its jvp planned when it is first differentiated."""
+    """Returns `call` planned, with its jvp planned when it is first differentiated."""
     planned = functools.cache(functools.partial(_plan_jvp, call, plan, passes))
     fn = jax.custom_jvp(_named(call.name, lambda *args: execute(plan, args)))
 
@@ -91,7 +92,7 @@ def forward_mode(call: Call, plan: Plan, passes: Sequence[Pass]) -> Callable[...
 def _plan_jvp(
     call: Call, plan: Plan, passes: Sequence[Pass], active: Pattern
 ) -> tuple[Plan, list[bool]]:
-    """The jvp by the `active` operands, and which of its tangents are zero."""
+    """Plans the jvp with respect to `active` operands; also returns which tangents are zero."""
 
     def jvp(*args: Any) -> list[Any]:
         primals, tangents = args[: len(call.ins)], args[len(call.ins) :]
@@ -118,7 +119,7 @@ def _plan_jvp(
 
 
 def reverse_mode(call: Call, plan: Plan, passes: Sequence[Pass]) -> Callable[..., Any]:
-    """`call` planned, with its forward and backward passes planned when first differentiated."""
+    """Returns `call` planned, with its passes of reverse mode planned when first differentiated."""
     rule = functools.cache(functools.partial(_Pullback, call, plan, passes))
     fn = jax.custom_vjp(_named(call.name, lambda *args: execute(plan, args)))
 
@@ -151,8 +152,8 @@ class _Pullback:
     """The plans of a rule: of the forward pass, and of the backward pass per pattern.
 
     Attributes:
-      active: the operands it differentiates by.
-      forward: the plan that computes the results and what is saved.
+      active: the operands it differentiates with respect to.
+      forward: the plan that computes the results and the residuals.
       backward: cotangents that are not known to be zero → the plan, and which gradients are zero.
     """
 
@@ -185,9 +186,9 @@ class _Pullback:
         return jax.vjp(self._call.by(args, self.active), *(args[i] for i in self.active))
 
     def _trace_both(self) -> Any:
-        """Both passes in one trace: the backward rules may close over values of the forward one.
+        """Traces both passes at once: backward rules may close over values of the forward pass.
 
-        The cotangents are all there: which of them are zero is not known yet.
+        All cotangents are operands: which of them are zero is not known yet.
         """
         call = self._call
 
@@ -204,13 +205,13 @@ class _Pullback:
         return forward
 
     def _saved_for(self) -> Sequence[int]:
-        """What the backward pass wants each saved value for."""
+        """Returns the demand of the backward pass on each residual."""
         try:
             jaxpr = self._trace_backward(self._call.results)
         except ClosedOverError:
             raise
         except Exception:  # noqa: BLE001 (whatever the author's rule, or JAX for it, says)
-            # It does not take all cotangents at once. It gets those that are there, later.
+            # It does not accept all cotangents at once. Later it only gets those that are not zero.
             return [FULL] * len(self._saved)
         operands = compat.closed(jaxpr).jaxpr.invars
         roots = [OTHER] * len(operands)
@@ -219,7 +220,7 @@ class _Pullback:
         return demand.ins[: len(self._saved)]
 
     def _backward_jaxpr(self, given: Pattern) -> Any:
-        """The jaxpr of the backward pass, of the cotangents that are not known to be zero."""
+        """Traces the backward pass of the cotangents that are not known to be zero."""
 
         def bwd(*args: Any) -> list[Any]:
             residuals, cotangents = args[: len(self._saved)], iter(args[len(self._saved) :])
@@ -232,12 +233,12 @@ class _Pullback:
         return jaxpr
 
     def _know(self, jaxpr: Any, count: int) -> None:
-        """Tells the planner which values of a backward pass of `count` cotangents are tangents."""
+        """Adds the hidden tangents of a backward pass of `count` cotangents to the planner's."""
         linear = [False] * len(self._saved) + [True] * count
         self._planner.tangents |= hidden_tangents(jaxpr, linear, self._plan.rules)
 
     def _cotangents(self, arrays: Iterator[Any], given: Pattern) -> list[Any]:
-        """One cotangent per result: those that are given, and zeros."""
+        """Returns one cotangent per result: an array for those in `given`, else a symbolic zero."""
         return [
             next(arrays) if i in given else compat.symbolic_zero(aval)
             for i, aval in enumerate(self._call.outs)
@@ -256,13 +257,13 @@ class _Pullback:
 
 
 def _named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function under its author's name, which jaxprs and profiles show."""
+    """Names a function as its author did, for jaxprs and profiles to show."""
     fn.__name__ = name
     return fn
 
 
 def _instantiated(tangent: Any) -> Any:
-    """A tangent as an array."""
+    """Returns a tangent as an array, filled with zeros if it is a symbolic zero."""
     if not isinstance(tangent, SymbolicZero):
         return tangent
     aval: Any = tangent.aval
@@ -270,7 +271,7 @@ def _instantiated(tangent: Any) -> Any:
 
 
 def _zeros(jaxpr: Any) -> list[bool]:
-    """Which results of a jaxpr are nothing but zeros, as JAX makes them of symbolic zeros."""
+    """Returns which results of a jaxpr are zeros, as JAX instantiates symbolic zeros."""
     opened = compat.closed(jaxpr).jaxpr
     zeros = {eqn.outvars[0] for eqn in opened.eqns if is_zeros(eqn)}
     return [
@@ -287,7 +288,7 @@ def _kept(
     *,
     tangent: bool = False,
 ) -> Value | None:
-    """How an operand of a rule is kept: as the call's operand or result is."""
+    """Returns how a rule's operand is kept: like the call's operand or result it belongs to."""
     if not rules.governs(SimpleNamespace(aval=aval)):
         return None
     value = value or Value()
@@ -298,9 +299,9 @@ def _kept(
 
 
 def _wanted(outs: Sequence[DType | None], plan: Plan | None = None) -> list[int]:
-    """The demand that keeps each result in the dtype it must leave in.
+    """Returns the demand that keeps each result in the dtype it must be returned in.
 
-    And that keeps products in 8 bits, where the plan of the call has them so.
+    It also keeps products in 8 bits, if the plan of the call has any in 8 bits.
     """
     products = plan is not None and any(isinstance(s.op, QuantizedDot) for s, *_ in plan.tally())
     later = PRODUCT if products else NOTHING

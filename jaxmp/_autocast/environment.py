@@ -1,8 +1,8 @@
-"""How values are read in another dtype than they are kept in.
+"""Casts of values from the dtype they are kept in to the one that a step reads them in.
 
-A copy that several steps share has its cotangents added in its own dtype; the gradients of an
-argument, and of what is repeated, are sums of many terms, and are added up in float32, on either
-side of the conversion. `OperandCast` says which; `bind.Scale` does so for products.
+The cotangents of a copy that several steps share are summed in its own dtype. The gradients of an
+argument, and of a broadcast operand, are sums of many terms, and are summed in float32, on either
+side of the cast: `OperandCast` records which; `bind.Scale` does the same for products.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class Environment:
         # Whether gradients that are added up in float32 cross devices in the low dtype.
         self.low_reduce_scatter = np.dtype(plan.rules.policy.reduce_scatter_dtype) != FLOAT32
         self.looped = looped  # whether a loop runs the jaxpr
-        self.crossed: dict[Any, Parameter] = {}  # parameters that came in 16 bits, in float32
+        self.crossed: dict[Any, Parameter] = {}  # float32 parameters whose copies were sent
         self.copies: dict[Any, dict[Any, Any]] = {}  # by variable, and by how it is read
 
     def within(self) -> Environment:
-        """One for steps that are differentiated together: what it gets does not come back here."""
+        """Returns a nested environment, for a segment: its additions are not added to this one."""
         inner = copy.copy(self)
         inner.arrays = ChainMap({}, self.arrays)
         inner.crossed, inner.copies = dict(self.crossed), {}
         return inner
 
     def array(self, atom: Any) -> Any:
-        """A variable or literal of the jaxpr, as it is kept."""
+        """Returns a variable or literal of the jaxpr, in the dtype it is kept in."""
         return atom.val if isinstance(atom, Literal) else self.arrays[atom]
 
     def operands(self, step: Step) -> list[Any]:
-        """The operands of a step, as it reads them."""
+        """Returns the operands of a step, cast as it reads them."""
         return [self.read(v, read) for v, read in zip(step.eqn.invars, step.casts, strict=True)]
 
     def read(self, atom: Any, read: OperandCast) -> Any:
-        """A variable or literal of the jaxpr, as it is read."""
+        """Returns a variable or literal of the jaxpr, cast as it is read."""
         if isinstance(atom, Literal):
             return constant(atom, read)
         array = self.copied(atom, read)
@@ -66,7 +66,7 @@ class Environment:
         return array
 
     def copied(self, atom: Any, read: OperandCast) -> Any:
-        """A variable as it is read, if no copy has to be made for it; else None."""
+        """Returns a variable as it is read, if that takes no new copy; else None."""
         array, dtype = self.arrays[atom], read.dtype
         if dtype is None or (read.shape is None and array.dtype == dtype):
             return array
@@ -75,29 +75,29 @@ class Environment:
         return self.copies[atom].get((dtype, read.saturate, read.shape))
 
     def keep(self, atom: Any, read: OperandCast, array: Any) -> None:
-        """Keeps an array as the copy of a variable, for those that read it so."""
+        """Stores an array as the copy of a variable, for steps that read it with the same cast."""
         self.copies.setdefault(atom, {})[read.dtype, read.saturate, read.shape] = array
 
     def drop(self, variables: Iterable[Any]) -> None:
-        """Forgets variables that nothing will read, so that their arrays may be freed."""
+        """Drops variables that nothing reads any more, so that their arrays may be freed."""
         for var in variables:
             for kept in (self.arrays, self.copies, self.crossed):
                 kept.pop(var, None)
 
 
 def read_as(array: Any, read: OperandCast) -> Any:
-    """A copy of an array."""
+    """Returns a copy of an array, cast as a step reads it."""
     return cast(array, read.dtype, saturate=read.saturate, shape=read.shape)  # type: ignore[arg-type]
 
 
 def cast(array: Any, dtype: DType, *, saturate: bool = False, shape: Any = None) -> Any:
-    """`array` in `dtype`.
+    """Casts an array to a dtype.
 
     Args:
       array: a floating array.
       dtype: the dtype to convert to.
       saturate: whether finite values stay finite where `dtype` has a smaller range.
-      shape: a shape to broadcast to. Done in float32, so that the gradient is summed in float32.
+      shape: a shape to broadcast to, in float32, so that the gradient is summed in float32.
     """
     if array.dtype == dtype and shape is None:
         return array
@@ -117,7 +117,7 @@ def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any],
         infinite = lax.eq(lax.abs(x), x.dtype.type(np.inf))
         return lax.select(infinite, x, lax.clamp(-limit, x, limit))
 
-    # Straight through: to the gradient this is a conversion.
+    # Straight-through: its derivative is that of a conversion.
     saturate.defjvps(lambda tangent, _out, _x: tangent)
 
     @jax.named_scope(CAST)
@@ -133,10 +133,10 @@ def _caster(dtype: DType, range_of: DType | None, shape: Any) -> Callable[[Any],
 
 
 def clip(step: Step, out: Any, env: Environment) -> Any:
-    """A float16 result with the largest finite numbers in the place of those that overflowed.
+    """Replaces the elements of a float16 result that overflowed by the largest finite numbers.
 
-    An infinity that comes of one among the operands, or of a division by zero, stays. Of a
-    contraction's, whose operands it would take another pass to look at, none does.
+    An infinity stays if an operand is infinite there, or if it is a division by zero. In the result
+    of a contraction none stays: checking its operands would take another pass over them.
     """
     eqn = step.eqn
     exempt = jnp.zeros([], bool)
@@ -155,12 +155,12 @@ def _clip(x: Any, exempt: Any) -> Any:
     return lax.select(jnp.isinf(x) & ~exempt, lax.clamp(-limit, x, limit), x)
 
 
-# Straight through, as above: what was clipped keeps its gradient, so that it can come back.
+# Straight-through, as above: clipped elements keep their gradients, so that they can recover.
 _clip.defjvps(lambda tangent, _out, _x, _exempt: tangent, None)
 
 
 def constant(atom: Literal, read: OperandCast) -> Any:
-    """A literal of the jaxpr, as it is read: in a narrower dtype, finite if it was."""
+    """Returns a literal of the jaxpr as it is read: in a narrower dtype, finite if it was."""
     dtype, value = read.dtype, np.asarray(atom.val)
     if dtype is None or dtype == dtype_of(atom):
         return atom.val

@@ -28,18 +28,18 @@ from jaxmp.checkpoint_policies import long_products
 
 
 def execute(plan: Plan, args: Sequence[Any], *, looped: bool = False) -> list[Any]:
-    """The results of a planned jaxpr.
+    """Runs a planned jaxpr.
 
     Args:
       plan: the plan.
       args: one array per operand, in the dtypes `plan.ins`.
-      looped: whether a loop runs it.
+      looped: whether it is run by a loop.
 
     Returns:
       One array per result, in the dtypes `plan.outs`.
     """
     env = Environment(plan, args, looped=looped)
-    # What is computed at once is computed step by step, as without autocast, to the last bit.
+    # Concrete arrays are computed step by step, so to the same bits as without autocast.
     together = any(map(is_abstract, args))
     done = 0
     for segment in plan.segments:
@@ -58,7 +58,7 @@ def execute(plan: Plan, args: Sequence[Any], *, looped: bool = False) -> list[An
 
 
 def _run(plan: Plan, part: slice, env: Environment, *, together: bool) -> None:
-    """Computes the results of some steps, those of one line together or one by one."""
+    """Runs a slice of the steps, those of one source line `together` or one by one."""
     ends = iter(plan.last_reads[part])
     steps = plan.steps[part]
     for group in jit_groups(steps) if together else ((step,) for step in steps):
@@ -81,7 +81,7 @@ def _run_step(step: Step, env: Environment) -> None:
 
 
 def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
-    """The same of a segment, whose cheap values are rematerialized in the backward pass."""
+    """Runs a segment, whose cheap values are rematerialized in the backward pass."""
 
     def run() -> list[Any]:
         inner = env.within()
@@ -92,7 +92,7 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
     bodies = plan.built.setdefault("bodies", Bodies())
     body, names = bodies.one(compat.closed(whole).jaxpr)
     with under(names):
-        # The backward pass of a loop is a loop of its own, and finds nothing computed before.
+        # The backward pass of a loop is a loop of its own, with no forward values to share by CSE.
         again = rematerialize(body, operands, long_products, prevent_cse=not env.looped)
     env.arrays.update(zip(segment.results, again, strict=True))
 
@@ -102,7 +102,7 @@ def _run_again(plan: Plan, segment: Segment, env: Environment) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Planned:
-    """A plan in the place of the jaxpr that it plans."""
+    """A plan in place of the jaxpr that it plans, to be called or traced."""
 
     plan: Plan
     looped: bool
@@ -122,7 +122,7 @@ class _Planned:
 
 
 class Inside(Op):
-    """Binds an equation with plans in the place of its jaxprs."""
+    """The op that binds an equation with plans in place of its jaxprs."""
 
     def run(self, step: Step, env: Environment) -> list[Any]:
         operands = env.operands(step)
@@ -134,11 +134,11 @@ class Inside(Op):
 
 @dataclasses.dataclass(frozen=True)
 class CustomCall(Op):
-    """Calls a function with a derivative rule of its own.
+    """The op that calls a function with a custom derivative rule.
 
     Attributes:
-      reverse: whether its rule is one of reverse mode.
-      derived: makes the function, with its rules transformed; None binds it as it is.
+      reverse: whether it has a `jax.custom_vjp` rule.
+      derived: makes the function, with its rules transformed; None binds it as written.
     """
 
     reverse: bool
@@ -146,7 +146,7 @@ class CustomCall(Op):
 
     @property
     def as_is(self) -> bool:  # type: ignore[override]
-        """See `Op`. The derivative rule, unseen yet, may hold contractions."""
+        """See `Op`. The derivative rule, not traced yet, may contain contractions."""
         return self.derived is None
 
     def run(self, step: Step, env: Environment) -> list[Any]:

@@ -99,7 +99,7 @@ def explain(
 
 
 def warn_overruled(tool: str, plan: Plan) -> str:
-    """Warns that the policy which a tool was given decides nothing in a program, and says why."""
+    """Warns if the policy of a tool decides no product of a program, and returns the sentence."""
     said = overruled(plan)
     if said:
         warnings.warn(f"{tool}: {said}.", UserWarning, stacklevel=3)
@@ -109,7 +109,7 @@ def warn_overruled(tool: str, plan: Plan) -> str:
 def planned(
     fn: Callable[..., Any], policy: Policy, argnums: Argnums, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Plan, list[Any], list[bool]]:
-    """The plan of a call, its arrays, and which of them are parameters."""
+    """Returns the plan of a call, its arrays, and which of them are parameters."""
     parameters = by_position(fn, argnums)
     looked_at = on_scoped_copies(fn)
     if holds_quantized((args, kwargs)):
@@ -122,7 +122,7 @@ def planned(
 def _residual_bytes(
     plan: Plan, policy: Policy, arrays: Sequence[Any], parameters: Sequence[bool]
 ) -> dict[str, int]:
-    """By dtype, what a derivative by the parameters saves; nothing where there is no derivative."""
+    """Returns the bytes that the parameters' gradient saves, by dtype; none if there is none."""
     by = [i for i, p in enumerate(parameters) if p and is_inexact(arrays[i])]
 
     def pullback(*arrays: Any) -> Any:
@@ -147,7 +147,7 @@ def _residual_bytes(
 
 
 def _only(rows: Sequence[Row], only: str) -> tuple[Row, ...]:
-    """The rows of matmuls and convolutions, of a dtype, or of a module and all that is in it."""
+    """Selects the rows of matmuls and convolutions, of a dtype, or of a module and all in it."""
     if only == "matmul":
         return tuple(row for row in rows if row.op in LOW)
     try:
@@ -206,7 +206,7 @@ def _row(visit: Visit, reason: str, kept: Residual | None = None) -> Row:
 
 
 def _reason(step: Step, rules: Rules) -> str:
-    """Why a step is as it is; the reasons are those of policies about float32."""
+    """Returns the sentence for a step, which speaks of float32, in terms of the policy's dtypes."""
     if rules.wide == FLOAT32:
         return str(step.why)
     low = str(rules.low or rules.wide)
@@ -215,7 +215,7 @@ def _reason(step: Step, rules: Rules) -> str:
 
 
 def _dtype(step: Step) -> str:
-    """The dtype a first-order equation runs in."""
+    """Returns the dtype a first-order equation runs in."""
     if isinstance(step.op, QuantizedDot):
         return step.op.product.forward.name
     read = [dtype for dtype in step.ins if dtype is not None]

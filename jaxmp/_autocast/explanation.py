@@ -1,4 +1,4 @@
-"""What `explain` returns: a row per equation, and how they print."""
+"""The result of `explain`: a row per equation, and their printing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MORE = (
     "All operations: to_text(verbose=True), or .rows. Fewer: explain(…, only='matmul', 'float32' "
     "or a module's path)."
 )
-# How many lines matmuls and convolutions have, where all else needs some as well.
+# The lines for matmuls and convolutions, if other operations need some as well.
 _PRODUCTS = 12
 
 
@@ -33,7 +33,7 @@ class Row:
       path: the Flax module path and named scopes around it, without transformations.
       source: ``file.py:line`` in the user's code.
       dtype: the dtype the op runs in.
-      reason: why.
+      reason: why it runs in that dtype.
       count: how often it runs per call (lengths of scans around it multiplied; a while loop's body
         and each branch of a cond count once).
       flops: floating-point operations per call, a multiply-add counted as two; of a matmul or
@@ -41,12 +41,12 @@ class Row:
       bytes: bytes of its results per call.
       why_not: of a matmul or convolution, why the policy's recipe does not multiply it; empty if it
         does.
-      intended: whether that is as it should be: it is not a layer, or the last one.
-      residual: under ``residuals=recompute``, what becomes of the result until the backward pass:
-        saved (if that reads it), rematerialized, or why that policy has no say; empty under others,
-        and for what has no derivative.
-      fused: of attention that a kernel computes, by which one, and on what; else empty.
-      not_fused: of attention that none computes, though the policy asks for it: why not.
+      intended: whether that is intended: it is not a layer, or the last one.
+      residual: under ``residuals=recompute``, whether the result is saved for the backward pass (if
+        that reads it) or rematerialized, or why the policy does not decide that; empty under other
+        policies, and for results without a derivative.
+      fused: of attention that a kernel computes, the kernel and the chip; else empty.
+      not_fused: of attention that none computes, though the policy asks for it, why not.
       unknown: whether autocast does not know the primitive, and leaves it as written.
     """
 
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def why(self) -> str:
-        """The reason, and what becomes of the result."""
+        """The reason, and whether the result is saved or rematerialized."""
         return f"{self.reason}; {self.residual}" if self.residual else self.reason
 
     @property
@@ -78,10 +78,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a policy does to a program. Print it: what is alike is one row, the costliest first.
+    """The effect of a policy on a program. Print it: similar rows are one, the costliest first.
 
     Attributes:
-      rows: one per equation, in order; those that `only` names.
+      rows: one per equation, in order; only those that `only` selects.
       policy: the policy that `explain` was given; empty if it was float32.
       differentiated: whether the program has backward passes in it.
       overruled: why the policy decides no matmul or convolution, if it does not; else empty.
@@ -97,9 +97,9 @@ class Explanation:
 
     @property
     def residual_bytes(self) -> dict[str, int]:
-        """By dtype, what a derivative by the parameters saves for the backward pass.
+        """The bytes that the parameters' gradient saves for the backward pass, by dtype.
 
-        Without the arguments themselves. The program is differentiated for it, by tracing: nothing
+        The arguments themselves do not count. The program is differentiated by tracing: nothing
         runs. Empty if it has no derivative, or has backward passes in it already.
         """
         return self._saved()
@@ -113,15 +113,15 @@ class Explanation:
         return [row for row in self.rows if row.op in LOW]
 
     def products(self) -> dict[str, int]:
-        """How many matmuls and convolutions run per call in each dtype, most first."""
+        """Counts the matmuls and convolutions that run per call in each dtype, most first."""
         return _total(self._products, lambda row: row.count)
 
     def product_flops(self) -> dict[str, int]:
-        """The FLOPs of matmuls and convolutions by dtype, most first."""
+        """Returns the FLOPs of matmuls and convolutions by dtype, most first."""
         return _total(self._products, lambda row: row.flops)
 
     def quantized(self) -> Quantized:
-        """Every matmul and convolution: in 8 bits, or not and why."""
+        """Reports every matmul and convolution: in 8 bits, or why not."""
         products = []
         for r in self._products:
             why, intended = (r.why_not, r.intended) if r.why_not else (r.reason, True)
@@ -130,7 +130,7 @@ class Explanation:
         return Quantized(tuple(products))
 
     def summary(self) -> str:
-        """A few lines: operations by dtype, what is saved, what became of the policy's options."""
+        """Returns a few lines: operations by dtype, residuals, effects of the policy's options."""
         others = _total((r for r in self.rows if r.op not in LOW), lambda row: row.count)
         lines = _screen.labeled("policy", self.policy) if self.policy else []
         lines += _screen.labeled("matmuls, convolutions", self._by_dtype())
@@ -149,7 +149,7 @@ class Explanation:
         return f"{', '.join(parts)} of {_screen.si(total)}FLOPs" if parts else "none"
 
     def _notes(self, policy: Policy) -> Iterator[str]:
-        """Says what became of the options of the policy."""
+        """Yields lines on the effect of the policy's options."""
         recipe = policy.matmul
         quantizes = recipe is not None and (isinstance(recipe, str) or recipe.quantizes)
         if quantizes or any(p.quantized for p in self.quantized().products):
@@ -170,7 +170,7 @@ class Explanation:
         yield from self._residuals(policy)
 
     def _residuals(self, policy: Policy) -> Iterator[str]:
-        """Lines on what ``residuals=recompute`` did, if a policy asks for it."""
+        """Yields lines on the effect of ``residuals=recompute``, if a policy asks for it."""
         ops = _total(self.rows, lambda row: row.count, by=lambda row: row.residual)
         if Residual.REMATERIALIZED in ops:
             yield from _screen.labeled(
@@ -192,7 +192,7 @@ class Explanation:
             yield f"  not rematerialized: {_places(rows)}: {why}"
 
     def _attention(self, policy: Policy) -> Iterator[str]:
-        """Which attention a kernel computes, and why all other is left as it is."""
+        """Yields lines on the attention that kernels compute, and why they do not compute other."""
         if policy.attention is None and not any(row.fused or row.not_fused for row in self.rows):
             return
         by = _total(self.rows, lambda row: row.count, by=lambda row: row.fused)
@@ -203,7 +203,7 @@ class Explanation:
                 yield f"  {row.count} not: {row.where}: {row.not_fused}"
 
     def verdict(self) -> str:
-        """The answer in a sentence."""
+        """Returns the answer in a sentence."""
         name = self.policy or "As written"
         if self.overruled:
             return f"{name} is of no effect: every matmul and convolution is under another policy."
@@ -219,13 +219,13 @@ class Explanation:
         return f"{name}: {most:,} of {total:,} matmuls and convolutions run in {dtype}, {rest}."
 
     def groups(self) -> list[tuple[str, list[Row]]]:
-        """Rows of one line, dtype and reason, in modules that differ in a layer's number alone.
+        """Groups rows of one line, dtype and reason, in modules that differ in a layer's number.
 
         Matmuls and convolutions come first, those with the most FLOPs before others; then all else
         by the bytes of its results.
 
         Returns:
-          Of each group the modules in one, as in ``Model/Block_*/Dense_0 ×12``, and its rows.
+          For each group its modules as one, such as ``Model/Block_*/Dense_0 ×12``, and its rows.
         """
         found = _screen.merged(
             self.rows, lambda r: (r.op in LOW, r.source, r.dtype, r.why), lambda r: r.path
@@ -233,11 +233,11 @@ class Explanation:
         return sorted(found, key=lambda group: _cost(group[1]), reverse=True)
 
     def to_text(self, *, verbose: bool = False) -> str:
-        """The verdict, the summary and the rows.
+        """Formats the verdict, the summary and the rows.
 
         Args:
-          verbose: every row, however many lines that takes. Else the `groups` that fit on a screen
-            of 40 lines and 120 columns.
+          verbose: whether to show every row, on any number of lines, instead of the `groups` that
+            fit on a screen of 40 lines and 120 columns.
         """
         summary = self.summary().splitlines()
         if verbose:
@@ -260,9 +260,9 @@ class Explanation:
 
 
 def _by_reason(groups: Iterable[tuple[str, list[Row]]], full: str, room: int) -> list[str]:
-    """Operations by their dtype and the reason for it, above the costliest places of each.
+    """Formats operations by dtype and reason, each above its costliest places.
 
-    Of what is not a matmul or convolution, what stays in the `full` dtype comes first.
+    Of operations other than matmuls and convolutions, those in the `full` dtype come first.
     """
     reasons: dict[tuple[str, str], list[tuple[str, list[Row]]]] = defaultdict(list)
     for path, rows in groups:
@@ -302,12 +302,12 @@ def _size(cost: tuple[bool, int, int]) -> str:
 
 
 def _cost(rows: Sequence[Row]) -> tuple[bool, int, int]:
-    """A key to sort groups by."""
+    """Returns a key to sort groups by."""
     return rows[0].op in LOW, sum(r.flops for r in rows), sum(r.bytes for r in rows)
 
 
 def _places(rows: list[Row]) -> str:
-    """Where the first of some rows is, and how many more there are."""
+    """Describes where the first of some rows is, and how many more there are."""
     first = f"{rows[0].op} at {rows[0].where}"
     return first + (f" and {len(rows) - 1} more" if len(rows) > 1 else "")
 
@@ -315,7 +315,7 @@ def _places(rows: list[Row]) -> str:
 def _total(
     rows: Iterable[Row], count: Callable[[Row], Any], by: Callable[[Row], str] | None = None
 ) -> dict[str, Any]:
-    """The sum over rows by their dtypes, or by something else, most first."""
+    """Sums `count` over rows by their dtypes, or by something else, most first."""
     found: Counter[str] = Counter()
     for row in rows:
         found[by(row) if by else row.dtype] += count(row)

@@ -69,29 +69,29 @@ def decide(facts: Facts) -> Decision:
             return facts.as_written(Kind.SENSITIVE, _of_full(name, facts.values))
         case "own":
             return _own(facts)
-    # Not listed: its results are data.
+    # Not in the table: its results are data.
     inner = any(True for _ in compat.inner_jaxprs(eqn))
     return facts.as_written(Kind.NOT_LOOKED_INSIDE if inner else Kind.UNLISTED, DATA)
 
 
 def _masks(facts: Facts) -> bool:
-    """Whether a product masks a float32 value, and 16 bits hold both: infinity by 0 is not 0."""
+    """Returns whether a product masks a float32 value, other than in float16: inf * 0 is NaN."""
     of = [v for v in facts.values if v and not v.mask]
     return len(of) == 1 and not (of[0].dtype or of[0].is_weight) and facts.rules.low != FLOAT16
 
 
 def _contraction(facts: Facts) -> Decision:
-    """Low operands and a low result, accumulated in float32.
+    """Decides a contraction: low operands and a low result, accumulated in float32.
 
-    A float32 result of low operands would be exact to the accumulation, but costs twice the
-    memory where it hurts most (logits, attention scores), and its cotangent would make the
+    A float32 result of low operands would not round the accumulated sums, but takes twice the
+    memory where that matters most (logits, attention scores), and its cotangent would make the
     backward contractions float32.
     """
     eqn, rules = facts.eqn, facts.rules
     mine = [v for v in facts.values if v is not None]
     kept = _exempt(facts)
     if kept is not None:
-        # Of low values it is made of nothing else; of arguments, it is data.
+        # Computed from low values, without data, it may be narrowed; of arguments, it is data.
         derived = any(v.dtype or v.provenance == COMPUTED for v in mine)
         provenance = COMPUTED if derived and all(v.provenance != DATA for v in mine) else DATA
         return facts.as_written(kept, provenance)
@@ -116,9 +116,9 @@ def _contraction(facts: Facts) -> Decision:
 
 
 def _parameters(facts: Facts) -> tuple[int, ...]:
-    """The operands of a contraction that are float32 parameters, or made of them alone.
+    """Returns the operands of a contraction that are float32 parameters, or of those alone.
 
-    Or of a lookup that a policy's `ops` makes one.
+    Also those of a lookup that a policy's `ops` class as a contraction.
     """
     eqn, values = facts.eqn, facts.values
     if any(v is not None and v.tangent for v in values):
@@ -133,9 +133,9 @@ def _parameters(facts: Facts) -> tuple[int, ...]:
 
 
 def _exempt(facts: Facts) -> Why | None:
-    """Why a contraction stays in float32, or None."""
+    """Returns why a contraction stays in float32, or None."""
     eqn, values = facts.eqn, facts.values
-    known = eqn.primitive.name in LOW  # else a user's override says that it is a contraction
+    known = eqn.primitive.name in LOW  # else the policy's `ops` class it as a contraction
     if known and (kept := author_keeps(eqn, facts.rules)) is not None:
         return kept
     if pinned := next((v.pinned for v in values if v and v.pinned), None):
@@ -151,7 +151,7 @@ def _exempt(facts: Facts) -> Why | None:
 
 
 def _transparent(facts: Facts) -> Decision:
-    """Runs in the dtype the operands are kept in; float32 if they differ."""
+    """Decides an op that moves values: in the dtype its operands are kept in, or float32."""
     eqn, values = facts.eqn, facts.values
     name, mine = eqn.primitive.name, [v for v in values if v is not None]
     if len(eqn.outvars) == len(values) > 1:  # optimization_barrier: one to one
@@ -174,7 +174,7 @@ def _transparent(facts: Facts) -> Decision:
 
 
 def _convert(facts: Facts) -> Decision:
-    """A conversion that the program as written makes."""
+    """Decides a conversion that is part of the program as written."""
     eqn, rules = facts.eqn, facts.rules
     [value], [atom], [var] = facts.values, eqn.invars, eqn.outvars
     if value is None:
@@ -191,13 +191,13 @@ def _convert(facts: Facts) -> Decision:
         return facts.as_written(Kind.NOT_FLOAT32, provenance)
     if rules.governs(var):  # float32 to float32: a change of weak type
         return _transparent(facts)
-    # A narrowing conversion of a low value reads it as it is kept: nothing is lost twice.
+    # A narrowing conversion of a low value reads it as it is kept: widening it changes nothing.
     narrows = converted_dtype(eqn).itemsize <= rules.low.itemsize  # type: ignore[union-attr]
     return facts.alike(value.dtype if narrows else None, None, Kind.CONVERSION)
 
 
 def _own(facts: Facts) -> Decision:
-    """What runs as written because it is listed so: its results are data."""
+    """Decides an op that the table says runs as written: its results are data."""
     decision = facts.as_written(Kind.AS_WRITTEN, DATA)
     if facts.eqn.primitive.name not in SOLVING:
         return decision
@@ -206,18 +206,18 @@ def _own(facts: Facts) -> Decision:
 
 
 def _of_full(name: str, values: Sequence[Value | None]) -> str | None:
-    """The provenance of what a sensitive op returns, where its operands do not say it."""
+    """Returns the provenance of a sensitive op's result; None if it is that of its operands."""
     if name in CUMULATIVE:
         return DATA
     if name in WAVES:
         provenance = joined([v.provenance for v in values if v is not None])
-        # Of whole numbers, a wave is a table.
+        # The sine of a whole number is an entry of a table.
         return CONSTANT if provenance in (LARGE, CONSTANT) else provenance
     return None
 
 
 def _repeats(eqn: JaxprEqn) -> bool:
-    """Whether an op of `REPEATING` really repeats or merges elements."""
+    """Returns whether an op of `REPEATING` really repeats or merges elements."""
     if eqn.primitive.name != "broadcast_in_dim":
         return True
     axes = dict(zip(broadcast_axes(eqn), shape_of(eqn.invars[0]), strict=True))

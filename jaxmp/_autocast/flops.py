@@ -1,4 +1,4 @@
-"""What a contraction costs in floating-point operations, and how much of that a plan keeps."""
+"""FLOPs of contractions, and how many of them stay float32 by their layers' own dtype."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxmp._jaxprs.source import plain_path
 
 
 def contraction_flops(eqn: JaxprEqn) -> int:
-    """The operations of one run of a contraction, a multiply-add counted as two.
+    """Returns the FLOPs of one run of a contraction, a multiply-add counted as two.
 
     Counted as XLA does: positions of a convolution's window that lie in the padding are not
     multiplied. Zero for primitives that are not contractions.
@@ -29,28 +29,28 @@ def contraction_flops(eqn: JaxprEqn) -> int:
     return 0 if count is None else count(eqn)
 
 
-# What a size counts as that `jax.export` left open.
+# The size assumed for a symbolic dimension of `jax.export`.
 _OPEN_SIZE = 64
 
 
 def sizes(atom: Any) -> tuple[int, ...]:
-    """The shape of a value; a size that is open is taken to be 64."""
+    """Returns the shape of a value, with 64 for symbolic dimensions."""
     return tuple(map(known_size, shape_of(atom)))
 
 
 def known_size(size: Any) -> int:
-    """A size, or 64 if it is open."""
+    """Returns a size, or 64 if it is symbolic."""
     return size if isinstance(size, int) else _OPEN_SIZE
 
 
-_OPEN = re.compile(r"\w+\((?=[^()]*$)")  # ``vmap(``, whose end is not there
+_OPEN = re.compile(r"\w+\((?=[^()]*$)")  # ``vmap(`` without its end
 
 
 def kept_by_layers(plan: Plan) -> tuple[Counter[str], int]:
-    """The FLOPs of contractions that stay float32 by the own dtype of their layers.
+    """Counts the FLOPs of contractions that stay float32 by the own dtype of their layers.
 
     Returns:
-      Those, by the path of the layer; and the FLOPs of all contractions.
+      These FLOPs, by the path of the layer; and the FLOPs of all contractions.
     """
     kept: Counter[str] = Counter()
 
@@ -83,7 +83,7 @@ def _ragged_dot(eqn: JaxprEqn) -> int:
 
 
 def _convolution(eqn: JaxprEqn) -> int:
-    """Counts along each axis the pairs of an output and a window position that meet an element."""
+    """Counts along each axis the pairs of output and window position that meet an element."""
     numbers, (strides, padding, lhs_dilations, rhs_dilations) = layout(eqn), window(eqn)
     lhs, rhs, out = (sizes(v) for v in (*eqn.invars[:2], *eqn.outvars))
     batch, features, *_ = (out[i] for i in numbers.out_spec)

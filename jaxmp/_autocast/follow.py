@@ -1,7 +1,7 @@
-"""What a `follow` op, elementwise arithmetic, does with low and float32 operands.
+"""Decisions on `follow` ops: elementwise arithmetic of low and float32 operands.
 
-Low with a low operand if a contraction wants the result, unless a float32 one blocks that: see
-`provenance`. Of float32 operands alone only where it leaves a normalization towards a contraction.
+With a low operand it runs low if a contraction wants the result, unless a float32 one blocks that:
+see `provenance`. With float32 operands alone, only from a normalization towards a contraction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxmp._jaxprs import compat
 
 
 def follow(facts: Facts, *, exponential: bool = False) -> Decision:
-    """Decides an elementwise op, which may be the exponential of a softmax that may run low."""
+    """Decides an elementwise op; `exponential` if it is that of a softmax that may run low."""
     eqn, rules = facts.eqn, facts.rules
     mine = [v for v in facts.used if v is not None]
     low = [v for v in mine if v.dtype is not None]
@@ -60,13 +60,13 @@ def follow(facts: Facts, *, exponential: bool = False) -> Decision:
     out = facts.planning.kept(rules.low, facts.values)
     if exponential:
         out = out._replace(origins=frozenset({facts.planning.fresh(exponential=True)}))
-    # A contraction that sums nothing up returns 16 bits, so that its gradient is 16 bits.
+    # A contraction that sums nothing returns 16 bits, so that its gradient is 16 bits.
     op = Dot() if eqn.primitive.name in LOW else Bind()
     return facts.alike(rules.low, out, why, op, saturate=True)
 
 
 def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
-    """A `follow` op of float32 operands alone; None where it leaves a normalization."""
+    """Decides a `follow` op of float32 operands alone; None where it leaves a normalization."""
     derived = any(v.origins for v in full) and not any(v.blocks_narrowing for v in full)
     if derived and name != "exp" and not facts.is_wanted_by(STEEP):
         if name not in AFFINE or _is_end(full):
@@ -83,7 +83,7 @@ def _in_full(facts: Facts, name: str, full: Sequence[Value]) -> Decision | None:
 
 
 def _is_end(full: Sequence[Value]) -> bool:
-    """Whether an affine op of float32 operands ends a normalization: it joins two, or masks one."""
+    """Returns whether an affine float32 op ends a normalization: it joins two, or masks one."""
     if len(full) == 1:
         return True
     derived = [v.origins for v in full if v.provenance == COMPUTED and v.origins]
@@ -93,7 +93,7 @@ def _is_end(full: Sequence[Value]) -> bool:
 def _refusal(
     facts: Facts, name: str, low: list[Value], full: list[Value]
 ) -> tuple[Kind, str] | None:
-    """Why float32 operands are not narrowed with low ones, and the provenance of the result."""
+    """Returns why float32 operands are not narrowed with low ones, and the result's provenance."""
     provenances = {v.provenance for v in full}
     if name in NORMALIZING and _normalizes(name, low, full):
         return Kind.NORMALIZES, joined([*provenances, COMPUTED])
@@ -111,7 +111,7 @@ def _refusal(
 
 
 def _normalizes(name: str, low: list[Value], full: list[Value]) -> bool:
-    """Whether a low value meets a float32 value derived from that same low value."""
+    """Returns whether a low operand meets a float32 operand derived from that same low value."""
     statistics: frozenset[OriginId] = NO_ORIGINS.union(*(v.origins for v in full))
     if name == "div":
         statistics = frozenset(origin for origin in statistics if not origin.exponential)
@@ -119,9 +119,9 @@ def _normalizes(name: str, low: list[Value], full: list[Value]) -> bool:
 
 
 def _out_of_range(facts: Facts) -> Why | None:
-    """Why a literal cannot be narrowed: it would vanish, or scale by something else.
+    """Returns why a literal cannot be narrowed: it would underflow, or overflow as a factor.
 
-    What is added or chosen, a mask, is clipped instead.
+    A literal that is added or chosen, a mask, is clipped instead.
     """
     low = facts.rules.low
     for atom in facts.eqn.invars:
@@ -135,7 +135,7 @@ def _out_of_range(facts: Facts) -> Why | None:
     return None
 
 
-# Why float32 operands are narrowed where others are low: the first of these that one of them is.
+# Why float32 operands are narrowed next to low ones: by the first of these provenances among them.
 _NARROWABLE = {
     PARAMETER: Kind.PARAMETER,
     COMPUTED: Kind.COMPUTED,

@@ -1,4 +1,4 @@
-"""What is known while a jaxpr is planned: how each of its values is kept, under which rules."""
+"""The state of planning one jaxpr: how each of its values is kept, and under which rules."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _BIND = Bind()
 
 
 class Decision(NamedTuple):
-    """In which dtypes an equation runs, and why.
+    """The dtypes an equation runs in, and why.
 
     Attributes:
-      dtypes: the dtype each operand is read in; None is float32, or leaves what is not ours.
+      dtypes: the dtype each operand is read in; None for float32, or no cast if not governed.
       outs: how its results are kept.
-      why: why so.
-      op: what runs it.
+      why: the reason for these.
+      op: the op that runs it.
       saturate: whether literals and masks among the operands stay finite when narrowed.
       plans: the plans of the jaxprs inside.
       multiplies: whether it is a contraction that a recipe may multiply.
@@ -60,15 +60,15 @@ class Decision(NamedTuple):
 
 
 class Frame:
-    """The values of one jaxpr, as far as it is planned.
+    """The values of one jaxpr, up to the next equation to be planned.
 
     Attributes:
-      planning: what all jaxprs of the program share, and what plans those inside this one.
+      planning: the state that all jaxprs of the program share; it plans those inside this one.
       rules: those of the jaxpr; regions have their own.
-      demand: what each of its variables is wanted for.
-      kept_as: how each variable is kept; None for what is not ours.
+      demand: the demand on each of its variables.
+      kept_as: how each variable is kept; None if it is not governed.
       summed: results that must be computed in float32.
-      roots: what each of its variables, of any dtype, is made of.
+      roots: the root of each of its variables, of any dtype.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class Frame:
         }
         self.ins = tuple(self.kept_as.values())
         for var, array in zip(self.jaxpr.constvars, self.consts, strict=True):
-            # What only contractions read need not be looked at: the weights of a frozen model.
+            # A constant that only contractions read is not inspected: a weight of a frozen model.
             read_alone = not self.demand.of.get(var, NOTHING) & ~(CONTRACTION | OPERAND | PRODUCT)
             provenance = DATA if read_alone else of_constant(array)
             value = Value(argument=True, provenance=provenance, root=self.roots[var])
             self.kept_as[var] = value if rules.governs(var) else None
 
     def read(self, atom: Any) -> Value | None:
-        """How an operand is kept; None for what is not ours."""
+        """Returns how an operand is kept; None if it is not governed."""
         if not isinstance(atom, Literal):
             return self.kept_as[atom]
         if not self.rules.governs(atom):
@@ -111,17 +111,17 @@ class Frame:
         return Value(constant=True, provenance=of_constant(np.asarray(atom.val)), root=LITERALS)
 
     def facts(self, eqn: JaxprEqn) -> Facts:
-        """What is known of the next equation."""
+        """Returns the facts that decide the next equation."""
         rules = region_rules(eqn, self.rules) or self.rules
         self.planning.recomputes |= rules.policy.residuals == "recompute"
-        # What a region with another policy keeps low is float32 to this one.
+        # A value that a region with another policy keeps low is float32 to this one.
         values = tuple(
             v._replace(dtype=None) if v and v.dtype not in (None, rules.low) else v
             for v in map(self.read, eqn.invars)
         )
         inners = inside(eqn) if rules.looks_inside(eqn) else ()
-        if inners and rules.saturate and is_backward(eqn):  # which what is inside does not say
-            # Gradients become infinite, and a loss scaler tests them.
+        if inners and rules.saturate and is_backward(eqn):  # not marked on the equations inside
+            # Gradients may overflow to infinity, which a loss scaler tests for.
             rules = changed(rules, saturate=False)
         return Facts(self, eqn, values, rules, tuple(inners))
 
@@ -169,7 +169,7 @@ class Frame:
 
     @functools.cached_property
     def forward(self) -> Demand:
-        """The demand without what a backward pass wants, where one is part of the jaxpr."""
+        """The demand without that of a backward pass, if one is part of the jaxpr."""
         if not any(map(is_backward, self.jaxpr.eqns)):
             return self.demand
         eqns = [eqn for eqn in self.jaxpr.eqns if not is_backward(eqn)]
@@ -178,7 +178,7 @@ class Frame:
 
     @functools.cached_property
     def readers(self) -> dict[Any, list[JaxprEqn]]:
-        """Of each variable, the equations that read it."""
+        """The equations that read each variable."""
         return readers_of(self.jaxpr)
 
     @functools.cached_property
@@ -188,10 +188,10 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known of an equation when it is decided.
+    """The facts that decide an equation.
 
     Attributes:
-      frame: what is known of its jaxpr.
+      frame: the frame of its jaxpr.
       eqn: the equation.
       values: how its operands are kept.
       rules: the rules in force.
@@ -206,7 +206,7 @@ class Facts:
 
     @property
     def planning(self) -> Planning:
-        """What all jaxprs of the program share."""
+        """The state that all jaxprs of the program share."""
         return self.frame.planning
 
     @property
@@ -215,29 +215,29 @@ class Facts:
         return [self.frame.demand.of.get(var, NOTHING) for var in self.eqn.outvars]
 
     def is_wanted_by(self, demand: int) -> bool:
-        """Whether any result is demanded so."""
+        """Returns whether the demand on any result has one of the bits of `demand`."""
         return any(wanted & demand for wanted in self.demanded)
 
     @property
     def roots(self) -> list[str]:
-        """What the operands are made of."""
+        """The roots of the operands."""
         return roots_of(self.eqn.invars, self.frame.roots)
 
     def roots_inside(self, inner: Inner) -> list[str]:
-        """What the operands of a jaxpr inside are made of."""
+        """Returns the roots of the operands of a jaxpr inside."""
         return self.planning.roots.of_operands(inner, self.roots)
 
     def plan(
         self, inner: Inner, ins: Sequence[Value | None], wanted: Sequence[int], **leaving: Any
     ) -> Plan:
-        """The plan of a jaxpr inside; see `Planning.plan`."""
+        """Returns the plan of a jaxpr inside; see `Planning.plan`."""
         roots = self.roots_inside(inner)
         return self.planning.plan(inner.jaxpr, ins, wanted, self.rules, roots=roots, **leaving)
 
     def demands(
         self, inner: Inner, wanted: Sequence[int], rules: Rules | None = None
     ) -> Sequence[int]:
-        """The demands on the operands of a jaxpr inside, given those on its results."""
+        """Returns the demands on the operands of a jaxpr inside, given those on its results."""
         roots = self.roots_inside(inner)
         return self.planning.demands(inner.jaxpr, wanted, rules or self.rules, roots).ins
 
@@ -264,13 +264,13 @@ class Facts:
         *,
         saturate: bool = False,
     ) -> Decision:
-        """All operands in one dtype, and all results kept alike."""
+        """Returns the decision to read all operands in one dtype and keep all results alike."""
         dtypes = [v and dtype for v in self.values]
         outs = [out] * len(self.eqn.outvars)
         return Decision(dtypes, outs, why.of() if isinstance(why, Kind) else why, op, saturate)
 
     def as_written(self, why: Why | Kind, provenance: str | None = None) -> Decision:
-        """Operands and results in float32; the provenance is the operands' unless one is given."""
+        """Returns the decision for float32; by default, with the provenance of the operands."""
         used = self.used
         if self.eqn.primitive.name in SCALING:  # a literal factor, however large, changes nothing
             used = [v for v in used if v and not v.constant] or used
@@ -281,10 +281,10 @@ class Facts:
 
 
 def _clips(eqn: JaxprEqn, kept: Sequence[Value | None], rules: Rules) -> bool:
-    """Whether the policy has the result of an equation clipped.
+    """Returns whether the result of an equation is clipped, as the policy asks.
 
-    Not a tangent, which must stay linear, nor a gradient: that it overflows tells a loss scaler to
-    back off.
+    A tangent is not, as it must stay linear; nor is a gradient, whose overflow tells a loss scaler
+    to back off.
     """
     if not rules.saturate or eqn.primitive.name not in LOW | GROWING or is_backward(eqn):
         return False
@@ -292,7 +292,7 @@ def _clips(eqn: JaxprEqn, kept: Sequence[Value | None], rules: Rules) -> bool:
 
 
 def _repeats(eqn: JaxprEqn, kept: Sequence[Value | None]) -> bool:
-    """Whether an op with a low result broadcasts an operand: its gradient is a sum."""
+    """Returns whether an op with a low result broadcasts an operand, whose gradient is a sum."""
     if eqn.primitive.name not in BROADCASTING or kept[0] is None or kept[0].dtype is None:
         return False
     shape = shape_of(eqn.outvars[0])

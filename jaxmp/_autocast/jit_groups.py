@@ -1,9 +1,9 @@
-"""Steps of one line of the program, run as one function.
+"""Groups of steps of one source line, run as one jitted function.
 
 JAX traces a jitted function once, and differentiates and transposes it once. A line such as a
 normalization or an activation is many equations, which occur in every layer of a model. As one
-function they cost what one of them would. It is inlined into the program that calls it, which is
-the one that the steps make one by one: they have their module and their line in common.
+function they cost the tracing of one. It is inlined into the program that calls it, which is then
+the same as if the steps ran one by one: they have their module and their line in common.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from jaxmp._jaxprs.source import library_line, user_line
 
 
 class Operand(NamedTuple):
-    """An array from outside, or a result before, by its number: as it is, or a copy of it."""
+    """The number of an array from outside or of an earlier result, and the cast it is read with."""
 
     number: int
     read: OperandCast | None
 
 
 class GroupedOp(NamedTuple):
-    """What a step does, wherever it stands."""
+    """The operation of a step, wherever it is in a program."""
 
     operation: PrimitiveCall
     operands: tuple[Operand | Constant, ...]
@@ -43,7 +43,7 @@ class GroupedOp(NamedTuple):
 
 
 def jit_groups(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:
-    """Steps in order, those that may be run as one together."""
+    """Yields the steps in order, in groups that may be run as one function."""
     for place, group in itertools.groupby(steps, _place):
         if place is None:
             yield from ((step,) for step in group)
@@ -52,7 +52,7 @@ def jit_groups(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:
 
 
 def _place(step: Step) -> Any:
-    """Where a step stands, if it may be run with others that stand there; else None."""
+    """Returns the place of a step, if it may be run with others of the same place; else None."""
     eqn = step.eqn
     if not isinstance(step.op, (Bind, Move, Scale)) or step.clips or is_marked(step):
         return None
@@ -62,10 +62,10 @@ def _place(step: Step) -> Any:
 
 
 def run_group(steps: tuple[Step, ...], env: Environment) -> None:
-    """Runs steps as one function, and keeps their results and the copies that they made."""
+    """Runs steps as one function, and stores their results and the copies that they made."""
     numbers = itertools.count()
-    made: dict[Any, tuple[int, DType | None]] = {}  # by variable: its number, as what it is kept
-    outside: dict[Any, int] = {}  # the number of what is read from outside, and how it is read
+    made: dict[Any, tuple[int, DType | None]] = {}  # by variable: its number and kept dtype
+    outside: dict[Any, int] = {}  # the number of an array from outside, by variable and cast
     arrays: dict[int, Any] = {}
     copies: dict[Operand, tuple[Any, OperandCast]] = {}
 
@@ -104,9 +104,9 @@ def run_group(steps: tuple[Step, ...], env: Environment) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _runner(operations: tuple[GroupedOp, ...], outside: tuple[int, ...]) -> Callable[..., Any]:
-    """A function of the arrays from outside, by their numbers.
+    """Returns the jitted function of a group, of the arrays from outside with these numbers.
 
-    It returns all results, and copies of them and of what came.
+    It returns all results, and the cast copies of them and of its operands.
     """
 
     def run(*arrays: Any) -> tuple[list[Any], list[Any]]:

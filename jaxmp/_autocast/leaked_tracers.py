@@ -1,6 +1,6 @@
 """Refuses results that are not pytrees and hold traced arrays.
 
-JAX notices only when such an array is used, far from the cause and with no word of autocast.
+JAX notices only when such an array is used, far from the cause and without naming autocast.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxmp._jaxprs.attributes import is_tracer, short_type
 from jaxmp._jaxprs.compat import closed
 from jaxmp._jaxprs.trace import Traced, is_array
 
-# What a function closes over is three references away from it. This is enough for such a function
-# in a list in an attribute, and for the attributes of what a jitted method is bound to.
+# A closed-over value is three references away from its function. This is enough for such a function
+# in a list in an attribute, and for the attributes of the object that a jitted method is bound to.
 _DEPTH = 7
 _LIMIT = 5_000  # objects looked at per result: searching a large graph is not worth its time
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, type, types.ModuleType)
@@ -28,7 +28,7 @@ _OPAQUE = (*_PLAIN, types.CodeType, types.FrameType, types.TracebackType)
 
 
 def with_held_tracers(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, which also returns the tracers found in leaves of its result that are not arrays."""
+    """Makes `fn` also return the tracers found in leaves of its result that are not arrays."""
 
     @functools.wraps(fn)
     def holding(*args: Any, **kwargs: Any) -> Any:
@@ -48,8 +48,8 @@ def refuse_leaked_tracers(traced: Traced, name: str) -> None:
     """Checks the trace of a function made by `with_held_tracers`.
 
     Raises:
-      TypeError: if its result holds arrays of this trace where JAX does not see them. Those of a
-        trace around it stay valid; they are constants of this one.
+      TypeError: if its result holds arrays of this trace where JAX does not see them. Those of an
+        enclosing trace stay valid; they are constants of this one.
     """
     jaxpr = closed(traced.jaxpr).jaxpr
     _, held = jax.tree.unflatten(traced.tree, jaxpr.outvars)
@@ -66,7 +66,7 @@ def refuse_leaked_tracers(traced: Traced, name: str) -> None:
 
 
 def _tracers_in(leaf: Any) -> Iterator[Any]:
-    """The tracers that an object refers to: by attributes, closures, containers, a local name."""
+    """Yields the tracers that an object refers to: attributes, closures, containers, locals."""
     seen = {id(leaf), id(vars(builtins))}
     level = [leaf]
     for _ in range(_DEPTH):
@@ -88,7 +88,7 @@ def _tracers_in(leaf: Any) -> Iterator[Any]:
 
 
 def _can_be_returned(tracer: Any) -> bool:
-    """Whether a tracer is of a trace that goes on; if not, JAX says so where it is used."""
+    """Returns whether a tracer's trace is still live; if not, JAX raises where it is used."""
     try:
         jax.make_jaxpr(lambda: tracer)()
     except jax.errors.UnexpectedTracerError:

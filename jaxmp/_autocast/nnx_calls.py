@@ -1,4 +1,4 @@
-"""Calls whose arguments hold Flax NNX modules: what the function changes in them is written back.
+"""Calls with Flax NNX modules among the arguments: the function's changes to them are written back.
 
 To JAX a module is a pytree, and one that goes through a trace comes out as it went in: the averages
 of a BatchNorm would never move, and Dropout would draw the same mask at every step. So a call is
@@ -25,19 +25,19 @@ Function = Callable[..., Any]
 
 
 def lift(transform: Callable[[Function], Function], fn: Function) -> Function:
-    """`transform(fn)`, of positional arguments, which changes the modules in them as `fn` does."""
+    """Returns `transform(fn)`, which updates modules in its positional arguments as `fn` does."""
     return _updatable(split_inputs(transform(merge_inputs(fn))))
 
 
 def on_copies(fn: Function) -> Function:
-    """`fn` on copies of the modules in its arguments, whose changes are written back."""
+    """Makes `fn` run on copies of the modules in its arguments, whose changes are written back."""
     return lift(lambda merged: merged, fn)
 
 
 def with_module(fn: Function) -> tuple[Function, tuple[Any, ...]]:
-    """A function and its first arguments: the NNX module that `fn` is, or is a method of, if any.
+    """Returns `fn` as a function of the NNX module that it is, or is a method of, and the module.
 
-    What it changes in the module can then be written back.
+    Changes to the module can then be written back. Without a module, `fn` itself and no argument.
     """
     module = fn if isinstance(fn, nnx.Module) else getattr(fn, "__self__", None)
     if not isinstance(module, nnx.Module):
@@ -52,9 +52,9 @@ def with_module(fn: Function) -> tuple[Function, tuple[Any, ...]]:
 
 
 def on_scoped_copies(fn: Function) -> Function:
-    """`fn` for a trace that is only looked at, on copies of NNX modules, its own and arguments.
+    """Returns `fn` for a trace that is only inspected, on copies of its NNX module and arguments.
 
-    What it changes in them goes nowhere, and what they compute has their names.
+    Its changes to them are discarded, and their operations are in named scopes of their names.
     """
     method, modules = with_module(fn)
 
@@ -67,15 +67,15 @@ def on_scoped_copies(fn: Function) -> Function:
 
 
 def map_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree with `fn` of its leaves, but for the modules in it, which stay what they are."""
+    """Maps `fn` over the leaves of a pytree, except NNX modules, which are returned unchanged."""
     return jax.tree.map(lambda x: x if is_graph_node(x) else fn(x), tree, is_leaf=is_graph_node)
 
 
 @contextmanager
 def shown_as_float32(tree: Any, stored: Collection[np.dtype[Any]]) -> Iterator[None]:
-    """While a function is traced: Params stored in one of these dtypes are float32 values to it.
+    """Shows Params stored in one of these dtypes as float32 values, while a function is traced.
 
-    So are quantized ones, whatever they were before.
+    And quantized ones, whatever dtype they were quantized from.
     """
     shown_as = []
     for param in (v for v in _variables(tree) if isinstance(v, nnx.Param)):
@@ -97,7 +97,7 @@ def shown_as_float32(tree: Any, stored: Collection[np.dtype[Any]]) -> Iterator[N
 
 
 def _updatable(fn: Function) -> Function:
-    """`fn` on a copy of those modules that belong to another trace.
+    """Returns `fn` run on copies of its modules if some of them belong to another trace.
 
     JAX's own transformations may close over a module that is only read. Lifting writes all of its
     Variables back, changed or not, which Flax refuses in another trace.
@@ -122,7 +122,7 @@ def _updatable(fn: Function) -> Function:
             )
         for variable, copy in zip(variables, _variables(copies), strict=True):
             if copy.get_raw_value() is not variable.get_raw_value():
-                variable.set_raw_value(copy.get_raw_value())  # Flax's own error, where it must be
+                variable.set_raw_value(copy.get_raw_value())  # or raises Flax's own error
         return out
 
     return updatable
@@ -133,7 +133,7 @@ def _variables(nodes: Any) -> list[Any]:
 
 
 def _can_update(variable: Any) -> bool:
-    """Whether Flax lets a Variable be changed in the current trace."""
+    """Returns whether Flax lets a Variable be changed in the current trace."""
     try:
         variable.set_raw_value(variable.get_raw_value())
     except errors.TraceContextError:

@@ -1,6 +1,6 @@
 """Named scopes for the modules of NNX, which, unlike Linen's, leave no names in a program.
 
-They are given to copies, for traces that tools look at.
+They are given to copies, for traces that tools inspect.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _UNBOUND = (staticmethod, classmethod, type)
 
 
 def with_scopes(tree: Any) -> Any:
-    """A tree; modules of NNX in it are copies, in which each is called in a scope of its name.
+    """Returns a pytree whose NNX modules are copies, each called in a named scope of its name.
 
-    Names are attributes and indices from the module around it: ``blocks/0`` and in it ``up``. The
+    Names are attributes and indices from the enclosing module: ``blocks/0``, and in it ``up``. The
     outermost module has none.
     """
     if not any(map(is_graph_node, jax.tree.leaves(tree, is_leaf=is_graph_node))):
@@ -37,13 +37,13 @@ def with_scopes(tree: Any) -> Any:
 
 @one_per_key
 def scoped_class(cls: Any, scope: str) -> Any:
-    """The subclass of a module's class whose methods are called in a named scope."""
+    """Returns the subclass of a module's class whose methods are called in a named scope."""
     members = {name: jax.named_scope(scope)(method) for name, method in methods_of(cls)}
     return subclass((scoped_class, cls, scope), members, pytree=is_registered(cls))
 
 
 def methods_of(cls: type) -> Iterator[tuple[str, Method]]:
-    """The public methods of the author: those that `nnx.Module` has are Flax's own."""
+    """Yields the author's public methods, without those that `nnx.Module` has, Flax's own."""
     flax = {name for base in nnx.Module.__mro__ for name in vars(base)}
     for name in public(cls):
         method = inspect.getattr_static(cls, name)

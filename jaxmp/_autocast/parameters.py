@@ -1,4 +1,4 @@
-"""Which arrays of a call are parameters. All others are data."""
+"""Parameters among the arrays of a call. All other arrays are data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jaxmp._jaxprs.equation_parameters import contracted, product_axes
 from jaxmp._jaxprs.trace import is_array, name_of
 
 Argnums = int | Sequence[int]
-# Of a call, whether each array of `(args, kwargs)` is a parameter.
+# From the `(args, kwargs)` of a call to whether each of their arrays is a parameter.
 Parameters = Callable[[Any, Any], list[bool]]
 
 
 def by_position(fn: Callable[..., Any], argnums: Argnums) -> Parameters:
-    """The parameters of a function, by the positions that its signature gives its arguments."""
+    """Returns the `Parameters` of a function, by the positions of arguments in its signature."""
     positions = read_argnums("autocast", argnums)
     names = _names(fn)
 
@@ -44,7 +44,7 @@ def by_position(fn: Callable[..., Any], argnums: Argnums) -> Parameters:
 
 
 def read_argnums(name: str, argnums: Argnums) -> tuple[int, ...]:
-    """`argnums` as a tuple.
+    """Returns `argnums` as a tuple.
 
     Raises:
       TypeError: if they are not integers.
@@ -66,9 +66,9 @@ def _names(fn: Callable[..., Any]) -> dict[str, int]:
 
 
 def _of_argument(argument: Any, *, named: bool) -> list[bool]:
-    """Whether each array of an argument is a parameter, given whether the argument is named so.
+    """Returns whether each array of an argument is a parameter; `named` if `argnums` names it.
 
-    Of Flax variables, those in the collection "params"; of NNX Variables, every `nnx.Param`.
+    Of named Flax variables, those in the collection "params"; of NNX Variables, every `nnx.Param`.
     """
     collections = isinstance(argument, Mapping) and "params" in argument
     found: list[bool] = []
@@ -82,12 +82,12 @@ def _of_argument(argument: Any, *, named: bool) -> list[bool]:
 
 
 def of_variables(args: Any, kwargs: Any) -> list[bool]:
-    """The parameters of a call of an NNX module: its Params, wherever they are."""
+    """Returns which arrays of a call with NNX modules are parameters: Params, wherever they are."""
     return _of_argument((args, kwargs), named=False)
 
 
 def place_of(args: Any, kwargs: Any, operand: int) -> str:
-    """Where in a call an array is, in words, given which of its arrays it is."""
+    """Describes where in a call an array is, given its number among the call's arrays."""
     paths = jax.tree.leaves_with_path((args, kwargs))
     (kind, where, *inside), _ = [found for found in paths if is_array(found[1])][operand]
     name = f"argument {where.idx}" if kind.idx == 0 else f"the argument {where.key!r}"
@@ -95,15 +95,15 @@ def place_of(args: Any, kwargs: Any, operand: int) -> str:
 
 
 def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | None:
-    """The operand of a program that looks like most of its weights, and is not a parameter.
+    """Finds operands that layers multiply by like weights, but that are not parameters.
 
     Returns:
-      The first such operand, and the share of the layers' FLOPs whose weights it is; None if most
-      weights are parameters.
+      The one that most FLOPs multiply by, and the share of the layers' FLOPs that multiply by any
+      of them; None if that is at most half.
     """
     flops: Counter[int] = Counter()
     seen: set[int] = set()
-    # A parameter; neither an argument nor a constant; one of two arguments, it is not clear which.
+    # A parameter; neither an argument nor a constant; one of two arguments, not known which.
     known, computed, unclear = -1, -2, -3
 
     def transfer(eqn: JaxprEqn, ins: list[int | None]) -> Sequence[int | None]:
@@ -123,7 +123,7 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
             return [next((i for i in ins if i is not None), None)] * len(eqn.outvars)
         return [computed] * len(eqn.outvars)
 
-    @functools.cache  # what is called again with the same operands tells nothing new
+    @functools.cache  # a second call with the same operands adds nothing
     def walked(jaxpr: Any, ins: tuple[int | None, ...]) -> list[int | None]:
         return forward(jaxpr, ins, transfer, None)
 
@@ -138,6 +138,6 @@ def overlooked(jaxpr: Any, parameters: Sequence[bool]) -> tuple[int, float] | No
 
 
 def _has_no_batch(eqn: JaxprEqn) -> bool:
-    """Whether a contraction may be a layer's: attention multiplies by head and example."""
+    """Returns whether a contraction may be a layer's: attention batches over heads and examples."""
     batch = eqn.primitive.name == "dot_general" and product_axes(eqn)[1][0]
     return not batch and contracted(eqn) != 1

@@ -11,16 +11,16 @@ from typing import Any
 
 
 class Transformed:
-    """A function made by a transformation, pickled as what it was made from.
+    """A transformed function, pickled as the transformation and what it was applied to.
 
     It looks like the function it was made from: it has its name, documentation, signature and
     `__wrapped__`, and binds as a method.
 
     Args:
-      call: what it does.
-      make: the transformation, of `fn` and `arguments`: a function of a module.
+      call: the function that it calls.
+      make: the transformation of `fn` and `arguments`, a module-level function.
       fn: the function that was transformed.
-      arguments: the others.
+      arguments: the other arguments of `make`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Transformed:
         self.__made = (make, (fn, *arguments))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformed function."""
+        """Calls the transformed function."""
         return self.__call(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -47,7 +47,7 @@ class Transformed:
         return f"{make.__name__}({', '.join([name, *map(str, arguments)])})"
 
     def __reduce__(self) -> Any:
-        # A decorated function took the place of the one it was made from: that name is its own.
+        # A decorated function replaces the original in its module: it is pickled by its name.
         name = getattr(self, "__qualname__", "")
         try:
             found = operator.attrgetter(name)(sys.modules[self.__module__])

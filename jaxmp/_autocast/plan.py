@@ -1,7 +1,7 @@
-"""What a plan is: plain Python data, made by `planner` and run by `execute`.
+"""Plans: plain Python data, made by `planner` and run by `execute`.
 
 Every float32 value of the program as written is *kept* either in float32 or in the low dtype. A
-plan says for each equation in which dtype its operands are read and its results are kept, and why.
+plan has for each equation the dtypes its operands are read in and its results kept in, and why.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class OriginId(NamedTuple):
     """The identity of a low value.
 
     Attributes:
-      number: tells it from others.
-      exponential: it is a softmax's exponential; divided by its own sum it is the softmax itself,
-        and no normalization.
+      number: distinguishes it from others.
+      exponential: whether it is a softmax's exponential; divided by its own sum it is the softmax
+        itself, and not a normalization.
     """
 
     number: int
@@ -43,20 +43,20 @@ NO_ORIGINS: frozenset[OriginId] = frozenset()
 
 
 class Value(NamedTuple):
-    """How a float32 value of the program is kept.
+    """A float32 value of the program: the dtype it is kept in, and what decides its readers' casts.
 
     Attributes:
       dtype: the low dtype it is kept in, or None for float32.
       origins: identities of the low values it derives from since the last contraction; a low value
         counts itself.
-      pinned: why contractions of it stay float32, if they do: the author upcast it from 16 bits
-        himself, or it solves a linear system.
-      argument: it came into the program as it is; its uses narrow it one by one, so that their
-        gradients are added up in float32.
-      constant: it is a literal of the program, or one broadcast.
-      mask: it is a bool, converted and moved: a factor that rounds nothing.
-      tangent: it is a tangent or cotangent: narrowing it must stay linear.
-      provenance: what allows it to be narrowed, or forbids it; see `provenance`.
+      pinned: why contractions of it stay float32, if they do: the author upcast it from 16 bits,
+        or it is the solution of a linear system.
+      argument: whether it enters the jaxpr in float32; its readers narrow it one by one, so that
+        their gradients are summed in float32.
+      constant: whether it is a literal of the program, or one broadcast.
+      mask: whether it is a bool, converted and moved: a factor that rounds nothing.
+      tangent: whether it is a tangent or cotangent: narrowing it must stay linear.
+      provenance: whether it may be narrowed next to low values; see `provenance`.
       root: what it is computed from; see `roots`.
     """
 
@@ -72,39 +72,39 @@ class Value(NamedTuple):
 
     @property
     def blocks_narrowing(self) -> bool:
-        """Whether it is float32 that may not be narrowed with low values: these are widened."""
+        """Whether it is float32 and may not be narrowed: low values that meet it are widened."""
         return self.dtype is None and self.provenance in (DATA, LARGE)
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is a parameter, or computed from parameters alone; not looked up in one."""
+        """Whether it is a parameter, or computed from parameters alone (other than by a lookup)."""
         return self.root == WEIGHTS
 
     def stays_finite(self, rules: Rules) -> bool:
-        """Whether it stays finite when it is narrowed: a literal or a mask, made of arguments.
+        """Returns whether a cast keeps it finite: a literal, a mask, or computed from inputs alone.
 
-        What was computed becomes infinite in float16, so that the step is skipped; and a tangent
-        must stay linear.
+        A value computed from low ones overflows to infinity in float16, so that the training step
+        is skipped, unless the policy saturates; and a tangent must stay linear.
         """
         written = not self.origins and self.provenance not in (COMPUTED, SHARED)
         return not self.tangent and (written or rules.saturate)
 
 
 def dtypes_of(values: Iterable[Value | None]) -> tuple[DType | None, ...]:
-    """The low dtype each value is kept in; None for float32, and for what is not ours."""
+    """Returns the low dtype each value is kept in; None for float32, and if not governed."""
     return tuple(v.dtype if v else None for v in values)
 
 
 class OperandCast(NamedTuple):
-    """How a step reads an operand.
+    """The cast with which a step reads an operand.
 
     Attributes:
-      dtype: in which dtype; None leaves it as it is (not float32, not ours).
-      saturate: whether finite values stay finite where that is narrower.
+      dtype: the dtype to cast to; None for no cast, of values that are not governed.
+      saturate: whether finite values stay finite in a narrower dtype.
       private_copy: whether no other step reads the copy, so that the gradients of all readers are
-        added up in float32.
-      shape: what it is broadcast to on the way, in float32, so that its gradient is summed in
-        float32; None leaves its shape.
+        summed in float32.
+      shape: the shape to broadcast to before the cast, in float32, so that the gradient is summed
+        in float32; None for no broadcast.
     """
 
     dtype: DType | None = None
@@ -114,15 +114,15 @@ class OperandCast(NamedTuple):
 
 
 class Op:
-    """What runs a step: its equation as it is, or what a pass puts in the place of that.
+    """The implementation of a step: it binds the equation, or runs what a pass replaces it with.
 
-    A pass brings an op of its own, with what that needs to know; a plan and what executes it know
-    no other thing of passes.
+    A pass defines an op of its own, which holds all that it needs; nothing else in plans, and in
+    `execute`, depends on passes.
 
     Attributes:
       parameters: the operands that are float32 parameters, whose gradients are float32.
       moves: whether it only moves values.
-      as_is: whether it binds the equation as it is, where all dtypes are those as written.
+      as_is: whether it binds the equation as written, if all dtypes are those as written.
     """
 
     parameters: tuple[int, ...] = ()
@@ -130,11 +130,11 @@ class Op:
     as_is: bool = True
 
     def run(self, step: Step, env: Any) -> list[Any]:
-        """The results of a step, given an `Environment` of the arrays computed so far."""
+        """Computes the results of a step, given an `Environment` of the arrays so far."""
         raise NotImplementedError
 
     def reads(self, step: Step) -> list[Any]:
-        """The variables that running a step reads."""
+        """Returns the variables that running a step reads."""
         return variables(step.eqn.invars)
 
 
@@ -144,7 +144,7 @@ class Segment(NamedTuple):
     Attributes:
       start: the first step.
       stop: the step after the last one.
-      results: the variables that what comes after it reads.
+      results: its variables that anything after it reads.
     """
 
     start: int
@@ -154,17 +154,17 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """What to do with one equation.
+    """The plan of one equation.
 
     Attributes:
       eqn: the equation as written.
-      op: what runs it.
-      casts: how each operand is read.
-      outs: the dtype each result is kept in; None for what is not ours.
-      why: why so.
+      op: the op that runs it.
+      casts: the cast of each operand.
+      outs: the dtype each result is kept in; None if it is not governed.
+      why: the reason for these.
       rules: the policy in force.
       plans: the plans of the jaxprs inside, in the order of `higher_order.inside`.
-      linear: whether an operand is a tangent: what is done with it may be transposed.
+      linear: whether an operand is a tangent: the step may be transposed.
       clips: whether results beyond the range of the low dtype are clipped to it, as policies ask
         with ``saturate``.
     """
@@ -190,7 +190,7 @@ class Step:
         return zip(inside(self.eqn) if self.plans else (), self.plans, strict=True)
 
     def run_in(self, dtype: DType, why: Kind) -> Step:
-        """The step with our operands and results in another dtype."""
+        """Returns the step with its governed operands and results in another dtype."""
         return dataclasses.replace(
             self,
             casts=tuple(r._replace(dtype=r.dtype and dtype) for r in self.casts),
@@ -200,7 +200,7 @@ class Step:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the step binds its equation as it is."""
+        """Whether the step binds its equation as written."""
         atoms, dtypes = (*self.eqn.invars, *self.eqn.outvars), (*self.ins, *self.outs)
         as_is = all(d in (None, dtype_of(v)) for v, d in zip(atoms, dtypes, strict=True))
         return self.op.as_is and as_is and all(plan.unchanged for plan in self.plans)
@@ -208,19 +208,19 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What to do with a jaxpr.
+    """The plan of a jaxpr.
 
     Attributes:
       jaxpr: the open jaxpr as written, and `consts` its constants.
       rules: the policy in force.
       steps: one per equation.
-      arguments: how each operand arrives; None for what is not ours.
+      arguments: how each operand is kept; None if it is not governed.
       values: how each result is kept, for the plan of the caller; likewise.
-      clip: which results are clipped to the finite range when they leave narrower than they are.
+      clip: which results are clipped to the finite range when they are returned narrower.
       segments: the runs of steps that are rematerialized in the backward pass, in order.
-      saves: under a policy that asks for that, why each other step is in none of them; else empty.
-      built: what is made once per plan, as what `execute` traces; see `once`. Plans that differ in
-        the identities of their values alone share it; one of other steps begins with none.
+      saves: with ``residuals=recompute``, why each other step is in no segment; else empty.
+      built: objects built once per plan, such as what `execute` traces; see `once`. Plans that
+        differ only in origins share it; a plan with other steps starts with an empty one.
     """
 
     jaxpr: Any
@@ -236,22 +236,22 @@ class Plan:
 
     @functools.cached_property
     def ins(self) -> tuple[DType | None, ...]:
-        """The dtype each operand arrives in: the low one, or None."""
+        """The dtype each operand is passed in: the low one, or None."""
         return dtypes_of(self.arguments)
 
     @functools.cached_property
     def outs(self) -> tuple[DType | None, ...]:
-        """The dtype each result leaves in: the low one, or None."""
+        """The dtype each result is returned in: the low one, or None."""
         return dtypes_of(self.values)
 
     @functools.cached_property
     def unchanged(self) -> bool:
-        """Whether executing the plan is evaluating the jaxpr."""
+        """Whether executing the plan is the same as evaluating the jaxpr."""
         low = any(dtype is not None for dtype in (*self.ins, *self.outs))
         return not low and not self.segments and all(step.unchanged for step in self.steps)
 
     def once(self, make: Callable[[Plan], Made]) -> Made:
-        """What a function makes of the plan, made once."""
+        """Returns `make` of the plan, computed once."""
         if make not in self.built:
             self.built[make] = make(self)
         made: Made = self.built[make]
@@ -259,13 +259,13 @@ class Plan:
 
     @functools.cached_property
     def moved_by(self) -> dict[Any, Step]:
-        """For each variable that a move makes, the step."""
+        """The step that moves a value to each variable that is a move's result."""
         return {v: s for s in self.steps if s.op.moves for v in s.eqn.outvars}
 
     def reads(self, step: Step) -> Iterator[Any]:
-        """Finds the variables that running a step reads."""
+        """Yields the variables that running a step reads."""
         yield from step.op.reads(step)
-        # Gradients of parameters go to what the moves before were given.
+        # Gradients of parameters go to the operands of the moves before it.
         way = [step.eqn.invars[i] for i in step.op.parameters]
         while way:
             atom = way.pop()
@@ -275,7 +275,7 @@ class Plan:
 
     @functools.cached_property
     def last_reads(self) -> list[tuple[Any, ...]]:
-        """For each step the variables that nothing reads after it."""
+        """For each step, the variables that nothing reads after it."""
         later = set(variables(self.jaxpr.outvars))
         found = []
         for step in reversed(self.steps):
@@ -285,7 +285,7 @@ class Plan:
         return found[::-1]
 
     def walk(self, around: Place | None = None, *, rematerialized: bool = False) -> Iterator[Visit]:
-        """Every step at any depth, in order: those with plans inside, then what is inside."""
+        """Yields every step at any depth, in order: one with plans inside, then the steps in it."""
         again = {i for segment in self.segments for i in range(segment.start, segment.stop)}
         for i, step in enumerate(self.steps):
             place = (around or Place()).at(step.eqn)
@@ -295,9 +295,9 @@ class Plan:
                 yield from plan.walk(place.inside(inner), rematerialized=covered)
 
     def tally(self) -> Collection[Tally]:
-        """Every step at any depth, in order and once: what is called again and again is counted.
+        """Returns every step at any depth, in order and once, with counts of repeated calls.
 
-        It is made once for all plans of the same steps.
+        It is computed once for all plans of the same steps.
         """
         if "tally" not in self.built:
             found: dict[int, Tally] = {}  # by the identity of the step
@@ -313,11 +313,11 @@ class Plan:
 
 
 class Tally(NamedTuple):
-    """A step, and how much of a program it is.
+    """A step, and how often it is part of a program.
 
     Attributes:
       step: the step.
-      places: how many places of the program it stands in: calls of one function are many.
+      places: in how many places of the program it is: each call of its function is one.
       runs: how often it runs per call of the program.
     """
 
@@ -327,13 +327,13 @@ class Tally(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A step where it is met.
+    """A step at one of its places in the program.
 
     Attributes:
       step: the step.
-      place: where it stands.
+      place: the place.
       rematerialized: whether it is in a segment that is rematerialized in the backward pass.
-      saves: why it is not, under a policy that asks for that; else None.
+      saves: with ``residuals=recompute``, why it is not; else None.
     """
 
     step: Step

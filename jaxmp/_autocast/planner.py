@@ -13,10 +13,10 @@ from jaxmp._autocast.products.select import by_recipe
 
 
 class Planner(Planning):
-    """Plans a jaxpr and those inside it, one plan per inner jaxpr and way of calling it."""
+    """A planner of jaxprs and those inside them: one plan per inner jaxpr and way of calling it."""
 
     def decided(self, *called: Any) -> Plan:
-        """Decides every equation in order."""
+        """Returns a plan in which every equation is decided, in order."""
         frame = Frame(self, *called)
         steps = []
         for eqn in frame.jaxpr.eqns:

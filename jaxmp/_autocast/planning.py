@@ -1,4 +1,4 @@
-"""Planning jaxprs: each once per way of calling it, whatever decides its equations."""
+"""Planning of jaxprs, each once per way of calling it, independent of how equations are decided."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Pass = Callable[[Plan, "Planning"], Plan]
 
 
 class Planning:
-    """What the plans of a program and of all jaxprs inside it share.
+    """The state that the plans of a program and of all jaxprs inside it share.
 
     Args:
-      passes: from a plan, and what made it, to another; run in order on the plan of each jaxpr,
-        those inside first.
-      tangents: values that are tangents although no operand says so; see `rule_calls`.
+      passes: functions from a plan, and its planner, to a plan; run in order on the plan of each
+        jaxpr, inner ones first.
+      tangents: values that are tangents though no governed operand is one; see `rule_calls`.
     """
 
     def __init__(self, passes: Sequence[Pass] = (), tangents: frozenset[Any] = frozenset()) -> None:
@@ -31,13 +31,13 @@ class Planning:
         self.tangents = tangents
         self.roots = Roots()
         self.demands = Demands(self.roots)
-        self.recomputes = False  # whether rules of any equation ask for that
+        self.recomputes = False  # whether the rules of any equation have residuals="recompute"
         self._numbers = itertools.count(1)
         self._planned = functools.cache(self._plan)
         self._leaving = functools.cache(self._leave)
 
     def decided(self, *_called: Any) -> Plan:
-        """The plan of a jaxpr before any pass: `Planner` has it from `Frame`."""
+        """Returns the plan of a jaxpr before any pass; `Planner` builds it with a `Frame`."""
         raise NotImplementedError
 
     def plan(
@@ -51,21 +51,21 @@ class Planning:
         summed: Sequence[bool] = (),
         roots: Sequence[str] = (),
     ) -> Plan:
-        """The plan of a jaxpr (open or closed).
+        """Returns the plan of a jaxpr (open or closed).
 
         Args:
           jaxpr: the jaxpr.
           ins: how each operand is kept.
           wanted: the demand on each result.
           rules: the policy in force.
-          outs: the dtype each result must leave in, None being float32 or not ours; if not given,
-            each leaves as it is kept.
+          outs: the dtype each result must be returned in, None for float32 or not governed; by
+            default, the dtype it is kept in.
           summed: which results are sums carried through a loop, to be computed in float32.
-          roots: what the operands, of any dtype, are made of; if not given, as their values say.
+          roots: the roots of the operands, of any dtype; by default, those of their values.
         """
-        # Identities are renumbered, and those that came in with the same operands are one: nothing
-        # inside tells them apart. So calls that differ only in them, such as the layers on one
-        # residual stream, share one plan, and what is traced from it.
+        # Origins are renumbered, and those that came in with the same operands are merged: nothing
+        # inside distinguishes them. So calls that differ only in origins, such as the layers on one
+        # residual stream, share one plan, and the traces made from it.
         names = _renumbered(ins)
         local = tuple(_renamed(value, names) for value in ins)
         plan = self._planned(jaxpr, local, tuple(wanted), rules, tuple(summed), tuple(roots))
@@ -89,7 +89,7 @@ class Planning:
         return plan
 
     def _leave(self, plan: Plan, outs: Sequence[DType | None]) -> Plan:
-        """A plan whose results leave in other dtypes than they are kept in."""
+        """Returns the plan with its results returned in other dtypes than they are kept in."""
         values, clip = list(plan.values), list(plan.clip)
         for i, (value, dtype) in enumerate(zip(plan.values, outs, strict=True)):
             if value is not None and value.dtype != dtype:
@@ -99,19 +99,19 @@ class Planning:
         return dataclasses.replace(plan, values=tuple(values), clip=tuple(clip), built={})
 
     def fresh(self, *, exponential: bool = False) -> OriginId:
-        """A new identity for a low value."""
+        """Returns a new origin, for a low value."""
         return OriginId(next(self._numbers), exponential)
 
     def kept(self, dtype: DType | None, operands: Sequence[Value | None]) -> Value:
-        """A result kept in `dtype`, made from `operands`."""
+        """Returns the value of a result that is kept in `dtype` and computed from `operands`."""
         values = [v for v in operands if v is not None]
         origins: frozenset[OriginId] = NO_ORIGINS
         low = [v for v in values if v.dtype is not None]
         if dtype is None:
             origins = origins.union(*(v.origins for v in values))
         else:
-            # One low operand: a masked or scaled copy of it, whose statistics are its own. Several:
-            # something new (a residual sum).
+            # Of one low operand: a masked or scaled copy of it, which shares its statistics. Of
+            # several: a new value (a residual sum).
             if len({v.origins for v in low}) == 1:
                 origins = low[0].origins
             origins |= {self.fresh()}
@@ -120,7 +120,7 @@ class Planning:
 
 
 def _renumbered(ins: Sequence[Value | None]) -> dict[OriginId, set[OriginId]]:
-    """For each identity that operands have, the one it is in a plan of its own."""
+    """Maps each origin of the operands to the one that replaces it in the shared plan."""
     where: dict[OriginId, tuple[int, ...]] = {}
     for i, value in enumerate(ins):
         for origin in value.origins if value else ():

@@ -1,6 +1,6 @@
-"""What autocast reads in the table of primitives, by flag; `jaxmp._jaxprs.primitive_table`.
+"""Sets of primitives by class and flag, from the table in `jaxmp._jaxprs.primitive_table`.
 
-A policy's ``ops`` overrides the classes by primitive name.
+A policy's ``ops`` overrides the class of a primitive by its name.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ HANDING_ON = flagged(Flag.HANDING_ON)
 REPEATING = flagged(Flag.REPEATING)
 WRITING = flagged(Flag.WRITING)
 IN_PARTS = flagged(Flag.IN_PARTS)
-# Moves on the way to a contraction, which are made in its dtype.
+# Data movement in front of a contraction, which runs in the contraction's dtype.
 TO_CONTRACTIONS = flagged(Flag.REORDERING | Flag.CROSSING | Flag.JOINING)
 
-# What `bind.apply` may trace once and reuse.
+# Primitives that `bind.apply` may trace once and reuse.
 TRACED_ONCE = of_kind("low", "full", "follow", "transparent") - flagged(Flag.UNCACHED)
 
-# Random numbers are data, whatever key they are made from.
+# Prefixes of primitives that draw random numbers, which are data whatever their key is.
 RANDOM = ("random_", "threefry", "rng_")
 
-# A function of JAX that is another primitive by what it is given, or is called otherwise.
+# JAX functions that bind another primitive for some operands, or under another name.
 CALLED = {
     "psum": ("psum_invariant", "unreduced_psum"),
     "pmean": ("psum", "psum_invariant", "unreduced_psum"),
@@ -57,7 +57,7 @@ CALLED = {
 
 
 def classify(name: str, params: Mapping[str, Any]) -> str | None:
-    """The class of a primitive, or None when nobody listed it (it then runs as written).
+    """Returns the class of a primitive, or None if it is not in the table (it runs as written).
 
     Args:
       name: the primitive's name, as printed in a jaxpr.

@@ -19,7 +19,7 @@ class Product:
       count: how often it runs per call.
       backward: whether it belongs to a backward pass.
       why_not: why the recipe does not multiply it; empty if it does, or none was asked to.
-      intended: whether that is as it should be: it is not a layer, or the last one.
+      intended: whether that is intended: it is not a layer, or the last one.
     """
 
     path: str
@@ -47,7 +47,7 @@ class Quantized:
     products: tuple[Product, ...]
 
     def counts(self) -> dict[str, tuple[float, float]]:
-        """By pass ("forward", "backward"): how many are in 8 bits, and how many there are."""
+        """Counts, by pass ("forward", "backward"), the products in 8 bits, and all of them."""
         table = {}
         for name, backward in (("forward", False), ("backward", True)):
             mine = [p for p in self.products if p.backward == backward]
@@ -59,7 +59,7 @@ class Quantized:
         return table
 
     def reasons(self) -> dict[str, float]:
-        """How many products are not in 8 bits for which reason, most first."""
+        """Counts the products that are not in 8 bits by the reason, most first."""
         why: Counter[str] = Counter()
         for p in self.products:
             if not p.quantized:
@@ -67,7 +67,7 @@ class Quantized:
         return dict(why.most_common())
 
     def summary(self) -> str:
-        """A few lines: how many products are in 8 bits, and why the others are not."""
+        """Returns a few lines: how many products are in 8 bits, and why the others are not."""
         shares = [f"{n:g} of {total:g} {name}" for name, (n, total) in self.counts().items()]
         lines = [f"products in 8 bits  {', '.join(shares) or 'none'}"]
         return "\n".join(lines + [f"  {n:g} not: {why}" for why, n in self.reasons().items()])

@@ -1,11 +1,11 @@
-"""What tells two traced programs apart, so that an equal program need not be planned again.
+"""Cache keys of traced programs, so that a program equal to an earlier one is not planned again.
 
-Every call traces the function again. Its plan, and what JAX compiled for the jits inside, are used
-again if the trace is the same, equation by equation.
+Every call traces the function again. Its plan, and what JAX compiled for the jits inside, are
+reused if the trace is the same, equation by equation.
 
-Inside a program, the planner and JAX's caches know a jaxpr by its identity. Layers are traced one
-by one, to jaxprs that differ in the name of the layer alone; that name goes to the equation that
-calls them, and equal jaxprs are made one object.
+Inside a program, the planner and JAX's caches compare jaxprs by identity. Layers are traced one by
+one, to jaxprs that differ only in the name of the layer; that name is moved to the equation that
+calls them, and equal jaxprs become one object.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxmp._jaxprs.compat import closed
 class ComparableProgram:
     """A jaxpr that is compared by what it computes.
 
-    What only its identity tells apart (a derivative rule traced again, a callback) differs.
+    Objects in it that are compared by identity (a rule traced again, a callback) make it differ.
     """
 
     jaxpr: Any = dataclasses.field(compare=False)
@@ -44,10 +44,10 @@ class ComparableProgram:
 
 
 def comparable(jaxpr: Any, *, lines: bool = False) -> ComparableProgram | None:
-    """A jaxpr as a `ComparableProgram`; None for one that is not compared.
+    """Returns a jaxpr as a `ComparableProgram`; None for one that is not compared.
 
-    A program with constants is not: what it closed over may be tracers, or large. With `lines` it
-    equals only what was written in the same lines.
+    A program with constants is not: they may be tracers, or large. With `lines`, programs are equal
+    only if they were written in the same source lines.
     """
     if closed(jaxpr).jaxpr.constvars:
         return None
@@ -61,7 +61,7 @@ def comparable(jaxpr: Any, *, lines: bool = False) -> ComparableProgram | None:
 
 
 class Bodies:
-    """The jaxprs that were met last; equal ones are one object.
+    """A cache of the latest jaxprs, in which equal ones are one object.
 
     They are equal if they compute the same, and were written in the same lines and modules.
     """
@@ -70,14 +70,14 @@ class Bodies:
         self._first = functools.lru_cache(maxsize=256)(lambda program: program.jaxpr)
 
     def one(self, jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The first open jaxpr that equals one but for the names around it, and these names."""
+        """Returns the first open jaxpr equal to one but for its enclosing names, and its names."""
         names = names_around(jaxpr)
         program = comparable(without_names(jaxpr, len(names)), lines=True)
         return (jaxpr, ()) if program is None else (self._first(program), names)
 
 
 def with_equal_bodies(jaxpr: Any) -> Any:
-    """A program in which equal functions under `jax.checkpoint` are one jaxpr."""
+    """Returns a program in which equal functions under `jax.checkpoint` are one jaxpr."""
     bodies = Bodies()
 
     def shared(eqn: JaxprEqn) -> JaxprEqn:
@@ -93,7 +93,7 @@ def with_equal_bodies(jaxpr: Any) -> Any:
 
 
 class _Key:
-    """The jaxprs of a program in the order they are met: one inside another is its number."""
+    """The key of a program: its jaxprs in the order they are met, inner ones by their numbers."""
 
     def __init__(self, *, lines: bool) -> None:
         self._lines = lines
@@ -101,7 +101,7 @@ class _Key:
         self._numbers: dict[Any, int] = {}
 
     def of_jaxpr(self, jaxpr: Any) -> int:
-        """The number of a jaxpr."""
+        """Returns the number of a jaxpr, adding it if it is new."""
         known = self._numbers.get(jaxpr)
         if known is not None:
             return known
@@ -141,7 +141,7 @@ class _Key:
         return atom.aval, value.dtype, value.tobytes()
 
     def _value(self, value: Any) -> Hashable:
-        """A parameter: equal only to one of its type, for 1 == 1.0 == True and 0.0 == -0.0."""
+        """Returns the key of a parameter, with its type: 1 == 1.0 == True, and 0.0 == -0.0."""
         if isinstance(value, (tuple, list)):
             return type(value), tuple(map(self._value, value))
         if holds_jaxprs(value):

@@ -1,22 +1,22 @@
-"""Where a float32 value comes from, which says whether it may be narrowed with 16-bit values.
+"""Provenance of float32 values: whether one may be narrowed where it meets 16-bit values.
 
-The law: a float32 value is narrowed only where rounding it costs no more than rounding the operands
-of matmuls does already. Everything else follows JAX's promotion, where float32 wins. Operands of
-matmuls are narrowed whatever they are. Beside a 16-bit value may be narrowed
+The rule: a float32 value is narrowed only where rounding it costs no more than rounding the
+operands of matmuls does already. Everything else follows JAX's promotion, where float32 wins.
+Operands of matmuls are narrowed whatever their provenance. Next to a 16-bit value may be narrowed
 
-* a parameter (`PARAMETER`): a bias, a scale, the rows of a table. Which inputs are parameters is
-  said: `wrap` knows its variables, `autocast` is given `argnums`;
-* a literal or an array that the program closes over (`CONSTANT`), which is no larger than `SMALL`;
-* what was computed from 16-bit values and from these alone (`COMPUTED`).
+* a parameter (`PARAMETER`): a bias, a scale, the rows of a table. The caller declares which inputs
+  are parameters: `wrap` knows its variables, `autocast` is given `argnums`;
+* a literal or an array that the program closes over (`CONSTANT`), of magnitudes up to `SMALL`;
+* a value computed from 16-bit values and from the above alone (`COMPUTED`).
 
-Factors may be as well, whose error stays relative, if they are larger constants or whole numbers
-(`LARGE`). As summands those block narrowing, since a mean of 280 that is added to values near 1 and
-subtracted again leaves nothing of them. So does a computed value that meets many others (`SHARED`,
-a norm or a total): its rounding error would be the same in all of them. But the sine of a large
-number is an entry of a table, a constant.
+Larger constants and whole numbers (`LARGE`) may be narrowed as factors, whose error stays relative.
+As summands they block narrowing: adding a mean of 280 to values near 1, and subtracting it again,
+leaves nothing of them. So does a computed summand that is broadcast against many others (`SHARED`,
+a norm or a total): its rounding error would be the same in all of them. The sine of a large number,
+however, is an entry of a table: a constant.
 
-Data (`DATA`) always blocks it: all other inputs, what a solver returned, random numbers, and
-whatever was computed from them.
+Data (`DATA`) always blocks narrowing: all other inputs, solutions of solvers, random numbers, and
+everything computed from them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ DATA = "data"
 # Rounding a constant of this size to bfloat16 moves it by 1/64 at most, and in float16 by less. It
 # is small compared with numbers near 1, as layers return them.
 SMALL = 8.0
-# What is added to the logits of a softmax so that nothing is left of them: a mask, not a number.
+# Constants up to this mask logits that they are added to: they do not count as numbers.
 _MASKED = -1e4
-# Constants of more elements are not looked at, nor more than so many of a matrix.
+# Larger constants are not inspected; `is_basis` inspects at most `_SAMPLE` elements of one.
 _LOOKED_AT, _SAMPLE = 2**22, 2**14
-# A constant of so few elements is a stencil or a rotation; one of so few, in which the same numbers
-# occur again and again, is a table of signs.
+# A constant of at most so many elements is a stencil or a rotation; one of at most so many, with
+# many repeated magnitudes, is a table of signs.
 _STENCIL, _TABLE = 9, 2**9
 
 
 def joined(provenances: Sequence[str]) -> str:
-    """The provenance of a value computed in float32 from values of these provenances.
+    """Returns the provenance of a value computed in float32 from values of these provenances.
 
     Example:
       >>> joined([COMPUTED, PARAMETER]), joined([SHARED, COMPUTED]), joined([LARGE, DATA])
@@ -62,7 +62,7 @@ def joined(provenances: Sequence[str]) -> str:
 
 
 def of_converted(atom: Any, low: Any) -> str:
-    """The provenance of a converted value of another dtype: exact in `low`, a number, or data."""
+    """Returns the provenance of a cast: COMPUTED if exact in `low`, LARGE of integers, or DATA."""
     dtype = dtype_of(atom) or np.dtype(object)
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= low.itemsize
     exact = narrow or dtype == np.bool_
@@ -72,10 +72,10 @@ def of_converted(atom: Any, low: Any) -> str:
 
 
 def of_constant(array: Any) -> str:
-    """The provenance of an array that the program closes over, by its values.
+    """Returns the provenance of an array that the program closes over, by its values.
 
-    A tracer is an argument of the function around, and an array too large to be looked at holds
-    weights: what is known of neither is data.
+    A tracer is an argument of an enclosing function, and an array too large to inspect holds
+    weights: the provenance of both is unknown, and so data.
     """
     values = _looked_at(array)
     if values is None:
@@ -86,10 +86,10 @@ def of_constant(array: Any) -> str:
 
 
 def is_basis(array: Any) -> bool:
-    """Whether a constant is a stencil, a window or a basis, and not the weights of a layer.
+    """Returns whether a constant is a stencil, a window or a basis, and not a layer's weights.
 
-    In a window or a Fourier basis of any size the same numbers occur again and again. So they may
-    in a mask, or in weights that were stored in 16 bits: if large, those are not a basis.
+    A window or a Fourier basis of any size repeats the same magnitudes. A mask may as well, and so
+    may weights that were stored in 16 bits: large constants that are exact in 16 bits do not count.
     """
     if is_tracer(array):
         return False
@@ -105,7 +105,7 @@ def is_basis(array: Any) -> bool:
 
 
 def _looked_at(array: Any) -> np.ndarray[Any, Any] | None:
-    """A concrete array as NumPy's, where it is small enough and all of it is here."""
+    """Returns an array as NumPy's; None for a tracer, a large or a partly remote array."""
     here = not is_tracer(array) and getattr(array, "is_fully_addressable", True)
     return np.asarray(array) if here and array.size <= _LOOKED_AT else None
 

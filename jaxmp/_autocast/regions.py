@@ -1,4 +1,4 @@
-"""Regions of a program with a policy of their own, and which policy is being traced under."""
+"""Regions of a program with a policy of their own, and the policy in force while it is traced."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 _POLICY = jax.make_user_context(default_value=None)
 
 
-# The policies under which something was traced, where somebody asks for them.
+# The policies that something was traced under, where `policies_traced` collects them.
 _TRACED: ContextVar[list[Policy] | None] = ContextVar("jaxmp policies traced", default=None)
 
 
 @contextmanager
 def policies_traced() -> Iterator[list[Policy]]:
-    """The policies of the autocasts and regions that are traced meanwhile.
+    """Collects the policies of autocasts and regions that are traced in this context.
 
-    What `jax.jit` traced before is not traced again, and its policies are not among them.
+    A function that `jax.jit` traced before is not traced again: its policies are not among them.
     """
     policies: list[Policy] = []
     token = _TRACED.set(policies)
@@ -46,28 +46,28 @@ def policies_traced() -> Iterator[list[Policy]]:
 
 
 def note_traced(policy: Policy) -> None:
-    """Tells who asks that something is traced under a policy."""
+    """Adds a policy that something is traced under to those that `policies_traced` collects."""
     if (policies := _TRACED.get()) is not None:
         policies.append(policy)
 
 
 def inside_autocast(policy: Policy) -> AbstractContextManager[Any]:
-    """While a function is traced to be planned: an autocast within it only marks its region."""
+    """Enters the trace of a function to be planned: an autocast within it only marks its region."""
     return _POLICY(policy)  # type: ignore[no-any-return]
 
 
 def policy_in_force() -> Policy | None:
-    """The policy that what is being traced will be planned under; None outside of an autocast."""
+    """Returns the policy that the current trace will be planned under; None outside an autocast."""
     policy: Policy | None = _POLICY.value
     return policy
 
 
 @contextmanager
 def region(policy: Policy, *, own: bool = False) -> Iterator[None]:
-    """While part of a function is traced to be planned: it runs under a policy of its own.
+    """Enters a region with its own policy, while a function is traced to be planned.
 
-    `own` says that it is the author's own word, the `dtype` of a layer. What that keeps for the
-    backward pass is not part of it.
+    `own` marks the author's choice, the `dtype` of a layer. That does not include residuals, which
+    stay those of the enclosing policy.
     """
     if own:
         policy = _keeping_as_around(policy)
@@ -77,15 +77,15 @@ def region(policy: Policy, *, own: bool = False) -> Iterator[None]:
 
 
 def _keeping_as_around(policy: Policy) -> Policy:
-    """The policy, which keeps for the backward pass what the one around it does."""
+    """Returns the policy with the ``residuals`` of the enclosing one."""
     around = policy_in_force()
     return policy if around is None else dataclasses.replace(policy, residuals=around.residuals)
 
 
 def in_region(fn: F, policy: Policy, *, keeps_as_around: bool = False) -> F:
-    """`fn`, whose body is marked where it is traced to be planned. Elsewhere it is `fn`.
+    """Returns `fn` with its body marked as a region, where it is traced to be planned; else `fn`.
 
-    Where it `keeps_as_around`, the policy around says what is kept for the backward pass.
+    With `keeps_as_around`, the enclosing policy decides what is saved for the backward pass.
     """
 
     @functools.wraps(fn)
@@ -102,7 +102,7 @@ def full_precision(fn: F) -> F:
     """Marks a function whose body stays float32 under any autocast around it.
 
     The mark survives jit, grad, vmap, scan, remat and custom derivative rules, and holds for the
-    backward pass as well. Outside an autocast the function computes what it did.
+    backward pass as well. Outside an autocast the function is unchanged.
 
     Args:
       fn: a function of any pytrees, as for `autocast`.
@@ -179,9 +179,9 @@ def reduced_precision(fn: F) -> F:
 
 
 def widen(tree: Any, low: np.dtype[Any]) -> Any:
-    """Arrays of a 16-bit dtype as float32 values of the program, which autocast may narrow again.
+    """Casts arrays of a 16-bit dtype to float32 values, which autocast may narrow again.
 
-    Unlike an author's upcast, which pins them.
+    An author's upcast, in contrast, pins them to float32.
     """
     return _converted(tree, low, FLOAT32)
 
@@ -195,9 +195,9 @@ def check_callable(name: str, fn: Any, instead: str = "") -> None:
     """Raises unless `fn` can be called with arrays, which a Linen module alone cannot.
 
     Args:
-      name: the function that speaks in the message.
-      fn: what was given to it.
-      instead: what to write where that is a Linen module.
+      name: the function that the message names.
+      fn: its argument.
+      instead: what to write if that is a Linen module.
     """
     if not callable(fn):
         raise TypeError(f"{name}: fn must be callable, got {type(fn).__name__}")

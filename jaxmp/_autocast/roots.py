@@ -1,8 +1,8 @@
-"""What arrays are computed from: literals of the program, parameters, or anything else.
+"""Roots of arrays: literals of the program, parameters, or anything else.
 
-And so which products are layers, and which are geometry or signal processing. There is no speed in
-multiplying these low, and their results (coordinates, angles, norms, filtered signals) are
-differenced, squared and turned into indices.
+They tell the products of layers from those of geometry and signal processing. Multiplying the
+latter in 16 bits saves no time, and their results (coordinates, angles, norms, filtered signals)
+are differenced, squared and turned into indices.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from jaxmp._jaxprs.scopes import DEQUANTIZE, PARAMETER, ROWS
 from jaxmp._jaxprs.source import in_scope, is_backward
 from jaxmp._jaxprs.walk import equations
 
-# Windows, stencils, bases, masks and grids; weights, and what is computed from them alone, other
-# than by a product or a lookup.
+# LITERALS: windows, stencils, bases, masks and grids. WEIGHTS: parameters, and values computed from
+# them alone, except by a product or a lookup.
 LITERALS, WEIGHTS, OTHER = "literals", "weights", "other"
 
 
 class Roots:
-    """Finds what each variable of a jaxpr is computed from, once for the same operands."""
+    """The roots of the variables of jaxprs, computed once per jaxpr and roots of its operands."""
 
     def __init__(self) -> None:
         self._cached = functools.cache(self._of)
 
     def __call__(self, jaxpr: Any, ins: Sequence[str]) -> Mapping[Any, str]:
-        """What each variable of a jaxpr is computed from, given what its operands are."""
+        """Returns the root of each variable of a jaxpr, given the roots of its operands."""
         return self._cached(jaxpr, tuple(ins))
 
     def of_operands(self, inner: Inner, roots: Sequence[str]) -> list[str]:
-        """What the operands of an inner jaxpr are computed from, given those of the equation."""
+        """Returns the roots of an inner jaxpr's operands, given the roots of the equation's."""
         return settled(inner, roots, self._results, _either)
 
     def _of(self, jaxpr: Any, ins: Sequence[str]) -> dict[Any, str]:
@@ -79,12 +79,12 @@ class Roots:
 
 
 def roots_of(atoms: Sequence[Any], of: Mapping[Any, str]) -> list[str]:
-    """What variables and literals are computed from, given what the variables are."""
+    """Returns the roots of variables and literals, given those of known variables."""
     return [LITERALS if isinstance(v, Literal) else of.get(v, OTHER) for v in atoms]
 
 
 def says_parameter(eqn: JaxprEqn) -> bool:
-    """Whether an equation does nothing but say that its operand is a parameter."""
+    """Returns whether an equation only marks its operand as a parameter."""
     return eqn.primitive.name == "squeeze" and in_scope(eqn, PARAMETER)
 
 
@@ -93,7 +93,7 @@ def _either(a: str, b: str) -> str:
 
 
 def is_zeros(eqn: JaxprEqn) -> bool:
-    """Whether an equation fills an array with zeros: the start of a state, or no tangent."""
+    """Returns whether an equation fills an array with zeros: an initial state, a zero tangent."""
     if eqn.primitive.name != "broadcast_in_dim":
         return False
     [filling] = eqn.invars[:1]
@@ -101,30 +101,30 @@ def is_zeros(eqn: JaxprEqn) -> bool:
 
 
 def _draws(eqn: JaxprEqn) -> bool:
-    """Whether an equation draws random numbers, somewhere inside."""
+    """Returns whether an equation, or one inside it, draws random numbers."""
     return any(each.primitive.name.startswith(RANDOM) for each in equations([eqn]))
 
 
 # Geometry.
 
-# A product without weights that contracts so few elements rotates, projects or mixes coordinates.
-# Of two values that layers returned it may be attention, whose heads are as small as 8.
+# A product without weights that contracts at most so many elements rotates, projects or mixes
+# coordinates. With two results of layers as operands, it may be attention with heads of size 8.
 COORDINATES, OF_LAYERS = 8, 4
-# So does one by a matrix of so few rows and columns, which may be trained: a pose, a camera. A
-# matrix of data must be square, or it is a batch of few examples.
+# So does a product with a matrix of at most so many rows and columns, even a trained one: a pose, a
+# camera. A matrix of data must be square; if it is not, it is a batch of few examples.
 SMALL = 4
 
 
 def geometry(eqn: JaxprEqn, roots: Sequence[str], *, of_layers: bool = True) -> Why | None:
-    """Why a product is geometry, or signal processing, and no layer; or None.
+    """Returns why a product is geometry or signal processing, not a layer; None if it may be one.
 
     Args:
       eqn: the product, a matmul or convolution.
-      roots: what its operands are made of.
-      of_layers: whether both may be what layers returned.
+      roots: the roots of its operands.
+      of_layers: whether both operands may be results of layers.
     """
     backward = is_backward(eqn)
-    # What a derivative starts from is made of literals too, but its products are a layer's.
+    # A backward pass starts from literals too, but its products are those of layers.
     if LITERALS in roots[:2] and not backward:
         return Kind.SIGNAL.of()
     if not any(free := free_sizes(eqn)):
@@ -139,6 +139,6 @@ def geometry(eqn: JaxprEqn, roots: Sequence[str], *, of_layers: bool = True) -> 
 
 
 def _is_pose(rows: int, kind: str, columns: Sequence[int]) -> bool:
-    """Whether an operand of few rows is a small matrix, and no batch of few examples of data."""
+    """Returns whether an operand of few rows is a small matrix, and not data of a small batch."""
     count = math.prod(columns)
     return is_at_most(count, SMALL) and (kind == WEIGHTS or count == rows)

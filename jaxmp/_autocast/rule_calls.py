@@ -1,4 +1,4 @@
-"""A function with a derivative rule of its own, as something to call, differentiate and trace."""
+"""Functions with a custom derivative rule: calling them, and tracing their derivatives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Pattern = tuple[int, ...]
 
 
 class ClosedOverError(ValueError):
-    """A derivative rule uses a traced value of the function around it that is not an operand.
+    """A derivative rule uses a traced value of an enclosing function that is not an operand.
 
     That trace is over by the time the rule runs. `closures` differentiates such a program as JAX
     does, while it is traced.
@@ -37,15 +37,16 @@ class ClosedOverError(ValueError):
 
 
 class Call(NamedTuple):
-    """A function of flat operands that has derivatives of its own.
+    """A function of flat operands with a custom derivative rule.
 
     Attributes:
-      name: what its author called it.
+      name: its author's name for it.
       run: the function, which JAX can differentiate.
       ins: the avals of its operands, and `outs` those of its results.
-      active: which operands it may be differentiated by.
-      symbolic: whether the rule depends on which operands are and which cotangents are zero.
-      closes: whether tracers that the rule closes over may stay what they are.
+      active: the operands it may be differentiated with respect to.
+      symbolic: whether the rule depends on which operands are differentiated, and on which
+        cotangents are zero.
+      closes: whether the rule may close over tracers, whose trace is not over yet.
     """
 
     name: str
@@ -58,11 +59,11 @@ class Call(NamedTuple):
 
     @property
     def results(self) -> Pattern:
-        """Which results have tangents."""
+        """The results that have tangents."""
         return tuple(i for i, aval in enumerate(self.outs) if is_inexact(aval))
 
     def by(self, args: Sequence[Any], active: Pattern) -> Callable[..., list[Any]]:
-        """The function of some of its operands alone."""
+        """Returns the function of its `active` operands alone; the others are those in `args`."""
 
         def call(*differentiable: Any) -> list[Any]:
             full = list(args)
@@ -74,7 +75,7 @@ class Call(NamedTuple):
 
 
 def call_of(eqn: JaxprEqn) -> Call:
-    """The function that an equation calls."""
+    """Returns the function that an equation calls."""
     rule = compat.custom_rule(eqn)
     ins = tuple(v.aval for v in eqn.invars)
     return Call(
@@ -82,7 +83,7 @@ def call_of(eqn: JaxprEqn) -> Call:
         run=lambda args: compat.bind(eqn, args),
         ins=ins,
         outs=tuple(v.aval for v in eqn.outvars),
-        # JAX does not differentiate by what the function closes over.
+        # JAX does not differentiate with respect to closed-over values.
         active=tuple(i for i, a in enumerate(ins) if i >= rule.n_consts and is_inexact(a)),
         symbolic=rule.symbolic_zeros,
     )
@@ -91,13 +92,13 @@ def call_of(eqn: JaxprEqn) -> Call:
 def trace_rule(
     call: Call, rule: Callable[..., Any], avals: Sequence[Any], policy: Policy
 ) -> tuple[Any, Any]:
-    """The jaxpr of a derivative rule, and the tree of shapes and dtypes that it returns.
+    """Traces a derivative rule to its jaxpr, and the pytree of shapes and dtypes that it returns.
 
     Raises:
-      ClosedOverError: if the rule uses values of the function around it that are not its operands.
+      ClosedOverError: if the rule uses values of an enclosing function that are not its operands.
     """
     with inside_autocast(policy):
-        if call.closes:  # tracers that live on stay what they are
+        if call.closes:  # tracers whose trace is not over may be closed over
             traced: tuple[Any, Any] = jax.make_jaxpr(rule, return_shape=True)(*avals)
             if not _is_whole(traced[0]) and not _loops(traced[0]):
                 with jax.disable_jit():  # which would unroll loops as well
@@ -115,15 +116,15 @@ def trace_rule(
 
 
 def _loops(jaxpr: Any) -> bool:
-    """Whether there is a loop in a jaxpr, at any depth."""
+    """Returns whether there is a loop in a jaxpr, at any depth."""
     eqns = equations(compat.closed(jaxpr).jaxpr.eqns)
     return any(inner.loops for eqn in eqns for inner in inside(eqn))
 
 
 def _is_whole(jaxpr: Any) -> bool:
-    """Whether no inner jaxpr reads a value of the trace around it but by its operands.
+    """Returns whether inner jaxprs read values of the enclosing trace only through operands.
 
-    Differentiating a jit whose rules close over tracers, JAX may leave one that does.
+    When it differentiates a jit whose rules close over tracers, JAX may leave one that does not.
     """
     for eqn in equations(compat.closed(jaxpr).jaxpr.eqns):
         for inner in inside(eqn) if eqn.primitive.name in ("jit", "scan") else ():
@@ -134,20 +135,20 @@ def _is_whole(jaxpr: Any) -> bool:
 
 
 def hidden_tangents(jaxpr: Any, tangents: Sequence[bool], rules: Rules) -> frozenset[Any]:
-    """The float32 results, at any depth, of equations that read a tangent in another dtype.
+    """Finds the float32 results, at any depth, of equations that read a tangent in another dtype.
 
-    A plan knows of every float32 value whether it is a tangent: narrowing one must stay linear. Of
-    values in other dtypes (complex64, an author's bfloat16) a plan knows nothing, so what becomes
-    float32 again is found here, before a derivative rule is planned.
+    A plan records of every float32 value whether it is a tangent: narrowing one must stay linear.
+    It does not of values in other dtypes (complex64, an author's bfloat16), so tangents that become
+    float32 again are found here, before a derivative rule is planned.
     """
     found: set[Any] = set()
 
     def run(jaxpr: Any, tangents: Sequence[bool]) -> list[bool]:
-        """Which results of a jaxpr are tangents, given which of its operands are."""
+        """Returns which results of a jaxpr are tangents, given which of its operands are."""
         return forward(jaxpr, tangents, transfer, nothing=False)
 
     def transfer(eqn: JaxprEqn, read: list[bool]) -> list[bool]:
-        """Which results of an equation are tangents; more than are, where its kind is unknown."""
+        """Returns which results of an equation are tangents; if it is of unknown kind, all."""
         if not any(read):
             return [False] * len(eqn.outvars)
         outs = through(eqn, read, run, operator.or_) or [True] * len(eqn.outvars)

@@ -25,24 +25,24 @@ FLOAT16 = np.dtype("float16")
 LOW_DTYPES = (np.dtype("bfloat16"), FLOAT16)
 
 FULL = get_policy("float32")
-# The classes in which a primitive with jaxprs inside runs as it is, in float32.
+# Classes in which a higher-order primitive runs as a whole, in float32.
 WHOLE = ("full", "own")
 _SCOPE = re.compile(rf"{REGION}([^/()]+)")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rules:
-    """What a policy says about equations. One object per policy, compared by identity.
+    """The rules of a policy for equations. One object per policy, compared by identity.
 
     Attributes:
       policy: the policy.
-      wide: the dtype whose values autocast may change: float64 where the policy's param dtype is
-        that, else float32.
-      low: the dtype contractions run in, or None when that is the wide one.
-      wide_gradients: whether gradients of parameters leave their products in float32.
+      wide: the dtype of the values that autocast may change: float64 if that is the policy's param
+        dtype, else float32.
+      low: the dtype contractions run in, or None if that is the wide one.
+      wide_gradients: whether the products that compute parameters' gradients return float32.
       saturate: whether computed values are clipped to the finite range when they are narrowed.
       overrides: primitive name → class.
-      why_float32: why a region of these rules is float32, if it is.
+      why_float32: the reason that a region under these rules gives for being float32.
     """
 
     policy: Policy
@@ -55,26 +55,26 @@ class Rules:
 
     @property
     def lower(self) -> tuple[np.dtype[Any], ...]:
-        """The dtypes below the wide one, which are the author's where he chose them."""
+        """The dtypes narrower than the wide one: values in them are the author's choice."""
         return LOW_DTYPES if self.wide == FLOAT32 else (*LOW_DTYPES, FLOAT32)
 
     def governs(self, atom: Any) -> bool:
-        """Whether autocast may change the dtype of a value: wide arrays, not references to them."""
+        """Returns whether autocast may change a value's dtype: of wide arrays, not references."""
         return dtype_of(atom) == self.wide and not is_reference(atom)
 
     @property
     def as_written(self) -> bool:
-        """Whether programs run as written under them."""
+        """Whether programs run as written under these rules."""
         return self.low is None and self.policy.matmul is None
 
     def op_class(self, eqn: JaxprEqn) -> str | None:
-        """The class of an equation, or None for a primitive that nobody listed."""
+        """Returns the class of an equation, or None for a primitive that is not in the table."""
         name = kind(eqn)
         if name in self.overrides:
             return self.overrides[name]
         op_class = classify(name, eqn.params)
         if op_class == "low" and contracted(eqn) == 1 and author_keeps(eqn, self) is None:
-            return "follow"  # it sums nothing up: a multiplication
+            return "follow"  # it sums nothing: a multiplication
         low_softmax = np.dtype(self.policy.softmax_dtype) != FLOAT32
         if name == "exp" and op_class == "full" and low_softmax:
             # A softmax's exp is the one whose result reaches a contraction; exp in a loss does not,
@@ -83,23 +83,23 @@ class Rules:
         return op_class
 
     def looks_inside(self, eqn: JaxprEqn) -> bool:
-        """Whether a higher-order equation is planned from the inside: unless it is overridden."""
+        """Returns whether jaxprs inside an equation are planned: unless its class is overridden."""
         return kind(eqn) not in self.overrides
 
 
 def governed(policy: Policy) -> np.dtype[Any]:
-    """The dtype of the values that a policy is about."""
+    """Returns the dtype of the values that a policy governs."""
     return FLOAT64 if np.dtype(policy.param_dtype) == FLOAT64 else FLOAT32
 
 
 @functools.lru_cache(maxsize=256)
 def rules_for(policy: Policy) -> Rules:
-    """The rules of a policy.
+    """Returns the rules of a policy.
 
     Raises:
-      ValueError: if the compute dtype is none of float32, the 16-bit floats and, of a policy about
-        float64, float64; such a policy has a recipe; or `ops` gives a primitive with jaxprs inside
-        another class than those in which it runs as a whole.
+      ValueError: if the compute dtype is not float32, a 16-bit float or, for float64 parameters,
+        float64; if a policy for float64 parameters has a recipe; or if `ops` gives a higher-order
+        primitive a class other than those in which it runs as a whole (`WHOLE`).
     """
     wide, compute = governed(policy), np.dtype(policy.compute_dtype)
     overrides = {k: c for name, c in policy.ops or () for k in CALLED.get(name, ())}
@@ -134,21 +134,21 @@ def rules_for(policy: Policy) -> Rules:
 
 @functools.lru_cache(maxsize=256)
 def changed(rules: Rules, **fields: Any) -> Rules:
-    """The same rules but for some fields."""
+    """Returns the rules with some fields replaced."""
     return dataclasses.replace(rules, **fields)
 
 
 @functools.lru_cache(maxsize=256)
 def with_whole_tables(rules: Rules) -> Rules:
-    """The same rules, but rows of tables are wanted in float32, unless the policy says else."""
+    """Returns the rules with table lookups in float32, unless the policy's `ops` override that."""
     return dataclasses.replace(rules, overrides=dict.fromkeys(LOOKING_UP, "full") | rules.overrides)
 
 
 def region_rules(eqn: JaxprEqn, around: Rules | None = None) -> Rules | None:
-    """The rules of the innermost region that `eqn` marks or lies in, or None if there is none.
+    """Returns the rules of the innermost region that `eqn` marks or is in, or None without one.
 
-    A region around the whole jaxpr is not seen from inside: name stacks are relative to it. The
-    rules of the program `around` say the dtype of the values that rules are about.
+    A region around the whole jaxpr is not visible from inside: name stacks are relative to it. The
+    rules of the enclosing program, `around`, determine the wide dtype.
     """
     name = jitted_name(eqn)
     marks = name.startswith(REGION)
@@ -162,7 +162,7 @@ def region_rules(eqn: JaxprEqn, around: Rules | None = None) -> Rules | None:
 
 @functools.lru_cache(maxsize=4096)
 def _scope_rules(stack: Any) -> Rules | None:
-    """The rules of the last marker in a name stack, within whatever `jvp(…)` wraps it."""
+    """Returns the rules of the last marker in a name stack, even one wrapped in `jvp(…)`."""
     policies = _SCOPE.findall(str(stack))
     if not policies:
         return None
@@ -173,7 +173,7 @@ def _scope_rules(stack: Any) -> Rules | None:
 
 
 def author_keeps(eqn: JaxprEqn, rules: Rules | None = None) -> Why | None:
-    """Why a contraction runs as written whatever its operands are, or None."""
+    """Returns why its author keeps a contraction as written, by precision or dtypes; or None."""
     rules = rules or rules_for(FULL)
     wide, low = rules.wide, rules.low
     asked = precision(eqn)
@@ -191,11 +191,11 @@ def author_keeps(eqn: JaxprEqn, rules: Rules | None = None) -> Why | None:
 
 
 def is_mask(dtype: np.dtype[Any] | None) -> bool:
-    """Whether values of a dtype are masks and counts, which a contraction reads as numbers."""
+    """Returns whether values of a dtype are masks or counts, which contractions read as numbers."""
     return dtype is not None and dtype.kind in "biu"
 
 
 def _means(preset: str, low: Any) -> bool:
-    """Whether a precision says what a policy does: ``BF16_BF16_F32``, and not ``…_X3``."""
+    """Returns whether a precision asks for the low dtype: ``BF16_BF16_F32``, but not ``…_X3``."""
     short = {FLOAT16: "F16", FLOAT32: "F32"}.get(low, "BF16")
     return preset.startswith(f"{short}_{short}_") and "_X" not in preset

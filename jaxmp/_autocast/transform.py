@@ -74,13 +74,13 @@ def autocast(fn: Any = None, policy: Any = None, argnums: Argnums = 0) -> Any:
         as by `flax.nnx.jit`, and their Variables stay in the dtypes they have.
       policy: anything `get_policy` takes but a `PolicyMap`.
       argnums: which positional arguments hold the parameters, as in `jax.grad`; all others are
-        data. Beside 16-bit values a parameter (a bias, a table) is narrowed, and data (a mean, a
+        data. Next to 16-bit values a parameter (a bias, a table) is narrowed, and data (a mean, a
         time) is not. Of an argument that holds Flax variables, those in "params" are parameters;
         of NNX modules, every `nnx.Param` is, whichever argument holds it.
 
     Returns:
-      A function with the signature of `fn`. Only float32 values are autocast's to change (float64
-      values, where ``param_dtype`` is float64):
+      A function with the signature of `fn`. autocast changes only float32 values (float64 values,
+      if ``param_dtype`` is float64):
 
       * float32 arguments are stored in ``param_dtype`` before they are used (float32 in the "mixed"
         policies: as they are). Arguments in any other dtype are used as they are.
@@ -93,17 +93,17 @@ def autocast(fn: Any = None, policy: Any = None, argnums: Argnums = 0) -> Any:
 
     Raises:
       TypeError: if `fn` is not callable, or is a Flax Linen module; at a call, if its result holds
-        arrays where JAX does not see them: in an object that is not a pytree, in what a function
-        closes over; if `argnums` are not integers.
-      ValueError: if the policy is malformed, or computes in what autocast does not.
+        traced arrays that JAX does not see, in an object that is not a pytree or in a function's
+        closure; if `argnums` are not integers.
+      ValueError: if the policy is malformed, or its compute dtype is not supported.
 
     Warns:
       UserWarning: at a call, where the policy does less than it says: JAX's default precision keeps
-        most products float32; most of what layers multiply is not in the 8 bits of a recipe, or
-        most attention not fused; most products are float64, and the policy is about float32;
-        float32 products are in what is not looked inside; a name in ``ops`` is not a primitive's;
-        most of what layers multiply is in no argument of `argnums`; a derivative rule closes over a
-        traced value.
+        most products float32; most products of layers are not in the 8 bits of a recipe, or most
+        attention is not fused; most products are float64, and the policy is for float32; float32
+        products are inside a primitive that is not looked into; a name in ``ops`` is not a
+        primitive's; most weights of layers are in no argument of `argnums`; a derivative rule
+        closes over a traced value.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxmp
@@ -130,9 +130,9 @@ def autocast(fn: Any = None, policy: Any = None, argnums: Argnums = 0) -> Any:
 def watched(
     fn: F, policy: Policy, argnums: Argnums, watch: Callable[[Plan], None] | None = None
 ) -> F:
-    """`autocast`, which shows each plan that it makes of the whole program to `watch`.
+    """Returns `autocast` of `fn`, which passes each plan of the whole program to `watch`.
 
-    None is made under a policy that changes nothing.
+    No plan is made under a policy that changes nothing.
     """
     planned = under_policy(fn, policy, by_position(fn, argnums), watch)
     method, modules = nnx_calls.with_module(fn)
@@ -157,7 +157,7 @@ def watched(
 
 @dataclasses.dataclass(frozen=True)
 class Decorator:
-    """`autocast` of a policy, without its function.
+    """A decorator: `autocast` with its policy, without its function.
 
     Attributes:
       policy: the policy.
@@ -196,21 +196,21 @@ def under_policy(
     watch: Callable[[Plan], None] | None = None,
     passes: Sequence[Pass] = PASSES,
 ) -> F:
-    """`fn` traced, planned and executed: `autocast` where no other autocast is around it.
+    """Returns `fn` traced, planned and executed: an `autocast` that is in no other autocast.
 
-    Also under a float32 policy, which may have regions of other policies in it.
+    Under a float32 policy as well, in which there may be regions of other policies.
 
     Args:
       fn: the function.
       policy: the policy.
-      parameters: given `(args, kwargs)` of a call, which of their arrays are parameters.
-      watch: is shown each plan that is made.
+      parameters: from the `(args, kwargs)` of a call to which of their arrays are parameters.
+      watch: is called with each plan that is made.
       passes: see `plan_program`.
 
     Raises:
-      ValueError: if the policy computes in what autocast does not.
+      ValueError: if autocast does not support the policy's compute dtype.
     """
-    rules_for(policy)  # a policy that cannot be computed in is refused here, not at the first call
+    rules_for(policy)  # an unsupported policy is refused here, not at the first call
     holding = with_held_tracers(fn)
     name = name_of(fn)
 
@@ -220,10 +220,10 @@ def under_policy(
             watch(plan)
         return plan
 
-    # By device as well: what a recipe multiplies may depend on it.
+    # Keyed by device as well: which products a recipe multiplies may depend on it.
     plans = functools.lru_cache(maxsize=64)(lambda program, given, _: make(program.jaxpr, given))
 
-    warned: set[str] = set()  # every eager call plans again what cannot be compared
+    warned: set[str] = set()  # each eager call of a program that has no key plans it again
 
     @functools.wraps(fn)
     def planned_fn(*args: Any, **kwargs: Any) -> Any:
@@ -260,7 +260,7 @@ def _under_policy_of_modules(
     argnums: Argnums,
     watch: Callable[[Plan], None] | None,
 ) -> Callable[..., Any]:
-    """As `under_policy`, a function of `(args, kwargs)`, which may hold NNX modules.
+    """Returns `under_policy` as a function of `(args, kwargs)`, which may hold NNX modules.
 
     Their Variables stay in the dtypes they have: param and output dtype are for everything else.
     """
@@ -297,7 +297,7 @@ def _under_policy_of_modules(
 
 
 def is_identity(policy: Policy) -> bool:
-    """Whether a policy changes nothing: one wide dtype, in every product, and JAX's residuals."""
+    """Returns whether a policy changes nothing: one wide dtype, no recipe, and JAX's residuals."""
     if policy.matmul is not None or policy.residuals != "save":
         return False
     dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
@@ -305,7 +305,7 @@ def is_identity(policy: Policy) -> bool:
 
 
 def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> Traced:
-    """A call of `fn`, traced to be planned."""
+    """Traces a call of `fn`, to be planned."""
     with inside_autocast(policy):
         traced = trace(fn, args, kwargs)
         return traced._replace(jaxpr=with_equal_bodies(rows_first(traced.jaxpr)))
@@ -314,9 +314,9 @@ def trace_program(fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
 def plan_program(
     jaxpr: Any, policy: Policy, parameters: Sequence[bool], passes: Sequence[Pass] = PASSES
 ) -> Plan:
-    """The plan of a whole program under a policy, given which of its operands are parameters.
+    """Plans a whole program under a policy, given which of its operands are parameters.
 
-    The passes, in order, are what happens to the plan of each jaxpr.
+    The passes are applied, in order, to the plan of each jaxpr.
     """
     rules = rules_for(policy)
     planner = Planner(passes)
@@ -344,14 +344,14 @@ def plan_program(
 def run_program(
     plan: Plan, arrays: Sequence[Any], policy: Policy, run: Execute = execute
 ) -> list[Any]:
-    """The planned program on concrete or traced arrays, with the dtypes at its boundary."""
+    """Runs a planned program on arrays, concrete or traced, with casts at its boundary."""
     stored, output = np.dtype(policy.param_dtype), np.dtype(policy.output_dtype)
     args = []
     for var, array, dtype in zip(plan.jaxpr.invars, arrays, plan.ins, strict=True):
-        # Its gradient is weakly typed by this, as written.
+        # This makes its gradient weakly typed, as that of the program as written is.
         array = with_weak_type(array, weak=False)
         if plan.rules.governs(var):
-            # What was given is kept finite, as a literal is; what is computed is not.
+            # An argument is kept finite, as a literal is; a computed value is not.
             array = cast(jnp.asarray(array), stored, saturate=True)
             array = cast(array, dtype or plan.rules.wide, saturate=True)
         args.append(array)

@@ -1,6 +1,6 @@
-"""Why a step is as it is: a kind, which code asks for, and a sentence, which people read.
+"""The reasons for steps: a kind, for code to test, and a sentence, for people to read.
 
-All sentences are here. Named scopes carry the kind and its details, so that `audit` reads from a
+All sentences are here. Named scopes carry the kind and its details, so that `audit` can read from a
 traced program, or from its derivative, what autocast decided (`annotations`).
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Kind(enum.StrEnum):
-    """What decides; its value is the sentence, in which ``{}`` stands for a detail."""
+    """The kind of a reason; its value is the sentence, with ``{}`` for each detail."""
 
     # Matmuls and convolutions.
     CONTRACTION = "matmul or convolution"
@@ -51,7 +51,7 @@ class Kind(enum.StrEnum):
     CONSTANT = "a constant beside a 16-bit value"
     LARGE_FACTOR = "a constant or a position as a factor of a 16-bit value"
 
-    # What only moves values, conversions.
+    # Data movement and conversions.
     MOVES = "moves values: as they are"
     MOVES_NARROWED = "moves what a matmul or convolution reads"
     MOVES_WIDENED = "moves what float32 ops read: widened once"
@@ -59,7 +59,7 @@ class Kind(enum.StrEnum):
     UPCAST = "the author's upcast"
     CONVERSION = "the author's conversion"
 
-    # What runs in float32, or as written, whatever its operands are.
+    # Equations that run in float32, or as written, whatever their operands are.
     SENSITIVE = "sensitive op: float32"
     NOT_FLOAT32 = "no float32 operand"
     AS_WRITTEN = "runs as written"
@@ -73,12 +73,12 @@ class Kind(enum.StrEnum):
     INSIDE = "looked inside"
     WHILE = "looked inside; a while loop carries float32"
 
-    # What passes add.
+    # Notes that passes add.
     DROPPED = "part of the attention that {} computes"
     RECIPE = ", {}"
     CHOSEN = ": {}"
     NOT_QUANTIZED = "; not {1}: {0}"
-    INTENDED = ""  # that is as it should be: it is not a layer, or the last one
+    INTENDED = ""  # not quantized on purpose: it is not a layer, or the last one
     STORED = " (stored values, scaled after)"
     SOFTMAX = " (of a softmax: its probabilities are kept in 16 bits, and nothing else of it)"
     PICKS = "; picks one element of each row: its gradient is a comparison, not a scatter"
@@ -88,12 +88,12 @@ class Kind(enum.StrEnum):
     CLIPPED = "; clipped to float16's range"
 
     def of(self, *details: object) -> Why:
-        """A reason of this kind."""
+        """Returns a reason of this kind."""
         return Why(self, tuple(map(str, details)))
 
 
 class Residual(enum.StrEnum):
-    """What becomes of the results of a step until the backward pass."""
+    """The fate of a step's results until the backward pass, or what else decides it."""
 
     SAVED = "saved for the backward pass"
     REMATERIALIZED = "rematerialized in the backward pass"
@@ -104,16 +104,16 @@ class Residual(enum.StrEnum):
     OPEN_ENDED = "a while loop: has no backward pass"
     EFFECTS = "has side effects: runs once"
     RUNS_ONCE = "not looked inside: runs once"
-    IN_PARTS = "in parts"  # what is inside decides for itself
+    IN_PARTS = "in parts"  # each step inside decides for itself
 
 
 class Why(NamedTuple):
-    """Why a step is as it is; as text, the sentence.
+    """The reason for a step; `str` is its sentence.
 
     Attributes:
-      kind: what decides.
-      details: what fills in its sentence.
-      notes: what passes add, in order.
+      kind: the kind of the reason.
+      details: the details in its sentence.
+      notes: the reasons that passes add, in order.
 
     Example:
       >>> why = Kind.COORDINATES.of(3).noted(Kind.CLIPPED)
@@ -128,15 +128,15 @@ class Why(NamedTuple):
     notes: tuple[Why, ...] = ()
 
     def noted(self, kind: Kind, *details: object) -> Why:
-        """The same, with a note."""
+        """Returns the reason with a note added."""
         return self._replace(notes=(*self.notes, kind.of(*details)))
 
     def note(self, *kinds: Kind) -> Why | None:
-        """The first note of one of some kinds, if there is one."""
+        """Returns the first note of one of some kinds, or None."""
         return next((note for note in self.notes if note.kind in kinds), None)
 
     def without(self, kind: Kind) -> Why:
-        """The same, without notes of a kind."""
+        """Returns the reason without notes of a kind."""
         return self._replace(notes=tuple(note for note in self.notes if note.kind != kind))
 
     def __str__(self) -> str:
@@ -144,16 +144,16 @@ class Why(NamedTuple):
 
 
 def is_unknown(why: Why) -> bool:
-    """Whether nobody has said what the operation does: contractions may be in it."""
+    """Returns whether the primitive is not in the table: contractions may be inside it."""
     return why.kind in (Kind.UNLISTED, Kind.NOT_LOOKED_INSIDE)
 
 
 class Skipped(NamedTuple):
-    """Why the recipe of a policy does not multiply a contraction.
+    """The reason why the recipe of a policy does not multiply a contraction.
 
     Attributes:
-      why: in words.
-      intended: whether that is as it should be: it is not a layer, or the last one.
+      why: the reason, in words.
+      intended: whether that is intended: it is not a layer, or the last one.
     """
 
     why: str
@@ -161,12 +161,12 @@ class Skipped(NamedTuple):
 
 
 def skipped(why: Why) -> Skipped | None:
-    """Why the recipe of a policy does not multiply the contraction of a step, if so."""
+    """Returns why the recipe of a policy does not multiply the contraction of a step, or None."""
     note = why.note(Kind.NOT_QUANTIZED)
     return note and Skipped(note.details[0], intended=why.note(Kind.INTENDED) is not None)
 
 
 def unfused(why: Why) -> str:
-    """Why no kernel computes the attention of a step, though a policy asks for it; or empty."""
+    """Returns why no kernel computes a step's attention, though a policy asks for it; or empty."""
     note = why.note(Kind.NOT_FUSED, Kind.NO_KERNEL)
     return str(note).partition(": ")[2] if note else ""

@@ -1,1 +1,1 @@
-"""Passes: from a plan to a plan. Each brings the `Op`s that run what it has changed."""
+"""Passes: functions from a plan to a plan. Each defines the `Op`s of the steps it changes."""

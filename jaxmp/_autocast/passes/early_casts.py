@@ -1,14 +1,14 @@
-"""Moves casts ahead of what only moves values, once all is decided: two passes over a plan.
+"""Casts moved in front of data movement, after all decisions: two passes over a plan.
 
-`narrow_early`: what only contractions read is narrowed before it is transposed, not after. The
-values are the same. But `convert(w).T` is what a hand-written model says, and what compilers know:
-its gradient is one transposed product; for `convert(w.T)` it is transposed twice, in
-two dtypes. A transposed copy, where one is made, has half the bytes. And what is joined for a
-contraction (`concatenate`) is narrowed piece by piece.
+`narrow_early`: a value that only contractions read is narrowed before it is transposed, not after.
+The values are the same. But `convert(w).T` is what a hand-written model has, and what compilers
+recognize: its gradient is one transposed product; that of `convert(w.T)` is transposed twice, in
+two dtypes. A transposed copy, where one is made, has half the bytes. And operands of a
+`concatenate` for a contraction are narrowed one by one.
 
-`widen_early`: what several float32 ops read in slices is widened once, before it is sliced. Each
-slice widened by itself would round its cotangent before they are added; those of `v[1:] - v[:-1]`
-nearly cancel.
+`widen_early`: a value that several float32 ops read in slices is widened once, before it is sliced.
+Widening each slice by itself would round the cotangents before they are summed; those of
+`v[1:] - v[:-1]` nearly cancel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxmp._jaxprs.compat import shape_of, variables
 
 
 def narrow_early(plan: Plan, _planner: object = None) -> Plan:
-    """A plan in which a move that only contractions read runs in the dtype they read."""
+    """Returns a plan in which a move that only contractions read runs in the dtype they read."""
     steps, results = plan.steps, plan.jaxpr.outvars
     # The dtypes in which each variable is read by contractions and moves; None: by anything else.
     read: dict[Any, set[DType | None]] = {var: {None} for var in variables(results)}
@@ -44,7 +44,7 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
                         step = dataclasses.replace(step, op=Scale())
         planned.append(step)
         if moves and read.keys().isdisjoint(step.eqn.outvars):
-            continue  # nobody reads it: the last turn of a ring that is written out
+            continue  # nothing reads it: the last step of an unrolled ring
         for atom, dtype in zip(step.eqn.invars, step.ins, strict=True):
             if not isinstance(atom, Literal):
                 known = moves or isinstance(step.op, Dot)
@@ -53,7 +53,7 @@ def narrow_early(plan: Plan, _planner: object = None) -> Plan:
 
 
 def widen_early(plan: Plan, _planner: object = None) -> Plan:
-    """A plan in which what several float32 ops read in parts is widened as a whole."""
+    """Returns a plan in which a value that several float32 ops read in parts is widened whole."""
     steps, results, wide = plan.steps, plan.jaxpr.outvars, plan.rules.wide
     low = set(variables(results))  # variables that something reads as they are kept
     widened: set[int] = set()  # the moves all of whose readers, through moves, read float32
@@ -78,6 +78,6 @@ def widen_early(plan: Plan, _planner: object = None) -> Plan:
 
 
 def _is_low_move(step: Step, wide: DType) -> bool:
-    """Whether a step moves low values, or widens them only to repeat them."""
+    """Returns whether a step moves low values, or widens them only to repeat them."""
     moves = step.eqn.primitive.name in IN_PARTS and isinstance(step.op, (Bind, Move))
     return moves and all(d not in (None, wide) for d in step.outs)

@@ -1,4 +1,4 @@
-"""What happens to a plan between its decisions and its execution, in order.
+"""The passes over a plan between its decisions and its execution, in order.
 
 A pass takes the plan of a jaxpr, and the planner that made it, and returns a plan.
 """

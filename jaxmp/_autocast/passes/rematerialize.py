@@ -1,12 +1,12 @@
-"""What is rematerialized in the backward pass, under policies with ``residuals=recompute``.
+"""Rematerialization in the backward pass, under policies with ``residuals=recompute``.
 
-Runs of steps become segments, which `execute` puts under a `jax.checkpoint` that keeps what
-`jaxmp.checkpoint_policies.long_products` says. A segment ends where something is not to run
-again, or has its own say in what is kept: a `jax.checkpoint` of the program, a function with a
-`custom_vjp`, a side effect, a region whose policy saves. What crosses such a place is kept, as it
-is without. It also ends between layers, where little crosses, so that one is computed again at a
-time. Of loops and of `shard_map` the body has segments of its own, so that one iteration is
-computed again at a time; so have calls that are not of one piece.
+Runs of steps become segments, which `execute` puts under a `jax.checkpoint` with the policy
+`jaxmp.checkpoint_policies.long_products`. A segment ends at a step that must not run again, or that
+decides its own residuals: a `jax.checkpoint` of the program, a function with a `custom_vjp`, a side
+effect, a region whose policy saves. Values that cross such a place are saved, as without the
+policy. It also ends between layers, where few values cross, so that one layer is rematerialized at
+a time. The bodies of loops and of `shard_map` have segments of their own, so that one iteration is
+rematerialized at a time; so have calls with such a step inside.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxmp.checkpoint_policies import long_products
 
 
 def recompute(plan: Plan) -> Plan:
-    """A plan with segments, at any depth, where its policies ask for them."""
+    """Returns a plan with segments, at any depth, where its policies ask for them."""
     whys = list(map(_why_not, plan.steps))
     plan = dataclasses.replace(plan, steps=tuple(map(_in_parts, plan.steps, whys)), built={})
     last = {var: i for i, dead in enumerate(plan.last_reads) for var in dead}
@@ -54,10 +54,10 @@ def recompute(plan: Plan) -> Plan:
 
 
 def residual(visit: Visit) -> Residual | None:
-    """What becomes of the results of a step until the backward pass; None where that is as in JAX.
+    """Returns whether a step's results are saved or rematerialized, or why not; None: as in JAX.
 
     Args:
-      visit: a step without plans, where it is met.
+      visit: a step without plans, at its place.
     """
     if isinstance(visit.step.op, Drop):
         return None
@@ -65,7 +65,7 @@ def residual(visit: Visit) -> Residual | None:
 
 
 def _in_segment(step: Step) -> Residual | None:
-    """What becomes of the results of a step of a segment; None if they have no derivative."""
+    """Returns whether a step in a segment saves its results; None if they have no derivative."""
     if not any(is_inexact(v.aval) or dtype_of(v) == np.bool_ for v in step.eqn.outvars):
         return None
     avals = [
@@ -77,7 +77,7 @@ def _in_segment(step: Step) -> Residual | None:
 
 
 def _in_parts(step: Step, why: Residual | None) -> Step:
-    """A step as it is in a segment or, for a reason, in none."""
+    """Returns a step as it runs in a segment or, if there is a reason, in none."""
     if why is None:
         return _plain(step)
     if why != Residual.IN_PARTS:
@@ -86,7 +86,7 @@ def _in_parts(step: Step, why: Residual | None) -> Step:
 
 
 def _plain(step: Step) -> Step:
-    """A step of a segment. A product of a softmax needs no derivative that keeps less."""
+    """Returns a step for a segment: softmax products need no derivative there that saves less."""
     if isinstance(step.op, SoftmaxDot):
         return without_attention(step)
     if not step.plans or isinstance(step.op, CustomCall):
@@ -101,12 +101,12 @@ def _plain_plan(plan: Plan) -> Plan:
 
 
 def _is_whole(plan: Plan) -> bool:
-    """Whether everything in a plan may be computed again."""
+    """Returns whether every step of a plan may be rematerialized."""
     return not any(map(_why_not, plan.steps))
 
 
 def _why_not(step: Step) -> Residual | None:
-    """Why a step is in no segment; None if it may be."""
+    """Returns why a step is in no segment; None if it may be in one."""
     eqn, kind = step.eqn, compat.kind(step.eqn)
     if kind == "remat2":
         return Residual.OWN_CHECKPOINT
@@ -133,12 +133,12 @@ def _why_not(step: Step) -> Residual | None:
 
 
 def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[tuple[int, int]]:
-    """A run of steps, cut where little crosses that is not kept anyway.
+    """Splits a run of steps where few values cross that are not saved anyway.
 
-    What is under one checkpoint may all be computed again before any of it is read: of a deep model
-    the scores of every layer. So it is cut after contractions, where nothing else goes on but what
-    a contraction returned, or a sum, which is then kept in the place of what it is a sum of. `last`
-    has for each variable the step that reads it last; a result of the plan is not in it.
+    All values under one checkpoint may be rematerialized before any of them is read: in a deep
+    model, the scores of every layer. So it is split after contractions, where nothing else crosses
+    but the result of a contraction, or a sum, which is then saved instead of its terms. `last` has
+    for each variable the step that reads it last; results of the plan are not in it.
     """
     inputs = {*plan.jaxpr.invars, *(v for s in plan.steps[:start] for v in s.eqn.outvars)}
     differentiated = {v for v in inputs if is_inexact(v.aval)}
@@ -163,8 +163,8 @@ def _pieces(plan: Plan, start: int, stop: int, last: Mapping[Any, int]) -> list[
 
 
 def _little_but(var: Any, crossing: set[Any]) -> bool:
-    """Whether a variable crosses, and of others nothing but what is much smaller, as averages."""
+    """Returns whether a variable crosses, and of others only much smaller ones, as averages."""
     if var not in crossing or not all(isinstance(n, int) for v in crossing for n in shape_of(v)):
-        return False  # of sizes that `jax.export` leaves open nothing is known
+        return False  # symbolic dimensions of `jax.export` are not known
     others = sum(math.prod(shape_of(v)) for v in crossing - {var})
     return 16 * others <= math.prod(shape_of(var))

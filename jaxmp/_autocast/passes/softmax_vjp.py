@@ -1,18 +1,18 @@
-"""Softmax followed by a product, as in attention: a pass, and its derivative, which keeps less.
+"""Softmax followed by a product, as in attention: a pass, and a derivative that saves less.
 
-Differentiated one by one, a softmax keeps its exponentials in float32 and the product after it the
-probabilities in 16 bits. For the derivative of both at once, by the scores that the softmax is of,
-the probabilities in 16 bits are enough. What is computed forward stays as it is.
+Differentiated one by one, a softmax saves its exponentials in float32 and the product after it the
+probabilities in 16 bits. For the derivative of both at once, with respect to the scores, which are
+the softmax's operand, the 16-bit probabilities are enough. The forward computation is unchanged.
 
     dS = P * (dP - rowsum(dP * P))        dP = dO V'        dV = P' dO
 
 where O = P V. Since rowsum(dP * P) = rowsum(dO * O), the backward pass needs P once, in 16 bits. It
-is written as a tangent, whose transpose that is, so that JAX finds any derivative of it:
+is implemented as the tangent with that transpose, so that JAX finds any derivative of it:
 
     dO = (P * dS) V - rowsum(P * dS) O + P dV
 
-What stands between the softmax and the product (dropout, masks) is linear, so that it goes for P
-and for P * dS alike. What masks do to the scores before the softmax is part of it as well.
+Operations between the softmax and the product (dropout, masks) are linear, and so apply to P and to
+P * dS alike. Masks of the scores before the softmax are part of the derivative as well.
 
 Source: Dao et al., "FlashAttention" (2022), appendix B.
 """
@@ -48,13 +48,13 @@ from jaxmp._jaxprs.equation_parameters import dot_axes
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxDot(Op):
-    """A product of a softmax, with the derivative above.
+    """The op of a product of a softmax, with the derivative above.
 
     Attributes:
       softmax: the softmax.
-      side: which operand of the product comes of it.
-      between: what stands between, as a closed jaxpr of the softmax and `sources`; None if nothing.
-      sources: variables.
+      side: which operand of the product is computed from it.
+      between: the equations in between, as a closed jaxpr of the softmax and `sources`; or None.
+      sources: the other variables that these read.
       parameters: see `Op`.
     """
 
@@ -85,7 +85,7 @@ class SoftmaxDot(Op):
 
     @property
     def _beside(self) -> list[Any]:
-        """The variables that masks of the scores are made of, and the sources."""
+        """The variables that masks of the scores are computed from, and the sources."""
         return [*(mask.operand for mask in self.softmax.masks), *self.sources]
 
     def _group(self, eqn: JaxprEqn, low: DType, *, looped: bool) -> _Group:
@@ -105,9 +105,9 @@ class SoftmaxDot(Op):
 
 
 def attend(plan: Plan, _planner: object = None) -> Plan:
-    """A plan in which products of a softmax are differentiated together with it.
+    """Returns a plan in which products of a softmax are differentiated together with it.
 
-    That is where nothing else reads the softmax: for others it is kept in float32 anyway.
+    That is, if nothing else reads the softmax: for other readers it is saved in float32 anyway.
     """
     if not any(_is_low_product(step, plan) for step in plan.steps):
         return plan
@@ -118,15 +118,15 @@ def attend(plan: Plan, _planner: object = None) -> Plan:
 
 
 def without_attention(step: Step) -> Step:
-    """A step that `attend` found, as it was: a product."""
+    """Returns a step that `attend` changed as the product that it was."""
     why = step.why.without(Kind.SOFTMAX)
     return dataclasses.replace(step, op=Dot(step.op.parameters), why=why)
 
 
 def _is_low_product(step: Step, plan: Plan) -> bool:
-    """Whether a step multiplies arrays in 16 bits: no tangents, and by no recipe.
+    """Returns whether a step multiplies arrays in 16 bits: no tangents, and by no recipe.
 
-    Nor arrays whose types say how they are sharded.
+    Nor arrays with an explicit sharding in their types.
     """
     if type(step.op) is not Dot or step.eqn.primitive.name != "dot_general" or step.linear:
         return False
@@ -140,7 +140,7 @@ def _attending(step: Step, program: Inlined, readers: Mapping[Any, int], plan: P
         return step
     for side, softmax in softmaxes(step.eqn, program):
         values = (softmax.result, *(v for eqn in softmax.eqns for v in eqn.outvars))
-        # A softmax of parameters is one itself, with a gradient in float32.
+        # A softmax of parameters is a parameter itself, with a gradient in float32.
         if side in step.op.parameters or any(readers[var] != 1 for var in values):
             continue
         op = SoftmaxDot(softmax, side, *_between(softmax, program, plan), step.op.parameters)
@@ -149,9 +149,9 @@ def _attending(step: Step, program: Inlined, readers: Mapping[Any, int], plan: P
 
 
 def _between(softmax: Softmax, program: Inlined, plan: Plan) -> tuple[Any, tuple[Any, ...]]:
-    """What stands between a softmax and its product, as a closed jaxpr, and what else it is of.
+    """Returns the equations from a softmax to its product, as a closed jaxpr, and its sources.
 
-    A factor that is made of a mask is rematerialized: of dropout the mask is kept.
+    A factor that is computed from a mask is rematerialized: of dropout, the mask is saved.
     """
     if not softmax.eqns:
         return None, ()
@@ -185,7 +185,7 @@ _ELEMENTWISE = frozenset({"convert_element_type", "broadcast_in_dim", "mul", "di
 
 
 def _is_made_of_mask(atom: Any, program: Inlined) -> bool:
-    """Whether a float32 value is made of literals and of one mask, element by element."""
+    """Returns whether a float32 value is computed from literals and a mask, element by element."""
     if dtype_of(atom) != FLOAT32:
         return False
     while (eqn := program.maker(atom)) is not None and eqn.primitive.name in _ELEMENTWISE:
@@ -203,13 +203,13 @@ def _is_made_of_mask(atom: Any, program: Inlined) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """A softmax and its product, wherever they stand; see `SoftmaxDot` and `Softmax`.
+    """A softmax and its product, wherever they are; see `SoftmaxDot` and `Softmax`.
 
     Attributes:
       multiply: the product.
       low: its dtype.
-      masks: of the scores, the last one first: the equations that make it, and where scores are.
-      of_parameter: whether the derivative by the other operand is found elsewhere.
+      masks: of the scores, the last one first: the equations of each, and its `where`.
+      of_parameter: whether the other operand's derivative is computed elsewhere.
       looped: whether a loop runs it.
     """
 
@@ -225,7 +225,7 @@ class _Group:
     looped: bool
 
     def product(self, weights: Any, other: Any) -> Any:
-        """The product, of weights in any dtype."""
+        """Computes the product, of weights in any dtype."""
         weights = cast(weights, self.low)
         return self.multiply(*((other, weights) if self.side else (weights, other)))
 
@@ -235,7 +235,7 @@ class _Group:
         return dot_axes(dict(self.multiply.params))
 
     def with_rows_last(self, weights: Any) -> Any:
-        """The weights, low, with the softmax's rows innermost in memory, as XLA has them."""
+        """Lays out the weights, low, with the softmax's rows innermost in memory, as XLA does."""
         weights = cast(weights, self.low)
         _, batch = self.axes
         rows = [
@@ -249,12 +249,12 @@ class _Group:
         return laid_out(weights, (*outer, *last))
 
     def rounded(self, x: Any) -> Any:
-        """An array in float32 of numbers of the dtype, a rounding that XLA leaves in."""
+        """Rounds a float32 array to numbers of the low dtype, which XLA does not optimize away."""
         info = jnp.finfo(self.low)
         return lax.reduce_precision(x, info.nexp, info.nmant)
 
     def beside_result(self, rows: Any, other: Any) -> Any:
-        """A value for each row of the softmax, laid out to be multiplied with the result.
+        """Lays out a value for each row of the softmax, to be multiplied with the result.
 
         `rows` are of the softmax's shape, with one element along its axis.
         """
@@ -269,21 +269,21 @@ class _Group:
         return lax.expand_dims(rows, range(start, start + other.ndim - len(theirs)))
 
     def weights(self, probabilities: Any, sources: Sequence[Any]) -> Any:
-        """The operand of the product in float32, as a linear function of the softmax."""
+        """Computes the operand of the product in float32, a linear function of the softmax."""
         if self.between is None:
             return _wide(probabilities)
         [out] = jaxpr_as_fun(self.between)(_wide(probabilities), *sources)
         return out
 
     def masked(self, tangent: Any, masked_by: Sequence[Any]) -> Any:
-        """A tangent of the scores as it enters the softmax, in float32."""
+        """Returns a tangent of the scores, masked as they are for the softmax, in float32."""
         tangent = _wide(tangent)
         for (eqns, where), array in zip(self.masks[::-1], masked_by[::-1], strict=True):
             cases = (tangent, jnp.zeros_like(tangent))
             tangent = lax.select(_made(eqns, array), *(cases if where else cases[::-1]))
         return tangent
 
-    # Each is a tangent of the result.
+    # Each computes a term of the result's tangent.
 
     def by_scores(
         self,
@@ -320,11 +320,11 @@ class _Group:
 
 @functools.lru_cache(maxsize=1024)
 def _with_derivative(group: _Group) -> Callable[..., Any]:
-    """A function of a result, scores, probabilities, the other operand, masks and sources.
+    """Returns a function of a result, scores, probabilities, the other operand, masks and sources.
 
     It returns the result. It is inlined into the program that calls it: JAX differentiates it once.
     """
-    # Each keeps what it is given for the backward pass, and nothing that it makes of it.
+    # Each saves its operands for the backward pass, and nothing that it computes from them.
     by_scores, by_other, by_source = (
         jax.checkpoint(tangent, prevent_cse=False)
         for tangent in (group.by_scores, group.by_other, group.by_source)
@@ -367,7 +367,7 @@ def _instantiated(tangent: Any, of: Any) -> Any:
 
 
 def _made(eqns: Sequence[JaxprEqn], array: Any) -> Any:
-    """What equations, one after the other, make of an array."""
+    """Applies equations to an array, one after the other."""
     for eqn in eqns:
         operands = [v.val if isinstance(v, Literal) else array for v in eqn.invars]
         [array] = compat.bind(eqn, operands)

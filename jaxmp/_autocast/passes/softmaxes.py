@@ -1,7 +1,7 @@
-"""Which products read a softmax, told by what is computed, whoever wrote it.
+"""Products that read a softmax, recognized by what is computed, not by function.
 
 A softmax is ``exp(s - c) / sum(exp(s - c))``, where `c` is the same along the axis of the sum.
-Between it and the product may stand what is linear in it and treats a row as a whole: masks,
+Between it and the product there may be operations that are linear in it and do not mix rows: masks,
 dropout, factors, transposes, conversions.
 """
 
@@ -29,12 +29,12 @@ from jaxmp._jaxprs.equation_parameters import permutation, product_axes, reduced
 
 
 class SavedMask(NamedTuple):
-    """A mask on scores, made again in the backward pass of the variable that is saved for it.
+    """A mask of scores, rematerialized in the backward pass from a saved variable.
 
     Attributes:
-      eqns: what makes the mask of the variable, in order.
+      eqns: the equations from the variable to the mask, in order.
       operand: the variable.
-      where: whether scores are where the mask is true, or where it is false.
+      where: whether scores are kept where the mask is true, or where it is false.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -43,19 +43,19 @@ class SavedMask(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A softmax, and the way from it to a product.
+    """A softmax, and the path from it to a product.
 
     Attributes:
-      masked: what it is of, masks and all.
-      scores: the variable of the program that it is of, before masks.
+      masked: its operand, the scores with all masks.
+      scores: the variable of the program that holds the scores before masks.
       result: the softmax: a variable of the program.
       axis: the axis along which its elements sum to one.
       moved_axis: where that axis is in the operand of the product.
-      masks: what numbers were put in some places of the scores with, the last one first.
-      plain: whether it is that and nothing else: no mask on the exponentials, nothing added to
+      masks: the masks that replace scores by numbers, the last one first.
+      plain: whether it is a softmax and nothing else: no mask on the exponentials, nothing added to
         their sum.
-      eqns: what stands between, in order; the last one's result is the operand of the product.
-      moves: those of them that move elements, of an array with one element along that axis.
+      eqns: the equations in between, in order; the last one's result is the product's operand.
+      moves: those of them that move elements, for an array with one element along that axis.
     """
 
     masked: ValueRef
@@ -70,7 +70,7 @@ class Softmax(NamedTuple):
 
 
 def softmaxes(product: JaxprEqn, program: Inlined) -> Iterator[tuple[int, Softmax]]:
-    """The operands of a product that come of a softmax, over whose rows it sums, and that."""
+    """Yields the index and the softmax of each operand that derives from one and sums its rows."""
     contracted, _ = product_axes(product)
     for side, operand in enumerate(product.invars):
         softmax = _softmax_of(operand, program)
@@ -79,7 +79,7 @@ def softmaxes(product: JaxprEqn, program: Inlined) -> Iterator[tuple[int, Softma
 
 
 def _softmax_of(atom: Any, program: Inlined, steps: int = 16) -> Softmax | None:
-    """The softmax that a float32 value comes of, if there is one."""
+    """Returns the softmax that a float32 value is linear in, or None."""
     eqn = program.maker(atom)
     if eqn is None or not steps or dtype_of(atom) != FLOAT32:
         return None
@@ -95,7 +95,7 @@ def _softmax_of(atom: Any, program: Inlined, steps: int = 16) -> Softmax | None:
 
 
 def _softmax(value: ValueRef, result: Any) -> Softmax | None:
-    """The softmax that a division makes, with a mask on its result or not."""
+    """Returns the softmax that a division computes, with a mask on its result or not, or None."""
     on_result = selected(value)
     if on_result is None or on_result.number != 0:
         return _quotient(value, result)
@@ -104,7 +104,7 @@ def _softmax(value: ValueRef, result: Any) -> Softmax | None:
 
 
 def _quotient(value: ValueRef, result: Any, on_result: Selected | None = None) -> Softmax | None:
-    """The softmax that a division makes; with a mask, one whose sum is of what is in that."""
+    """Returns the softmax that a division computes, summed in the mask `on_result`; or None."""
     if value.kind != "div":
         return None
     above, below = value.operands
@@ -127,7 +127,7 @@ def _quotient(value: ValueRef, result: Any, on_result: Selected | None = None) -
 
 
 def _unmasked(softmax: Softmax) -> Softmax:
-    """A softmax of scores as they are before masks."""
+    """Returns a softmax with its scores followed back to before their masks."""
     scores, masks = softmax.masked, softmax.masks
     while (below := selected(scores)) is not None:
         scores, mask = below.array, _saved(below, scores.inlined)
@@ -138,12 +138,12 @@ def _unmasked(softmax: Softmax) -> Softmax:
     return softmax
 
 
-# What a mask is made of: cheaper to compute again than to save what comes of it.
+# Primitives that compute masks: cheaper to rematerialize than to save their results.
 _OF_MASKS = COMPARING | {"broadcast_in_dim", "convert_element_type", "reshape", "not"}
 
 
 def _saved(masked: Selected, inlined: Inlined) -> SavedMask | None:
-    """How a mask is made of another array, in the function that puts it on the scores."""
+    """Returns how a mask is computed from a variable, in the function that applies it; or None."""
     eqns: list[JaxprEqn] = []
     mask = masked.mask
     while mask.kind in _OF_MASKS and mask.inlined is inlined:
@@ -156,9 +156,9 @@ def _saved(masked: Selected, inlined: Inlined) -> SavedMask | None:
 
 
 def _sum_of(value: ValueRef, of: ValueRef, mask: Selected | None) -> tuple[int, bool] | None:
-    """The axis along which a value is the sum of another, laid out as that is, and if that is all.
+    """Returns the axis along which a value is the broadcast sum of another, and if that is all.
 
-    It is not all where an epsilon is added. With a mask, it is the sum of what is in that.
+    It is not all if an epsilon is added. With a mask, it is the sum of the elements in the mask.
     """
     nothing_added = True
     total = aligned(value, tuple(range(len(value.shape))))
@@ -173,7 +173,7 @@ def _sum_of(value: ValueRef, of: ValueRef, mask: Selected | None) -> tuple[int, 
 
 
 def _is_in(mask: Selected | None, value: ValueRef, of: ValueRef) -> bool:
-    """Whether a value is another one, but for zeros out of a mask."""
+    """Returns whether a value is another one, except for zeros outside of a mask."""
     if mask is None:
         return value == of
     found = selected(value)
@@ -183,7 +183,7 @@ def _is_in(mask: Selected | None, value: ValueRef, of: ValueRef) -> bool:
 
 
 def _is_same(one: ValueRef, other: ValueRef) -> bool:
-    """Whether a mask is made as another is, as far as the equations tell."""
+    """Returns whether a mask is computed as another is, as far as their equations show."""
     if isinstance(one.atom, Literal) and isinstance(other.atom, Literal):
         return bool(one.atom.val == other.atom.val)
     if one == other or one.kind not in _OF_MASKS or one.kind != other.kind:
@@ -193,18 +193,18 @@ def _is_same(one: ValueRef, other: ValueRef) -> bool:
 
 
 def _is_same_along(axis: int, value: ValueRef) -> bool:
-    """Whether all elements of an array along an axis are the same, as far as shapes tell."""
+    """Returns whether an array is constant along an axis, as far as shapes show."""
     while value.kind == "stop_gradient":
         value = value.of(0)
     source, axes = aligned(value, tuple(range(len(value.shape))))
     return axis not in axes or source.shape[axes.index(axis)] == 1
 
 
-# From there to a product.
+# From a softmax to a product.
 
 
 def _linear_in(eqn: JaxprEqn, program: Inlined) -> tuple[Any, ...]:
-    """The operands in which an equation is linear, element by element or as a move."""
+    """Returns the operands in which an equation is linear, element by element or as a move."""
     name = kind(eqn)
     if name in ("transpose", "reshape", "neg", "slice") or leaves_as_is(eqn):
         return (eqn.invars[0],)
@@ -219,7 +219,7 @@ def _linear_in(eqn: JaxprEqn, program: Inlined) -> tuple[Any, ...]:
 
 
 def _longer(softmax: Softmax, eqn: JaxprEqn) -> Softmax | None:
-    """A softmax with one more equation on its way; None if that mixes rows."""
+    """Returns a softmax with one more equation on its path; None if that mixes rows."""
     softmax = softmax._replace(eqns=(*softmax.eqns, eqn))
     moved, moves = softmax.moved_axis, softmax.moves
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])

@@ -1,8 +1,8 @@
-"""Products with weights stored in few bits are scaled after they are summed: a pass over a plan.
+"""Products with quantized weights, scaled after they are summed: a pass over a plan.
 
-The values then enter the product as they are stored, which XLA fuses into it on every chip. A scale
-multiplied before it does not fuse on GPUs, where the whole weight is written in 16 bits first. And
-it is more accurate: values of 8 bits are numbers of every 16-bit dtype, their multiples are not.
+The values then enter the product as they are stored, a cast that XLA fuses into it on every chip. A
+scale multiplied before it does not fuse on GPUs, where the whole weight is written in 16 bits
+first. And it is more accurate: 8-bit values are exact in every 16-bit dtype, their multiples not.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from jaxmp._jaxprs.source import in_scope
 
 
 class Stored(NamedTuple):
-    """A weight that is stored in few bits, as values and scales of as many axes.
+    """A quantized weight, as values and scales with equally many axes.
 
     Attributes:
       values: the variable of its values.
       scale: the variable of its scales.
-      order: for each axis of the weight as it is read, which of theirs it is.
+      order: for each axis of the weight as it is read, the axis of values and scales.
       side: which operand of a product it is.
     """
 
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StoredDot(Op):
-    """Multiplies by a weight as it is stored, and scales after the sums, in float32."""
+    """The op of a product with a weight as it is stored, scaled after the sums, in float32."""
 
     weight: Stored
 
@@ -63,13 +63,13 @@ class StoredDot(Op):
 
 
 def scale_after(plan: Plan, _planner: object = None) -> Plan:
-    """A plan in which products read stored weights as they are, where one scale goes for each sum.
+    """Returns a plan in which products read quantized weights as stored, if each sum has one scale.
 
-    That is where a weight is dequantized in the jaxpr that multiplies it.
+    That is, if a weight is dequantized in the jaxpr that multiplies it.
     """
     if not any(widens_8_bits(step.eqn) for step in plan.steps):
         return plan
-    made_of: dict[Any, tuple[Any, ...]] = {}  # what dequantizing makes → the variables it is from
+    made_of: dict[Any, tuple[Any, ...]] = {}  # dequantized variable → what it is computed from
     stored: dict[Any, Stored] = {}
     steps = []
     for step in plan.steps:
@@ -94,7 +94,7 @@ def scale_after(plan: Plan, _planner: object = None) -> Plan:
 
 
 def _stored(eqn: JaxprEqn, origins: tuple[Any, ...]) -> Stored | None:
-    """What an equation dequantizes, if its result is a whole weight made of two variables."""
+    """Returns the weight that an equation dequantizes, if it is whole and from two variables."""
     shape = shape_of(eqn.outvars[0])
     if len(origins) != 2 or any(len(shape_of(v)) != len(shape) for v in origins):
         return None
@@ -105,7 +105,7 @@ def _stored(eqn: JaxprEqn, origins: tuple[Any, ...]) -> Stored | None:
 
 
 def _scaled_after(step: Step, stored: dict[Any, Stored]) -> Step:
-    """A step whose weight is read as it is stored, if it is a product that allows for that."""
+    """Returns a step with its weight read as stored, if it is a product that allows for that."""
     eqn = step.eqn
     if type(step.op) is not Dot or eqn.primitive.name != "dot_general":
         return step
@@ -131,7 +131,7 @@ def _stored_product(
     sides: Sides, side: int, order: tuple[int, ...], low: DType
 ) -> Callable[..., Any]:
     def product(x: Any, values: Any, scale: Any, sums: DType) -> Any:
-        """The product, summed in a dtype."""
+        """Computes the product, summed in dtype `sums`."""
         weight = lax.convert_element_type(lax.transpose(values, order), low)
         left, right = (x, weight) if side else (weight, x)
         dims = sides.contracted, sides.batch

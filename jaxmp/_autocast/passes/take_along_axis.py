@@ -1,13 +1,13 @@
-"""One element of each row, picked by an index: `logits[..., label]`. A pass, and its derivative.
+"""Lookups of one element per row, as `logits[..., label]`: a pass, and their derivative.
 
-The gradient of a lookup is a scatter-add, an array of zeros as large as what was looked up in, in
-float32: in the loss of a language model the largest array of the step. Where one element of each
-row is picked, that gradient is a comparison of the index with the position, which compilers compute
-where it is read.
+The gradient of a lookup is a scatter-add into an array of zeros, as large as the operand and in
+float32: in the loss of a language model, the largest array of the step. If one element of each row
+is picked, that gradient is a comparison of the index with the position, which compilers fuse into
+its reader.
 
     d logits[..., v] = where(v == label, g, 0)
 
-Element by element these are the numbers of the scatter, so it stands wherever a row has one index.
+Its elements are those of the scatter, so it is used wherever a row has one index.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from jaxmp._jaxprs.equation_parameters import Gather, gather
 
 @dataclasses.dataclass(frozen=True)
 class TakeAlongAxis(Op):
-    """Looks up one element of each row, with a comparison for its gradient.
+    """The op of a lookup of one element of each row, with a comparison as its gradient.
 
     Attributes:
-      axis: the axis of the operand that is a row.
-      column: which entry of an index says where in the row.
+      axis: the axis of the operand along which an element is picked.
+      column: which entry of an index is the position along it.
       rows: for each other axis of the operand, in order, which axis of the result it is.
       whole: the axes of the result that the indices do not have.
       clamps: whether an index beyond the row picks its last element.
@@ -58,7 +58,7 @@ class TakeAlongAxis(Op):
 
 
 def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
-    """A plan in which picking one element of each row has a comparison for its gradient."""
+    """Returns a plan in which picking one element of each row has a comparison as its gradient."""
     if plan.rules.low is None or not any(_looks_up(step, plan.rules) for step in plan.steps):
         return plan
     program = Inlined(plan.jaxpr, plan.consts)
@@ -66,7 +66,7 @@ def take_by_comparison(plan: Plan, _planner: object = None) -> Plan:
     steps = []
     for step in plan.steps:
         if _looks_up(step, plan.rules) and (found := _found(step.eqn, program)) is not None:
-            # Each gradient is one of them, and no sum: there is none to widen it for.
+            # An element of the gradient is not a sum, so that the operand need not be widened.
             as_kept = kept.get(step.eqn.invars[0]) or plan.rules.wide
             low = step.outs[0] if as_kept == step.outs[0] else plan.rules.wide
             casts = (step.casts[0]._replace(dtype=low), *step.casts[1:])
@@ -85,7 +85,7 @@ def _looks_up(step: Step, rules: Rules) -> bool:
 
 
 def _found(eqn: JaxprEqn, program: Inlined) -> TakeAlongAxis | None:
-    """What a gather picks of each row, if it picks one element of each."""
+    """Returns the op of a gather that picks one element of each row; None of any other."""
     operand, indices = eqn.invars
     shape, out = shape_of(operand), shape_of(eqn.outvars[0])
     how: Gather = gather(eqn)
@@ -118,7 +118,7 @@ def _found(eqn: JaxprEqn, program: Inlined) -> TakeAlongAxis | None:
 
 
 def _counts_along(indices: ValueRef, column: int) -> int | None:
-    """The axis along which one entry of each index counts 0, 1, 2, …, the same along all others."""
+    """Returns the one axis along which an entry of indices changes, as 0, 1, 2, …; or None."""
     if indices.kind != "concatenate" or column >= len(indices.operands):
         return None
     if any(entry.shape[-1] != 1 for entry in indices.operands):
@@ -134,7 +134,7 @@ def _picker(gather: PrimitiveCall, found: TakeAlongAxis) -> Callable[..., Any]:
     def picked(operand: Any, indices: Any) -> Any:
         return gather(operand, indices)
 
-    # Nothing is kept but the indices: what is compared is compared again.
+    # Only the indices are saved: the comparison is rematerialized.
     tangent_of = jax.checkpoint(functools.partial(_tangent, found), prevent_cse=False)
 
     @picked.defjvp
@@ -146,13 +146,13 @@ def _picker(gather: PrimitiveCall, found: TakeAlongAxis) -> Callable[..., Any]:
 
 
 def _tangent(found: TakeAlongAxis, indices: Any, tangent: Any) -> Any:
-    """The elements picked of a tangent, as a sum: its transpose is a selection."""
+    """Picks elements of a tangent by a sum, whose transpose is a selection."""
     index = lax.expand_dims(indices[..., found.column], found.whole)
     units = [i for i in range(index.ndim) if i not in found.rows]
     order = (*found.rows, *units)
     sizes = [index.shape[i] for i in found.rows]
     there = lax.expand_dims(index.transpose(order).reshape(sizes), [found.axis])
-    if there.dtype.itemsize < 4:  # which may not count the positions of a row
+    if there.dtype.itemsize < 4:  # too narrow for the positions of a long row
         there = there.astype(np.int32)
     if found.clamps:
         there = jnp.clip(there, 0, tangent.shape[found.axis] - 1)

@@ -1,8 +1,8 @@
-"""References to the values of a program, and what each is made of, whichever function makes it.
+"""References to the values of a program, and to their operands, across calls of jitted functions.
 
 `jnp.where` and `jnp.tril` are jitted, and JAX's own attention moves its scores inside of one: a
-reference sees through jitted functions, and through what leaves a value as it is. A region with a
-policy of its own is not looked into. Softmaxes, scores, masks and indices are all found by them.
+reference sees through jitted functions, and through equations that return a value unchanged, but
+not into a region with a policy of its own. Softmaxes, scores, masks and indices are found by them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jaxmp._jaxprs.higher_order import inside
 from jaxmp._jaxprs.primitive_table import Flag, flagged
 from jaxmp._jaxprs.scopes import REGION
 
-# How many equations are followed.
+# The limit on the equations that are followed.
 FAR = 24
-# What leaves a value as it is, and its derivative.
+# Primitives that leave a value, and its derivative, unchanged.
 _NOTHING = frozenset({"copy", "name"})
-# What leaves its elements as they are, of each device.
+# Primitives that leave its elements on each device unchanged.
 _VARYING = ("pvary", "pcast")
 _FOLDED = flagged(Flag.FOLDED) | {*_VARYING}
 
@@ -41,14 +41,14 @@ Axes = tuple[int | None, ...]
 
 
 class Inlined:
-    """A jaxpr: the program, or the jaxpr of a call in it.
+    """A jaxpr with its calls inlined: the program, or the jaxpr of a call in it.
 
     Attributes:
-      made_by: for each variable, the equation that makes it.
+      made_by: for each variable, the equation that computes it.
       consts: the values of its constants.
       results: its results.
-      outer: of a call, the jaxpr that it is in; None of the program itself.
-      operands: what its operands are there.
+      outer: of a call, the enclosing jaxpr; None of the program itself.
+      operands: for each of its operands, the variable or literal in `outer`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Inlined:
         self._calls: dict[int, Inlined] = {}
 
     def call(self, eqn: JaxprEqn) -> Inlined:
-        """The jaxpr inside a call."""
+        """Returns the jaxpr inside a call."""
         if id(eqn) not in self._calls:
             [call] = inside(eqn)
             operands = (eqn.invars[i] for i in call.operands)
@@ -70,11 +70,11 @@ class Inlined:
         return self._calls[id(eqn)]
 
     def maker(self, atom: Any) -> JaxprEqn | None:
-        """The equation that makes a value; None of an operand, a constant or a literal."""
+        """Returns the equation that computes a value; None for operands, constants and literals."""
         return None if isinstance(atom, Literal) else self.made_by.get(atom)
 
     def ref(self, atom: Any) -> ValueRef:
-        """What a variable or literal is, through what leaves it as it is and through calls."""
+        """Returns the reference to a variable or literal, through calls and copies of a value."""
         here, var = self, None
         while not isinstance(atom, Literal):
             if here.outer is None:
@@ -96,7 +96,7 @@ class Inlined:
 
 
 def leaves_as_is(eqn: JaxprEqn) -> bool:
-    """Whether an equation returns what it is given."""
+    """Returns whether an equation returns its operand unchanged."""
     name = compat.kind(eqn)
     converts = name == "convert_element_type"
     return name in _NOTHING or (converts and dtype_of(eqn.invars[0]) == dtype_of(eqn.outvars[0]))
@@ -104,7 +104,7 @@ def leaves_as_is(eqn: JaxprEqn) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ValueRef:
-    """A value: a variable or literal, and the jaxpr that it is of.
+    """A reference to a value: a variable or literal, and the jaxpr that it is in.
 
     Attributes:
       atom: the variable or literal.
@@ -128,26 +128,26 @@ class ValueRef:
 
     @property
     def eqn(self) -> Any:
-        """The equation that makes it; None of an operand, a constant or a literal."""
+        """The equation that computes it; None of an operand, a constant or a literal."""
         return self.inlined.maker(self.atom)
 
     @property
     def kind(self) -> str:
-        """The primitive that makes it; "" of an operand, a constant or a literal."""
+        """The primitive that computes it; "" of an operand, a constant or a literal."""
         return "" if self.eqn is None else compat.kind(self.eqn)
 
     def of(self, i: int) -> ValueRef:
-        """What an operand of the equation that makes it is."""
+        """Returns the reference to an operand of the equation that computes it."""
         return self.inlined.ref(self.eqn.invars[i])
 
     @property
     def operands(self) -> list[ValueRef]:
-        """What the operands of the equation that makes it are."""
+        """References to the operands of the equation that computes it."""
         return [] if self.eqn is None else list(map(self.inlined.ref, self.eqn.invars))
 
     @property
     def constant(self) -> Any:
-        """The array that it is, if it is a literal or a constant of its jaxpr; else None."""
+        """Its array, if it is a literal or a constant of its jaxpr; else None."""
         if isinstance(self.atom, Literal):
             return self.atom.val
         const = self.inlined.consts.get(self.atom)
@@ -156,7 +156,7 @@ class ValueRef:
 
 
 def number(value: ValueRef, steps: int = 16) -> Any:
-    """The number that a value is, or is full of, if it is computed of literals; else None."""
+    """Returns the number that fills a value, if it is computed from constants; else None."""
     if (const := value.constant) is not None:
         return np.asarray(const).reshape(())[()] if np.size(const) == 1 else None
     if value.kind not in _FOLDED or not steps:
@@ -173,14 +173,14 @@ def number(value: ValueRef, steps: int = 16) -> Any:
 
 
 def leaves(value: ValueRef) -> list[Any]:
-    """The variables of the program itself that a value is computed of, by `evaluate`."""
+    """Returns the variables of the program itself that `evaluate` computes a value from."""
     if value.is_outside_calls:
         return [value.atom]
     return [leaf for operand in value.operands for leaf in leaves(operand)]
 
 
 def evaluate(value: ValueRef, read: Callable[[Any], Any]) -> Any:
-    """The array that a value is; `read` gives those of variables of the program itself."""
+    """Computes the array of a value; `read` returns those of variables of the program itself."""
     if isinstance(value.atom, Literal):
         return value.atom.val
     if value.is_outside_calls:
@@ -191,27 +191,27 @@ def evaluate(value: ValueRef, read: Callable[[Any], Any]) -> Any:
     return compat.bind(value.eqn, operands)[value.eqn.outvars.index(value.atom)]
 
 
-# Arrays before they are broadcast, transposed and reshaped, numbers that count, and masks.
+# Arrays before they are broadcast, transposed and reshaped, consecutive integers, and masks.
 
 
 class Aligned(NamedTuple):
-    """An array before it is laid out along the axes of another.
+    """An array before it is laid out along the axes of another one.
 
     Attributes:
       value: the array.
-      axes: which axis of the other each of its axes is.
+      axes: for each of its axes, the axis of the other one.
     """
 
     value: ValueRef
     axes: Axes
 
     def of(self, i: int) -> Aligned:
-        """An operand of the same shape of the equation that makes the array."""
+        """Returns an operand, of the array's shape, of the equation that computes the array."""
         return aligned(self.value.of(i), self.axes)
 
 
 def aligned(value: ValueRef, axes: Axes) -> Aligned:
-    """An array before moves that only lay its elements out, with its axes followed through them."""
+    """Follows an array, and its axes, back through broadcasts, transposes, reshapes by size 1."""
     for _ in range(FAR):
         if not value.operands or isinstance(value.of(0).atom, Literal):
             break
@@ -234,13 +234,13 @@ def aligned(value: ValueRef, axes: Axes) -> Aligned:
 
 
 def before_transpose(axes: Sequence[Any], order: Sequence[int]) -> tuple[Any, ...]:
-    """What the axes of a transposed array are before it is."""
+    """Returns the axes of an array before a transpose, given those after it."""
     at = dict(zip(order, axes, strict=True))
     return tuple(at[i] for i in range(len(order)))
 
 
 def positions(array: Aligned, steps: int = FAR) -> tuple[int, int] | None:
-    """The axis along which integers count, the same along all others, and their first number."""
+    """Returns the one axis along which integers change, by 1 each, and their first; or None."""
     counted = _counted(array, steps) if steps else None
     if counted is None:
         return None
@@ -248,12 +248,12 @@ def positions(array: Aligned, steps: int = FAR) -> tuple[int, int] | None:
     value, axes = array
     size = max(n for n, at in zip(value.shape, axes, strict=True) if at == axis)
     held = np.iinfo(dtype_of(value.atom))
-    # What wraps around does not count.
+    # Integers that wrap around are not consecutive.
     return counted if held.min <= first and first + size - 1 <= held.max else None
 
 
 def _counted(array: Aligned, steps: int) -> tuple[int, int] | None:
-    """`positions`, of integers that may wrap around."""
+    """Returns `positions` of integers that may wrap around."""
     value, axes = array
     if (const := value.constant) is not None:
         return _counting(np.asarray(const), axes)
@@ -267,7 +267,7 @@ def _counted(array: Aligned, steps: int) -> tuple[int, int] | None:
             step, counted = number(value.of(1)), positions(array.of(0), steps - 1)
             if step is not None and counted is not None:
                 return counted[0], counted[1] + (int(step) if name == "add" else -int(step))
-        case "select_n":  # an index from the end, made one from the start: none of these is
+        case "select_n":  # negative indices made positive, where none is negative
             test, index, *_ = value.operands
             below_0 = test.kind == "lt" and test.of(0) == index and number(test.of(1)) == 0
             if below_0 or (test.constant is not None and not np.any(np.asarray(test.constant))):
@@ -277,7 +277,7 @@ def _counted(array: Aligned, steps: int) -> tuple[int, int] | None:
 
 
 def _counting(const: np.ndarray[Any, Any], axes: Axes) -> tuple[int, int] | None:
-    """`positions`, of a constant that counts from 0."""
+    """Returns `positions` of a constant that counts from 0."""
     if const.dtype.kind not in "iu":
         return None
     for i, size in enumerate(const.shape):
@@ -294,8 +294,8 @@ class Selected(NamedTuple):
     Attributes:
       array: the array.
       number: the number.
-      mask: where which of them is.
-      where: whether the array is where the mask is true, or where it is false.
+      mask: which of them each element is.
+      where: whether it is the array's where the mask is true, or where it is false.
     """
 
     array: ValueRef
@@ -305,7 +305,7 @@ class Selected(NamedTuple):
 
 
 def selected(value: ValueRef) -> Selected | None:
-    """An array and the mask on it, written as `lax.select` or as `jnp.where`; else None."""
+    """Returns an array and its mask, of a `lax.select` or `jnp.where` with a number; else None."""
     if value.kind != "select_n":
         return None
     mask, *cases = value.operands

@@ -1,7 +1,7 @@
-"""How contractions are multiplied in other formats than the compute dtype.
+"""Contractions in other formats than the compute dtype, as recipes say.
 
-`quantize` makes 8-bit copies with scales. `derivative` has a contraction and its gradient, two more
-products, as a recipe says; it is of a `product`, one in blocks (`blockwise`), or one that is
-`ragged`. `native` says which hardware a program is traced for, `select` which contractions a recipe
-multiplies.
+`quantize` makes 8-bit copies with scales. `derivative` has a contraction under a recipe, and its
+gradient, two more products; its kinds are a `product`, one in blocks (`blockwise`) and a `ragged`
+one. `native` finds the hardware that a program is traced for, `select` the contractions that a
+recipe multiplies.
 """

@@ -1,8 +1,8 @@
-"""Products of 8-bit arrays with a scale for each block along what is summed.
+"""Products of 8-bit arrays with a scale for each block along the contracted axis.
 
 An operand is seen as matrices, ``[batch, rows, sums]``: its rows are multiplied with those of the
-other, ``out[b, i, j] = sum_k left[b, i, k] * right[b, j, k]``. What stands for itself is never
-padded in the result: the last block of an axis may be short.
+other, ``out[b, i, j] = sum_k left[b, i, k] * right[b, j, k]``. Results are never padded: the last
+block of an axis may be short.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from jaxmp.recipes import Format
 
 
 class Blocks(NamedTuple):
-    """What shares a scale.
+    """The size of the blocks that share a scale.
 
     Attributes:
-      rows: how many rows.
-      sums: how many elements along what is summed.
-      e8m0: whether scales are kept in 8 bits, as OCP's e8m0, which has powers of two alone.
+      rows: the number of rows.
+      sums: the number of elements along the contracted axis.
+      e8m0: whether scales are saved in 8 bits, as OCP's e8m0, which has powers of two alone.
     """
 
     rows: int
@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
     e8m0: bool
 
 
-# By granularity: of activations and gradients, of weights.
+# By granularity: the blocks of activations and gradients, and those of weights.
 BLOCKS: Final = {
     "block": (Blocks(1, 128, e8m0=False), Blocks(128, 128, e8m0=False)),
     "mx": (Blocks(1, 32, e8m0=True), Blocks(1, 32, e8m0=True)),
@@ -50,10 +50,10 @@ BLOCKS: Final = {
 
 
 def quantize_blocks(x: Any, fmt: Format, blocks: Blocks) -> QuantizedOperand:
-    """Matrices in 8 bits, a scale for each block.
+    """Quantizes matrices to 8 bits, with a scale for each block.
 
-    The scale is a power of two, so that what is quantized twice does not round twice. It is rounded
-    up; OCP's conversion (MX 1.0, section 6.3) rounds down, and saturates.
+    The scale is a power of two, so that quantizing twice does not round twice. It is rounded up;
+    OCP's conversion (MX 1.0, section 6.3) rounds down, and saturates.
     """
     values, scale, _ = convert(_split(x, blocks), fmt, (2, 4))
     values = _join(values, x.shape)
@@ -63,13 +63,13 @@ def quantize_blocks(x: Any, fmt: Format, blocks: Blocks) -> QuantizedOperand:
 
 @jax.named_scope(CAST)
 def dequantize_blocks(x: QuantizedOperand, blocks: Blocks) -> Any:
-    """The matrices, in bfloat16: exact, but for what is subnormal."""
+    """Returns the matrices in bfloat16: exact, but for subnormal values."""
     scale = x.scale.astype(jnp.bfloat16)[:, :, None, :, None]
     return _join(_split(x.values.astype(jnp.bfloat16), blocks) * scale, x.values.shape)
 
 
 def _split(x: Any, blocks: Blocks) -> Any:
-    """Matrices by block: ``[batch, row block, row, block of sums, sum]``; zeros fill the last."""
+    """Splits matrices to ``[batch, row block, row, block of sums, sum]``; zeros fill the last."""
     _, *sizes = x.shape
     counts = [-(-n // size) for n, size in zip(sizes, blocks[:2], strict=True)]
     missing = [c * size - n for c, n, size in zip(counts, sizes, blocks[:2], strict=True)]
@@ -79,18 +79,18 @@ def _split(x: Any, blocks: Blocks) -> Any:
 
 
 def _join(x: Any, shape: tuple[int, ...]) -> Any:
-    """The matrices of a shape that `_split` gave."""
+    """Joins the blocks of `_split` to matrices of a shape."""
     batch, rows, row, sums, in_block = x.shape
     return x.reshape(batch, rows * row, sums * in_block)[:, : shape[1], : shape[2]]
 
 
 def _to_bits(scale: Any) -> Any:
-    """The e8m0, in uint8, of positive normal powers of two; its NaN for what is not finite."""
+    """Returns positive normal powers of two as e8m0, in uint8; its NaN for infinities and NaN."""
     return (lax.bitcast_convert_type(scale, np.uint32) >> EXPONENT_BITS).astype(np.uint8)
 
 
 def _from_bits(bits: Any) -> Any:
-    """The float32 of e8m0."""
+    """Returns e8m0 as float32."""
     scale = lax.bitcast_convert_type(bits.astype(np.uint32) << EXPONENT_BITS, np.float32)
     return jnp.where(bits == np.iinfo(np.uint8).max, np.float32(np.nan), scale)
 
@@ -98,10 +98,10 @@ def _from_bits(bits: Any) -> Any:
 def multiply_blocks(
     a: QuantizedOperand, b: QuantizedOperand, blocks: tuple[Blocks, Blocks], dtype: Any
 ) -> Any:
-    """The products of quantized matrices, ``[batch, rows of a, rows of b]``.
+    """Multiplies quantized matrices to ``[batch, rows of a, rows of b]``.
 
-    Accumulated in float32. Where all scales are e8m0 and the hardware multiplies such blocks, it
-    does.
+    Accumulated in float32. If all scales are e8m0 and the hardware multiplies such blocks natively,
+    it does.
     """
     sums = sums_in(dtype)
 
@@ -118,7 +118,7 @@ def multiply_blocks(
             lax.bitcast_convert_type(_to_bits(x.scale), jnp.float8_e8m0fnu) for x in (a, b)
         )
         out = _scaled_matmul(sums)(left, right, down, across)
-        # JAX loses over which devices it varies.
+        # JAX loses the mesh axes over which it varies.
         varying = {axis for x in (*a[:2], *b[:2]) for axis in varying_axes(jax.typeof(x))}
         missing = tuple(sorted(varying.difference(varying_axes(jax.typeof(out)))))
         return lax.pcast(out, missing, to="varying") if missing else out
@@ -132,7 +132,7 @@ def multiply_blocks(
 
 @functools.lru_cache
 def _scaled_matmul(dtype: Any) -> Callable[..., Any]:
-    """JAX's, which JAX 0.10 batches only where all operands have the axis."""
+    """Returns `jax.nn.scaled_matmul`, which JAX 0.10 batches only if all operands have the axis."""
 
     @jax.custom_batching.custom_vmap
     def call(*operands: Any) -> Any:
@@ -153,22 +153,22 @@ def _scaled_matmul(dtype: Any) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockProduct(ScaledProduct):
-    """A `lax.dot_general` under a recipe whose scales are of blocks.
+    """A `lax.dot_general` under a recipe with a scale for each block.
 
-    The backward pass reads the same copies: a weight's in square blocks as it is, others
-    quantized again along what is summed there.
+    The backward pass reads the same copies: a weight's in square blocks unchanged, others
+    quantized again along the axes contracted there.
     """
 
     def blocks(self, of: int) -> Blocks:
-        """The blocks of an operand."""
+        """Returns the blocks of an operand."""
         return BLOCKS[self.recipe.granularity][of == self.weight]
 
     def shared(self, of: int) -> Any:
-        """See `Contraction`: the blocks, of matrices of these axes."""
+        """Returns the blocks, and the axes of the matrices that they split; see `Contraction`."""
         return self.blocks(of), *(axes[of] for axes in self.sides)
 
     def copy(self, x: Any, of: int) -> QuantizedOperand:
-        """See `Contraction`: values of the operand's shape, and scales by batch and block."""
+        """Quantizes an operand, to values of its shape, and scales by batch and block."""
         copy = quantize_blocks(_matrices(x, self.sides, of), self.forward, self.blocks(of))
         shape = [x.shape[i] for i in self.sides.order(of)]
         return copy._replace(values=_array(copy.values, shape, self.sides.order(of)))
@@ -204,9 +204,9 @@ class BlockProduct(ScaledProduct):
         return _array(out, rows + summed, self.sides.order(of))
 
     def _transposed(self, x: Any, of: int, fmt: Format) -> QuantizedOperand:
-        """The matrices of an operand, transposed, as the gradient of the other operand sums them.
+        """Returns an operand's matrices transposed, as the other operand's gradient contracts them.
 
-        Square blocks stay what they are. Others are quantized again, in blocks along the new sums.
+        Square blocks stay unchanged. Others are quantized again, in blocks along the new sums.
         """
         blocks, x = self.blocks(of), _matrices(x, self.sides, of)
         if isinstance(x, QuantizedOperand):
@@ -217,7 +217,7 @@ class BlockProduct(ScaledProduct):
 
 
 def _matrices(x: Any, sides: Sides, of: int) -> Any:
-    """An operand, or its copy, as matrices: its free axes are their rows."""
+    """Returns an operand, or its copy, as matrices: its free axes are their rows."""
     if isinstance(x, QuantizedOperand):
         return QuantizedOperand(_matrices(x.values, sides, of), x.scale)
     parts = sides.batch[of], sides.free[of], sides.contracted[of]
@@ -226,6 +226,6 @@ def _matrices(x: Any, sides: Sides, of: int) -> Any:
 
 
 def _array(matrices: Any, shape: Sequence[int], order: Axes) -> Any:
-    """The array that matrices are of, by its sizes in an order of its axes."""
+    """Returns the array of `_matrices`, given its sizes in an order of its axes."""
     back = tuple(order.index(i) for i in range(len(order)))
     return jnp.transpose(matrices.reshape(shape), back)

@@ -1,4 +1,4 @@
-"""A contraction under a recipe: its value, and by a rule its gradient's products; and its op."""
+"""A contraction under a recipe, a derivative rule for the products of its gradient, and its op."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Copy(NamedTuple):
     """An operand in 8 bits.
 
     Attributes:
-      array: as it is multiplied.
-      kept: as it is kept for the backward pass: made once, whatever reads it.
+      array: the copy that is multiplied.
+      kept: the copy that is saved for the backward pass: made once, whatever reads it.
     """
 
     array: QuantizedOperand
@@ -45,8 +45,8 @@ class Contraction(abc.ABC):
       recipe: the recipe.
       weight: which operand is the weight: 0 or 1.
       dtype: the dtype of the result, or of the gradient that `gradient` gives.
-      name: what an error calls it.
-      sharding: how that is sharded, where its type is to say so.
+      name: its name in errors.
+      sharding: the sharding of that, if it is explicit in its type.
     """
 
     recipe: Recipe
@@ -57,21 +57,21 @@ class Contraction(abc.ABC):
 
     @property
     def forward(self) -> Format:
-        """The format of both operands, forward."""
+        """The format of both operands in the forward pass."""
         return FORMATS[self.recipe.forward]
 
     def backward(self, of: int) -> Format:
-        """The format of the product that gives the gradient of an operand."""
+        """Returns the format of the product that computes the gradient of an operand."""
         recipe = self.recipe
         return FORMATS[recipe.grad_weight if of == self.weight else recipe.grad_input]
 
     @abc.abstractmethod
     def shared(self, of: int) -> Any:
-        """The axes of an operand that share a scale, forward."""
+        """Returns the axes of an operand that share a scale in the forward pass."""
 
     @abc.abstractmethod
     def multiply(self, operands: Pair, copies: Pair, sizes: Sequence[Any]) -> Any:
-        """The contraction, of the copies where they are in 8 bits.
+        """Computes the contraction, of the 8-bit copies if there are any.
 
         Args:
           operands: both, in the compute dtype or float32.
@@ -81,7 +81,7 @@ class Contraction(abc.ABC):
 
     @abc.abstractmethod
     def gradient(self, of: int, g: Any, other: Any, sizes: Sequence[Any]) -> Any:
-        """The gradient of an operand, from the result's gradient and the other operand, as saved.
+        """Computes the gradient of an operand, from the result's and the other operand as saved.
 
         Args:
           of: which operand.
@@ -91,37 +91,37 @@ class Contraction(abc.ABC):
         """
 
     def quantize(self, x: Any, of: int) -> Copy | None:
-        """An operand as its products read it: in 8 bits; None where none does."""
+        """Returns the 8-bit copy of an operand for its products; None if they read none."""
         if not self.forward.scaled:
             return None
         copy = self.copy(lax.stop_gradient(x), of)
-        mark = jnp.sum(x[:0], dtype=jnp.float32)  # of none of it: a zero, differentiated where x is
+        mark = jnp.sum(x[:0], dtype=jnp.float32)  # of no elements: zero, differentiated if x is
         return Copy(copy, self.as_bits(copy, of)._replace(mark=mark))
 
     def copy(self, x: Any, of: int) -> QuantizedOperand:
-        """An operand in 8 bits."""
+        """Quantizes an operand to 8 bits."""
         return quantize(x, self.forward, self.shared(of))
 
     def as_bits(self, copy: QuantizedOperand, _of: int) -> QuantizedOperand:
-        """The copy of an operand as it is kept for the backward pass: integers of 8 bits.
+        """Returns the copy of an operand as it is saved for the backward pass: as 8-bit integers.
 
-        `jax.checkpoint` rounds the floats that it keeps to their own format, to keep XLA from
-        computing with more precision; but e4m3 as `lax.reduce_precision` has it ends at 240, and
-        beyond is NaN.
+        `jax.checkpoint` rounds the floats that it saves to their own format, to keep XLA from
+        computing with more precision; but the e4m3 of `lax.reduce_precision` ends at 240, and
+        larger values become NaN.
         """
         if copy.values.dtype == np.int8:
             return copy
         return copy._replace(values=lax.bitcast_convert_type(copy.values, np.uint8))
 
     def of_bits(self, kept: QuantizedOperand, _of: int) -> QuantizedOperand:
-        """The copy of an operand that `as_bits` was given."""
+        """Returns the copy of an operand that `as_bits` was given."""
         if kept.values.dtype == np.int8:
             return kept
         dtype = np.dtype(self.forward.name)
         return kept._replace(values=lax.bitcast_convert_type(kept.values, dtype))
 
     def saved(self, x: Any, copy: Copy | None, of: int) -> Any:
-        """What is kept of an operand for the backward pass: what is read there, if narrower."""
+        """Returns the residual of an operand: in the format that its reader needs, if narrower."""
         fmt = self.backward(1 - of)
         if fmt.scaled:
             return x if copy is None else copy.kept
@@ -135,17 +135,17 @@ def contract(
     sizes: Sequence[Any] = (),
     parameters: Mapping[int, Any] | None = None,
 ) -> Any:
-    """The contraction, and by its derivative rule the two products of its gradient.
+    """Computes a contraction, with a derivative rule for the two products of its gradient.
 
     Args:
-      product: what it is.
+      product: the contraction.
       operands: both, in the compute dtype or float32.
-      copies: of each what `quantize` made of it; several products may share one.
+      copies: the copy of each that `quantize` returned; several products may share one.
       sizes: its other operands, of integers.
-      parameters: the float32 parameters that operands are low copies of, and by which the
-        contraction is differentiated: their gradients are float32.
+      parameters: the float32 parameters that operands are low copies of, and with respect to which
+        the contraction is differentiated: their gradients are float32.
     """
-    # Computed in the open, where the policies of `jax.checkpoint` see a product that they may save.
+    # Computed outside of the rule, where the policies of `jax.checkpoint` see it and may save it.
     plain = lax.stop_gradient(operands)
     eight = lax.stop_gradient(tuple(copy and copy.array for copy in copies))
     by = tuple((parameters or {}).get(k, operands[k]) for k in range(2))
@@ -165,7 +165,7 @@ def contract(
 
 @functools.lru_cache(maxsize=1024)
 def _rule(product: Contraction) -> Callable[..., Any]:
-    """The identity on a product of two operands, with the product's derivative."""
+    """Returns the identity on a product of two operands, with the product's derivative."""
 
     @jax.custom_vjp
     def of_operands(out: Any, _by: Any, _operands: Any, _copies: Any, _sizes: Any) -> Any:
@@ -191,7 +191,7 @@ def _rule(product: Contraction) -> Callable[..., Any]:
 
 @jax.tree_util.register_static
 class _Type(NamedTuple):
-    """What the gradient of an operand has of its type, as part of a tree's structure."""
+    """The dtype and sharding of an operand's gradient, as part of a pytree's structure."""
 
     dtype: Any
     sharding: NamedSharding | None
@@ -199,10 +199,10 @@ class _Type(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _once(product: Contraction, of: int) -> Callable[..., Any]:
-    """The product that gives the gradient of an operand.
+    """Returns the product that computes the gradient of an operand.
 
-    In 8 bits it cannot be differentiated again. That an operand of it is differentiated shows in
-    the mark of its 8-bit copy.
+    In 8 bits it cannot be differentiated again. The mark of an operand's 8-bit copy shows whether
+    that operand is differentiated.
     """
 
     def gradient(g: Any, other: Any, sizes: Any) -> Any:
@@ -226,7 +226,7 @@ def _once(product: Contraction, of: int) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedDot(Dot):
-    """Multiplies as a recipe says."""
+    """The op of a contraction that multiplies as a recipe says."""
 
     product: Contraction = dataclasses.field(kw_only=True)
     as_is = False
@@ -238,7 +238,7 @@ class QuantizedDot(Dot):
         return [contract(self.product, (left, right), copies, sizes, by)]
 
     def _copy(self, step: Step, operand: Any, of: int, env: Environment) -> Any:
-        """What the recipe makes of an operand; one copy for all steps that read it so."""
+        """Returns the recipe's copy of an operand, shared by all steps that read the same one."""
         atom = step.eqn.invars[of]
         if isinstance(atom, Literal):
             return self.product.quantize(operand, of)

@@ -1,9 +1,9 @@
-"""Which hardware a program is traced for, where the products of a recipe depend on it.
+"""The hardware that a program is traced for, where the products of a recipe depend on it.
 
-JAX knows a program's platform when it lowers it, but not the kind of GPU, and XLA makes loops
-without matrix units of a block-scaled product that the GPU does not have. So it is decided when a
-program is traced: for the device that JAX says it is traced for, as where one that is not there is
-compiled for (``jax.sharding.AbstractMesh(abstract_device=)``), else for the default device.
+JAX knows a program's platform when it lowers it, but not the kind of GPU, and XLA lowers a
+block-scaled product that the GPU does not support to loops without matrix units. So it is decided
+when a program is traced: for the abstract device that JAX is given, as when compiling for one that
+is not present (``jax.sharding.AbstractMesh(abstract_device=)``), else for the default device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxmp.dtypes import default_device
 
 
 def chip_for(word: str = "") -> Chip:
-    """The chip that a policy's word names, as ``auto@gpu-h100``; else the one of `traced_for`.
+    """Returns the chip that a policy's word names, as ``auto@gpu-h100``; else that of `traced_for`.
 
     Example:
       >>> from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -32,7 +32,7 @@ def chip_for(word: str = "") -> Chip:
 
 
 def traced_for() -> Any:
-    """The device that what is traced now is for.
+    """Returns the device that the current trace is for.
 
     Example:
       >>> traced_for() in jax.local_devices()

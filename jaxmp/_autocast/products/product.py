@@ -1,4 +1,4 @@
-"""A matrix product with a weight, whose three products multiply as a recipe says."""
+"""A matrix product with a weight, and the two of its gradient, which multiply as a recipe says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Axes = tuple[int, ...]
 
 
 class Sides(NamedTuple):
-    """The axes of the two operands of a contraction, by what becomes of them.
+    """The axes of the two operands of a contraction: contracted, batch and free ones.
 
     The axes of the result are the batch axes, the free ones of the left operand, and those of the
     right.
@@ -34,7 +34,7 @@ class Sides(NamedTuple):
 
     @classmethod
     def of(cls, dims: Any, *ranks: int) -> Sides:
-        """From ``dimension_numbers`` and the operands' numbers of axes."""
+        """Returns the axes, from ``dimension_numbers`` and the ranks of the operands."""
         contracted, batch = (tuple(map(tuple, pair)) for pair in dims)
         free = tuple(
             tuple(i for i in range(rank) if i not in (*contracted[k], *batch[k]))
@@ -43,16 +43,16 @@ class Sides(NamedTuple):
         return cls(contracted, batch, free)  # type: ignore[arg-type]
 
     def in_result(self, side: int) -> Axes:
-        """Where the free axes of an operand are in the result."""
+        """Returns the axes of the result that are the free axes of an operand."""
         start = len(self.batch[0]) + (len(self.free[0]) if side else 0)
         return tuple(range(start, start + len(self.free[side])))
 
     def order(self, side: int) -> Axes:
-        """The axes of an operand: of its batch, free, contracted."""
+        """Returns the axes of an operand in the order batch, free, contracted."""
         return (*self.batch[side], *self.free[side], *self.contracted[side])
 
     def laid_out(self, array: Any, side: int) -> Any:
-        """What varies over an operand's batch and free axes alone, over those of the result."""
+        """Lays out an array, constant along an operand's contracted axes, as the result is."""
         array = jnp.transpose(array, self.order(side))
         kept = array.shape[: len(self.batch[side]) + len(self.free[side])]
         n_batch, ones = len(self.batch[0]), (1,) * len(self.free[1 - side])
@@ -60,10 +60,10 @@ class Sides(NamedTuple):
         return array.reshape(shape)
 
     def gradient(self, of: int) -> tuple[Sides, Axes]:
-        """The contraction that gives the gradient of an operand, and how its result is transposed.
+        """Returns the contraction for the gradient of an operand, and the transpose of its result.
 
-        The gradient that comes in, with the axes of the contraction's result, is the left operand;
-        the other operand is the right one.
+        The incoming cotangent, with the axes of the contraction's result, is the left operand; the
+        other operand is the right one.
         """
         other = 1 - of
         summed = tuple(sorted(self.contracted[other]))
@@ -107,7 +107,7 @@ class ScaledProduct(Contraction):
             axes = range(other.ndim) if self.folds else sides.contracted[1]
             other = quantize(other, FORMATS[self.recipe.operand_of(fmt.short)], axes)
         elif not self.folds:
-            # The saved scale varies along what is contracted here: it goes into the gradient.
+            # The saved scale varies along the axes contracted here: it goes into the gradient.
             with jax.named_scope(CAST):
                 g = g.astype(jnp.float32) * self.sides.laid_out(other.scale, 1 - of)
             other = other._replace(scale=None)
@@ -123,14 +123,14 @@ class ScaledProduct(Contraction):
         sharding: NamedSharding | None = None,
         precision: lax.Precision = lax.Precision.DEFAULT,
     ) -> Any:
-        """The contraction of quantized arrays whose scales do not vary along what is contracted.
+        """Contracts quantized arrays whose scales do not vary along the contracted axes.
 
         Args:
           a: the left operand.
           b: the right operand; without a scale, if that is in the left one.
           sides: their axes.
-          sharding: how the result is sharded, where its type is to say so.
-          precision: the highest accumulates in float32 on hardware that can do with less.
+          sharding: the sharding of the result, if that is explicit in its type.
+          precision: the highest accumulates in float32 on hardware that may accumulate in less.
         """
         sums = np.dtype(np.int32) if a.values.dtype == np.int8 else sums_in(self.dtype)
         out = lax.dot_general(
@@ -146,7 +146,7 @@ class ScaledProduct(Contraction):
 
 
 def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any, sharding: Any) -> Any:
-    """A product of 16 bits or float32."""
+    """Multiplies in 16 bits or float32, as an unscaled format says."""
     a, b = (x.astype(fmt.name) for x in (a, b))
     dims = sides.contracted, sides.batch
     if a.dtype != dtype == np.float32:
@@ -158,7 +158,7 @@ def _plain(a: Any, b: Any, fmt: Format, sides: Sides, dtype: Any, sharding: Any)
 
 
 def _before(sharding: NamedSharding, order: Axes) -> NamedSharding:
-    """How an array is sharded that has a sharding when it is transposed."""
+    """Returns the sharding of an array, given its sharding after a transpose."""
     spec: list[Any] = [None] * len(order)
     for i, names in zip(order, (*sharding.spec, *spec), strict=False):
         spec[i] = names
@@ -167,15 +167,15 @@ def _before(sharding: NamedSharding, order: Axes) -> NamedSharding:
 
 @jax.named_scope(CAST)
 def scaled(out: Any, scales: Sequence[Any], dtype: Any, *, folds: bool = False) -> Any:
-    """Sums of products of 8 bits, scaled.
+    """Scales sums of 8-bit products.
 
     Args:
       out: the sums.
-      scales: laid out as they are.
-      dtype: of the result.
-      folds: whether there is one scale, which XLA gives to the call if it need not convert the
-        result for it: in `dtype`, which has the powers of two that floats' scales are. Those of
-        int8 are not; but it has none of a whole array.
+      scales: the scales, laid out as the sums are.
+      dtype: the dtype of the result.
+      folds: whether each operand has one scale. XLA folds these into the call if it need not
+        convert the result for them: so they are applied in `dtype`, which has the powers of two
+        that scales of float formats are. Those of int8 are not; but it has none of a whole array.
     """
     if folds and out.dtype == dtype:
         return out * (scales[0] * scales[1]).astype(dtype)
@@ -186,5 +186,5 @@ def scaled(out: Any, scales: Sequence[Any], dtype: Any, *, folds: bool = False) 
 
 
 def sums_in(dtype: Any) -> Any:
-    """What an unscaled product is returned in: float16 would overflow before it is scaled."""
+    """Returns the dtype of a product before it is scaled: not float16, which would overflow."""
     return np.dtype(np.float32) if np.dtype(dtype) == np.float16 else np.dtype(dtype)

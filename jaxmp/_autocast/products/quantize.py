@@ -31,17 +31,17 @@ class QuantizedOperand(NamedTuple):
 
 
 def quantize(x: Any, fmt: Format, axes: Sequence[int]) -> QuantizedOperand:
-    """The nearest array in a format, with one scale for all that `axes` span.
+    """Rounds an array to the nearest one in a format, with one scale for all that `axes` span.
 
-    The scale brings the largest magnitude, taken from the array as it is now, into the range of the
-    format: nothing is remembered from step to step. For floats it is a power of two, so that the
-    grid of values stays what it is while that magnitude changes little: models were seen to train
-    to a lower loss on it than on one that is stretched to fit each array, though that rounds heavy
-    tails less. For integers it fits.
+    The scale brings the largest magnitude of the array itself into the range of the format: no
+    state is carried from step to step. For float formats it is a power of two, so that the grid of
+    values does not change while that magnitude changes little: models were seen to train to a lower
+    loss on it than on one that is stretched to fit each array, though that rounds heavy tails less.
+    For integers it is stretched to fit.
 
-    Where all is zero, or so small that its scale would be subnormal, the scale is the smallest
-    normal one. An infinity or NaN makes its scale that, and so all products with it: a loss scaler
-    sees it.
+    If all elements are zero, or so small that the scale would be subnormal, it is the smallest
+    normal one. An infinity or NaN makes the scale infinite, and so all products with it infinite or
+    NaN: a loss scaler detects that.
 
     Args:
       x: a floating array.
@@ -55,7 +55,7 @@ def quantize(x: Any, fmt: Format, axes: Sequence[int]) -> QuantizedOperand:
 
 @jax.named_scope(CAST)
 def convert(x: Any, fmt: Format, axes: Sequence[int]) -> QuantizedOperand:
-    """As `quantize`, but XLA may leave out that values are rounded; see `kept`."""
+    """Quantizes as `quantize` does, but XLA may drop the rounding of values; see `kept`."""
     x = x.astype(jnp.float32)
     # NaN as infinity: XLA's maximum on CPU may pass over NaN.
     magnitude = jnp.where(jnp.isnan(x), np.float32(np.inf), jnp.abs(x))
@@ -71,14 +71,14 @@ def convert(x: Any, fmt: Format, axes: Sequence[int]) -> QuantizedOperand:
 
 
 def kept(values: Any) -> Any:
-    """The values in 8 bits, rounded wherever they are read.
+    """Returns values in 8 bits that are rounded wherever they are read.
 
-    Where what reads them widens them, XLA takes the way to 8 bits and back for excess precision
-    (``xla_allow_excess_precision``), and leaves out both.
+    Without it, where a reader widens them, XLA drops the casts to 8 bits and back, in favor of
+    excess precision (``xla_allow_excess_precision``).
     """
     return lax.optimization_barrier(values)
 
 
 def dequantize(x: QuantizedOperand) -> Any:
-    """The array, in float32."""
+    """Returns the array in float32."""
     return x.values.astype(jnp.float32) * x.scale

@@ -17,7 +17,7 @@ from jaxmp._autocast.products.quantize import QuantizedOperand, quantize
 from jaxmp._jaxprs.scopes import CAST
 from jaxmp.recipes import FORMATS, Format
 
-# rows[m, k] by matrices[g, k, n]; its gradients, by the rows and by the matrices.
+# rows[m, k] times matrices[g, k, n]; its gradients, by the rows and by the matrices.
 ROWS: Final = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 _BY_ROWS: Final = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 _BY_MATRICES: Final = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
@@ -28,7 +28,7 @@ class RaggedProduct(Contraction):
     """A `lax.ragged_dot` under a recipe.
 
     Its operands are rows[m, k] and matrices[g, k, n], and int32[g], the sizes of the groups
-    of rows. Per row, there is one scale for each row and each column of a matrix.
+    of rows. With granularity "row", each row and each column of a matrix has one scale.
     """
 
     def shared(self, of: int) -> Axes:
@@ -55,7 +55,7 @@ class RaggedProduct(Contraction):
             copy = quantize(g, fmt, (0, 1))
             scales = [copy.scale, other.scale.reshape(1, 1)]
         else:
-            # The saved scale varies along what is contracted here: it goes into the gradient.
+            # The saved scale varies along the axis contracted here: it goes into the gradient.
             with jax.named_scope(CAST):
                 g = g.astype(jnp.float32)
                 g = g * (other.scale if of else _of_rows(other.scale, sizes, len(g)))
@@ -89,7 +89,7 @@ def _sums(x: QuantizedOperand) -> Any:
 
 @jax.named_scope(CAST)
 def _of_rows(scale: Any, sizes: Sequence[Any], rows: int) -> Any:
-    """From scales[g, 1, n] of matrices, those of the rows of each: [rows, n]."""
+    """Returns the scales [rows, n] of the matrix of each row, from scales[g, 1, n] of matrices."""
     if scale.shape[0] == 1:
         return scale[0]
     group = jnp.searchsorted(jnp.cumsum(sizes[0]), jnp.arange(rows), side="right")

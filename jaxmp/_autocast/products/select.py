@@ -1,4 +1,4 @@
-"""Which contractions a policy's recipe multiplies, and why not the others."""
+"""The contractions that a policy's recipe multiplies, and why not the others."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from jaxmp._jaxprs.source import is_backward, module_path, user_line
 from jaxmp._speed import fastest_recipe, pays
 from jaxmp.recipes import Recipe
 
-# Matrix units multiply 8-bit operands in blocks of so many.
+# Matrix units multiply 8-bit operands in blocks of so many: sizes must be multiples.
 MULTIPLE = 16
 
 
 def by_recipe(facts: Facts, decision: Decision) -> Decision:
-    """A contraction multiplied as the recipe of its rules says, or saying why not.
+    """Returns the decision to multiply a contraction by its rules' recipe, or notes why not.
 
-    In 8 bits multiply layers: one operand is a weight, the other is not, and another contraction
-    reads what comes of it (so the logits stay in 16 bits). Formats of 16 and 32 bits are for every
-    product. ``matmul="auto"`` stands for the recipe that the chip multiplies fast, the one it names
-    or the default device, for the layers for which it pays.
+    Layers multiply in 8 bits: one operand is a weight, the other is not, and another contraction
+    reads a value computed from the result (so the logits stay in 16 bits). Formats of 16 and 32
+    bits are for every product. ``matmul="auto"`` stands for the fastest recipe of a chip, the one
+    it names or the default device, for the layers where that pays.
     """
     eqn, values, matmul = facts.eqn, facts.values, facts.rules.policy.matmul
 
@@ -82,12 +82,12 @@ def by_recipe(facts: Facts, decision: Decision) -> Decision:
 
 
 def _is_ragged(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a `lax.ragged_dot`: rows in groups, by one matrix for each."""
+    """Returns whether an equation is a `lax.ragged_dot`: rows in groups, by one matrix for each."""
     return bool(ragged_axes(eqn) == ROWS)
 
 
 def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) -> Skipped | None:
-    """Why no recipe multiplies a contraction, if so."""
+    """Returns why no recipe multiplies a contraction, or None."""
     if eqn.primitive.name != "dot_general" and not _is_ragged(eqn):
         return Skipped(f"{eqn.primitive.name} is not a matrix product")
     if _is_ragged(eqn) and granularity not in ("tensor", "row"):
@@ -100,13 +100,13 @@ def _refused(eqn: JaxprEqn, values: Sequence[Value | None], granularity: str) ->
         # It must stay linear, and be transposed.
         return Skipped("it belongs to a derivative that is written out", intended=True)
     if is_backward(eqn):
-        # Which of a layer's three products it is cannot be told.
+        # It is not known which of a layer's three products it is.
         return Skipped("a backward pass in the program: differentiate what autocast returns")
     return None
 
 
 def _no_layer(facts: Facts) -> Skipped | None:
-    """Why a contraction does not multiply in 8 bits, if it does not."""
+    """Returns why a contraction does not multiply in 8 bits, or None."""
     weights = sum(v is not None and v.is_weight for v in facts.values[:2])
     if weights == 0:
         return Skipped("neither operand is a weight", intended=True)
@@ -121,5 +121,5 @@ def _no_layer(facts: Facts) -> Skipped | None:
 
 
 def _sizes(eqn: JaxprEqn) -> list[int]:
-    """What is contracted, and what each operand keeps: the sizes of the product as matrices."""
+    """Returns the contracted size and each operand's free size, of the product as matrices."""
     return [contracted(eqn), *map(math.prod, free_sizes(eqn))]

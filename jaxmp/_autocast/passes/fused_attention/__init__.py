@@ -1,1 +1,1 @@
-"""Attention that a chip's kernel computes: what is found, its layout, the kernels, and the op."""
+"""Attention by a chip's kernel: finding it, its layout, the kernels, and the op."""

@@ -1,9 +1,9 @@
-"""Attention that a kernel computes, where a policy asks for it: a pass, and its op.
+"""Attention by a kernel, where a policy asks for it: a pass, and its op.
 
-A softmax followed by a product is found as `softmax_vjp` finds it; from its scores `scores` goes
-back to the product of queries and keys. Where that is all that anything reads, the kernel takes
-their place, and neither scores nor probabilities are ever as an array. All else stays as it is, and
-the step says why.
+A softmax followed by a product is found as `softmax_vjp` finds it; from its scores, `scores` goes
+back to the product of queries and keys. If nothing else reads the values in between, the kernel
+replaces these steps, and neither scores nor probabilities are ever materialized. Other attention is
+unchanged, and its step has the reason.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ BACKWARD = ", as a backward pass does: transform the function first, and then ta
 
 @dataclasses.dataclass(frozen=True)
 class FusedAttention(Op):
-    """Attention: both its products, and what is between them.
+    """The op of attention: both its products, and everything between them.
 
     Attributes:
-      kernel: what computes it.
-      call: how.
-      chip: on what it does, by name.
-      layout: which axis is which.
-      scores: the step of the first product, by which its operands are read.
+      kernel: the kernel that computes it.
+      call: its parameters.
+      chip: the name of the chip.
+      layout: the role of each axis.
+      scores: the step of the first product, with whose casts its operands are read.
       side: which operand of the second product the probabilities are.
-      biases: what is added to the scores.
-      masks: where they are, without the causal mask.
+      biases: the biases of the scores.
+      masks: the masks of the scores, without the causal mask.
     """
 
     kernel: Kernel
@@ -89,14 +89,14 @@ class FusedAttention(Op):
         return [*self.scores.eqn.invars, step.eqn.invars[1 - self.side], *beside]
 
     def given(self, step: Step) -> list[jax.ShapeDtypeStruct]:
-        """The types of what `arrays` is given."""
+        """Returns the types of the arrays that `arrays` takes."""
         low = step.outs[0]
         operands = [*self.scores.eqn.invars, step.eqn.invars[1 - self.side]]
         avals = [jax.ShapeDtypeStruct(shape_of(v), low) for v in operands]
         return avals + [jax.ShapeDtypeStruct(v.shape, dtype_of(v.atom)) for v in self._beside]
 
     def arrays(self, step: Step, q: Any, k: Any, v: Any, *beside: Any) -> list[Any]:
-        """What the kernel is given, as it takes that: queries, keys, values, a bias and a mask.
+        """Returns the operands of the kernel, laid out: queries, keys, values, a bias and a mask.
 
         Args:
           step: the step of the second product.
@@ -145,7 +145,7 @@ def _joined(op: Callable[[Any, Any], Any], arrays: list[Any]) -> Any:
 
 
 def fuse(plan: Plan, _planner: object = None) -> Plan:
-    """A plan in which kernels compute attention, where its policy asks for it."""
+    """Returns a plan in which kernels compute attention, where its policies ask for it."""
     asking = {i: asked for i, step in enumerate(plan.steps) if (asked := _asked(step))}
     if not asking:
         return plan
@@ -177,7 +177,7 @@ def fuse(plan: Plan, _planner: object = None) -> Plan:
 
 
 def _asked(step: Step) -> str | None:
-    """What its policy asks of a step, if it may be the second product of attention."""
+    """Returns the ``attention`` of a step's policy, if it may be attention's second product."""
     multiplies = isinstance(step.op, (Bind, Dot, StoredDot))
     if step.eqn.primitive.name != "dot_general" or not multiplies or step.linear:
         return None
@@ -187,7 +187,7 @@ def _asked(step: Step) -> str | None:
 def _fused(
     steps: Sequence[Step], step: Step, side: int, softmax: Softmax, kernel: Kernel, chip: Chip
 ) -> FusedAttention:
-    """How a kernel computes the attention whose second product a step is."""
+    """Returns the op by which a kernel computes the attention whose second product a step is."""
     if not softmax.plain:
         raise NotFusedError("its exponentials are masked, or something is added to their sum")
     for eqn in softmax.eqns:
@@ -213,7 +213,7 @@ def _fused(
 
 
 def _check_low(step: Step) -> None:
-    """Checks that a product multiplies in 16 bits, as it is written."""
+    """Checks that a product multiplies in 16 bits, without explicit sharding."""
     if isinstance(step.op, (QuantizedDot, StoredDot)):
         raise NotFusedError("a product of it is in 8 bits")
     if not isinstance(step.op, Dot) or {*step.ins, *step.outs} & {None, FLOAT32}:
@@ -222,18 +222,18 @@ def _check_low(step: Step) -> None:
         raise NotFusedError("the types of its arrays say how they are sharded")
 
 
-# What is not needed once a kernel computes attention.
+# Steps that are not needed once a kernel computes attention.
 
 
 def _dropped(
     steps: Sequence[Step], at: int, fused: FusedAttention, outvars: Sequence[Any]
 ) -> list[int]:
-    """Which steps are not needed once a step is fused: the first product must be among them."""
+    """Returns the steps that a fused one makes needless: the first product must be among them."""
     ops = [fused if i == at else step.op for i, step in enumerate(steps)]
     reads_of = [op.reads(step) for op, step in zip(ops, steps, strict=True)]
     reads = Counter(itertools.chain(*reads_of))
     reads.update(variables(outvars))
-    unread = set(steps[at].op.reads(steps[at]))  # what fewer steps read than before
+    unread = set(steps[at].op.reads(steps[at]))  # variables that fewer steps read than before
     dropped: list[int] = []
     for i, step in reversed(tuple(enumerate(steps[:at]))):
         made = step.eqn.outvars

@@ -1,8 +1,8 @@
-"""The kernels that compute attention on a chip, and what each of them takes.
+"""The kernels that compute attention on a chip, and the arrays that each of them supports.
 
 Arrays are ``[batch, length, heads, features]``; there may be more heads of queries than of keys, in
-groups that share one. A bias and a mask are ``[batch, heads, queries, keys]``, of one element where
-they repeat. What another platform than the kernel's compiles is the same attention without one.
+groups that share one. A bias and a mask are ``[batch, heads, queries, keys]``, of size 1 along axes
+that they broadcast over. On a platform other than the kernel's, the same attention runs without it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jaxmp._speed import Chip
 
 
 class KernelCall(NamedTuple):
-    """What attention is, apart from its arrays.
+    """The parameters of attention, apart from its arrays.
 
     Attributes:
-      scale: what scores are multiplied with.
-      causal: whether each query sees the keys up to its own place.
+      scale: the factor of the scores.
+      causal: whether each query attends only to the keys up to its own position.
     """
 
     scale: float
@@ -34,13 +34,13 @@ class KernelCall(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel.
+    """A kernel for attention.
 
     Attributes:
-      name: what to call it.
-      platform: what it is compiled for, as JAX names it.
-      run: computes attention: of a `KernelCall`, queries, keys, values, the bias and the mask,
-        each of which may be None.
+      name: its name in messages.
+      platform: JAX's name of the platform that it is compiled for.
+      run: computes attention from a `KernelCall`, queries, keys, values, and a bias and a mask,
+        either of which may be None.
     """
 
     name: str
@@ -59,7 +59,7 @@ def library(
     implementation: Any = "cudnn",
     mapped: bool = False,
 ) -> Any:
-    """Attention as JAX hands it to a library; not to be mapped with a mask that all heads share."""
+    """Computes attention by `jax.nn`; refuses vmap with a mask or bias that all heads share."""
     lengths, shared = (q.shape[1], k.shape[1]), [x for x in (bias, mask) if x is not None]
     if not mapped and q.shape[2] > 1 and any(x.shape[1] == 1 for x in shared):
         q = _unmapped(q)
@@ -91,7 +91,7 @@ def _(_size: int, _mapped: Any, _q: Any) -> Any:
 
 @jax.custom_vjp
 def _unmapped(q: Any) -> Any:
-    """The queries, which refuse to be mapped over: JAX then lays out a mask for each head."""
+    """Returns the queries, which refuse vmap: JAX would then lay out a mask for each head."""
     return _refuse_map(q)
 
 
@@ -99,15 +99,15 @@ _unmapped.defvjp(lambda q: (_refuse_map(q), None), lambda _, tangent: (tangent,)
 
 
 def flash(call: KernelCall, q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None) -> Any:
-    """Attention by the kernel for TPUs that comes with JAX.
+    """Computes attention by the kernel for TPUs that comes with JAX.
 
     Raises:
-      NotImplementedError: if there is a bias or a mask, or a length is not a multiple of a block's.
+      NotImplementedError: for a bias, a mask or float16, or a length not a multiple of `_BLOCK`.
     """
     from jax.experimental.pallas.ops.tpu import flash_attention  # noqa: PLC0415 (slow to load)
 
     if bias is not None or mask is not None:
-        # Which the kernel takes as an array as large as the scores, with such a gradient.
+        # The kernel takes them as an array as large as the scores, with a gradient as large.
         raise NotImplementedError("it supports no bias, and of masks the causal one only")
     if q.dtype == FLOAT16:
         raise NotImplementedError("TPUs do not multiply float16")
@@ -127,7 +127,7 @@ FLASH = Kernel("Pallas", "tpu", flash)
 
 
 def kernel_of(chip: Chip) -> Kernel | None:
-    """The kernel of a chip; None if it has none.
+    """Returns the kernel of a chip; None if it has none.
 
     Example:
       >>> from jaxmp._speed import chip_named
@@ -136,15 +136,15 @@ def kernel_of(chip: Chip) -> Kernel | None:
     """
     if chip.platform == "tpu":
         return FLASH
-    # From compute capability 8.0 on, as bfloat16.
+    # From compute capability 8.0 on, as for bfloat16.
     return CUDNN if chip.platform == "gpu" and chip.sixteen_bits == "bfloat16" else None
 
 
 def refusal(kernel: Kernel, call: KernelCall, arrays: Sequence[Any], *, varying: bool) -> str:
-    """Why a kernel does not take attention, forward and backward, in its words; empty if it does.
+    """Returns why a kernel refuses attention, forward or backward, in its words; or empty.
 
-    Of `arrays` it has the types; they are `varying` if they are known to differ over axes of
-    devices, as under `jax.shard_map`.
+    `arrays` are the types of its operands, `varying` if known to differ over mesh axes, as under
+    `jax.shard_map`.
     """
     if varying and kernel is FLASH:
         why = "it does not say over which devices its result differs: say check_vma=False"
@@ -157,7 +157,7 @@ def refusal(kernel: Kernel, call: KernelCall, arrays: Sequence[Any], *, varying:
     return ""
 
 
-# What kernels raise for what they do not take.
+# The exceptions that kernels raise for unsupported attention.
 _REFUSALS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
@@ -172,12 +172,12 @@ def _with_gradient(kernel: Kernel, call: KernelCall) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=256)
 def attention(kernel: Kernel, call: KernelCall) -> Callable[..., Any]:
-    """Attention by a kernel, which is differentiated once, backward.
+    """Returns attention by a kernel, which can be differentiated once, in reverse mode.
 
     Returns:
-      A function of queries, keys, values, a bias and a mask, to an array as the queries are.
+      A function of queries, keys, values, a bias and a mask, to an array like the queries.
     """
-    # The conversions are none of the author's. Elsewhere nothing as large as the scores is kept.
+    # The casts are not the author's. On other platforms nothing as large as the scores is saved.
     ours = jax.named_scope(CAST)
     elsewhere = jax.checkpoint(ours(functools.partial(plain, call)), prevent_cse=False)
     branches = {kernel.platform: ours(functools.partial(kernel.run, call))}
@@ -195,7 +195,7 @@ def attention(kernel: Kernel, call: KernelCall) -> Callable[..., Any]:
 
 @jax.custom_jvp
 def _once(back: Callable[[Any], Any], tangent: Any) -> Any:
-    """What a backward pass gives, which has no derivative."""
+    """Runs a backward pass, which has no derivative itself."""
     return back(tangent)
 
 

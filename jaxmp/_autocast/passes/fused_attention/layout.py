@@ -1,8 +1,9 @@
-"""Which axis of attention is which, whatever the dimension numbers of its two products.
+"""The role of each axis of attention, whatever the dimension numbers of its two products.
 
-Axes are named by the axis of the softmax that they are; `FEATURES` is none of those. An axis over
-which both products batch is an attention of its own: heads, and examples. An axis of the queries
-that neither keys nor values have is the queries' length, or a group of heads that share both.
+Axes are named by the axis of the softmax that they are; `FEATURES` is none of those. Along an axis
+over which both products batch, heads or examples, attentions are independent. An axis of the
+queries that neither keys nor values have is the queries' length, or a group of heads that share
+both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxmp._autocast.passes.value_refs import Axes
 from jaxmp._jaxprs.compat import shape_of
 from jaxmp._jaxprs.equation_parameters import permutation, product_axes
 
-# The axis that a product sums over, or that the values alone have.
+# The axis that the first product sums over, or that only the values have.
 FEATURES = -1
 
 
@@ -53,12 +54,12 @@ class Layout(NamedTuple):
     of_result: tuple[int, ...]
 
     def arranged(self, array: Any, of: Axes, *parts: tuple[int, ...]) -> Any:
-        """An array with one axis for each part, of size 1 where it repeats along all of that.
+        """Merges axes of an array to one for each part, of size 1 if it repeats along all of that.
 
         Args:
           array: the array.
           of: which axis of the softmax each of its axes is; None for one of a single element.
-          *parts: the axes of the softmax that become one.
+          *parts: the axes of the softmax that are merged to one.
         """
         array = lax.squeeze(array, [i for i, axis in enumerate(of) if axis is None])
         of = tuple(axis for axis in of if axis is not None)
@@ -76,20 +77,20 @@ class Layout(NamedTuple):
         return jnp.reshape(jnp.broadcast_to(array, whole), merged)
 
     def from_result(self, array: Any) -> Any:
-        """The result of the second product, of ``[batch, length, heads, features]``."""
+        """Returns the result of the second product, from ``[batch, length, heads, features]``."""
         axes = (*self.batch, *self.queries, *self.heads, *self.groups)
         array = lax.reshape(array, (*(self.sizes[axis] for axis in axes), array.shape[-1]))
         of = (*axes, FEATURES)
         return lax.transpose(array, [of.index(axis) for axis in self.of_result])
 
     def is_causal(self, mask: Mask) -> bool:
-        """Whether a mask lets each query see the keys up to its own place."""
+        """Returns whether a mask lets each query attend to the keys up to its own position."""
         square = (*self.queries, self.keys)
         return mask.triangle == square and len({self.sizes[axis] for axis in square}) == 1
 
 
 def layout_of(scores: Scores, product: JaxprEqn, side: int, softmax: Softmax) -> Layout:
-    """The axes of attention; the softmax of the scores is the operand `side` of a product."""
+    """Returns the axes of attention, whose softmax is the operand `side` of its second product."""
     keys = softmax.axis
     sizes = shape_of(softmax.result)
     *operands, result = _named_axes(scores.product)
@@ -134,7 +135,7 @@ def layout_of(scores: Scores, product: JaxprEqn, side: int, softmax: Softmax) ->
 
 
 def _named_axes(product: JaxprEqn) -> list[tuple[int, ...]]:
-    """The axes of both operands and of the result of a product, named as `einsum` does."""
+    """Names the axes of both operands and of the result of a product, as `einsum` does."""
     contracted, batch = product_axes(product)
     names = itertools.count()
     of: list[dict[int, int]] = [{}, {}]
@@ -150,7 +151,7 @@ def _named_axes(product: JaxprEqn) -> list[tuple[int, ...]]:
 
 
 def _length(free: Sequence[int], sizes: Sequence[int], scores: Scores) -> tuple[int, ...]:
-    """Which axis of the queries is their length: a causal mask's, or the longest."""
+    """Finds the queries' length axis: by a causal mask, by other masks and biases, or by size."""
     for mask in scores.masks:
         if mask.triangle is not None and mask.triangle[0] in free:
             return mask.triangle[:1]

@@ -1,6 +1,6 @@
-"""From a softmax back to the product that its scores come from: q k', scaled, biased and masked.
+"""The path from a softmax back to the product of its scores: q k', scaled, biased and masked.
 
-Here and in the rest of the pass, what a kernel cannot be told of is a `NotFusedError`.
+Here and in the rest of the pass, attention that no kernel supports is a `NotFusedError`.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from jaxmp._autocast.passes.value_refs import (
 from jaxmp._jaxprs.compat import dtype_of
 from jaxmp._jaxprs.equation_parameters import permutation
 
-# A number that is put in masked places is at most this: its exponential is zero.
+# Masked scores are set to at most this number, whose exponential is zero.
 _MASKED = -1e4
 
 
 class NotFusedError(Exception):
-    """Why attention is not fused, in words."""
+    """The reason why attention is not fused, in words."""
 
 
 class Mask(NamedTuple):
-    """Where scores are, and no number in their place.
+    """A mask of scores, which are replaced by a number outside of it.
 
     Attributes:
       array: the array, of bools.
-      where: whether scores are where it is true, or where it is false.
-      triangle: two axes of the softmax, if scores are where the index along the one is at least
-        that along the other.
+      where: whether scores are kept where it is true, or where it is false.
+      triangle: two axes of the softmax, if scores are kept where the index along the first is at
+        least that along the second.
     """
 
     array: Aligned
@@ -49,7 +49,7 @@ class Mask(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """An array, multiplied with a factor, that is added to scores."""
+    """An array, multiplied by a factor, that is added to scores."""
 
     array: Aligned
     factor: float
@@ -57,14 +57,14 @@ class Bias(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What the scores of a softmax are: ``scale * product + biases`` where all masks allow.
+    """The scores of a softmax: ``scale * product + biases`` where all masks keep them.
 
     Attributes:
       product: the equation of q k'.
       axes: for each axis of its result, which of the softmax it is.
       scale: a number.
-      biases: what is added.
-      masks: where scores are.
+      biases: the biases.
+      masks: the masks.
     """
 
     product: JaxprEqn
@@ -75,7 +75,7 @@ class Scores:
 
 
 def scores_of(value: ValueRef) -> Scores:
-    """What the scores of a softmax are made of."""
+    """Decomposes the scores of a softmax into a product, a scale, biases and masks."""
     axes: tuple[int, ...] = tuple(range(len(value.shape)))
     scale = 1.0
     biases: list[Bias] = []
@@ -101,7 +101,7 @@ def scores_of(value: ValueRef) -> Scores:
                 term = aligned(bias, axes)
                 if (masked := _added_mask(term, sign * scale)) is not None:
                     masks += masked
-                elif number(bias) is None:  # which would leave a softmax as it is
+                elif number(bias) is None:  # a number would leave the softmax unchanged
                     biases.append(Bias(term, sign * scale))
             case "select_n":
                 value, mask = _masked(value, axes, scale)
@@ -114,7 +114,7 @@ def scores_of(value: ValueRef) -> Scores:
 
 
 def _scaled(value: ValueRef) -> tuple[ValueRef, float]:
-    """The scores before they are multiplied with a number, and that."""
+    """Returns the scores before they are multiplied by a number, and the number."""
     multiplied = value.kind == "mul"
     for i in (0, 1) if multiplied else (0,):
         factor = number(value.of(1 - i))
@@ -126,7 +126,7 @@ def _scaled(value: ValueRef) -> tuple[ValueRef, float]:
 
 
 def _biased(value: ValueRef) -> tuple[ValueRef, ValueRef, float]:
-    """The scores before something is added to them, that, and its sign."""
+    """Returns the scores before something is added to them, the summand, and its sign."""
     for i in (0, 1):
         operand = value.of(i)
         if operand.shape == value.shape and _comes_of_a_product(operand):
@@ -156,7 +156,7 @@ def _comes_of_a_product(value: ValueRef, steps: int = FAR) -> bool:
 
 
 def _masked(value: ValueRef, axes: Axes, scale: float) -> tuple[ValueRef, list[Mask]]:
-    """The scores before a mask is put on them, and the mask."""
+    """Returns the scores before a mask is applied to them, and the mask."""
     found = selected(value)
     if found is None:
         raise NotFusedError("its scores are selected from several arrays")
@@ -167,7 +167,7 @@ def _masked(value: ValueRef, axes: Axes, scale: float) -> tuple[ValueRef, list[M
 
 
 def _added_mask(bias: Aligned, factor: float) -> list[Mask] | None:
-    """The mask that is added as ``where(mask, 0, -1e9)``; None if it is another bias."""
+    """Returns the mask that is added as ``where(mask, 0, -1e9)``; None if it is another bias."""
     if bias.value.kind != "select_n" or len(bias.value.operands) != 3:
         return None
     mask, *cases = bias.value.operands
@@ -181,7 +181,7 @@ def _added_mask(bias: Aligned, factor: float) -> list[Mask] | None:
 
 
 def _conjuncts(mask: Aligned, *, where: bool) -> list[Mask]:
-    """The masks whose conjunction a mask is, without those that leave all."""
+    """Splits a mask into those that it is the conjunction of, without any that mask nothing."""
     value = mask.value
     full = number(value)
     if full is not None and bool(full) is where:
@@ -215,7 +215,7 @@ _NEGATED = {"ge": "lt", "gt": "le", "le": "gt", "lt": "ge"}
 
 
 def _triangle(mask: Aligned, *, where: bool) -> tuple[int, int] | None:
-    """The triangle that a mask is, written as a comparison of positions or as a constant."""
+    """Returns the axes of a triangular mask, a comparison of positions or a constant; or None."""
     if (const := mask.value.constant) is not None:
         return _constant_triangle(np.asarray(const), mask.axes, where=where)
     name = mask.value.kind
